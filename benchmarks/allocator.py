@@ -1,4 +1,4 @@
-"""What `llmrecipes.engine.megatron.platform.cpu`'s settings of glibc's allocator do for a training step.
+"""What `llmrecipes.engine.core.platform.cpu`'s settings of glibc's allocator do for a training step.
 
     python -m benchmarks.allocator --json allocator.json
 

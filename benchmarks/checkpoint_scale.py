@@ -184,9 +184,8 @@ def _parts(plan: Plan, parameters: int, replicas: int) -> int:
 def _index(parts: int, ranks: int) -> dict[str, float]:
     """Bytes of the index of as many parts; CPU seconds to merge, check, write and open it, and to look parts up."""
     from llmrecipes.checkpoint.manifest import FileRecord
-    from llmrecipes.engine.megatron.checkpoint.format import require_whole
-    from llmrecipes.engine.megatron.checkpoint.index import build
-    from llmrecipes.engine.megatron.checkpoint.table import decode, encode, make, merge
+    from llmrecipes.engine.core.checkpoint.format import require_whole
+    from llmrecipes.engine.core.checkpoint.index import build, decode, encode, make_table, merge_tables
 
     names, layers = 40, 126
     each = max(1, parts // names // 3)  # times three: a row in two parts, and a whole one
@@ -201,14 +200,14 @@ def _index(parts: int, ranks: int) -> dict[str, float]:
             for number, (row, *columns) in enumerate(boxes)
         ]
         tensors = [(f"tensor{number}", "float32", (layers, rows, 64), found) for number in range(names)]
-        return encode(make([f"__{rank}_0.distcp"], [], tensors))
+        return encode(make_table([f"__{rank}_0.distcp"], [], tensors))
 
     sent = [of_rank(rank) for rank in range(layers * -(-ranks // layers))]
     files = {f"__{rank}_0.distcp": FileRecord(size=1 << 40, sha256="0" * 64) for rank in range(len(sent))}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "index.bin"
         clock = [time.process_time()]
-        merged = merge([decode(data) for data in sent])
+        merged = merge_tables([decode(data) for data in sent])
         clock.append(time.process_time())
         require_whole(merged)
         clock.append(time.process_time())
@@ -219,7 +218,7 @@ def _index(parts: int, ranks: int) -> dict[str, float]:
         index = build(decode(memoryview(mapped)), files)
         clock.append(time.process_time())
         for number in range(parts):
-            index.tensors[f"tensor{number % names}"].parts((5, 7, 0), (1, 3, 64))
+            index.tensors[f"tensor{number % names}"].slices((5, 7, 0), (1, 3, 64))
         clock.append(time.process_time())
         size = path.stat().st_size
     spans = [later - earlier for earlier, later in pairwise(clock)]

@@ -30,12 +30,12 @@ def measure(recipe_name: str, saves: int) -> list[dict[str, Any]]:
     from llmrecipes.checkpoint.manifest import CheckpointInfo
     from llmrecipes.checkpoint.saver import AsyncSaver, SaveReport, saver_group
     from llmrecipes.checkpoint.store import CheckpointStore
-    from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
+    from llmrecipes.engine.core.checkpoint.format import ShardedFormat
+    from llmrecipes.engine.core.model.gpt import build
+    from llmrecipes.engine.core.platform import select
+    from llmrecipes.engine.core.world import join
     from llmrecipes.engine.megatron.engine import MegatronEngine
-    from llmrecipes.engine.megatron.model.gpt import build
-    from llmrecipes.engine.megatron.platform import select
     from llmrecipes.engine.megatron.state import Progress, sharded_state
-    from llmrecipes.engine.megatron.world import join
     from llmrecipes.hardware.cluster import detect
     from llmrecipes.plan.derive import derive
 

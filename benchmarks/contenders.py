@@ -46,10 +46,10 @@ def micro_batches(recipe: Recipe) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 def ours(recipe: Recipe, session: Session) -> None:
     """This project: the calls of `llmrecipes.train.worker`, without data files, checkpoints and tracking."""
+    from llmrecipes.engine.core.model.gpt import build
+    from llmrecipes.engine.core.platform import select
+    from llmrecipes.engine.core.world import join
     from llmrecipes.engine.megatron.engine import Batch, MegatronEngine
-    from llmrecipes.engine.megatron.model.gpt import build
-    from llmrecipes.engine.megatron.platform import select
-    from llmrecipes.engine.megatron.world import join
 
     platform = select()
     platform.install()
@@ -77,7 +77,7 @@ def ours(recipe: Recipe, session: Session) -> None:
 
 def ours_default_allocator(recipe: Recipe, session: Session) -> None:
     """This project without its settings of glibc's allocator."""
-    from llmrecipes.engine.megatron.platform import cpu
+    from llmrecipes.engine.core.platform import cpu
 
     cpu._keep_freed_memory = lambda: None
     ours(recipe, session)

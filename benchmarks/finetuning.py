@@ -28,7 +28,7 @@ from llmrecipes.data.dataset import build
 from llmrecipes.data.loader import batches
 from llmrecipes.data.prepare import prepare
 from llmrecipes.engine.base import Batch, Engine
-from llmrecipes.engine.megatron.model.packing import attention_mask
+from llmrecipes.engine.core.model.attention import attention_mask
 from llmrecipes.engine.registry import backend
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.derive import derive
@@ -85,7 +85,7 @@ def _counting(recipe: Recipe, dataset: Dataset[Any], contender: Contender) -> It
 
 def attention(length: int, each: int, repeats: int) -> dict[str, float]:
     """Milliseconds of a forward and backward pass of core attention: 4 heads of 48 channels, 2 sequences."""
-    from llmrecipes.engine.megatron.model.attention import SdpaCoreAttention
+    from llmrecipes.engine.core.model.attention import SdpaCoreAttention
 
     module = SdpaCoreAttention.__new__(SdpaCoreAttention)
     torch.nn.Module.__init__(module)

@@ -60,9 +60,8 @@ def write_checkpoint(folder: Path) -> None:
 
     from llmrecipes.checkpoint.manifest import CheckpointInfo
     from llmrecipes.checkpoint.store import CheckpointStore
-    from llmrecipes.engine.megatron.checkpoint.index import INDEX_NAME
-    from llmrecipes.engine.megatron.checkpoint.table import encode
-    from llmrecipes.engine.megatron.checkpoint.writer import write_file
+    from llmrecipes.engine.core.checkpoint.format import write_file
+    from llmrecipes.engine.core.checkpoint.index import INDEX_NAME, encode
     from llmrecipes.recipe.load import to_yaml
 
     recipe = load(SMALL).recipe

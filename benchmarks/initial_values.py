@@ -20,8 +20,8 @@ import torch
 
 from benchmarks.common import machine, parser
 from llmrecipes.engine.base import MetaBackend
-from llmrecipes.engine.megatron.model import init
-from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel
+from llmrecipes.engine.core.model import init
+from llmrecipes.engine.core.model.gpt import RecipeGPTModel
 from llmrecipes.engine.registry import backend
 from llmrecipes.recipe.load import load
 from llmrecipes.workflow.plan import plan_on
@@ -41,7 +41,7 @@ def measure(name: str, threads: int) -> dict[str, float]:
     with engines.join(recipe, platform):
         engine = engines.construct_meta(plan, platform)
         modules = cast("list[RecipeGPTModel]", engine.modules)
-        pieces = [piece for module in modules for piece in init.pieces(module.sharded_state())]
+        pieces = [piece for module in modules for piece in init.parameter_slices(module.sharded_state())]
         engine.close()
     started = time.perf_counter()
     init.draw(pieces, recipe.model, recipe.train.seed)
@@ -50,7 +50,7 @@ def measure(name: str, threads: int) -> dict[str, float]:
     times = {shape: _whole(shape) for shape in set(shapes.values())}
     return {
         "ranks": plan.layout.world_size,
-        "values": sum(piece.into.numel() for piece in pieces),
+        "values": sum(piece.tensor.numel() for piece in pieces),
         "seconds": seconds,
         "whole_values": sum(map(math.prod, shapes.values())),
         "whole_seconds": sum(times[shape] for shape in shapes.values()),

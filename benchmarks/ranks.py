@@ -54,10 +54,10 @@ def _main() -> None:
 
     from llmrecipes.bench.measure import random_tokens
     from llmrecipes.console import setup_logging
+    from llmrecipes.engine.core.model.gpt import build
+    from llmrecipes.engine.core.platform import select
+    from llmrecipes.engine.core.world import join
     from llmrecipes.engine.megatron.engine import MegatronEngine
-    from llmrecipes.engine.megatron.model.gpt import build
-    from llmrecipes.engine.megatron.platform import select
-    from llmrecipes.engine.megatron.world import join
     from llmrecipes.hardware.cluster import detect
     from llmrecipes.plan.derive import derive
 
@@ -92,7 +92,7 @@ def counted(step: Callable[[], object]) -> list[Any]:
     import torch
 
     from benchmarks.traffic import Recorder
-    from llmrecipes.engine.megatron.model import attention
+    from llmrecipes.engine.core.model import attention
 
     def mask(_real: Any, queries: int, keys: int) -> torch.Tensor:
         return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)

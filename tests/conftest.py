@@ -19,7 +19,7 @@ from tests.dist.worlds import GlooWorld, pool
 
 if TYPE_CHECKING:
     from llmrecipes.checkpoint.ranks import Ranks
-    from llmrecipes.engine.megatron.world import World
+    from llmrecipes.engine.core.world import World
 
 # The tests are about the CPU platform, on machines with a GPU too; one thread a process, so that sums have one order.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -114,8 +114,8 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, Any], None]:
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
     """This process as a world of one, with the CPU platform installed (which stays, as it does in a run)."""
-    from llmrecipes.engine.megatron.platform import select
-    from llmrecipes.engine.megatron.world import join
+    from llmrecipes.engine.core.platform import select
+    from llmrecipes.engine.core.world import join
     from llmrecipes.recipe.schema import Parallelism
     from tests.helpers import close_engines
 

@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.utils.data import Dataset
 
 from llmrecipes.data.loader import batches
+from llmrecipes.engine.core.model.gpt import BuiltModel, build
+from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.megatron.engine import Batch, MegatronEngine, StepResult
-from llmrecipes.engine.megatron.model.gpt import BuiltModel, build
-from llmrecipes.engine.megatron.platform import select
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import to_yaml

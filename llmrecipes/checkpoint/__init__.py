@@ -1,4 +1,4 @@
 """Checkpoints: durable directories that are either complete or do not exist.
 
-`manifest` and `store` are plain filesystem code without torch; `saver` and `writer` write an engine's state.
+`manifest` and `store` are plain filesystem code without torch; `saver` writes an engine's state.
 """

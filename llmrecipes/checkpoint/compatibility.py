@@ -88,9 +88,9 @@ def require_compatible(now: Mapping[str, Any], then: Mapping[str, Any], *, where
     Raises:
         UserError: with every key that differs and must not.
     """
-    if found := compatibility(now, then):
+    if differences := compatibility(now, then):
         raise UserError(
-            "this run was started with a different recipe:\n    " + "\n    ".join(map(str, found)),
+            "this run was started with a different recipe:\n    " + "\n    ".join(map(str, differences)),
             where=where,
             rule="a resumed run keeps its model, data, batch, seed, precision and learning rate",
             fix="set these keys back, or start a new run with another run id",

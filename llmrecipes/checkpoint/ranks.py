@@ -3,19 +3,28 @@
 gloo connects every pair of a group's ranks: in one group of 16,384 each rank would have 16,383 sockets, and look up as
 many addresses in the store. Here ranks are in rows of about √N neighbours, and the first ranks of the rows in a group
 of their own: 254 sockets at most with 16,384 ranks, and two messages from any rank to the first.
+
+The hashes of a checkpoint are compared on all ranks, because terabytes would take one rank hours. The first rank
+chooses the checkpoint, because ranks may see different listings of a shared file system; every rank reads its share of
+the files, which are opened by the names in the manifest.
 """
 
 from __future__ import annotations
 
 import pickle
 import secrets
+from collections.abc import Mapping
 from datetime import timedelta
 from itertools import chain
 from math import isqrt
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+
+from llmrecipes.checkpoint.manifest import Entry, FileRecord, InvalidCheckpoint, Manifest, mismatch
+from llmrecipes.checkpoint.store import CheckpointStore, Damaged
 
 T = TypeVar("T")
 
@@ -113,3 +122,66 @@ def sockets(size: int) -> int:
     """Most connections of a rank."""
     row = row_length(size)
     return row - 1 + (0 if row == size else -(-size // row) - 1)
+
+
+LEAST_WAIT = timedelta(minutes=10)
+SLOWEST = 10e6
+"""Bytes a second with which a rank is waited for: a disk that is slower has failed."""
+
+
+def survey(store: CheckpointStore) -> tuple[Entry | None, list[Damaged]]:
+    """`CheckpointStore.survey` on the first rank, while all others run `serve`."""
+    if dist.get_world_size() == 1:
+        return store.survey()
+    try:
+        return store.survey(_compare)
+    finally:
+        _share(None)
+
+
+def serve() -> None:
+    """Compare files on a rank that is not the first, until its survey has ended."""
+    while (checkpoint := _share(None)) is not None:
+        _verdict(*checkpoint)
+
+
+def own_share(files: Mapping[str, FileRecord], rank: int, ranks: int) -> list[str]:
+    """Files that a rank compares: neighbours in the manifest, and as many bytes as the other ranks have.
+
+    A file is whole on one rank; with as many ranks as have written, each gets about the one that it reads next.
+    """
+    total, before, names = sum(record.size for record in files.values()), 0, []
+    for name, record in files.items():
+        if min((before + record.size / 2) * ranks // max(total, 1), ranks - 1) == rank:
+            names.append(name)
+        before += record.size
+    return names
+
+
+def longest_wait(manifest: Manifest, ranks: int) -> timedelta:
+    """How long ranks wait for each other's comparison."""
+    largest = max(record.size for record in manifest.files.values())
+    return LEAST_WAIT + timedelta(seconds=(manifest.size / ranks + largest) / SLOWEST)
+
+
+def _compare(path: Path, manifest: Manifest) -> None:
+    _share((path, manifest))
+    if problem := _verdict(path, manifest):
+        raise InvalidCheckpoint(problem)
+
+
+def _verdict(path: Path, manifest: Manifest) -> str:
+    """The first mismatch of any rank, on all ranks; empty without one.
+
+    It uses separate groups, because those of training do not wait long enough.
+    """
+    ranks = Ranks(longest_wait(manifest, dist.get_world_size()))
+    names = own_share(manifest.files, ranks.rank, ranks.size)
+    mismatches = ranks.gather(mismatch(path, {name: manifest.files[name] for name in names}))
+    return ranks.broadcast(next(filter(None, mismatches), "") if mismatches is not None else None)
+
+
+def _share(checkpoint: tuple[Path, Manifest] | None) -> tuple[Path, Manifest] | None:
+    held = [checkpoint]
+    dist.broadcast_object_list(held, src=0)
+    return held[0]

@@ -13,6 +13,7 @@ the newest valid checkpoint is found from the manifests.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import re
@@ -23,26 +24,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmrecipes.checkpoint.inspection import (
-    NAME,
-    OPEN_THREADS,
-    Compare,
-    Entry,
-    InvalidCheckpoint,
-    inspect,
-    read_manifest,
-)
-from llmrecipes.checkpoint.inspection import compare as compare_all
-from llmrecipes.checkpoint.lock import take_lock
 from llmrecipes.checkpoint.manifest import (
     MANIFEST_NAME,
+    NAME,
+    OPEN_THREADS,
     CheckpointInfo,
+    Compare,
+    Entry,
     FileRecord,
+    InvalidCheckpoint,
     build,
     digest,
     dump,
+    inspect,
+    read_manifest,
 )
-from llmrecipes.checkpoint.retention import LEAST_KEPT, surviving
+from llmrecipes.checkpoint.manifest import compare as compare_all
 from llmrecipes.errors import UserError
 from llmrecipes.io import sync, write_synced
 from llmrecipes.untrusted import open_file
@@ -88,13 +85,13 @@ class CheckpointStore:
 
     def entries(self) -> list[Entry]:
         """Checkpoints with a readable manifest and files of the right size, oldest first."""
-        found = []
+        entries = []
         for path in self._directories():
             try:
-                found.append(inspect(path, full=False))
+                entries.append(inspect(path, full=False))
             except InvalidCheckpoint:
                 continue
-        return found
+        return entries
 
     def valid(self, step: int, *, full: bool) -> bool:
         """Whether the checkpoint of a step is complete.
@@ -108,8 +105,8 @@ class CheckpointStore:
     def latest_valid(self) -> Entry | None:
         """The newest checkpoint whose every file has the recorded SHA-256; damaged ones are skipped with a warning."""
         entry, damaged = self.survey()
-        for found in damaged:
-            logger.warning("checkpoint %s is skipped: %s", found.path, found.reason)
+        for skipped in damaged:
+            logger.warning("checkpoint %s is skipped: %s", skipped.path, skipped.reason)
         return entry
 
     def survey(self, compare: Compare | None = None) -> tuple[Entry | None, list[Damaged]]:
@@ -138,19 +135,19 @@ class CheckpointStore:
 
     def incomplete(self) -> list[Damaged]:
         """Checkpoints with an invalid manifest, or files that are missing or of the wrong size, newest first."""
-        found = []
+        damaged = []
         for path in reversed(self._directories()):
             try:
                 inspect(path, full=False)
             except InvalidCheckpoint as problem:
-                found.append(Damaged(path, str(problem)))
-        return found
+                damaged.append(Damaged(path, str(problem)))
+        return damaged
 
     def _directories(self) -> list[Path]:
         if not self.directory.is_dir():
             return []
-        found = [path for path in self.directory.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
-        return sorted(found, key=_step_of)
+        paths = [path for path in self.directory.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
+        return sorted(paths, key=_step_of)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -334,3 +331,37 @@ def _step_of(path: Path) -> int:
 
 def _files(directory: Path) -> Iterator[Path]:
     return (path for path in sorted(directory.rglob("*")) if path.is_file() and path.name != MANIFEST_NAME)
+
+
+def take_lock(path: Path) -> int:
+    """Lock a file, created if missing; returns the descriptor, which holds the lock until it is closed.
+
+    Raises:
+        UserError: another live process holds it.
+        OSError: the file cannot be created.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        # A POSIX record lock: unlike flock's it is not inherited by forked data loader workers, which may
+        # outlive a killed trainer by seconds.
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as problem:
+        os.close(descriptor)
+        raise UserError(
+            "another process is training this run",
+            where=str(path.parent),
+            fix="wait until it has finished, or use another --run-id",
+        ) from problem
+    except OSError as problem:
+        logger.warning("%s: this file system does not support locks (%s)", path.parent, problem.strerror)
+    return descriptor
+
+
+LEAST_KEPT = 2
+"""Checkpoints that are always kept: if one turns out to be damaged, there is another."""
+
+
+def surviving(steps: list[int], most_recent_k: int, keep_interval: int | None) -> set[int]:
+    """Which of the complete steps a retention rule keeps."""
+    recent = sorted(steps)[-max(most_recent_k, LEAST_KEPT) :]
+    return set(recent) | {step for step in steps if keep_interval and step % keep_interval == 0}

@@ -40,7 +40,7 @@ COLLECTIVES = {
     "recv_": ("receive", 0, 0),
 }
 _HOST = torch.device("cpu")
-_OURS = (Path(__file__).parent, Path(__file__).parents[1] / "engine" / "megatron" / "platform")
+_OURS = (Path(__file__).parent, Path(__file__).parents[1] / "engine" / "core" / "platform")
 """Folders whose lines do not wait by themselves."""
 
 

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from llmrecipes.checkpoint.format import CheckpointFormat, StateDict, Written
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.sampling import Sampling
-from llmrecipes.engine.scoring import Scorer
 from llmrecipes.hardware.profile import Group
 from llmrecipes.hf.safetensors import TensorSource
 from llmrecipes.plan.derive import Plan
@@ -28,7 +27,7 @@ from llmrecipes.tracking.events import LayerBalance
 Batch = dict[str, torch.Tensor]
 """`tokens`, `labels`, `loss_mask` and `position_ids` of a micro-batch, each [micro_batch_size, seq_length]."""
 
-StopQuestion = Callable[[], bool]
+StopCheck = Callable[[], bool]
 """Whether this rank has to stop."""
 
 
@@ -67,7 +66,7 @@ class World:
     data_parallel_size: int
 
     holds_whole_model: bool
-    """Whether each rank has all parameters, so that it can run the model alone."""
+    """Whether each rank has all parameters, so that one rank can run the model."""
 
     @property
     def is_first(self) -> bool:
@@ -101,7 +100,7 @@ class StepResult:
     skipped: bool
     """Gradients overflowed in fp16: weights and schedule are unchanged."""
     stop: bool
-    """Some rank was told to stop before this step's gradients were reduced."""
+    """Some rank had to stop before this step's gradients were reduced."""
 
 
 @dataclass(frozen=True)
@@ -133,15 +132,15 @@ class Implementation:
     """Why it was chosen."""
 
 
-class Shard(NamedTuple):
-    """Part of a global tensor, on this rank."""
+class Slice(NamedTuple):
+    """A rectangular part of a named global tensor, on this rank."""
 
     name: str
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     """Of the global tensor."""
     tensor: torch.Tensor
-    """Its values, fp32 on the CPU."""
+    """Its values, of the slice's size; of weights and gradients that an engine shows, fp32 copies on the CPU."""
 
 
 class Engine(Protocol):
@@ -168,7 +167,7 @@ class Engine(Protocol):
     def learning_rate(self) -> float:
         """Learning rate of the next step."""
 
-    def train_step(self, batches: Iterator[Batch], *, stop: StopQuestion | None = None) -> StepResult:
+    def train_step(self, batches: Iterator[Batch], *, stop: StopCheck | None = None) -> StepResult:
         """One optimizer step on the next global batch.
 
         Args:
@@ -177,7 +176,7 @@ class Engine(Protocol):
                 costs nothing.
         """
 
-    def evaluate(self, batches: Iterator[Batch], global_batches: int, stop: StopQuestion | None = None) -> float | None:
+    def evaluate(self, batches: Iterator[Batch], global_batches: int, stop: StopCheck | None = None) -> float | None:
         """Mean validation loss per token, without dropout and label smoothing.
 
         Args:
@@ -186,7 +185,7 @@ class Engine(Protocol):
             stop: called once per global batch.
 
         Returns:
-            The loss, or None on all ranks if one of them was told to stop: a partial mean is not a result.
+            The loss, or None on all ranks if one of them had to stop: a partial mean is not a result.
         """
 
     def params_synced(self) -> AbstractContextManager[None]:
@@ -195,17 +194,17 @@ class Engine(Protocol):
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters of this rank, then their gradients as `<name>.grad`, named as in the full model."""
 
-    def weights(self) -> list[Shard]:
+    def weights(self) -> list[Slice]:
         """Copies of this rank's parameters, and of buffers that training changes, in model order."""
 
-    def watch_gradients(self, see: Callable[[list[Shard], list[Shard]], None]) -> None:
+    def watch_gradients(self, see: Callable[[list[Slice], list[Slice]], None]) -> None:
         """Call `see(weights, reduced gradients)` in every step from now on, before the update; on all ranks."""
 
     def checkpoint_format(self) -> CheckpointFormat:
         """A new format for one saver."""
 
     def state(self, progress: Progress) -> StateDict:
-        """The state for a checkpoint; tensors are referenced, not copied, and no other rank is asked for anything."""
+        """The state for a checkpoint; tensors are referenced, not copied, and there is no communication."""
 
     def load_state(self, entry: Entry) -> Progress:
         """Restore weights, optimizer, schedule and random states; a collective of all ranks.
@@ -245,11 +244,11 @@ class WeightSource(Protocol):
     """Weights that a new run starts from."""
 
     def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """A box of a weight, on the CPU; nothing else of it is kept in memory.
+        """A slice of a weight, on the CPU; nothing else of it is kept in memory.
 
         Args:
             name: of the weight in a model that one process holds, such as `decoder.layers.3.mlp.linear_fc1.weight`.
-            offset, shape: of the box, which may lie in rows that pad the vocabulary.
+            offset, shape: of the slice, which may lie in rows that pad the vocabulary.
 
         Raises:
             UserError: the source has no such weight, of this shape.
@@ -270,7 +269,7 @@ class Backend(Protocol):
         """Join the ranks that a launcher started (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, …), or form a world of one."""
 
     def build(self, plan: Plan, platform: Platform, weights: WeightSource | None = None) -> Engine:
-        """An engine with initial weights, which depend only on the seed; or with given ones."""
+        """An engine with initial weights, which depend only on the seed; or with those of `weights`."""
 
     def construct(self, plan: Plan, platform: Platform, base: WeightSource | None = None) -> Engine:
         """An engine whose weights have no defined values: for a checkpoint to be loaded next.
@@ -294,7 +293,7 @@ class Backend(Protocol):
         """
 
     def load_given(self, plan: Plan, platform: Platform, weights: WeightSource) -> TextModel:
-        """Given weights, for a `Scorer` on the ranks of any layout; each reads its part."""
+        """A model with the weights of a source, for a `Scorer` on the ranks of any layout; each rank reads its part."""
 
     def tensors(self, entry: Entry, *, averaged: bool = False) -> TensorSource:
         """Weights of a checkpoint by the names in one process, read one at a time; without a model or other ranks.
@@ -309,7 +308,7 @@ class Backend(Protocol):
         """An MoE engine whose experts are copies of a dense checkpoint's MLP; in one process."""
 
     def write_weights(self, plan: Plan, weights: WeightSource, directory: Path) -> tuple[Written, dict[str, str]]:
-        """Write given weights as the files of a checkpoint of step 0, in one process that does not hold the model.
+        """Write weights as the files of a checkpoint of step 0, in one process that does not hold the model.
 
         Args:
             plan: of the recipe, for one rank; this process has joined that world.
@@ -372,3 +371,50 @@ class MetaBackend(Backend, Protocol):
 
     def construct_meta(self, plan: Plan, platform: Platform) -> MetaEngine:
         """An engine on such a platform."""
+
+
+class Scores(NamedTuple):
+    """What a model thinks of rows of tokens."""
+
+    logprobs: torch.Tensor
+    """Log-probability of each token after the first, in nats, [rows, length - 1], fp64 on the CPU."""
+    greedy: torch.Tensor
+    """The likeliest token in the place of each of them, [rows, length - 1], int64 on the CPU."""
+
+
+class Scorer(Protocol):
+    """A model for evaluation: in every layout, with nothing left of what was computed.
+
+    Both methods are collectives: all ranks call them with the same arguments, and get the same answer.
+    """
+
+    positions: int
+    """Tokens that the model can read at once."""
+
+    def score(self, tokens: torch.Tensor) -> Scores:
+        """Score rows of token ids, [rows, length].
+
+        Args:
+            tokens: 2 to `positions` + 1 a row. Padding on the right has no effect on what stands before it.
+        """
+
+    def extend(
+        self,
+        prompts: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        ended: Callable[[list[int]], bool],
+    ) -> list[list[int]]:
+        """Continue several prompts.
+
+        Args:
+            prompts: token ids, at least one and fewer than `positions`.
+            limits: most new tokens of each; `positions` limits them too.
+            seeds: of each prompt's draws, so that they do not depend on its neighbours; that of `sampling` is not used.
+            sampling: how to draw.
+            ended: whether a prompt's new tokens, the last of which has just been added, end its continuation.
+
+        Raises:
+            UserError: tokens are drawn with a temperature where ranks share texts or layers.
+        """

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
-from llmrecipes.engine.base import Backend
 from llmrecipes.hardware.builds import transformer_engine_obstacle
+from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.engines import ENGINES, engine_name
 from llmrecipes.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from llmrecipes.engine.base import Backend
 
 
 def backend(recipe: Recipe) -> Backend:
     """The backend of the engine that a recipe selects."""
     transformer_engine_obstacle()  # before megatron-core is imported
-    found: Backend = resolve_name(ENGINES[engine_name(recipe)].backend)()
-    return found
+    create: Callable[[], Backend] = resolve_name(ENGINES[engine_name(recipe)].backend)
+    return create()
+
+
+def configuration(plan: Plan) -> dict[str, Any] | None:
+    """The configuration of the library of a plan's engine, as plain data; None: it is configured only by recipes."""
+    place = ENGINES[engine_name(plan.recipe)].configuration
+    if place is None:
+        return None
+    function: Callable[[Plan], dict[str, Any]] = resolve_name(place)
+    return function(plan)

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 
 from llmrecipes.data.tokenizer import TextTokenizer
-from llmrecipes.engine.base import World
+from llmrecipes.engine.base import Scorer, World
 from llmrecipes.engine.sampling import Sampling
-from llmrecipes.engine.scoring import Scorer
 from llmrecipes.tracking.progress import Counted
 
 T = TypeVar("T")

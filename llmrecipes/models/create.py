@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmrecipes.checkpoint.lock import take_lock
+from llmrecipes.checkpoint.store import take_lock
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.io import sync, write_atomic

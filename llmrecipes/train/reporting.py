@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from llmrecipes.checkpoint.retention import LEAST_KEPT
+from llmrecipes.checkpoint.store import LEAST_KEPT
 from llmrecipes.console import console, number
 from llmrecipes.data.prepared import Prepared
 from llmrecipes.engine.base import Implementation, Progress, World

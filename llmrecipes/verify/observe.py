@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from llmrecipes.engine.base import Batch, Engine, Shard
+from llmrecipes.engine.base import Batch, Engine, Slice
 from llmrecipes.plan.derive import Plan
 from llmrecipes.verify.spec import Record, ReplicaDifference, Step
 
@@ -28,10 +28,10 @@ Keep = Callable[[int, Step], bool]
 class _Snapshot:
     """Weights and reduced gradients of the last step, taken between backward pass and update."""
 
-    before: list[Shard] = field(default_factory=list)
-    gradients: list[Shard] = field(default_factory=list)
+    before: list[Slice] = field(default_factory=list)
+    gradients: list[Slice] = field(default_factory=list)
 
-    def take(self, weights: list[Shard], gradients: list[Shard]) -> None:
+    def take(self, weights: list[Slice], gradients: list[Slice]) -> None:
         self.before, self.gradients = weights, gradients
 
 
@@ -72,7 +72,7 @@ def observe(
     return Record(layout=plan.layout.as_dict(), steps=tuple(steps), kept_step=kept, replicas=differing)
 
 
-def _replicas(weights: list[Shard], step: int) -> ReplicaDifference | None:
+def _replicas(weights: list[Slice], step: int) -> ReplicaDifference | None:
     return first_replica_difference(gathered(digests(weights)), step)
 
 
@@ -151,7 +151,7 @@ def _whole(folder: Path) -> dict[str, torch.Tensor]:
     return whole
 
 
-def _place(shard: Shard) -> tuple[slice, ...]:
+def _place(shard: Slice) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(shard.offset, shard.tensor.shape, strict=True))
 
 
@@ -167,15 +167,15 @@ def _difference(name: str, expected: torch.Tensor, squares: Sequence[tuple[float
     return TensorDifference(*readable(name), difference / (reference_norm or 1.0), norm, reference_norm)
 
 
-def write_shards(path: Path, shards: list[Shard]) -> None:
+def write_shards(path: Path, shards: list[Slice]) -> None:
     """Write shards as plain tuples, which need no unpickling of classes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save([tuple(shard) for shard in shards], path)
 
 
-def read_shards(path: Path) -> list[Shard]:
+def read_shards(path: Path) -> list[Slice]:
     """Read what `write_shards` wrote."""
-    return [Shard(*values) for values in torch.load(path, map_location="cpu", weights_only=True)]
+    return [Slice(*values) for values in torch.load(path, map_location="cpu", weights_only=True)]
 
 
 Digest = tuple[str, tuple[int, ...], bytes]
@@ -187,7 +187,7 @@ class _Main(NamedTuple):
     digest: bytes
 
 
-def digests(shards: Iterable[Shard]) -> list[Digest]:
+def digests(shards: Iterable[Slice]) -> list[Digest]:
     """Hashes of this rank's weights: about 100 bytes per tensor, whatever its size."""
     return [
         (shard.name, shard.offset, hashlib.blake2b(shard.tensor.numpy().tobytes(), digest_size=16).digest())

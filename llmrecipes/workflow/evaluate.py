@@ -371,7 +371,7 @@ def evaluate(spec: EvaluationSpec) -> list[Result]:
 
 def _model(spec: EvaluationSpec, engines: Backend, plan: Plan, platform: Platform) -> TextModel:
     if spec.checkpoint is not None:
-        from llmrecipes.checkpoint.inspection import Entry, read_manifest
+        from llmrecipes.checkpoint.manifest import Entry, read_manifest
 
         entry = Entry(spec.checkpoint, read_manifest(spec.checkpoint))
         with base_weights(run_of(spec.checkpoint.parent).path, spec.recipe) as base:

@@ -99,7 +99,7 @@ def find_checkpoint(reference: str, runs_dir: Path) -> tuple[Path, Entry]:
     Raises:
         UserError: there is none, or it is incomplete.
     """
-    from llmrecipes.checkpoint.inspection import InvalidCheckpoint, inspect
+    from llmrecipes.checkpoint.manifest import InvalidCheckpoint, inspect
 
     name, _, step = reference.rpartition("@")
     if not name or Path(reference).exists():

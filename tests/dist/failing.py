@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmrecipes.engine.megatron.platform import select
-from llmrecipes.engine.megatron.platform.cuda import CudaPlatform
-from llmrecipes.engine.megatron.world import join
+from llmrecipes.engine.core.platform import select
+from llmrecipes.engine.core.platform.cuda import CudaPlatform
+from llmrecipes.engine.core.world import join
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.launch.ranks import Rank
 from llmrecipes.recipe.schema import Parallelism

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from llmrecipes.engine.base import Progress
+from llmrecipes.engine.core.model.gpt import BuiltModel
+from llmrecipes.engine.core.platform import select
+from llmrecipes.engine.core.world import model_parallel
 from llmrecipes.engine.megatron.backend import MegatronBackend
 from llmrecipes.engine.megatron.engine import MegatronEngine
-from llmrecipes.engine.megatron.model.gpt import BuiltModel
-from llmrecipes.engine.megatron.platform import select
-from llmrecipes.engine.megatron.world import model_parallel
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.verify.spec import VerifySpec
 from llmrecipes.verify.worker import train
@@ -84,7 +84,7 @@ def _micro_batch_dropped(patch: Patch) -> None:
 
 
 def _replicas_averaged(patch: Patch) -> None:
-    from llmrecipes.engine.megatron import update
+    from llmrecipes.engine.core import update
 
     finalize = update.finalize
 

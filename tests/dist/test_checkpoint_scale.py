@@ -14,18 +14,17 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.traffic import Recorder
+from llmrecipes.checkpoint import ranks
 from llmrecipes.checkpoint import ranks as ranks_module
-from llmrecipes.checkpoint import shared_check
 from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.ranks import Ranks, row_length, sockets
-from llmrecipes.checkpoint.saver import LONGEST_SAVE, saver_group
+from llmrecipes.checkpoint.saver import LONGEST_SAVE, saver_group, write_checkpoint
 from llmrecipes.checkpoint.store import CheckpointStore
-from llmrecipes.checkpoint.writer import write_checkpoint
 from llmrecipes.engine.base import Engine, Progress, World
-from llmrecipes.engine.megatron.checkpoint import loader, optimizer_state
-from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
-from llmrecipes.engine.megatron.checkpoint.index import INDEX_NAME
-from llmrecipes.engine.megatron.checkpoint.table import decode
+from llmrecipes.engine.core.checkpoint import loader
+from llmrecipes.engine.core.checkpoint.format import ShardedFormat
+from llmrecipes.engine.core.checkpoint.index import INDEX_NAME, decode
+from llmrecipes.engine.megatron import state
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.resume import choose, resume
 from tests.dist.table import Row
@@ -111,7 +110,7 @@ def test_a_large_tensor_that_all_ranks_have_is_cut_among_them(worlds: dict[int, 
 
 def _held_with_small_pieces(recipe: Recipe, folder: Path) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer_state, "LEAST_PIECE", 1000)
+        patch.setattr(state, "LEAST_PIECE", 1000)
         return held_and_sent(recipe, folder)
 
 
@@ -163,14 +162,14 @@ DAMAGES: tuple[tuple[str, Callable[[Path], None]], ...] = (
 def resumed_from(engine: Engine, folder: Path, world: World) -> list[Any]:
     """Step, files that each rank has hashed, and the notes of damage."""
     hashed: list[str] = []
-    compare = shared_check.mismatch
+    compare = ranks.mismatch
 
     def watched(path: Path, files: Any) -> str:
         hashed.extend(f"{path.name}/{name}" for name in files)
         return compare(path, files)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_check, "mismatch", watched)
+        patch.setattr(ranks, "mismatch", watched)
         start = choose(CheckpointStore(folder), world)
         assert start.entry is not None
         step = resume(engine, start.entry, world).step

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llmrecipes.checkpoint.store import CheckpointStore
-from llmrecipes.engine.megatron.platform import select
+from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.registry import backend
 from llmrecipes.hf.weights import open_weights
 from llmrecipes.models.importing import import_model

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from llmrecipes.checkpoint.inspection import read_manifest
-from llmrecipes.checkpoint.manifest import MANIFEST_NAME
-from llmrecipes.engine.megatron.checkpoint.json_index import JSON_NAME
+from llmrecipes.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from llmrecipes.engine.core.checkpoint.index import JSON_NAME
 from tests.dist.table import BF16_BOUND, SAVED_AT, Row
 from tests.dist.training import Outcome, go_on
 from tests.dist.worlds import GlooWorld

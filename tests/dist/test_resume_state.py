@@ -57,7 +57,7 @@ def test_masters_and_moments_are_those_that_were_saved(
 def messages(recipe: Recipe, folder: Path) -> list[str]:
     """What the first rank logs when it resumes. To be called on every rank."""
     kept: SimpleQueue[logging.LogRecord] = SimpleQueue()
-    handler, log = QueueHandler(kept), logging.getLogger("llmrecipes.engine.megatron.random_states")
+    handler, log = QueueHandler(kept), logging.getLogger("llmrecipes.engine.core.random_states")
     level = log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)

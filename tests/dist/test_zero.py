@@ -14,10 +14,10 @@ import pytest
 from benchmarks.ranks import counted
 from benchmarks.traffic import Call
 from benchmarks.zero_formulas import FP32, sent
-from llmrecipes.engine.deepspeed.placement import full_shape
-from llmrecipes.engine.megatron.model import philox
-from llmrecipes.engine.megatron.platform import select
-from llmrecipes.engine.megatron.world import model_parallel
+from llmrecipes.engine.core.model import philox
+from llmrecipes.engine.core.platform import select
+from llmrecipes.engine.core.world import model_parallel
+from llmrecipes.engine.deepspeed.partition import full_shape
 from llmrecipes.engine.registry import backend
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe

@@ -16,9 +16,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
 from llmrecipes.checkpoint.store import CheckpointStore
-from llmrecipes.engine.base import Batch, Engine, Progress, Shard, World
-from llmrecipes.engine.megatron.platform import select
-from llmrecipes.engine.megatron.world import model_parallel
+from llmrecipes.engine.base import Batch, Engine, Progress, Slice, World
+from llmrecipes.engine.core.platform import select
+from llmrecipes.engine.core.world import model_parallel
 from llmrecipes.engine.registry import backend
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe
@@ -111,7 +111,7 @@ def compare(outcome: Outcome, reference: Outcome) -> Difference:
 def train(recipe: Recipe) -> Outcome | None:
     """Train from the beginning. Like `save_midway` and `go_on`, to be called on every rank; the first answers."""
     with training(recipe) as (engine, world):
-        kept: list[list[Shard]] = []
+        kept: list[list[Slice]] = []
         if recipe.train.precision != "fp32":
             return _run(engine, world, STEPS)
         engine.watch_gradients(lambda _, gradients: kept.append(gradients))
@@ -213,7 +213,7 @@ def everything(engine: Engine, world: World) -> dict[str, np.ndarray]:
     del state["random"]
     apply_factories(state)
     parts = [
-        Shard(value.key, value.global_offset, value.global_shape, value.data.detach().float().cpu().view(_full(value)))
+        Slice(value.key, value.global_offset, value.global_shape, value.data.detach().float().cpu().view(_full(value)))
         for value in nested_values(state)
         if isinstance(value, ShardedTensor) and is_main_replica(value.replica_id)
     ]
@@ -237,9 +237,9 @@ def _changed(loaded: dict[str, np.ndarray], saved: Path) -> list[str]:
         ]
 
 
-def _whole_tensors(parts: Sequence[Shard], world: World) -> dict[str, np.ndarray]:
+def _whole_tensors(parts: Sequence[Slice], world: World) -> dict[str, np.ndarray]:
     """Global tensors on the first rank, put together from all ranks' parts; empty on the others."""
-    everyones: list[list[Shard]] | None = [[] for _ in range(world.size)] if world.is_first else None
+    everyones: list[list[Slice]] | None = [[] for _ in range(world.size)] if world.is_first else None
     dist.gather_object(list(parts), everyones)
     whole: dict[str, np.ndarray] = {}
     for part in (each for one in everyones or () for each in one):

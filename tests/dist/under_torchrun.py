@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
-from llmrecipes.engine.megatron.platform import select
+from llmrecipes.engine.core.platform import select
 from llmrecipes.recipe.schema import Recipe
 from tests.dist.table import ROWS
 from tests.dist.training import Outcome, compare, train

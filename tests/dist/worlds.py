@@ -206,8 +206,8 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from llmrecipes.engine.megatron.platform import select
-    from llmrecipes.engine.megatron.versions import auxiliary_losses
+    from llmrecipes.engine.core.platform import select
+    from llmrecipes.engine.core.versions import auxiliary_losses
 
     global _to_the_test
     _to_the_test = pipe

@@ -17,19 +17,19 @@ import torch.nn.functional as F
 
 from llmrecipes.checkpoint.format import StateDict, Written
 from llmrecipes.checkpoint.manifest import digest
-from llmrecipes.checkpoint.safety import load_plain, open_inside
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import (
     Batch,
     Implementation,
     Platform,
     Progress,
-    Shard,
+    Slice,
     StepResult,
-    StopQuestion,
+    StopCheck,
     WeightSource,
     World,
 )
+from llmrecipes.engine.core.checkpoint.loader import load_plain, open_inside
 from llmrecipes.engine.sampling import Sampling, draw
 from llmrecipes.faults.numerics import named_gradients
 from llmrecipes.hardware.profile import Group
@@ -98,13 +98,13 @@ class PlainEngine:
         self.modules = (self.model,)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=recipe.optimizer.lr)
         self.local_loss = 0.0
-        self._see: Callable[[list[Shard], list[Shard]], None] | None = None
+        self._see: Callable[[list[Slice], list[Slice]], None] | None = None
 
     @property
     def learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def train_step(self, batches: Iterator[Batch], *, stop: StopQuestion | None = None) -> StepResult:
+    def train_step(self, batches: Iterator[Batch], *, stop: StopCheck | None = None) -> StepResult:
         self.optimizer.zero_grad()
         total, tokens = torch.zeros(()), torch.zeros(())
         for _ in range(self.plan.num_microbatches):
@@ -122,7 +122,7 @@ class PlainEngine:
         return StepResult(self.local_loss, norm, self.learning_rate, None, False, stop is not None and stop())
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterator[Batch], global_batches: int, stop: StopQuestion | None = None) -> float | None:
+    def evaluate(self, batches: Iterator[Batch], global_batches: int, stop: StopCheck | None = None) -> float | None:
         sums = [self._loss(next(batches)) for _ in range(global_batches * self.plan.num_microbatches)]
         if stop is not None and stop():
             return None
@@ -134,10 +134,10 @@ class PlainEngine:
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from named_gradients(self.model)
 
-    def weights(self) -> list[Shard]:
+    def weights(self) -> list[Slice]:
         return [self._shard(name, parameter) for name, parameter in self.model.named_parameters()]
 
-    def watch_gradients(self, see: Callable[[list[Shard], list[Shard]], None]) -> None:
+    def watch_gradients(self, see: Callable[[list[Slice], list[Slice]], None]) -> None:
         self._see = see
 
     def checkpoint_format(self) -> OneFile:
@@ -178,9 +178,9 @@ class PlainEngine:
         losses = F.cross_entropy(self.model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten(), reduction="none")
         return (losses * batch["loss_mask"].flatten()).sum(), batch["loss_mask"].sum()
 
-    def _shard(self, name: str, tensor: torch.Tensor | None) -> Shard:
+    def _shard(self, name: str, tensor: torch.Tensor | None) -> Slice:
         values = torch.zeros(0) if tensor is None else tensor.detach().clone()
-        return Shard(name, (0,) * values.dim(), tuple(values.shape), values)
+        return Slice(name, (0,) * values.dim(), tuple(values.shape), values)
 
 
 class PlainBackend:

@@ -14,8 +14,8 @@ import pytest
 
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.cli import app as cli
+from llmrecipes.engine.core.update import learning_rate
 from llmrecipes.engine.megatron.engine import MegatronEngine
-from llmrecipes.engine.megatron.schedule import learning_rate
 from llmrecipes.errors import ExitCode
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe

@@ -14,8 +14,8 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
 from llmrecipes.checkpoint.store import CheckpointStore
-from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
-from llmrecipes.engine.megatron.checkpoint.loader import load
+from llmrecipes.engine.core.checkpoint.format import ShardedFormat
+from llmrecipes.engine.core.checkpoint.loader import load
 from tests.dist.worlds import say
 
 TENSORS, ROWS, COLUMNS = 4, 64, 2000

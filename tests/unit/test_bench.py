@@ -14,7 +14,7 @@ from llmrecipes.bench.measure import OPERATIONS, bus_factor
 from llmrecipes.bench.results import BenchSpec, Collectives, RankSpeeds, compare
 from llmrecipes.cli.app import run
 from llmrecipes.data.prepare import prepare
-from llmrecipes.engine.megatron.platform.cpu import CpuPlatform
+from llmrecipes.engine.core.platform.cpu import CpuPlatform
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.profile import LINK_BYTES, Group, Measured, Operation
 from llmrecipes.workflow.bench import sizes, write_profile

@@ -19,7 +19,7 @@ from llmrecipes.checkpoint.manifest import CheckpointInfo, digest
 from llmrecipes.checkpoint.ranks import Ranks
 from llmrecipes.checkpoint.saver import AsyncSaver, SaveReport
 from llmrecipes.checkpoint.store import CheckpointStore
-from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
+from llmrecipes.engine.core.checkpoint.format import ShardedFormat
 
 
 @pytest.fixture

@@ -19,17 +19,24 @@ import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from llmrecipes.checkpoint.inspection import InvalidCheckpoint, compare, read_manifest
-from llmrecipes.checkpoint.manifest import MANIFEST_NAME, CheckpointInfo, FileRecord, build, digest, dump
+from llmrecipes.checkpoint.manifest import (
+    MANIFEST_NAME,
+    CheckpointInfo,
+    FileRecord,
+    InvalidCheckpoint,
+    build,
+    compare,
+    digest,
+    dump,
+    read_manifest,
+)
 from llmrecipes.checkpoint.ranks import Ranks
 from llmrecipes.checkpoint.saver import AsyncSaver
 from llmrecipes.checkpoint.store import CheckpointStore, Entry
-from llmrecipes.engine.megatron.checkpoint import loader, pickled_index
-from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
-from llmrecipes.engine.megatron.checkpoint.index import INDEX_NAME, Index
-from llmrecipes.engine.megatron.checkpoint.json_index import JSON_NAME
-from llmrecipes.engine.megatron.checkpoint.loader import load, read_index
-from llmrecipes.engine.megatron.checkpoint.table import MAGIC, Header, decode
+from llmrecipes.engine.core.checkpoint import loader, pickled_index
+from llmrecipes.engine.core.checkpoint.format import ShardedFormat
+from llmrecipes.engine.core.checkpoint.index import INDEX_NAME, JSON_NAME, MAGIC, Header, Index, decode
+from llmrecipes.engine.core.checkpoint.loader import load, read_index
 from tests.refusals import refused
 
 INFO = CheckpointInfo(step=1, consumed_samples=1, consumed_tokens=1, layout={}, recipe_hash="r")

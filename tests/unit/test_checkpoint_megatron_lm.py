@@ -19,10 +19,10 @@ import torch
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.cli.app import run
 from llmrecipes.engine.base import Progress
+from llmrecipes.engine.core.megatron_lm.folder import open_saved
+from llmrecipes.engine.core.platform import select
+from llmrecipes.engine.core.world import join
 from llmrecipes.engine.megatron.backend import MegatronBackend
-from llmrecipes.engine.megatron.megatron_lm.folder import open_saved
-from llmrecipes.engine.megatron.platform import select
-from llmrecipes.engine.megatron.world import join
 from llmrecipes.models.importing import import_megatron
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import load

@@ -13,11 +13,10 @@ import pytest
 
 from llmrecipes.checkpoint import store as store_module
 from llmrecipes.checkpoint.manifest import CheckpointInfo, FileRecord, build, digest
-from llmrecipes.checkpoint.shared_check import LEAST_WAIT, longest_wait, own_share
+from llmrecipes.checkpoint.ranks import LEAST_WAIT, longest_wait, own_share
 from llmrecipes.checkpoint.store import CheckpointStore
-from llmrecipes.engine.megatron.checkpoint.index import Stored, covered
-from llmrecipes.engine.megatron.checkpoint.index import build as index_of
-from llmrecipes.engine.megatron.checkpoint.table import decode, encode, make, merge
+from llmrecipes.engine.core.checkpoint.index import StoredTensor, covered, decode, encode, make_table, merge_tables
+from llmrecipes.engine.core.checkpoint.index import build as index_of
 from llmrecipes.launch.open_files import allow_open_files, needed_files
 from tests.refusals import refused
 
@@ -60,10 +59,10 @@ def test_files_of_other_nodes_are_opened_by_name_and_not_looked_up(
     assert store.valid(1, full=True)
 
 
-def stored(shape: tuple[int, ...], boxes: list[list[tuple[int, int]]]) -> Stored:
+def stored(shape: tuple[int, ...], boxes: list[list[tuple[int, int]]]) -> StoredTensor:
     """A tensor in parts, each an offset and a size in every dimension."""
     file = [0, 0, 1]
-    table = make(["a"], [], [("tensor", "float32", shape, [[*file, *chain(*box)] for box in boxes])])
+    table = make_table(["a"], [], [("tensor", "float32", shape, [[*file, *chain(*box)] for box in boxes])])
     return index_of(table, records_of("a")).tensors["tensor"]
 
 
@@ -126,7 +125,7 @@ def test_the_parts_of_a_box_are_those_that_share_elements_with_it() -> None:
         shape = tuple(draw.randint(1, 12) for _ in range(draw.randint(1, 3)))
         boxes = cut(draw, [(0, size) for size in shape], draw.randint(1, 20))
         box = [(first, draw.randint(1, size - first)) for size in shape for first in [draw.randrange(size)]]
-        found = stored(shape, boxes).parts(tuple(a for a, _ in box), tuple(b for _, b in box))
+        found = stored(shape, boxes).slices(tuple(a for a, _ in box), tuple(b for _, b in box))
         mask = counted(shape, [box])
         expected = [each for each in boxes if (mask * counted(shape, [each])).any()]
         pairs = [
@@ -150,14 +149,14 @@ def test_a_box_of_one_layer_is_not_compared_with_the_parts_of_all() -> None:
     whole = stored((layers, parts), [[(layer, 1), (part, 1)] for layer in range(layers) for part in range(parts)])
     whole.columns[:] = [column.view(Untouched) for column in whole.columns]
     Untouched.read = 0
-    assert whole.parts((7, 3), (1, 2)).offsets.tolist() == [[7, 3], [7, 4]]
+    assert whole.slices((7, 3), (1, 2)).offsets.tolist() == [[7, 3], [7, 4]]
     assert Untouched.read < layers * parts + 10 * parts, "offsets in the first dimension, and a layer"
 
 
 def test_merged_indexes_are_sorted_and_keep_their_files() -> None:
-    first = make(["a"], [], [("w", "float32", (2, 4), [[0, 9, 1, 1, 1, 0, 4]]), ("n", "int64", (), [[0, 5, 1]])])
-    second = make(["b", "c"], [], [("w", "float32", (2, 4), [[1, 7, 1, 0, 1, 2, 2], [0, 3, 1, 0, 1, 0, 2]])])
-    merged = decode(encode(merge([decode(encode(first)), decode(encode(second))])))
+    first = make_table(["a"], [], [("w", "float32", (2, 4), [[0, 9, 1, 1, 1, 0, 4]]), ("n", "int64", (), [[0, 5, 1]])])
+    second = make_table(["b", "c"], [], [("w", "float32", (2, 4), [[1, 7, 1, 0, 1, 2, 2], [0, 3, 1, 0, 1, 0, 2]])])
+    merged = decode(encode(merge_tables([decode(encode(first)), decode(encode(second))])))
     assert merged.files == ["a", "b", "c"]
     assert [(head.name, head.rows, head.longest) for head in merged.tensors] == [("w", 3, 1), ("n", 1, 0)]
     rows = list(zip(*(column.tolist() for column in merged.columns), strict=True))
@@ -166,14 +165,14 @@ def test_merged_indexes_are_sorted_and_keep_their_files() -> None:
 
 @pytest.mark.parametrize("other", [("float64", (2, 4)), ("float32", (2, 5))])
 def test_indexes_that_do_not_fit_together_are_refused(other: tuple[str, tuple[int, ...]]) -> None:
-    one = make(["a"], [], [("w", "float32", (2, 4), [])])
+    one = make_table(["a"], [], [("w", "float32", (2, 4), [])])
     with pytest.raises(ValueError, match="'w'"):
-        merge([one, make(["b"], [], [("w", *other, [])])])
+        merge_tables([one, make_table(["b"], [], [("w", *other, [])])])
 
 
 @pytest.mark.parametrize("most", [255, 256, 65_535, 65_536, (1 << 32) - 1, 1 << 32, (1 << 63) - 1])
 def test_numbers_survive_in_the_narrowest_column(most: int) -> None:
-    table = make(["a"], [], [("w", "float32", (), [[0, most, 0]])])
+    table = make_table(["a"], [], [("w", "float32", (), [[0, most, 0]])])
     data = encode(table)
     assert decode(data).columns[1].tolist() == [most]
     assert len(data) < 300

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from llmrecipes.checkpoint import inspection
+from llmrecipes.checkpoint import manifest
 from llmrecipes.checkpoint.manifest import MANIFEST_NAME, CheckpointInfo, FileRecord, digest
-from llmrecipes.checkpoint.retention import surviving
-from llmrecipes.checkpoint.store import CheckpointStore
+from llmrecipes.checkpoint.store import CheckpointStore, surviving
 from tests.refusals import refused
 
 VERSIONS = {"torch": "2"}
@@ -110,7 +109,7 @@ def _flip_in_manifest(path: Path) -> None:
         (_lose_file, "folder/rng.bin: No such file"),
         (_lose_manifest, "manifest.json: No such file"),
         (_cut_manifest, "manifest.json: Invalid JSON"),
-        (_foreign_manifest, "manifest.json: is of step 2"),
+        (_foreign_manifest, "manifest.json: belongs to step 2"),
         (_flip_in_manifest, "manifest.json: its own SHA-256 differs"),
         (_escape, "not the name of a file inside the checkpoint"),
     ],
@@ -229,7 +228,7 @@ def test_claim_finishes_a_checkpoint_killed_before_its_rename_without_hashing_it
     publish(store, 1)
     publish(store, 2).rename(store.directory / ".tmp-step-00000002-dead")
     with monkeypatch.context() as patch:
-        patch.setattr(inspection, "digest", lambda path: pytest.fail(f"{path} was read by one rank for all"))
+        patch.setattr(manifest, "digest", lambda path: pytest.fail(f"{path} was read by one rank for all"))
         store.claim()
     store.release()
     assert store.valid(2, full=True)

@@ -12,8 +12,8 @@ import torch
 
 from llmrecipes.data.conversations import ConversationDataset, alone, best_fit
 from llmrecipes.engine.base import Batch
-from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel
-from llmrecipes.engine.megatron.model.packing import attention_mask
+from llmrecipes.engine.core.model.attention import attention_mask
+from llmrecipes.engine.core.model.gpt import RecipeGPTModel
 from tests.helpers import LLAMA, built, engine_of, random_batches, tiny
 from tests.unit import test_model_hf as hf
 
@@ -157,5 +157,5 @@ def test_an_evaluation_is_a_mean_over_answers_of_all_batches() -> None:
 
 
 def test_packing_chooses_the_layers_that_keep_conversations_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmrecipes.engine.megatron.model.spec._transformer_engine_obstacle", lambda: None)
+    monkeypatch.setattr("llmrecipes.engine.core.model.spec._transformer_engine_obstacle", lambda: None)
     assert built(tiny(data=CHAT)).implementation == "local"

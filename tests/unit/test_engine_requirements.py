@@ -12,7 +12,7 @@ import pytest
 
 from llmrecipes.cli.app import run
 from llmrecipes.doctor import versions
-from llmrecipes.engine.deepspeed.swap import swap_files
+from llmrecipes.engine.deepspeed.backend import swap_files
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.hardware import builds
 from llmrecipes.hardware.cluster import Gpu

@@ -34,8 +34,8 @@ from llmrecipes.data.prepare import prepare
 from llmrecipes.data.prepared import Prepared, open_prepared
 from llmrecipes.data.tokenizer import EOD, TextTokenizer, train
 from llmrecipes.engine.base import World
-from llmrecipes.engine.megatron.platform import select
-from llmrecipes.engine.megatron.score import MegatronScorer
+from llmrecipes.engine.core.platform import select
+from llmrecipes.engine.core.score import GPTScorer
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation import checks, history, isolation
@@ -86,7 +86,7 @@ def lead(world: Any, tokenizer: TextTokenizer) -> Lead:
     del world
     recipe = tiny(model=SPEECH)
     model = built(recipe)
-    return Lead(MegatronScorer(model.modules, derive(recipe, 1, ROOMY), select()), HERE, tokenizer, batch_size=3)
+    return Lead(GPTScorer(model.modules, derive(recipe, 1, ROOMY), select()), HERE, tokenizer, batch_size=3)
 
 
 @pytest.fixture(scope="module")

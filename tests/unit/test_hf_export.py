@@ -267,11 +267,11 @@ def flip(path: Path, place: int) -> None:
 
 def weights_file(checkpoint: Path) -> tuple[Path, int]:
     """The file with the embedding, and a place in the middle of its values."""
-    from llmrecipes.checkpoint.inspection import inspect
-    from llmrecipes.engine.megatron.checkpoint.loader import read_index
+    from llmrecipes.checkpoint.manifest import inspect
+    from llmrecipes.engine.core.checkpoint.loader import read_index
 
     index = read_index(inspect(checkpoint, full=False))
-    parts = index.tensors["embedding.word_embeddings.weight"].parts((0, 0), (1, 1))
+    parts = index.tensors["embedding.word_embeddings.weight"].slices((0, 0), (1, 1))
     number, start, length = parts.places[0].tolist()
     return checkpoint / index.files[number], start + length // 2
 

@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 
 from llmrecipes.checkpoint.store import CheckpointStore, Entry
 from llmrecipes.cli.app import run
+from llmrecipes.engine.core.checkpoint.loader import load
+from llmrecipes.engine.core.model.gpt import RecipeGPTModel, build, construct
+from llmrecipes.engine.core.platform import select
+from llmrecipes.engine.core.weights import load_model, model_state
+from llmrecipes.engine.core.world import join
 from llmrecipes.engine.megatron.backend import MegatronBackend
-from llmrecipes.engine.megatron.checkpoint.loader import load
-from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel, build, construct
-from llmrecipes.engine.megatron.platform import select
-from llmrecipes.engine.megatron.state import load_model, model_state
-from llmrecipes.engine.megatron.world import join
 from llmrecipes.hf.family import family_of
 from llmrecipes.hf.match import section_of
 from llmrecipes.hf.reading import CONFIG, read_config

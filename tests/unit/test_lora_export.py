@@ -17,9 +17,9 @@ from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.cli.app import run as command
 from llmrecipes.engine.base import Progress
+from llmrecipes.engine.core.world import join
 from llmrecipes.engine.megatron.backend import MegatronBackend
 from llmrecipes.engine.megatron.engine import MegatronEngine
-from llmrecipes.engine.megatron.world import join
 from llmrecipes.hf.adapter import KEYS
 from llmrecipes.hf.match import section_of
 from llmrecipes.hf.reading import read_config

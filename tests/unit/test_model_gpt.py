@@ -17,11 +17,11 @@ from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_ent
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
-from llmrecipes.engine.megatron.model.attention import SdpaCoreAttention
-from llmrecipes.engine.megatron.model.config import transformer_config
-from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel
-from llmrecipes.engine.megatron.model.spec import choose
-from llmrecipes.engine.megatron.versions import SENDS_BEFORE_FREEING
+from llmrecipes.engine.core.model.attention import SdpaCoreAttention
+from llmrecipes.engine.core.model.config import transformer_config
+from llmrecipes.engine.core.model.gpt import RecipeGPTModel
+from llmrecipes.engine.core.model.spec import choose
+from llmrecipes.engine.core.versions import SENDS_BEFORE_FREEING
 from llmrecipes.hardware import builds
 from llmrecipes.plan.derive import derive
 from tests.helpers import LLAMA, MODEL, ROOMY, ROOT, built, engine_of, environment, steps, tiny

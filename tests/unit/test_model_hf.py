@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from llmrecipes.engine.megatron.generate import generate
-from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel, build
-from llmrecipes.engine.megatron.platform import select
+from llmrecipes.engine.core.generate import generate
+from llmrecipes.engine.core.model.gpt import RecipeGPTModel, build
+from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.hf.family import FAMILIES, config_of, family_of, model_of
 from llmrecipes.hf.megatron import weights

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from llmrecipes.engine.megatron.model import init, philox
-from llmrecipes.engine.megatron.model.init import Piece
-from llmrecipes.engine.megatron.model.init import values as drawn
+from llmrecipes.engine.base import Slice
+from llmrecipes.engine.core.model import init, philox
+from llmrecipes.engine.core.model.init import values as drawn
 from llmrecipes.recipe.schema import Model
 from tests.helpers import LLAMA, MODEL, built, tiny
 
@@ -66,13 +66,13 @@ def test_a_rank_draws_its_part_and_nothing_else(monkeypatch: pytest.MonkeyPatch)
         return bits(key, shape, offset, size)
 
     monkeypatch.setattr(philox, "bits", counted)
-    monkeypatch.setattr(init, "SLAB", 1 << 18)
+    monkeypatch.setattr(init, "DRAWN_AT_ONCE", 1 << 18)
     section = Model.model_validate(MODEL)
     parts = [torch.full((128, 32, 8192), math.nan)[:, 0], torch.full((16, 16384), math.nan)]
     shape = (16384, 16384)
-    init.draw([Piece(part, QKV, shape, (256, 8192)) for part in parts[:1]], section, 1)
+    init.draw([Slice(QKV, (256, 8192), shape, part) for part in parts[:1]], section, 1)
     assert (sum(asked), max(asked)) == (128 * 8192, 1 << 18)
-    init.draw([Piece(parts[1], QKV, shape, (256, 0))], section, 1)
+    init.draw([Slice(QKV, (256, 0), shape, parts[1])], section, 1)
     assert torch.equal(parts[0][:16], parts[1][:, 8192:])
 
 

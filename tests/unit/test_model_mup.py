@@ -15,9 +15,9 @@ from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.engine.base import Progress
-from llmrecipes.engine.megatron import versions
+from llmrecipes.engine.core import versions
+from llmrecipes.engine.core.model import config as engine_config
 from llmrecipes.engine.megatron.engine import MegatronEngine
-from llmrecipes.engine.megatron.model import config as engine_config
 from llmrecipes.plan.derive import derive
 from llmrecipes.plan.table import rows
 from llmrecipes.recipe.rules import check

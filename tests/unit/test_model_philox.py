@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmrecipes.engine.megatron.model import philox
+from llmrecipes.engine.core.model import philox
 
 FULL = 2**64 - 1
 PI = (0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0, 0x082EFA98EC4E6C89)

@@ -52,9 +52,9 @@ def measure() -> Measured:
     """Parameters and bytes that autograd keeps, planned and real, for each of MODELS: job of a rank without a group."""
     import torch
 
-    from llmrecipes.engine.megatron.model.gpt import build
-    from llmrecipes.engine.megatron.platform import select
-    from llmrecipes.engine.megatron.world import join
+    from llmrecipes.engine.core.model.gpt import build
+    from llmrecipes.engine.core.platform import select
+    from llmrecipes.engine.core.world import join
     from llmrecipes.hardware.cluster import Cluster
     from llmrecipes.plan.derive import derive
     from llmrecipes.recipe.schema import Parallelism, Recipe

@@ -45,7 +45,7 @@ def measure() -> list[dict[str, Any]]:
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    from llmrecipes.engine.megatron.world import RANK_ORDER
+    from llmrecipes.engine.core.world import RANK_ORDER
 
     found = []
     for name, ranks, changes in LAYOUTS:

@@ -61,9 +61,9 @@ def measure() -> Measured:
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from llmrecipes.engine.megatron.model.gpt import build
-    from llmrecipes.engine.megatron.platform import select
-    from llmrecipes.engine.megatron.world import RANK_ORDER, seed_random_states
+    from llmrecipes.engine.core.model.gpt import build
+    from llmrecipes.engine.core.platform import select
+    from llmrecipes.engine.core.world import RANK_ORDER, seed_random_states
     from llmrecipes.hardware.cluster import Cluster
     from llmrecipes.plan.derive import derive
     from llmrecipes.plan.parameters import count_on_rank

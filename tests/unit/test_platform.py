@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from llmrecipes.engine.megatron.platform import cpu, permutation, select
-from llmrecipes.engine.megatron.platform.adam import GroupStepAdamW
-from llmrecipes.engine.megatron.platform.cpu import CpuPlatform, CpuTorch, names_cuda
-from llmrecipes.engine.megatron.platform.patching import MissingPatchTarget, replace, resolve
+from llmrecipes.engine.core.platform import cpu, cuda, select
+from llmrecipes.engine.core.platform.cpu import CpuPlatform, CpuTorch, names_cuda
+from llmrecipes.engine.core.platform.patching import MissingPatchTarget, replace, resolve
+from llmrecipes.engine.core.platform.substitutes import GroupStepAdamW
 from llmrecipes.hardware import nvidia
 from llmrecipes.hardware.cluster import Gpu
 from tests.refusals import refused
@@ -89,7 +89,7 @@ def test_the_cpu_platform_refuses_a_machine_with_a_gpu(monkeypatch: pytest.Monke
 
 
 def test_gpus_that_torch_cannot_use_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("llmrecipes.engine.megatron.platform.select")
+    module = importlib.import_module("llmrecipes.engine.core.platform.select")
     monkeypatch.setattr(module, "visible_gpus", lambda: (Gpu("NVIDIA H100 80GB HBM3", 80 << 30, 79 << 30, None),) * 8)
     monkeypatch.setattr(torch.version, "cuda", None)
     with refused("torch.cuda", rule=("8", "H100", "CPU", "LOCK=py311-cuda", "CUDA_VISIBLE_DEVICES")):
@@ -213,7 +213,7 @@ def test_tokens_are_permuted_as_by_megatron_core() -> None:
     scores = torch.rand(37, 8, generator=generator)
     chosen = torch.zeros(37, 8, dtype=torch.bool).scatter_(1, scores.topk(3).indices, True)
     found = []
-    for permute in (permutation.PLAIN, permutation.permute):
+    for permute in (cuda.PLAIN_PERMUTE, cuda.permute):
         tokens = torch.rand(37, 5, generator=torch.Generator().manual_seed(1)).requires_grad_()
         probabilities = (scores * chosen).requires_grad_()
         moved, weights, places, *_ = permute(tokens, chosen, probabilities, 37 * 3)
@@ -227,6 +227,6 @@ def test_tokens_are_permuted_as_by_megatron_core() -> None:
 def test_dropped_tokens_are_left_to_megatron_core() -> None:
     chosen = torch.tensor([[True, False], [False, False], [True, True]])
     tokens = torch.arange(6.0).view(3, 2)
-    moved, _, places, *_ = permutation.permute(tokens, chosen, chosen.float(), chosen.sum())
+    moved, _, places, *_ = cuda.permute(tokens, chosen, chosen.float(), chosen.sum())
     assert places.tolist() == [0, 2, 2]
     assert torch.equal(moved, tokens[places])

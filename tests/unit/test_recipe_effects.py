@@ -22,11 +22,11 @@ from llmrecipes.data.prepare import prepare
 from llmrecipes.data.prepared import fingerprint, index_folder, open_prepared
 from llmrecipes.engine import registry
 from llmrecipes.engine.base import Progress
+from llmrecipes.engine.core.model import config as engine_config
+from llmrecipes.engine.core.model.attention import masks
+from llmrecipes.engine.core.model.config import transformer_config
+from llmrecipes.engine.core.update import learning_rate
 from llmrecipes.engine.deepspeed.config import deepspeed_config
-from llmrecipes.engine.megatron.model import config as engine_config
-from llmrecipes.engine.megatron.model.config import transformer_config
-from llmrecipes.engine.megatron.model.packing import masks
-from llmrecipes.engine.megatron.schedule import learning_rate
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.hardware.cluster import Cluster, Gpu

@@ -28,8 +28,8 @@ from tests.unit.balance_worker import (
 )
 
 if TYPE_CHECKING:
+    from llmrecipes.engine.core.world import World
     from llmrecipes.engine.megatron.engine import MegatronEngine
-    from llmrecipes.engine.megatron.world import World
 
 TOKENS = 8 * SEQUENCE
 CAPACITY_OF_A_MICRO_BATCH = 2 * SEQUENCE * TOPK // EXPERTS  # at capacity factor 1

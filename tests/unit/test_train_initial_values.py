@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from llmrecipes.checkpoint.store import CheckpointStore
-from llmrecipes.engine.megatron import backend
+from llmrecipes.engine.core import backend
+from llmrecipes.engine.core.model import gpt, philox
+from llmrecipes.engine.core.model.gpt import BuiltModel
+from llmrecipes.engine.core.platform import select
+from llmrecipes.engine.core.world import join
 from llmrecipes.engine.megatron.backend import MegatronBackend
-from llmrecipes.engine.megatron.model import gpt, philox
-from llmrecipes.engine.megatron.model.gpt import BuiltModel
-from llmrecipes.engine.megatron.platform import select
-from llmrecipes.engine.megatron.world import join
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.models.upcycle import upcycle

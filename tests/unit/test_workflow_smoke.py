@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmrecipes.cli import app as cli
-from llmrecipes.engine.megatron import random_states
+from llmrecipes.engine.core import random_states
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.load import load

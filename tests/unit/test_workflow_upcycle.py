@@ -11,12 +11,12 @@ import pytest
 
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.cli.app import run
-from llmrecipes.engine.megatron.checkpoint.loader import load
+from llmrecipes.engine.core.checkpoint.loader import load
+from llmrecipes.engine.core.model.gpt import build
+from llmrecipes.engine.core.platform import select
+from llmrecipes.engine.core.weights import load_model, model_state
+from llmrecipes.engine.core.world import join
 from llmrecipes.engine.megatron.engine import MegatronEngine
-from llmrecipes.engine.megatron.model.gpt import build
-from llmrecipes.engine.megatron.platform import select
-from llmrecipes.engine.megatron.state import load_model, model_state
-from llmrecipes.engine.megatron.world import join
 from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.models.upcycle import upcycle
 from llmrecipes.plan.derive import derive

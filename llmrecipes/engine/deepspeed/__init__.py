@@ -1,1 +1,1 @@
-"""DeepSpeed's ZeRO on the megatron-core model."""
+"""The engine with DeepSpeed's ZeRO on the model of `core`."""

@@ -1,8 +1,10 @@
-"""Factory of DeepSpeed engines."""
+"""Factory of DeepSpeed engines, and the files in which offload to NVMe keeps a rank's state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import fcntl
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -10,97 +12,87 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from llmrecipes.checkpoint.format import Written
 from llmrecipes.checkpoint.store import Entry
-from llmrecipes.engine.base import Engine, MetaEngine, Platform, TextModel, WeightSource, World
+from llmrecipes.engine.base import Engine, MetaEngine, Platform, WeightSource, World
+from llmrecipes.engine.core.backend import CoreBackend
+from llmrecipes.engine.core.checkpoint.slices import ShardedParameter
+from llmrecipes.engine.core.model.gpt import BuiltModel
 from llmrecipes.engine.deepspeed.build import build, construct, zero
 from llmrecipes.engine.deepspeed.engine import DeepSpeedEngine
 from llmrecipes.engine.deepspeed.runtime import communication
-from llmrecipes.engine.deepspeed.swap import swap_files
-from llmrecipes.engine.megatron.backend import MegatronBackend
-from llmrecipes.engine.megatron.checkpoint.placement import Placement
-from llmrecipes.engine.megatron.model.gpt import BuiltModel
-from llmrecipes.hardware.profile import Group
-from llmrecipes.hf.safetensors import TensorSource
+from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.zero import Zero
 
 
-class DeepSpeedBackend:
-    """See `engine.base.Backend`. Model, groups and checkpoints are the megatron engine's."""
-
-    def __init__(self) -> None:
-        self._megatron = MegatronBackend()
-
-    def platform(self, local_rank: int = 0) -> Platform:
-        """See `Backend`."""
-        return self._megatron.platform(local_rank)
+class DeepSpeedBackend(CoreBackend):
+    """Implements `engine.base.MetaBackend`."""
 
     @contextmanager
     def join(self, recipe: Recipe, platform: Platform) -> Iterator[World]:
-        """See `Backend`."""
-        with self._megatron.join(recipe, platform) as world:
+        with super().join(recipe, platform) as world:
             partitioned = zero(recipe).stage == 3 and world.data_parallel_size > 1
             yield replace(world, holds_whole_model=world.holds_whole_model and not partitioned)
 
     def build(self, plan: Plan, platform: Platform, weights: WeightSource | None = None) -> DeepSpeedEngine:
-        """See `Backend`."""
         return _engine(plan, platform, partial(build, weights=weights))
 
     def construct(self, plan: Plan, platform: Platform, base: WeightSource | None = None) -> DeepSpeedEngine:
-        """See `Backend`."""
         return _engine(plan, platform, construct)
 
-    def meta_platform(self, rank: int, world_size: int, kernels: str, skew: float) -> Platform:
-        """See `MetaBackend`."""
-        return self._megatron.meta_platform(rank, world_size, kernels, skew)
-
     def construct_meta(self, plan: Plan, platform: Platform) -> MetaEngine:
-        """See `MetaBackend`."""
         with ExitStack() as stack:
             stack.enter_context(communication(platform))
             # Its import is DeepSpeed's, which guesses an accelerator unless it has been named.
             from llmrecipes.engine.deepspeed.meta import MetaDeepSpeedEngine
 
-            built, placements = construct(plan, platform)
-            return MetaDeepSpeedEngine(plan, built, placements, platform, stack.pop_all())
-
-    def load_weights(
-        self, plan: Plan, platform: Platform, entry: Entry, base: WeightSource | None = None, *, averaged: bool = False
-    ) -> TextModel:
-        """See `Backend`."""
-        return self._megatron.load_weights(plan, platform, entry, base, averaged=averaged)
-
-    def load_given(self, plan: Plan, platform: Platform, weights: WeightSource) -> TextModel:
-        """See `Backend`."""
-        return self._megatron.load_given(plan, platform, weights)
-
-    def tensors(self, entry: Entry, *, averaged: bool = False) -> TensorSource:
-        """See `Backend`."""
-        return self._megatron.tensors(entry, averaged=averaged)
+            built, sharded_parameters = construct(plan, platform)
+            return MetaDeepSpeedEngine(plan, built, sharded_parameters, platform, stack.pop_all())
 
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> Engine:
-        """See `Backend`."""
-        return self._megatron.upcycle(dense, moe, platform, entry)
+        """The checkpoint is written by the other engine, which needs no partitions."""
+        from llmrecipes.engine.megatron.backend import MegatronBackend
 
-    def write_weights(self, plan: Plan, weights: WeightSource, directory: Path) -> tuple[Written, dict[str, str]]:
-        """See `Backend`."""
-        return self._megatron.write_weights(plan, weights, directory)
-
-    def learning_rate(self, recipe: Recipe, step: int) -> float:
-        """See `Backend`."""
-        return self._megatron.learning_rate(recipe, step)
-
-    def process_groups(self) -> Mapping[Group, dist.ProcessGroup]:
-        """See `Backend`."""
-        return self._megatron.process_groups()
+        return MegatronBackend().upcycle(dense, moe, platform, entry)
 
 
 def _engine(
-    plan: Plan, platform: Platform, model: Callable[[Plan, Platform], tuple[BuiltModel, list[Placement]]]
+    plan: Plan, platform: Platform, model: Callable[[Plan, Platform], tuple[BuiltModel, list[ShardedParameter]]]
 ) -> DeepSpeedEngine:
     with ExitStack() as stack:
         stack.enter_context(swap_files(zero(plan.recipe), dist.get_rank()))
         stack.enter_context(communication(platform))
-        built, placements = model(plan, platform)
-        return DeepSpeedEngine(plan, built, placements, platform, stack.pop_all())
+        built, sharded_parameters = model(plan, platform)
+        return DeepSpeedEngine(plan, built, sharded_parameters, platform, stack.pop_all())
+
+
+@contextmanager
+def swap_files(zero: Zero, rank: int) -> Iterator[None]:
+    """A block in which only this process has the files of its rank; they are removed at its end.
+
+    DeepSpeed names them only by rank, so a second run with the same `nvme_path` on a node would overwrite the
+    optimizer state of the first. What a killed run has left, the next one overwrites.
+
+    Raises:
+        UserError: another process has them.
+    """
+    if zero.nvme_path is None:
+        yield
+        return
+    folder = Path(zero.nvme_path) / "zero_stage_3"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"rank{rank}.flock").open("w") as mutex:
+        try:
+            fcntl.flock(mutex, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another run on this node uses {folder}",
+                where="zero.nvme_path",
+                rule="runs on the same node at the same time have different folders",
+                fix=f"zero.nvme_path={zero.nvme_path}/NAME, or wait until the other run has ended",
+            ) from None
+        try:
+            yield
+        finally:
+            shutil.rmtree(folder / "optimizer" / f"rank{rank}", ignore_errors=True)

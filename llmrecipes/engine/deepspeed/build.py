@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import ValidationError
 
-from llmrecipes.engine.base import Platform, WeightSource
+from llmrecipes.engine.base import Platform, Slice, WeightSource
+from llmrecipes.engine.core.checkpoint.slices import ShardedParameter, flat_slices
+from llmrecipes.engine.core.model import gpt
+from llmrecipes.engine.core.model.config import hidden_group, is_hidden
+from llmrecipes.engine.core.model.init import buffers, draw, fill, initialise, parameter_slices, slice_of
 from llmrecipes.engine.deepspeed.config import deepspeed_config
 from llmrecipes.engine.deepspeed.experts import EXPERTS, is_expert
-from llmrecipes.engine.deepspeed.operators import load_operators
-from llmrecipes.engine.deepspeed.partition import drop_second_copy, own_partition
-from llmrecipes.engine.deepspeed.placement import full_shape, other_state, placements
+from llmrecipes.engine.deepspeed.partition import (
+    drop_second_copy,
+    full_shape,
+    other_state,
+    own_partition,
+    sharded_parameters,
+)
 from llmrecipes.engine.deepspeed.runtime import mpu
-from llmrecipes.engine.megatron.checkpoint.boxes import boxes
-from llmrecipes.engine.megatron.checkpoint.placement import Placement
-from llmrecipes.engine.megatron.model import gpt
-from llmrecipes.engine.megatron.model.given import buffers, fill
-from llmrecipes.engine.megatron.model.init import Piece, draw, global_name, initialise, pieces
-from llmrecipes.engine.megatron.model.mup import hidden_group, is_hidden
 from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.document import clip
@@ -33,30 +37,30 @@ from llmrecipes.recipe.shape import mup
 
 def build(
     plan: Plan, platform: Platform, weights: WeightSource | None = None
-) -> tuple[gpt.BuiltModel, list[Placement]]:
-    """`construct`, with initial values, or given ones."""
-    built, found = construct(plan, platform)
+) -> tuple[gpt.BuiltModel, list[ShardedParameter]]:
+    """`construct`, with initial values, or those of `weights`."""
+    built, parameters = construct(plan, platform)
     whole = zero(plan.recipe).stage < 3
     if weights is not None:
         # Each rank reads what it keeps: of stage 3, its part of each parameter.
-        wanted = pieces(built.module.sharded_state()) if whole else _all_own_pieces(found)
+        wanted = parameter_slices(built.module.sharded_state()) if whole else _all_own_slices(parameters)
         fill(chain(wanted, buffers(other_state(built.module))), weights)
     elif whole:
         initialise(built.module.sharded_state(), plan.recipe.model, plan.recipe.train.seed)
     else:
-        draw(_all_own_pieces(found), plan.recipe.model, plan.recipe.train.seed)
+        draw(_all_own_slices(parameters), plan.recipe.model, plan.recipe.train.seed)
     if not whole:
-        for placement in found:
-            drop_second_copy(placement.parameter)
-    return built, found
+        for sharded in parameters:
+            drop_second_copy(sharded.parameter)
+    return built, parameters
 
 
-def construct(plan: Plan, platform: Platform) -> tuple[gpt.BuiltModel, list[Placement]]:
+def construct(plan: Plan, platform: Platform) -> tuple[gpt.BuiltModel, list[ShardedParameter]]:
     """The model of this rank, without defined values; stage 3 only ever has its part of a parameter's memory."""
     load_operators(zero(plan.recipe))
     with _partitioned(plan) if zero(plan.recipe).stage == 3 else nullcontext():
         built = gpt.construct(plan, platform)
-    return built, placements(built.module)
+    return built, sharded_parameters(built.module)
 
 
 def zero(recipe: Recipe) -> Zero:
@@ -125,12 +129,12 @@ def _groups(recipe: Recipe, parameters: list[tuple[str, torch.nn.Parameter]]) ->
         groups.setdefault((dimensions > 1, hidden, is_expert(parameter)), []).append(parameter)
     return [
         {
-            "params": found,
+            "params": grouped,
             "wd_mult": float(decays),
             **(hidden_group(recipe.optimizer, factors) if factors and hidden else {}),
             **(EXPERTS if experts else {}),
         }
-        for (decays, hidden, experts), found in groups.items()
+        for (decays, hidden, experts), grouped in groups.items()
     ]
 
 
@@ -148,18 +152,40 @@ def _partitioned(plan: Plan) -> Iterator[None]:
         yield
 
 
-def _all_own_pieces(found: list[Placement]) -> Iterator[Piece]:
+def _all_own_slices(parameters: list[ShardedParameter]) -> Iterator[Slice]:
     """This rank's part of each parameter."""
-    return (piece for placement in found for piece in _own_pieces(placement))
+    return (part for sharded in parameters for part in _own_slices(sharded))
 
 
-def _own_pieces(placement: Placement) -> Iterator[Piece]:
-    partition = own_partition(placement.parameter)
-    for part in placement.parts:
-        shard, depth = part.shard, part.shard.prepend_axis_num
+def _own_slices(sharded: ShardedParameter) -> Iterator[Slice]:
+    partition = own_partition(sharded.parameter)
+    for part in sharded.slices:
         inside = range(max(partition.start, part.start), min(partition.stop, part.start + part.numel))
-        for box in boxes(shard.local_shape, inside.start - part.start, inside.stop - part.start):
-            first = part.start + box.start - partition.start
-            into = partition.values[first : first + prod(box.shape)].view(box.shape)
-            offset = [a + b for a, b in zip(shard.global_offset[depth:], box.offset, strict=True)]
-            yield Piece(into, global_name(shard), shard.global_shape[depth:], offset)
+        for flat in flat_slices(part.shard.local_shape, inside.start - part.start, inside.stop - part.start):
+            first = part.start + flat.start - partition.start
+            whole = slice_of(part.shard, partition.values[first : first + prod(flat.shape)].view(flat.shape))
+            yield whole._replace(offset=tuple(a + b for a, b in zip(whole.offset, flat.offset, strict=True)))
+
+
+def load_operators(zero: Zero) -> None:
+    """Load the operators that offload needs; whichever rank of a node comes first compiles them.
+
+    torch guards a compilation with a file that stays when the process is killed, and every later process would wait for
+    its end. The kernel releases this lock, so whoever holds it may remove such a file.
+    """
+    from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
+
+    builders = [CPUAdamBuilder()] if zero.offload_optimizer != "none" else []
+    builders += [AsyncIOBuilder()] if zero.offload_optimizer == "nvme" else []
+    for builder in builders:
+        _load_operator(builder)
+
+
+def _load_operator(builder: Any) -> None:
+    from torch.utils.cpp_extension import _get_build_directory
+
+    folder = Path(_get_build_directory(builder.name, False))
+    with folder.with_name(f"{folder.name}.flock").open("w") as mutex:
+        fcntl.flock(mutex, fcntl.LOCK_EX)
+        (folder / "lock").unlink(missing_ok=True)
+        builder.load()

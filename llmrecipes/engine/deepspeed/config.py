@@ -1,4 +1,4 @@
-"""The configuration that `deepspeed.initialize` is given, as in a `ds_config.json`; no import of DeepSpeed."""
+"""The configuration for `deepspeed.initialize`, as in a `ds_config.json`; no import of DeepSpeed."""
 
 from __future__ import annotations
 

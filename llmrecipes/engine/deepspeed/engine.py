@@ -19,40 +19,38 @@ from llmrecipes.engine.base import (
     Implementation,
     Platform,
     Progress,
-    Shard,
+    Slice,
     StepResult,
-    StopQuestion,
+    StopCheck,
 )
+from llmrecipes.engine.core.balance import RouterBalance
+from llmrecipes.engine.core.checkpoint.format import ShardedFormat
+from llmrecipes.engine.core.checkpoint.slices import ShardedParameter
+from llmrecipes.engine.core.generate import generate
+from llmrecipes.engine.core.model.attention import masks
+from llmrecipes.engine.core.model.gpt import BuiltModel
+from llmrecipes.engine.core.model.init import slice_of
+from llmrecipes.engine.core.score import GPTScorer
+from llmrecipes.engine.core.update import is_summed, mean_over_tokens, scheduler
+from llmrecipes.engine.core.weights import weight_slices
 from llmrecipes.engine.deepspeed import state
 from llmrecipes.engine.deepspeed.build import accepted, optimizer, zero
 from llmrecipes.engine.deepspeed.config import deepspeed_config
 from llmrecipes.engine.deepspeed.experts import expert_groups
 from llmrecipes.engine.deepspeed.partition import Partition
 from llmrecipes.engine.deepspeed.runtime import mpu, tensor_parallel_group
-from llmrecipes.engine.losses import mean_over_tokens
-from llmrecipes.engine.megatron import shards
-from llmrecipes.engine.megatron.balance import RouterBalance
-from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
-from llmrecipes.engine.megatron.checkpoint.placement import Placement
-from llmrecipes.engine.megatron.generate import generate
-from llmrecipes.engine.megatron.model.gpt import BuiltModel
-from llmrecipes.engine.megatron.model.init import global_name
-from llmrecipes.engine.megatron.model.packing import masks
-from llmrecipes.engine.megatron.schedule import scheduler
-from llmrecipes.engine.megatron.score import MegatronScorer
-from llmrecipes.engine.megatron.update import is_summed
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.faults.numerics import named_gradients
 from llmrecipes.plan.derive import Plan
 
 
 class DeepSpeedEngine:
-    """See `engine.base.Engine`.
+    """Implements `engine.base.Engine`.
 
     Args:
         plan: of the recipe, on this world.
         built: the initialised model.
-        placements: of its parameters.
+        sharded_parameters: all of its parameters.
         platform: device of the batches.
         resources: closed with the engine.
     """
@@ -63,7 +61,7 @@ class DeepSpeedEngine:
         self,
         plan: Plan,
         built: BuiltModel,
-        placements: list[Placement],
+        sharded_parameters: list[ShardedParameter],
         platform: Platform,
         resources: AbstractContextManager[Any],
     ) -> None:
@@ -75,7 +73,7 @@ class DeepSpeedEngine:
         self._mask = masks(plan.recipe, platform.device)
         self.modules = built.modules
         self.module = built.module
-        self.placements = placements
+        self.sharded_parameters = sharded_parameters
         self.implementation = Implementation(built.implementation, built.reason)
         self.balance: RouterBalance | None = None
         if plan.recipe.model.num_moe_experts:
@@ -92,13 +90,12 @@ class DeepSpeedEngine:
         if plan.recipe.train.precision == "fp16":
             # The loop decides what a scale at its minimum means; DeepSpeed would raise.
             self.optimizer.loss_scaler.raise_error_at_min_scale = False
-        self.partition = Partition(self.optimizer, placements)
+        self.partition = Partition(self.optimizer, sharded_parameters)
         self.scheduler = scheduler(plan.recipe, self.optimizer)
         self.local_loss = 0.0
-        self._see: Callable[[list[Shard], list[Shard]], None] | None = None
+        self._see: Callable[[list[Slice], list[Slice]], None] | None = None
 
-    def train_step(self, batches: Iterator[Batch], *, stop: StopQuestion | None = None) -> StepResult:
-        """See `Engine`."""
+    def train_step(self, batches: Iterator[Batch], *, stop: StopCheck | None = None) -> StepResult:
         self._engine.train()
         of_this_step = list(islice(batches, self.plan.num_microbatches))
         # DeepSpeed averages gradients over ranks, each micro-batch for itself, so the tokens of the global batch are
@@ -138,66 +135,58 @@ class DeepSpeedEngine:
         return StepResult(mean, norm, lr, scale, False, stopping)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterator[Batch], global_batches: int, stop: StopQuestion | None = None) -> float | None:
-        """See `Engine`."""
+    def evaluate(self, batches: Iterator[Batch], global_batches: int, stop: StopCheck | None = None) -> float | None:
         self._engine.eval()
-        found: list[tuple[float, float]] = []
+        losses: list[tuple[float, float]] = []
         stopping = False
-        while len(found) < global_batches and not stopping:
+        while len(losses) < global_batches and not stopping:
             loss = torch.zeros((), dtype=torch.float64, device=self.platform.device)
             tokens = 0.0
             for batch in islice(batches, self.plan.num_microbatches):
                 loss += self._loss(self.module, batch).double()
                 tokens += float(batch["loss_mask"].sum())
             mean, counted, stopping, _ = self._read(loss, self._agree(tokens, stop))
-            found.append((mean, counted))
+            losses.append((mean, counted))
         self._engine.train()
-        return None if stopping else mean_over_tokens(found)
+        return None if stopping else mean_over_tokens(losses)
 
     def params_synced(self) -> AbstractContextManager[None]:
-        """See `Engine`; DeepSpeed gathers updated parameters before a step ends, or when they are used."""
+        """DeepSpeed gathers updated parameters before a step ends, or when they are used."""
         return nullcontext()
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Engine`; where parameters are partitioned, this rank's part of each."""
+        """Where parameters are partitioned, this rank's part of each."""
         if zero(self.recipe).stage < 3:
             yield from named_gradients(self.module)
             return
         for name, parameter in self.module.named_parameters():
             yield name, parameter.ds_tensor
 
-    def weights(self) -> list[Shard]:
-        """See `Engine`."""
+    def weights(self) -> list[Slice]:
         with self._gathered():
-            return shards.weights(self.modules)
+            return weight_slices(self.modules)
 
-    def watch_gradients(self, see: Callable[[list[Shard], list[Shard]], None]) -> None:
-        """See `Engine`."""
+    def watch_gradients(self, see: Callable[[list[Slice], list[Slice]], None]) -> None:
         self._see = see
 
     def checkpoint_format(self) -> ShardedFormat:
-        """See `Engine`."""
         return ShardedFormat({"device": self.platform.name, "layers": self.implementation.name})
 
     def state(self, progress: Progress) -> dict[str, Any]:
-        """See `Engine`."""
         return state.sharded_state(self, progress)
 
     def load_state(self, entry: Entry) -> Progress:
-        """See `Engine`."""
         return state.load_state(self, entry)
 
     def generate(
         self, prompt: list[int], *, max_new_tokens: int, sampling: Sampling, vocab_size: int, eod: int | None
     ) -> Iterator[int]:
-        """See `Engine`."""
         return generate(
             self.module, prompt, max_new_tokens=max_new_tokens, sampling=sampling, vocab_size=vocab_size, eod=eod
         )
 
-    def scorer(self) -> MegatronScorer:
-        """See `Engine`."""
-        return MegatronScorer(self.modules, self.plan, self.platform)
+    def scorer(self) -> GPTScorer:
+        return GPTScorer(self.modules, self.plan, self.platform)
 
     def close(self) -> None:
         """Release the model, its memory and its process groups.
@@ -227,7 +216,7 @@ class DeepSpeedEngine:
         total: torch.Tensor = (losses.float() * on_device["loss_mask"]).sum()
         return total
 
-    def _agree(self, tokens: float, stop: StopQuestion | None) -> torch.Tensor:
+    def _agree(self, tokens: float, stop: StopCheck | None) -> torch.Tensor:
         """[2] on the device: tokens of the global batch, and ranks that have to stop."""
         counts = torch.tensor([tokens, float(stop is not None and stop())], dtype=torch.float64)
         counts = counts.to(self.platform.device, non_blocking=True)
@@ -259,8 +248,8 @@ class DeepSpeedEngine:
         """Global gradient norm; DeepSpeed's stage 0 clips without telling it."""
         from deepspeed.runtime.utils import clip_grad_norm_
 
-        found: torch.Tensor = clip_grad_norm_(self.module.parameters(), math.inf, mpu=mpu())
-        return found
+        result: torch.Tensor = clip_grad_norm_(self.module.parameters(), math.inf, mpu=mpu())
+        return result
 
     def _scale_router_losses(self, factor: torch.Tensor) -> None:
         """The routers' auxiliary losses, which have their own backward pass, get the factor of the loss."""
@@ -271,20 +260,15 @@ class DeepSpeedEngine:
         # As megatron-core gives it, which copies into it later.
         MoEAuxLossAutoScaler.set_loss_scale(factor.reshape(1).clone())
 
-    def _gradients(self) -> list[Shard]:
+    def _gradients(self) -> list[Slice]:
         """Copies of the reduced gradients of this rank's parameters, in model order."""
         from deepspeed.utils import safe_get_full_grad
 
         return [
-            Shard(
-                global_name(part.shard),
-                part.shard.global_offset[part.shard.prepend_axis_num :],
-                part.shard.global_shape[part.shard.prepend_axis_num :],
-                values[part.start : part.start + part.numel].view(part.shard.local_shape).clone(),
-            )
-            for placement in self.placements
-            for values in (safe_get_full_grad(placement.parameter).detach().to("cpu", torch.float32).flatten(),)
-            for part in placement.parts
+            slice_of(part.shard, values[part.start : part.start + part.numel].view(part.shard.local_shape).clone())
+            for sharded in self.sharded_parameters
+            for values in (safe_get_full_grad(sharded.parameter).detach().to("cpu", torch.float32).flatten(),)
+            for part in sharded.slices
         ]
 
     def _gathered(self) -> AbstractContextManager[None]:

@@ -10,13 +10,12 @@ import torch
 from llmrecipes.engine.deepspeed.build import zero
 from llmrecipes.engine.deepspeed.engine import DeepSpeedEngine
 from llmrecipes.engine.deepspeed.meta_accelerator import META
-from llmrecipes.engine.deepspeed.partition import own_partition
-from llmrecipes.engine.deepspeed.placement import full_shape
+from llmrecipes.engine.deepspeed.partition import full_shape, own_partition
 from llmrecipes.engine.deepspeed.state import rehearse_load
 
 
 class MetaDeepSpeedEngine(DeepSpeedEngine):
-    """See `engine.base.MetaEngine`; arguments as `DeepSpeedEngine`."""
+    """Implements `engine.base.MetaEngine`; arguments as `DeepSpeedEngine`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -27,7 +26,6 @@ class MetaDeepSpeedEngine(DeepSpeedEngine):
         self.first_steps = int(zero(self.recipe).stage == 3)
 
     def model_states(self) -> dict[str, list[torch.Tensor]]:
-        """See `MetaEngine`."""
         parameters = list(self.module.parameters())
         partitioned = [each for each in parameters if hasattr(each, "ds_tensor")]
         return {
@@ -37,11 +35,9 @@ class MetaDeepSpeedEngine(DeepSpeedEngine):
         }
 
     def rehearse_load(self) -> list[int]:
-        """See `MetaEngine`."""
         return rehearse_load(self)
 
     def watch_states(self, see: Callable[[str, Iterable[torch.Tensor]], None]) -> None:
-        """See `MetaEngine`."""
         optimizer = self.optimizer
         buckets = getattr(optimizer, "ipg_buckets", {})
         _before(optimizer, "step", lambda *_, **__: see("gradients", _gradients(optimizer)))
@@ -81,8 +77,8 @@ def _kept_gradients(optimizer: Any) -> list[torch.Tensor]:
 
 
 def _gradient(optimizer: Any, parameter: torch.nn.Parameter) -> list[torch.Tensor]:
-    found = optimizer.get_gradient_for_reduction(parameter)
-    return [] if found is None else [found]
+    gradient = optimizer.get_gradient_for_reduction(parameter)
+    return [] if gradient is None else [gradient]
 
 
 def _gathered(module: torch.nn.Module) -> Iterator[torch.Tensor]:
@@ -93,7 +89,7 @@ def _gathered(module: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _second_copies(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """hpZ's, of the weights of a module."""
+    """hpZ's secondary partitions of the weights of a module."""
     for parameter in module.parameters(recurse=False):
         if (copy := getattr(parameter, "ds_secondary_tensor", None)) is not None:
             yield copy

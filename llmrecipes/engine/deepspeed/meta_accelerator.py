@@ -10,7 +10,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
-from llmrecipes.engine.megatron.platform.patching import replace, resolve
+from llmrecipes.engine.core.platform.patching import replace, resolve
 
 META = torch.device("meta")
 
@@ -101,8 +101,8 @@ def install() -> None:
 
 def _finite(plain: Any) -> Any:
     @wraps(plain)
-    def asked(*args: Any, **options: Any) -> bool:
+    def answer(*args: Any, **options: Any) -> bool:
         plain(*args, **options)  # for what it reads and sends
         return False
 
-    return asked
+    return answer

@@ -1,7 +1,7 @@
 """What this rank has of each parameter's master weights, moments and gradients, at every stage.
 
 ZeRO 1 and 2 cut the concatenation of all parameters into equal ranges, so a rank has a range of some parameters and
-nothing of the others. ZeRO 3 cuts every parameter. Without ZeRO a rank has everything.
+nothing of the others. ZeRO 3 cuts every parameter, and empties it. Without ZeRO a rank has everything.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-from llmrecipes.engine.megatron.checkpoint.placement import Owned, Placement
+from llmrecipes.engine.core.checkpoint import slices as stored
+from llmrecipes.engine.core.checkpoint.slices import OptimizerSlice, ShardedParameter
+from llmrecipes.engine.core.model.gpt import RecipeGPTModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -41,7 +44,7 @@ def own_partition(parameter: Any) -> Range:
 def drop_second_copy(parameter: Any) -> None:
     """Make hpZ copy a parameter anew when it is next gathered; until then it would gather the values before a change.
 
-    DeepSpeed does so after its own updates alone.
+    DeepSpeed does so only after its own updates.
     """
     parameter.ds_secondary_tensor = None
 
@@ -51,49 +54,49 @@ class Partition:
 
     Args:
         optimizer: DeepSpeed's optimizer, or without ZeRO and mixed precision the plain one.
-        found: all parameters.
+        parameters: all of the model's.
     """
 
-    def __init__(self, optimizer: Any, found: list[Placement]) -> None:
+    def __init__(self, optimizer: Any, parameters: list[ShardedParameter]) -> None:
         self._optimizer = optimizer
         self.base: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-        self._found = found
+        self._parameters = parameters
         for group, master in enumerate(self._masters()):
             with self._in_memory(group):
                 _allocate_moments(self.base, master)
 
-    def owned(self) -> Iterator[Owned]:
+    def owned(self) -> Iterator[OptimizerSlice]:
         """State of every parameter that this rank has a part of; copies where it is on a disk."""
         for group in range(len(self._masters())):
             with self._in_memory(group) as from_disk:
                 yield from (each.copy() if from_disk else each for each in self._of_group(group))
 
-    def write_back(self, changed: list[Owned]) -> None:
+    def write_back(self, changed: list[OptimizerSlice]) -> None:
         """Write changed copies of `owned` to the disk; there is nothing to do for what is in memory."""
-        by_parameter = {id(each.placement.parameter): each for each in changed}
+        by_parameter = {id(each.sharded.parameter): each for each in changed}
         for group in range(len(self._masters())):
             with self._in_memory(group) as from_disk:
                 for each in self._of_group(group) if from_disk else ():
                     for name, tensor in each.tensors.items():
-                        tensor.copy_(by_parameter[id(each.placement.parameter)].tensors[name])
+                        tensor.copy_(by_parameter[id(each.sharded.parameter)].tensors[name])
 
-    def _of_group(self, group: int) -> Iterator[Owned]:
+    def _of_group(self, group: int) -> Iterator[OptimizerSlice]:
         """State of the parameters of one group, which is in memory."""
         master = self._masters()[group]
-        for placement in self._found:
-            parameter: Any = placement.parameter
+        for sharded in self._parameters:
+            parameter: Any = sharded.parameter
             if hasattr(parameter, "ds_id"):
                 of, first, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
                 if of == group:
                     own = own_partition(parameter)
-                    yield self._range(placement, own.start, master, first, own.values.numel())
+                    yield self._range(sharded, own.start, master, first, own.values.numel())
             elif hasattr(parameter, "_hp_mapping"):
                 mapping = parameter._hp_mapping
                 if mapping is not None and mapping.param_group_index == group:
-                    here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
-                    yield self._range(placement, here.start, master, there.start, there.numel)
+                    low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
+                    yield self._range(sharded, low.start, master, high.start, high.numel)
             elif parameter is master:
-                yield self._range(placement, 0, parameter, 0, parameter.numel())
+                yield self._range(sharded, 0, parameter, 0, parameter.numel())
 
     @contextmanager
     def _in_memory(self, group: int) -> Iterator[bool]:
@@ -132,11 +135,13 @@ class Partition:
         partitioned = getattr(self._optimizer, "fp32_partitioned_groups_flat", None)
         return partitioned or [each for group in self.base.param_groups for each in group["params"]]
 
-    def _range(self, placement: Placement, start: int, master: torch.Tensor, first: int, size: int) -> Owned:
+    def _range(
+        self, sharded: ShardedParameter, start: int, master: torch.Tensor, first: int, size: int
+    ) -> OptimizerSlice:
         state = self.base.state[master]
         tensors = {"param": master, **{name: state[name] for name in MOMENTS}}
-        return Owned(
-            placement, start, {name: each.detach().view(-1)[first : first + size] for name, each in tensors.items()}
+        return OptimizerSlice(
+            sharded, start, {name: each.detach().view(-1)[first : first + size] for name, each in tensors.items()}
         )
 
 
@@ -146,3 +151,37 @@ def _allocate_moments(base: torch.optim.Optimizer, master: torch.Tensor) -> None
         on_host = hasattr(base, "ds_opt_adam")
         counter: Any = 0 if on_host else torch.zeros((), dtype=torch.float32, device=master.device)
         base.state[master] = {"step": counter, **{name: torch.zeros_like(master) for name in MOMENTS}}
+
+
+def sharded_parameters(module: RecipeGPTModel) -> list[ShardedParameter]:
+    """All parameters of a module, in model order.
+
+    megatron-core's sharded state dict tells the place of each, but asks the tensors for their shapes.
+    """
+    with _with_shapes(module):
+        return stored.sharded_parameters(module.sharded_state())
+
+
+def other_state(module: RecipeGPTModel) -> list[ShardedTensor | ShardedObject]:
+    """What a module's sharded state dict has besides parameters: buffers that training changes, layers' own objects."""
+    with _with_shapes(module):
+        return stored.other_state(module.sharded_state())
+
+
+def full_shape(parameter: torch.nn.Parameter) -> torch.Size:
+    """Shape of a parameter on this rank if ZeRO had not partitioned it."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+@contextmanager
+def _with_shapes(module: torch.nn.Module) -> Iterator[None]:
+    """A block in which partitioned parameters have their shapes, without memory for their values."""
+    partitioned = [each for each in module.parameters() if each.shape != full_shape(each)]
+    kept = [each.data for each in partitioned]
+    for each in partitioned:
+        each.data = each.data.new_zeros(1).expand(full_shape(each))
+    try:
+        yield
+    finally:
+        for each, data in zip(partitioned, kept, strict=True):
+            each.data = data

@@ -46,7 +46,7 @@ def require_no_data(recipe: Recipe) -> None:
             raise UserError(
                 f"{getattr(zero, key)} cannot run on tensors without data",
                 where=f"zero.{key}",
-                rule="DeepSpeed reads and writes what it offloads in host memory, with operators of its own",
+                rule="DeepSpeed offloads with its own operators, which read and write host memory",
                 fix=f"zero.{key}=none; the plan of both memories: {command_line('show', recipe.name)}",
             )
     for key in ("zero_quantized_weights", "zero_quantized_gradients"):

@@ -60,18 +60,18 @@ def communication(platform: Platform) -> Iterator[None]:
         # All of these refer to groups that end with the process group.
         deepspeed.comm.comm.cdb = None
         groups._WORLD_GROUP = groups.mpu = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-        for found in (groups._ALL_TO_ALL_GROUP, groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP):
-            found.clear()
+        for registered in (groups._ALL_TO_ALL_GROUP, groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP):
+            registered.clear()
 
 
 def mpu() -> Any:
     """megatron-core's groups under the names that DeepSpeed asks a `model parallel unit` for."""
-    found = {
-        f"get_{theirs}_{what}": getattr(parallel_state, f"get_{ours}_{what}")
-        for theirs, ours in _MPU.items()
+    functions = {
+        f"get_{name}_{what}": getattr(parallel_state, f"get_{megatron}_{what}")
+        for name, megatron in _MPU.items()
         for what in ("rank", "world_size", "group")
     }
-    return SimpleNamespace(**found, get_model_parallel_src_rank=parallel_state.get_tensor_model_parallel_src_rank)
+    return SimpleNamespace(**functions, get_model_parallel_src_rank=parallel_state.get_tensor_model_parallel_src_rank)
 
 
 def tensor_parallel_group() -> dist.ProcessGroup:

@@ -1,6 +1,6 @@
 """The state in a checkpoint, in the form that the megatron engine writes: either engine reads the other's.
 
-Each rank stores the ranges of weights, master weights and moments that ZeRO gave it, as boxes of the global tensors:
+Each rank stores the ranges of weights, master weights and moments that ZeRO gave it, as slices of the global tensors:
 nothing is gathered, and any number of ranks, at any stage, can read it.
 """
 
@@ -14,13 +14,12 @@ import torch
 
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import Progress
+from llmrecipes.engine.core.checkpoint.loader import load, read_index, rehearse
+from llmrecipes.engine.core.checkpoint.slices import OptimizerSlice
+from llmrecipes.engine.core.random_states import load_random_states, same_random_states, sharded_random_states
+from llmrecipes.engine.core.weights import load_model, model_state
 from llmrecipes.engine.deepspeed.build import zero
-from llmrecipes.engine.deepspeed.partition import drop_second_copy, own_partition
-from llmrecipes.engine.deepspeed.placement import other_state
-from llmrecipes.engine.megatron.checkpoint.loader import load, read_index, rehearse
-from llmrecipes.engine.megatron.checkpoint.placement import Owned
-from llmrecipes.engine.megatron.random_states import load_random_states, same_random_states, sharded_random_states
-from llmrecipes.engine.megatron.state import load_model, model_state
+from llmrecipes.engine.deepspeed.partition import drop_second_copy, other_state, own_partition
 
 if TYPE_CHECKING:
     from llmrecipes.engine.deepspeed.engine import DeepSpeedEngine
@@ -49,13 +48,13 @@ def rehearse_load(engine: DeepSpeedEngine) -> list[int]:
     return sizes
 
 
-def _restore(engine: DeepSpeedEngine, loaded: dict[str, Any], owned: list[Owned]) -> Progress:
+def _restore(engine: DeepSpeedEngine, loaded: dict[str, Any], owned: list[OptimizerSlice]) -> Progress:
     """Set what is not read in place."""
     if zero(engine.recipe).stage < 3:
         load_model([engine.module], loaded["model"])
     else:
-        for placement in engine.placements:
-            drop_second_copy(placement.parameter)
+        for sharded in engine.sharded_parameters:
+            drop_second_copy(sharded.parameter)
     engine.partition.write_back(owned)
     engine.partition.updates = loaded["optimizer"]["step"]
     _load_scaler(engine, loaded["optimizer"]["grad_scaler"])
@@ -66,7 +65,7 @@ def _restore(engine: DeepSpeedEngine, loaded: dict[str, Any], owned: list[Owned]
 
 
 def _sharded_state(
-    engine: DeepSpeedEngine, progress: Progress, model: dict[str, Any], owned: Sequence[Owned], random: bool
+    engine: DeepSpeedEngine, progress: Progress, model: dict[str, Any], owned: Sequence[OptimizerSlice], random: bool
 ) -> dict[str, Any]:
     state = {
         "model": model,
@@ -88,13 +87,13 @@ def _weights(engine: DeepSpeedEngine) -> dict[str, Any]:
     if zero(engine.recipe).stage < 3:
         return model_state([engine.module])
     parameters = []
-    for placement in engine.placements:
-        own = own_partition(placement.parameter)
-        parameters.append(placement.shards("", own.start, own.values, exclusive=True))
+    for sharded in engine.sharded_parameters:
+        own = own_partition(sharded.parameter)
+        parameters.append(sharded.shards("", own.start, own.values, exclusive=True))
     return {"parameters": parameters, "others": other_state(engine.module)}
 
 
-def _owned_weights(engine: DeepSpeedEngine, owned: Sequence[Owned]) -> dict[str, Any]:
+def _owned_weights(engine: DeepSpeedEngine, owned: Sequence[OptimizerSlice]) -> dict[str, Any]:
     """`_weights`, but in stages 1 and 2, where all data-parallel ranks have the same, those that this rank updates."""
     if zero(engine.recipe).stage not in (1, 2):
         return _weights(engine)
@@ -102,7 +101,7 @@ def _owned_weights(engine: DeepSpeedEngine, owned: Sequence[Owned]) -> dict[str,
     return {"parameters": parameters, "others": other_state(engine.module)}
 
 
-def _optimizer(engine: DeepSpeedEngine, owned: Sequence[Owned]) -> dict[int, Any]:
+def _optimizer(engine: DeepSpeedEngine, owned: Sequence[OptimizerSlice]) -> dict[int, Any]:
     replicated = zero(engine.recipe).stage == 0
     return {number: each.optimizer_shards(exclusive=not replicated) for number, each in enumerate(owned)}
 

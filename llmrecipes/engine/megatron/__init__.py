@@ -1,1 +1,1 @@
-"""The engine based on megatron-core; its classes are not used outside of this package."""
+"""The engine based on megatron-core: its optimizer and pipeline schedules on the model of `core`."""

@@ -25,23 +25,22 @@ from llmrecipes.engine.base import (
     Implementation,
     Platform,
     Progress,
-    Shard,
+    Slice,
     StepResult,
-    StopQuestion,
+    StopCheck,
 )
-from llmrecipes.engine.losses import mean_over_tokens
-from llmrecipes.engine.megatron import ema, shards, state, update
-from llmrecipes.engine.megatron.balance import RouterBalance
-from llmrecipes.engine.megatron.checkpoint.format import ShardedFormat
-from llmrecipes.engine.megatron.generate import generate
-from llmrecipes.engine.megatron.model.config import DTYPES
-from llmrecipes.engine.megatron.model.context import own_chunks, prediction_weights
-from llmrecipes.engine.megatron.model.gpt import BuiltModel, RecipeGPTModel
-from llmrecipes.engine.megatron.model.mup import optimizer_overrides
-from llmrecipes.engine.megatron.model.packing import masks
-from llmrecipes.engine.megatron.schedule import scheduler
-from llmrecipes.engine.megatron.score import MegatronScorer
-from llmrecipes.engine.megatron.versions import auxiliary_losses
+from llmrecipes.engine.core import ema, update
+from llmrecipes.engine.core.balance import RouterBalance
+from llmrecipes.engine.core.checkpoint.format import ShardedFormat
+from llmrecipes.engine.core.generate import generate
+from llmrecipes.engine.core.model.attention import masks, own_chunks, prediction_weights
+from llmrecipes.engine.core.model.config import DTYPES, optimizer_overrides
+from llmrecipes.engine.core.model.gpt import BuiltModel, RecipeGPTModel
+from llmrecipes.engine.core.score import GPTScorer
+from llmrecipes.engine.core.update import mean_over_tokens, scheduler
+from llmrecipes.engine.core.versions import auxiliary_losses
+from llmrecipes.engine.core.weights import gradient_slices, weight_slices
+from llmrecipes.engine.megatron import state
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.faults.numerics import named_gradients
 from llmrecipes.plan.derive import Plan
@@ -49,7 +48,7 @@ from llmrecipes.recipe.schema import Recipe
 
 
 class MegatronEngine:
-    """See `engine.base.MetaEngine`.
+    """Implements `engine.base.MetaEngine`.
 
     Args:
         plan: of the recipe, on this world.
@@ -94,8 +93,7 @@ class MegatronEngine:
             config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self._forward_backward = get_forward_backward_func()
 
-    def train_step(self, batches: Iterator[Batch], *, stop: StopQuestion | None = None) -> StepResult:
-        """See `Engine`."""
+    def train_step(self, batches: Iterator[Batch], *, stop: StopCheck | None = None) -> StepResult:
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -120,18 +118,17 @@ class MegatronEngine:
         return StepResult(loss, norm, lr, scale_then, False, stopping)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterator[Batch], global_batches: int, stop: StopQuestion | None = None) -> float | None:
-        """See `Engine`."""
+    def evaluate(self, batches: Iterator[Batch], global_batches: int, stop: StopCheck | None = None) -> float | None:
         for chunk in self.chunks:
             chunk.eval()
-        found: list[tuple[float, float]] = []
+        losses: list[tuple[float, float]] = []
         stopping = False
-        while len(found) < global_batches and not stopping:
+        while len(losses) < global_batches and not stopping:
             loss, tokens, stopping, _ = self._agree(self._passes(batches, forward_only=True), stop)
-            found.append((loss, tokens))
+            losses.append((loss, tokens))
         for chunk in self.chunks:
             chunk.train()
-        return None if stopping else mean_over_tokens(found)
+        return None if stopping else mean_over_tokens(losses)
 
     @contextmanager
     def params_synced(self) -> Iterator[None]:
@@ -150,7 +147,6 @@ class MegatronEngine:
                 chunk.enable_forward_pre_hook()
 
     def model_states(self) -> dict[str, list[torch.Tensor]]:
-        """See `MetaEngine`."""
         parameters = [parameter for module in self.modules for parameter in module.parameters()]
         return {
             "weights": [parameter.data for parameter in parameters],
@@ -159,59 +155,47 @@ class MegatronEngine:
         }
 
     def watch_states(self, see: Callable[[str, Iterable[torch.Tensor]], None]) -> None:
-        """See `MetaEngine`; all of them stay."""
+        """All of them stay."""
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Engine`."""
-        found = [pair for module in self.modules for pair in _as_in_the_whole_model(module)]
-        yield from sorted(found, key=lambda pair: pair[0].endswith(".grad"))
+        pairs = [pair for module in self.modules for pair in _as_in_the_whole_model(module)]
+        yield from sorted(pairs, key=lambda pair: pair[0].endswith(".grad"))
 
-    def weights(self) -> list[Shard]:
-        """See `Engine`."""
-        return shards.weights(self.modules)
+    def weights(self) -> list[Slice]:
+        return weight_slices(self.modules)
 
-    def watch_gradients(self, see: Callable[[list[Shard], list[Shard]], None]) -> None:
-        """See `Engine`.
-
-        Weights are copied here and not before the step: with `overlap_param_gather` they are complete only after the
-        forward pass.
-        """
+    def watch_gradients(self, see: Callable[[list[Slice], list[Slice]], None]) -> None:
+        """Weights are copied after the forward pass: with `overlap_param_gather` they are not complete before it."""
         finalize = self._config.finalize_model_grads_func
 
         def finalize_and_see(*args: Any, **kwargs: Any) -> None:
             finalize(*args, **kwargs)
-            see(shards.weights(self.modules), shards.gradients(self.modules, self.chunks))
+            see(weight_slices(self.modules), gradient_slices(self.modules, self.chunks))
 
         self._config.finalize_model_grads_func = finalize_and_see
 
     def checkpoint_format(self) -> ShardedFormat:
-        """See `Engine`."""
         return ShardedFormat({"device": self.platform.name, "layers": self.implementation.name})
 
     def state(self, progress: Progress) -> dict[str, Any]:
-        """See `Engine`."""
         return state.sharded_state(self, progress)
 
     def load_state(self, entry: Entry) -> Progress:
-        """See `Engine`."""
         return state.load_state(self, entry)
 
     def rehearse_load(self) -> list[int]:
-        """See `MetaEngine`."""
         return state.rehearse_load(self)
 
     def generate(
         self, prompt: list[int], *, max_new_tokens: int, sampling: Sampling, vocab_size: int, eod: int | None
     ) -> Iterator[int]:
-        """See `Engine`."""
         (module,) = self.modules
         return generate(
             module, prompt, max_new_tokens=max_new_tokens, sampling=sampling, vocab_size=vocab_size, eod=eod
         )
 
-    def scorer(self) -> MegatronScorer:
-        """See `Engine`."""
-        return MegatronScorer(self.modules, self.plan, self.platform)
+    def scorer(self) -> GPTScorer:
+        return GPTScorer(self.modules, self.plan, self.platform)
 
     def close(self) -> None:
         """Release the model, its memory and its process groups.
@@ -249,7 +233,7 @@ class MegatronEngine:
     def _agree(
         self,
         outputs: list[dict[str, torch.Tensor]],
-        stop: StopQuestion | None,
+        stop: StopCheck | None,
         norm: torch.Tensor | None = None,
         scale: torch.Tensor | None = None,
     ) -> tuple[float, float, bool, tuple[float, float | None]]:

@@ -3,50 +3,44 @@
 Weights and optimizer state are stored by global name, shape and offset, so that any layout can read them. Random
 states are byte tensors and progress is plain numbers: nothing in a checkpoint needs unpickling.
 
-A rank saves the weights of the ranges whose optimizer state it saves; see `optimizer_state`. With the distributed
-optimizer it loads no weights but makes those of its ranges from the master weights, and gathers the others as after
-every update: nothing is read more than once for the data-parallel ranks.
+The optimizer's state is stored by parameter, in the same form for every layout and either optimizer. A rank saves the
+ranges that the distributed optimizer gave it; what data-parallel ranks have in common is cut evenly among them. Nothing
+is gathered, and every element is written once, the weights of a range by the rank that writes its state. With the
+distributed optimizer it loads no weights but makes those of its ranges from the master weights, and gathers the others
+as after every update: nothing is read more than once for the data-parallel ranks.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import Progress
-from llmrecipes.engine.megatron import ema
-from llmrecipes.engine.megatron.checkpoint.loader import load, read_index, rehearse
-from llmrecipes.engine.megatron.checkpoint.optimizer_state import (
-    finish_load,
-    needed_state,
-    saved_state,
-    scaler_state,
-    update_count,
-)
-from llmrecipes.engine.megatron.checkpoint.placement import (
-    EXTRA_STATE,
-    Owned,
-    Placement,
-    is_extra_state,
-    other_state,
-    placements,
-)
-from llmrecipes.engine.megatron.model.gpt import RecipeGPTModel
-from llmrecipes.engine.megatron.random_states import load_random_states, same_random_states, sharded_random_states
+from llmrecipes.engine.core import ema
+from llmrecipes.engine.core.checkpoint.loader import load, read_index, rehearse
+from llmrecipes.engine.core.checkpoint.slices import OptimizerSlice, ShardedParameter, other_state, sharded_parameters
+from llmrecipes.engine.core.random_states import load_random_states, same_random_states, sharded_random_states
+from llmrecipes.engine.core.weights import saved_states
 
 if TYPE_CHECKING:
     from llmrecipes.engine.megatron.engine import MegatronEngine
+
 
 logger = logging.getLogger(__name__)
 
 
 def sharded_state(engine: MegatronEngine, progress: Progress) -> dict[str, Any]:
-    """The state to save; the engine's tensors are referenced, not copied, and no other rank is asked for anything.
+    """The state to save; the engine's tensors are referenced, not copied, and there is no communication.
 
     Weights that another rank updates may be those before the update (`overlap_param_gather`): they are not saved here.
 
@@ -54,8 +48,8 @@ def sharded_state(engine: MegatronEngine, progress: Progress) -> dict[str, Any]:
         engine: the engine.
         progress: of the run.
     """
-    model = _states(engine.modules)
-    owned = saved_state(engine.optimizer, _placements(model))
+    model = saved_states(engine.modules)
+    owned = saved_state(engine.optimizer, _sharded_parameters(model))
     weights = [each.weight_shards(exclusive=True) for part in owned.values() for each in part]
     return _state(engine, model, weights, owned, progress, exclusive=True, random=True)
 
@@ -90,8 +84,8 @@ def rehearse_load(engine: MegatronEngine) -> list[int]:
 def _wanted(engine: MegatronEngine, *, random: bool, averaged: bool) -> dict[str, Any]:
     """What this rank needs of a checkpoint; it is read into the engine's tensors."""
     distributed = engine.recipe.parallelism.use_distributed_optimizer
-    model = _states(engine.modules)
-    needed = needed_state(engine.optimizer, _placements(model))
+    model = saved_states(engine.modules)
+    needed = needed_state(engine.optimizer, _sharded_parameters(model))
     if not averaged:
         needed = {number: ema.left_out(part) for number, part in needed.items()}
     weights = [] if distributed else [each.weight_shards(exclusive=False) for part in needed.values() for each in part]
@@ -110,39 +104,15 @@ def _restore(engine: MegatronEngine, loaded: dict[str, Any]) -> Progress:
     return progress
 
 
-def model_state(modules: Sequence[RecipeGPTModel]) -> dict[str, Any]:
-    """Sharded state dict of this rank's weights, or adapters alone, by chunk; the names inside are global."""
-    return {f"model{number}": state for number, state in enumerate(_states(modules))}
-
-
-def load_model(modules: Sequence[RecipeGPTModel], loaded: Mapping[str, Any]) -> None:
-    """Copy weights loaded for `model_state` into the chunks.
-
-    Raises:
-        RuntimeError: a weight is missing.
-    """
-    for number, module in enumerate(modules):
-        missing, unexpected = module.load_state_dict(loaded[f"model{number}"], strict=False)
-        needed = set(module.saved_state())
-        if wrong := [*unexpected, *(name for name in missing if name in needed and not name.endswith(EXTRA_STATE))]:
-            raise RuntimeError(f"the loaded weights do not fit the model: {', '.join(wrong)}")
-
-
-def _states(modules: Sequence[RecipeGPTModel]) -> list[dict[str, Any]]:
-    return [
-        {name: value for name, value in module.saved_state().items() if not is_extra_state(value)} for module in modules
-    ]
-
-
-def _placements(states: Sequence[dict[str, Any]]) -> list[Placement]:
-    return [placement for state in states for placement in placements(state)]
+def _sharded_parameters(states: Sequence[dict[str, Any]]) -> list[ShardedParameter]:
+    return [sharded for state in states for sharded in sharded_parameters(state)]
 
 
 def _state(
     engine: MegatronEngine,
     model: Sequence[dict[str, Any]],
     weights: list[list[Any]],
-    owned: Mapping[int, Sequence[Owned]],
+    owned: Mapping[int, Sequence[OptimizerSlice]],
     progress: Progress,
     *,
     exclusive: bool,
@@ -164,3 +134,170 @@ def _state(
     if random:
         state["random"] = sharded_random_states()
     return state
+
+
+LEAST_PIECE = 1 << 16
+"""Elements below which a parameter is not cut among replicas: each piece costs an entry in the index."""
+
+
+def saved_state(optimizer: Any, parameters: list[ShardedParameter]) -> dict[int, list[OptimizerSlice]]:
+    """State that this rank writes, by optimizer; together the data-parallel ranks write every element once.
+
+    With expert parallelism there are two optimizers, one of them only for experts; without it, there is one.
+
+    Args:
+        optimizer: megatron-core optimizer.
+        parameters: of the model.
+
+    Returns:
+        State that shares memory with the optimizer: take a snapshot before the next step.
+    """
+    by_parameter = {sharded.parameter: sharded for sharded in parameters}
+    parts = _parts(optimizer)
+    known = {parameter for part in parts for parameter in _parameters(part)}
+    if missing := [sharded.slices[0].shard.key for sharded in parameters if sharded.parameter not in known]:
+        raise RuntimeError(f"no optimizer has {', '.join(missing)}")
+    balancer = _ReplicaBalancer()
+    return {
+        number: [
+            each
+            for whole in _optimizer_slices(part, by_parameter)
+            for each in ([whole] if isinstance(part, DistributedOptimizer) else balancer.own(whole))
+        ]
+        for number, part in enumerate(parts)
+    }
+
+
+def needed_state(optimizer: Any, parameters: list[ShardedParameter]) -> dict[int, list[OptimizerSlice]]:
+    """State that this rank has, and needs from a checkpoint; arguments and result as `saved_state`."""
+    by_parameter = {sharded.parameter: sharded for sharded in parameters}
+    return {number: list(_optimizer_slices(part, by_parameter)) for number, part in enumerate(_parts(optimizer))}
+
+
+def update_count(optimizer: Any) -> int:
+    """Updates so far: torch counts them per parameter, TransformerEngine and Apex per group."""
+    inner = [part.optimizer for part in _parts(optimizer)]
+    of_parameters = (float(state["step"]) for each in inner for state in each.state.values() if "step" in state)
+    of_groups = (group["step"] for each in inner for group in each.param_groups if "step" in group)
+    return int(next(chain(of_parameters, of_groups), 0))
+
+
+def scaler_state(optimizer: Any) -> dict[str, Any] | None:
+    """State of the loss scale; all optimizers have the same."""
+    scalers = [scaler.state_dict() for scaler in _scalers(optimizer)]
+    return scalers[0] if scalers else None
+
+
+def finish_load(optimizer: Any, updates: int, scaler: dict[str, Any] | None) -> None:
+    """Set what is not a tensor of a parameter, after the state was loaded in place.
+
+    Parameter groups are the current ones, because those of the layout that saved may differ; their learning rate and
+    weight decay come from the schedule.
+
+    With the distributed optimizer, the ranges of the weights that this rank owns are made from its master weights:
+    gather the others next.
+    """
+    for part in _parts(optimizer):
+        _set_updates(part.optimizer, updates)
+        if isinstance(part, DistributedOptimizer):
+            part._copy_main_params_to_model_params()
+    for each in _scalers(optimizer):
+        each.load_state_dict(scaler)
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in parts if part.optimizer is not None]  # a stage may have no parameters of a kind
+
+
+def _scalers(optimizer: Any) -> list[Any]:
+    scalers = [getattr(part, "grad_scaler", None) for part in _parts(optimizer)]
+    return [scaler for scaler in scalers if scaler is not None]
+
+
+def _parameters(part: Any) -> Iterator[torch.nn.Parameter]:
+    """All parameters of an optimizer, of which this rank may have no state."""
+    if isinstance(part, DistributedOptimizer):
+        yield from (parameter for buffer in part.buffers for parameter in buffer.param_index_map)
+    else:
+        yield from (parameter for parameter, _ in _main_parameters(part))
+
+
+def _optimizer_slices(part: Any, by_parameter: dict[torch.nn.Parameter, ShardedParameter]) -> Iterator[OptimizerSlice]:
+    """State that this rank has."""
+    if isinstance(part, DistributedOptimizer):
+        for parameter, start in _own_ranges(part):
+            tensors = part._get_main_param_and_optimizer_states(parameter)
+            yield OptimizerSlice(by_parameter[parameter], start, _flat(tensors))
+        return
+    for parameter, main in _main_parameters(part):
+        yield OptimizerSlice(by_parameter[parameter], 0, _flat({"param": main, **part.optimizer.state[main]}))
+
+
+def _own_ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int]]:
+    """Parameters of which this rank has a range, and where it starts in the flattened parameter."""
+    for buckets in (buckets for ranges in part.gbuf_ranges for buckets in ranges.values()):
+        for bucket in buckets:
+            for parameter, ranges in bucket["param_map"].items():
+                yield parameter, ranges["param"].start
+
+
+def _main_parameters(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    if not isinstance(part, Float16OptimizerWithFloat16Params):
+        yield from ((parameter, parameter) for parameter in part.get_parameters())
+        return
+    halves, wholes = chain(*part.float16_groups), chain(*part.fp32_from_float16_groups)
+    yield from zip(halves, wholes, strict=True)
+    yield from ((parameter, parameter) for parameter in chain(*part.fp32_from_fp32_groups))
+
+
+def _flat(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().view(-1) for name, tensor in tensors.items() if name != "step"}
+
+
+class _ReplicaBalancer:
+    """Spreads what data-parallel ranks have in common evenly over them, in the same way on each."""
+
+    def __init__(self) -> None:
+        self._assigned: dict[bool, list[int]] = {}
+
+    def own(self, whole: OptimizerSlice) -> Iterator[OptimizerSlice]:
+        """The range of a parameter's state that this rank writes, if any."""
+        parameter = whole.sharded.parameter
+        dense = getattr(parameter, "allreduce", True)
+        rank, ranks = _replicas(dense)
+        assigned = self._assigned.setdefault(dense, [0] * ranks)
+        pieces = max(1, min(ranks, parameter.numel() // LEAST_PIECE))
+        # Those who have least so far; a parameter is not cut where that alone makes the shares even.
+        for piece, chosen in enumerate(sorted(range(ranks), key=assigned.__getitem__)[:pieces]):
+            start, stop = _cut(parameter, piece, pieces)
+            assigned[chosen] += stop - start
+            if chosen == rank:
+                tensors = {name: values[start:stop] for name, values in whole.tensors.items()}
+                yield OptimizerSlice(whole.sharded, start, tensors)
+
+
+def _cut(parameter: torch.Tensor, piece: int, pieces: int) -> tuple[int, int]:
+    """First and last element of a piece of a flattened parameter; of whole rows, which are one slice, if possible."""
+    row = parameter.numel() // parameter.shape[0] if parameter.dim() and parameter.shape[0] >= pieces else 1
+    rows = parameter.numel() // row
+    return row * (rows * piece // pieces), row * (rows * (piece + 1) // pieces)
+
+
+def _replicas(dense: bool) -> tuple[int, int]:
+    """This rank's number among the data-parallel ranks with the same dense or expert parameters, and their count."""
+    if dense:
+        return (
+            parallel_state.get_data_parallel_rank(with_context_parallel=True),
+            parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+        )
+    return parallel_state.get_expert_data_parallel_rank(), parallel_state.get_expert_data_parallel_world_size()
+
+
+def _set_updates(inner: torch.optim.Optimizer, updates: int) -> None:
+    counts = [state["step"] for state in inner.state.values() if "step" in state]
+    for count in counts:
+        count.fill_(updates)
+    if not counts:
+        for group in inner.param_groups:
+            group["step"] = updates

@@ -1,0 +1,99 @@
+"""What the backends of megatron-core and DeepSpeed share: device, process groups, and models without an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from llmrecipes.checkpoint.format import Written
+from llmrecipes.checkpoint.store import Entry
+from llmrecipes.engine.base import Platform, WeightSource, World
+from llmrecipes.engine.core import ema, generate, update, world
+from llmrecipes.engine.core.checkpoint import initial
+from llmrecipes.engine.core.checkpoint.loader import load, read_index
+from llmrecipes.engine.core.checkpoint.tensors import StoredWeights
+from llmrecipes.engine.core.model.gpt import BuiltModel, build, construct
+from llmrecipes.engine.core.platform import select
+from llmrecipes.engine.core.score import GPTScorer
+from llmrecipes.engine.core.weights import load_model, model_state
+from llmrecipes.engine.sampling import Sampling
+from llmrecipes.hardware.profile import Group
+from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.schema import Recipe
+
+
+class CoreBackend:
+    """The methods of `engine.base.MetaBackend` that construct no engine."""
+
+    def platform(self, local_rank: int = 0) -> Platform:
+        platform = select(local_rank)
+        platform.install()
+        return platform
+
+    def join(self, recipe: Recipe, platform: Platform) -> AbstractContextManager[World]:
+        return world.join(platform, recipe.train.seed, recipe.parallelism)
+
+    def meta_platform(self, rank: int, world_size: int, kernels: str, skew: float) -> Platform:
+        from llmrecipes.engine.core.platform.meta import MetaPlatform  # imports torch's test helpers
+
+        platform = MetaPlatform(rank, world_size, kernels, skew)
+        platform.install()
+        return platform
+
+    def load_weights(
+        self, plan: Plan, platform: Platform, entry: Entry, base: WeightSource | None = None, *, averaged: bool = False
+    ) -> TextGPT:
+        return TextGPT(loaded(plan, platform, entry, base, averaged=averaged), plan, platform)
+
+    def load_given(self, plan: Plan, platform: Platform, weights: WeightSource) -> TextGPT:
+        return TextGPT(build(plan, platform, weights), plan, platform)
+
+    def tensors(self, entry: Entry, *, averaged: bool = False) -> StoredWeights:
+        return StoredWeights(entry, averaged=averaged)
+
+    def write_weights(self, plan: Plan, weights: WeightSource, directory: Path) -> tuple[Written, dict[str, str]]:
+        return initial.write(plan, weights, directory)
+
+    def learning_rate(self, recipe: Recipe, step: int) -> float:
+        return update.learning_rate(recipe, step)
+
+    def process_groups(self) -> Mapping[Group, dist.ProcessGroup]:
+        return world.process_groups()
+
+
+class TextGPT:
+    """Implements `engine.base.TextModel`."""
+
+    def __init__(self, built: BuiltModel, plan: Plan, platform: Platform) -> None:
+        self._built, self._plan, self._platform = built, plan, platform
+
+    def scorer(self) -> GPTScorer:
+        return GPTScorer(self._built.modules, self._plan, self._platform)
+
+    def generate(
+        self, prompt: list[int], *, max_new_tokens: int, sampling: Sampling, vocab_size: int, eod: int | None
+    ) -> Iterator[int]:
+        return generate.generate(
+            self._built.module, prompt, max_new_tokens=max_new_tokens, sampling=sampling, vocab_size=vocab_size, eod=eod
+        )
+
+
+def loaded(
+    plan: Plan, platform: Platform, entry: Entry, base: WeightSource | None = None, *, averaged: bool = False
+) -> BuiltModel:
+    """A model with the weights of a checkpoint; arguments as `Backend.load_weights`."""
+    index = read_index(entry)
+    if averaged:
+        ema.require(index, entry)
+    built = to_be_loaded(plan, platform, base)
+    wanted = model_state(built.modules)
+    load_model(built.modules, load(entry, ema.in_place_of_weights(wanted) if averaged else wanted, index))
+    return built
+
+
+def to_be_loaded(plan: Plan, platform: Platform, base: WeightSource | None) -> BuiltModel:
+    """A model for a checkpoint to be loaded into: without values, but for a frozen base, which no checkpoint has."""
+    return construct(plan, platform) if plan.recipe.lora is None else build(plan, platform, base)

@@ -1,0 +1,89 @@
+"""Sampling text from a trained model with a key/value cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from megatron.core.inference.contexts import StaticInferenceContext
+
+from llmrecipes.engine.core.model.gpt import RecipeGPTModel
+from llmrecipes.engine.sampling import Sampling, draw
+from llmrecipes.errors import UserError
+
+
+@torch.no_grad()
+def generate(
+    model: RecipeGPTModel,
+    prompt: list[int],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    vocab_size: int,
+    eod: int | None,
+    use_cache: bool = True,
+) -> Iterator[int]:
+    """Token ids that continue a prompt, until `max_new_tokens`, the end of the document, or the last position.
+
+    Args:
+        model: on its device; switched to evaluation mode and back.
+        prompt: token ids, at least one.
+        max_new_tokens: most tokens to yield.
+        sampling: how to draw.
+        vocab_size: real size of the vocabulary; padding rows of the embedding are never drawn.
+        eod: end-of-document id, which is not yielded; None to continue after it.
+        use_cache: cache keys and values of earlier tokens; otherwise every token recomputes the full text.
+
+    Raises:
+        UserError: the prompt is empty or fills all positions.
+    """
+    longest = model.max_sequence_length
+    if not 0 < len(prompt) < longest:
+        raise UserError(
+            f"{len(prompt)} tokens",
+            where="--prompt",
+            rule=f"a prompt has at least one token, and fewer than the model's {longest} positions",
+            fix="give a shorter prompt" if prompt else "give a prompt",
+        )
+    random = torch.Generator().manual_seed(sampling.seed)
+    limit = min(longest, len(prompt) + max_new_tokens)
+    step = _cached(model, limit) if use_cache else _uncached(model)
+    was_training = model.training
+    model.eval()
+    try:
+        tokens = list(prompt)
+        for _ in range(limit - len(prompt)):
+            token = draw(step(tokens)[:vocab_size], sampling, random)
+            if token == eod:
+                return
+            yield token
+            tokens.append(token)
+    finally:
+        model.train(was_training)
+
+
+def _cached(model: RecipeGPTModel, limit: int) -> Callable[[list[int]], torch.Tensor]:
+    context = StaticInferenceContext(max_batch_size=1, max_sequence_length=limit)
+
+    def step(tokens: list[int]) -> torch.Tensor:
+        done = context.sequence_len_offset
+        logits = _forward(model, tokens[done:], done, context)
+        context.sequence_len_offset = len(tokens)
+        context.enable_decode_mode()
+        return logits
+
+    return step
+
+
+def _uncached(model: RecipeGPTModel) -> Callable[[list[int]], torch.Tensor]:
+    return lambda tokens: _forward(model, tokens, 0, None)
+
+
+def _forward(
+    model: RecipeGPTModel, tokens: list[int], offset: int, context: StaticInferenceContext | None
+) -> torch.Tensor:
+    device = next(model.parameters()).device
+    ids = torch.tensor([tokens], device=device)
+    positions = torch.arange(offset, offset + len(tokens), device=device)[None]
+    logits = model(ids, positions, None, inference_context=context, runtime_gather_output=True)
+    return logits[0, -1]

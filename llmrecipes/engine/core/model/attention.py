@@ -1,0 +1,256 @@
+"""Core attention on torch's scaled_dot_product_attention.
+
+It replaces megatron-core's `DotProductAttention`, which materializes the score matrix and does not support context
+parallelism, if TransformerEngine is not used: torch selects a flash kernel on CPU and GPU.
+
+Packed sequences: the conversations that share a sequence do not see each other. Where each begins is read from the
+positions, which begin at 0 there. Learned positions follow them; rotary ones need not, because a rotation by position
+makes attention depend only on distances (arXiv 2104.09864, section 3.2).
+
+Context parallelism: the sequence is cut into 2·CP chunks and rank r has the chunks r and 2·CP−1−r, so that under the
+causal mask all ranks have the same work (Llama 3, arXiv 2407.21783, section 3.3.2). megatron-core's embeddings and
+TransformerEngine's attention rely on the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, get_cuda_rng_tracker
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.attention.bias import causal_lower_right
+
+from llmrecipes.engine.core.versions import PREDICTION_LOSSES_ARE_SCALED
+from llmrecipes.recipe.schema import Recipe
+
+
+class SdpaCoreAttention(MegatronModule):
+    """Causal attention of the heads of one tensor-parallel rank.
+
+    With context parallelism a rank has the queries of two chunks of the sequence (`model.context`). Keys and values of
+    the full sequence are gathered over the context-parallel group, and their gradients reduce-scattered.
+
+    Args:
+        config: megatron-core's configuration.
+        layer_number: position of the layer, from 1.
+        attn_mask_type: causal, or none for a query that sees every key.
+        attention_type: self-attention only; kept for megatron-core's signature.
+        attention_dropout: overrides `config.attention_dropout`.
+        softmax_scale: overrides 1/sqrt(channels of a head).
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **_unused: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.layer_number = layer_number
+        self.attn_mask_type = attn_mask_type
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.scale = softmax_scale
+        self.context_group: Any = None
+        if config.context_parallel_size > 1:
+            self.context_group = parallel_state.get_context_parallel_group()
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            query: [sq, b, heads, channels].
+            key, value: [sk, b, groups, channels]; sk > sq when keys of earlier tokens come from a cache.
+            attention_mask: of packed conversations, see `attention_mask`; else None, and the mask follows
+                from `attn_mask_type`.
+
+        Returns:
+            [sq, b, heads × channels of a value].
+        """
+        if attention_bias is not None or packed_seq_params is not None:
+            raise NotImplementedError("only causal attention is built, over whole sequences or packed conversations")
+        # megatron-core disables the mask for a token whose predecessors are in a cache.
+        causal = (attn_mask_type or self.attn_mask_type) == AttnMaskType.causal
+        dropout = self.dropout if self.training else 0.0
+        # Tensor-parallel ranks hold different heads, so they must not use the same dropout mask.
+        with get_cuda_rng_tracker().fork() if dropout else nullcontext():
+            if attention_mask is not None:
+                out = self._attend_to_own(query, key, value, dropout, attention_mask)
+            elif self.context_group is None:
+                out = self._attend(query, key, value, dropout, is_causal=causal)
+            else:
+                out = self._attend_over_context(query, key, value, dropout)
+        return out.reshape(query.size(0), query.size(1), -1)
+
+    def _attend_to_own(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """Each conversation of a sequence by itself."""
+        if self.context_group is not None:
+            raise NotImplementedError("packed conversations are not split over context-parallel ranks")
+        if mask.dtype == torch.bool:
+            # With a mask and fewer keys than queries, torch has no fused kernel on a GPU.
+            copies = query.size(2) // key.size(2)
+            if copies > 1:
+                key, value = (each.repeat_interleave(copies, dim=2) for each in (key, value))
+            return self._attend(query, key, value, dropout, is_causal=False, mask=mask)
+        rows = []
+        for number, sizes in enumerate(lengths(mask)):
+            parts = zip(*(each[:, number : number + 1].split(sizes) for each in (query, key, value)), strict=True)
+            rows.append(torch.cat([self._attend(q, k, v, dropout, is_causal=True) for q, k, v in parts]))
+        return torch.cat(rows, dim=1)
+
+    def _attend_over_context(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float
+    ) -> torch.Tensor:
+        size, rank = self.context_group.size(), self.context_group.rank()
+        key, value = (in_sequence_order(_gather(part, self.context_group), size) for part in (key, value))
+        length = query.size(0) // 2
+        parts = []
+        for half, chunk in zip(query.split(length), (rank, 2 * size - 1 - rank), strict=True):
+            seen = (chunk + 1) * length
+            # The chunk's queries are the last of the visible positions: the diagonal ends at the bottom right.
+            mask = causal_lower_right(length, seen) if chunk else None
+            parts.append(self._attend(half, key[:seen], value[:seen], dropout, is_causal=mask is None, mask=mask))
+        return torch.cat(parts)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        dropout: float,
+        *,
+        is_causal: bool,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        # [s, b, h, d] -> [b, h, s, d] and back, as views.
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=is_causal,
+            scale=1.0 / math.sqrt(q.size(-1)) if self.scale is None else self.scale,
+            enable_gqa=q.size(1) != k.size(1),
+        )
+        return out.permute(2, 0, 1, 3)
+
+    def sharded_state_dict(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:
+        """No parameters, nothing to save."""
+        return {}
+
+
+def _gather(part: torch.Tensor, group: Any) -> torch.Tensor:
+    return gather_from_sequence_parallel_region(part.contiguous(), tensor_parallel_output_grad=True, group=group)
+
+
+def packs(recipe: Recipe) -> bool:
+    """Whether several conversations share a sequence."""
+    return recipe.data.chat is not None and recipe.data.chat.packing
+
+
+def masks(recipe: Recipe, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor | None]:
+    """The attention mask of a micro-batch from its positions [b, s]; None if it is causal over whole sequences."""
+    if not packs(recipe):
+        return lambda _positions: None
+    dense = recipe.train.torch_compile or device.type != "cpu"
+    return lambda positions: attention_mask(positions, dense=dense)
+
+
+def attention_mask(position_ids: torch.Tensor, *, dense: bool) -> torch.Tensor:
+    """What `SdpaCoreAttention` takes as the attention mask of packed sequences; all layers share it.
+
+    Args:
+        position_ids: [b, s], 0 at the beginning of each conversation.
+        dense: as one mask, for devices that must not wait for the host to read lengths, and for compiled layers;
+            it takes a byte for each pair of tokens of a sequence. Else the number of the conversation of each token.
+
+    Returns:
+        [b, 1, s, s] bool, true where a query sees a key; or [b, s] int64.
+    """
+    numbers = (position_ids == 0).cumsum(1)
+    if not dense:
+        return numbers
+    length = position_ids.size(1)
+    causal = torch.ones(length, length, dtype=torch.bool, device=position_ids.device).tril()
+    return ((numbers[:, :, None] == numbers[:, None, :]) & causal)[:, None]
+
+
+def lengths(numbers: torch.Tensor) -> list[list[int]]:
+    """Tokens of each conversation of each row, in order; waits for the device.
+
+    Args:
+        numbers: [b, s] from `attention_mask`.
+    """
+    return [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in numbers]
+
+
+def own_chunks(batch: dict[str, torch.Tensor], size: int, rank: int) -> dict[str, torch.Tensor]:
+    """A rank's part of each tensor [b, s]: [b, s / size]."""
+    if size == 1:
+        return batch
+    pieces = {name: tensor.chunk(2 * size, dim=1) for name, tensor in batch.items()}
+    return {name: torch.cat([chunks[rank], chunks[-1 - rank]], dim=1) for name, chunks in pieces.items()}
+
+
+def prediction_weights(mask: torch.Tensor, depths: int, size: int, rank: int) -> list[torch.Tensor]:
+    """Weights of a rank's losses of multi-token prediction, in place of the loss mask.
+
+    A token predicted *k* further has no label for the last *k* tokens of a sequence. megatron-core 0.19 compensates:
+    it multiplies the loss by tokens / tokens with such a label, counted on this rank. Other ranks have a different
+    ratio, or none if all their tokens are masked, and a single process has that of full sequences. With a mask of ones
+    and these weights, the result is the latter.
+
+    Args:
+        mask: loss mask of full sequences, [b, s].
+        depths: `mtp_num_layers`.
+        size: context-parallel ranks.
+        rank: this one.
+
+    Returns:
+        [b, s / size] for each further token; nothing if megatron-core's ratio is correct.
+    """
+    if size == 1 or not PREDICTION_LOSSES_ARE_SCALED:
+        return []
+    weights = []
+    for depth in range(1, depths + 1):
+        further, labels = (F.pad(each[:, depth:], (0, depth)) for each in (mask, torch.ones_like(mask)))
+        own = own_chunks({"mask": further, "labels": labels}, size, rank)
+        ratio = own["labels"].numel() / own["labels"].sum()
+        weights.append(own["mask"] * (mask.sum() / further.sum().clamp(min=1.0) / ratio))
+    return weights
+
+
+def in_sequence_order(gathered: torch.Tensor, size: int) -> torch.Tensor:
+    """Chunks gathered rank by rank (0, 2·CP−1, 1, 2·CP−2, …), in sequence order.
+
+    Args:
+        gathered: [s, …], from all `size` context-parallel ranks.
+    """
+    chunks = gathered.chunk(2 * size)
+    return torch.cat([*chunks[0::2], *reversed(chunks[1::2])])

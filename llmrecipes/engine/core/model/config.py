@@ -1,0 +1,228 @@
+"""recipe -> megatron-core `TransformerConfig`: keys of the same name are passed on, the others translated here.
+
+Maximal-update parametrisation (arXiv 2203.03466) is applied here for the versions of megatron-core that do not have it,
+with the numbers of megatron-core 0.19. Its initial values are in `init` for all versions.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import optimizer as megatron_optimizer
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from llmrecipes.engine.core import versions
+from llmrecipes.engine.core.versions import ROUTER_LOSSES_COUNT_LAYOUT, SENDS_BEFORE_FREEING
+from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.schema import Model, Optimizer, Recipe
+from llmrecipes.recipe.shape import Mup, mup
+
+
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """Squared ReLU (arXiv 2109.08668); megatron-core's is a torch.compile'd function, so it would need a compiler."""
+    return F.relu(x).square()
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU by its approximation with tanh (arXiv 1606.08415, section 2)."""
+    return F.gelu(x, approximate="tanh")
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": gelu_tanh, "silu": F.silu, "squared_relu": squared_relu}
+
+
+# Every key of model, parallelism and train that is also a field of megatron-core's configuration is passed on
+# unchanged, except these: they are set below, or not at all.
+TRANSLATED = frozenset(
+    {
+        "ffn_hidden_size",  # these three: from the plan, if unset in the recipe
+        "num_query_groups",
+        "kv_channels",
+        "activation_func",  # the function of that name
+        "recompute_granularity",  # from the plan, which knows the attention kernel
+        "init_method",  # `init` fills the parameters
+        "moe_aux_loss_coeff",  # both: scaled to have the same weight in every layout
+        "moe_z_loss_coeff",
+    }
+)
+NOT_PASSED = frozenset(
+    {
+        "transformer_impl",  # resolved by `spec.choose`; megatron-core's field has other values
+    }
+)
+
+
+def transformer_config(plan: Plan, *, on_gpu: bool, transformer_engine: bool) -> TransformerConfig:
+    """megatron-core's configuration of a recipe.
+
+    Args:
+        plan: of the recipe, with its derived sizes.
+        on_gpu: create parameters on the GPU and allow its fused kernels.
+        transformer_engine: layers are TransformerEngine's, which provides the fused rotary embedding.
+    """
+    recipe = plan.recipe
+    model, train = recipe.model, recipe.train
+    dtype = DTYPES[train.precision]
+    # megatron-core's fusions are torch.compile'd functions: they need a compiler, so torch_compile enables them.
+    fuse = train.torch_compile
+    kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
+    options: dict[str, Any] = {
+        **_same_name(recipe, kind),
+        "num_query_groups": plan.shape.num_query_groups,
+        "kv_channels": plan.shape.kv_channels,
+        "ffn_hidden_size": plan.shape.ffn_hidden_size,
+        "activation_func": ACTIVATIONS[model.activation_func],
+        "recompute_granularity": plan.recompute_granularity,
+        # `init` fills the parameters. They are still "initialised", because megatron-core marks the sharded ones only
+        # then, and its gradient norm relies on the mark.
+        "init_method": _leave,
+        "output_layer_init_method": _leave,
+        "embedding_init_method": _leave,
+        "use_cpu_initialization": not on_gpu,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": train.precision == "bf16",
+        "fp16": train.precision == "fp16",
+        # Two stages with several chunks each send to each other in both directions at once; batched messages between
+        # one pair of ranks would be mixed up.
+        "overlap_p2p_comm": recipe.parallelism.virtual_pipeline_model_parallel_size is not None,
+        "batch_p2p_comm": recipe.parallelism.virtual_pipeline_model_parallel_size is None,
+        # It waits for the device after each message, for a fault of old versions of torch.
+        "batch_p2p_sync": False,
+        # A stage's output is freed once it is sent: the backward pass needs its graph alone.
+        "deallocate_pipeline_outputs": recipe.parallelism.pipeline_model_parallel_size > 1
+        and (recipe.parallelism.virtual_pipeline_model_parallel_size is None or SENDS_BEFORE_FREEING),
+        # The loss is a mean over the tokens of the global batch, however it was cut into micro-batches and ranks.
+        "calculate_per_token_loss": True,
+        "gradient_accumulation_fusion": False,
+        # Of its fused activations only SwiGLU is exact: those of GELU are the tanh approximation, another model.
+        "bias_activation_fusion": fuse
+        and not transformer_engine
+        and model.activation_func == "silu"
+        and model.gated_linear_unit,
+        "bias_dropout_fusion": fuse,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": transformer_engine
+        and model.position_embedding_type == "rope"
+        and not model.multi_latent_attention,
+        "persist_layer_norm": transformer_engine,
+    }
+    if model.num_moe_experts:
+        options |= _balance_coefficients(plan)
+        options["moe_grouped_gemm"] = transformer_engine
+        if recipe.lora is not None:
+            options["moe_router_bias_update_rate"] = 0.0  # routers are frozen, biases included
+    if factors := own_mup(model):
+        options["softmax_scale"] = factors.softmax_scale
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "use_mup is enabled, but custom", UserWarning)  # `init` scales the values
+        config = kind(**options)
+    if model.position_embedding_type == "yarn":
+        # megatron-core reads these from attributes that its configuration does not declare; attention scales by YaRN's
+        # factor wherever the first of them exists.
+        for name, value in model:
+            if name.startswith("yarn_"):
+                setattr(config, name, value)
+    return config
+
+
+def _same_name(recipe: Recipe, kind: type[TransformerConfig]) -> dict[str, Any]:
+    """Values of the keys with the same name in both; those of experts only for MoE models."""
+    accepted = {field.name for field in fields(kind)} - TRANSLATED - NOT_PASSED
+    sections = (recipe.model, recipe.parallelism, recipe.train)
+    return {
+        name: value
+        for section in sections
+        for name, value in section
+        if name in accepted and (recipe.model.num_moe_experts or not name.startswith("moe_"))
+    }
+
+
+def _balance_coefficients(plan: Plan) -> dict[str, float | None]:
+    """Coefficients that give the routers' losses the same weight in every layout.
+
+    Each rank adds its part of such a loss, times a number of tokens, to a sum that is divided by the tokens of the
+    global batch. The parts add up to one loss, so that number must be the tokens of all ranks that share it. 0.16
+    uses those of one rank, and of one sequence if the loss is per sequence; 0.19 uses those of the tensor- and
+    context-parallel ranks, which is correct except for the loss that data-parallel ranks share too.
+    """
+    recipe = plan.recipe
+    model, parallel = recipe.model, recipe.parallelism
+    kind, auxiliary, z_loss = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff, model.moe_z_loss_coeff
+    if kind == "global_aux_loss":
+        auxiliary *= plan.layout.data_parallel_size
+    if not ROUTER_LOSSES_COUNT_LAYOUT:
+        ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+        auxiliary *= ranks * (recipe.train.micro_batch_size if kind == "seq_aux_loss" else 1)
+        z_loss = None if z_loss is None else z_loss * ranks
+    return {"moe_aux_loss_coeff": auxiliary, "moe_z_loss_coeff": z_loss}
+
+
+def _leave(_weight: torch.Tensor) -> None: ...
+
+
+def own_mup(model: Model) -> Mup | None:
+    """The factors that have to be applied here; None where megatron-core does it, or without `use_mup`."""
+    return None if versions.MUP_IS_BUILT_IN else mup(model)
+
+
+def scale_activations(module: GPTModel, factors: Mup) -> None:
+    """Multiply the output of the embedding and the logits, those of multi-token prediction too.
+
+    Args:
+        module: a pipeline stage may have neither.
+        factors: of its recipe.
+    """
+    if hasattr(module, "embedding") and factors.embedding_mult != 1.0:
+        module.embedding.register_forward_hook(lambda _module, _inputs, output: output * factors.embedding_mult)
+    if hasattr(module, "output_layer") and factors.output_mult != 1.0:
+        module.output_layer.register_forward_hook(
+            lambda _module, _inputs, output: (output[0] * factors.output_mult, *output[1:])
+        )
+
+
+def is_hidden(name: str, dimensions: int) -> bool:
+    """Whether a parameter is a matrix between hidden layers, whose learning rate is divided by the width multiplier."""
+    return dimensions > 1 and "embedding" not in name.lower() and not name.endswith("output_layer.weight")
+
+
+def hidden_group(optimizer: Optimizer, factors: Mup) -> dict[str, float]:
+    """Options of the parameter group of hidden matrices, by megatron-core's names.
+
+    Its scheduler reads `max_lr` and `min_lr`. `lr_mult` has no effect on the rate: 0.16 tells groups of a checkpoint
+    apart by it.
+    """
+    width = factors.width_mult
+    return {
+        "max_lr": optimizer.lr / width,
+        "min_lr": optimizer.min_lr / width,
+        "eps": optimizer.adam_eps / width,
+        "lr_mult": 1.0 / width,
+    }
+
+
+def optimizer_overrides(config: OptimizerConfig, model: Model, optimizer: Optimizer) -> dict[ParamKey, Any] | None:
+    """Overrides of megatron-core's parameter groups; None without the parametrisation.
+
+    Args:
+        config: of the optimizer.
+        model, optimizer: sections of the recipe.
+    """
+    factors = mup(model)
+    if factors is None:
+        return None
+    overrides: dict[ParamKey, Any] = megatron_optimizer.get_standard_config_overrides(config)
+    if versions.MUP_IS_BUILT_IN:
+        return overrides | megatron_optimizer.get_mup_config_overrides(config, factors.width_mult)
+    if factors.width_mult == 1.0:
+        return overrides
+    hidden = ParamWithNamePredicate("mup_hidden", lambda parameter, name: is_hidden(name, parameter.dim()))
+    return {**overrides, ParamKey(with_name_predicate=hidden): hidden_group(optimizer, factors)}

@@ -1,0 +1,228 @@
+"""Construction of the model of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from llmrecipes.engine.base import WeightSource
+from llmrecipes.engine.core.checkpoint.slices import other_state
+from llmrecipes.engine.core.model.attention import packs
+from llmrecipes.engine.core.model.config import own_mup, scale_activations, transformer_config
+from llmrecipes.engine.core.model.init import buffers, fill, initialise, parameter_slices
+from llmrecipes.engine.core.model.lora import ADAPTER, insert
+from llmrecipes.engine.core.model.spec import block_spec, choose, mtp_spec
+from llmrecipes.engine.core.platform import Platform
+from llmrecipes.plan.derive import Plan
+
+
+class RecipeGPTModel(GPTModel):
+    """megatron-core's GPT with label smoothing, and a loss with fewer passes over unsplit logits.
+
+    megatron-core's cross entropy is written for logits split over tensor-parallel ranks; on unsplit ones torch's needs
+    fewer passes over the logits, which are the largest tensor of a small model.
+    """
+
+    label_smoothing: float = 0.0
+    logits: torch.nn.Identity
+    """Passes the scaled logits on, to be watched by a hook like other activations."""
+    _weights: Iterator[torch.Tensor] = iter(())
+
+    def compile_layers(self) -> None:
+        """Compile layer by layer: all layers share one compiled graph, so compile time does not grow with depth."""
+        for layer in self.decoder.layers:
+            layer.compile(dynamic=False)
+        self._token_losses = torch.compile(self._token_losses, dynamic=False)  # type: ignore[method-assign]
+
+    def forward(self, *args: Any, prediction_weights: Sequence[torch.Tensor] = (), **kwargs: Any) -> torch.Tensor:
+        """megatron-core's, with a weight for each loss of multi-token prediction."""
+        self._weights = iter(prediction_weights)
+        result: torch.Tensor = super().forward(*args, **kwargs)
+        return result
+
+    def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Loss of each token; megatron-core first requests those of multi-token prediction, which have weights.
+
+        Args and result as `_token_losses`.
+        """
+        losses = self._token_losses(labels, self.logits(logits))
+        weight = next(self._weights, None)
+        return losses if weight is None else losses * weight
+
+    def _token_losses(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Cross entropy of each token.
+
+        Args:
+            labels: [b, s] token ids.
+            logits: [s, b, padded vocabulary / tensor-parallel size].
+
+        Returns:
+            [b, s] in fp32. Smoothed in training only, so that validation losses are comparable across recipes.
+        """
+        smoothing = self.label_smoothing if self.training else 0.0
+        if self.config.tensor_model_parallel_size > 1:
+            excess = smoothing * _AboveMean.apply(logits, labels.t()).t() if smoothing else 0.0
+            loss: torch.Tensor = super().compute_language_model_loss(labels, logits)
+            return loss + excess
+        flat = logits.reshape(-1, logits.size(-1)).float()
+        loss = F.cross_entropy(flat, labels.t().reshape(-1), reduction="none", label_smoothing=smoothing)
+        return loss.view(labels.size(1), labels.size(0)).t().contiguous()
+
+    def sharded_state(self) -> dict[str, Any]:
+        """Sharded state dict of the weights, in the format of checkpoints."""
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        state: dict[str, Any] = self.sharded_state_dict(
+            metadata={"dp_cp_group": group, "singleton_local_shards": False}
+        )
+        return state
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the model itself is frozen."""
+        return any(not parameter.requires_grad for parameter in self.parameters())
+
+    def saved_state(self) -> dict[str, Any]:
+        """`sharded_state` of what checkpoints have: all weights, or only the adapters."""
+        if not self.has_adapters:
+            return self.sharded_state()
+        return {
+            name: value
+            for name, value in self.sharded_state().items()
+            if isinstance(value.data, torch.nn.Parameter) and value.data.requires_grad
+        }
+
+
+class _AboveMean(torch.autograd.Function):
+    """Label logit minus mean logit: times the smoothing probability, this is what smoothing adds to the loss.
+
+    megatron-core's own smoothing takes the mean over the logits of one tensor-parallel rank, which is a different loss.
+    A custom autograd function, because autograd would save the logits, which megatron-core's cross entropy overwrites.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """[s, b] from logits [s, b, padded vocabulary / tensor-parallel size] and labels [s, b]."""
+        rows = logits.size(-1)
+        local = labels - parallel_state.get_tensor_model_parallel_rank() * rows
+        here = (local >= 0) & (local < rows)
+        local = local.clamp(0, rows - 1).unsqueeze(-1)
+        vocabulary = rows * parallel_state.get_tensor_model_parallel_world_size()
+        difference = logits.float().gather(-1, local).squeeze(-1) * here - logits.float().sum(-1) / vocabulary
+        torch.distributed.all_reduce(difference, group=parallel_state.get_tensor_model_parallel_group())
+        ctx.save_for_backward(local, here)
+        ctx.shape, ctx.dtype, ctx.vocabulary = logits.shape, logits.dtype, vocabulary
+        return difference
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Gradient of the logits: 1 at the label minus 1/vocabulary everywhere, times the incoming gradient."""
+        local, here = ctx.saved_tensors
+        gradient = gradients[0].unsqueeze(-1)
+        result = (-gradient / ctx.vocabulary).expand(ctx.shape).to(ctx.dtype).contiguous()
+        return result.scatter_add_(-1, local, (gradient * here.unsqueeze(-1)).to(ctx.dtype)), None
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A model and how it was built."""
+
+    modules: tuple[RecipeGPTModel, ...]
+    """This rank's chunks: one, or one for each virtual pipeline stage."""
+    config: TransformerConfig
+    implementation: str
+    """`transformer_engine` or `local`."""
+    reason: str
+    """Why it was chosen."""
+
+    @property
+    def module(self) -> RecipeGPTModel:
+        """The only chunk of a rank that has the full model."""
+        (module,) = self.modules
+        return module
+
+
+def build(plan: Plan, platform: Platform, weights: WeightSource | None = None, *, only: str = "") -> BuiltModel:
+    """The initialised model of this rank, on the platform's device.
+
+    Args:
+        plan: of the recipe, on this world.
+        platform: device of the parameters.
+        weights: its weights, adapters aside; None: initial ones.
+        only: initialise the parameters with this in their global name; the others have no defined values.
+    """
+    built = construct(plan, platform)
+    for module in built.modules:
+        state = module.sharded_state()
+        if weights is None:
+            initialise(state, plan.recipe.model, plan.recipe.train.seed, only=only)
+        else:
+            base = (part for part in parameter_slices(state) if ADAPTER not in part.name)
+            fill(chain(base, buffers(other_state(state))), weights)
+            if module.has_adapters:
+                initialise(state, plan.recipe.model, plan.recipe.train.seed, only=ADAPTER)
+    return built
+
+
+def construct_without_memory(plan: Plan) -> RecipeGPTModel:
+    """The whole model of one process, of local layers, as names and shapes: its parameters are on the meta device."""
+    config = transformer_config(plan, on_gpu=False, transformer_engine=False)
+    with torch.device("meta"):
+        return _chunk(plan, config, "local", None)
+
+
+def construct(plan: Plan, platform: Platform) -> BuiltModel:
+    """The model without defined values; arguments as `build`."""
+    recipe = plan.recipe
+    implementation, reason = choose(
+        recipe.model.transformer_impl, packed=packs(recipe), adapters=recipe.lora is not None
+    )
+    config = transformer_config(
+        plan, on_gpu=platform.device.type != "cpu", transformer_engine=implementation == "transformer_engine"
+    )
+    chunks = recipe.parallelism.virtual_pipeline_model_parallel_size
+    stages = range(chunks) if chunks else (None,)
+    modules = tuple(_chunk(plan, config, implementation, stage) for stage in stages)
+    for module in modules:
+        module.to(device=platform.device)
+        for parameter in module.parameters():
+            # The position embedding is created in fp32. Buffers are not converted: expert biases need fp32.
+            parameter.data = parameter.data.to(config.params_dtype)
+    return BuiltModel(modules, config, implementation, reason)
+
+
+def _chunk(plan: Plan, config: TransformerConfig, implementation: Any, stage: int | None) -> RecipeGPTModel:
+    model = plan.recipe.model
+    block = block_spec(config, implementation, stage)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
+    module = RecipeGPTModel(
+        config,
+        block,
+        vocab_size=plan.shape.vocab_size,
+        max_sequence_length=plan.shape.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=last,
+        share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,  # megatron-core says int, and computes with any number
+        rope_scaling=model.rope_scaling,
+        rope_scaling_factor=model.rope_scaling_factor,
+        seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
+        mtp_block_spec=mtp_spec(config, block, implementation, stage),
+        vp_stage=stage,
+    )
+    module.label_smoothing = plan.recipe.train.label_smoothing
+    module.logits = torch.nn.Identity()
+    if factors := own_mup(model):
+        scale_activations(module, factors)
+    if plan.recipe.lora is not None:
+        insert(module, plan.recipe.lora)
+    return module

@@ -1,0 +1,190 @@
+"""Low-rank adapters (arXiv 2106.09685) of megatron-core's linear layers, in every layout.
+
+An adapter sits next to its layer, which it leaves as it is: the base model's parameters keep their names. Of a matrix
+that is cut by columns A is whole on each tensor-parallel rank and B is cut by columns; of one that is cut by rows A is
+cut by rows and B is whole. So what ranks exchange for an adapter is only as wide as its rank.
+
+The gradient of what is whole is that of all tokens and all columns: without sequence parallelism because the gradient
+of A's output is summed over the ranks, with it because the parameter is marked like a norm's. Experts whose matrices
+are shared by ranks exchange tokens outside of them, and sum these gradients here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+from llmrecipes.recipe.adapters import EXPERTS, is_target
+from llmrecipes.recipe.schema import Lora
+
+SUFFIX = "_lora"
+"""Follows the name of a layer in that of its adapter."""
+ADAPTER = f"{SUFFIX}."
+"""In the names of all its parameters, and in no other."""
+A, B = "_lora.a.weight", "_lora.b.weight"
+"""Ends of the names of an adapter's two matrices."""
+
+
+class Adapter(torch.nn.Module):
+    """B · A of one linear layer, times `alpha` / `rank`.
+
+    Args:
+        base: the layer, cut by columns or by rows.
+        config: megatron-core's.
+        lora: the recipe's section.
+        gated: its rows are the two halves of a gated MLP.
+    """
+
+    def __init__(self, base: Any, config: TransformerConfig, lora: Lora, *, gated: bool) -> None:
+        super().__init__()
+        self._config, self._scale, self._dropout, self._gated = config, lora.scale, lora.dropout, gated
+        self._by_rows = isinstance(base, RowParallelLinear)
+        self._expert = base.is_expert
+        shared: dict[str, Any] = {
+            "config": config, "init_method": config.init_method, "bias": False, "skip_bias_add": True,
+            "is_expert": base.is_expert, "tp_group": base.tp_group,
+        }  # fmt: skip
+        if self._by_rows:
+            self.a: Any = RowParallelLinear(base.input_size, lora.rank, input_is_parallel=True, **shared)
+            self.b: Any = Whole(lora.rank, base.output_size, base)
+        else:
+            self.a = Whole(base.input_size, lora.rank, base)
+            self.b = ColumnParallelLinear(lora.rank, base.output_size, gather_output=base.gather_output, **shared)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """What the adapter adds to the layer's output.
+
+        Args:
+            inputs: of the layer: [s, b, in], or [tokens, in] of an expert; with sequence parallelism [s / TP, b, in] of
+                a layer that is cut by columns; [..., in / TP] of one that is cut by rows.
+        """
+        inner, _ = self.a(self._dropped(inputs))
+        outputs, _ = self.b(inner * self._scale)
+        result: torch.Tensor = outputs
+        return result
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """See megatron-core's `MegatronModule`."""
+        state: dict[str, Any] = {}
+        for name in ("a", "b"):
+            state |= getattr(self, name).sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
+        if self._gated:
+            key = f"{prefix}b.weight"
+            state[key] = apply_swiglu_sharded_factory(state[key], sharded_offsets)
+        return state
+
+    def _dropped(self, inputs: torch.Tensor) -> torch.Tensor:
+        if not self._dropout or not self.training:
+            return inputs
+        # Ranks that have the same input drop the same of it, as megatron-core's hidden dropout does.
+        if self._expert:
+            with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+                return F.dropout(inputs, self._dropout)
+        if self._by_rows or self._config.sequence_parallel:
+            with get_cuda_rng_tracker().fork():
+                return F.dropout(inputs, self._dropout)
+        return F.dropout(inputs, self._dropout)
+
+
+class Whole(torch.nn.Module):
+    """A linear layer without bias that every tensor-parallel rank has all of.
+
+    Args:
+        width: of the input.
+        height: of the output.
+        base: the layer whose adapter it belongs to.
+    """
+
+    def __init__(self, width: int, height: int, base: Any) -> None:
+        super().__init__()
+        self._group = base.tp_group
+        weight = base.weight
+        self.weight = torch.nn.Parameter(torch.empty(height, width, dtype=weight.dtype, device=weight.device))
+        self.weight.allreduce = weight.allreduce  # type: ignore[attr-defined]
+        if base.explicit_expert_comm:
+            if base.tp_group.size() > 1:
+                self.weight.register_hook(partial(_summed, base.tp_group))
+            # Every expert counts in the gradient norm: 0.16 would leave out those on further tensor-parallel ranks.
+            set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+            self.weight.shared = base.tp_group.rank() > 0  # type: ignore[attr-defined]
+        else:
+            self.weight.sequence_parallel = base.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """As megatron-core's linear layers."""
+        return F.linear(inputs, self.weight), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """See megatron-core's `MegatronModule`."""
+        result: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {},
+            sharded_offsets,
+            tp_group=self._group,
+            dp_cp_group=(metadata or {})["dp_cp_group"],
+        )
+        return result
+
+
+def insert(module: GPTModel, lora: Lora) -> None:
+    """Freeze a model, and give the layers that the recipe names adapters, which are not frozen.
+
+    Args:
+        module: one chunk of the model, of megatron-core's local layers; nothing of it is initialised here.
+        lora: the recipe's section.
+    """
+    module.requires_grad_(False)
+    for parent, name, base in list(_layers(module, lora)):
+        gated = name == "linear_fc1" and parent.config.gated_linear_unit
+        adapter = Adapter(base, parent.config, lora, gated=gated)
+        parent.add_module(name + SUFFIX, adapter)
+        # Before other hooks, which put the ranks' parts together (`LatentAttention`).
+        base.register_forward_hook(partial(_add, adapter), prepend=True)
+    if hasattr(module, "embedding"):
+        # Recomputed layers have gradients only if their input has: without this none of them would.
+        module.embedding.register_forward_hook(_with_gradient)
+
+
+def _layers(module: GPTModel, lora: Lora) -> Iterator[tuple[Any, str, Any]]:
+    """Layers that get adapters: the module that has each, its name there, and itself."""
+    decoder = module.decoder
+    experts = {
+        id(expert) for mlp in decoder.modules() if isinstance(mlp, SequentialMLP) for expert in mlp.local_experts
+    }
+    for parent in list(decoder.modules()):
+        for name, child in parent.named_children():
+            target = f"{EXPERTS}{name}" if id(parent) in experts else name
+            if isinstance(child, ColumnParallelLinear | RowParallelLinear) and is_target(lora, target):
+                yield parent, name, child
+
+
+def _add(adapter: Adapter, _layer: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, Any]) -> Any:
+    return output[0] + adapter(inputs[0]), *output[1:]
+
+
+def _with_gradient(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return output if output.requires_grad else output.requires_grad_()
+
+
+def _summed(group: Any, gradient: torch.Tensor) -> torch.Tensor:
+    total = gradient.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total

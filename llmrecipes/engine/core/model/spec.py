@@ -1,0 +1,179 @@
+"""Which layer implementation a run uses: TransformerEngine's modules, or megatron-core's own with our attention, norm
+and latent attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region, scatter_to_sequence_parallel_region
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from llmrecipes.engine.core.model.attention import SdpaCoreAttention
+from llmrecipes.errors import UserError
+from llmrecipes.hardware.builds import transformer_engine_obstacle
+
+Implementation = Literal["transformer_engine", "local"]
+
+MINIMUM_CAPABILITY = (8, 0)  # TransformerEngine's fused attention needs Ampere
+
+
+def choose(requested: str, *, packed: bool = False, adapters: bool = False) -> tuple[Implementation, str]:
+    """The implementation that `model.transformer_impl` selects on this machine, and why.
+
+    Args:
+        requested: `auto`, `local` or `transformer_engine`.
+        packed: several conversations share a sequence.
+        adapters: the recipe has `lora`, whose rules refuse `transformer_engine`.
+
+    Raises:
+        UserError: TransformerEngine is requested by name but cannot run here.
+    """
+    if requested == "local":
+        return "local", "requested by the recipe"
+    if adapters:
+        return "local", "adapters are inserted into megatron-core's own layers"
+    obstacle = "keeps packed conversations apart" if packed else _transformer_engine_obstacle()
+    if obstacle is None:
+        return "transformer_engine", "installed, and the GPU supports it"
+    if requested == "transformer_engine":
+        raise UserError(
+            f"transformer_engine cannot run here: {obstacle}",
+            where="model.transformer_impl",
+            rule="an implementation that is requested by name is never replaced",
+            fix="model.transformer_impl=auto, or a GPU image that has TransformerEngine",
+        )
+    return "local", obstacle
+
+
+def _transformer_engine_obstacle() -> str | None:
+    if not torch.cuda.is_available():
+        return "no GPU"
+    if torch.cuda.get_device_capability() < MINIMUM_CAPABILITY:
+        return f"{torch.cuda.get_device_name()} is older than compute capability 8.0"
+    return transformer_engine_obstacle()
+
+
+def block_spec(
+    config: TransformerConfig, implementation: Implementation, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """Specification of the layers of one model chunk of this pipeline stage.
+
+    Args:
+        config: megatron-core's configuration, which defines dense and expert layers.
+        implementation: see `choose`.
+        vp_stage: index of the chunk, with virtual pipeline stages.
+    """
+    spec = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=implementation == "transformer_engine",
+        normalization=config.normalization,
+        vp_stage=vp_stage,
+    )
+    if implementation == "local":
+        spec.layer_norm = TorchNorm
+        for layer in spec.layer_specs:
+            _use_ours(layer)
+    return spec
+
+
+def mtp_spec(
+    config: TransformerConfig, block: TransformerBlockSubmodules, implementation: Implementation, vp_stage: int | None
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """Specification of the multi-token prediction layers (arXiv 2412.19437, section 2.2), on the chunk with them."""
+    if not config.mtp_num_layers:
+        return None
+    # Their transformer layer is the decoder's last one, which an early chunk does not have.
+    last = block if block.layer_specs else block_spec(config, implementation, None)
+    spec = get_gpt_mtp_block_spec(
+        config, last, use_transformer_engine=implementation == "transformer_engine", vp_stage=vp_stage
+    )
+    if spec is not None and implementation == "local":
+        for layer in spec.layer_specs:
+            for name in ("enorm", "hnorm", "layer_norm"):
+                setattr(layer.submodules, name, TorchNorm)
+    return spec
+
+
+def _use_ours(layer: ModuleSpec) -> None:
+    """Replace norms and core attention of megatron-core's local layer by ours."""
+    parts = layer.submodules
+    parts.input_layernorm = TorchNorm
+    parts.pre_mlp_layernorm = TorchNorm
+    # A specification in megatron-core 0.16, a partial in 0.19.
+    if MoELayer in (getattr(parts.mlp, "module", None), getattr(parts.mlp, "func", None)):
+        # TransformerEngine fuses this norm into dense MLPs only; its name in checkpoints is the same in both.
+        parts.sharded_state_dict_keys_map = {
+            name: other
+            for name, other in parts.sharded_state_dict_keys_map.items()
+            if not name.startswith("pre_mlp_layernorm")
+        }
+    if parts.self_attention.module is MLASelfAttention:
+        parts.self_attention.module = LatentAttention
+    attention = parts.self_attention.submodules
+    attention.core_attention = SdpaCoreAttention
+    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+        if getattr(attention, name, None) not in (None, IdentityOp):
+            setattr(attention, name, TorchNorm)
+
+
+class TorchNorm:
+    """Builds the norm of `config.normalization`.
+
+    megatron-core's own wrapper refuses sequence parallelism; here the weights are marked for it, so that their
+    gradients are reduced over the tensor-parallel group like those of the fused norms.
+    """
+
+    # A class, because megatron-core passes functions of a specification on instead of calling them.
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> Any:
+        kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+        norm = kinds[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+class LatentAttention(MLASelfAttention):
+    """megatron-core's, for layers without TransformerEngine.
+
+    Every rank uses the rotated key that all heads share (arXiv 2405.04434, section 2.1) for its own heads.
+    megatron-core gathers it from the ranks' parts of the down-projection, and in the backward pass only slices each
+    rank's part of the gradient: contributions of other ranks' heads are lost. Here they are summed.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.config.tensor_model_parallel_size > 1:
+            self.linear_kv_down_proj.register_forward_hook(self._whole)
+
+    def _whole(self, _module: torch.nn.Module, _inputs: Any, output: tuple[torch.Tensor, Any]) -> tuple[Any, Any]:
+        """The down-projection as of an unsplit layer: [s / TP under sequence parallelism, b, full width].
+
+        megatron-core accepts that, and under sequence parallelism gathers the shared key over the sequence, where it
+        does sum the gradient.
+        """
+        share, bias = output
+        whole = gather_from_tensor_model_parallel_region(share)
+        if self.config.sequence_parallel:
+            return scatter_to_sequence_parallel_region(whole), bias
+        latent, key = whole.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
+        if key.requires_grad:
+            key.register_hook(_summed)
+        return torch.cat([latent, key], dim=-1), bias
+
+
+def _summed(gradient: torch.Tensor) -> torch.Tensor:
+    # megatron-core's copy_to_tensor_model_parallel_region returns a non-contiguous gradient unreduced.
+    total = gradient.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
+    return total

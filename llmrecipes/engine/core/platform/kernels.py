@@ -1,0 +1,288 @@
+"""What a GPU would run, for tensors without data.
+
+torch chooses a kernel by the device of its arguments, and `meta` has none of its own; TransformerEngine's modules do
+not run without a GPU. What differs is what autograd keeps and what is sent, and all of it is in this module: flash
+attention, a ring of keys and values under context parallelism, dropout masks, the fused RMSNorm, and the number of
+tokens for each expert, which a dispatcher reads on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+from llmrecipes.engine.core.model.spec import LatentAttention
+from llmrecipes.engine.core.platform import cuda
+from llmrecipes.engine.core.platform.patching import replace, resolve
+from llmrecipes.engine.core.versions import PERMUTES_BY_MASK
+
+_FUNCTIONAL, _ATTENTION = "torch.nn.functional", "llmrecipes.engine.core.model.attention"
+_LATENT = "megatron.core.transformer.multi_latent_attention"
+_REPLACED = (
+    (_FUNCTIONAL, "scaled_dot_product_attention"),
+    (_FUNCTIONAL, "dropout"),
+    (_FUNCTIONAL, "rms_norm"),
+    (f"{_ATTENTION}.SdpaCoreAttention", "_attend_over_context"),
+    (_LATENT, "TELinear"),
+    ("llmrecipes.engine.core.model.spec", "_use_ours"),
+    (cuda.DISPATCHER, "permute"),
+)
+_PLAIN = {name: getattr(resolve(owner), name) for owner, name in _REPLACED}
+_ALIGNED = torch.empty(0)
+"""A causal mask aligned to the lower right. torch's is a tensor of a class that no dispatch mode can make."""
+
+
+def install_kernels(device: str) -> None:
+    """Choose as on `cuda`, on `cpu`, or on a GPU with megatron-core's own layers (`cuda, local`); a later call replaces
+    the choice."""
+    on_gpu = {
+        "scaled_dot_product_attention": _flash_attention,
+        "dropout": _dropout,
+        "rms_norm": _rms_norm,
+        "_attend_over_context": _ring_attention,
+        "TELinear": DuplicatedLinear,
+        "_use_ours": _use_duplicated,
+        "permute": cuda.permute if PERMUTES_BY_MASK else cuda.PLAIN_PERMUTE,
+    }
+    own = {name: on_gpu[name] for name in ("scaled_dot_product_attention", "dropout", "rms_norm", "permute")}
+    of_device = {"cuda": on_gpu, "cuda, local": own}
+    chosen = of_device.get(device, {"scaled_dot_product_attention": _cpu_attention})
+    for owner, name in _REPLACED:
+        replace(owner, name, chosen.get(name, _PLAIN[name]))
+    replace(_ATTENTION, "causal_lower_right", lambda *_sizes: _ALIGNED)
+
+
+def _flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **_options: Any,
+) -> torch.Tensor:
+    """Memory of FlashAttention (arXiv 2205.14135): inputs, output and the logarithm of each row's sum are kept.
+
+    Every fused kernel of a GPU keeps these. A causal mask aligned to the lower right is a flag of the kernel.
+    """
+    causal = is_causal or attn_mask is not None
+    output: torch.Tensor = _FlashAttention.apply(query, key, value, causal)
+    return output
+
+
+class _FlashAttention(torch.autograd.Function):
+    """Shapes only."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> torch.Tensor:
+        """Attention of [b, h, s, d] tensors; output of the value's d, with strides of [b, s, h, d] like the kernel."""
+        batch, heads, length, _ = query.shape
+        output = query.new_empty(batch, length, heads, value.size(-1)).transpose(1, 2)
+        rows = query.new_empty(batch, heads, length, dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, rows)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of the inputs."""
+        query, key, value, _output, rows = ctx.saved_tensors
+        _delta = torch.empty_like(rows)  # sums of output times gradient
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+
+
+def _dropout(values: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """Keeps a mask of one byte for each element."""
+    if not training or p == 0.0:
+        return values
+    return torch.native_dropout(values, p, training)[0]
+
+
+def _rms_norm(
+    values: torch.Tensor, shape: Sequence[int], weight: torch.Tensor, eps: float | None = None
+) -> torch.Tensor:
+    """One kernel; keeps its input and a number for each row. Its version without data would be several operations."""
+    output: torch.Tensor = _RMSNorm.apply(values, weight)
+    return output
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Shapes only."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """As the values."""
+        ctx.save_for_backward(values, weight, values.new_empty(values.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients of values and weight."""
+        values, weight, _ = ctx.saved_tensors
+        return torch.empty_like(values), torch.empty_like(weight)
+
+
+def _ring_attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float
+) -> torch.Tensor:
+    """TransformerEngine's under context parallelism; arguments as `SdpaCoreAttention._attend_over_context`."""
+    q, k, v = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+    output: torch.Tensor = _RingAttention.apply(q, k, v, module.context_group)
+    return output.permute(2, 0, 1, 3)
+
+
+class _RingAttention(torch.autograd.Function):
+    """Keys and values go round the ranks, and in the backward pass their gradients too; each rank keeps its own."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Any) -> torch.Tensor:
+        """As `_FlashAttention.forward`."""
+        ctx.group = group
+        _rotate([key, value], group)
+        return _FlashAttention.forward(ctx, query, key, value, True)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of the inputs."""
+        result = _FlashAttention.backward(ctx, *gradients)
+        _, key, value, *_ = ctx.saved_tensors
+        _rotate([key, value], ctx.group)
+        _rotate([key, value], ctx.group)  # gradients, of the same size
+        return result
+
+
+def _rotate(tensors: Sequence[torch.Tensor], group: Any) -> None:
+    """Send to the next rank and receive from the previous one, once for each other rank; in one message."""
+    ranks, own = dist.get_process_group_ranks(group), group.rank()
+    sent = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
+    received = torch.empty_like(sent)
+    for _ in range(len(ranks) - 1):
+        dist.isend(sent, ranks[(own + 1) % len(ranks)], group=group)
+        dist.irecv(received, ranks[own - 1], group=group)
+
+
+class DuplicatedLinear(torch.nn.Module):
+    """TransformerEngine's linear layer of which each tensor-parallel rank has all; megatron-core's signature."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **_options: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, device="meta", dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, values: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """The product, and no bias."""
+        return torch.nn.functional.linear(values, self.weight), None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """Whole on each tensor-parallel rank."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, None, sharded_offsets
+        )
+
+
+def _use_duplicated(layer: Any) -> None:
+    """Latent attention as TransformerEngine's specification builds it: whole down-projections."""
+    _PLAIN["_use_ours"](layer)
+    if layer.submodules.self_attention.module is LatentAttention:
+        layer.submodules.self_attention.module = MLASelfAttention
+        parts = layer.submodules.self_attention.submodules
+        parts.linear_q_down_proj = parts.linear_kv_down_proj = DuplicatedLinear
+
+
+def _cpu_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    """torch's choice on a CPU: flash attention, but the whole matrix with dropout or values of another width."""
+    if dropout_p == 0.0 and query.size(-1) == value.size(-1):
+        return _flash_attention(query, key, value, attn_mask, is_causal=is_causal)
+    causal = is_causal or attn_mask is not None  # the mask's values do not matter, and it has none
+    output: torch.Tensor = _PLAIN["scaled_dot_product_attention"](query, key, value, None, dropout_p, causal, **options)
+    return output
+
+
+_DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher"
+_DISPATCHER = f"{_DISPATCHERS}.MoEAlltoAllTokenDispatcher"
+_GATHERING = f"{_DISPATCHERS}.MoEAllGatherTokenDispatcher"
+_PLAIN_READ = resolve(f"{_DISPATCHER}._maybe_dtoh_and_synchronize")
+_PLAIN_GATHERED = resolve(f"{_GATHERING}.dispatch_postprocess")
+
+
+def install_routing(skew: float) -> None:
+    """Answer the dispatchers' questions; a later call replaces the answers.
+
+    Args:
+        skew: times its even share that the first expert of this rank gets, on every rank; the others share the rest.
+            Without effect where all tokens are gathered.
+    """
+
+    @wraps(_PLAIN_READ)
+    def read(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        read_now = not dispatcher.drop_and_pad and point == dispatcher.cuda_dtoh_point
+        tokens_per_expert = _PLAIN_READ(dispatcher, point, tokens_per_expert)
+        return _fill(dispatcher, skew) if read_now else tokens_per_expert
+
+    @wraps(_PLAIN_GATHERED)
+    def gathered(dispatcher: Any, *inputs: Any) -> Any:
+        tokens, _, probabilities = _PLAIN_GATHERED(dispatcher, *inputs)
+        return tokens, torch.tensor(counts(tokens.size(0), dispatcher.num_local_experts, 0, 1.0)), probabilities
+
+    replace(_DISPATCHER, "_maybe_dtoh_and_synchronize", read)
+    replace(_GATHERING, "dispatch_postprocess", gathered)
+    replace(_DISPATCHERS, "maybe_move_tensor_to_cpu", _to_host)
+
+
+def counts(assignments: int, experts: int, hot: int, skew: float) -> list[int]:
+    """Tokens of each expert from one rank.
+
+    Args:
+        assignments: tokens of the rank times the experts that each chooses.
+        experts: of a layer.
+        hot: the expert with `skew` times its even share.
+        skew: at least 1; bounded by what there is.
+    """
+    most = min(assignments, round(skew * assignments / experts))
+    rest, others = assignments - most, experts - 1
+    counts = [most] * experts
+    for number, expert in enumerate(expert for expert in range(experts) if expert != hot):
+        counts[expert] = rest // others + (number < rest % others)
+    return counts
+
+
+def _fill(dispatcher: Any, skew: float) -> torch.Tensor:
+    """Set what the dispatcher has just read; returns the tokens of each local expert from all ranks."""
+    local, number = dispatcher.num_local_experts, dispatcher.num_experts
+    first = dispatcher.local_expert_indices[0]
+    each = counts(dispatcher.routing_map.size(0) * dispatcher.config.moe_router_topk, number, first, skew)
+    ranks = dispatcher.ep_size
+    here = each[first : first + local]
+    sources = dispatcher.tp_size * ranks
+    if dispatcher.input_splits is not None:
+        share = number // ranks
+        dispatcher.input_splits = [sum(each[rank * share : (rank + 1) * share]) for rank in range(ranks)]
+        dispatcher.output_splits = [sum(here)] * ranks
+    if dispatcher.output_splits_tp is not None:
+        dispatcher.output_splits_tp = torch.tensor([sum(here) * ranks] * dispatcher.tp_size)
+    if torch.is_tensor(dispatcher.num_out_tokens):
+        dispatcher.num_out_tokens = torch.tensor(sum(each))
+    if local > 1:
+        dispatcher.num_global_tokens_per_local_expert = torch.tensor([here] * sources)
+    return torch.tensor(here) * sources
+
+
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """The copy that megatron-core makes for a GPU's tensor; it does not wait."""
+    if not torch.is_tensor(tensor):
+        return tensor
+    copied = tensor.to("cpu", non_blocking=True)
+    return copied.numpy() if as_numpy else copied

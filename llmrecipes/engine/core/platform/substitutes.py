@@ -1,0 +1,122 @@
+"""Patches of megatron-core for both CPUs and GPUs.
+
+AdamW, if neither TransformerEngine nor Apex provides a fused one: megatron-core then falls back to `torch.optim.AdamW`,
+which keeps a `step` tensor per parameter; its distributed optimizer cannot load or reshard that. The fused optimizers
+that it was written for keep one `step` per parameter group, and so does this one. The arithmetic is torch's fused
+kernel, on both CPU and GPU.
+
+Input noise of routers is for training only; megatron-core also adds it in evaluation and generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.optim.adamw import adamw
+
+from llmrecipes.engine.core.platform.patching import replace, resolve
+from llmrecipes.hardware.builds import transformer_engine_obstacle
+
+
+def install_substitutes() -> None:
+    """Fix evaluation, and provide what megatron-core imports from TransformerEngine if that is not installed."""
+    install_jitter()
+    install_adam()
+    if transformer_engine_obstacle() is None:
+        return
+    # 0.16 assumes that TransformerEngine is installed, because the names it imports exist, but are None.
+    replace("megatron.core.transformer.multi_latent_attention", "HAVE_TE", False)
+    router = resolve("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(router, "te_general_gemm"):
+        router.te_general_gemm = None  # 0.16 compares it with None, but the name does not exist
+
+
+ROUTER, METHOD = "megatron.core.transformer.moe.router.TopKRouter", "apply_input_jitter"
+
+
+def install_jitter() -> None:
+    """Disable `moe_input_jitter_eps` outside of training."""
+    plain = resolve(f"{ROUTER}.{METHOD}")
+    if hasattr(plain, "__wrapped__"):  # already installed
+        return
+
+    @wraps(plain)
+    def in_training(router: Any, values: Any) -> Any:
+        return plain(router, values) if router.training else values
+
+    replace(ROUTER, METHOD, in_training)
+
+
+class GroupStepAdamW(torch.optim.Optimizer):
+    """AdamW (arXiv 1711.05101) with the step count in the parameter group, as TransformerEngine's and Apex' FusedAdam.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate.
+        betas: decay of the first and second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled weight decay.
+        adam_w_mode: must be true; L2 regularisation in the gradient is not offered.
+        capturable: must be false; the step count is a Python number, which a CUDA graph cannot capture.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+        capturable: bool = False,
+    ) -> None:
+        if not adam_w_mode or capturable:
+            raise ValueError("GroupStepAdamW supports only decoupled weight decay, and no capture in a CUDA graph")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            group["step"] = int(group.get("step", 0)) + 1
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            for p in params:
+                if not self.state[p]:
+                    self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            # The kernel increments each entry itself, so every parameter needs its own.
+            steps = torch.full((len(params),), float(group["step"] - 1), device=params[0].device)
+            adamw(
+                params,
+                [p.grad for p in params],
+                [self.state[p]["exp_avg"] for p in params],
+                [self.state[p]["exp_avg_sq"] for p in params],
+                [],
+                list(steps.unbind()),
+                fused=True,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+        return loss
+
+
+def install_adam() -> None:
+    """Patch `GroupStepAdamW` into megatron-core if it found no fused Adam."""
+    if not resolve("megatron.core.optimizer").USING_PYTORCH_OPTIMIZER:
+        return
+    replace("megatron.core.optimizer", "USING_PYTORCH_OPTIMIZER", False)
+    replace("megatron.core.optimizer", "Adam", GroupStepAdamW)
+    replace("megatron.core.optimizer.distrib_optimizer", "Adam", GroupStepAdamW)
+    # It behaves like Apex' FusedAdam, also in the checkpoint code.
+    replace("megatron.core.optimizer.distrib_optimizer", "HAVE_APEX_OR_TE", True)
+    replace("megatron.core.optimizer.distrib_optimizer", "USING_APEX_OPTIMIZER", True)

@@ -1,0 +1,212 @@
+"""The arithmetic of a step besides the model: learning rate, gradient norm, clipping and update, mean losses.
+
+megatron-core reads the token count, the norm of each tensor and the global norm on the host, each of which empties the
+GPU's queue. Here they stay on the device until the step's only transfer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_model_config
+
+from llmrecipes.engine.core.versions import gradients_for_norm
+from llmrecipes.plan.derive import decay_iters
+from llmrecipes.recipe.schema import Recipe
+
+
+def finalize(chunks: Sequence[Any], tokens: torch.Tensor | None, **options: Any) -> None:
+    """Reduce gradients over ranks and divide them by the tokens of the global batch.
+
+    Args:
+        chunks: megatron-core's data-parallel wrappers.
+        tokens: of this rank's micro-batches, an integer on the device; only the last stage counts them.
+        options: megatron-core's.
+    """
+    with _complete_latent_norms(get_model_config(chunks[0])):
+        finalize_model_grads(chunks, None, **options)
+    if tokens is None:
+        return
+    last = parallel_state.get_pipeline_model_parallel_last_rank()
+    dist.broadcast(tokens, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+    dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    scaling = 1.0 / tokens.clamp(min=1)
+    for chunk in chunks:
+        chunk.scale_gradients(scaling)
+
+
+@contextmanager
+def _complete_latent_norms(config: TransformerConfig) -> Iterator[None]:
+    """A block in which megatron-core sums no gradients of latent attention's norms over tensor-parallel ranks.
+
+    By the name it takes `q_layernorm` there for a norm of the rank's heads. It normalizes what all heads share: the
+    up-projection that follows sums the gradient already, and a second sum makes it too large by the number of ranks
+    (0.16.1 and 0.19.2). With sequence parallelism the norms are marked like all others.
+    """
+    whole = config.multi_latent_attention and config.qk_layernorm
+    if whole:
+        config.qk_layernorm = False
+    try:
+        yield
+    finally:
+        if whole:
+            config.qk_layernorm = True
+
+
+def is_summed(name: str, parameter: torch.nn.Parameter, config: TransformerConfig) -> bool:
+    """Whether the gradient of a parameter that all tensor-parallel ranks have is summed over them.
+
+    This is the rule of megatron-core's `_allreduce_non_tensor_model_parallel_grads`, which needs its own gradient
+    buffers: with sequence parallelism a rank applies norms, routers and biases to its own tokens only, and always the
+    norms of queries and keys to its own heads only. `finalize` says why latent attention is different.
+
+    Args:
+        name: in the model.
+        parameter: of the model.
+        config: of the model.
+    """
+    if config.sequence_parallel and getattr(parameter, "sequence_parallel", False):
+        return True
+    of_heads = config.qk_layernorm and not config.multi_latent_attention
+    return of_heads and ("q_layernorm" in name or "k_layernorm" in name)
+
+
+@torch.no_grad()
+def squared_norm(optimizer: MegatronOptimizer, device: torch.device) -> torch.Tensor:
+    """Square of the global gradient norm, on the device in fp64; a collective of all ranks.
+
+    Args:
+        optimizer: after `prepare_grads`.
+        device: of the result.
+    """
+    by_group: dict[Any, list[torch.Tensor]] = defaultdict(list)
+    for part in _parts(optimizer):
+        by_group[part.get_grad_stats_parallel_group()] += gradients_for_norm(part)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for group, gradients in by_group.items():
+        square = torch.zeros((), dtype=torch.float64, device=device)
+        if gradients:
+            square += torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+        dist.all_reduce(square, group=group)
+        total += square
+    return total
+
+
+@torch.no_grad()
+def clip(optimizer: MegatronOptimizer, bound: float, norm: float) -> None:
+    """Scale the gradients down to a norm, as `torch.nn.utils.clip_grad_norm_`.
+
+    Args:
+        optimizer: after `prepare_grads`.
+        bound: largest norm.
+        norm: their norm.
+    """
+    factor = bound / (norm + 1e-6)
+    if not factor < 1.0:
+        return
+    for part in _parts(optimizer):
+        gradients = [each.grad for each in part.get_parameters() if each.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+
+def step(optimizer: MegatronOptimizer, chunks: Sequence[Any]) -> None:
+    """Update the weights, and gather them unless the next forward pass does.
+
+    With experts there are two optimizers, each of which makes megatron-core 0.16 gather the parameters of both.
+
+    Args:
+        optimizer: with clipped gradients.
+        chunks: megatron-core's data-parallel wrappers.
+    """
+    for part in _parts(optimizer):
+        if isinstance(part, DistributedOptimizer):
+            super(DistributedOptimizer, part).step_with_ready_grads()
+        else:
+            part.step_with_ready_grads()
+    config = chunks[0].ddp_config
+    if config.use_distributed_optimizer and not config.overlap_param_gather:
+        for chunk in chunks:
+            chunk.start_param_sync()
+
+
+def states(optimizer: MegatronOptimizer, weights: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """Master weights and moments on this rank.
+
+    Args:
+        optimizer: with allocated state.
+        weights: the model's, which an fp32 optimizer updates in place.
+    """
+    own = {parameter.untyped_storage()._cdata for parameter in weights}
+    tensors: list[torch.Tensor] = []
+    for part in _parts(optimizer):
+        if part.optimizer is None:
+            continue
+        tensors += [each.data for each in part.get_parameters() if each.untyped_storage()._cdata not in own]
+        tensors += [each for state in part.optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
+    return tensors
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[Any]:
+    """The optimizers of dense parameters and of experts; empty on a stage without experts."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def scheduler(recipe: Recipe, optimizer: Any) -> OptimizerParamScheduler:
+    """The scheduler of a recipe.
+
+    Args:
+        recipe: defines the curve.
+        optimizer: its parameter groups are updated.
+    """
+    schedule = recipe.scheduler
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=recipe.optimizer.lr,
+        min_lr=recipe.optimizer.min_lr,
+        lr_warmup_steps=schedule.lr_warmup_iters,
+        lr_decay_steps=decay_iters(recipe),
+        lr_decay_style=schedule.lr_decay_style,
+        start_wd=recipe.optimizer.weight_decay,
+        end_wd=recipe.optimizer.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        # A resumed run follows the current recipe; the checkpoint only provides the step.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+        wsd_decay_steps=schedule.lr_wsd_decay_iters,
+        lr_wsd_decay_style=schedule.lr_wsd_decay_style,
+    )
+
+
+def learning_rate(recipe: Recipe, step: int) -> float:
+    """Learning rate of a step, counted from 1, if no step was skipped."""
+    curve = scheduler(recipe, SimpleNamespace(param_groups=[]))
+    curve.num_steps = step - 1
+    return float(curve.get_lr({}))
+
+
+def mean_over_tokens(losses: Sequence[tuple[float, float]]) -> float:
+    """Mean loss per token of several batches.
+
+    Args:
+        losses: mean loss of each, and the tokens that it counts.
+    """
+    counts = {tokens for _, tokens in losses}
+    if len(counts) == 1:
+        return math.fsum(loss for loss, _ in losses) / len(losses)
+    return math.fsum(loss * tokens for loss, tokens in losses) / max(math.fsum(tokens for _, tokens in losses), 1.0)

@@ -1,0 +1,112 @@
+"""The process group of a run: ranks, model-parallel groups and random states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from llmrecipes.engine.base import Platform, World
+from llmrecipes.engine.core.platform.rendezvous import TIMEOUT
+from llmrecipes.hardware.profile import Group
+from llmrecipes.recipe.schema import Parallelism
+
+RANK_ORDER = "tp-cp-ep-dp-pp"
+"""Megatron's: tensor-parallel ranks are neighbours, so they share a node; pipeline stages are farthest apart."""
+
+
+@contextmanager
+def join(platform: Platform, seed: int, parallelism: Parallelism) -> Iterator[World]:
+    """Join the ranks that a launcher started (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, …), or form a world of one.
+
+    Args:
+        platform: already installed.
+        seed: see `model_parallel`.
+        parallelism: degrees of the layout.
+
+    Raises:
+        UserError: some ranks have a GPU and others do not.
+    """
+    platform.connect(TIMEOUT)
+    # Tearing NCCL down may wait for collectives that the other ranks never join, because they wait for a failed one.
+    # Its process is about to end, which they notice.
+    alone = dist.get_world_size() == 1
+    with (
+        _torn_down(dist.destroy_process_group, after_errors=alone),
+        model_parallel(seed, parallelism, after_errors=alone) as world,
+    ):
+        yield world
+
+
+@contextmanager
+def model_parallel(seed: int, parallelism: Parallelism, *, after_errors: bool = True) -> Iterator[World]:
+    """Create model-parallel groups over the process group, and destroy them at the end.
+
+    Args:
+        seed: for dropout: the same on every data-parallel rank, different on tensor-parallel ranks and stages.
+        parallelism: degrees of the layout.
+        after_errors: whether to destroy the groups after an error too.
+    """
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallelism.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallelism.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallelism.virtual_pipeline_model_parallel_size,
+        context_parallel_size=parallelism.context_parallel_size,
+        expert_model_parallel_size=parallelism.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallelism.expert_tensor_parallel_size,
+        order=RANK_ORDER,
+        # Only for its way of saving by gathering, on the first data-parallel rank.
+        create_gloo_process_groups=False,
+    )
+    with _torn_down(_take_away_groups, after_errors=after_errors):
+        seed_random_states(seed)
+        yield World(
+            rank=dist.get_rank(),
+            size=dist.get_world_size(),
+            data_parallel_rank=parallel_state.get_data_parallel_rank(),
+            data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            holds_whole_model=dist.get_world_size() == parallel_state.get_data_parallel_world_size()
+            and parallelism.expert_model_parallel_size == 1,
+        )
+
+
+@contextmanager
+def _torn_down(teardown: Callable[[], None], *, after_errors: bool) -> Iterator[None]:
+    """A block with a teardown at its end, also after an error if requested."""
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        if after_errors or not failed:
+            teardown()
+
+
+def _take_away_groups() -> None:
+    """Destroy the model-parallel groups; megatron-core only drops them, which leaks each gloo group's threads."""
+    groups = [group for group in parallel_state._global_process_group_list or [] if group is not None]
+    parallel_state.destroy_model_parallel()
+    for group in groups:
+        # A group can serve several purposes, and is then listed several times.
+        if group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
+
+
+def seed_random_states(seed: int) -> None:
+    """Seed the random states of dropout."""
+    tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
+
+
+def process_groups() -> dict[Group, dist.ProcessGroup]:
+    """Process groups of the layout with more than one rank, by name, and all ranks."""
+    named: dict[Group, dist.ProcessGroup] = {
+        "tensor": parallel_state.get_tensor_model_parallel_group(),
+        "context": parallel_state.get_context_parallel_group(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_group(),
+        "data": parallel_state.get_data_parallel_group(),
+        "expert": parallel_state.get_expert_model_parallel_group(),
+        "world": dist.distributed_c10d._get_default_group(),
+    }
+    return {name: group for name, group in named.items() if group.size() > 1}

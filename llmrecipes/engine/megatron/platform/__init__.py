@@ -1,6 +1,0 @@
-"""All device selection and all patches of megatron-core."""
-
-from llmrecipes.engine.base import Platform
-from llmrecipes.engine.megatron.platform.select import select
-
-__all__ = ["Platform", "select"]
