@@ -35,6 +35,7 @@ from llmrecipes.cli import (
     submit,
     training,
 )
+from llmrecipes.cli.options import expanded
 from llmrecipes.commandline import PROGRAM
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StoppedEarly
@@ -200,15 +201,12 @@ def build(only: str | None = None) -> typer.Typer:
                     each.cls = Command
                 built.add_typer(command, name=name)
             else:
-                built.command(name, cls=Command)(command)
+                built.command(name, cls=Command)(expanded(command))
     return built
 
 
 def _unbuilt() -> None:
     raise AssertionError("a command was run that was built for its name and help only")
-
-
-app = build()
 
 
 def _command(arguments: Sequence[str]) -> str | None:

@@ -96,42 +96,50 @@ PatienceOption = Annotated[
 ]
 
 
-def with_run_options(*, in_jobs: bool) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Give a command the options of a start in the place of its parameter `options`.
+def with_run_options(*, in_jobs: bool) -> Callable[[T], T]:
+    """Mark a command whose parameter `options` stands for the options of a start.
+
+    They are read when the command is built (`expanded`), because pydantic is slow to import.
 
     Args:
         in_jobs: only those that a job passes on.
     """
 
-    from llmrecipes.launch.run_options import RunOptions, declared, flag  # pydantic is slow to import
+    def mark(command: T) -> T:
+        command.in_jobs = in_jobs  # type: ignore[attr-defined]
+        return command
 
-    def decorate(command: Callable[..., T]) -> Callable[..., T]:
-        parameters: list[Parameter] = []
-        for parameter in signature(command, eval_str=True).parameters.values():
-            if parameter.name != "options":
-                parameters.append(parameter)
-                continue
-            for name, option in declared(in_jobs=in_jobs):
-                field = RunOptions.model_fields[name]
-                word = flag(name, option)
-                words = [f"--{word}/--no-{word}" if field.default is True else f"--{word}"]
-                shown = typer.Option(*words, help=option.help, metavar=option.metavar, min=_least(field.metadata))
-                kind = Annotated[field.annotation, shown]  # type: ignore[name-defined]
-                parameters.append(parameter.replace(name=name, default=field.default, annotation=kind))
+    return mark
 
-        @wraps(command)
-        def decorated(**given: Any) -> T:
-            names = {name for name, _ in declared(in_jobs=in_jobs)}
-            chosen = {name: given.pop(name) for name in names & given.keys()}
-            if in_jobs:
-                chosen["sample"] = False
-            return command(**given, options=RunOptions(**chosen))
 
-        decorated.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-        decorated.__annotations__ = {each.name: each.annotation for each in parameters}
-        return decorated
+def expanded(command: Callable[..., Any]) -> Callable[..., Any]:
+    """A command with an option for each field of `RunOptions`, if it is marked; else the same."""
+    in_jobs: bool | None = getattr(command, "in_jobs", None)
+    if in_jobs is None:
+        return command
+    from llmrecipes.launch.run_options import RunOptions, declared, flag
 
-    return decorate
+    names = [name for name, _ in declared(in_jobs=in_jobs)]
+    options: list[Parameter] = []
+    for name, option in declared(in_jobs=in_jobs):
+        field = RunOptions.model_fields[name]
+        word = flag(name, option)
+        words = [f"--{word}/--no-{word}" if field.default is True else f"--{word}"]
+        shown = typer.Option(*words, help=option.help, metavar=option.metavar, min=_least(field.metadata))
+        kind = Annotated[field.annotation, shown]  # type: ignore[name-defined]
+        options.append(Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=field.default, annotation=kind))
+    parameters: list[Parameter] = []
+    for parameter in signature(command, eval_str=True).parameters.values():
+        parameters += options if parameter.name == "options" else [parameter]
+
+    @wraps(command)
+    def decorated(**given: Any) -> Any:
+        chosen = {name: given.pop(name) for name in names}
+        return command(**given, options=RunOptions(**({"sample": False} if in_jobs else {}), **chosen))
+
+    decorated.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    decorated.__annotations__ = {each.name: each.annotation for each in parameters}
+    return decorated
 
 
 def _least(metadata: Sequence[object]) -> int | None:

@@ -25,14 +25,12 @@ from llmrecipes.cli.options import (
 )
 from llmrecipes.commandline import command_line
 from llmrecipes.errors import UserError
-from llmrecipes.launch.run_options import RunOptions
 
 if TYPE_CHECKING:
     from llmrecipes.launch.base import JobHandle, JobResult, JobStatus, Launcher
     from llmrecipes.workflow.submit import Preview, Submitted
 
 LONGEST_REASON = 200
-FOR_JOBS = RunOptions(sample=False)
 
 
 @with_run_options(in_jobs=True)
@@ -152,7 +150,7 @@ def submit(
         str | None,
         typer.Option("--run-id", metavar="ID", help="Run id; an existing run is resumed. Default: a new id."),
     ] = None,
-    options: RunOptions = FOR_JOBS,
+    options: Any = None,
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait for the job and exit with its code; Ctrl-C leaves it running.")
     ] = False,

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,13 +28,9 @@ from llmrecipes.cli.options import (
 from llmrecipes.cli.render.table import aligned
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import early_signals
-from llmrecipes.launch.run_options import RunOptions
 
 if TYPE_CHECKING:
     from llmrecipes.verify.coordinates import Coordinates
-
-
-RUN_OPTIONS = RunOptions()
 
 
 @early_signals()
@@ -44,7 +40,7 @@ def train(
     overrides: OverridesArgument = None,
     nproc: RanksOption = None,
     run_id: RunIdOption = None,
-    options: RunOptions = RUN_OPTIONS,
+    options: Any = None,
     max_restarts: Annotated[
         int, typer.Option("--max-restarts", metavar="N", min=0, help="Restart failed ranks at most N times.")
     ] = 0,

@@ -237,7 +237,7 @@ def _commands(group: Any) -> Iterator[Any]:
 def test_no_number_of_an_option_is_out_of_range() -> None:
     """Nothing is computed with it: a tuple of so many GPUs, or a time that never ends."""
     seen, refusals = 0, (UserError, typer.TyperException)
-    for command in _commands(typer.main.get_command(cli.app)):
+    for command in _commands(typer.main.get_command(cli.build())):
         required = [parameter.opts[0] for parameter in command.params if parameter.required]
         needed = [f"{name}=x" if name.startswith("-") else "x" for name in required]
         for parameter in command.params:

@@ -11,7 +11,7 @@ import pytest
 import typer.main
 from typer.core import TyperGroup
 
-from llmrecipes.cli.app import app
+from llmrecipes.cli.app import build
 from llmrecipes.commandline import command_line, resume_command
 from tests.helpers import ROOT
 
@@ -24,7 +24,7 @@ def parsed(command: str) -> tuple[str, dict[str, Any]]:
     """The command's name and what the parser gives it, after a shell has split the line."""
     program, *words = shlex.split(command)
     assert program == "llmrecipes"
-    node = typer.main.get_command(app)
+    node = typer.main.get_command(build())
     context = node.make_context(program, words)
     while isinstance(node, TyperGroup):
         name, found, words = node.resolve_command(context, [*context._protected_args, *context.args])

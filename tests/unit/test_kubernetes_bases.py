@@ -18,7 +18,7 @@ import typer.main
 import yaml
 
 from llmrecipes import __version__
-from llmrecipes.cli.app import app, run
+from llmrecipes.cli.app import build, run
 from llmrecipes.errors import ExitCode
 from llmrecipes.launch.kubernetes.launcher import objects_of
 from llmrecipes.launch.kubernetes.options import RUNTIME, Options
@@ -243,7 +243,7 @@ def test_its_other_containers_run_commands_of_this_program(base: str) -> None:
     for container in containers(workload(built(base))):
         words: list[str] = [*container["command"], *container.get("args", [])]
         assert words[0] == "llmrecipes"
-        group: Any = typer.main.get_command(app)
+        group: Any = typer.main.get_command(build())
         assert load(group.commands[words[1]].make_context(words[1], words[2:]).params["recipe"]).recipe
 
 

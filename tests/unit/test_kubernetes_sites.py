@@ -13,7 +13,7 @@ import pytest
 import typer.main
 import yaml
 
-from llmrecipes.cli.app import app
+from llmrecipes.cli.app import build
 from llmrecipes.hardware import profile
 from llmrecipes.hardware.load import load_profile, names
 from llmrecipes.launch.base import PlannedForCluster, Submission
@@ -115,7 +115,7 @@ def test_the_doctor_of_a_pod_knows_the_site_and_all_nodes(tmp_path: Path, flavor
     objects = rendered(planned("h100-ib", nodes=4), flavor)
     doctor = containers(objects)["doctor"]
     words = doctor["args"]
-    group: Any = typer.main.get_command(app)
+    group: Any = typer.main.get_command(build())
     assert group.commands["doctor"].make_context("doctor", [*doctor["command"][2:], *words]).params["quiet"] is True
     name = objects[-1]["metadata"]["name"]
     hosts = job_hosts(words[words.index("--nodes") + 1])
