@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -75,6 +76,7 @@ class TokenFile:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._stream = open_file(file)
+        finalize(self, self._stream.close)
 
     def read(self, dtype: Any, count: int, offset: int) -> np.ndarray:
         """`count` ids from a byte offset.
