@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/parallelism.md: which rank holds what, from the plan.
+"""Draw the pictures of docs/reference/parallelism.md: which rank holds what, from the plan.
 
 python tools/draw_layout.py [--check]
 """

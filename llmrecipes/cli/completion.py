@@ -34,7 +34,7 @@ class Shell(StrEnum):
 def completion(shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")]) -> None:
     """Print the completion script of a shell.
 
-    For one session: source <(llmrecipes completion bash). docs/install.md says where to install it.
+    For one session: source <(llmrecipes completion bash). docs/guide/install.md says where to install it.
     """
     print(script(shell))
 

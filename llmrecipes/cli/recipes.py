@@ -208,7 +208,7 @@ def schema() -> None:
 def docs(
     check: Annotated[bool, typer.Option("--check", help="Only check; fail if they are out of date.")] = False,
 ) -> None:
-    """Generate docs/reference.md and recipes/schema.json."""
+    """Generate docs/reference/keys.md and recipes/schema.json."""
     from llmrecipes.files import require_checkout
     from llmrecipes.recipe.keys import generated
 

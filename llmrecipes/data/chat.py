@@ -72,7 +72,7 @@ class Template:
             raise
         except ImportError as error:
             raise UserError(
-                str(error), where="transformers", fix="install its dependencies (docs/install.md)"
+                str(error), where="transformers", fix="install its dependencies (docs/guide/install.md)"
             ) from error
         except Exception as error:
             if type(error).__name__ != "TemplateSyntaxError":

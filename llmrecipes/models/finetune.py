@@ -342,7 +342,7 @@ def measured(recipe: Recipe) -> Lengths:
             f"none of {rows:,} conversations can be used" + (f"; the template: {refusal}" if refusal else ""),
             where="--data",
             rule="a conversation has an answer of the assistant, without the text of special tokens",
-            fix="docs/finetuning.md#conversations",
+            fix="docs/guide/finetuning.md#conversations",
         )
     tokens = math.ceil(sum(used) * max(1, rows / MEASURED))
     return Lengths(rows, len(used), tokens, max(used))

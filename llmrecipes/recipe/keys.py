@@ -330,7 +330,7 @@ def reference() -> str:
 
 def generated(root: Path) -> dict[Path, str]:
     """The generated files of a checkout with their expected text."""
-    return {root / "docs" / "reference.md": reference(), root / "recipes" / "schema.json": json_schema()}
+    return {root / "docs" / "reference" / "keys.md": reference(), root / "recipes" / "schema.json": json_schema()}
 
 
 def _table(members: list[Key]) -> list[str]:

@@ -26,7 +26,7 @@ from llmrecipes.runfiles import RECIPE
 
 logger = logging.getLogger(__name__)
 
-DEFAULTS_NOTE = "Keys that are left out have their defaults (docs/reference.md)."
+DEFAULTS_NOTE = "Keys that are left out have their defaults (docs/reference/keys.md)."
 RECIPES = Kind("recipe", "RECIPE", "recipes/", "name, model, train and optimizer")
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MOST_GROWTH = 0.2
 """Largest exponent of the width that counts as flat; without the parametrisation gpt-tiny's are 0.7 to 1.5 after five
-steps (docs/mup.md)."""
+steps (docs/guide/scaling.md#learning-rates-that-transfer-across-widths)."""
 
 _WATCHED = (
     (re.compile(r"embedding"), "embedding"),

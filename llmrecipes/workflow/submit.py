@@ -234,7 +234,7 @@ class Preview:
         }
         yield from (f"{name:>10}  {text}" for name, text in rows.items())
         for each in self.gated:
-            state = "the job has it" if self.has_token else "the job does not have it, see docs/data.md"
+            state = "the job has it" if self.has_token else "the job does not have it, see docs/guide/data.md"
             yield f"{'gated':>10}  {each.name} ({each.key}) needs a Hugging Face token: {TOKEN}; {state}"
         yield from (f"{'warning':>10}  {text}" for text in self.warnings)
 

@@ -1,4 +1,4 @@
-"""llmrecipes as a library: light to import, and the example of docs/python.md as it stands there."""
+"""llmrecipes as a library: light to import, and the example of docs/reference/python.md as it stands there."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ except llmrecipes.UserError as error:
 
 @pytest.mark.slow
 def test_the_example_of_the_page_prints_what_the_page_says(data_dir: Path, tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "python.md").read_text("utf-8")
+    page = (ROOT / "docs" / "reference" / "python.md").read_text("utf-8")
     (example,), (printed,) = (
         re.findall(rf"^```{kind}\n(.*?)^```", page, re.DOTALL | re.MULTILINE) for kind in ("python", "text")
     )

@@ -14,7 +14,7 @@ from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import load, names, recipes_dir
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*/*.md")))
 REPEATABLE = re.compile(
     r"llmrecipes (list$|clusters$|layout .*--cluster|show .*--plan.*--cluster|"
     r"submit (?!.*--to k8s).*--cluster .*--dry-run)"
@@ -61,7 +61,7 @@ def test_a_sample_is_what_the_command_prints(
 
 def test_samples_are_found_and_every_recipe_is_listed() -> None:
     assert {"recipes.md", "tutorial.md"} <= {page for page, _, _ in SAMPLES}
-    listed = (ROOT / "docs" / "recipes.md").read_text("utf-8").partition("llmrecipes list\n")[2].partition("```")[0]
+    listed = (ROOT / "docs" / "guide" / "recipes.md").read_text("utf-8").partition("llmrecipes list\n")[2].partition("```")[0]
     assert {line.split()[0] for line in listed.splitlines()[1:]} == set(names(recipes_dir()))
 
 
@@ -85,8 +85,8 @@ def test_every_guarantee_of_the_readme_names_its_test() -> None:
 
 
 def test_every_page_is_in_the_map_of_the_readme() -> None:
-    linked = set(re.findall(r"\]\(docs/([\w-]+\.md)", README))
-    assert {page.name for page in PAGES[1:]} == linked
+    linked = set(re.findall(r"\]\((docs/[\w-]+/[\w-]+\.md)", README))
+    assert {page.relative_to(ROOT).as_posix() for page in PAGES[1:]} == linked
 
 
 def test_no_page_names_a_line_of_source() -> None:

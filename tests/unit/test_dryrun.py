@@ -171,7 +171,7 @@ def test_the_plan_is_what_the_real_code_does(name: str, small: dict[str, Report]
 
 def test_the_host_waits_once_a_step(small: dict[str, Report]) -> None:
     """For the loss with the stop flag; with experts, once more in each of their forward passes, for their tokens."""
-    page = (ROOT / "docs" / "dryrun.md").read_text("utf-8")
+    page = (ROOT / "docs" / "reference" / "dryrun.md").read_text("utf-8")
     for name, report in small.items():
         waits = dict(report["waits"])
         ours = [f"{place} × {waits.pop(place)}" for place in report["waits"] if place.startswith("megatron/engine")]

@@ -55,7 +55,7 @@ def test_every_call_of_a_step_has_a_group(recipe: str, cluster: str, nodes: int)
     [("megatron", 0, 2), ("megatron", 1, 1.5), ("deepspeed", 1, 2.5), ("deepspeed", 2, 1.5), ("deepspeed", 3, 2)],
 )
 def test_a_step_of_the_default_types_sends_what_the_documentation_says(engine: str, stage: int, sent: float) -> None:
-    """In sizes of the model's fp32 gradients; weights are bf16. docs/zero.md has the table."""
+    """In sizes of the model's fp32 gradients; weights are bf16. docs/reference/zero.md has the table."""
     sharded = f"parallelism.use_distributed_optimizer={str(stage > 0).lower()}"
     changes = (f"engine={engine}", f"zero.stage={stage}", sharded, "train.precision=bf16", "train.global_batch_size=64")
     plan = plan_on("h100-ib", 1, "gpt-tiny", *changes)

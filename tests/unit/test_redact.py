@@ -212,7 +212,7 @@ def test_the_documentation_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> No
         if re.search("TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH", name):
             monkeypatch.delenv(name)
     pages = [
-        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("docs/*/*.md"),
         *ROOT.glob("recipes/*.yaml"),
         *ROOT.glob("tests/golden/*.yaml"),
         ROOT / "README.md",
