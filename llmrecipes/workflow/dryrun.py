@@ -68,13 +68,13 @@ def dry_run(
     spec = DryRunSpec(recipe=recipe, cluster=machine, world_size=world, ranks=ranks, skew=skew)
     log(f"dryrun {recipe.name}: {_listed(ranks)} of {world}, {plan.num_microbatches} micro-batches each")
     folder = RunFiles.of(runs_dir, f"{recipe.name}-dryrun", new_run_id()).path
-    folder.mkdir(parents=True)
     path = folder / "spec.json"
     try:
+        folder.mkdir(parents=True)
         path.write_text(spec.model_dump_json(), "utf-8")
         _run(path, recipe)
     except BaseException:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # an interrupt may come before there is one
         raise
     path.unlink()
     reports = tuple(RankReport.model_validate_json((folder / report_name(each)).read_text("utf-8")) for each in ranks)
