@@ -1,6 +1,7 @@
 """Containerized LLM-training recipes on Megatron-core: one file runs on a laptop CPU, a GPU, Slurm and Kubernetes.
 
-The Python API (docs/reference/python.md) is imported from `llmrecipes.api` on first use, so that `import llmrecipes` stays light.
+The Python API (docs/reference/python.md) is imported from `llmrecipes.api` on first use, so that `import llmrecipes`
+stays light.
 """
 
 from __future__ import annotations

@@ -61,7 +61,8 @@ def test_a_sample_is_what_the_command_prints(
 
 def test_samples_are_found_and_every_recipe_is_listed() -> None:
     assert {"recipes.md", "tutorial.md"} <= {page for page, _, _ in SAMPLES}
-    listed = (ROOT / "docs" / "guide" / "recipes.md").read_text("utf-8").partition("llmrecipes list\n")[2].partition("```")[0]
+    page = (ROOT / "docs" / "guide" / "recipes.md").read_text("utf-8")
+    listed = page.partition("llmrecipes list\n")[2].partition("```")[0]
     assert {line.split()[0] for line in listed.splitlines()[1:]} == set(names(recipes_dir()))
 
 

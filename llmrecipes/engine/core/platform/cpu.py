@@ -121,7 +121,8 @@ def _keep_freed_memory() -> None:
     """Let glibc keep the memory of freed tensors instead of returning it to the kernel.
 
     Every step frees and allocates the same activations; by default each large one is a new mapping whose pages the
-    kernel has to clear, which costs a third of a bf16 step (docs/development/notes.md). Huge pages reduce the cost further.
+    kernel has to clear, which costs a third of a bf16 step (docs/development/notes.md). Huge pages reduce the cost
+    further.
     All threads share one arena: those of gloo and the saver would spread over up to 8 arenas a core, each of which
     keeps its own freed memory (benchmarks/RESULTS.md, resident memory over a long run).
     """
