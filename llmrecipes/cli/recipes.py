@@ -150,6 +150,7 @@ def show(
     """
     from llmrecipes.cli.render import plan as render
     from llmrecipes.recipe.load import load
+    from llmrecipes.workflow.forecast import step_seconds_of
     from llmrecipes.workflow.plan import communication_on, plan_on, preparation
 
     loaded = load(recipe, overrides or [])
@@ -161,7 +162,15 @@ def show(
     else:
         asked = (recipe, *(overrides or []))
         render.print_plan(
-            loaded, plan, cluster, asked, plan_only=plan_only, step_seconds=step_seconds, sent=sent, data=data
+            loaded,
+            plan,
+            cluster,
+            asked,
+            plan_only=plan_only,
+            step_seconds=step_seconds,
+            sent=sent,
+            data=data,
+            predicted=step_seconds_of(plan, cluster_name),
         )
 
 

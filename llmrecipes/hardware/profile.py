@@ -202,6 +202,19 @@ class Measured(Section):
         return self.model_copy(update={"ranks_per_node": None})
 
 
+class Costs(Section):
+    """What a GPU costs, for `llmrecipes plan`."""
+
+    usd_per_gpu_hour: PosFloat | None = None
+    """Price of a GPU for an hour, in US dollars."""
+    watts_per_gpu: PosFloat | None = None
+    """Power of a node in training, divided by its GPUs."""
+    pue: Annotated[float, Field(ge=1)] = 1.0
+    """Power of the building divided by that of its machines."""
+    kg_co2_per_kwh: PosFloat | None = None
+    """Carbon intensity of its electricity."""
+
+
 class Profile(Section):
     """A site."""
 
@@ -227,6 +240,8 @@ class Profile(Section):
     """Ports behind `inter_node`; unset: one for each GPU."""
     storage_gb_per_s: PosFloat = 5
     """Gigabytes (1e9 bytes) per second that all nodes of a job together write to the file system of runs."""
+    costs: Costs | None = None
+    """Prices and power; unset: `llmrecipes plan` leaves cost, energy and carbon out."""
     environment: dict[Variable, str | int] = Field(default_factory=dict)
     """Variables of every rank: NCCL, UCX, GLOO, libfabric. Pods take no names of network interfaces from it."""
     slurm: Slurm = Slurm()

@@ -64,12 +64,13 @@ def print_plan(
     step_seconds: float | None = None,
     sent: Communication | None = None,
     data: Preparation | None = None,
+    predicted: float | None = None,
 ) -> None:
     """The resolved recipe unless `plan_only`, then the plan as a table, the configuration of the engine's library if it
     has one, and warnings.
 
     `asked` is the recipe's name or path and the overrides, as the user wrote them; `sent` is known with a profile,
-    `data` where the sizes of all sources are known.
+    `data` where the sizes of all sources are known, `predicted` the seconds of a step where the GPU has coefficients.
     """
     from rich.table import Table
 
@@ -82,7 +83,7 @@ def print_plan(
     table.add_column("value", justify="right")
     table.add_column("from", style="dim")
     measure = command_line("bench step", asked[0], overrides=asked[1:])
-    time = _time(loaded.recipe, plan, cluster, step_seconds, measure)
+    time = _time(loaded.recipe, plan, cluster, step_seconds, measure, predicted)
     for row in [
         *rows(plan),
         *_preparation(loaded.recipe, data),
@@ -129,13 +130,16 @@ def _communication(plan: Plan, sent: Communication | None) -> list[tuple[str, st
 
 
 def _time(
-    recipe: Recipe, plan: Plan, cluster: Cluster, seconds: float | None, measure: str
+    recipe: Recipe, plan: Plan, cluster: Cluster, seconds: float | None, measure: str, predicted: float | None
 ) -> list[tuple[str, str, str]]:
+    origin = "--step-seconds"
     if seconds is None:
-        return [("time of a step", "unknown", f"until measured: {measure}")]
+        if predicted is None:
+            return [("time of a step", "unknown", f"until measured: {measure}")]
+        seconds, origin = predicted, f"predicted; measured by {measure}"
     whole = seconds * recipe.train.train_iters
     lines = [
-        ("time of a step", f"{seconds:g} s", "--step-seconds"),
+        ("time of a step", f"{seconds:.4g} s", origin),
         ("time of all steps", duration(whole), f"{plan.layout.world_size * whole / 3600:,.1f} rank-hours"),
         ("tokens a second", f"{plan.tokens_per_step / seconds:,.0f}", f"{plan.layout.world_size} ranks"),
     ]

@@ -1,0 +1,506 @@
+"""The time model beside measured runs: a prediction for every row of a CSV file, and errors by source and group.
+
+    python benchmarks/planner.py benchmarks/data/planner/published_runs.csv [--json OUT]
+
+A row is a run: shapes, layout, GPU; names as in Megatron's arguments. Its own figures (throughput, MFU, memory) are
+never used for its prediction. What a row leaves open is assumed, and listed. A group is one model on one type and
+number of GPUs with one batch; its rank correlation is Spearman's between predicted and measured throughput, its regret
+what the layout predicted best costs against the best measured one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import re
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from llmrecipes.errors import UserError
+from llmrecipes.plan.speed import memory
+from llmrecipes.plan.speed.device import Device, Stack, device, stack
+from llmrecipes.plan.speed.step import predict
+from llmrecipes.plan.speed.work import Work
+
+Row = dict[str, str]
+_SURE = 0.7
+"""Share of a formula's memory that a run of any framework needs."""
+_FULL = 1.12
+"""Share of the capacity above which the formula calls a layout impossible; its median error is several percent."""
+
+# Shapes of published models, for rows that have a name only: layers, hidden, FFN, heads, groups, vocabulary, gated.
+_KNOWN = {
+    "gpt3-126m": (12, 768, 3072, 12, 12, 50304, False),
+    "gpt3-5b": (24, 4096, 16384, 32, 32, 50304, False),
+    "gpt3-20b": (44, 6144, 24576, 48, 48, 50304, False),
+    "gpt3-175b": (96, 12288, 49152, 96, 96, 50304, False),
+    "llama2-34b": (48, 8192, 22016, 64, 8, 32000, True),
+    "nemotron-8b": (32, 4096, 16384, 32, 32, 256000, False),
+    "internlm-7b": (32, 4096, 11008, 32, 32, 103168, True),
+    "mistral-7b": (32, 4096, 14336, 32, 8, 32000, True),
+    "llama-3.1-405b": (126, 16384, 53248, 128, 8, 128256, True),
+    "grok1": (64, 6144, 32768, 48, 8, 131072, True),
+    "llama4-maverick": (48, 5120, 8192, 40, 8, 202048, True),
+    "nemotron-h-56b": (54, 8192, 32768, 64, 8, 131072, False),
+    "nemotron-3-nano-4b": (32, 3072, 12288, 32, 8, 131072, False),
+    "llama-1b": (16, 2048, 8192, 32, 32, 131072, True),
+    "llama-3b": (28, 3072, 8192, 32, 32, 131072, True),
+    "llama-8b": (32, 4096, 14336, 32, 32, 131072, True),
+    "llama-80b": (80, 8192, 28672, 64, 64, 131072, True),
+}
+_EXPERTS = {"grok1": (8, 2, 32768), "llama4-maverick": (128, 1, 8192)}
+_REQUIRED = ("model", "gpus", "tp", "pp", "mbs")
+_MEMORY_REQUIRED = ("suite", "test", "layers", "hidden", "mbs", "gbs", "seq")
+
+
+@dataclass
+class Reading:
+    """A row as the model takes it."""
+
+    work: Work
+    device: Device
+    stack: Stack
+    assumed: list[str] = field(default_factory=list)
+    partly: bool = False
+    """How much is recomputed is unknown."""
+
+
+@dataclass
+class Result:
+    """What is predicted of a row, and what was measured."""
+
+    index: int
+    group: tuple[str, ...]
+    source: str
+    tokens: float | None
+    bytes: float | None
+    fits: bool
+    refused: str | None
+    assumed: list[str]
+    measured: float | None
+    measured_bytes: float | None
+    mfu: float | None
+    parameters: int = 0
+
+
+def number(row: Row, *names: str) -> float | None:
+    """The first of some columns that has a positive number."""
+    for name in names:
+        text = (row.get(name) or "").strip()
+        try:
+            value = float(text)
+        except ValueError:
+            continue
+        if math.isfinite(value) and value > 0:
+            return value
+    return None
+
+
+def _shape(row: Row, assumed: list[str]) -> dict[str, Any]:
+    """Layers, widths and heads; by the model's name, else by its number of parameters, where the row has none."""
+    name = row.get("model", "").lower().replace("_", "-")
+    known = next((shape for key, shape in _KNOWN.items() if key in name), None)
+    size = number(row, "params_b")
+    if size is None and (match := re.search(r"([\d.]+)\s*b\b", name)):
+        size = float(match[1])
+    values: dict[str, Any] = {}
+    keys = ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
+    for key in keys:
+        value = number(row, *{"kv_heads": ("kv_heads", "kv_groups")}.get(key, (key,)))
+        values[key] = max(1, int(value)) if value else None
+    gated: bool | None = {"true": True, "false": False}.get((row.get("swiglu") or "").lower())
+    if known:
+        for key, value in zip(keys, known, strict=False):
+            if values[key] is None:
+                values[key] = value
+                assumed.append(key)
+        gated = known[6]
+    if values["hidden"] is None:
+        # Aspect ratio of published models: about 110 to 130 channels a layer.
+        total = (size or 1.0) * 1e9
+        layers = values["layers"] or max(2, round((total / (12 * 120**2)) ** (1 / 3)))
+        values["layers"] = layers
+        values["hidden"] = max(128, round(math.sqrt(total / (12 * layers)) / 128) * 128)
+        assumed += ["layers", "hidden"]
+    values["layers"] = values["layers"] or max(1, round((size or 1.0) * 1e9 / (12 * values["hidden"] ** 2)))
+    if values["ffn"] is None:
+        values["ffn"] = 4 * values["hidden"]
+        assumed.append("ffn")
+    if values["heads"] is None:
+        values["heads"] = max(1, values["hidden"] // 128)
+        assumed.append("heads")
+    values["kv_heads"] = values["kv_heads"] or values["heads"]
+    if values["vocab"] is None:
+        values["vocab"] = 50304 if "gpt" in name else 128256
+        assumed.append("vocab")
+    values["size"] = size
+    values["gated"] = gated
+    return values
+
+
+def _layout(row: Row, assumed: list[str]) -> dict[str, int]:
+    degrees = {}
+    for key in ("tp", "pp", "cp", "ep", "vpp", "dp"):
+        value = number(row, key)
+        degrees[key] = int(value) if value else 0
+    gpus = int(number(row, "gpus") or 0)
+    if not gpus:
+        dense = max(1, degrees["tp"]) * max(1, degrees["cp"]) * max(1, degrees["dp"])
+        routed = max(1, degrees["ep"]) * int(number(row, "etp") or max(1, degrees["tp"]))
+        gpus = max(1, degrees["pp"]) * math.lcm(dense, routed)
+        assumed.append("gpus")
+    for key in ("tp", "pp", "cp"):
+        if not degrees[key]:
+            degrees[key] = 1
+            if key != "cp":
+                assumed.append(key)
+    model = degrees["tp"] * degrees["pp"] * degrees["cp"]
+    if model > gpus:
+        gpus = model * max(1, degrees["dp"])
+        assumed.append("gpus")
+    if not degrees["dp"]:
+        degrees["dp"] = max(1, gpus // model)
+    degrees["ep"] = degrees["ep"] or 1
+    degrees["vpp"] = degrees["vpp"] or 1
+    return {**degrees, "gpus": gpus}
+
+
+def read(row: Row) -> Reading:
+    """A row of any of the files as work on a device.
+
+    Raises:
+        UserError: the GPU or the layout is impossible.
+    """
+    assumed: list[str] = []
+    values, degrees = _shape(row, assumed), _layout(row, assumed)
+    source = row.get("source") or (
+        "Megatron-LM tests" if "suite" in row else "nanotron ultrascale playbook" if "grad_acc" in row else ""
+    )
+    software = stack(source + " " + row.get("model", ""))
+    zero = re.search(r"zero-?(\d)", source.lower())
+    stage = int(zero[1]) if zero else (int(number(row, "zero") or 0) if row.get("zero") else None)
+    if stage is not None and stage < 3 and not software.sharded:
+        software = _with(software, zero=stage)
+    if "suite" in row and (row.get("dist_opt") or "").lower() != "true":
+        software = _with(software, zero=0)
+    if (row.get("fsdp") or "").strip():
+        software = _with(software, sharded=True)
+    name = row.get("gpu") or "H100"
+    if not row.get("gpu"):
+        assumed.append("gpu")
+    mbs, gbs = int(number(row, "mbs") or 1), number(row, "gbs")
+    if gbs is None:
+        gbs = mbs * degrees["dp"] * (number(row, "grad_acc") or 1)
+        if "grad_acc" not in row:
+            assumed.append("gbs")
+    if software.name == "torchtitan" and degrees["pp"] > 1:
+        # The batch of a rank, which torchtitan cuts into as many micro-batches as there are stages.
+        mbs = max(1, mbs // degrees["pp"])
+        degrees["vpp"] = 2 if "interleaved" in source.lower() else 1
+        assumed.append("mbs")
+    seq = number(row, "seq")
+    if seq is None:
+        seq = 4096
+        assumed.append("seq")
+    experts = int(number(row, "experts") or 0)
+    topk = int(number(row, "topk") or (1 if experts else 0))
+    expert_ffn = int(number(row, "moe_ffn") or values["ffn"])
+    lower = row.get("model", "").lower()
+    for key, (count, chosen, width) in _EXPERTS.items():
+        if key in lower:
+            experts, topk, expert_ffn = count, chosen, width
+    latent, dense_layers, shared, ffn, mtp = (0, 0, 0, 0, 0), 0, 0, values["ffn"], 0
+    if "deepseek" in (lower + row.get("test", "").lower()) and values["hidden"] == 7168:
+        latent, shared, mtp = (1536, 512, 128, 64, 128), 2048, 1 if "suite" in row else 0
+        ffn, dense_layers = 18432, min(3, values["layers"] - 1)
+    if "llama4" in lower:
+        dense_layers, shared, ffn = values["layers"] // 2, 8192, 16384
+    channels = max(1, values["hidden"] // values["heads"])
+    if experts and ("qwen3" in lower) and channels < 128:
+        channels = 128
+    if "gpt oss" in lower:
+        channels = 64
+    recompute = (row.get("recompute") or "").strip().lower()
+    if not recompute:
+        recompute = "none"
+        assumed.append("recompute")
+    precision = (row.get("precision") or "bf16").lower()
+    if (row.get("fp8") or "").strip():
+        precision = "fp8"
+    if degrees["ep"] > 1 and not experts:
+        degrees["ep"] = 1
+    options = [
+        Work(
+            layers=values["layers"], hidden=values["hidden"], ffn=ffn, heads=values["heads"],
+            kv_heads=values["kv_heads"],
+            vocab=-(-values["vocab"] // 128) * 128, seq=int(seq), gpus=degrees["gpus"], tp=degrees["tp"],
+            pp=degrees["pp"], cp=degrees["cp"], dp=degrees["dp"], mbs=mbs, gbs=int(gbs),
+            head_dim=channels, gated=gated, tied=tied, experts=experts, topk=topk, moe_ffn=expert_ffn,
+            shared_ffn=shared,
+            dense_layers=dense_layers if experts else 0, latent=latent, mtp=mtp, vpp=degrees["vpp"], ep=degrees["ep"],
+            precision=precision, recompute="full" if recompute == "full" else "none",
+        )
+        for gated in ((values["gated"],) if values["gated"] is not None else (True, False))
+        for tied in (False, True)
+    ]  # fmt: skip
+    size = values["size"]
+    if size:
+        work = min(options, key=lambda option: abs(math.log(option.parameters / (size * 1e9))))
+    else:
+        work = next(option for option in options if not option.tied)
+    if values["gated"] is None:
+        assumed.append("gated MLP")
+    return Reading(work, device(name), software, assumed, recompute not in ("none", "full") or "recompute" in assumed)
+
+
+def _empty_stages(work: Work) -> int:
+    """Stages without parameters after the output layer, where blocks are cut by parameters as nanotron does."""
+    layer = work.attention_parameters + work.dense_parameters
+    blocks = [*[layer] * work.layers, work.vocab * work.hidden]
+    stage = done = 0
+    for number, cost in enumerate(blocks):
+        done += cost
+        if number < work.layers and done > sum(blocks) * (stage + 1) / work.pp and stage + 1 < work.pp:
+            stage += 1
+    return work.pp - 1 - stage
+
+
+def impossible(reading: Reading, size: float) -> str | None:
+    """Why a run cannot be, if so. What a row leaves open is taken in its favour."""
+    work, software = reading.work, reading.stack
+    if work.pp > work.layers:
+        return f"{work.pp} pipeline stages for {work.layers} layers"
+    if software.by_cost and not work.experts and work.dp > 1 and _empty_stages(work) >= 3:
+        return "the last pipeline stages have no parameters"
+    if reading.partly and not software.by_cost:
+        work = replace(work, recompute="full")
+        size = memory.estimate(reading.device, software, work)
+    # Only for frameworks with measured memory are formulas close enough for a verdict near the capacity.
+    least = size if software.by_cost else _SURE * size
+    if least > reading.device.memory_bytes * _FULL:
+        return f"needs {least / 1e9:.0f} GB"
+    return None
+
+
+def _with(software: Stack, **changes: Any) -> Stack:
+    return Stack(**{**{name: getattr(software, name) for name in software.__dataclass_fields__}, **changes})
+
+
+def replay(rows: list[Row], readings: list[Reading | None] | None = None) -> list[Result]:
+    """A prediction for every row."""
+    results = []
+    for index, row in enumerate(rows):
+        reading, refused = None, None
+        try:
+            reading = readings[index] if readings else read(row)
+        except UserError as error:
+            refused = str(error)
+        measured, mfu = number(row, "tokens_per_s_per_gpu"), None
+        held = number(row, "mem_gb_per_gpu")
+        held = held * 1e9 if held else number(row, "mem_max_bytes")
+        tokens = size = None
+        fits, parameters = False, 0
+        if reading is not None:
+            work = reading.work
+            step = predict(reading.device, reading.stack, work).seconds
+            tokens = work.gbs * work.seq / work.gpus / step
+            size = memory.estimate(reading.device, reading.stack, work)
+            refused = impossible(reading, size)
+            fits, parameters = refused is None, work.parameters
+            if measured is None and (seconds := number(row, "iter_s_median")):
+                measured = work.gbs * work.seq / work.gpus / seconds
+            if measured:
+                mfu = measured * work.flops(causal=False) / reading.device.peak["bf16"]
+        group = tuple(row.get(name) or "" for name in ("model", "gpu", "gpus", "gbs", "seq", "precision"))
+        source = re.split(r"[;(|]|README|\d{3,}", row.get("source") or row.get("suite") or "failed")[0].strip()[:48]
+        results.append(
+            Result(
+                index, group, source, tokens, size, fits, refused, reading.assumed if reading else [], measured, held,
+                mfu,
+                parameters,
+            )
+        )  # fmt: skip
+    return results
+
+
+def ranks(values: list[float]) -> list[float]:
+    """Ranks from 1; equal values share theirs."""
+    order = sorted(range(len(values)), key=values.__getitem__)
+    result = [0.0] * len(values)
+    start = 0
+    while start < len(order):
+        stop = start
+        while stop < len(order) and values[order[stop]] == values[order[start]]:
+            stop += 1
+        for place in order[start:stop]:
+            result[place] = (start + stop + 1) / 2
+        start = stop
+    return result
+
+
+def spearman(first: list[float], second: list[float]) -> float:
+    """Rank correlation; NaN where one of them is constant."""
+    try:
+        return statistics.correlation(ranks(first), ranks(second))
+    except statistics.StatisticsError:
+        return math.nan
+
+
+def percentile(values: Iterable[float], share: float) -> float:
+    """The value that a share of all is not above."""
+    order = sorted(values)
+    return order[min(len(order) - 1, max(0, math.ceil(share * len(order)) - 1))] if order else math.nan
+
+
+def _timed(results: list[Result]) -> list[Result]:
+    return [each for each in results if each.measured and each.tokens]
+
+
+def error(result: Result) -> float:
+    """Relative error of the predicted throughput."""
+    assert result.tokens is not None
+    assert result.measured
+    return abs(result.tokens / result.measured - 1)
+
+
+def groups(results: list[Result]) -> dict[tuple[str, ...], list[Result]]:
+    """Rows that differ by their layout only, of groups with three or more."""
+    found = defaultdict(list)
+    for result in _timed(results):
+        found[result.group].append(result)
+    return {name: each for name, each in found.items() if len(each) >= 3}
+
+
+def regret(group: list[Result]) -> float:
+    """Throughput that is lost by the layout that is predicted best."""
+    chosen = max(group, key=lambda each: each.tokens or 0.0)
+    return 1 - (chosen.measured or 0.0) / max(each.measured or 0.0 for each in group)
+
+
+def summary(results: list[Result]) -> dict[str, Any]:
+    """Figures over all rows."""
+    timed = _timed(results)
+    fast = [error(each) for each in timed if (each.mfu or 0) >= 0.25]
+    grouped = groups(results)
+    correlations = [
+        spearman([each.tokens or 0 for each in group], [each.measured or 0 for each in group])
+        for group in grouped.values()
+    ]
+    correlations = [each for each in correlations if not math.isnan(each)]
+    losses = [regret(group) for group in grouped.values()]
+    held = [
+        abs(each.bytes / each.measured_bytes - 1)
+        for each in results
+        if each.bytes and each.measured_bytes and each.parameters >= 5e8
+    ]
+    figures = {
+        "rows": len(results),
+        "timed": len(timed),
+        "median_error": percentile(map(error, timed), 0.5),
+        "p90_error": percentile(map(error, timed), 0.9),
+        "spearman": spearman([each.tokens or 0 for each in timed], [each.measured or 0 for each in timed]),
+        "mfu25_rows": len(fast),
+        "mfu25_median_error": percentile(fast, 0.5),
+        "mfu25_p90_error": percentile(fast, 0.9),
+        "groups": len(grouped),
+        "rank_correlation_median": percentile(correlations, 0.5),
+        "regret_median": percentile(losses, 0.5),
+        "regret_mean": statistics.fmean(losses) if losses else math.nan,
+        "regret_max": max(losses, default=math.nan),
+        "memory_rows": len(held),
+        "memory_median_error": percentile(held, 0.5),
+        "memory_p90_error": percentile(held, 0.9),
+        "ran_but_called_impossible": sum(1 for each in results if each.measured and not each.fits),
+        "without_result_and_flagged": sum(not (each.measured or each.measured_bytes or each.fits) for each in results),
+        "refused": sum(1 for each in results if each.refused),
+    }  # fmt: skip
+    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in figures.items()}
+
+
+def table(results: list[Result]) -> Iterable[str]:
+    """Errors by source, then by group."""
+    yield f"{'source':50}{'rows':>5}{'median':>8}{'p90':>8}{'bias':>8}"
+    by_source = defaultdict(list)
+    for result in _timed(results):
+        by_source[result.source].append(result)
+    for source, each in sorted(by_source.items(), key=lambda item: -len(item[1])):
+        errors = [error(result) for result in each]
+        bias = statistics.median((result.tokens or 0) / (result.measured or 1) for result in each) - 1
+        yield f"{source:50}{len(each):5}{percentile(errors, 0.5):8.1%}{percentile(errors, 0.9):8.1%}{bias:+8.1%}"
+    grouped = groups(results)
+    if grouped:
+        yield ""
+        yield f"{'group':50}{'rows':>5}{'median':>8}{'p90':>8}{'rank':>8}{'regret':>8}"
+    for name, group in grouped.items():
+        errors = [error(result) for result in group]
+        rank = spearman([each.tokens or 0 for each in group], [each.measured or 0 for each in group])
+        label = " ".join(part for part in name[:4] if part)
+        yield (
+            f"{label[:50]:50}{len(group):5}{percentile(errors, 0.5):8.1%}{percentile(errors, 0.9):8.1%}"
+            f"{rank:8.2f}{regret(group):8.1%}"
+        )
+
+
+def load(path: Path) -> list[Row]:
+    """Rows of a file.
+
+    Raises:
+        UserError: it is not a table of runs.
+    """
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file)
+            names, rows = reader.fieldnames or [], list(reader)
+    except (OSError, UnicodeDecodeError, csv.Error) as problem:
+        raise UserError(f"cannot be read: {problem}", where=str(path), rule="a CSV file of runs") from None
+    required = _MEMORY_REQUIRED if "suite" in names else _REQUIRED
+    missing = [name for name in required if name not in names]
+    if missing:
+        raise UserError(
+            f"no column {', '.join(missing)}", where=str(path), rule=f"a row needs {', '.join(required)}",
+            fix="the columns of benchmarks/data/planner/published_runs.csv",
+        )  # fmt: skip
+    return [{name: value or "" for name, value in row.items() if name} for row in rows]
+
+
+def main() -> int:
+    """Replay a file; 2 where it cannot be read."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", type=Path)
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write predictions and figures")
+    options = parser.parse_args()
+    try:
+        results = replay(load(options.rows))
+    except UserError as problem:
+        print(problem, file=sys.stderr)
+        return 2
+    figures = summary(results)
+    print("\n".join(table(results)))
+    print()
+    for name, value in figures.items():
+        print(f"{name:30}{value:10.4g}" if isinstance(value, float) else f"{name:30}{value!s:>10}")
+    if options.json:
+        rows = [
+            {
+                "index": each.index,
+                "tokens_per_s_per_gpu": each.tokens,
+                "memory_gb": each.bytes / 1e9 if each.bytes else None,
+                "fits": each.fits,
+                "refused": each.refused,
+                "assumed": each.assumed,
+            }
+            for each in results
+        ]
+        options.json.write_text(json.dumps({"rows": rows, "summary": figures}, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

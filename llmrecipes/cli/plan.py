@@ -1,0 +1,96 @@
+"""`plan`: parsing and printing only."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from llmrecipes.cli.options import ClusterOption, JsonOption, NodesOption, OverridesArgument, RecipeArgument
+from llmrecipes.errors import UserError
+
+if TYPE_CHECKING:
+    from llmrecipes.plan.speed.forecast import Forecast
+
+_SHOWN = 5
+
+
+def plan(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    as_json: JsonOption = False,
+    cluster_name: ClusterOption = None,
+    nodes: NodesOption = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option("--gpus", metavar="N", min=1, help="Number of GPUs; default: the fewest, or all of --nodes."),
+    ] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="Find the fastest layouts that fit instead of the recipe's.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--write", metavar="FILE", help="With --search: save the fastest as a recipe.")
+    ] = None,
+) -> None:
+    """Predict time, memory and cost, or search the layout.
+
+    With --search: the fastest layouts that fit. Times come from a model that was fitted to published runs, not from
+    this cluster.
+    """
+    from llmrecipes.units import GIB
+    from llmrecipes.workflow import forecast as workflow
+
+    if out is not None and not search:
+        raise UserError(
+            "set without --search", where="--write", rule="it saves the layout that a search finds", fix="--search"
+        )
+    if not search:
+        made = workflow.of_recipe(recipe, overrides or [], cluster_name, nodes, gpus)
+        print(json.dumps(made.as_dict(), indent=2) if as_json else text(made))
+        return
+    found = workflow.search(recipe, overrides or [], cluster_name, nodes, gpus, _SHOWN)
+    if out is not None:
+        workflow.write(found[0], out)
+    if as_json:
+        print(json.dumps([each.forecast.as_dict() for each in found], indent=2))
+        return
+    best = found[0].forecast.tokens_per_second_per_gpu
+    for each in found:
+        made = each.forecast
+        memory = f"{made.plan.memory.total / GIB:5.1f} GiB"
+        speed = made.tokens_per_second_per_gpu
+        print(f"{each.key:44}{speed:10,.0f} tokens/s/GPU {speed / best - 1:+7.1%}  {memory}  {made.limit}")
+    if out is not None:
+        print(f"wrote  {out}")
+
+
+def text(made: Forecast) -> str:
+    """Lines of name and value."""
+    from llmrecipes.console import duration
+
+    values = made.as_dict()
+    peak, error = values["mfu_full"], values["error"]
+    speed = values["tokens_per_second_per_gpu"]
+    world = values["world_size"]
+    layout = ", ".join(f"{name} {size}" for name, size in values["parallelism"].items() if size not in (1, None))
+    lines = [
+        ("GPUs", f"{world} × {made.device.name}"),
+        ("layout", layout or "data 1"),
+        ("memory of a rank", f"{values['memory_gib']['max']:.1f} GiB, {'fits' if values['fits'] else 'does NOT fit'}"),
+        ("time of a step", f"{values['step_seconds']:.3g} s"),
+        ("tokens a second", f"{speed:,.0f} a GPU ({speed * (1 - error):,.0f} to {speed * (1 + error):,.0f})"),
+        ("MFU", f"{peak:.1%}, {values['mfu_causal']:.1%} with causal attention"),
+        ("all steps", f"{duration(made.seconds)}, {made.gpu_hours:,.1f} GPU-hours"),
+        ("limit", values["limit"]),
+    ]
+    if made.cost_usd is None:
+        lines.append(("cost", "left out: the profile has no costs.usd_per_gpu_hour"))
+    else:
+        lines.append(("cost", f"{made.cost_usd:,.0f} USD"))
+    if made.energy_mwh is not None:
+        carbon = f", {made.co2_t:,.2f} t CO2" if made.co2_t is not None else ""
+        lines.append(("energy", f"{made.energy_mwh:,.2f} MWh{carbon}"))
+    lines += [("problem", each) for each in made.problems]
+    return "\n".join(f"{name:18}{value}" for name, value in lines)

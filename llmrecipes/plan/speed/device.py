@@ -1,0 +1,172 @@
+"""What the time model knows of a GPU and of the software on it: a few physical coefficients, with their sources."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from llmrecipes.errors import UserError
+
+_DATA = Path(__file__).with_name("data")
+
+
+@dataclass(frozen=True, eq=False)
+class Device:
+    """A GPU and its links. Rates in units per second, `launch` and latencies in seconds."""
+
+    name: str
+    multiprocessors: int
+    memory_bytes: float
+    """Capacity."""
+    peak: dict[str, float]
+    """Dense FLOP/s of matrix products by precision: fp32, bf16, fp8."""
+    bandwidth: float
+    """Bytes per second of its memory."""
+    nvlink: float
+    """Bytes per second that one GPU sends over NVLink."""
+    nic: float
+    """Bytes per second that one GPU sends to other nodes."""
+    gpus_per_node: int
+    """GPUs of an NVLink domain."""
+    gemm: float
+    """Share of the peak that a large matrix product reaches in 16 bits."""
+    gemm_fp8: float
+    """The same in 8 bits, quantisation of its inputs included."""
+    gemm_depth: float
+    """Inner dimension at which a product reaches half of its share."""
+    attention: float
+    """Share of the peak that a fused attention kernel reaches forward; backward it is four fifths of that."""
+    memory: float
+    """Share of `bandwidth` that element-wise kernels reach."""
+    launch: float
+    """Host time of one kernel."""
+    links: float
+    """Share of the links' bandwidth that large collectives reach."""
+    hop_near: float
+    """Latency of one step of a ring over NVLink."""
+    hop_far: float
+    """The same between nodes."""
+    rails: float = 1.0
+    """Power of the ranks on a node with which a ring's bandwidth between nodes grows; 1 where it uses all adapters."""
+
+    def peak_of(self, precision: str) -> float:
+        """Dense FLOP/s of matrix products in a precision of a recipe."""
+        return self.peak["fp32" if precision == "fp32" else "bf16"]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What a training framework does or leaves out: switches, and what it costs the host."""
+
+    name: str
+    flash: bool = True
+    """Fused attention; otherwise the scores are written to memory."""
+    attention: float = 1.0
+    """Speed of its attention kernel, relative to the GPU's best."""
+    gemm: float = 1.0
+    """Speed of its matrix products, relative to the GPU's best: kernels picked, power limit, clocks."""
+    passes: float = 1.0
+    """Bytes of element-wise work, relative to fused kernels."""
+    host: float = 1.0
+    """Host time of a layer, relative to fused kernels."""
+    links: float = 1.0
+    """Speed of its collectives and of the network it was measured on, relative to the GPU's best."""
+    sequence_parallel: bool = True
+    """Norms split over tensor-parallel ranks."""
+    overlap_gradients: float = 0.8
+    """Share of the gradients' communication that can hide behind a backward pass."""
+    overlap_tensor: float = 0.0
+    """Share of tensor-parallel communication that hides behind matrix products."""
+    overlap_expert: float = 0.0
+    """Share of the experts' communication that hides behind computation."""
+    sharded: bool = False
+    """Weights, gradients and optimizer split over data-parallel ranks (FSDP, ZeRO-3)."""
+    zero: int = 1
+    """Stage of ZeRO of the others: 1 splits the optimizer's state."""
+    by_tensor: bool = False
+    """With ZeRO-1: gradients and weights travel tensor by tensor after the last backward pass."""
+    gradient_bytes: int = 4
+    """Bytes of a gradient that is reduced."""
+    hop: float = 0.0
+    """Host time of handing a tensor to the next pipeline stage."""
+    hop_slow: float = 0.0
+    """More of it where a job has very many nodes."""
+    stall: float = 0.0
+    """Time that a layer loses per tensor-parallel rank where the pipeline crosses nodes."""
+    tied: bool | None = None
+    """Whether word embeddings are shared, where a row does not say; None: from its number of parameters."""
+    loss_bytes: float = 10.0
+    """Bytes per logit at the loss: its copies in 16 and 32 bits, and their gradients."""
+    rails: float = 1.0
+    """That of the network it was measured on."""
+    by_cost: bool = False
+    """Blocks are cut into stages by parameters, the output layer among them, so that a stage can be empty."""
+    edges: float = 4.0
+    """Tensors of the residual stream's width that a layer keeps."""
+    act: float = 1.0
+    """Bytes that attention and MLP keep, relative to fused kernels."""
+    inputs: float = 0.0
+    """Tensors of the residual stream's width that the first stage keeps of a micro-batch besides."""
+    gradient_copy: float = 0.0
+    """Bytes per parameter of transient buffers with ZeRO-1."""
+    base: float = 1.0e9
+    """Bytes of a rank without a model."""
+
+
+@cache
+def _read(name: str) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((_DATA / f"{name}.json").read_text(encoding="utf-8"))
+    return data
+
+
+def device_names() -> list[str]:
+    """GPUs that have a data file."""
+    return sorted(path.stem for path in _DATA.glob("*.json") if path.stem != "stacks")
+
+
+@cache
+def device(name: str) -> Device:
+    """A GPU by a name such as `H100-80GB` or `NVIDIA A100-SXM4-40GB`.
+
+    Raises:
+        UserError: nothing is known of it.
+    """
+    text = name.upper().replace("NVIDIA", "").replace("_", "-")
+    for stem in sorted(device_names(), key=len, reverse=True):
+        if stem.upper() not in text:
+            continue
+        data = _read(stem)
+        values = {**(_read(data["like"])["values"] if "like" in data else {}), **data["values"]}
+        for variant, changes in data["variants"].items():
+            if variant in text:
+                return of_json(stem, {**values, **changes})
+        return of_json(stem, values)
+    raise UserError(
+        f"{name} has no coefficients", where="gpu", rule="the time model needs rates of the GPU",
+        fix=f"one of {', '.join(device_names())}",
+    )  # fmt: skip
+
+
+def of_json(name: str, values: dict[str, Any]) -> Device:
+    """A device of a data file's values."""
+    return Device(name=name, **{f.name: values[f.name] for f in fields(Device) if f.name in values})
+
+
+@cache
+def stack(source: str) -> Stack:
+    """The software that a description names: the first of the data file with a word in it, else
+    its default; then what single words say."""
+    text = source.lower()
+    entries = _read("stacks")["stacks"]
+    name, values = "default", _read("stacks")["default"]
+    for key, entry in entries.items():
+        if any(word in text for word in entry["words"]):
+            name, values = key, entry["values"]
+            break
+    for entry in _read("stacks")["words"]:
+        if any(word in text for word in entry["words"]) and entry.get("of", name) == name:
+            values = {**values, **entry["values"]}
+    return Stack(name=name, **values)

@@ -1,0 +1,236 @@
+"""A plan's speed: the time model for the layout, precision and batch of a recipe on the links of its machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from llmrecipes.errors import UserError
+from llmrecipes.hardware.profile import Profile
+from llmrecipes.plan.derive import Plan
+from llmrecipes.plan.memory import Memory, of_stage
+from llmrecipes.plan.speed.device import Device, Stack, device, stack
+from llmrecipes.plan.speed.step import Step, predict
+from llmrecipes.plan.speed.work import Work
+from llmrecipes.units import GIB
+
+ERROR = 0.15
+"""Nine of ten runs that use a quarter of the peak or more are predicted at least this well (benchmarks/RESULTS.md)."""
+_SECONDS_OF_A_DAY = 86400
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a run will take.
+
+    Costs are None where the profile has no price. `memory` has the parts of each pipeline stage.
+    """
+
+    plan: Plan
+    step: Step
+    device: Device
+    memory: tuple[Memory, ...]
+    cost_usd: float | None
+    energy_mwh: float | None
+    co2_t: float | None
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """Training tokens."""
+        return self.plan.tokens_per_step / self.step.seconds / self.plan.layout.world_size
+
+    @property
+    def seconds(self) -> float:
+        """Of all steps."""
+        return self.step.seconds * self.plan.recipe.train.train_iters
+
+    @property
+    def gpu_hours(self) -> float:
+        """Of all steps."""
+        return self.seconds * self.plan.layout.world_size / 3600
+
+    @property
+    def limit(self) -> str:
+        """What takes the most time besides the kernels, in one sentence."""
+        parts = {
+            "tensor-parallel communication": self.step.tensor,
+            "the experts' all-to-all": self.step.expert,
+            "context-parallel communication": self.step.context,
+            "the pipeline's bubble": self.step.bubble,
+            "the reduction of gradients": self.step.gradients,
+            "the optimizer": self.step.optimizer,
+        }
+        name, seconds = max(parts.items(), key=lambda item: item[1])
+        share = self.step.compute / self.step.seconds
+        if seconds < 0.03 * self.step.seconds:
+            return f"kernels take {share:.0%} of a step; nothing else takes 3%"
+        return f"kernels take {share:.0%} of a step, {name} {seconds / self.step.seconds:.0%}"
+
+    @property
+    def problems(self) -> list[str]:
+        """Why it does not fit, and what may go wrong although it does."""
+        plan = self.plan
+        if not plan.fits:
+            need, have = plan.memory.total / GIB, plan.memory_capacity_bytes / GIB
+            return [f"does not fit: a rank needs {need:.1f} GiB of {have:.1f} GiB"]
+        return list(plan.warnings)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Output of `plan --json`."""
+        plan, speed = self.plan, self.tokens_per_second_per_gpu
+        layout, peak = plan.layout, self.device.peak_of(plan.recipe.train.precision)
+        full, causal = speed * plan.flops_per_token_full, speed * plan.flops_per_token_causal
+        return {
+            "recipe": plan.recipe.name,
+            "cluster": plan.cluster.name or None,
+            "world_size": layout.world_size,
+            "parallelism": {
+                "tensor": layout.tensor_model_parallel_size,
+                "pipeline": layout.pipeline_model_parallel_size,
+                "virtual_pipeline": layout.virtual_pipeline_model_parallel_size,
+                "context": layout.context_parallel_size,
+                "expert": layout.expert_model_parallel_size,
+                "expert_tensor": layout.expert_tensor_parallel_size,
+                "data": layout.data_parallel_size,
+                "micro_batch_size": plan.recipe.train.micro_batch_size,
+                "recompute_granularity": plan.recompute_granularity,
+            },
+            "num_parameters": plan.num_parameters.total,
+            "num_active_parameters": plan.num_parameters.active,
+            "memory_gib": {"max": plan.memory.total / GIB, "stages": [_parts(stage) for stage in self.memory]},
+            "fits": plan.fits,
+            "tokens_per_second_per_gpu": speed,
+            "tflops_per_gpu_full": full / 1e12,
+            "tflops_per_gpu_causal": causal / 1e12,
+            "mfu_full": full / peak,
+            "mfu_causal": causal / peak,
+            "step_seconds": self.step.seconds,
+            "step_parts": self.step.parts(),
+            "error": ERROR,
+            "days": self.seconds / _SECONDS_OF_A_DAY,
+            "gpu_hours": self.gpu_hours,
+            "cost_usd": self.cost_usd,
+            "energy_mwh": self.energy_mwh,
+            "co2_t": self.co2_t,
+            "limit": self.limit,
+            "problems": self.problems,
+        }
+
+
+def _parts(memory: Memory) -> dict[str, float]:
+    other = memory.logits + memory.workspace + memory.buffers + memory.checkpoint_copy
+    parts = {
+        "weights": memory.weights,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "activations": memory.activations,
+        "other": other,
+        "total": memory.total,
+    }
+    return {name: size / GIB for name, size in parts.items()}
+
+
+def gpu(plan: Plan, profile: Profile | None) -> Device:
+    """The GPU of a plan, with the links of its profile.
+
+    Raises:
+        UserError: the machine has no GPU, or one without coefficients.
+    """
+    if not plan.cluster.gpus:
+        raise UserError(
+            "no GPU", where="--cluster", rule="the time model knows GPUs only",
+            fix="--cluster NAME; llmrecipes clusters lists them",
+        )  # fmt: skip
+    found = device(plan.cluster.gpus[0].name)
+    near = plan.cluster.gpus_per_domain
+    if profile is None:
+        return replace(found, gpus_per_node=near)
+    return replace(
+        found,
+        gpus_per_node=near,
+        nvlink=profile.intra_node.gb_per_s * 1e9,
+        nic=profile.inter_node.gb_per_s * 1e9,
+    )
+
+
+def software(plan: Plan) -> Stack:
+    """What megatron-core overlaps and splits, by the recipe's switches."""
+    parallel, zero = plan.recipe.parallelism, plan.recipe.zero
+    sharded = zero is not None and zero.stage >= 3
+    return replace(
+        stack("megatron"),
+        overlap_tensor=0.0,
+        overlap_gradients=stack("megatron").overlap_gradients if parallel.overlap_grad_reduce or sharded else 0.0,
+        sequence_parallel=parallel.sequence_parallel,
+        sharded=sharded,
+        zero=1 if parallel.use_distributed_optimizer or zero is not None else 0,
+        gradient_bytes=4 if parallel.grad_reduce_in_fp32 else 2,
+    )
+
+
+def work(plan: Plan) -> Work:
+    """The shapes of a plan."""
+    s, layout, model, train = plan.shape, plan.layout, plan.recipe.model, plan.recipe.train
+    sparse = s.moe_layers(0, s.num_layers)
+    latent = (0, 0, 0, 0, 0)
+    if model.multi_latent_attention:
+        rotated = model.qk_pos_emb_head_dim
+        latent = (model.q_lora_rank or 0, model.kv_lora_rank, s.query_channels - rotated, rotated, s.value_channels)
+    return Work(
+        layers=s.num_layers,
+        hidden=s.hidden_size,
+        ffn=s.ffn_hidden_size,
+        heads=s.num_attention_heads,
+        kv_heads=s.num_query_groups,
+        vocab=s.vocab_size,
+        seq=s.seq_length,
+        gpus=layout.world_size,
+        tp=layout.tensor_model_parallel_size,
+        pp=layout.pipeline_model_parallel_size,
+        cp=layout.context_parallel_size,
+        dp=layout.data_parallel_size,
+        mbs=train.micro_batch_size,
+        gbs=train.global_batch_size,
+        head_dim=s.query_channels,
+        gated=model.gated_linear_unit,
+        tied=model.share_embeddings_and_output_weights,
+        experts=s.num_moe_experts,
+        topk=model.moe_router_topk if s.num_moe_experts else 0,
+        moe_ffn=s.moe_ffn_hidden_size,
+        shared_ffn=s.moe_shared_ffn_hidden_size,
+        dense_layers=s.num_layers - sparse if s.num_moe_experts else 0,
+        latent=latent,
+        mtp=s.mtp_num_layers,
+        vpp=layout.virtual_pipeline_model_parallel_size,
+        ep=layout.expert_model_parallel_size,
+        precision=train.precision if train.precision == "fp32" else "bf16",
+        recompute="full" if plan.recompute_granularity == "full" else "none",
+        stage_layers=tuple(sum(stage) for stage in layout.layers_per_stage),
+    )
+
+
+def forecast(plan: Plan, profile: Profile | None) -> Forecast:
+    """Speed, memory by stage, and cost of a plan.
+
+    Args:
+        plan: of a machine with GPUs.
+        profile: for links and prices; None: those of the GPU's data file, and no cost.
+
+    Raises:
+        UserError: as `gpu`.
+    """
+    found = gpu(plan, profile)
+    step = predict(found, software(plan), work(plan))
+    stages = range(plan.layout.pipeline_model_parallel_size)
+    memory = tuple(
+        of_stage(plan.recipe, plan.shape, plan.layout, plan.num_microbatches, stage, plan.device) for stage in stages
+    )
+    hours = step.seconds * plan.recipe.train.train_iters * plan.layout.world_size / 3600
+    costs = None if profile is None else profile.costs
+    usd = energy = carbon = None
+    if costs is not None:
+        usd = None if costs.usd_per_gpu_hour is None else hours * costs.usd_per_gpu_hour
+        energy = None if costs.watts_per_gpu is None else hours * costs.watts_per_gpu * costs.pue / 1e6
+        if energy is not None and costs.kg_co2_per_kwh is not None:
+            carbon = energy * costs.kg_co2_per_kwh
+    return Forecast(plan, step, found, memory, usd, energy, carbon)

@@ -1,0 +1,202 @@
+"""The fastest layouts of a recipe that fit, by the time model and the plan's memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from llmrecipes.errors import UserError
+from llmrecipes.hardware.cluster import Cluster
+from llmrecipes.hardware.profile import Profile
+from llmrecipes.plan.derive import LEAST_HEADROOM, Plan, derive
+from llmrecipes.plan.layout import layers_per_stage, layout
+from llmrecipes.plan.speed.forecast import Forecast, forecast, gpu, software, work
+from llmrecipes.plan.speed.step import Step, predict
+from llmrecipes.recipe import rules
+from llmrecipes.recipe.schema import Recipe
+
+MOST_MICRO_BATCH = 8
+MOST_PIPELINE = 64
+MOST_CONTEXT = 16
+MOST_CHUNKS = 10
+SHORTEST = 8192
+"""Tokens of a sequence below which context parallelism is not tried: it would leave too few on a rank."""
+_FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+_NONE: dict[str, Any] = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout: the recipe with it, and what it takes."""
+
+    recipe: Recipe
+    forecast: Forecast
+
+    @property
+    def key(self) -> str:
+        """Its degrees in short."""
+        parallel, train = self.recipe.parallelism, self.recipe.train
+        degrees = {
+            "TP": parallel.tensor_model_parallel_size,
+            "PP": parallel.pipeline_model_parallel_size,
+            "VPP": parallel.virtual_pipeline_model_parallel_size or 1,
+            "CP": parallel.context_parallel_size,
+            "EP": parallel.expert_model_parallel_size,
+        }
+        words = [f"{name}{size}" for name, size in degrees.items() if size > 1]
+        return " ".join(
+            [*words, f"MBS{train.micro_batch_size}", *(["recompute"] if train.recompute_granularity else [])]
+        )
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << exponent for exponent in range(max(1, most).bit_length())]
+
+
+def candidates(recipe: Recipe, ranks: int, near: int) -> Iterator[Recipe]:
+    """Layouts with the recipe's global batch, not yet checked against rules or memory.
+
+    Args:
+        recipe: what to lay out.
+        ranks: that all candidates use.
+        near: GPUs of an NVLink domain, the most for tensor parallelism.
+    """
+    model, batch = recipe.model, recipe.train.global_batch_size
+    contexts = [c for c in _powers(MOST_CONTEXT) if c == 1 or model.seq_length // c >= SHORTEST // 2]
+    contexts = sorted({*contexts, recipe.parallelism.context_parallel_size})
+    experts = [e for e in _powers(model.num_moe_experts or 1) if (model.num_moe_experts or 1) % e == 0]
+    stages = sorted({*_powers(min(MOST_PIPELINE, model.num_layers)), recipe.parallelism.pipeline_model_parallel_size})
+    for tensor in _powers(near):
+        for stage in stages:
+            for context in contexts:
+                dense = tensor * stage * context
+                if ranks % dense or batch % (ranks // dense):
+                    continue
+                for expert in experts:
+                    for cut in _cuts(recipe, stage):
+                        parallelism = recipe.parallelism.model_copy(
+                            update={
+                                "tensor_model_parallel_size": tensor,
+                                "pipeline_model_parallel_size": stage,
+                                "context_parallel_size": context,
+                                "expert_model_parallel_size": expert,
+                                "expert_tensor_parallel_size": 1 if expert > 1 else None,
+                                "sequence_parallel": tensor > 1,
+                                **cut,
+                            }
+                        )
+                        for micro in _powers(MOST_MICRO_BATCH):
+                            if (batch // (ranks // dense)) % micro:
+                                continue
+                            for again in (_NONE, _FULL):
+                                train = recipe.train.model_copy(update={"micro_batch_size": micro, **again})
+                                yield recipe.model_copy(update={"parallelism": parallelism, "train": train})
+
+
+def _cuts(recipe: Recipe, stages: int) -> Iterator[dict[str, Any]]:
+    """Chunks of the stages, and whether embedding and output layer count as layers."""
+    layers = recipe.model.num_layers
+    even = {"account_for_embedding_in_pipeline_split": False, "account_for_loss_in_pipeline_split": False,
+            "num_layers_in_first_pipeline_stage": None, "num_layers_in_last_pipeline_stage": None}  # fmt: skip
+    ends = {**even, "account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+    if stages == 1:
+        yield {**even, "virtual_pipeline_model_parallel_size": None}
+        return
+    present = recipe.parallelism
+    if stages == present.pipeline_model_parallel_size:
+        yield {}
+    for split, total in ((even, layers), (ends, layers + 2)):
+        if total % stages:
+            continue
+        for chunks in range(1, MOST_CHUNKS + 1):
+            if (total // stages) % chunks == 0:
+                yield {**split, "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None}
+
+
+def fastest(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None, number: int) -> list[Found]:
+    """The fastest layouts that fit with `LEAST_HEADROOM`, best first; at most `number`.
+
+    Raises:
+        UserError: none does, with the least number of GPUs found for which one does.
+    """
+    timed = sorted(_timed(recipe, cluster, ranks, profile), key=lambda pair: pair[0])
+    found: list[Found] = []
+    for _, candidate in timed:
+        plan = _plan(candidate, cluster, ranks)
+        if plan is None or not plan.fits or plan.memory_headroom < LEAST_HEADROOM:
+            continue
+        found.append(Found(candidate, forecast(plan, profile)))
+        if len(found) == number:
+            break
+    if not found:
+        raise UserError(
+            f"no layout of {ranks} GPUs fits",
+            where="--search",
+            rule="a rank's states and activations fit its GPU",
+            fix=_smallest(recipe, cluster, ranks, profile),
+        )
+    return found
+
+
+def _smallest(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None) -> str:
+    per_node = len(cluster.gpus) // cluster.nodes
+    more, near = max(ranks, per_node), min(per_node, cluster.gpus_per_domain)
+    near = 1 << (near.bit_length() - 1)
+    while more <= 16_384:
+        more *= 2
+        nodes = -(-more // per_node)
+        larger = replace(cluster, gpus=(cluster.gpus[0],) * (nodes * per_node), nodes=nodes)
+        for candidate in candidates(recipe, more, larger.gpus_per_domain):
+            train, parallel = candidate.train, candidate.parallelism
+            if train.micro_batch_size > 1 or not train.recompute_granularity:
+                continue
+            if parallel.virtual_pipeline_model_parallel_size or parallel.tensor_model_parallel_size < near:
+                continue
+            plan = _plan(candidate, larger, more)
+            if plan is not None and plan.fits and plan.memory_headroom >= LEAST_HEADROOM:
+                return f"{more} GPUs ({Found(candidate, forecast(plan, profile)).key})"
+    return "a smaller global batch, a shorter sequence, or GPUs with more memory"
+
+
+def _plan(candidate: Recipe, cluster: Cluster, ranks: int) -> Plan | None:
+    if rules.check(candidate):
+        return None
+    try:
+        return derive(candidate, ranks, cluster)
+    except UserError:
+        return None
+
+
+def _timed(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None) -> Iterator[tuple[float, Recipe]]:
+    """Candidates with the seconds of their step. One plan serves all: only what the time model reads is replaced."""
+    base = next(
+        (plan for each in candidates(recipe, ranks, cluster.gpus_per_domain) if (plan := _plan(each, cluster, ranks))),
+        None,
+    )
+    if base is None:
+        return
+    device = gpu(base, profile)
+    known: dict[Any, Step] = {}
+    seen: set[Any] = set()
+    for candidate in candidates(recipe, ranks, cluster.gpus_per_domain):
+        try:
+            laid_out = layout(candidate, ranks, cluster)
+        except UserError:
+            continue
+        chunks, micro = laid_out.virtual_pipeline_model_parallel_size, candidate.train.micro_batch_size
+        number = candidate.train.global_batch_size // (laid_out.data_parallel_size * micro)
+        if chunks > 1 and number % laid_out.pipeline_model_parallel_size:
+            continue
+        if min(sum(stage) for stage in layers_per_stage(candidate)) < 1:
+            continue
+        key = (laid_out, micro, candidate.train.recompute_granularity)
+        if key in seen:
+            continue
+        seen.add(key)
+        plan = replace(base, recipe=candidate, layout=laid_out, num_microbatches=number)
+        shapes, stack = work(plan), software(plan)
+        step = known.get((shapes, stack)) or known.setdefault((shapes, stack), predict(device, stack, shapes))
+        if math.isfinite(step.seconds):
+            yield step.seconds, candidate
