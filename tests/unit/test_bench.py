@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -15,10 +16,12 @@ from llmrecipes.bench.results import BenchSpec, Collectives, RankSpeeds, compare
 from llmrecipes.cli.app import run
 from llmrecipes.data.prepare import prepare
 from llmrecipes.engine.core.platform.cpu import CpuPlatform
+from llmrecipes.hardware.cluster import detect
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.profile import LINK_BYTES, Group, Measured, Operation
 from llmrecipes.workflow.bench import sizes, write_profile
-from tests.helpers import tiny_on, write_recipe
+from tests.engines.plain import Cpu, PlainBackend, PlainEngine
+from tests.helpers import tiny, tiny_on, write_recipe
 from tests.refusals import require_message
 
 
@@ -124,6 +127,39 @@ def test_every_rank_is_timed() -> None:
     finally:
         dist.destroy_process_group()
     assert len(found.hosts) == len(found.seconds) == 1 and found.seconds[0] > 0
+
+
+def test_a_step_ends_when_its_update_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    pending: list[str] = []
+    at_the_end: list[int] = []
+
+    class Queue(Cpu):
+        """A device whose queue is emptied by `synchronize` only."""
+
+        def synchronize(self) -> None:
+            pending.clear()
+
+    class Queueing(PlainEngine):
+        def train_step(self, batches: Any, *, stop: Any = None) -> Any:
+            pending.append("update")
+            return super().train_step(batches, stop=stop)
+
+    class Clock:
+        @staticmethod
+        def perf_counter() -> float:
+            at_the_end.append(len(pending))
+            return float(len(at_the_end))
+
+    class Engines(PlainBackend):
+        def build(self, plan: Any, platform: Any, weights: Any = None) -> Any:
+            return Queueing(plan, platform)
+
+    monkeypatch.setattr(measure, "time", Clock)
+    spec = BenchSpec(recipe=tiny(), data_dir=Path(), out=Path(), what="step", repeats=1)
+    engines, platform = Engines(), Queue()
+    with engines.join(spec.recipe, platform) as world:
+        measure.steps(spec, engines, world, platform, detect())
+    assert not any(at_the_end)
 
 
 def test_a_site_with_gpus_is_measured_as_it_is_used_and_at_a_size_that_measures_links(
