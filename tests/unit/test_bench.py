@@ -19,6 +19,7 @@ from llmrecipes.engine.core.platform.cpu import CpuPlatform
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.profile import LINK_BYTES, Group, Measured, Operation
+from llmrecipes.train.profile import Kernel, kind_of, table
 from llmrecipes.workflow.bench import sizes, write_profile
 from tests.engines.plain import Cpu, PlainBackend, PlainEngine
 from tests.helpers import tiny, tiny_on, write_recipe
@@ -160,6 +161,27 @@ def test_a_step_ends_when_its_update_has_run(monkeypatch: pytest.MonkeyPatch) ->
     with engines.join(spec.recipe, platform) as world:
         measure.steps(spec, engines, world, platform, detect())
     assert not any(at_the_end)
+
+
+def test_kernels_are_summed_by_kind_and_gaps_are_idle() -> None:
+    names = {
+        "nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_NNT": "gemm",
+        "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel>>": "gemm",
+        "void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 64>>": "attention",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma": "attention",
+        "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "communication",
+        "void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, float>": "loss",
+        "void at::native::vectorized_layer_norm_kernel<float>": "norm",
+        "Memcpy DtoD (Device -> Device)": "copy",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>": "elementwise",
+    }
+    kernels = [Kernel(name, 10.0 * at, 10.0 * at + 8) for at, name in enumerate(names)]
+    kernels.append(Kernel("ncclDevKernel_ReduceScatter", 0.0, 9.0))  # overlaps a product, and one gap in part
+    found = table(kernels, window=100e-6, steps=2, device="cuda")
+    assert {name: kind_of(name) for name in names} == names
+    assert found.kinds["idle"] == pytest.approx((100 - 9 * 8 - 1) / 2 * 1e-6)
+    assert found.kinds["communication"] == pytest.approx(17e-6 / 2)
+    assert found.seconds == pytest.approx(50e-6)
 
 
 def test_a_site_with_gpus_is_measured_as_it_is_used_and_at_a_size_that_measures_links(
