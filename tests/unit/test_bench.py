@@ -157,7 +157,8 @@ def test_a_step_ends_when_its_update_has_run(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(measure, "time", Clock)
     spec = BenchSpec(recipe=tiny(), data_dir=Path(), out=Path(), what="step", repeats=1)
-    engines, platform = Engines(), Queue()
+    engines: Any = Engines()
+    platform = Queue()
     with engines.join(spec.recipe, platform) as world:
         measure.steps(spec, engines, world, platform, detect())
     assert not any(at_the_end)

@@ -114,7 +114,7 @@ def test_pinned_memory_is_allocated_before_the_first_snapshot_in_slabs_that_are_
         for part in range(4)
     ]
     elements = {"qkv": 6144 * 4096, "proj": 4096 * 4096, "fc1": 28672 * 4096, "fc2": 14336 * 4096, "norm": 4096}
-    needed = {key: elements[key[0]] * (2 if key[1] == 0 else 4) // 8 for key in shapes}
+    needed: dict[tuple[object, ...], int] = {key: elements[key[0]] * (2 if key[1] == 0 else 4) // 8 for key in shapes}
     plan = slabs(needed)
     assert sum(needed.values()) <= sum(plan.sizes) <= 1.02 * sum(needed.values())
     assert sum(1 << (size - 1).bit_length() for size in needed.values()) > 1.15 * sum(needed.values())
