@@ -45,7 +45,7 @@ endif
 BIN := $(VENV)/bin
 LLMRECIPES := $(BIN)/python tools/with_args.py $(BIN)/llmrecipes
 
-.PHONY: help setup setup-zero train search smoke verify prepare generate ui test check bench lock clean slurm k8s image test-deep test-version test-system test-all test-fabric test-kubernetes
+.PHONY: help setup setup-zero train search smoke verify prepare generate ui test check bench lock gpu-bundle clean slurm k8s image test-deep test-version test-system test-all test-fabric test-kubernetes
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
@@ -140,6 +140,11 @@ lock: setup ## update the lock files in requirements/ after a change of pyprojec
 	@$(COMPILE) --extra gpu --python-version 3.11 --python-platform x86_64-manylinux_2_28 -o requirements/py311-cuda.txt
 	@$(COMPILE) --extra gpu --python-version 3.12 --universal -o requirements/py312.txt
 	@git --no-pager diff --stat -- requirements
+
+gpu-bundle: setup ## write the wheel, with recipes and the CPU's figures of gpu-report, to dist/gpu-bundle/ for a machine without network
+	@rm -rf dist/gpu-bundle build/lib && mkdir -p dist/gpu-bundle
+	@$(BIN)/python -c "import setuptools.build_meta as backend; backend.build_wheel('dist/gpu-bundle')" >/dev/null
+	@du -sh dist/gpu-bundle/*.whl
 
 clean: ## remove environments and caches; keeps runs/ and data/
 	rm -rf .venv .venv-* .venv.lock build dist llmrecipes.egg-info .mypy_cache .ruff_cache .pytest_cache

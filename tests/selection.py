@@ -30,7 +30,7 @@ NOT_VERSION = (
     "dist/test_checkpoint_killed", "dist/test_failing", "dist/test_stops", "dist/test_verify", "train/",
     "unit/test_bench.py", "unit/test_data_chat", "unit/test_deepspeed_config", "unit/test_evaluation",
     "unit/test_faults_", "unit/test_finetune", "unit/test_hf_reading", "unit/test_layout_names", "unit/test_merge_",
-    "unit/test_network", "unit/test_rendezvous", "unit/test_workflow_train",
+    "unit/test_gpu_report", "unit/test_network", "unit/test_rendezvous", "unit/test_workflow_train",
 )  # fmt: skip
 """Path prefixes of tests that import torch or an engine, but whose subject is this project's code around it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +25,12 @@ class Written:
 
 class CheckpointFormat(Protocol):
     """Writes one engine's state to files. A saver calls the four steps of a save in this order; none communicates."""
+
+    def reserve(self, state: StateDict) -> Callable[[], None] | None:
+        """What allocates the host memory for snapshots of states like this one; it may run in another thread.
+
+        None: the first snapshot allocates it.
+        """
 
     def snapshot(self, state: StateDict) -> StateDict:
         """A copy in host memory, valid until the next call. Called in the loop's thread, so it only copies.

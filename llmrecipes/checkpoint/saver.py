@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -85,8 +85,17 @@ class AsyncSaver:
         self._token = claim(store, group)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_on_same_device())
         self._running: tuple[int, Future[SaveReport]] | None = None
+        self._reserved: Future[None] | None = None
         self._finished: list[SaveReport] = []
         self._saves = 0
+
+    def reserve(self, state: StateDict) -> None:
+        """Start to allocate the memory for snapshots of states like this one; the first `save` waits for it.
+
+        Errors are those of `save`, which tries again.
+        """
+        if (allocate := self._files.reserve(state)) is not None:
+            self._reserved = self._thread.submit(allocate)
 
     def save(self, state: StateDict, info: CheckpointInfo) -> None:
         """Take a snapshot and start to write it.
@@ -102,6 +111,9 @@ class AsyncSaver:
             logger.warning("step %d waits for the checkpoint of step %d to be written", info.step, self._running[0])
         self._collect(block=True)
         started = time.monotonic()
+        if self._reserved is not None:
+            wait([self._reserved])
+            self._reserved = None
         taken = self._files.snapshot(state)
         temporary = self._store.temporary_path(info.step, f"{self._token}-{self._saves}")
         self._saves += 1

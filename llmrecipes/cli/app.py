@@ -93,6 +93,7 @@ SECTIONS: dict[str, dict[str, Callable[..., int | None] | typer.Typer]] = {
         "cancel": submit.cancel,
         "doctor": doctor.doctor,
         "bench": bench.app,
+        "gpu-report": bench.gpu_report,
     },
     "Tools": {
         "completion": completion.completion,

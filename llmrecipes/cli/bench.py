@@ -237,6 +237,36 @@ def data(
     print(f"the first batch comes after {reading.first_seconds:.2f} s")
 
 
+def gpu_report(
+    stages: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[STAGE]...", help="right, fast, big, state or fp8; default: all of them."),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Write report.jsonl, .md and .html there.")] = Path(
+        "gpu-report"
+    ),
+    budget: Annotated[
+        float, typer.Option("--budget", metavar="S", min=1, help="Skip what would not end within S seconds.")
+    ] = 540,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", metavar="cpu|cuda", help="cpu: the same stages with tiny models. Default: a GPU."),
+    ] = None,
+) -> int:
+    """Compare one GPU with a CPU's results and the plan, in stages.
+
+    Each result is written at once; the same command continues where the budget ended.
+    """
+    from llmrecipes.workflow.gpu_report import gpu_report
+
+    if device not in (None, "cpu", "cuda"):
+        raise UserError(f"{device!r}", where="--device", rule="cpu or cuda")
+    rows = gpu_report(stages or [], out, budget, device, print)
+    off, skipped = sum(row.off for row in rows), sum(row.status == "skipped" for row in rows)
+    print(f"{len(rows)} rows, {off} flagged, {skipped} skipped: {out / 'report.html'}")
+    return 1 if any(row.status == "failed" or (row.limit is not None and row.off) for row in rows) else 0
+
+
 def _measure(
     what: str, recipe: Recipe, data_dir: Path, repeats: int, nproc: int | None, sizes: tuple[int, ...] = ()
 ) -> str | None:

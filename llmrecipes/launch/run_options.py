@@ -39,6 +39,7 @@ class RunOptions(BaseModel):
         int, Field(ge=0), Option("Profile N steps with torch.profiler.", name="profile", metavar="N")
     ] = 0
     """After two warm-up steps."""
+    profile_trace: Annotated[bool, Option("With --profile, also write a Chrome trace (large).")] = False
     sample: Annotated[bool, Option("Generate sample text at the end.")] = True
     accept_changes: Annotated[
         bool, Option("Resume even if the learning rate or the data order changes.", in_jobs=True)

@@ -13,14 +13,18 @@ from llmrecipes.plan.sharding import States, sharded
 from llmrecipes.recipe.engines import ENGINES, engine_name
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape
-from llmrecipes.units import GIB
+from llmrecipes.units import GIB, MIB
 
 # Resident after importing everything that a CPU run imports: 0.5 GiB with megatron-core 0.16, 0.84 GiB with 0.19. A
 # loader process is forked and shares most of it.
 _CPU_PROCESS = int(0.9 * GIB)
 _CPU_LOADER = int(0.1 * GIB)
-# CUDA context, cuBLAS workspaces and communication buffers.
-_CUDA_PROCESS = int(1.5 * GIB)
+# CUDA context, loaded kernels, and workspaces of cuBLAS and cuDNN; an estimate, not measured.
+_CUDA_PROCESS = int(1.0 * GIB)
+COMMUNICATOR = 150 * MIB
+"""Device memory of an NCCL communicator: 16 channels of 4 MiB (NCCL_BUFFSIZE), 4.7 MiB (LL128) and 0.5 MiB (LL), by
+default. Calculated, not measured: off by up to a factor of 2 in either direction, because the channels depend on the
+links; NVLink SHARP (NCCL_NVLS_ENABLE) adds to it."""
 # Allocator overhead, as a share of the tensors that are allocated in every step. On a GPU unused parts of blocks; on a
 # CPU measured as resident memory of gpt-tiny at several batch sizes (1.85 to 1.9 times the size of its tensors in fp32,
 # 2.4 times in bf16).
@@ -73,7 +77,8 @@ def of_stage(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, st
     states, host = _states(recipe, s, layout, stage, device)
     moment = peak(recipe, s, layout, num_microbatches, stage, device)
     if device == "cuda":
-        copy, process, rest = 0, _CUDA_PROCESS, _CUDA_REST
+        groups = len(communicators(recipe, s, layout))
+        copy, process, rest = 0, _CUDA_PROCESS + COMMUNICATOR * groups, _CUDA_REST
     else:
         states, host = states + host, States()
         copy = states.weights + states.optimizer if recipe.checkpoint.async_save else 0
@@ -90,6 +95,35 @@ def of_stage(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, st
         buffers=states.buffers,
         host=host.total,
     )
+
+
+def communicators(recipe: Recipe, s: Shape, layout: Layout) -> dict[str, int]:
+    """Ranks of each group in which a rank of the first or last stage communicates, by megatron-core's name.
+
+    Each has a communicator, even if another has the same ranks.
+    """
+    tensor, stages = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    context = layout.context_parallel_size
+    sizes = {
+        "world": layout.world_size,
+        "optimizer": layout.world_size if recipe.parallelism.use_distributed_optimizer else tensor * stages,
+        "tp": tensor,
+        "cp": context,
+        "pp": stages,
+        "dp-cp": layout.data_parallel_size * context,
+    }
+    if recipe.model.share_embeddings_and_output_weights:
+        sizes["embedding"] = min(stages, 2)
+    if s.moe_layers(0, s.num_layers):
+        inner, experts = layout.expert_tensor_parallel_size, layout.expert_model_parallel_size
+        sizes |= {
+            "tensor_and_context_parallel_group": tensor * context,
+            "ep": experts,
+            "expert_tp": inner,
+            "expert_tp-ep": inner * experts,
+            "expert_dp": layout.expert_data_parallel_size,
+        }
+    return {name: ranks for name, ranks in sizes.items() if ranks > 1}
 
 
 def _states(recipe: Recipe, s: Shape, layout: Layout, stage: int, device: str) -> tuple[States, States]:

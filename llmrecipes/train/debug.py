@@ -1,25 +1,18 @@
-"""Debugging a run: non-finite values, anomaly mode and profiles."""
+"""Debugging a run: non-finite values and anomaly mode."""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile, schedule
 
 from llmrecipes.engine.base import Engine, StepResult, World
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.numerics import BadParameter, NonFinite, first_bad_parameter
-
-logger = logging.getLogger(__name__)
-
-WARMUP_STEPS = 2
 
 
 @contextmanager
@@ -55,30 +48,6 @@ def _checker(name: str) -> Callable[[torch.nn.Module, Any, Any], None]:
                 )
 
     return check
-
-
-@contextmanager
-def profiled(steps: int, folder: Path, rank: int) -> Iterator[Callable[[], None]]:
-    """Profile a few steps; yields the function to call after every step.
-
-    Args:
-        steps: how many, after `WARMUP_STEPS`; 0 for none.
-        folder: `trace-rank-<rank>.json` goes there, for chrome://tracing or Perfetto.
-        rank: of this process.
-    """
-    if steps == 0:
-        yield lambda: None
-        return
-
-    def write(profiler: Any) -> None:
-        path = folder / f"trace-rank-{rank}.json"
-        profiler.export_chrome_trace(str(path))
-        logger.info("profile of %d steps: %s", steps, path)
-
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
-    plan = schedule(wait=0, warmup=WARMUP_STEPS, active=steps, repeat=1)
-    with profile(activities=activities, schedule=plan, on_trace_ready=write, record_shapes=True) as profiler:
-        yield profiler.step
 
 
 _Finding = tuple[int, bool, BadParameter | None]

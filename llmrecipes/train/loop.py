@@ -124,8 +124,11 @@ class Loop:
                     return self._stopped(progress)
         if self.tasks is not None and self.tasks.missing(progress.step) and not self.tasks.run(progress.step):
             return self._stopped(progress)
+        first = progress.step
         while progress.step < train.train_iters:
             progress, stopping = self._step(progress, batches)
+            if progress.step == first + 1 and self.engine.platform.name == "cuda":
+                saves.reserve(progress)
             last = progress.step == train.train_iters
             evaluating = self.loaders.valid is not None and is_evaluated(progress.step, self.plan.recipe)
             saving = last or progress.step % self.plan.recipe.checkpoint.save_interval == 0

@@ -44,6 +44,10 @@ class Saves:
         self._waited: dict[int, float] = {}
         """Seconds that the loop was blocked by a save that is still being written, by step."""
 
+    def reserve(self, progress: Progress) -> None:
+        """Allocate memory for saves in the background; after a step, which has made the optimizer's state."""
+        self._saver.reserve(self._engine.state(progress))
+
     def save(self, progress: Progress) -> None:
         """Save the state of a step; if failures before this one make it the last attempt, wait until it is written.
 

@@ -34,12 +34,13 @@ def run(spec: RunSpec) -> ExitCode:
     from llmrecipes.hardware.nics import ports
     from llmrecipes.recipe.load import recipe_hash
     from llmrecipes.tracking.events import Note
-    from llmrecipes.train.debug import anomaly_mode, profiled
+    from llmrecipes.train.debug import anomaly_mode
     from llmrecipes.train.evaluations import TaskEvaluations, evaluation_due, load_tasks
     from llmrecipes.train.folder import require_exists, stop_when_deleted
     from llmrecipes.train.loaders import one_batch_forever, open_loaders
     from llmrecipes.train.loop import Loop, Outcome
     from llmrecipes.train.network import leave_out_other_adapters, nccl_output, prove, told
+    from llmrecipes.train.profile import profiled
     from llmrecipes.train.reporting import describe, open_tracker
     from llmrecipes.train.resume import choose, initial_weights, resume
     from llmrecipes.train.summary import print_summary
@@ -94,7 +95,9 @@ def run(spec: RunSpec) -> ExitCode:
             tracker.note(Note(step=progress.step, event="network", details={"network": network}))
         for note in start.notes:
             tracker.note(note)
-        profile_step = stack.enter_context(profiled(spec.profile_steps, spec.run.logs, world.rank))
+        profile_step = stack.enter_context(
+            profiled(spec.profile_steps, spec.run.logs, world.rank, trace=spec.profile_trace)
+        )
         if spec.anomaly:
             for module in engine.modules:
                 stack.enter_context(anomaly_mode(module))

@@ -61,6 +61,8 @@ class Cpu:
 class OneFile:
     """See `checkpoint.format.CheckpointFormat`."""
 
+    def reserve(self, state: StateDict) -> None: ...
+
     def snapshot(self, state: StateDict) -> StateDict:
         return copy.deepcopy(state)
 

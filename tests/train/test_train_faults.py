@@ -352,13 +352,16 @@ def test_one_batch_that_is_not_learnt_gets_a_diagnosis(
     assert "loss 6." in printed
 
 
-def test_a_profile_is_a_chrome_trace_of_the_requested_steps(train: Command, run_dir: Path) -> None:
-    code, printed = train("--profile", "2")
+def test_a_profile_is_a_table_of_kernels_and_a_trace_where_asked_for(train: Command, run_dir: Path) -> None:
+    code, printed = train("--profile", "2", "--profile-trace")
     assert code == 0, printed
-    path = run_dir / "logs" / "trace-rank-0.json"
+    path = run_dir / "logs" / "kernels-rank-0.json"
     assert str(path) in printed
-    events = json.loads(path.read_text())["traceEvents"]
-    names = [event.get("name") for event in events]
+    profile = json.loads(path.read_text())
+    assert profile["steps"] == 2
+    assert {"gemm", "attention", "loss", "elementwise", "copy", "idle"} <= profile["kinds"].keys()
+    assert sum(profile["kinds"].values()) == pytest.approx(profile["seconds"], rel=0.3)
+    names = [event.get("name") for event in json.loads((path.parent / "trace-rank-0.json").read_text())["traceEvents"]]
     assert any(name == "aten::addmm" or name == "aten::mm" for name in names)
     assert len([name for name in names if str(name).startswith("ProfilerStep#")]) == 2
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -15,10 +16,13 @@ from llmrecipes.bench.results import BenchSpec, Collectives, RankSpeeds, compare
 from llmrecipes.cli.app import run
 from llmrecipes.data.prepare import prepare
 from llmrecipes.engine.core.platform.cpu import CpuPlatform
+from llmrecipes.hardware.cluster import detect
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.profile import LINK_BYTES, Group, Measured, Operation
+from llmrecipes.train.profile import Kernel, kind_of, table
 from llmrecipes.workflow.bench import sizes, write_profile
-from tests.helpers import tiny_on, write_recipe
+from tests.engines.plain import Cpu, PlainBackend, PlainEngine
+from tests.helpers import tiny, tiny_on, write_recipe
 from tests.refusals import require_message
 
 
@@ -124,6 +128,61 @@ def test_every_rank_is_timed() -> None:
     finally:
         dist.destroy_process_group()
     assert len(found.hosts) == len(found.seconds) == 1 and found.seconds[0] > 0
+
+
+def test_a_step_ends_when_its_update_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    pending: list[str] = []
+    at_the_end: list[int] = []
+
+    class Queue(Cpu):
+        """A device whose queue is emptied by `synchronize` only."""
+
+        def synchronize(self) -> None:
+            pending.clear()
+
+    class Queueing(PlainEngine):
+        def train_step(self, batches: Any, *, stop: Any = None) -> Any:
+            pending.append("update")
+            return super().train_step(batches, stop=stop)
+
+    class Clock:
+        @staticmethod
+        def perf_counter() -> float:
+            at_the_end.append(len(pending))
+            return float(len(at_the_end))
+
+    class Engines(PlainBackend):
+        def build(self, plan: Any, platform: Any, weights: Any = None) -> Any:
+            return Queueing(plan, platform)
+
+    monkeypatch.setattr(measure, "time", Clock)
+    spec = BenchSpec(recipe=tiny(), data_dir=Path(), out=Path(), what="step", repeats=1)
+    engines: Any = Engines()
+    platform = Queue()
+    with engines.join(spec.recipe, platform) as world:
+        measure.steps(spec, engines, world, platform, detect())
+    assert not any(at_the_end)
+
+
+def test_kernels_are_summed_by_kind_and_gaps_are_idle() -> None:
+    names = {
+        "nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_NNT": "gemm",
+        "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel>>": "gemm",
+        "void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 64>>": "attention",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma": "attention",
+        "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "communication",
+        "void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, float>": "loss",
+        "void at::native::vectorized_layer_norm_kernel<float>": "norm",
+        "Memcpy DtoD (Device -> Device)": "copy",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>": "elementwise",
+    }
+    kernels = [Kernel(name, 10.0 * at, 10.0 * at + 8) for at, name in enumerate(names)]
+    kernels.append(Kernel("ncclDevKernel_ReduceScatter", 0.0, 9.0))  # overlaps a product, and one gap in part
+    found = table(kernels, window=100e-6, steps=2, device="cuda")
+    assert {name: kind_of(name) for name in names} == names
+    assert found.kinds["idle"] == pytest.approx((100 - 9 * 8 - 1) / 2 * 1e-6)
+    assert found.kinds["communication"] == pytest.approx(17e-6 / 2)
+    assert found.seconds == pytest.approx(50e-6)
 
 
 def test_a_site_with_gpus_is_measured_as_it_is_used_and_at_a_size_that_measures_links(

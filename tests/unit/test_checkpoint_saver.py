@@ -23,7 +23,7 @@ from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.ranks import Ranks
 from llmrecipes.checkpoint.saver import AsyncSaver
 from llmrecipes.checkpoint.store import CheckpointStore, Entry
-from llmrecipes.engine.core.checkpoint.format import ShardedFormat
+from llmrecipes.engine.core.checkpoint.format import ShardedFormat, slabs
 from llmrecipes.engine.core.checkpoint.loader import load
 from tests.dist.worlds import GlooWorld
 from tests.refusals import refused
@@ -64,11 +64,13 @@ def newest(store: CheckpointStore) -> Entry:
     return entry
 
 
-def test_files_hold_the_values_at_the_call_of_save(store: CheckpointStore, group: Ranks) -> None:
+@pytest.mark.parametrize("pinned", [False, True])
+def test_files_hold_the_values_at_the_call_of_save(store: CheckpointStore, group: Ranks, pinned: bool) -> None:
     weight, layers = torch.randn(6, 50), torch.randn(3, 40)
     moments = [torch.ones(3)]
     wanted_weight, wanted_layers = weight.clone(), layers.clone()
-    with AsyncSaver(store, group, ShardedFormat()) as saver:
+    with AsyncSaver(store, group, ShardedFormat(pinned=pinned)) as saver:
+        saver.reserve(sharded(weight, layers))
         saver.save(sharded(weight, layers, step=7, optimizer={"moments": moments, "lr": 0.5}), info(7))
         weight.fill_(-1)
         layers.fill_(-1)
@@ -89,6 +91,38 @@ def test_files_hold_the_values_at_the_call_of_save(store: CheckpointStore, group
     assert torch.equal(loaded["rng"]["state"], torch.arange(4))
     assert loaded["rng"]["python"] == (3, [1, 2], None)
     assert loaded["local"] == "stays"
+
+
+def test_pinned_memory_is_allocated_before_the_first_snapshot_in_slabs_that_are_not_rounded_up() -> None:
+    state = sharded(torch.randn(600, 5000), torch.randn(3, 40000))
+    files = ShardedFormat(pinned=True)
+    allocate = files.reserve(state)
+    assert allocate is not None and files.held_bytes == 0
+    allocate()
+    held = files.held_bytes
+    assert files.reserve(state) is None
+    taken = files.snapshot(state)
+    assert files.held_bytes == held
+    assert torch.equal(taken["weight"].data, state["weight"].data)
+    assert taken["weight"].data.untyped_storage().nbytes() == taken["weight"].data.nbytes  # as torch.save writes it
+
+    # Weight, master weight and two moments of 32 layers of 4096, of which each tensor would be rounded up by itself.
+    shapes = [
+        (name, part, layer)
+        for layer in range(32)
+        for name in ("qkv", "proj", "fc1", "fc2", "norm")
+        for part in range(4)
+    ]
+    elements = {"qkv": 6144 * 4096, "proj": 4096 * 4096, "fc1": 28672 * 4096, "fc2": 14336 * 4096, "norm": 4096}
+    needed: dict[tuple[object, ...], int] = {key: elements[key[0]] * (2 if key[1] == 0 else 4) // 8 for key in shapes}
+    plan = slabs(needed)
+    assert sum(needed.values()) <= sum(plan.sizes) <= 1.02 * sum(needed.values())
+    assert sum(1 << (size - 1).bit_length() for size in needed.values()) > 1.15 * sum(needed.values())
+    assert all(size.bit_count() == 1 for size in plan.sizes)
+    for number, size in enumerate(plan.sizes):
+        parts = sorted((offset, needed[key]) for key, (slab, offset) in plan.places.items() if slab == number)
+        ends = [offset + bytes for offset, bytes in parts]
+        assert all(end <= start for end, (start, _) in zip(ends, parts[1:], strict=False)) and ends[-1] <= size
 
 
 def test_save_returns_before_the_files_are_written_and_the_next_one_waits(

@@ -22,6 +22,7 @@ from llmrecipes.dryrun.drawing import memory_svg, passes_svg
 from llmrecipes.dryrun.spec import PARTS, DryRunSpec, RankReport
 from llmrecipes.hardware.machine import planned
 from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.plan.memory import communicators
 from llmrecipes.plan.traffic import SMALL
 from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.engines import MEGATRON, engine_name
@@ -167,6 +168,13 @@ def test_the_plan_is_what_the_real_code_does(name: str, small: dict[str, Report]
     report, plan = small[name], plan_of(SMALL_WORLDS[name.rpartition(",")[0]])
     require_planned(report)
     require_traffic(report, plan)
+
+
+def test_the_plan_has_a_communicator_for_every_group(small: dict[str, Report]) -> None:
+    for name, report in small.items():
+        plan = plan_of(SMALL_WORLDS[name.rpartition(",")[0]])
+        planned = communicators(plan.recipe, plan.shape, plan.layout)
+        assert {each["group"]: each["ranks"] for each in report["traffic"]} == planned, name
 
 
 def test_the_host_waits_once_a_step(small: dict[str, Report]) -> None:

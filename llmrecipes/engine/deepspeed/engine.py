@@ -170,7 +170,8 @@ class DeepSpeedEngine:
         self._see = see
 
     def checkpoint_format(self) -> ShardedFormat:
-        return ShardedFormat({"device": self.platform.name, "layers": self.implementation.name})
+        written_by = {"device": self.platform.name, "layers": self.implementation.name}
+        return ShardedFormat(written_by, pinned=self.plan.device == "cuda")
 
     def state(self, progress: Progress) -> dict[str, Any]:
         return state.sharded_state(self, progress)

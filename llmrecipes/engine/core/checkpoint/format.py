@@ -10,8 +10,9 @@ import copy
 import hashlib
 import io
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -59,6 +60,7 @@ from llmrecipes.engine.core.checkpoint.index import (
 )
 from llmrecipes.io import sync, write_synced
 from llmrecipes.nested import leaves
+from llmrecipes.units import GIB, MIB
 
 BACKEND = "torch_dist"
 
@@ -80,17 +82,22 @@ class ShardedFormat:
 
     Args:
         written_by: what the manifest says of the engine besides versions.
+        pinned: whether snapshots are copied from a GPU, to pinned memory.
     """
 
-    def __init__(self, written_by: Mapping[str, str] | None = None) -> None:
+    def __init__(self, written_by: Mapping[str, str] | None = None, *, pinned: bool = False) -> None:
         self._written_by = dict(written_by or {})
-        self._staging = Staging()
+        self._staging = PinnedStaging() if pinned else Staging()
         self._checked = False
 
     @property
     def held_bytes(self) -> int:
-        """Host memory that this rank keeps for saving: as many bytes as the tensors that it writes."""
+        """Host memory that this rank keeps for saving: the tensors that it writes, and with pinned memory some more."""
         return self._staging.nbytes
+
+    def reserve(self, state: StateDict) -> Callable[[], None] | None:
+        """Factories of the state are applied in place."""
+        return self._staging.reserve(state)
 
     def snapshot(self, state: StateDict) -> StateDict:
         """Factories of the state are applied in place."""
@@ -193,8 +200,8 @@ def require_whole(index: Table) -> None:
 class Staging:
     """Host buffers for the tensors that this rank writes, reused by all saves.
 
-    Reused, because page faults of new memory cost more than the copy itself, and pinned memory for copies from a GPU
-    is even slower to allocate. The price is this rank's share of the state in host memory.
+    Reused, because page faults of new memory cost more than the copy itself. The price is this rank's share of the
+    state in host memory.
     """
 
     def __init__(self) -> None:
@@ -216,11 +223,18 @@ class Staging:
             else. Replicas that another rank writes are not copied.
         """
         apply_factories(state)
+        self._make_room(state)
         taken: StateDict = dict_list_map_outplace(self._take_one, state)
         if torch.cuda.is_available():
             # Copies into pinned memory are asynchronous; the next optimizer step must not overtake them.
             torch.cuda.current_stream().synchronize()
         return taken
+
+    def reserve(self, state: StateDict) -> Callable[[], None] | None:
+        """Ordinary memory is allocated by the first snapshot."""
+        return None
+
+    def _make_room(self, state: StateDict) -> None: ...
 
     def _take_one(self, value: Any) -> Any:
         if isinstance(value, ShardedTensor):
@@ -235,13 +249,102 @@ class Staging:
         if not is_main_replica(shard.replica_id):
             return shard
         source = shard.data.detach()
-        key = (shard.key, shard.global_offset, str(shard.flattened_range))
+        key = _identity(shard)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
-            buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+            buffer = torch.empty(source.shape, dtype=source.dtype)
             self._buffers[key] = buffer
         buffer.copy_(source, non_blocking=True)
         return replace(shard, data=buffer)
+
+
+def _identity(shard: Any) -> tuple[object, ...]:
+    return shard.key, shard.global_offset, str(shard.flattened_range)
+
+
+SLAB = GIB
+"""Largest pinned buffer that several tensors share, in bytes."""
+_LEAST_SLAB, _ALIGNMENT = MIB, 512
+
+
+@dataclass(frozen=True)
+class Slabs:
+    """Places of tensors in a few large buffers."""
+
+    sizes: tuple[int, ...]
+    """Bytes of the buffers, powers of two: torch's allocator of pinned memory rounds up to them."""
+    places: dict[tuple[object, ...], tuple[int, int]]
+    """Buffer, and offset in it in bytes, of each tensor."""
+
+
+def slabs(needed: Mapping[tuple[object, ...], int]) -> Slabs:
+    """Distribute tensors over buffers: the largest first, each where it fits.
+
+    Args:
+        needed: bytes of each tensor.
+    """
+    rounded = {key: -(-size // _ALIGNMENT) * _ALIGNMENT for key, size in needed.items()}
+    left = sum(rounded.values())
+    sizes: list[int] = []
+    free: list[int] = []
+    places = {}
+    for key, size in sorted(rounded.items(), key=lambda item: -item[1]):
+        index = next((number for number, room in enumerate(free) if room >= size), len(free))
+        if index == len(free):
+            share = min(SLAB, 1 << left.bit_length() - 1) if left else 0
+            sizes.append(max(share, 1 << (size - 1).bit_length() if size else 0, _LEAST_SLAB))
+            free.append(sizes[-1])
+        places[key] = index, sizes[index] - free[index]
+        free[index] -= size
+        left -= size
+    return Slabs(tuple(sizes), places)
+
+
+class PinnedStaging(Staging):
+    """Staging in pinned memory: a few large slabs, which another thread can allocate before the first snapshot.
+
+    One buffer for each tensor would be rounded up to a power of two, and pinned in the training loop.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: tuple[int, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self._sizes)
+
+    def reserve(self, state: StateDict) -> Callable[[], None] | None:
+        """What allocates the slabs for snapshots of states like this one; it may run in another thread."""
+        apply_factories(state)
+        return self._allocation(state)
+
+    def _make_room(self, state: StateDict) -> None:
+        if (allocate := self._allocation(state)) is not None:
+            allocate()
+
+    def _allocation(self, state: StateDict) -> Callable[[], None] | None:
+        shapes = {
+            _identity(shard): (shard.data.shape, shard.data.dtype, shard.data.nbytes)
+            for shard in nested_values(state)
+            if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id)
+        }
+        known = {key: (buffer.shape, buffer.dtype, buffer.nbytes) for key, buffer in self._buffers.items()}
+        return None if shapes == known else partial(self._allocate, shapes)
+
+    def _allocate(self, shapes: Mapping[tuple[object, ...], tuple[Any, torch.dtype, int]]) -> None:
+        self._buffers = {}
+        plan = slabs({key: size for key, (_, _, size) in shapes.items()})
+        pin = torch.cuda.is_available()
+        memory = [torch.empty(size, dtype=torch.uint8, pin_memory=pin) for size in plan.sizes]
+        self._sizes = plan.sizes
+        for key, (shape, dtype, size) in shapes.items():
+            slab, offset = plan.places[key]
+            part = memory[slab][offset : offset + size]
+            if not part.is_meta:
+                # A tensor's own storage, because torch.save writes the whole storage of a view.
+                part = torch.from_numpy(part.numpy())
+            self._buffers[key] = part.view(dtype).view(shape)
 
 
 _BUFFER = 1 << 20

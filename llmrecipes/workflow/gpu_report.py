@@ -1,0 +1,154 @@
+"""`llmrecipes gpu-report`: measure one GPU against a CPU's results and the plan, within a budget of seconds."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from llmrecipes.bench.report import STAGES, Row, append, read
+from llmrecipes.errors import UserError
+from llmrecipes.hardware.cluster import Cluster, detect
+from llmrecipes.workflow.run import Log
+
+
+@dataclass(frozen=True)
+class Planned:
+    """An item and the seconds that it needs on a GPU; on a CPU as many are allowed."""
+
+    stage: str
+    name: str
+    seconds: int
+
+
+ITEMS = (
+    Planned("right", "parity", 120),
+    Planned("fast", "gemm", 30),
+    Planned("fast", "model gpt-125m", 90),
+    Planned("fast", "model gpt-1b", 120),
+    *(Planned("big", f"layers {name}", 120) for name in ("llama3-8b", "mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3")),
+    Planned("state", "saves gpt-125m", 60),
+    Planned("state", "saves gpt-1b", 120),
+)
+"""In the order in which they are measured; each in a process of its own."""
+GRACE = 15
+"""Seconds that are left when an item is stopped, for the pages."""
+
+
+def gpu_report(stages: Sequence[str], folder: Path, budget: float, device: str | None, log: Log) -> list[Row]:
+    """Measure what an earlier call with the same folder has not measured.
+
+    Args:
+        stages: of `STAGES`; empty: all.
+        folder: receives report.jsonl, report.md and report.html; each row is written as soon as it is known.
+        budget: seconds of this call. An item that would not fit is skipped, and measured by the next call.
+        device: `cuda` or `cpu`; None: a GPU if there is one.
+        log: receives a line for each item and each flagged row.
+
+    Returns:
+        All rows of the report.
+
+    Raises:
+        UserError: an unknown stage, no GPU, or the folder cannot be written.
+    """
+    ends = time.monotonic() + budget
+    for stage in stages:
+        if stage not in STAGES:
+            raise UserError(f"{stage!r}", where="STAGE", rule="a stage of the report", fix=", ".join(STAGES))
+    cluster = detect()
+    if device == "cuda" and not cluster.gpus:
+        raise UserError("no GPU that nvidia-smi lists", where="--device", fix="--device cpu")
+    chosen = device or cluster.device
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        about = _about(cluster, chosen)
+        for row in _rows(stages or STAGES, folder, chosen, ends, log):
+            append(folder, row, about)
+            if row.off:
+                log(f"  {' · '.join(cell for cell in row.cells() if cell)}")
+    except OSError as error:
+        raise UserError(
+            f"cannot be written: {error.strerror}", where=str(folder), fix="--out with another folder"
+        ) from error
+    return read(folder)
+
+
+def _rows(stages: Sequence[str], folder: Path, device: str, ends: float, log: Log) -> Iterator[Row]:
+    done = {(row.stage, row.item) for row in read(folder) if row.status == "measured" and row.quantity == "time"}
+    for item in ITEMS:
+        if item.stage not in stages or (item.stage, item.name) in done:
+            continue
+        left = ends - time.monotonic() - GRACE
+        if left < item.seconds:
+            note = f"{max(0, left):.0f} s left, {item.seconds} s needed; the same command continues"
+            yield Row(stage=item.stage, item=item.name, quantity="item", status="skipped", note=note)
+            continue
+        log(f"{item.stage}: {item.name}")
+        yield from _measured(item, folder, device, left)
+    if "fp8" in stages:
+        yield _fp8()
+
+
+def _fp8() -> Row:
+    missing = find_spec("transformer_engine") is None
+    note = "transformer_engine is not importable" if missing else "no recipe key selects fp8 yet"
+    return Row(stage="fp8", item="fp8", quantity="item", status="skipped", note=note)
+
+
+def _measured(item: Planned, folder: Path, device: str, limit: float) -> Iterator[Row]:
+    """Rows of an item as its process prints them; the last says how long it took, or why it failed."""
+    environment = {**os.environ, "LLMRECIPES_REPORT": str(folder)}
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, "-m", "llmrecipes.bench.report_worker", item.stage, item.name, device]
+    started = time.monotonic()
+    log = folder / f"{item.stage}-{item.name.replace(' ', '-')}.log"
+    with (
+        log.open("w", encoding="utf-8") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process,
+    ):
+        clock = threading.Timer(limit, process.kill)
+        clock.start()
+        try:
+            for line in process.stdout or ():
+                yield Row.model_validate_json(line)
+            code = process.wait()
+        finally:
+            clock.cancel()
+            process.kill()
+    seconds = time.monotonic() - started
+    if code == 0:
+        yield Row(stage=item.stage, item=item.name, quantity="time", value=seconds, unit="s")
+    else:
+        reason = f"stopped after {seconds:.0f} s" if seconds >= limit else f"exit code {code}"
+        note = f"{reason}: {_last_line(log)}"
+        yield Row(stage=item.stage, item=item.name, quantity="item", status="failed", note=note)
+
+
+def _last_line(path: Path) -> str:
+    lines = path.read_text("utf-8", errors="replace").split("\n")
+    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "no output")
+
+
+def _about(cluster: Cluster, device: str) -> list[str]:
+    what = f"1 × {cluster.gpus[0].name}" if device == "cuda" else f"CPU, {cluster.cpu_cores:g} cores"
+    return [
+        f"device: {what}" + ("" if device == "cuda" else " (the models are tiny: only the stages are tried)"),
+        f"Python {platform.python_version()}, "
+        + ", ".join(_version(name) for name in ("torch", "megatron-core", "transformer-engine", "llmrecipes")),
+    ]
+
+
+def _version(name: str) -> str:
+    try:
+        return f"{name} {version(name)}"
+    except PackageNotFoundError:
+        return f"{name} not installed"
