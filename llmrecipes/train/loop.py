@@ -14,6 +14,7 @@ from typing import Protocol
 from llmrecipes.checkpoint.saver import AsyncSaver
 from llmrecipes.engine.base import Balance, Engine, Progress, StepResult, World
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.faults.memory import trim_heap
 from llmrecipes.faults.numerics import LossWatch
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.plan.derive import Plan
@@ -137,6 +138,8 @@ class Loop:
             if saving or stopping:
                 saves.save(progress)
             saves.poll()
+            if (evaluating or saving) and self.engine.platform.device.type == "cpu":
+                trim_heap()
             # When a stop is requested, an evaluation is left for the resumed run, even that of the last step.
             if stopping and (evaluating or not last):
                 saves.require(progress)
