@@ -34,9 +34,10 @@ def describe_oom(error: BaseException) -> str | None:
 def trim_heap() -> None:
     """Return the free pages of glibc's heap to the kernel; nothing with another C library.
 
-    Tensors on the CPU are page-aligned blocks of the heap (`engine/core/platform/cpu.py`). Before glibc 2.38 such a block
-    is cut out of a larger one, and when a small object has taken what was cut off, the freed block is too small for the
-    next tensor of its size: the heap grows by that tensor, and its pages stay resident though nothing uses them.
+    Tensors on the CPU are page-aligned blocks of the heap (`engine/core/platform/cpu.py`). Before glibc 2.38 such a
+    block is cut out of a larger one, and when a small object has taken what was cut off, the freed block is too small
+    for the next tensor of its size: the heap grows by that tensor, and its pages stay resident although nothing uses
+    them.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

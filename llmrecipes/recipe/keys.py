@@ -2,7 +2,7 @@
 probably intended one for an unknown key, and the generated reference.
 
 The JSON Schema of all keys takes longer to make than a recipe takes to read, so what is asked of one key (`key_of`,
-`is_key`, `options_of`) is answered from the schema of its section.
+`is_key`, `options_of`) is answered from the schema of its field.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, create_model
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
@@ -70,10 +70,21 @@ def _keys(document: type[BaseModel]) -> dict[str, Key]:
     return {key.name: key for key in _walk(made, "", made.get("$defs", {}))}
 
 
+@cache
+def _keys_of_field(section: type[BaseModel], name: str) -> dict[str, Key]:
+    """The keys of one field, which a model of its own has, without their descriptions; empty for an unknown one."""
+    if name not in section.model_fields:
+        return {}
+    field = section.model_fields[name]
+    fields: dict[str, Any] = {name: (field.annotation, field)}
+    made = create_model(section.__name__, __config__=section.model_config, **fields).model_json_schema()
+    return {key.name: key for key in _walk(made, "", made.get("$defs", {}))}
+
+
 def key_of(name: str, document: type[BaseModel] = Recipe) -> Key | None:
-    """The key or section of a dotted name (named as in its own section); None if there is none."""
+    """The key or section of a dotted name (named as in its own section), without its description; None for no key."""
     section, rest = _innermost(name, document)
-    return keys(section).get(normal(rest))
+    return _keys_of_field(section, rest.partition(".")[0]).get(normal(rest))
 
 
 def normal(name: str) -> str:
@@ -84,7 +95,8 @@ def normal(name: str) -> str:
 def is_key(name: str, document: type[BaseModel] = Recipe) -> bool:
     """Whether a dotted name is a key or section, or inside a mapping with user-defined keys."""
     section, rest = _innermost(name, document)
-    known, parts = keys(section), rest.split(".")
+    parts = rest.split(".")
+    known = _keys_of_field(section, parts[0])
     above = (known.get(normal(".".join(parts[:depth]))) for depth in range(1, len(parts)))
     return normal(rest) in known or ("" not in parts and any(each is not None and each.free for each in above))
 
@@ -92,7 +104,7 @@ def is_key(name: str, document: type[BaseModel] = Recipe) -> bool:
 def options_of(name: str, document: type[BaseModel] = Recipe) -> tuple[Mapping[str, Any], ...]:
     """JSON Schema of each type that a dotted key, or an item of a list, accepts; empty for an unknown key."""
     section, rest = _innermost(name, document)
-    known = keys(section)
+    known = _keys_of_field(section, rest.partition(".")[0])
     if normal(rest) in known:
         return known[normal(rest)].options
     above, _, index = rest.rpartition(".")
