@@ -99,11 +99,11 @@ def write_checkpoint(folder: Path) -> None:
 
 def export_small(folder: Path) -> dict[str, float]:
     """`llmrecipes export`, without a tokenizer: there is no data."""
-    from llmrecipes.models.export import Options, export
+    from llmrecipes.models.export import ExportOptions, export
 
     started = time.perf_counter()
     made = export(
-        f"{SMALL}/made@{STEP}", folder / "out", folder / "runs", folder / "data", Options(None, tokenizer=False)
+        f"{SMALL}/made@{STEP}", folder / "out", folder / "runs", folder / "data", ExportOptions(None, tokenizer=False)
     )
     return {"seconds": time.perf_counter() - started, "bytes": made.bytes, "shard": made.largest_shard}
 

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from llmrecipes.commandline import command_line
 from llmrecipes.data import checked
 from llmrecipes.data import manifest as manifests
-from llmrecipes.data.manifest import LISTING, Manifest, listings, read_listing, require_listed
+from llmrecipes.data.manifest import LISTING, DataManifest, listings, read_listing, require_listed
 from llmrecipes.data.split import SPLITS, Split, check_disjoint
 from llmrecipes.data.steps import selected
 from llmrecipes.data.tokenizer import TextTokenizer, read
@@ -51,7 +51,7 @@ class Prepared:
     """A prepared folder and the weights with which a recipe blends its sources."""
 
     path: Path
-    manifest: Manifest
+    manifest: DataManifest
     weights: tuple[float, ...]
 
     @property

@@ -24,7 +24,7 @@ from llmrecipes.engine.sampling import Sampling
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation.lead import Interrupted, Lead
 from llmrecipes.evaluation.perplexity import windows
-from llmrecipes.evaluation.request import Result
+from llmrecipes.evaluation.request import EvaluationResult
 from llmrecipes.evaluation.sandbox import sandboxed_templates
 from llmrecipes.evaluation.tasks import Tasks
 
@@ -140,7 +140,7 @@ def _before(text: str, until: Sequence[str]) -> str:
     return text
 
 
-def run_tasks(lead: Lead, tasks: Tasks, *, limit: int | None, num_fewshot: int | None) -> list[Result]:
+def run_tasks(lead: Lead, tasks: Tasks, *, limit: int | None, num_fewshot: int | None) -> list[EvaluationResult]:
     """Results of the harness's tasks, and of their groups; on the first rank, inside `Lead.run`.
 
     Random states of Python, NumPy and torch are the same afterwards, so that a training is not affected.
@@ -183,7 +183,8 @@ def run_tasks(lead: Lead, tasks: Tasks, *, limit: int | None, num_fewshot: int |
     shots = output.get("n-shot", {})
     results = {**output["results"], **output.get("groups", {})}
     return [
-        Result(name, metrics_of(values), _settings(name, samples, versions, shots)) for name, values in results.items()
+        EvaluationResult(name, metrics_of(values), _settings(name, samples, versions, shots))
+        for name, values in results.items()
     ]
 
 

@@ -13,7 +13,7 @@ MEGATRON, DEEPSPEED = "megatron", "deepspeed"
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineEntry:
     """One engine; its parts are `module:name`, imported on demand."""
 
     backend: str
@@ -36,8 +36,8 @@ class Engine:
 
 
 ENGINES = {
-    MEGATRON: Engine("llmrecipes.engine.megatron.backend:MegatronBackend", reads=frozenset({DEEPSPEED})),
-    DEEPSPEED: Engine(
+    MEGATRON: EngineEntry("llmrecipes.engine.megatron.backend:MegatronBackend", reads=frozenset({DEEPSPEED})),
+    DEEPSPEED: EngineEntry(
         "llmrecipes.engine.deepspeed.backend:DeepSpeedBackend",
         configuration="llmrecipes.engine.deepspeed.config:deepspeed_config",
         reads=frozenset({MEGATRON}),

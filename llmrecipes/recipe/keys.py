@@ -35,7 +35,7 @@ INDEX = re.compile(r"(?<=\.)[0-9]{1,6}(?=\.|$)")
 
 
 @dataclass(frozen=True)
-class Key:
+class RecipeKey:
     """One key or section: dotted name, accepted values as text, default, and the description from the schema."""
 
     name: str
@@ -59,19 +59,19 @@ def schema(document: type[BaseModel]) -> dict[str, Any]:
     return document.model_json_schema(schema_generator=_Described)
 
 
-def keys(document: type[BaseModel] = Recipe) -> dict[str, Key]:
+def keys(document: type[BaseModel] = Recipe) -> dict[str, RecipeKey]:
     """All keys and sections by dotted name, in the schema's order; list items are written `N`."""
     return _keys(document)
 
 
 @cache
-def _keys(document: type[BaseModel]) -> dict[str, Key]:
+def _keys(document: type[BaseModel]) -> dict[str, RecipeKey]:
     made = schema(document)
     return {key.name: key for key in _walk(made, "", made.get("$defs", {}))}
 
 
 @cache
-def _keys_of_field(section: type[BaseModel], name: str) -> dict[str, Key]:
+def _keys_of_field(section: type[BaseModel], name: str) -> dict[str, RecipeKey]:
     """The keys of one field, which a model of its own has, without their descriptions; empty for an unknown one."""
     if name not in section.model_fields:
         return {}
@@ -81,7 +81,7 @@ def _keys_of_field(section: type[BaseModel], name: str) -> dict[str, Key]:
     return {key.name: key for key in _walk(made, "", made.get("$defs", {}))}
 
 
-def key_of(name: str, document: type[BaseModel] = Recipe) -> Key | None:
+def key_of(name: str, document: type[BaseModel] = Recipe) -> RecipeKey | None:
     """The key or section of a dotted name (named as in its own section), without its description; None for no key."""
     section, rest = _innermost(name, document)
     return _keys_of_field(section, rest.partition(".")[0]).get(normal(rest))
@@ -170,14 +170,14 @@ def _innermost(name: str, document: type[BaseModel]) -> tuple[type[BaseModel], s
     return section, rest
 
 
-def _walk(schema: dict[str, Any], prefix: str, defs: dict[str, Any]) -> Iterator[Key]:
+def _walk(schema: dict[str, Any], prefix: str, defs: dict[str, Any]) -> Iterator[RecipeKey]:
     required = schema.get("required", [])
     for name, raw in schema["properties"].items():
         dotted = f"{prefix}{name}"
         node = _section_of(_resolve(raw, defs), defs)
         item = _resolve(node.get("items", {}), defs)
         section = "properties" in node
-        yield Key(
+        yield RecipeKey(
             name=dotted,
             takes=_takes(node, defs),
             required=name in required,
@@ -191,7 +191,7 @@ def _walk(schema: dict[str, Any], prefix: str, defs: dict[str, Any]) -> Iterator
         if section:
             yield from _walk(node, f"{dotted}.", defs)
         elif "properties" in item:
-            yield Key(f"{dotted}.{ITEM}", "a mapping", False, None, item.get("description", ""), section=True)
+            yield RecipeKey(f"{dotted}.{ITEM}", "a mapping", False, None, item.get("description", ""), section=True)
             yield from _walk(item, f"{dotted}.{ITEM}.", defs)
 
 
@@ -345,7 +345,7 @@ def generated(root: Path) -> dict[Path, str]:
     return {root / "docs" / "reference" / "keys.md": reference(), root / "recipes" / "schema.json": json_schema()}
 
 
-def _table(members: list[Key]) -> list[str]:
+def _table(members: list[RecipeKey]) -> list[str]:
     rows = ["| key | takes | default | meaning |", "| --- | --- | --- | --- |"]
     for key in members:
         default = key.default_text if key.required else f"`{key.default_text}`"

@@ -20,7 +20,7 @@ from llmrecipes.engine.base import Engine, World
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation import history
 from llmrecipes.evaluation.lead import Interrupted, Lead
-from llmrecipes.evaluation.request import Result
+from llmrecipes.evaluation.request import EvaluationResult
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.events import TASKS_EVALUATED, Note
@@ -109,7 +109,7 @@ class TaskEvaluations:
             self.tracker.note(Note(step=step, event=TASKS_EVALUATED, details=values))
         return True
 
-    def _results(self, lead: Lead) -> list[Result]:
+    def _results(self, lead: Lead) -> list[EvaluationResult]:
         wanted = self.recipe.train.eval_tasks
         if self.tasks is None or wanted is None:
             return []

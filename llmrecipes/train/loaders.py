@@ -140,7 +140,7 @@ class ReadAhead:
             self.failure = failure
 
 
-class HeldOut:
+class HeldOutBatches:
     """Validation micro-batches of this rank; if they cannot be read, fully masked ones.
 
     Args:

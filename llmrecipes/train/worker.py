@@ -38,7 +38,7 @@ def run(spec: RunSpec) -> ExitCode:
     from llmrecipes.train.evaluations import TaskEvaluations, evaluation_due, load_tasks
     from llmrecipes.train.folder import require_exists, stop_when_deleted
     from llmrecipes.train.loaders import one_batch_forever, open_loaders
-    from llmrecipes.train.loop import Loop, Outcome
+    from llmrecipes.train.loop import Loop, LoopOutcome
     from llmrecipes.train.network import leave_out_other_adapters, nccl_output, prove, told
     from llmrecipes.train.reporting import describe, open_tracker
     from llmrecipes.train.resume import choose, initial_weights, resume
@@ -136,9 +136,9 @@ def run(spec: RunSpec) -> ExitCode:
         outcome = loop.run(progress)
         require_exists(spec.run_dir, world, lambda: tracker.close("FAILED"))
         # Close the progress display before printing anything else.
-        tracker.close("FINISHED" if outcome is Outcome.FINISHED else "KILLED")
+        tracker.close("FINISHED" if outcome is LoopOutcome.FINISHED else "KILLED")
         with engine.params_synced():
-            if world.is_first and outcome is Outcome.FINISHED:
+            if world.is_first and outcome is LoopOutcome.FINISHED:
                 print_summary(spec, prepared, loop)
     return outcome.value
 

@@ -18,7 +18,7 @@ from llmrecipes.workflow.run import on_one_rank
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerationRequest:
     """Prompt and sampling options."""
 
     prompt: str
@@ -42,7 +42,7 @@ class Sample:
     tokens: int
 
 
-def samples(run_dir: Path, data_dir: Path, request: Request) -> Iterator[Sample]:
+def samples(run_dir: Path, data_dir: Path, request: GenerationRequest) -> Iterator[Sample]:
     """Continuations of a prompt by the newest valid checkpoint of a run.
 
     Raises:

@@ -59,7 +59,7 @@ def train(recipe: Recipe, paths: Paths, options: TrainOptions, log: Log) -> int:
 
 
 def start_with_restarts(ready: PreparedStart, max_restarts: int, log: Log) -> int:
-    """PreparedStart the ranks, and after a fault restart all of them from the newest checkpoint.
+    """Start the ranks, and after a fault restart all of them from the newest checkpoint.
 
     Raises:
         UserError: three restarts in a row found the same checkpoint, with `ExitCode.STOP`.

@@ -75,7 +75,7 @@ from llmrecipes.cli.app import run
 run([{command!r}])
 keys = sys.modules.get("llmrecipes.recipe.keys")
 print([name for name in {(*HEAVY, *needless)!r} if name in sys.modules])
-made = [each.name for each in gc.get_objects() if keys is not None and type(each) is keys.Key]
+made = [each.name for each in gc.get_objects() if keys is not None and type(each) is keys.RecipeKey]
 print("train.train_iters" in made or "optimizer.weight_decay" in made)
 """
     done = subprocess.run([sys.executable, "-c", f"import gc\n{code}"], capture_output=True, text=True, check=True)

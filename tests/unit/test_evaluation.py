@@ -44,7 +44,7 @@ from llmrecipes.evaluation.checks import bias, distinct, rep, repetition
 from llmrecipes.evaluation.harness import BOOTSTRAP, HarnessModel, metrics_of, run_tasks
 from llmrecipes.evaluation.lead import Interrupted, Lead
 from llmrecipes.evaluation.perplexity import perplexity, windows
-from llmrecipes.evaluation.request import Request, Result
+from llmrecipes.evaluation.request import EvaluationRequest, EvaluationResult
 from llmrecipes.evaluation.run import Prepare
 from llmrecipes.evaluation.sandbox import bounded, sandbox
 from llmrecipes.evaluation.tasks import load_tasks
@@ -168,7 +168,7 @@ def test_data_that_is_missing_or_empty_is_refused_before_a_model_is_loaded(
     (tmp_path / "bad.jsonl").write_text('{"text": "a"\n')
 
     def of(**wanted: Any) -> Prepare:
-        return Prepare.of(Request.model_validate(wanted), prepared, tokenizer, LENGTH, LENGTH)
+        return Prepare.of(EvaluationRequest.model_validate(wanted), prepared, tokenizer, LENGTH, LENGTH)
 
     for name in ("nonsense", "text", "stdlib:x", "pickle:x"):
         with refused("--data"):
@@ -189,7 +189,7 @@ def test_data_that_is_missing_or_empty_is_refused_before_a_model_is_loaded(
     with refused("--prefix, --length", rule="64"):
         of(checks=["repetition"])
     with refused("--data"):
-        Prepare.of(Request(data=("valid",)), None, tokenizer, LENGTH, LENGTH)
+        Prepare.of(EvaluationRequest(data=("valid",)), None, tokenizer, LENGTH, LENGTH)
     of(data=["valid"], checks=["repetition"], prefix=8, length=8)
 
 
@@ -783,7 +783,7 @@ def test_bias_is_the_difference_of_log_probabilities(lead: Lead, tokenizer: Text
 
 
 def test_results_are_kept_beside_earlier_ones_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = Result("jsonl:a/b c.jsonl", {"loss": 1.5, "perplexity": math.inf}, {"documents": 2})
+    result = EvaluationResult("jsonl:a/b c.jsonl", {"loss": 1.5, "perplexity": math.inf}, {"documents": 2})
     history.append(tmp_path, history.records([result], 3, "x"))
     RunFiles(tmp_path).evaluations.open("a").write('{"torn')
     (found,) = history.read(tmp_path)
@@ -802,7 +802,7 @@ def test_results_are_kept_beside_earlier_ones_or_not_at_all(tmp_path: Path, monk
 
 def test_the_rank_needs_no_data_of_an_imported_model(tmp_path: Path) -> None:
     recipe = tiny(data={"tokenizer": {"type": "huggingface", "path": str(tmp_path)}})
-    spec = evaluate.EvaluationSpec(recipe=recipe, data_dir=tmp_path, folder=tmp_path, request=Request())
+    spec = evaluate.EvaluationSpec(recipe=recipe, data_dir=tmp_path, folder=tmp_path, request=EvaluationRequest())
     with refused("data.tokenizer"):
         evaluate.evaluate(spec)
 

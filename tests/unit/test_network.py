@@ -22,7 +22,7 @@ from llmrecipes.hardware.nccl_log import fault, log_of, proving, read, shown
 from llmrecipes.hardware.nics import Port
 from llmrecipes.launch.environment import FABRIC, environment
 from llmrecipes.train import network
-from llmrecipes.train.network import Report, judge, report
+from llmrecipes.train.network import NetworkReport, judge, report
 from tests.refusals import refused
 from tests.unit.test_clusters import plan_on
 
@@ -142,7 +142,7 @@ def test_anything_else_is_a_fault(log: str, kind: str, why: str | None) -> None:
     assert found is None if why is None else found is not None and found.startswith(why)
 
 
-def reports(kind: str, *logs: str) -> list[Report]:
+def reports(kind: str, *logs: str) -> list[NetworkReport]:
     """One rank a node, each with its own log."""
     hosts = (f"n{number}.site.example" for number in range(len(logs)))
     return [report(kind, "nccl", log, host, f"{host}:/tmp/nccl.log") for host, log in zip(hosts, logs, strict=True)]
@@ -172,7 +172,7 @@ def test_another_network_stops_the_run(logs: tuple[str, ...], rule: str | tuple[
 
 
 def test_thousands_of_ranks_are_one_short_message() -> None:
-    wrong = [Report(f"n{number // 8}", "Socket", 2, "Socket") for number in range(16_384)]
+    wrong = [NetworkReport(f"n{number // 8}", "Socket", 2, "Socket") for number in range(16_384)]
     with refused("network", rule="16384") as caught:
         judge(wrong, "efa", allow_socket=False)
     assert len(str(caught.value)) < 1_000

@@ -29,10 +29,10 @@ from llmrecipes.engine.core.update import learning_rate
 from llmrecipes.engine.deepspeed.config import deepspeed_config
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StopRequest
-from llmrecipes.hardware.cluster import Cluster, Gpu
+from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.degrees import smallest_world
-from llmrecipes.recipe.engines import ENGINES, Engine
+from llmrecipes.recipe.engines import ENGINES, EngineEntry
 from llmrecipes.recipe.keys import ITEM, keys
 from llmrecipes.recipe.plugins import resolve
 from llmrecipes.recipe.rules import check
@@ -54,7 +54,7 @@ pytestmark = pytest.mark.usefixtures("world")
 
 See = Callable[[Recipe, Path, pytest.MonkeyPatch], Any]
 
-NODE = Cluster((Gpu("any", 1 << 50, 1 << 50, None),) * 8, 8, 1 << 50, 1 << 50, 0)
+NODE = Cluster((DetectedGpu("any", 1 << 50, 1 << 50, None),) * 8, 8, 1 << 50, 1 << 50, 0)
 TWO_NODES = replace(NODE, gpus=NODE.gpus[:1]).times(2)
 
 
@@ -643,7 +643,7 @@ def made(*changes: Mapping[str, Any]) -> Recipe:
 
 @pytest.fixture(autouse=True)
 def second_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ENGINES, "plain", Engine("tests.engines.plain:PlainBackend"))
+    monkeypatch.setitem(ENGINES, "plain", EngineEntry("tests.engines.plain:PlainBackend"))
 
 
 def test_every_key_has_its_line() -> None:

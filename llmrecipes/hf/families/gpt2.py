@@ -36,7 +36,7 @@ class _Dropout:
         return {"hidden_dropout": branches}, [Obstacle("embd_pdrop", embedding, rule)] * (embedding != branches)
 
 
-class _Heads:
+class _Gpt2Heads:
     """Each query head has a key and a value head, and its share of the width."""
 
     theirs = ("n_inner",)
@@ -111,7 +111,7 @@ GPT2 = Family(
     # add_bias_linear includes it; and nothing is rotated.
     free=FREE - {"hidden_dropout"} | {"add_qkv_bias", "rotary_base", "rotary_percent", "rope_scaling_factor"},
     default_only=UNSUPPORTED | EXPERT_KEYS | LATENT | YARN | {"rope_scaling", "rotary_seq_len_interpolation_factor"},
-    specials=(_Dropout(), _Heads()),
+    specials=(_Dropout(), _Gpt2Heads()),
     training_only=frozenset(
         {
             "n_ctx", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
