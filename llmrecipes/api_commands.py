@@ -218,7 +218,7 @@ def _options(options: Mapping[str, Any], takes: frozenset[str], to: str) -> dict
     takes |= JOB_OPTIONS
     foreign = sorted(named.keys() - takes)
     if foreign:
-        raise UserError(f"given with to={to!r}", where=foreign[0], rule=f"one of {', '.join(sorted(takes))}")
+        raise UserError(f"not valid with to={to!r}", where=foreign[0], rule=f"one of {', '.join(sorted(takes))}")
     return named
 
 

@@ -263,7 +263,7 @@ def read_listing(folder: Path) -> tuple[dict[str, int], dict[str, File] | None]:
 
     Raises:
         OSError: there is no listing.
-        UserError: it is damaged.
+        UserError: it is corrupt.
     """
     content = untrusted.read(folder / LISTING, root=folder)
     try:

@@ -63,7 +63,7 @@ class Prepared:
         """The tokenizer that made the tokens.
 
         Raises:
-            UserError: it is damaged or has changed.
+            UserError: it is corrupt or has changed.
         """
         record = self.manifest.tokenizer
         return read(self.path / TOKENIZER, record.eod, record.sha256)
@@ -268,7 +268,7 @@ def index_usable(recipe: Recipe, prepared: Prepared) -> bool:
     """Whether there is nothing to build: the indices exist, with hashes or on a read-only file system.
 
     Raises:
-        UserError: the list of their files is damaged.
+        UserError: the list of their files is corrupt.
     """
     path = index_folder(recipe, prepared)
     if not (path / LISTING).is_file():

@@ -301,7 +301,7 @@ class Backend(Protocol):
         With `averaged`, their moving average (`optimizer.ema_decay`).
 
         Raises:
-            UserError: the checkpoint is damaged, or has no average.
+            UserError: the checkpoint is corrupt, or has no average.
         """
 
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> Engine:

@@ -87,7 +87,7 @@ def read_task_file(path: Path, where: str) -> TaskFile:
         where: option or key that named it.
 
     Raises:
-        UserError: it cannot be read, is damaged, or has no name.
+        UserError: it cannot be read, is corrupt, or has no name.
     """
     values = _Reader(where).merged(path)
     _require_name(values, path)
@@ -98,7 +98,7 @@ def read_folder(folder: Path, where: str) -> list[TaskFile]:
     """The tasks and groups in a folder and below it; other files are for `include`.
 
     Raises:
-        UserError: the folder does not exist, or a file cannot be read or is damaged.
+        UserError: the folder does not exist, or a file cannot be read or is corrupt.
     """
     if not folder.is_dir():
         raise UserError("no such folder", where=f"--include-path {folder}", fix="a folder with task files")

@@ -83,7 +83,7 @@ def load_tasks(
         trust_code: run the code that task files name; only in an isolated process.
 
     Raises:
-        UserError: the harness is not installed; an unknown task, with the nearest; a task file that is damaged or
+        UserError: the harness is not installed; an unknown task, with the nearest; a task file that is corrupt or
             is code; data that is missing, or is on the Hub where this machine does not reach it.
     """
     require_harness(where)

@@ -39,7 +39,7 @@ def load_tasks(recipe: Recipe) -> Tasks | None:
     """The recipe's tasks with their data, on the first rank; None on the others, and for a recipe without.
 
     Raises:
-        UserError: a task that is unknown or damaged, or whose data is missing.
+        UserError: a task that is unknown or corrupt, or whose data is missing.
     """
     wanted = recipe.train.eval_tasks
     if wanted is None or os.environ.get("RANK", "0") != "0":

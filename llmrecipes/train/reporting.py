@@ -59,7 +59,7 @@ def describe(
         rows["network"] = network
     if recipe.checkpoint.most_recent_k < LEAST_KEPT:
         rows["saves"] = (
-            f"the newest {LEAST_KEPT} checkpoints are kept, not {recipe.checkpoint.most_recent_k}: one may be damaged"
+            f"the newest {LEAST_KEPT} checkpoints are kept, not {recipe.checkpoint.most_recent_k}: one may be corrupt"
         )
     for name, text in [*rows.items(), *(("warning", text) for text in plan.warnings)]:
         console().print(f"{name:>7}  {text}", markup=False)

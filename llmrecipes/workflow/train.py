@@ -133,7 +133,7 @@ def _require_consistent(options: TrainOptions) -> None:
             rule="--max-restarts works on a single node only", fix="Slurm or Kubernetes, which restart all",
         )  # fmt: skip
     if options.run.from_scratch and options.run_id is None:
-        raise UserError("given without --run-id", where="--from-scratch", rule="a run without an id is a new one",
+        raise UserError("needs --run-id", where="--from-scratch", rule="a run without an id is a new one",
                         fix="leave it out")  # fmt: skip
 
 
