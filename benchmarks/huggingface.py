@@ -166,7 +166,7 @@ def import_small(folder: Path) -> dict[str, float]:
 
 def import_large(folder: Path) -> dict[str, float]:
     """The writer of the checkpoint alone, on values made on the way."""
-    from llmrecipes.engine.registry import backend
+    from llmrecipes.engine.backends import backend
     from llmrecipes.hardware.cluster import detect
     from llmrecipes.plan.derive import derive
     from llmrecipes.workflow.run import on_one_rank

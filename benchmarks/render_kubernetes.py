@@ -16,7 +16,7 @@ import time
 from benchmarks.common import ROOT, close, machine, parser, show
 from llmrecipes.launch.kubernetes.launcher import objects_of
 from llmrecipes.launch.kubernetes.objects import to_yaml
-from llmrecipes.launch.kubernetes.options import FLAVORS, KubernetesOptions
+from llmrecipes.launch.kubernetes.settings import FLAVORS, KubernetesOptions
 from llmrecipes.workflow.submit import plan_for
 
 NODES, CLUSTER, RECIPE = 2000, "h100-ib", ["gpt-7b", "train.global_batch_size=16000"]

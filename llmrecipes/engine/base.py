@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from llmrecipes.checkpoint.format import CheckpointFormat, StateDict, Written
+from llmrecipes.checkpoint.state_format import CheckpointFormat, StateDict, Written
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.hardware.profile import Group

@@ -105,7 +105,7 @@ def export(
             corrupt checkpoint, a folder that exists, or a full disk. Nothing is left behind.
     """
     from llmrecipes.hf.safetensors import write, write_json
-    from llmrecipes.hf.tokenizer import write_tokenizer
+    from llmrecipes.hf.tokenizer_files import write_tokenizer
 
     started = time.monotonic()
     _require_options(options)
@@ -229,7 +229,7 @@ def export_adapter(reference: str, out: Path | None, runs_dir: Path) -> Exported
         UserError: no such run or checkpoint, a run without adapters or base model, adapters without a form in PEFT, a
             folder that exists, or a full disk. Nothing is left behind.
     """
-    from llmrecipes.engine.registry import backend
+    from llmrecipes.engine.backends import backend
     from llmrecipes.hf.adapter import write
     from llmrecipes.hf.family import family_named
     from llmrecipes.hf.reading import read_config

@@ -39,13 +39,13 @@ ENGINES = {
     MEGATRON: EngineEntry("llmrecipes.engine.megatron.backend:MegatronBackend", reads=frozenset({DEEPSPEED})),
     DEEPSPEED: EngineEntry(
         "llmrecipes.engine.deepspeed.backend:DeepSpeedBackend",
-        configuration="llmrecipes.engine.deepspeed.config:deepspeed_config",
+        configuration="llmrecipes.engine.deepspeed.configuration:deepspeed_config",
         reads=frozenset({MEGATRON}),
         extra="zero",
         packages=("deepspeed",),
-        requirements="llmrecipes.engine.deepspeed.requirements:require_offload",
+        requirements="llmrecipes.engine.deepspeed.installation:require_offload",
         all_of_zero=True,
-        needs_data="llmrecipes.engine.deepspeed.requirements:require_no_data",
+        needs_data="llmrecipes.engine.deepspeed.installation:require_no_data",
     ),
 }
 """Engines by name in a recipe."""

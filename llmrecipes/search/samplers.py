@@ -21,7 +21,7 @@ from optuna import pruners, samplers
 from optuna._transform import _SearchSpaceTransform
 from optuna.trial import FrozenTrial, TrialState
 
-from llmrecipes.recipe.search import PRUNER_KEYS, SAMPLER_KEYS, Pruner, PrunerType, Search
+from llmrecipes.recipe.search_section import PRUNER_KEYS, SAMPLER_KEYS, Pruner, PrunerType, Search
 from llmrecipes.search.space import distribution, plain
 from llmrecipes.search.trial import TrialOutcome
 from llmrecipes.search.trials import FITS, OUTCOME, continues, own_trials

@@ -23,7 +23,7 @@ from llmrecipes.checkpoint.compatibility import Difference, differences
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.proxy import suffixed
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.search import Search
+from llmrecipes.recipe.search_section import Search
 from llmrecipes.redact import redacted
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.search.samplers import grid, pruner, sampler

@@ -16,7 +16,7 @@ from llmrecipes.errors import ExitCode
 from llmrecipes.launch.base import JobHandle, JobState, JobStatus
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.search import Objective
+from llmrecipes.recipe.search_section import Objective
 from llmrecipes.search.metrics import Reader, TrialProgress
 from llmrecipes.search.space import Values, evaluation, evaluations
 

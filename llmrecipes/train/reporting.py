@@ -16,8 +16,8 @@ from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.proxy import with_zero
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.tracking.environment import capture
 from llmrecipes.tracking.events import Note
+from llmrecipes.tracking.run_environment import capture
 from llmrecipes.tracking.run_tracker import RunTracker
 from llmrecipes.train.loop import NoTracker, Tracker
 from llmrecipes.train.spec import RunSpec

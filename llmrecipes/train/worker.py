@@ -28,8 +28,8 @@ def run(spec: RunSpec) -> ExitCode:
     # Imported here so that a rank with an invalid spec fails before torch is loaded.
     from llmrecipes.checkpoint.saver import AsyncSaver, claim, saver_group
     from llmrecipes.data.prepared import open_prepared
+    from llmrecipes.engine.backends import backend
     from llmrecipes.engine.base import Progress
-    from llmrecipes.engine.registry import backend
     from llmrecipes.faults.signals import catch_signals
     from llmrecipes.hardware.nics import ports
     from llmrecipes.recipe.load import recipe_hash

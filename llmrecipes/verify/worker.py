@@ -25,7 +25,7 @@ def run(spec: VerifySpec) -> ExitCode:
     """
     require_packages(spec.recipe)
     # Imported here so that a rank with an invalid spec fails before torch is loaded.
-    from llmrecipes.engine.registry import backend
+    from llmrecipes.engine.backends import backend
 
     engines = backend(spec.recipe)
     platform = engines.platform(int(os.environ.get("LOCAL_RANK", "0")))

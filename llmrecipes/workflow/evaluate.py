@@ -341,7 +341,7 @@ def evaluate(spec: EvaluationSpec) -> list[EvaluationResult]:
     # Imported here so that a rank with an invalid spec fails before torch is loaded.
 
     from llmrecipes.data.prepared import fingerprint, open_prepared
-    from llmrecipes.engine.registry import backend
+    from llmrecipes.engine.backends import backend
     from llmrecipes.evaluation.lead import Lead
     from llmrecipes.evaluation.run import Prepare
     from llmrecipes.hardware.cluster import detect

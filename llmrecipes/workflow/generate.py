@@ -51,7 +51,7 @@ def samples(run_dir: Path, data_dir: Path, request: GenerationRequest) -> Iterat
     """
     from llmrecipes.data.prepared import open_prepared
     from llmrecipes.data.templates import question
-    from llmrecipes.engine.registry import backend
+    from llmrecipes.engine.backends import backend
 
     recipe = Run(run_dir).recipe()
     entry = Run(run_dir).require_checkpoint(data_dir)

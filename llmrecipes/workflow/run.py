@@ -18,7 +18,7 @@ from llmrecipes.recipe.engines import without_zero
 from llmrecipes.recipe.schema import Parallelism, Recipe
 from llmrecipes.rundir import Run
 from llmrecipes.runfiles import checked_run_id
-from llmrecipes.train.history import require_complete
+from llmrecipes.train.completeness import require_complete
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow.stored_recipe import require_same_recipe
 

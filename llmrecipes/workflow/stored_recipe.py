@@ -83,7 +83,7 @@ def _rate_change(now: Recipe, then: Recipe, step: int) -> tuple[str, str]:
     before, after = decay_iters(then), decay_iters(now)
     if before == after or now.scheduler.lr_decay_iters is not None or now.scheduler.lr_decay_style == "constant":
         return "", ""
-    from llmrecipes.engine.registry import backend
+    from llmrecipes.engine.backends import backend
 
     old, new = (backend(recipe).learning_rate(recipe, step + 1) for recipe in (then, now))
     what = f"learning rate: decays until step {after}, not {before}; in step {step + 1} it is {new:.1e}, not {old:.1e}"

@@ -19,7 +19,7 @@ import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 
 from llmrecipes.data import dataset
-from llmrecipes.data.loader import KEYS, ReaderLost, batches, read_error, sample_ids
+from llmrecipes.data.batches import KEYS, ReaderLost, batches, read_error, sample_ids
 from llmrecipes.data.prepare import Prepared, open_prepared, prepare
 from llmrecipes.data.prepared import drawn_samples, index_folder
 from llmrecipes.errors import ExitCode

@@ -32,7 +32,7 @@ from llmrecipes.data.tokenizer import train as train_tokenizer
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.hf.family import FAMILIES, family_named, family_of, model_of
 from llmrecipes.hf.safetensors import SafetensorsFolder, write
-from llmrecipes.hf.tokenizer import write_tokenizer
+from llmrecipes.hf.tokenizer_files import write_tokenizer
 from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.models.create import published
 from llmrecipes.recipe.load import load

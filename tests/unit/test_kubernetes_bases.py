@@ -21,7 +21,7 @@ from llmrecipes import __version__
 from llmrecipes.cli.app import build, run
 from llmrecipes.errors import ExitCode
 from llmrecipes.launch.kubernetes.launcher import objects_of
-from llmrecipes.launch.kubernetes.options import RUNTIME, KubernetesOptions
+from llmrecipes.launch.kubernetes.settings import RUNTIME, KubernetesOptions
 from llmrecipes.launch.ranks import Rank
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe

@@ -18,8 +18,8 @@ from llmrecipes.hardware.load import load_profile
 from llmrecipes.launch.base import PlannedForCluster
 from llmrecipes.launch.kubernetes.launcher import objects_of
 from llmrecipes.launch.kubernetes.objects import jobset_rules, render, to_yaml
-from llmrecipes.launch.kubernetes.options import FLAVORS, KubernetesOptions, Secret, object_name, parse_secrets
 from llmrecipes.launch.kubernetes.pod import Object, PodRun
+from llmrecipes.launch.kubernetes.settings import FLAVORS, KubernetesOptions, Secret, object_name, parse_secrets
 from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.recipe.load import load
 from llmrecipes.workflow.submit import plan_for

@@ -26,7 +26,7 @@ from llmrecipes.search.report import write_report
 from llmrecipes.search.starting import REASON
 from llmrecipes.search.study import open_study, place_of, require_section
 from llmrecipes.search.trials import return_to_queue
-from llmrecipes.tracking.environment import capture
+from llmrecipes.tracking.run_environment import capture
 from tests.helpers import ROOT, tiny, tiny_on, write_recipe
 from tests.refusals import refused
 

@@ -22,9 +22,9 @@ from llmrecipes.launch.base import (
     Submission,
 )
 from llmrecipes.launch.job import Job
-from llmrecipes.launch.kubernetes import objects, pod, prepare, site
-from llmrecipes.launch.kubernetes.options import FLAVORS, KubernetesOptions, object_name, parse_secrets
+from llmrecipes.launch.kubernetes import objects, pod, preparation, site
 from llmrecipes.launch.kubernetes.pod import Object, PodRun
+from llmrecipes.launch.kubernetes.settings import FLAVORS, KubernetesOptions, object_name, parse_secrets
 from llmrecipes.launch.programs import ask, require_program, run, tell
 from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.recipe.load import recipe_hash, to_yaml
@@ -69,8 +69,8 @@ class KubernetesLauncher:
         apply, text = ("kubectl", "apply", "--filename", "-"), objects.to_yaml(rendered)
         first: list[Object] = []
         if run.profile.gpus_per_node and not submission.prepared and not options.prepared:
-            first = [rendered[0], prepare.job(run, options)]  # both read the recipe from its ConfigMap
-        waits = f"# First the Job {prepare.name_of(run.name)} and its ConfigMap; the rest when it has completed.\n"
+            first = [rendered[0], preparation.job(run, options)]  # both read the recipe from its ConfigMap
+        waits = f"# First the Job {preparation.name_of(run.name)} and its ConfigMap; the rest when it has completed.\n"
         return Rendering(
             apply,
             text=text,
@@ -109,9 +109,9 @@ class KubernetesLauncher:
         _require_accepted(rendering.command, rendering.text)
         if rendering.first:
             _require_accepted(rendering.first, rendering.first_text)
-            name = prepare.name_of(rendering.details["name"])
+            name = preparation.name_of(rendering.details["name"])
             ref = JobRef("k8s", f"{rendering.details['namespace']}/job/{name}", submission.run_dir)
-            prepare.finish(self, ref, rendering.first, rendering.first_text, submission.run_id)
+            preparation.finish(self, ref, rendering.first, rendering.first_text, submission.run_id)
         tell(rendering.command, rendering.text, DRY_RUN)
         place = (rendering.details[key] for key in ("namespace", "flavor", "name"))
         return Job(self, JobRef("k8s", "/".join(place), submission.run_dir))

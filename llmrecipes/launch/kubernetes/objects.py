@@ -15,8 +15,8 @@ import yaml
 
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.launch.kubernetes import pod
-from llmrecipes.launch.kubernetes.options import RUNTIME, KubernetesOptions, check
 from llmrecipes.launch.kubernetes.pod import Object, PodRun
+from llmrecipes.launch.kubernetes.settings import RUNTIME, KubernetesOptions, check
 from llmrecipes.launch.programs import require_program, run
 from llmrecipes.recipe import document
 from llmrecipes.recipe.section import JsonObject

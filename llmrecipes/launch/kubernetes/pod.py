@@ -11,7 +11,7 @@ from llmrecipes.hardware.nics import CHOICE
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.launch.environment import environment
 from llmrecipes.launch.kubernetes import site
-from llmrecipes.launch.kubernetes.options import KubernetesOptions
+from llmrecipes.launch.kubernetes.settings import KubernetesOptions
 from llmrecipes.launch.rendezvous import TOKEN
 from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.plan.derive import Plan

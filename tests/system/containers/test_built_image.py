@@ -20,7 +20,7 @@ from cyclonedx.validation.json import JsonStrictValidator
 
 from llmrecipes.launch.kubernetes.launcher import objects_of
 from llmrecipes.launch.kubernetes.objects import to_yaml
-from llmrecipes.launch.kubernetes.options import KubernetesOptions
+from llmrecipes.launch.kubernetes.settings import KubernetesOptions
 from llmrecipes.workflow.submit import plan_for
 from tests import selection
 from tests.helpers import largest_difference

@@ -16,8 +16,8 @@ from llmrecipes.hardware.load import names
 from llmrecipes.launch.base import JobState, JobStatus
 from llmrecipes.launch.kubernetes.launcher import objects_of, pod_spec, status_of
 from llmrecipes.launch.kubernetes.objects import to_yaml
-from llmrecipes.launch.kubernetes.options import KubernetesOptions
 from llmrecipes.launch.kubernetes.pod import LEVELS, admits, security_level
+from llmrecipes.launch.kubernetes.settings import KubernetesOptions
 from llmrecipes.workflow.submit import plan_for
 from tests.system.kubernetes.lab import Cluster, Object, control_plane
 

@@ -12,8 +12,8 @@ from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.launch.base import JobRef, JobState, JobStatus, Launcher
 from llmrecipes.launch.job import Job
 from llmrecipes.launch.kubernetes import pod, site
-from llmrecipes.launch.kubernetes.options import KubernetesOptions
 from llmrecipes.launch.kubernetes.pod import Object, PodRun
+from llmrecipes.launch.kubernetes.settings import KubernetesOptions
 from llmrecipes.launch.programs import tell
 
 logger = logging.getLogger(__name__)
