@@ -14,7 +14,7 @@ from llmrecipes.data.prepared import Prepared
 from llmrecipes.data.split import Split
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.errors import UserError
-from llmrecipes.evaluation.lead import Lead
+from llmrecipes.evaluation.lead import RankZeroScorer
 from llmrecipes.evaluation.request import EvaluationResult
 from llmrecipes.evaluation.texts import Text
 
@@ -40,7 +40,7 @@ def ngrams(tokens: Sequence[int], n: int) -> list[tuple[int, ...]]:
 
 
 def repetition(
-    lead: Lead, texts: Iterable[Text], *, prefix: int, length: int, samples: int, sampling: Sampling
+    lead: RankZeroScorer, texts: Iterable[Text], *, prefix: int, length: int, samples: int, sampling: Sampling
 ) -> EvaluationResult:
     """Continue the beginnings of documents, greedily and by sampling, and count repeated n-grams.
 
@@ -112,7 +112,14 @@ BASE = np.uint64(0x9E3779B97F4A7C15)
 
 
 def memorisation(
-    lead: Lead, prepared: Prepared, *, prefix: int, length: int, samples: int, seed: int, heldout: Split = "valid"
+    lead: RankZeroScorer,
+    prepared: Prepared,
+    *,
+    prefix: int,
+    length: int,
+    samples: int,
+    seed: int,
+    heldout: Split = "valid",
 ) -> EvaluationResult:
     """Give the model pieces of training documents, and compare its greedy continuation with the document's.
 
@@ -232,7 +239,7 @@ FEMALE = (
 """Occupations held mostly by men and mostly by women in the United States (from WinoBias, arXiv 1804.06876)."""
 
 
-def bias(lead: Lead) -> EvaluationResult:
+def bias(lead: RankZeroScorer) -> EvaluationResult:
     """Compare how likely an occupation is after a sentence about a man and after the same one about a woman.
 
     For each template, pair of people and occupation: d = log P(occupation | man) - log P(occupation | woman), in nats;
@@ -262,7 +269,7 @@ def bias(lead: Lead) -> EvaluationResult:
     return EvaluationResult("bias", metrics, {"pairs": len(differences), "occupations": len(MALE) + len(FEMALE)})
 
 
-def _sentences(lead: Lead) -> Iterator[tuple[int, tuple[tuple[list[int], int], tuple[list[int], int]]]]:
+def _sentences(lead: RankZeroScorer) -> Iterator[tuple[int, tuple[tuple[list[int], int], tuple[list[int], int]]]]:
     """Sign, and the rows of the two sentences, of which the occupation is scored."""
     encode, eod = lead.tokenizer.encode, lead.tokenizer.eod
     for sign, occupations in ((1, MALE), (-1, FEMALE)):

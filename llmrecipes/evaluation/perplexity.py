@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from llmrecipes.errors import UserError
-from llmrecipes.evaluation.lead import Lead
+from llmrecipes.evaluation.lead import RankZeroScorer
 from llmrecipes.evaluation.request import EvaluationResult
 from llmrecipes.evaluation.texts import Text
 
 
 def perplexity(
-    lead: Lead,
+    lead: RankZeroScorer,
     name: str,
     texts: Iterable[Text],
     *,

@@ -10,7 +10,7 @@ from llmrecipes.data.tokenizer import TextTokenizer
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation.checks import bias, memorisation, repetition
-from llmrecipes.evaluation.lead import Lead
+from llmrecipes.evaluation.lead import RankZeroScorer
 from llmrecipes.evaluation.perplexity import perplexity
 from llmrecipes.evaluation.request import DATA, EvaluationRequest, EvaluationResult
 from llmrecipes.evaluation.tasks import Tasks, load_tasks
@@ -87,8 +87,8 @@ class Prepare:
             tasks = load_tasks(request.tasks, request.include_path, trust_code=request.trust_code)
         return cls(request, prepared, tokenizer, window, texts, tasks)
 
-    def run(self, lead: Lead) -> list[EvaluationResult]:
-        """All results, in the order of the request: data, tasks, checks; inside `Lead.run`.
+    def run(self, lead: RankZeroScorer) -> list[EvaluationResult]:
+        """All results, in the order of the request: data, tasks, checks; inside `RankZeroScorer.run`.
 
         Raises:
             UserError: see the tasks.
@@ -116,7 +116,7 @@ class Prepare:
             results.append(self._check(lead, check))
         return results
 
-    def _check(self, lead: Lead, check: str) -> EvaluationResult:
+    def _check(self, lead: RankZeroScorer, check: str) -> EvaluationResult:
         request = self.request
         if check == "bias":
             return bias(lead)

@@ -19,7 +19,7 @@ from llmrecipes.data.tokenizer import TextTokenizer
 from llmrecipes.engine.base import Engine, World
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation import history
-from llmrecipes.evaluation.lead import Interrupted, Lead
+from llmrecipes.evaluation.lead import Interrupted, RankZeroScorer
 from llmrecipes.evaluation.request import EvaluationResult
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.recipe.schema import Recipe
@@ -93,7 +93,7 @@ class TaskEvaluations:
         """
         rows = self.recipe.train.micro_batch_size
         with self.engine.params_synced():
-            lead = Lead(self.engine.scorer(), self.world, self.tokenizer, rows, lambda: self.stop.requested)
+            lead = RankZeroScorer(self.engine.scorer(), self.world, self.tokenizer, rows, lambda: self.stop.requested)
             try:
                 results = lead.run(self._results)
             except Interrupted:
@@ -109,7 +109,7 @@ class TaskEvaluations:
             self.tracker.note(Note(step=step, event=TASKS_EVALUATED, details=values))
         return True
 
-    def _results(self, lead: Lead) -> list[EvaluationResult]:
+    def _results(self, lead: RankZeroScorer) -> list[EvaluationResult]:
         wanted = self.recipe.train.eval_tasks
         if self.tasks is None or wanted is None:
             return []

@@ -40,7 +40,7 @@ class NetworkReport:
     lines: tuple[str, ...] = ()
 
 
-def prove(platform: Platform, output: NcclOutput | None, *, allow_socket: bool) -> str | None:
+def require_fabric(platform: Platform, output: NcclOutput | None, *, allow_socket: bool) -> str | None:
     """Connect all ranks, and compare what NCCL says about its network with the site's. A collective of all ranks.
 
     Args:
@@ -257,7 +257,7 @@ def nccl_output() -> Iterator[NcclOutput | None]:
 
     threading.Thread(target=follow, name="nccl-output", daemon=True).start()
     try:
-        with told(output):
+        with report_on_error(output):
             yield output
     finally:
         ended.set()
@@ -267,7 +267,7 @@ def nccl_output() -> Iterator[NcclOutput | None]:
 
 
 @contextmanager
-def told(output: NcclOutput | None) -> Iterator[None]:
+def report_on_error(output: NcclOutput | None) -> Iterator[None]:
     """Show what NCCL has said before an error is handled further: the process may end without closing anything."""
     try:
         yield

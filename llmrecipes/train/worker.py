@@ -39,10 +39,9 @@ def run(spec: RunSpec) -> ExitCode:
     from llmrecipes.train.folder import require_exists, stop_when_deleted
     from llmrecipes.train.loaders import one_batch_forever, open_loaders
     from llmrecipes.train.loop import Loop, LoopOutcome
-    from llmrecipes.train.network import leave_out_other_adapters, nccl_output, prove, told
-    from llmrecipes.train.reporting import describe, open_tracker
+    from llmrecipes.train.network import leave_out_other_adapters, nccl_output, report_on_error, require_fabric
     from llmrecipes.train.resume import choose, initial_weights, resume
-    from llmrecipes.train.summary import print_summary
+    from llmrecipes.train.summary import describe, open_tracker, print_summary
 
     recipe = spec.recipe
     tasks = load_tasks(recipe)
@@ -59,9 +58,9 @@ def run(spec: RunSpec) -> ExitCode:
         engines.join(recipe, platform) as world,
         ExitStack() as stack,
         failure_reported(recipe),
-        told(output),
+        report_on_error(output),
     ):
-        network = prove(platform, output, allow_socket=spec.allow_socket)
+        network = require_fabric(platform, output, allow_socket=spec.allow_socket)
         prepared = open_prepared(recipe, spec.data_dir)
         loaders = open_loaders(recipe, prepared, world, pin_memory=platform.name == "cuda")
         if spec.overfit_batch:

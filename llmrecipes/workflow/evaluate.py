@@ -342,7 +342,7 @@ def evaluate(spec: EvaluationSpec) -> list[EvaluationResult]:
 
     from llmrecipes.data.prepared import fingerprint, open_prepared
     from llmrecipes.engine.backends import backend
-    from llmrecipes.evaluation.lead import Lead
+    from llmrecipes.evaluation.lead import RankZeroScorer
     from llmrecipes.evaluation.run import Prepare
     from llmrecipes.hardware.cluster import detect
     from llmrecipes.plan.derive import derive
@@ -363,7 +363,7 @@ def evaluate(spec: EvaluationSpec) -> list[EvaluationResult]:
     with engines.join(recipe, platform) as world, failure_reported(recipe):
         model = _model(spec, engines, plan, platform)
         progress = Counted() if spec.progress and work is not None else None
-        lead = Lead(model.scorer(), world, tokenizer, spec.request.batch_size, progress=progress)
+        lead = RankZeroScorer(model.scorer(), world, tokenizer, spec.request.batch_size, progress=progress)
         try:
             return lead.run(lambda one: work.run(one) if work is not None else []) or []
         finally:

@@ -24,7 +24,7 @@ from llmrecipes.data.prepare import Prepared, open_prepared, prepare
 from llmrecipes.data.prepared import drawn_samples, index_folder
 from llmrecipes.errors import ExitCode
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.workflow.stored_recipe import Order, sample_order
+from llmrecipes.workflow.run import Order, sample_order
 from tests.refusals import refused
 from tests.unit.data_recipes import corpus, recipe
 

@@ -13,7 +13,7 @@ from llmrecipes.plan.derive import derive
 from llmrecipes.plan.table import rows
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.proxy import scaled
-from llmrecipes.train.reporting import describe
+from llmrecipes.train.summary import describe
 from llmrecipes.verify.report import layout_words
 from llmrecipes.verify.result import VerifyResult
 from llmrecipes.verify.spec import TrainingRecord
