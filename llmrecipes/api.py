@@ -340,9 +340,8 @@ def train_recipe(
     options = TrainOptions(
         nproc=nproc,
         run_id=name,
-        max_restarts=max_restarts,
         separate_process=True,
-        run=RunOptions(sample=False, accept_changes=accept_changes),
+        run=RunOptions(sample=False, max_restarts=max_restarts, accept_changes=accept_changes),
     )
     with warnings.catch_warnings():
         ignore_library_warnings()

@@ -49,8 +49,6 @@ class TrainOptions:
     cluster: str | None = None
     node: Node | None = None
     """Which of several machines this is; None: the only one."""
-    max_restarts: int = 0
-    """Maximum restarts of ranks that fail."""
     separate_process: bool = False
     """Start a process even for a single rank."""
     run: RunOptions = field(default_factory=RunOptions)

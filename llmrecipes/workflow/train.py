@@ -53,8 +53,8 @@ def train(recipe: Recipe, paths: Paths, options: TrainOptions, log: Log) -> int:
     except Finished as finished:
         log(str(finished))
         return int(ExitCode.DONE)
-    if options.max_restarts:
-        return start_with_restarts(ready, options.max_restarts, log)
+    if options.run.max_restarts:
+        return start_with_restarts(ready, options.run.max_restarts, log)
     return start(ready, options.node, separate_process=options.separate_process)
 
 
@@ -127,9 +127,9 @@ def _require_consistent(options: TrainOptions) -> None:
             "missing for several nodes", where="--run-id", rule="all nodes work in one directory",
             fix="--run-id my-run-1",
         )  # fmt: skip
-    if options.node is not None and options.max_restarts:
+    if options.node is not None and options.run.max_restarts:
         raise UserError(
-            f"{options.max_restarts} on several nodes", where="--max-restarts",
+            f"{options.run.max_restarts} on several nodes", where="--max-restarts",
             rule="--max-restarts works on a single node only", fix="Slurm or Kubernetes, which restart all",
         )  # fmt: skip
     if options.run.from_scratch and options.run_id is None:
