@@ -88,10 +88,11 @@ generate: setup ## sample from RUN: ARGS='--prompt "def "'
 ui: setup ## open the MLflow UI
 	@$(LLMRECIPES) ui
 
-# Each worker has torch loaded; tests that share an expensive fixture run in the same worker (tests/selection.py).
+# Tests wait for processes half of the time, so there are more workers than cores; those that share an expensive fixture
+# run in the same one (tests/selection.py).
 # Without compiled files every process would compile the tests and this package again, a third of the time of a small one.
 PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python tools/with_args.py $(BIN)/python -m pytest -q --durations=10
-WORKERS = -n logical --maxprocesses 4 --dist loadscope --no-loadscope-reorder
+WORKERS = -n 4 --dist loadscope --no-loadscope-reorder
 
 test: setup ## run the tests for every change: each part, each kind of parallelism, signals, one crash
 	@$(PYTEST) $(WORKERS) -m "not slow and not system and not fabric and not kubernetes"

@@ -75,13 +75,20 @@ TRANSFORMER_ENGINE = "transformer_engine"
 
 @cache
 def transformer_engine_obstacle() -> str | None:
-    """Why TransformerEngine cannot be imported; None if it can. To be called before megatron-core is imported.
+    """Why TransformerEngine cannot be used; None if it can. To be called before megatron-core is imported.
 
     One that was built for another torch or CUDA raises anything: OSError, RuntimeError, AssertionError. megatron-core
-    imports it in many modules and handles only ImportError; so after any error, later imports of it raise that.
+    imports it in many modules and handles only ImportError; so after any error, later imports of it raise that. They do
+    so without a GPU too: megatron-core uses its products for routers, and its optimizer, wherever it can be imported,
+    and both compute on CUDA only.
     """
     if find_spec(TRANSFORMER_ENGINE) is None:
         return "TransformerEngine is not installed"
+    import torch  # not at the top: parts of the program that start without torch import this module
+
+    if not torch.cuda.is_available():
+        sys.modules[TRANSFORMER_ENGINE] = None  # type: ignore[assignment]  # what the import system raises ImportError for
+        return "no GPU"
     try:
         import_module(f"{TRANSFORMER_ENGINE}.pytorch")
     except Exception as error:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.recipe.degrees import divisors, model_parallel_size, multiples, smallest_world
+from llmrecipes.recipe.engines import DEEPSPEED, engine_name
 from llmrecipes.recipe.layout_rules import shared_sizes
 from llmrecipes.recipe.schema import Parallelism, Recipe
 
@@ -152,11 +153,31 @@ def _check_machine(parallel: Parallelism, world_size: int, cluster: Cluster) -> 
         )
 
 
+def only_in_local_layers(recipe: Recipe) -> str | None:
+    """What a recipe has that only megatron-core's own layers have; None if it has nothing of that kind."""
+    if recipe.lora is not None:
+        return "adapters are inserted into megatron-core's own layers"
+    if recipe.data.chat is not None and recipe.data.chat.packing:
+        return "keeps packed conversations apart"
+    return None
+
+
+def local_layers_reason(recipe: Recipe) -> str | None:
+    """Why `transformer_impl: auto` takes megatron-core's own layers on every machine; None if the machine decides."""
+    if reason := only_in_local_layers(recipe):
+        return reason
+    if engine_name(recipe) == DEEPSPEED:
+        return "DeepSpeed is not tested with TransformerEngine's layers"
+    if recipe.train.precision == "fp32":
+        return "fp32, which TransformerEngine multiplies in TF32"
+    return None
+
+
 def _check_latent_attention(recipe: Recipe, cluster: Cluster) -> None:
     """TransformerEngine's layers do not sum the gradient of the key that all heads share; the local ones here do."""
     model, parallel = recipe.model, recipe.parallelism
     transformer_engine = model.transformer_impl == "transformer_engine" or (
-        model.transformer_impl == "auto" and cluster.device == "cuda"
+        model.transformer_impl == "auto" and cluster.device == "cuda" and local_layers_reason(recipe) is None
     )
     tensor = parallel.tensor_model_parallel_size
     if model.multi_latent_attention and transformer_engine and tensor > 1 and not parallel.sequence_parallel:

@@ -252,8 +252,8 @@ class Model(Section):
     make_vocab_size_divisible_by: PosInt = 128
     """Rows of the embedding are rounded up to a multiple of this, which keeps GEMMs aligned."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Layer implementation: TransformerEngine if it is installed and the GPU supports it (`auto`), or one by
-    name. The one in use is printed and recorded."""
+    """Layer implementation: `auto` is TransformerEngine if it is installed and the GPU supports it, but `local` with
+    DeepSpeed and in fp32, which TransformerEngine multiplies in TF32. The one in use is printed and recorded."""
 
 
 TRAINING_ONLY = frozenset(
@@ -344,7 +344,7 @@ class Train(Section):
     recompute_num_layers: PosInt | None = None
     """For `full`: layers in a chunk (`uniform`) or recomputed layers (`block`)."""
     torch_compile: bool = False
-    """Compile the transformer layers and the loss with torch.compile."""
+    """Compile the transformer layers and the loss with torch.compile; of layers with experts, the attention."""
     initial_loss_scale: PosFloat = 65536.0
     """First loss scale of fp16."""
     min_loss_scale: PosFloat = 1.0

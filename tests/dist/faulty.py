@@ -134,14 +134,14 @@ def _own_gradient(weight: torch.nn.Parameter) -> None:
 def _twice_the_rate(patch: Patch) -> None:
     from llmrecipes.engine.megatron import engine
 
-    plain = engine._optimizer_config
+    plain = engine.optimizer_config
 
     def faster(recipe: Recipe) -> Any:
         config = plain(recipe)
         config.lr *= 2
         return config
 
-    patch.setattr(engine, "_optimizer_config", faster)
+    patch.setattr(engine, "optimizer_config", faster)
 
 
 def _replica_drifts(patch: Patch) -> None:

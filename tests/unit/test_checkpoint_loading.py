@@ -147,3 +147,24 @@ def test_a_rank_loads_lists_that_the_first_rank_did_not_have(
     loaded = load(entry, {**state(), "model": {"others": [[], [own], []]}})
     assert torch.equal(bias, torch.ones(4)), "it is read in place"
     assert loaded["step"] == 1
+
+
+def test_norms_of_earlier_latent_attention_are_read_by_their_new_names(tmp_path: Path, group: Ranks) -> None:
+    earlier = {
+        "a.self_attention.linear_kv_up_proj.weight": "a.self_attention.linear_kv_up_proj.weight",
+        "a.self_attention.kv_layernorm.weight": "a.self_attention.linear_kv_up_proj.layer_norm_weight",
+        "b.self_attention.q_layernorm.weight": "b.self_attention.q_layernorm.weight",  # without a projection of its own
+        "a.mlp.linear_fc1.weight": "a.mlp.linear_fc1.weight",
+        "a.pre_mlp_layernorm.bias": "a.mlp.linear_fc1.layer_norm_bias",
+        "b.pre_mlp_layernorm.bias": "b.pre_mlp_layernorm.bias",  # of experts
+    }
+    store = CheckpointStore(tmp_path / "checkpoints")
+    values = {name: torch.full((4,), float(number)) for number, name in enumerate(earlier)}
+    with AsyncSaver(store, group, ShardedFormat(), async_save=False) as saver:
+        saver.save({name: ShardedTensor.from_rank_offsets(name, value) for name, value in values.items()}, INFO)
+    wanted = {now: ShardedTensor.from_rank_offsets(now, torch.zeros(4)) for now in earlier.values()}
+    entry = store.latest_valid()
+    assert entry is not None
+    loaded = load(entry, wanted)
+    for name, now in earlier.items():
+        assert torch.equal(loaded[now], values[name]), now

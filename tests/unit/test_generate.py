@@ -10,7 +10,10 @@ import torch
 
 from llmrecipes.engine.core.generation import Sampling, draw, generate
 from llmrecipes.engine.core.model.gpt import RecipeGPTModel
-from tests.helpers import LLAMA, built, tiny
+from llmrecipes.engine.core.platform import select
+from llmrecipes.engine.core.score import GPTScorer
+from llmrecipes.plan.derive import derive
+from tests.helpers import LLAMA, ROOMY, built, tiny
 from tests.refusals import refused
 
 GREEDY = Sampling(temperature=0)
@@ -37,6 +40,20 @@ def test_the_cache_changes_no_token(shape: dict[str, Any]) -> None:
         assert len(cached) == 40
         assert len(set(cached)) > 3
         assert cached == continuation(module, sampling=sampling, use_cache=False)
+
+
+@pytest.mark.usefixtures("world")
+def test_attention_makes_no_plan_for_each_length() -> None:
+    """cuDNN's does, on GPUs of compute capability 9.0."""
+    recipe = tiny()
+    whole = built(recipe)
+    allowed: list[bool] = []
+    whole.module.register_forward_pre_hook(lambda *_inputs: allowed.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    continuation(whole.module, max_new_tokens=2)
+    scorer = GPTScorer(whole.modules, derive(recipe, 1, ROOMY), select())
+    scorer.extend([PROMPT], [2], [0], GREEDY, lambda _new: False)
+    assert allowed == [False] * 4
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.usefixtures("world")

@@ -24,6 +24,7 @@ from llmrecipes.engine.core.model.spec import choose
 from llmrecipes.engine.core.versions import SENDS_BEFORE_FREEING
 from llmrecipes.hardware import builds
 from llmrecipes.plan.derive import derive
+from llmrecipes.recipe.schema import Recipe
 from tests.helpers import LLAMA, MODEL, ROOMY, ROOT, built, engine_of, environment, steps, tiny
 from tests.refusals import refused
 
@@ -137,14 +138,81 @@ def test_label_smoothing_changes_the_training_loss_only() -> None:
 
 def test_a_requested_implementation_is_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     with refused("model.transformer_impl", rule="GPU"):
-        choose("transformer_engine")
-    assert choose("auto") == ("local", "no GPU")
-    assert choose("local")[0] == "local"
+        choose(layers("transformer_engine"))
+    assert choose(layers("auto")) == ("local", "no GPU")
+    assert choose(layers("local"))[0] == "local"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     with refused("model.transformer_impl", rule="TransformerEngine"):
-        choose("transformer_engine")
-    assert choose("auto") == ("local", "TransformerEngine is not installed")
+        choose(layers("transformer_engine"))
+    assert choose(layers("auto")) == ("local", "TransformerEngine is not installed")
+
+
+def layers(implementation: str, precision: str = "bf16", **sections: Any) -> Recipe:
+    """A recipe in which no rule but the tested one says which layers it has."""
+    return tiny(model={"transformer_impl": implementation}, train={"precision": precision}, **sections)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "chosen", "word"),
+    [
+        (layers("auto"), "transformer_engine", "installed"),
+        (layers("auto", "fp32"), "local", "TF32"),
+        (layers("transformer_engine", "fp32"), "transformer_engine", "TF32"),
+        (layers("auto", zero={"stage": 2}), "local", "DeepSpeed"),
+        (layers("transformer_engine", zero={"stage": 2}), "transformer_engine", "installed"),
+    ],
+    ids=lambda value: "" if isinstance(value, Recipe) else value,
+)
+def test_auto_takes_what_computes_as_the_recipe_says_and_was_tested(
+    recipe: Recipe, chosen: str, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmrecipes.engine.core.model.spec._transformer_engine_obstacle", lambda: None)
+    implementation, reason = choose(recipe)
+    assert implementation == chosen
+    assert word in reason
+
+
+def test_transformer_engine_is_not_imported_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its GEMM and its optimizer, which megatron-core uses wherever it can import them, refuse other devices."""
+    monkeypatch.syspath_prepend(ROOT / "tests" / "stub_te")
+    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
+    builds.transformer_engine_obstacle.cache_clear()
+    try:
+        assert builds.transformer_engine_obstacle() == "no GPU"
+        with pytest.raises(ImportError):
+            import_module("transformer_engine")
+    finally:
+        sys.modules.pop("transformer_engine", None)
+        builds.transformer_engine_obstacle.cache_clear()
+
+
+# -- compilation -----------------------------------------------------------------------------------------------------
+
+
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "add_bias_linear": False}
+
+
+@pytest.mark.parametrize(
+    ("model", "graphs"),
+    [(LLAMA, 2), ({**LLAMA, **EXPERTS, "moe_layer_freq": [0, 1, 1]}, 3)],
+    ids=["dense", "experts"],
+)
+def test_all_layers_are_one_graph_which_is_compiled_once(model: dict[str, Any], graphs: int) -> None:
+    """On rank 0 of initialised groups, where megatron-core warns; and one graph is the loss's."""
+    module = built(tiny(model={"num_layers": 3, **model})).module
+    ids, positions = inputs()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    module.compile_layers(backend="eager")
+    try:
+        for step in range(3):  # tokens of each expert differ between them
+            module(ids.roll(step), positions, None, labels=ids).mean().backward()
+            counters = torch._dynamo.utils.counters
+            assert not counters["graph_break"]
+            assert counters["stats"]["unique_graphs"] == graphs
+    finally:
+        torch._dynamo.reset()
 
 
 @pytest.fixture
@@ -163,11 +231,11 @@ def test_auto_survives_a_broken_transformer_engine_and_tells_why(broken: Path, m
     monkeypatch.syspath_prepend(broken)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    chosen, reason = choose("auto")
+    chosen, reason = choose(layers("auto"))
     assert chosen == "local"
     assert "OSError" in reason and "libcublas.so.99" in reason
     with refused("model.transformer_impl", rule=("OSError", "libcublas.so.99")):
-        choose("transformer_engine")
+        choose(layers("transformer_engine"))
     with pytest.raises(ImportError):  # which megatron-core handles, and OSError it does not
         import_module("transformer_engine")
 

@@ -39,7 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "experts in bf16": {**LLAMA, **EXPERTS, "precision": "bf16"},
     "shared experts": {**LLAMA, **EXPERTS, "moe_shared_expert_intermediate_size": 96},
     "latent attention": LATENT,
-    "latent attention, whole queries": {**LATENT, "q_lora_rank": None, "qk_layernorm": False},
+    "latent attention, whole queries": {**LATENT, "q_lora_rank": None},
     "multi-token prediction": {**LLAMA, "mtp_num_layers": 2},
     "deepseek": {
         **LATENT, **EXPERTS, "num_layers": 3, "moe_layer_freq": [0, 1, 1], "moe_shared_expert_intermediate_size": 96,

@@ -122,6 +122,7 @@ def test_a_resumed_run_is_the_same_wandb_run_and_leaves_no_process(
         tracker.step(step(3))
         tracker.step(step(4))
         tracker.note(Note(step=2, event="restarted"))
+        wait_for(lambda: sent(run_dir).get("event") == 2)  # closing gives a busy machine only some seconds
     first, second = attempts(run_dir)
     runs = [next(each.run for each in found if each.HasField("run")) for found in (first, second)]
     assert runs[0].run_id == runs[1].run_id == json.loads((run_dir / "wandb.json").read_text())["id"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmrecipes.engine.core.model.gpt import RecipeGPTModel
 from llmrecipes.engine.sampling import Sampling, draw
@@ -85,5 +87,15 @@ def _forward(
     device = next(model.parameters()).device
     ids = torch.tensor([tokens], device=device)
     positions = torch.arange(offset, offset + len(tokens), device=device)[None]
-    logits = model(ids, positions, None, inference_context=context, runtime_gather_output=True)
+    with without_plans():
+        logits = model(ids, positions, None, inference_context=context, runtime_gather_output=True)
     return logits[0, -1]
+
+
+def without_plans() -> AbstractContextManager[None]:
+    """A block in which torch's attention does not take cuDNN's, which makes a plan for each length of the keys: tens of
+    milliseconds a token where they grow by one."""
+    chosen: AbstractContextManager[None] = sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    )
+    return chosen

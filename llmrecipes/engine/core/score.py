@@ -13,6 +13,7 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from llmrecipes.engine.base import Batch, Platform, Scores
+from llmrecipes.engine.core.generation import without_plans
 from llmrecipes.engine.core.model.attention import own_chunks
 from llmrecipes.engine.core.model.gpt import RecipeGPTModel
 from llmrecipes.engine.sampling import Sampling, draw
@@ -149,9 +150,10 @@ class GPTScorer:
                 tokens = text.all[done:at]
                 row[: len(tokens)] = torch.tensor(tokens, dtype=torch.long)
             places = torch.arange(done, at, device=self._device)[None].expand(len(texts), -1)
-            logits = module(
-                rows.to(self._device), places, None, inference_context=context, runtime_gather_output=True
-            )[:, -1, : self._rows]  # fmt: skip
+            with without_plans():
+                logits = module(
+                    rows.to(self._device), places, None, inference_context=context, runtime_gather_output=True
+                )[:, -1, : self._rows]  # fmt: skip
             context.sequence_len_offset = done = at
             context.enable_decode_mode()
             likeliest = logits.argmax(-1).tolist() if sampling.temperature == 0 else None

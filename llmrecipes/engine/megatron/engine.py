@@ -73,7 +73,7 @@ class MegatronEngine:
             for module in self.modules:
                 module.compile_layers()
         self.chunks = [_data_parallel(recipe, built, number) for number in range(len(built.modules))]
-        options = _optimizer_config(recipe)
+        options = optimizer_config(recipe)
         self.optimizer: MegatronOptimizer = get_megatron_optimizer(
             options,
             self.chunks,
@@ -301,18 +301,24 @@ def _sum_over_tokens(
 
 
 def _data_parallel(recipe: Recipe, built: BuiltModel, number: int) -> DistributedDataParallel:
+    config = data_parallel_config(recipe)
+    # The first chunk's gradients are computed last; the other chunks need no buckets to overlap.
+    return DistributedDataParallel(built.config, config, built.modules[number], disable_bucketing=number > 0)
+
+
+def data_parallel_config(recipe: Recipe) -> DistributedDataParallelConfig:
+    """megatron-core's configuration of gradient buffers and their reduction."""
     parallelism = recipe.parallelism
-    config = DistributedDataParallelConfig(
+    return DistributedDataParallelConfig(
         grad_reduce_in_fp32=parallelism.grad_reduce_in_fp32 or recipe.train.precision == "fp32",
         overlap_grad_reduce=parallelism.overlap_grad_reduce,
         overlap_param_gather=parallelism.overlap_param_gather,
         use_distributed_optimizer=parallelism.use_distributed_optimizer,
     )
-    # The first chunk's gradients are computed last; the other chunks need no buckets to overlap.
-    return DistributedDataParallel(built.config, config, built.modules[number], disable_bucketing=number > 0)
 
 
-def _optimizer_config(recipe: Recipe) -> OptimizerConfig:
+def optimizer_config(recipe: Recipe) -> OptimizerConfig:
+    """megatron-core's configuration of the optimizer."""
     optimizer, train = recipe.optimizer, recipe.train
     return OptimizerConfig(
         optimizer="adam",

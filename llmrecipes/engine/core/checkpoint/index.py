@@ -17,7 +17,7 @@ Columns are mapped into memory, so a rank reads the pages of its own layers, not
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise, product
@@ -30,6 +30,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from llmrecipes.checkpoint.manifest import FileRecord
+from llmrecipes.engine.core.model.init import FUSED_NORMS
 
 INDEX_NAME = "index.bin"
 _MOST = 1 << 62
@@ -148,7 +149,17 @@ def build(table: Table, files: Mapping[str, FileRecord]) -> Index:
         tensors[head.name] = StoredTensor(
             head.name, DTYPES[head.dtype], tuple(head.shape), head.longest, columns, sizes
         )
-    return Index(tuple(table.files), tensors, objects)
+    return Index(tuple(table.files), {_current(name, tensors): stored for name, stored in tensors.items()}, objects)
+
+
+def _current(name: str, names: Container[str]) -> str:
+    """Name of a tensor in checkpoints of this version: earlier ones had norms of local layers with latent attention
+    apart from the linear layer that follows."""
+    for linear, norm in FUSED_NORMS.items():
+        front, separate, kind = name.rpartition(f"{norm}.")
+        if separate and f"{front}{linear}.weight" in names:
+            return f"{front}{linear}.layer_norm_{kind}"
+    return name
 
 
 def covered(shape: npt.ArrayLike, offsets: Numbers, sizes: Numbers) -> bool:

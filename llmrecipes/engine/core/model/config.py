@@ -55,7 +55,7 @@ TRANSLATED = frozenset(
 )
 NOT_PASSED = frozenset(
     {
-        "transformer_impl",  # resolved by `spec.choose`; megatron-core's field has other values
+        "transformer_impl",  # resolved by `spec.choose`, and set below: `auto` is not a value of megatron-core's field
     }
 )
 
@@ -114,6 +114,7 @@ def transformer_config(plan: Plan, *, on_gpu: bool, transformer_engine: bool) ->
         and model.position_embedding_type == "rope"
         and not model.multi_latent_attention,
         "persist_layer_norm": transformer_engine,
+        "transformer_impl": "transformer_engine" if transformer_engine else "local",
     }
     if model.num_moe_experts:
         options |= _balance_coefficients(plan)

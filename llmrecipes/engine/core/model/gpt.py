@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from llmrecipes.engine.base import WeightSource
 from llmrecipes.engine.core.checkpoint.slices import other_state
-from llmrecipes.engine.core.model.attention import packs
 from llmrecipes.engine.core.model.config import own_mup, scale_activations, transformer_config
 from llmrecipes.engine.core.model.init import buffers, fill, initialise, parameter_slices
 from llmrecipes.engine.core.model.lora import ADAPTER, insert
@@ -36,11 +36,21 @@ class RecipeGPTModel(GPTModel):
     """Passes the scaled logits on, to be watched by a hook like other activations."""
     _weights: Iterator[torch.Tensor] = iter(())
 
-    def compile_layers(self) -> None:
-        """Compile layer by layer: all layers share one compiled graph, so compile time does not grow with depth."""
+    def compile_layers(self, backend: str = "inductor") -> None:
+        """Compile layer by layer: all layers share one compiled graph, so compile time does not grow with depth.
+
+        Of a layer with experts only the attention: its experts get another number of tokens each time, so they would be
+        compiled again and again until torch gives up.
+
+        Args:
+            backend: of torch.compile; `eager` traces only.
+        """
         for layer in self.decoder.layers:
-            layer.compile(dynamic=False)
-        self._token_losses = torch.compile(self._token_losses, dynamic=False)  # type: ignore[method-assign]
+            part = layer.self_attention if isinstance(layer.mlp, MoELayer) else layer
+            part.compile(dynamic=False, backend=backend)
+        self._token_losses = torch.compile(  # type: ignore[method-assign]
+            self._token_losses, dynamic=False, backend=backend
+        )
 
     def forward(self, *args: Any, prediction_weights: Sequence[torch.Tensor] = (), **kwargs: Any) -> torch.Tensor:
         """megatron-core's, with a weight for each loss of multi-token prediction."""
@@ -181,9 +191,7 @@ def construct_without_memory(plan: Plan) -> RecipeGPTModel:
 def construct(plan: Plan, platform: Platform) -> BuiltModel:
     """The model without defined values; arguments as `build`."""
     recipe = plan.recipe
-    implementation, reason = choose(
-        recipe.model.transformer_impl, packed=packs(recipe), adapters=recipe.lora is not None
-    )
+    implementation, reason = choose(recipe)
     config = transformer_config(
         plan, on_gpu=platform.device.type != "cpu", transformer_engine=implementation == "transformer_engine"
     )

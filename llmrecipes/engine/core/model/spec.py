@@ -20,33 +20,35 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from llmrecipes.engine.core.model.attention import SdpaCoreAttention
+from llmrecipes.engine.core.model.init import FUSED_NORMS
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.builds import transformer_engine_obstacle
+from llmrecipes.plan.layout import local_layers_reason, only_in_local_layers
+from llmrecipes.recipe.schema import Recipe
 
 Implementation = Literal["transformer_engine", "local"]
 
 MINIMUM_CAPABILITY = (8, 0)  # TransformerEngine's fused attention needs Ampere
 
 
-def choose(requested: str, *, packed: bool = False, adapters: bool = False) -> tuple[Implementation, str]:
+def choose(recipe: Recipe) -> tuple[Implementation, str]:
     """The implementation that `model.transformer_impl` selects on this machine, and why.
-
-    Args:
-        requested: `auto`, `local` or `transformer_engine`.
-        packed: several conversations share a sequence.
-        adapters: the recipe has `lora`, whose rules refuse `transformer_engine`.
 
     Raises:
         UserError: TransformerEngine is requested by name but cannot run here.
     """
-    if requested == "local":
+    by_name = recipe.model.transformer_impl == "transformer_engine"
+    if recipe.model.transformer_impl == "local":
         return "local", "requested by the recipe"
-    if adapters:
-        return "local", "adapters are inserted into megatron-core's own layers"
-    obstacle = "keeps packed conversations apart" if packed else _transformer_engine_obstacle()
+    if reason := only_in_local_layers(recipe):  # whose rules refuse the other by name
+        return "local", reason
+    obstacle = _transformer_engine_obstacle()
+    if obstacle is None and not by_name and (reason := local_layers_reason(recipe)):
+        return "local", reason
     if obstacle is None:
-        return "transformer_engine", "installed, and the GPU supports it"
-    if requested == "transformer_engine":
+        rounded = "; it multiplies fp32 in TF32" if recipe.train.precision == "fp32" else ""
+        return "transformer_engine", f"installed, and the GPU supports it{rounded}"
+    if by_name:
         raise UserError(
             f"transformer_engine cannot run here: {obstacle}",
             where="model.transformer_impl",
@@ -80,6 +82,8 @@ def block_spec(
         normalization=config.normalization,
         vp_stage=vp_stage,
     )
+    for layer in spec.layer_specs:
+        _use_our_queries(layer, config)
     if implementation == "local":
         spec.layer_norm = TorchNorm
         for layer in spec.layer_specs:
@@ -105,11 +109,25 @@ def mtp_spec(
     return spec
 
 
+def _use_our_queries(layer: ModuleSpec, config: TransformerConfig) -> None:
+    """Give queries that are projected at once no norm: in every version and implementation, it is the same model."""
+    attention = layer.submodules.self_attention
+    if attention.module is MLASelfAttention and config.q_lora_rank is None:
+        attention.module = PlainQueries
+        attention.submodules.q_layernorm = IdentityOp
+
+
 def _use_ours(layer: ModuleSpec) -> None:
     """Replace norms and core attention of megatron-core's local layer by ours."""
     parts = layer.submodules
     parts.input_layernorm = TorchNorm
     parts.pre_mlp_layernorm = TorchNorm
+    if issubclass(parts.self_attention.module, MLASelfAttention):
+        # Checkpoints have the names of TransformerEngine's layers, so that either kind can load them; megatron-core has
+        # this map for its other attention only. The norm of the attention's input is not fused there.
+        parts.sharded_state_dict_keys_map = {
+            f"{norm}.": f"{linear}.layer_norm_" for linear, norm in FUSED_NORMS.items() if norm != "input_layernorm"
+        }
     # A specification in megatron-core 0.16, a partial in 0.19.
     if MoELayer in (getattr(parts.mlp, "module", None), getattr(parts.mlp, "func", None)):
         # TransformerEngine fuses this norm into dense MLPs only; its name in checkpoints is the same in both.
@@ -118,7 +136,7 @@ def _use_ours(layer: ModuleSpec) -> None:
             for name, other in parts.sharded_state_dict_keys_map.items()
             if not name.startswith("pre_mlp_layernorm")
         }
-    if parts.self_attention.module is MLASelfAttention:
+    if issubclass(parts.self_attention.module, MLASelfAttention):
         parts.self_attention.module = LatentAttention
     attention = parts.self_attention.submodules
     attention.core_attention = SdpaCoreAttention
@@ -143,7 +161,28 @@ class TorchNorm:
         return norm
 
 
-class LatentAttention(MLASelfAttention):
+class PlainQueries(MLASelfAttention):
+    """megatron-core's, whose queries have no norm unless they are compressed (`q_lora_rank`).
+
+    With `qk_layernorm` version 0.19 requires one in front of an uncompressed projection, which only TransformerEngine
+    has; DeepSeek-V2-Lite (arXiv 2405.04434, appendix B) and version 0.16 have none.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """The modules of 0.19 as the specification names them."""
+        if self.config.q_lora_rank is not None:
+            resolved: dict[str, Any] = super()._resolve_qk_norm_config(submodules)
+            return resolved
+        return {
+            "linear_q_proj": submodules.linear_q_proj,
+            "linear_q_up_proj": IdentityOp,
+            "linear_kv_up_proj": submodules.linear_kv_up_proj,
+            "q_layernorm": IdentityOp,
+            "kv_layernorm": submodules.kv_layernorm,
+        }
+
+
+class LatentAttention(PlainQueries):
     """megatron-core's, for layers without TransformerEngine.
 
     Every rank uses the rotated key that all heads share (arXiv 2405.04434, section 2.1) for its own heads.

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from llmrecipes.engine.core.model.spec import LatentAttention
+from llmrecipes.engine.core.model.spec import LatentAttention, PlainQueries
 from llmrecipes.engine.core.platform import cuda
 from llmrecipes.engine.core.platform.patching import replace, resolve
 from llmrecipes.engine.core.versions import PERMUTES_BY_MASK
@@ -189,7 +188,7 @@ def _use_duplicated(layer: Any) -> None:
     """Latent attention as TransformerEngine's specification builds it: whole down-projections."""
     _PLAIN["_use_ours"](layer)
     if layer.submodules.self_attention.module is LatentAttention:
-        layer.submodules.self_attention.module = MLASelfAttention
+        layer.submodules.self_attention.module = PlainQueries
         parts = layer.submodules.self_attention.submodules
         parts.linear_q_down_proj = parts.linear_kv_down_proj = DuplicatedLinear
 

@@ -6,6 +6,9 @@ that it was written for keep one `step` per parameter group, and so does this on
 kernel, on both CPU and GPU.
 
 Input noise of routers is for training only; megatron-core also adds it in evaluation and generation.
+
+megatron-core's row-parallel layers ask for the default tensor-parallel group in every forward pass, and rank 0 warns of
+it. torch.compile cannot trace the warning and would cut every layer into pieces, on that rank only.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from functools import wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from torch.optim.adamw import adamw
 
 from llmrecipes.engine.core.platform.patching import replace, resolve
@@ -25,6 +30,7 @@ def install_substitutes() -> None:
     """Fix evaluation, and provide what megatron-core imports from TransformerEngine if that is not installed."""
     install_jitter()
     install_adam()
+    replace("megatron.core.tensor_parallel.layers", "get_tensor_model_parallel_group_if_none", default_group)
     if transformer_engine_obstacle() is None:
         return
     # 0.16 assumes that TransformerEngine is installed, because the names it imports exist, but are None.
@@ -32,6 +38,18 @@ def install_substitutes() -> None:
     router = resolve("megatron.core.transformer.moe.moe_utils")
     if not hasattr(router, "te_general_gemm"):
         router.te_general_gemm = None  # 0.16 compares it with None, but the name does not exist
+
+
+def default_group(tp_group: Any, is_expert: bool = False, check_initialized: bool = True) -> Any:
+    """megatron-core's `get_tensor_model_parallel_group_if_none` without its deprecation warning; arguments as there."""
+    if not dist.is_initialized():
+        return None
+    if tp_group is not None or not parallel_state.is_initialized():
+        return tp_group
+    group = (
+        parallel_state.get_expert_tensor_parallel_group if is_expert else parallel_state.get_tensor_model_parallel_group
+    )
+    return group(check_initialized=check_initialized)
 
 
 ROUTER, METHOD = "megatron.core.transformer.moe.router.TopKRouter", "apply_input_jitter"

@@ -1,0 +1,77 @@
+"""Every kind of model as a GPU with TransformerEngine builds it, on the meta device and with `tests/stub_te`.
+
+A program, because megatron-core looks for TransformerEngine when it is imported. It prints the names and global shapes
+of each model's weights in a checkpoint: by model, then by layer implementation.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+torch.cuda.is_available = lambda: True
+torch.cuda.get_device_capability = lambda *_device: (9, 0)
+
+from llmrecipes.engine.backends import backend  # noqa: E402
+from llmrecipes.engine.core.model.gpt import construct  # noqa: E402
+from llmrecipes.engine.core.model.init import parameter_slices  # noqa: E402
+from llmrecipes.engine.core.platform.rendezvous import TIMEOUT  # noqa: E402
+from llmrecipes.engine.core.world import model_parallel  # noqa: E402
+from llmrecipes.plan.derive import derive  # noqa: E402
+from llmrecipes.recipe.schema import Parallelism  # noqa: E402
+from tests.helpers import LLAMA, ROOMY, tiny  # noqa: E402
+from tests.unit.test_plan_model import EXPERTS, LATENT  # noqa: E402
+
+WORLD = 2
+DEEPSEEK = {
+    **LATENT, **EXPERTS, "num_layers": 3, "moe_layer_freq": [0, 1, 1], "moe_shared_expert_intermediate_size": 96,
+    "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "mtp_num_layers": 1,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {},
+    "llama": LLAMA,
+    "norms of queries and keys": {**LLAMA, "qk_layernorm": True},
+    "experts": {**LLAMA, **EXPERTS, "num_layers": 3, "moe_layer_freq": [0, 1, 1]},
+    "latent attention": {**LATENT, "qk_layernorm": True},
+    "latent attention, whole queries": {**LATENT, "q_lora_rank": None, "qk_layernorm": True},
+    "latent attention without norms": {**LATENT, "qk_layernorm": False},
+    "deepseek": DEEPSEEK,
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "ep2": {"expert_model_parallel_size": 2},
+}
+
+
+def weights(layout: dict[str, Any], platform: Any) -> dict[str, dict[str, dict[str, list[int]]]]:
+    """By model and implementation: the global shape of each weight of which rank 0 of a layout has a part."""
+    shapes: dict[str, dict[str, dict[str, list[int]]]] = {}
+    for name, model in MODELS.items():
+        # Experts are split over ranks in one layout, everything else in the other.
+        if layout and ("num_moe_experts" in model) != ("expert_model_parallel_size" in layout):
+            continue
+        shapes[name] = {}
+        for implementation in ("local", "transformer_engine"):
+            recipe = tiny(
+                model={**model, "transformer_impl": implementation}, train={"precision": "bf16"}, parallelism=layout
+            )
+            built = construct(derive(recipe, WORLD, ROOMY), platform)
+            assert built.implementation == implementation
+            parts = parameter_slices(built.module.sharded_state())
+            shapes[name][implementation] = {part.name: list(part.shape) for part in parts}
+    return shapes
+
+
+if __name__ == "__main__":
+    chosen: Any = backend(tiny())
+    platform = chosen.meta_platform(0, WORLD, "cpu", 1.0)
+    result = {}
+    for name, layout in LAYOUTS.items():
+        platform.connect(TIMEOUT)
+        with model_parallel(1, Parallelism.model_validate(layout)):
+            result[name] = weights(layout, platform)
+        torch.distributed.destroy_process_group()
+    print(json.dumps(result))

@@ -1,0 +1,88 @@
+"""Every field of megatron-core's configurations, for each shipped recipe, layer implementation and GPU.
+
+There is a golden file for each version of megatron-core: a default that changes here or there is seen in review. A
+field is named where it differs: `common` has what most recipes share, a recipe what differs from that, and a variant of
+it the rest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from megatron.core.package_info import MAJOR, MINOR
+
+from llmrecipes.engine.core.model.config import transformer_config
+from llmrecipes.engine.megatron.engine import data_parallel_config, optimizer_config
+from llmrecipes.hardware.cluster import DetectedGpu
+from llmrecipes.plan.derive import derive
+from llmrecipes.recipe.degrees import smallest_world
+from llmrecipes.recipe.load import load, names
+from llmrecipes.recipe.schema import Recipe
+from tests.helpers import ROOMY
+
+GIB = 1 << 30
+GPUS = {"H100": (79, 989.4), "H200": (139, 989.4), "B200": (178, 2250.0)}
+
+
+def value(field: Any) -> Any:
+    """A field as JSON; functions by their name."""
+    if field is None or isinstance(field, bool | int | float | str):
+        return field
+    if isinstance(field, list | tuple):
+        return [value(part) for part in field]
+    return getattr(field, "__name__", str(field))
+
+
+def configured(recipe: Recipe, gpu: str, transformer_engine: bool) -> dict[str, Any]:
+    """`Class.field` and its value."""
+    memory, peak = GPUS[gpu]
+    ranks = smallest_world(recipe.parallelism)
+    devices = (DetectedGpu(f"NVIDIA {gpu}", memory * GIB, memory * GIB, peak),) * ranks
+    plan = derive(recipe, ranks, replace(ROOMY, gpus=devices))
+    parts = {
+        "TransformerConfig": transformer_config(plan, on_gpu=True, transformer_engine=transformer_engine),
+        "DistributedDataParallelConfig": data_parallel_config(recipe),
+        "OptimizerConfig": optimizer_config(recipe),
+    }
+    return {
+        f"{kind}.{field.name}": value(getattr(part, field.name, None))
+        for kind, part in parts.items()
+        for field in fields(part)
+    }
+
+
+def shared(documents: list[dict[str, Any]]) -> dict[str, Any]:
+    """The most frequent value of every field that all of them have."""
+    keys = [key for key in documents[0] if all(key in document for document in documents)]
+    most = {key: Counter(repr(document[key]) for document in documents).most_common(1)[0][0] for key in keys}
+    return {key: next(d[key] for d in documents if repr(d[key]) == most[key]) for key in keys}
+
+
+def without(document: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """Fields that the base lacks or has another value of."""
+    return {key: value for key, value in document.items() if key not in base or repr(base[key]) != repr(value)}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_field_of_every_recipe(golden: Callable[[str, Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    # megatron-core asks whether TransformerEngine has it.
+    monkeypatch.setattr("megatron.core.models.common.embeddings.rope_utils.fused_apply_rotary_pos_emb", configured)
+    variants = {
+        name: {
+            f"{gpu}, {implementation}": configured(load(name, []).recipe, gpu, implementation != "local")
+            for gpu in GPUS
+            for implementation in ("local", "transformer_engine")
+        }
+        for name in names()
+    }
+    recipes = {name: shared(list(of.values())) for name, of in variants.items()}
+    common = shared(list(recipes.values()))
+    result: dict[str, Any] = {"common": common}
+    for name, of in variants.items():
+        differing = {variant: without(document, recipes[name]) for variant, document in of.items()}
+        result[name] = without(recipes[name], common) | {key: each for key, each in differing.items() if each}
+    golden(f"configuration-{MAJOR}.{MINOR}.json", result)

@@ -1,0 +1,51 @@
+"""The layers that a GPU with TransformerEngine has, built on the meta device with a stub of it (`tests/stub_te`)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers import ROOT, environment
+
+Weights = dict[str, dict[str, dict[str, list[int]]]]
+
+
+@pytest.fixture(scope="module")
+def built() -> dict[str, Weights]:
+    """Global shapes of the weights: by layout, model, implementation and name in a checkpoint."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.te_worker"],
+        cwd=ROOT,
+        env=environment() | {"PYTHONPATH": f"{ROOT / 'tests' / 'stub_te'}:{ROOT}", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    layouts: dict[str, Weights] = json.loads(done.stdout.splitlines()[-1])
+    return layouts
+
+
+def test_checkpoints_of_either_implementation_have_the_same_weights(built: dict[str, Weights]) -> None:
+    for layout, models in built.items():
+        for name, weights in models.items():
+            assert weights["local"] == weights["transformer_engine"], f"{name}, {layout}"
+
+
+def test_a_fused_norm_has_the_name_of_the_layer_that_it_is_fused_with(built: dict[str, Weights]) -> None:
+    latent = built["dp2"]["latent attention"]["local"]
+    assert [name.partition("[")[0].removeprefix("decoder.") for name in latent if "norm" in name and "[0]" in name] == [
+        "layers.input_layernorm.weight",
+        "layers.self_attention.linear_q_up_proj.layer_norm_weight",
+        "layers.self_attention.linear_kv_up_proj.layer_norm_weight",
+        "layers.mlp.linear_fc1.layer_norm_weight",
+    ]
+
+
+def test_queries_that_are_not_compressed_have_no_norm(built: dict[str, Weights]) -> None:
+    for weights in built["dp2"]["latent attention, whole queries"].values():
+        norms = {name.partition("[")[0] for name in weights if "norm" in name and "self_attention" in name}
+        assert norms == {"decoder.layers.self_attention.linear_kv_up_proj.layer_norm_weight"}
