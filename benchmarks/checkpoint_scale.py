@@ -68,8 +68,8 @@ def rank_main(spec: Path) -> None:
     from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
     from llmrecipes.checkpoint.store import CheckpointStore
     from llmrecipes.console import setup_logging
+    from llmrecipes.engine.backends import backend
     from llmrecipes.engine.base import Progress
-    from llmrecipes.engine.registry import backend
     from llmrecipes.hardware.cluster import detect
     from llmrecipes.train.resume import choose, resume
 

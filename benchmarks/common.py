@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from llmrecipes.tracking.environment import capture
+from llmrecipes.tracking.run_environment import capture
 
 ROOT = Path(__file__).parents[1]
 OTHERS = ("accelerate", "lightning", "litgpt")

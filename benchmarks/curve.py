@@ -19,7 +19,7 @@ def curve(job: Recipe, data_dir: Path) -> list[float]:
         data_dir: where prepared data is, or will be.
     """
     from llmrecipes.data.prepare import prepare
-    from llmrecipes.engine.registry import backend
+    from llmrecipes.engine.backends import backend
     from llmrecipes.hardware.cluster import detect
     from llmrecipes.plan.derive import derive
     from llmrecipes.train.loaders import open_loaders

@@ -23,13 +23,13 @@ import torch
 from torch.utils.data import Dataset
 
 from benchmarks.common import close, machine, parser, show
+from llmrecipes.data.batches import batches
 from llmrecipes.data.conversations import best_fit
 from llmrecipes.data.dataset import build
-from llmrecipes.data.loader import batches
 from llmrecipes.data.prepare import prepare
+from llmrecipes.engine.backends import backend
 from llmrecipes.engine.base import Batch, Engine
 from llmrecipes.engine.core.model.attention import attention_mask
-from llmrecipes.engine.registry import backend
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import load

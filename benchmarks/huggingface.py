@@ -99,11 +99,11 @@ def write_checkpoint(folder: Path) -> None:
 
 def export_small(folder: Path) -> dict[str, float]:
     """`llmrecipes export`, without a tokenizer: there is no data."""
-    from llmrecipes.models.export import Options, export
+    from llmrecipes.models.export import ExportOptions, export
 
     started = time.perf_counter()
     made = export(
-        f"{SMALL}/made@{STEP}", folder / "out", folder / "runs", folder / "data", Options(None, tokenizer=False)
+        f"{SMALL}/made@{STEP}", folder / "out", folder / "runs", folder / "data", ExportOptions(None, tokenizer=False)
     )
     return {"seconds": time.perf_counter() - started, "bytes": made.bytes, "shard": made.largest_shard}
 
@@ -166,7 +166,7 @@ def import_small(folder: Path) -> dict[str, float]:
 
 def import_large(folder: Path) -> dict[str, float]:
     """The writer of the checkpoint alone, on values made on the way."""
-    from llmrecipes.engine.registry import backend
+    from llmrecipes.engine.backends import backend
     from llmrecipes.hardware.cluster import detect
     from llmrecipes.plan.derive import derive
     from llmrecipes.workflow.run import on_one_rank

@@ -19,10 +19,10 @@ from typing import cast
 import torch
 
 from benchmarks.common import machine, parser
+from llmrecipes.engine.backends import backend
 from llmrecipes.engine.base import MetaBackend
 from llmrecipes.engine.core.model import init
 from llmrecipes.engine.core.model.gpt import RecipeGPTModel
-from llmrecipes.engine.registry import backend
 from llmrecipes.recipe.load import load
 from llmrecipes.workflow.plan import plan_on
 

@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from benchmarks.common import close, machine, parser, show
-from llmrecipes.engine.registry import backend
+from llmrecipes.engine.backends import backend
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe

@@ -16,7 +16,7 @@ import time
 from benchmarks.common import ROOT, close, machine, parser, show
 from llmrecipes.launch.kubernetes.launcher import objects_of
 from llmrecipes.launch.kubernetes.objects import to_yaml
-from llmrecipes.launch.kubernetes.options import FLAVORS, Options
+from llmrecipes.launch.kubernetes.settings import FLAVORS, KubernetesOptions
 from llmrecipes.workflow.submit import plan_for
 
 NODES, CLUSTER, RECIPE = 2000, "h100-ib", ["gpt-7b", "train.global_batch_size=16000"]
@@ -28,7 +28,7 @@ def in_process(flavor: str) -> float:
     """Seconds of one rendering."""
     started = time.perf_counter()
     planned = plan_for(RECIPE[0], RECIPE[1:], CLUSTER, NODES)
-    text = to_yaml(objects_of(planned, Options(image=IMAGE, flavor=flavor), "run-1"))
+    text = to_yaml(objects_of(planned, KubernetesOptions(image=IMAGE, flavor=flavor), "run-1"))
     seconds = time.perf_counter() - started
     assert planned.plan.layout.world_size == 16000
     assert "2000" in text

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from benchmarks.common import ROOT, close, machine, parser, show
-from llmrecipes.launch.slurm.sbatch import Options, Request, as_text, command
+from llmrecipes.launch.slurm.sbatch import SlurmOptions, SlurmRequest, as_text, command
 from llmrecipes.workflow.submit import plan_for
 
 NODES, CLUSTER, RECIPE = 2000, "h100-ib", ["gpt-7b", "train.global_batch_size=16000"]
@@ -27,8 +27,8 @@ def in_process() -> float:
     started = time.perf_counter()
     planned = plan_for(RECIPE[0], RECIPE[1:], CLUSTER, NODES)
     runs = Path("/shared/runs")
-    request = Request(planned.asked, CLUSTER, NODES, "run-1", runs, Path("/shared/data"), runs / "gpt-7b/run-1")
-    text = as_text(command(request, planned.plan, planned.profile, Options(), Path("slurm/train.sbatch")))
+    request = SlurmRequest(planned.asked, CLUSTER, NODES, "run-1", runs, Path("/shared/data"), runs / "gpt-7b/run-1")
+    text = as_text(command(request, planned.plan, planned.profile, SlurmOptions(), Path("slurm/train.sbatch")))
     seconds = time.perf_counter() - started
     assert planned.plan.layout.world_size == 16000 and "--nodes=2000" in text
     return seconds

@@ -34,7 +34,7 @@ def measure(folder: Path, steps: int, precision: str, data_dir: Path) -> list[tu
             time.sleep(SECONDS)
             done = metrics.read_text("utf-8").count('"loss"') if metrics.exists() else 0
             memory = _largest(process.pid)
-            if done and memory is not None:
+            if done and memory is not None and memory[0]:  # 0: it has ended
                 found.append((done, *memory))
     assert process.returncode == 0
     return found

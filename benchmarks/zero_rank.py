@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from benchmarks.ranks import counted
 from llmrecipes.bench.measure import random_tokens
+from llmrecipes.engine.backends import backend
 from llmrecipes.engine.base import Platform, World
-from llmrecipes.engine.registry import backend
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe

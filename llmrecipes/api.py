@@ -181,11 +181,11 @@ class Run:
             UserError: no such checkpoint, or a corrupt one; a model without a form in transformers; a folder that
                 exists; a full disk.
         """
-        from llmrecipes.models.export import Options
+        from llmrecipes.models.export import ExportOptions
         from llmrecipes.models.export import export as write
 
         reference = str(self.path) if step is None else f"{self.path}@{step}"
-        options = Options(dtype, max_shard_bytes, family, tokenizer)
+        options = ExportOptions(dtype, max_shard_bytes, family, tokenizer)
         folder = None if out is None else Path(out)
         return Path(write(reference, folder, self._files().runs_dir, self.data_dir, options).path)
 
@@ -214,9 +214,9 @@ class Run:
         Raises:
             UserError: no valid checkpoint, no tokenizer, an empty prompt, or no chat template.
         """
-        from llmrecipes.workflow.generate import Request, samples
+        from llmrecipes.workflow.generate import GenerationRequest, samples
 
-        request = Request(prompt, max_new_tokens, Sampling(temperature, top_k, top_p, seed), chat=chat)
+        request = GenerationRequest(prompt, max_new_tokens, Sampling(temperature, top_k, top_p, seed), chat=chat)
         with warnings.catch_warnings():
             ignore_library_warnings()
             (sample,) = samples(self.path, self.data_dir, request)
@@ -242,7 +242,8 @@ class Run:
             step: of the checkpoint; default: the newest.
             tp: ranks that share the model; with more than one rank they are processes of their own.
             nproc: all ranks; default: `tp`.
-            options: others of the command, such as `limit=100` or `num_fewshot=5`; see `evaluation.request.Request`.
+            options: others of the command, such as `limit=100` or `num_fewshot=5`: fields of
+                `evaluation.request.EvaluationRequest`.
 
         Returns:
             A record for each task, with `task`, `metrics`, `settings`, `step`, `time` and `examples`.
@@ -252,11 +253,11 @@ class Run:
         """
         from pydantic import ValidationError
 
-        from llmrecipes.evaluation.request import Request
-        from llmrecipes.workflow.evaluate import Layout, evaluate_run
+        from llmrecipes.evaluation.request import EvaluationRequest
+        from llmrecipes.workflow.evaluate import EvaluationLayout, evaluate_run
 
         try:
-            request = Request.model_validate({"data": data, "tasks": tasks, "checks": checks, **options})
+            request = EvaluationRequest.model_validate({"data": data, "tasks": tasks, "checks": checks, **options})
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
@@ -264,7 +265,9 @@ class Run:
         name = str(self.path) if step is None else f"{self.path}@{step}"
         with warnings.catch_warnings():
             ignore_library_warnings()
-            return evaluate_run(name, request, self._files().runs_dir, self.data_dir, Layout(tp, nproc)).records
+            return evaluate_run(
+                name, request, self._files().runs_dir, self.data_dir, EvaluationLayout(tp, nproc)
+            ).records
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
@@ -337,9 +340,8 @@ def train_recipe(
     options = TrainOptions(
         nproc=nproc,
         run_id=name,
-        max_restarts=max_restarts,
         separate_process=True,
-        run=RunOptions(sample=False, accept_changes=accept_changes),
+        run=RunOptions(sample=False, max_restarts=max_restarts, accept_changes=accept_changes),
     )
     with warnings.catch_warnings():
         ignore_library_warnings()

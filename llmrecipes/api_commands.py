@@ -16,8 +16,8 @@ from llmrecipes.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from llmrecipes.data.prepared import Prepared
-    from llmrecipes.search.command import Result
-    from llmrecipes.workflow.compare import Comparison
+    from llmrecipes.search.command import SearchResult
+    from llmrecipes.workflow.compare import RunComparison
     from llmrecipes.workflow.submit import Submitted
 
 
@@ -34,7 +34,7 @@ def list_runs(runs_dir: str | Path | None = None, *, data_dir: str | Path | None
     return [Run(Path(each.path), data) for each in summaries(directory(runs_dir, RUNS_VARIABLE, RUNS_DIR))]
 
 
-def compare_runs(*runs: Run | str | Path, runs_dir: str | Path | None = None) -> Comparison:
+def compare_runs(*runs: Run | str | Path, runs_dir: str | Path | None = None) -> RunComparison:
     """Compare two or more runs: recipe keys that differ, loss curves, final figures.
 
     Args:
@@ -169,7 +169,7 @@ def search_recipe(
     runs_dir: str | Path | None = None,
     data_dir: str | Path | None = None,
     **options: Any,
-) -> Result:
+) -> SearchResult:
     """Search hyperparameters by the recipe's section `search`: `llmrecipes search`; returns when a limit is reached.
 
     Args:
@@ -218,7 +218,7 @@ def _options(options: Mapping[str, Any], takes: frozenset[str], to: str) -> dict
     takes |= JOB_OPTIONS
     foreign = sorted(named.keys() - takes)
     if foreign:
-        raise UserError(f"given with to={to!r}", where=foreign[0], rule=f"one of {', '.join(sorted(takes))}")
+        raise UserError(f"not valid with to={to!r}", where=foreign[0], rule=f"one of {', '.join(sorted(takes))}")
     return named
 
 

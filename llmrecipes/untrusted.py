@@ -48,7 +48,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 class Refused(UserError, ValueError):
     """A file that is not read: what it is, or what it holds, breaks a rule.
 
-    It is a `ValueError` too, for callers to which an unreadable record is the same as a damaged one.
+    It is a `ValueError` too, for callers to which an unreadable record is the same as a corrupt one.
     """
 
 

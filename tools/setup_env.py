@@ -108,7 +108,7 @@ def check_place(venv: Path, state: Mapping[str, str]) -> None:
             raise SetupError(f"{what}, which does not exist\n{rule}  fix:  mkdir -p {target}, or rm {name}")
         if not venv.is_dir() or (any(venv.iterdir()) and state.get("root") != str(ROOT)):
             whose = f", which belongs to {state['root']}" if "root" in state else ", which is not empty"
-            raise SetupError(f"{what}{whose}\n{rule}  fix:  rm {name} (the link alone), then make setup")
+            raise SetupError(f"{what}{whose}\n{rule}  fix:  rm {name} (only the link), then make setup")
     elif venv.exists() and not venv.is_dir():
         raise SetupError(f"{name} is a file\n{rule}  fix:  move it away, then make setup")
     elif venv.is_dir() and any(venv.iterdir()) and not state and not (venv / "pyvenv.cfg").is_file():

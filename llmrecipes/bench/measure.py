@@ -16,7 +16,7 @@ from llmrecipes.bench.results import BenchSpec, RankSpeeds, Reading, StepTimes
 from llmrecipes.data.prepared import open_prepared
 from llmrecipes.engine.base import Backend, Batch, Platform, World
 from llmrecipes.hardware.cluster import Cluster
-from llmrecipes.hardware.profile import Group, Measured, Operation
+from llmrecipes.hardware.profile import Group, MeasuredLinks, Operation
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.loaders import open_loaders
@@ -49,7 +49,7 @@ def on_the_node(ranks: Sequence[int], ranks_per_node: int) -> int:
 
 def measure_collectives(
     groups: Groups, platform: Platform, sizes: Sequence[int], repeats: int, ranks_per_node: int
-) -> Iterator[Measured]:
+) -> Iterator[MeasuredLinks]:
     """Measure every operation in every group; all groups of a kind at once, as in training. A collective of all ranks.
 
     Args:
@@ -66,7 +66,7 @@ def measure_collectives(
                 call = prepare(torch.ones(elements, device=platform.device), group)
                 seconds = _seconds(call, platform, repeats)
                 speed = elements * 4 / seconds / 1e9
-                yield Measured(
+                yield MeasuredLinks(
                     operation=operation,
                     group=name,
                     ranks=ranks,

@@ -11,8 +11,8 @@ from typing import Any, TypedDict
 import torch
 
 from llmrecipes.bench.measure import random_tokens
+from llmrecipes.engine.backends import backend
 from llmrecipes.engine.base import Slice
-from llmrecipes.engine.registry import backend
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe

@@ -20,8 +20,8 @@ from llmrecipes.bench.measure import SIZE, measure_ranks, random_tokens
 from llmrecipes.bench.report import Row
 from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
+from llmrecipes.engine.backends import backend
 from llmrecipes.engine.base import Engine, Progress
-from llmrecipes.engine.registry import backend
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.load import load

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from llmrecipes.hardware.profile import LINK_BYTES, Group, Measured, Profile
+from llmrecipes.hardware.profile import LINK_BYTES, Group, MeasuredLinks, Profile
 from llmrecipes.train.spec import RankSpec
 
 ANSWER = "answer.json"
@@ -35,7 +35,7 @@ class Collectives(BaseModel):
     ranks_per_node: int
     reach: dict[Group, int]
     """Highest rank of the first rank's group of each kind."""
-    rows: tuple[Measured, ...]
+    rows: tuple[MeasuredLinks, ...]
 
 
 class StepTimes(BaseModel):
@@ -84,7 +84,7 @@ LEAST_OF_MEDIAN = 0.9
 class Comparison:
     """One collective compared with the profile."""
 
-    measured: Measured
+    measured: MeasuredLinks
     expected_gb_per_s: float
     source: Literal["measured", "intra_node", "inter_node"]
     """Key of the profile with the expected value."""

@@ -21,7 +21,7 @@ def run(spec: BenchSpec) -> ExitCode:
     require_packages(spec.recipe)
     # Imported here so that a rank with an invalid spec fails before torch is loaded.
     from llmrecipes.bench import measure
-    from llmrecipes.engine.registry import backend
+    from llmrecipes.engine.backends import backend
     from llmrecipes.hardware.cluster import detect
 
     engines = backend(spec.recipe)

@@ -22,9 +22,9 @@ from typing import Self, TypeVar
 
 import torch
 
-from llmrecipes.checkpoint.format import CheckpointFormat, StateDict, Written
 from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.ranks import Ranks
+from llmrecipes.checkpoint.state_format import CheckpointFormat, StateDict, Written
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.errors import UserError
 

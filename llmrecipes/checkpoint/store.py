@@ -317,7 +317,7 @@ def _is_valid(path: Path, *, full: bool = True) -> bool:
 
 
 def _size_of(path: Path) -> int:
-    # Opened, because an open shows what another node has closed; attributes alone may be cached.
+    # Opened, because an open shows what another node has closed; attributes may be cached.
     with open_file(path) as stream:
         return os.fstat(stream.fileno()).st_size
 

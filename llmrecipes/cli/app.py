@@ -1,11 +1,13 @@
 """The `llmrecipes` program: its commands, help and exit codes.
 
-Every command imports its implementation when it runs, so that all of them start fast.
+A command's module is imported when it is run or listed, and its implementation when it runs, so that all start fast.
 """
 
 from __future__ import annotations
 
 import errno
+import gc
+import importlib
 import inspect
 import itertools
 import json
@@ -20,22 +22,7 @@ import typer.main
 from typer.core import TyperCommand, TyperGroup
 
 from llmrecipes import __version__
-from llmrecipes.cli import (
-    bench,
-    completion,
-    doctor,
-    dryrun,
-    evaluate,
-    merging,
-    models,
-    plan,
-    recipes,
-    runs,
-    search,
-    serving,
-    submit,
-    training,
-)
+from llmrecipes.cli import completion
 from llmrecipes.cli.options import expanded
 from llmrecipes.commandline import PROGRAM
 from llmrecipes.errors import ExitCode, UserError
@@ -53,54 +40,54 @@ FIRST_STEPS = (
     ("show gpt-1b --cluster h100-ib", "plan a recipe for a cluster: memory, FLOPs, fit"),
 )
 
-SECTIONS: dict[str, dict[str, Callable[..., int | None] | typer.Typer]] = {
+SECTIONS: dict[str, dict[str, str]] = {
     "Recipes": {
-        "list": recipes.list_recipes,
-        "new": recipes.new,
-        "show": recipes.show,
-        "plan": plan.plan,
-        "layout": recipes.layout,
-        "dryrun": dryrun.dryrun,
-        "schema": recipes.schema,
+        "list": "recipes.list_recipes",
+        "new": "recipes.new",
+        "show": "recipes.show",
+        "plan": "plan.plan",
+        "layout": "recipes.layout",
+        "dryrun": "dryrun.dryrun",
+        "schema": "recipes.schema",
     },
     "Training": {
-        "prepare": training.prepare,
-        "train": training.train,
-        "search": search.search,
-        "smoke": training.smoke,
-        "verify": training.verify,
-        "coordinates": training.coordinates,
-        "upcycle": training.upcycle,
-        "convert": training.convert,
-        "import": models.import_model,
-        "finetune": models.finetune,
+        "prepare": "training.prepare",
+        "train": "training.train",
+        "search": "search.search",
+        "smoke": "training.smoke",
+        "verify": "training.verify",
+        "coordinates": "training.coordinates",
+        "upcycle": "training.upcycle",
+        "convert": "training.convert",
+        "import": "models.import_model",
+        "finetune": "models.finetune",
     },
     "Runs": {
-        "runs": runs.runs,
-        "compare": runs.compare,
-        "scaling": runs.scaling,
-        "generate": runs.generate,
-        "eval": evaluate.evaluate,
-        "export": models.export,
-        "merge": merging.merge,
-        "serve": serving.serve,
-        "ui": runs.ui,
-        "tensorboard": runs.tensorboard,
+        "runs": "runs.runs",
+        "compare": "runs.compare",
+        "scaling": "runs.scaling",
+        "generate": "runs.generate",
+        "eval": "evaluate.evaluate",
+        "export": "models.export",
+        "merge": "merging.merge",
+        "serve": "serving.serve",
+        "ui": "runs.ui",
+        "tensorboard": "runs.tensorboard",
     },
     "Clusters": {
-        "clusters": recipes.clusters,
-        "submit": submit.submit,
-        "cancel": submit.cancel,
-        "doctor": doctor.doctor,
-        "bench": bench.app,
-        "gpu-report": bench.gpu_report,
+        "clusters": "recipes.clusters",
+        "submit": "submit.submit",
+        "cancel": "submit.cancel",
+        "doctor": "doctor.doctor",
+        "bench": "bench.app",
+        "gpu-report": "bench.gpu_report",
     },
     "Tools": {
-        "completion": completion.completion,
-        "docs": recipes.docs,
+        "completion": "completion.completion",
+        "docs": "recipes.docs",
     },
 }
-"""Every command, in the order of `--help`."""
+"""Every command, in the order of `--help`: its module in `cli` and its function there, which are imported on demand."""
 
 
 MOST = {
@@ -182,8 +169,8 @@ def build(only: str | None = None) -> typer.Typer:
     """The program with all its commands.
 
     Args:
-        only: the command that is run; the others have their names and help, but no options, which take most of the
-            time that building the program takes. None: all have their options.
+        only: the command that is run; the others have their names only, because importing them and making their
+            options takes most of the time. Empty: all have their help but no options; None: all have all.
     """
     built = typer.Typer(
         name=PROGRAM,
@@ -194,18 +181,27 @@ def build(only: str | None = None) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     built.callback(invoke_without_command=True, help=ABOUT)(program)
-    for commands in SECTIONS.values():
-        for name, command in commands.items():
-            if only is not None and name != only:
-                text = command.info.help if isinstance(command, typer.Typer) else inspect.getdoc(command)
-                built.command(name, help=text)(_unbuilt)
-            elif isinstance(command, typer.Typer):
-                for each in command.registered_commands:
-                    each.cls = Command
-                built.add_typer(command, name=name)
-            else:
-                built.command(name, cls=Command)(expanded(command))
+    for name, place in (item for commands in SECTIONS.values() for item in commands.items()):
+        if only and name != only:
+            built.command(name)(_unbuilt)
+            continue
+        command = _imported(place)
+        if only is not None and name != only:
+            text = command.info.help if isinstance(command, typer.Typer) else inspect.getdoc(command)
+            built.command(name, help=text)(_unbuilt)
+        elif isinstance(command, typer.Typer):
+            for each in command.registered_commands:
+                each.cls = Command
+            built.add_typer(command, name=name)
+        else:
+            built.command(name, cls=Command)(expanded(command))
     return built
+
+
+def _imported(place: str) -> Any:
+    """The function of a command, or the Typer of a group of commands."""
+    module, _, name = place.partition(".")
+    return getattr(importlib.import_module(f"llmrecipes.cli.{module}"), name)
 
 
 def _unbuilt() -> None:
@@ -290,6 +286,7 @@ def _fail(error: UserError, as_json: bool) -> int:
 def main() -> None:
     """Entry point of the `llmrecipes` program."""
     guard_streams()
+    gc.set_threshold(50_000)  # imports and schemas leave no cycles behind; looking for some takes a tenth of `list`
     # Plugins observe validation; looking for some among all installed packages takes longer than reading a recipe.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     code = run(sys.argv[1:])

@@ -77,7 +77,7 @@ def doctor(
 ) -> int:
     """Check a node, or all nodes of a job, and suggest fixes."""
     from llmrecipes.doctor.examine import DoctorContext, examine
-    from llmrecipes.doctor.nodes import Gathered, Meeting, compared, meet
+    from llmrecipes.doctor.nodes import Gathered, NodeRendezvous, compared, meet
     from llmrecipes.hardware.load import load_profile
     from llmrecipes.launch.rendezvous import token_of
     from llmrecipes.plan.parameters import count
@@ -101,7 +101,7 @@ def doctor(
         context = DoctorContext(profile, loaded, parameters, runs_dir, data_dir, port, several, leads, own)
         findings = examine(context)
         gathered = (
-            meet(Meeting(hosts, number, port, runs_dir, token, patience), findings)
+            meet(NodeRendezvous(hosts, number, port, runs_dir, token, patience), findings)
             if several
             else Gathered(local := compared(findings), bad_nodes(local))
         )

@@ -113,9 +113,9 @@ def evaluate(
     """
     from llmrecipes.console import console, setup_logging
     from llmrecipes.evaluation import history
-    from llmrecipes.evaluation.request import Request
+    from llmrecipes.evaluation.request import EvaluationRequest
     from llmrecipes.rundir import Run
-    from llmrecipes.workflow.evaluate import Layout, evaluate_run
+    from llmrecipes.workflow.evaluate import EvaluationLayout, evaluate_run
 
     if compare:
         records = history.read(Run.find(run, runs_dir).path)
@@ -126,7 +126,7 @@ def evaluate(
             console().print(line, markup=False, soft_wrap=True)
         return
     setup_logging()
-    request = Request(
+    request = EvaluationRequest(
         tasks=tuple(task or ()),
         include_path=include_path,
         trust_code=trust_code,
@@ -144,7 +144,7 @@ def evaluate(
         temperature=temperature,
         seed=seed,
     )
-    done = evaluate_run(run, request, runs_dir, data_dir, Layout(tensor, nproc), progress=not as_json)
+    done = evaluate_run(run, request, runs_dir, data_dir, EvaluationLayout(tensor, nproc), progress=not as_json)
     if as_json:
         values = {"model": str(done.model), "step": done.step, "results": done.records, "warnings": done.warnings}
         print(json.dumps(values, indent=2))

@@ -72,7 +72,7 @@ def export(
     Reads any layout without a GPU, with one tensor in memory at a time.
     """
     from llmrecipes.console import number, setup_logging
-    from llmrecipes.models.export import FORMS, Options
+    from llmrecipes.models.export import FORMS, ExportOptions
     from llmrecipes.models.export import export as make
     from llmrecipes.tracking.progress import Counted
 
@@ -82,7 +82,7 @@ def export(
     if to == "peft":
         _export_adapter(run, out, runs_dir, as_json=as_json)
         return
-    options = Options(dtype, _bytes(max_shard_size), family, tokenizer, ema, merge_adapter)
+    options = ExportOptions(dtype, _bytes(max_shard_size), family, tokenizer, ema, merge_adapter)
     made = make(run, out, runs_dir, data_dir, options, None if as_json else Counted())
     if as_json:
         print(json.dumps(asdict(made)))

@@ -171,10 +171,12 @@ def generate(
     """Generate text with a run's newest checkpoint."""
     from llmrecipes.console import setup_logging
     from llmrecipes.rundir import Run
-    from llmrecipes.workflow.generate import Request, samples
+    from llmrecipes.workflow.generate import GenerationRequest, samples
 
     setup_logging()
-    request = Request(prompt, max_new_tokens, Sampling(temperature, top_k, top_p, seed), num_samples, ema, chat)
+    request = GenerationRequest(
+        prompt, max_new_tokens, Sampling(temperature, top_k, top_p, seed), num_samples, ema, chat
+    )
     for sample in samples(Run.find(run, runs_dir).path, data_dir, request):
         if as_json:
             print(json.dumps({"step": sample.step, "prompt": prompt, "text": sample.text, "tokens": sample.tokens}))

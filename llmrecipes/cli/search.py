@@ -22,7 +22,7 @@ from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import early_signals
 
 if TYPE_CHECKING:
-    from llmrecipes.search.command import Result
+    from llmrecipes.search.command import SearchResult
 
 
 OF_A_LIST = ("sbatch", "secret")
@@ -128,7 +128,7 @@ def _given(options: list[str]) -> dict[str, Any]:
     return options_by_name
 
 
-def _print(result: Result, runs_dir: Path, data_dir: Path) -> None:
+def _print(result: SearchResult, runs_dir: Path, data_dir: Path) -> None:
     from llmrecipes.commandline import command_line
 
     counts = ", ".join(f"{number} {outcome}" for outcome, number in sorted(result.trials.items()))

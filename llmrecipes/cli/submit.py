@@ -178,7 +178,9 @@ def submit(
     }  # fmt: skip
     _require_options_of(to, place, given)
     if dry_run and wait:
-        raise UserError("given with --dry-run", where="--wait", rule="a dry run submits nothing", fix="leave it out")
+        raise UserError(
+            "not valid with --dry-run", where="--wait", rule="a dry run submits nothing", fix="leave it out"
+        )
     if cluster is None and not place.needs_cluster:
         planned = plan_on_this_machine(recipe, overrides or [], nodes, ranks_per_node)
     else:
@@ -237,7 +239,7 @@ def _require_options_of(to: str, place: Launcher, given: dict[str, Any]) -> None
     """Raise UserError for an option of a different launcher, which would have no effect."""
     foreign = [f"--{name}" for name, value in given.items() if value is not None and name not in place.takes]
     if foreign:
-        raise UserError(f"given with --to {to}", where=foreign[0], rule="an option of a different launcher",
+        raise UserError(f"not valid with --to {to}", where=foreign[0], rule="an option of a different launcher",
                         fix="leave it out")  # fmt: skip
 
 

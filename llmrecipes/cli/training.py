@@ -41,9 +41,6 @@ def train(
     nproc: RanksOption = None,
     run_id: RunIdOption = None,
     options: Any = None,
-    max_restarts: Annotated[
-        int, typer.Option("--max-restarts", metavar="N", min=0, help="Restart failed ranks at most N times.")
-    ] = 0,
     nnodes: Annotated[
         int,
         typer.Option("--nnodes", metavar="N", min=1, help="Number of nodes; start the command on every one."),
@@ -86,7 +83,6 @@ def train(
         run_id=run_id,
         cluster=cluster,
         node=node(nnodes, node_rank, rdzv, os.environ) if nnodes > 1 else None,
-        max_restarts=max_restarts,
         run=options,
     )
     return start(load(recipe, overrides or []).recipe, Paths(runs_dir, data_dir), asked, _say)

@@ -164,7 +164,7 @@ def load(recipe: Recipe, prepared: Prepared, split: Split, folder: Path) -> Conv
         The samples; None if no source has a conversation of the split.
 
     Raises:
-        UserError: an array is damaged.
+        UserError: an array is corrupt.
     """
     usable = prepared.usable(split, recipe.model.seq_length)
     if not usable:

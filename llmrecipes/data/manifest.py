@@ -126,7 +126,7 @@ class ChatRecord(Record):
     sources: list[ChatCounts]
 
 
-class Manifest(Record):
+class DataManifest(Record):
     """The content of `manifest.json`."""
 
     format: int
@@ -164,7 +164,7 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def load(folder: Path) -> Manifest:
+def load(folder: Path) -> DataManifest:
     """Read a folder's manifest.
 
     Raises:
@@ -172,7 +172,7 @@ def load(folder: Path) -> Manifest:
     """
     file = folder / NAME
     try:
-        manifest = Manifest.model_validate_json(read(file, root=folder))
+        manifest = DataManifest.model_validate_json(read(file, root=folder))
     except OSError as error:
         raise UserError(f"cannot read: {error.strerror}", where=str(file), fix=_AGAIN) from error
     except ValidationError as error:
@@ -184,7 +184,7 @@ def load(folder: Path) -> Manifest:
     return manifest
 
 
-def check_sizes(folder: Path, manifest: Manifest) -> None:
+def check_sizes(folder: Path, manifest: DataManifest) -> None:
     """The quick check: every file has its size, and every index belongs to its tokens.
 
     Raises:
@@ -263,7 +263,7 @@ def read_listing(folder: Path) -> tuple[dict[str, int], dict[str, File] | None]:
 
     Raises:
         OSError: there is no listing.
-        UserError: it is damaged.
+        UserError: it is corrupt.
     """
     content = untrusted.read(folder / LISTING, root=folder)
     try:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import llmrecipes
 from llmrecipes.data import checked, sources
 from llmrecipes.data import manifest as manifests
-from llmrecipes.data.manifest import ChatRecord, File, Manifest, TokenizerRecord
+from llmrecipes.data.manifest import ChatRecord, DataManifest, File, TokenizerRecord
 from llmrecipes.data.prepared import (
     TOKENIZER,
     Prepared,
@@ -106,7 +106,7 @@ def _build(recipe: Recipe, target: Path, workers: int, log: Callable[[str], None
 
 def _fill(
     recipe: Recipe, part: Path, name: str, workers: int, log: Callable[[str], None]
-) -> tuple[Manifest, dict[str, checked.Content]]:
+) -> tuple[DataManifest, dict[str, checked.Content]]:
     from megatron.core.datasets.indexed_dataset import DType
 
     from llmrecipes.data import templates
@@ -126,7 +126,7 @@ def _fill(
     records, held_out, talks = write(part, every, spec, workers, log, recipe.data.chat)
     packages = ("megatron-core", "numpy", "tokenizers", "datasets", "transformers")
     contents = checked.describe(part, checked.Ids(dtype, tokenizer.vocab_size))
-    manifest = Manifest(
+    manifest = DataManifest(
         format=manifests.FORMAT,
         fingerprint=name,
         data=content(recipe),

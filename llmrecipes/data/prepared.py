@@ -22,7 +22,7 @@ from typing import Any, Literal
 from llmrecipes.commandline import command_line
 from llmrecipes.data import checked
 from llmrecipes.data import manifest as manifests
-from llmrecipes.data.manifest import LISTING, Manifest, listings, read_listing, require_listed
+from llmrecipes.data.manifest import LISTING, DataManifest, listings, read_listing, require_listed
 from llmrecipes.data.split import SPLITS, Split, check_disjoint
 from llmrecipes.data.steps import selected
 from llmrecipes.data.tokenizer import TextTokenizer, read
@@ -51,7 +51,7 @@ class Prepared:
     """A prepared folder and the weights with which a recipe blends its sources."""
 
     path: Path
-    manifest: Manifest
+    manifest: DataManifest
     weights: tuple[float, ...]
 
     @property
@@ -63,7 +63,7 @@ class Prepared:
         """The tokenizer that made the tokens.
 
         Raises:
-            UserError: it is damaged or has changed.
+            UserError: it is corrupt or has changed.
         """
         record = self.manifest.tokenizer
         return read(self.path / TOKENIZER, record.eod, record.sha256)
@@ -268,7 +268,7 @@ def index_usable(recipe: Recipe, prepared: Prepared) -> bool:
     """Whether there is nothing to build: the indices exist, with hashes or on a read-only file system.
 
     Raises:
-        UserError: the list of their files is damaged.
+        UserError: the list of their files is corrupt.
     """
     path = index_folder(recipe, prepared)
     if not (path / LISTING).is_file():

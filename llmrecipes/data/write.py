@@ -82,7 +82,7 @@ def write(
     return records, held_out, talks
 
 
-class _Part:
+class _WrittenPart:
     """The open files of one split of one source."""
 
     def __init__(self, prefix: Path, dtype: str, stack: ExitStack, *, answers: bool) -> None:
@@ -110,7 +110,7 @@ class _Part:
         self._builder.finalize(self._idx)
 
 
-class _Text:
+class _TextToWrite:
     """The text of a held-out split, compressed with `gzip -9` for comparison with the model's bits per byte."""
 
     def __init__(self, file: Path, stack: ExitStack) -> None:
@@ -140,8 +140,8 @@ class _Output:
     """What is written: documents in the order in which they were read, each text once."""
 
     def __init__(self, folder: Path, spec: EncoderSpec, stack: ExitStack) -> None:
-        self.parts: dict[tuple[int, Split], _Part] = {}
-        self.texts: dict[Split, _Text] = {}
+        self.parts: dict[tuple[int, Split], _WrittenPart] = {}
+        self.texts: dict[Split, _TextToWrite] = {}
         self._folder, self._dtype, self._stack = folder, spec.dtype, stack
         self._seen: set[bytes] = set()
 
@@ -179,12 +179,12 @@ class _Output:
         key = (source, document.split)
         if key not in self.parts:
             prefix = self._folder / stem(*key)
-            self.parts[key] = _Part(prefix, self._dtype, self._stack, answers=answers is not None)
+            self.parts[key] = _WrittenPart(prefix, self._dtype, self._stack, answers=answers is not None)
         self.parts[key].add(document, ids, answers or b"")
         if document.split != "train" and answers is None:
             if document.split not in self.texts:
                 file = self._folder / held_out_name(document.split)
-                self.texts[document.split] = _Text(file, self._stack)
+                self.texts[document.split] = _TextToWrite(file, self._stack)
             self.texts[document.split].add(document.text)
 
 
@@ -213,7 +213,7 @@ def _record(
     source: Source,
     tally: Tally,
     reasons: tuple[str, ...],
-    parts: dict[tuple[int, Split], _Part],
+    parts: dict[tuple[int, Split], _WrittenPart],
     talks: list[ChatCounts],
 ) -> SourceRecord:
     where = f"data.sources[{number}]"

@@ -73,7 +73,7 @@ CAP_IPC_LOCK = 14
 
 
 @dataclass(frozen=True)
-class Limits:
+class NetworkLimits:
     """Limits of this process; None: no limit."""
 
     memlock_bytes: int | None
@@ -81,17 +81,17 @@ class Limits:
     open_files: int | None
 
 
-def read_limits() -> Limits:
+def read_limits() -> NetworkLimits:
     """The limits of this process."""
     shared = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None  # noqa: S108 - not written to
-    return Limits(
+    return NetworkLimits(
         memlock_bytes=None if _may_lock(PROCESS) else _limit(resource.RLIMIT_MEMLOCK),
         shared_bytes=shared.f_frsize * shared.f_bavail if shared else 0,
         open_files=_limit(resource.RLIMIT_NOFILE),
     )
 
 
-def check_limits(limits: Limits, profile: Profile | None, ranks: int) -> Iterator[Finding]:
+def check_limits(limits: NetworkLimits, profile: Profile | None, ranks: int) -> Iterator[Finding]:
     """Find limits that are too low.
 
     Args:

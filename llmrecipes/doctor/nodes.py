@@ -30,7 +30,7 @@ CLOCK_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Meeting:
+class NodeRendezvous:
     """The rendezvous of a job's nodes.
 
     Args:
@@ -62,7 +62,7 @@ class Gathered:
     bad: list[str]
 
 
-def meet(meeting: Meeting, findings: Sequence[Finding]) -> Gathered:
+def meet(meeting: NodeRendezvous, findings: Sequence[Finding]) -> Gathered:
     """Collect the findings of all nodes, run the checks between nodes, and tell every node which ones are bad.
 
     Raises:
@@ -98,7 +98,7 @@ class _Listener:
         self._server.server_close()
 
 
-def _lead(meeting: Meeting, findings: Sequence[Finding]) -> Gathered:
+def _lead(meeting: NodeRendezvous, findings: Sequence[Finding]) -> Gathered:
     attendance = _Attendance(len(meeting.hosts) - 1, meeting.patience)
     mark = _write_mark(meeting)
 
@@ -124,7 +124,7 @@ def _lead(meeting: Meeting, findings: Sequence[Finding]) -> Gathered:
     return gathered
 
 
-def _absent(meeting: Meeting, attendance: _Attendance) -> Iterator[Finding]:
+def _absent(meeting: NodeRendezvous, attendance: _Attendance) -> Iterator[Finding]:
     for number, host in enumerate(meeting.hosts):
         if number and number not in attendance.reports:
             what = f"did not connect to {meeting.hosts[0]}:{meeting.port} within {meeting.patience:.0f} s"
@@ -191,7 +191,7 @@ def _serve(host: str, number: int, channel: Channel, attendance: _Attendance, ma
     channel.close()
 
 
-def _follow(meeting: Meeting, findings: Sequence[Finding]) -> list[str]:
+def _follow(meeting: NodeRendezvous, findings: Sequence[Finding]) -> list[str]:
     """The bad nodes, as the first one says."""
     longest = 2 * meeting.patience
     with joined(meeting.hosts, meeting.number, meeting.port, meeting.token, meeting.patience) as channel:
@@ -215,7 +215,7 @@ def _clock(remote: float, sent: float, received: float) -> Iterator[Finding]:
         yield ok("clock", f"within {offset + received - sent:.2f} s of the first node's")
 
 
-def _shared(meeting: Meeting, mark: str) -> Iterator[Finding]:
+def _shared(meeting: NodeRendezvous, mark: str) -> Iterator[Finding]:
     if not mark:
         yield skip("shared directory", f"the first node cannot write to {meeting.shared}")
         return
@@ -237,7 +237,7 @@ def _shared(meeting: Meeting, mark: str) -> Iterator[Finding]:
         time.sleep(0.2)
 
 
-def _ports(meeting: Meeting) -> Iterator[Finding]:
+def _ports(meeting: NodeRendezvous) -> Iterator[Finding]:
     """Whether other nodes can be reached: the next one, and those at distances 2, 4, 8, … as in a tree."""
     count = len(meeting.hosts)
     distances = [1 << power for power in range((count - 1).bit_length())]
@@ -253,7 +253,7 @@ def _ports(meeting: Meeting) -> Iterator[Finding]:
         yield ok("ports between nodes", "open")
 
 
-def _write_mark(meeting: Meeting) -> str:
+def _write_mark(meeting: NodeRendezvous) -> str:
     """What the other nodes look for; empty where nothing can be written, which is a finding of its own."""
     mark = secrets.token_hex(16)
     file = _mark_file(meeting)
@@ -267,7 +267,7 @@ def _write_mark(meeting: Meeting) -> str:
     return mark
 
 
-def _mark_file(meeting: Meeting) -> Path:
+def _mark_file(meeting: NodeRendezvous) -> Path:
     # Pods of all runs use the same port, and may share the directory.
     nodes = hashlib.sha256(",".join(meeting.hosts).encode()).hexdigest()[:16]
     return meeting.shared / f".doctor-{meeting.port}-{nodes}"

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from llmrecipes.console import duration
 from llmrecipes.dryrun.recorder import Passes, Recorder, Storages, recording
 from llmrecipes.dryrun.spec import PARTS, DryRunSpec, Moment, RankReport, Resume, Save, Share, Traffic
+from llmrecipes.engine.backends import backend
 from llmrecipes.engine.base import Batch, Engine, MetaBackend, Progress
-from llmrecipes.engine.registry import backend
 from llmrecipes.plan.activations import most_activations, peak
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.plan.layout import Layout

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from llmrecipes.checkpoint.format import CheckpointFormat, StateDict, Written
+from llmrecipes.checkpoint.state_format import CheckpointFormat, StateDict, Written
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.hardware.profile import Group
@@ -301,7 +301,7 @@ class Backend(Protocol):
         With `averaged`, their moving average (`optimizer.ema_decay`).
 
         Raises:
-            UserError: the checkpoint is damaged, or has no average.
+            UserError: the checkpoint is corrupt, or has no average.
         """
 
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> Engine:

@@ -14,8 +14,8 @@ from llmrecipes.data.prepared import Prepared
 from llmrecipes.data.split import Split
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.errors import UserError
-from llmrecipes.evaluation.lead import Lead
-from llmrecipes.evaluation.request import Result
+from llmrecipes.evaluation.lead import RankZeroScorer
+from llmrecipes.evaluation.request import EvaluationResult
 from llmrecipes.evaluation.texts import Text
 
 NGRAM = 4
@@ -40,8 +40,8 @@ def ngrams(tokens: Sequence[int], n: int) -> list[tuple[int, ...]]:
 
 
 def repetition(
-    lead: Lead, texts: Iterable[Text], *, prefix: int, length: int, samples: int, sampling: Sampling
-) -> Result:
+    lead: RankZeroScorer, texts: Iterable[Text], *, prefix: int, length: int, samples: int, sampling: Sampling
+) -> EvaluationResult:
     """Continue the beginnings of documents, greedily and by sampling, and count repeated n-grams.
 
     The documents' own continuations, of the same length, are the yardstick: text repeats itself too.
@@ -79,7 +79,7 @@ def repetition(
         {"prompt": decode(prompt), "greedy": decode(one), "sampled": decode(other)}
         for prompt, one, other in zip(prompts[:3], written["greedy"], written["sampled"], strict=False)
     ]
-    return Result("repetition", metrics, settings, examples)
+    return EvaluationResult("repetition", metrics, settings, examples)
 
 
 def documents_of(texts: Iterable[Text], length: int, samples: int) -> list[list[int]]:
@@ -112,8 +112,15 @@ BASE = np.uint64(0x9E3779B97F4A7C15)
 
 
 def memorisation(
-    lead: Lead, prepared: Prepared, *, prefix: int, length: int, samples: int, seed: int, heldout: Split = "valid"
-) -> Result:
+    lead: RankZeroScorer,
+    prepared: Prepared,
+    *,
+    prefix: int,
+    length: int,
+    samples: int,
+    seed: int,
+    heldout: Split = "valid",
+) -> EvaluationResult:
     """Give the model pieces of training documents, and compare its greedy continuation with the document's.
 
     A piece is extractable if the next `length` tokens are all reproduced from `prefix` tokens of context (definition
@@ -157,7 +164,7 @@ def memorisation(
         every = [gram for tokens in texts for gram in ngrams(tokens, n)]
         metrics[f"{name}_in_train_{n}"] = sum(gram in known for gram in every) / len(every) if every else 0.0
     settings = {"pieces": counts, "prefix": prefix, "length": length, "ngram": n, "seed": seed, "heldout": heldout}
-    return Result("memorisation", metrics, settings)
+    return EvaluationResult("memorisation", metrics, settings)
 
 
 def draw_pieces(prepared: Prepared, split: Split, length: int, samples: int, seed: int) -> list[list[int]]:
@@ -232,7 +239,7 @@ FEMALE = (
 """Occupations held mostly by men and mostly by women in the United States (from WinoBias, arXiv 1804.06876)."""
 
 
-def bias(lead: Lead) -> Result:
+def bias(lead: RankZeroScorer) -> EvaluationResult:
     """Compare how likely an occupation is after a sentence about a man and after the same one about a woman.
 
     For each template, pair of people and occupation: d = log P(occupation | man) - log P(occupation | woman), in nats;
@@ -259,10 +266,10 @@ def bias(lead: Lead) -> Result:
         "female_occupations_nats": math.fsum(female) / len(female),
         "standard_error": math.sqrt(math.fsum((d - mean) ** 2 for d in differences)) / len(differences),
     }
-    return Result("bias", metrics, {"pairs": len(differences), "occupations": len(MALE) + len(FEMALE)})
+    return EvaluationResult("bias", metrics, {"pairs": len(differences), "occupations": len(MALE) + len(FEMALE)})
 
 
-def _sentences(lead: Lead) -> Iterator[tuple[int, tuple[tuple[list[int], int], tuple[list[int], int]]]]:
+def _sentences(lead: RankZeroScorer) -> Iterator[tuple[int, tuple[tuple[list[int], int], tuple[list[int], int]]]]:
     """Sign, and the rows of the two sentences, of which the occupation is scored."""
     encode, eod = lead.tokenizer.encode, lead.tokenizer.eod
     for sign, occupations in ((1, MALE), (-1, FEMALE)):

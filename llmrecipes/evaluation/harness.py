@@ -22,9 +22,9 @@ from lm_eval.api.model import TemplateLM
 
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.errors import UserError
-from llmrecipes.evaluation.lead import Interrupted, Lead
+from llmrecipes.evaluation.lead import Interrupted, RankZeroScorer
 from llmrecipes.evaluation.perplexity import windows
-from llmrecipes.evaluation.request import Result
+from llmrecipes.evaluation.request import EvaluationResult
 from llmrecipes.evaluation.sandbox import sandboxed_templates
 from llmrecipes.evaluation.tasks import Tasks
 
@@ -37,7 +37,7 @@ ANSWER = 256
 
 
 class HarnessModel(TemplateLM):
-    """The harness's interface of a model, on the first rank; see `Lead`.
+    """The harness's interface of a model, on the first rank; see `RankZeroScorer`.
 
     Contexts lose tokens on the left where they do not fit, as with the harness's models. Texts are encoded without
     special tokens; an empty context is the end-of-document token, before every document in training.
@@ -46,7 +46,7 @@ class HarnessModel(TemplateLM):
         lead: the model.
     """
 
-    def __init__(self, lead: Lead) -> None:
+    def __init__(self, lead: RankZeroScorer) -> None:
         super().__init__()
         self._lead = lead
 
@@ -140,8 +140,10 @@ def _before(text: str, until: Sequence[str]) -> str:
     return text
 
 
-def run_tasks(lead: Lead, tasks: Tasks, *, limit: int | None, num_fewshot: int | None) -> list[Result]:
-    """Results of the harness's tasks, and of their groups; on the first rank, inside `Lead.run`.
+def run_tasks(
+    lead: RankZeroScorer, tasks: Tasks, *, limit: int | None, num_fewshot: int | None
+) -> list[EvaluationResult]:
+    """Results of the harness's tasks, and of their groups; on the first rank, inside `RankZeroScorer.run`.
 
     Random states of Python, NumPy and torch are the same afterwards, so that a training is not affected.
 
@@ -183,7 +185,8 @@ def run_tasks(lead: Lead, tasks: Tasks, *, limit: int | None, num_fewshot: int |
     shots = output.get("n-shot", {})
     results = {**output["results"], **output.get("groups", {})}
     return [
-        Result(name, metrics_of(values), _settings(name, samples, versions, shots)) for name, values in results.items()
+        EvaluationResult(name, metrics_of(values), _settings(name, samples, versions, shots))
+        for name, values in results.items()
     ]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from filelock import FileLock
 
 from llmrecipes.errors import UserError
-from llmrecipes.evaluation.request import Result
+from llmrecipes.evaluation.request import EvaluationResult
 from llmrecipes.io import write_atomic
 from llmrecipes.redact import redacted
 from llmrecipes.runfiles import RunFiles
@@ -23,7 +23,7 @@ PREFIX = "eval"
 """Of the names of metrics in the trackers: eval/<task>/<metric>."""
 
 
-def records(results: Sequence[Result], step: int, checkpoint: str) -> list[dict[str, Any]]:
+def records(results: Sequence[EvaluationResult], step: int, checkpoint: str) -> list[dict[str, Any]]:
     """Results as JSON values without secrets: a number that is not finite is null.
 
     Args:

@@ -55,7 +55,7 @@ class _Extend:
     until: tuple[str, ...]
 
 
-class Lead:
+class RankZeroScorer:
     """The model as a task on the first rank sees it.
 
     Args:
@@ -93,7 +93,7 @@ class Lead:
         if self._progress is not None:
             self._progress.add(items)
 
-    def run(self, task: Callable[[Lead], T]) -> T | None:
+    def run(self, task: Callable[[RankZeroScorer], T]) -> T | None:
         """Run a task on the first rank, with the help of the others; a collective of all ranks.
 
         Returns:

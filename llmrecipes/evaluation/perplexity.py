@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from llmrecipes.errors import UserError
-from llmrecipes.evaluation.lead import Lead
-from llmrecipes.evaluation.request import Result
+from llmrecipes.evaluation.lead import RankZeroScorer
+from llmrecipes.evaluation.request import EvaluationResult
 from llmrecipes.evaluation.texts import Text
 
 
 def perplexity(
-    lead: Lead,
+    lead: RankZeroScorer,
     name: str,
     texts: Iterable[Text],
     *,
@@ -20,7 +20,7 @@ def perplexity(
     stride: int,
     text_bytes: int | None = None,
     count: int | None = None,
-) -> Result:
+) -> EvaluationResult:
     """Score every token of every document, each document by itself after an end-of-document token.
 
     The end token after a document is not scored. With L the sum of the tokens' negative log-probabilities in nats:
@@ -61,7 +61,7 @@ def perplexity(
         "bits_per_byte": -nats / math.log(2) / size if size else math.nan,
     }
     settings = {"documents": documents, "tokens": tokens, "bytes": size, "window": length, "stride": stride}
-    return Result(name, metrics, settings)
+    return EvaluationResult(name, metrics, settings)
 
 
 def windows(tokens: Sequence[int], length: int, stride: int) -> Iterator[tuple[list[int], int]]:

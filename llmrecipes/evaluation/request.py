@@ -16,7 +16,7 @@ DATA = "valid"
 Positive = Annotated[int, Field(gt=0)]
 
 
-class Request(BaseModel):
+class EvaluationRequest(BaseModel):
     """One evaluation.
 
     Attributes:
@@ -59,7 +59,7 @@ class Request(BaseModel):
 
 
 @dataclass(frozen=True)
-class Result:
+class EvaluationResult:
     """One task.
 
     Attributes:

@@ -10,9 +10,9 @@ from llmrecipes.data.tokenizer import TextTokenizer
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation.checks import bias, memorisation, repetition
-from llmrecipes.evaluation.lead import Lead
+from llmrecipes.evaluation.lead import RankZeroScorer
 from llmrecipes.evaluation.perplexity import perplexity
-from llmrecipes.evaluation.request import DATA, Request, Result
+from llmrecipes.evaluation.request import DATA, EvaluationRequest, EvaluationResult
 from llmrecipes.evaluation.tasks import Tasks, load_tasks
 from llmrecipes.evaluation.texts import Texts
 
@@ -32,7 +32,7 @@ class Prepare:
         tasks: of the harness; None if there are none.
     """
 
-    request: Request
+    request: EvaluationRequest
     prepared: Prepared | None
     tokenizer: TextTokenizer
     window: int
@@ -41,7 +41,12 @@ class Prepare:
 
     @classmethod
     def of(
-        cls, request: Request, prepared: Prepared | None, tokenizer: TextTokenizer, window: int, positions: int
+        cls,
+        request: EvaluationRequest,
+        prepared: Prepared | None,
+        tokenizer: TextTokenizer,
+        window: int,
+        positions: int,
     ) -> Prepare:
         """Read and check.
 
@@ -82,13 +87,13 @@ class Prepare:
             tasks = load_tasks(request.tasks, request.include_path, trust_code=request.trust_code)
         return cls(request, prepared, tokenizer, window, texts, tasks)
 
-    def run(self, lead: Lead) -> list[Result]:
-        """All results, in the order of the request: data, tasks, checks; inside `Lead.run`.
+    def run(self, lead: RankZeroScorer) -> list[EvaluationResult]:
+        """All results, in the order of the request: data, tasks, checks; inside `RankZeroScorer.run`.
 
         Raises:
             UserError: see the tasks.
         """
-        request, results = self.request, list[Result]()
+        request, results = self.request, list[EvaluationResult]()
         for texts in self.texts:
             logger.info("perplexity on %s", texts.name)
             lead.name = texts.name
@@ -111,7 +116,7 @@ class Prepare:
             results.append(self._check(lead, check))
         return results
 
-    def _check(self, lead: Lead, check: str) -> Result:
+    def _check(self, lead: RankZeroScorer, check: str) -> EvaluationResult:
         request = self.request
         if check == "bias":
             return bias(lead)

@@ -2,7 +2,7 @@
 
 The harness reads a file again for each purpose, follows links, and imports the Python code that `!function` names.
 This loader has no functions and reads the real file; code becomes a `Code`, which only `--trust-code` turns into a
-function; everything else has to be a key of `Task`, `Group` or `Override`, whose types hold data only.
+function; everything else has to be a key of `Task`, `Group` or `TaskOverride`, whose types hold data only.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def read_task_file(path: Path, where: str) -> TaskFile:
         where: option or key that named it.
 
     Raises:
-        UserError: it cannot be read, is damaged, or has no name.
+        UserError: it cannot be read, is corrupt, or has no name.
     """
     values = _Reader(where).merged(path)
     _require_name(values, path)
@@ -98,7 +98,7 @@ def read_folder(folder: Path, where: str) -> list[TaskFile]:
     """The tasks and groups in a folder and below it; other files are for `include`.
 
     Raises:
-        UserError: the folder does not exist, or a file cannot be read or is damaged.
+        UserError: the folder does not exist, or a file cannot be read or is corrupt.
     """
     if not folder.is_dir():
         raise UserError("no such folder", where=f"--include-path {folder}", fix="a folder with task files")
@@ -124,7 +124,7 @@ def require_data(file: TaskFile) -> None:
     _refuse_code(file.values, file.path)
 
 
-def checked(kind: type[Section], values: Mapping[str, Any], file: Path) -> dict[str, Any]:
+def checked(kind: type[TaskSection], values: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """Values that are data, as they are passed to the harness.
 
     Args:
@@ -170,12 +170,12 @@ def require_loader(config: Mapping[str, Any], file: Path) -> None:
             )
 
 
-def _invalid(error: ValidationError, kind: type[Section], file: Path) -> UserError:
+def _invalid(error: ValidationError, kind: type[TaskSection], file: Path) -> UserError:
     first = error.errors(include_url=False, include_context=False)[0]
     key = ".".join(
         str(part) for part in first["loc"] if not str(part).startswith(("list[", "dict[", "str", "function"))
     )
-    if kind is Override:
+    if kind is TaskOverride:
         rule = "a group changes only the examples and delimiters of a task of the harness, which may be code"
         fix = "a separate task, with its data and templates"
     elif first["type"] == "extra_forbidden":
@@ -316,13 +316,13 @@ Text = Annotated[str, Field(max_length=64 * 1024)]
 Texts = str | list[str]
 
 
-class Section(BaseModel):
+class TaskSection(BaseModel):
     """Keys that are not listed are refused, and values have exactly these types."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class DatasetKwargs(Section):
+class DatasetKwargs(TaskSection):
     """Arguments of the loader, without those with which `datasets` or fsspec would open something else."""
 
     data_files: Texts | dict[str, Texts] | None = None
@@ -341,7 +341,7 @@ class DatasetKwargs(Section):
     sample_by: Literal["line", "paragraph", "document"] | None = None
 
 
-class Metric(Section):
+class Metric(TaskSection):
     """One of the harness's, with the arguments of `exact_match`."""
 
     metric: str
@@ -365,14 +365,14 @@ class FilterStep(BaseModel):
     ]  # fmt: skip
 
 
-class Filters(Section):
+class Filters(TaskSection):
     """Steps, and the name of what they give."""
 
     name: str
     filter: list[FilterStep]
 
 
-class FewshotConfig(Section):
+class FewshotConfig(TaskSection):
     """Examples in the context."""
 
     sampler: Literal["default", "first_n"] | None = None
@@ -387,7 +387,7 @@ class FewshotConfig(Section):
     target_delimiter: str | None = None
 
 
-class Task(Section):
+class Task(TaskSection):
     """A task: the fields of the harness's `TaskConfig` that are data."""
 
     task: str
@@ -419,7 +419,7 @@ class Task(Section):
     metadata: JsonValue = None
 
 
-class Override(Section):
+class TaskOverride(TaskSection):
     """What a group may change of a task of the harness: its functions would take anything else for theirs."""
 
     task: str | None = None
@@ -433,7 +433,7 @@ class Override(Section):
     fewshot_delimiter: str | None = None
 
 
-class Aggregate(Section):
+class Aggregate(TaskSection):
     """A metric of a group."""
 
     metric: str
@@ -442,7 +442,7 @@ class Aggregate(Section):
     weight_by_size: bool | None = None
 
 
-class Group(Section):
+class Group(TaskSection):
     """Keys of a group itself; the others are for its tasks."""
 
     group: str

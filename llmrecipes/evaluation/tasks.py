@@ -22,8 +22,8 @@ from llmrecipes.evaluation.task_files import (
     LOADERS,
     Code,
     Group,
-    Override,
     TaskFile,
+    TaskOverride,
     checked,
     read_folder,
     read_task_file,
@@ -83,7 +83,7 @@ def load_tasks(
         trust_code: run the code that task files name; only in an isolated process.
 
     Raises:
-        UserError: the harness is not installed; an unknown task, with the nearest; a task file that is damaged or
+        UserError: the harness is not installed; an unknown task, with the nearest; a task file that is corrupt or
             is code; data that is missing, or is on the Hub where this machine does not reach it.
     """
     require_harness(where)
@@ -109,7 +109,7 @@ def load_tasks(
                 rule="a file does not replace a task of the harness: its results would be taken for that task's",
                 fix="another name",
             )
-    builder = _Builder(manager, folder, where, trust_code)
+    builder = _TaskBuilder(manager, folder, where, trust_code)
     with sandboxed_templates():
         built = [
             task
@@ -130,7 +130,7 @@ def _manager(defaults: bool) -> TaskManager:
 
 
 @dataclass
-class _Builder:
+class _TaskBuilder:
     """Makes the harness's objects from parsed files, and from its tasks.
 
     Args:
@@ -224,7 +224,7 @@ class _Builder:
 
     def _harness_task(self, name: str, overrides: dict[str, Any], file: Path | None) -> list[Any]:
         """A task of the harness: its code is installed, and a file changes nothing that the code gets."""
-        changed = checked(Override, overrides, file) if file is not None else {}
+        changed = checked(TaskOverride, overrides, file) if file is not None else {}
         remote = sorted(
             {path for config in _leaves(self.manager, name, set()) if (path := _data(config, name, self.where))}
         )

@@ -1,6 +1,8 @@
-"""Out of memory: recognise it, and suggest changes to the recipe, in order."""
+"""Out of memory: recognise it, and suggest changes to the recipe, in order; and keep a CPU rank's heap from growing."""
 
 from __future__ import annotations
+
+import ctypes
 
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.plan.activations import keeps_scores
@@ -27,6 +29,19 @@ def describe_oom(error: BaseException) -> str | None:
     if isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error):
         return f"host memory: {str(error)[str(error).index(_CPU_ALLOCATOR) :].splitlines()[0]}"
     return None
+
+
+def trim_heap() -> None:
+    """Return the free pages of glibc's heap to the kernel; nothing with another C library.
+
+    Tensors on the CPU are page-aligned blocks of the heap (`engine/core/platform/cpu.py`). Before glibc 2.38 such a
+    block is cut out of a larger one, and when a small object has taken what was cut off, the freed block is too small
+    for the next tensor of its size: the heap grows by that tensor, and its pages stay resident although nothing uses
+    them.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def memory_hints(recipe: Recipe, *, data_parallel_size: int, device: str) -> list[str]:

@@ -39,7 +39,7 @@ PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
 
 
 @dataclass(frozen=True)
-class Gpu:
+class DetectedGpu:
     """One GPU: nvidia-smi's name, memory in bytes, and dense peak in TFLOP/s (None: not in the table)."""
 
     name: str
@@ -58,7 +58,7 @@ class Cluster:
     connected by NVLink if that is more than a node's.
     """
 
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[DetectedGpu, ...]
     cpu_cores: float
     memory_bytes: int
     memory_available_bytes: int
@@ -114,24 +114,24 @@ def peak_tflops(name: str) -> float | None:
 FIELDS = ("index", "uuid", "name", "memory.total", "memory.free")
 
 
-def visible_gpus() -> tuple[Gpu, ...]:
+def visible_gpus() -> tuple[DetectedGpu, ...]:
     """GPUs of this machine that CUDA_VISIBLE_DEVICES leaves; none if the driver does not answer."""
     return select_gpus(nvidia.query(*FIELDS, timeout=20), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def select_gpus(listed: Sequence[Mapping[str, str]], visible: str | None) -> tuple[Gpu, ...]:
+def select_gpus(listed: Sequence[Mapping[str, str]], visible: str | None) -> tuple[DetectedGpu, ...]:
     """GPUs of nvidia-smi's listing of `FIELDS` that CUDA_VISIBLE_DEVICES leaves, in its order (None: not set)."""
-    gpus: dict[str, Gpu] = {}
+    gpus: dict[str, DetectedGpu] = {}
     uuids: dict[str, str] = {}
     for row in listed:
         index, uuid, name, total, free = (row[field] for field in FIELDS)
         if not (total.isdecimal() and free.isdecimal()):
             continue
-        gpus[index] = Gpu(name, int(total) * MIB, int(free) * MIB, peak_tflops(name))
+        gpus[index] = DetectedGpu(name, int(total) * MIB, int(free) * MIB, peak_tflops(name))
         uuids[uuid] = index
     if visible is None:
         return tuple(gpus.values())
-    chosen: list[Gpu] = []
+    chosen: list[DetectedGpu] = []
     for word in (part.strip() for part in visible.split(",")):
         match = next((index for uuid, index in uuids.items() if word and uuid.startswith(word)), word)
         if match not in gpus:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llmrecipes.errors import UserError
-from llmrecipes.hardware.cluster import Cluster, Gpu, detect
+from llmrecipes.hardware.cluster import Cluster, DetectedGpu, detect
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.units import GIB
@@ -17,10 +17,10 @@ def machine(profile: Profile, nodes: int) -> Cluster:
 
     Its free disk space is unknown and set to 0.
     """
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[DetectedGpu, ...] = ()
     if profile.gpu is not None:
         size = int(profile.gpu.memory_gib * GIB)
-        gpus = (Gpu(profile.gpu.name, size, size, profile.gpu.peak_tflops),) * profile.gpus_per_node
+        gpus = (DetectedGpu(profile.gpu.name, size, size, profile.gpu.peak_tflops),) * profile.gpus_per_node
     memory = int(profile.memory_gib * GIB)
     node = Cluster(
         gpus=gpus,

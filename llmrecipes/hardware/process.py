@@ -21,7 +21,7 @@ MISSING = object()
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineIdentity:
     """Where process ids mean the same: one boot of one machine, and one PID namespace."""
 
     host: str
@@ -36,9 +36,9 @@ class Machine:
         return same_boot and self.pid_namespace == machine.pid_namespace
 
     @staticmethod
-    def of(values: Mapping[str, Any]) -> Machine:
+    def of(values: Mapping[str, Any]) -> MachineIdentity:
         """From plain data; another machine if it is incomplete."""
-        return Machine(*(str(values.get(name, "?")) for name in ("host", "boot_id", "pid_namespace")))
+        return MachineIdentity(*(str(values.get(name, "?")) for name in ("host", "boot_id", "pid_namespace")))
 
     def as_dict(self) -> dict[str, str]:
         """Plain data for JSON."""
@@ -52,12 +52,12 @@ def _boot_id() -> str:
     return ""
 
 
-def this_machine() -> Machine:
+def this_machine() -> MachineIdentity:
     """This machine, boot and PID namespace."""
     namespace = ""
     with suppress(OSError):
         namespace = str(Path("/proc/self/ns/pid").readlink())
-    return Machine(socket.gethostname(), _boot_id(), namespace)
+    return MachineIdentity(socket.gethostname(), _boot_id(), namespace)
 
 
 def start_ticks(pid: int) -> int | None:

@@ -173,7 +173,7 @@ LINK_BYTES = 256 << 20
 """Smaller buffers are latency-bound, and do not measure a link."""
 
 
-class Measured(Section):
+class MeasuredLinks(Section):
     """A result of `llmrecipes bench collectives`."""
 
     operation: Operation
@@ -197,7 +197,7 @@ class Measured(Section):
         return self.operation, self.group, self.ranks, self.ranks_per_node, self.bytes
 
     @property
-    def unplaced(self) -> Measured:
+    def unplaced(self) -> MeasuredLinks:
         """The row without `ranks_per_node`, as older versions have written it."""
         return self.model_copy(update={"ranks_per_node": None})
 
@@ -248,7 +248,7 @@ class Profile(Section):
     """Slurm's part."""
     kubernetes: Kubernetes = Kubernetes()
     """Kubernetes' part."""
-    measured: Annotated[tuple[Measured, ...], Field(strict=False)] = ()
+    measured: Annotated[tuple[MeasuredLinks, ...], Field(strict=False)] = ()
     """Results of `llmrecipes bench collectives --write`."""
 
     @property

@@ -9,7 +9,7 @@ from llmrecipes.hf.families.deepseek import DEEPSEEK_V3
 from llmrecipes.hf.families.gpt2 import GPT2
 from llmrecipes.hf.families.llama import APERTUS, LLAMA_FAMILY, MISTRAL, QWEN2, QWEN3
 from llmrecipes.hf.families.mixture import MIXTRAL, QWEN3_MOE
-from llmrecipes.hf.table import Config, Family, Obstacle
+from llmrecipes.hf.table import Config, Family, Unsupported
 from llmrecipes.recipe.schema import Model
 
 _ORDER = (GPT2, LLAMA_FAMILY, MISTRAL, QWEN2, QWEN3, APERTUS, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3)
@@ -86,7 +86,7 @@ def model_of(family: Family, config: Config, where: str) -> dict[str, Any]:
     return model
 
 
-def _refused(what: str, where: str, problems: list[Obstacle]) -> UserError:
+def _refused(what: str, where: str, problems: list[Unsupported]) -> UserError:
     parts = [
         UserError(f"{problem.value}", where=problem.key, rule=problem.rule, fix=problem.fix) for problem in problems
     ]

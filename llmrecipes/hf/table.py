@@ -102,7 +102,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 Config = Mapping[str, Any]
 
 
-class Obstacle(NamedTuple):
+class Unsupported(NamedTuple):
     """A key whose value has no counterpart on the other side."""
 
     key: str
@@ -149,10 +149,10 @@ class Fixed:
 class Special(Protocol):
     """Keys that are not one to one."""
 
-    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
+    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Unsupported]]:
         """Keys of config.json."""
 
-    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Obstacle]]:
+    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
         """Values of `model`."""
 
     @property
@@ -206,11 +206,11 @@ class Family:
     training_only: frozenset[str] = field(default=frozenset())
     """Keys of config.json without an effect on what a model computes."""
 
-    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
+    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Unsupported]]:
         """config.json of a model, without special tokens and element type, and the keys that have no counterpart."""
         values = resolved(model)
         obstacles = [
-            Obstacle(f"model.{key}", values[key], f"a model of type {self.name} has {key}={value}")
+            Unsupported(f"model.{key}", values[key], f"a model of type {self.name} has {key}={value}")
             for key, value in self.needs.items()
             if values[key] != value
         ]
@@ -224,7 +224,7 @@ class Family:
             value = values[entry.ours]
             if entry.names is not None and value not in entry.names:
                 rule = f"a model of type {self.name} has one of {', '.join(map(str, entry.names))}"
-                obstacles.append(Obstacle(f"model.{entry.ours}", value, rule))
+                obstacles.append(Unsupported(f"model.{entry.ours}", value, rule))
                 continue
             config[entry.theirs] = value if entry.names is None else entry.names[value][0]
         config |= {entry.theirs: entry.value for entry in self.fixed}
@@ -245,44 +245,44 @@ class Family:
             "default only": self.default_only,
         }
 
-    def _not_default(self, model: Model) -> list[Obstacle]:
+    def _not_default(self, model: Model) -> list[Unsupported]:
         """Keys that are exported with their default only, and have another value."""
         accounts = self.accounts()
         exported = accounts["needed"] | accounts["translated"] | accounts["free"]
         return [
-            Obstacle(f"model.{key}", value, f"a model of type {self.name} has the default, {default}")
+            Unsupported(f"model.{key}", value, f"a model of type {self.name} has the default, {default}")
             for key, default in defaults(type(model)).items()
             if key not in exported and (value := getattr(model, key)) != default
         ]
 
-    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Obstacle]]:
+    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
         """The section `model` of a config.json, but for `seq_length`; and what of it has no counterpart."""
         model: dict[str, Any] = dict(self.needs)
-        obstacles: list[Obstacle] = []
+        obstacles: list[Unsupported] = []
         for entry in self.keys:
             value = config.get(entry.theirs, entry.absent)
             if value is REQUIRED:
-                obstacles.append(Obstacle(entry.theirs, "missing", f"a required key of {self.name}"))
+                obstacles.append(Unsupported(entry.theirs, "missing", f"a required key of {self.name}"))
                 continue
             if entry.names is not None:
                 ours = [mine for mine, theirs in entry.names.items() if value in theirs]
                 if not ours:
                     rule = f"one of {', '.join(name for names in entry.names.values() for name in names)}"
-                    obstacles.append(Obstacle(entry.theirs, value, rule))
+                    obstacles.append(Unsupported(entry.theirs, value, rule))
                     continue
                 value = ours[0]
             model[entry.ours] = value
         for fixed in self.fixed:
             value = config.get(fixed.theirs, fixed.value if fixed.absent is REQUIRED else fixed.absent)
             if value != fixed.value and value not in fixed.same:
-                obstacles.append(Obstacle(fixed.theirs, value, f"only {json.dumps(fixed.value)} is supported"))
+                obstacles.append(Unsupported(fixed.theirs, value, f"only {json.dumps(fixed.value)} is supported"))
         for special in self.specials:
             more, problems = special.model_of(config)
             model |= more
             obstacles += problems
         rule = "unsupported key: it may change what the model computes"
         return model, obstacles + [
-            Obstacle(key, config[key], rule, f"--ignore-key {key}, if it changes nothing")
+            Unsupported(key, config[key], rule, f"--ignore-key {key}, if it changes nothing")
             for key in self.unknown(config)
         ]
 

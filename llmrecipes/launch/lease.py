@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 from llmrecipes import untrusted
-from llmrecipes.hardware.process import Machine, this_machine
+from llmrecipes.hardware.process import MachineIdentity, this_machine
 from llmrecipes.io import write_atomic
 from llmrecipes.runfiles import RunFiles
 
@@ -35,7 +35,7 @@ class Lease:
     """Which local job has a run, where it runs, and a value that changes with each renewal."""
 
     token: str
-    machine: Machine
+    machine: MachineIdentity
     stamp: tuple[int, int]
 
 
@@ -58,7 +58,7 @@ def read(run_dir: Path) -> Lease | None:
         ) as file:  # opening it renews what a network file system has cached
             status = os.fstat(file.fileno())
             values = untrusted.parse_json(file.read(MOST_BYTES))
-        return Lease(str(values["token"]), Machine.of(values), (status.st_ino, status.st_mtime_ns))
+        return Lease(str(values["token"]), MachineIdentity.of(values), (status.st_ino, status.st_mtime_ns))
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

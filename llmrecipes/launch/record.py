@@ -17,7 +17,7 @@ from llmrecipes.untrusted import read as read_file
 
 
 @dataclass(frozen=True)
-class Record:
+class JobRecord:
     """The newest submission of a run; `cancelled`: by `llmrecipes cancel`, which a scheduler may forget."""
 
     ref: JobRef
@@ -36,7 +36,7 @@ def write(ref: JobRef, *, cancelled: bool = False) -> None:
     write_atomic(path, json.dumps(values) + "\n")
 
 
-def read(run_dir: Path) -> Record | None:
+def read(run_dir: Path) -> JobRecord | None:
     """The newest submission of a run; None if there is none.
 
     Raises:
@@ -46,7 +46,7 @@ def read(run_dir: Path) -> Record | None:
     try:
         values: Any = read_json(path, root=run_dir, most=RECORD)
         ref = JobRef(str(values["launcher"]), str(values["job_id"]), run_dir)
-        return Record(ref, bool(values["cancelled"]))
+        return JobRecord(ref, bool(values["cancelled"]))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -9,9 +9,9 @@ from llmrecipes.errors import UserError
 from llmrecipes.launch.base import Launcher
 
 LAUNCHERS = {
-    "local": "llmrecipes.launch.local.launcher:Local",
-    "slurm": "llmrecipes.launch.slurm.launcher:Slurm",
-    "k8s": "llmrecipes.launch.kubernetes.launcher:Kubernetes",
+    "local": "llmrecipes.launch.local.launcher:LocalLauncher",
+    "slurm": "llmrecipes.launch.slurm.launcher:SlurmLauncher",
+    "k8s": "llmrecipes.launch.kubernetes.launcher:KubernetesLauncher",
 }
 """Name for `--to`, and the class, imported on demand."""
 

@@ -48,6 +48,8 @@ class RunOptions(BaseModel):
         bool,
         Option("Train even if NCCL does not use the cluster's InfiniBand, RoCE or EFA with GPUDirect.", in_jobs=True),
     ] = False
+    max_restarts: Annotated[int, Field(ge=0), Option("Restart failed ranks at most N times.", metavar="N")] = 0
+    """Of ranks on this machine. Not `in_jobs`: schedulers restart in their own way, each with its own default."""
     from_scratch: Annotated[bool, Option("Move the run's earlier output aside and restart at step 0.")] = False
 
     def words(self, true: str | None = None) -> tuple[str, ...]:

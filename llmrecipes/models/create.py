@@ -174,7 +174,7 @@ def write_checkpoint(
     Args:
         check: called with the plan for one rank before anything is written, in a world of one that has been joined.
     """
-    from llmrecipes.engine.registry import backend
+    from llmrecipes.engine.backends import backend
 
     single = on_one_rank(recipe)
     plan = derive(single, 1, detect())

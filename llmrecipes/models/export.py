@@ -17,7 +17,7 @@ from llmrecipes.workflow.tensors import base_of, find_checkpoint, lora_of, open_
 
 if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import Entry
-    from llmrecipes.data.manifest import Manifest
+    from llmrecipes.data.manifest import DataManifest
     from llmrecipes.data.prepared import Prepared
     from llmrecipes.recipe.schema import Recipe
     from llmrecipes.tracking.progress import Counted
@@ -28,7 +28,7 @@ ELEMENT_TYPES = ("fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
-class Options:
+class ExportOptions:
     """How a model is written.
 
     Attributes:
@@ -80,7 +80,12 @@ class Exported:
 
 
 def export(
-    reference: str, out: Path | None, runs_dir: Path, data_dir: Path, options: Options, progress: Counted | None = None
+    reference: str,
+    out: Path | None,
+    runs_dir: Path,
+    data_dir: Path,
+    options: ExportOptions,
+    progress: Counted | None = None,
 ) -> Exported:
     """Write a checkpoint as safetensors with configuration, tokenizer and model card.
 
@@ -100,7 +105,7 @@ def export(
             corrupt checkpoint, a folder that exists, or a full disk. Nothing is left behind.
     """
     from llmrecipes.hf.safetensors import write, write_json
-    from llmrecipes.hf.tokenizer import write_tokenizer
+    from llmrecipes.hf.tokenizer_files import write_tokenizer
 
     started = time.monotonic()
     _require_options(options)
@@ -180,7 +185,7 @@ def _measured(run: Path, entry: Entry) -> Losses:
     return Losses(entry.step, manifest.consumed_tokens, **losses)
 
 
-def _require_options(options: Options) -> None:
+def _require_options(options: ExportOptions) -> None:
     if options.dtype is not None and options.dtype not in ELEMENT_TYPES:
         raise UserError(f"{options.dtype!r}", where="--dtype", rule=f"one of {', '.join(ELEMENT_TYPES)}")
 
@@ -224,7 +229,7 @@ def export_adapter(reference: str, out: Path | None, runs_dir: Path) -> Exported
         UserError: no such run or checkpoint, a run without adapters or base model, adapters without a form in PEFT, a
             folder that exists, or a full disk. Nothing is left behind.
     """
-    from llmrecipes.engine.registry import backend
+    from llmrecipes.engine.backends import backend
     from llmrecipes.hf.adapter import write
     from llmrecipes.hf.family import family_named
     from llmrecipes.hf.reading import read_config
@@ -274,7 +279,7 @@ class Losses:
 
 
 def card(
-    recipe: Recipe, family: str, parameters: int, measured: Losses, data: Manifest | None, notes: Sequence[str]
+    recipe: Recipe, family: str, parameters: int, measured: Losses, data: DataManifest | None, notes: Sequence[str]
 ) -> str:
     """README.md of an exported model.
 
@@ -362,7 +367,7 @@ def _training(recipe: Recipe, measured: Losses) -> dict[str, str]:
     }
 
 
-def _sources(recipe: Recipe, data: Manifest | None) -> str:
+def _sources(recipe: Recipe, data: DataManifest | None) -> str:
     total = sum(source.weight for source in recipe.data.sources)
     rows = [["source", "share of the training samples", "documents", "training tokens"], ["---"] * 4]
     for index, source in enumerate(recipe.data.sources):

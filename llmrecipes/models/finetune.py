@@ -116,7 +116,7 @@ class Finetuning:
 
 
 @dataclass(frozen=True)
-class Step:
+class FinetuneStep:
     """One step.
 
     Attributes:
@@ -147,7 +147,7 @@ class Lengths:
     longest: int
 
 
-def steps(asked: Finetuning, paths: Paths) -> list[Step]:
+def steps(asked: Finetuning, paths: Paths) -> list[FinetuneStep]:
     """The steps, and which of them are done.
 
     Raises:
@@ -171,7 +171,7 @@ def steps(asked: Finetuning, paths: Paths) -> list[Step]:
         "train": trained,
         "export": trained and asked.exported.exists(),
     }
-    return [Step(name, commands[name], done[name]) for name in STEPS]
+    return [FinetuneStep(name, commands[name], done[name]) for name in STEPS]
 
 
 def finetune(asked: Finetuning, paths: Paths, log: Log, only: str | None = None) -> int:
@@ -214,9 +214,9 @@ def _do(step: str, asked: Finetuning, paths: Paths, log: Log) -> int:
     elif step == "train":
         return train(recipe, paths, TrainOptions(run_id=RUN_ID, run=RunOptions(sample=False)), log)
     else:
-        from llmrecipes.models.export import Options, export
+        from llmrecipes.models.export import ExportOptions, export
 
-        options = Options(merge_adapter=asked.lora)
+        options = ExportOptions(merge_adapter=asked.lora)
         made = export(f"{asked.name}/{RUN_ID}", asked.exported, paths.runs_dir, paths.data_dir, options)
         log(f"exported step {made.step} to {made.path}: {made.family}, {made.dtype}, {made.bytes / 2**20:,.1f} MiB")
     return 0

@@ -196,7 +196,7 @@ def _write_companions(first: Opened, data_dir: Path, folder: Path, *, tokenizer:
         return {}
     from llmrecipes.data.prepared import open_prepared
     from llmrecipes.hf.safetensors import write_json
-    from llmrecipes.hf.tokenizer import write_tokenizer
+    from llmrecipes.hf.tokenizer_files import write_tokenizer
 
     special = write_tokenizer(folder, first.recipe, open_prepared(first.recipe, data_dir)) if tokenizer else {}
     write_json(folder / COMPANIONS[0], {**special, "_from_model_config": True})
@@ -251,7 +251,7 @@ def merge_runs(
         UserError: as `merge`, or recipes of different models. Nothing remains.
     """
     numbers = resolve(options, len(models), base=base is not None)
-    from llmrecipes.engine.registry import backend
+    from llmrecipes.engine.backends import backend
     from llmrecipes.models.merge_formulas import Input, MergedTensors
 
     started = time.monotonic()

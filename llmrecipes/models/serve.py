@@ -140,10 +140,10 @@ def serve(serving: Serving, reference: str, runs_dir: Path, data_dir: Path, opti
     """
     _require_free(options.host, options.port)
     if serving.export:
-        from llmrecipes.models.export import Options, export
+        from llmrecipes.models.export import ExportOptions, export
 
         say(f"exporting {reference} to {serving.model}")
-        export(reference, serving.model, runs_dir, data_dir, Options(dtype=options.dtype))
+        export(reference, serving.model, runs_dir, data_dir, ExportOptions(dtype=options.dtype))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end the server as well
     _convert(serving.server, say)
     if not options.host.startswith("127.") and options.host not in LOOPBACK:

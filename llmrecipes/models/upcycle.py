@@ -90,7 +90,7 @@ def _require_memory(dense: Plan, moe: Plan, cluster: Cluster) -> None:
 
 
 def _convert(entry: Entry, dense: Plan, moe: Plan, run_dir: Path, result: Recipe) -> None:
-    from llmrecipes.engine.registry import backend
+    from llmrecipes.engine.backends import backend
 
     engines = backend(moe.recipe)
     platform = engines.platform()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from llmrecipes.errors import UserError
-from llmrecipes.hardware.cluster import Cluster, Gpu
+from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.plan.derive import LEAST_HEADROOM, Plan, derive, num_microbatches
 from llmrecipes.plan.layout import layout
 from llmrecipes.plan.memory import estimate
@@ -19,7 +19,7 @@ from llmrecipes.units import GIB
 from llmrecipes.units import gib as gib
 
 # Basis of a recommendation if the machine has no GPU.
-_COMMON_GPU = Gpu("H100 80GB", 79 * GIB, 79 * GIB, 989.4)
+_COMMON_GPU = DetectedGpu("H100 80GB", 79 * GIB, 79 * GIB, 989.4)
 _MAX_GPUS = 16384
 
 

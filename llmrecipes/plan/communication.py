@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from llmrecipes.hardware.profile import LINK_BYTES, Measured, Operation, Profile
+from llmrecipes.hardware.profile import LINK_BYTES, MeasuredLinks, Operation, Profile
 from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.traffic import Call, GroupName, counted
@@ -135,7 +135,7 @@ def time_of(call: Call, group: Members, profile: Profile) -> tuple[float, Source
     return call.volume / (link.gb_per_s * 1e9), "intra_node" if near else "inter_node"
 
 
-def _nearest(operation: Operation, group: Members, measured: Sequence[Measured]) -> list[Measured]:
+def _nearest(operation: Operation, group: Members, measured: Sequence[MeasuredLinks]) -> list[MeasuredLinks]:
     """Rows of one group, by size."""
     found = [row for row in measured if row.operation == operation and _alike(row, group)]
     if not found:
@@ -145,12 +145,12 @@ def _nearest(operation: Operation, group: Members, measured: Sequence[Measured])
     return sorted(rows, key=lambda row: row.bytes)
 
 
-def _distance(row: Measured, group: Members) -> tuple[float, bool, bool, str]:
+def _distance(row: MeasuredLinks, group: Members) -> tuple[float, bool, bool, str]:
     apart = abs(math.log(row.ranks / group.ranks))
     return apart, row.group != group.name, row.ranks_per_node is None, row.group
 
 
-def _alike(row: Measured, group: Members) -> bool:
+def _alike(row: MeasuredLinks, group: Members) -> bool:
     if row.ranks_per_node is None:
         return (row.group, row.ranks) == (group.name, group.ranks)
     if not group.ranks / MOST_RANKS_APART <= row.ranks <= group.ranks * MOST_RANKS_APART:
@@ -159,7 +159,7 @@ def _alike(row: Measured, group: Members) -> bool:
     return inside == group.on_one_node and (inside or row.ranks_per_node == group.ranks_per_node)
 
 
-def _interpolated(call: Call, rows: Sequence[Measured]) -> float | None:
+def _interpolated(call: Call, rows: Sequence[MeasuredLinks]) -> float | None:
     """Seconds according to rows of one group, by size; None: larger than all of them hold for."""
     times = [call._replace(payload=row.bytes).volume / (row.bus_gb_per_s * 1e9) for row in rows]
     size, largest = call.payload, rows[-1].bytes

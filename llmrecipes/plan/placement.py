@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from llmrecipes.hardware.cluster import Cluster, Gpu
+from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.plan.derive import num_microbatches
 from llmrecipes.plan.layout import Layout, layout
 from llmrecipes.recipe.schema import Recipe
@@ -61,7 +61,9 @@ def place(recipe: Recipe, world_size: int, cluster: Cluster | None = None) -> tu
         UserError: the degrees do not make up that number of ranks, or the batch does not divide over them.
     """
     tensor = recipe.parallelism.tensor_model_parallel_size
-    gpus = (Gpu("any", 0, 0, None),) * (-(-world_size // tensor) * tensor)  # a node that tensor-parallel ranks fill
+    gpus = (DetectedGpu("any", 0, 0, None),) * (
+        -(-world_size // tensor) * tensor
+    )  # a node that tensor-parallel ranks fill
     somewhere = Cluster(gpus, cpu_cores=0, memory_bytes=0, memory_available_bytes=0, disk_free_bytes=0)
     laid_out = layout(recipe, world_size, cluster or somewhere)
     micro_batches = num_microbatches(recipe, laid_out)

@@ -50,7 +50,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Document:
+class ParsedDocument:
     """Parsed text.
 
     `lines` maps the dotted key of everything in the text (list items by index) to its line. With problems, `data`
@@ -99,7 +99,7 @@ def dotted(path: KeyPath) -> str:
     return ".".join(str(part) for part in path)
 
 
-def parse(text: str) -> Document:
+def parse(text: str) -> ParsedDocument:
     """Read one YAML document.
 
     All problems that leave the rest readable (duplicate keys, keys that are not strings, bad scalars) are collected;
@@ -107,11 +107,11 @@ def parse(text: str) -> Document:
     """
     refused = _refuse(text)
     if refused:
-        return Document(None, {}, (refused,))
+        return ParsedDocument(None, {}, (refused,))
     node = _Loader(text).get_single_node()
     builder = _Builder()
     data = None if node is None else builder.build(node, ())
-    return Document(data, builder.lines, tuple(builder.problems))
+    return ParsedDocument(data, builder.lines, tuple(builder.problems))
 
 
 def dump(data: Any) -> str:
@@ -311,7 +311,7 @@ def shown(path: Path) -> Path:
     return absolute.relative_to(folder) if absolute.is_relative_to(folder) else path
 
 
-def require_mapping(parsed: Document, kind: Kind) -> list[Problem]:
+def require_mapping(parsed: ParsedDocument, kind: Kind) -> list[Problem]:
     """The problem of a document that is empty or not a mapping; none if it is one, or has other problems."""
     if isinstance(parsed.data, dict) or (parsed.data is None and parsed.problems):
         return []

@@ -13,7 +13,7 @@ MEGATRON, DEEPSPEED = "megatron", "deepspeed"
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineEntry:
     """One engine; its parts are `module:name`, imported on demand."""
 
     backend: str
@@ -36,16 +36,16 @@ class Engine:
 
 
 ENGINES = {
-    MEGATRON: Engine("llmrecipes.engine.megatron.backend:MegatronBackend", reads=frozenset({DEEPSPEED})),
-    DEEPSPEED: Engine(
+    MEGATRON: EngineEntry("llmrecipes.engine.megatron.backend:MegatronBackend", reads=frozenset({DEEPSPEED})),
+    DEEPSPEED: EngineEntry(
         "llmrecipes.engine.deepspeed.backend:DeepSpeedBackend",
-        configuration="llmrecipes.engine.deepspeed.config:deepspeed_config",
+        configuration="llmrecipes.engine.deepspeed.configuration:deepspeed_config",
         reads=frozenset({MEGATRON}),
         extra="zero",
         packages=("deepspeed",),
-        requirements="llmrecipes.engine.deepspeed.requirements:require_offload",
+        requirements="llmrecipes.engine.deepspeed.installation:require_offload",
         all_of_zero=True,
-        needs_data="llmrecipes.engine.deepspeed.requirements:require_no_data",
+        needs_data="llmrecipes.engine.deepspeed.installation:require_no_data",
     ),
 }
 """Engines by name in a recipe."""

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from llmrecipes.recipe.document import MAX_SHOWN, Problem, clip, dotted
-from llmrecipes.recipe.keys import Hint, Key, admits, hint, keys, normal, options_of
+from llmrecipes.recipe.keys import Hint, RecipeKey, admits, hint, keys, normal, options_of
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.synonyms import VALUES, synonym
 
@@ -59,7 +59,7 @@ def _follows(key: str, details: ErrorDetails, around: set[str], meant: set[str])
     return details["type"] == "missing" and key in meant
 
 
-def _place(details: ErrorDetails, known: dict[str, Key]) -> str:
+def _place(details: ErrorDetails, known: dict[str, RecipeKey]) -> str:
     """Dotted key of the value, without the names that pydantic inserts for the types of a union."""
     place: tuple[int | str, ...] = ()
     for part in details["loc"]:
@@ -69,7 +69,7 @@ def _place(details: ErrorDetails, known: dict[str, Key]) -> str:
     return dotted(place)
 
 
-def _is_free(place: tuple[int | str, ...], known: dict[str, Key]) -> bool:
+def _is_free(place: tuple[int | str, ...], known: dict[str, RecipeKey]) -> bool:
     key = known.get(normal(dotted(place)))
     return key is not None and key.free
 

@@ -2,7 +2,7 @@
 probably intended one for an unknown key, and the generated reference.
 
 The JSON Schema of all keys takes longer to make than a recipe takes to read, so what is asked of one key (`key_of`,
-`is_key`, `options_of`) is answered from the schema of its section.
+`is_key`, `options_of`) is answered from the schema of its field.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, create_model
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
@@ -35,7 +35,7 @@ INDEX = re.compile(r"(?<=\.)[0-9]{1,6}(?=\.|$)")
 
 
 @dataclass(frozen=True)
-class Key:
+class RecipeKey:
     """One key or section: dotted name, accepted values as text, default, and the description from the schema."""
 
     name: str
@@ -59,21 +59,32 @@ def schema(document: type[BaseModel]) -> dict[str, Any]:
     return document.model_json_schema(schema_generator=_Described)
 
 
-def keys(document: type[BaseModel] = Recipe) -> dict[str, Key]:
+def keys(document: type[BaseModel] = Recipe) -> dict[str, RecipeKey]:
     """All keys and sections by dotted name, in the schema's order; list items are written `N`."""
     return _keys(document)
 
 
 @cache
-def _keys(document: type[BaseModel]) -> dict[str, Key]:
+def _keys(document: type[BaseModel]) -> dict[str, RecipeKey]:
     made = schema(document)
     return {key.name: key for key in _walk(made, "", made.get("$defs", {}))}
 
 
-def key_of(name: str, document: type[BaseModel] = Recipe) -> Key | None:
-    """The key or section of a dotted name (named as in its own section); None if there is none."""
+@cache
+def _keys_of_field(section: type[BaseModel], name: str) -> dict[str, RecipeKey]:
+    """The keys of one field, which a model of its own has, without their descriptions; empty for an unknown one."""
+    if name not in section.model_fields:
+        return {}
+    field = section.model_fields[name]
+    fields: dict[str, Any] = {name: (field.annotation, field)}
+    made = create_model(section.__name__, __config__=section.model_config, **fields).model_json_schema()
+    return {key.name: key for key in _walk(made, "", made.get("$defs", {}))}
+
+
+def key_of(name: str, document: type[BaseModel] = Recipe) -> RecipeKey | None:
+    """The key or section of a dotted name (named as in its own section), without its description; None for no key."""
     section, rest = _innermost(name, document)
-    return keys(section).get(normal(rest))
+    return _keys_of_field(section, rest.partition(".")[0]).get(normal(rest))
 
 
 def normal(name: str) -> str:
@@ -84,7 +95,8 @@ def normal(name: str) -> str:
 def is_key(name: str, document: type[BaseModel] = Recipe) -> bool:
     """Whether a dotted name is a key or section, or inside a mapping with user-defined keys."""
     section, rest = _innermost(name, document)
-    known, parts = keys(section), rest.split(".")
+    parts = rest.split(".")
+    known = _keys_of_field(section, parts[0])
     above = (known.get(normal(".".join(parts[:depth]))) for depth in range(1, len(parts)))
     return normal(rest) in known or ("" not in parts and any(each is not None and each.free for each in above))
 
@@ -92,7 +104,7 @@ def is_key(name: str, document: type[BaseModel] = Recipe) -> bool:
 def options_of(name: str, document: type[BaseModel] = Recipe) -> tuple[Mapping[str, Any], ...]:
     """JSON Schema of each type that a dotted key, or an item of a list, accepts; empty for an unknown key."""
     section, rest = _innermost(name, document)
-    known = keys(section)
+    known = _keys_of_field(section, rest.partition(".")[0])
     if normal(rest) in known:
         return known[normal(rest)].options
     above, _, index = rest.rpartition(".")
@@ -158,14 +170,14 @@ def _innermost(name: str, document: type[BaseModel]) -> tuple[type[BaseModel], s
     return section, rest
 
 
-def _walk(schema: dict[str, Any], prefix: str, defs: dict[str, Any]) -> Iterator[Key]:
+def _walk(schema: dict[str, Any], prefix: str, defs: dict[str, Any]) -> Iterator[RecipeKey]:
     required = schema.get("required", [])
     for name, raw in schema["properties"].items():
         dotted = f"{prefix}{name}"
         node = _section_of(_resolve(raw, defs), defs)
         item = _resolve(node.get("items", {}), defs)
         section = "properties" in node
-        yield Key(
+        yield RecipeKey(
             name=dotted,
             takes=_takes(node, defs),
             required=name in required,
@@ -179,7 +191,7 @@ def _walk(schema: dict[str, Any], prefix: str, defs: dict[str, Any]) -> Iterator
         if section:
             yield from _walk(node, f"{dotted}.", defs)
         elif "properties" in item:
-            yield Key(f"{dotted}.{ITEM}", "a mapping", False, None, item.get("description", ""), section=True)
+            yield RecipeKey(f"{dotted}.{ITEM}", "a mapping", False, None, item.get("description", ""), section=True)
             yield from _walk(item, f"{dotted}.{ITEM}.", defs)
 
 
@@ -333,7 +345,7 @@ def generated(root: Path) -> dict[Path, str]:
     return {root / "docs" / "reference" / "keys.md": reference(), root / "recipes" / "schema.json": json_schema()}
 
 
-def _table(members: list[Key]) -> list[str]:
+def _table(members: list[RecipeKey]) -> list[str]:
     rows = ["| key | takes | default | meaning |", "| --- | --- | --- | --- |"]
     for key in members:
         default = key.default_text if key.required else f"`{key.default_text}`"

@@ -87,7 +87,7 @@ def load_values(values: Mapping[str, object], path: Path, overrides: Sequence[st
     return _loaded(replace(parsed, lines={}), path, [f"name={values['name']}", *overrides])
 
 
-def _loaded(parsed: document.Document, path: Path, overrides: Sequence[str]) -> Loaded:
+def _loaded(parsed: document.ParsedDocument, path: Path, overrides: Sequence[str]) -> Loaded:
     problems = list(parsed.problems)
     data = parsed.data
     problems += document.require_mapping(parsed, RECIPES)

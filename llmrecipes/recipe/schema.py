@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from llmrecipes.recipe.plugins import DataStep, MetricSink
-from llmrecipes.recipe.search import Search
+from llmrecipes.recipe.search_section import Search
 from llmrecipes.recipe.section import Beta, NonNegFloat, NonNegInt, PosFloat, PosInt, Probability, Section
 from llmrecipes.recipe.zero import Zero
 

@@ -14,7 +14,7 @@ from llmrecipes.recipe.explain import rule_of
 from llmrecipes.recipe.keys import admits, hint, is_key, key_of, options_of
 from llmrecipes.recipe.overrides import Override, apply
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.search import PRUNER_KEYS, SAMPLER_KEYS, Dimension, Pruner, Search
+from llmrecipes.recipe.search_section import PRUNER_KEYS, SAMPLER_KEYS, Dimension, Pruner, Search
 from llmrecipes.redact import has_secret, redact
 
 FIXED = ("name", "description", "train.train_iters", "train.eval_interval", "train.eval_iters", "data.split")

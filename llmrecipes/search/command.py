@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Result:
+class SearchResult:
     """How a search has ended, as far as this process knows.
 
     Attributes:
@@ -125,7 +125,7 @@ def search(
     log: Callable[[str], None],
     goal: Recipe | None = None,
     overrides: Sequence[str] = (),
-) -> Result:
+) -> SearchResult:
     """Search, or continue a search, until a limit is reached or a signal arrives.
 
     Args:
@@ -257,7 +257,7 @@ def show(recipe: Recipe, runs_dir: Path, port: int) -> None:
     serve(address(section, place.folder), study._study_id, port)
 
 
-def result_of(recipe: Recipe, study: Any, keeper: Any, code: ExitCode) -> Result:
+def result_of(recipe: Recipe, study: Any, keeper: Any, code: ExitCode) -> SearchResult:
     """What a study has found so far."""
     from collections import Counter
 
@@ -280,7 +280,7 @@ def result_of(recipe: Recipe, study: Any, keeper: Any, code: ExitCode) -> Result
     ]
     counts = Counter(str(each.user_attrs.get("outcome", each.state.name.lower())) for each in own_trials(study))
     where = address(section, keeper.place.folder)
-    return Result(
+    return SearchResult(
         study.study_name, redact(where) if "://" in where else where, keeper.place.folder, code, dict(counts), best,
         keeper.files(),
     )  # fmt: skip

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class TrialEvaluation:
     """One evaluation; None where the loss was not finite, or is not known."""
 
     step: int
@@ -30,7 +30,7 @@ class Evaluation:
 
 
 @dataclass
-class Progress:
+class TrialProgress:
     """What a run has reported so far."""
 
     step: int = 0
@@ -40,7 +40,7 @@ class Progress:
     """Seconds in optimizer steps."""
     diverged: bool = False
     """A loss or gradient norm was not finite."""
-    evaluations: dict[int, Evaluation] = field(default_factory=dict)
+    evaluations: dict[int, TrialEvaluation] = field(default_factory=dict)
     """By step."""
 
     def add(self, line: bytes) -> None:
@@ -54,18 +54,18 @@ class Progress:
             self.seconds += values["step_seconds"]
             self.diverged = bool(values.get("non_finite")) and not values.get("skipped")
         elif "valid_loss" in values:
-            self.evaluations[step] = Evaluation(step, values["valid_loss"], values.get("valid_bits_per_byte"))
+            self.evaluations[step] = TrialEvaluation(step, values["valid_loss"], values.get("valid_bits_per_byte"))
 
 
 class Reader(Protocol):
     """Follows what a run reports."""
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> TrialProgress:
         """What was read last."""
         ...
 
-    def read(self) -> Progress:
+    def read(self) -> TrialProgress:
         """What the run has reported by now."""
         ...
 
@@ -77,16 +77,16 @@ class MetricsReader:
         self._path = RunFiles(run_dir).metrics
         self._file: tuple[int, int] | None = None
         self._offset = 0
-        self.progress = Progress()
+        self.progress = TrialProgress()
 
-    def read(self) -> Progress:
+    def read(self) -> TrialProgress:
         """What the run has reported by now."""
         try:
             with untrusted.open_file(self._path, root=self._path.parent) as file:
                 status = os.fstat(file.fileno())
                 identity = (status.st_dev, status.st_ino)
                 if identity != self._file or status.st_size < self._offset:
-                    self._file, self._offset, self.progress = identity, 0, Progress()
+                    self._file, self._offset, self.progress = identity, 0, TrialProgress()
                 file.seek(self._offset)
                 text = file.read()
         except (OSError, untrusted.Refused):  # not begun, or not to be read at the moment
@@ -117,13 +117,13 @@ class MlflowReader:
     uri: str
     experiment: str
     name: str
-    progress: Progress = field(default_factory=Progress)
+    progress: TrialProgress = field(default_factory=TrialProgress)
     _client: MlflowClient | None = None
     _run: str | None = None
     _looked: float = -LOOK_SECONDS
     _failed: bool = False
 
-    def read(self) -> Progress:
+    def read(self) -> TrialProgress:
         """What the run has reported by now."""
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return self.progress
@@ -137,14 +137,14 @@ class MlflowReader:
             self._failed = True
         return self.progress
 
-    def _query(self) -> Progress:
+    def _query(self) -> TrialProgress:
         if self._client is None:
             os.environ.update(process_environment())
             from mlflow.tracking import MlflowClient
 
             self._client = MlflowClient(self.uri)
         self._run = self._run or find_run(self._client, self.experiment, self.name)
-        return Progress() if self._run is None else _progress(self._client, self._run)
+        return TrialProgress() if self._run is None else _progress(self._client, self._run)
 
 
 def find_run(client: MlflowClient, experiment: str, name: str) -> str | None:
@@ -156,7 +156,7 @@ def find_run(client: MlflowClient, experiment: str, name: str) -> str | None:
     return str(runs[0].info.run_id) if runs else None
 
 
-def _progress(client: MlflowClient, run: str) -> Progress:
+def _progress(client: MlflowClient, run: str) -> TrialProgress:
     history = {
         key: {
             point.step: point.value
@@ -168,14 +168,14 @@ def _progress(client: MlflowClient, run: str) -> Progress:
     tokens, seconds, losses = history["consumed_tokens"], history["step_seconds"], history["loss"]
     step = max(losses, default=0)
     bits = history["valid_bits_per_byte"]
-    return Progress(
+    return TrialProgress(
         step=step,
         tokens=int(tokens[max(tokens)]) if tokens else 0,
         # Not every step is sent, so that their time is estimated from those that are.
         seconds=step * sum(seconds.values()) / len(seconds) if seconds else 0.0,
         diverged=bool(losses) and math.isnan(losses[step]),
         evaluations={
-            at: Evaluation(at, None if math.isnan(value) else value, bits.get(at))
+            at: TrialEvaluation(at, None if math.isnan(value) else value, bits.get(at))
             for at, value in history["valid_loss"].items()
         },
     )

@@ -21,9 +21,9 @@ from optuna import pruners, samplers
 from optuna._transform import _SearchSpaceTransform
 from optuna.trial import FrozenTrial, TrialState
 
-from llmrecipes.recipe.search import PRUNER_KEYS, SAMPLER_KEYS, Pruner, PrunerType, Search
+from llmrecipes.recipe.search_section import PRUNER_KEYS, SAMPLER_KEYS, Pruner, PrunerType, Search
 from llmrecipes.search.space import distribution, plain
-from llmrecipes.search.trial import Outcome
+from llmrecipes.search.trial import TrialOutcome
 from llmrecipes.search.trials import FITS, OUTCOME, continues, own_trials
 
 if TYPE_CHECKING:
@@ -124,10 +124,10 @@ def violations(trial: FrozenTrial) -> dict[str, float]:
     """The constraints of an ended trial, the same ones for all of them; a value above 0 is a violation."""
     outcome = trial.user_attrs.get(OUTCOME)
     fits = trial.constraints.get(FITS, -1.0)
-    if outcome == Outcome.INFEASIBLE and fits <= 0:  # the plan was wrong: it ran out of memory
+    if outcome == TrialOutcome.INFEASIBLE and fits <= 0:  # the plan was wrong: it ran out of memory
         fits = 1.0
     # The earlier a trial diverged, the further it was from one that does not.
-    return {FITS: fits, FINITE: 1 / (1 + len(trial.intermediate_values)) if outcome == Outcome.DIVERGED else -1.0}
+    return {FITS: fits, FINITE: 1 / (1 + len(trial.intermediate_values)) if outcome == TrialOutcome.DIVERGED else -1.0}
 
 
 class _Learning(samplers.BaseSampler):

@@ -14,14 +14,14 @@ from llmrecipes.recipe.explain import explain
 from llmrecipes.recipe.overrides import Override, apply
 from llmrecipes.recipe.proxy import suffixed
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.search import Dimension, Search
 from llmrecipes.recipe.search_rules import contains, is_integer
+from llmrecipes.recipe.search_section import Dimension, Search
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
     from optuna.trial import Trial
 
-    from llmrecipes.recipe.search import Search
+    from llmrecipes.recipe.search_section import Search
 
 
 Values = dict[str, JsonValue]

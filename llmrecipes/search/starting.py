@@ -13,20 +13,20 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState
 
 from llmrecipes.errors import UserError
-from llmrecipes.hardware.process import Machine, this_machine
+from llmrecipes.hardware.process import MachineIdentity, this_machine
 from llmrecipes.launch import record
 from llmrecipes.launch.base import JobHandle, JobState, JobStatus
 from llmrecipes.launch.job import handle, statuses
 from llmrecipes.launch.registry import launcher
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.search import Search
+from llmrecipes.recipe.search_section import Search
 from llmrecipes.search.budget import EARLIER_SEEDS, RANK_SECONDS, RANKS, RUN_ID, TOKENS, recorded_seconds
 from llmrecipes.search.metrics import MetricsReader, MlflowReader, Reader
 from llmrecipes.search.space import Values, suggest, trial_recipe
 from llmrecipes.search.study import Place
 from llmrecipes.search.target import Infeasible, Target, headroom
-from llmrecipes.search.trial import FINAL_CODES, Outcome, Running, with_seed
+from llmrecipes.search.trial import FINAL_CODES, Running, TrialOutcome, with_seed
 from llmrecipes.search.trials import (
     FITS,
     OUTCOME,
@@ -61,7 +61,7 @@ class NotStarted:
 
     number: int
     values: Values = field(default_factory=Values)
-    outcome: Outcome | None = None
+    outcome: TrialOutcome | None = None
     reason: str = ""
     is_elsewhere: bool = False
 
@@ -132,7 +132,7 @@ class Starter:
         still trains, and it cannot be cancelled.
         """
         machine = trial.user_attrs.get(MACHINE)
-        if machine is None or Machine.of(machine).is_this:
+        if machine is None or MachineIdentity.of(machine).is_this:
             return True
         run_id = trial.user_attrs[RUN_ID]
         if record.read(self.place.run_dir(run_id)) is not None:
@@ -166,7 +166,7 @@ class Starter:
             return NotStarted(trial.number)
         if not self.can_be_followed(self._frozen(trial)):
             self.with_retries(lambda: return_to_queue(self.study, trial.number))
-            return NotStarted(trial.number, outcome=Outcome.RETURNED, is_elsewhere=True)
+            return NotStarted(trial.number, outcome=TrialOutcome.RETURNED, is_elsewhere=True)
         values = self.with_retries(lambda: suggest(trial, self.recipe, self.search))
         # The last one is judged by its run, which may have ended before its search process could tell.
         seeds = list(attributes.get(SEEDS, ()))[: self.search.seeds_per_point - 1]
@@ -240,7 +240,7 @@ class Starter:
         self.with_retries(lambda: return_to_queue(self.study, trial.number))
         if not self._submitted:
             raise error
-        return NotStarted(trial.number, values, Outcome.RETURNED, str(error))
+        return NotStarted(trial.number, values, TrialOutcome.RETURNED, str(error))
 
     def _ask(self) -> optuna.Trial:
         with warnings.catch_warnings():
@@ -278,7 +278,7 @@ class Starter:
     def _tell_infeasible(self, trial: optuna.Trial, values: Values, error: Infeasible) -> NotStarted:
         def tell() -> None:
             trial.set_constraint(FITS, error.violation)
-            trial.set_user_attr(OUTCOME, Outcome.INFEASIBLE)
+            trial.set_user_attr(OUTCOME, TrialOutcome.INFEASIBLE)
             trial.set_user_attr(REASON, str(error))
             self.study.tell(trial, state=TrialState.PRUNED, skip_if_finished=True)
 
@@ -289,7 +289,7 @@ class Starter:
                 f"{self._infeasible} trials in a row cannot run; the last one: {error}",
                 where="search.space", rule="some values of the space run on this machine", fix="a smaller space",
             )  # fmt: skip
-        return NotStarted(trial.number, values, Outcome.INFEASIBLE, str(error))
+        return NotStarted(trial.number, values, TrialOutcome.INFEASIBLE, str(error))
 
 
 def _is_to_be_resumed(status: JobStatus) -> bool:

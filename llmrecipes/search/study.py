@@ -23,7 +23,7 @@ from llmrecipes.checkpoint.compatibility import Difference, differences
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.proxy import suffixed
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.search import Search
+from llmrecipes.recipe.search_section import Search
 from llmrecipes.redact import redacted
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.search.samplers import grid, pruner, sampler
@@ -401,5 +401,5 @@ def _register(study: optuna.Study) -> int:
     mine = f"{WORKERS}{time.time():.6f}-{socket.gethostname()}-{os.getpid()}"
     study.set_user_attr(mine, True)
     known = sorted(key for key in study.user_attrs if key.startswith(WORKERS))
-    # Two that register at the same moment may both see both, or only one of them; the position alone would not differ.
+    # Two that register at the same moment may both see both, or only one of them; the position would not always differ.
     return len(known) * (len(known) - 1) // 2 + known.index(mine)

@@ -202,7 +202,7 @@ def target_of(
             )
     if not place.needs_cluster:
         if nodes > 1 or cluster is not None:
-            raise UserError(f"given with --to {to}", where="--nodes" if nodes > 1 else "--cluster",
+            raise UserError(f"not valid with --to {to}", where="--nodes" if nodes > 1 else "--cluster",
                             rule="trials on this machine have one node", fix="--to slurm or --to k8s")  # fmt: skip
         return local_target(place, given, paths, workers, nproc)
     if cluster is None:

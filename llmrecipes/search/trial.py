@@ -16,8 +16,8 @@ from llmrecipes.errors import ExitCode
 from llmrecipes.launch.base import JobHandle, JobState, JobStatus
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.search import Objective
-from llmrecipes.search.metrics import Progress, Reader
+from llmrecipes.recipe.search_section import Objective
+from llmrecipes.search.metrics import Reader, TrialProgress
 from llmrecipes.search.space import Values, evaluation, evaluations
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ FINAL_CODES = (int(ExitCode.BAD_INPUT), int(ExitCode.STOP))
 """Exit codes after which the same job would fail again."""
 
 
-class Outcome(StrEnum):
+class TrialOutcome(StrEnum):
     """How a trial ended; kept with it in the study."""
 
     COMPLETE = "complete"
@@ -104,7 +104,7 @@ class Running:
     job: JobHandle
     reader: Reader
     reported: set[int] = field(default_factory=set)
-    ending: Outcome | None = None
+    ending: TrialOutcome | None = None
     rank_seconds: float = 0.0
     earlier_seeds: float = 0.0
     continued: tuple[int, ...] = ()
@@ -147,23 +147,23 @@ class Running:
         """Whether ending it now would save anything."""
         return self.ending is None and max(self.reported, default=0) < evaluations(self.recipe)
 
-    def outcome(self, status: JobStatus, objectives: tuple[Objective, ...]) -> tuple[Outcome, list[float]]:
+    def outcome(self, status: JobStatus, objectives: tuple[Objective, ...]) -> tuple[TrialOutcome, list[float]]:
         """How the trial ended, given the final status of its job; with the values of its objectives if complete."""
         progress = self.reader.read()
         values = self._objectives(progress, objectives)
         if status.state == JobState.COMPLETED and values is not None:
-            return Outcome.COMPLETE, values
+            return TrialOutcome.COMPLETE, values
         if progress.diverged and status.state == JobState.FAILED and status.exit_code in (None, ExitCode.STOP):
-            return Outcome.DIVERGED, []
+            return TrialOutcome.DIVERGED, []
         if status.state == JobState.COMPLETED and self._has_no_finite_loss(progress):
-            return Outcome.DIVERGED, []
+            return TrialOutcome.DIVERGED, []
         if self._out_of_memory(status):
-            return Outcome.INFEASIBLE, []
+            return TrialOutcome.INFEASIBLE, []
         if self.ending is not None and status.state != JobState.COMPLETED:
             return self.ending, []
         if status.state in (JobState.SAVED, JobState.UNKNOWN):
-            return Outcome.LOST, []
-        return Outcome.FAILED, []
+            return TrialOutcome.LOST, []
+        return TrialOutcome.FAILED, []
 
     def reason(self, status: JobStatus) -> str:
         """Why it ended without a result, given the final status of its job."""
@@ -173,7 +173,7 @@ class Running:
         where = f"exit code {status.exit_code}, see {' '.join(map(str, logs.files or logs.command))}"
         return self._out_of_memory(status) or status.reason or where
 
-    def _has_no_finite_loss(self, progress: Progress) -> bool:
+    def _has_no_finite_loss(self, progress: TrialProgress) -> bool:
         last = progress.evaluations.get(self.recipe.train.train_iters)
         return last is not None and last.valid_loss is None
 
@@ -192,7 +192,7 @@ class Running:
                     return match[1].decode(errors="replace")
         return ""
 
-    def _objectives(self, progress: Progress, names: tuple[Objective, ...]) -> list[float] | None:
+    def _objectives(self, progress: TrialProgress, names: tuple[Objective, ...]) -> list[float] | None:
         last = progress.evaluations.get(self.recipe.train.train_iters)
         if last is None:
             return None

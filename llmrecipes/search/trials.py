@@ -17,9 +17,9 @@ from optuna.storages import RetryHeartbeatStaleTrialCallback
 from optuna.storages._heartbeat import BaseHeartbeat
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from llmrecipes.hardware.process import Machine, Watch, start_ticks, this_machine
+from llmrecipes.hardware.process import MachineIdentity, Watch, start_ticks, this_machine
 from llmrecipes.search.storage import WORKER_ATTRIBUTE, without_heartbeat
-from llmrecipes.search.trial import Outcome
+from llmrecipes.search.trial import TrialOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def this_worker() -> dict[str, Any]:
 
 def is_alive(worker: Mapping[str, Any]) -> bool | None:
     """Whether a search process runs; None if it cannot be asked, because it is on another machine or in a container."""
-    if not Machine.of(worker).is_this:
+    if not MachineIdentity.of(worker).is_this:
         return None
     return start_ticks(worker["pid"]) == worker["started"]
 
@@ -84,7 +84,7 @@ def take_back(study: optuna.Study, grace: float, watch: Watch, jobs: Jobs) -> No
     stale = None if storage is None else storage.get_heartbeat_stale_trial_callback()
     # Also those whose process was killed after ending them and before putting them back, or before telling a result.
     for trial in own_trials(study):
-        has_failed = trial.user_attrs.get(OUTCOME) == Outcome.FAILED
+        has_failed = trial.user_attrs.get(OUTCOME) == TrialOutcome.FAILED
         if trial.state == TrialState.FAIL and not has_failed and stale is not None:
             stale(study, trial)
 

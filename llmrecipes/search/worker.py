@@ -24,7 +24,7 @@ from llmrecipes.launch.base import JobState, JobStatus
 from llmrecipes.launch.job import PATIENCE_SECONDS, statuses
 from llmrecipes.launch.programs import SchedulerUnavailable
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.search import Search
+from llmrecipes.recipe.search_section import Search
 from llmrecipes.search.best import Keeper
 from llmrecipes.search.budget import ENDED, RANK_SECONDS, TOKENS, Budget, Used, recorded_seconds, used
 from llmrecipes.search.space import tokens_of_point
@@ -33,7 +33,7 @@ from llmrecipes.search.storage import address, with_retries
 from llmrecipes.search.study import Place, require_section
 from llmrecipes.search.target import Target
 from llmrecipes.search.tracking import StudyTracker
-from llmrecipes.search.trial import Outcome, Running, mean_and_error, measured, shown
+from llmrecipes.search.trial import Running, TrialOutcome, mean_and_error, measured, shown
 from llmrecipes.search.trials import (
     OUTCOME,
     SEEDS,
@@ -220,10 +220,10 @@ class Worker:
             self.log(f"trial {started.number} {how}  {shown(started.values)}")
         elif started.is_elsewhere:
             self._not_before = time.monotonic() + POSTPONED_SECONDS
-        elif started.outcome == Outcome.RETURNED:
+        elif started.outcome == TrialOutcome.RETURNED:
             logger.warning("trial %d could not be submitted: %s", started.number, started.reason)
             self._not_before = time.monotonic() + POSTPONED_SECONDS
-            self._count_failures(Outcome.FAILED, started.reason)
+            self._count_failures(TrialOutcome.FAILED, started.reason)
         elif started.outcome is not None:
             first, _, _ = started.reason.partition("\n")
             self.log(f"trial {started.number} {started.outcome}  {shown(started.values)}: {first}")
@@ -301,13 +301,13 @@ class Worker:
             except UserError as error:  # tried again at the next look
                 logger.warning("trial %d could not be pruned: %s", each.number, error)
             else:
-                each.ending = Outcome.PRUNED
+                each.ending = TrialOutcome.PRUNED
                 self._pause = LOOK_SECONDS
 
     def _ended(self, each: Running, status: JobStatus) -> None:
         self._report(each)
         outcome, values = each.outcome(status, self.search.objectives)
-        if outcome == Outcome.LOST and each.resumed < self.search.max_retry:
+        if outcome == TrialOutcome.LOST and each.resumed < self.search.max_retry:
             each.resumed += 1
             logger.warning("trial %d: its job has ended (%s); it is resumed", each.number, status.state)
             try:
@@ -319,26 +319,26 @@ class Worker:
         if status.state == JobState.UNKNOWN and self.target.is_local:  # it has lost its lease, and may still run
             self._starter.cancel(self._with_retries(lambda: self.study.trials[each.number]))
         self._count(each)
-        if outcome == Outcome.COMPLETE and len(each.seeds) + 1 < self.search.seeds_per_point:
+        if outcome == TrialOutcome.COMPLETE and len(each.seeds) + 1 < self.search.seeds_per_point:
             if self._next_seed(each, values):
                 return
-            outcome = Outcome.RETURNED
+            outcome = TrialOutcome.RETURNED
         self._drop(each)
-        if outcome == Outcome.RETURNED:
+        if outcome == TrialOutcome.RETURNED:
             self._note(each, {RANK_SECONDS: each.rank_seconds, MACHINE: None})
             self._with_retries(lambda: return_to_queue(self.study, each.number))
             return
         reason = each.reason(status)
-        if outcome == Outcome.COMPLETE and each.seeds:
+        if outcome == TrialOutcome.COMPLETE and each.seeds:
             each.seeds.append(values)
             values, each.errors = mean_and_error(each.seeds)
         attributes = {
-            OUTCOME: Outcome.FAILED if outcome == Outcome.LOST else outcome,
+            OUTCOME: TrialOutcome.FAILED if outcome == TrialOutcome.LOST else outcome,
             TOKENS: each.tokens + each.reader.progress.tokens,
             **({SEEDS: each.seeds, STANDARD_ERRORS: each.errors} if each.errors else {}),
             RANK_SECONDS: each.rank_seconds, VALUES: dict(each.values), MACHINE: None,
             ENDED: sum(other.state.is_finished() for other in self._with_retries(lambda: list(own_trials(self.study)))),
-            **({} if outcome in (Outcome.COMPLETE, Outcome.PRUNED) else {REASON: reason}),
+            **({} if outcome in (TrialOutcome.COMPLETE, TrialOutcome.PRUNED) else {REASON: reason}),
         }  # fmt: skip
         self._note(each, attributes)
         self._with_retries(lambda: self._tell(each, outcome, values))
@@ -354,7 +354,7 @@ class Worker:
         self._note(each, {SEEDS: each.seeds, TOKENS: each.tokens})
         if not each.tracked:
             self.tracker.trial_began(self.place.run_dir(each.run_id), each.number, each.values)
-        self.tracker.trial_ended(self.place.run_dir(each.run_id), each.number, each.values, Outcome.COMPLETE, {})
+        self.tracker.trial_ended(self.place.run_dir(each.run_id), each.number, each.values, TrialOutcome.COMPLETE, {})
         if each.ending is not None:
             return False
         try:
@@ -368,10 +368,10 @@ class Worker:
         self.log(f"trial {each.number} {done}  {', '.join(f'{name} {value:.5g}' for name, value in named)}")
         return True
 
-    def _tell(self, each: Running, outcome: Outcome, values: list[float]) -> FrozenTrial:
-        if outcome == Outcome.COMPLETE:
+    def _tell(self, each: Running, outcome: TrialOutcome, values: list[float]) -> FrozenTrial:
+        if outcome == TrialOutcome.COMPLETE:
             return self.study.tell(each.trial, values, skip_if_finished=True)
-        pruned = outcome in (Outcome.PRUNED, Outcome.DIVERGED, Outcome.INFEASIBLE)
+        pruned = outcome in (TrialOutcome.PRUNED, TrialOutcome.DIVERGED, TrialOutcome.INFEASIBLE)
         state = TrialState.PRUNED if pruned else TrialState.FAIL
         return self.study.tell(each.trial, state=state, skip_if_finished=True)
 
@@ -379,7 +379,7 @@ class Worker:
         for name, value in attributes.items():
             self._with_retries(lambda name=name, value=value: each.trial.set_user_attr(name, value))  # type: ignore[misc]
 
-    def _track(self, each: Running, outcome: Outcome, values: list[float], *, improved: bool) -> None:
+    def _track(self, each: Running, outcome: TrialOutcome, values: list[float], *, improved: bool) -> None:
         run_dir = self.place.run_dir(each.run_id)
         results: dict[str, float] = dict(zip(self.search.objectives, values, strict=False))
         if not each.tracked:
@@ -388,13 +388,13 @@ class Worker:
         if improved:
             self.tracker.improved(results, each.number, self.keeper.files())
 
-    def _say(self, each: Running, outcome: Outcome, values: list[float], reason: str) -> None:
+    def _say(self, each: Running, outcome: TrialOutcome, values: list[float], reason: str) -> None:
         now = self._with_retries(self._used)
         parts = [f"trial {each.number} {outcome}", shown(each.values)]
         if values:
             named = zip(self.search.objectives, measured(values, each.errors), strict=True)
             parts.append(", ".join(f"{name} {value}" for name, value in named))
-        elif outcome == Outcome.PRUNED:
+        elif outcome == TrialOutcome.PRUNED:
             parts.append(f"at step {each.reader.progress.step}/{each.recipe.train.train_iters}")
         else:
             parts.append(reason)
@@ -404,8 +404,8 @@ class Worker:
             parts.append(f"left {left}")
         self.log("  ".join(parts))
 
-    def _count_failures(self, outcome: Outcome, reason: str) -> None:
-        self.failures = self.failures + 1 if outcome in (Outcome.FAILED, Outcome.LOST) else 0
+    def _count_failures(self, outcome: TrialOutcome, reason: str) -> None:
+        self.failures = self.failures + 1 if outcome in (TrialOutcome.FAILED, TrialOutcome.LOST) else 0
         if self.failures >= FAILURES_IN_A_ROW:
             raise UserError(
                 f"{self.failures} trials in a row have failed; the last one: {reason}",
@@ -427,7 +427,7 @@ class Worker:
         """Save local trials and wait for them; leave those of a scheduler running. All are returned to the queue."""
         self.log(f"stopping: {len(self.running)} running trials are returned to the queue")
         for each in list(self.running):
-            each.ending = each.ending or Outcome.RETURNED
+            each.ending = each.ending or TrialOutcome.RETURNED
             if self.target.is_local:
                 each.job.cancel()
             else:

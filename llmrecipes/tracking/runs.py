@@ -64,7 +64,7 @@ def list_runs(runs_dir: Path) -> list[RunSummary]:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRun:
     """The longest step and the longest save at the end of a run's metrics, in seconds."""
 
     run_id: str
@@ -72,7 +72,7 @@ class Measured:
     save_seconds: float
 
 
-def measured(folder: Path, most: int) -> list[Measured]:
+def measured(folder: Path, most: int) -> list[MeasuredRun]:
     """What steps and saves took in the newest runs of a recipe; runs that recorded no save are left out.
 
     Args:
@@ -91,7 +91,7 @@ def _changed(run_dir: Path) -> float:
         return 0.0
 
 
-def _measured(run_dir: Path) -> Measured | None:
+def _measured(run_dir: Path) -> MeasuredRun | None:
     steps, saves = [0.0], []
     for line in _tail(RunFiles(run_dir).metrics, TAIL_BYTES_OF_SAVES):
         if b"step_seconds" not in line and b"checkpoint_saved" not in line:
@@ -102,7 +102,7 @@ def _measured(run_dir: Path) -> Measured | None:
         if record.get("event") == "checkpoint_saved" and (save := number(record.get("seconds"))) is not None:
             saves.append(save)
     # The first step after a start compiles and connects: one of them is left out.
-    return Measured(run_dir.name, sorted(steps)[-2] if len(steps) > 2 else steps[-1], max(saves)) if saves else None
+    return MeasuredRun(run_dir.name, sorted(steps)[-2] if len(steps) > 2 else steps[-1], max(saves)) if saves else None
 
 
 def _directories(parent: Path) -> list[Path]:

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import psutil
 
-from llmrecipes.hardware.process import Machine, process_seconds, start_ticks, this_machine
+from llmrecipes.hardware.process import MachineIdentity, process_seconds, start_ticks, this_machine
 from llmrecipes.io import write_atomic
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStart, RunStatus, Sink, StepMetrics
@@ -39,7 +39,7 @@ def read(run_dir: Path) -> dict[str, Any]:
 
 def _has_ended(values: dict[str, Any]) -> bool:
     """Whether the process of a run is known to have ended; one of another machine or container cannot be seen."""
-    pid, then, this = values.get("pid"), Machine.of(values), this_machine()
+    pid, then, this = values.get("pid"), MachineIdentity.of(values), this_machine()
     if "boot_id" not in values:  # of an older version
         return then.host == this.host and not _runs_since(values)
     if then.is_this:

@@ -19,8 +19,8 @@ from llmrecipes.data.tokenizer import TextTokenizer
 from llmrecipes.engine.base import Engine, World
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation import history
-from llmrecipes.evaluation.lead import Interrupted, Lead
-from llmrecipes.evaluation.request import Result
+from llmrecipes.evaluation.lead import Interrupted, RankZeroScorer
+from llmrecipes.evaluation.request import EvaluationResult
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.events import TASKS_EVALUATED, Note
@@ -39,7 +39,7 @@ def load_tasks(recipe: Recipe) -> Tasks | None:
     """The recipe's tasks with their data, on the first rank; None on the others, and for a recipe without.
 
     Raises:
-        UserError: a task that is unknown or damaged, or whose data is missing.
+        UserError: a task that is unknown or corrupt, or whose data is missing.
     """
     wanted = recipe.train.eval_tasks
     if wanted is None or os.environ.get("RANK", "0") != "0":
@@ -93,7 +93,7 @@ class TaskEvaluations:
         """
         rows = self.recipe.train.micro_batch_size
         with self.engine.params_synced():
-            lead = Lead(self.engine.scorer(), self.world, self.tokenizer, rows, lambda: self.stop.requested)
+            lead = RankZeroScorer(self.engine.scorer(), self.world, self.tokenizer, rows, lambda: self.stop.requested)
             try:
                 results = lead.run(self._results)
             except Interrupted:
@@ -109,7 +109,7 @@ class TaskEvaluations:
             self.tracker.note(Note(step=step, event=TASKS_EVALUATED, details=values))
         return True
 
-    def _results(self, lead: Lead) -> list[Result]:
+    def _results(self, lead: RankZeroScorer) -> list[EvaluationResult]:
         wanted = self.recipe.train.eval_tasks
         if self.tasks is None or wanted is None:
             return []

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
+from llmrecipes.data.batches import ReaderLost, batches, read_error
 from llmrecipes.data.dataset import build
-from llmrecipes.data.loader import ReaderLost, batches, read_error
 from llmrecipes.data.prepared import Prepared, bits_per_byte
 from llmrecipes.engine.base import Batch, World
 from llmrecipes.errors import UserError
@@ -140,7 +140,7 @@ class ReadAhead:
             self.failure = failure
 
 
-class HeldOut:
+class HeldOutBatches:
     """Validation micro-batches of this rank; if they cannot be read, fully masked ones.
 
     Args:

@@ -14,19 +14,20 @@ from typing import Protocol
 from llmrecipes.checkpoint.saver import AsyncSaver
 from llmrecipes.engine.base import Balance, Engine, Progress, StepResult, World
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.faults.memory import trim_heap
 from llmrecipes.faults.numerics import LossWatch
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.plan.derive import Plan
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics, is_measured
 from llmrecipes.train.debug import require_finite
 from llmrecipes.train.evaluations import TaskEvaluations, is_evaluated
-from llmrecipes.train.loaders import DataLoaders, HeldOut, ReadAhead, first_failure
+from llmrecipes.train.loaders import DataLoaders, HeldOutBatches, ReadAhead, first_failure
 from llmrecipes.train.saves import Saves
 
 logger = logging.getLogger(__name__)
 
 
-class Outcome(Enum):
+class LoopOutcome(Enum):
     """How a loop ended; its state is saved in both cases."""
 
     FINISHED = ExitCode.DONE
@@ -99,7 +100,7 @@ class Loop:
     valid_loss: float | None = None
     unread: UserError | None = None
 
-    def run(self, progress: Progress) -> Outcome:
+    def run(self, progress: Progress) -> LoopOutcome:
         """Train from `progress` to the last step, or until a stop is requested.
 
         Raises:
@@ -115,7 +116,7 @@ class Loop:
             self._require_read(last, ahead.failure or self.unread)
             return outcome
 
-    def _run(self, progress: Progress, batches: ReadAhead) -> tuple[Outcome, int]:
+    def _run(self, progress: Progress, batches: ReadAhead) -> tuple[LoopOutcome, int]:
         train = self.plan.recipe.train
         saves = Saves(self.plan, self.engine, self.saver, self.tracker, self.recipe_hash)
         if self.evaluation_due:
@@ -140,18 +141,20 @@ class Loop:
             if saving or stopping:
                 saves.save(progress)
             saves.poll()
+            if (evaluating or saving) and self.engine.platform.device.type == "cpu":
+                trim_heap()
             # When a stop is requested, an evaluation is left for the resumed run, even that of the last step.
             if stopping and (evaluating or not last):
                 saves.require(progress)
                 return self._stopped(progress)
         saves.require(progress)
-        return Outcome.FINISHED, progress.step
+        return LoopOutcome.FINISHED, progress.step
 
-    def _stopped(self, progress: Progress) -> tuple[Outcome, int]:
+    def _stopped(self, progress: Progress) -> tuple[LoopOutcome, int]:
         logger.info(
             "stopped after step %d of %d; the state is saved", progress.step, self.plan.recipe.train.train_iters
         )
-        return Outcome.STOPPED, progress.step
+        return LoopOutcome.STOPPED, progress.step
 
     def _require_read(self, step: int, failure: UserError | None) -> None:
         failure = first_failure(failure, self.engine.platform.device)
@@ -233,7 +236,7 @@ class Loop:
             return True
         started = time.perf_counter()
         train = self.plan.recipe.train
-        batches = HeldOut(self.loaders.valid(), (train.micro_batch_size, self.plan.recipe.model.seq_length))
+        batches = HeldOutBatches(self.loaders.valid(), (train.micro_batch_size, self.plan.recipe.model.seq_length))
         loss = self.engine.evaluate(
             batches, train.eval_iters, lambda: self.stop.requested or batches.failure is not None
         )

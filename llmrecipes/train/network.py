@@ -30,7 +30,7 @@ MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
-class Report:
+class NetworkReport:
     """What one rank reports; `fault` and `lines` are empty where nothing is wrong."""
 
     host: str
@@ -40,7 +40,7 @@ class Report:
     lines: tuple[str, ...] = ()
 
 
-def prove(platform: Platform, output: NcclOutput | None, *, allow_socket: bool) -> str | None:
+def require_fabric(platform: Platform, output: NcclOutput | None, *, allow_socket: bool) -> str | None:
     """Connect all ranks, and compare what NCCL says about its network with the site's. A collective of all ranks.
 
     Args:
@@ -65,7 +65,7 @@ def prove(platform: Platform, output: NcclOutput | None, *, allow_socket: bool) 
     output.restore()
     leads = os.environ.get("LOCAL_RANK", "0") == "0"
     mine = report(kind, platform.backend, output.text(), socket.gethostname(), output.where, leads=leads)
-    reports: list[Report] = [mine] * dist.get_world_size()
+    reports: list[NetworkReport] = [mine] * dist.get_world_size()
     dist.all_gather_object(reports, mine)
     return judge(reports, kind, allow_socket=allow_socket)
 
@@ -84,7 +84,7 @@ def leave_out_other_adapters(ports: Sequence[Port]) -> None:
         os.environ.setdefault(CHOICE, f"={','.join(ours)}")
 
 
-def report(kind: str, backend: str, log: str, host: str, where: str, *, leads: bool = True) -> Report:
+def report(kind: str, backend: str, log: str, host: str, where: str, *, leads: bool = True) -> NetworkReport:
     """What a rank's log says.
 
     Args:
@@ -96,17 +96,17 @@ def report(kind: str, backend: str, log: str, host: str, where: str, *, leads: b
         leads: whether to quote it: all ranks of a node say the same, and every rank receives what all say.
     """
     if "nccl" not in backend:
-        return Report(host, f"sockets ({backend})", 0, f"sockets ({backend})")
+        return NetworkReport(host, f"sockets ({backend})", 0, f"sockets ({backend})")
     choice = read(log)
     wrong = fault(choice, kind)
     if wrong is None:
-        return Report(host, choice.described(), choice.connections)
+        return NetworkReport(host, choice.described(), choice.connections)
     if not choice.names:
         wrong += f" ({where}, {len(log):,} characters)"
-    return Report(host, choice.described(), choice.connections, wrong, choice.lines if leads else ())
+    return NetworkReport(host, choice.described(), choice.connections, wrong, choice.lines if leads else ())
 
 
-def judge(reports: Sequence[Report], kind: str, *, allow_socket: bool) -> str:
+def judge(reports: Sequence[NetworkReport], kind: str, *, allow_socket: bool) -> str:
     """The network of each node in one line.
 
     Args:
@@ -257,7 +257,7 @@ def nccl_output() -> Iterator[NcclOutput | None]:
 
     threading.Thread(target=follow, name="nccl-output", daemon=True).start()
     try:
-        with told(output):
+        with report_on_error(output):
             yield output
     finally:
         ended.set()
@@ -267,7 +267,7 @@ def nccl_output() -> Iterator[NcclOutput | None]:
 
 
 @contextmanager
-def told(output: NcclOutput | None) -> Iterator[None]:
+def report_on_error(output: NcclOutput | None) -> Iterator[None]:
     """Show what NCCL has said before an error is handled further: the process may end without closing anything."""
     try:
         yield

@@ -17,7 +17,7 @@ from llmrecipes.engine.base import Engine, Progress, World
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.runfiles import run_of
 from llmrecipes.tracking.events import Note
-from llmrecipes.train.history import move_aside, require_none_saved
+from llmrecipes.train.completeness import move_aside, require_none_saved
 from llmrecipes.train.spec import RunSpec
 
 if TYPE_CHECKING:

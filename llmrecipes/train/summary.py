@@ -1,16 +1,19 @@
-"""The summary at the end of a run: held-out loss beside baselines, and a text sample."""
+"""What a run prints: its header and progress; at its end held-out loss beside baselines, and a text sample."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from llmrecipes.checkpoint.store import LEAST_KEPT
 from llmrecipes.commandline import command_line
-from llmrecipes.console import console
+from llmrecipes.console import console, number
 from llmrecipes.data.dataset import build
 from llmrecipes.data.ngram import MAX_VOCAB, Ids, KneserNey
 from llmrecipes.data.prepared import (
@@ -23,10 +26,19 @@ from llmrecipes.data.prepared import (
 )
 from llmrecipes.data.split import Split
 from llmrecipes.data.templates import question
+from llmrecipes.engine.base import Implementation, Progress, World
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.files import checkout
+from llmrecipes.hardware.cluster import Cluster
+from llmrecipes.plan.check import gib
+from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.proxy import with_zero
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.train.loop import Loop
+from llmrecipes.tracking.events import Note
+from llmrecipes.tracking.run_environment import capture
+from llmrecipes.tracking.run_tracker import RunTracker
+from llmrecipes.train.loop import Loop, NoTracker, Tracker
 from llmrecipes.train.spec import RunSpec
 
 PROMPTS = {"stdlib": "def ", "docstrings": "What does shutil.movefile(src, dst) do?"}
@@ -223,7 +235,83 @@ def _first_samples(recipe: Recipe, prepared: Prepared, split: Split, tokens: int
         raise ValueError(f"no {split} split")
     samples = min(drawn_samples(recipe, split), max(1, tokens // recipe.model.seq_length))
     rows = np.empty((samples, recipe.model.seq_length + 1), np.int64)
-    for number in range(samples):
-        sample = dataset[number]
-        rows[number, :-1], rows[number, -1] = sample["tokens"], sample["labels"][-1]
+    for row in range(samples):
+        sample = dataset[row]
+        rows[row, :-1], rows[row, -1] = sample["tokens"], sample["labels"][-1]
     return rows
+
+
+def describe(
+    recipe: Recipe,
+    plan: Plan,
+    implementation: Implementation,
+    cluster: Cluster,
+    prepared: Prepared,
+    progress: Progress,
+    run_dir: Path,
+    network: str | None = None,
+) -> None:
+    """Print what is about to run."""
+    device = cluster.gpus[0].name if cluster.gpus else f"CPU, {cluster.cpu_cores:g} cores"
+    train = recipe.train
+    counts, talks = prepared.manifest.counts("train"), prepared.manifest.chat
+    tokens = counts.tokens
+    data = f"{number(tokens)} training tokens, {plan.total_tokens / max(tokens, 1):.2f} epochs"
+    if talks is not None:
+        chat_tokens = sum(source.tokens for source in talks.sources)
+        answers = sum(source.answer_tokens for source in talks.sources) / max(chat_tokens, 1)
+        data = f"{counts.documents:,} conversations, {number(tokens)} tokens, {answers:.0%} of them answers"
+    layers = f"{implementation.name} layers ({implementation.reason})"
+    rows = {
+        "run": str(run_dir),
+        "model": f"{number(plan.num_parameters.total)} parameters, {layers}",
+        **_adapters(plan),
+        "device": f"{plan.layout.world_size} × {device}, {train.precision}, about {gib(plan.memory.total)} a rank",
+        "batch": f"{train.global_batch_size} × {recipe.model.seq_length} = {number(plan.tokens_per_step)} tokens, "
+        f"micro-batch {train.micro_batch_size} × {plan.num_microbatches} × "
+        + with_zero(f"{plan.layout.data_parallel_size} data-parallel", recipe.zero),
+        "data": data,
+        "steps": f"{progress.step} done, {train.train_iters - progress.step} to go",
+    }
+    if network is not None:
+        rows["network"] = network
+    if recipe.checkpoint.most_recent_k < LEAST_KEPT:
+        rows["saves"] = (
+            f"the newest {LEAST_KEPT} checkpoints are kept, not {recipe.checkpoint.most_recent_k}: one may be corrupt"
+        )
+    for name, text in [*rows.items(), *(("warning", text) for text in plan.warnings)]:
+        console().print(f"{name:>7}  {text}", markup=False)
+
+
+@contextmanager
+def open_tracker(
+    spec: RunSpec, plan: Plan, implementation: Implementation, world: World, progress: Progress
+) -> Iterator[Tracker]:
+    """The tracker of this rank: a real one on rank 0, a `NoTracker` elsewhere."""
+    if not world.is_first:
+        yield NoTracker()
+        return
+    layers = {"transformer_impl": implementation.name, "transformer_impl_reason": implementation.reason}
+    plan_values = {**plan.as_dict(), **layers}
+    with RunTracker.open(
+        spec.recipe,
+        plan=plan_values,
+        environment=capture(checkout()),
+        run_dir=spec.run_dir,
+        runs_dir=spec.runs_dir,
+        resumed_step=progress.step,
+        total_steps=spec.recipe.train.train_iters,
+        tags={"layout": f"dp{world.data_parallel_size}", **spec.tags},
+        console=console(),
+    ) as tracker:
+        if spec.restart:
+            tracker.note(Note(step=progress.step, event="restarted", details={"restart": spec.restart, **spec.tags}))
+        yield tracker
+
+
+def _adapters(plan: Plan) -> dict[str, str]:
+    lora, added = plan.recipe.lora, plan.num_adapter_parameters
+    if lora is None:
+        return {}
+    share = f"{added / plan.num_parameters.total:.2%}"
+    return {"trained": f"{number(added)} parameters in adapters of rank {lora.rank}, {share} of the model"}

@@ -28,8 +28,8 @@ def run(spec: RunSpec) -> ExitCode:
     # Imported here so that a rank with an invalid spec fails before torch is loaded.
     from llmrecipes.checkpoint.saver import AsyncSaver, claim, saver_group
     from llmrecipes.data.prepared import open_prepared
+    from llmrecipes.engine.backends import backend
     from llmrecipes.engine.base import Progress
-    from llmrecipes.engine.registry import backend
     from llmrecipes.faults.signals import catch_signals
     from llmrecipes.hardware.nics import ports
     from llmrecipes.recipe.load import recipe_hash
@@ -38,12 +38,11 @@ def run(spec: RunSpec) -> ExitCode:
     from llmrecipes.train.evaluations import TaskEvaluations, evaluation_due, load_tasks
     from llmrecipes.train.folder import require_exists, stop_when_deleted
     from llmrecipes.train.loaders import one_batch_forever, open_loaders
-    from llmrecipes.train.loop import Loop, Outcome
-    from llmrecipes.train.network import leave_out_other_adapters, nccl_output, prove, told
+    from llmrecipes.train.loop import Loop, LoopOutcome
+    from llmrecipes.train.network import leave_out_other_adapters, nccl_output, report_on_error, require_fabric
     from llmrecipes.train.profile import profiled
-    from llmrecipes.train.reporting import describe, open_tracker
     from llmrecipes.train.resume import choose, initial_weights, resume
-    from llmrecipes.train.summary import print_summary
+    from llmrecipes.train.summary import describe, open_tracker, print_summary
 
     recipe = spec.recipe
     tasks = load_tasks(recipe)
@@ -60,9 +59,9 @@ def run(spec: RunSpec) -> ExitCode:
         engines.join(recipe, platform) as world,
         ExitStack() as stack,
         failure_reported(recipe),
-        told(output),
+        report_on_error(output),
     ):
-        network = prove(platform, output, allow_socket=spec.allow_socket)
+        network = require_fabric(platform, output, allow_socket=spec.allow_socket)
         prepared = open_prepared(recipe, spec.data_dir)
         loaders = open_loaders(recipe, prepared, world, pin_memory=platform.name == "cuda")
         if spec.overfit_batch:
@@ -139,9 +138,9 @@ def run(spec: RunSpec) -> ExitCode:
         outcome = loop.run(progress)
         require_exists(spec.run_dir, world, lambda: tracker.close("FAILED"))
         # Close the progress display before printing anything else.
-        tracker.close("FINISHED" if outcome is Outcome.FINISHED else "KILLED")
+        tracker.close("FINISHED" if outcome is LoopOutcome.FINISHED else "KILLED")
         with engine.params_synced():
-            if world.is_first and outcome is Outcome.FINISHED:
+            if world.is_first and outcome is LoopOutcome.FINISHED:
                 print_summary(spec, prepared, loop)
     return outcome.value
 

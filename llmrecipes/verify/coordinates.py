@@ -94,7 +94,7 @@ def measure(recipes: Sequence[Recipe], iters: int, data_dir: Path) -> Coordinate
         UserError: the engine's model has none of the watched modules.
     """
     from llmrecipes.data.prepared import open_prepared
-    from llmrecipes.engine.registry import backend
+    from llmrecipes.engine.backends import backend
     from llmrecipes.hardware.cluster import detect
     from llmrecipes.plan.derive import derive
     from llmrecipes.train.loaders import open_loaders

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from llmrecipes.engine.base import Batch, Engine, Slice
 from llmrecipes.plan.derive import Plan
-from llmrecipes.verify.spec import Record, ReplicaDifference, Step
+from llmrecipes.verify.spec import ReplicaDifference, Step, TrainingRecord
 
 FINAL, BEFORE, GRADIENTS = "final", "before", "gradients"
 """Weights after the last step, weights before the kept step, and its gradients."""
@@ -42,7 +42,7 @@ def observe(
     iters: int,
     folder: Path,
     keep: Keep,
-) -> Record:
+) -> TrainingRecord:
     """Train, and write this rank's part of the weights; a collective of all ranks.
 
     Args:
@@ -69,7 +69,7 @@ def observe(
         final = engine.weights()
     differing = differing or _replicas(final, iters)
     write_shards(folder / FINAL / file, final)
-    return Record(layout=plan.layout.as_dict(), steps=tuple(steps), kept_step=kept, replicas=differing)
+    return TrainingRecord(layout=plan.layout.as_dict(), steps=tuple(steps), kept_step=kept, replicas=differing)
 
 
 def _replicas(weights: list[Slice], step: int) -> ReplicaDifference | None:

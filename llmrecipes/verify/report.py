@@ -10,7 +10,7 @@ from rich.text import Text
 
 from llmrecipes import figures
 from llmrecipes.recipe.proxy import SHORT, with_zero
-from llmrecipes.verify.result import PARAMETERS, QUANTITIES, REPLICAS, Result, relative
+from llmrecipes.verify.result import PARAMETERS, QUANTITIES, REPLICAS, VerifyResult, relative
 
 WORDS = {"loss": "loss", "grad_norm": "gradient norm"}
 HEADS = {"loss": "loss", "grad_norm": "grad norm"}
@@ -19,7 +19,7 @@ SMALLEST, LARGEST, CELLS = -8, 0, 17
 """The scale covers powers of ten, in steps of half a power."""
 
 
-def report(result: Result) -> Group:
+def report(result: VerifyResult) -> Group:
     """Table and verdict."""
     title = f"{result.recipe}: {layout_words(result)}"
     table = Table(box=None, padding=(0, 1, 0, 0), title=title, title_justify="left")
@@ -39,7 +39,7 @@ def report(result: Result) -> Group:
     return Group(table, Text(verdict(result)))
 
 
-def verdict(result: Result) -> str:
+def verdict(result: VerifyResult) -> str:
     """Whether the layout computes the same, or the first difference; and what did not run."""
     worst = ", ".join(f"{WORDS[quantity]} {_power(result.max_relative(quantity))}" for quantity in QUANTITIES)
     worst += f", weights after step {len(result.steps)} {_power(result.max_rel_param)}"
@@ -52,12 +52,12 @@ def verdict(result: Result) -> str:
     return "\n".join([*lines, *_lines(*result.scaled.lines("not verified"))])
 
 
-def layout_words(result: Result) -> str:
+def layout_words(result: VerifyResult) -> str:
     """The degrees above one, and the number of ranks: `TP2 PP2 DP2 SP, 8 ranks`."""
     return f"{degrees(result)}, {result.layout.layout['world_size']} ranks"
 
 
-def degrees(result: Result) -> str:
+def degrees(result: VerifyResult) -> str:
     """The degrees above one that ran, and the ZeRO stage: `TP2 PP2 DP2 SP`, `DP2, ZeRO 3`."""
     layout = result.layout.layout
     kinds = [name for name in SHORT if name in result.scaled.asked or name == "data_parallel_size"]
@@ -67,7 +67,7 @@ def degrees(result: Result) -> str:
     return with_zero(" ".join(words) or "one rank", result.zero)
 
 
-def _first(result: Result) -> list[str]:
+def _first(result: VerifyResult) -> list[str]:
     """The first difference, and replicas that differ."""
     first, replicas = result.first_difference, result.replicas
     lines: list[tuple[str, str]] = []
@@ -91,7 +91,7 @@ def _first(result: Result) -> list[str]:
     return _lines(*lines)
 
 
-def _replicas_alone(result: Result) -> bool:
+def _replicas_alone(result: VerifyResult) -> bool:
     return result.first_difference is not None and result.first_difference.quantity == REPLICAS
 
 
@@ -126,7 +126,7 @@ LEAST, MOST = 1e-8, 1.0
 """Range of the relative differences in the picture."""
 
 
-def svg(result: Result, title: str) -> str:
+def svg(result: VerifyResult, title: str) -> str:
     """Two panels over the steps: losses of both; relative differences with the tolerance."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

@@ -8,7 +8,7 @@ from typing import Any
 
 from llmrecipes.recipe.proxy import Scaled
 from llmrecipes.recipe.schema import Zero
-from llmrecipes.verify.spec import Record, ReplicaDifference, Step
+from llmrecipes.verify.spec import ReplicaDifference, Step, TrainingRecord
 
 PARAMETERS, REPLICAS = "parameters", "replicas"
 NOT_VERIFIED = "not_verified"
@@ -54,13 +54,13 @@ class FirstDifference:
 
 
 @dataclass(frozen=True)
-class Result:
+class VerifyResult:
     """A layout compared with one process."""
 
     recipe: str
     tolerance: float
-    reference: Record
-    layout: Record
+    reference: TrainingRecord
+    layout: TrainingRecord
     max_rel_param: float
     """Largest difference of all weights after the last step."""
     first_difference: FirstDifference | None
@@ -112,7 +112,7 @@ class Result:
         return {**self.as_dict(), "tolerance": self.tolerance, "steps": steps}
 
 
-def first_differing_step(reference: Record, layout: Record, tolerance: float) -> tuple[int, str] | None:
+def first_differing_step(reference: TrainingRecord, layout: TrainingRecord, tolerance: float) -> tuple[int, str] | None:
     """(step from 1, quantity) of the first loss or gradient norm beyond the tolerance."""
     pairs = enumerate(zip(layout.steps, reference.steps, strict=True), start=1)
     differing = ((number, first_beyond(step, expected, tolerance)) for number, (step, expected) in pairs)

@@ -57,7 +57,7 @@ class ReplicaDifference(BaseModel):
     """Replicas that were compared with a lower rank's."""
 
 
-class Record(BaseModel):
+class TrainingRecord(BaseModel):
     """A recorded training."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
@@ -75,6 +75,6 @@ class Record(BaseModel):
         (folder / RECORD).write_text(self.model_dump_json() + "\n", "utf-8")
 
     @classmethod
-    def read(cls, folder: Path) -> Record:
+    def read(cls, folder: Path) -> TrainingRecord:
         """Read what `write` wrote."""
         return cls.model_validate_json((folder / RECORD).read_text("utf-8"))

@@ -11,7 +11,7 @@ from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode
 from llmrecipes.train.rank import failure_reported, rank_main
 from llmrecipes.verify.result import first_beyond
-from llmrecipes.verify.spec import Record, Step, VerifySpec
+from llmrecipes.verify.spec import Step, TrainingRecord, VerifySpec
 
 if TYPE_CHECKING:
     from llmrecipes.engine.base import Backend, Platform, World
@@ -25,7 +25,7 @@ def run(spec: VerifySpec) -> ExitCode:
     """
     require_packages(spec.recipe)
     # Imported here so that a rank with an invalid spec fails before torch is loaded.
-    from llmrecipes.engine.registry import backend
+    from llmrecipes.engine.backends import backend
 
     engines = backend(spec.recipe)
     platform = engines.platform(int(os.environ.get("LOCAL_RANK", "0")))
@@ -55,7 +55,7 @@ def train(spec: VerifySpec, engines: Backend, world: World, platform: Platform) 
 def _keep(spec: VerifySpec) -> Callable[[int, Step], bool]:
     if spec.reference is None:
         return lambda number, _step: number == spec.keep_step
-    reference = Record.read(spec.reference).steps
+    reference = TrainingRecord.read(spec.reference).steps
     return lambda number, step: first_beyond(step, reference[number - 1], spec.tolerance) is not None
 
 

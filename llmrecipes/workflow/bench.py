@@ -15,7 +15,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.hardware.load import clusters_dir, load_profile
 from llmrecipes.hardware.nics import CHOICE, nccl_ib_hca
-from llmrecipes.hardware.profile import Measured, Profile
+from llmrecipes.hardware.profile import MeasuredLinks, Profile
 from llmrecipes.launch.environment import detected_environment, missing
 from llmrecipes.launch.local import run_ranks
 from llmrecipes.launch.ranks import from_slurm
@@ -111,7 +111,7 @@ def sizes(text: str) -> tuple[int, ...]:
     return tuple(byte_sizes)
 
 
-def write_profile(cluster: str, rows: Sequence[Measured], target: Path) -> None:
+def write_profile(cluster: str, rows: Sequence[MeasuredLinks], target: Path) -> None:
     """Copy a cluster profile, with measurements added.
 
     Args:

@@ -79,7 +79,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """Runs in the order they were named, and the recipe keys that differ, with a value of each run."""
 
     runs: tuple[Compared, ...]
@@ -93,7 +93,7 @@ class Comparison:
         }
 
 
-def compare(run_dirs: Sequence[Path]) -> Comparison:
+def compare(run_dirs: Sequence[Path]) -> RunComparison:
     """Read and compare runs, which may still be running.
 
     Raises:
@@ -102,7 +102,7 @@ def compare(run_dirs: Sequence[Path]) -> Comparison:
     if len(run_dirs) < 2:
         raise UserError("one run", where="RUN", rule="compare needs two runs or more", fix="llmrecipes runs lists them")
     runs = tuple(_read(run_dir) for run_dir in run_dirs)
-    return Comparison(runs, _differences([run.recipe for run in runs]))
+    return RunComparison(runs, _differences([run.recipe for run in runs]))
 
 
 def _differences(recipes: Sequence[dict[str, Any]]) -> dict[str, tuple[Any, ...]]:

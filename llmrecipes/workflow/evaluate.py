@@ -17,7 +17,7 @@ from llmrecipes import untrusted
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.evaluation import history, isolation
-from llmrecipes.evaluation.request import DATA, Request, Result
+from llmrecipes.evaluation.request import DATA, EvaluationRequest, EvaluationResult
 from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.io import write_atomic
 from llmrecipes.launch.environment import detected_environment
@@ -50,7 +50,7 @@ PRECISIONS = {"float32": "fp32", "float16": "fp16"}
 
 
 @dataclass(frozen=True)
-class Layout:
+class EvaluationLayout:
     """Ranks of an evaluation."""
 
     tensor: int = 1
@@ -80,10 +80,10 @@ class Evaluation:
 
 def evaluate_run(
     name: str,
-    request: Request,
+    request: EvaluationRequest,
     runs_dir: Path,
     data_dir: Path,
-    layout: Layout = Layout(),
+    layout: EvaluationLayout = EvaluationLayout(),
     *,
     progress: bool = False,
 ) -> Evaluation:
@@ -127,7 +127,9 @@ def _is_folder(path: Path) -> bool:
     return (path / "config.json").is_file() and not Run(path).exists()
 
 
-def _evaluate_folder(path: Path, request: Request, data_dir: Path, layout: Layout, *, progress: bool) -> Evaluation:
+def _evaluate_folder(
+    path: Path, request: EvaluationRequest, data_dir: Path, layout: EvaluationLayout, *, progress: bool
+) -> Evaluation:
     """Evaluate a folder of a Hugging Face model, which is only read."""
     from llmrecipes.hf.match import section_of, validated
     from llmrecipes.hf.reading import CONFIG, open_folder, read_config, resolve
@@ -158,7 +160,7 @@ def _evaluate_folder(path: Path, request: Request, data_dir: Path, layout: Layou
     return Evaluation(path, None, 0, history.records(results, 0, str(path)))
 
 
-def _results(spec: EvaluationSpec, layout: Layout, logs: Path) -> list[Result]:
+def _results(spec: EvaluationSpec, layout: EvaluationLayout, logs: Path) -> list[EvaluationResult]:
     cluster = detect()
     plan = derive(spec.recipe, layout.ranks or layout.tensor, cluster)
     _require_memory(plan, layout)
@@ -167,7 +169,7 @@ def _results(spec: EvaluationSpec, layout: Layout, logs: Path) -> list[Result]:
     return evaluate(spec) if plan.layout.world_size == 1 else _start(spec, plan, cluster, logs)
 
 
-def _isolated(spec: EvaluationSpec, plan: Plan, logs: Path) -> list[Result]:
+def _isolated(spec: EvaluationSpec, plan: Plan, logs: Path) -> list[EvaluationResult]:
     """Evaluate in a process that tasks may run code in; what it writes is read as data of a stranger."""
     if plan.layout.world_size > 1:
         raise UserError(
@@ -205,7 +207,7 @@ class _Refused(BaseModel):
 class _Written(BaseModel):
     """What the process leaves."""
 
-    results: list[Result] = []
+    results: list[EvaluationResult] = []
     refused: _Refused | None = None
 
 
@@ -235,7 +237,7 @@ def _require_intact(run_dir: Path, entry: Entry) -> None:
     )
 
 
-def on_ranks(recipe: Recipe, layout: Layout) -> Recipe:
+def on_ranks(recipe: Recipe, layout: EvaluationLayout) -> Recipe:
     """The recipe on the ranks of an evaluation; checkpoints are the same in every layout.
 
     Raises:
@@ -258,7 +260,7 @@ def on_ranks(recipe: Recipe, layout: Layout) -> Recipe:
     return without_zero(recipe).model_copy(update={"parallelism": parallel, "train": train})
 
 
-def _require_memory(plan: Plan, layout: Layout) -> None:
+def _require_memory(plan: Plan, layout: EvaluationLayout) -> None:
     if plan.memory.weights > plan.memory_capacity_bytes:
         raise UserError(
             f"weights need {gib(plan.memory.weights)} per rank, {gib(plan.memory_capacity_bytes)} available",
@@ -268,7 +270,7 @@ def _require_memory(plan: Plan, layout: Layout) -> None:
         )
 
 
-def _start(spec: EvaluationSpec, plan: Plan, cluster: Cluster, logs: Path) -> list[Result]:
+def _start(spec: EvaluationSpec, plan: Plan, cluster: Cluster, logs: Path) -> list[EvaluationResult]:
     folder = logs / f"eval-{new_run_id()}"
     folder.mkdir(parents=True)
     output = folder / "results.json"
@@ -285,7 +287,7 @@ def _start(spec: EvaluationSpec, plan: Plan, cluster: Cluster, logs: Path) -> li
     )
     if code:
         raise UserError(f"the evaluation ended with exit code {code}", where=str(folder), fix="see the messages above")
-    results = [Result(**values) for values in json.loads(output.read_text("utf-8"))]
+    results = [EvaluationResult(**values) for values in json.loads(output.read_text("utf-8"))]
     shutil.rmtree(folder)
     return results
 
@@ -308,7 +310,7 @@ class EvaluationSpec(RankSpec):
     """Directory of the checkpoint, whose files have been checked."""
     folder: Path | None = None
     """Folder of the Hugging Face model; None with a checkpoint."""
-    request: Request
+    request: EvaluationRequest
     progress: bool = False
     """Show on stderr how much is done."""
     output: Path | None = None
@@ -329,7 +331,7 @@ def run(spec: EvaluationSpec) -> ExitCode:
     return ExitCode.DONE
 
 
-def evaluate(spec: EvaluationSpec) -> list[Result]:
+def evaluate(spec: EvaluationSpec) -> list[EvaluationResult]:
     """Join the ranks that a launcher started, or form a world of one, and evaluate; results on the first rank.
 
     Raises:
@@ -339,8 +341,8 @@ def evaluate(spec: EvaluationSpec) -> list[Result]:
     # Imported here so that a rank with an invalid spec fails before torch is loaded.
 
     from llmrecipes.data.prepared import fingerprint, open_prepared
-    from llmrecipes.engine.registry import backend
-    from llmrecipes.evaluation.lead import Lead
+    from llmrecipes.engine.backends import backend
+    from llmrecipes.evaluation.lead import RankZeroScorer
     from llmrecipes.evaluation.run import Prepare
     from llmrecipes.hardware.cluster import detect
     from llmrecipes.plan.derive import derive
@@ -361,7 +363,7 @@ def evaluate(spec: EvaluationSpec) -> list[Result]:
     with engines.join(recipe, platform) as world, failure_reported(recipe):
         model = _model(spec, engines, plan, platform)
         progress = Counted() if spec.progress and work is not None else None
-        lead = Lead(model.scorer(), world, tokenizer, spec.request.batch_size, progress=progress)
+        lead = RankZeroScorer(model.scorer(), world, tokenizer, spec.request.batch_size, progress=progress)
         try:
             return lead.run(lambda one: work.run(one) if work is not None else []) or []
         finally:

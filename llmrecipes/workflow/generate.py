@@ -18,7 +18,7 @@ from llmrecipes.workflow.run import on_one_rank
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerationRequest:
     """Prompt and sampling options."""
 
     prompt: str
@@ -42,7 +42,7 @@ class Sample:
     tokens: int
 
 
-def samples(run_dir: Path, data_dir: Path, request: Request) -> Iterator[Sample]:
+def samples(run_dir: Path, data_dir: Path, request: GenerationRequest) -> Iterator[Sample]:
     """Continuations of a prompt by the newest valid checkpoint of a run.
 
     Raises:
@@ -51,7 +51,7 @@ def samples(run_dir: Path, data_dir: Path, request: Request) -> Iterator[Sample]
     """
     from llmrecipes.data.prepared import open_prepared
     from llmrecipes.data.templates import question
-    from llmrecipes.engine.registry import backend
+    from llmrecipes.engine.backends import backend
 
     recipe = Run(run_dir).recipe()
     entry = Run(run_dir).require_checkpoint(data_dir)

@@ -32,8 +32,7 @@ def run(given: argparse.Namespace) -> int:
         nproc=given.nproc,
         run_id=given.run_id,
         cluster=given.cluster,
-        max_restarts=given.max_restarts,
-        run=RunOptions.parsed(given),
+        run=RunOptions.parsed(given).model_copy(update={"max_restarts": given.max_restarts}),
     )
     return train(recipe, Paths(given.runs_dir, given.data_dir), options, lambda line: print(line, flush=True))
 

@@ -36,7 +36,7 @@ OPTIMIZER: Mapping[str, object] = {"lr": 1e-5, "min_lr": 1e-6}
 
 
 @dataclass(frozen=True)
-class Record:
+class PretrainedRecord:
     """What a run has started from.
 
     Attributes:
@@ -75,7 +75,7 @@ def with_pretrained(spec: RunSpec, log: Log) -> RunSpec:
 
     try:
         source = resolve(_pinned(spec.run_dir, recipe.train.pretrained))
-        record = Record(recipe.train.pretrained, source.pinned, _require_fit(source.path, recipe, log))
+        record = PretrainedRecord(recipe.train.pretrained, source.pinned, _require_fit(source.path, recipe, log))
         write_atomic(spec.run_dir / RECORD, json.dumps(asdict(record), indent=2) + "\n")
     except UserError:
         spec.run.remove_if_empty()
@@ -153,7 +153,7 @@ def _pinned(run_dir: Path, pretrained: str) -> str:
 def _recorded(run_dir: Path) -> dict[str, str] | None:
     try:
         record = read_json(run_dir / RECORD, root=run_dir, most=MOST)
-        return {field.name: str(record[field.name]) for field in fields(Record)}
+        return {field.name: str(record[field.name]) for field in fields(PretrainedRecord)}
     except (OSError, ValueError, LookupError, TypeError):
         return None
 

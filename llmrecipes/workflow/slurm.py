@@ -46,7 +46,7 @@ MAX_RESTARTS = 100
 HELD = (signal.SIGUSR1, signal.SIGTERM)
 
 
-class Job(BaseModel):
+class SlurmJob(BaseModel):
     """Parameters of a job's ranks."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -96,7 +96,7 @@ def begin(arguments: argparse.Namespace, there: Mapping[str, str]) -> Path | Non
     }
     # A profile has its own number of cores.
     each = threads(int(there.get("SLURM_CPUS_ON_NODE") or 1), arguments.ranks_per_node, on_gpus=ready.spec.on_gpus)
-    job = Job(
+    job = SlurmJob(
         run=ready.spec.model_copy(update={"restart": restart, "tags": tags}),
         environment={"OMP_NUM_THREADS": str(each), **ready.variables},
         bind=arguments.bind,
@@ -129,7 +129,7 @@ def require_prepared(recipe: Recipe, data_dir: Path) -> None:
 
 def rank(path: Path) -> NoReturn:
     """Run one rank of a job, and end this process."""
-    job = Job.model_validate_json(path.read_text("utf-8"))
+    job = SlurmJob.model_validate_json(path.read_text("utf-8"))
     identity = from_slurm(os.environ)
     if identity.rank == 0:
         (path.parent / OUTCOME).write_text(f"{STARTED}\n", "utf-8")

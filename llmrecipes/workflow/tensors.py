@@ -76,7 +76,7 @@ def open_run(run: Path, entry: Entry, family: str | None = None, *, averaged: bo
     Args:
         averaged: read the moving average of the weights.
     """
-    from llmrecipes.engine.registry import backend
+    from llmrecipes.engine.backends import backend
     from llmrecipes.hf.family import config_of, family_of
     from llmrecipes.hf.weights import AsHuggingFace
 
@@ -133,7 +133,7 @@ def merged(run: Path, entry: Entry, recipe: Recipe, *, averaged: bool = False) -
     Raises:
         UserError: the run has no base model, or that has changed.
     """
-    from llmrecipes.engine.registry import backend
+    from llmrecipes.engine.backends import backend
     from llmrecipes.hf.adapter import Merged
     from llmrecipes.hf.weights import open_weights
 

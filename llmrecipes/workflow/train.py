@@ -53,13 +53,13 @@ def train(recipe: Recipe, paths: Paths, options: TrainOptions, log: Log) -> int:
     except Finished as finished:
         log(str(finished))
         return int(ExitCode.DONE)
-    if options.max_restarts:
-        return start_with_restarts(ready, options.max_restarts, log)
+    if options.run.max_restarts:
+        return start_with_restarts(ready, options.run.max_restarts, log)
     return start(ready, options.node, separate_process=options.separate_process)
 
 
 def start_with_restarts(ready: PreparedStart, max_restarts: int, log: Log) -> int:
-    """PreparedStart the ranks, and after a fault restart all of them from the newest checkpoint.
+    """Start the ranks, and after a fault restart all of them from the newest checkpoint.
 
     Raises:
         UserError: three restarts in a row found the same checkpoint, with `ExitCode.STOP`.
@@ -127,13 +127,13 @@ def _require_consistent(options: TrainOptions) -> None:
             "missing for several nodes", where="--run-id", rule="all nodes work in one directory",
             fix="--run-id my-run-1",
         )  # fmt: skip
-    if options.node is not None and options.max_restarts:
+    if options.node is not None and options.run.max_restarts:
         raise UserError(
-            f"{options.max_restarts} on several nodes", where="--max-restarts",
+            f"{options.run.max_restarts} on several nodes", where="--max-restarts",
             rule="--max-restarts works on a single node only", fix="Slurm or Kubernetes, which restart all",
         )  # fmt: skip
     if options.run.from_scratch and options.run_id is None:
-        raise UserError("given without --run-id", where="--from-scratch", rule="a run without an id is a new one",
+        raise UserError("needs --run-id", where="--from-scratch", rule="a run without an id is a new one",
                         fix="leave it out")  # fmt: skip
 
 

@@ -22,8 +22,15 @@ from llmrecipes.recipe.schema import Recipe, Scheduler
 from llmrecipes.recipe.width import at_width
 from llmrecipes.runfiles import RunFiles, new_run_id
 from llmrecipes.verify.coordinates import Coordinates, measure
-from llmrecipes.verify.result import PARAMETERS, REPLICAS, FirstDifference, FirstTensor, Result, first_differing_step
-from llmrecipes.verify.spec import Record, VerifySpec
+from llmrecipes.verify.result import (
+    PARAMETERS,
+    REPLICAS,
+    FirstDifference,
+    FirstTensor,
+    VerifyResult,
+    first_differing_step,
+)
+from llmrecipes.verify.spec import TrainingRecord, VerifySpec
 from llmrecipes.verify.subject import reference, subject
 from llmrecipes.workflow.run import Log, Paths, plan_run, prepare_data
 
@@ -43,7 +50,7 @@ class VerifyOptions:
 class Verification:
     """The result, and the directory it is stored in."""
 
-    result: Result
+    result: VerifyResult
     folder: Path
 
 
@@ -158,7 +165,7 @@ def _in_one_process(spec: VerifySpec, cluster: Cluster) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", max(1, int(cluster.cpu_cores)))))
     spec.folder.mkdir(exist_ok=True)
     run(spec)
-    for number, step in enumerate(Record.read(spec.folder).steps, start=1):
+    for number, step in enumerate(TrainingRecord.read(spec.folder).steps, start=1):
         if not (math.isfinite(step.loss) and math.isfinite(step.grad_norm)):
             raise UserError(
                 f"step {number} of the one-process training has loss {step.loss:g}, gradient norm {step.grad_norm:g}",
@@ -168,10 +175,10 @@ def _in_one_process(spec: VerifySpec, cluster: Cluster) -> None:
             )
 
 
-def _compare(name: str, single: VerifySpec, spread: VerifySpec, cluster: Cluster, degrees: Scaled) -> Result:
+def _compare(name: str, single: VerifySpec, spread: VerifySpec, cluster: Cluster, degrees: Scaled) -> VerifyResult:
     from llmrecipes.verify.observe import BEFORE, FINAL, GRADIENTS, TensorDifference, differences
 
-    one, layout = Record.read(single.folder), Record.read(spread.folder)
+    one, layout = TrainingRecord.read(single.folder), TrainingRecord.read(spread.folder)
     final = differences(single.folder / FINAL, spread.folder / FINAL)
 
     def first(kind: str, compared: list[TensorDifference]) -> FirstTensor | None:
@@ -199,7 +206,7 @@ def _compare(name: str, single: VerifySpec, spread: VerifySpec, cluster: Cluster
         tensor = FirstTensor(copy.tensor, copy.layer, REPLICAS, math.nan, copy.differing, copy.copies)
         difference = FirstDifference(copy.step, REPLICAS, math.nan, math.nan, tensor)
     worst_weights = max(each.relative for each in final)
-    return Result(name, spread.tolerance, one, layout, worst_weights, difference, degrees, spread.recipe.zero)
+    return VerifyResult(name, spread.tolerance, one, layout, worst_weights, difference, degrees, spread.recipe.zero)
 
 
 WIDTHS = (64, 128, 256, 512)

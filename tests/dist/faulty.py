@@ -73,14 +73,14 @@ def _loss_over_micro_batches(patch: Patch) -> None:
 
 
 def _micro_batch_dropped(patch: Patch) -> None:
-    from llmrecipes.data import loader
+    from llmrecipes.data import batches
 
-    whole = loader.sample_ids
+    whole = batches.sample_ids
 
     def without_the_first(*args: Any, **kwargs: Any) -> Iterator[list[int]]:
         return islice(whole(*args, **kwargs), 1 if kwargs["data_parallel_rank"] == 1 else 0, None)
 
-    patch.setattr(loader, "sample_ids", without_the_first)
+    patch.setattr(batches, "sample_ids", without_the_first)
 
 
 def _replicas_averaged(patch: Patch) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from llmrecipes.data.tokenizer import TextTokenizer, train
 from llmrecipes.engine.sampling import Sampling
-from llmrecipes.evaluation.lead import Interrupted, Lead
+from llmrecipes.evaluation.lead import Interrupted, RankZeroScorer
 from tests.dist.table import BOUND, Row
 from tests.dist.training import loaders, training
 from tests.dist.worlds import GlooWorld
@@ -43,12 +43,12 @@ def questions() -> tuple[list[tuple[list[int], int]], list[list[int]]]:
     return [(row, min(4, len(row) - 1)) for row in rows], [row[:12] for row in rows if len(row) > 12]
 
 
-def led(engine: Any, world: Any, **options: Any) -> Lead:
+def led(engine: Any, world: Any, **options: Any) -> RankZeroScorer:
     backend, eod = train(["a few words of text " * 5], 300)
-    return Lead(engine.scorer(), world, TextTokenizer(backend, eod, ""), 2, **options)
+    return RankZeroScorer(engine.scorer(), world, TextTokenizer(backend, eod, ""), 2, **options)
 
 
-def asked(lead: Lead) -> tuple[list[float], list[bool], list[list[int]]]:
+def asked(lead: RankZeroScorer) -> tuple[list[float], list[bool], list[list[int]]]:
     rows, prompts = questions()
     found = list(lead.score(rows))
     greedy = Sampling(temperature=0.0)
@@ -138,7 +138,7 @@ def failed(row: Row) -> list[str]:
         return everyones
 
 
-def _fail(lead: Lead) -> None:
+def _fail(lead: RankZeroScorer) -> None:
     list(lead.score(questions()[0][:1]))
     raise ArithmeticError
 

@@ -11,8 +11,8 @@ import torch
 from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
 from llmrecipes.checkpoint.store import CheckpointStore
+from llmrecipes.engine.backends import backend
 from llmrecipes.engine.base import Progress
-from llmrecipes.engine.registry import backend
 from llmrecipes.hf.family import config_of, family_of
 from llmrecipes.hf.megatron import weights
 from llmrecipes.hf.safetensors import SafetensorsFolder, write

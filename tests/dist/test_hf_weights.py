@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from llmrecipes.checkpoint.store import CheckpointStore
+from llmrecipes.engine.backends import backend
 from llmrecipes.engine.core.platform import select
-from llmrecipes.engine.registry import backend
 from llmrecipes.hf.weights import open_weights
 from llmrecipes.models.importing import import_model
 from llmrecipes.plan.derive import derive

@@ -17,7 +17,7 @@ from llmrecipes.cli.app import run
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.verify.report import verdict
-from llmrecipes.verify.result import Result, relative
+from llmrecipes.verify.result import VerifyResult, relative
 from llmrecipes.workflow.run import Paths
 from llmrecipes.workflow.verify import VerifyOptions, verify
 from tests.dist.faulty import DRIFT, DRIFTING, FAULTS, train_with
@@ -26,7 +26,7 @@ from tests.refusals import refused, require_message
 
 pytestmark = pytest.mark.dist
 
-Verify = Callable[..., Result]
+Verify = Callable[..., VerifyResult]
 ITERS = 2
 
 GATED = {
@@ -73,7 +73,7 @@ def checked(worlds: dict[int, GlooWorld], corpus: Path, data_dir: Path, tmp_path
 
     def check(
         model: dict[str, Any], parallelism: dict[str, Any], ranks: int, fault: str | None = None, iters: int = ITERS
-    ) -> Result:
+    ) -> VerifyResult:
         return verify(
             make(corpus, model, parallelism),
             Paths(tmp_path / "runs", data_dir),

@@ -14,11 +14,11 @@ import pytest
 from benchmarks.ranks import counted
 from benchmarks.traffic import Call
 from benchmarks.zero_formulas import FP32, sent
+from llmrecipes.engine.backends import backend
 from llmrecipes.engine.core.model import philox
 from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.core.world import model_parallel
 from llmrecipes.engine.deepspeed.partition import full_shape
-from llmrecipes.engine.registry import backend
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe
 from tests.dist.table import ROWS

@@ -16,10 +16,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
 from llmrecipes.checkpoint.store import CheckpointStore
+from llmrecipes.engine.backends import backend
 from llmrecipes.engine.base import Batch, Engine, Progress, Slice, World
 from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.core.world import model_parallel
-from llmrecipes.engine.registry import backend
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.resume import choose, resume

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from llmrecipes.checkpoint.format import StateDict, Written
 from llmrecipes.checkpoint.manifest import digest
+from llmrecipes.checkpoint.state_format import StateDict, Written
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import (
     Batch,

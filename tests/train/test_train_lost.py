@@ -21,9 +21,9 @@ from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.rundir import Run
 from llmrecipes.train import folder
-from llmrecipes.train.history import require_complete
+from llmrecipes.train.completeness import require_complete
 from llmrecipes.workflow import slurm
-from llmrecipes.workflow.stored_recipe import require_same_recipe
+from llmrecipes.workflow.run import require_same_recipe
 from tests.helpers import curve, lines, steps_done, tiny_on, train_lines, write_recipe
 from tests.refusals import refused, require_message
 

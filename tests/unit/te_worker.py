@@ -14,11 +14,11 @@ import torch
 torch.cuda.is_available = lambda: True
 torch.cuda.get_device_capability = lambda *_device: (9, 0)
 
+from llmrecipes.engine.backends import backend  # noqa: E402
 from llmrecipes.engine.core.model.gpt import construct  # noqa: E402
 from llmrecipes.engine.core.model.init import parameter_slices  # noqa: E402
 from llmrecipes.engine.core.platform.rendezvous import TIMEOUT  # noqa: E402
 from llmrecipes.engine.core.world import model_parallel  # noqa: E402
-from llmrecipes.engine.registry import backend  # noqa: E402
 from llmrecipes.plan.derive import derive  # noqa: E402
 from llmrecipes.recipe.schema import Parallelism  # noqa: E402
 from tests.helpers import LLAMA, ROOMY, tiny  # noqa: E402

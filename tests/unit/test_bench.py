@@ -18,7 +18,7 @@ from llmrecipes.data.prepare import prepare
 from llmrecipes.engine.core.platform.cpu import CpuPlatform
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.hardware.load import load_profile
-from llmrecipes.hardware.profile import LINK_BYTES, Group, Measured, Operation
+from llmrecipes.hardware.profile import LINK_BYTES, Group, MeasuredLinks, Operation
 from llmrecipes.train.profile import Kernel, kind_of, table
 from llmrecipes.workflow.bench import sizes, write_profile
 from tests.engines.plain import Cpu, PlainBackend, PlainEngine
@@ -56,8 +56,8 @@ def test_collectives_of_every_group_go_into_a_profile(
     assert answer["reach"] == {"tensor": 1, "data": 2, "world": 3}
 
 
-def row(operation: Operation, group: Group, ranks: int, size: int, speed: float) -> Measured:
-    return Measured(operation=operation, group=group, ranks=ranks, bytes=size, seconds=1.0, bus_gb_per_s=speed)
+def row(operation: Operation, group: Group, ranks: int, size: int, speed: float) -> MeasuredLinks:
+    return MeasuredLinks(operation=operation, group=group, ranks=ranks, bytes=size, seconds=1.0, bus_gb_per_s=speed)
 
 
 def test_bandwidths_are_compared_with_the_profile() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from llmrecipes.cli import app as cli
 from llmrecipes.hardware import profile
-from llmrecipes.hardware.cluster import Cluster, Gpu, peak_tflops
+from llmrecipes.hardware.cluster import Cluster, DetectedGpu, peak_tflops
 from llmrecipes.hardware.load import clusters_dir, load_profile, names
 from llmrecipes.hardware.machine import machine, planned
 from llmrecipes.launch.environment import detected_environment, environment, missing, threads
@@ -107,7 +107,7 @@ def test_every_key_is_read_somewhere() -> None:
         profile.Toleration,
         profile.Volume,
         profile.ResourceClaim,
-        profile.Measured,
+        profile.MeasuredLinks,
     )
     assert [
         f"{section.__name__}.{key}" for section in sections for key in section.model_fields if key not in read
@@ -252,7 +252,7 @@ def test_environment_comes_from_profile_and_plan() -> None:
 
 def test_detected_gpus_get_the_environment_that_needs_no_site() -> None:
     def node(name: str) -> Cluster:
-        return Cluster((Gpu(name, 79 << 30, 79 << 30, None),) * 8, 112, 1 << 40, 1 << 40, 0)
+        return Cluster((DetectedGpu(name, 79 << 30, 79 << 30, None),) * 8, 112, 1 << 40, 1 << 40, 0)
 
     hopper = node("NVIDIA H100 80GB HBM3")
     plan = derive(load("gpt-7b", []).recipe, 8, hopper)  # tensor-parallel

@@ -19,12 +19,12 @@ import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 
 from llmrecipes.data import dataset
-from llmrecipes.data.loader import KEYS, ReaderLost, batches, read_error, sample_ids
+from llmrecipes.data.batches import KEYS, ReaderLost, batches, read_error, sample_ids
 from llmrecipes.data.prepare import Prepared, open_prepared, prepare
 from llmrecipes.data.prepared import drawn_samples, index_folder
 from llmrecipes.errors import ExitCode
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.workflow.stored_recipe import Order, sample_order
+from llmrecipes.workflow.run import Order, sample_order
 from tests.refusals import refused
 from tests.unit.data_recipes import corpus, recipe
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llmrecipes.engine.deepspeed.config import deepspeed_config
+from llmrecipes.engine.deepspeed.configuration import deepspeed_config
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import load
 from tests.helpers import ROOMY

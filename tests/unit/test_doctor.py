@@ -290,12 +290,12 @@ def test_error_counters_of_a_port(tmp_path: Path) -> None:
 
 
 def test_too_low_limits_are_reported() -> None:
-    low = network.Limits(memlock_bytes=64 << 10, shared_bytes=64 << 20, open_files=256)
+    low = network.NetworkLimits(memlock_bytes=64 << 10, shared_bytes=64 << 20, open_files=256)
     found = said(network.check_limits(low, H100, 8))
     assert found["fail locked memory"].startswith("64 KiB")
     assert "0.1 GiB in /dev/shm for 8 ranks" in found["warn shared memory"]
     assert "256" in found["warn open files"]
-    high = network.Limits(memlock_bytes=None, shared_bytes=64 << 30, open_files=1 << 20)
+    high = network.NetworkLimits(memlock_bytes=None, shared_bytes=64 << 30, open_files=1 << 20)
     assert said(network.check_limits(high, H100, 8)) == {}
 
 
@@ -435,7 +435,8 @@ def test_no_node_of_a_job_starts_beside_a_bad_one(tmp_path: Path, unused_port: i
 
 def test_jobs_that_start_at_once_do_not_take_each_others_file_for_their_own(tmp_path: Path) -> None:
     files = {
-        nodes._mark_file(nodes.Meeting((f"{run}-0", f"{run}-1"), 0, 12000, tmp_path, b"")) for run in ("one", "two")
+        nodes._mark_file(nodes.NodeRendezvous((f"{run}-0", f"{run}-1"), 0, 12000, tmp_path, b""))
+        for run in ("one", "two")
     }
     assert len(files) == 2
 

@@ -217,7 +217,7 @@ def test_mount_points_with_unusual_names(tmp_path: Path) -> None:
 
 def test_a_first_node_that_cannot_write_does_not_fail_the_others(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    meeting = nodes.Meeting(("n0", "n1"), 1, 12000, tmp_path / "file" / "runs", b"")
+    meeting = nodes.NodeRendezvous(("n0", "n1"), 1, 12000, tmp_path / "file" / "runs", b"")
     mark = nodes._write_mark(meeting)
     assert [each.status for each in nodes._shared(meeting, mark)] == ["skip"]
 
@@ -255,7 +255,7 @@ def test_strangers_at_the_first_nodes_port_are_ignored_and_counted(
     monkeypatch.setattr(rendezvous, "MOST_PENDING", 4)
 
     def take_part(number: int) -> None:
-        met[number] = nodes.meet(nodes.Meeting(hosts, number, unused_port, tmp_path, TOKEN, 60), [])
+        met[number] = nodes.meet(nodes.NodeRendezvous(hosts, number, unused_port, tmp_path, TOKEN, 60), [])
 
     first = threading.Thread(target=take_part, args=(0,))
     first.start()
@@ -269,7 +269,7 @@ def test_strangers_at_the_first_nodes_port_are_ignored_and_counted(
         for _ in range(6):
             stack.enter_context(connected(unused_port))
         with refused(f"127.0.0.1:{unused_port}"):
-            nodes.meet(nodes.Meeting(hosts, 1, unused_port, tmp_path, b"of another job", 0.1), [])
+            nodes.meet(nodes.NodeRendezvous(hosts, 1, unused_port, tmp_path, b"of another job", 0.1), [])
         take_part(1)
     first.join(60)
     assert (met[0].bad, met[1].bad, failed) == ([], [], [])
@@ -284,7 +284,7 @@ def test_no_node_can_say_that_another_one_is_bad(tmp_path: Path, unused_port: in
 
     def take_part(number: int) -> None:
         own = [Finding("gpu 0", "fail", "lost", "", hosts[0])] * number
-        met[number] = nodes.meet(nodes.Meeting(hosts, number, unused_port, tmp_path, TOKEN, 60), own)
+        met[number] = nodes.meet(nodes.NodeRendezvous(hosts, number, unused_port, tmp_path, TOKEN, 60), own)
 
     threads = [threading.Thread(target=take_part, args=(number,)) for number in (0, 1)]
     for thread in threads:
@@ -310,7 +310,7 @@ def test_nodes_of_another_version_have_not_reported(
     met: list[nodes.Gathered] = []
     failed: list[object] = []
     monkeypatch.setattr(threading, "excepthook", failed.append)
-    meeting = nodes.Meeting(hosts, 0, unused_port, tmp_path, TOKEN, 1)
+    meeting = nodes.NodeRendezvous(hosts, 0, unused_port, tmp_path, TOKEN, 1)
     first = threading.Thread(target=lambda: met.append(nodes.meet(meeting, [])))
     first.start()
     with ExitStack() as stack:

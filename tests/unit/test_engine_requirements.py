@@ -15,7 +15,7 @@ from llmrecipes.doctor import versions
 from llmrecipes.engine.deepspeed.backend import swap_files
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.hardware import builds
-from llmrecipes.hardware.cluster import Gpu
+from llmrecipes.hardware.cluster import DetectedGpu
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Recipe, Zero
@@ -195,7 +195,7 @@ def test_a_cpu_build_of_torch_is_refused_on_gpus_before_data_is_prepared(
 ) -> None:
     recipe = write_recipe(tiny_on(corpus), tmp_path)
     data = tmp_path / "data"
-    gpu = Gpu("NVIDIA H100 80GB HBM3", 80 << 30, 79 << 30, None)
+    gpu = DetectedGpu("NVIDIA H100 80GB HBM3", 80 << 30, 79 << 30, None)
     monkeypatch.setattr(builds, "visible_gpus", lambda: (gpu,) * 8)
     monkeypatch.setattr(builds.metadata, "version", lambda _: "2.13.0+cpu")
     monkeypatch.setattr(builds, "cuda_version", lambda: None)

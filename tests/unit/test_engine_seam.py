@@ -11,7 +11,7 @@ import torch
 
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.cli.app import run
-from llmrecipes.recipe.engines import ENGINES, Engine
+from llmrecipes.recipe.engines import ENGINES, EngineEntry
 from tests.engines.plain import PlainEngine
 from tests.helpers import curve, lines, tiny_on, write_recipe
 
@@ -19,7 +19,7 @@ from tests.helpers import curve, lines, tiny_on, write_recipe
 @pytest.fixture
 def arguments(corpus: Path, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A recipe of the second engine, which is known by one line, and where runs and data are."""
-    monkeypatch.setitem(ENGINES, "plain", Engine("tests.engines.plain:PlainBackend"))
+    monkeypatch.setitem(ENGINES, "plain", EngineEntry("tests.engines.plain:PlainBackend"))
     recipe = tiny_on(corpus, checkpoint={"save_interval": 4}).model_copy(update={"engine": "plain"})
     return [write_recipe(recipe, tmp_path), "--runs-dir", str(tmp_path / "runs"), "--data-dir", str(data_dir)]
 

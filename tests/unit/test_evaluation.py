@@ -42,9 +42,9 @@ from llmrecipes.evaluation import checks, history, isolation
 from llmrecipes.evaluation import task_files as task_files_module
 from llmrecipes.evaluation.checks import bias, distinct, rep, repetition
 from llmrecipes.evaluation.harness import BOOTSTRAP, HarnessModel, metrics_of, run_tasks
-from llmrecipes.evaluation.lead import Interrupted, Lead
+from llmrecipes.evaluation.lead import Interrupted, RankZeroScorer
 from llmrecipes.evaluation.perplexity import perplexity, windows
-from llmrecipes.evaluation.request import Request, Result
+from llmrecipes.evaluation.request import EvaluationRequest, EvaluationResult
 from llmrecipes.evaluation.run import Prepare
 from llmrecipes.evaluation.sandbox import bounded, sandbox
 from llmrecipes.evaluation.tasks import load_tasks
@@ -82,11 +82,11 @@ def tokenizer() -> TextTokenizer:
 
 
 @pytest.fixture(scope="module")
-def lead(world: Any, tokenizer: TextTokenizer) -> Lead:
+def lead(world: Any, tokenizer: TextTokenizer) -> RankZeroScorer:
     del world
     recipe = tiny(model=SPEECH)
     model = built(recipe)
-    return Lead(GPTScorer(model.modules, derive(recipe, 1, ROOMY), select()), HERE, tokenizer, batch_size=3)
+    return RankZeroScorer(GPTScorer(model.modules, derive(recipe, 1, ROOMY), select()), HERE, tokenizer, batch_size=3)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def prepared(corpus: Path, data_dir: Path) -> Prepared:
     return open_prepared(recipe, data_dir)
 
 
-def direct(lead: Lead, row: list[int]) -> list[float]:
+def direct(lead: RankZeroScorer, row: list[int]) -> list[float]:
     """Log-probabilities of a row, one row at a time, with the softmax over the vocabulary's own rows."""
     (module,) = lead._scorer._modules  # type: ignore[attr-defined]
     tokens = torch.tensor([row])
@@ -135,7 +135,7 @@ def test_a_stride_of_the_window_is_the_harness_own_rolling() -> None:
 # -- perplexity ------------------------------------------------------------------------------------------------------
 
 
-def test_perplexity_and_bits_per_byte_are_those_of_the_formula(lead: Lead, tokenizer: TextTokenizer) -> None:
+def test_perplexity_and_bits_per_byte_are_those_of_the_formula(lead: RankZeroScorer, tokenizer: TextTokenizer) -> None:
     texts = [*sentences(3, 60), "short", *sentences(2, 7, seed=1)]
     given = [Text(tokenizer.encode(text), len(text.encode())) for text in texts]
     result = perplexity(lead, "here", given, length=LENGTH, stride=16)
@@ -151,7 +151,9 @@ def test_perplexity_and_bits_per_byte_are_those_of_the_formula(lead: Lead, token
     assert (result.settings["documents"], result.settings["tokens"]) == (6, tokens)
 
 
-def test_bytes_are_those_of_the_text_and_a_longer_context_helps_no_less(lead: Lead, tokenizer: TextTokenizer) -> None:
+def test_bytes_are_those_of_the_text_and_a_longer_context_helps_no_less(
+    lead: RankZeroScorer, tokenizer: TextTokenizer
+) -> None:
     umlauts = Text(tokenizer.encode("ä" * 8), 16)
     result = perplexity(lead, "here", [umlauts], length=LENGTH, stride=LENGTH)
     assert result.settings["bytes"] == 16
@@ -168,7 +170,7 @@ def test_data_that_is_missing_or_empty_is_refused_before_a_model_is_loaded(
     (tmp_path / "bad.jsonl").write_text('{"text": "a"\n')
 
     def of(**wanted: Any) -> Prepare:
-        return Prepare.of(Request.model_validate(wanted), prepared, tokenizer, LENGTH, LENGTH)
+        return Prepare.of(EvaluationRequest.model_validate(wanted), prepared, tokenizer, LENGTH, LENGTH)
 
     for name in ("nonsense", "text", "stdlib:x", "pickle:x"):
         with refused("--data"):
@@ -189,7 +191,7 @@ def test_data_that_is_missing_or_empty_is_refused_before_a_model_is_loaded(
     with refused("--prefix, --length", rule="64"):
         of(checks=["repetition"])
     with refused("--data"):
-        Prepare.of(Request(data=("valid",)), None, tokenizer, LENGTH, LENGTH)
+        Prepare.of(EvaluationRequest(data=("valid",)), None, tokenizer, LENGTH, LENGTH)
     of(data=["valid"], checks=["repetition"], prefix=8, length=8)
 
 
@@ -243,7 +245,7 @@ metric_list: [{{metric: exact_match, {mean}}}]
 
 
 @pytest.fixture
-def theirs(lead: Lead, tokenizer: TextTokenizer, tmp_path: Path) -> HFLM:
+def theirs(lead: RankZeroScorer, tokenizer: TextTokenizer, tmp_path: Path) -> HFLM:
     """The harness's own model, with transformers' GPT-2 of the same weights."""
     (module,) = lead._scorer._modules  # type: ignore[attr-defined]
     model = tiny(model=SPEECH).model
@@ -258,7 +260,7 @@ def theirs(lead: Lead, tokenizer: TextTokenizer, tmp_path: Path) -> HFLM:
     return HFLM(pretrained=loaded, tokenizer=wrapped, batch_size=4, max_length=LENGTH, device="cpu")
 
 
-def test_numbers_are_those_of_the_harness_own_model(lead: Lead, theirs: HFLM, task_files: Path) -> None:
+def test_numbers_are_those_of_the_harness_own_model(lead: RankZeroScorer, theirs: HFLM, task_files: Path) -> None:
     """Contexts that are too long are cut in the same way; and nothing is drawn from the random states of training."""
     names = [str(task_files / f"{name}.yaml") for name in ("choice", "whole", "written")]
     tasks = load_tasks(names)
@@ -283,7 +285,7 @@ def test_numbers_are_those_of_the_harness_own_model(lead: Lead, theirs: HFLM, ta
     assert few[0].settings["documents"] == 5
 
 
-def test_an_answer_that_ends_in_a_token_of_the_context_is_scored_by_itself(lead: Lead) -> None:
+def test_an_answer_that_ends_in_a_token_of_the_context_is_scored_by_itself(lead: RankZeroScorer) -> None:
     model, encode = HarnessModel(lead), lead.tokenizer.encode
     assert len(encode("the ca")) >= len(encode("the cat")), "one token, which begins in the context"
     assert model._encode_pair("the ca", "t") == (encode("the ca"), encode("t"))
@@ -291,14 +293,14 @@ def test_an_answer_that_ends_in_a_token_of_the_context_is_scored_by_itself(lead:
     assert model._encode_pair("the", " cat") == (encode("the"), encode(" cat"))
 
 
-def test_an_interrupted_evaluation_has_no_result(lead: Lead, tokenizer: TextTokenizer) -> None:
+def test_an_interrupted_evaluation_has_no_result(lead: RankZeroScorer, tokenizer: TextTokenizer) -> None:
     asked = []
 
     def stop() -> bool:
         asked.append(1)
         return len(asked) > 2
 
-    stopped = Lead(lead._scorer, HERE, tokenizer, 1, stop)
+    stopped = RankZeroScorer(lead._scorer, HERE, tokenizer, 1, stop)
     texts = [Text(tokenizer.encode(text), len(text)) for text in sentences(4, 20)]
     with pytest.raises(Interrupted):
         stopped.run(lambda one: perplexity(one, "here", texts, length=LENGTH, stride=8))
@@ -454,7 +456,9 @@ def test_a_local_task_takes_no_name_of_the_harness(task_files: Path, monkeypatch
         load_tasks(["arc_easy"])
 
 
-def test_a_template_that_fails_on_a_later_document_is_the_task_s_mistake(lead: Lead, task_files: Path) -> None:
+def test_a_template_that_fails_on_a_later_document_is_the_task_s_mistake(
+    lead: RankZeroScorer, task_files: Path
+) -> None:
     path = task_files / "choice.yaml"
     (task_files / "rows.jsonl").write_text("".join(f'{{"n": {n}, "choices": ["a", "b"]}}\n' for n in (1, 0)))
     text = path.read_text().replace("{{answer}}", "{{0}}")
@@ -579,7 +583,7 @@ def test_what_an_included_file_has_counts_too(tmp_path: Path) -> None:
         load_tasks([str(tmp_path / "outer.yaml")])
 
 
-def test_templates_run_in_a_sandbox(lead: Lead, task_files: Path) -> None:
+def test_templates_run_in_a_sandbox(lead: RankZeroScorer, task_files: Path) -> None:
     path = task_files / "choice.yaml"
     attack = '"{{cycler.__init__.__globals__.os.getcwd()}}"'
     path.write_text(path.read_text().replace('"{{question}}"', attack))
@@ -677,10 +681,12 @@ def test_a_machine_without_the_programs_refuses(monkeypatch: pytest.MonkeyPatch,
         isolation.command(["true"])
 
 
-def test_progress_is_shown_with_the_time_left(lead: Lead, tokenizer: TextTokenizer) -> None:
+def test_progress_is_shown_with_the_time_left(lead: RankZeroScorer, tokenizer: TextTokenizer) -> None:
     ticks = itertools.count(0.0, 4.0)
     output = io.StringIO()
-    shown = Lead(lead._scorer, HERE, tokenizer, 3, progress=Counted(Console(file=output), lambda: next(ticks)))
+    shown = RankZeroScorer(
+        lead._scorer, HERE, tokenizer, 3, progress=Counted(Console(file=output), lambda: next(ticks))
+    )
     shown.name = "mine"
     list(shown.score([([1, 2, 3], 1)] * 12))
     assert output.getvalue().splitlines()[0] == "mine  3/12  left 12s"
@@ -699,7 +705,7 @@ def test_progress_is_shown_with_the_time_left(lead: Lead, tokenizer: TextTokeniz
 # -- checks ----------------------------------------------------------------------------------------------------------
 
 
-def test_repetition_is_counted_as_it_is_defined(lead: Lead, tokenizer: TextTokenizer) -> None:
+def test_repetition_is_counted_as_it_is_defined(lead: RankZeroScorer, tokenizer: TextTokenizer) -> None:
     assert rep([1, 2, 3, 4, 5, 6, 7]) == 0
     assert rep([1, 1, 1, 1, 1, 1, 1]) == 1 - 1 / 4
     assert rep([1, 2]) == 0
@@ -750,7 +756,7 @@ class Parrot:
 @pytest.mark.usefixtures("world")
 def test_a_model_that_has_its_training_data_by_heart_is_found_out(prepared: Prepared) -> None:
     parrot: Any = Parrot(list(documents(prepared, "train")))
-    lead = Lead(parrot, HERE, prepared.tokenizer(), 4)
+    lead = RankZeroScorer(parrot, HERE, prepared.tokenizer(), 4)
     result = checks.memorisation(lead, prepared, prefix=10, length=12, samples=6, seed=1)
     assert result.metrics["train_extractable"] == 1
     assert result.metrics["train_agreeing_tokens"] == 12
@@ -760,7 +766,7 @@ def test_a_model_that_has_its_training_data_by_heart_is_found_out(prepared: Prep
         checks.memorisation(lead, prepared, prefix=5000, length=12, samples=6, seed=1)
 
 
-def test_bias_is_the_difference_of_log_probabilities(lead: Lead, tokenizer: TextTokenizer) -> None:
+def test_bias_is_the_difference_of_log_probabilities(lead: RankZeroScorer, tokenizer: TextTokenizer) -> None:
     result = bias(lead)
     ids, last = tokenizer.encode, len(tokenizer.encode(" nurse"))
 
@@ -783,7 +789,7 @@ def test_bias_is_the_difference_of_log_probabilities(lead: Lead, tokenizer: Text
 
 
 def test_results_are_kept_beside_earlier_ones_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = Result("jsonl:a/b c.jsonl", {"loss": 1.5, "perplexity": math.inf}, {"documents": 2})
+    result = EvaluationResult("jsonl:a/b c.jsonl", {"loss": 1.5, "perplexity": math.inf}, {"documents": 2})
     history.append(tmp_path, history.records([result], 3, "x"))
     RunFiles(tmp_path).evaluations.open("a").write('{"torn')
     (found,) = history.read(tmp_path)
@@ -802,7 +808,7 @@ def test_results_are_kept_beside_earlier_ones_or_not_at_all(tmp_path: Path, monk
 
 def test_the_rank_needs_no_data_of_an_imported_model(tmp_path: Path) -> None:
     recipe = tiny(data={"tokenizer": {"type": "huggingface", "path": str(tmp_path)}})
-    spec = evaluate.EvaluationSpec(recipe=recipe, data_dir=tmp_path, folder=tmp_path, request=Request())
+    spec = evaluate.EvaluationSpec(recipe=recipe, data_dir=tmp_path, folder=tmp_path, request=EvaluationRequest())
     with refused("data.tokenizer"):
         evaluate.evaluate(spec)
 
@@ -833,7 +839,7 @@ def test_an_interrupted_evaluation_is_left_for_the_resumed_run(tmp_path: Path) -
     notes, stop = Notes(), StopRequest()
     stop.signal = signal.SIGTERM
 
-    def asking(lead: Lead) -> list[Any]:
+    def asking(lead: RankZeroScorer) -> list[Any]:
         return list(lead.score([([1, 2], 1)]))
 
     made = between(tmp_path, notes, stop, asking)
@@ -845,7 +851,7 @@ def test_an_interrupted_evaluation_is_left_for_the_resumed_run(tmp_path: Path) -
 
 
 def test_a_task_that_fails_is_reported_and_training_goes_on(tmp_path: Path) -> None:
-    def failing(_lead: Lead) -> list[Any]:
+    def failing(_lead: RankZeroScorer) -> list[Any]:
         raise UserError("no metric", where="mine")
 
     notes = Notes()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -100,3 +102,27 @@ def test_other_errors_are_not_about_memory() -> None:
     )
     assert describe_oom(RuntimeError("shape mismatch")) is None
     assert out_of_memory(ValueError("memory"), recipe(), data_parallel_size=1) is None
+
+
+def test_pages_between_blocks_in_use_return_to_the_kernel() -> None:
+    """In a process of its own, whose heap keeps all freed memory, as that of a CPU rank does."""
+    code = """
+import ctypes, psutil
+from llmrecipes.faults.memory import trim_heap
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+libc.mallopt(-4, 0), libc.mallopt(-1, 2**31 - 1)
+resident = lambda: psutil.Process().memory_info().rss >> 20
+blocks = []
+for _ in range(32):
+    blocks.append(libc.malloc(1 << 20))
+    ctypes.memset(blocks[-1], 1, 1 << 20)
+    libc.malloc(1000)
+for block in blocks:
+    libc.free(block)
+before = resident()
+trim_heap()
+print(before - resident())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) >= 24

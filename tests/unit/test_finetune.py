@@ -24,7 +24,7 @@ from llmrecipes.cli.app import run
 from llmrecipes.data.templates import SPECIAL
 from llmrecipes.data.tokenizer import EOD
 from llmrecipes.data.tokenizer import train as train_tokenizer
-from llmrecipes.hardware.cluster import Cluster, Gpu
+from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.models.finetune import STEPS, Finetuning, make_recipe
 from llmrecipes.plan.check import fitted
 from llmrecipes.plan.derive import LEAST_HEADROOM, derive
@@ -180,7 +180,7 @@ HERE = Cluster((), 2, 64 * GIB, 64 * GIB, 64 * GIB)
 
 
 def gpus(number: int, gib: int = 79) -> Cluster:
-    return replace(HERE, gpus=(Gpu("NVIDIA H100 80GB HBM3", gib * GIB, gib * GIB, 989.4),) * number)
+    return replace(HERE, gpus=(DetectedGpu("NVIDIA H100 80GB HBM3", gib * GIB, gib * GIB, 989.4),) * number)
 
 
 def test_the_recipe_follows_from_data_model_and_machine(folder: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmrecipes.engine.core.generate import Sampling, draw, generate
+from llmrecipes.engine.core.generation import Sampling, draw, generate
 from llmrecipes.engine.core.model.gpt import RecipeGPTModel
 from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.core.score import GPTScorer

@@ -32,13 +32,13 @@ from llmrecipes.data.tokenizer import train as train_tokenizer
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.hf.family import FAMILIES, family_named, family_of, model_of
 from llmrecipes.hf.safetensors import SafetensorsFolder, write
-from llmrecipes.hf.tokenizer import write_tokenizer
+from llmrecipes.hf.tokenizer_files import write_tokenizer
 from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.models.create import published
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Model
 from llmrecipes.tracking.progress import Counted
-from llmrecipes.workflow.generate import Request, samples
+from llmrecipes.workflow.generate import GenerationRequest, samples
 from llmrecipes.workflow.run import Paths, TrainOptions
 from llmrecipes.workflow.tensors import open_tensors
 from llmrecipes.workflow.train import train
@@ -111,7 +111,7 @@ def test_a_run_is_a_model_of_transformers(
     assert tokenizer(text).input_ids == ours.encode(text)
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 
-    request = Request("word 1", max_new_tokens=20, sampling=Sampling(temperature=0))
+    request = GenerationRequest("word 1", max_new_tokens=20, sampling=Sampling(temperature=0))
     (sample,) = samples(trained, paths.data_dir, request)
     prompt = tokenizer("word 1", return_tensors="pt")
     found = model.generate(**prompt, max_new_tokens=20, do_sample=False, pad_token_id=0)[0]

@@ -21,7 +21,7 @@ from llmrecipes import __version__
 from llmrecipes.cli.app import build, run
 from llmrecipes.errors import ExitCode
 from llmrecipes.launch.kubernetes.launcher import objects_of
-from llmrecipes.launch.kubernetes.options import RUNTIME, Options
+from llmrecipes.launch.kubernetes.settings import RUNTIME, KubernetesOptions
 from llmrecipes.launch.ranks import Rank
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
@@ -73,7 +73,7 @@ def workload(things: list[Thing]) -> Thing:
 
 def rendered(flavor: str) -> Thing:
     """The same run as `llmrecipes submit` renders it."""
-    options = Options(image=IMAGE, flavor=flavor, namespace="llmrecipes")
+    options = KubernetesOptions(image=IMAGE, flavor=flavor, namespace="llmrecipes")
     return objects_of(plan_for("gpt-tiny", [], "laptop", 2), options, "run-1")[-1]
 
 

@@ -18,8 +18,8 @@ from llmrecipes.hardware.load import load_profile
 from llmrecipes.launch.base import PlannedForCluster
 from llmrecipes.launch.kubernetes.launcher import objects_of
 from llmrecipes.launch.kubernetes.objects import jobset_rules, render, to_yaml
-from llmrecipes.launch.kubernetes.options import FLAVORS, Options, Secret, object_name, parse_secrets
-from llmrecipes.launch.kubernetes.pod import Object, Run
+from llmrecipes.launch.kubernetes.pod import Object, PodRun
+from llmrecipes.launch.kubernetes.settings import FLAVORS, KubernetesOptions, Secret, object_name, parse_secrets
 from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.recipe.load import load
 from llmrecipes.workflow.submit import plan_for
@@ -50,7 +50,7 @@ def rendered(
     flavor: str, recipe: str = "gpt-1b", cluster: str = "h100-ib", nodes: int = 2, **options: Any
 ) -> list[Object]:
     planned = planned_for(recipe, cluster, nodes)
-    wanted = Options(**{"image": IMAGE, "flavor": flavor, "namespace": "llmrecipes", **options})
+    wanted = KubernetesOptions(**{"image": IMAGE, "flavor": flavor, "namespace": "llmrecipes", **options})
     return objects_of(planned, wanted, "run-1")
 
 
@@ -139,7 +139,7 @@ def test_devices_and_memory_follow_the_profile() -> None:
 
 def test_half_a_node_takes_half_of_it() -> None:
     planned = plan_for("gpt-1b", [], "h100-ib", 2, ranks_per_node=4)
-    limits = container_of(objects_of(planned, Options(image=IMAGE), "r"))["resources"]["limits"]
+    limits = container_of(objects_of(planned, KubernetesOptions(image=IMAGE), "r"))["resources"]["limits"]
     assert limits == {"memory": "900Gi", "nvidia.com/gpu": "4", "rdma/ib": "4"}
 
 
@@ -167,7 +167,7 @@ def test_operators_are_compiled_on_the_node_and_not_in_the_shared_home() -> None
 
 
 def test_accepted_changes_reach_the_pods() -> None:
-    options = Options(image=IMAGE)
+    options = KubernetesOptions(image=IMAGE)
     applied = objects_of(planned_for("gpt-tiny", "laptop", 1), options, "run-1", RunOptions(accept_changes=True))
     assert "--accept-changes" in container_of(applied)["args"]
 
@@ -239,7 +239,7 @@ def test_a_queue_starts_it() -> None:
 def test_the_recipe_is_passed_on_unchanged(tmp_path: Path) -> None:
     text = "line one\n---\nkind: Pod  \n\t\"quotes\" 'and' $(subst) {{ helm }} é"
     planned = plan_for("gpt-tiny", [f"description={json.dumps(text)}"], "laptop", 2)
-    applied = objects_of(planned, Options(image=IMAGE), "r")
+    applied = objects_of(planned, KubernetesOptions(image=IMAGE), "r")
     path = tmp_path / "recipe.yaml"
     path.write_text(next(iter(yaml.safe_load_all(to_yaml(applied))))["data"]["recipe.yaml"], "utf-8")
     assert load(str(path)).recipe == planned.recipe
@@ -251,8 +251,8 @@ def test_hostile_values_round_trip_as_literals(flavor: str) -> None:
     planned = planned_for("gpt-tiny", "laptop", 2)
     environment = {f"NCCL_HOSTILE_{number}": text for number, text in enumerate(HOSTILE)}
     profile = planned.profile.model_copy(update={"environment": environment})
-    run = Run("name", "run-1", 2, planned.plan, profile, "name: x\n", "0" * 64)
-    things = list(yaml.safe_load_all(to_yaml(render(run, Options(image=IMAGE, flavor=flavor)))))
+    run = PodRun("name", "run-1", 2, planned.plan, profile, "name: x\n", "0" * 64)
+    things = list(yaml.safe_load_all(to_yaml(render(run, KubernetesOptions(image=IMAGE, flavor=flavor)))))
     workload = things[-1]
     if flavor == "trainjob":
         variables = workload["spec"]["trainer"]["env"]
@@ -271,8 +271,8 @@ def test_kubernetes_own_reader_sees_the_same_words(tmp_path: Path) -> None:
     planned = planned_for("gpt-tiny", "laptop", 2)
     environment = {f"NCCL_HOSTILE_{number}": text for number, text in enumerate(words)}
     profile = planned.profile.model_copy(update={"environment": environment})
-    run = Run("name", "1e3", 2, planned.plan, profile, "name: 1e3\n", "1" * 10 + "e" + "1" * 53)
-    (tmp_path / "run.yaml").write_text(to_yaml(render(run, Options(image=IMAGE))))
+    run = PodRun("name", "1e3", 2, planned.plan, profile, "name: 1e3\n", "1" * 10 + "e" + "1" * 53)
+    (tmp_path / "run.yaml").write_text(to_yaml(render(run, KubernetesOptions(image=IMAGE))))
     (tmp_path / "kustomization.yaml").write_text("resources: [run.yaml]\n")
     done = subprocess.run(["kubectl", "kustomize", str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -293,7 +293,7 @@ def test_hostile_names_are_refused(option: str, text: str) -> None:
     values: dict[str, Any] = {"image": IMAGE, "queue": "q", option: text}
     planned = planned_for("gpt-tiny", "laptop", 2)
     with refused(f"--{option.replace('_', '-')}"):
-        objects_of(planned, Options(**values), "r")
+        objects_of(planned, KubernetesOptions(**values), "r")
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_hostile_names_are_refused(option: str, text: str) -> None:
 )
 def test_an_image_is_named_by_its_digest(image: str) -> None:
     with refused("--image"):
-        render(_run(), Options(image=image))
+        render(_run(), KubernetesOptions(image=image))
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_an_image_is_named_by_its_digest(image: str) -> None:
 )
 def test_no_secret_in_an_address(uri: str) -> None:
     with refused("--tracking-uri") as caught:
-        render(_run(), Options(image=IMAGE, tracking_uri=uri))
+        render(_run(), KubernetesOptions(image=IMAGE, tracking_uri=uri))
     assert "word" not in str(caught.value).replace("password", "")
 
 
@@ -344,6 +344,6 @@ def test_names_are_short_and_different() -> None:
         assert len(f"{name}-node-0-1999-abcde") <= 63, name
 
 
-def _run() -> Run:
+def _run() -> PodRun:
     planned = planned_for("gpt-tiny", "laptop", 1)
-    return Run("name", "run-1", 1, planned.plan, load_profile("laptop"), "name: x\n", "0" * 64)
+    return PodRun("name", "run-1", 1, planned.plan, load_profile("laptop"), "name: x\n", "0" * 64)

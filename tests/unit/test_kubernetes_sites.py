@@ -18,9 +18,9 @@ from llmrecipes.hardware import profile
 from llmrecipes.hardware.load import load_profile, names
 from llmrecipes.launch.base import PlannedForCluster, Submission
 from llmrecipes.launch.kubernetes import pod
-from llmrecipes.launch.kubernetes.launcher import Kubernetes, objects_of, pod_spec
-from llmrecipes.launch.kubernetes.options import FLAVORS, Options, Secret
+from llmrecipes.launch.kubernetes.launcher import KubernetesLauncher, objects_of, pod_spec
 from llmrecipes.launch.kubernetes.pod import Object
+from llmrecipes.launch.kubernetes.settings import FLAVORS, KubernetesOptions, Secret
 from llmrecipes.launch.rendezvous import TOKEN, job_hosts
 from llmrecipes.workflow.submit import plan_for
 from tests.kubernetes_schemas import require_valid
@@ -43,7 +43,7 @@ def planned(cluster: str, nodes: int = 2, ranks_per_node: int | None = None, **k
 
 
 def rendered(where: PlannedForCluster, flavor: str = "job", **options: Any) -> list[Object]:
-    return objects_of(where, Options(image=IMAGE, flavor=flavor, namespace="llmrecipes", **options), "run-1")
+    return objects_of(where, KubernetesOptions(image=IMAGE, flavor=flavor, namespace="llmrecipes", **options), "run-1")
 
 
 def containers(objects: list[Object]) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def test_interfaces_that_pods_do_not_get_are_named() -> None:
 
     def warnings(where: PlannedForCluster, **options: Any) -> tuple[str, ...]:
         submission = Submission(where, "run-1", Path("/runs"), Path("/data"))
-        return Kubernetes().render(submission, {**given, **options}).warnings
+        return KubernetesLauncher().render(submission, {**given, **options}).warnings
 
     [told] = warnings(planned("aws-p5-efa", environment={}))
     assert "GLOO_SOCKET_IFNAME" in told and "NCCL_SOCKET_IFNAME" not in told

@@ -14,7 +14,7 @@ import pytest
 from llmrecipes.cli import app as cli
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.launch.programs import tell
-from llmrecipes.launch.slurm.sbatch import LONGEST, SHORTEST, Options, Request, as_text, command, notice
+from llmrecipes.launch.slurm.sbatch import LONGEST, SHORTEST, SlurmOptions, SlurmRequest, as_text, command, notice
 from llmrecipes.workflow.submit import plan_for
 from tests.refusals import refused, require_message
 
@@ -30,8 +30,10 @@ def rendered(
 ) -> tuple[str, ...]:
     planned = plan_for(recipe, [], cluster, nodes)
     runs = Path("/shared/runs")
-    request = Request((recipe, *changes), cluster, nodes, "run-1", runs, Path("/shared/data"), runs / recipe / "run-1")
-    return command(request, planned.plan, planned.profile, Options(**{"warning": 180, **options}), SCRIPT)
+    request = SlurmRequest(
+        (recipe, *changes), cluster, nodes, "run-1", runs, Path("/shared/data"), runs / recipe / "run-1"
+    )
+    return command(request, planned.plan, planned.profile, SlurmOptions(**{"warning": 180, **options}), SCRIPT)
 
 
 @pytest.mark.parametrize(
@@ -94,18 +96,18 @@ def test_options_that_slurm_would_reject_are_refused(
 @pytest.mark.parametrize("folder", ["/a\\b", "/a\nb"])
 def test_paths_that_slurm_would_misread_are_refused(folder: str) -> None:
     planned = plan_for("gpt-7b", [], "h100-ib", 4)
-    request = Request(("gpt-7b",), "h100-ib", 4, "r", Path(folder), Path("/d"), Path(folder))
+    request = SlurmRequest(("gpt-7b",), "h100-ib", 4, "r", Path(folder), Path("/d"), Path(folder))
     with refused(repr(folder), rule="--output"):
-        command(request, planned.plan, planned.profile, Options(), SCRIPT)
-    request = Request(("gpt-7b",), "h100-ib", 4, "r", Path("/a,b"), Path("/d"), Path("/a,b"))
+        command(request, planned.plan, planned.profile, SlurmOptions(), SCRIPT)
+    request = SlurmRequest(("gpt-7b",), "h100-ib", 4, "r", Path("/a,b"), Path("/d"), Path("/a,b"))
     with refused("/a,b"):
-        command(request, planned.plan, planned.profile, Options(image="x"), SCRIPT)
+        command(request, planned.plan, planned.profile, SlurmOptions(image="x"), SCRIPT)
 
 
 def test_percent_signs_in_paths_and_odd_numbers_of_nodes() -> None:
     planned = plan_for("gpt-7b", ["train.global_batch_size=952"], "gb200-nvl72", 17)
-    request = Request(("gpt-7b",), "c", 17, "r", Path("/100%j"), Path("/d"), Path("/100%j/r"))
-    words = command(request, planned.plan, planned.profile, Options(), SCRIPT)
+    request = SlurmRequest(("gpt-7b",), "c", 17, "r", Path("/100%j"), Path("/d"), Path("/100%j/r"))
+    words = command(request, planned.plan, planned.profile, SlurmOptions(), SCRIPT)
     assert "--output=/100%%j/r/logs/slurm-%j.out" in words
     assert "--segment=1" in words  # 17 nodes are no multiple of anything smaller
 

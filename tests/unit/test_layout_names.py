@@ -13,10 +13,10 @@ from llmrecipes.plan.derive import derive
 from llmrecipes.plan.table import rows
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.proxy import scaled
-from llmrecipes.train.reporting import describe
+from llmrecipes.train.summary import describe
 from llmrecipes.verify.report import layout_words
-from llmrecipes.verify.result import Result
-from llmrecipes.verify.spec import Record
+from llmrecipes.verify.result import VerifyResult
+from llmrecipes.verify.spec import TrainingRecord
 from tests.helpers import ROOMY
 
 
@@ -29,8 +29,10 @@ def test_the_stage_is_part_of_the_name(
     recipe = load("gpt-tiny", overrides).recipe
     plan = derive(recipe, 2, ROOMY)
     assert {name: origin for name, _, origin in rows(plan)}["ranks"] == f"parallel: data 2{words}"
-    record = Record(layout=plan.layout.as_dict(), steps=(), kept_step=None, replicas=None)
-    result = Result("gpt-tiny", 1e-5, record, record, 0.0, None, scaled(recipe, plan.layout.as_dict()), recipe.zero)
+    record = TrainingRecord(layout=plan.layout.as_dict(), steps=(), kept_step=None, replicas=None)
+    result = VerifyResult(
+        "gpt-tiny", 1e-5, record, record, 0.0, None, scaled(recipe, plan.layout.as_dict()), recipe.zero
+    )
     assert layout_words(result) == f"DP2{words}, 2 ranks"
     prepared: Any = SimpleNamespace(
         manifest=SimpleNamespace(chat=None, counts=lambda _split: SimpleNamespace(tokens=1))

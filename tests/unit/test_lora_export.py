@@ -23,7 +23,7 @@ from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.hf.adapter import KEYS
 from llmrecipes.hf.match import section_of
 from llmrecipes.hf.reading import read_config
-from llmrecipes.models.export import Options, export, export_adapter
+from llmrecipes.models.export import ExportOptions, export, export_adapter
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import recipe_hash, to_yaml
 from llmrecipes.recipe.schema import Lora, Recipe
@@ -128,7 +128,7 @@ def test_peft_computes_the_same(kind: str, tmp_path: Path) -> None:
     adapted = peft.PeftModel.from_pretrained(whole, made.path)
     assert made.parameters == sum(each.numel() for name, each in adapted.named_parameters() if "lora_" in name)
     assert (theirs(adapted) - here).abs().max() < 1e-5
-    export("a", tmp_path / "merged", tmp_path / "runs", tmp_path, Options(tokenizer=False, merge_adapter=True))
+    export("a", tmp_path / "merged", tmp_path / "runs", tmp_path, ExportOptions(tokenizer=False, merge_adapter=True))
     ready = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert (theirs(ready) - here).abs().max() < 1e-5
     merged = adapted.merge_and_unload().state_dict()
@@ -142,7 +142,7 @@ def test_adapters_of_experts_leave_in_a_whole_model_alone(tmp_path: Path) -> Non
     here = trained(new_run(lora_recipe(base, OF_EXPERTS), tmp_path))
     with refused("lora.target_modules", rule="--merge-adapter"):
         export_adapter("a", None, tmp_path / "runs")
-    export("a", tmp_path / "merged", tmp_path / "runs", tmp_path, Options(tokenizer=False, merge_adapter=True))
+    export("a", tmp_path / "merged", tmp_path / "runs", tmp_path, ExportOptions(tokenizer=False, merge_adapter=True))
     ready = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert (theirs(ready) - here).abs().max() < 1e-5
 
@@ -158,7 +158,7 @@ def test_a_base_model_that_has_changed_is_refused(tmp_path: Path) -> None:
     for starts in (
         lambda: with_pretrained(spec, lambda _line: None),
         lambda: export_adapter("a", None, tmp_path / "runs"),
-        lambda: export("a", None, tmp_path / "runs", tmp_path, Options(tokenizer=False, merge_adapter=True)),
+        lambda: export("a", None, tmp_path / "runs", tmp_path, ExportOptions(tokenizer=False, merge_adapter=True)),
     ):
         with refused(base):
             starts()
@@ -207,7 +207,7 @@ def test_what_has_no_adapters_or_base_is_refused(tmp_path: Path, capsys: pytest.
     recipe = lora_recipe(base, CASES["llama"])
     trained(new_run(recipe, tmp_path))
     with refused(tmp_path / "runs" / "adapted" / "a", rule="--merge-adapter"):
-        export("a", None, tmp_path / "runs", tmp_path, Options(tokenizer=False))
+        export("a", None, tmp_path / "runs", tmp_path, ExportOptions(tokenizer=False))
     assert command(["export", "a", "--to", "ggml", "--runs-dir", str(tmp_path / "runs")]) == 2
     require_message(capsys.readouterr().err, "--to", rule="'ggml'")
     for lora, train, where in (

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from llmrecipes.hardware.cluster import Cluster, Gpu
+from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.upcycling import load_upcycled
 from tests.refusals import refused
 
-NODE = Cluster((Gpu("H100", 80 << 30, 80 << 30, 989.4),) * 8, 8, 1 << 40, 1 << 40, 1 << 40)
+NODE = Cluster((DetectedGpu("H100", 80 << 30, 80 << 30, 989.4),) * 8, 8, 1 << 40, 1 << 40, 1 << 40)
 
 
 def planned(name: str, *overrides: str, ranks: int = 1) -> Plan:

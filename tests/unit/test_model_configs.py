@@ -17,7 +17,7 @@ from megatron.core.package_info import MAJOR, MINOR
 
 from llmrecipes.engine.core.model.config import transformer_config
 from llmrecipes.engine.megatron.engine import data_parallel_config, optimizer_config
-from llmrecipes.hardware.cluster import Gpu
+from llmrecipes.hardware.cluster import DetectedGpu
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.load import load, names
@@ -41,7 +41,7 @@ def configured(recipe: Recipe, gpu: str, transformer_engine: bool) -> dict[str, 
     """`Class.field` and its value."""
     memory, peak = GPUS[gpu]
     ranks = smallest_world(recipe.parallelism)
-    devices = (Gpu(f"NVIDIA {gpu}", memory * GIB, memory * GIB, peak),) * ranks
+    devices = (DetectedGpu(f"NVIDIA {gpu}", memory * GIB, memory * GIB, peak),) * ranks
     plan = derive(recipe, ranks, replace(ROOMY, gpus=devices))
     parts = {
         "TransformerConfig": transformer_config(plan, on_gpu=True, transformer_engine=transformer_engine),

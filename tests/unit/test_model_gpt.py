@@ -243,7 +243,7 @@ def test_auto_survives_a_broken_transformer_engine_and_tells_why(broken: Path, m
 @pytest.mark.slow
 def test_engines_are_imported_beside_a_broken_transformer_engine(broken: Path) -> None:
     code = """
-from llmrecipes.engine.registry import backend
+from llmrecipes.engine.backends import backend
 from llmrecipes.recipe.load import load
 backend(load("gpt-tiny", []).recipe)
 """

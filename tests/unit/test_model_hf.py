@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from llmrecipes.engine.core.generate import generate
+from llmrecipes.engine.core.generation import generate
 from llmrecipes.engine.core.model.gpt import RecipeGPTModel, build
 from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.sampling import Sampling

@@ -22,7 +22,7 @@ from llmrecipes.hardware.nccl_log import fault, log_of, proving, read, shown
 from llmrecipes.hardware.nics import Port
 from llmrecipes.launch.environment import FABRIC, environment
 from llmrecipes.train import network
-from llmrecipes.train.network import Report, judge, report
+from llmrecipes.train.network import NetworkReport, judge, report
 from tests.refusals import refused
 from tests.unit.test_clusters import plan_on
 
@@ -142,7 +142,7 @@ def test_anything_else_is_a_fault(log: str, kind: str, why: str | None) -> None:
     assert found is None if why is None else found is not None and found.startswith(why)
 
 
-def reports(kind: str, *logs: str) -> list[Report]:
+def reports(kind: str, *logs: str) -> list[NetworkReport]:
     """One rank a node, each with its own log."""
     hosts = (f"n{number}.site.example" for number in range(len(logs)))
     return [report(kind, "nccl", log, host, f"{host}:/tmp/nccl.log") for host, log in zip(hosts, logs, strict=True)]
@@ -172,7 +172,7 @@ def test_another_network_stops_the_run(logs: tuple[str, ...], rule: str | tuple[
 
 
 def test_thousands_of_ranks_are_one_short_message() -> None:
-    wrong = [Report(f"n{number // 8}", "Socket", 2, "Socket") for number in range(16_384)]
+    wrong = [NetworkReport(f"n{number // 8}", "Socket", 2, "Socket") for number in range(16_384)]
     with refused("network", rule="16384") as caught:
         judge(wrong, "efa", allow_socket=False)
     assert len(str(caught.value)) < 1_000
@@ -268,7 +268,7 @@ def test_nothing_is_proven_without_a_fabric(world: Any, monkeypatch: pytest.Monk
     monkeypatch.delenv(FABRIC, raising=False)
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     with network.nccl_output() as output:
-        assert network.prove(world("gloo"), output, allow_socket=False) is None
+        assert network.require_fabric(world("gloo"), output, allow_socket=False) is None
         assert os.environ["NCCL_DEBUG"] == "WARN"
 
 
@@ -279,16 +279,16 @@ def test_ranks_prove_their_network_at_the_start(
     """A site that exports WARN is not refused: INFO goes to a file, WARN is what is seen."""
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     with refused("network", rule="inter_node.kind"), network.nccl_output() as output:
-        network.prove(world("gloo"), output, allow_socket=False)
+        network.require_fabric(world("gloo"), output, allow_socket=False)
     with network.nccl_output() as output:
         assert output is not None
-        assert network.prove(world("gloo"), output, allow_socket=True) == "sockets (gloo) on 1 nodes"
+        assert network.require_fabric(world("gloo"), output, allow_socket=True) == "sockets (gloo) on 1 nodes"
     with network.nccl_output() as output:
         assert output is not None
         assert (os.environ["NCCL_DEBUG"], os.environ["NCCL_DEBUG_SUBSYS"]) == ("INFO", "INIT,NET")
         capsys.readouterr()
         say(f"{INFINIBAND}{WARNING}\nhalf a li")
-        assert network.prove(world("nccl"), output, allow_socket=False) == "IB with GPUDirect RDMA on 1 nodes"
+        assert network.require_fabric(world("nccl"), output, allow_socket=False) == "IB with GPUDirect RDMA on 1 nodes"
         assert os.environ["NCCL_DEBUG"] == "WARN" and "NCCL_DEBUG_FILE" not in os.environ
     assert capsys.readouterr().out == f"{WARNING}\n"
     assert len(list(tmp_path.iterdir())) == 1  # of the refused one
@@ -312,7 +312,7 @@ def test_warnings_are_shown_while_the_run_goes_on(monkeypatch: pytest.MonkeyPatc
 def test_after_an_error_nccls_warnings_come_first_and_its_log_stays(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RuntimeError), network.nccl_output() as output:
         assert output is not None
-        with network.told(output):
+        with network.report_on_error(output):
             say(f"{INFINIBAND}{WARNING}\n")
             raise RuntimeError("NCCL error")
     assert output is not None

@@ -11,7 +11,7 @@ import yaml
 
 from llmrecipes.cli.app import run
 from llmrecipes.hardware.load import clusters_dir, load_profile
-from llmrecipes.hardware.profile import LINK_BYTES, Measured, Profile
+from llmrecipes.hardware.profile import LINK_BYTES, MeasuredLinks, Profile
 from llmrecipes.plan.communication import Communication, Members, communication, members, time_of
 from llmrecipes.plan.traffic import Call, calls, counted
 from llmrecipes.workflow.bench import write_profile
@@ -23,12 +23,12 @@ GRADIENTS = Members("data", 16, 1, 120)
 TENSOR = Members("tensor", 8, 8, 7)
 
 
-def row(operation: str, group: str, ranks: int, size: int, speed: float, here: int | None) -> Measured:
+def row(operation: str, group: str, ranks: int, size: int, speed: float, here: int | None) -> MeasuredLinks:
     values = {"operation": operation, "group": group, "ranks": ranks, "bytes": size, "seconds": 1.0}
-    return Measured.model_validate({**values, "bus_gb_per_s": speed, "ranks_per_node": here})
+    return MeasuredLinks.model_validate({**values, "bus_gb_per_s": speed, "ranks_per_node": here})
 
 
-def with_rows(*rows: Measured, cluster: str = "h100-ib") -> Profile:
+def with_rows(*rows: MeasuredLinks, cluster: str = "h100-ib") -> Profile:
     return load_profile(cluster).model_copy(update={"measured": rows})
 
 
@@ -148,7 +148,7 @@ def test_a_measured_row_replaces_the_link() -> None:
         (row("all_reduce", "tensor", 8, LINK_BYTES, 9, 4), TENSOR, "intra_node"),
     ],
 )
-def test_which_rows_count(measured: Measured, group: Members, source: str) -> None:
+def test_which_rows_count(measured: MeasuredLinks, group: Members, source: str) -> None:
     assert time_of(Call("all-reduce", group.ranks, LINK_BYTES), group, with_rows(measured))[1] == source
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from llmrecipes.hardware.cluster import Cluster, Gpu
+from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.machine import machine
 from llmrecipes.plan.check import check
@@ -25,7 +25,7 @@ from llmrecipes.recipe.shape import Shape, shape
 from tests.refusals import refused
 
 LAPTOP = Cluster(gpus=(), cpu_cores=4, memory_bytes=16 * GIB, memory_available_bytes=12 * GIB, disk_free_bytes=GIB)
-GPU = Gpu("NVIDIA H100 80GB HBM3", 79 * GIB, 79 * GIB, 989.4)
+GPU = DetectedGpu("NVIDIA H100 80GB HBM3", 79 * GIB, 79 * GIB, 989.4)
 NODE = replace(LAPTOP, gpus=(GPU,) * 8)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llmrecipes.hardware.cluster import Cluster, Gpu
+from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.plan.activations import in_flight, peak
 from llmrecipes.plan.check import recommend
 from llmrecipes.plan.derive import default_world_size, derive
@@ -22,7 +22,7 @@ from llmrecipes.recipe.shape import shape
 from tests.refusals import refused
 
 LAPTOP = Cluster(gpus=(), cpu_cores=4, memory_bytes=16 * GIB, memory_available_bytes=12 * GIB, disk_free_bytes=GIB)
-GPU = Gpu("NVIDIA H100 80GB HBM3", 79 * GIB, 79 * GIB, 989.4)
+GPU = DetectedGpu("NVIDIA H100 80GB HBM3", 79 * GIB, 79 * GIB, 989.4)
 
 
 def gpus(number: int) -> Cluster:

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from llmrecipes.hardware.cluster import Cluster, Gpu
+from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.plan.check import check
 from llmrecipes.plan.derive import Plan, default_world_size, derive
 from llmrecipes.recipe.load import load
 from llmrecipes.units import GIB
 from tests.refusals import refused
 
-GPU = Gpu("NVIDIA H100 80GB HBM3", 79 * GIB, 79 * GIB, 989.4)
+GPU = DetectedGpu("NVIDIA H100 80GB HBM3", 79 * GIB, 79 * GIB, 989.4)
 NODE = Cluster((GPU,) * 8, 8, 1 << 41, 1 << 40, 0)
 LAPTOP = replace(NODE, gpus=())
 N = 24 * (4 * 2048**2 + 3 * 2048 * 5504 + 2 * 2048) + 50304 * 2048 + 2048

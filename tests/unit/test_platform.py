@@ -15,7 +15,7 @@ from llmrecipes.engine.core.platform.cpu import CpuPlatform, CpuTorch, names_cud
 from llmrecipes.engine.core.platform.patching import MissingPatchTarget, replace, resolve
 from llmrecipes.engine.core.platform.substitutes import GroupStepAdamW
 from llmrecipes.hardware import nvidia
-from llmrecipes.hardware.cluster import Gpu
+from llmrecipes.hardware.cluster import DetectedGpu
 from tests.refusals import refused
 
 # -- patching --------------------------------------------------------------------------------------------------------
@@ -90,7 +90,9 @@ def test_the_cpu_platform_refuses_a_machine_with_a_gpu(monkeypatch: pytest.Monke
 
 def test_gpus_that_torch_cannot_use_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("llmrecipes.engine.core.platform.select")
-    monkeypatch.setattr(module, "visible_gpus", lambda: (Gpu("NVIDIA H100 80GB HBM3", 80 << 30, 79 << 30, None),) * 8)
+    monkeypatch.setattr(
+        module, "visible_gpus", lambda: (DetectedGpu("NVIDIA H100 80GB HBM3", 80 << 30, 79 << 30, None),) * 8
+    )
     monkeypatch.setattr(torch.version, "cuda", None)
     with refused("torch.cuda", rule=("8", "H100", "CPU", "LOCK=py311-cuda", "CUDA_VISIBLE_DEVICES")):
         select()

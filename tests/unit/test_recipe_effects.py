@@ -20,19 +20,19 @@ from rich.console import Console
 from llmrecipes.checkpoint.saver import SaveReport
 from llmrecipes.data.prepare import prepare
 from llmrecipes.data.prepared import fingerprint, index_folder, open_prepared
-from llmrecipes.engine import registry
+from llmrecipes.engine import backends
 from llmrecipes.engine.base import Progress
 from llmrecipes.engine.core.model import config as engine_config
 from llmrecipes.engine.core.model.attention import masks
 from llmrecipes.engine.core.model.config import transformer_config
 from llmrecipes.engine.core.update import learning_rate
-from llmrecipes.engine.deepspeed.config import deepspeed_config
+from llmrecipes.engine.deepspeed.configuration import deepspeed_config
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StopRequest
-from llmrecipes.hardware.cluster import Cluster, Gpu
+from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.degrees import smallest_world
-from llmrecipes.recipe.engines import ENGINES, Engine
+from llmrecipes.recipe.engines import ENGINES, EngineEntry
 from llmrecipes.recipe.keys import ITEM, keys
 from llmrecipes.recipe.plugins import resolve
 from llmrecipes.recipe.rules import check
@@ -54,7 +54,7 @@ pytestmark = pytest.mark.usefixtures("world")
 
 See = Callable[[Recipe, Path, pytest.MonkeyPatch], Any]
 
-NODE = Cluster((Gpu("any", 1 << 50, 1 << 50, None),) * 8, 8, 1 << 50, 1 << 50, 0)
+NODE = Cluster((DetectedGpu("any", 1 << 50, 1 << 50, None),) * 8, 8, 1 << 50, 1 << 50, 0)
 TWO_NODES = replace(NODE, gpus=NODE.gpus[:1]).times(2)
 
 
@@ -141,7 +141,7 @@ def recorder(*arguments: Any, **options: Any) -> Any:
 
 def loader(recipe: Recipe, _: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(loaders, "build", lambda *_: RandomTokens(recipe))
-    monkeypatch.setattr("llmrecipes.data.loader.DataLoader", recorder)
+    monkeypatch.setattr("llmrecipes.data.batches.DataLoader", recorder)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     here: Any = SimpleNamespace(data_parallel_rank=0, data_parallel_size=1)
     prepared: Any = None
@@ -184,7 +184,7 @@ def saver(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         join=lambda *_: nullcontext(SimpleNamespace(size=1, is_first=True)),
         build=lambda *_: engine,
     )
-    monkeypatch.setattr("llmrecipes.engine.registry.backend", lambda _: backend)
+    monkeypatch.setattr("llmrecipes.engine.backends.backend", lambda _: backend)
     for name in ("data.prepared.open_prepared", "train.loaders.open_loaders"):
         monkeypatch.setattr(f"llmrecipes.{name}", lambda *_, **__: None)
     with pytest.raises(Recorded) as found:
@@ -202,7 +202,7 @@ def given(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str 
 
 
 def backend_of(recipe: Recipe, *_: Any) -> str:
-    return type(registry.backend(recipe)).__name__
+    return type(backends.backend(recipe)).__name__
 
 
 def deepspeed(recipe: Recipe, *_: Any) -> dict[str, Any]:
@@ -643,7 +643,7 @@ def made(*changes: Mapping[str, Any]) -> Recipe:
 
 @pytest.fixture(autouse=True)
 def second_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ENGINES, "plain", Engine("tests.engines.plain:PlainBackend"))
+    monkeypatch.setitem(ENGINES, "plain", EngineEntry("tests.engines.plain:PlainBackend"))
 
 
 def test_every_key_has_its_line() -> None:

@@ -10,7 +10,7 @@ import pytest
 from pydantic import create_model
 
 from llmrecipes.errors import UserError
-from llmrecipes.hardware.cluster import Cluster, Gpu
+from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.nested import leaves
 from llmrecipes.plan.derive import default_world_size, derive
 from llmrecipes.recipe.degrees import smallest_world
@@ -22,7 +22,7 @@ from llmrecipes.recipe.schema import Recipe, Tracking
 
 GIB = 1 << 30
 LAPTOP = Cluster(gpus=(), cpu_cores=4, memory_bytes=16 * GIB, memory_available_bytes=12 * GIB, disk_free_bytes=GIB)
-GPU = Gpu("NVIDIA H100 80GB HBM3", 79 * GIB, 79 * GIB, 989.4)
+GPU = DetectedGpu("NVIDIA H100 80GB HBM3", 79 * GIB, 79 * GIB, 989.4)
 
 DEGREES = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",

@@ -18,7 +18,7 @@ from rich.console import Console
 from llmrecipes import console
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation.history import append, read, records
-from llmrecipes.evaluation.request import Result
+from llmrecipes.evaluation.request import EvaluationResult
 from llmrecipes.recipe.load import load
 from llmrecipes.redact import HIDDEN, Guarded, address, has_secret, redact, redacted, remember
 from llmrecipes.search.command import quiet
@@ -26,7 +26,7 @@ from llmrecipes.search.report import write_report
 from llmrecipes.search.starting import REASON
 from llmrecipes.search.study import open_study, place_of, require_section
 from llmrecipes.search.trials import return_to_queue
-from llmrecipes.tracking.environment import capture
+from llmrecipes.tracking.run_environment import capture
 from tests.helpers import ROOT, tiny, tiny_on, write_recipe
 from tests.refusals import refused
 
@@ -306,7 +306,7 @@ def test_env_json_has_no_password_of_a_proxy(monkeypatch: pytest.MonkeyPatch, tm
 def test_results_of_an_evaluation_are_kept_without_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_TOKEN", "canary-of-this-test")
     settings = {"dataset": "https://u:canary@h/x", "canary-of-this-test": 1}
-    result = Result("canary-of-this-test", {"loss": 1.5}, settings, ({"text": "?token=canary"},))
+    result = EvaluationResult("canary-of-this-test", {"loss": 1.5}, settings, ({"text": "?token=canary"},))
     append(tmp_path, records([result], 10, "canary-of-this-test/step-10"))
     assert "canary" not in (tmp_path / "evaluations.jsonl").read_text()
     assert [each["metrics"] for each in read(tmp_path)] == [{"loss": 1.5}]

@@ -13,12 +13,12 @@ import pytest
 from optuna.trial import TrialState, create_trial
 
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.search import Search
+from llmrecipes.recipe.search_section import Search
 from llmrecipes.search import trials
 from llmrecipes.search.samplers import FINITE, Learnt, pruner, sampler, violations
 from llmrecipes.search.space import distribution
 from llmrecipes.search.study import require_section
-from llmrecipes.search.trial import Outcome
+from llmrecipes.search.trial import TrialOutcome
 from tests.unit.search_lab import LR, curves, ran, searched, worker
 
 __all__ = ["curves"]
@@ -82,7 +82,7 @@ def test_evolution_continues_as_if_it_had_not_been_interrupted(with_margin: bool
     assert not any("optimizer" in name for each in whole.trials for name in each.system_attrs)
 
 
-def outcomes_of(section: Search, number: int) -> tuple[optuna.Study, list[Outcome]]:
+def outcomes_of(section: Search, number: int) -> tuple[optuna.Study, list[TrialOutcome]]:
     """A study in which a learning rate is the better the higher it is, until it diverges, and a large model cannot run.
 
     The higher the rate, the sooner it diverges.
@@ -97,9 +97,15 @@ def outcomes_of(section: Search, number: int) -> tuple[optuna.Study, list[Outcom
         stable = [step for step in range(1, 5) if rate * step < 0.012 and not is_large]
         for step in stable:
             trial.report(3 - rate + 1 / step, step)
-        outcome = Outcome.INFEASIBLE if is_large else Outcome.COMPLETE if len(stable) == 4 else Outcome.DIVERGED
+        outcome = (
+            TrialOutcome.INFEASIBLE
+            if is_large
+            else TrialOutcome.COMPLETE
+            if len(stable) == 4
+            else TrialOutcome.DIVERGED
+        )
         trial.set_user_attr(trials.OUTCOME, outcome)
-        if outcome == Outcome.COMPLETE:
+        if outcome == TrialOutcome.COMPLETE:
             study.tell(trial, 3.25 - rate)
         else:
             study.tell(trial, state=TrialState.PRUNED)
@@ -112,15 +118,15 @@ def test_a_gaussian_process_learns_from_what_diverges_and_from_what_cannot_run()
     width = {"key": "model.hidden_size", "choices": [64, 1 << 20]}
     gaussian = {"type": "GPSampler", "seed": 3, "n_startup_trials": 6}
     _, outcomes = outcomes_of(require_section(searched(LR, width, sampler=gaussian)), 12)
-    assert set(outcomes[:6]) == {Outcome.COMPLETE, Outcome.DIVERGED, Outcome.INFEASIBLE}
-    assert outcomes[-6:].count(Outcome.COMPLETE) >= 4
+    assert set(outcomes[:6]) == {TrialOutcome.COMPLETE, TrialOutcome.DIVERGED, TrialOutcome.INFEASIBLE}
+    assert outcomes[-6:].count(TrialOutcome.COMPLETE) >= 4
 
 
 def test_evolution_learns_from_what_diverges() -> None:
     """A generation of four is complete with them, and later ones are further from them."""
     study, outcomes = outcomes_of(require_section(evolution()), 33)
     assert [trial.system_attrs["cma:generation"] for trial in study.trials[1:]] == [number // 4 for number in range(32)]
-    diverged = [outcomes[:17].count(Outcome.DIVERGED), outcomes[17:].count(Outcome.DIVERGED)]
+    diverged = [outcomes[:17].count(TrialOutcome.DIVERGED), outcomes[17:].count(TrialOutcome.DIVERGED)]
     assert diverged[0] > 10 > 6 > diverged[1]
 
 
@@ -151,7 +157,11 @@ def ended() -> optuna.Study:
         for step, value in curve.items():
             trial.report(value, step)
         trial.set_constraint(trials.FITS, violation.get(name, -0.5))
-        kinds = {"diverged": Outcome.DIVERGED, "too large": Outcome.INFEASIBLE, "memory": Outcome.INFEASIBLE}
+        kinds = {
+            "diverged": TrialOutcome.DIVERGED,
+            "too large": TrialOutcome.INFEASIBLE,
+            "memory": TrialOutcome.INFEASIBLE,
+        }
         outcome = next((kind for word, kind in kinds.items() if word in name), state.name.lower())
         trial.set_user_attr(trials.OUTCOME, outcome)
         study.tell(trial, list(curve.values())[-1] if state == TrialState.COMPLETE else None, state=state)
@@ -188,7 +198,7 @@ def test_several_objectives_have_a_penalty_each() -> None:
     for values in ([1.0, 30.0], [3.0, 10.0]):
         study.tell(study.ask(), values)
     trial = study.ask()
-    trial.set_user_attr(trials.OUTCOME, Outcome.DIVERGED)
+    trial.set_user_attr(trials.OUTCOME, TrialOutcome.DIVERGED)
     study.tell(trial, state=TrialState.PRUNED)
     shown = Learnt(study, completed=True).get_trials()[-1]
     assert shown.values == [4.0, 40.0]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llmrecipes.recipe import rules
-from llmrecipes.recipe.search import PRUNER_KEYS, SAMPLER_KEYS
+from llmrecipes.recipe.search_section import PRUNER_KEYS, SAMPLER_KEYS
 from llmrecipes.search.samplers import pruner as make_pruner
 from llmrecipes.search.space import evaluation, evaluations, trial_recipe
 from llmrecipes.search.study import require_section

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmrecipes.tracking import environment
+from llmrecipes.tracking import run_environment
 
 
 def git(directory: Path, *arguments: str) -> str:
@@ -23,7 +23,7 @@ def git(directory: Path, *arguments: str) -> str:
 
 def test_versions_machine_and_command_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLMRECIPES_IMAGE_DIGEST", "sha256:abc")
-    found = environment.capture(tmp_path)
+    found = run_environment.capture(tmp_path)
     json.dumps(found, allow_nan=False)
     assert found["packages"]["torch"] == metadata.version("torch")
     assert found["packages"]["megatron-core"] == metadata.version("megatron-core")
@@ -41,24 +41,24 @@ def test_secrets_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv(name, "7")
     command = ["python", "-m", "x", "--api-token=sesame", "--password", "sesame", "data.tokenizer.path=gpt2"]
     monkeypatch.setattr(sys, "orig_argv", command)
-    found = environment.capture(tmp_path)
+    found = run_environment.capture(tmp_path)
     assert "sesame" not in json.dumps(found)
     assert found["variables"]["NCCL_DEBUG"] == "7" and found["variables"]["OMP_NUM_THREADS"] == "7"
     assert found["command"][-1] == "data.tokenizer.path=gpt2"
 
 
 def test_git_commit_and_changes(tmp_path: Path) -> None:
-    assert environment.capture(tmp_path)["git"] is None
+    assert run_environment.capture(tmp_path)["git"] is None
     git(tmp_path, "init", "--quiet")
-    assert environment.capture(tmp_path)["git"] is None  # no commit yet
+    assert run_environment.capture(tmp_path)["git"] is None  # no commit yet
     (tmp_path / "a").write_text("1")
     git(tmp_path, "add", "a")
     git(tmp_path, "commit", "--quiet", "-m", "first")
     commit = git(tmp_path, "rev-parse", "HEAD")
     (tmp_path / "not-tracked").touch()
-    assert environment.capture(tmp_path)["git"] == {"commit": commit, "dirty": False}
+    assert run_environment.capture(tmp_path)["git"] == {"commit": commit, "dirty": False}
     (tmp_path / "a").write_text("2")
-    assert environment.capture(tmp_path)["git"] == {"commit": commit, "dirty": True}
+    assert run_environment.capture(tmp_path)["git"] == {"commit": commit, "dirty": True}
 
 
 def test_gpus_are_read_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_gpus_are_read_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.Monke
     program.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771, 570.1, GPU-1'\necho 'broken line'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    gpus = environment.capture(tmp_path)["gpus"]
+    gpus = run_environment.capture(tmp_path)["gpus"]
     assert gpus == [{"name": "NVIDIA H200", "memory_mib": 143771, "driver": "570.1", "uuid": "GPU-1"}]
     program.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
-    assert environment.capture(tmp_path)["gpus"] == []
+    assert run_environment.capture(tmp_path)["gpus"] == []

@@ -11,12 +11,12 @@ import pytest
 
 from llmrecipes.errors import ExitCode
 from llmrecipes.hardware.binding import Binding
-from llmrecipes.hardware.cluster import Cluster, Gpu
+from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.launch.ranks import Rank
 from llmrecipes.rundir import Run
 from llmrecipes.workflow import slurm, start
 from llmrecipes.workflow.restarts import require_progress
-from llmrecipes.workflow.slurm import Job
+from llmrecipes.workflow.slurm import SlurmJob
 from tests.helpers import environment, tiny, tiny_on, write_recipe
 from tests.refusals import refused, require_message
 
@@ -61,7 +61,7 @@ def test_a_job_from_its_beginning_to_its_end(arguments: list[str], tmp_path: Pat
     assert begun.returncode == 0, begun.stderr
     path = tmp_path / "runs/tiny/mine/logs/job.json"
     assert begun.stdout == f"{path}\n"  # and nothing else, whatever preparing says
-    job = Job.model_validate_json(path.read_text())
+    job = SlurmJob.model_validate_json(path.read_text())
     assert job.run.restart == 2
     assert job.run.tags["slurm.restart_count"] == "2"
     assert job.environment == {"FROM_PROFILE": "1", "SET_BY_USER": "profile", "OMP_NUM_THREADS": "4"}
@@ -157,7 +157,7 @@ def test_restarts_without_progress_stop(tmp_path: Path) -> None:
 def test_ranks_on_detected_gpus_get_their_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gpus = (Gpu("NVIDIA H100 80GB HBM3", 79 << 30, 79 << 30, None),) * 8
+    gpus = (DetectedGpu("NVIDIA H100 80GB HBM3", 79 << 30, 79 << 30, None),) * 8
     monkeypatch.setattr(slurm, "detect", lambda: Cluster(gpus, 96, 1 << 40, 1 << 40, 1 << 40))
     monkeypatch.setattr(start, "prepare_data", lambda *_: None)
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", "192")
@@ -169,7 +169,7 @@ def test_ranks_on_detected_gpus_get_their_environment(
     assert slurm.main([*asked, "--", recipe]) == 2
     require_message(capsys.readouterr().err, "data", rule=("--prepare", "slurm/prepare.sbatch"))
     assert slurm.main([*asked, "--prepare", "--bind", "--", recipe]) == 0
-    job = Job.model_validate_json(Path(capsys.readouterr().out.strip()).read_text("utf-8"))
+    job = SlurmJob.model_validate_json(Path(capsys.readouterr().out.strip()).read_text("utf-8"))
     assert job.run.on_gpus and job.bind
     assert job.environment["OMP_NUM_THREADS"] == "16"
     assert job.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"

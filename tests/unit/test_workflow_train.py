@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from llmrecipes.cli import app as cli
-from llmrecipes.hardware.cluster import Cluster, Gpu, detect
+from llmrecipes.hardware.cluster import Cluster, DetectedGpu, detect
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.rundir import Run
@@ -314,7 +314,9 @@ def test_the_overfitting_recipe_is_short_constant_and_has_its_own_name() -> None
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------
 
-NODE = Cluster((Gpu("NVIDIA H100 80GB HBM3", 79 * GIB, 79 * GIB, None),) * 8, 96, 999 * GIB, 999 * GIB, 999 * GIB)
+NODE = Cluster(
+    (DetectedGpu("NVIDIA H100 80GB HBM3", 79 * GIB, 79 * GIB, None),) * 8, 96, 999 * GIB, 999 * GIB, 999 * GIB
+)
 
 
 def spec_of(recipe: Recipe, folder: Path, **changes: Any) -> RunSpec:

@@ -20,7 +20,7 @@ from llmrecipes.workflow.scaling import COEFFICIENTS
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from llmrecipes.workflow.compare import Compared, Comparison, Curve
+    from llmrecipes.workflow.compare import Compared, Curve, RunComparison
     from llmrecipes.workflow.scaling import Interval, ScalingLaw
 
 
@@ -111,7 +111,7 @@ HEIGHT = 12
 LONGEST_VALUE = 40
 
 
-def comparison_lines(comparison: Comparison, axis: str, *, width: int, colours: bool) -> Iterator[str | Text]:
+def comparison_lines(comparison: RunComparison, axis: str, *, width: int, colours: bool) -> Iterator[str | Text]:
     """Human-readable lines of the comparison."""
     from rich.text import Text
 
@@ -138,7 +138,7 @@ def comparison_lines(comparison: Comparison, axis: str, *, width: int, colours: 
     yield from _table([("figure", *letters), *_figures(runs)])
 
 
-def default_axis(comparison: Comparison) -> str:
+def default_axis(comparison: RunComparison) -> str:
     """Tokens if the runs have different numbers of tokens per step."""
     keys = ("train.global_batch_size", "model.seq_length")
     return "tokens" if any(key in comparison.differences for key in keys) else "step"

@@ -11,7 +11,7 @@ from llmrecipes.cli.render.table import aligned
 from llmrecipes.commandline import command_line
 from llmrecipes.console import console, duration
 from llmrecipes.data.sources import text_bytes
-from llmrecipes.engine.registry import configuration
+from llmrecipes.engine.backends import configuration
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.communication import Communication

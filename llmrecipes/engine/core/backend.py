@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from llmrecipes.checkpoint.format import Written
+from llmrecipes.checkpoint.state_format import Written
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import Platform, WeightSource, World
-from llmrecipes.engine.core import ema, generate, update, world
+from llmrecipes.engine.core import ema, generation, update, world
 from llmrecipes.engine.core.checkpoint import initial
 from llmrecipes.engine.core.checkpoint.loader import load, read_index
 from llmrecipes.engine.core.checkpoint.tensors import StoredWeights
@@ -76,7 +76,7 @@ class TextGPT:
     def generate(
         self, prompt: list[int], *, max_new_tokens: int, sampling: Sampling, vocab_size: int, eod: int | None
     ) -> Iterator[int]:
-        return generate.generate(
+        return generation.generate(
             self._built.module, prompt, max_new_tokens=max_new_tokens, sampling=sampling, vocab_size=vocab_size, eod=eod
         )
 

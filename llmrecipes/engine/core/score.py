@@ -13,7 +13,7 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from llmrecipes.engine.base import Batch, Platform, Scores
-from llmrecipes.engine.core.generate import without_plans
+from llmrecipes.engine.core.generation import without_plans
 from llmrecipes.engine.core.model.attention import own_chunks
 from llmrecipes.engine.core.model.gpt import RecipeGPTModel
 from llmrecipes.engine.sampling import Sampling, draw

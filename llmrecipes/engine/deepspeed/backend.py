@@ -45,7 +45,7 @@ class DeepSpeedBackend(CoreBackend):
         with ExitStack() as stack:
             stack.enter_context(communication(platform))
             # Its import is DeepSpeed's, which guesses an accelerator unless it has been named.
-            from llmrecipes.engine.deepspeed.meta import MetaDeepSpeedEngine
+            from llmrecipes.engine.deepspeed.meta_engine import MetaDeepSpeedEngine
 
             built, sharded_parameters = construct(plan, platform)
             return MetaDeepSpeedEngine(plan, built, sharded_parameters, platform, stack.pop_all())

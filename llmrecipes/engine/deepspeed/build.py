@@ -18,7 +18,7 @@ from llmrecipes.engine.core.checkpoint.slices import ShardedParameter, flat_slic
 from llmrecipes.engine.core.model import gpt
 from llmrecipes.engine.core.model.config import hidden_group, is_hidden
 from llmrecipes.engine.core.model.init import buffers, draw, fill, initialise, parameter_slices, slice_of
-from llmrecipes.engine.deepspeed.config import deepspeed_config
+from llmrecipes.engine.deepspeed.configuration import deepspeed_config
 from llmrecipes.engine.deepspeed.experts import EXPERTS, is_expert
 from llmrecipes.engine.deepspeed.partition import (
     drop_second_copy,

@@ -26,7 +26,7 @@ from llmrecipes.engine.base import (
 from llmrecipes.engine.core.balance import RouterBalance
 from llmrecipes.engine.core.checkpoint.format import ShardedFormat
 from llmrecipes.engine.core.checkpoint.slices import ShardedParameter
-from llmrecipes.engine.core.generate import generate
+from llmrecipes.engine.core.generation import generate
 from llmrecipes.engine.core.model.attention import masks
 from llmrecipes.engine.core.model.gpt import BuiltModel
 from llmrecipes.engine.core.model.init import slice_of
@@ -35,7 +35,7 @@ from llmrecipes.engine.core.update import is_summed, mean_over_tokens, scheduler
 from llmrecipes.engine.core.weights import weight_slices
 from llmrecipes.engine.deepspeed import state
 from llmrecipes.engine.deepspeed.build import accepted, optimizer, zero
-from llmrecipes.engine.deepspeed.config import deepspeed_config
+from llmrecipes.engine.deepspeed.configuration import deepspeed_config
 from llmrecipes.engine.deepspeed.experts import expert_groups
 from llmrecipes.engine.deepspeed.partition import Partition
 from llmrecipes.engine.deepspeed.runtime import mpu, tensor_parallel_group

@@ -42,7 +42,7 @@ def own_partition(parameter: Any) -> Range:
 
 
 def drop_second_copy(parameter: Any) -> None:
-    """Make hpZ copy a parameter anew when it is next gathered; until then it would gather the values before a change.
+    """Make hpZ copy a parameter again when it is next gathered; until then it would gather the values before a change.
 
     DeepSpeed does so only after its own updates.
     """

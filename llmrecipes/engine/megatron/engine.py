@@ -32,7 +32,7 @@ from llmrecipes.engine.base import (
 from llmrecipes.engine.core import ema, update
 from llmrecipes.engine.core.balance import RouterBalance
 from llmrecipes.engine.core.checkpoint.format import ShardedFormat
-from llmrecipes.engine.core.generate import generate
+from llmrecipes.engine.core.generation import generate
 from llmrecipes.engine.core.model.attention import masks, own_chunks, prediction_weights
 from llmrecipes.engine.core.model.config import DTYPES, optimizer_overrides
 from llmrecipes.engine.core.model.gpt import BuiltModel, RecipeGPTModel

@@ -268,7 +268,7 @@ class _ReplicaBalancer:
         rank, ranks = _replicas(dense)
         assigned = self._assigned.setdefault(dense, [0] * ranks)
         pieces = max(1, min(ranks, parameter.numel() // LEAST_PIECE))
-        # Those who have least so far; a parameter is not cut where that alone makes the shares even.
+        # Those who have least so far; a parameter is not cut where this makes the shares even.
         for piece, chosen in enumerate(sorted(range(ranks), key=assigned.__getitem__)[:pieces]):
             start, stop = _cut(parameter, piece, pieces)
             assigned[chosen] += stop - start

@@ -22,7 +22,7 @@ from llmrecipes.hf.families.parts import (
     in_layer,
 )
 from llmrecipes.hf.megatron import moe_layers
-from llmrecipes.hf.table import SAME, Config, Family, Fixed, Key, Obstacle, resolved
+from llmrecipes.hf.table import SAME, Config, Family, Fixed, Key, Unsupported, resolved
 from llmrecipes.recipe.schema import Model
 
 _EPSILON = 1e-6
@@ -34,10 +34,10 @@ class _Heads:
     theirs = ("num_key_value_heads", "head_dim", "qk_head_dim")
     ours = ()
 
-    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
+    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Unsupported]]:
         return {"num_key_value_heads": model.num_attention_heads}, []
 
-    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Obstacle]]:
+    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
         return {}, []  # sizes of the latent attention are keys of their own
 
 
@@ -53,24 +53,24 @@ class _Experts:
         "moe_router_group_topk", "moe_router_topk_scaling_factor",
     )  # fmt: skip
 
-    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
+    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Unsupported]]:
         if not model.num_moe_experts:
-            return {}, [Obstacle("model.num_moe_experts", None, "a model of type deepseek_v3 has experts")]
+            return {}, [Unsupported("model.num_moe_experts", None, "a model of type deepseek_v3 has experts")]
         obstacles = []
         pattern = moe_layers(model)
         dense = pattern.index(True) if True in pattern else len(pattern)
         if not all(pattern[dense:]):
             rule = "after the first layer with experts, each layer of a model of type deepseek_v3 has them"
-            obstacles.append(Obstacle("model.moe_layer_freq", model.moe_layer_freq, rule))
+            obstacles.append(Unsupported("model.moe_layer_freq", model.moe_layer_freq, rule))
         width = resolved(model)["moe_ffn_hidden_size"]
         shared, rest = divmod(model.moe_shared_expert_intermediate_size or 0, width)
         if rest or not shared:
             rule = f"a multiple of moe_ffn_hidden_size, {width}"
             key = "model.moe_shared_expert_intermediate_size"
-            obstacles.append(Obstacle(key, model.moe_shared_expert_intermediate_size, rule))
+            obstacles.append(Unsupported(key, model.moe_shared_expert_intermediate_size, rule))
         groups, chosen = model.moe_router_num_groups or 1, model.moe_router_group_topk or 1
         if problem := _unlike_two(groups, chosen, model.moe_router_topk):
-            obstacles.append(Obstacle("model.moe_router_group_topk", chosen, problem))
+            obstacles.append(Unsupported("model.moe_router_group_topk", chosen, problem))
         return {
             "n_routed_experts": model.num_moe_experts,
             "n_shared_experts": shared,
@@ -83,7 +83,7 @@ class _Experts:
             "num_nextn_predict_layers": 0,
         }, obstacles
 
-    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Obstacle]]:
+    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
         layers, dense = config.get("num_hidden_layers", 0), config.get("first_k_dense_replace", 3) or 0
         groups = config.get("n_group", 8) or 1
         width = config.get("moe_intermediate_size", 2048)
@@ -91,11 +91,11 @@ class _Experts:
         scale = config.get("routed_scaling_factor", 2.5)
         normalised = config.get("norm_topk_prob", True)
         rule = "scores of several experts sum to one, and the score of a single one is left as it is"
-        obstacles = [] if normalised == (topk > 1) else [Obstacle("norm_topk_prob", normalised, rule)]
+        obstacles = [] if normalised == (topk > 1) else [Unsupported("norm_topk_prob", normalised, rule)]
         pattern = [int(layer >= dense) for layer in range(layers)]
         chosen = config.get("topk_group", 4) or 1
         if problem := _unlike_two(groups, chosen, topk):
-            obstacles.append(Obstacle("topk_group", chosen, problem))
+            obstacles.append(Unsupported("topk_group", chosen, problem))
         grouped = {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
         return {
             "num_moe_experts": config.get("n_routed_experts", config.get("num_local_experts", 256)),

@@ -15,8 +15,8 @@ from llmrecipes.hf.table import (
     Family,
     Fixed,
     Key,
-    Obstacle,
     To,
+    Unsupported,
 )
 from llmrecipes.recipe.schema import Model
 
@@ -27,35 +27,35 @@ class _Dropout:
     theirs = ("embd_pdrop", "resid_pdrop")
     ours = ("hidden_dropout",)
 
-    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
+    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Unsupported]]:
         return dict.fromkeys(self.theirs, model.hidden_dropout), []
 
-    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Obstacle]]:
+    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
         embedding, branches = (config.get(key, 0.1) for key in self.theirs)
         rule = "it is the same as resid_pdrop"
-        return {"hidden_dropout": branches}, [Obstacle("embd_pdrop", embedding, rule)] * (embedding != branches)
+        return {"hidden_dropout": branches}, [Unsupported("embd_pdrop", embedding, rule)] * (embedding != branches)
 
 
-class _Heads:
+class _Gpt2Heads:
     """Each query head has a key and a value head, and its share of the width."""
 
     theirs = ("n_inner",)
     ours = ("ffn_hidden_size", "num_query_groups", "kv_channels")
 
-    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
+    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Unsupported]]:
         heads, groups = model.num_attention_heads, model.num_query_groups
         channels = model.kv_channels
         obstacles = []
         if groups not in (None, heads):
             obstacles.append(
-                Obstacle("model.num_query_groups", groups, "a model of type gpt2 has one for every query head")
+                Unsupported("model.num_query_groups", groups, "a model of type gpt2 has one for every query head")
             )
         if channels is not None and channels * heads != model.hidden_size:
             rule = "a model of type gpt2 has hidden_size / num_attention_heads channels in a head"
-            obstacles.append(Obstacle("model.kv_channels", channels, rule))
+            obstacles.append(Unsupported("model.kv_channels", channels, rule))
         return {"n_inner": model.ffn_hidden_size or 4 * model.hidden_size}, obstacles
 
-    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Obstacle]]:
+    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
         inner = config.get("n_inner")
         return {} if inner is None else {"ffn_hidden_size": inner}, []
 
@@ -111,7 +111,7 @@ GPT2 = Family(
     # add_bias_linear includes it; and nothing is rotated.
     free=FREE - {"hidden_dropout"} | {"add_qkv_bias", "rotary_base", "rotary_percent", "rope_scaling_factor"},
     default_only=UNSUPPORTED | EXPERT_KEYS | LATENT | YARN | {"rope_scaling", "rotary_seq_len_interpolation_factor"},
-    specials=(_Dropout(), _Heads()),
+    specials=(_Dropout(), _Gpt2Heads()),
     training_only=frozenset(
         {
             "n_ctx", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",

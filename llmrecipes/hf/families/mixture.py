@@ -27,7 +27,7 @@ from llmrecipes.hf.families.parts import (
     in_layer,
 )
 from llmrecipes.hf.megatron import moe_layers
-from llmrecipes.hf.table import SAME, Config, Family, Fixed, Key, Obstacle, resolved
+from llmrecipes.hf.table import SAME, Config, Family, Fixed, Key, Unsupported, resolved
 from llmrecipes.recipe.schema import Model
 
 _SOFTMAX: dict[str, Any] = {
@@ -47,15 +47,15 @@ class _MixtralExperts:
     theirs = ("intermediate_size", "num_local_experts", "num_experts")
     ours = ("ffn_hidden_size", "moe_ffn_hidden_size", "num_moe_experts", "moe_layer_freq")
 
-    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
+    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Unsupported]]:
         rule = "every layer of a model of type mixtral has experts"
-        obstacles = [] if model.num_moe_experts else [Obstacle("model.num_moe_experts", model.num_moe_experts, rule)]
+        obstacles = [] if model.num_moe_experts else [Unsupported("model.num_moe_experts", model.num_moe_experts, rule)]
         if model.num_moe_experts and not all(moe_layers(model)):
-            obstacles.append(Obstacle("model.moe_layer_freq", model.moe_layer_freq, rule))
+            obstacles.append(Unsupported("model.moe_layer_freq", model.moe_layer_freq, rule))
         width = resolved(model).get("moe_ffn_hidden_size")
         return {"intermediate_size": width, "num_local_experts": model.num_moe_experts}, obstacles
 
-    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Obstacle]]:
+    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
         experts = config.get("num_local_experts", config.get("num_experts", 8))
         return {"ffn_hidden_size": config.get("intermediate_size", 14336), "num_moe_experts": experts}, []
 
@@ -66,9 +66,9 @@ class _QwenExperts:
     theirs = ("num_experts", "num_local_experts", "mlp_only_layers", "decoder_sparse_step", "norm_topk_prob")
     ours = ("num_moe_experts", "moe_layer_freq", "moe_router_pre_softmax")
 
-    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
+    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Unsupported]]:
         if not model.num_moe_experts:
-            return {}, [Obstacle("model.num_moe_experts", None, "a model of type qwen3_moe has experts")]
+            return {}, [Unsupported("model.num_moe_experts", None, "a model of type qwen3_moe has experts")]
         return {
             "num_experts": model.num_moe_experts,
             "mlp_only_layers": [number for number, has in enumerate(moe_layers(model)) if not has],
@@ -76,7 +76,7 @@ class _QwenExperts:
             "norm_topk_prob": not model.moe_router_pre_softmax,
         }, []
 
-    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Obstacle]]:
+    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
         layers, dense = config.get("num_hidden_layers", 0), config.get("mlp_only_layers") or ()
         step = config.get("decoder_sparse_step", 1) or 1
         pattern = [int(layer not in dense and (layer + 1) % step == 0) for layer in range(layers)]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from llmrecipes.hf.table import ACTIVATIONS, GATE_UP, QKV, SAME, VOCABULARY, Config, Key, Obstacle, To, Transform
+from llmrecipes.hf.table import ACTIVATIONS, GATE_UP, QKV, SAME, VOCABULARY, Config, Key, To, Transform, Unsupported
 from llmrecipes.recipe.moe_rules import LATENT_YARN
 from llmrecipes.recipe.schema import TRAINING_ONLY, Model
 
@@ -71,7 +71,7 @@ class Heads:
     def __init__(self, *, free: bool = True, channels: int | None = None, groups: int | None = None) -> None:
         self._free, self._channels, self._groups = free, channels, groups
 
-    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
+    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Unsupported]]:
         """See `Special`."""
         share = model.hidden_size / model.num_attention_heads
         channels = model.kv_channels or int(share)
@@ -79,9 +79,9 @@ class Heads:
         if self._free:
             config["head_dim"] = channels
         rule = "a head has hidden_size / num_attention_heads channels"
-        return config, [] if self._free or channels == share else [Obstacle("model.kv_channels", channels, rule)]
+        return config, [] if self._free or channels == share else [Unsupported("model.kv_channels", channels, rule)]
 
-    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Obstacle]]:
+    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
         """See `Special`."""
         heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
         if not isinstance(heads, int) or not isinstance(hidden, int):
@@ -117,29 +117,29 @@ class Window:
     def __init__(self, absent: int | None = None, *, said: bool = False, switch: bool = False) -> None:
         self._absent, self._said, self._switch = absent, said, switch
 
-    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
+    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Unsupported]]:
         """See `Special`."""
         if self._switch:
             return {"use_sliding_window": False}, []
         return ({"sliding_window": None} if self._said else {}), []
 
-    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Obstacle]]:
+    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
         """See `Special`."""
         kinds = set(config.get("layer_types") or ())
         window = config.get("sliding_window", self._absent)
         if self._switch and not config.get("use_sliding_window", False):
             window = None
         if other := sorted(map(str, kinds - {"full_attention", "sliding_attention"})):
-            return {}, [Obstacle("layer_types", other[0], "layers have full_attention or sliding_attention")]
+            return {}, [Unsupported("layer_types", other[0], "layers have full_attention or sliding_attention")]
         if kinds == {"full_attention"}:
             window = None
         if window is None:
-            problem = Obstacle(
+            problem = Unsupported(
                 "layer_types", "sliding_attention", "layers with sliding_attention have a sliding_window"
             )
             return {}, [problem] if "sliding_attention" in kinds else []
         if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-            return {}, [Obstacle("sliding_window", window, "a number of tokens")]
+            return {}, [Unsupported("sliding_window", window, "a number of tokens")]
         most = config.get("max_position_embeddings")
         return {"max_position_embeddings": min(window, most) if isinstance(most, int) else window}, []
 
@@ -164,15 +164,17 @@ class Rope:
         scaled = {"rotary_base", "rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor"}
         self.ours = scaled | ({"rope_type", *LATENT_YARN} if latent else {"position_embedding_type", *YARN})
 
-    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Obstacle]]:
+    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Unsupported]]:
         """See `Special`."""
         if model.position_embedding_type == "learned_absolute":
-            return {}, [Obstacle("model.position_embedding_type", "learned_absolute", "this family has rope or yarn")]
+            return {}, [
+                Unsupported("model.position_embedding_type", "learned_absolute", "this family has rope or yarn")
+            ]
         if model.rope_scaling and self._latent:
-            return {}, [Obstacle("model.rope_scaling", True, "this family has no scaling of that kind")]
+            return {}, [Unsupported("model.rope_scaling", True, "this family has no scaling of that kind")]
         if (factor := model.rotary_seq_len_interpolation_factor) is not None and self._latent:
             rule = "this family does not interpolate positions"
-            return {}, [Obstacle("model.rotary_seq_len_interpolation_factor", factor, rule)]
+            return {}, [Unsupported("model.rotary_seq_len_interpolation_factor", factor, rule)]
         scaling: dict[str, Any] | None = {"rope_type": "default"} if self._said else None
         if model.rotary_seq_len_interpolation_factor is not None:
             scaling = {"rope_type": "linear", "factor": model.rotary_seq_len_interpolation_factor}
@@ -182,20 +184,22 @@ class Rope:
             scaling = _yarn_of(model, latent=self._latent)
         return {"rope_theta": model.rotary_base, "rope_scaling": scaling}, []
 
-    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Obstacle]]:
+    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
         """See `Special`."""
         scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
         if not isinstance(scaling, dict):
-            return {}, [Obstacle("rope_scaling", scaling, "a mapping")]
+            return {}, [Unsupported("rope_scaling", scaling, "a mapping")]
         if self._said and not scaling:
-            return {}, [Obstacle("rope_scaling", None, "config.json of this family has rope_scaling")]
+            return {}, [Unsupported("rope_scaling", None, "config.json of this family has rope_scaling")]
         if nested := next((key for key, value in scaling.items() if isinstance(value, Mapping)), None):
-            return {}, [Obstacle(f"rope_scaling.{nested}", scaling[nested], "one set of values for all layers")]
+            return {}, [Unsupported(f"rope_scaling.{nested}", scaling[nested], "one set of values for all layers")]
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         theta = scaling.get("rope_theta", config.get("rope_theta", self._theta))
         section: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": theta}
         share = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-        problems = [] if share in (None, 1, 1.0) else [Obstacle("partial_rotary_factor", share, "all channels rotate")]
+        problems = (
+            [] if share in (None, 1, 1.0) else [Unsupported("partial_rotary_factor", share, "all channels rotate")]
+        )
         if kind == "default":
             return section, problems
         if kind == "yarn":
@@ -205,10 +209,10 @@ class Rope:
             return {**section, "rotary_seq_len_interpolation_factor": scaling.get("factor")}, problems
         if kind != "llama3" or self._latent:
             rule = "default or yarn" if self._latent else "one of default, linear, llama3, yarn"
-            return section, [*problems, Obstacle("rope_scaling.rope_type", kind, rule)]
+            return section, [*problems, Unsupported("rope_scaling.rope_type", kind, rule)]
         for name, value in SCALING.items():
             if scaling.get(name) != value:
-                problems.append(Obstacle(f"rope_scaling.{name}", scaling.get(name), f"megatron-core has {value:g}"))
+                problems.append(Unsupported(f"rope_scaling.{name}", scaling.get(name), f"megatron-core has {value:g}"))
         return {**section, "rope_scaling": True, "rope_scaling_factor": scaling.get("factor", 8.0)}, problems
 
 
@@ -246,7 +250,7 @@ def _yarn_of(model: Model, *, latent: bool) -> dict[str, Any]:
     return scaling
 
 
-def _from_yarn(given: Mapping[str, Any], longest: Any, *, latent: bool) -> tuple[dict[str, Any], list[Obstacle]]:
+def _from_yarn(given: Mapping[str, Any], longest: Any, *, latent: bool) -> tuple[dict[str, Any], list[Unsupported]]:
     """Values of `model` of a `rope_scaling` with YaRN, as transformers' `_compute_yarn_parameters` reads it.
 
     Args:
@@ -256,7 +260,7 @@ def _from_yarn(given: Mapping[str, Any], longest: Any, *, latent: bool) -> tuple
     """
     values = {"original_max_position_embeddings": longest, **{k: v for k, v in given.items() if v is not None}}
     problems = [
-        Obstacle(f"rope_scaling.{name}", value, f"one of {', '.join(_YARN_NUMBERS)}, truncate")
+        Unsupported(f"rope_scaling.{name}", value, f"one of {', '.join(_YARN_NUMBERS)}, truncate")
         for name, value in values.items()
         if name not in _YARN_KEYS
     ]
@@ -264,17 +268,17 @@ def _from_yarn(given: Mapping[str, Any], longest: Any, *, latent: bool) -> tuple
         value = values.get(name)
         required = name in ("factor", "original_max_position_embeddings")
         if not (_is_size(value) or (value is None and not required)) or (required and value == 0):
-            problems.append(Obstacle(f"rope_scaling.{name}", value, "a number, at least 0 and below 2**31"))
+            problems.append(Unsupported(f"rope_scaling.{name}", value, "a number, at least 0 and below 2**31"))
     truncate = given.get("truncate", True)
     if not isinstance(truncate, bool) or (latent and not truncate):
         rule = "latent attention of megatron-core rounds the bounds" if latent else "a boolean"
-        problems.append(Obstacle("rope_scaling.truncate", truncate, rule))
+        problems.append(Unsupported("rope_scaling.truncate", truncate, rule))
     if problems:
         return {}, problems
     mscales = _mscales(values, latent=latent)
     if mscales is None:
         rule = "megatron-core multiplies by (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)"
-        return {}, [Obstacle("rope_scaling.attention_factor", values["attention_factor"], rule)]
+        return {}, [Unsupported("rope_scaling.attention_factor", values["attention_factor"], rule)]
     prefix, kind = ("", "rope_type") if latent else ("yarn_", "position_embedding_type")
     scaling = {
         "rotary_scaling_factor": values["factor"],

@@ -22,9 +22,9 @@ from llmrecipes.launch.base import (
     Submission,
 )
 from llmrecipes.launch.job import Job
-from llmrecipes.launch.kubernetes import objects, pod, prepare, site
-from llmrecipes.launch.kubernetes.options import FLAVORS, Options, object_name, parse_secrets
-from llmrecipes.launch.kubernetes.pod import Object, Run
+from llmrecipes.launch.kubernetes import objects, pod, preparation, site
+from llmrecipes.launch.kubernetes.pod import Object, PodRun
+from llmrecipes.launch.kubernetes.settings import FLAVORS, KubernetesOptions, object_name, parse_secrets
 from llmrecipes.launch.programs import ask, require_program, run, tell
 from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.recipe.load import recipe_hash, to_yaml
@@ -46,7 +46,7 @@ SUCCEEDED, FAILED, SUSPENDED = {"Complete", "Completed"}, {"Failed"}, {"Suspende
 RUN_OPTIONS = RunOptions()
 
 
-class Kubernetes:
+class KubernetesLauncher:
     """`--to k8s`. A job's id is NAMESPACE/KIND/NAME."""
 
     takes: ClassVar = frozenset(
@@ -69,8 +69,8 @@ class Kubernetes:
         apply, text = ("kubectl", "apply", "--filename", "-"), objects.to_yaml(rendered)
         first: list[Object] = []
         if run.profile.gpus_per_node and not submission.prepared and not options.prepared:
-            first = [rendered[0], prepare.job(run, options)]  # both read the recipe from its ConfigMap
-        waits = f"# First the Job {prepare.name_of(run.name)} and its ConfigMap; the rest when it has completed.\n"
+            first = [rendered[0], preparation.job(run, options)]  # both read the recipe from its ConfigMap
+        waits = f"# First the Job {preparation.name_of(run.name)} and its ConfigMap; the rest when it has completed.\n"
         return Rendering(
             apply,
             text=text,
@@ -109,9 +109,9 @@ class Kubernetes:
         _require_accepted(rendering.command, rendering.text)
         if rendering.first:
             _require_accepted(rendering.first, rendering.first_text)
-            name = prepare.name_of(rendering.details["name"])
+            name = preparation.name_of(rendering.details["name"])
             ref = JobRef("k8s", f"{rendering.details['namespace']}/job/{name}", submission.run_dir)
-            prepare.finish(self, ref, rendering.first, rendering.first_text, submission.run_id)
+            preparation.finish(self, ref, rendering.first, rendering.first_text, submission.run_id)
         tell(rendering.command, rendering.text, DRY_RUN)
         place = (rendering.details[key] for key in ("namespace", "flavor", "name"))
         return Job(self, JobRef("k8s", "/".join(place), submission.run_dir))
@@ -158,7 +158,7 @@ class Kubernetes:
 
 
 def objects_of(
-    planned: PlannedForCluster, options: Options, run_id: str, run: RunOptions = RUN_OPTIONS
+    planned: PlannedForCluster, options: KubernetesOptions, run_id: str, run: RunOptions = RUN_OPTIONS
 ) -> list[Object]:
     """The objects of a run, the workload last.
 
@@ -168,8 +168,8 @@ def objects_of(
     return objects.render(_run(planned, run_id, run), options)
 
 
-def _run(planned: PlannedForCluster, run_id: str, options: RunOptions) -> Run:
-    return Run(
+def _run(planned: PlannedForCluster, run_id: str, options: RunOptions) -> PodRun:
+    return PodRun(
         name=object_name(planned.recipe.name, run_id),
         run_id=run_id,
         nodes=planned.nodes,
@@ -195,7 +195,7 @@ def pod_spec(workload: Object) -> Object:
     return {**pod.frame(own["terminationGracePeriodSeconds"]), **own, "containers": containers}
 
 
-def _warnings(profile: Profile, options: Options) -> tuple[str, ...]:
+def _warnings(profile: Profile, options: KubernetesOptions) -> tuple[str, ...]:
     names = site.left_out(profile, options.host_network)
     what = f"pods do not get {', '.join(names)} of {profile.name}, which names interfaces of its nodes"
     return (f"{what}: kubernetes.environment sets those of pods",) if names else ()
@@ -258,7 +258,7 @@ def _get(namespace: str, kind: str, names: list[str], label: str = INSTANCE) -> 
         yield from json.loads(answer)["items"]
 
 
-def _options(given: LauncherOptions) -> Options:
+def _options(given: LauncherOptions) -> KubernetesOptions:
     image = given.get("image")
     if image is None:
         raise UserError(
@@ -266,4 +266,4 @@ def _options(given: LauncherOptions) -> Options:
         )
     names = {"secret", "image"}
     values = {name.replace("-", "_"): value for name, value in given.items() if value is not None and name not in names}
-    return Options(image=image, secrets=parse_secrets(given.get("secret") or ()), **values)
+    return KubernetesOptions(image=image, secrets=parse_secrets(given.get("secret") or ()), **values)

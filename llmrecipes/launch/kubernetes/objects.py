@@ -15,8 +15,8 @@ import yaml
 
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.launch.kubernetes import pod
-from llmrecipes.launch.kubernetes.options import RUNTIME, Options, check
-from llmrecipes.launch.kubernetes.pod import Object, Run
+from llmrecipes.launch.kubernetes.pod import Object, PodRun
+from llmrecipes.launch.kubernetes.settings import RUNTIME, KubernetesOptions, check
 from llmrecipes.launch.programs import require_program, run
 from llmrecipes.recipe import document
 from llmrecipes.recipe.section import JsonObject
@@ -32,7 +32,7 @@ GROUP = "node"
 """Name of the only replicated Job of a JobSet or a TrainJob."""
 
 
-def render(run: Run, options: Options) -> list[Object]:
+def render(run: PodRun, options: KubernetesOptions) -> list[Object]:
     """All objects of a run, in the order of their creation.
 
     Raises:
@@ -59,10 +59,10 @@ def render(run: Run, options: Options) -> list[Object]:
 
 def to_yaml(objects: list[Object]) -> str:
     """The objects as one stream of YAML documents."""
-    return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1_000)
+    return yaml.dump_all(objects, Dumper=_ObjectDumper, sort_keys=False, allow_unicode=True, width=1_000)
 
 
-class _Dumper(yaml.SafeDumper):
+class _ObjectDumper(yaml.SafeDumper):
     """Repeats shared objects instead of using aliases, indents lists, and writes long strings as blocks."""
 
     def ignore_aliases(self, data: Any) -> bool:
@@ -80,14 +80,14 @@ def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
 
-_Dumper.add_representer(str, _text)
+_ObjectDumper.add_representer(str, _text)
 
 
-def _metadata(run: Run, options: Options, name: str | None = None) -> Object:
+def _metadata(run: PodRun, options: KubernetesOptions, name: str | None = None) -> Object:
     return {"name": name or run.name, "namespace": options.namespace, "labels": pod.labels(run)}
 
 
-def _workload(run: Run, options: Options) -> Object:
+def _workload(run: PodRun, options: KubernetesOptions) -> Object:
     """Metadata of the object that Kueue queues."""
     metadata = _metadata(run, options)
     if options.queue:
@@ -95,12 +95,12 @@ def _workload(run: Run, options: Options) -> Object:
     return {**metadata, "annotations": pod.notes(run, options)}
 
 
-def _suspended(options: Options) -> Object:
+def _suspended(options: KubernetesOptions) -> Object:
     """Kueue unsuspends a workload when there is quota for all of its pods."""
     return {"suspend": True} if options.queue else {}
 
 
-def _recipe(run: Run, options: Options) -> Object:
+def _recipe(run: PodRun, options: KubernetesOptions) -> Object:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -110,11 +110,11 @@ def _recipe(run: Run, options: Options) -> Object:
     }
 
 
-def _profile(run: Run, options: Options) -> str:
+def _profile(run: PodRun, options: KubernetesOptions) -> str:
     return document.dump(pod.seen(run, options).model_dump(mode="json", exclude_defaults=True))
 
 
-def _compute_domain(run: Run, options: Options, channel: str) -> Object:
+def _compute_domain(run: PodRun, options: KubernetesOptions, channel: str) -> Object:
     """Makes NVIDIA's DRA driver create the ResourceClaimTemplate of the run's IMEX channel."""
     return {
         "apiVersion": "resource.nvidia.com/v1beta1",
@@ -124,7 +124,7 @@ def _compute_domain(run: Run, options: Options, channel: str) -> Object:
     }
 
 
-def _network_policy(run: Run, options: Options) -> Object:
+def _network_policy(run: PodRun, options: KubernetesOptions) -> Object:
     """Ranks do not authenticate each other: only pods of the same run may connect."""
     ours = {"matchLabels": pod.labels(run)}
     return {
@@ -135,7 +135,7 @@ def _network_policy(run: Run, options: Options) -> Object:
     }
 
 
-def _service(run: Run, options: Options) -> Object:
+def _service(run: PodRun, options: KubernetesOptions) -> Object:
     """Gives every pod a host name, even before it is ready: ranks look up the first pod while it starts."""
     return {
         "apiVersion": "v1",
@@ -150,7 +150,7 @@ def _service(run: Run, options: Options) -> Object:
     }
 
 
-def _job(run: Run, options: Options) -> Object:
+def _job(run: PodRun, options: KubernetesOptions) -> Object:
     template = pod.template(run, options, stem=run.name)
     template["spec"]["subdomain"] = run.name
     template = patched(template, run.profile.kubernetes.patch, run.profile.name)
@@ -173,7 +173,7 @@ def _job(run: Run, options: Options) -> Object:
     }
 
 
-def _jobset(run: Run, options: Options) -> Object:
+def _jobset(run: PodRun, options: KubernetesOptions) -> Object:
     template = pod.template(run, options, stem=f"{run.name}-{GROUP}-0")
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -201,7 +201,7 @@ def _jobset(run: Run, options: Options) -> Object:
     }
 
 
-def _trainjob(run: Run, options: Options) -> Object:
+def _trainjob(run: PodRun, options: KubernetesOptions) -> Object:
     """What is specific to the run; restarts and permissions come from the runtime in k8s/trainjob/runtime."""
     _require_patchable(run, options)
     container: Object = {"name": pod.CONTAINER, "volumeMounts": pod.mounts(run)}
@@ -242,7 +242,7 @@ def _trainjob(run: Run, options: Options) -> Object:
     }
 
 
-def _require_patchable(run: Run, options: Options) -> None:
+def _require_patchable(run: PodRun, options: KubernetesOptions) -> None:
     """UserError for what a TrainJob can only take from its runtime."""
     fix = "--flavor jobset"
     if options.host_network:

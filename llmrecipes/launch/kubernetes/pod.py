@@ -11,7 +11,7 @@ from llmrecipes.hardware.nics import CHOICE
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.launch.environment import environment
 from llmrecipes.launch.kubernetes import site
-from llmrecipes.launch.kubernetes.options import Options
+from llmrecipes.launch.kubernetes.settings import KubernetesOptions
 from llmrecipes.launch.rendezvous import TOKEN
 from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.plan.derive import Plan
@@ -44,7 +44,7 @@ SHM_SHARE, SHM_MOST_GIB = 1 / 8, 64
 
 
 @dataclass(frozen=True)
-class Run:
+class PodRun:
     """A run to render: `name` is the name of its objects, `recipe_yaml` its resolved recipe."""
 
     name: str
@@ -66,12 +66,12 @@ class Run:
         return f"{self.name}-imex" if self.profile.kubernetes.compute_domain and self.nodes > 1 else None
 
 
-def labels(run: Run) -> dict[str, str]:
+def labels(run: PodRun) -> dict[str, str]:
     """Labels that select the pods of a run."""
     return {"app.kubernetes.io/name": "llmrecipes", "app.kubernetes.io/instance": run.name}
 
 
-def notes(run: Run, options: Options) -> dict[str, str]:
+def notes(run: PodRun, options: KubernetesOptions) -> dict[str, str]:
     """Annotations: what the pod runs, and where Kueue should place it."""
     annotations = {
         "llmrecipes/recipe": run.plan.recipe.name,
@@ -83,17 +83,17 @@ def notes(run: Run, options: Options) -> dict[str, str]:
     return annotations
 
 
-def metadata(run: Run, options: Options) -> Object:
+def metadata(run: PodRun, options: KubernetesOptions) -> Object:
     """Labels and annotations of the pods."""
     return {"labels": labels(run), "annotations": {**run.profile.kubernetes.annotations, **notes(run, options)}}
 
 
-def seen(run: Run, options: Options) -> Profile:
+def seen(run: PodRun, options: KubernetesOptions) -> Profile:
     """The site as the pods of a run see it."""
     return site.as_seen(run.profile, run.ranks_per_node, options.host_network)
 
 
-def template(run: Run, options: Options, stem: str) -> Object:
+def template(run: PodRun, options: KubernetesOptions, stem: str) -> Object:
     """The pod template of a Job.
 
     Args:
@@ -138,7 +138,7 @@ def template(run: Run, options: Options, stem: str) -> Object:
     }
 
 
-def _examination(run: Run, stem: str) -> list[str]:
+def _examination(run: PodRun, stem: str) -> list[str]:
     """Arguments of the check of the nodes; the range keeps them short on thousands of nodes."""
     words = ["--quiet", "--cluster", str(CLUSTERS / f"{run.profile.name}.yaml")]
     if run.nodes > 1:
@@ -153,7 +153,7 @@ def _examination(run: Run, stem: str) -> list[str]:
     return [literal(word) for word in words]
 
 
-def _container(run: Run, options: Options, master: str) -> Object:
+def _container(run: PodRun, options: KubernetesOptions, master: str) -> Object:
     """What training and the check of the node before it share: the check needs the same GPUs and adapters."""
     return {
         "image": options.image,
@@ -188,7 +188,7 @@ def container_security() -> Object:
     return {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 
 
-def placement(profile: Profile, options: Options) -> Object:
+def placement(profile: Profile, options: KubernetesOptions) -> Object:
     """Node selection, service account, pull secret and host network."""
     found: Object = {}
     if profile.kubernetes.node_selector:
@@ -208,7 +208,7 @@ def command() -> list[str]:
     return ["llmrecipes", "train", str(RECIPE)]
 
 
-def arguments(run: Run) -> list[str]:
+def arguments(run: PodRun) -> list[str]:
     """The same for all pods; each reads its node rank from the environment that its controller sets."""
     more = ["--nnodes", str(run.nodes)] if run.nodes > 1 else []
     more += run.options.words()
@@ -218,7 +218,7 @@ def arguments(run: Run) -> list[str]:
     ]
 
 
-def variables(run: Run, options: Options, master: str) -> list[Object]:
+def variables(run: PodRun, options: KubernetesOptions, master: str) -> list[Object]:
     """Environment of the container: plain values, then those from Secrets."""
     runs = WORKSPACE / "runs"
     logs = runs / run.plan.recipe.name / run.run_id / LOGS
@@ -255,7 +255,7 @@ def literal(text: str) -> str:
     return text.replace("$", "$$")
 
 
-def resources(run: Run) -> Object:
+def resources(run: PodRun) -> Object:
     """GPUs and adapters of the ranks, and their share of the node's CPU and memory.
 
     CPU is requested and not limited: all ranks wait for one that is throttled.
@@ -274,7 +274,7 @@ def resources(run: Run) -> Object:
     return {"requests": requests, "limits": {"memory": memory, **devices}, **({"claims": claims} if claims else {})}
 
 
-def volumes(run: Run, options: Options) -> list[Object]:
+def volumes(run: PodRun, options: KubernetesOptions) -> list[Object]:
     """The recipe, the shared workspace, /dev/shm, whose default of 64 MiB is too small for data loaders, and more."""
     size = max(1, min(SHM_MOST_GIB, int(run.profile.memory_gib * SHM_SHARE)))
     items = [
@@ -290,7 +290,7 @@ def volumes(run: Run, options: Options) -> list[Object]:
     ]
 
 
-def mounts(run: Run) -> list[Object]:
+def mounts(run: PodRun) -> list[Object]:
     return [
         {"name": "recipe", "mountPath": str(RECIPE.parent), "readOnly": True},
         {"name": "workspace", "mountPath": str(WORKSPACE)},
@@ -299,7 +299,7 @@ def mounts(run: Run) -> list[Object]:
     ]
 
 
-def recipe_map(run: Run) -> str:
+def recipe_map(run: PodRun) -> str:
     """Name of the ConfigMap with the resolved recipe."""
     return f"{run.name}-recipe"
 

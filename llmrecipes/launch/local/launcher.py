@@ -28,7 +28,7 @@ MODULE = "llmrecipes.workflow.local"
 KILLED = 128 + signal.SIGKILL
 
 
-class Local:
+class LocalLauncher:
     """`--to local`. A job's id is HOST:PID:TOKEN; the token distinguishes a later process with the same PID.
 
     The job of another machine, or of another container on this one, is known by its lease: see `launch.lease`.

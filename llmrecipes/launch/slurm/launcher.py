@@ -15,7 +15,15 @@ from llmrecipes.launch import record
 from llmrecipes.launch.base import JobHandle, JobRef, JobState, JobStatus, LauncherOptions, Logs, Rendering, Submission
 from llmrecipes.launch.job import Job
 from llmrecipes.launch.programs import SchedulerUnavailable, ask, require_program, run, tell
-from llmrecipes.launch.slurm.sbatch import Options, Request, after, command, notice, prepare_command, script_text
+from llmrecipes.launch.slurm.sbatch import (
+    SlurmOptions,
+    SlurmRequest,
+    after,
+    command,
+    notice,
+    prepare_command,
+    script_text,
+)
 from llmrecipes.runfiles import RunFiles
 
 DRY_RUN = "--dry-run prints the command"
@@ -29,7 +37,7 @@ SACCT = ("sacct", "--noheader", "--parsable2", "--allocations", "--format=JobIDR
 SAVED_CODE = 75
 
 
-class Slurm:
+class SlurmLauncher:
     """`--to slurm`."""
 
     takes: ClassVar = frozenset(
@@ -56,7 +64,7 @@ class Slurm:
         planned = submission.planned_for_cluster
         warned = notice(planned.plan, planned.profile, submission.runs_dir, given.get("warning"))
         options = _options(submission, given, warned.seconds)
-        request = Request(
+        request = SlurmRequest(
             planned.asked, planned.cluster, planned.nodes, submission.run_id, submission.runs_dir,
             submission.data_dir, submission.run_dir,
         )  # fmt: skip
@@ -193,9 +201,9 @@ def _sacct(job_ids: Iterable[str], where: tuple[str, ...]) -> dict[str, JobStatu
     return {row[0]: status_of(row[1], row[2]) for row in rows}
 
 
-def _options(submission: Submission, given: LauncherOptions, warning_seconds: int) -> Options:
+def _options(submission: Submission, given: LauncherOptions, warning_seconds: int) -> SlurmOptions:
     image = given.get("image")
-    return Options(
+    return SlurmOptions(
         partition=given.get("partition"),
         account=given.get("account"),
         qos=given.get("qos"),

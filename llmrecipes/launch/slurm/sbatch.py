@@ -18,7 +18,7 @@ from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan
 from llmrecipes.runfiles import RunFiles
-from llmrecipes.tracking.runs import Measured, measured
+from llmrecipes.tracking.runs import MeasuredRun, measured
 
 SHORTEST = 120
 """Seconds: a step, the exit of all ranks, and the end of the job."""
@@ -58,7 +58,7 @@ def notice(plan: Plan, profile: Profile, runs_dir: Path, given: int | None) -> N
     return _warning(earlier.save_seconds, earlier.step_seconds, f"measured in {earlier.run_id}")
 
 
-def _longest(runs: Iterable[Measured]) -> Measured | None:
+def _longest(runs: Iterable[MeasuredRun]) -> MeasuredRun | None:
     return max(runs, key=lambda run: run.save_seconds + run.step_seconds, default=None)
 
 
@@ -76,7 +76,7 @@ RUNTIMES = ("pyxis", "apptainer", "none")
 
 
 @dataclass(frozen=True)
-class Options:
+class SlurmOptions:
     """Options of the user; None is the default of the profile or the site.
 
     `image` is for srun's `--container-image` or Apptainer. The run saves `warning` seconds before the time limit.
@@ -99,7 +99,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Request:
+class SlurmRequest:
     """A run and its nodes.
 
     `asked` is the recipe and its overrides, and `cluster` the profile, as the user wrote them; paths are absolute.
@@ -114,7 +114,9 @@ class Request:
     run_dir: Path
 
 
-def command(request: Request, plan: Plan, profile: Profile, options: Options, script: Path) -> tuple[str, ...]:
+def command(
+    request: SlurmRequest, plan: Plan, profile: Profile, options: SlurmOptions, script: Path
+) -> tuple[str, ...]:
     """The words of the sbatch command.
 
     Args:
@@ -171,7 +173,7 @@ def command(request: Request, plan: Plan, profile: Profile, options: Options, sc
     )
 
 
-def prepare_command(request: Request, profile: Profile, options: Options, script: Path) -> tuple[str, ...]:
+def prepare_command(request: SlurmRequest, profile: Profile, options: SlurmOptions, script: Path) -> tuple[str, ...]:
     """The words of the sbatch command of a job that tokenizes, on one node without GPUs.
 
     Args:
@@ -237,7 +239,7 @@ def as_text(words: Sequence[str]) -> str:
     return " ".join(lines)
 
 
-def check(request: Request, profile: Profile, options: Options) -> None:
+def check(request: SlurmRequest, profile: Profile, options: SlurmOptions) -> None:
     """Reject values that sbatch would reject or misinterpret.
 
     Raises:
@@ -302,7 +304,7 @@ def _check_image(image: str, runtime: str) -> None:
         )
 
 
-def _output(request: Request, name: str) -> str:
+def _output(request: SlurmRequest, name: str) -> str:
     """The log, whose directory Slurm does not create; % starts a replacement symbol."""
     return str(RunFiles(request.run_dir).logs / f"{name}-").replace("%", "%%") + "%j.out"
 

@@ -20,7 +20,7 @@ from cyclonedx.validation.json import JsonStrictValidator
 
 from llmrecipes.launch.kubernetes.launcher import objects_of
 from llmrecipes.launch.kubernetes.objects import to_yaml
-from llmrecipes.launch.kubernetes.options import Options
+from llmrecipes.launch.kubernetes.settings import KubernetesOptions
 from llmrecipes.workflow.submit import plan_for
 from tests import selection
 from tests.helpers import largest_difference
@@ -113,7 +113,7 @@ def test_a_rehearsal_runs_without_rights(tool: Podman, image: str) -> None:
 
 
 def test_pods_of_the_rendered_job_train_with_zero_and_go_on(tool: Podman, image: str, tmp_path: Path) -> None:
-    options = Options(image=f"registry.example.com/llmrecipes@sha256:{'0' * 64}")
+    options = KubernetesOptions(image=f"registry.example.com/llmrecipes@sha256:{'0' * 64}")
     applied = objects_of(plan_for("gpt-tiny-zero", SMALL, "laptop", 2), options, "pods")
     name = applied[-1]["metadata"]["name"]
     network, addresses = tool.network()
@@ -165,7 +165,7 @@ def test_the_pods_check_their_nodes_together(
     tool: Podman, image: str, tmp_path: Path, site: str, codes: list[str]
 ) -> None:
     """With the arguments, the variables and the files of the rendered init containers; there is no GPU here."""
-    options = Options(image=f"registry.example.com/llmrecipes@sha256:{'0' * 64}")
+    options = KubernetesOptions(image=f"registry.example.com/llmrecipes@sha256:{'0' * 64}")
     small = ["train.micro_batch_size=1", "train.global_batch_size=64"]
     objects = objects_of(plan_for("gpt-tiny", small, site, 2), options, f"check-{site}")
     pods = start_checks(tool, objects, image, tmp_path)

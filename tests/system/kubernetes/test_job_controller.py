@@ -16,8 +16,8 @@ from llmrecipes.hardware.load import names
 from llmrecipes.launch.base import JobState, JobStatus
 from llmrecipes.launch.kubernetes.launcher import objects_of, pod_spec, status_of
 from llmrecipes.launch.kubernetes.objects import to_yaml
-from llmrecipes.launch.kubernetes.options import Options
 from llmrecipes.launch.kubernetes.pod import LEVELS, admits, security_level
+from llmrecipes.launch.kubernetes.settings import KubernetesOptions
 from llmrecipes.workflow.submit import plan_for
 from tests.system.kubernetes.lab import Cluster, Object, control_plane
 
@@ -47,7 +47,7 @@ def namespace(cluster: Cluster) -> str:
 
 
 def rendered(namespace: str, site: str = "laptop", nodes: int = 2, **options: Any) -> list[Object]:
-    wanted = Options(image=IMAGE, namespace=namespace, **options)
+    wanted = KubernetesOptions(image=IMAGE, namespace=namespace, **options)
     return objects_of(plan_for("gpt-tiny", SMALL, site, nodes), wanted, "run-1")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from llmrecipes.launch.record import Record, read
+from llmrecipes.launch.record import JobRecord, read
 from llmrecipes.recipe.schema import Recipe
 from tests.helpers import ROOT, tiny_on, train_lines, write_recipe
 from tests.system.slurm.lab import PROGRAMS, Lab, cluster, missing
@@ -99,7 +99,7 @@ class Site:
         run_dir = self.folder / "runs" / recipe.name / run_id
         try:
 
-            def look() -> Record | None:
+            def look() -> JobRecord | None:
                 assert process.poll() is None, process.communicate()
                 return read(run_dir)
 

@@ -43,9 +43,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from llmrecipes.checkpoint.format import StateDict, Written
 from llmrecipes.checkpoint.manifest import FileRecord
 from llmrecipes.checkpoint.saver import os_error
+from llmrecipes.checkpoint.state_format import StateDict, Written
 from llmrecipes.engine.core.checkpoint.index import (
     DTYPES,
     INDEX_NAME,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from llmrecipes.checkpoint.format import Written
+from llmrecipes.checkpoint.state_format import Written
 from llmrecipes.engine.base import Progress, WeightSource
 from llmrecipes.engine.core.checkpoint.format import HashedFile, ShardedFormat
 from llmrecipes.engine.core.checkpoint.index import Described, ObjectRecord, encode, make_table

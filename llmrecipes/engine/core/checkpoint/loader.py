@@ -326,7 +326,7 @@ def load_plain(stream: io.IOBase, path: Path) -> Any:
         path: their file, for the message.
 
     Raises:
-        UserError: it contains anything else, or is damaged.
+        UserError: it contains anything else, or is corrupt.
     """
     try:
         return torch.load(cast(IO[bytes], stream), map_location="cpu", weights_only=True)
@@ -339,7 +339,7 @@ def load_plain(stream: io.IOBase, path: Path) -> Any:
 def unsafe(path: Path, why: str) -> UserError:
     """The error for an unsafe file."""
     lines = [line for line in why.splitlines() if line.strip() and not line.startswith(_ADVICE)]
-    detail = lines[0].rpartition("WeightsUnpickler error: ")[2] if lines else "it is damaged"
+    detail = lines[0].rpartition("WeightsUnpickler error: ")[2] if lines else "it is corrupt"
     return UserError(
         f"this checkpoint file is not plain data: {detail}",
         where=str(path),

@@ -43,7 +43,7 @@ class StoredWeights:
         averaged: the moving average of the weights in their place (`optimizer.ema_decay`).
 
     Raises:
-        UserError: the index is damaged, or has no average.
+        UserError: the index is corrupt, or has no average.
     """
 
     def __init__(self, entry: Entry, *, averaged: bool = False) -> None:
@@ -122,7 +122,7 @@ def _checked(part: _Window, path: Path, name: str) -> Any:
     except (zipfile.BadZipFile, NotImplementedError, ValueError) as problem:
         raise unsafe(path, str(problem)) from problem
     if damaged is not None:
-        raise UserError(f"{name} is damaged: its CRC-32 differs", where=str(path), fix="an older checkpoint: RUN@STEP")
+        raise UserError(f"{name} is corrupt: its CRC-32 differs", where=str(path), fix="an older checkpoint: RUN@STEP")
     part.seek(0)
     return load_plain(part, path)
 

@@ -80,7 +80,7 @@ def open_saved(path: Path) -> Saved:
     return Saved(folder, index, iteration, arguments)
 
 
-def damaged(path: Path, why: str) -> UserError:
+def corrupt(path: Path, why: str) -> UserError:
     """The error for a checkpoint that cannot be read."""
     return UserError(
         f"this checkpoint cannot be read: {why}",
@@ -102,16 +102,16 @@ def _chosen(path: Path) -> Path:
                 text = stream.read(64).decode("ascii", "replace").strip()
             name = text if text == "release" else f"iter_{int(text):07d}" if text.isdecimal() else ""
             if not name:
-                raise damaged(tracker, f"{text!r} is not an iteration number")
+                raise corrupt(tracker, f"{text!r} is not an iteration number")
             folder = path / name
             if not folder.is_dir():
-                raise damaged(folder, f"{TRACKER} names it, but it does not exist")
+                raise corrupt(folder, f"{TRACKER} names it, but it does not exist")
             if not (folder / INDEX).is_file():
                 raise _no_index(folder)
             return folder
         raise _no_index(path)
     except OSError as error:
-        raise damaged(path, error.strerror or str(error)) from error
+        raise corrupt(path, error.strerror or str(error)) from error
 
 
 def _no_index(folder: Path) -> UserError:
@@ -126,7 +126,7 @@ def _no_index(folder: Path) -> UserError:
             "--ckpt-convert-save OUT",
         )
     if any(name.endswith(".distcp") for name in names):
-        return damaged(folder, f"{INDEX} is missing: it is written last, so the save was interrupted")
+        return corrupt(folder, f"{INDEX} is missing: it is written last, so the save was interrupted")
     inside = next((name for name in reversed(names) if name.startswith("iter_")), "")
     return UserError(
         "no checkpoint of Megatron-LM in this folder",
@@ -139,11 +139,11 @@ def _no_index(folder: Path) -> UserError:
 def _require_format(folder: Path) -> None:
     path = folder / FORM
     if not path.is_file():
-        return  # torch.distributed.checkpoint alone writes none
+        return  # torch.distributed.checkpoint itself writes none
     try:
         form = read_json(path, root=folder, most=_MOST_JSON)["sharded_backend"]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise damaged(path, f"it does not name the format: {error!r}") from error
+        raise corrupt(path, f"it does not name the format: {error!r}") from error
     if form != FORMAT:
         raise UserError(
             f"this checkpoint has the format {form!r}",
@@ -164,19 +164,19 @@ def _index(folder: Path) -> Index:
     except UserError:
         raise
     except (pickle.UnpicklingError, ValueError) as problem:
-        raise damaged(path, str(problem)) from problem
+        raise corrupt(path, str(problem)) from problem
     except Exception as problem:  # malformed bytes raise any kind of exception in pickle
-        raise damaged(path, repr(problem)) from problem
+        raise corrupt(path, repr(problem)) from problem
 
 
 def _require_files(folder: Path, table: Table, sizes: Mapping[str, int]) -> None:
     """Every file is there, as long as the index says: before hours are spent on those in front of it."""
     if missing := sorted(set(table.files) - set(sizes)):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise damaged(folder, f"{missing[0]!r}{more} is missing, of {len(table.files)} files")
+        raise corrupt(folder, f"{missing[0]!r}{more} is missing, of {len(table.files)} files")
     for name, needed in zip(table.files, _ends(table).tolist(), strict=True):
         if needed > sizes[name]:
-            raise damaged(folder / name, f"it has {sizes[name]:,} bytes, and its last part ends at byte {needed:,}")
+            raise corrupt(folder / name, f"it has {sizes[name]:,} bytes, and its last part ends at byte {needed:,}")
 
 
 def _ends(table: Table) -> Numbers:
@@ -203,9 +203,9 @@ def _common(folder: Path, index: Index) -> tuple[Mapping[str, Any], int | None]:
     except UserError:
         raise
     except pickle.UnpicklingError as problem:
-        raise damaged(path, str(problem)) from problem
+        raise corrupt(path, str(problem)) from problem
     except Exception as problem:  # as above, and of zip files
-        raise damaged(path, repr(problem)) from problem
+        raise corrupt(path, repr(problem)) from problem
 
 
 _PLAIN = (bool, int, float, str, type(None))

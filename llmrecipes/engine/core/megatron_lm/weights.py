@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from llmrecipes.engine.core.checkpoint.index import StoredTensor, as_index
 from llmrecipes.engine.core.checkpoint.loader import load_plain, open_inside
 from llmrecipes.engine.core.checkpoint.tensors import weights_of
-from llmrecipes.engine.core.megatron_lm.folder import Saved, damaged
+from llmrecipes.engine.core.megatron_lm.folder import Saved, corrupt
 from llmrecipes.engine.core.model.gpt import construct_without_memory
 from llmrecipes.engine.core.model.init import global_name, whole_name
 from llmrecipes.errors import UserError
@@ -67,7 +67,7 @@ class SavedWeights:
         try:
             parts = stored.slices(tuple(low.tolist()), box)
         except ValueError as problem:
-            raise damaged(self._saved.path, str(problem)) from problem
+            raise corrupt(self._saved.path, str(problem)) from problem
         # Rows that pad the vocabulary are not in the checkpoint, or are others.
         values = torch.zeros(box, dtype=stored.dtype)
         for start, size, where in zip(parts.offsets, parts.sizes, parts.places.tolist(), strict=True):
@@ -110,7 +110,7 @@ class SavedWeights:
         value = self._held[place]
         if value.dtype != stored.dtype or tuple(value.shape) != shape:
             what = f"{stored.name!r} is {value.dtype} {list(value.shape)}"
-            raise damaged(self._saved.path, f"{what}, its index says {stored.dtype} {list(shape)}")
+            raise corrupt(self._saved.path, f"{what}, its index says {stored.dtype} {list(shape)}")
         return value
 
 
@@ -119,9 +119,9 @@ def _load(folder: Path, path: Path, start: int, length: int) -> torch.Tensor:
         with open_inside(folder, path.name) as stream:
             value = load_plain(_create_file_view(stream, start, length), path)
     except (UserError, OSError) as problem:
-        raise damaged(path, problem.what if isinstance(problem, UserError) else str(problem)) from problem
+        raise corrupt(path, problem.what if isinstance(problem, UserError) else str(problem)) from problem
     if not isinstance(value, torch.Tensor):
-        raise damaged(path, f"byte {start} begins a {type(value).__name__}, expected a tensor")
+        raise corrupt(path, f"byte {start} begins a {type(value).__name__}, expected a tensor")
     return value
 
 

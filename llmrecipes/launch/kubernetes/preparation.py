@@ -12,8 +12,8 @@ from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.launch.base import JobRef, JobState, JobStatus, Launcher
 from llmrecipes.launch.job import Job
 from llmrecipes.launch.kubernetes import pod, site
-from llmrecipes.launch.kubernetes.options import Options
-from llmrecipes.launch.kubernetes.pod import Object, Run
+from llmrecipes.launch.kubernetes.pod import Object, PodRun
+from llmrecipes.launch.kubernetes.settings import KubernetesOptions
 from llmrecipes.launch.programs import tell
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def name_of(run: str) -> str:
     return f"{run}-prepare"
 
 
-def job(run: Run, options: Options) -> Object:
+def job(run: PodRun, options: KubernetesOptions) -> Object:
     """One pod on CPUs, with the run's recipe and claim. It does nothing if the data is prepared.
 
     The profile's node selector, its patch and paths of its nodes are left out, because they belong to GPU nodes; its
@@ -68,7 +68,7 @@ def job(run: Run, options: Options) -> Object:
     }
 
 
-def _pod(run: Run, options: Options) -> Object:
+def _pod(run: PodRun, options: KubernetesOptions) -> Object:
     claims = [each for each in run.profile.kubernetes.volumes if each.claim is not None]
     own = run.profile.kubernetes.model_copy(update={"volumes": tuple(claims)})
     kept = {"recipe", "workspace", *(each.name for each in claims)}

@@ -33,7 +33,7 @@ class Secret:
 
 
 @dataclass(frozen=True)
-class Options:
+class KubernetesOptions:
     """The options of a run.
 
     `claim` is the volume with runs and data, mounted on all nodes. `secrets` maps variables to the Secrets that hold
@@ -58,7 +58,7 @@ class Options:
     grace_seconds: int = 300
 
 
-def check(options: Options) -> None:
+def check(options: KubernetesOptions) -> None:
     """Reject what Kubernetes would reject, and what would be unsafe.
 
     Raises:
