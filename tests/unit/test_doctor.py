@@ -375,9 +375,9 @@ def node(
 ) -> subprocess.Popen[str]:
     """`llmrecipes doctor` on one of several nodes, which are addresses of this machine."""
     program = (
-        "import sys; from pathlib import Path; from llmrecipes.doctor.nodes import Meeting, meet;"
+        "import sys; from pathlib import Path; from llmrecipes.doctor.nodes import NodeRendezvous, meet;"
         "import json; from llmrecipes.doctor.finding import Finding, ok;"
-        f"m = Meeting({tuple(hosts)!r}, {number}, {port}, Path({str(runs)!r}), b'of this job', {patience});"
+        f"m = NodeRendezvous({tuple(hosts)!r}, {number}, {port}, Path({str(runs)!r}), b'of this job', {patience});"
         f"found = meet(m, [{verdict}]);"
         "print(json.dumps([[each.as_dict() for each in found.findings or []], found.bad]))"
     )

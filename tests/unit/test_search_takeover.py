@@ -48,7 +48,7 @@ from llmrecipes.runfiles import RunFiles
 run_dir, token, boot = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 lease.RENEW_SECONDS = 0.02
 if boot:
-    lease.this_machine = lambda: lease.Machine("elsewhere", boot, "pid:[1]")
+    lease.this_machine = lambda: lease.MachineIdentity("elsewhere", boot, "pid:[1]")
 
 def end(code):
     RunFiles(run_dir).exit_code.write_text(f"{token} {code}")
