@@ -31,7 +31,7 @@ from llmrecipes.data.prepared import (
 )
 from llmrecipes.data.steps import StepSpec, step_spec
 from llmrecipes.errors import UserError
-from llmrecipes.hardware.builds import transformer_engine_obstacle
+from llmrecipes.hardware.builds import import_megatron
 from llmrecipes.hardware.cluster import cpu_cores
 from llmrecipes.io import sync, write_synced
 from llmrecipes.recipe.schema import Recipe
@@ -74,7 +74,7 @@ def prepare(
             check_index(recipe, prepared, log)
             log(f"data is prepared in {target}")
             return prepared
-    transformer_engine_obstacle()  # before megatron-core is imported
+    import_megatron()
     with _writable(data_dir), _lock(data_dir, target.name, log):
         if not target.is_dir():
             _build(recipe, target, workers or max(1, int(cpu_cores())), log)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from llmrecipes.hardware.builds import transformer_engine_obstacle
+from llmrecipes.hardware.builds import import_megatron
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.engines import ENGINES, engine_name
 from llmrecipes.recipe.schema import Recipe
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def backend(recipe: Recipe) -> Backend:
     """The backend of the engine that a recipe selects."""
-    transformer_engine_obstacle()  # before megatron-core is imported
+    import_megatron()
     create: Callable[[], Backend] = resolve_name(ENGINES[engine_name(recipe)].backend)
     return create()
 

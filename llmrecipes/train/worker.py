@@ -10,6 +10,7 @@ from contextlib import ExitStack
 
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.hardware.builds import import_megatron
 from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.train.rank import failure_reported, nodes, rank_main
@@ -25,6 +26,7 @@ def run(spec: RunSpec) -> ExitCode:
         UserError: a problem the user can fix.
     """
     require_packages(spec.recipe)
+    import_megatron()
     # Imported here so that a rank with an invalid spec fails before torch is loaded.
     from llmrecipes.checkpoint.saver import AsyncSaver, claim, saver_group
     from llmrecipes.data.prepared import open_prepared

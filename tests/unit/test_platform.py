@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from llmrecipes.engine.core.platform.cpu import CpuPlatform, CpuTorch, names_cud
 from llmrecipes.engine.core.platform.patching import MissingPatchTarget, replace, resolve
 from llmrecipes.engine.core.platform.substitutes import GroupStepAdamW
 from llmrecipes.hardware import nvidia
+from llmrecipes.hardware.builds import compiled_at_first_call
 from llmrecipes.hardware.cluster import DetectedGpu
 from tests.refusals import refused
 
@@ -45,6 +49,40 @@ def test_a_megatron_core_that_moved_a_patched_name_is_refused(monkeypatch: pytes
 def test_every_module_whose_torch_is_replaced_has_one() -> None:
     for name in cpu.MODULES_THAT_NAME_CUDA:
         assert resolve(name).torch.__name__ == "torch"
+
+
+# -- import of megatron-core ------------------------------------------------------------------------------------------
+
+
+def test_megatron_core_is_imported_without_the_compiler_and_weights_and_biases() -> None:
+    code = (
+        "import sys; from llmrecipes.hardware.builds import import_megatron; import_megatron();"
+        "import torch; from megatron.core.fusions.fused_bias_geglu import geglu;"
+        "print([name for name in ('torch._inductor.compile_fx', 'wandb') if name in sys.modules],"
+        "torch.compile.__module__)"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    assert subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout == "[] torch\n"
+
+
+def test_a_function_is_compiled_at_its_first_call() -> None:
+    compiled: list[dict[str, Any]] = []
+
+    def compile_(function: Any, **options: Any) -> Any:
+        compiled.append(options)
+        return torch.compile(function, backend="eager")
+
+    @partial(compiled_at_first_call, compile_)(dynamic=True)
+    def double(values: torch.Tensor) -> torch.Tensor:
+        """Twice."""
+        return 2 * values
+
+    outer = torch.compile(lambda values: double(values) + 1, backend="eager", fullgraph=True)
+    assert outer(torch.ones(2)).tolist() == [3, 3]
+    assert compiled == []
+    assert double(torch.ones(2)).tolist() == double(torch.ones(2)).tolist() == [2, 2]
+    assert compiled == [{"dynamic": True}]
+    assert double.__doc__ == "Twice."
 
 
 # -- CPU stand-ins ---------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.proxy import proxy, scaled
 from llmrecipes.workflow.smoke import SmokeResult
-from tests.helpers import ROOMY, tiny, tiny_on, write_recipe
+from tests.helpers import ROOMY, ROOT, tiny, tiny_on, write_recipe
 
 
 def smoke(corpus: Path, data_dir: Path, folder: Path, *options: str) -> int:
@@ -24,8 +25,10 @@ def smoke(corpus: Path, data_dir: Path, folder: Path, *options: str) -> int:
 
 
 def test_a_rehearsal_trains_saves_resumes_and_compares(
-    corpus: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    corpus: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In an image for GPUs, too: TransformerEngine can be imported there, and its Adam cannot run on a CPU."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'tests/stub_te'}:{os.environ.get('PYTHONPATH', '')}")
     assert smoke(corpus, data_dir, tmp_path, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["ok"], found["first_difference"], found["resumed_at"]) == (True, None, found["steps"] // 2)
