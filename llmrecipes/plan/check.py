@@ -11,6 +11,8 @@ from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.plan.derive import LEAST_HEADROOM, Plan, derive, num_microbatches
 from llmrecipes.plan.layout import layout
 from llmrecipes.plan.memory import estimate
+from llmrecipes.plan.speed.device import device
+from llmrecipes.plan.speed.search import nearest
 from llmrecipes.recipe import rules
 from llmrecipes.recipe.degrees import model_parallel_size, smallest_world
 from llmrecipes.recipe.schema import Recipe
@@ -21,10 +23,16 @@ from llmrecipes.units import gib as gib
 # Basis of a recommendation if the machine has no GPU.
 _COMMON_GPU = DetectedGpu("H100 80GB", 79 * GIB, 79 * GIB, 989.4)
 _MAX_GPUS = 16384
+_MOST_ADVICE = 3
 
 
-def check(plan: Plan, cluster: Cluster) -> None:
+def check(plan: Plan, cluster: Cluster, advise: bool = True) -> None:
     """Pass silently if the plan fits.
+
+    Args:
+        plan: of the run.
+        cluster: that it runs on.
+        advise: whether to search for layouts that fit, which takes seconds at thousands of GPUs.
 
     Raises:
         UserError: it does not fit; with the needed memory part by part, the available memory, and a fix.
@@ -42,8 +50,22 @@ def check(plan: Plan, cluster: Cluster) -> None:
         f"{gib(plan.memory_capacity_bytes)} available {where} ({_machine(cluster)})",
         where=f"recipe {name}",
         fix=f"make smoke RECIPE={name} rehearses a small version on this machine; "
-        f"{recommend(plan.recipe, plan.shape, cluster)}",
+        f"{_advice(plan, cluster) if advise else recommend(plan.recipe, plan.shape, cluster)}",
     )
+
+
+def _advice(plan: Plan, cluster: Cluster) -> str:
+    """The fastest changes that fit on these GPUs; else the nodes that some layout fits; else `recommend`."""
+    try:
+        device(cluster.gpus[0].name if cluster.gpus else "")
+    except UserError:  # layouts cannot be compared without the GPU's coefficients
+        return recommend(plan.recipe, plan.shape, cluster)
+    try:
+        changes = nearest(plan, _MOST_ADVICE)
+    except UserError as error:
+        return f"{error.what}; {error.fix}"
+    speeds = (f"{change} ({made.tokens_per_second_per_gpu:,.0f} tokens/s/GPU)" for change, made in changes)
+    return f"on these GPUs it fits, fastest first, with {'; or '.join(speeds)}"
 
 
 def _check_host(plan: Plan, cluster: Cluster) -> None:

@@ -81,7 +81,7 @@ class Target:
         except UserError as error:
             raise Infeasible(str(error)) from error
         try:
-            check(plan, self.site)
+            check(plan, self.site, advise=False)
         except UserError as error:
             raise Infeasible(str(error), max(1e-6, headroom(plan))) from error
         return plan

@@ -14,9 +14,13 @@ import yaml
 from benchmarks import planner
 from llmrecipes.cli.app import run
 from llmrecipes.hardware.load import clusters_dir
+from llmrecipes.plan.check import check
 from llmrecipes.plan.speed.device import device, stack
 from llmrecipes.plan.speed.schedule import order, simulate
+from llmrecipes.plan.speed.search import nearest
 from llmrecipes.plan.speed.work import product
+from llmrecipes.recipe.load import load
+from llmrecipes.workflow.plan import plan_on
 from tests.refusals import refused, require_message
 
 ROOT = Path(__file__).parents[2]
@@ -132,6 +136,37 @@ def test_plan_searches_layouts_and_writes_the_fastest(capsys: pytest.CaptureFixt
     assert run(["plan", str(path), *asked[2:], "--json"]) == 0
     written = json.loads(capsys.readouterr().out)
     assert written["recipe"] == "wide" and written["parallelism"] == layouts[0]["parallelism"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "nodes", "overrides"),
+    [
+        ("llama3-70b", 16, ["train.micro_batch_size=4"]),
+        ("mixtral-8x7b", 16, ["train.micro_batch_size=16"]),
+    ],
+)
+def test_a_plan_that_does_not_fit_names_changes_with_which_it_does(
+    recipe: str, nodes: int, overrides: list[str]
+) -> None:
+    plan, machine = plan_on(load(recipe, overrides).recipe, nproc=None, cluster="h100-ib", nodes=nodes)
+    changes = nearest(plan, 3)
+    speeds = [made.tokens_per_second_per_gpu for _, made in changes]
+    assert changes and speeds == sorted(speeds, reverse=True)
+    for change, made in changes:
+        changed = load(recipe, [*overrides, *change.split()]).recipe
+        again, _ = plan_on(changed, nproc=plan.layout.world_size, cluster="h100-ib", nodes=None)
+        assert again.fits and again.memory == made.plan.memory and again.layout == made.plan.layout
+    with refused(f"recipe {recipe}", rule=changes[0][0].split()[0]):
+        check(plan, machine)
+
+
+def test_where_no_layout_fits_the_nodes_of_one_that_does_are_named() -> None:
+    alone = [f"parallelism.{name}_model_parallel_size=1" for name in ("tensor", "pipeline")]
+    alone += ["parallelism.sequence_parallel=false", "parallelism.virtual_pipeline_model_parallel_size=null"]
+    recipe = load("llama3-70b", [*alone, "parallelism.context_parallel_size=1"]).recipe
+    plan, machine = plan_on(recipe, nproc=None, cluster="h100-ib", nodes=1)
+    with refused("recipe llama3-70b", rule=("4 nodes", "32 GPUs")):
+        check(plan, machine)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from llmrecipes.errors import UserError
@@ -121,15 +122,8 @@ def fastest(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | Non
     Raises:
         UserError: none does, with the least number of GPUs found for which one does.
     """
-    timed = sorted(_timed(recipe, cluster, ranks, profile), key=lambda pair: pair[0])
-    found: list[Found] = []
-    for _, candidate in timed:
-        plan = _plan(candidate, cluster, ranks)
-        if plan is None or not plan.fits or plan.memory_headroom < LEAST_HEADROOM:
-            continue
-        found.append(Found(candidate, forecast(plan, profile)))
-        if len(found) == number:
-            break
+    every = candidates(recipe, ranks, cluster.gpus_per_domain)
+    found = _fitting(recipe, every, cluster, ranks, profile, number)
     if not found:
         raise UserError(
             f"no layout of {ranks} GPUs fits",
@@ -138,6 +132,78 @@ def fastest(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | Non
             fix=_smallest(recipe, cluster, ranks, profile),
         )
     return found
+
+
+def _fitting(
+    recipe: Recipe, every: Iterable[Recipe], cluster: Cluster, ranks: int, profile: Profile | None, number: int
+) -> list[Found]:
+    found: list[Found] = []
+    for _, candidate in sorted(_timed(every, recipe, cluster, ranks, profile), key=lambda pair: pair[0]):
+        plan = _plan(candidate, cluster, ranks)
+        if plan is None or not plan.fits or plan.memory_headroom < LEAST_HEADROOM:
+            continue
+        found.append(Found(candidate, forecast(plan, profile)))
+        if len(found) == number:
+            break
+    return found
+
+
+def nearest(plan: Plan, number: int) -> list[tuple[str, Forecast]]:
+    """Changes with which a plan that does not fit would, on the same GPUs, fastest first; as overrides of its recipe.
+
+    Of the layouts that `fastest` tries those with one change, else those with two, else all; each is planned and fits
+    with `LEAST_HEADROOM`. The links are those of the GPU's data file.
+
+    Raises:
+        UserError: nothing is known of the GPU; or no layout fits, with the least number of nodes found.
+    """
+    recipe, cluster, ranks = plan.recipe, plan.cluster, plan.layout.world_size
+    gpu(plan, None)
+    every = [_as_before(each, recipe) for each in candidates(recipe, ranks, cluster.gpus_per_domain)]
+    for most in (1, 2):
+        few = [each for each in every if len(_changed(recipe, each)) <= most]
+        if found := _fitting(recipe, few, cluster, ranks, None, number):
+            break
+    else:
+        found = fastest(recipe, cluster, ranks, None, number)
+    return [(" ".join(chain.from_iterable(_changed(recipe, each.recipe).values())), each.forecast) for each in found]
+
+
+_TOGETHER = {
+    "sequence_parallel": "tensor_model_parallel_size",
+    "virtual_pipeline_model_parallel_size": "pipeline_model_parallel_size",
+    "account_for_embedding_in_pipeline_split": "pipeline_model_parallel_size",
+    "account_for_loss_in_pipeline_split": "pipeline_model_parallel_size",
+    "num_layers_in_first_pipeline_stage": "pipeline_model_parallel_size",
+    "num_layers_in_last_pipeline_stage": "pipeline_model_parallel_size",
+    "expert_tensor_parallel_size": "expert_model_parallel_size",
+    **dict.fromkeys(_FULL, "recompute_granularity"),
+}
+"""Keys that change as one with another."""
+
+
+def _changed(recipe: Recipe, candidate: Recipe) -> dict[str, list[str]]:
+    """Overrides that make a candidate of the recipe, those that change together under one name."""
+    changes: dict[str, list[str]] = {}
+    for section in ("parallelism", "train"):
+        before, after = getattr(recipe, section), getattr(candidate, section)
+        for name in type(before).model_fields:
+            value = getattr(after, name)
+            if value != getattr(before, name):
+                shown = "null" if value is None else str(value).lower()
+                changes.setdefault(_TOGETHER.get(name, name), []).append(f"{section}.{name}={shown}")
+    return changes
+
+
+def _as_before(candidate: Recipe, recipe: Recipe) -> Recipe:
+    """With the recipe's own selective recomputation and expert tensor parallelism where only those would differ."""
+    train, parallel = candidate.train, candidate.parallelism
+    if not train.recompute_granularity and recipe.train.recompute_granularity != "full":
+        train = train.model_copy(update={name: getattr(recipe.train, name) for name in _NONE})
+    if parallel.expert_model_parallel_size == recipe.parallelism.expert_model_parallel_size:
+        expert_tensor = recipe.parallelism.expert_tensor_parallel_size
+        parallel = parallel.model_copy(update={"expert_tensor_parallel_size": expert_tensor})
+    return candidate.model_copy(update={"train": train, "parallelism": parallel})
 
 
 def _smallest(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None) -> str:
@@ -156,7 +222,7 @@ def _smallest(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | N
                 continue
             plan = _plan(candidate, larger, more)
             if plan is not None and plan.fits and plan.memory_headroom >= LEAST_HEADROOM:
-                return f"{more} GPUs ({Found(candidate, forecast(plan, profile)).key})"
+                return f"{nodes} nodes, {more} GPUs ({Found(candidate, forecast(plan, profile)).key})"
     return "a smaller global batch, a shorter sequence, or GPUs with more memory"
 
 
@@ -169,7 +235,9 @@ def _plan(candidate: Recipe, cluster: Cluster, ranks: int) -> Plan | None:
         return None
 
 
-def _timed(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None) -> Iterator[tuple[float, Recipe]]:
+def _timed(
+    every: Iterable[Recipe], recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None
+) -> Iterator[tuple[float, Recipe]]:
     """Candidates with the seconds of their step. One plan serves all: only what the time model reads is replaced."""
     base = next(
         (plan for each in candidates(recipe, ranks, cluster.gpus_per_domain) if (plan := _plan(each, cluster, ranks))),
@@ -180,7 +248,7 @@ def _timed(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None
     device = gpu(base, profile)
     known: dict[Any, Step] = {}
     seen: set[Any] = set()
-    for candidate in candidates(recipe, ranks, cluster.gpus_per_domain):
+    for candidate in every:
         try:
             laid_out = layout(candidate, ranks, cluster)
         except UserError:
