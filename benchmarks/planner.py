@@ -176,7 +176,7 @@ def read(row: Row) -> Reading:
     """A row of any of the files as work on a device.
 
     Raises:
-        UserError: the GPU or the layout is impossible.
+        UserError: the layout is impossible.
     """
     assumed: list[str] = []
     values, degrees = _shape(row, assumed), _layout(row, assumed)
@@ -257,7 +257,15 @@ def read(row: Row) -> Reading:
         work = next(option for option in options if not option.tied)
     if values["gated"] is None:
         assumed.append("gated MLP")
-    return Reading(work, device(name), software, assumed, recompute not in ("none", "full") or "recompute" in assumed)
+    try:
+        gpu = device(name)
+    except UserError:
+        # A wrong rate keeps the order of layouts; no prediction keeps nothing.
+        gpu = device("A100" if re.search(r"[AV]\d00", name.upper()) else "H100")
+        assumed.append(f"coefficients of {gpu.name}")
+    if software.name == "default":
+        assumed.append("software")
+    return Reading(work, gpu, software, assumed, recompute not in ("none", "full") or "recompute" in assumed)
 
 
 def _empty_stages(work: Work) -> int:
