@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from llmrecipes.launch.ranks import STOP_SIGNALS as STOPPING
@@ -120,8 +120,9 @@ def catch_signals(describe_newest: Callable[[], str]) -> Iterator[StopRequest]:
 
 
 def _leave(describe_newest: Callable[[], str]) -> None:
-    sys.stdout.flush()
-    # os.write, because a signal may interrupt a print.
+    # os.write, because a signal may interrupt a print; a buffer that is being written cannot be flushed then.
+    with suppress(RuntimeError):
+        sys.stdout.flush()
     os.write(2, f"\nInterrupted twice: stopping without saving. Newest checkpoint: {describe_newest()}\n".encode())
     os._exit(INTERRUPTED)
 

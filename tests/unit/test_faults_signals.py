@@ -60,6 +60,23 @@ def test_second_ctrl_c_leaves_at_once_and_names_the_newest_checkpoint() -> None:
     assert "Traceback" not in err
 
 
+def test_second_ctrl_c_within_a_print_leaves_too() -> None:
+    within = (
+        "import io, os, signal",
+        "class Raw(io.RawIOBase):",
+        "    def writable(self): return True",
+        "    def write(self, data): os.kill(os.getpid(), signal.SIGINT); return len(data)",
+        "sys.stdout = io.TextIOWrapper(io.BufferedWriter(Raw()))",
+        "print('interrupted', flush=True)",
+    )
+    process = start(setup="signals.PRESS_INTERVAL = 0.0", then="\n    ".join(within))
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == INTERRUPTED
+    assert "step-00000100" in err
+    assert "Traceback" not in err
+
+
 def test_the_copy_a_launcher_passes_on_is_the_same_press() -> None:
     with catch_signals(lambda: "none") as stop:
         os.kill(os.getpid(), signal.SIGINT)
