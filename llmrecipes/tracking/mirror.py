@@ -5,8 +5,9 @@ the GIL with it; importing the tracker's library (about a second) delays no step
 any time; and if the training process is killed, this one can still report it. metrics.jsonl is its buffer: points that
 an unreachable server missed are read from it again, during this run or when it is resumed.
 
-Standard input has one JSON line with the configuration, and later one with the final status; EOF without a status means
-that the training died. Either way this process delivers what it can within `LAST_DELIVERY_SECONDS`, and exits.
+Standard input has one JSON line with the configuration, and later one with the final status and the seconds that the
+training process waits; EOF without a status means that the training died. This process delivers what it can within that
+time, or within `LAST_DELIVERY_SECONDS`, and exits.
 Standard output has JSON lines for the training process: warnings, a link to the run and, at the end, a report.
 """
 
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_BATCHES = 1.0
 LONGEST_RETRY_SECONDS = 60.0
-LAST_DELIVERY_SECONDS = 30.0  # after the end of the training
+LAST_DELIVERY_SECONDS = 30.0  # after the death of the training process
 LONGEST_MESSAGE = 200
 NOT_METRICS = {"step", "time", "non_finite", "experts"}
 OF_THE_STEP = {"consumed_samples", "consumed_tokens"}  # an evaluation repeats them
@@ -86,10 +87,13 @@ class Ending:
         threading.Thread(target=self._listen, args=(stream,), daemon=True).start()
 
     def _listen(self, stream: BinaryIO) -> None:
+        seconds = LAST_DELIVERY_SECONDS
         with suppress(ValueError, TypeError, KeyError):
-            self.status = json.loads(stream.readline())["status"]
+            message = json.loads(stream.readline())
+            self.status = message["status"]
+            seconds = float(message["seconds"])
         self.event.set()
-        time.sleep(LAST_DELIVERY_SECONDS)
+        time.sleep(seconds)
         os._exit(1)  # the server hangs; what is missing is sent when the run is resumed
 
 

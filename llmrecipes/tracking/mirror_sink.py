@@ -39,7 +39,7 @@ class MirrorSink(Sink):
         config: passed to the process.
         environment: of the process.
         show: called from another thread with the line that has the address of the run.
-        close_seconds: time after which the process and its children are killed.
+        close_seconds: time after which the process and its children are killed; by default `CLOSE_SECONDS`.
 
     Raises:
         OSError: the process could not be started.
@@ -54,12 +54,12 @@ class MirrorSink(Sink):
         environment: Mapping[str, str],
         *,
         show: Callable[[str], None],
-        close_seconds: float = CLOSE_SECONDS,
+        close_seconds: float | None = None,
     ) -> None:
         self._where = where
         self._log = log
         self._show = show
-        self._close_seconds = close_seconds
+        self._close_seconds = CLOSE_SECONDS if close_seconds is None else close_seconds
         self._report: dict[str, Any] | None = None
         self._deadline = math.inf
         logs = RunFiles(Path(config.run_dir)).logs
@@ -97,7 +97,7 @@ class MirrorSink(Sink):
         if math.isfinite(self._deadline):
             return
         self._deadline = time.monotonic() + self._close_seconds
-        self._write({"status": status})
+        self._write({"status": status, "seconds": self._close_seconds})
         with suppress(OSError):
             self._stdin.close()
 

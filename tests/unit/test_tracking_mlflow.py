@@ -30,9 +30,8 @@ from mlflow.tracking import MlflowClient
 from rich.console import Console
 
 from llmrecipes.recipe.schema import Model, Optimizer, Recipe, Tracking, Train
-from llmrecipes.tracking import web
+from llmrecipes.tracking import mirror_sink, web
 from llmrecipes.tracking.events import EvalMetrics, Note, StepMetrics
-from llmrecipes.tracking.mirror_sink import MirrorSink
 from llmrecipes.tracking.mlflow.database import artifact_root, redact, require_database, sqlite_uri, tracking_uri
 from llmrecipes.tracking.mlflow.sink import LOCK
 from llmrecipes.tracking.run_tracker import RunTracker
@@ -52,9 +51,7 @@ def runs_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def local_store(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     if "runs_dir" in request.fixturenames:  # there is no server that may be dead, and a busy machine may need longer
-        defaults = MirrorSink.__init__.__kwdefaults__
-        assert defaults is not None
-        monkeypatch.setitem(defaults, "close_seconds", 200.0)
+        monkeypatch.setattr(mirror_sink, "CLOSE_SECONDS", 200.0)
 
 
 def recipe(experiment: str, *, description: str = "", **tracking: Any) -> Recipe:
@@ -419,6 +416,7 @@ def test_a_dead_server_neither_stops_nor_delays_training_and_gets_missed_points_
         again, _ = stack.enter_context(web.mlflow_server(server_dir, port))
         assert again == address
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        monkeypatch.setattr(mirror_sink, "CLOSE_SECONDS", 200.0)  # this one is alive, however busy the machine
         with start(runs, recipe(experiment, system_metrics_interval=None), "r", resumed_step=25) as tracker:
             for number in range(26, 41):
                 tracker.step(step(number))

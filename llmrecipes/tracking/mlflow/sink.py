@@ -32,6 +32,8 @@ from llmrecipes.untrusted import RECORD, read_json
 RUN_FILE = "mlflow.json"
 """File of the run directory that names its MLflow run."""
 LOCK = ".mlflow.lock"
+LOCAL_CLOSE_SECONDS = 120.0
+"""Longer than for a server, which may be dead: a busy machine takes a minute to create a database."""
 LONGEST_PARAM = 6000  # MLflow's limits, in characters
 CUT = " ... [cut: the whole value is in the artifact recipe.yaml]"
 
@@ -72,6 +74,7 @@ class MlflowSink(MirrorSink):
             config,
             process_environment(),
             show=show,
+            close_seconds=LOCAL_CLOSE_SECONDS if is_local(config.uri) else None,
         )
 
     @classmethod
