@@ -245,7 +245,7 @@ def read(row: Row) -> Reading:
             head_dim=channels, gated=gated, tied=tied, experts=experts, topk=topk, moe_ffn=expert_ffn,
             shared_ffn=shared,
             dense_layers=dense_layers if experts else 0, latent=latent, mtp=mtp, vpp=degrees["vpp"], ep=degrees["ep"],
-            precision=precision, recompute="full" if recompute == "full" else "none",
+            precision=precision, recomputed=float(recompute == "full"),
         )
         for gated in ((values["gated"],) if values["gated"] is not None else (True, False))
         for tied in (False, True)
@@ -288,7 +288,7 @@ def impossible(reading: Reading, size: float) -> str | None:
     if software.by_cost and not work.experts and work.dp > 1 and _empty_stages(work) >= 3:
         return "the last pipeline stages have no parameters"
     if reading.partly and not software.by_cost:
-        work = replace(work, recompute="full")
+        work = replace(work, recomputed=1.0)
         size = memory.estimate(reading.device, software, work)
     # Only for frameworks with measured memory are formulas close enough for a verdict near the capacity.
     least = size if software.by_cost else _SURE * size

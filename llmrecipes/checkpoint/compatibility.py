@@ -33,6 +33,7 @@ FREE = (
     "train.recompute_granularity",
     "train.recompute_method",
     "train.recompute_num_layers",
+    "train.recompute_modules",
     "train.torch_compile",
     "train.initial_loss_scale",
     "train.min_loss_scale",

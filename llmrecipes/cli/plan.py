@@ -13,6 +13,7 @@ from llmrecipes.errors import UserError
 
 if TYPE_CHECKING:
     from llmrecipes.plan.speed.forecast import Forecast
+    from llmrecipes.plan.speed.saving import Saving
 
 _SHOWN = 5
 
@@ -33,6 +34,12 @@ def plan(
     out: Annotated[
         Path | None, typer.Option("--write", metavar="FILE", help="With --search: save the fastest as a recipe.")
     ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot", metavar="FILE", help="Draw memory and passes of the stages as FILE.svg or FILE.png; not --search."
+        ),
+    ] = None,
 ) -> None:
     """Predict time, memory and cost, or search the layout.
 
@@ -46,9 +53,17 @@ def plan(
         raise UserError(
             "set without --search", where="--write", rule="it saves the layout that a search finds", fix="--search"
         )
+    if picture is not None and search:
+        raise UserError(
+            "set with --search", where="--plot", rule="it draws one layout", fix="--search --write FILE, then plan FILE"
+        )
     if not search:
         made = workflow.of_recipe(recipe, overrides or [], cluster_name, nodes, gpus)
+        if picture is not None:
+            workflow.plot(made, picture)
         print(json.dumps(made.as_dict(), indent=2) if as_json else text(made))
+        if picture is not None and not as_json:
+            print(f"{'picture':19}{picture}")
         return
     found = workflow.search(recipe, overrides or [], cluster_name, nodes, gpus, _SHOWN)
     if out is not None:
@@ -92,5 +107,28 @@ def text(made: Forecast) -> str:
     if made.energy_mwh is not None:
         carbon = f", {made.co2_t:,.2f} t CO2" if made.co2_t is not None else ""
         lines.append(("energy", f"{made.energy_mwh:,.2f} MWh{carbon}"))
+    if made.saving is not None:
+        lines += _saves(made, made.saving)
     lines += [("problem", each) for each in made.problems]
-    return "\n".join(f"{name:18}{value}" for name, value in lines)
+    return "\n".join(f"{name:19}{value}" for name, value in lines)
+
+
+def _saves(made: Forecast, saving: Saving) -> list[tuple[str, str]]:
+    from llmrecipes.console import duration
+    from llmrecipes.units import gib
+
+    written = f"training waits {saving.stall:.2g}s, complete after {duration(saving.write)}"
+    lines = [("checkpoint", f"{gib(saving.bytes)}, {written}")]
+    best, share = saving.best_interval, saving.effective(saving.interval)
+    most = saving.effective(best)
+    if saving.mtbf is None or best is None or share is None or most is None:
+        return [*lines, ("failures", "left out: the profile has no failures.gpu_hours_per_failure")]
+    steps = max(1, round(best / made.step.seconds))
+    days = saving.days(made.seconds)
+    lasts = "no end: failures leave no time" if days is None else f"{duration(days * 86400)} for all steps"
+    return [
+        *lines,
+        ("failures", f"one in {duration(saving.mtbf)}"),
+        ("effective time", f"{share:.1%}, {lasts}"),
+        ("best save_interval", f"{steps:,} steps ({duration(best)}): {most:.1%} effective"),
+    ]

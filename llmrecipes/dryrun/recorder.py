@@ -134,9 +134,20 @@ def recording(recorder: Recorder) -> Iterator[None]:
             recorder.storages.mark(tensor, "activations")
         return tensor
 
+    plain = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        recorder.storages.resized(storage, size)
+        return plain(storage, size)
+
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with recorder, _Construction(recorder), hooks:
-        yield
+        # No operation tells of it: it is how recomputation discards and restores results.
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
 
 
 def _reads_device(name: str, args: Any, options: Any) -> bool:
@@ -232,6 +243,17 @@ class Storages:
                 life.category = "communication"
                 life.size -= tensor.nbytes
                 self._states[category] += tensor.nbytes
+
+    def resized(self, storage: torch.UntypedStorage, size: int) -> None:
+        """A storage is given another size: another life of the same."""
+        found = self._alive.get(storage._cdata)
+        if found is None:
+            return
+        life, reference = found
+        life.freed = self.now + 1
+        following = _Life(size, self.now + 1, life.module, life.category)
+        self._lives.append(following)
+        self._alive[storage._cdata] = following, reference
 
     def peak(self) -> int:
         """Most bytes at a time, of all storages."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 from llmrecipes.errors import ExitCode, UserError
-from llmrecipes.plan.activations import keeps_scores
+from llmrecipes.plan.kernels import keeps_scores
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import shape
 

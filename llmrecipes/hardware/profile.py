@@ -215,6 +215,15 @@ class Costs(Section):
     """Carbon intensity of its electricity."""
 
 
+class Failures(Section):
+    """How often GPUs end a run, for `llmrecipes plan`."""
+
+    gpu_hours_per_failure: PosFloat
+    """Hours that GPUs train, added up, for each failure that ends a run."""
+    restart_minutes: PosFloat
+    """Minutes from a failure to the next step."""
+
+
 class Profile(Section):
     """A site."""
 
@@ -242,6 +251,8 @@ class Profile(Section):
     """Gigabytes (1e9 bytes) per second that all nodes of a job together write to the file system of runs."""
     costs: Costs | None = None
     """Prices and power; unset: `llmrecipes plan` leaves cost, energy and carbon out."""
+    failures: Failures | None = None
+    """Failures of its GPUs; unset: intervals between checkpoints are not compared."""
     environment: dict[Variable, str | int] = Field(default_factory=dict)
     """Variables of every rank: NCCL, UCX, GLOO, libfabric. Pods take no names of network interfaces from it."""
     slurm: Slurm = Slurm()

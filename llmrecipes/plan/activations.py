@@ -8,10 +8,13 @@ their 34 s b h plus the kernel's log-sum-exp. On a CPU a test compares it with w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
 
+from llmrecipes.plan.kernels import copies_keys, keeps_scores, mask_per_token, modules, own_layers
 from llmrecipes.plan.layout import Layout
+from llmrecipes.plan.pending import fullest
 from llmrecipes.recipe.adapters import adapted, is_target
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape
@@ -60,7 +63,7 @@ def _moments(
     chunks = []
     for number, layers in enumerate(layout.layers_per_stage[stage]):
         first = layout.first_layer(stage, number)
-        chunks.append(_chunk(recipe, per, [per.layer(index) for index in range(first, first + layers)]))
+        chunks.append(_chunk(recipe, per, range(first, first + layers)))
     if stage == 0:
         chunks[0] = chunks[0][0] + per.mask, chunks[0][1]
     chunks = [(kept + mask_per_token(recipe, device), again) for kept, again in chunks]
@@ -69,7 +72,15 @@ def _moments(
     ends = per.norm + per.edge * (recipe.lora is None) + predictions
     kept_logits, logits = _logits(recipe, s, layout)
     tables = len(chunks) * per.tables if recipe.train.recompute_granularity == "full" else 0.0
-    for pending, chunk, held in _pending(layout, num_microbatches, stage, experts=s.num_moe_experts > 0):
+    moments = fullest(
+        layout.pipeline_model_parallel_size,
+        layout.virtual_pipeline_model_parallel_size,
+        # A third group repeats what the second does.
+        min(num_microbatches, 3 * layout.pipeline_model_parallel_size),
+        stage,
+        s.num_moe_experts > 0,
+    )
+    for pending, chunk, held in moments:
         stack = tables + sum(kept * number for (kept, _), number in zip(chunks, pending, strict=True))
         # One chunk's are freed once they are sent; the very last chunk sends nothing.
         sent = sum(pending[:-1] if last else pending) if len(chunks) > 1 else 0
@@ -101,81 +112,26 @@ def _logits(recipe: Recipe, s: Shape, layout: Layout) -> tuple[int, int]:
     return int(kept), int(kept + (2 if recipe.train.precision != "fp32" else 0) * logits)
 
 
-def _pending(
-    layout: Layout, num_microbatches: int, stage: int, *, experts: bool
-) -> Iterator[tuple[list[int], int, int]]:
-    """Forward passes of each chunk whose backward pass is pending, and the chunk of the next one, through a step.
-
-    Also the inputs that are there besides: that of the last backward pass, which megatron-core's 1F1B schedule and
-    layers with experts hold until there is another one; with several chunks, the first that is received after the
-    warm-up, the last of each chunk until it gets another one, and that of the next forward pass, which is there early.
-
-    Chunks take turns in groups of as many micro-batches as there are stages (arXiv 2104.04473, figure 4).
-    """
-    stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
-    # A third group repeats what the second does.
-    passes = min(num_microbatches, 3 * stages) * chunks
-    ahead = in_flight(layout, num_microbatches, stage)
-    pending, number = [0] * chunks, [0] * chunks
-    done: list[tuple[int, int]] = []  # backward passes, each as its chunk and micro-batch
-    for forward in range(passes + ahead - 1):
-        if forward < passes:
-            number[forward // stages % chunks] += 1
-            pending[forward // stages % chunks] += 1
-        if forward + 1 < ahead:
-            continue
-        held = set(done[-1:]) if chunks == 1 or experts else set()
-        following = forward + 1
-        if chunks > 1:
-            held |= {_pass(ahead - 1, stages, chunks)} & set(done)
-            held |= {(chunk, number[chunk] - 1) for chunk in range(chunks) if not pending[chunk]}
-            held |= {_pass(following, stages, chunks)} if following < passes else set()
-        chunk, micro_batch = _pass(len(done), stages, chunks)
-        chunk = chunks - 1 - chunk
-        yield pending, chunk, sum(stage > 0 or each > 0 for each, _ in held)
-        pending[chunk] -= 1
-        done.append((chunk, micro_batch))
-
-
-def _pass(number: int, stages: int, chunks: int) -> tuple[int, int]:
-    """Chunk and micro-batch of a forward pass, counted over all chunks; a backward pass has the opposite chunk."""
-    return number // stages % chunks, number // (stages * chunks) * stages + number % stages
-
-
-def in_flight(layout: Layout, num_microbatches: int, stage: int) -> int:
-    """Peak number of chunk forward passes whose backward pass is pending, on one pipeline stage.
-
-    Narayanan et al. 2021 (arXiv 2104.04473): in 1F1B, stage r of p has p - r micro-batches. With v chunks a stage the
-    interleaved schedule warms up with 2 (p - r - 1) + (v - 1) p passes and then does one more.
-    """
-    stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
-    if chunks == 1:
-        return min(num_microbatches, stages - stage)
-    return min(num_microbatches * chunks, 2 * (stages - stage - 1) + (chunks - 1) * stages + 1)
-
-
-def recomputed_layers(recipe: Recipe, layers: int) -> int:
-    """Layers of a chunk whose whole forward pass is repeated in the backward pass: its first ones."""
-    train = recipe.train
-    if train.recompute_granularity != "full" or not train.recompute_num_layers:
-        return 0
-    return layers if train.recompute_method == "uniform" else min(train.recompute_num_layers, layers)
-
-
 def _tokens(recipe: Recipe, layout: Layout) -> float:
     """Tokens of a micro-batch on one rank."""
     return recipe.train.micro_batch_size * recipe.model.seq_length / layout.context_parallel_size
 
 
-def _chunk(recipe: Recipe, per: _PerToken, layers: Sequence[float]) -> tuple[float, float]:
+def _chunk(recipe: Recipe, per: _PerToken, numbers: range) -> tuple[float, float]:
     """Bytes per token that the layers of one chunk store, and those that exist only during recomputation."""
     train = recipe.train
+    layers = [per.layer(number) for number in numbers]
     if not layers:
         return 0.0, 0.0
-    if recompute_granularity(recipe, per.shape, per.device) == "selective":
-        return sum(layers) - len(layers) * per.core, per.core
     if train.recompute_granularity != "full" or not train.recompute_num_layers:
-        return sum(layers), 0.0
+        kept, most = 0.0, 0.0
+        for number in numbers:
+            # The layers after it are freed by the time one is recomputed.
+            discarded = per.discarded(experts=per.has_experts(number))
+            size = per.layer(number) - discarded.total
+            most = max(most - size, discarded.most)
+            kept += size
+        return kept, most
     number = min(train.recompute_num_layers, len(layers))
     if train.recompute_method == "uniform":
         groups = [sum(layers[start : start + number]) for start in range(0, len(layers), number)]
@@ -188,12 +144,36 @@ def _chunk(recipe: Recipe, per: _PerToken, layers: Sequence[float]) -> tuple[flo
 def _mtp(recipe: Recipe, per: _PerToken) -> tuple[float, float]:
     """Bytes per token that multi-token prediction layers keep, and those of the one that is being recomputed."""
     depth = per.shape.mtp_num_layers
-    layer = per.expert_layer if per.shape.mtp_moe_layers else per.dense_layer
+    experts = per.shape.mtp_moe_layers > 0
+    layer = per.expert_layer if experts else per.dense_layer
     # Both inputs and their norms, concatenated for the projection; the result's norm, and the output layer's input.
     around = 2 * per.norm + 2 * per.edge + per.norm + per.edge
     if recipe.train.recompute_granularity == "full":
         return depth * 3 * per.edge, layer + around if depth else 0.0
-    return depth * (layer + around), 0.0
+    discarded = per.discarded(experts=experts)
+    return depth * (layer - discarded.total + around), discarded.most if depth else 0.0
+
+
+@dataclass(frozen=True)
+class _Discarded:
+    """Bytes per token that a layer would keep, but recomputes: of its attention, and of its MLP or experts.
+
+    `twice` of each is there in two copies while it is restored.
+    """
+
+    attention: float = 0.0
+    mlp: float = 0.0
+    twice_in_attention: float = 0.0
+    twice_in_mlp: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.attention + self.mlp
+
+    @property
+    def most(self) -> float:
+        """There at a time: attention is recomputed after the backward pass of the MLP."""
+        return max(self.attention + self.twice_in_attention, self.mlp + self.twice_in_mlp)
 
 
 @dataclass(frozen=True)
@@ -204,29 +184,31 @@ class _PerToken:
     shape: Shape
     layout: Layout
     device: str
+    inputs_only: bool = False
+    """Whether core attention keeps its inputs only, because it is recomputed."""
 
-    @property
+    @cached_property
     def element(self) -> int:
         return 4 if self.recipe.train.precision == "fp32" else 2
 
-    @property
+    @cached_property
     def edge(self) -> float:
         """One residual stream, which is also what is stored between layers."""
         return self.element * self.shape.hidden_size / self._sequence_ranks
 
-    @property
+    @cached_property
     def norm(self) -> float:
         """Saved by a norm: its input; for torch's unfused RMSNorm on a CPU also an fp32 copy and the result."""
         return self._norm(self.shape.hidden_size) / self._sequence_ranks
 
-    @property
+    @cached_property
     def mask(self) -> float:
         """One dropout mask: one byte per channel on a GPU, a full element on a CPU."""
         if not self.recipe.model.hidden_dropout:
             return 0.0
         return (self.element if self.device == "cpu" else 1) * self.shape.hidden_size / self._sequence_ranks
 
-    @property
+    @cached_property
     def core(self) -> float:
         """Saved by core attention besides its inputs; freed by recomputing it."""
         s, model = self.shape, self.recipe.model
@@ -244,19 +226,74 @@ class _PerToken:
 
     def layer(self, number: int) -> float:
         """One of the decoder's layers, from 0."""
-        return self.expert_layer if self.shape.moe_layers(number, number + 1) else self.dense_layer
+        return self.expert_layer if self.has_experts(number) else self.dense_layer
 
-    @property
+    def has_experts(self, number: int) -> bool:
+        """Whether one of the decoder's layers, from 0, has experts."""
+        return self.shape.moe_layers(number, number + 1) > 0
+
+    def discarded(self, *, experts: bool) -> _Discarded:
+        """What a layer recomputes of what it would keep, module by module."""
+        recomputed = modules(self.recipe, self.shape, self.device)
+        if not recomputed:
+            return _Discarded()
+        attention = mlp = twice = twice_in_mlp = 0.0
+        latent, tensor = self.recipe.model.multi_latent_attention, self.layout.tensor_model_parallel_size
+        inside = self
+        if "core_attn" in recomputed:
+            inside = replace(self, inputs_only=True)
+            attention += self._attention - (inside._attention - inside.core)
+        if "mla_up_proj" in recomputed:
+            projected = self.element * inside._projected(gathered=False) / tensor
+            attention += projected + self._angles
+            twice += projected
+        if "layernorm" in recomputed:
+            # The result, and what the norm keeps besides its input.
+            if self._separate_norms or latent:
+                attention, twice = attention + self.norm, twice + self.edge
+            if self._separate_norms or experts:
+                mlp, twice_in_mlp = mlp + self.norm, twice_in_mlp + self.edge
+        if "mlp" in recomputed and not experts:
+            mlp += self._dense_inner
+        if experts:
+            router, moved, hidden, shared = self._expert_parts
+            if "moe" in recomputed:
+                mlp += router + moved + hidden + shared
+            elif "shared_experts" in recomputed:
+                mlp += shared
+            if "moe_act" in recomputed:
+                # All but the result of the first product.
+                first = 2 if self.recipe.model.gated_linear_unit else 1
+                activation = hidden * (1 - first / (self._wide + 1))
+                mlp, twice_in_mlp = mlp + activation, twice_in_mlp + hidden / (self._wide + 1)
+        return _Discarded(attention, mlp, twice, twice_in_mlp)
+
+    @cached_property
+    def _separate_norms(self) -> bool:
+        """Whether norms are not fused with the product after them."""
+        return own_layers(self.recipe, self.device)
+
+    @cached_property
     def dense_layer(self) -> float:
         """A layer with a dense MLP."""
-        wide = self._wide - 1 + keeps_input(self.recipe, "linear_fc2")
-        inner = self.element * wide * self.shape.ffn_hidden_size / self.layout.tensor_model_parallel_size
         edge = self.edge * keeps_input(self.recipe, "linear_fc1")
-        return self._attention + self.norm + edge + inner + self.mask + kept_by_adapters(*self._of, experts=False)
+        adapters = kept_by_adapters(*self._of, experts=False)
+        return self._attention + self.norm + edge + self._dense_inner + self.mask + adapters
 
-    @property
+    @cached_property
+    def _dense_inner(self) -> float:
+        wide = self._wide - 1 + keeps_input(self.recipe, "linear_fc2")
+        return self.element * wide * self.shape.ffn_hidden_size / self.layout.tensor_model_parallel_size
+
+    @cached_property
     def expert_layer(self) -> float:
         """A layer with experts: router, dispatched tokens, the experts' and the shared experts' MLPs."""
+        adapters = kept_by_adapters(*self._of, experts=True)
+        return self._attention + self.norm + self.edge + self.mask + adapters + sum(self._expert_parts)
+
+    @cached_property
+    def _expert_parts(self) -> tuple[float, float, float, float]:
+        """Of the router, of tokens as they are dispatched, inside the experts and inside the shared experts."""
         s, model, element = self.shape, self.recipe.model, self.element
         visits = float(model.moe_router_topk)
         if model.moe_expert_capacity_factor is not None and model.moe_pad_expert_input_to_capacity:
@@ -269,29 +306,26 @@ class _PerToken:
         experts = visits * element * wide * s.moe_ffn_hidden_size
         shared = element * (self._wide - 1 + keeps_input(self.recipe, "linear_fc2")) * s.moe_shared_ffn_hidden_size
         moved *= self.layout.expert_tensor_parallel_size  # whose ranks have each other's tokens too
-        tensor = self.layout.tensor_model_parallel_size
-        return (
-            self._attention + self.norm + self.edge + self.mask + kept_by_adapters(*self._of, experts=True)
-            + (router + moved + experts) / self._sequence_ranks + shared / tensor
-        )  # fmt: skip
+        ranks = self._sequence_ranks
+        return router / ranks, moved / ranks, experts / ranks, shared / self.layout.tensor_model_parallel_size
 
-    @property
+    @cached_property
     def tables(self) -> float:
         """Rotary angles in fp32, which recomputed layers keep; all sequences have the same."""
         if self.recipe.model.position_embedding_type == "learned_absolute":
             return 0.0
         return 4.0 * self.shape.kv_channels / self.recipe.train.micro_batch_size
 
-    @property
+    @cached_property
     def _of(self) -> tuple[Recipe, Shape, Layout, str]:
         return self.recipe, self.shape, self.layout, self.device
 
-    @property
+    @cached_property
     def _sequence_ranks(self) -> int:
         """Ranks that share the tokens outside of attention and MLP."""
         return self.layout.tensor_model_parallel_size if self.layout.sequence_parallel else 1
 
-    @property
+    @cached_property
     def _wide(self) -> int:
         """Saved widths of an MLP: the output of the first projection and the input of the second; a gate adds its other
         half and, if unfused, both factors."""
@@ -299,18 +333,18 @@ class _PerToken:
             return 2
         return 3 if self.recipe.train.torch_compile else 5
 
-    @property
+    @cached_property
     def _in_parts(self) -> bool:
         """Whether torch has no fused kernel: it keeps scaled copies of queries and keys, and scores, all in fp32."""
-        return keeps_scores(self.recipe, self.shape, self.device)
+        return not self.inputs_only and keeps_scores(self.recipe, self.shape, self.device)
 
-    @property
+    @cached_property
     def _chunks(self) -> float:
         """Keys that attention reads, in parts, for each of a rank's own: of two chunks under context parallelism."""
         ranks = self.layout.context_parallel_size
         return (2 * ranks + 1) / 2 if ranks > 1 else 1.0
 
-    @property
+    @cached_property
     def _value_is_view(self) -> bool:
         """Whether attention in parts reads values in the projection of queries, keys and values itself."""
         s, model = self.shape, self.recipe.model
@@ -321,34 +355,42 @@ class _PerToken:
             and not model.multi_latent_attention
         )
 
-    @property
+    @cached_property
     def _attention(self) -> float:
         model, s, element = self.recipe.model, self.shape, self.element
         tensor = self.layout.tensor_model_parallel_size
         # Inputs of the norm and the projection, then the tensors split by heads, with the output projection's input.
         down = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj")
         outside = self.norm + self.edge * max(keeps_input(self.recipe, name) for name in down) + self.mask
-        gathered = self.layout.context_parallel_size > 1 and own_layers(self.recipe, self.device) and not self._in_parts
+        split = self.layout.context_parallel_size > 1 and own_layers(self.recipe, self.device)
+        gathered = split and not self._in_parts and not self.inputs_only
         rope = model.position_embedding_type != "learned_absolute"
         copied = copies_keys(self.recipe, s, self.device)
         own = (s.query_size + s.context_size) * copied  # a key and a value for each query
         inner = float(element * (s.context_size + own + self._projected(gathered=gathered or copied)))
         if model.multi_latent_attention:
             outside += self._latent / self._sequence_ranks
-            tables = 4.0 * element * model.qk_pos_emb_head_dim
+            tables = self._angles
         else:
             # Rotation or norm allocate new queries and keys, while the values keep the full projection alive.
             if not self._in_parts and (rope or model.qk_layernorm):
                 inner += element * (s.query_size + (0 if gathered or copied else s.key_size))
             inner += self._heads(rotated=rope)
-            tables = 4.0 * element * s.kv_channels if rope else 0.0  # cosines and sines, for queries and for keys
-        tables /= self.recipe.train.micro_batch_size  # all sequences have the same
+            tables = self._angles
         if gathered:
             # Our attention gathers keys and values of the full sequence, and has an output for each of two chunks;
             # TransformerEngine's uses a ring.
             inner += element * (s.key_size + s.value_size) * self.layout.context_parallel_size
             inner += element * s.context_size
         return outside + inner / tensor + tables + self.core
+
+    @cached_property
+    def _angles(self) -> float:
+        """Cosines and sines, for queries and for keys; all sequences have the same."""
+        s, model = self.shape, self.recipe.model
+        width = model.qk_pos_emb_head_dim if model.multi_latent_attention else s.kv_channels
+        rope = model.position_embedding_type != "learned_absolute" or model.multi_latent_attention
+        return 4.0 * self.element * width / self.recipe.train.micro_batch_size if rope else 0.0
 
     def _projected(self, *, gathered: bool) -> int:
         """Width of queries, keys and values as they are projected that is kept: by attention, or by a norm of heads."""
@@ -373,7 +415,7 @@ class _PerToken:
             size += s.query_size + s.key_size  # the norm's result, which the multiplication by its weight saves
         return float(self.element * size)
 
-    @property
+    @cached_property
     def _latent(self) -> float:
         """Compressed queries, keys and values, as they come and normalised."""
         model = self.recipe.model
@@ -386,39 +428,6 @@ class _PerToken:
     def _norm(self, width: int) -> int:
         composite = self.device == "cpu" and self.recipe.model.normalization == "RMSNorm"
         return (8 if composite else self.element) * width
-
-
-def has_fused_kernel(s: Shape, device: str) -> bool:
-    """Whether core attention has a fused kernel; on a CPU torch has none if keys and values differ in width."""
-    return device == "cuda" or s.query_channels == s.value_channels
-
-
-def keeps_scores(recipe: Recipe, s: Shape, device: str) -> bool:
-    """Whether core attention keeps the score matrix of each head, so that recomputing it saves memory.
-
-    Fused kernels (torch's, TransformerEngine's) keep the log-sum-exp of each row and recompute the scores themselves.
-    On a CPU torch has none with dropout.
-    """
-    return (recipe.model.attention_dropout > 0 and device == "cpu") or not has_fused_kernel(s, device)
-
-
-def mask_per_token(recipe: Recipe, device: str) -> int:
-    """Bytes per token of the mask that keeps packed conversations apart, which all layers share: one for each token of
-    the sequence. 0 on a CPU, where each conversation is attended to by itself, and where there is none."""
-    chat = recipe.data.chat
-    packed = chat is not None and chat.packing
-    return recipe.model.seq_length if packed and (device == "cuda" or recipe.train.torch_compile) else 0
-
-
-def copies_keys(recipe: Recipe, s: Shape, device: str) -> bool:
-    """Whether keys and values of groups are copied for each query, because there is such a mask."""
-    return mask_per_token(recipe, device) > 0 and s.num_query_groups < s.num_attention_heads
-
-
-def recompute_granularity(recipe: Recipe, s: Shape, device: str) -> str | None:
-    """What is recomputed: as in the recipe, but core attention only where that saves memory."""
-    wanted = recipe.train.recompute_granularity
-    return None if wanted == "selective" and not keeps_scores(recipe, s, device) else wanted
 
 
 def keeps_input(recipe: Recipe, name: str) -> int:
@@ -442,8 +451,3 @@ def kept_by_adapters(recipe: Recipe, s: Shape, layout: Layout, device: str, *, e
             size = (element if device == "cpu" else 1) + (element if each.name == "linear_proj" else 0)
             kept += visits * size * each.width / (tokens if each.by_columns or each.of_experts else tensor)
     return kept
-
-
-def own_layers(recipe: Recipe, device: str) -> bool:
-    """Whether layers are megatron-core's own, with our attention: on a CPU, and with adapters everywhere."""
-    return device == "cpu" or recipe.lora is not None

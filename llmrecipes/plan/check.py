@@ -8,7 +8,7 @@ from typing import Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu
-from llmrecipes.plan.derive import LEAST_HEADROOM, Plan, derive, num_microbatches
+from llmrecipes.plan.derive import LEAST_HEADROOM, Plan, derive, most_recomputation, num_microbatches
 from llmrecipes.plan.layout import layout
 from llmrecipes.plan.memory import estimate
 from llmrecipes.plan.speed.device import device
@@ -85,6 +85,7 @@ def recommend(recipe: Recipe, s: Shape, cluster: Cluster) -> str:
     """The smallest number of GPUs (of this machine's kind, else with 80 GB) that the recipe fits, as text."""
     gpu = cluster.gpus[0] if cluster.gpus else _COMMON_GPU
     smallest = None
+    recipe = most_recomputation(recipe)
     number = smallest_world(recipe.parallelism)
     while number <= _MAX_GPUS or smallest is None:
         try:
@@ -110,6 +111,7 @@ def _machine(cluster: Cluster) -> str:
 MOST_MICRO_BATCH = 8
 _RECOMPUTE: dict[str, Any] = {
     "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
+    "recompute_modules": None,
 }  # fmt: skip
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import asdict, dataclass, fields
+from itertools import groupby
 from typing import Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
-from llmrecipes.plan.activations import recompute_granularity
+from llmrecipes.plan.kernels import modules, recompute_granularity
 from llmrecipes.plan.layout import Layout, layout
 from llmrecipes.plan.memory import Memory, checkpoint_bytes, estimate
 from llmrecipes.plan.parameters import (
@@ -19,6 +21,7 @@ from llmrecipes.plan.parameters import (
     flops_per_token,
 )
 from llmrecipes.plan.sharding import check_zeropp
+from llmrecipes.recipe import recompute
 from llmrecipes.recipe.degrees import model_parallel_size, multiples, smallest_world
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape, shape
@@ -43,9 +46,11 @@ class Plan:
     share of it that stays free, negative if the run does not fit. `host_memory_bytes` of a node with GPUs are offloaded
     to its main memory, of which `host_capacity_bytes` are available. `checkpoint_bytes` is the size of one checkpoint.
     With adapters the parameters of the model are frozen; `num_adapter_parameters`, otherwise 0, are trained and saved.
+    `recipe` has what is recomputed where the user's has `recompute_granularity: auto`, and `recompute_auto` says so.
     """
 
     recipe: Recipe
+    recompute_auto: bool
     shape: Shape
     layout: Layout
     cluster: Cluster
@@ -81,6 +86,7 @@ class Plan:
             "total_tokens": self.total_tokens,
             "num_parameters": self.num_parameters.total,
             "recompute_granularity": self.recompute_granularity,
+            "recompute_modules": list(self.recompute_modules),
         }
 
     @property
@@ -102,6 +108,11 @@ class Plan:
         return recompute_granularity(self.recipe, self.shape, self.device)
 
     @property
+    def recompute_modules(self) -> tuple[str, ...]:
+        """Modules that `selective` recomputes: those of the recipe that have an effect on this device."""
+        return modules(self.recipe, self.shape, self.device)
+
+    @property
     def memory_headroom(self) -> float:
         return 1 - self.memory.total / max(self.memory_capacity_bytes, 1)
 
@@ -111,12 +122,17 @@ class Plan:
         return (*self._no_headroom(), *self._nothing_recomputed())
 
     def _nothing_recomputed(self) -> tuple[str, ...]:
-        if self.recompute_granularity == self.recipe.train.recompute_granularity:
+        train = self.recipe.train
+        if train.recompute_granularity != "selective":
             return ()
-        return (
-            "train.recompute_granularity selective has no effect: the attention kernel keeps no scores and "
-            "recomputes them itself, so core attention is not recomputed once more",
-        )
+        wanted = train.recompute_modules or ("core_attn",)
+        reasons = {
+            "core_attn": "the attention kernel keeps no scores and recomputes them itself",
+            "layernorm": "norms are fused with the product after them",
+            "moe_act": "only TransformerEngine's layers have the activation of experts by itself",
+        }
+        idle = [f"{name} ({reasons[name]})" for name in wanted if name not in self.recompute_modules]
+        return (f"train.recompute_modules has no effect for {', '.join(idle)}",) if idle else ()
 
     def _no_headroom(self) -> tuple[str, ...]:
         if not self.fits or self.memory_headroom >= LEAST_HEADROOM:
@@ -142,6 +158,8 @@ class Plan:
             "padded_vocab_size": self.shape.vocab_size,
             **{name: getattr(self.shape, name) for name in _SHAPE},
             "lr_decay_iters": self.lr_decay_iters,
+            "recompute_granularity": self.recompute_granularity,
+            "recompute_modules": list(self.recompute_modules),
             **{each.name: getattr(self, each.name) for each in fields(self) if each.name not in held},
             "num_parameters": asdict(self.num_parameters),
             "memory": self.memory.as_dict(),
@@ -181,6 +199,9 @@ def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
     micro_batches = num_microbatches(recipe, laid_out)
     stages = range(laid_out.pipeline_model_parallel_size)
     sizes = shape(recipe.model)
+    automatic = recipe.train.recompute_granularity == "auto"
+    if automatic:
+        recipe = _least_recomputation(recipe, sizes, laid_out, micro_batches, cluster)
     parameters = count(recipe.model, sizes)
     added, _ = count_adapters(recipe.lora, recipe.model, sizes)
     _require_adapters(recipe, sizes, laid_out)
@@ -188,6 +209,7 @@ def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
     tokens_per_step = recipe.train.global_batch_size * recipe.model.seq_length
     return Plan(
         recipe=recipe,
+        recompute_auto=automatic,
         shape=sizes,
         layout=laid_out,
         cluster=cluster,
@@ -205,6 +227,75 @@ def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
         host_memory_bytes=memory.host * min(world_size, len(cluster.gpus) // cluster.nodes),
         host_capacity_bytes=cluster.memory_available_bytes // cluster.nodes,
         checkpoint_bytes=checkpoint_bytes(recipe, added or parameters.total),
+    )
+
+
+def _least_recomputation(recipe: Recipe, s: Shape, laid_out: Layout, micro_batches: int, cluster: Cluster) -> Recipe:
+    """The recipe with the first of `_recomputations` that leaves `LEAST_HEADROOM`; else with all layers.
+
+    By all of a GPU's memory, which all ranks see alike, not by what is free now.
+    """
+    capacity = _capacity(cluster, laid_out.world_size)
+    if cluster.gpus:
+        capacity = min(gpu.memory_bytes for gpu, _ in groupby(cluster.gpus[: laid_out.world_size]))
+
+    def fits(tried: Recipe) -> bool:
+        needed = estimate(tried, s, laid_out, micro_batches, cluster.device).total
+        return needed <= capacity * (1 - LEAST_HEADROOM)
+
+    some, blocks, whole = _recomputations(recipe, s, laid_out, cluster.device)
+    for tried in some:
+        if fits(tried):
+            return tried
+    if not blocks or not fits(blocks[-1]):
+        return whole
+    return blocks[bisect_left(blocks, True, key=fits)]
+
+
+def most_recomputation(recipe: Recipe) -> Recipe:
+    """The recipe with the last choice of `auto`; any other as it is."""
+    if recipe.train.recompute_granularity != "auto":
+        return recipe
+    return _recomputing(recipe, "full", method="uniform", num_layers=1)
+
+
+def _recomputing(recipe: Recipe, granularity: str | None = None, **keys: object) -> Recipe:
+    values = {f"recompute_{name}": keys.get(name) for name in ("method", "num_layers", "modules")}
+    return recipe.model_copy(
+        update={"train": recipe.train.model_copy(update={"recompute_granularity": granularity, **values})}
+    )
+
+
+def _recomputations(
+    recipe: Recipe, s: Shape, laid_out: Layout, device: str
+) -> tuple[list[Recipe], list[Recipe], Recipe]:
+    """The recipe with nothing and some modules recomputed, the first layers of each chunk, and all layers.
+
+    The least work first: norms cost some traffic of memory, latent attention's projections are products. Dense MLPs
+    only where megatron-core recomputes all layers or none. All of a layer's experts would dispatch their tokens again,
+    and are left out; so is their activation, which no dry run can have, because only TransformerEngine recomputes it.
+    """
+    possible = [
+        name
+        for name in recompute.possible(recipe)
+        if modules(_recomputing(recipe, "selective", modules=(name,)), s, device)
+    ]
+    whole = most_recomputation(recipe)
+    chunk = max(layers for stage in laid_out.layers_per_stage for layers in stage)
+    blocks = []
+    if not recipe.model.mtp_num_layers:
+        blocks = [_recomputing(recipe, "full", method="block", num_layers=number) for number in range(1, chunk)]
+    some: list[tuple[str, ...]] = [()]
+    chosen = {"core_attn"}
+    for more in ({"layernorm"}, {"mla_up_proj"}, set() if blocks else {"mlp", "shared_experts"}):
+        chosen |= more
+        names = tuple(name for name in possible if name in chosen)
+        if names != some[-1]:
+            some.append(names)
+    return (
+        [_recomputing(recipe, "selective", modules=names) if names else _recomputing(recipe) for names in some],
+        blocks,
+        whole,
     )
 
 
@@ -261,5 +352,5 @@ def _require_adapters(recipe: Recipe, s: Shape, laid_out: Layout) -> None:
 
 def _capacity(cluster: Cluster, world_size: int) -> int:
     if cluster.gpus:
-        return min(gpu.memory_free_bytes for gpu in cluster.gpus[:world_size])
+        return min(gpu.memory_free_bytes for gpu, _ in groupby(cluster.gpus[:world_size]))
     return cluster.memory_available_bytes // world_size

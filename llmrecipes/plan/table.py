@@ -51,6 +51,7 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
         ("longest sequence", f"{plan.shape.max_position_embeddings:,}", "max_position_embeddings"),
         ("ranks", f"{plan.layout.world_size}", ranks),
         *_stages(plan),
+        *_recomputed(plan),
         ("micro-batches a step", f"{plan.num_microbatches}", "global_batch_size / micro_batch_size / data parallel"),
         ("tokens a step", f"{plan.tokens_per_step:,}", "global_batch_size × seq_length"),
         ("tokens in all", f"{plan.total_tokens:,}", "× train_iters"),
@@ -113,6 +114,19 @@ def _degrees(plan: Plan) -> str:
             experts += f" × tensor {degrees.expert_tensor_parallel_size}"
         text += f"; {experts} × data {degrees.expert_data_parallel_size}"
     return text
+
+
+def _recomputed(plan: Plan) -> list[tuple[str, str, str]]:
+    train, key = plan.recipe.train, f"recompute_granularity {plan.recompute_granularity}"
+    if plan.recompute_auto:
+        key = "recompute_granularity auto: the least work with 5% of the memory free"
+    if plan.recompute_granularity is None:
+        return [("recomputed", "nothing", key)] if plan.recompute_auto else []
+    if plan.recompute_granularity == "selective":
+        return [("recomputed", ", ".join(plan.recompute_modules), key)]
+    most = max(layers for stage in plan.layout.layers_per_stage for layers in stage)
+    number = most if train.recompute_method == "uniform" else min(most, train.recompute_num_layers or most)
+    return [("recomputed", f"{number} of {most} layers", f"{key}; of each chunk of a stage")]
 
 
 def _stages(plan: Plan) -> list[tuple[str, str, str]]:

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
-from llmrecipes.plan.activations import own_layers, recomputed_layers
 from llmrecipes.plan.derive import Plan
+from llmrecipes.plan.kernels import own_layers, recomputed_layers
 from llmrecipes.plan.parameters import adapted_on_stage, count_adapters_on_rank, count_on_rank, unsharded_adapters
 from llmrecipes.plan.sharding import OWNERS
 from llmrecipes.recipe.adapters import adapted
@@ -76,7 +76,7 @@ def counted(plan: Plan, stage: int) -> Counter[tuple[GroupName, Call]]:
 def _of_micro_batch(plan: Plan, stage: int) -> Iterator[tuple[GroupName, Call]]:
     layout, s = plan.layout, plan.shape
     last = stage == layout.pipeline_model_parallel_size - 1
-    core_again = plan.recompute_granularity == "selective"
+    modules = plan.recompute_modules
     for chunk, layers in enumerate(layout.layers_per_stage[stage]):
         first = layout.first_layer(stage, chunk)
         again = recomputed_layers(plan.recipe, layers)
@@ -84,12 +84,16 @@ def _of_micro_batch(plan: Plan, stage: int) -> Iterator[tuple[GroupName, Call]]:
             experts = s.moe_layers(first + number, first + number + 1) > 0
             # A full recomputation begins with the first layers of a chunk.
             twice = number < again
-            yield from _in("context", _context(plan, again=twice or core_again))
-            yield from _in("tensor", _attention(plan, again=twice))
-            if not experts or plan.shape.moe_shared_ffn_hidden_size:
-                yield from _in("tensor", _split(plan, s.hidden_size, again=twice))
-            if experts:
-                yield from _experts(plan, again=twice)
+            yield from _in("context", _context(plan, again=twice or "core_attn" in modules))
+            yield from _in("tensor", _attention(plan, again=twice, projected="mla_up_proj" in modules))
+            if not experts:
+                yield from _in("tensor", _split(plan, s.hidden_size, again=twice or "mlp" in modules))
+                yield from _adapters(plan, experts=experts, again=twice)
+                continue
+            routed = twice or "moe" in modules
+            if plan.shape.moe_shared_ffn_hidden_size:
+                yield from _in("tensor", _split(plan, s.hidden_size, again=routed or "shared_experts" in modules))
+            yield from _experts(plan, again=routed)
             yield from _adapters(plan, experts=experts, again=twice)
     if stage == 0:
         yield from _in("tensor", _embedding(plan))
@@ -117,14 +121,16 @@ def _activations(plan: Plan, width: int | None = None) -> int:
     return _element(plan) * _tokens(plan) * (width or plan.shape.hidden_size)
 
 
-def _attention(plan: Plan, *, again: bool) -> Iterator[Call]:
+def _attention(plan: Plan, *, again: bool, projected: bool) -> Iterator[Call]:
+    """Products into and out of attention; `projected`: queries, keys and values of latent attention are recomputed."""
     s, model, layout = plan.shape, plan.recipe.model, plan.layout
     if not model.multi_latent_attention:
         yield from _split(plan, s.hidden_size, again=again)
         return
     # On a GPU the down-projections are whole on each rank, and so is the shared key; its positions are gathered.
-    yield from _split(plan, model.q_lora_rank or s.hidden_size, again=again)
-    yield from _columns(plan, model.kv_lora_rank, again=again)
+    yield from _columns(plan, model.q_lora_rank or s.hidden_size, again=again or projected)
+    yield from _rows(plan, again=again)
+    yield from _columns(plan, model.kv_lora_rank, again=again or projected)
     if own_layers(plan.recipe, plan.device):
         yield from _split_down(plan, again=again)
     if layout.sequence_parallel:
@@ -149,6 +155,10 @@ def _split_down(plan: Plan, *, again: bool) -> Iterator[Call]:
 def _split(plan: Plan, width: int, *, again: bool) -> Iterator[Call]:
     """A matrix cut by columns, of inputs of some width, and one cut by rows, back to the residual stream."""
     yield from _columns(plan, width, again=again)
+    yield from _rows(plan, again=again)
+
+
+def _rows(plan: Plan, *, again: bool) -> Iterator[Call]:
     ranks, size = plan.layout.tensor_model_parallel_size, _activations(plan)
     if plan.layout.sequence_parallel:
         yield from [Call("reduce-scatter", ranks, size)] * (1 + again)

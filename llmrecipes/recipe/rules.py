@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from llmrecipes.nested import leaves
-from llmrecipes.recipe import adapters, layout_rules, moe_rules, search_rules, shape, zero_rules
+from llmrecipes.recipe import adapters, layout_rules, moe_rules, recompute, search_rules, shape, zero_rules
 from llmrecipes.recipe.degrees import divisors, multiples
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.engines import unknown_engine
@@ -262,37 +262,6 @@ def _batch(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _recompute(recipe: Recipe) -> Iterator[Problem]:
-    train = recipe.train
-    parts = {"recompute_method": train.recompute_method, "recompute_num_layers": train.recompute_num_layers}
-    if train.recompute_granularity == "full":
-        for name, value in parts.items():
-            if value is None:
-                yield Problem(
-                    "train.recompute_granularity",
-                    f"full without {name}",
-                    "full recomputation needs recompute_method and recompute_num_layers",
-                    "recompute_method uniform" if name == "recompute_method" else "recompute_num_layers 1",
-                )
-        layers = train.recompute_num_layers
-        if layers is not None and layers > recipe.model.num_layers:
-            yield Problem(
-                "train.recompute_num_layers",
-                f"{layers} of {recipe.model.num_layers} layers",
-                "recompute_num_layers is at most model.num_layers",
-                f"recompute_num_layers {recipe.model.num_layers}",
-            )
-        return
-    for name, value in parts.items():
-        if value is not None:
-            yield Problem(
-                f"train.{name}",
-                f"set with recompute_granularity {train.recompute_granularity or 'null'}",
-                f"{name} is only used with recompute_granularity full",
-                f"leave {name} out, or recompute_granularity full",
-            )
-
-
 def _loss_scale(recipe: Recipe) -> Iterator[Problem]:
     train = recipe.train
     if train.min_loss_scale > train.initial_loss_scale:
@@ -429,7 +398,7 @@ def _sink_settings(recipe: Recipe) -> Iterator[Problem]:
 
 
 _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
-    unknown_engine, _heads, _positions, _learning_rate, _schedule, _batch, _recompute,
+    unknown_engine, _heads, _positions, _learning_rate, _schedule, _batch, recompute.rules,
     _loss_scale, _overlap, _sources, _characters, _tokenizer, _retention, _secrets, _sink_settings,
     moe_rules.experts, moe_rules.latent_attention, moe_rules.multi_token_prediction,
     shape.mup_rules, adapters.rules, chat_sources, chat_template, chat_length,

@@ -308,6 +308,10 @@ class Parallelism(Section):
     """Accumulate and reduce gradients in fp32 even if the model is bf16 or fp16."""
 
 
+RecomputeModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe_act", "shared_experts", "moe"]
+"""What `recipe/recompute.py` has rules for."""
+
+
 class Train(Section):
     """Length, batch, precision and memory of the run."""
 
@@ -335,14 +339,19 @@ class Train(Section):
     """Steps between lines on the terminal and points in MLflow and TensorBoard; metrics.jsonl has every step."""
     label_smoothing: Probability = 0.0
     """Probability mass spread over the vocabulary in the training loss; the validation loss is never smoothed."""
-    recompute_granularity: Literal["selective", "full"] | None = None
-    """Recompute core attention (`selective`) or whole layers (`full`) in the backward pass instead of keeping
-    activations (arXiv 2205.05198). `selective` has no effect where the attention kernel keeps no scores, as on all
-    GPUs."""
+    recompute_granularity: Literal["selective", "full", "auto"] | None = None
+    """Recompute parts of layers (`selective`, see `recompute_modules`) or whole layers (`full`) in the backward pass
+    instead of keeping activations (arXiv 2205.05198). Core attention is not recomputed where its kernel keeps no
+    scores, as on all GPUs. `auto`: the least that fits the machine with 5% of its memory free."""
     recompute_method: Literal["uniform", "block"] | None = None
     """For `full`: recompute all layers in chunks (`uniform`) or the first ones only (`block`)."""
     recompute_num_layers: PosInt | None = None
     """For `full`: layers in a chunk (`uniform`) or recomputed layers (`block`)."""
+    recompute_modules: Annotated[tuple[RecomputeModule, ...], Field(min_length=1, strict=False)] | None = None
+    """For `selective`: what is recomputed of each layer; unset: `core_attn`. `layernorm`: the norms before attention
+    and MLP, where they are not fused with the next product. `mla_up_proj`: queries, keys and values of latent
+    attention. `mlp`: dense MLPs. `moe_act`: the activation of experts (TransformerEngine only). `shared_experts`,
+    `moe`: shared experts, or all of a layer's experts with router and dispatch."""
     torch_compile: bool = False
     """Compile the transformer layers and the loss with torch.compile; of layers with experts, the attention."""
     initial_loss_scale: PosFloat = 65536.0

@@ -53,6 +53,7 @@ def reference(small: Recipe, data_parallel_size: int) -> Recipe:
         "recompute_granularity": None,
         "recompute_method": None,
         "recompute_num_layers": None,
+        "recompute_modules": None,
     }
     return without_zero(small).model_copy(update={"parallelism": PLAIN, "train": small.train.model_copy(update=train)})
 

@@ -77,6 +77,7 @@ def measure(spec: BenchSpec, nproc: int | None) -> str | None:
         ranks = default_world_size(spec.recipe, cluster) if nproc is None else nproc
         require_packages(spec.recipe)
         plan = derive(spec.recipe, ranks, cluster)  # rejects inconsistent settings before a process starts
+        own = own.model_copy(update={"recipe": plan.recipe})
         path = own.out / "spec.json"
         path.write_text(own.model_dump_json(), "utf-8")
         threads = max(1, int(cluster.cpu_cores) // ranks)

@@ -76,3 +76,25 @@ def write(found: Found, path: Path) -> None:
         )
     except OSError as error:
         raise UserError(f"cannot write: {error.strerror}", where=str(path), fix="--write FILE") from error
+
+
+def plot(made: Forecast, path: Path) -> None:
+    """Draw a prediction as SVG or PNG, by the suffix.
+
+    Raises:
+        UserError: another suffix, or the file cannot be written.
+    """
+    if path.suffix not in (".svg", ".png"):
+        raise UserError(f"{path.suffix or 'no suffix'}", where="--plot", rule="FILE.svg or FILE.png", fix="plan.svg")
+    from llmrecipes.figures import svg
+    from llmrecipes.plan.speed.figure import draw
+
+    figure = draw(made)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".svg":
+            write_atomic(path, svg(figure))
+        else:
+            figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise UserError(f"cannot write: {error.strerror}", where=str(path), fix="--plot FILE") from error

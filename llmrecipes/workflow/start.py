@@ -92,6 +92,7 @@ def prepare_start(
         UserError: nothing was started. A directory that was created for it is removed.
     """
     plan = plan_run(recipe, machine.cluster, machine.ranks)
+    recipe = plan.recipe  # what `recompute_granularity: auto` has become: the ranks do not choose again
     require_packages(recipe)
     require_packages_of_sinks(recipe)
     spec = new_spec(recipe, paths, options)

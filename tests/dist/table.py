@@ -294,9 +294,12 @@ def _rows() -> Iterator[Row]:
     yield Row("gpt of 6 layers", "pp2 vpp2", {"parallelism": both})
     # -- recomputation --
     # On a CPU torch has no fused kernel for latent attention's heads, so there are scores to recompute.
-    for variant, recompute in (("mla", _SELECTIVE), ("gpt", _FULL)):
-        yield Row(variant, "tp2 sp", {"train": recompute})
-        yield Row(variant, "pp2", {"train": recompute})
+    yield Row("mla", "tp2 sp", {"train": _SELECTIVE})
+    yield Row("mla", "pp2", {"train": {**_SELECTIVE, "recompute_modules": ["core_attn", "mla_up_proj", "layernorm"]}})
+    yield Row("llama", "tp2 sp", {"train": {**_SELECTIVE, "recompute_modules": ["mlp", "layernorm"]}})
+    yield Row("moe", "tp2 sp ep2 etp1", {"train": {**_SELECTIVE, "recompute_modules": ["moe", "layernorm"]}})
+    yield Row("gpt", "tp2 sp", {"train": _FULL})
+    yield Row("gpt", "pp2", {"train": _FULL})
     yield Row("gpt", "pp2 vpp2", {"train": _BLOCK})
     yield Row("moe", "tp2 sp ep2 etp1", {"train": _FULL})
     # -- bf16 --

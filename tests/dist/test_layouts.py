@@ -158,6 +158,10 @@ def test_the_core_has_every_kind_of_parallelism_and_every_pair() -> None:
         # The other end of what the core has.
         "parallelism.num_layers_in_last_pipeline_stage=1",
         "parallelism.account_for_loss_in_pipeline_split=True",
+        # One layout of each on every commit, by `make test-deep`: `table.essential` has them.
+        "train.recompute_modules=['core_attn', 'mla_up_proj', 'layernorm']",
+        "train.recompute_modules=['mlp', 'layernorm']",
+        "train.recompute_modules=['moe', 'layernorm']",
     }
     # DeepSpeed is an extra that `make test` does without.
     assert kinds(row for row in HERE if row.engine == "megatron") - kinds(core) == left_out

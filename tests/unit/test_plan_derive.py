@@ -14,7 +14,8 @@ from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.machine import machine
 from llmrecipes.plan.check import check
-from llmrecipes.plan.derive import default_world_size, derive
+from llmrecipes.plan.derive import LEAST_HEADROOM, Plan, default_world_size, derive
+from llmrecipes.plan.kernels import recomputed_layers
 from llmrecipes.plan.layout import layout
 from llmrecipes.plan.memory import GIB, Memory, estimate
 from llmrecipes.plan.parameters import count, flops_per_token
@@ -115,7 +116,7 @@ SITES = {
     "llama3-8b-sft": ("h100-ib", 1, 8.03e9),
     "llama3-8b-zero2": ("h100-ib", 1, 8.03e9),
     "lora-tiny": ("laptop", 1, None),
-    "mixtral-8x7b": ("h100-ib", 8, 46.7e9),
+    "mixtral-8x7b": ("h100-ib", 4, 46.7e9),
     "moe-tiny": ("laptop", 2, None),
     "qwen3-30b-a3b": ("h100-ib", 2, 30.5e9),
     "sft-tiny": ("laptop", 1, None),
@@ -149,7 +150,8 @@ def test_shipped_recipes_fit_where_they_are_meant_to_run(name: str) -> None:
         fewer = machine(profile, nodes // 2)
         parallel, ranks = shipped.parallelism, nodes // 2 * profile.ranks_per_node
         experts = parallel.expert_model_parallel_size * parallel.pipeline_model_parallel_size > ranks
-        with refused("parallelism.expert_model_parallel_size" if experts else f"recipe {name}"):
+        key = "parallelism" if smallest_world(parallel) > ranks else f"recipe {name}"
+        with refused("parallelism.expert_model_parallel_size" if experts else key):
             check(derive(shipped, ranks, fewer), fewer)
 
 
@@ -254,6 +256,36 @@ def test_recomputation_and_smaller_batches_need_less() -> None:
     assert uniform < block <= nothing
     # The tables of rotary positions are the same for all sequences.
     assert activations("train.micro_batch_size=4") == pytest.approx(nothing / 2, rel=0.002)
+
+
+def test_auto_recomputes_the_least_that_leaves_headroom() -> None:
+    """On machines from one where everything is kept down to one where nothing fits."""
+    for name, nodes in (("llama3-8b", 1), ("llama3-70b", 4), ("deepseek-v3", 128)):
+        of_type = recipe(name, "train.recompute_granularity=auto")
+        before, memory = 0.0, 1 << 60
+        kinds = set()
+        for gib in (400, 140, 100, 80, 64, 48, 40, 24, 8):
+            gpu = replace(GPU, memory_bytes=gib * GIB, memory_free_bytes=gib * GIB)
+            of_size = replace(LAPTOP, gpus=(gpu,) * 8 * nodes, nodes=nodes)
+            plan = derive(of_type, 8 * nodes, of_size)
+            assert plan.recompute_auto and plan.recipe.train.recompute_granularity != "auto"
+            kinds.add((plan.recompute_granularity, plan.recipe.train.recompute_method))
+            work = recomputed(plan)
+            assert work >= before and plan.memory.total <= memory, "less memory, more work"
+            before, memory = work, plan.memory.total
+            if work < 1:
+                assert plan.memory_headroom >= LEAST_HEADROOM
+        assert (None, None) in kinds and ("full", "uniform") in kinds, name
+        less = recipe(name, "train.recompute_granularity=null")
+        assert derive(less, 8 * nodes, of_size).memory.total > memory
+
+
+def recomputed(plan: Plan) -> float:
+    """Share of the layers, or less than the first of them for modules."""
+    if plan.recompute_granularity == "full":
+        layers = max(chunk for stage in plan.layout.layers_per_stage for chunk in stage)
+        return recomputed_layers(plan.recipe, layers) / layers
+    return len(plan.recompute_modules) / 1000
 
 
 def test_what_fits_passes_and_what_does_not_is_refused_with_a_way_out() -> None:

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu
-from llmrecipes.plan.activations import in_flight, peak
+from llmrecipes.plan.activations import peak
 from llmrecipes.plan.check import recommend
 from llmrecipes.plan.derive import default_world_size, derive
 from llmrecipes.plan.layout import Layout, layers_per_stage, layout
 from llmrecipes.plan.memory import GIB
 from llmrecipes.plan.parameters import count, count_on_rank, flops_per_token
+from llmrecipes.plan.pending import in_flight
 from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Model, Recipe

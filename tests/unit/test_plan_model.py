@@ -22,6 +22,13 @@ LATENT = {
     "qk_layernorm": True, "q_lora_rank": 48, "kv_lora_rank": 32, "qk_head_dim": 24, "qk_pos_emb_head_dim": 8,
     "v_head_dim": 16,
 }  # fmt: skip
+
+
+def _again(*modules: str) -> dict[str, Any]:
+    """With so many logits that the loss is the fullest moment, not a layer that is being recomputed."""
+    return {"recompute_granularity": "selective", "recompute_modules": modules, "vocab_size": 4000}
+
+
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {},
     "deep": {"num_layers": 5},
@@ -45,7 +52,22 @@ MODELS: dict[str, dict[str, Any]] = {
         **LATENT, **EXPERTS, "num_layers": 3, "moe_layer_freq": [0, 1, 1], "moe_shared_expert_intermediate_size": 96,
         "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "mtp_num_layers": 1,
     },
+    "recomputed norms": {**LLAMA, **_again("layernorm")},
+    "recomputed MLP": {**LLAMA, **_again("mlp"), "precision": "bf16", "hidden_dropout": 0.1},
+    "recomputed norms and MLP": {**_again("layernorm", "mlp"), "add_bias_linear": False},
+    "recomputed scores": {**LLAMA, **_again("core_attn"), "attention_dropout": 0.1},
+    "recomputed latent attention": {**LATENT, **_again("core_attn", "mla_up_proj", "layernorm")},
+    "recomputed projection of latent attention": {**LATENT, **_again("mla_up_proj"), "q_lora_rank": None},
+    "recomputed scores of latent attention": {**LATENT, **_again("core_attn"), "precision": "bf16"},
+    "recomputed experts": {
+        **LLAMA, **EXPERTS, **_again("moe", "mlp", "layernorm"), "num_layers": 3, "moe_layer_freq": [0, 1, 1],
+        "moe_shared_expert_intermediate_size": 96, "mtp_num_layers": 1,
+    },
+    "recomputed shared experts": {
+        **LLAMA, **EXPERTS, **_again("shared_experts", "layernorm"), "moe_shared_expert_intermediate_size": 96,
+    },
 }  # fmt: skip
+ON_TRAIN = ("precision", "recompute_granularity", "recompute_modules")
 
 
 def measure() -> Measured:
@@ -65,9 +87,7 @@ def measure() -> Measured:
     found: Measured = {}
     with join(platform, 1, Parallelism()):
         for name, changes in MODELS.items():
-            of_model = {
-                key: value for key, value in changes.items() if key not in ("precision", "recompute_granularity")
-            }
+            of_model = {key: value for key, value in changes.items() if key not in ON_TRAIN}
             of_train = {key: value for key, value in changes.items() if key not in of_model}
             train = {"train_iters": 1, "micro_batch_size": 2, "global_batch_size": 2, "precision": "fp32", **of_train}
             sections = {"model": {**BASE, **of_model}, "train": train, "optimizer": {"lr": 1e-3}}

@@ -501,6 +501,7 @@ CASES: dict[str, Case] = {
     "train.log_interval": Case(5, tracking),
     "train.label_smoothing": Case(0.5, model),
     "train.recompute_granularity": Case("selective", config_on_cpu, {"model.attention_dropout": 0.1}),
+    "train.recompute_modules": Case(["layernorm"], config_on_cpu, {"train.recompute_granularity": "selective"}),
     "train.recompute_method": Case("block", config, FULL),
     "train.recompute_num_layers": Case(2, config, FULL),
     "train.torch_compile": Case(True, config),

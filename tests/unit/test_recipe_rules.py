@@ -73,6 +73,23 @@ def make(**sections: dict[str, Any]) -> Recipe:
             "train.recompute_num_layers", "3 of 2", "2",
         ),
         (
+            {"train": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}},
+            "train.recompute_modules", "add_bias_linear", "add_bias_linear false",
+        ),
+        (
+            {"train": {"recompute_granularity": "selective", "recompute_modules": ["moe"]}},
+            "train.recompute_modules", "model.num_moe_experts", "moe",
+        ),
+        (
+            {"train": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1,
+                       "recompute_modules": ["layernorm"]}},
+            "train.recompute_modules", "recompute_granularity full", "recompute_granularity selective",
+        ),
+        (
+            {"train": {"recompute_granularity": "auto", "recompute_modules": ["layernorm"]}},
+            "train.recompute_modules", "recompute_granularity auto", "recompute_granularity selective",
+        ),
+        (
             {"train": {"recompute_method": "block"}},
             "train.recompute_method", "recompute_granularity", "recompute_granularity full",
         ),

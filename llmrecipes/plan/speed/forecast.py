@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from llmrecipes.console import duration
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.plan.derive import Plan
+from llmrecipes.plan.kernels import recomputed_layers
 from llmrecipes.plan.memory import Memory, of_stage
 from llmrecipes.plan.speed.device import Device, Stack, device, stack
+from llmrecipes.plan.speed.saving import Saving, as_dict, saving
 from llmrecipes.plan.speed.step import Step, predict
 from llmrecipes.plan.speed.work import Work
 from llmrecipes.units import GIB
@@ -24,7 +27,8 @@ _SECONDS_OF_A_DAY = 86400
 class Forecast:
     """What a run will take.
 
-    Costs are None where the profile has no price. `memory` has the parts of each pipeline stage.
+    Costs are None where the profile has no price, `saving` where there is no profile. `memory` has the parts of each
+    pipeline stage.
     """
 
     plan: Plan
@@ -34,6 +38,7 @@ class Forecast:
     cost_usd: float | None
     energy_mwh: float | None
     co2_t: float | None
+    saving: Saving | None
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
@@ -74,7 +79,15 @@ class Forecast:
         if not plan.fits:
             need, have = plan.memory.total / GIB, plan.memory_capacity_bytes / GIB
             return [f"does not fit: a rank needs {need:.1f} GiB of {have:.1f} GiB"]
-        return list(plan.warnings)
+        saving = self.saving
+        if saving is None or saving.interval >= saving.write:
+            return list(plan.warnings)
+        late = (
+            f"a checkpoint takes {duration(saving.write)} to write at the profile's storage_gb_per_s, longer than the "
+            f"{duration(saving.interval)} of checkpoint.save_interval {plan.recipe.checkpoint.save_interval}: training "
+            "waits for it"
+        )
+        return [*plan.warnings, late]
 
     def as_dict(self) -> dict[str, Any]:
         """Output of `plan --json`."""
@@ -95,6 +108,8 @@ class Forecast:
                 "data": layout.data_parallel_size,
                 "micro_batch_size": plan.recipe.train.micro_batch_size,
                 "recompute_granularity": plan.recompute_granularity,
+                "recompute_modules": ", ".join(plan.recompute_modules) or None,
+                "recompute_num_layers": plan.recipe.train.recompute_num_layers,
             },
             "num_parameters": plan.num_parameters.total,
             "num_active_parameters": plan.num_parameters.active,
@@ -109,6 +124,7 @@ class Forecast:
             "step_parts": self.step.parts(),
             "error": ERROR,
             "days": self.seconds / _SECONDS_OF_A_DAY,
+            **as_dict(self.saving, self.step.seconds, self.seconds),
             "gpu_hours": self.gpu_hours,
             "cost_usd": self.cost_usd,
             "energy_mwh": self.energy_mwh,
@@ -169,6 +185,12 @@ def software(plan: Plan) -> Stack:
     )
 
 
+def _recomputed(plan: Plan) -> float:
+    """Share of its layers that the stage with the most recomputes whole."""
+    stages = plan.layout.layers_per_stage
+    return max(sum(recomputed_layers(plan.recipe, chunk) for chunk in stage) / max(1, sum(stage)) for stage in stages)
+
+
 def work(plan: Plan) -> Work:
     """The shapes of a plan."""
     s, layout, model, train = plan.shape, plan.layout, plan.recipe.model, plan.recipe.train
@@ -205,7 +227,8 @@ def work(plan: Plan) -> Work:
         vpp=layout.virtual_pipeline_model_parallel_size,
         ep=layout.expert_model_parallel_size,
         precision=train.precision if train.precision == "fp32" else "bf16",
-        recompute="full" if plan.recompute_granularity == "full" else "none",
+        recomputed=_recomputed(plan),
+        recomputed_modules=plan.recompute_modules,
         stage_layers=tuple(sum(stage) for stage in layout.layers_per_stage),
     )
 
@@ -234,4 +257,5 @@ def forecast(plan: Plan, profile: Profile | None) -> Forecast:
         energy = None if costs.watts_per_gpu is None else hours * costs.watts_per_gpu * costs.pue / 1e6
         if energy is not None and costs.kg_co2_per_kwh is not None:
             carbon = energy * costs.kg_co2_per_kwh
-    return Forecast(plan, step, found, memory, usd, energy, carbon)
+    saves = None if profile is None else saving(plan, profile, step.seconds)
+    return Forecast(plan, step, found, memory, usd, energy, carbon, saves)

@@ -38,7 +38,7 @@ def activations(stack: Stack, work: Work, stage: int) -> float:
     split = tp if stack.sequence_parallel else 1
     layers = work.stages[stage]
     edge = 2.0 * work.hidden / split
-    if work.recompute == "full":
+    if work.recomputed:
         per_layer, again = edge, _layer(stack, work) * tokens
     else:
         per_layer, again = _layer(stack, work), 0.0

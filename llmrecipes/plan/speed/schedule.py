@@ -65,11 +65,25 @@ def simulate(
     if microbatches > least:
         number = least if chunks == 1 else -(-least // stages) * stages
         number = min(number, microbatches)
+    ends = run(forward, backward, number, chunks, hop, blocking=blocking)
+    slowest = max(f + b for f, b in zip(forward, backward, strict=True)) + (hop * chunks * 2 if blocking else 0.0)
+    # The last sender waits for its message, too.
+    return max(ends.values()) + (hop if blocking else 0.0) + (microbatches - number) * slowest
+
+
+def run(
+    forward: Sequence[float], backward: Sequence[float], number: int, chunks: int, hop: float, *, blocking: bool
+) -> dict[tuple[bool, int, int, int], float]:
+    """Seconds at which each pass ends: of forward or not, stage, chunk, micro-batch. Arguments as of `simulate`.
+
+    Args:
+        number: micro-batches; with chunks a multiple of the stages.
+    """
+    stages = len(forward)
     orders = [order(stages, chunks, number, stage) for stage in range(stages)]
     ends: dict[tuple[bool, int, int, int], float] = {}
     place, free = [0] * stages, [0.0] * stages
     left, last = sum(map(len, orders)), chunks - 1
-    busy = hop * chunks * 2 if blocking else 0.0
     while left:
         moved = False
         for stage in range(stages):
@@ -100,5 +114,4 @@ def simulate(
         if not moved:
             message = f"the schedule of {stages} stages, {chunks} chunks and {number} micro-batches has a deadlock"
             raise AssertionError(message)
-    slowest = max(f + b for f, b in zip(forward, backward, strict=True)) + busy
-    return max(free) + (microbatches - number) * slowest
+    return ends

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
+from heapq import heapify, heappop, heappush
+from itertools import chain, count
 from typing import Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.plan.derive import LEAST_HEADROOM, Plan, derive
+from llmrecipes.plan.kernels import recomputed_layers
 from llmrecipes.plan.layout import layers_per_stage, layout
 from llmrecipes.plan.speed.forecast import Forecast, forecast, gpu, software, work
 from llmrecipes.plan.speed.step import Step, predict
@@ -24,8 +26,10 @@ MOST_CONTEXT = 16
 MOST_CHUNKS = 10
 SHORTEST = 8192
 """Tokens of a sequence below which context parallelism is not tried: it would leave too few on a rank."""
-_FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-_NONE: dict[str, Any] = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
+_NONE: dict[str, Any] = dict.fromkeys(
+    ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
+)
+_AUTO: dict[str, Any] = {**_NONE, "recompute_granularity": "auto"}
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class Found:
     @property
     def key(self) -> str:
         """Its degrees in short."""
-        parallel, train = self.recipe.parallelism, self.recipe.train
+        parallel, train = self.recipe.parallelism, self.forecast.plan.recipe.train
         degrees = {
             "TP": parallel.tensor_model_parallel_size,
             "PP": parallel.pipeline_model_parallel_size,
@@ -47,9 +51,14 @@ class Found:
             "EP": parallel.expert_model_parallel_size,
         }
         words = [f"{name}{size}" for name, size in degrees.items() if size > 1]
-        return " ".join(
-            [*words, f"MBS{train.micro_batch_size}", *(["recompute"] if train.recompute_granularity else [])]
-        )
+        return " ".join([*words, f"MBS{train.micro_batch_size}", *self._recomputed()])
+
+    def _recomputed(self) -> list[str]:
+        plan = self.forecast.plan
+        if plan.recompute_granularity == "full":
+            layers = max(chunk for stage in plan.layout.layers_per_stage for chunk in stage)
+            return [f"recompute {recomputed_layers(plan.recipe, layers)}/{layers}"]
+        return [f"recompute {'+'.join(plan.recompute_modules)}"] if plan.recompute_modules else []
 
 
 def _powers(most: int) -> list[int]:
@@ -91,7 +100,7 @@ def candidates(recipe: Recipe, ranks: int, near: int) -> Iterator[Recipe]:
                         for micro in _powers(MOST_MICRO_BATCH):
                             if (batch // (ranks // dense)) % micro:
                                 continue
-                            for again in (_NONE, _FULL):
+                            for again in (_NONE, _AUTO):
                                 train = recipe.train.model_copy(update={"micro_batch_size": micro, **again})
                                 yield recipe.model_copy(update={"parallelism": parallelism, "train": train})
 
@@ -138,13 +147,24 @@ def _fitting(
     recipe: Recipe, every: Iterable[Recipe], cluster: Cluster, ranks: int, profile: Profile | None, number: int
 ) -> list[Found]:
     found: list[Found] = []
-    for _, candidate in sorted(_timed(every, recipe, cluster, ranks, profile), key=lambda pair: pair[0]):
-        plan = _plan(candidate, cluster, ranks)
-        if plan is None or not plan.fits or plan.memory_headroom < LEAST_HEADROOM:
-            continue
-        found.append(Found(candidate, forecast(plan, profile)))
-        if len(found) == number:
-            break
+    order = count()
+    # Those that recompute what it takes are first here as if they recomputed nothing, then by their time.
+    queue: list[tuple[float, int, Recipe, Forecast | None]] = [
+        (seconds, next(order), candidate, None) for seconds, candidate in _timed(every, recipe, cluster, ranks, profile)
+    ]
+    heapify(queue)
+    while queue and len(found) < number:
+        _, _, candidate, made = heappop(queue)
+        if made is None:
+            plan = _plan(candidate, cluster, ranks)
+            if plan is None or not plan.fits or plan.memory_headroom < LEAST_HEADROOM:
+                continue
+            made = forecast(plan, profile)
+            if plan.recompute_auto:
+                if plan.recompute_granularity:
+                    heappush(queue, (made.step.seconds, next(order), candidate, made))
+                continue
+        found.append(Found(candidate, made))
     return found
 
 
@@ -177,7 +197,7 @@ _TOGETHER = {
     "num_layers_in_first_pipeline_stage": "pipeline_model_parallel_size",
     "num_layers_in_last_pipeline_stage": "pipeline_model_parallel_size",
     "expert_tensor_parallel_size": "expert_model_parallel_size",
-    **dict.fromkeys(_FULL, "recompute_granularity"),
+    **dict.fromkeys(_NONE, "recompute_granularity"),
 }
 """Keys that change as one with another."""
 
@@ -198,7 +218,7 @@ def _changed(recipe: Recipe, candidate: Recipe) -> dict[str, list[str]]:
 def _as_before(candidate: Recipe, recipe: Recipe) -> Recipe:
     """With the recipe's own selective recomputation and expert tensor parallelism where only those would differ."""
     train, parallel = candidate.train, candidate.parallelism
-    if not train.recompute_granularity and recipe.train.recompute_granularity != "full":
+    if not train.recompute_granularity and recipe.train.recompute_granularity == "selective":
         train = train.model_copy(update={name: getattr(recipe.train, name) for name in _NONE})
     if parallel.expert_model_parallel_size == recipe.parallelism.expert_model_parallel_size:
         expert_tensor = recipe.parallelism.expert_tensor_parallel_size
@@ -259,7 +279,7 @@ def _timed(
             continue
         if min(sum(stage) for stage in layers_per_stage(candidate)) < 1:
             continue
-        key = (laid_out, micro, candidate.train.recompute_granularity)
+        key = (laid_out, micro, candidate.train.recompute_granularity, candidate.train.recompute_modules)
         if key in seen:
             continue
         seen.add(key)

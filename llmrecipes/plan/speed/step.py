@@ -9,7 +9,7 @@ from math import ceil
 from llmrecipes.plan.speed import network
 from llmrecipes.plan.speed.device import Device, Stack
 from llmrecipes.plan.speed.schedule import simulate
-from llmrecipes.plan.speed.work import Work, ends, layer
+from llmrecipes.plan.speed.work import Work, ends, layer, repeated
 
 _STEP_KERNELS = 40
 """Kernels of a step besides its passes: gradient norm, optimizer, data."""
@@ -30,6 +30,10 @@ class Step:
     bubble: float
     gradients: float
     optimizer: float
+    passes: tuple[tuple[float, float], ...] = ()
+    """Seconds of a micro-batch forward and backward on each stage, over all its chunks."""
+    hop: float = 0.0
+    """Seconds of a message between stages."""
 
     @property
     def seconds(self) -> float:
@@ -38,7 +42,9 @@ class Step:
 
     def parts(self) -> dict[str, float]:
         """Seconds by name."""
-        return asdict(self)
+        values = asdict(self)
+        del values["passes"], values["hop"]
+        return values
 
 
 def _either(gpu: float, host: float) -> float:
@@ -79,17 +85,19 @@ def _layer(device: Device, stack: Stack, work: Work, *, experts: bool) -> _Pass:
         context = max(0.0, whole - 0.8 * kernels.forward * 0.3)
     ahead = kernels.forward + tensor_ahead + expert + context
     back = kernels.backward + tensor_back + expert + 2 * context
-    if work.recompute == "full":
-        back += ahead
+    dispatched = experts and "moe" in work.recomputed_modules
+    back += work.recomputed * ahead + repeated(device, stack, work, experts=experts) + dispatched * expert
     host = device.launch * stack.host
     ahead = _either(ahead, host * kernels.launches)
-    back = _either(back, host * (1.5 + (work.recompute == "full")) * kernels.launches)
+    back = _either(back, host * (1.5 + work.recomputed) * kernels.launches)
     if stack.stall and work.pp > 1 and work.tp > 1 and work.gpus > near:
         slow = stack.stall * (3.0 + min(work.tp, near) - 1 + 14.0 * (ceil(work.tp / near) - 1))
         if ahead + back < slow:
             ahead, back = slow / 3, slow * 2 / 3
-    again = 2 if work.recompute == "full" else 1
-    return _Pass(ahead, back, tensor_ahead * again + tensor_back, expert * (1 + again), context * (2 + again))
+    again = 1 + work.recomputed
+    return _Pass(
+        ahead, back, tensor_ahead * again + tensor_back, expert * (1 + again + dispatched), context * (2 + again)
+    )
 
 
 def stage_parameters(work: Work) -> tuple[list[float], list[float]]:
@@ -178,6 +186,8 @@ def predict(device: Device, stack: Stack, work: Work) -> Step:
         bubble=passes - busy,
         gradients=exposed,
         optimizer=optimizer,
+        passes=tuple(zip(ahead, back, strict=True)),
+        hop=hop,
     )
 
 

@@ -47,7 +47,10 @@ class Work:
     vpp: int = 1
     ep: int = 1
     precision: str = "bf16"
-    recompute: str = "none"
+    recomputed: float = 0.0
+    """Share of the layers whose whole forward pass is repeated in the backward pass."""
+    recomputed_modules: tuple[str, ...] = ()
+    """What every layer repeats of its own, as in `train.recompute_modules`."""
     causal: bool = True
     stage_layers: tuple[int, ...] = field(default=())
     """Layers of each pipeline stage; empty: as even as possible."""
@@ -240,6 +243,48 @@ def layer(device: Device, stack: Stack, work: Work, *, experts: bool) -> Kernels
     rate = device.bandwidth * device.memory
     launches = 14 + (0 if stack.flash else 4) + (20 if experts else 0) + (6 if kind == "fp8" else 0)
     return Kernels(forward + ahead + moved / rate, backward + back + 1.6 * moved / rate, launches)
+
+
+def repeated(device: Device, stack: Stack, work: Work, *, experts: bool) -> float:
+    """Seconds of the kernels that `recomputed_modules` repeat in the backward pass of a layer."""
+    kind, tokens, tp = _kind(work), work.tokens, work.tp
+    wide = 3 if work.gated else 2
+    split = tp if stack.sequence_parallel else 1
+
+    def products(*shapes: tuple[float, float], rows: float = tokens, batch: int = 1) -> float:
+        return sum(_linear(device, rows, n, k, kind, stack.gemm, batch)[0] for n, k in shapes)
+
+    def traffic(values: float) -> float:
+        return tokens * stack.passes * 2 * 2 * values / (device.bandwidth * device.memory)
+
+    def mlp(width: float) -> float:
+        inner = ((wide - 1) * width / tp, work.hidden), (work.hidden, width / tp)
+        return products(*inner) + traffic(wide * width / tp)
+
+    seconds = 0.0
+    local = max(1, work.experts // work.ep)
+    rows = tokens * work.topk / tp * work.ep / max(1, work.experts)
+    act = traffic(work.topk / tp * wide * work.moe_ffn)
+    for name in work.recomputed_modules:
+        if name == "core_attn":
+            seconds += _attention(device, stack, work)[0]
+        elif name == "layernorm":
+            seconds += traffic(2 * work.hidden / split)
+        elif name == "mla_up_proj" and work.latent[1]:
+            query, key, plain, rotated, value = work.latent
+            queries = ((work.heads * (plain + rotated) / tp, query),) if query else ()
+            seconds += products(*queries, (work.heads * (plain + value) / tp, key))
+        elif name == "mlp" and not experts:
+            seconds += mlp(work.ffn)
+        elif name == "moe_act" and experts:
+            seconds += act
+        elif name == "shared_experts" and experts and work.shared_ffn:
+            seconds += mlp(work.shared_ffn)
+        elif name == "moe" and experts:
+            inner = ((wide - 1) * work.moe_ffn, work.hidden), (work.hidden, work.moe_ffn)
+            seconds += products(*inner, rows=rows, batch=local) + act + traffic(work.topk / tp * 6 * work.hidden)
+            seconds += mlp(work.shared_ffn) if work.shared_ffn else 0.0
+    return seconds
 
 
 def _attention(device: Device, stack: Stack, work: Work) -> tuple[float, float]:

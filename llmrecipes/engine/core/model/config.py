@@ -47,7 +47,8 @@ TRANSLATED = frozenset(
         "num_query_groups",
         "kv_channels",
         "activation_func",  # the function of that name
-        "recompute_granularity",  # from the plan, which knows the attention kernel
+        "recompute_granularity",  # both: from the plan, which knows the kernels of the device
+        "recompute_modules",
         "init_method",  # `init` fills the parameters
         "moe_aux_loss_coeff",  # both: scaled to have the same weight in every layout
         "moe_z_loss_coeff",
@@ -71,6 +72,8 @@ def transformer_config(plan: Plan, *, on_gpu: bool, transformer_engine: bool) ->
     recipe = plan.recipe
     model, train = recipe.model, recipe.train
     dtype = DTYPES[train.precision]
+    # The plan expects TransformerEngine on GPUs; layers without it have no activation of experts by itself.
+    recomputed = [name for name in plan.recompute_modules if transformer_engine or name != "moe_act"]
     # megatron-core's fusions are torch.compile'd functions: they need a compiler, so torch_compile enables them.
     fuse = train.torch_compile
     kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
@@ -81,6 +84,7 @@ def transformer_config(plan: Plan, *, on_gpu: bool, transformer_engine: bool) ->
         "ffn_hidden_size": plan.shape.ffn_hidden_size,
         "activation_func": ACTIVATIONS[model.activation_func],
         "recompute_granularity": plan.recompute_granularity,
+        "recompute_modules": recomputed or None,
         # `init` fills the parameters. They are still "initialised", because megatron-core marks the sharded ones only
         # then, and its gradient norm relies on the mark.
         "init_method": _leave,

@@ -31,6 +31,7 @@ _REPLACED = (
     (_LATENT, "TELinear"),
     ("llmrecipes.engine.core.model.spec", "_use_ours"),
     (cuda.DISPATCHER, "permute"),
+    ("megatron.core.transformer.transformer_layer.TransformerLayer", "__init__"),
 )
 _PLAIN = {name: getattr(resolve(owner), name) for owner, name in _REPLACED}
 _ALIGNED = torch.empty(0)
@@ -48,6 +49,7 @@ def install_kernels(device: str) -> None:
         "TELinear": DuplicatedLinear,
         "_use_ours": _use_duplicated,
         "permute": cuda.permute if PERMUTES_BY_MASK else cuda.PLAIN_PERMUTE,
+        "__init__": _with_fused_norms,
     }
     own = {name: on_gpu[name] for name in ("scaled_dot_product_attention", "dropout", "rms_norm", "permute")}
     of_device = {"cuda": on_gpu, "cuda, local": own}
@@ -55,6 +57,13 @@ def install_kernels(device: str) -> None:
     for owner, name in _REPLACED:
         replace(owner, name, chosen.get(name, _PLAIN[name]))
     replace(_ATTENTION, "causal_lower_right", lambda *_sizes: _ALIGNED)
+
+
+def _with_fused_norms(layer: Any, *args: Any, **options: Any) -> None:
+    """Recompute the norms only that TransformerEngine does not fuse with the product after them."""
+    _PLAIN["__init__"](layer, *args, **options)
+    layer.recompute_input_layernorm &= layer.config.multi_latent_attention
+    layer.recompute_pre_mlp_layernorm &= layer.is_moe_layer
 
 
 def _flash_attention(

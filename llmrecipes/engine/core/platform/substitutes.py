@@ -9,11 +9,15 @@ Input noise of routers is for training only; megatron-core also adds it in evalu
 
 megatron-core's row-parallel layers ask for the default tensor-parallel group in every forward pass, and rank 0 warns of
 it. torch.compile cannot trace the warning and would cut every layer into pieces, on that rank only.
+
+Recomputation that discards a result (`recompute_modules`) asks TransformerEngine for its fp8 state also where there is
+none, and 0.19 compiles a C++ function on each rank at the first backward pass to restore the result without a copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
@@ -31,6 +35,7 @@ def install_substitutes() -> None:
     install_jitter()
     install_adam()
     replace("megatron.core.tensor_parallel.layers", "get_tensor_model_parallel_group_if_none", default_group)
+    install_restoring()
     if transformer_engine_obstacle() is None:
         return
     # 0.16 assumes that TransformerEngine is installed, because the names it imports exist, but are None.
@@ -38,6 +43,35 @@ def install_substitutes() -> None:
     router = resolve("megatron.core.transformer.moe.moe_utils")
     if not hasattr(router, "te_general_gemm"):
         router.te_general_gemm = None  # 0.16 compares it with None, but the name does not exist
+
+
+RANDOM = "megatron.core.tensor_parallel.random"
+
+
+def install_restoring() -> None:
+    """Let discarded results be restored without TransformerEngine and without a compiler."""
+    module = resolve(RANDOM)
+    resolve(f"{RANDOM}.CheckpointWithoutOutput")
+    if hasattr(module, "_get_share_storage"):
+        replace(RANDOM, "_get_share_storage", lambda: _copy_storage)
+    if not hasattr(module, "FP8GlobalStateManager"):
+        module.FP8GlobalStateManager = _NoFp8
+        module.activation_recompute_forward = module.fp8_autocast = lambda **_options: nullcontext()
+
+
+class _NoFp8:
+    """TransformerEngine's state where it is not installed."""
+
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        return False
+
+
+def _copy_storage(discarded: torch.Tensor, recomputed: torch.Tensor) -> None:
+    """Restore a tensor whose storage was emptied, without a new version of it for autograd."""
+    storage = recomputed.untyped_storage()
+    discarded.untyped_storage().resize_(storage.size())
+    discarded.untyped_storage().copy_(storage)
 
 
 def default_group(tp_group: Any, is_expert: bool = False, check_initialized: bool = True) -> Any:

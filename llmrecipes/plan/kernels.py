@@ -1,0 +1,70 @@
+"""What the kernels of a device keep for the backward pass, and what of it a recipe recomputes there."""
+
+from __future__ import annotations
+
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.shape import Shape
+
+
+def own_layers(recipe: Recipe, device: str) -> bool:
+    """Whether layers are megatron-core's own, with our attention: on a CPU, and with adapters everywhere."""
+    return device == "cpu" or recipe.lora is not None
+
+
+def has_fused_kernel(s: Shape, device: str) -> bool:
+    """Whether core attention has a fused kernel; on a CPU torch has none if keys and values differ in width."""
+    return device == "cuda" or s.query_channels == s.value_channels
+
+
+def keeps_scores(recipe: Recipe, s: Shape, device: str) -> bool:
+    """Whether core attention keeps the score matrix of each head, so that recomputing it saves memory.
+
+    Fused kernels (torch's, TransformerEngine's) keep the log-sum-exp of each row and recompute the scores themselves.
+    On a CPU torch has none with dropout.
+    """
+    return (recipe.model.attention_dropout > 0 and device == "cpu") or not has_fused_kernel(s, device)
+
+
+def mask_per_token(recipe: Recipe, device: str) -> int:
+    """Bytes per token of the mask that keeps packed conversations apart, which all layers share: one for each token of
+    the sequence. 0 on a CPU, where each conversation is attended to by itself, and where there is none."""
+    chat = recipe.data.chat
+    packed = chat is not None and chat.packing
+    return recipe.model.seq_length if packed and (device == "cuda" or recipe.train.torch_compile) else 0
+
+
+def copies_keys(recipe: Recipe, s: Shape, device: str) -> bool:
+    """Whether keys and values of groups are copied for each query, because there is such a mask."""
+    return mask_per_token(recipe, device) > 0 and s.num_query_groups < s.num_attention_heads
+
+
+def modules(recipe: Recipe, s: Shape, device: str) -> tuple[str, ...]:
+    """Modules of each layer that are recomputed: those of the recipe that have an effect on a device.
+
+    Core attention only where its kernel keeps scores. TransformerEngine has a norm of its own before latent attention
+    and before experts only, and only it has an activation of experts by itself.
+    """
+    train = recipe.train
+    if train.recompute_granularity != "selective":
+        return ()
+    own = own_layers(recipe, device)
+    without = {
+        "core_attn": not keeps_scores(recipe, s, device),
+        "layernorm": not own and not recipe.model.multi_latent_attention and not s.num_moe_experts,
+        "moe_act": own,
+    }
+    return tuple(name for name in train.recompute_modules or ("core_attn",) if not without.get(name, False))
+
+
+def recompute_granularity(recipe: Recipe, s: Shape, device: str) -> str | None:
+    """What is recomputed: as in the recipe, but nothing if no module of `selective` has an effect."""
+    wanted = recipe.train.recompute_granularity
+    return None if wanted == "selective" and not modules(recipe, s, device) else wanted
+
+
+def recomputed_layers(recipe: Recipe, layers: int) -> int:
+    """Layers of a chunk whose whole forward pass is repeated in the backward pass: its first ones."""
+    train = recipe.train
+    if train.recompute_granularity != "full" or not train.recompute_num_layers:
+        return 0
+    return layers if train.recompute_method == "uniform" else min(train.recompute_num_layers, layers)

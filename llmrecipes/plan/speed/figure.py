@@ -1,0 +1,96 @@
+"""Picture of a prediction: memory of the stages, passes of the pipeline, and what a step consists of."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from llmrecipes.plan.speed.schedule import run
+from llmrecipes.units import GIB
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from llmrecipes.plan.speed.forecast import Forecast
+
+_MEMORY = {"weights": "#4477aa", "gradients": "#66ccee", "optimizer": "#228833", "activations": "#ccbb44",
+           "other": "#bbbbbb"}  # fmt: skip
+_STEP = {"compute": "#4477aa", "tensor": "#ee6677", "expert": "#aa3377", "context": "#ccbb44", "bubble": "#dddddd",
+         "gradients": "#66ccee", "optimizer": "#228833"}  # fmt: skip
+_FORWARD, _BACKWARD = ("#4477aa", "#88aacc"), ("#228833", "#77bb88")
+"""Of even and of odd chunks."""
+_MOST_PASSES = 6000
+"""A picture with more is slow to open, and its passes are narrower than a pixel."""
+
+
+def draw(made: Forecast) -> Figure:
+    """The figure."""
+    from matplotlib.figure import Figure
+
+    stages = len(made.memory)
+    figure = Figure(figsize=(10, 6.5 + 0.12 * min(stages, 32)), layout="constrained")
+    memory, passes, parts = figure.subplots(3, 1, height_ratios=(3, 2 + 0.12 * min(stages, 32), 1))
+    figure.suptitle(
+        f"{made.plan.recipe.name} on {made.plan.layout.world_size:,} × {made.device.name}: "
+        f"{made.tokens_per_second_per_gpu:,.0f} tokens/s a GPU, predicted"
+    )
+    _memory(memory, made)
+    _passes(passes, made)
+    _parts(parts, made)
+    return figure
+
+
+def _memory(axes: Axes, made: Forecast) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    stages = made.as_dict()["memory_gib"]["stages"]
+    bottom = [0.0] * len(stages)
+    for name, color in _MEMORY.items():
+        sizes = [stage[name] for stage in stages]
+        axes.bar(range(len(stages)), sizes, bottom=bottom, color=color, label=name)
+        bottom = [below + size for below, size in zip(bottom, sizes, strict=True)]
+    axes.axhline(made.plan.memory_capacity_bytes / GIB, color="#cc3311", linestyle="--", label="available")
+    axes.set(ylabel="GiB of a rank", xlabel="pipeline stage")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+
+
+def _passes(axes: Axes, made: Forecast) -> None:
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
+
+    step, chunks = made.step, made.plan.layout.virtual_pipeline_model_parallel_size
+    stages, microbatches = len(step.passes), made.plan.num_microbatches
+    number = min(microbatches, 2 * stages)
+    if 4 * stages * stages * chunks > _MOST_PASSES or (chunks > 1 and number % stages):
+        number = min(microbatches, stages)
+    ahead, back = zip(*step.passes, strict=True)
+    ends = run(ahead, back, number, chunks, step.hop, blocking=chunks == 1)
+    for stage in range(stages):
+        for forward, colors, of_stage in ((True, _FORWARD, ahead), (False, _BACKWARD, back)):
+            for odd in (0, 1):
+                seconds = of_stage[stage] / chunks
+                bars = [
+                    (end - seconds, seconds)
+                    for (kind, place, chunk, _), end in ends.items()
+                    if (kind, place, chunk % 2) == (forward, stage, odd)
+                ]
+                axes.broken_barh(bars, (stage - 0.4, 0.8), facecolors=colors[odd], edgecolor="white", linewidth=0.3)
+    axes.set(ylabel="pipeline stage", xlabel=f"seconds, with {number} of {microbatches:,} micro-batches a step")
+    axes.invert_yaxis()
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    names = {"forward": _FORWARD[0], "backward": _BACKWARD[0]}
+    if chunks > 1:
+        names |= {"forward, odd chunks": _FORWARD[1], "backward, odd chunks": _BACKWARD[1]}
+    handles = [Patch(color=color, label=name) for name, color in names.items()]
+    axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+
+
+def _parts(axes: Axes, made: Forecast) -> None:
+    left = 0.0
+    for name, seconds in made.step.parts().items():
+        if seconds > 0:
+            axes.barh([0], [seconds], left=[left], color=_STEP[name], label=f"{name} {seconds / made.step.seconds:.1%}")
+            left += seconds
+    axes.set(yticks=[], xlabel="seconds of a step")
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize="small")

@@ -1,0 +1,145 @@
+"""Keys of recomputation: what each of megatron-core's modules needs, and what goes with what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from llmrecipes.recipe.document import Problem
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.shape import shape
+
+
+@dataclass(frozen=True)
+class Module:
+    """One value of `train.recompute_modules`; megatron-core 0.16 and 0.19 have the same.
+
+    Attributes:
+        needs: a setting without which there is nothing of the kind in the model.
+        applies: whether a recipe has it.
+        inside: modules that recompute it already.
+        discards: its result is discarded as well as what it keeps inside, and restored in the backward pass before
+            the next module needs it.
+    """
+
+    needs: str
+    applies: Callable[[Recipe], bool]
+    inside: tuple[str, ...] = ()
+    discards: bool = False
+
+
+MODULES: dict[str, Module] = {
+    "core_attn": Module("", lambda recipe: True),
+    "layernorm": Module("", lambda recipe: True, discards=True),
+    "mla_up_proj": Module(
+        "model.multi_latent_attention true", lambda recipe: recipe.model.multi_latent_attention, discards=True
+    ),
+    "mlp": Module("a layer without experts", lambda recipe: _dense_layers(recipe) > 0),
+    "moe_act": Module(
+        "model.num_moe_experts", lambda recipe: bool(recipe.model.num_moe_experts), inside=("moe",), discards=True
+    ),
+    "shared_experts": Module(
+        "model.moe_shared_expert_intermediate_size",
+        lambda recipe: bool(recipe.model.num_moe_experts and recipe.model.moe_shared_expert_intermediate_size),
+        inside=("moe",),
+    ),
+    "moe": Module("model.num_moe_experts", lambda recipe: bool(recipe.model.num_moe_experts)),
+}
+
+
+def _dense_layers(recipe: Recipe) -> int:
+    s = shape(recipe.model)
+    return s.num_layers - s.moe_layers(0, s.num_layers)
+
+
+def rules(recipe: Recipe) -> Iterator[Problem]:
+    """What is wrong with the keys of recomputation."""
+    train = recipe.train
+    parts = {"recompute_method": train.recompute_method, "recompute_num_layers": train.recompute_num_layers}
+    if train.recompute_granularity == "full":
+        yield from _full(recipe, parts)
+    else:
+        for name, value in parts.items():
+            if value is not None:
+                yield _only_with(recipe, name, "full")
+    if train.recompute_modules is None:
+        return
+    if train.recompute_granularity == "selective":
+        yield from _modules(recipe, train.recompute_modules)
+    else:
+        yield _only_with(recipe, "recompute_modules", "selective")
+
+
+def _only_with(recipe: Recipe, name: str, granularity: str) -> Problem:
+    return Problem(
+        f"train.{name}",
+        f"set with recompute_granularity {recipe.train.recompute_granularity or 'null'}",
+        f"{name} is only used with recompute_granularity {granularity}",
+        f"leave {name} out, or recompute_granularity {granularity}",
+    )
+
+
+def _full(recipe: Recipe, parts: Mapping[str, str | int | None]) -> Iterator[Problem]:
+    for name, value in parts.items():
+        if value is None:
+            yield Problem(
+                "train.recompute_granularity",
+                f"full without {name}",
+                "full recomputation needs recompute_method and recompute_num_layers",
+                "recompute_method uniform" if name == "recompute_method" else "recompute_num_layers 1",
+            )
+    layers = recipe.train.recompute_num_layers
+    if layers is not None and layers > recipe.model.num_layers:
+        yield Problem(
+            "train.recompute_num_layers",
+            f"{layers} of {recipe.model.num_layers} layers",
+            "recompute_num_layers is at most model.num_layers",
+            f"recompute_num_layers {recipe.model.num_layers}",
+        )
+
+
+def possible(recipe: Recipe) -> list[str]:
+    """Modules that may be recomputed in the recipe, if nothing else is."""
+    return [name for name in MODULES if next(_modules(recipe, (name,)), None) is None]
+
+
+def _modules(recipe: Recipe, names: tuple[str, ...]) -> Iterator[Problem]:
+    key = "train.recompute_modules"
+    if len(set(names)) < len(names):
+        different = ", ".join(dict.fromkeys(names))
+        yield Problem(key, f"[{', '.join(names)}]", "a module is named once", f"recompute_modules [{different}]")
+    for name in dict.fromkeys(names):
+        module = MODULES[name]
+        left = f"leave {name} out of recompute_modules"
+        if not module.applies(recipe):
+            yield Problem(key, f"{name} without {module.needs}", f"{name} needs {module.needs}", left)
+        for outer in module.inside:
+            if outer in names:
+                yield Problem(key, f"{name} with {outer}", f"{outer} recomputes {name} as well", left)
+        if name != "core_attn" and (obstacle := obstacle_to_modules(recipe)):
+            yield Problem(key, f"{name} with {obstacle[0]}", obstacle[1], f"{left}, or recompute_granularity full")
+    if "mlp" in names and recipe.model.add_bias_linear:
+        yield Problem(
+            key,
+            "mlp with model.add_bias_linear true",
+            "the MLP returns its bias too, and megatron-core's backward pass of a recomputed parameter never ends",
+            "add_bias_linear false, leave mlp out of recompute_modules, or recompute_granularity full",
+        )
+    if "moe_act" in names and recipe.model.transformer_impl == "local":
+        yield Problem(
+            key,
+            "moe_act with transformer_impl local",
+            "moe_act is recomputed in TransformerEngine's grouped products only",
+            "moe, or transformer_impl auto",
+        )
+
+
+def obstacle_to_modules(recipe: Recipe) -> tuple[str, str] | None:
+    """A key with which core attention is the only module that can be recomputed, and the reason."""
+    if recipe.train.torch_compile:
+        return "train.torch_compile true", "compiled layers recompute as a whole or their core attention"
+    if recipe.lora is not None:
+        return "lora", "the input of a frozen layer has no gradient that would start the recomputation"
+    if recipe.zero is not None and recipe.zero.stage == 3:
+        return "zero.stage 3", "ZeRO 3 has the weights of a module in its own forward and backward pass only"
+    return None
