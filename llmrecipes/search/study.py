@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 BASIS, WORKERS, STARTED = "llmrecipes:basis", "llmrecipes:worker:", "llmrecipes:started"
 RECIPE, OVERRIDES = "llmrecipes:recipe", "llmrecipes:overrides"
 """The resolved recipe of the newest search of a study, and the overrides of its command line."""
-FILLED_WITHIN = 10.0
+FILLED_WITHIN = 60.0
 """Seconds that another process may take for each known point that it adds to a study it has created."""
 SEED = "-seed"
 """In the id of a run, before the number of its seed; not of the first one."""
