@@ -260,7 +260,7 @@ def test_a_trial_that_was_resumed_is_one_competitor(kind: str, tmp_path: Path, m
 def test_a_trial_that_was_resumed_stays_in_its_bracket() -> None:
     section = require_section(searched(pruner={"type": "HyperbandPruner", "min_resource": 1}))
     made: Any = pruner(section, 27)
-    study = optuna.create_study(pruner=made)
+    study = optuna.create_study(study_name="lab", pruner=made)  # brackets are drawn by name
     trial = study.ask()
     trial.report(1.0, 1)
     trial.should_prune()  # its brackets are made
