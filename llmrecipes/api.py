@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import pandas
 
     from llmrecipes import rundir
-    from llmrecipes.tracking.runs import RunSummary
+    from llmrecipes.tracking.run_list import RunSummary
 
 __all__ = ["Checkpoint", "Run", "TrainResult", "load_recipe", "open_run", "plan_recipe", "train_recipe"]
 

@@ -28,7 +28,7 @@ def list_runs(runs_dir: str | Path | None = None, *, data_dir: str | Path | None
         runs_dir: default: `LLMRECIPES_RUNS`, else `runs`; a folder that does not exist has no runs.
         data_dir: where their prepared data is, for `Run.generate`; default: `LLMRECIPES_DATA`, else `data`.
     """
-    from llmrecipes.tracking.runs import list_runs as summaries
+    from llmrecipes.tracking.run_list import list_runs as summaries
 
     data = directory(data_dir, DATA_VARIABLE, DATA_DIR)
     return [Run(Path(each.path), data) for each in summaries(directory(runs_dir, RUNS_VARIABLE, RUNS_DIR))]

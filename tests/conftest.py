@@ -18,7 +18,7 @@ from tests.dist.table import Row
 from tests.dist.worlds import GlooWorld, pool
 
 if TYPE_CHECKING:
-    from llmrecipes.checkpoint.ranks import Ranks
+    from llmrecipes.checkpoint.rank_groups import Ranks
     from llmrecipes.engine.core.world import World
 
 # The tests are about the CPU platform, on machines with a GPU too; one thread a process, so that sums have one order.

@@ -16,7 +16,7 @@ from llmrecipes.engine.sampling import SAMPLING, Sampling
 from llmrecipes.errors import UserError
 
 if TYPE_CHECKING:
-    from llmrecipes.tracking.runs import RunSummary
+    from llmrecipes.tracking.run_list import RunSummary
 
 COLUMNS = ("run", "state", "step", "loss", "valid loss", "newest checkpoint", "started")
 PortOption = Annotated[int, typer.Option("--port", min=1, max=65535, help="Serve on this TCP port.")]
@@ -24,7 +24,7 @@ PortOption = Annotated[int, typer.Option("--port", min=1, max=65535, help="Serve
 
 def runs(as_json: JsonOption = False, runs_dir: RunsOption = RUNS) -> None:
     """List runs with their state, step and loss."""
-    from llmrecipes.tracking.runs import list_runs
+    from llmrecipes.tracking.run_list import list_runs
 
     listed = list_runs(runs_dir)
     print(json.dumps([run.as_dict() for run in listed], indent=2) if as_json else table(listed))
@@ -205,7 +205,7 @@ def tensorboard(
 ) -> None:
     """Open TensorBoard on a run or on all runs (localhost only)."""
     from llmrecipes.rundir import Run
-    from llmrecipes.tracking.runs import list_runs
+    from llmrecipes.tracking.run_list import list_runs
     from llmrecipes.tracking.web import serve_tensorboard
 
     run_dirs = [Path(found.path) for found in list_runs(runs_dir)] if run is None else [Run.find(run, runs_dir).path]

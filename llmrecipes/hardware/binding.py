@@ -25,7 +25,7 @@ MPOL_PREFERRED = 1
 
 
 @dataclass(frozen=True)
-class Device:
+class GpuLocation:
     """A GPU's place.
 
     Attributes:
@@ -49,7 +49,7 @@ class Binding:
     """
 
     cores: tuple[int, ...] = ()
-    device: Device | None = None
+    device: GpuLocation | None = None
     reason: str = ""
     memory: bool = False
 
@@ -80,7 +80,7 @@ def bind(local_rank: int, ranks: int) -> Binding:
 
 def choose(
     local_rank: int,
-    devices: Sequence[Device],
+    devices: Sequence[GpuLocation],
     ranks: int,
     allowed: set[int],
     threads: Mapping[int, int],
@@ -130,11 +130,11 @@ def visible(listed: Sequence[Mapping[str, str]], chosen: str | None) -> list[str
     return devices
 
 
-def device(address: str, pci: Path = PCI, adapters: Path = ADAPTERS) -> Device:
+def device(address: str, pci: Path = PCI, adapters: Path = ADAPTERS) -> GpuLocation:
     """A GPU's place, from /sys; without cores where the kernel does not say."""
     folder = pci / address
     numa = _read(folder / "numa_node")
-    return Device(
+    return GpuLocation(
         address,
         frozenset(parse_ranges(_read(folder / "local_cpulist"))),
         int(numa) if numa.isdecimal() else None,  # -1: none

@@ -157,14 +157,14 @@ _LIBAIO_PROGRAM = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); 
 
 
 @dataclass(frozen=True)
-class Unsupported:
+class MissingPart:
     """Why an operator cannot be used, and what to do about it."""
 
     what: str
     fix: str
 
 
-def operator_obstacle(operator: str) -> Unsupported | None:
+def operator_obstacle(operator: str) -> MissingPart | None:
     """What prevents an operator from being loaded here; None if nothing does.
 
     Args:
@@ -174,21 +174,21 @@ def operator_obstacle(operator: str) -> Unsupported | None:
         return None
     torch = _folder("torch")
     if torch is None or not (torch / "include").is_dir():
-        return Unsupported("torch's headers are not installed", "make setup-zero on a machine, or the CUDA image")
+        return MissingPart("torch's headers are not installed", "make setup-zero on a machine, or the CUDA image")
     if ninja_folder() is None:
-        return Unsupported("ninja is not installed", "make setup-zero, or pip install ninja")
+        return MissingPart("ninja is not installed", "make setup-zero, or pip install ninja")
     compiler = shlex.split(os.environ.get("CXX", "c++"))  # torch's choice
     if not compiler or shutil.which(compiler[0]) is None:
-        return Unsupported(f"no C++ compiler ({' '.join(compiler) or 'CXX is empty'})", "apt-get install g++")
+        return MissingPart(f"no C++ compiler ({' '.join(compiler) or 'CXX is empty'})", "apt-get install g++")
     if not _compiles(compiler, _PYTHON_PROGRAM, f"-I{sysconfig.get_path('include')}", "-fopenmp"):
         what = f"{' '.join(compiler)} does not compile a program with Python.h and OpenMP"
-        return Unsupported(what, "apt-get install g++ libgomp1 python3-dev")
+        return MissingPart(what, "apt-get install g++ libgomp1 python3-dev")
     if operator == ASYNC_IO and not _compiles(compiler, _LIBAIO_PROGRAM, "-laio"):
-        return Unsupported("libaio.h or libaio.so is missing", "apt-get install libaio-dev")
+        return MissingPart("libaio.h or libaio.so is missing", "apt-get install libaio-dev")
     folder = build_folder()
     if not _holds_programs(folder):
         what = f"{folder} is not writable, or its file system is mounted with noexec"
-        return Unsupported(what, "TORCH_EXTENSIONS_DIR=DIR, a folder on this node's own disk")
+        return MissingPart(what, "TORCH_EXTENSIONS_DIR=DIR, a folder on this node's own disk")
     return None
 
 

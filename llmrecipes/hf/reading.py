@@ -142,11 +142,6 @@ class Folder:
     config: Mapping[str, Any]
     tensors: Mapping[str, Held]
 
-    @property
-    def largest_file(self) -> int:
-        """Bytes of the largest file of weights."""
-        return max((file.stat().st_size for file in {held.file for held in self.tensors.values()}), default=0)
-
 
 def open_folder(path: Path) -> Folder:
     """Open a folder: its config.json, and the headers of its weights.

@@ -13,7 +13,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.models.create import published, require_absent
 from llmrecipes.recipe.schema import Recipe, Source
 from llmrecipes.rundir import Run
-from llmrecipes.workflow.tensors import base_of, find_checkpoint, lora_of, open_run, require_merge
+from llmrecipes.workflow.model_source import base_of, find_checkpoint, lora_of, open_run, require_merge
 
 if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import Entry

@@ -17,7 +17,7 @@ from llmrecipes.models.merge_options import METHODS, Merge, MergeOptions, resolv
 from llmrecipes.recipe.load import DEFAULTS_NOTE, short
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.rundir import Run
-from llmrecipes.workflow.tensors import Opened, OpenedRun, find_checkpoint, open_tensors
+from llmrecipes.workflow.model_source import Opened, OpenedRun, find_checkpoint, open_tensors
 
 if TYPE_CHECKING:
     import torch

@@ -23,7 +23,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.faults.signals import end_with_parent
 from llmrecipes.hf.reading import read_config
 from llmrecipes.tracking.web import running, until_interrupted
-from llmrecipes.workflow.tensors import find_checkpoint
+from llmrecipes.workflow.model_source import find_checkpoint
 
 LOOPBACK = ("localhost", "::1")
 Say = Callable[[str], None]

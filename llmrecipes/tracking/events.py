@@ -23,6 +23,8 @@ RunStatus = Literal["FINISHED", "KILLED", "FAILED"]
 
 TASKS_EVALUATED = "tasks_evaluated"
 """Event of the note whose details are metrics, `eval/<task>/<metric>`: trackers have them as such."""
+VALID = ("valid_loss", "valid_bits_per_byte")
+"""Metrics of an evaluation that trackers show as a group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

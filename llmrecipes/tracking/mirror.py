@@ -31,8 +31,8 @@ from typing import Any, BinaryIO, Generic, TypeVar
 
 from llmrecipes.redact import guard_streams, redact, redacted
 from llmrecipes.runfiles import RunFiles
+from llmrecipes.tracking.events import VALID
 from llmrecipes.tracking.jsonl import parse
-from llmrecipes.tracking.tensorboard import VALID
 
 logger = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ from typing import Self
 
 from llmrecipes.tracking.events import (
     TASKS_EVALUATED,
+    VALID,
     EvalMetrics,
     Note,
     RunStart,
@@ -29,7 +30,6 @@ TRAIN = (
     "mfu_causal",
     "moe_aux_loss",
 )
-VALID = ("valid_loss", "valid_bits_per_byte")
 
 
 class TensorBoardSink(Sink):

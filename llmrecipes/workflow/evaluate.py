@@ -32,8 +32,8 @@ from llmrecipes.runfiles import new_run_id, run_of
 from llmrecipes.train.rank import failure_reported, rank_main
 from llmrecipes.train.spec import RankSpec
 from llmrecipes.units import MIB
+from llmrecipes.workflow.model_source import find_checkpoint
 from llmrecipes.workflow.pretrained import base_weights
-from llmrecipes.workflow.tensors import find_checkpoint
 
 if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import Entry
@@ -343,7 +343,7 @@ def evaluate(spec: EvaluationSpec) -> list[EvaluationResult]:
     from llmrecipes.data.prepared import fingerprint, open_prepared
     from llmrecipes.engine.backends import backend
     from llmrecipes.evaluation.lead import RankZeroScorer
-    from llmrecipes.evaluation.run import Prepare
+    from llmrecipes.evaluation.measurements import Prepare
     from llmrecipes.hardware.cluster import detect
     from llmrecipes.plan.derive import derive
     from llmrecipes.tracking.progress import Counted

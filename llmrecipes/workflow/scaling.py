@@ -12,7 +12,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.rundir import Run
 from llmrecipes.scaling.fit import Fit, fit
 from llmrecipes.scaling.law import Point
-from llmrecipes.scaling.runs import Selection, Tracked, from_directory, from_mlflow, select
+from llmrecipes.scaling.points import Selection, Tracked, from_directory, from_mlflow, select
 
 COEFFICIENTS = ("E", "A", "B", "alpha", "beta")
 BUDGETS = (1.0, 10.0, 100.0)

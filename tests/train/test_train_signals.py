@@ -174,7 +174,7 @@ def test_when_the_command_is_killed_nothing_of_it_stays(runs: Runs) -> None:
     process = runs.start("launcher-killed", 2, *options)
     wait_for_step(process, runs.directory("launcher-killed"), 3)
     everyone = psutil.Process(process.pid).children(recursive=True)
-    mirror = [one for one in everyone if "llmrecipes.tracking.mlflow.mirror" in one.cmdline()]
+    mirror = [one for one in everyone if "llmrecipes.tracking.mlflow.sender" in one.cmdline()]
     assert (len(everyone), len(mirror)) == (5, 1)
     process.kill()
     finish(process, -signal.SIGKILL)

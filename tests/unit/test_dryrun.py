@@ -40,7 +40,7 @@ Report = dict[str, Any]
 
 def dry_runs(specs: list[str]) -> list[Report]:
     """Job of a process of its own: megatron-core stays patched."""
-    from llmrecipes.dryrun.rank import dry_run
+    from llmrecipes.dryrun.simulation import dry_run
 
     found = []
     for text in specs:
@@ -60,7 +60,7 @@ def drawn_deviations(numbers: list[int]) -> dict[str, list[dict[str, Any]]]:
 
 def waits_with(text: str, owner: type, name: str, reading: Callable[..., Any]) -> dict[str, int]:
     """Host waits of a step with another method of the engine, which is given the original; job as `dry_runs`."""
-    from llmrecipes.dryrun.rank import dry_run
+    from llmrecipes.dryrun.simulation import dry_run
 
     spec = DryRunSpec.model_validate_json(text)
     with pytest.MonkeyPatch.context() as patch:
@@ -245,11 +245,11 @@ def test_a_skewed_routing_needs_more_memory(process: GlooWorld) -> None:
 
 
 def test_progress_counts_every_pass_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    from llmrecipes.dryrun import rank
+    from llmrecipes.dryrun import simulation
 
-    monkeypatch.setattr(rank, "REPORT_SECONDS", -1.0)
+    monkeypatch.setattr(simulation, "REPORT_SECONDS", -1.0)
     lines: list[str] = []
-    begun = rank._progress(plan_of(spec("gpt-tiny-3d", world=8)), 2, lines.append)
+    begun = simulation._progress(plan_of(spec("gpt-tiny-3d", world=8)), 2, lines.append)
     begun(1)
     begun(16)
     assert "1 of 16" in lines[0] and "16 of 16, about 0.0s" in lines[1]

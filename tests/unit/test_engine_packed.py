@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmrecipes.data.conversations import ConversationDataset, alone, best_fit
+from llmrecipes.data.dataset import ConversationDataset, alone, best_fit
 from llmrecipes.engine.base import Batch
 from llmrecipes.engine.core.model.attention import attention_mask
 from llmrecipes.engine.core.model.gpt import RecipeGPTModel

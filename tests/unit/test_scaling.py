@@ -22,7 +22,7 @@ from llmrecipes.recipe.shape import shape
 from llmrecipes.scaling import fit as fitting
 from llmrecipes.scaling.fit import fit
 from llmrecipes.scaling.law import Law, Point
-from llmrecipes.scaling.runs import Selection
+from llmrecipes.scaling.points import Selection
 from llmrecipes.tracking.mirror import tracker_name
 from llmrecipes.tracking.mlflow.database import artifact_root, require_database, tracking_uri
 from llmrecipes.tracking.mlflow.sink import flatten

@@ -311,7 +311,7 @@ def mirrors(run_dir: Path) -> list[psutil.Process]:
     return [
         process
         for process in found
-        if "llmrecipes.tracking.mlflow.mirror" in (process.info["cmdline"] or ())
+        if "llmrecipes.tracking.mlflow.sender" in (process.info["cmdline"] or ())
         and any(file.path == lock for file in process.info["open_files"] or ())
     ]
 
@@ -401,7 +401,7 @@ def test_a_dead_server_neither_stops_nor_delays_training_and_gets_missed_points_
     with ExitStack() as stack:
         stack.enter_context(web.reserved(port))  # for the server that replaces the dead one
         (mirror,) = [
-            each for each in psutil.Process().children() if "llmrecipes.tracking.mlflow.mirror" in each.cmdline()
+            each for each in psutil.Process().children() if "llmrecipes.tracking.mlflow.sender" in each.cmdline()
         ]
         with not_waiting_for(mirror):
             for number in range(12, 31):

@@ -15,7 +15,7 @@ import pytest
 from llmrecipes.hardware.process import start_ticks
 from llmrecipes.tracking.events import EvalMetrics, StepMetrics
 from llmrecipes.tracking.jsonl import JsonlSink
-from llmrecipes.tracking.runs import TAIL_BYTES, list_runs
+from llmrecipes.tracking.run_list import TAIL_BYTES, list_runs
 from llmrecipes.tracking.status import StatusSink
 
 
@@ -168,6 +168,6 @@ def test_other_things_in_the_directory_are_no_runs(tmp_path: Path) -> None:
 
 
 def test_listing_runs_loads_nothing_heavy() -> None:
-    code = "import sys, llmrecipes.tracking.runs; print(*sys.modules)"
+    code = "import sys, llmrecipes.tracking.run_list; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "mlflow", "megatron", "datasets", "rich", "pydantic"} & set(loaded)

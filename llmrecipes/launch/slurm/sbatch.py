@@ -18,7 +18,7 @@ from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan
 from llmrecipes.runfiles import RunFiles
-from llmrecipes.tracking.runs import MeasuredRun, measured
+from llmrecipes.tracking.run_list import MeasuredRun, measured
 
 SHORTEST = 120
 """Seconds: a step, the exit of all ranks, and the end of the job."""

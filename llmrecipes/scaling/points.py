@@ -21,7 +21,7 @@ from llmrecipes.scaling.law import Point
 from llmrecipes.tracking.mirror import tracker_name
 from llmrecipes.tracking.mlflow.database import is_local, process_environment, redact, tracking_uri
 from llmrecipes.tracking.mlflow.sink import flatten
-from llmrecipes.tracking.runs import summary
+from llmrecipes.tracking.run_list import summary
 
 FINISHED = "finished"
 TEXT = ("data.sources", "data.tokenizer", "data.split", "model.vocab_size")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Metric, RunTag
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-    from llmrecipes.tracking.mlflow.run import MlflowRun
+    from llmrecipes.tracking.mlflow.client import MlflowRun
 
 VALUES_IN_A_BATCH = 1000  # MLflow refuses more in one request
 
@@ -30,7 +30,7 @@ class MlflowMirror(Mirror[MlflowConfig, "MlflowRun"]):
         self._next_sample = 0.0
 
     def _connect(self) -> tuple[MlflowRun, str | None]:
-        from llmrecipes.tracking.mlflow.run import MlflowRun
+        from llmrecipes.tracking.mlflow.client import MlflowRun
 
         run = MlflowRun(self._config)
         uri = redact(self._config.uri)
