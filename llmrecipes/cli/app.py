@@ -64,8 +64,8 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
     "Runs": {
         "runs": "runs.runs",
-        "compare": "runs.compare",
-        "scaling": "runs.scaling",
+        "compare": "comparison.compare",
+        "scaling": "comparison.scaling",
         "generate": "runs.generate",
         "eval": "evaluate.evaluate",
         "export": "models.export",

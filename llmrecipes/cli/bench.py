@@ -1,10 +1,11 @@
-"""`llmrecipes bench`: parsing and printing only."""
+"""`bench` and `gpu-report`: parsing and printing only."""
 
 from __future__ import annotations
 
 import json
 import os
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,9 +23,13 @@ from llmrecipes.cli.options import (
     RecipeArgument,
     site_option,
 )
+from llmrecipes.cli.tables import TextTable, show
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.units import GIB, KIB, MIB
 
 if TYPE_CHECKING:
+    from llmrecipes.bench.fabric.transfers import Kind, Report, Transfer
+    from llmrecipes.bench.results import Collectives, Comparison, RankSpeeds
     from llmrecipes.recipe.schema import Recipe
 
 app = typer.Typer(
@@ -32,6 +37,10 @@ app = typer.Typer(
     rich_markup_mode=None,
     invoke_without_command=True,
 )
+
+SHOWN = 24
+"""Transfers and findings that are printed; 16,384 GPUs have tens of thousands."""
+KINDS: dict[Kind, str] = {"neighbours": "between neighbours", "halves": "between halves"}
 
 RepeatsOption = Annotated[int, typer.Option("--repeats", metavar="N", min=1, help="Repeat each measurement N times.")]
 
@@ -81,7 +90,6 @@ def collectives(
 ) -> None:
     """Measure the bus bandwidth of collectives."""
     from llmrecipes.bench.results import Collectives, compare
-    from llmrecipes.cli.render import bench as render
     from llmrecipes.hardware.load import load_profile
     from llmrecipes.recipe.load import load
     from llmrecipes.workflow import bench
@@ -104,9 +112,9 @@ def collectives(
         rows = {} if compared is None else {"compared": [each.as_dict() for each in compared]}
         print(json.dumps({**json.loads(answer), **rows}))
         return
-    print(render.bandwidths(measured))
+    show(*bandwidths(measured))
     if profile is not None and compared is not None:
-        print(render.comparison(profile.name, compared))
+        print(comparison(profile.name, compared))
     if write is not None:
         print(f"written to {write}: --cluster {write}")
 
@@ -140,7 +148,6 @@ def fabric(
     """
     from llmrecipes.bench.fabric.meeting import Meeting, meet, require_sensible
     from llmrecipes.bench.fabric.node import Limits
-    from llmrecipes.cli.render import bench as render
     from llmrecipes.hardware.load import load_profile
     from llmrecipes.launch.ranks import FIRST_PORT, port_of
     from llmrecipes.launch.rendezvous import job_hosts, own_number, token_of
@@ -153,7 +160,10 @@ def fabric(
     limits, token = Limits(seconds, seconds + limit), token_of(os.environ)
     outcome = meet(Meeting(hosts, own_number(hosts), port, patience, limits, token), profile)
     if outcome.report is not None:
-        print(json.dumps(outcome.report.as_dict(), indent=2) if as_json else render.fabric_report(outcome.report))
+        if as_json:
+            print(json.dumps(outcome.report.as_dict(), indent=2))
+        else:
+            show(*fabric_report(outcome.report))
     return 1 if outcome.bad else int(ExitCode.DONE)
 
 
@@ -165,7 +175,6 @@ def ranks(
 ) -> None:
     """Measure every rank separately, to find slow ones."""
     from llmrecipes.bench.results import RankSpeeds, slow_ranks
-    from llmrecipes.cli.render import bench as render
     from llmrecipes.recipe.load import load
 
     answer = _measure("ranks", load("gpt-tiny", []).recipe, DATA, repeats, nproc)
@@ -175,7 +184,7 @@ def ranks(
     if as_json:
         print(json.dumps({**json.loads(answer), "slow_ranks": sorted(slow_ranks(speeds))}))
         return
-    print(render.rank_speeds(speeds))
+    print(rank_speeds(speeds))
 
 
 @app.command()
@@ -240,7 +249,7 @@ def data(
 def gpu_report(
     stages: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[STAGE]...", help="right, fast, big, state or fp8; default: all of them."),
+        typer.Argument(metavar="[STAGE]...", help="Run these stages: right, fast, big, state or fp8; default: all."),
     ] = None,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Write report.jsonl, .md and .html there.")] = Path(
         "gpu-report"
@@ -250,7 +259,11 @@ def gpu_report(
     ] = 540,
     device: Annotated[
         str | None,
-        typer.Option("--device", metavar="cpu|cuda", help="cpu: the same stages with tiny models. Default: a GPU."),
+        typer.Option(
+            "--device",
+            metavar="cpu|cuda",
+            help="Run on this device; cpu: the same stages with tiny models. Default: a GPU.",
+        ),
     ] = None,
 ) -> int:
     """Compare one GPU with a CPU's results and the plan, in stages.
@@ -279,3 +292,110 @@ def _measure(
         {"what": what, "recipe": recipe, "data_dir": data_dir, "out": Path(), "sizes": sizes, "repeats": repeats}
     )
     return measure(spec, nproc)
+
+
+def bandwidths(measured: Collectives) -> Iterator[str | TextTable]:
+    """Bus bandwidth: a row for each operation and group, a column for each size."""
+    sizes = sorted({row.bytes for row in measured.rows})
+    title = f"{measured.world_size} ranks over {measured.backend}; bus bandwidth in GB/s"
+    if not measured.rows:
+        yield f"{title}: no group has more than one rank; try --nproc 2"
+        return
+    yield title
+    table = [("operation", "group", "ranks", *map(_size, sizes))]
+    rows: dict[tuple[str, str, int], dict[int, float]] = {}
+    for row in measured.rows:
+        rows.setdefault((row.operation, row.group, row.ranks), {})[row.bytes] = row.bus_gb_per_s
+    for (operation, group, ranks), speeds in sorted(rows.items(), key=lambda each: each[0][1]):
+        cells = (f"{speeds[size]:.3f}" if size in speeds else "" for size in sizes)
+        table.append((operation, group, str(ranks), *cells))
+    yield TextTable(table, right=range(2, len(table[0])))
+
+
+def rank_speeds(measured: RankSpeeds) -> str:
+    """The speeds of all ranks in one line, and one for each that is slow."""
+    from llmrecipes.bench.results import slow_ranks
+
+    speeds = [measured.flops / seconds / 1e12 for seconds in measured.seconds]
+    middle = statistics.median(speeds)
+    lines = [
+        f"warning: rank {rank} on {measured.hosts[rank]}: {speeds[rank]:.3g} TFLOP/s, {share:.0%} of the median"
+        for rank, share in slow_ranks(measured).items()
+    ]
+    spread = f"{min(speeds):.3g}-{max(speeds):.3g}"
+    return "\n".join([*lines, f"{len(speeds)} ranks: {middle:.3g} TFLOP/s in the median, {spread}"])
+
+
+def comparison(name: str, compared: list[Comparison]) -> str:
+    """Results below those of the profile, one line each."""
+    from llmrecipes.bench.results import LEAST
+    from llmrecipes.hardware.profile import LINK_BYTES
+
+    if not compared:
+        return f"{name} has no measurement of this group and size; link figures apply from {_size(LINK_BYTES)}"
+    short = [f"warning: {each.as_text()}" for each in compared if not each.ok]
+    summary = f"{len(compared) - len(short)} of {len(compared)} have at least {LEAST:.0%} of the figure in {name}"
+    return "\n".join([*short, summary])
+
+
+def _size(size: int) -> str:
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if size >= unit:
+            return f"{size / unit:g} {name}"
+    return f"{size} B"
+
+
+def fabric_report(report: Report) -> Iterator[str | TextTable]:
+    """Transfers, slowest first if there are many, the median of each kind of pairs, and what is wrong."""
+    title = f"{report.measured_nodes} of {report.nodes} nodes; RDMA writes of 64 KiB, sends of 8 bytes; main memory"
+    if report.expected_gb_per_s is not None:
+        title += f"; {report.profile}: {report.expected_gb_per_s:g} GB/s a port"
+    yield title
+    ordered = sorted(report.transfers, key=lambda each: (not each.error, each.gb_per_s or 0))
+    shown = report.transfers if len(report.transfers) <= SHOWN else ordered[:SHOWN]
+    if shown:
+        yield _transfers(report, shown)
+    if len(shown) < len(report.transfers):
+        yield f"the slowest {len(shown)} of {len(report.transfers)} transfers; all: --json"
+    yield from (line for kind, words in KINDS.items() for line in _pairs(report, kind, words))
+    for finding in report.findings[:SHOWN]:
+        yield f"{finding.status.upper()} {finding.node}: {finding.check}: {finding.what}"
+        if finding.fix:
+            yield f"     fix: {finding.fix}"
+    if len(report.findings) > SHOWN:
+        yield f"and {len(report.findings) - SHOWN} more; all: --json"
+    failed, warned = (sum(each.status == status for each in report.findings) for status in ("fail", "warn"))
+    where = f" on {', '.join(report.bad_nodes[:SHOWN])}" if report.bad_nodes else ""
+    yield f"{failed} failed{where}, {warned} warned, of {len(report.transfers)} transfers"
+
+
+def _transfers(report: Report, shown: list[Transfer]) -> TextTable:
+    from llmrecipes.bench.fabric.transfers import percent
+
+    head = ["from", "port", "to", "port", "GB/s", "of profile", "latency µs", "99 %", ""]
+    rows = [head]
+    for each in shown:
+        share = report.share(each)
+        rows.append([
+            each.sender, each.sender_port, each.receiver, each.receiver_port,
+            "failed" if each.gb_per_s is None else f"{each.gb_per_s:.3g}",
+            "" if share is None else percent(share),
+            "" if each.latency_us is None else f"{each.latency_us:.2f}",
+            "" if each.latency_99_us is None else f"{each.latency_99_us:.2f}",
+            each.error,
+        ])  # fmt: skip
+    return TextTable(rows, right=(4, 5, 6, 7))
+
+
+def _pairs(report: Report, kind: Kind, words: str) -> list[str]:
+    from llmrecipes.bench.results import LEAST
+
+    speeds = [each.gb_per_s for each in report.transfers if each.kind == kind and each.gb_per_s is not None]
+    if not speeds:
+        return []
+    middle = statistics.median(speeds)
+    line = f"{words}: {middle:.3g} GB/s in the median, {min(speeds):.3g} to {max(speeds):.3g}"
+    if report.expected_gb_per_s is None:
+        return [line]
+    short = sum(speed < LEAST * report.expected_gb_per_s for speed in speeds)
+    return [f"{line}; {short} of {len(speeds)} below {LEAST:.0%} of {report.profile}"]

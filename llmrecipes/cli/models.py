@@ -134,7 +134,9 @@ def import_model(
     overrides: OverridesArgument = None,
     of: Annotated[
         str,
-        typer.Option("--from", metavar="FORM", help="Format: hf, or megatron, a torch_dist checkpoint of Megatron-LM."),
+        typer.Option(
+            "--from", metavar="FORM", help="Read this format: hf, or megatron, a torch_dist checkpoint of Megatron-LM."
+        ),
     ] = "hf",
     recipe: Annotated[
         str | None,
@@ -143,10 +145,11 @@ def import_model(
         ),
     ] = None,
     revision: Annotated[
-        str | None, typer.Option("--revision", metavar="R", help="Branch, tag or commit on the Hub; default: main.")
+        str | None,
+        typer.Option("--revision", metavar="R", help="Fetch this branch, tag or commit from the Hub; default: main."),
     ] = None,
     name: Annotated[
-        str | None, typer.Option("--name", metavar="NAME", help="Name of the new recipe; default: the model's name.")
+        str | None, typer.Option("--name", metavar="NAME", help="Name the new recipe; default: the model's name.")
     ] = None,
     ignored: Annotated[
         list[str] | None,
@@ -255,11 +258,13 @@ def finetune(
         ),
     ] = None,
     epochs: Annotated[
-        float, typer.Option("--epochs", metavar="N", min=0.01, help="Number of passes over the data.")
+        float, typer.Option("--epochs", metavar="N", min=0.01, help="Train for N passes over the data.")
     ] = 2.0,
     lr: Annotated[
         float | None,
-        typer.Option("--lr", metavar="X", min=1e-9, help="Peak learning rate; default: 1e-5, with --lora 2e-4."),
+        typer.Option(
+            "--lr", metavar="X", min=1e-9, help="Set the peak learning rate; default: 1e-5, with --lora 2e-4."
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -273,7 +278,8 @@ def finetune(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the steps; run nothing.")] = False,
     revision: Annotated[
-        str | None, typer.Option("--revision", metavar="R", help="Branch, tag or commit on the Hub; default: main.")
+        str | None,
+        typer.Option("--revision", metavar="R", help="Fetch this branch, tag or commit from the Hub; default: main."),
     ] = None,
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,

@@ -20,7 +20,7 @@ from llmrecipes.bench.fabric.meeting import Meeting, Outcome, meet, require_sens
 from llmrecipes.bench.fabric.node import Limits
 from llmrecipes.bench.fabric.transfers import Report, Transfer, judge, rounds
 from llmrecipes.cli.app import run
-from llmrecipes.cli.render import bench as render
+from llmrecipes.cli.bench import fabric_report
 from llmrecipes.doctor.finding import Finding, fail
 from llmrecipes.hardware import nics
 from llmrecipes.hardware.load import load_profile
@@ -379,7 +379,7 @@ def test_a_failure_is_blamed_on_the_port_that_failed_with_all() -> None:
 def test_the_output_of_a_large_job_is_bounded() -> None:
     many = [transfer(f"n{number}", f"n{number + 1}", 40.0 + number / 1000) for number in range(2000)]
     found = [Finding(**{**fail("adapter mlx5_0/1", "broken", "").as_dict(), "node": f"n{n}"}) for n in range(500)]
-    printed = render.fabric_report(Report("h100-ib", 50.0, 2000, 2000, many, found)).splitlines()
+    printed = "\n".join(map(str, fabric_report(Report("h100-ib", 50.0, 2000, 2000, many, found)))).splitlines()
     assert len(printed) < 70
     assert "40" in printed[2].split() and "80%" in printed[2].split()
     assert "500" in printed[-1].split() and "2000" in printed[-1].split()
@@ -404,6 +404,6 @@ def test_receivers_of_one_node_listen_on_different_ports() -> None:
 
 
 def test_it_starts_without_torch() -> None:
-    script = "import sys, llmrecipes.bench.fabric.meeting, llmrecipes.cli.render.bench; print('torch' in sys.modules)"
+    script = "import sys, llmrecipes.bench.fabric.meeting, llmrecipes.cli.bench; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

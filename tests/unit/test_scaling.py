@@ -14,7 +14,7 @@ import pytest
 from scipy.optimize import minimize_scalar
 
 from llmrecipes.cli.app import run
-from llmrecipes.cli.render.comparison import scaling_lines
+from llmrecipes.cli.comparison import scaling_lines
 from llmrecipes.plan.parameters import count
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Recipe
@@ -90,7 +90,7 @@ def test_coefficients_that_are_not_determined_are_said() -> None:
     assert [determined.at_bound(name) for name in COEFFICIENTS] == [0.0] * 5
     law = ScalingLaw(found, Selection(("run",) * 20, found.points, ()), ())
     assert law.as_dict()["law"]["E"]["at_bound"] == found.at_bound("E")
-    assert sum(line.startswith(("E is 0", "E: ")) for line in scaling_lines(law)) == 2
+    assert sum(str(line).startswith(("E is 0", "E: ")) for line in scaling_lines(law)) == 2
 
 
 def test_the_gradient_is_that_of_the_objective() -> None:

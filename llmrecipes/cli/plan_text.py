@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from llmrecipes.cli.render.table import aligned
+from llmrecipes.cli.tables import TextTable, show
 from llmrecipes.commandline import command_line
-from llmrecipes.console import console, duration
+from llmrecipes.console import duration
 from llmrecipes.data.sources import text_bytes
 from llmrecipes.engine.backends import configuration
 from llmrecipes.hardware.cluster import Cluster
@@ -72,32 +72,16 @@ def print_plan(
     `asked` is the recipe's name or path and the overrides, as the user wrote them; `sent` is known with a profile,
     `data` where the sizes of all sources are known, `predicted` the seconds of a step where the GPU has coefficients.
     """
-    from rich.table import Table
-
-    out = console()
     if not plan_only:
-        out.print(f"# {loaded.path}, sha256 {loaded.hash[:12]}", markup=False)
-        out.print(to_yaml(loaded.recipe), markup=False)
-    table = Table(title=f"Plan on {machine(cluster)}", title_justify="left", box=None, pad_edge=False)
-    table.add_column("what")
-    table.add_column("value", justify="right")
-    table.add_column("from", style="dim")
+        show(f"# {loaded.path}, sha256 {loaded.hash[:12]}", to_yaml(loaded.recipe))
     measure = command_line("bench step", asked[0], overrides=asked[1:])
     time = _time(loaded.recipe, plan, cluster, step_seconds, measure, predicted)
-    for row in [
-        *rows(plan),
-        *_preparation(loaded.recipe, data),
-        *_communication(plan, sent),
-        *time,
-    ]:
-        table.add_row(*row)
-    out.print(table)
+    values = [*rows(plan), *_preparation(loaded.recipe, data), *_communication(plan, sent), *time]
+    show(f"Plan on {machine(cluster)}", TextTable([("what", "value", "from"), *values], right=(1,)))
     configured = configuration(plan)
     if configured is not None:
-        out.print(f"\nConfiguration of {engine_name(plan.recipe)}", markup=False)
-        out.print(json.dumps(configured, indent=2), markup=False, highlight=False)
-    for warning in plan.warnings:
-        out.print(f"\nwarning: {warning}", markup=False)
+        show(f"\nConfiguration of {engine_name(plan.recipe)}", json.dumps(configured, indent=2))
+    show(*(f"\nwarning: {warning}" for warning in plan.warnings))
 
 
 def _preparation(recipe: Recipe, data: Preparation | None) -> list[tuple[str, str, str]]:
@@ -168,8 +152,8 @@ def layout_as_dict(laid_out: Layout, ranks: Sequence[Placement]) -> dict[str, An
     }
 
 
-def layout_as_text(laid_out: Layout, ranks: Sequence[Placement]) -> str:
-    """A line for each rank with what differs between ranks, then what they have in common, and the process groups.
+def layout_lines(laid_out: Layout, ranks: Sequence[Placement]) -> Iterator[str | TextTable]:
+    """A row for each rank with what differs between ranks, then what they have in common, and the process groups.
 
     For a large world only the first data-parallel slice is shown: the others hold the same parts of the model.
     """
@@ -178,13 +162,17 @@ def layout_as_text(laid_out: Layout, ranks: Sequence[Placement]) -> str:
     differ = [name for name in cells[0] if name == "rank" or any(row[name] != cells[0][name] for row in cells)]
     alike = [f"{name} {value}" for name, value in cells[0].items() if name not in differ and value]
     rows = [differ, *([row[name] for name in differ] for row in cells)]
-    lines = aligned(rows)
+    yield TextTable(rows)
     every = "every rank" if len(shown) == len(ranks) else "each of these ranks"
-    lines += ["", *([f"{every}: {'; '.join(alike)}"] if alike else [])]
+    notes = [f"{every}: {'; '.join(alike)}"] if alike else []
     if len(shown) == len(ranks):
-        return "\n".join(lines + _groups(laid_out, ranks)).rstrip()
-    slices = f"data-parallel slice 0 of {laid_out.data_parallel_size}"
-    return "\n".join([*lines, f"{len(shown)} of {len(ranks)} ranks are shown: {slices}; --json has all"])
+        notes += _groups(laid_out, ranks)
+    else:
+        slices = f"data-parallel slice 0 of {laid_out.data_parallel_size}"
+        notes.append(f"{len(shown)} of {len(ranks)} ranks are shown: {slices}; --json has all")
+    if notes:
+        yield ""
+    yield from notes
 
 
 def _groups(laid_out: Layout, ranks: Sequence[Placement]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Output of `compare` and `scaling`: tables, and curves as text (braille dots on a terminal, else letters)."""
+"""`compare` and `scaling`: parsing and printing only. Curves are text: braille dots on a terminal, else letters."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.text import Text
+import typer
 
-from llmrecipes.cli.render.table import aligned
+from llmrecipes.cli import completion, tables
+from llmrecipes.cli.options import RUNS, JsonOption, RunsOption
+from llmrecipes.cli.tables import TextTable
 from llmrecipes.console import number
+from llmrecipes.errors import UserError
 from llmrecipes.units import GIB
-from llmrecipes.workflow.scaling import COEFFICIENTS
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -24,11 +27,95 @@ if TYPE_CHECKING:
     from llmrecipes.workflow.scaling import Interval, ScalingLaw
 
 
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+AXES = ("step", "tokens")
+HEIGHT = 12
+LONGEST_VALUE = 40
 COLOURS = ("cyan", "yellow", "magenta", "green", "red", "blue")
 BRAILLE = 0x2800
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """Bit of each of the 2 × 4 dots of a braille character, by column and row."""
 SEVERAL = "*"
+
+
+def compare(
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN...",
+            help="Run directories, recipe/run-ids, run ids, or recipe names (their newest runs).",
+            autocompletion=completion.runs,
+        ),
+    ],
+    x: Annotated[
+        str | None,
+        typer.Option(
+            "--x", metavar="AXIS", help="Plot over step or tokens; default: tokens if the batch sizes differ."
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+    runs_dir: RunsOption = RUNS,
+) -> None:
+    """Compare runs: recipes, loss curves and final figures."""
+    from llmrecipes.console import console
+    from llmrecipes.rundir import Run
+    from llmrecipes.workflow.compare import compare as read
+
+    if x is not None and x not in AXES:
+        raise UserError(f"{x!r}", where="--x", rule=f"one of {', '.join(AXES)}")
+    if len(names) > len(LETTERS):
+        raise UserError(f"{len(names)} runs", where="RUN", rule=f"at most {len(LETTERS)} runs can be compared")
+    comparison = read([Run.find(name, runs_dir).path for name in names])
+    if as_json:
+        print(json.dumps(comparison.as_dict(), indent=2))
+        return
+    out = console()
+    axis = x or default_axis(comparison)
+    tables.show(*comparison_lines(comparison, axis, width=min(out.width, 110), colours=out.is_terminal))
+
+
+def scaling(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN]...",
+            help="Run directories, recipe/run-ids, run ids, or recipe names (all their runs).",
+            autocompletion=completion.runs,
+        ),
+    ] = None,
+    experiment: Annotated[
+        str | None, typer.Option("--experiment", metavar="NAME", help="Fit the runs of this MLflow experiment.")
+    ] = None,
+    flops: Annotated[
+        list[float] | None,
+        typer.Option("--flops", metavar="C", help="Divide a budget of C FLOPs between size and tokens; repeatable."),
+    ] = None,
+    embeddings: Annotated[
+        bool, typer.Option("--embeddings/--no-embeddings", help="Count embeddings and output layer in N.")
+    ] = True,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Write a figure to FILE (.svg, .png or .pdf).")
+    ] = None,
+    as_json: JsonOption = False,
+    runs_dir: RunsOption = RUNS,
+) -> None:
+    """Fit a scaling law to finished runs.
+
+    Loss against parameters and tokens, with the optimal size for a budget.
+    """
+    from llmrecipes.workflow.scaling import scaling as fit
+
+    if plot is not None:
+        from llmrecipes.scaling.plot import draw, require_file
+
+        require_file(plot)
+    law = fit(names or [], experiment, runs_dir, budgets=flops or [], embeddings=embeddings)
+    if as_json:
+        print(json.dumps(law.as_dict(), indent=2))
+    else:
+        tables.show(*scaling_lines(law))
+    if plot is not None:
+        draw(law.fit, plot)
 
 
 @dataclass(frozen=True)
@@ -47,6 +134,8 @@ def plot(series: Sequence[Series], *, width: int, height: int, braille: bool) ->
         series: where curves overlap, braille shows the later one and letters show `*`.
         braille: dots in `COLOURS`, in the order of the series; else letters.
     """
+    from rich.text import Text
+
     ys = [y for each in series for y in each.ys]
     if not ys:
         return []
@@ -105,13 +194,9 @@ def _cell(bits: dict[int, int], series: Sequence[Series], *, braille: bool) -> t
     return (series[top].letter if len(bits) == 1 else SEVERAL), ""
 
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
-AXES = ("step", "tokens")
-HEIGHT = 12
-LONGEST_VALUE = 40
-
-
-def comparison_lines(comparison: RunComparison, axis: str, *, width: int, colours: bool) -> Iterator[str | Text]:
+def comparison_lines(
+    comparison: RunComparison, axis: str, *, width: int, colours: bool
+) -> Iterator[str | Text | TextTable]:
     """Human-readable lines of the comparison."""
     from rich.text import Text
 
@@ -126,7 +211,7 @@ def comparison_lines(comparison: RunComparison, axis: str, *, width: int, colour
     yield ""
     if comparison.differences:
         rows = [(key, *map(_value, values)) for key, values in comparison.differences.items()]
-        yield from _table([("recipe", *letters), *rows])
+        yield _table([("recipe", *letters), *rows])
     else:
         yield "the recipes are the same"
     for title, curves in (
@@ -135,7 +220,7 @@ def comparison_lines(comparison: RunComparison, axis: str, *, width: int, colour
     ):
         yield from _curves(title, curves, axis, width=width, braille=colours)
     yield ""
-    yield from _table([("figure", *letters), *_figures(runs)])
+    yield _table([("figure", *letters), *_figures(runs)])
 
 
 def default_axis(comparison: RunComparison) -> str:
@@ -184,19 +269,21 @@ def _value(value: Any) -> str:
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    return aligned(rows, right=range(1, len(rows[0])))
+def _table(rows: Sequence[Sequence[str]]) -> TextTable:
+    return TextTable(rows, right=range(1, len(rows[0])))
 
 
-def scaling_lines(scaling: ScalingLaw) -> Iterator[str]:
-    """Human-readable scaling_lines of a fit."""
+def scaling_lines(scaling: ScalingLaw) -> Iterator[str | TextTable]:
+    """Human-readable lines of a fit."""
+    from llmrecipes.workflow.scaling import COEFFICIENTS
+
     fit, selection = scaling.fit, scaling.selection
     law = fit.law
     rows: list[tuple[str, ...]] = [("run", "parameters", "tokens", "loss", "fitted")]
     for name, point in zip(selection.names, selection.points, strict=True):
         fitted = law.loss(point.parameters, point.tokens)
         rows.append((name, number(point.parameters), number(point.tokens), f"{point.loss:.4f}", f"{fitted:.4f}"))
-    yield from aligned(rows)
+    yield TextTable(rows)
     for name, reason in selection.left_out:
         yield f"left out: {name}: {reason}"
     yield ""
@@ -205,7 +292,7 @@ def scaling_lines(scaling: ScalingLaw) -> Iterator[str]:
     for coefficient in COEFFICIENTS:
         low, high = fit.interval(coefficient)
         rows.append((coefficient, f"{getattr(law, coefficient):.4g}", f"{low:.4g} to {high:.4g}"))
-    yield from aligned(rows)
+    yield TextTable(rows)
     if not fit.has_offset:
         yield "E is 0: the loss of these runs does not level off yet, and the law is not to be extrapolated"
     for coefficient in COEFFICIENTS:
@@ -228,7 +315,7 @@ def scaling_lines(scaling: ScalingLaw) -> Iterator[str]:
                 f"{low:.3f} to {high:.3f}",
             )
         )
-    yield from aligned(rows)
+    yield TextTable(rows)
 
 
 def _range(interval: Interval) -> str:
