@@ -223,7 +223,7 @@ def read_error(error: ReaderLost | OSError, recipe: Recipe, prepared: Prepared) 
     try:
         folder = index_folder(recipe, prepared)
         manifest.check_sizes(prepared.path, prepared.manifest)
-        require_listed(folder, read_listing(folder)[0])
+        require_listed(folder, read_listing(folder))
     except (UserError, OSError) as changed:
         what, where = (changed.what, changed.where) if isinstance(changed, UserError) else (str(changed), "")
         return UserError(

@@ -57,17 +57,17 @@ class Template:
         Raises:
             UserError: it is not a Jinja template, or takes too long or too much memory.
         """
-        asked: Messages = [{"role": "user", "content": ""}]
+        prompt: Messages = [{"role": "user", "content": ""}]
         try:
             import transformers.utils.chat_template_utils  # noqa: F401 - which takes seconds, before they are counted
 
             require_ends(
-                lambda: (_render(self, asked), _render(self, asked, add_generation_prompt=True)),
+                lambda: (_render(self, prompt), _render(self, prompt, add_generation_prompt=True)),
                 TEMPLATE_SECONDS,
                 f"data.chat.chat_template: {self.origin}",
                 "a chat template renders a conversation of one message within seconds",
             )
-            _render(self, asked)
+            _render(self, prompt)
         except UserError:
             raise
         except ImportError as error:
@@ -119,8 +119,8 @@ class Template:
             if message["role"] != "assistant":
                 continue
             before, _ = _render(self, messages[:number], add_generation_prompt=True)
-            whole, _ = _render(self, messages[: number + 1])
-            if not (whole.startswith(before) and text.startswith(whole)):
+            rendered, _ = _render(self, messages[: number + 1])
+            if not (rendered.startswith(before) and text.startswith(rendered)):
                 raise UserError(
                     f"it renders the first {number + 1} of {len(messages)} messages differently from these messages "
                     "by themselves, so answers cannot be located",
@@ -130,8 +130,8 @@ class Template:
                     "{% generation %} … {% endgeneration %} around what the assistant says, named in "
                     "data.chat.chat_template",
                 )
-            spans.append((len(before), len(whole)))
-            if len(whole) > limit:
+            spans.append((len(before), len(rendered)))
+            if len(rendered) > limit:
                 break
         return text, spans
 

@@ -166,8 +166,6 @@ def build_order(recipe: Recipe, prepared: Prepared, log: Callable[[str], None]) 
     target = index_folder(recipe, prepared)
     if index_usable(recipe, prepared):
         return
-    if (target / LISTING).is_file():
-        log(f"note: the sample order in {target} was written without hashes; it is built again, and is the same")
     for split in SPLITS:
         _say_what_is_short(recipe, prepared, split, log)
     part = target.with_name(f".{target.name}.part")
@@ -182,7 +180,7 @@ def build_order(recipe: Recipe, prepared: Prepared, log: Callable[[str], None]) 
         contents = checked.describe(part, prepared.ids)
         files = {name: File(bytes=content.bytes, sha256=content.sha256) for name, content in contents.items()}
         (part / LISTING).write_text(listing_text(files), encoding="utf-8")
-        shutil.rmtree(target, ignore_errors=True)  # it has no listing or no hashes
+        shutil.rmtree(target, ignore_errors=True)  # it has no listing
         part.rename(target)
         checked.remember(prepared.path, {f"{target.relative_to(prepared.path)}/{n}": c for n, c in contents.items()})
     finally:

@@ -51,10 +51,10 @@ class Selection:
 def from_directory(run_dir: Path) -> Tracked:
     """A run by its files. Its last evaluation is that of its last step."""
     recipe = rundir.Run(run_dir).recipe()
-    found = summary(run_dir)
+    known = summary(run_dir)
     tokens_per_step = recipe.train.global_batch_size * recipe.model.seq_length
-    tokens = None if found.step is None else found.step * tokens_per_step
-    return Tracked(f"{found.recipe}/{found.run_id}", flatten(recipe), found.state, tokens, found.valid_loss)
+    tokens = None if known.step is None else known.step * tokens_per_step
+    return Tracked(f"{known.recipe}/{known.run_id}", flatten(recipe), known.state, tokens, known.valid_loss)
 
 
 def from_mlflow(experiment: str, runs_dir: Path) -> list[Tracked]:
@@ -74,14 +74,14 @@ def from_mlflow(experiment: str, runs_dir: Path) -> list[Tracked]:
 
     client = MlflowClient(uri)
     try:
-        found = client.get_experiment_by_name(experiment)
-        if found is None:
+        known = client.get_experiment_by_name(experiment)
+        if known is None:
             names = ", ".join(sorted(each.name for each in client.search_experiments()))
             raise UserError(f"no experiment {experiment!r}", where="--experiment", fix=f"one of {names}")
         runs: list[Run] = []
         page: str | None = None
         while page is None or page:
-            part = client.search_runs([found.experiment_id], page_token=page)
+            part = client.search_runs([known.experiment_id], page_token=page)
             runs += part
             page = part.token or ""
     except MlflowException as error:
@@ -95,7 +95,7 @@ def _tracked(run: Any) -> Tracked:
         run.info.run_name or run.info.run_id,
         dict(run.data.params),
         FINISHED if run.info.status == "FINISHED" else str(run.info.status).lower(),
-        *(metrics.get(tracker_name(key), metrics.get(key)) for key in ("consumed_tokens", "valid_loss")),
+        *(metrics.get(tracker_name(key)) for key in ("consumed_tokens", "valid_loss")),
     )
 
 

@@ -209,9 +209,8 @@ def test_runs_in_mlflow(tmp_path: Path, runs_dir: Path, capsys: pytest.CaptureFi
     for number, recipe in enumerate(recipes()):
         _, tokens, loss = figures(recipe)
         tracked = client.create_run(experiment, run_name=f"run-{number}")
-        values = {"consumed_tokens": tokens, "valid_loss": loss}  # the names that runs of earlier versions have
-        named = {tracker_name(key) if number % 2 else key: value for key, value in values.items()}
-        metrics = [Metric(key, value, 0, 1) for key, value in named.items()]
+        values = {"consumed_tokens": tokens, "valid_loss": loss}
+        metrics = [Metric(tracker_name(key), value, 0, 1) for key, value in values.items()]
         params = [Param(key, value) for key, value in flatten(recipe).items()]
         client.log_batch(tracked.info.run_id, metrics=metrics, params=params[:100])
         client.log_batch(tracked.info.run_id, params=params[100:])

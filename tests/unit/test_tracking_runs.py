@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from llmrecipes.hardware.process import start_ticks
@@ -92,20 +91,6 @@ def test_a_dead_process_shows_as_interrupted(tmp_path: Path) -> None:
     assert state(host="elsewhere", boot_id="of another machine") == "running"
     assert state(pid_namespace="pid:[1]") == "running"
     assert state(host="renamed") == "interrupted"
-
-
-def test_the_process_of_an_older_status_file_is_known_by_its_start_time(tmp_path: Path) -> None:
-    run_dir = tmp_path / "tiny" / "one"
-    make(run_dir)
-    status = json.loads((run_dir / "status.json").read_text())
-    values = {key: value for key, value in status.items() if key not in ("pid_ticks", "boot_id", "pid_namespace")}
-    for started, host, state in (
-        (psutil.Process().create_time(), values["host"], "running"),
-        (1.0, values["host"], "interrupted"),
-        (1.0, "elsewhere", "running"),
-    ):
-        (run_dir / "status.json").write_text(json.dumps(values | {"pid_started": started, "host": host}))
-        assert only(tmp_path).state == state
 
 
 def test_a_resumed_run_keeps_its_start_and_validation_loss(tmp_path: Path) -> None:

@@ -56,10 +56,7 @@ class MlflowRun:
         run = self._find(experiment_id)
         self.run_id: str = run.info.run_id
         self.experiment_id: str = run.info.experiment_id
-        # Runs of earlier versions have the names of metrics.jsonl.
-        self._last = {
-            kind: max(self.last_step(name) for name in (kind, tracker_name(kind))) for kind in ("loss", "valid_loss")
-        }
+        self._last = {kind: self.last_step(tracker_name(kind)) for kind in ("loss", "valid_loss")}
         self._describe(run)
 
     def _experiment(self) -> str:
@@ -68,7 +65,7 @@ class MlflowRun:
         if experiment is None:
             kind = {KIND_TAG: TRAINING_KIND}
             return str(self._client.create_experiment(self._config.experiment, self._config.artifact_root, kind))
-        if KIND_TAG not in experiment.tags:  # of an earlier version; another kind is the user's choice
+        if KIND_TAG not in experiment.tags:  # made by somebody else; another kind is the user's choice
             self._client.set_experiment_tag(experiment.experiment_id, KIND_TAG, TRAINING_KIND)
         return str(experiment.experiment_id)
 
