@@ -44,7 +44,7 @@ LAYERS = (
     ("models",),
     ("search",),
     ("api",),
-    ("api_models", "api_commands"),
+    ("api_commands",),
     ("cli",),
 )
 LIGHT = (
@@ -56,7 +56,6 @@ LIGHT = (
     "plan",
     "launch",
     "doctor",
-    "api_models",
     "api_commands",
     "api",
     "cli",
