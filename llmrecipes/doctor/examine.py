@@ -231,7 +231,7 @@ def check_zero(version: str | None, recipe: Recipe | None) -> Iterator[Finding]:
 
     Args:
         version: of DeepSpeed; None if it is not installed.
-        recipe: it fails if its engine cannot run here; None: nothing is required.
+        recipe: fails if its engine cannot run on this machine; None: nothing is required.
     """
     if version is None:
         yield skip("zero", "deepspeed is not installed; make setup-zero installs it")

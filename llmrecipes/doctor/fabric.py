@@ -351,7 +351,7 @@ def free_port(port: int) -> Finding:
         try:
             made.bind(("", port))
         except OSError as error:
-            return fail("port", f"{port} cannot be used: {error.strerror}", "stop what listens there (ss -ltnp)")
+            return fail("port", f"{port} cannot be used: {error.strerror}", "stop the program on that port (ss -ltnp)")
     return ok("port", f"{port} is free")
 
 

@@ -42,33 +42,35 @@ def check(directory: Path, name: str, checkpoint_bytes: int = 0, *, measured: bo
         measured: whether to time a write of 64 MiB.
     """
     try:
-        there = _existing(directory)
+        existing = _existing(directory)
     except OSError as error:
         yield fail(name, f"{error.filename}: {error.strerror}", "mount it again, or fix its permissions")
         return
     try:
-        with tempfile.TemporaryDirectory(prefix=".doctor-", dir=there) as folder:
+        with tempfile.TemporaryDirectory(prefix=".doctor-", dir=existing) as folder:
             yield from _operations(Path(folder), name)
             if measured:
                 yield _speed(Path(folder), name)
                 yield from _metadata(Path(folder), name)
     except OSError as error:
-        yield fail(name, f"{there} is not writable: {error.strerror}", "use another directory, or fix its permissions")
+        yield fail(
+            name, f"{existing} is not writable: {error.strerror}", "use another directory, or fix its permissions"
+        )
         return
-    disk = shutil.disk_usage(there)
+    disk = shutil.disk_usage(existing)
     free, needed = disk.free, CHECKPOINTS * checkpoint_bytes
     if free < max(needed, GIB):
-        what = f"{free / GIB:.1f} GiB free in {there}"
+        what = f"{free / GIB:.1f} GiB free in {existing}"
         what += f", but {CHECKPOINTS} checkpoints need {needed / GIB:.1f}" if needed else ""
         yield fail(name, what, "free some space, or use another directory")
-    elif disk.used > FULL * disk.total and _file_system(there) in SHARED:
-        what = f"{there} is {disk.used / disk.total:.0%} full, {free / GIB:,.0f} GiB free, {_file_system(there)}"
+    elif disk.used > FULL * disk.total and _file_system(existing) in SHARED:
+        what = f"{existing} is {disk.used / disk.total:.0%} full, {free / GIB:,.0f} GiB free, {_file_system(existing)}"
         yield warn(name, what, "free some space: Lustre and GPFS are slow when nearly full, and others fill the rest")
     else:
-        yield ok(name, f"{there}: {free / GIB:,.0f} GiB free, {_file_system(there)}")
-    if os.statvfs(there).f_files and os.statvfs(there).f_favail < 1000:
+        yield ok(name, f"{existing}: {free / GIB:,.0f} GiB free, {_file_system(existing)}")
+    if os.statvfs(existing).f_files and os.statvfs(existing).f_favail < 1000:
         yield fail(
-            name, f"{os.statvfs(there).f_favail} free inodes in {there}", "delete files, or use another directory"
+            name, f"{os.statvfs(existing).f_favail} free inodes in {existing}", "delete files, or use another directory"
         )
 
 
@@ -129,7 +131,7 @@ def _existing(directory: Path) -> Path:
     """The directory, or the nearest above it that there is.
 
     Raises:
-        OSError: it is there, but a server does not know it any more, or this user may not look.
+        OSError: it exists, but is a stale handle of a server, or this user may not look.
     """
     for folder in (directory, *directory.absolute().parents):
         try:

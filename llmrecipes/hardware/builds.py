@@ -165,7 +165,7 @@ class MissingPart:
 
 
 def operator_obstacle(operator: str) -> MissingPart | None:
-    """What prevents an operator from being loaded here; None if nothing does.
+    """What prevents an operator from being loaded on this machine; None if nothing does.
 
     Args:
         operator: `CPU_ADAM` or `ASYNC_IO`.

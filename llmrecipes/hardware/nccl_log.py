@@ -80,15 +80,15 @@ def read(text: str) -> Network:
     for line in text.splitlines():
         if "NCCL" not in line:
             continue
-        if found := _CHANNEL.search(line):
-            direction, name, more = found.groups()
+        if match := _CHANNEL.search(line):
+            direction, name, more = match.groups()
             used.append(name)
             counts[direction or "receive"][0] += 1
             counts[direction or "receive"][1] += "/GDRDMA" in more
-        elif found := _CHOSEN.search(line):
-            chosen.append(found[1])
-        elif found := _PROVIDER.search(line):
-            provider = found[1]
+        elif match := _CHOSEN.search(line):
+            chosen.append(match[1])
+        elif match := _PROVIDER.search(line):
+            provider = match[1]
         elif " : Using [" in line:
             layers.update(_PORT.findall(line))
         elif not re.search(r"NET/\w+ ?:|NCCL WARN", line):
@@ -132,7 +132,7 @@ def log_of(environment: Mapping[str, str], host: str, process: int) -> Path | No
     if not pattern:
         return None
     values = {"%h": host.partition(".")[0], "%p": str(process), "%%": "%"}
-    return Path(re.sub("%[hp%]", lambda found: values[found[0]], pattern))
+    return Path(re.sub("%[hp%]", lambda match: values[match[0]], pattern))
 
 
 def proving(user: Mapping[str, str]) -> dict[str, str]:

@@ -132,7 +132,7 @@ class Submission:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of a local job besides those of this process."""
     prepared: bool = True
-    """Whether the data is there; False where this machine can see that it is not, or has to find out by a job."""
+    """Whether the data is prepared; False if it is missing, or if only a job can check."""
 
     @property
     def run_dir(self) -> Path:
@@ -226,7 +226,7 @@ class Launcher(Protocol):
     poll_seconds: ClassVar[float]
     """Seconds between status queries of one process, to limit the load."""
 
-    def render(self, submission: Submission, given: LauncherOptions) -> Rendering:
+    def render(self, submission: Submission, chosen: LauncherOptions) -> Rendering:
         """Without side effects. UserError for a value that the scheduler would reject."""
         ...
 

@@ -66,10 +66,12 @@ def threads(cpu_cores: float, ranks: int, *, on_gpus: bool) -> int:
     return min(share, MOST_THREADS) if on_gpus else share
 
 
-def missing(wanted: Mapping[str, str], there: Mapping[str, str]) -> dict[str, str]:
+def missing(wanted: Mapping[str, str], current: Mapping[str, str]) -> dict[str, str]:
     """The variables to set: those that the user has not set."""
     return {
-        name: value for name, value in wanted.items() if name not in there and OLDER_NAMES.get(name, name) not in there
+        name: value
+        for name, value in wanted.items()
+        if name not in current and OLDER_NAMES.get(name, name) not in current
     }
 
 

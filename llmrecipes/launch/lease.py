@@ -87,7 +87,7 @@ def held(run_dir: Path, token: str, cancelled: Callable[[], None], lost: Callabl
             with suppress(OSError):  # of a directory that is away: tried again, and lost if it was given away meanwhile
                 lease = read(run_dir)
                 if lease is not None and lease.token != token:
-                    logger.error("%s: the run was given to another job; this one ends", path)
+                    logger.error("%s: another job has taken over the run; this one ends", path)
                     lost()
                 if lease is not None:
                     os.utime(path)

@@ -67,9 +67,9 @@ class KubernetesLauncher:
     shares_disk: ClassVar = False
     poll_seconds: ClassVar = 10.0
 
-    def render(self, submission: Submission, given: LauncherOptions) -> Rendering:
+    def render(self, submission: Submission, chosen: LauncherOptions) -> Rendering:
         """The objects, as YAML; and those of the Job which tokenizes, if GPUs would wait for it."""
-        options = _options(given)
+        options = _options(chosen)
         run = _run(submission.planned_for_cluster, submission.run_id, submission.options)
         rendered = objects.render(run, options)
         workload = rendered[-1]["metadata"]
@@ -266,15 +266,17 @@ def _get(namespace: str, kind: str, names: list[str], label: str = INSTANCE) -> 
         yield from json.loads(answer)["items"]
 
 
-def _options(given: LauncherOptions) -> KubernetesOptions:
-    image = given.get("image")
+def _options(chosen: LauncherOptions) -> KubernetesOptions:
+    image = chosen.get("image")
     if image is None:
         raise UserError(
             "not set", where="--image", fix="--image REGISTRY/llmrecipes@sha256:DIGEST; make image builds one"
         )
     names = {"secret", "image"}
-    values = {name.replace("-", "_"): value for name, value in given.items() if value is not None and name not in names}
-    return KubernetesOptions(image=image, secrets=parse_secrets(given.get("secret") or ()), **values)
+    values = {
+        name.replace("-", "_"): value for name, value in chosen.items() if value is not None and name not in names
+    }
+    return KubernetesOptions(image=image, secrets=parse_secrets(chosen.get("secret") or ()), **values)
 
 
 CONTAINER = "prepare"

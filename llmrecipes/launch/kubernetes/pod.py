@@ -190,18 +190,18 @@ def container_security() -> Object:
 
 def placement(profile: Profile, options: KubernetesOptions) -> Object:
     """Node selection, service account, pull secret and host network."""
-    found: Object = {}
+    fields: Object = {}
     if profile.kubernetes.node_selector:
-        found["nodeSelector"] = dict(profile.kubernetes.node_selector)
+        fields["nodeSelector"] = dict(profile.kubernetes.node_selector)
     if tolerations := site.tolerations(profile):
-        found["tolerations"] = tolerations
+        fields["tolerations"] = tolerations
     if options.service_account:
-        found["serviceAccountName"] = options.service_account
+        fields["serviceAccountName"] = options.service_account
     if options.pull_secret:
-        found["imagePullSecrets"] = [{"name": options.pull_secret}]
+        fields["imagePullSecrets"] = [{"name": options.pull_secret}]
     if options.host_network:
-        found |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
-    return found
+        fields |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+    return fields
 
 
 def command() -> list[str]:

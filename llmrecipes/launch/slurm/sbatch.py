@@ -39,17 +39,17 @@ class Notice:
     reason: str
 
 
-def notice(plan: Plan, profile: Profile, runs_dir: Path, given: int | None) -> Notice:
+def notice(plan: Plan, profile: Profile, runs_dir: Path, fixed: int | None) -> Notice:
     """When to warn a job.
 
     Args:
         plan: of the run.
         profile: with the bandwidth of its file system.
         runs_dir: runs of the same recipe there are asked how long their steps and saves took.
-        given: the user's own seconds.
+        fixed: the user's own seconds.
     """
-    if given is not None:
-        return Notice(given, "--notice")
+    if fixed is not None:
+        return Notice(fixed, "--notice")
     earlier = _longest(measured(runs_dir / plan.recipe.name, RUNS))
     if earlier is None:
         seconds = plan.checkpoint_bytes / (profile.storage_gb_per_s * GB)
