@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 ABOUT = "Pretrain language models with Megatron-core, each run from one recipe file."
 FIRST_STEPS = (
-    ("train gpt-tiny", "train a small model here; no GPU needed"),
+    ("train gpt-tiny", "train a small model on this machine; no GPU needed"),
     ("list", "list recipes"),
     ("show gpt-1b --cluster h100-ib", "plan a recipe for a cluster: memory, FLOPs, fit"),
 )
@@ -87,7 +87,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "docs": "recipes.docs",
     },
 }
-"""Every command, in the order of `--help`: its module in `cli` and its function there, which are imported on demand."""
+"""Every command, in the order of `--help`: module in `cli` and function, which are imported on demand."""
 
 
 MOST = {
@@ -157,7 +157,7 @@ def program(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions and exit.")
     ] = False,
 ) -> None:
-    """Say what this is and how to begin, where no command is given."""
+    """Print the purpose and the first steps, if no command is named."""
     if ctx.invoked_subcommand is not None:
         return
     wide = max(len(words) for words, _ in FIRST_STEPS)

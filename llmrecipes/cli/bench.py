@@ -206,18 +206,19 @@ def step(
     answer = _measure("step", load(recipe, overrides or []).recipe, DATA, repeats, nproc)
     if answer is None:
         return
-    found = StepTimes.model_validate_json(answer)
-    speed = found.tokens_per_step / statistics.median(found.seconds)
-    flops = speed * found.flops_per_token / found.world_size
-    use = None if found.peak_tflops is None else flops / found.peak_tflops / 1e12
+    measured = StepTimes.model_validate_json(answer)
+    speed = measured.tokens_per_step / statistics.median(measured.seconds)
+    flops = speed * measured.flops_per_token / measured.world_size
+    use = None if measured.peak_tflops is None else flops / measured.peak_tflops / 1e12
     if as_json:
         derived = {"tokens_per_second": speed, "tflops_per_rank": flops / 1e12, "mfu": use}
         print(json.dumps({**json.loads(answer), **derived}, indent=2))
         return
-    times = f"{statistics.median(found.seconds):.3f} s a step ({min(found.seconds):.3f}-{max(found.seconds):.3f})"
-    print(f"{found.world_size} ranks, {times}, {speed:,.0f} tokens/s")
+    seconds = measured.seconds
+    times = f"{statistics.median(seconds):.3f} s a step ({min(seconds):.3f}-{max(seconds):.3f})"
+    print(f"{measured.world_size} ranks, {times}, {speed:,.0f} tokens/s")
     share = "" if use is None else f", {use:.1%} of a GPU's peak"
-    print(f"{flops / 1e12:,.2f} TFLOP/s a rank{share}; at most {gib(found.peak_memory_bytes)} a rank")
+    print(f"{flops / 1e12:,.2f} TFLOP/s a rank{share}; at most {gib(measured.peak_memory_bytes)} a rank")
 
 
 @app.command()
@@ -251,9 +252,9 @@ def gpu_report(
         list[str] | None,
         typer.Argument(metavar="[STAGE]...", help="Run these stages: right, fast, big, state or fp8; default: all."),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Write report.jsonl, .md and .html there.")] = Path(
-        "gpu-report"
-    ),
+    out: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="Write report.jsonl, .md and .html to this folder.")
+    ] = Path("gpu-report"),
     budget: Annotated[
         float, typer.Option("--budget", metavar="S", min=1, help="Skip what would not end within S seconds.")
     ] = 540,

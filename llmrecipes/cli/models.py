@@ -302,16 +302,16 @@ def finetune(
         )
     if step is not None and step not in STEPS:
         raise UserError(f"{step!r}", where="--step", rule=f"one of {', '.join(STEPS)}")
-    asked = Finetuning(model, data, out, lora, template, epochs, lr, revision, tuple(overrides or ()))
+    request = Finetuning(model, data, out, lora, template, epochs, lr, revision, tuple(overrides or ()))
     paths = Paths(runs_dir, data_dir)
     if dry_run:
-        for number, each in enumerate(steps(asked, paths), 1):
+        for number, each in enumerate(steps(request, paths), 1):
             print(f"{number}/{len(STEPS)} {each.name:<8} {'done' if each.done else 'to do'}  {each.command}")
         return 0
-    code = do(asked, paths, lambda line: console().print(line, markup=False, soft_wrap=True), step)
+    code = do(request, paths, lambda line: console().print(line, markup=False, soft_wrap=True), step)
     if code == 0 and step in (None, "export"):
         if lora:
-            adapters = command_line("export", f"{asked.name}/{RUN_ID}", options={"to": "peft"}, runs_dir=runs_dir)
+            adapters = command_line("export", f"{request.name}/{RUN_ID}", options={"to": "peft"}, runs_dir=runs_dir)
             print(f"adapters only: {adapters}")
-        print(f"serve:   {command_line('serve', asked.exported)}")
+        print(f"serve:   {command_line('serve', request.exported)}")
     return code

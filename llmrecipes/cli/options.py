@@ -131,9 +131,9 @@ def expanded(command: Callable[..., Any]) -> Callable[..., Any]:
         parameters += options if parameter.name == "options" else [parameter]
 
     @wraps(command)
-    def decorated(**given: Any) -> Any:
-        chosen = {name: given.pop(name) for name in names}
-        return command(**given, options=RunOptions(**({"sample": False} if in_jobs else {}), **chosen))
+    def decorated(**arguments: Any) -> Any:
+        chosen = {name: arguments.pop(name) for name in names}
+        return command(**arguments, options=RunOptions(**({"sample": False} if in_jobs else {}), **chosen))
 
     decorated.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     decorated.__annotations__ = {each.name: each.annotation for each in parameters}

@@ -101,10 +101,10 @@ def new(
         tokenizer = tokenizer or typer.prompt("Tokenizer: bpe, or the name of a Hugging Face one", default="bpe")
         seq_length = seq_length or typer.prompt("Tokens of a sequence", default=2048, type=int)
         tokens = tokens or typer.prompt("Tokens to train on (20b; auto: 20 for each parameter)", default="auto")
-        asked = cluster_name or typer.prompt(
-            "Cluster profile (llmrecipes clusters; here: this machine)", default="here"
+        named = cluster_name or typer.prompt(
+            "Cluster profile (llmrecipes clusters lists them; local: this machine)", default="local"
         )
-        cluster_name = None if asked == "here" else asked
+        cluster_name = None if named == "local" else named
         if cluster_name is not None and nodes is None:
             nodes = typer.prompt("Nodes", default=1, type=int)
     wanted = Wanted(

@@ -115,7 +115,11 @@ def tensorboard(
     from llmrecipes.tracking.run_list import list_runs
     from llmrecipes.tracking.web import serve_tensorboard
 
-    run_dirs = [Path(found.path) for found in list_runs(runs_dir)] if run is None else [Run.find(run, runs_dir).path]
+    run_dirs = (
+        [Path(run_summary.path) for run_summary in list_runs(runs_dir)]
+        if run is None
+        else [Run.find(run, runs_dir).path]
+    )
     if not run_dirs:
         raise UserError("no runs yet", where=str(runs_dir), fix="start one: llmrecipes train gpt-tiny")
     serve_tensorboard(run_dirs, port)

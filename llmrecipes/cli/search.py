@@ -97,10 +97,10 @@ def search(
         path = command.report(loaded, runs_dir, data_dir)
         print(json.dumps({"report": str(path)}) if as_json else path)
         return 0
-    given = _given(submit or [])
+    submit_options = _given(submit or [])
     result = command.search(
         loaded,
-        lambda: target_of(to, given, Paths(runs_dir, data_dir), workers, cluster, nodes, nproc),
+        lambda: target_of(to, submit_options, Paths(runs_dir, data_dir), workers, cluster, nodes, nproc),
         resume=resume,
         log=_silent if as_json else _say,
         goal=goal,

@@ -175,7 +175,7 @@ def submit(
 
     setup_logging()
     place = launcher(to)
-    given: dict[str, Any] = {
+    launcher_options: dict[str, Any] = {
         "partition": partition, "account": account, "qos": qos, "time": time, "image": image, "runtime": runtime,
         "python": python, "warning": warning, "max-restarts": max_restarts, "sbatch": sbatch, "flavor": flavor,
         "namespace": namespace, "claim": claim, "queue": queue, "topology": topology, "secret": secret,
@@ -183,7 +183,7 @@ def submit(
         "host-network": host_network,
         "prepare-partition": prepare_partition, "prepared": prepared or None,
     }  # fmt: skip
-    _require_options_of(to, place, given)
+    _require_options_of(to, place, launcher_options)
     if dry_run and wait:
         raise UserError(
             "not valid with --dry-run", where="--wait", rule="a dry run submits nothing", fix="leave it out"
@@ -193,7 +193,7 @@ def submit(
     else:
         planned = plan_for(recipe, overrides or [], cluster, nodes, ranks_per_node)
     done = hand_over(
-        planned, place, {name: value for name, value in given.items() if name in place.takes},
+        planned, place, {name: value for name, value in launcher_options.items() if name in place.takes},
         Paths(runs_dir, data_dir), run_id=run_id, options=options, dry_run=dry_run,
         prepare=True,
     )  # fmt: skip
@@ -242,9 +242,9 @@ def cancel(
         print(f"job {job.ref.job_id} is being cancelled; it was {before}")
 
 
-def _require_options_of(to: str, place: Launcher, given: dict[str, Any]) -> None:
+def _require_options_of(to: str, place: Launcher, launcher_options: dict[str, Any]) -> None:
     """Raise UserError for an option of a different launcher, which would have no effect."""
-    foreign = [f"--{name}" for name, value in given.items() if value is not None and name not in place.takes]
+    foreign = [f"--{name}" for name, value in launcher_options.items() if value is not None and name not in place.takes]
     if foreign:
         raise UserError(f"not valid with --to {to}", where=foreign[0], rule="an option of a different launcher",
                         fix="leave it out")  # fmt: skip

@@ -80,14 +80,14 @@ def train(
     from llmrecipes.workflow.train import train as start
 
     setup_logging()
-    asked = TrainOptions(
+    train_options = TrainOptions(
         nproc=nproc,
         run_id=run_id,
         cluster=cluster,
         node=node(nnodes, node_rank, rdzv, os.environ) if nnodes > 1 else None,
         run=options,
     )
-    return start(load(recipe, overrides or []).recipe, Paths(runs_dir, data_dir), asked, _say)
+    return start(load(recipe, overrides or []).recipe, Paths(runs_dir, data_dir), train_options, _say)
 
 
 @early_signals()

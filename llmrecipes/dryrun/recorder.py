@@ -245,11 +245,11 @@ class Storages:
                 self._states[category] += tensor.nbytes
 
     def resized(self, storage: torch.UntypedStorage, size: int) -> None:
-        """A storage is given another size: another life of the same."""
-        found = self._alive.get(storage._cdata)
-        if found is None:
+        """Record a new size of a storage: another life of the same storage."""
+        known = self._alive.get(storage._cdata)
+        if known is None:
             return
-        life, reference = found
+        life, reference = known
         life.freed = self.now + 1
         following = _Life(size, self.now + 1, life.module, life.category)
         self._lives.append(following)

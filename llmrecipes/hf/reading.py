@@ -287,7 +287,7 @@ def _header(folder: Path, name: str) -> dict[str, Held]:
     try:
         path = untrusted.real(folder / name, root=untrusted.model_root(folder))
         with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - it is no dict
+            for key in file.keys():  # noqa: SIM118 - not a dict
                 part = file.get_slice(key)
                 tensors[key] = Held(path, str(part.get_dtype()), tuple(part.get_shape()))
     except OSError as error:

@@ -112,7 +112,7 @@ def export(
     run, entry = find_checkpoint(reference, runs_dir)
     out = run / "hf" / f"step-{entry.step:08d}{'-ema' if options.averaged else ''}" if out is None else out
     require_absent(out)
-    require_merge(Run(run).recipe(), run, asked=options.merge_adapter)
+    require_merge(Run(run).recipe(), run, requested=options.merge_adapter)
     opened = open_run(run, entry, options.family, averaged=options.averaged)
     recipe = opened.recipe
     prepared = _prepared(recipe, data_dir) if options.tokenizer else None
@@ -267,7 +267,7 @@ class Losses:
         step: of the checkpoint.
         tokens: consumed until then.
         loss: of the last step.
-        valid_loss: of the last evaluation; None: there was none.
+        valid_loss: of the last evaluation; None if there was none.
         bits_per_byte: of the same, on the held-out text.
     """
 

@@ -141,7 +141,7 @@ def read_sums(path: Path) -> Sums | None:
 
 @dataclass
 class Rewound:
-    """Result of `rewind`: lines dropped, the sums of the lines kept, and problems found in them."""
+    """Result of `rewind`: lines dropped, checksums of the lines kept, and their problems."""
 
     dropped: int = 0
     sums: Sums = field(default_factory=Sums)

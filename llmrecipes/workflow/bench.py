@@ -59,7 +59,7 @@ def measure(spec: BenchSpec, nproc: int | None) -> str | None:
         The result as JSON; None on ranks other than the first.
 
     Raises:
-        UserError: the layout cannot run here, or a rank failed, and has printed its error.
+        UserError: the layout cannot run on this machine, or a rank failed, and has printed its error.
     """
     with tempfile.TemporaryDirectory() as name:
         own = spec.model_copy(update={"out": Path(name)})

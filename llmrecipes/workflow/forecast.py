@@ -1,4 +1,4 @@
-"""`llmrecipes plan`: what a recipe takes on a machine, and its fastest layouts there."""
+"""`llmrecipes plan`: time, memory and cost of a recipe on a machine, and its fastest layouts."""
 
 from __future__ import annotations
 

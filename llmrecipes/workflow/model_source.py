@@ -141,15 +141,15 @@ def merged(run: Path, entry: Entry, recipe: Recipe, *, averaged: bool = False) -
     return Merged(base, backend(recipe).tensors(entry, averaged=averaged), recipe.model, lora_of(recipe, run))
 
 
-def require_merge(recipe: Recipe, run: Path, *, asked: bool) -> None:
+def require_merge(recipe: Recipe, run: Path, *, requested: bool) -> None:
     """Check that `--merge-adapter` is set for a run with adapters, and for no other.
 
     Raises:
         UserError: it is not.
     """
-    if recipe.lora is None and asked:
+    if recipe.lora is None and requested:
         raise _without(run, "--merge-adapter", "without it: the checkpoint has all weights")
-    if recipe.lora is not None and not asked:
+    if recipe.lora is not None and not requested:
         raise UserError(
             "this run trained only adapters",
             where=str(run),

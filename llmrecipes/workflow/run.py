@@ -80,7 +80,7 @@ def on_one_rank(recipe: Recipe) -> Recipe:
 
 
 def is_prepared(recipe: Recipe, data_dir: Path) -> bool:
-    """Whether the data of a recipe is there; it is checked when it is opened."""
+    """Whether the data of a recipe is prepared; it is checked when it is opened."""
     from llmrecipes.data.prepared import fingerprint
 
     return (data_dir / fingerprint(recipe)).is_dir()
@@ -164,7 +164,7 @@ def require_accepted(now: Recipe, then: Recipe, step: int, *, run_dir: Path, dat
         now, then: the recipe of this command, and that of the run.
         step: steps done.
         run_dir: the run.
-        data_dir: where its data is, if it is prepared here.
+        data_dir: folder of its prepared data, if it has any.
         accept: whether the user has accepted what changes.
 
     Raises:

@@ -94,7 +94,7 @@ def verify(
         train_layout: trains according to the spec, on a number of ranks.
 
     Raises:
-        UserError: the layout cannot run here, the reference has non-finite values, or a rank failed.
+        UserError: the layout cannot run on this machine, the reference has non-finite values, or a rank failed.
     """
     if not 0 < options.tolerance < math.inf:
         raise UserError(f"{options.tolerance:g}", where="--tolerance", rule="a relative difference above 0", fix="1e-5")
