@@ -146,7 +146,7 @@ def fabric(
 
     Run it once on each node at the same time, as srun --ntasks-per-node=1 does.
     """
-    from llmrecipes.bench.fabric.meeting import Meeting, meet, require_sensible
+    from llmrecipes.bench.fabric.meeting import FabricRendezvous, meet, require_sensible
     from llmrecipes.bench.fabric.node import Limits
     from llmrecipes.hardware.load import load_profile
     from llmrecipes.launch.ranks import FIRST_PORT, port_of
@@ -158,7 +158,7 @@ def fabric(
     job = os.environ.get("SLURM_JOB_ID")
     port = port_of(job) if job else FIRST_PORT
     limits, token = Limits(seconds, seconds + limit), token_of(os.environ)
-    outcome = meet(Meeting(hosts, own_number(hosts), port, patience, limits, token), profile)
+    outcome = meet(FabricRendezvous(hosts, own_number(hosts), port, patience, limits, token), profile)
     if outcome.report is not None:
         if as_json:
             print(json.dumps(outcome.report.as_dict(), indent=2))

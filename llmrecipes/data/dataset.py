@@ -293,7 +293,7 @@ def write_order(recipe: Recipe, prepared: Prepared, split: Split, folder: Path, 
     for number in usable:
         file = ConversationFile(prepared.path / stem(number, split), prepared.manifest.dtype)
         positions = file.lengths.astype(np.int64) - 1
-        packed = best_fit(positions, length, seed) if chat.packing else alone(len(positions))
+        packed = best_fit(positions, length, seed) if chat.packing else unpacked(len(positions))
         np.save(folder / f"{stem(number, split)}-members.npy", packed.members)
         np.save(folder / f"{stem(number, split)}-bounds.npy", packed.bounds)
         sequences.append(len(packed))
@@ -379,7 +379,7 @@ class Packed:
         return len(self.bounds) - 1
 
 
-def alone(count: int) -> Packed:
+def unpacked(count: int) -> Packed:
     """One conversation per sequence."""
     return Packed(np.arange(count, dtype=np.int64), np.arange(count + 1, dtype=np.int64))
 

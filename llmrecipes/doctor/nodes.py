@@ -101,7 +101,7 @@ class _Listener:
 
 
 def _lead(meeting: NodeRendezvous, findings: Sequence[Finding]) -> Gathered:
-    attendance = _Attendance(len(meeting.hosts) - 1, meeting.patience)
+    attendance = _RendezvousState(len(meeting.hosts) - 1, meeting.patience)
     mark = _write_mark(meeting)
 
     def serve(number: int, channel: Channel) -> None:
@@ -126,7 +126,7 @@ def _lead(meeting: NodeRendezvous, findings: Sequence[Finding]) -> Gathered:
     return gathered
 
 
-def _absent(meeting: NodeRendezvous, attendance: _Attendance) -> Iterator[Finding]:
+def _absent(meeting: NodeRendezvous, attendance: _RendezvousState) -> Iterator[Finding]:
     for number, host in enumerate(meeting.hosts):
         if number and number not in attendance.reports:
             what = f"did not connect to {meeting.hosts[0]}:{meeting.port} within {meeting.patience:.0f} s"
@@ -134,7 +134,7 @@ def _absent(meeting: NodeRendezvous, attendance: _Attendance) -> Iterator[Findin
             yield replace(fail("node", what, fix), node=host)
 
 
-class _Attendance:
+class _RendezvousState:
     """Which nodes have arrived, and their reports."""
 
     def __init__(self, expected: int, patience: float) -> None:
@@ -174,7 +174,7 @@ class _Attendance:
         return self._began + 2 * self._patience - time.monotonic()
 
 
-def _serve(host: str, number: int, channel: Channel, attendance: _Attendance, mark: str) -> None:
+def _serve(host: str, number: int, channel: Channel, attendance: _RendezvousState, mark: str) -> None:
     """The messages of one node; a node that ends early is missing among the reports."""
     channel.receive(CONNECT_SECONDS)  # it asks now, so that the answer measures its clock
     channel.send({"time": time.time(), "mark": mark})

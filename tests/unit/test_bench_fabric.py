@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from llmrecipes.bench.fabric import perftest
-from llmrecipes.bench.fabric.meeting import Meeting, Outcome, meet, require_sensible
+from llmrecipes.bench.fabric.meeting import FabricRendezvous, Outcome, meet, require_sensible
 from llmrecipes.bench.fabric.node import Limits
 from llmrecipes.bench.fabric.transfers import Report, Transfer, judge, rounds
 from llmrecipes.cli.app import run
@@ -109,7 +109,7 @@ def meet_all(
     found: dict[int, Outcome] = {}
 
     def take_part(number: int) -> None:
-        found[number] = meet(Meeting(hosts, number, tcp, patience, Limits(3, limit), SECRET), None)
+        found[number] = meet(FabricRendezvous(hosts, number, tcp, patience, Limits(3, limit), SECRET), None)
 
     threads = [threading.Thread(target=take_part, args=(n,), name=hosts[n]) for n in range(here or count)]
     for thread in threads:
@@ -255,7 +255,7 @@ def test_a_node_that_never_appears_and_missing_programs(unused_port: int, monkey
 def test_a_first_node_that_never_appears(unused_port: int) -> None:
     hosts = ("127.0.0.1", "127.0.0.2")
     with refused(f"127.0.0.1:{unused_port}"):
-        meet(Meeting(hosts, 1, unused_port, 0.1, Limits(3, 5), SECRET), None)
+        meet(FabricRendezvous(hosts, 1, unused_port, 0.1, Limits(3, 5), SECRET), None)
 
 
 def test_a_stranger_at_the_port_is_no_node(unused_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +265,7 @@ def test_a_stranger_at_the_port_is_no_node(unused_port: int, monkeypatch: pytest
     found: list[Report | None] = []
     hosts = ("127.0.0.1", "127.0.0.2")
     own = threading.Thread(
-        target=lambda: found.append(meet(Meeting(hosts, 0, unused_port, 2, Limits(3, 5), SECRET), None).report)
+        target=lambda: found.append(meet(FabricRendezvous(hosts, 0, unused_port, 2, Limits(3, 5), SECRET), None).report)
     )
     own.start()
     cut_off = threading.Event()
@@ -304,7 +304,7 @@ def test_a_node_that_answers_in_another_form_is_named(
     ports_of(monkeypatch, lambda _: [port("mlx5_0")])
     hosts = ("127.0.0.1", "127.0.0.2")
     found: list[Outcome] = []
-    meeting = Meeting(hosts, 0, unused_port, 30, Limits(3, 5), SECRET)
+    meeting = FabricRendezvous(hosts, 0, unused_port, 30, Limits(3, 5), SECRET)
     first = threading.Thread(target=lambda: found.append(meet(meeting, None)))
     first.start()
     with joined(hosts, 1, unused_port, SECRET, 30) as channel, suppress(rendezvous.Disconnected):
@@ -331,7 +331,7 @@ def test_many_nodes_meet_although_few_files_may_be_open(unused_port: int, monkey
     hosts = tuple(f"n{number}" for number in range(200))
     found: list[Outcome] = []
     first = threading.Thread(
-        target=lambda: found.append(meet(Meeting(hosts, 0, unused_port, 30, Limits(3, 5), SECRET), None))
+        target=lambda: found.append(meet(FabricRendezvous(hosts, 0, unused_port, 30, Limits(3, 5), SECRET), None))
     )
     first.start()
     with ExitStack() as stack:

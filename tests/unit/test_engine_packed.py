@@ -1,4 +1,4 @@
-"""Conversations that share a sequence train as if each were alone, and only answers count."""
+"""Conversations that share a sequence train like unpacked ones, and only answers count."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmrecipes.data.dataset import ConversationDataset, alone, best_fit
+from llmrecipes.data.dataset import ConversationDataset, best_fit, unpacked
 from llmrecipes.engine.base import Batch
 from llmrecipes.engine.core.model.attention import attention_mask
 from llmrecipes.engine.core.model.gpt import RecipeGPTModel
@@ -45,7 +45,7 @@ def talks(count: int = 9, vocabulary: int = 512) -> Talks:
 def batch(given: Talks, *, packed: bool) -> Batch:
     """All of them, in as many sequences as they need."""
     lengths = np.array([len(ids) - 1 for ids, _ in given])
-    sequences = best_fit(lengths, LENGTH, 0) if packed else alone(len(given))
+    sequences = best_fit(lengths, LENGTH, 0) if packed else unpacked(len(given))
     order = np.stack([np.zeros(len(sequences), np.int64), np.arange(len(sequences))], 1)
     data: Any = given
     samples = ConversationDataset([data], [sequences], order, LENGTH, PAD)

@@ -129,7 +129,7 @@ class DeepSpeedEngine:
             self._engine.step()
             mean, _, stopping, norm = self._read(loss, counts, self._engine.get_global_grad_norm())
         if not self._engine.was_step_applied():
-            # Without a loss scale this is no overflow that a smaller scale cures: the run has to stop.
+            # Without a loss scale this is not an overflow that a smaller scale cures: the run has to stop.
             return StepResult(mean, math.nan if scale is None else None, lr, scale, scale is not None, stopping)
         self.scheduler.step(increment=1)
         return StepResult(mean, norm, lr, scale, False, stopping)
