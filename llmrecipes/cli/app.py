@@ -264,7 +264,7 @@ def _usage_error(error: typer.TyperException) -> UserError:
 
 
 def _too_long(path: str) -> UserError:
-    """The error for a name that no file can have; wherever it comes from, it is a name that the user gave."""
+    """The error for a name that no file can have; such a name always comes from the user."""
     longest = max(len(os.fsencode(part)) for part in path.split("/"))
     what = f"a name of {longest:,} bytes" if longest > 255 else f"a path of {len(os.fsencode(path)):,} bytes"
     return UserError(

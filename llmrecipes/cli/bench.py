@@ -314,7 +314,7 @@ def bandwidths(measured: Collectives) -> Iterator[str | TextTable]:
 
 
 def rank_speeds(measured: RankSpeeds) -> str:
-    """The speeds of all ranks in one line, and one for each that is slow."""
+    """The speeds of all ranks in one line, and a line per slow rank."""
     from llmrecipes.bench.results import slow_ranks
 
     speeds = [measured.flops / seconds / 1e12 for seconds in measured.seconds]

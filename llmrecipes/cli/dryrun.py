@@ -77,7 +77,7 @@ def dryrun(
 
 
 def lines(plan: Plan, reports: Sequence[RankReport], folder: Path) -> Iterator[str | TextTable]:
-    """Each rank: memory by part and module, traffic, waits, save; then what no dry run shows."""
+    """Per rank: memory by part and module, traffic, waits, save; then the limits of a dry run."""
     for report in reports:
         yield from _of_rank(report)
         yield ""
@@ -129,7 +129,7 @@ def _planned(report: RankReport, part: str) -> str:
 
 
 def _size(size: int) -> str:
-    """Bytes with a unit that shows them."""
+    """Bytes with a fitting unit."""
     if size >= MIB:
         return gib(size)
     return f"{size / KIB:.0f} KiB" if size >= KIB else f"{size} B"

@@ -45,11 +45,11 @@ class Template:
 
     @property
     def marks_answers(self) -> bool:
-        """Whether it says itself what the assistant's part is."""
+        """Whether the template marks the assistant's part."""
         return _MARKED.search(self.source) is not None
 
     def check(self) -> None:
-        """Compile it, and try it where it can do no harm.
+        """Compile the template, and render it once in the sandbox.
 
         Jinja's sandbox keeps a template from the machine, but lets it loop and allocate without limit. One that does so
         for every conversation is noticed; one that does so for some texts only is not.
@@ -85,7 +85,7 @@ class Template:
             ) from error
 
     def prompt(self, messages: Messages) -> str:
-        """The text after which the model is to answer.
+        """The text that the model is to answer.
 
         Raises:
             UserError: the template refuses these messages.
@@ -184,7 +184,7 @@ class Conversations(Encoded):
 
     @property
     def tally(self) -> dict[str, int]:
-        """Of all conversations."""
+        """Sums over all conversations."""
         return dict(sum(map(Counter, self.tallies), Counter[str]()))
 
 
@@ -254,7 +254,7 @@ def _answers(message: dict[str, str]) -> bool:
 def _kept(
     encoding: tokenizers.Encoding, spans: list[tuple[int, int]], spec: ChatSpec, tally: Counter[str]
 ) -> np.ndarray | None:
-    """Which of the tokens that are kept are answers; None if the conversation is dropped."""
+    """Mask of the kept tokens that are answers; None if the conversation is dropped."""
     beyond = len(encoding.ids) - spec.max_length
     if beyond > 0 and not spec.truncate:
         tally[LONG] += 1

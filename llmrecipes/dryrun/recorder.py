@@ -87,7 +87,7 @@ class Recorder(TorchDispatchMode):
         self.waits.clear()
 
     def waited(self) -> None:
-        """The host waits for the device here."""
+        """Record that the host waits for the device."""
         self.waits[_place()] += 1
 
     def _collective(self, func: Any, name: str, args: Any, options: Any) -> Any:
@@ -229,7 +229,7 @@ class Storages:
             life[0].category = category
 
     def label(self, category: Category, tensors: Iterable[torch.Tensor]) -> None:
-        """What storages are for, whatever an operation has made of them, from their allocation on."""
+        """Set the purpose of storages from their allocation on, whatever operations have recorded."""
         for tensor in tensors:
             self.seen(tensor)
             self._alive[tensor.untyped_storage()._cdata][0].category = category

@@ -25,12 +25,12 @@ BATCHES_AT_ONCE = 32
 
 
 class Interrupted(Exception):
-    """Some rank was asked to stop, and nothing of the evaluation is kept; raised on every rank."""
+    """A rank received a stop signal, and the evaluation is discarded; raised on every rank."""
 
 
 @dataclass(frozen=True)
 class RowScore:
-    """What a model says about the last tokens of a row.
+    """Scores of the last tokens of a row.
 
     Attributes:
         logprobs: natural logarithms of the tokens' probabilities.

@@ -238,7 +238,7 @@ def memorisation(
     seed: int,
     heldout: Split = "valid",
 ) -> EvaluationResult:
-    """Give the model pieces of training documents, and compare its greedy continuation with the document's.
+    """Prompt the model with pieces of training documents, and compare its greedy continuation with the document's.
 
     A piece is extractable if the next `length` tokens are all reproduced from `prefix` tokens of context (definition
     3.1 of arXiv 2202.07646, which takes 50 and 50). Pieces of held-out documents, which the model has not seen, are the

@@ -26,7 +26,7 @@ MPOL_PREFERRED = 1
 
 @dataclass(frozen=True)
 class GpuLocation:
-    """A GPU's place.
+    """PCI address and neighbours of a GPU.
 
     Attributes:
         address: on the PCI bus, as in /sys.
@@ -43,7 +43,7 @@ class GpuLocation:
 
 @dataclass(frozen=True)
 class Binding:
-    """What a rank is bound to; `cores` is empty if it is not bound, and `reason` says why.
+    """Binding of a rank; `cores` is empty if it is not bound, and `reason` says why.
 
     `memory` is whether the memory node of `device` is preferred, too: some containers forbid it.
     """
@@ -197,7 +197,7 @@ def _read(path: Path) -> str:
 
 
 def _prefer_memory(node: int) -> bool:
-    """Allocate on this memory node while it has room; glibc has no function for it. False where the kernel refuses."""
+    """Prefer this memory node for allocations; glibc has no function for it. False if the kernel refuses."""
     number = SET_MEMPOLICY.get(platform.machine())
     bits = 8 * ctypes.sizeof(ctypes.c_ulong)
     if number is None or node >= bits:

@@ -34,7 +34,7 @@ SHOWN_LINES, SHOWN_CHARACTERS = 4, 200
 
 @dataclass(frozen=True)
 class Network:
-    """What one rank says.
+    """Log findings of one rank.
 
     `names` are the networks of its connections to other nodes, or the chosen one before there are any; `layers` are
     `IB` and `RoCE`, of the ports that it uses; `provider` is libfabric's.
@@ -70,7 +70,7 @@ class Network:
 
 
 def read(text: str) -> Network:
-    """What a log says; unknown lines are ignored."""
+    """Parse a log; unknown lines are ignored."""
     chosen: list[str] = []
     used: list[str] = []
     layers: set[str] = set()
@@ -101,7 +101,7 @@ def read(text: str) -> Network:
 
 
 def fault(network: Network, kind: str) -> str | None:
-    """Why it is not the network of a site; None if it is. A rank without connections to other nodes has no fault.
+    """Difference from the network of a site; None if none. A rank without connections to other nodes has none.
 
     Args:
         kind: `infiniband`, `roce` or `efa`.

@@ -75,7 +75,7 @@ class ResourceClaim(Section):
 
 
 class Kubernetes(Section):
-    """What pods of this site ask for."""
+    """Resources and settings of this site's pods."""
 
     gpu_resource: Word = "nvidia.com/gpu"
     """Resource that counts GPUs."""
@@ -203,7 +203,7 @@ class MeasuredLinks(Section):
 
 
 class Costs(Section):
-    """What a GPU costs, for `llmrecipes plan`."""
+    """Costs of a GPU, for `llmrecipes plan`."""
 
     usd_per_gpu_hour: PosFloat | None = None
     """Price of a GPU for an hour, in US dollars."""
@@ -216,7 +216,7 @@ class Costs(Section):
 
 
 class Failures(Section):
-    """How often GPUs end a run, for `llmrecipes plan`."""
+    """Failure rate of GPUs, for `llmrecipes plan`."""
 
     gpu_hours_per_failure: PosFloat
     """Hours that GPUs train, added up, for each failure that ends a run."""

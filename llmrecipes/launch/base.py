@@ -21,7 +21,7 @@ LauncherOptions = Mapping[str, Any]
 
 
 class JobState(StrEnum):
-    """The same for every launcher; a job that was requeued is pending again."""
+    """State of a job, the same for every launcher; a requeued job is pending again."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -70,7 +70,7 @@ class JobStatus:
 
 @dataclass(frozen=True)
 class JobResult:
-    """How a job ended, with the last numbers that its run has recorded."""
+    """Result of a job, with the last numbers that its run has recorded."""
 
     state: JobState
     exit_code: int

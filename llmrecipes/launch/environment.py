@@ -67,7 +67,7 @@ def threads(cpu_cores: float, ranks: int, *, on_gpus: bool) -> int:
 
 
 def missing(wanted: Mapping[str, str], current: Mapping[str, str]) -> dict[str, str]:
-    """The variables to set: those that the user has not set."""
+    """The wanted variables that the user has not set."""
     return {
         name: value
         for name, value in wanted.items()

@@ -29,7 +29,7 @@ class Option:
 
 
 class RunOptions(BaseModel):
-    """What the command line asks of a training; a field is an option of `train`."""
+    """Options of a training on the command line; every field is an option of `train`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -73,7 +73,7 @@ class RunOptions(BaseModel):
 
 
 def declared(*, in_jobs: bool = False) -> Iterator[tuple[str, Option]]:
-    """The fields with their options; only those of jobs if `in_jobs`."""
+    """Fields with their options; with `in_jobs` only those of jobs."""
     for name, field in RunOptions.model_fields.items():
         option = next(each for each in field.metadata if isinstance(each, Option))
         if option.in_jobs or not in_jobs:

@@ -29,7 +29,7 @@ ELEMENT_TYPES = ("fp32", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """How a model is written.
+    """Options of an export.
 
     Attributes:
         dtype: fp32, bf16 or fp16; None: the precision of the recipe.
@@ -261,7 +261,7 @@ def export_adapter(reference: str, out: Path | None, runs_dir: Path) -> Exported
 
 @dataclass(frozen=True)
 class Losses:
-    """What was recorded up to the checkpoint.
+    """Metrics up to the checkpoint.
 
     Attributes:
         step: of the checkpoint.

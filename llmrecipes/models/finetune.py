@@ -55,7 +55,7 @@ COMMENTS = {
 
 @dataclass(frozen=True)
 class Finetuning:
-    """A fine-tuning that a user requests.
+    """Options of a fine-tuning.
 
     Attributes:
         model: folder, or name on the Hub.
@@ -175,7 +175,7 @@ def steps(request: Finetuning, paths: Paths) -> list[FinetuneStep]:
 
 
 def finetune(request: Finetuning, paths: Paths, log: Log, only: str | None = None) -> int:
-    """Do the steps that are not done.
+    """Run the steps that are not done.
 
     Args:
         request: the model, the data, and how.

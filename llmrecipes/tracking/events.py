@@ -110,7 +110,7 @@ class EvalMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """Something that happened at a step: a checkpoint, a failed save, a skipped update.
+    """An event at a step: a checkpoint, a failed save, a skipped update.
 
     Attributes:
         event: short name in snake case, such as `checkpoint_saved`.
@@ -172,10 +172,10 @@ class Sink(ABC):
 
     @abstractmethod
     def note(self, note: Note) -> None:
-        """Something that happened, without secrets."""
+        """An event, without secrets."""
 
     def end(self, status: RunStatus) -> None:  # noqa: B027 - most sinks have nothing to begin
-        """Begin what `close` will wait for; called for all sinks before the first `close`."""
+        """Start the work that `close` waits for; called for all sinks before the first `close`."""
 
     @abstractmethod
     def close(self, status: RunStatus) -> None:

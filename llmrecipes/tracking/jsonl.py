@@ -128,7 +128,7 @@ class Sums:
 
 
 def read_sums(path: Path) -> Sums | None:
-    """What `Sums.write` wrote; None if it is missing or damaged, as in a run of an older version."""
+    """The file that `Sums.write` wrote; None if it is missing or damaged."""
     try:
         values = read_json(path, root=path.parent)
         lines, step, chunks = values["lines"], values["step"], values["chunks"]

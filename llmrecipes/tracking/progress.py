@@ -130,13 +130,13 @@ class Counted:
         self._live: Progress | None = None
 
     def begin(self, name: str, total: int | None) -> None:
-        """Another work, of some items; None if it is not known how many."""
+        """Start a new task of `total` items; None if the number is unknown."""
         self.close()
         self._name, self._total, self._done = name, total or 0, 0
         self._begun = self._printed = self._clock()
 
     def add(self, items: int) -> None:
-        """Some items are done."""
+        """Count finished items."""
         self._done += items
         now = self._clock()
         if now - self._begun < SECONDS_BEFORE_COUNTING:

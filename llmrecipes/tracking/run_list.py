@@ -73,7 +73,7 @@ class MeasuredRun:
 
 
 def measured(folder: Path, most: int) -> list[MeasuredRun]:
-    """What steps and saves took in the newest runs of a recipe; runs that recorded no save are left out.
+    """Durations of steps and saves in the newest runs of a recipe; runs without a recorded save are left out.
 
     Args:
         folder: with the runs of one recipe.

@@ -1,4 +1,4 @@
-"""A few steps of training that record losses, gradient norms, weights and gradients; and what of them differs."""
+"""Recording of losses, gradient norms, weights and gradients over a few steps, and their differences."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ NOT_VERIFIED = "not_verified"
 
 @dataclass(frozen=True)
 class FirstTensor:
-    """The first tensor that differs, in model order, and how many do."""
+    """The first tensor that differs, in model order, and the number of differing tensors."""
 
     name: str
     layer: int | None
@@ -92,7 +92,7 @@ class VerifyResult:
         return max(relative(getattr(layout, quantity), getattr(one, quantity)) for one, layout in self.steps)
 
     def as_dict(self) -> dict[str, Any]:
-        """What `--json` prints; numbers that are not finite are null."""
+        """Output of `--json`; numbers that are not finite are null."""
         return {
             "recipe": self.recipe,
             "layout": self.layout.layout,

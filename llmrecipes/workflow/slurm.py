@@ -165,7 +165,7 @@ def hold_signals() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one of the two; a `UserError` is printed as one message."""
+    """Run `begin` or `rank`; a `UserError` is printed as one message."""
     parser = argparse.ArgumentParser(prog="python -m llmrecipes.workflow.slurm", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     first = commands.add_parser("begin", allow_abbrev=False)

@@ -22,7 +22,7 @@ from llmrecipes.workflow.train import start
 
 @dataclass(frozen=True)
 class SmokeResult:
-    """How a rehearsal ended.
+    """Result of a rehearsal.
 
     `first_difference` is the first step whose loss or gradient norm differs between the resumed and the uninterrupted
     run, or None.

@@ -352,7 +352,7 @@ def _containers(spec: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _privileged(spec: dict[str, Any]) -> Iterator[str]:
-    """What `baseline` rejects."""
+    """Fields that `baseline` rejects."""
     yield from (key for key in ("hostNetwork", "hostPID", "hostIPC") if spec.get(key))
     yield from (f"hostPath volume {each['name']}" for each in spec.get("volumes") or () if "hostPath" in each)
     for name, security in _containers(spec):
@@ -366,7 +366,7 @@ def _privileged(spec: dict[str, Any]) -> Iterator[str]:
 
 
 def _baseline(spec: dict[str, Any]) -> Iterator[str]:
-    """What `restricted` rejects besides."""
+    """Further fields that `restricted` rejects."""
     pod = spec.get("securityContext") or {}
     for volume in spec.get("volumes") or ():
         if kinds := volume.keys() - VOLUMES - {"name"}:

@@ -153,7 +153,7 @@ def _lease(ref: JobRef) -> leases.Lease | None:
 
 
 def _is_here(ref: JobRef) -> bool:
-    """Whether a job can be asked for by its process id."""
+    """Whether a job can be looked up by its process id."""
     lease = _lease(ref)
     return _parts(ref)[0] == socket.gethostname() if lease is None else lease.machine.is_this
 

@@ -40,7 +40,7 @@ class Notice:
 
 
 def notice(plan: Plan, profile: Profile, runs_dir: Path, fixed: int | None) -> Notice:
-    """When to warn a job.
+    """The time at which Slurm warns a job.
 
     Args:
         plan: of the run.
@@ -213,7 +213,7 @@ def after(words: Sequence[str], job: str) -> tuple[str, ...]:
 
 
 def script_text(folder: Path, words: Sequence[str], first: Sequence[str]) -> str:
-    """What to paste into a shell, instead of letting `submit` do it.
+    """The command for a shell, which does the same as `submit`.
 
     Args:
         folder: of the logs; Slurm does not create it.
