@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,6 +140,8 @@ def run_of(folder: Path) -> RunFiles:
 
 def new_run_id() -> str:
     """UTC time and six random characters, so that ids sort by age and do not collide."""
+    import secrets  # not at the top: it takes a fiftieth of `llmrecipes list`, which makes no run
+
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
 
 
