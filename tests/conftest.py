@@ -77,7 +77,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """End the ranks after the last test that needs them: they would be memory and children of all others."""
-    if nextitem is None or selection.group(nextitem.nodeid) != selection.RANKS:
+    if nextitem is None or selection.group(nextitem.nodeid) not in selection.RANKS:
         for world in item.config.stash.get(WORLDS, {}).values():
             world.close()
 
