@@ -489,14 +489,14 @@ def news(row: Row) -> set[object]:
 
 @cache
 def essential(engine: str) -> frozenset[str]:
-    """Names of the rows of an engine that no other rows replace: the core, and the first with anything new."""
+    """Names of the rows of an engine that no other rows replace: the core, and few that have everything new."""
     rows = [row for row in ROWS if row.engine == engine and not row.nccl]
-    names, known = {row.name for row in rows if row.core}, set[object]()
-    for row in sorted(rows, key=lambda row: not row.core):
-        if not news(row) <= known:
-            names.add(row.name)
-            known |= news(row)
-    return frozenset(names)
+    chosen = [row for row in rows if row.core]
+    known = set[object]().union(*map(news, chosen))
+    while not all(news(row) <= known for row in rows):
+        chosen.append(max(rows, key=lambda row: len(news(row) - known)))
+        known |= news(chosen[-1])
+    return frozenset(row.name for row in chosen)
 
 
 def _engine(changes: Sections) -> str:
