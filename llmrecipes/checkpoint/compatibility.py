@@ -20,6 +20,7 @@ FREE = (
     "description",
     "engine",
     "zero",
+    "speed",
     "parallelism",
     "checkpoint",
     "tracking",

@@ -149,6 +149,29 @@ def compiled_at_first_call(compile_: Callable[..., Any], function: Any = None, *
     return call
 
 
+def transformer_engine_version() -> tuple[int, int] | None:
+    """Major and minor version of the installed TransformerEngine; None without one."""
+    try:
+        numbers = metadata.version(TRANSFORMER_ENGINE).split(".")
+    except metadata.PackageNotFoundError:
+        return None
+    return int(numbers[0]), int(numbers[1])
+
+
+def compiler_obstacle(device: str) -> str | None:
+    """Why torch cannot compile functions for a device; None if it can.
+
+    On a GPU it generates Triton, whose launchers are C; on a CPU it generates C++.
+    """
+    if device == "cuda" and find_spec("triton") is None:
+        return "Triton is not installed, with which torch compiles for GPUs"
+    variable, names = ("CC", ("gcc", "clang")) if device == "cuda" else ("CXX", ("g++", "clang++"))
+    wanted = shlex.split(os.environ.get(variable, ""))[:1] or names
+    if any(shutil.which(name) for name in wanted):
+        return None
+    return f"no {'C' if device == 'cuda' else 'C++'} compiler ({' or '.join(wanted)})"
+
+
 CPU_ADAM = "cpu_adam"
 ASYNC_IO = "async_io"
 _COMPILE_TIMEOUT_S = 60

@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from llmrecipes.plan.features import expected
 from llmrecipes.plan.kernels import copies_keys, keeps_scores, mask_per_token, modules, own_layers
 from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.pending import fullest
 from llmrecipes.recipe.adapters import adapted, is_target
+from llmrecipes.recipe.features import fields, resolve
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape
 
@@ -264,8 +266,8 @@ class _PerToken:
             if "moe_act" in recomputed:
                 # All but the result of the first product.
                 first = 2 if self.recipe.model.gated_linear_unit else 1
-                activation = hidden * (1 - first / (self._wide + 1))
-                mlp, twice_in_mlp = mlp + activation, twice_in_mlp + hidden / (self._wide + 1)
+                activation = hidden * (1 - first / self._scored)
+                mlp, twice_in_mlp = mlp + activation, twice_in_mlp + hidden / self._scored
         return _Discarded(attention, mlp, twice, twice_in_mlp)
 
     @cached_property
@@ -301,8 +303,7 @@ class _PerToken:
         # The router's scores and its map; for each assignment two indices and two scores.
         router = (1 + (8 if model.moe_router_dtype == "fp64" else 4)) * s.num_moe_experts + 24 * visits
         moved = visits * element * s.hidden_size * keeps_input(self.recipe, "experts.linear_fc1")
-        # Plus one width: the scores are multiplied into the experts' hidden values.
-        wide = self._wide + keeps_input(self.recipe, "experts.linear_fc2")
+        wide = self._scored - 1 + keeps_input(self.recipe, "experts.linear_fc2")
         experts = visits * element * wide * s.moe_ffn_hidden_size
         shared = element * (self._wide - 1 + keeps_input(self.recipe, "linear_fc2")) * s.moe_shared_ffn_hidden_size
         moved *= self.layout.expert_tensor_parallel_size  # whose ranks have each other's tokens too
@@ -331,7 +332,19 @@ class _PerToken:
         half and, if unfused, both factors."""
         if not self.recipe.model.gated_linear_unit:
             return 2
-        return 3 if self.recipe.train.torch_compile else 5
+        return 3 if self._fused else 5
+
+    @cached_property
+    def _scored(self) -> int:
+        """Saved widths of an expert's MLP: the scores are multiplied into its hidden values, by a fused activation in
+        the same kernel."""
+        return self._wide + (not self._fused)
+
+    @cached_property
+    def _fused(self) -> bool:
+        """Whether one kernel computes the gated activation."""
+        choices = resolve(self.recipe, expected(self.recipe, self.device))
+        return bool(fields(choices, "TransformerConfig")["bias_activation_fusion"])
 
     @cached_property
     def _in_parts(self) -> bool:

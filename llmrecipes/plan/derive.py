@@ -9,6 +9,7 @@ from typing import Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
+from llmrecipes.plan.features import expected
 from llmrecipes.plan.kernels import modules, recompute_granularity
 from llmrecipes.plan.layout import Layout, layout
 from llmrecipes.plan.memory import Memory, checkpoint_bytes, estimate
@@ -23,6 +24,7 @@ from llmrecipes.plan.parameters import (
 from llmrecipes.plan.sharding import check_zeropp
 from llmrecipes.recipe import recompute
 from llmrecipes.recipe.degrees import model_parallel_size, multiples, smallest_world
+from llmrecipes.recipe.features import Choice, Target, require, resolve
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape, shape
 from llmrecipes.units import GIB
@@ -113,6 +115,16 @@ class Plan:
         return modules(self.recipe, self.shape, self.device)
 
     @property
+    def features(self) -> tuple[Choice, ...]:
+        """Features of `speed` that the run is expected to have, and why."""
+        return resolve(self.recipe, self.target)
+
+    @property
+    def target(self) -> Target:
+        """The machine that `features` expects."""
+        return expected(self.recipe, self.device, self.layout, self.cluster)
+
+    @property
     def memory_headroom(self) -> float:
         return 1 - self.memory.total / max(self.memory_capacity_bytes, 1)
 
@@ -162,6 +174,7 @@ class Plan:
             "recompute_modules": list(self.recompute_modules),
             **{each.name: getattr(self, each.name) for each in fields(self) if each.name not in held},
             "num_parameters": asdict(self.num_parameters),
+            "speed": [choice.as_dict() for choice in self.features],
             "memory": self.memory.as_dict(),
             "memory_headroom": round(self.memory_headroom, 4),
             "fits": self.fits,
@@ -196,6 +209,7 @@ def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
     """
     laid_out = layout(recipe, world_size, cluster)
     check_zeropp(recipe, world_size, cluster)
+    require(resolve(recipe, expected(recipe, cluster.device, laid_out, cluster)))
     micro_batches = num_microbatches(recipe, laid_out)
     stages = range(laid_out.pipeline_model_parallel_size)
     sizes = shape(recipe.model)

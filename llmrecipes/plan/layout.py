@@ -173,12 +173,21 @@ def local_layers_reason(recipe: Recipe) -> str | None:
     return None
 
 
+def expected_layers(recipe: Recipe, device: str) -> tuple[bool, str]:
+    """Whether layers are TransformerEngine's on a machine that has it if it has GPUs, and why."""
+    named = recipe.model.transformer_impl
+    if named != "auto":
+        return named == "transformer_engine", f"transformer_impl {named}"
+    if device == "cpu":
+        return False, "no GPU"
+    reason = local_layers_reason(recipe)
+    return reason is None, reason or "as in the CUDA image"
+
+
 def _check_latent_attention(recipe: Recipe, cluster: Cluster) -> None:
     """TransformerEngine's layers do not sum the gradient of the key that all heads share; the local ones here do."""
     model, parallel = recipe.model, recipe.parallelism
-    transformer_engine = model.transformer_impl == "transformer_engine" or (
-        model.transformer_impl == "auto" and cluster.device == "cuda" and local_layers_reason(recipe) is None
-    )
+    transformer_engine, _ = expected_layers(recipe, cluster.device)
     tensor = parallel.tensor_model_parallel_size
     if model.multi_latent_attention and transformer_engine and tensor > 1 and not parallel.sequence_parallel:
         raise UserError(

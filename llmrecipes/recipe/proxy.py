@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from llmrecipes.recipe.degrees import model_parallel_size, smallest_world
 from llmrecipes.recipe.engines import ENGINES, engine_name
+from llmrecipes.recipe.features import needing_a_gpu
 from llmrecipes.recipe.plugins import DataStep, MetricSink, declared, settings
 from llmrecipes.recipe.rules import MIN_BPE_VOCAB
 from llmrecipes.recipe.schema import (
@@ -264,9 +265,9 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
     attention, dropout, initialisation, precision, recomputation, every kind of parallelism, optimizer, shape of the
     schedule, gradient accumulation, local sources. Scaled: sizes, degrees, batch, lengths. Replaced: Hub sources by
     the standard library, the tokenizer by a small BPE (no network), given weights by initial ones, an explicit
-    TransformerEngine by `auto`, NVMe by main memory. Disabled: torch.compile (not available on every CPU), ZeRO++
-    except for quantized weights on GPUs, and the sinks of metrics that are not for rehearsals (a rehearsal is not an
-    experiment).
+    TransformerEngine by `auto`, features of GPUs by those that rules choose, NVMe by main memory. Disabled:
+    torch.compile (not available on every CPU), ZeRO++ except for quantized weights on GPUs, and the sinks of metrics
+    that are not for rehearsals (a rehearsal is not an experiment).
 
     Args:
         device: of the ranks; on a CPU experts are not split (`expert_tensor_parallel_size` 1).
@@ -281,6 +282,7 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
             "parallelism": parallel,
             "zero": recipe.zero and _zero(recipe, recipe.zero, device),
             "train": _train(recipe.train, model, parallel),
+            "speed": recipe.speed.model_copy(update=dict.fromkeys(needing_a_gpu())),
             "scheduler": _scheduler(recipe.scheduler, recipe.train.train_iters),
             "data": _data(recipe.data, model),
             "checkpoint": _checkpoint(recipe.checkpoint),

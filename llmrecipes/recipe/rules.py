@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from llmrecipes.nested import leaves
-from llmrecipes.recipe import adapters, layout_rules, moe_rules, recompute, search_rules, shape, zero_rules
+from llmrecipes.recipe import adapters, features, layout_rules, moe_rules, recompute, search_rules, shape, zero_rules
 from llmrecipes.recipe.degrees import divisors, multiples
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.engines import unknown_engine
@@ -407,4 +407,5 @@ _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     layout_rules.expert,
     zero_rules.engine, zero_rules.optimizer_sharding, zero_rules.pipeline, zero_rules.unsupported, zero_rules.offload,
     zero_rules.stages, zero_rules.zeropp, zero_rules.precision, zero_rules.extra, search_rules.check,
+    features.rules,
 )  # fmt: skip

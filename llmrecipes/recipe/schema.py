@@ -12,6 +12,7 @@ from pydantic import Field
 from llmrecipes.recipe.plugins import DataStep, MetricSink
 from llmrecipes.recipe.search_section import Search
 from llmrecipes.recipe.section import Beta, NonNegFloat, NonNegInt, PosFloat, PosInt, Probability, Section
+from llmrecipes.recipe.speed import Speed
 from llmrecipes.recipe.zero import Zero
 
 
@@ -529,6 +530,7 @@ class Recipe(Section):
     zero: Zero | None = None
     lora: Lora | None = None
     train: Train
+    speed: Speed = Speed()
     optimizer: Optimizer
     scheduler: Scheduler = Scheduler()
     data: Data = Data()

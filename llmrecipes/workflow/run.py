@@ -22,6 +22,7 @@ from llmrecipes.plan.check import check
 from llmrecipes.plan.derive import Plan, decay_iters, default_world_size, derive
 from llmrecipes.recipe.engines import engine_name, without_zero
 from llmrecipes.recipe.schema import Parallelism, Recipe
+from llmrecipes.recipe.speed import Speed
 from llmrecipes.rundir import Run
 from llmrecipes.runfiles import checked_run_id
 from llmrecipes.train.completeness import require_complete
@@ -76,7 +77,9 @@ def on_one_rank(recipe: Recipe) -> Recipe:
     Without ZeRO, so that a checkpoint can be read where DeepSpeed, or the disk that it offloaded to, is missing.
     """
     single = Parallelism(use_distributed_optimizer=recipe.parallelism.use_distributed_optimizer)
-    return without_zero(recipe).model_copy(update={"parallelism": single})
+    # It trains nothing that would make up for the time to compile.
+    plain = Speed(bias_activation_fusion=False, bias_dropout_fusion=False)
+    return without_zero(recipe).model_copy(update={"parallelism": single, "speed": plain})
 
 
 def is_prepared(recipe: Recipe, data_dir: Path) -> bool:

@@ -109,7 +109,7 @@ SITES = {
     "gpt-tiny": ("laptop", 1, None),
     "gpt-tiny-3d": ("laptop", 4, None),
     "gpt-tiny-zero": ("laptop", 2, None),
-    "llama3-405b": ("h100-ib", 64, 405e9),
+    "llama3-405b": ("h100-ib", 32, 405e9),
     "llama3-70b": ("h100-ib", 8, 70.6e9),
     "llama3-70b-lora": ("h100-ib", 1, 70.6e9),
     "llama3-8b": ("h100-ib", 1, 8.03e9),

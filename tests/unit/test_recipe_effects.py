@@ -46,7 +46,17 @@ from llmrecipes.train.resume import Start, initial_weights
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow import train as workflow
 from llmrecipes.workflow.start import Machine, PreparedStart
-from tests.helpers import MODEL, ROOMY, TRAIN, RandomTokens, built, engine_of, random_batches, tiny
+from tests.helpers import (
+    MODEL,
+    ROOMY,
+    TRAIN,
+    TRANSFORMER_ENGINES,
+    RandomTokens,
+    built,
+    engine_of,
+    random_batches,
+    tiny,
+)
 from tests.unit.search_seen import BASE as SEARCH
 from tests.unit.search_seen import seen as search
 
@@ -71,6 +81,15 @@ def plan(recipe: Recipe, *_: Any) -> dict[str, Any]:
 
 def config(recipe: Recipe, *_: Any) -> dict[str, Any]:
     found = transformer_config(planned(recipe), on_gpu=False, transformer_engine=False)
+    return {each.name: getattr(found, each.name) for each in fields(found)}
+
+
+def config_on_gpu(recipe: Recipe, _: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """With TransformerEngine's layers, of which megatron-core looks for some functions."""
+    for name in TRANSFORMER_ENGINES:
+        monkeypatch.setattr(f"megatron.core.{name}", recorder, raising=False)
+    bf16 = recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": "bf16"})})
+    found = transformer_config(planned(bf16), on_gpu=True, transformer_engine=True)
     return {each.name: getattr(found, each.name) for each in fields(found)}
 
 
@@ -317,6 +336,7 @@ class Case:
     along: Mapping[str, Any] = field(default_factory=dict)
 
 
+SWIGLU = {"model.activation_func": "silu", "model.gated_linear_unit": True}
 ROPE = {"model.position_embedding_type": "rope"}
 SCALED = {**ROPE, "model.rope_scaling": True}
 YARN = {
@@ -486,6 +506,10 @@ CASES: dict[str, Case] = {
         True, deepspeed, {**ZERO3, "train.precision": "fp16", "parallelism.grad_reduce_in_fp32": False}
     ),
     "zero.extra": Case({"comms_logger": {"enabled": True}}, deepspeed, ZERO2),
+    "speed.bias_activation_fusion": Case(True, config, SWIGLU),
+    "speed.bias_dropout_fusion": Case(True, config),
+    "speed.apply_rope_fusion": Case(False, config_on_gpu, ROPE),
+    "speed.gradient_accumulation_fusion": Case(False, config_on_gpu),
     "train.train_iters": Case(4, loop),
     "train.micro_batch_size": Case(4, plan),
     "train.global_batch_size": Case(4, loop),

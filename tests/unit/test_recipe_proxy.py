@@ -14,6 +14,7 @@ from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.nested import leaves
 from llmrecipes.plan.derive import default_world_size, derive
 from llmrecipes.recipe.degrees import smallest_world
+from llmrecipes.recipe.features import needing_a_gpu
 from llmrecipes.recipe.load import load, names
 from llmrecipes.recipe.plugins import MetricSink, declared, settings
 from llmrecipes.recipe.proxy import proxy, scaled
@@ -38,6 +39,7 @@ MAY_CHANGE = {
     "train.recompute_num_layers", "train.torch_compile", *(f"parallelism.{name}" for name in DEGREES),
     "parallelism.expert_tensor_parallel_size", "parallelism.num_layers_in_first_pipeline_stage",
     "parallelism.num_layers_in_last_pipeline_stage",
+    *(f"speed.{name}" for name in needing_a_gpu()),
     *(f"zero.{name}" for name in (
         "offload_optimizer", "offload_param", "nvme_path", "reduce_bucket_size", "allgather_bucket_size",
         "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,9 @@ from llmrecipes.engine.core.model.init import buffers, fill, initialise, paramet
 from llmrecipes.engine.core.model.lora import ADAPTER, insert
 from llmrecipes.engine.core.model.spec import block_spec, choose, mtp_spec
 from llmrecipes.engine.core.platform import Platform
+from llmrecipes.hardware.builds import compiler_obstacle, transformer_engine_version
 from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.features import Target, require, resolve
 
 
 class RecipeGPTModel(GPTModel):
@@ -192,8 +194,14 @@ def construct(plan: Plan, platform: Platform) -> BuiltModel:
     """The model without defined values; arguments as `build`."""
     recipe = plan.recipe
     implementation, reason = choose(recipe)
+    target = detected(plan, platform, transformer_engine=implementation == "transformer_engine", reason=reason)
+    if platform.device.type != "meta":  # which has no TransformerEngine, and computes nothing
+        require(resolve(recipe, target))
     config = transformer_config(
-        plan, on_gpu=platform.device.type != "cpu", transformer_engine=implementation == "transformer_engine"
+        plan,
+        on_gpu=platform.device.type != "cpu",
+        transformer_engine=implementation == "transformer_engine",
+        target=target,
     )
     chunks = recipe.parallelism.virtual_pipeline_model_parallel_size
     stages = range(chunks) if chunks else (None,)
@@ -204,6 +212,24 @@ def construct(plan: Plan, platform: Platform) -> BuiltModel:
             # The position embedding is created in fp32. Buffers are not converted: expert biases need fp32.
             parameter.data = parameter.data.to(config.params_dtype)
     return BuiltModel(modules, config, implementation, reason)
+
+
+def detected(plan: Plan, platform: Platform, *, transformer_engine: bool, reason: str) -> Target:
+    """What this rank has for the features of `speed`; without data, what the planned device has.
+
+    Args:
+        transformer_engine, reason: the layers, and why.
+    """
+    kind = plan.device if platform.device.type == "meta" else platform.device.type
+    device: Literal["cpu", "cuda"] = "cpu" if kind == "cpu" else "cuda"
+    return replace(
+        plan.target,
+        device=device,
+        transformer_engine=transformer_engine,
+        layers_reason=reason,
+        version=transformer_engine_version(),
+        no_compiler=None if platform.device.type == "meta" else compiler_obstacle(device),
+    )
 
 
 def _chunk(plan: Plan, config: TransformerConfig, implementation: Any, stage: int | None) -> RecipeGPTModel:
