@@ -138,6 +138,10 @@ def show(
     cluster_name: ClusterOption = None,
     nodes: NodesOption = None,
     plan_only: Annotated[bool, typer.Option("--plan", help="Print only the plan.")] = False,
+    speed: Annotated[
+        bool,
+        typer.Option("--speed", help="Print features that decide on speed: on or off, why, what they give."),
+    ] = False,
     step_seconds: Annotated[
         float | None,
         typer.Option("--step-seconds", metavar="S", min=1e-6, help="Plan the total time from this measured step time."),
@@ -150,11 +154,16 @@ def show(
     """
     from llmrecipes.cli.render import plan as render
     from llmrecipes.recipe.load import load
+    from llmrecipes.workflow.features import speed as speed_of
     from llmrecipes.workflow.forecast import step_seconds_of
     from llmrecipes.workflow.plan import communication_on, plan_on, preparation
 
     loaded = load(recipe, overrides or [])
     plan, cluster = plan_on(loaded.recipe, nproc=nproc, cluster=cluster_name, nodes=nodes)
+    if speed:
+        report = speed_of(plan, cluster_name)
+        print(json.dumps(report.as_dict(), indent=2) if as_json else render.speed_as_text(report))
+        return
     sent = communication_on(plan, cluster, cluster_name)
     data = preparation(loaded.recipe, cluster)
     if as_json:

@@ -17,7 +17,7 @@ from llmrecipes.plan.kernels import copies_keys, keeps_scores, mask_per_token, m
 from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.pending import fullest
 from llmrecipes.recipe.adapters import adapted, is_target
-from llmrecipes.recipe.features import fields, resolve
+from llmrecipes.recipe.features import resolve, value
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape
 
@@ -344,7 +344,7 @@ class _PerToken:
     def _fused(self) -> bool:
         """Whether one kernel computes the gated activation."""
         choices = resolve(self.recipe, expected(self.recipe, self.device))
-        return bool(fields(choices, "TransformerConfig")["bias_activation_fusion"])
+        return bool(value(choices, "bias_activation_fusion"))
 
     @cached_property
     def _in_parts(self) -> bool:

@@ -24,7 +24,7 @@ from llmrecipes.plan.parameters import (
 from llmrecipes.plan.sharding import check_zeropp
 from llmrecipes.recipe import recompute
 from llmrecipes.recipe.degrees import model_parallel_size, multiples, smallest_world
-from llmrecipes.recipe.features import Choice, Target, require, resolve
+from llmrecipes.recipe.features import Choice, Target, require, resolve, value
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape, shape
 from llmrecipes.units import GIB
@@ -131,7 +131,15 @@ class Plan:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Likely problems although the run fits, one sentence each."""
-        return (*self._no_headroom(), *self._nothing_recomputed())
+        return (*self._no_headroom(), *self._nothing_recomputed(), *self._not_in_the_image())
+
+    def _not_in_the_image(self) -> tuple[str, ...]:
+        if not value(self.features, "moe_flex_dispatcher_backend"):
+            return ()
+        return (
+            "model.moe_token_dispatcher_type flex needs the package deep_ep in the image of the run, and "
+            "docker/Dockerfile.cuda is without it; a rank that lacks it does not start",
+        )
 
     def _nothing_recomputed(self) -> tuple[str, ...]:
         train = self.recipe.train

@@ -19,6 +19,7 @@ def expected(recipe: Recipe, device: str, laid_out: Layout | None = None, cluste
         device="cuda" if device == "cuda" else "cpu",
         transformer_engine=transformer_engine,
         layers_reason=reason,
+        ranks=1 if laid_out is None else laid_out.world_size,
         spans_nodes=laid_out is not None and cluster is not None and spans_nodes(laid_out, cluster),
     )
 

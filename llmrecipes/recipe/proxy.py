@@ -168,6 +168,7 @@ def _other_layers(recipe: Recipe) -> int:
 def _experts(model: Model, parallel: Parallelism, layers: int, shrink: float) -> dict[str, Any]:
     """At most `MAX_EXPERTS`, of which two are active if the recipe has more than one active."""
     number, shares = model.num_moe_experts or 1, parallel.expert_model_parallel_size
+    dispatcher = model.moe_token_dispatcher_type
     small = max(shares, min(number, MAX_EXPERTS) // shares * shares)
     topk, groups, chosen = model.moe_router_topk, model.moe_router_num_groups, model.moe_router_group_topk
     if small != number:
@@ -180,6 +181,7 @@ def _experts(model: Model, parallel: Parallelism, layers: int, shrink: float) ->
     return {
         "num_moe_experts": small,
         "moe_router_topk": topk,
+        "moe_token_dispatcher_type": "alltoall" if dispatcher == "flex" else dispatcher,
         "moe_router_pre_softmax": model.moe_router_pre_softmax or topk == 1,
         "moe_router_num_groups": groups,
         "moe_router_group_topk": chosen,
@@ -266,8 +268,7 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
     schedule, gradient accumulation, local sources. Scaled: sizes, degrees, batch, lengths. Replaced: Hub sources by
     the standard library, the tokenizer by a small BPE (no network), given weights by initial ones, an explicit
     TransformerEngine by `auto`, features of GPUs by those that rules choose, NVMe by main memory. Disabled:
-    torch.compile (not available on every CPU), ZeRO++ except for quantized weights on GPUs, and the sinks of metrics
-    that are not for rehearsals (a rehearsal is not an experiment).
+    torch.compile (not available on every CPU), ZeRO++ except for quantized weights on GPUs, and sinks of experiments.
 
     Args:
         device: of the ranks; on a CPU experts are not split (`expert_tensor_parallel_size` 1).

@@ -215,8 +215,9 @@ class Model(Section):
     """Pad every expert's input to its capacity, so that all shapes are known before routing."""
     moe_token_drop_policy: Literal["probs", "position"] = "probs"  # noqa: S105 - no password
     """Which tokens a full expert drops: those with the smallest scores, or the last ones."""
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"  # noqa: S105 - no password
-    """How tokens reach experts on other ranks: each is sent to its experts only, or all are gathered everywhere."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"  # noqa: S105 - no password
+    """How tokens reach experts on other ranks: each is sent to its experts only, or all are gathered everywhere; `flex`
+    sends them with DeepEP's kernels (`speed.moe_flex_dispatcher_backend`), which the image must have."""
     multi_latent_attention: bool = False
     """Multi-head latent attention: keys and values from a compressed vector (DeepSeek-V2, arXiv 2405.04434, section
     2.1). Its heads have their own sizes, below; needs `position_embedding_type: rope`."""

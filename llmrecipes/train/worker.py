@@ -6,13 +6,16 @@ import gc
 import logging
 import os
 import socket
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import count
 
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.builds import import_megatron
 from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.recipe.features import value
 from llmrecipes.train.rank import failure_reported, nodes, rank_main
 from llmrecipes.train.spec import RunSpec
 
@@ -107,6 +110,7 @@ def run(spec: RunSpec) -> ExitCode:
         def after_step() -> None:
             profile_step()
             check_folder()
+            collect()
 
         peak = cluster.gpus[0].peak_tflops if cluster.gpus else None
         loop = Loop(
@@ -133,10 +137,7 @@ def run(spec: RunSpec) -> ExitCode:
             stop_after=spec.stop_after,
             evaluation_due=evaluation_due(progress.step, recipe, spec.run.metrics, world),
         )
-        # All objects of now live to the end: exclude them from the collections that megatron-core runs at each save.
-        gc.collect()
-        gc.freeze()
-        stack.callback(gc.unfreeze)
+        collect = stack.enter_context(garbage_collected(plan))
         outcome = loop.run(progress)
         require_exists(spec.run_dir, world, lambda: tracker.close("FAILED"))
         # Close the progress display before printing anything else.
@@ -145,6 +146,33 @@ def run(spec: RunSpec) -> ExitCode:
             if world.is_first and outcome is LoopOutcome.FINISHED:
                 print_summary(spec, prepared, loop)
     return outcome.value
+
+
+@contextmanager
+def garbage_collected(plan: Plan) -> Iterator[Callable[[], None]]:
+    """A block in which garbage is collected as `speed.manual_gc` says; yields what is called after each step.
+
+    All objects of its start live to its end: they are excluded, also from the collections that megatron-core runs at
+    each save.
+    """
+    interval = value(plan.features, "manual_gc_interval") if value(plan.features, "manual_gc") else None
+    steps = count(1)
+
+    def after_step() -> None:
+        if interval is not None and next(steps) % interval == 0:
+            gc.collect()
+
+    gc.collect()
+    gc.freeze()
+    enabled = gc.isenabled()
+    if interval is not None:
+        gc.disable()
+    try:
+        yield after_step
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
 
 
 def _require_gpu(device: str) -> None:

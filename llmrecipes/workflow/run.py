@@ -79,7 +79,10 @@ def on_one_rank(recipe: Recipe) -> Recipe:
     single = Parallelism(use_distributed_optimizer=recipe.parallelism.use_distributed_optimizer)
     # It trains nothing that would make up for the time to compile.
     plain = Speed(bias_activation_fusion=False, bias_dropout_fusion=False)
-    return without_zero(recipe).model_copy(update={"parallelism": single, "speed": plain})
+    model = recipe.model
+    if model.moe_token_dispatcher_type == "flex":  # noqa: S105 - no password
+        model = model.model_copy(update={"moe_token_dispatcher_type": "alltoall"})  # flex needs several ranks
+    return without_zero(recipe).model_copy(update={"model": model, "parallelism": single, "speed": plain})
 
 
 def is_prepared(recipe: Recipe, data_dir: Path) -> bool:

@@ -141,6 +141,7 @@ _DEGREES = {
 }  # fmt: skip
 _OVERLAP = {"overlap_grad_reduce": True}
 _OVERLAP_BOTH = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+_SMALL_BUCKETS = {"ddp_bucket_size": 20_000, "ddp_pad_buckets_for_high_nccl_busbw": True}
 _WHOLE = {"use_distributed_optimizer": False}
 
 _BUCKETS = {"reduce_bucket_size": 20_000, "sub_group_size": 50_000, "stage3_param_persistence_threshold": 100}
@@ -339,6 +340,15 @@ def _rows() -> Iterator[Row]:
     yield Row("mixtral", "tp2 sp pp2 dp2 ep2 etp1")
     for layout in ("tp2 sp ep2 etp2", "tp2 sp dp2 ep2 etp2"):
         yield Row("moe", layout, nccl=True, why="gloo cannot gather the uneven numbers of tokens of shared experts")
+    # -- features of `speed` that a CPU has --
+    yield Row("llama", "tp2 sp", {"speed": {"bias_activation_fusion": True, "bias_dropout_fusion": True}})
+    yield Row("moe with shared experts", "dp2 ep2", {"speed": {"moe_shared_expert_overlap": True}})
+    yield Row("gpt", "dp2", {"parallelism": _OVERLAP_BOTH, "speed": _SMALL_BUCKETS})
+    yield Row("gpt", "tp2", {"speed": {"deterministic_mode": True}})
+    scattered: Sections = {
+        "parallelism": {"grad_reduce_in_fp32": False}, "speed": {"reduce_scatter_with_fp32_accumulation": True},
+    }  # fmt: skip
+    yield Row("gpt in bf16", "dp2", scattered, bound=BF16_BOUND, why=_BF16)
     # -- latent attention and multi-token prediction --
     for layout in ("tp2", "tp2 sp", "cp2", "pp2", "tp2 sp cp2"):
         yield Row("mla", layout)

@@ -60,6 +60,9 @@ def weights(layout: dict[str, Any], platform: Any) -> dict[str, dict[str, dict[s
             )
             built = construct(derive(recipe, WORLD, ROOMY), platform)
             assert built.implementation == implementation
+            # Where APEX is missing, megatron-core's output layer raises unless its gradient is added by autograd.
+            assert built.config.gradient_accumulation_fusion is (implementation == "transformer_engine")
+            assert built.module.output_layer.gradient_accumulation_fusion is False
             parts = parameter_slices(built.module.sharded_state())
             shapes[name][implementation] = {part.name: list(part.shape) for part in parts}
     return shapes

@@ -45,7 +45,7 @@ def configured(recipe: Recipe, gpu: str, transformer_engine: bool) -> dict[str, 
     plan = derive(recipe, ranks, replace(ROOMY, gpus=devices))
     parts = {
         "TransformerConfig": transformer_config(plan, on_gpu=True, transformer_engine=transformer_engine),
-        "DistributedDataParallelConfig": data_parallel_config(recipe),
+        "DistributedDataParallelConfig": data_parallel_config(plan),
         "OptimizerConfig": optimizer_config(recipe),
     }
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -26,7 +27,9 @@ from llmrecipes.engine.core.model import config as engine_config
 from llmrecipes.engine.core.model.attention import masks
 from llmrecipes.engine.core.model.config import transformer_config
 from llmrecipes.engine.core.update import learning_rate
+from llmrecipes.engine.core.world import model_parallel
 from llmrecipes.engine.deepspeed.configuration import deepspeed_config
+from llmrecipes.engine.megatron.engine import data_parallel_config
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu
@@ -132,6 +135,30 @@ def optimizer(recipe: Recipe, *_: Any) -> dict[str, Any]:
         }
     finally:
         engine.close()
+
+
+def gradients(recipe: Recipe, *_: Any) -> dict[str, Any]:
+    return vars(data_parallel_config(planned(recipe)))
+
+
+def groups(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.chdir(folder)
+    (folder / "nccl.yaml").touch()
+    monkeypatch.setattr("megatron.core.parallel_state.initialize_model_parallel", recorder)
+    with pytest.raises(Recorded) as found, model_parallel(1, recipe.parallelism, recipe.speed):
+        pass
+    return dict(found.value.args[1])
+
+
+def garbage(recipe: Recipe, _: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[bool, int]:
+    """Whether Python collects by itself, and collections in 200 steps."""
+    seen: list[None] = []
+    with worker.garbage_collected(planned(recipe)) as after_step:
+        monkeypatch.setattr("gc.collect", lambda: seen.append(None))
+        enabled = gc.isenabled()
+        for _step in range(200):
+            after_step()
+    return enabled, len(seen)
 
 
 def schedule(recipe: Recipe, *_: Any) -> list[float]:
@@ -352,6 +379,13 @@ MLA = {
 }  # fmt: skip
 MLA_YARN = {**MLA, "model.rope_type": "yarn"}
 MUP = {"model.use_mup": True}
+FLEX = {**MOE, "model.moe_token_dispatcher_type": "flex", "parallelism.expert_model_parallel_size": 2}
+HIERARCHY = {
+    "parallelism.context_parallel_size": 4, "speed.cp_comm_type": "a2a+p2p",
+    "speed.hierarchical_context_parallel_sizes": [4, 1],
+}  # fmt: skip
+OVERLAP = {"parallelism.overlap_grad_reduce": True, "parallelism.overlap_param_gather": True}
+CHUNKS = {"parallelism.virtual_pipeline_model_parallel_size": 2}
 LORA = {"lora.rank": 4}
 MTP = {**ROPE, "model.mtp_num_layers": 1}
 TP = {"parallelism.tensor_model_parallel_size": 2}
@@ -510,6 +544,24 @@ CASES: dict[str, Case] = {
     "speed.bias_dropout_fusion": Case(True, config),
     "speed.apply_rope_fusion": Case(False, config_on_gpu, ROPE),
     "speed.gradient_accumulation_fusion": Case(False, config_on_gpu),
+    "speed.attention_backend": Case("flash", config_on_gpu),
+    "speed.cp_comm_type": Case("all_gather", config_on_gpu, {"parallelism.context_parallel_size": 2}),
+    "speed.hierarchical_context_parallel_sizes": Case([2, 2], groups, HIERARCHY),
+    "speed.ddp_bucket_size": Case(1000, optimizer, {"parallelism.overlap_grad_reduce": True}),
+    "speed.ddp_pad_buckets_for_high_nccl_busbw": Case(True, optimizer),
+    "speed.align_param_gather": Case(False, gradients, {**PP, **OVERLAP, **CHUNKS}),
+    "speed.reduce_scatter_with_fp32_accumulation": Case(
+        True, gradients, {"train.precision": "bf16", "parallelism.grad_reduce_in_fp32": False}
+    ),
+    "speed.moe_permute_fusion": Case(False, config_on_gpu, MOE),
+    "speed.moe_router_fusion": Case(False, config_on_gpu, MOE),
+    "speed.moe_shared_expert_overlap": Case(True, config, {**MOE, "model.moe_shared_expert_intermediate_size": 64}),
+    "speed.moe_flex_dispatcher_backend": Case("hybridep", config_on_gpu, FLEX),
+    "speed.manual_gc": Case(True, garbage),
+    "speed.manual_gc_interval": Case(2, garbage, {"speed.manual_gc": True}),
+    "speed.deterministic_mode": Case(True, config),
+    "speed.high_priority_stream_groups": Case(["ep"], groups),
+    "speed.nccl_communicator_config_path": Case("nccl.yaml", groups),
     "train.train_iters": Case(4, loop),
     "train.micro_batch_size": Case(4, plan),
     "train.global_batch_size": Case(4, loop),

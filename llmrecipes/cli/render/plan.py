@@ -23,6 +23,7 @@ from llmrecipes.recipe.engines import engine_name
 from llmrecipes.recipe.load import Loaded, to_yaml
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.units import MIB
+from llmrecipes.workflow.features import Speed
 from llmrecipes.workflow.plan import Preparation
 
 
@@ -149,6 +150,22 @@ def _time(
         causal = f"{rate * plan.flops_per_token_causal:.1%} with causal attention"
         lines.append(("MFU", f"{rate * plan.flops_per_token_full:.1%}", causal))
     return lines
+
+
+def speed_as_text(speed: Speed) -> str:
+    """A block for each feature: its value and why, what it gives, and how to change it; then the environment."""
+    lines = ["Features (calculated, planned: no GPU has measured them)"]
+    for row in speed.rows:
+        value = {True: "on", False: "off", None: "unset"}.get(row.value, row.value)
+        lines.append(f"  {row.key:46} {value!s:12} {row.reason}")
+        if row.gives is not None:
+            lines.append(f"      gives   {row.gives} ({row.source})")
+        if row.change is not None:
+            lines.append(f"      change  {row.change}")
+    if speed.environment:
+        lines += ["", "Environment of the ranks"]
+        lines += [f"  {name}={value}\n      {reason}" for name, (value, reason) in speed.environment.items()]
+    return "\n".join(lines)
 
 
 MOST_ROWS = 64

@@ -36,6 +36,7 @@ from llmrecipes.engine.core.generation import generate
 from llmrecipes.engine.core.model.attention import masks, own_chunks, prediction_weights
 from llmrecipes.engine.core.model.config import DTYPES, optimizer_overrides
 from llmrecipes.engine.core.model.gpt import BuiltModel, RecipeGPTModel
+from llmrecipes.engine.core.platform.patching import replace
 from llmrecipes.engine.core.score import GPTScorer
 from llmrecipes.engine.core.update import mean_over_tokens, scheduler
 from llmrecipes.engine.core.versions import auxiliary_losses
@@ -44,7 +45,10 @@ from llmrecipes.engine.megatron import state
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.faults.numerics import named_gradients
 from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.features import values
 from llmrecipes.recipe.schema import Recipe
+
+GRADIENT_BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
 
 
 class MegatronEngine:
@@ -72,7 +76,10 @@ class MegatronEngine:
         if recipe.train.torch_compile:
             for module in self.modules:
                 module.compile_layers()
-        self.chunks = [_data_parallel(recipe, built, number) for number in range(len(built.modules))]
+        self._deterministic = torch.are_deterministic_algorithms_enabled()
+        if built.config.deterministic_mode:
+            torch.use_deterministic_algorithms(True)
+        self.chunks = [_data_parallel(plan, built, number) for number in range(len(built.modules))]
         options = optimizer_config(recipe)
         self.optimizer: MegatronOptimizer = get_megatron_optimizer(
             options,
@@ -91,6 +98,9 @@ class MegatronEngine:
         if recipe.parallelism.overlap_grad_reduce:
             no_sync = [chunk.no_sync for chunk in self.chunks]
             config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        if self.chunks[0].ddp_config.align_param_gather:
+            # Without effect in evaluation, which gathers the parameters first.
+            config.param_sync_func = [chunk.start_param_sync for chunk in self.chunks]
         self._forward_backward = get_forward_backward_func()
 
     def train_step(self, batches: Iterator[Batch], *, stop: StopCheck | None = None) -> StepResult:
@@ -206,6 +216,10 @@ class MegatronEngine:
         """
         config = self.chunks[0].config
         config.grad_scale_func = config.finalize_model_grads_func = config.no_sync_func = None
+        config.param_sync_func = None
+        torch.use_deterministic_algorithms(self._deterministic)
+        # megatron-core replaces it for the whole process (reduce_scatter_with_fp32_accumulation).
+        replace(GRADIENT_BUFFERS, "dist_reduce_scatter_func", dist.reduce_scatter_tensor)
         for chunk in self.chunks:
             vars(chunk).clear()
         # Process-wide state whose size depends on this model.
@@ -301,20 +315,22 @@ def _sum_over_tokens(
     return total, tokens.to(torch.int), {"loss": report}
 
 
-def _data_parallel(recipe: Recipe, built: BuiltModel, number: int) -> DistributedDataParallel:
-    config = data_parallel_config(recipe)
+def _data_parallel(plan: Plan, built: BuiltModel, number: int) -> DistributedDataParallel:
+    config = data_parallel_config(plan)
     # The first chunk's gradients are computed last; the other chunks need no buckets to overlap.
     return DistributedDataParallel(built.config, config, built.modules[number], disable_bucketing=number > 0)
 
 
-def data_parallel_config(recipe: Recipe) -> DistributedDataParallelConfig:
+def data_parallel_config(plan: Plan) -> DistributedDataParallelConfig:
     """megatron-core's configuration of gradient buffers and their reduction."""
+    recipe = plan.recipe
     parallelism = recipe.parallelism
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=parallelism.grad_reduce_in_fp32 or recipe.train.precision == "fp32",
         overlap_grad_reduce=parallelism.overlap_grad_reduce,
         overlap_param_gather=parallelism.overlap_param_gather,
         use_distributed_optimizer=parallelism.use_distributed_optimizer,
+        **values(plan.features, "DistributedDataParallelConfig"),
     )
 
 

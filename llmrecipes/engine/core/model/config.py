@@ -16,13 +16,13 @@ from megatron.core import optimizer as megatron_optimizer
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from llmrecipes.engine.core import versions
 from llmrecipes.engine.core.versions import ROUTER_LOSSES_COUNT_LAYOUT, SENDS_BEFORE_FREEING
 from llmrecipes.plan.derive import Plan
-from llmrecipes.recipe.features import Target, resolve
-from llmrecipes.recipe.features import fields as speed_fields
+from llmrecipes.recipe.features import Target, resolve, values
 from llmrecipes.recipe.schema import Model, Optimizer, Recipe
 from llmrecipes.recipe.shape import Mup, mup
 
@@ -111,7 +111,7 @@ def transformer_config(
         # The loss is a mean over the tokens of the global batch, however it was cut into micro-batches and ranks.
         "calculate_per_token_loss": True,
         "masked_softmax_fusion": False,
-        **speed_fields(resolve(recipe, target), "TransformerConfig"),
+        **_speed(recipe, target),
         "persist_layer_norm": transformer_engine,
         "transformer_impl": "transformer_engine" if transformer_engine else "local",
     }
@@ -132,6 +132,14 @@ def transformer_config(
             if name.startswith("yarn_"):
                 setattr(config, name, value)
     return config
+
+
+def _speed(recipe: Recipe, target: Target) -> dict[str, Any]:
+    """What the features of `speed` set."""
+    chosen = values(resolve(recipe, target), "TransformerConfig")
+    if "attention_backend" in chosen:
+        chosen["attention_backend"] = AttnBackend[chosen["attention_backend"]]
+    return chosen
 
 
 def _same_name(recipe: Recipe, kind: type[TransformerConfig]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.moe import fused_a2a
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -21,9 +23,11 @@ from llmrecipes.engine.core.model.init import buffers, fill, initialise, paramet
 from llmrecipes.engine.core.model.lora import ADAPTER, insert
 from llmrecipes.engine.core.model.spec import block_spec, choose, mtp_spec
 from llmrecipes.engine.core.platform import Platform
+from llmrecipes.errors import UserError
 from llmrecipes.hardware.builds import compiler_obstacle, transformer_engine_version
 from llmrecipes.plan.derive import Plan
-from llmrecipes.recipe.features import Target, require, resolve
+from llmrecipes.recipe.features import Choice, Target, require, resolve, value
+from llmrecipes.recipe.schema import Recipe
 
 
 class RecipeGPTModel(GPTModel):
@@ -196,7 +200,10 @@ def construct(plan: Plan, platform: Platform) -> BuiltModel:
     implementation, reason = choose(recipe)
     target = detected(plan, platform, transformer_engine=implementation == "transformer_engine", reason=reason)
     if platform.device.type != "meta":  # which has no TransformerEngine, and computes nothing
-        require(resolve(recipe, target))
+        choices = resolve(recipe, target)
+        require(choices)
+        _require_environment(choices, target)
+        reason += _missing(recipe, target, choices)
     config = transformer_config(
         plan,
         on_gpu=platform.device.type != "cpu",
@@ -229,6 +236,50 @@ def detected(plan: Plan, platform: Platform, *, transformer_engine: bool, reason
         layers_reason=reason,
         version=transformer_engine_version(),
         no_compiler=None if platform.device.type == "meta" else compiler_obstacle(device),
+        no_deep_ep=deep_ep_obstacle(plan.recipe.speed.moe_flex_dispatcher_backend == "hybridep"),
+    )
+
+
+def _missing(recipe: Recipe, target: Target, choices: Sequence[Choice]) -> str:
+    """Features that the plan counts on and this machine's software lacks, as the end of a sentence."""
+    planned = resolve(recipe, replace(target, version=None, no_compiler=None, no_deep_ep=None))
+    lacking = [now for wanted, now in zip(planned, choices, strict=True) if wanted.on and not now.on]
+    return "".join(f"; {choice.key} is off: {choice.reason}" for choice in lacking)
+
+
+ATTENTION_KERNELS = {"NVTE_FLASH_ATTN": "flash", "NVTE_FUSED_ATTN": "fused", "NVTE_UNFUSED_ATTN": "unfused"}
+"""Variables by which megatron-core tells TransformerEngine what it may choose."""
+
+
+def _require_environment(choices: Sequence[Choice], target: Target) -> None:
+    """Refuse variables of the user that contradict the recipe: megatron-core asserts that they do not."""
+    backend = value(choices, "attention_backend") or "auto"
+    for variable, kernel in ATTENTION_KERNELS.items():
+        wanted = str(int(backend in ("auto", kernel)))
+        if os.environ.get(variable, wanted) != wanted:
+            raise UserError(
+                f"{os.environ[variable]} with speed.attention_backend {backend}",
+                where=variable,
+                rule="megatron-core sets it from speed.attention_backend",
+                fix=f"unset {variable}, and speed.attention_backend=flash, fused or unfused",
+            )
+    name = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+    if value(choices, "deterministic_mode") and target.transformer_engine and os.environ.get(name) != "0":
+        raise UserError(
+            f"{os.environ.get(name, 'not set')} with speed.deterministic_mode",
+            where=name,
+            rule="TransformerEngine reads it when it is imported; llmrecipes train and submit set it",
+            fix=f"{name}=0 in the environment of the ranks",
+        )
+
+
+def deep_ep_obstacle(hybrid: bool) -> str | None:
+    """Why megatron-core cannot use DeepEP, or its branch HybridEP; None if it can."""
+    name, there = ("HybridEP", fused_a2a.HAVE_HYBRIDEP) if hybrid else ("DeepEP", fused_a2a.HAVE_DEEP_EP)
+    if there:
+        return None
+    return (
+        f"{name} is not installed (package deep_ep); the CUDA image does not have it: add it to docker/Dockerfile.cuda"
     )
 
 
