@@ -21,8 +21,9 @@ VERSION = (
     "dist/test_zero", "unit/test_checkpoint_", "unit/test_coordinates", "unit/test_data_batches",
     "unit/test_data_prepare", "unit/test_dryrun", "unit/test_engine_", "unit/test_generate", "unit/test_hf_export",
     "unit/test_hf_import", "unit/test_lora_", "unit/test_model_", "unit/test_plan_model", "unit/test_plan_placement",
-    "unit/test_plan_ranks", "unit/test_platform", "unit/test_recipe_effects", "unit/test_train_balance",
-    "unit/test_train_initial_values", "unit/test_workflow_smoke", "unit/test_workflow_upcycle",
+    "unit/test_plan_ranks", "unit/test_platform", "unit/test_recipe_effects", "unit/test_recipe_stage_layout",
+    "unit/test_train_balance", "unit/test_train_initial_values", "unit/test_workflow_smoke",
+    "unit/test_workflow_upcycle",
 )  # fmt: skip
 """Path prefixes of tests of what stands on megatron-core: models, checkpoints, optimizers, layouts, dry runs."""
 

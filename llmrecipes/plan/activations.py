@@ -69,7 +69,12 @@ def _moments(
     chunks = [(kept + mask_per_token(recipe, device), again) for kept, again in chunks]
     last = stage == layout.pipeline_model_parallel_size - 1
     predictions, recomputed_prediction = _mtp(recipe, per)
-    ends = per.norm + per.edge * (recipe.lora is None) + predictions
+    ends = per.edge * (recipe.lora is None) + predictions
+    norm = layout.final_norm(s.mtp_num_layers)
+    if norm == (layout.pipeline_model_parallel_size - 1, len(chunks) - 1):
+        ends += per.norm
+    elif norm[0] == stage:
+        chunks[norm[1]] = chunks[norm[1]][0] + per.norm, chunks[norm[1]][1]
     kept_logits, logits = _logits(recipe, s, layout)
     tables = len(chunks) * per.tables if recipe.train.recompute_granularity == "full" else 0.0
     moments = fullest(

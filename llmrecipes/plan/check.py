@@ -165,6 +165,7 @@ def _candidates(recipe: Recipe, cluster: Cluster, ranks: int) -> Iterator[Recipe
             degrees = {
                 "account_for_embedding_in_pipeline_split": whole,
                 "account_for_loss_in_pipeline_split": whole,
+                "pipeline_model_parallel_layout": None,
                 "tensor_model_parallel_size": tensor,
                 "pipeline_model_parallel_size": pipeline,
                 "virtual_pipeline_model_parallel_size": None,

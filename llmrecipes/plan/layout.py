@@ -11,6 +11,7 @@ from llmrecipes.recipe.degrees import divisors, model_parallel_size, multiples, 
 from llmrecipes.recipe.engines import DEEPSPEED, engine_name
 from llmrecipes.recipe.layout_rules import shared_sizes
 from llmrecipes.recipe.schema import Parallelism, Recipe
+from llmrecipes.recipe.stage_layout import LAYER, parse
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,16 @@ class Layout:
         """Index, from 0, of the first layer of a chunk."""
         earlier = sum(layers[number] for number in range(chunk) for layers in self.layers_per_stage)
         return earlier + sum(layers[chunk] for layers in self.layers_per_stage[:stage])
+
+    def final_norm(self, predictions: int) -> tuple[int, int]:
+        """Stage and chunk of the norm after the last layer.
+
+        It is where the loss is, unless a model predicts `predictions` more tokens: then the last layer has it with it.
+        """
+        stages, chunks = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
+        places = [(stage, chunk) for chunk in range(chunks) for stage in range(stages)]
+        with_layers = [(stage, chunk) for stage, chunk in places if self.layers_per_stage[stage][chunk]]
+        return with_layers[-1] if predictions else places[-1]
 
 
 def layout(recipe: Recipe, world_size: int, cluster: Cluster) -> Layout:
@@ -113,6 +124,9 @@ def layers_per_stage(recipe: Recipe) -> tuple[tuple[int, ...], ...]:
     """Layers of each chunk of each pipeline stage, as in megatron-core's `get_num_layers_to_build`."""
     parallel, layers = recipe.parallelism, recipe.model.num_layers
     stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
+    if parallel.pipeline_model_parallel_layout:
+        counts = [part.count(LAYER) for part in parse(parallel.pipeline_model_parallel_layout)]
+        return tuple(tuple(counts[stage::stages]) for stage in range(stages))
     first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
     embedding = int(parallel.account_for_embedding_in_pipeline_split)
     loss = int(parallel.account_for_loss_in_pipeline_split)

@@ -318,7 +318,7 @@ def _gradients(plan: Plan, stage: int) -> Iterator[tuple[GroupName, Call]]:
     if layout.sequence_parallel:
         # What saw only this rank's tokens: norms and the router, and the biases of matrices cut by rows.
         layers = sum(layout.layers_per_stage[stage])
-        final = _norm(plan, s.hidden_size) if stage == stages - 1 else 0
+        final = _norm(plan, s.hidden_size) if stage == layout.final_norm(s.mtp_num_layers)[0] else 0
         whole = layers * _whole(plan) + _routers(plan, stage) + final
         yield from _in("tensor", [Call("all-reduce", tensor, width * whole)] * times)
     elif model.qk_layernorm and not model.multi_latent_attention:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from llmrecipes.recipe import stage_layout
 from llmrecipes.recipe.degrees import model_parallel_size, smallest_world
 from llmrecipes.recipe.engines import ENGINES, engine_name
 from llmrecipes.recipe.plugins import DataStep, MetricSink, declared, settings
@@ -83,6 +84,9 @@ def small_layout(recipe: Recipe, device: Device) -> Parallelism:
         unit = MAX_DEGREE if chunks else 1
         update["num_layers_in_first_pipeline_stage"] = first and unit * (2 if first > (last or other) else 1)
         update["num_layers_in_last_pipeline_stage"] = last and unit * (2 if last > (first or other) else 1)
+    if parallel.pipeline_model_parallel_layout:
+        places = update["pipeline_model_parallel_size"] * (MAX_DEGREE if chunks else 1)
+        update[stage_layout.KEY] = stage_layout.small(parallel.pipeline_model_parallel_layout, places)
     return parallel.model_copy(update=update)
 
 
@@ -141,6 +145,8 @@ def small_heads(heads: int, groups: int | None, ranks: int) -> tuple[int, int | 
 def _layers(recipe: Recipe, parallel: Parallelism) -> int:
     """Layers for all stages: about `MAX_LAYERS`, at least one per chunk, counting embedding and loss if they count."""
     stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
+    if parallel.pipeline_model_parallel_layout:
+        return stage_layout.parts_of(parallel.pipeline_model_parallel_layout, stage_layout.LAYER)
     first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
     if first or last:
         ends = (first or 0) + (last or 0)

@@ -297,6 +297,10 @@ class Parallelism(Section):
     """Count the embedding as a layer of the first stage, which then has one layer less."""
     account_for_loss_in_pipeline_split: bool = False
     """Count output layer and loss as a layer of the last stage, which then has one layer less."""
+    pipeline_model_parallel_layout: Annotated[str, Field(min_length=1)] | None = None
+    """What every stage has, in megatron-core's notation: stages are separated by `|`, with virtual stages chunk by
+    chunk; `E` is the embedding, `t` a transformer layer, `m` a layer of multi-token prediction, `L` the loss, `t*3` is
+    `ttt` and `(tt|)*2` is `tt|tt|`; unset: by the keys above, or evenly."""
     use_distributed_optimizer: bool = True
     """Shard optimizer state and master weights over data-parallel ranks (ZeRO-1, arXiv 1910.02054)."""
     overlap_grad_reduce: bool = False

@@ -250,6 +250,10 @@ _TOGETHER = (
 _ONE_BY_ONE = "a balance of each sequence by itself does not depend on how many are in a micro-batch"
 
 
+def _stages(layout: str) -> Sections:
+    return {"parallelism": {"pipeline_model_parallel_layout": layout}}
+
+
 NVME_ROW = Row(
     # DeepSpeed writes groups of at least 1 MiB of a rank's master weights: the first of two here.
     "gpt of width 128",
@@ -292,6 +296,10 @@ def _rows() -> Iterator[Row]:
     both: dict[str, Any] = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
     yield Row("gpt of 6 layers", "pp4", {"parallelism": both})
     yield Row("gpt of 6 layers", "pp2 vpp2", {"parallelism": both})
+    yield Row("gpt", "pp4", _stages("E|t|ttt|L"))
+    yield Row("llama", "tp2 sp pp2 vpp2", _stages("Ett|t|t|L"))
+    yield Row("deepseek", "pp2 vpp2 dp2 ep2", _stages("Et|t|tt|mL"))
+    yield Row("mtp without weight tying", "pp2", _stages("Et*4|mmL"))
     # -- recomputation --
     # On a CPU torch has no fused kernel for latent attention's heads, so there are scores to recompute.
     yield Row("mla", "tp2 sp", {"train": _SELECTIVE})
@@ -458,6 +466,7 @@ CORE = frozenset(
         "gpt with muP: tp2 sp pp2",
         "packed gpt: dp2",
         "packed llama: tp2 sp pp2, recompute_granularity=full, recompute_method=uniform, recompute_num_layers=1",
+        "deepseek: pp2 vpp2 dp2 ep2, pipeline_model_parallel_layout=Et|t|tt|mL",
         "gpt: pp2 vpp2 to cp2 dp2",
         "gpt: tp2, whole optimizer to dp2",
         "moe: dp1 to tp2 sp ep2 etp1",
@@ -481,7 +490,11 @@ def news(row: Row) -> set[object]:
     parallelism, because megatron-core has code for the two together (replicas and what belongs to another kind aside).
     """
     found: set[object] = {row.variant}
-    found |= {f"{section}.{key}={value}" for section, keys in row.changes.items() for key, value in keys.items()}
+    found |= {
+        f"{section}.{key}" if key == "pipeline_model_parallel_layout" else f"{section}.{key}={value}"
+        for section, keys in row.changes.items()
+        for key, value in keys.items()
+    }
     if row.variant not in SIMILAR:
         found |= {(row.variant, kind) for kind in row.degrees if kind not in ("dp", "sp", "etp")}
     return found
@@ -555,6 +568,8 @@ RESUMES = (
     Resume("gpt", "tp2 sp pp2 dp2", "dp2"),
     Resume("gpt", "dp4", "tp2 pp2"),
     Resume("gpt of 5 layers", "dp2", "pp2", {}, {"parallelism": {"account_for_embedding_in_pipeline_split": True}}),
+    Resume("deepseek", "pp2 vpp2 dp2 ep2", "pp2", _stages("Et|t|tt|mL"), _stages("Et*3|tmL")),
+    Resume("gpt", "tp2 sp", "pp4", {}, _stages("E|t|ttt|L")),
     Resume("gpt", "tp2", "pp2", {"parallelism": _WHOLE}, {"parallelism": _WHOLE}),
     Resume("gpt", "tp2", "dp2", {"parallelism": _WHOLE}),
     Resume("gpt", "dp2", "tp2 sp", {}, {"parallelism": _WHOLE}),

@@ -31,7 +31,8 @@ def gpus(number: int) -> Cluster:
 
 
 def recipe(name: str, **parallelism: Any) -> Recipe:
-    return load(name, [f"parallelism.{key}={value}".lower() for key, value in parallelism.items()]).recipe
+    shown = {key: str(value).lower() if isinstance(value, bool) else value for key, value in parallelism.items()}
+    return load(name, [f"parallelism.{key}={value}" for key, value in shown.items()]).recipe
 
 
 @pytest.mark.parametrize(
@@ -90,6 +91,12 @@ def test_flops_of_latent_attention_and_multi_token_prediction() -> None:
             "gpt-tiny-3d",
             {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
             ((2,), (2,)),
+        ),
+        ("gpt-tiny-3d", {"pipeline_model_parallel_layout": "E|ttttL"}, ((0,), (4,))),
+        (
+            "gpt-tiny-3d",
+            {"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|tt|t|L"},
+            ((1, 1), (2, 0)),
         ),
         ("deepseek-v3", {}, ((4,),) * 15 + ((1,),)),
         ("llama3-405b", {}, ((1,) + (2,) * 7, *((2,) * 8,) * 6, (2,) * 7 + (1,))),

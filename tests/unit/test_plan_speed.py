@@ -36,19 +36,22 @@ ROWS = ROOT / "benchmarks/data/planner"
 )
 def test_the_bubble_is_that_of_the_published_formula(stages: int, microbatches: int, chunks: int) -> None:
     """(p - 1)/v forward and backward passes are added to m of them (arXiv 2104.04473, section 2.2)."""
-    seconds = simulate([1.0] * stages, [2.0] * stages, microbatches, chunks, 0.0, blocking=False)
+    seconds = simulate(
+        [[1.0 / chunks] * chunks] * stages, [[2.0 / chunks] * chunks] * stages, microbatches, 0.0, blocking=False
+    )
     assert seconds == pytest.approx(3 * (microbatches + (stages - 1) / chunks))
 
 
 def test_the_slowest_stage_leads() -> None:
-    assert simulate([1.0, 1.0, 3.0], [2.0, 2.0, 6.0], 40, 1, 0.0, blocking=False) == pytest.approx(9 * 40 + 6)
+    assert simulate([[1.0], [1.0], [3.0]], [[2.0], [2.0], [6.0]], 40, 0.0, blocking=False) == pytest.approx(9 * 40 + 6)
 
 
 def test_every_pass_is_made_once() -> None:
     passes = order(4, 2, 8, 1)
     assert len(passes) == len(set(passes)) == 2 * 2 * 8
-    even = simulate([1.0] * 4, [2.0] * 4, 8, 2, 0.0, blocking=False)
-    assert simulate([1.0] * 4, [2.0] * 4, 10, 2, 0.0, blocking=False) == pytest.approx(even + 2 * 3)
+    ahead, back = [[0.5, 0.5]] * 4, [[1.0, 1.0]] * 4
+    even = simulate(ahead, back, 8, 0.0, blocking=False)
+    assert simulate(ahead, back, 10, 0.0, blocking=False) == pytest.approx(even + 2 * 3)
 
 
 def test_small_products_are_slower() -> None:

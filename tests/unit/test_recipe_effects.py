@@ -460,6 +460,7 @@ CASES: dict[str, Case] = {
     "parallelism.account_for_loss_in_pipeline_split": Case(
         True, config, {**SEVEN, EMBEDDING: True}, {EMBEDDING: False}
     ),
+    "parallelism.pipeline_model_parallel_layout": Case("Et*5|t*3L", config, PP),
     "parallelism.use_distributed_optimizer": Case(False, optimizer),
     "parallelism.overlap_grad_reduce": Case(True, optimizer),
     "parallelism.overlap_param_gather": Case(True, optimizer, {"parallelism.overlap_grad_reduce": True}),

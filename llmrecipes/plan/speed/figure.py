@@ -65,13 +65,13 @@ def _passes(axes: Axes, made: Forecast) -> None:
     if 4 * stages * stages * chunks > _MOST_PASSES or (chunks > 1 and number % stages):
         number = min(microbatches, stages)
     ahead, back = zip(*step.passes, strict=True)
-    ends = run(ahead, back, number, chunks, step.hop, blocking=chunks == 1)
+    ends = run(ahead, back, number, step.hop, blocking=chunks == 1)
     for stage in range(stages):
         for forward, colors, of_stage in ((True, _FORWARD, ahead), (False, _BACKWARD, back)):
             for odd in (0, 1):
-                seconds = of_stage[stage] / chunks
+                seconds = of_stage[stage]
                 bars = [
-                    (end - seconds, seconds)
+                    (end - seconds[chunk], seconds[chunk])
                     for (kind, place, chunk, _), end in ends.items()
                     if (kind, place, chunk % 2) == (forward, stage, odd)
                 ]

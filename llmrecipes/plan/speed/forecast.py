@@ -229,7 +229,7 @@ def work(plan: Plan) -> Work:
         precision=train.precision if train.precision == "fp32" else "bf16",
         recomputed=_recomputed(plan),
         recomputed_modules=plan.recompute_modules,
-        stage_layers=tuple(sum(stage) for stage in layout.layers_per_stage),
+        stage_layers=layout.layers_per_stage,
     )
 
 

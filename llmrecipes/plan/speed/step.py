@@ -30,8 +30,8 @@ class Step:
     bubble: float
     gradients: float
     optimizer: float
-    passes: tuple[tuple[float, float], ...] = ()
-    """Seconds of a micro-batch forward and backward on each stage, over all its chunks."""
+    passes: tuple[tuple[tuple[float, ...], tuple[float, ...]], ...] = ()
+    """Seconds of a micro-batch forward and backward on each stage, on each of its chunks."""
     hop: float = 0.0
     """Seconds of a message between stages."""
 
@@ -103,21 +103,14 @@ def _layer(device: Device, stack: Stack, work: Work, *, experts: bool) -> _Pass:
 def stage_parameters(work: Work) -> tuple[list[float], list[float]]:
     """Dense and expert parameters of a rank of each stage."""
     dense, sparse = [], []
-    first = 0
-    for stage, layers in enumerate(work.stages):
-        plain = sum(1 for index in range(first, first + layers) if not _expert(work, index))
-        some = layers - plain
-        first += layers
-        own = layers * work.attention_parameters + plain * work.dense_parameters + some * work.shared_parameters
-        words = work.vocab * work.hidden
+    words = work.vocab * work.hidden
+    for stage, chunks in enumerate(work.kinds()):
+        plain, some = (sum(each[kind] for each in chunks) for kind in (0, 1))
+        own = (plain + some) * work.attention_parameters + plain * work.dense_parameters + some * work.shared_parameters
         own += words * ((stage == 0) + (stage == work.pp - 1) * (0 if work.tied and work.pp == 1 else 1))
         dense.append(own / work.tp)
         sparse.append(some * work.experts * work.expert_parameters / work.ep)
     return dense, sparse
-
-
-def _expert(work: Work, index: int) -> bool:
-    return bool(work.experts) and index >= work.dense_layers
 
 
 @lru_cache(maxsize=1024)
@@ -131,12 +124,9 @@ def predict(device: Device, stack: Stack, work: Work) -> Step:
         device = _with_links(device, stack.links, stack.rails)
     plain = _layer(device, stack, work, experts=False) if work.dense_layers or not work.experts else None
     sparse = _layer(device, stack, work, experts=True) if work.experts else None
-    ahead, back, first = [], [], 0
-    counts = []
-    for layers in work.stages:
-        some = max(0, min(layers, first + layers - work.dense_layers)) if work.experts else 0
-        counts.append((layers - some, some))
-        first += layers
+    ahead: list[list[float]] = []
+    back: list[list[float]] = []
+    counts = work.kinds()
     loss_ahead, loss_back = ends(device, stack, work)
     dense, routed = stage_parameters(work)
     rate = device.bandwidth * device.memory
@@ -147,37 +137,37 @@ def predict(device: Device, stack: Stack, work: Work) -> Step:
         hop = network.send(device, message, far=work.gpus > device.gpus_per_node) + stack.hop
         if work.dp > 1 and work.gpus > device.gpus_per_node:
             hop += stack.hop_slow * (slow_nodes / (1 + slow_nodes) if stack.zero else 0.5)
-    for stage, (few, many) in enumerate(counts):
-        forward = (plain.forward * few if plain else 0.0) + (sparse.forward * many if sparse else 0.0)
-        backward = (plain.backward * few if plain else 0.0) + (sparse.backward * many if sparse else 0.0)
+    for stage, chunks in enumerate(counts):
         # Weight gradients are added to those of the micro-batches before.
-        backward += (dense[stage] + routed[stage]) * 2 * stack.gradient_bytes / rate
-        if stage == work.pp - 1:
-            forward, backward = forward + loss_ahead * (1 + work.mtp), backward + loss_back * (1 + work.mtp)
-            if work.mtp:
-                for part in (sparse or plain,):
-                    forward += part.forward * work.mtp if part else 0.0
-                    backward += part.backward * work.mtp if part else 0.0
-        ahead.append(forward)
-        back.append(backward)
-    slowest = max(range(work.pp), key=lambda stage: ahead[stage] + back[stage])
+        added = (dense[stage] + routed[stage]) * 2 * stack.gradient_bytes / rate / work.vpp
+        ahead.append([])
+        back.append([])
+        for few, many in chunks:
+            forward = (plain.forward * few if plain else 0.0) + (sparse.forward * many if sparse else 0.0)
+            backward = (plain.backward * few if plain else 0.0) + (sparse.backward * many if sparse else 0.0)
+            ahead[-1].append(forward)
+            back[-1].append(backward + added)
+    # The last chunk of the last stage has the loss, and the layers of multi-token prediction with one each.
+    ahead[-1][-1] += loss_ahead * (1 + work.mtp)
+    back[-1][-1] += loss_back * (1 + work.mtp)
+    if predicting := sparse or plain:
+        ahead[-1][-1] += predicting.forward * work.mtp
+        back[-1][-1] += predicting.backward * work.mtp
+    slowest = max(range(work.pp), key=lambda stage: sum(ahead[stage]) + sum(back[stage]))
     number = work.microbatches
     if stack.sharded and work.dp > 1:
         ahead, back = _sharded(device, stack, work, ahead, back, dense)
     blocking = work.vpp == 1
-    passes = simulate(ahead, back, number, work.vpp, hop, blocking=blocking)
-    exposed = _gradients(device, stack, work, dense, routed, back)
+    passes = simulate(ahead, back, number, hop, blocking=blocking)
+    exposed = _gradients(device, stack, work, dense, routed, [sum(each) for each in back])
     held = max(d + r for d, r in zip(dense, routed, strict=True))
     ranks = work.dp * work.cp if (stack.zero >= 1 or stack.sharded) else 1
     optimizer = held / ranks * 36 / rate + held * 8 / rate + _STEP_KERNELS * device.launch * stack.host
-    of_layers = number * sum(
-        (part.tensor if part else 0.0) * count for part, count in zip((plain, sparse), counts[slowest], strict=True)
-    )
-    of_experts = number * (sparse.expert * counts[slowest][1] if sparse else 0.0)
-    of_context = number * sum(
-        (part.context if part else 0.0) * count for part, count in zip((plain, sparse), counts[slowest], strict=True)
-    )
-    busy = number * (ahead[slowest] + back[slowest])
+    few, many = (sum(each[kind] for each in counts[slowest]) for kind in (0, 1))
+    of_layers = number * ((plain.tensor * few if plain else 0.0) + (sparse.tensor * many if sparse else 0.0))
+    of_experts = number * (sparse.expert * many if sparse else 0.0)
+    of_context = number * ((plain.context * few if plain else 0.0) + (sparse.context * many if sparse else 0.0))
+    busy = number * (sum(ahead[slowest]) + sum(back[slowest]))
     return Step(
         compute=busy - of_layers - of_experts - of_context,
         tensor=of_layers,
@@ -186,23 +176,24 @@ def predict(device: Device, stack: Stack, work: Work) -> Step:
         bubble=passes - busy,
         gradients=exposed,
         optimizer=optimizer,
-        passes=tuple(zip(ahead, back, strict=True)),
+        passes=tuple((tuple(f), tuple(b)) for f, b in zip(ahead, back, strict=True)),
         hop=hop,
     )
 
 
 def _sharded(
-    device: Device, stack: Stack, work: Work, ahead: list[float], back: list[float], dense: list[float]
-) -> tuple[list[float], list[float]]:
+    device: Device, stack: Stack, work: Work, ahead: list[list[float]], back: list[list[float]], dense: list[float]
+) -> tuple[list[list[float]], list[list[float]]]:
     """Passes in which weights are gathered layer by layer: a layer's kernels hide the next one's communication."""
     near = max(1, device.gpus_per_node // work.tp)
     result_ahead, result_back = [], []
     for forward, backward, parameters in zip(ahead, back, dense, strict=True):
-        weights = network.gather(device, 2.0 * parameters, work.dp * work.cp, near)
-        gradients = network.gather(device, float(stack.gradient_bytes) * parameters, work.dp * work.cp, near)
+        share, ranks = parameters / work.vpp, work.dp * work.cp
+        weights = network.gather(device, 2.0 * share, ranks, near)
+        gradients = network.gather(device, float(stack.gradient_bytes) * share, ranks, near)
         one = 1 - stack.overlap_gradients
-        result_ahead.append(max(forward + one * weights, weights))
-        result_back.append(max(backward + one * (weights + gradients), weights + gradients))
+        result_ahead.append([max(each + one * weights, weights) for each in forward])
+        result_back.append([max(each + one * (weights + gradients), weights + gradients) for each in backward])
     return result_ahead, result_back
 
 

@@ -52,8 +52,8 @@ class Work:
     recomputed_modules: tuple[str, ...] = ()
     """What every layer repeats of its own, as in `train.recompute_modules`."""
     causal: bool = True
-    stage_layers: tuple[int, ...] = field(default=())
-    """Layers of each pipeline stage; empty: as even as possible."""
+    stage_layers: tuple[tuple[int, ...], ...] = field(default=())
+    """Layers of each chunk of each pipeline stage; empty: as even as possible."""
 
     @property
     def channels(self) -> int:
@@ -74,10 +74,27 @@ class Work:
     def stages(self) -> tuple[int, ...]:
         """Layers of each stage."""
         if self.stage_layers:
-            return self.stage_layers
+            return tuple(sum(chunks) for chunks in self.stage_layers)
         each, more = divmod(self.layers, self.pp)
         # The last stage has the output layer and gets no further layer.
         return tuple(each + (stage < more) for stage in range(self.pp))
+
+    @property
+    def chunks(self) -> tuple[tuple[float, ...], ...]:
+        """Layers of each chunk of each stage; fractions where only the layers of a stage are known."""
+        return self.stage_layers or tuple((layers / self.vpp,) * self.vpp for layers in self.stages)
+
+    def kinds(self) -> tuple[tuple[tuple[float, float], ...], ...]:
+        """Layers without and with experts of each chunk of each stage; those without come first in the model."""
+        kinds: list[list[tuple[float, float]]] = [[] for _ in self.chunks]
+        first = 0.0
+        # Chunk by chunk: the layers go through all stages before they come back to the first one.
+        for chunk in range(self.vpp):
+            for stage, layers in enumerate(each[chunk] for each in self.chunks):
+                some = max(0.0, min(layers, first + layers - self.dense_layers)) if self.experts else 0.0
+                kinds[stage].append((layers - some, some))
+                first += layers
+        return tuple(tuple(each) for each in kinds)
 
     @property
     def attention_parameters(self) -> int:
