@@ -11,7 +11,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.kernels import modules, recompute_granularity
 from llmrecipes.plan.layout import Layout, layout
-from llmrecipes.plan.memory import Memory, checkpoint_bytes, estimate
+from llmrecipes.plan.memory import Memory, checkpoint_bytes, estimate, of_stage
 from llmrecipes.plan.parameters import (
     Parameters,
     count,
@@ -223,7 +223,7 @@ def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
         flops_per_token_full=flops_per_token(recipe.model, sizes, causal=False, lora=recipe.lora),
         flops_per_token_causal=flops_per_token(recipe.model, sizes, causal=True, lora=recipe.lora),
         memory=memory,
-        memory_capacity_bytes=_capacity(cluster, world_size),
+        memory_capacity_bytes=capacity(cluster, world_size),
         host_memory_bytes=memory.host * min(world_size, len(cluster.gpus) // cluster.nodes),
         host_capacity_bytes=cluster.memory_available_bytes // cluster.nodes,
         checkpoint_bytes=checkpoint_bytes(recipe, added or parameters.total),
@@ -235,13 +235,14 @@ def _least_recomputation(recipe: Recipe, s: Shape, laid_out: Layout, micro_batch
 
     By all of a GPU's memory, which all ranks see alike, not by what is free now.
     """
-    capacity = _capacity(cluster, laid_out.world_size)
+    most = capacity(cluster, laid_out.world_size)
     if cluster.gpus:
-        capacity = min(gpu.memory_bytes for gpu, _ in groupby(cluster.gpus[: laid_out.world_size]))
+        most = min(gpu.memory_bytes for gpu, _ in groupby(cluster.gpus[: laid_out.world_size]))
 
     def fits(tried: Recipe) -> bool:
-        needed = estimate(tried, s, laid_out, micro_batches, cluster.device).total
-        return needed <= capacity * (1 - LEAST_HEADROOM)
+        stages = range(laid_out.pipeline_model_parallel_size)  # the first is usually the fullest
+        needed = (of_stage(tried, s, laid_out, micro_batches, stage, cluster.device).total for stage in stages)
+        return all(each <= most * (1 - LEAST_HEADROOM) for each in needed)
 
     some, blocks, whole = _recomputations(recipe, s, laid_out, cluster.device)
     for tried in some:
@@ -350,7 +351,8 @@ def _require_adapters(recipe: Recipe, s: Shape, laid_out: Layout) -> None:
             )
 
 
-def _capacity(cluster: Cluster, world_size: int) -> int:
+def capacity(cluster: Cluster, world_size: int) -> int:
+    """Bytes that a rank may use: of the GPU with the least free memory, or its share of the machine's."""
     if cluster.gpus:
         return min(gpu.memory_free_bytes for gpu, _ in groupby(cluster.gpus[:world_size]))
     return cluster.memory_available_bytes // world_size

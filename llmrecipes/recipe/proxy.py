@@ -84,9 +84,7 @@ def small_layout(recipe: Recipe, device: Device) -> Parallelism:
         unit = MAX_DEGREE if chunks else 1
         update["num_layers_in_first_pipeline_stage"] = first and unit * (2 if first > (last or other) else 1)
         update["num_layers_in_last_pipeline_stage"] = last and unit * (2 if last > (first or other) else 1)
-    if parallel.pipeline_model_parallel_layout:
-        places = update["pipeline_model_parallel_size"] * (MAX_DEGREE if chunks else 1)
-        update[stage_layout.KEY] = stage_layout.small(parallel.pipeline_model_parallel_layout, places)
+    update[stage_layout.KEY] = stage_layout.small(parallel, update["pipeline_model_parallel_size"], MAX_DEGREE)
     return parallel.model_copy(update=update)
 
 
@@ -144,7 +142,7 @@ def small_heads(heads: int, groups: int | None, ranks: int) -> tuple[int, int | 
 
 def _layers(recipe: Recipe, parallel: Parallelism) -> int:
     """Layers for all stages: about `MAX_LAYERS`, at least one per chunk, counting embedding and loss if they count."""
-    stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
+    pieces = parallel.pipeline_model_parallel_size * (chunks := parallel.virtual_pipeline_model_parallel_size or 1)
     if parallel.pipeline_model_parallel_layout:
         return stage_layout.parts_of(parallel.pipeline_model_parallel_layout, stage_layout.LAYER)
     first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
@@ -157,8 +155,7 @@ def _layers(recipe: Recipe, parallel: Parallelism) -> int:
         return ends + chunks * (2 if end < _other_layers(recipe) else 1)
     extra = parallel.account_for_embedding_in_pipeline_split + parallel.account_for_loss_in_pipeline_split
     if extra:
-        return 2 * stages * chunks - extra
-    pieces = stages * chunks
+        return 2 * pieces - extra
     return max(pieces, min(recipe.model.num_layers, MAX_LAYERS) // pieces * pieces)
 
 

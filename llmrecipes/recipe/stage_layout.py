@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import groupby
 
 from llmrecipes.recipe.document import Problem
-from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.schema import Parallelism, Recipe
 
 KEY = "pipeline_model_parallel_layout"
 EMBEDDING, LAYER, PREDICTION, LOSS = "E", "t", "m", "L"
@@ -72,12 +72,18 @@ def parts_of(notation: str, part: str) -> int:
     return sum(stage.count(part) for stage in parse(notation))
 
 
-def small(notation: str, places: int) -> str:
-    """The first, the last and other stages of a notation, for fewer `places`.
+def small(parallel: Parallelism, stages: int, chunks: int) -> str | None:
+    """The first, the last and other stages of a layout's notation, for fewer stages; None without one.
 
     At most two layers each, two where there were more than on another, and one layer of multi-token prediction.
+
+    Args:
+        chunks: of a stage, if there are any.
     """
-    parts = parse(notation)
+    if not parallel.pipeline_model_parallel_layout:
+        return None
+    places = stages * (chunks if parallel.virtual_pipeline_model_parallel_size else 1)
+    parts = parse(parallel.pipeline_model_parallel_layout)
     layers = [part.count(LAYER) for part in parts]
     kept = [layers[0], *[max(layers[1:-1], default=0)] * (places - 2), layers[-1]]
     numbers = [min(number, 1 + (number > min(kept))) for number in kept]

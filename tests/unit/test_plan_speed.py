@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -20,10 +21,12 @@ from llmrecipes.hardware.load import clusters_dir
 from llmrecipes.plan.check import check
 from llmrecipes.plan.speed.device import device, stack
 from llmrecipes.plan.speed.saving import Saving
-from llmrecipes.plan.speed.schedule import order, simulate
+from llmrecipes.plan.speed.schedule import order, shortest, simulate
+from llmrecipes.plan.speed.schedule import run as run_passes
 from llmrecipes.plan.speed.search import nearest
 from llmrecipes.plan.speed.work import product
 from llmrecipes.recipe.load import load
+from llmrecipes.recipe.stage_layout import parse
 from llmrecipes.workflow.plan import plan_on
 from tests.refusals import refused, require_message
 
@@ -52,6 +55,31 @@ def test_every_pass_is_made_once() -> None:
     ahead, back = [[0.5, 0.5]] * 4, [[1.0, 1.0]] * 4
     even = simulate(ahead, back, 8, 0.0, blocking=False)
     assert simulate(ahead, back, 10, 0.0, blocking=False) == pytest.approx(even + 2 * 3)
+
+
+def test_uneven_chunks_are_simulated_one_by_one() -> None:
+    """The middle of a long step is not simulated: what a further group of micro-batches adds says how long it is."""
+    draw = random.Random(0)
+    for stages, chunks in ((8, 4), (4, 3), (4, 1)):
+        forward = [[draw.uniform(0.5, 1.5) for _ in range(chunks)] for _ in range(stages)]
+        backward = [[2 * each for each in of_stage] for of_stage in forward]
+        seconds = simulate(forward, backward, 16 * stages, 0.05, blocking=False)
+        ends = run_passes(forward, backward, 16 * stages, 0.05, blocking=False)
+        assert seconds == pytest.approx(max(ends.values()), rel=1e-6)
+        assert shortest(forward, backward, 16 * stages) <= seconds
+        (at,) = {round(ends[True, 0, 0, 0], 9)}
+        assert at == pytest.approx(forward[0][0])
+
+
+def test_the_chunk_of_the_loss_may_have_no_layer() -> None:
+    """One chunk of layers in 32 less on the last stage: the loss takes its time."""
+    ahead, back = [[2.0] * 4 for _ in range(8)], [[4.0] * 4 for _ in range(8)]
+    full = simulate(ahead, back, 64, 0.0, blocking=False)
+    ahead[-1][-1], back[-1][-1] = 2.0 + 1.6, 4.0 + 3.2
+    behind = simulate(ahead, back, 64, 0.0, blocking=False)
+    ahead[-1][-1], back[-1][-1] = 1.6, 3.2
+    assert simulate(ahead, back, 64, 0.0, blocking=False) == pytest.approx(full, rel=0.01)
+    assert behind > full + 64 * 4.8 * 0.95
 
 
 def test_small_products_are_slower() -> None:
@@ -215,6 +243,20 @@ def test_plan_searches_layouts_and_writes_the_fastest(capsys: pytest.CaptureFixt
     assert written["recipe"] == "wide" and written["parallelism"] == layouts[0]["parallelism"]
 
 
+def test_a_search_cuts_stages_by_what_loss_and_predictions_take(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """61 layers and one of multi-token prediction divide over nothing; with the loss they are as long as 65."""
+    path = tmp_path / "cut.yaml"
+    asked = ["plan", "deepseek-v3", "--cluster", "h100-ib", "--nodes", "128"]
+    assert run([*asked, "--search", "--json", "--write", str(path)]) == 0
+    best = json.loads(capsys.readouterr().out)[0]
+    stages = parse(best["parallelism"]["pipeline_layout"])
+    assert "".join(stages).replace("t", "") == "EmL" and len({len(each) for each in stages[:-1]}) <= 3
+    assert stages[-1].count("t") < stages[1].count("t")
+    assert load(str(path)).recipe.parallelism.pipeline_model_parallel_layout == best["parallelism"]["pipeline_layout"]
+
+
 @pytest.mark.parametrize(
     ("recipe", "nodes", "overrides"),
     [
@@ -230,10 +272,10 @@ def test_a_plan_that_does_not_fit_names_changes_with_which_it_does(
     speeds = [made.tokens_per_second_per_gpu for _, made in changes]
     assert changes and speeds == sorted(speeds, reverse=True)
     for change, made in changes:
-        changed = load(recipe, [*overrides, *change.split()]).recipe
+        changed = load(recipe, [*overrides, *shlex.split(change)]).recipe
         again, _ = plan_on(changed, nproc=plan.layout.world_size, cluster="h100-ib", nodes=None)
         assert again.fits and again.memory == made.plan.memory and again.layout == made.plan.layout
-    with refused(f"recipe {recipe}", rule=changes[0][0].split()[0]):
+    with refused(f"recipe {recipe}", rule=shlex.split(changes[0][0])[0]):
         check(plan, machine)
 
 

@@ -102,6 +102,7 @@ class Forecast:
                 "tensor": layout.tensor_model_parallel_size,
                 "pipeline": layout.pipeline_model_parallel_size,
                 "virtual_pipeline": layout.virtual_pipeline_model_parallel_size,
+                "pipeline_layout": plan.recipe.parallelism.pipeline_model_parallel_layout,
                 "context": layout.context_parallel_size,
                 "expert": layout.expert_model_parallel_size,
                 "expert_tensor": layout.expert_tensor_parallel_size,

@@ -78,6 +78,15 @@ def simulate(forward: Passes, backward: Passes, microbatches: int, hop: float, *
     return seconds + (microbatches - number) * more
 
 
+def shortest(forward: Passes, backward: Passes, microbatches: int) -> float:
+    """A time that `simulate` does not fall below: a stage waits for those before it at both ends of the step."""
+    most = before = 0.0
+    for ahead, back in zip(forward, backward, strict=True):
+        most = max(most, before + microbatches * (sum(ahead) + sum(back)))
+        before += ahead[0] + back[0]
+    return most
+
+
 def run(
     forward: Passes, backward: Passes, number: int, hop: float, *, blocking: bool
 ) -> dict[tuple[bool, int, int, int], float]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import ceil
 
 from llmrecipes.plan.speed import network
 from llmrecipes.plan.speed.device import Device, Stack
-from llmrecipes.plan.speed.schedule import simulate
+from llmrecipes.plan.speed.schedule import shortest, simulate
 from llmrecipes.plan.speed.work import Work, ends, layer, repeated
 
 _STEP_KERNELS = 40
@@ -42,9 +42,7 @@ class Step:
 
     def parts(self) -> dict[str, float]:
         """Seconds by name."""
-        values = asdict(self)
-        del values["passes"], values["hop"]
-        return values
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("passes", "hop")}
 
 
 def _either(gpu: float, host: float) -> float:
@@ -118,8 +116,12 @@ def _with_links(device: Device, share: float, rails: float) -> Device:
     return replace(device, links=device.links * share, rails=rails)
 
 
-def predict(device: Device, stack: Stack, work: Work) -> Step:
-    """Seconds of one step."""
+def predict(device: Device, stack: Stack, work: Work, *, at_least: bool = False) -> Step:
+    """Seconds of one step.
+
+    Args:
+        at_least: the pipeline takes no longer than its slowest stage requires, which is computed at once.
+    """
     if stack.links != 1.0 or stack.rails != 1.0:
         device = _with_links(device, stack.links, stack.rails)
     plain = _layer(device, stack, work, experts=False) if work.dense_layers or not work.experts else None
@@ -157,8 +159,7 @@ def predict(device: Device, stack: Stack, work: Work) -> Step:
     number = work.microbatches
     if stack.sharded and work.dp > 1:
         ahead, back = _sharded(device, stack, work, ahead, back, dense)
-    blocking = work.vpp == 1
-    passes = simulate(ahead, back, number, hop, blocking=blocking)
+    passes = shortest(ahead, back, number) if at_least else simulate(ahead, back, number, hop, blocking=work.vpp == 1)
     exposed = _gradients(device, stack, work, dense, routed, [sum(each) for each in back])
     held = max(d + r for d, r in zip(dense, routed, strict=True))
     ranks = work.dp * work.cp if (stack.zero >= 1 or stack.sharded) else 1
