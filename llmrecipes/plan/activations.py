@@ -153,7 +153,7 @@ def _mtp(recipe: Recipe, per: _PerToken) -> tuple[float, float]:
     layer = per.expert_layer if experts else per.dense_layer
     # Both inputs and their norms, concatenated for the projection; the result's norm, and the output layer's input.
     around = 2 * per.norm + 2 * per.edge + per.norm + per.edge
-    if recipe.train.recompute_granularity == "full":
+    if recipe.train.recompute_method == "uniform":
         return depth * 3 * per.edge, layer + around if depth else 0.0
     discarded = per.discarded(experts=experts)
     return depth * (layer - discarded.total + around), discarded.most if depth else 0.0

@@ -283,9 +283,7 @@ def _recomputations(
     ]
     whole = most_recomputation(recipe)
     chunk = max(layers for stage in laid_out.layers_per_stage for layers in stage)
-    blocks = []
-    if not recipe.model.mtp_num_layers:
-        blocks = [_recomputing(recipe, "full", method="block", num_layers=number) for number in range(1, chunk)]
+    blocks = [_recomputing(recipe, "full", method="block", num_layers=number) for number in range(1, chunk)]
     some: list[tuple[str, ...]] = [()]
     chosen = {"core_attn"}
     for more in ({"layernorm"}, {"mla_up_proj"}, set() if blocks else {"mlp", "shared_experts"}):

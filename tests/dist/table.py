@@ -299,7 +299,7 @@ def _rows() -> Iterator[Row]:
     yield Row("gpt", "pp4", _stages("E|t|ttt|L"))
     yield Row("llama", "tp2 sp pp2 vpp2", _stages("Ett|t|t|L"))
     yield Row("deepseek", "pp2 vpp2 dp2 ep2", _stages("Et|t|tt|mL"))
-    yield Row("mtp without weight tying", "pp2", _stages("Et*4|mmL"))
+    yield Row("mtp without weight tying", "pp2", {**_stages("Et*4|mmL"), "train": _BLOCK})
     # -- recomputation --
     # On a CPU torch has no fused kernel for latent attention's heads, so there are scores to recompute.
     yield Row("mla", "tp2 sp", {"train": _SELECTIVE})

@@ -212,7 +212,7 @@ def test_failures_of_the_site(capsys: pytest.CaptureFixture[str], tmp_path: Path
 
 
 def test_a_plan_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    asked = ["plan", "deepseek-v3", "--cluster", "h100-ib"]
+    asked = ["plan", "deepseek-v3", "--cluster", "h100-ib", "--nodes", "128"]
     path = tmp_path / "made" / "plan.svg"
     assert run([*asked, "--plot", str(path)]) == 0
     assert str(path) in capsys.readouterr().out
@@ -220,7 +220,7 @@ def test_a_plan_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     texts = ["".join(each.itertext()) for each in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"weights", "activations", "available", "forward", "backward"} <= set(texts)
     assert any(text.startswith("expert ") and text.endswith("%") for text in texts)
-    assert any("32 of 96 micro-batches" in text for text in texts)
+    assert any("32 of 48 micro-batches" in text for text in texts)
     passes = [each for each in root.iter("{http://www.w3.org/2000/svg}path") if each.get("clip-path")]
     assert len(passes) > 2 * 16 * 32, "each pass of the micro-batches drawn"
     for wrong in (["--plot", str(tmp_path / "plan.pdf")], ["--plot", str(path), "--search"]):

@@ -178,9 +178,9 @@ EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_i
         (
             make(
                 {**ROPE, "mtp_num_layers": 1},
-                {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+                {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
             ),
-            "train.recompute_num_layers", "mtp_num_layers", "recompute_method uniform",
+            "train.recompute_num_layers", "mtp_num_layers", "recompute_method block",
         ),
     ],
 )  # fmt: skip
@@ -205,6 +205,11 @@ def test_a_broken_rule_names_values_and_what_works(recipe: Recipe, key: str, wha
         make({**LATENT, "hidden_size": 100}),
         make({**LATENT, "rope_type": "yarn", "mscale_all_dim": 1.0}, **{CP: 2}),
         make({"position_embedding_type": "yarn", **YARN, "mtp_num_layers": 1}, **{CP: 3}),
+        make(
+            {**ROPE, "mtp_num_layers": 1},
+            {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+        ),
+        make({**UNTIED, "mtp_num_layers": 1}, **{PP: 2, VPP: 2, WRITTEN: "Et*3|ttt|tt|mL"}),
         make({**ROPE, "mtp_num_layers": 2, "share_embeddings_and_output_weights": False}, **{PP: 2, TP: 2}),
     ],
 )
