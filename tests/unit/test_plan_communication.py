@@ -97,9 +97,7 @@ def test_gradients_of_what_tensor_ranks_share_are_summed_as_often_as_by_the_engi
 
 
 def test_groups_are_where_megatron_puts_their_ranks() -> None:
-    layout = plan_on(
-        "h100-ib", 256, "deepseek-v3", *WIDE_EXPERTS
-    ).layout
+    layout = plan_on("h100-ib", 256, "deepseek-v3", *WIDE_EXPERTS).layout
     data, stages = members("data", 64, layout, 8), members("pipeline", 16, layout, 8)
     assert (data.ranks_per_node, data.reach) == (4, 126)
     assert (stages.ranks_per_node, stages.reach) == (1, 15 * 128)
