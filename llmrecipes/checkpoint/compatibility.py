@@ -35,6 +35,7 @@ FREE = (
     "train.recompute_num_layers",
     "train.recompute_modules",
     "train.torch_compile",
+    "train.loss_chunk_tokens",
     "train.initial_loss_scale",
     "train.min_loss_scale",
     "train.loss_scale_window",

@@ -70,7 +70,7 @@ def _moments(
     last = stage == layout.pipeline_model_parallel_size - 1
     predictions, recomputed_prediction = _mtp(recipe, per)
     ends = per.norm + per.edge * (recipe.lora is None) + predictions
-    kept_logits, logits = _logits(recipe, s, layout)
+    kept_logits, most_logits = _logits(recipe, s, layout)
     tables = len(chunks) * per.tables if recipe.train.recompute_granularity == "full" else 0.0
     moments = fullest(
         layout.pipeline_model_parallel_size,
@@ -93,9 +93,14 @@ def _moments(
         else:
             yield Peak(int(tokens * (stack + held * per.edge + recomputed)), outputs=outputs)
         if last and chunk == len(chunks) - 1:
-            yield Peak(int(tokens * (stack + held * per.edge + ends)), logits, kept_logits, outputs)
+            yield Peak(int(tokens * (stack + held * per.edge + ends)), most_logits, kept_logits, outputs)
             # The losses have been differentiated by then: they were computed after the layers.
             yield Peak(int(tokens * (stack + held * per.edge + ends + recomputed_prediction)), outputs=outputs)
+
+
+def logits(recipe: Recipe, s: Shape, layout: Layout) -> int:
+    """Bytes that the loss takes at its peak."""
+    return _logits(recipe, s, layout)[1]
 
 
 def _logits(recipe: Recipe, s: Shape, layout: Layout) -> tuple[int, int]:
@@ -104,12 +109,33 @@ def _logits(recipe: Recipe, s: Shape, layout: Layout) -> tuple[int, int]:
     Kept is the log-softmax in fp32, of every prediction. In the backward pass torch has the gradients on both of its
     sides too; megatron-core, on logits that are split over ranks, computes in place and has a gradient in 16 bits.
     """
+    if recipe.train.loss_chunk_tokens:
+        return _logits_of_chunks(recipe, s, layout, recipe.train.loss_chunk_tokens)
     rows = s.vocab_size // layout.tensor_model_parallel_size
     logits = _tokens(recipe, layout) * rows
     kept = 4 * logits * (1 + s.mtp_num_layers)
     if layout.tensor_model_parallel_size == 1:
         return int(kept), int(kept + 8 * logits)
     return int(kept), int(kept + (2 if recipe.train.precision != "fp32" else 0) * logits)
+
+
+def _logits_of_chunks(recipe: Recipe, s: Shape, layout: Layout, chunk: int) -> tuple[int, int]:
+    """`_logits` of a loss in chunks: gradients of the output layer's input and weight (in fp32) are kept.
+
+    In fp16, and for further predictions, gradients are computed in the backward pass only.
+    """
+    tokens, trained = _tokens(recipe, layout), recipe.lora is None
+    element = 4 if recipe.train.precision == "fp32" else 2
+    weight = s.vocab_size // layout.tensor_model_parallel_size * s.hidden_size
+    gradients = element * tokens * s.hidden_size + 4 * weight * trained
+    # The logits of a chunk, or their gradients, and exponentials in fp32, in whose place they are in fp32; the weight's
+    # gradient from a chunk, or in the end, in 16 bits; and the tokens of all ranks.
+    temporary = min(chunk, tokens) * s.vocab_size / layout.tensor_model_parallel_size * (4 if element == 4 else 6)
+    temporary += element * weight * trained if element == 2 else 0
+    temporary += element * tokens * s.hidden_size if layout.sequence_parallel else 0
+    later = recipe.train.precision == "fp16"
+    kept = 4 * tokens * (s.mtp_num_layers + later) + (0 if later else gradients)
+    return int(kept), int(kept + temporary + (gradients if later else 0))
 
 
 def _tokens(recipe: Recipe, layout: Layout) -> float:

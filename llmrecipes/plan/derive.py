@@ -9,6 +9,7 @@ from typing import Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
+from llmrecipes.plan.activations import logits
 from llmrecipes.plan.kernels import modules, recompute_granularity
 from llmrecipes.plan.layout import Layout, layout
 from llmrecipes.plan.memory import Memory, checkpoint_bytes, estimate
@@ -23,9 +24,14 @@ from llmrecipes.plan.parameters import (
 from llmrecipes.plan.sharding import check_zeropp
 from llmrecipes.recipe import recompute
 from llmrecipes.recipe.degrees import model_parallel_size, multiples, smallest_world
+from llmrecipes.recipe.rules import obstacle_to_chunks
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape, shape
 from llmrecipes.units import GIB
+
+MOST_LOGITS, LOGITS_OF_CHUNK = 1 / 16, 1 / 64
+"""Shares of a GPU's memory: with more logits than the first the loss is computed in chunks, whose logits in fp32 take
+at most the second."""
 
 LEAST_HEADROOM = 0.05
 """Share of a rank's memory that should stay free, because the need is an estimate and allocators fragment."""
@@ -46,7 +52,8 @@ class Plan:
     share of it that stays free, negative if the run does not fit. `host_memory_bytes` of a node with GPUs are offloaded
     to its main memory, of which `host_capacity_bytes` are available. `checkpoint_bytes` is the size of one checkpoint.
     With adapters the parameters of the model are frozen; `num_adapter_parameters`, otherwise 0, are trained and saved.
-    `recipe` has what is recomputed where the user's has `recompute_granularity: auto`, and `recompute_auto` says so.
+    `recipe` has what is recomputed where the user's has `recompute_granularity: auto`, and `recompute_auto` says so; it
+    has the size of the chunks of the loss where the user's has none and they are necessary.
     """
 
     recipe: Recipe
@@ -87,7 +94,13 @@ class Plan:
             "num_parameters": self.num_parameters.total,
             "recompute_granularity": self.recompute_granularity,
             "recompute_modules": list(self.recompute_modules),
+            "loss_chunk_tokens": self.loss_chunk_tokens,
         }
+
+    @property
+    def loss_chunk_tokens(self) -> int:
+        """Tokens of which the loss is computed at a time; 0: all of a micro-batch."""
+        return self.recipe.train.loss_chunk_tokens or 0
 
     @property
     def fits(self) -> bool:
@@ -160,6 +173,7 @@ class Plan:
             "lr_decay_iters": self.lr_decay_iters,
             "recompute_granularity": self.recompute_granularity,
             "recompute_modules": list(self.recompute_modules),
+            "loss_chunk_tokens": self.loss_chunk_tokens,
             **{each.name: getattr(self, each.name) for each in fields(self) if each.name not in held},
             "num_parameters": asdict(self.num_parameters),
             "memory": self.memory.as_dict(),
@@ -199,6 +213,8 @@ def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
     micro_batches = num_microbatches(recipe, laid_out)
     stages = range(laid_out.pipeline_model_parallel_size)
     sizes = shape(recipe.model)
+    if cluster.gpus:
+        recipe = with_chunks(recipe, sizes, laid_out, _gpu_memory(cluster, world_size))
     automatic = recipe.train.recompute_granularity == "auto"
     if automatic:
         recipe = _least_recomputation(recipe, sizes, laid_out, micro_batches, cluster)
@@ -230,6 +246,25 @@ def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
     )
 
 
+def with_chunks(recipe: Recipe, s: Shape, laid_out: Layout, memory: int) -> Recipe:
+    """The recipe with the chunks of its loss, if their size is left to the plan and the logits take too much.
+
+    Not where they are fewer bytes than the output weight's gradient in fp32, which chunks keep instead.
+
+    Args:
+        memory: bytes of a GPU, free or not.
+    """
+    if recipe.train.loss_chunk_tokens is not None or obstacle_to_chunks(recipe):
+        return recipe
+    whole = logits(recipe, s, laid_out)
+    if whole <= MOST_LOGITS * memory:
+        return recipe
+    tokens = LOGITS_OF_CHUNK * memory / (4 * s.vocab_size / laid_out.tensor_model_parallel_size)
+    chunk = 1 << max(int(tokens).bit_length() - 1, 6)
+    in_chunks = recipe.model_copy(update={"train": recipe.train.model_copy(update={"loss_chunk_tokens": chunk})})
+    return in_chunks if logits(in_chunks, s, laid_out) < whole else recipe
+
+
 def _least_recomputation(recipe: Recipe, s: Shape, laid_out: Layout, micro_batches: int, cluster: Cluster) -> Recipe:
     """The recipe with the first of `_recomputations` that leaves `LEAST_HEADROOM`; else with all layers.
 
@@ -237,7 +272,7 @@ def _least_recomputation(recipe: Recipe, s: Shape, laid_out: Layout, micro_batch
     """
     capacity = _capacity(cluster, laid_out.world_size)
     if cluster.gpus:
-        capacity = min(gpu.memory_bytes for gpu, _ in groupby(cluster.gpus[: laid_out.world_size]))
+        capacity = _gpu_memory(cluster, laid_out.world_size)
 
     def fits(tried: Recipe) -> bool:
         needed = estimate(tried, s, laid_out, micro_batches, cluster.device).total
@@ -348,6 +383,11 @@ def _require_adapters(recipe: Recipe, s: Shape, laid_out: Layout) -> None:
                 rule="every pipeline stage trains something",
                 fix="fewer stages, or target_modules that every layer has",
             )
+
+
+def _gpu_memory(cluster: Cluster, world_size: int) -> int:
+    """All memory of a GPU, free or not: the same for all ranks, and in the next run."""
+    return min(gpu.memory_bytes for gpu, _ in groupby(cluster.gpus[:world_size]))
 
 
 def _capacity(cluster: Cluster, world_size: int) -> int:

@@ -379,6 +379,24 @@ def _secrets(recipe: Recipe) -> Iterator[Problem]:
             )
 
 
+def obstacle_to_chunks(recipe: Recipe) -> tuple[str, str] | None:
+    """A key with which the loss cannot be computed in chunks, and the reason."""
+    if recipe.zero is not None and recipe.zero.stage == 3:
+        return "zero.stage 3", "ZeRO 3 has the output weight in the output layer's own forward and backward pass only"
+    return None
+
+
+def _loss_chunks(recipe: Recipe) -> Iterator[Problem]:
+    obstacle = obstacle_to_chunks(recipe)
+    if recipe.train.loss_chunk_tokens and obstacle is not None:
+        yield Problem(
+            "train.loss_chunk_tokens",
+            f"{recipe.train.loss_chunk_tokens} with {obstacle[0]}",
+            obstacle[1],
+            "leave loss_chunk_tokens out, or zero.stage 2",
+        )
+
+
 def _sink_settings(recipe: Recipe) -> Iterator[Problem]:
     tracking, section = recipe.tracking, type(recipe.tracking)
     for sink in declared(section, MetricSink):
@@ -399,7 +417,7 @@ def _sink_settings(recipe: Recipe) -> Iterator[Problem]:
 
 _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     unknown_engine, _heads, _positions, _learning_rate, _schedule, _batch, recompute.rules,
-    _loss_scale, _overlap, _sources, _characters, _tokenizer, _retention, _secrets, _sink_settings,
+    _loss_chunks, _loss_scale, _overlap, _sources, _characters, _tokenizer, _retention, _secrets, _sink_settings,
     moe_rules.experts, moe_rules.latent_attention, moe_rules.multi_token_prediction,
     shape.mup_rules, adapters.rules, chat_sources, chat_template, chat_length,
     chat_packing, chat_objectives,

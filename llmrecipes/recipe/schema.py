@@ -354,6 +354,10 @@ class Train(Section):
     `moe`: shared experts, or all of a layer's experts with router and dispatch."""
     torch_compile: bool = False
     """Compile the transformer layers and the loss with torch.compile; of layers with experts, the attention."""
+    loss_chunk_tokens: NonNegInt | None = None
+    """Tokens of which the output layer and the loss are computed at a time, with their gradients, so that the logits of
+    a micro-batch are never in memory together; 0: all. Unset: all, unless their logits would take more than 1/16 of a
+    GPU's memory."""
     initial_loss_scale: PosFloat = 65536.0
     """First loss scale of fp16."""
     min_loss_scale: PosFloat = 1.0

@@ -153,6 +153,9 @@ def _zero(stage: int, **keys: Any) -> Sections:
 
 
 _SELECTIVE = {"recompute_granularity": "selective"}
+_CHUNKS: Sections = {"train": {"loss_chunk_tokens": 12}}
+"""Smaller than the 32 tokens of a micro-batch, and not a divisor."""
+
 _FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 _BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
 
@@ -284,6 +287,17 @@ def _rows() -> Iterator[Row]:
     yield Row("gpt without weight tying", "tp2 sp pp2")
     for layout in ("tp2", "tp4 sp", "pp2"):
         yield Row("gpt with label smoothing", layout)
+    # -- the loss in chunks --
+    for variant, layout in (
+        ("gpt", "tp2 sp pp2"), ("gpt", "tp2 pp2 dp2"), ("gpt", "pp2 vpp2 cp2 dp2"), ("llama", "tp2 sp cp2"),
+        ("gpt with label smoothing", "tp4 sp"), ("gpt with muP", "tp2"), ("deepseek", "tp2 sp ep2 etp1"),
+        ("mtp without weight tying", "cp2"), ("llama with lora", "tp2 sp"), ("packed llama", "tp2 sp"),
+    ):  # fmt: skip
+        yield Row(variant, layout, _CHUNKS)
+    yield Row("gpt", "dp2", {**_CHUNKS, "parallelism": _OVERLAP_BOTH})
+    yield Row("llama in bf16", "tp2 sp", _CHUNKS, bound=BF16_BOUND, why=_BF16)
+    for stage in (1, 2):
+        yield Row("gpt", "tp2 dp2", {**_zero(stage), **_CHUNKS}, engine="deepspeed")
     # -- uneven stages --
     yield Row("gpt", "pp2", {"parallelism": {"num_layers_in_first_pipeline_stage": 1}})
     yield Row("gpt", "pp2", {"parallelism": {"num_layers_in_last_pipeline_stage": 1}})
@@ -428,6 +442,8 @@ CORE = frozenset(
         "gpt: dp2, whole optimizer",
         "gpt: dp2, overlap_grad_reduce, overlap_param_gather",
         "gpt: tp2",
+        "gpt: tp2 sp pp2, loss_chunk_tokens=12",
+        "deepseek: tp2 sp ep2 etp1, loss_chunk_tokens=12",
         "mla: tp2 sp, recompute_granularity=selective",
         "gpt: pp2, recompute_granularity=full, recompute_method=uniform, recompute_num_layers=1",
         "gpt: pp2 vpp2, recompute_granularity=full, recompute_method=block, recompute_num_layers=1",

@@ -149,6 +149,17 @@ SMALL_WORLDS = {
     "packed conversations, grouped queries": spec(
         "sft-tiny", "model.num_query_groups=2", "model.seq_length=512", "model.qk_layernorm=false", world=2
     ),
+    "loss in chunks": spec("gpt-tiny", "train.loss_chunk_tokens=128", world=2),
+    "loss in chunks, split": spec(
+        "gpt-tiny", "train.loss_chunk_tokens=128", "train.precision=bf16", "train.micro_batch_size=2",
+        "parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true",
+        "model.share_embeddings_and_output_weights=false", "parallelism.pipeline_model_parallel_size=2",
+        world=4, ranks=(0, 2),
+    ),
+    "loss in chunks, adapters": spec(
+        "gpt-tiny", "train.loss_chunk_tokens=128", "lora.rank=8", "parallelism.tensor_model_parallel_size=2",
+        "parallelism.sequence_parallel=true", "train.micro_batch_size=2", world=2,
+    ),
     "recomputed MLP": spec(
         "gpt-tiny", "train.recompute_granularity=selective", "train.recompute_modules=[mlp]",
         "parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true", "train.micro_batch_size=2",

@@ -505,6 +505,7 @@ CASES: dict[str, Case] = {
     "train.recompute_method": Case("block", config, FULL),
     "train.recompute_num_layers": Case(2, config, FULL),
     "train.torch_compile": Case(True, config),
+    "train.loss_chunk_tokens": Case(64, plan),
     "train.initial_loss_scale": Case(16.0, optimizer, FP16),
     "train.min_loss_scale": Case(2.0, optimizer, FP16),
     "train.loss_scale_window": Case(7, optimizer, FP16),

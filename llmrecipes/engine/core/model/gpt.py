@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -19,22 +19,49 @@ from llmrecipes.engine.core.checkpoint.slices import other_state
 from llmrecipes.engine.core.model.config import own_mup, scale_activations, transformer_config
 from llmrecipes.engine.core.model.init import buffers, fill, initialise, parameter_slices
 from llmrecipes.engine.core.model.lora import ADAPTER, insert
+from llmrecipes.engine.core.model.loss import Chunking, Split, chunked_losses, exponentials, gradient
 from llmrecipes.engine.core.model.spec import block_spec, choose, mtp_spec
 from llmrecipes.engine.core.platform import Platform
 from llmrecipes.plan.derive import Plan
 
 
 class RecipeGPTModel(GPTModel):
-    """megatron-core's GPT with label smoothing, and a loss with fewer passes over unsplit logits.
+    """megatron-core's GPT with label smoothing, and a loss with fewer passes over unsplit logits, or in chunks.
 
     megatron-core's cross entropy is written for logits split over tensor-parallel ranks; on unsplit ones torch's needs
     fewer passes over the logits, which are the largest tensor of a small model.
+
+    In chunks the output layer passes its input on, and the loss multiplies it by the layer's weight. What megatron-core
+    does with the logits in between is a product with a number (muP's), which is the same on its input.
     """
 
     label_smoothing: float = 0.0
+    loss_chunk_tokens: int = 0
+    """Tokens whose logits are in memory together; 0: all of a micro-batch."""
     logits: torch.nn.Identity
-    """Passes the scaled logits on, to be watched by a hook like other activations."""
+    """Passes the scaled logits on, to be watched by a hook like other activations: with a loss in chunks in evaluations
+    only, chunk by chunk, [tokens, padded vocabulary / tensor-parallel size]."""
     _weights: Iterator[torch.Tensor] = iter(())
+    _loss_weights: Iterator[torch.Tensor | None] = iter(())
+    _in_chunks = False
+    _output_weight: tuple[torch.Tensor, ...]  # one, in a tuple because a module would register it
+    _exponentials: Any = staticmethod(exponentials)
+    _gradient: Any = staticmethod(gradient)
+
+    def chunk_loss(self, tokens: int) -> None:
+        """Compute the loss in chunks of this many tokens from now on."""
+        self.loss_chunk_tokens = tokens
+        if tokens and self.post_process:
+            self.output_layer.forward = self._output(self.output_layer.forward)
+
+    def _output(self, whole: Any) -> Any:
+        def forward(input_: torch.Tensor, weight: torch.Tensor | None = None, **options: Any) -> Any:
+            if not self._in_chunks:
+                return whole(input_, weight=weight, **options)
+            self._output_weight = (self.output_layer.weight if weight is None else weight,)
+            return input_, None
+
+        return forward
 
     def compile_layers(self, backend: str = "inductor") -> None:
         """Compile layer by layer: all layers share one compiled graph, so compile time does not grow with depth.
@@ -51,11 +78,26 @@ class RecipeGPTModel(GPTModel):
         self._token_losses = torch.compile(  # type: ignore[method-assign]
             self._token_losses, dynamic=False, backend=backend
         )
+        self._exponentials = torch.compile(exponentials, dynamic=False, backend=backend)
+        self._gradient = torch.compile(gradient, dynamic=False, backend=backend)
 
     def forward(self, *args: Any, prediction_weights: Sequence[torch.Tensor] = (), **kwargs: Any) -> torch.Tensor:
-        """megatron-core's, with a weight for each loss of multi-token prediction."""
+        """megatron-core's, with a weight for each loss of multi-token prediction.
+
+        Args:
+            prediction_weights: those weights.
+            args, kwargs: megatron-core's. The sum of the losses has to be weighted with `loss_mask`, if both it and
+                `labels` are passed without `prediction_weights`.
+        """
         self._weights = iter(prediction_weights)
-        result: torch.Tensor = super().forward(*args, **kwargs)
+        self._in_chunks = self.loss_chunk_tokens > 0 and kwargs.get("labels") is not None
+        # What weights the losses of multi-token prediction is decided in megatron-core.
+        known = None if prediction_weights else kwargs.get("loss_mask")
+        self._loss_weights = chain(repeat(None, self.config.mtp_num_layers or 0), [known])
+        try:
+            result: torch.Tensor = super().forward(*args, **kwargs)
+        finally:
+            self._in_chunks = False
         return result
 
     def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -63,9 +105,26 @@ class RecipeGPTModel(GPTModel):
 
         Args and result as `_token_losses`.
         """
-        losses = self._token_losses(labels, self.logits(logits))
+        if self._in_chunks:
+            losses = self._chunked_losses(labels, logits)
+        else:
+            losses = self._token_losses(labels, self.logits(logits))
         weight = next(self._weights, None)
         return losses if weight is None else losses * weight
+
+    def _chunked_losses(self, labels: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """As `_token_losses`, with the output layer's input [s, b, h] (scaled as the logits are)."""
+        split = self.config.tensor_model_parallel_size > 1
+        how = Chunking(
+            self.loss_chunk_tokens,
+            Split(parallel_state.get_tensor_model_parallel_group() if split else None, self.config.sequence_parallel),
+            self.label_smoothing if self.training else 0.0,
+            self._exponentials,
+            self._gradient,
+            self.logits,
+        )
+        (weight,) = self._output_weight
+        return chunked_losses(hidden, weight, labels, next(self._loss_weights), how)
 
     def _token_losses(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Cross entropy of each token.
@@ -229,6 +288,7 @@ def _chunk(plan: Plan, config: TransformerConfig, implementation: Any, stage: in
     )
     module.label_smoothing = plan.recipe.train.label_smoothing
     module.logits = torch.nn.Identity()
+    module.chunk_loss(plan.loss_chunk_tokens)
     if factors := own_mup(model):
         scale_activations(module, factors)
     if plan.recipe.lora is not None:

@@ -10,6 +10,9 @@ Input noise of routers is for training only; megatron-core also adds it in evalu
 megatron-core's row-parallel layers ask for the default tensor-parallel group in every forward pass, and rank 0 warns of
 it. torch.compile cannot trace the warning and would cut every layer into pieces, on that rank only.
 
+0.19 also counts how often multi-token prediction is right, in each micro-batch: nothing reads it, and a loss in chunks
+has no logits that could be counted.
+
 Recomputation that discards a result (`recompute_modules`) asks TransformerEngine for its fp8 state also where there is
 none, and 0.19 compiles a C++ function on each rank at the first backward pass to restore the result without a copy.
 """
@@ -36,6 +39,7 @@ def install_substitutes() -> None:
     install_adam()
     replace("megatron.core.tensor_parallel.layers", "get_tensor_model_parallel_group_if_none", default_group)
     install_restoring()
+    install_uncounted()
     if transformer_engine_obstacle() is None:
         return
     # 0.16 assumes that TransformerEngine is installed, because the names it imports exist, but are None.
@@ -57,6 +61,19 @@ def install_restoring() -> None:
     if not hasattr(module, "FP8GlobalStateManager"):
         module.FP8GlobalStateManager = _NoFp8
         module.activation_recompute_forward = module.fp8_autocast = lambda **_options: nullcontext()
+
+
+PREDICTION = "megatron.core.transformer.multi_token_prediction"
+
+
+def install_uncounted() -> None:
+    """Do not count the right predictions of multi-token prediction; 0.16 does not."""
+    if hasattr(resolve(PREDICTION), "_compute_mtp_acceptance_counts"):
+        replace(PREDICTION, "_compute_mtp_acceptance_counts", _uncounted)
+
+
+def _uncounted(_logits: torch.Tensor, _labels: torch.Tensor, mask: torch.Tensor, *_options: Any) -> Any:
+    return mask.new_zeros(2).float().unbind()
 
 
 class _NoFp8:
