@@ -66,7 +66,7 @@ def _moments(
         chunks.append(_chunk(recipe, per, range(first, first + layers)))
     if stage == 0:
         chunks[0] = chunks[0][0] + per.mask, chunks[0][1]
-    chunks = [(kept + mask_per_token(recipe, device), again) for kept, again in chunks]
+    chunks = [(kept + mask_per_token(recipe, s, device), again) for kept, again in chunks]
     last = stage == layout.pipeline_model_parallel_size - 1
     predictions, recomputed_prediction = _mtp(recipe, per)
     ends = per.norm + per.edge * (recipe.lora is None) + predictions

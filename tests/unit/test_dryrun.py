@@ -149,6 +149,10 @@ SMALL_WORLDS = {
     "packed conversations, grouped queries": spec(
         "sft-tiny", "model.num_query_groups=2", "model.seq_length=512", "model.qk_layernorm=false", world=2
     ),
+    "packed conversations by boundaries": spec(
+        "sft-tiny", "model.num_query_groups=2", "model.seq_length=512", "model.qk_layernorm=false",
+        "train.precision=bf16", "train.micro_batch_size=1", world=2
+    ),
     "loss in chunks": spec("gpt-tiny", "train.loss_chunk_tokens=128", world=2),
     "loss in chunks, split": spec(
         "gpt-tiny", "train.loss_chunk_tokens=128", "train.precision=bf16", "train.micro_batch_size=2",

@@ -210,7 +210,7 @@ class DeepSpeedEngine:
         losses = model(
             on_device["tokens"],
             on_device["position_ids"],
-            self._mask(on_device["position_ids"]),
+            self._mask(batch["position_ids"]),
             labels=on_device["labels"],
             loss_mask=on_device["loss_mask"],
         )

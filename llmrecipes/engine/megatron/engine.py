@@ -267,7 +267,9 @@ class MegatronEngine:
         return [iter(of_this_step) for _ in self.chunks]
 
     def _forward_step(self, batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-        batch = {name: tensor.to(self.platform.device, non_blocking=True) for name, tensor in next(batches).items()}
+        in_host = next(batches)
+        mask = self._mask(in_host["position_ids"])
+        batch = {name: tensor.to(self.platform.device, non_blocking=True) for name, tensor in in_host.items()}
         parts = parallel_state.get_context_parallel_world_size()
         number = parallel_state.get_context_parallel_rank()
         depths = self.recipe.model.mtp_num_layers
@@ -276,7 +278,7 @@ class MegatronEngine:
         losses = model(
             batch["tokens"],
             batch["position_ids"],
-            self._mask(batch["position_ids"]),
+            mask,
             labels=batch["labels"],
             loss_mask=torch.ones_like(batch["loss_mask"]) if weights else batch["loss_mask"],
             prediction_weights=weights,
