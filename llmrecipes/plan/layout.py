@@ -10,6 +10,7 @@ from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.recipe.degrees import divisors, model_parallel_size, multiples, smallest_world
 from llmrecipes.recipe.engines import DEEPSPEED, engine_name
 from llmrecipes.recipe.layout_rules import shared_sizes
+from llmrecipes.recipe.rules import packs_in_local_layers
 from llmrecipes.recipe.schema import Parallelism, Recipe
 
 
@@ -157,7 +158,7 @@ def only_in_local_layers(recipe: Recipe) -> str | None:
     """What a recipe has that only megatron-core's own layers have; None if it has nothing of that kind."""
     if recipe.lora is not None:
         return "adapters are inserted into megatron-core's own layers"
-    if recipe.data.chat is not None and recipe.data.chat.packing:
+    if recipe.data.chat is not None and recipe.data.chat.packing and packs_in_local_layers(recipe):
         return "keeps packed conversations apart"
     return None
 

@@ -8,7 +8,7 @@ from llmrecipes.nested import leaves
 from llmrecipes.recipe import adapters, layout_rules, moe_rules, recompute, search_rules, shape, zero_rules
 from llmrecipes.recipe.degrees import divisors, multiples
 from llmrecipes.recipe.document import Problem
-from llmrecipes.recipe.engines import unknown_engine
+from llmrecipes.recipe.engines import DEEPSPEED, engine_name, unknown_engine
 from llmrecipes.recipe.plugins import MetricSink, declared, settings
 from llmrecipes.recipe.schema import Model, Recipe
 from llmrecipes.redact import has_secret
@@ -72,15 +72,31 @@ def chat_template(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
+def packs_in_local_layers(recipe: Recipe) -> tuple[str, str] | None:
+    """A key with which only the local layers keep packed conversations apart, and the reason."""
+    if recipe.train.micro_batch_size > 1:
+        return f"train.micro_batch_size {recipe.train.micro_batch_size}", "all conversations are one sequence"
+    if recipe.model.multi_latent_attention:
+        return "model.multi_latent_attention true", "latent attention has whole sequences"
+    if recipe.train.precision == "fp32":
+        return "train.precision fp32", "attention to several conversations is in 16 bits"
+    if engine_name(recipe) == DEEPSPEED:
+        return "engine deepspeed", "it is not passed where conversations begin"
+    return None
+
+
 def chat_packing(recipe: Recipe) -> Iterator[Problem]:
     """What cannot keep the conversations of one sequence apart."""
     chat = recipe.data.chat
     if chat is None or not chat.packing:
         return
+    local = packs_in_local_layers(recipe)
     obstacles = {
         "model.transformer_impl": (
-            recipe.model.transformer_impl == "transformer_engine",
-            "the attention that keeps packed conversations apart is that of the local layers",
+            recipe.model.transformer_impl == "transformer_engine" and local is not None,
+            f"with {local[0]} only local layers keep packed conversations apart: in TransformerEngine's {local[1]}"
+            if local
+            else "",
             "transformer_impl local or auto",
         ),
         "model.mtp_num_layers": (

@@ -33,7 +33,7 @@ from llmrecipes.engine.core import ema, update
 from llmrecipes.engine.core.balance import RouterBalance
 from llmrecipes.engine.core.checkpoint.format import ShardedFormat
 from llmrecipes.engine.core.generation import generate
-from llmrecipes.engine.core.model.attention import masks, own_chunks, prediction_weights
+from llmrecipes.engine.core.model.attention import apart, own_chunks, prediction_weights
 from llmrecipes.engine.core.model.config import DTYPES, optimizer_overrides
 from llmrecipes.engine.core.model.gpt import BuiltModel, RecipeGPTModel
 from llmrecipes.engine.core.score import GPTScorer
@@ -65,7 +65,7 @@ class MegatronEngine:
         self.modules: tuple[RecipeGPTModel, ...] = built.modules
         self.implementation = Implementation(built.implementation, built.reason)
         self._config = built.config
-        self._mask = masks(recipe, platform.device)
+        self._apart = apart(recipe, platform.device, built.implementation)
         self.balance: RouterBalance | None = None
         if recipe.model.num_moe_experts:
             self.balance = RouterBalance(self.modules, plan, platform.device)
@@ -268,7 +268,7 @@ class MegatronEngine:
 
     def _forward_step(self, batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         in_host = next(batches)
-        mask = self._mask(in_host["position_ids"])
+        conversations = self._apart(in_host["position_ids"])
         batch = {name: tensor.to(self.platform.device, non_blocking=True) for name, tensor in in_host.items()}
         parts = parallel_state.get_context_parallel_world_size()
         number = parallel_state.get_context_parallel_rank()
@@ -278,7 +278,7 @@ class MegatronEngine:
         losses = model(
             batch["tokens"],
             batch["position_ids"],
-            mask,
+            **conversations,
             labels=batch["labels"],
             loss_mask=torch.ones_like(batch["loss_mask"]) if weights else batch["loss_mask"],
             prediction_weights=weights,

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -209,6 +210,23 @@ def packs(recipe: Recipe) -> bool:
     return recipe.data.chat is not None and recipe.data.chat.packing
 
 
+Apart = Callable[[torch.Tensor], dict[str, Any]]
+
+
+def apart(recipe: Recipe, device: torch.device, implementation: str) -> Apart:
+    """What keeps the conversations of a micro-batch apart, as arguments of the model, from its positions [b, s] in host
+    memory."""
+    if implementation == "local" or not packs(recipe):
+        mask = masks(recipe, device)
+        return lambda positions: {"attention_mask": mask(positions)}
+
+    def in_one_sequence(positions: torch.Tensor) -> dict[str, Any]:
+        boundaries = attention_mask(positions, dense=False, multiple=BOUNDARIES).to(device, non_blocking=True)
+        return {"attention_mask": None, "packed_seq_params": packed_sequences(boundaries, positions.numel())}
+
+    return in_one_sequence
+
+
 def masks(recipe: Recipe, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor | None]:
     """The attention mask of a micro-batch, on a device, from its positions [b, s] in host memory; None if it is causal
     over whole sequences."""
@@ -247,6 +265,23 @@ def attention_mask(position_ids: torch.Tensor, *, dense: bool, multiple: int = 1
     length = position_ids.size(1)
     causal = torch.ones(length, length, dtype=torch.bool, device=position_ids.device).tril()
     return ((numbers[:, :, None] == numbers[:, None, :]) & causal)[:, None]
+
+
+def packed_sequences(boundaries: torch.Tensor, length: int) -> PackedSeqParams:
+    """What TransformerEngine's attention takes of packed conversations.
+
+    Args:
+        boundaries: from `attention_mask`, on the device.
+        length: tokens of a sequence. No conversation is longer, and a number that is always the same lets kernels be
+            planned once.
+    """
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        max_seqlen_q=length,
+        max_seqlen_kv=length,
+    )
 
 
 def lengths(boundaries: torch.Tensor, row: int) -> list[list[int]]:
