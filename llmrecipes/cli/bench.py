@@ -179,6 +179,44 @@ def ranks(
 
 
 @app.command()
+def machine(
+    write: Annotated[
+        Path | None, typer.Option("--write", metavar="FILE.yaml", help="Write a cluster profile of this machine.")
+    ] = None,
+    cluster: Annotated[
+        str,
+        typer.Option(
+            "--cluster",
+            metavar="NAME",
+            help="Copy what is not measured, such as links between nodes, from this cluster profile.",
+            autocompletion=completion.clusters,
+        ),
+    ] = "laptop",
+    repeats: RepeatsOption = 5,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure a machine without GPUs, for the predictions of `plan`.
+
+    Matrix products, attention, memory, launches, and collectives of two processes. The best of the repeats counts.
+    """
+    from llmrecipes.workflow import bench
+
+    if write is not None:
+        bench.require_new(write)
+    made = bench.machine_profile(cluster, repeats, write.stem if write is not None else "this-machine")
+    if write is not None:
+        bench.save_profile(made, write)
+    if as_json:
+        print(json.dumps(made, indent=2))
+        return
+    for name, value in made["rates"].items():
+        print(f"{name:18}{value:10.4g}")
+    print(f"{'intra_node':18}{made['intra_node']['gb_per_s']:10.4g} GB/s between processes")
+    if write is not None:
+        print(f"written to {write}: --cluster {write}")
+
+
+@app.command()
 def step(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,

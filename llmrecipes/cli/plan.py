@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmrecipes.cli.options import ClusterOption, JsonOption, NodesOption, OverridesArgument, RecipeArgument
+from llmrecipes.cli import completion
+from llmrecipes.cli.options import RUNS, ClusterOption, JsonOption, NodesOption, OverridesArgument, RunsOption
 from llmrecipes.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,7 +20,14 @@ _SHOWN = 5
 
 
 def plan(
-    recipe: RecipeArgument,
+    recipe: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RECIPE",
+            help="Recipe: a name in recipes/, or the path of a YAML file. With --calibration: runs.",
+            autocompletion=completion.recipes,
+        ),
+    ] = None,
     overrides: OverridesArgument = None,
     as_json: JsonOption = False,
     cluster_name: ClusterOption = None,
@@ -32,7 +40,12 @@ def plan(
         bool, typer.Option("--search", help="Find the fastest layouts that fit instead of the recipe's.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option("--write", metavar="FILE", help="With --search: save the fastest as a recipe.")
+        Path | None,
+        typer.Option(
+            "--write",
+            metavar="FILE",
+            help="With --search: save the fastest as a recipe. With --calibration: save --cluster, corrected.",
+        ),
     ] = None,
     picture: Annotated[
         Path | None,
@@ -40,19 +53,34 @@ def plan(
             "--plot", metavar="FILE", help="Draw memory and passes of the stages as FILE.svg or FILE.png; not --search."
         ),
     ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibration", help="Compare predictions with what RUN... (default: all runs) measured.")
+    ] = False,
+    experiment: Annotated[
+        str | None,
+        typer.Option("--experiment", metavar="NAME", help="With --calibration: the runs of this MLflow experiment."),
+    ] = None,
+    runs_dir: RunsOption = RUNS,
 ) -> None:
     """Predict time, memory and cost, or search the layout.
 
     With --search: the fastest layouts that fit. Times come from a model that was fitted to published runs, not from
-    this cluster.
+    this cluster; with --calibration runs there correct them.
     """
     from llmrecipes.units import GIB
     from llmrecipes.workflow import forecast as workflow
 
+    if calibrate:
+        names = [*([] if recipe is None else [recipe]), *(overrides or [])]
+        _calibration(names, experiment, runs_dir, cluster_name, out, as_json=as_json)
+        return
+    if recipe is None:
+        raise UserError("missing", where="RECIPE", fix="llmrecipes list")
     if out is not None and not search:
         raise UserError(
-            "set without --search", where="--write", rule="it saves the layout that a search finds", fix="--search"
-        )
+            "set without --search", where="--write", rule="it saves what a search finds or --calibration corrects",
+            fix="--search",
+        )  # fmt: skip
     if picture is not None and search:
         raise UserError(
             "set with --search", where="--plot", rule="it draws one layout", fix="--search --write FILE, then plan FILE"
@@ -81,6 +109,25 @@ def plan(
         print(f"wrote  {out}")
 
 
+def _calibration(
+    names: list[str], experiment: str | None, runs_dir: Path, cluster: str | None, out: Path | None, *, as_json: bool
+) -> None:
+    from llmrecipes.cli.render.predictions import calibration_lines
+    from llmrecipes.workflow.calibration import calibration, write
+
+    if out is not None and cluster is None:
+        raise UserError("no profile to copy", where="--write", fix="--cluster NAME; llmrecipes clusters lists them")
+    made = calibration(names, runs_dir, experiment)
+    if out is not None and cluster is not None:
+        write(made, cluster, out)
+    if as_json:
+        print(json.dumps(made.as_dict(), indent=2))
+        return
+    print("\n".join(calibration_lines(made)))
+    if out is not None:
+        print(f"written to {out}: --cluster {out}")
+
+
 def text(made: Forecast) -> str:
     """Lines of name and value."""
     from llmrecipes.console import duration
@@ -96,6 +143,7 @@ def text(made: Forecast) -> str:
         ("memory of a rank", f"{values['memory_gib']['max']:.1f} GiB, {'fits' if values['fits'] else 'does NOT fit'}"),
         ("time of a step", f"{values['step_seconds']:.3g} s"),
         ("tokens a second", f"{speed:,.0f} a GPU ({speed * (1 - error):,.0f} to {speed * (1 + error):,.0f})"),
+        *([] if made.calibration is None else [("calibrated", f"by {made.calibration.runs} runs")]),
         ("MFU", f"{peak:.1%}, {values['mfu_causal']:.1%} with causal attention"),
         ("all steps", f"{duration(made.seconds)}, {made.gpu_hours:,.1f} GPU-hours"),
         ("limit", values["limit"]),

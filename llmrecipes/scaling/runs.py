@@ -58,7 +58,16 @@ def from_directory(run_dir: Path) -> Tracked:
 
 
 def from_mlflow(experiment: str, runs_dir: Path) -> list[Tracked]:
-    """All runs of an MLflow experiment, on the server of `MLFLOW_TRACKING_URI` or in the runs directory.
+    """All runs of an MLflow experiment.
+
+    Raises:
+        UserError: as `experiment_runs`.
+    """
+    return [_tracked(run) for run in experiment_runs(experiment, runs_dir)]
+
+
+def experiment_runs(experiment: str, runs_dir: Path) -> list[Any]:
+    """MLflow's runs of an experiment, on the server of `MLFLOW_TRACKING_URI` or in the runs directory.
 
     Raises:
         UserError: there is no such experiment, or the store does not answer.
@@ -86,7 +95,7 @@ def from_mlflow(experiment: str, runs_dir: Path) -> list[Tracked]:
             page = part.token or ""
     except MlflowException as error:
         raise UserError(str(error).splitlines()[0], where=store, rule="the MLflow store answers") from error
-    return [_tracked(run) for run in runs]
+    return list(runs)
 
 
 def _tracked(run: Any) -> Tracked:

@@ -22,7 +22,11 @@ RunStatus = Literal["FINISHED", "KILLED", "FAILED"]
 
 
 TASKS_EVALUATED = "tasks_evaluated"
-"""Event of the note whose details are metrics, `eval/<task>/<metric>`: trackers have them as such."""
+"""Event of the note with `eval/<task>/<metric>`."""
+MEASURED = "measured"
+"""Event of the note at the end of a start: `measured/…` beside `predicted/…` of the plan."""
+METRIC_NOTES = (TASKS_EVALUATED, MEASURED)
+"""Events of notes whose details are metrics: trackers have them as such."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 
 from llmrecipes.console import duration
-from llmrecipes.tracking.events import EvalMetrics, Note, RunStart, RunStatus, Sink, StepMetrics
+from llmrecipes.tracking.events import MEASURED, EvalMetrics, Note, RunStart, RunStatus, Sink, StepMetrics
 from llmrecipes.units import GIB
 
 SECONDS_BETWEEN_LINES = 1.0
@@ -96,6 +96,8 @@ class ProgressSink(Sink):
         self._print(eval_line(metrics, self._total))
 
     def note(self, note: Note) -> None:
+        if note.event == MEASURED:  # the summary has it
+            return
         self._print(note_line(note, self._total), style="bold red" if note.alarm else None)
 
     def close(self, status: RunStatus) -> None:

@@ -105,6 +105,15 @@ def _measured(run_dir: Path) -> MeasuredRun | None:
     return MeasuredRun(run_dir.name, sorted(steps)[-2] if len(steps) > 2 else steps[-1], max(saves)) if saves else None
 
 
+def last_note(run_dir: Path, event: str) -> dict[str, Any] | None:
+    """Details of the last note of a kind at the end of a run's metrics; None without one."""
+    found = None
+    for line in _tail(RunFiles(run_dir).metrics, TAIL_BYTES_OF_SAVES):
+        if event.encode() in line and (parse(line) or {}).get("event") == event:
+            found = (parse(line) or {}).get("details", {})
+    return found
+
+
 def _directories(parent: Path) -> list[Path]:
     try:
         return [path for path in sorted(parent.iterdir()) if path.is_dir() and not path.name.startswith(".")]

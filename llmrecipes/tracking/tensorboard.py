@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from llmrecipes.tracking.events import (
-    TASKS_EVALUATED,
+    METRIC_NOTES,
     EvalMetrics,
     Note,
     RunStart,
@@ -61,7 +61,7 @@ class TensorBoardSink(Sink):
         self._write("valid", VALID, metrics)
 
     def note(self, note: Note) -> None:
-        if note.event == TASKS_EVALUATED:
+        if note.event in METRIC_NOTES:
             for key, value in note.details.items():
                 self._writer.add_scalar(key, value, note.step, note.time)
         elif note.alarm:

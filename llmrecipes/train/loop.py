@@ -27,6 +27,10 @@ from llmrecipes.train.saves import Saves
 logger = logging.getLogger(__name__)
 
 
+FIRST_STEPS = 2
+"""Steps of a start that compile kernels, connect ranks and allocate memory."""
+
+
 class LoopOutcome(Enum):
     """How a loop ended; its state is saved in both cases."""
 
@@ -78,6 +82,7 @@ class Loop:
         evaluation_due: whether the step to resume from still has to be evaluated (see `evaluations.evaluation_due`).
         watch: raises an alarm at a loss spike.
         losses: training loss of every step of this start.
+        steady: seconds of its steps, without the first `FIRST_STEPS` and those during which a save was written.
         valid_loss: the last one, in nats per token.
         unread: why the last evaluation could not read its data, on some rank.
     """
@@ -97,6 +102,7 @@ class Loop:
     evaluation_due: bool = False
     watch: LossWatch = field(default_factory=LossWatch)
     losses: list[float] = field(default_factory=list)
+    steady: list[float] = field(default_factory=list)
     valid_loss: float | None = None
     unread: UserError | None = None
 
@@ -127,7 +133,8 @@ class Loop:
             return self._stopped(progress)
         first = progress.step
         while progress.step < train.train_iters:
-            progress, stopping = self._step(progress, batches)
+            steady = progress.step >= first + FIRST_STEPS and not saves.writing
+            progress, stopping = self._step(progress, batches, steady=steady)
             if progress.step == first + 1 and self.engine.platform.name == "cuda":
                 saves.reserve(progress)
             last = progress.step == train.train_iters
@@ -163,7 +170,7 @@ class Loop:
             self.tracker.note(Note(step=step, event="unreadable", details=details, alarm=True))
             raise failure
 
-    def _step(self, progress: Progress, batches: ReadAhead) -> tuple[Progress, bool]:
+    def _step(self, progress: Progress, batches: ReadAhead, *, steady: bool) -> tuple[Progress, bool]:
         counter = self.engine.balance if is_measured(progress.step + 1, self.plan.recipe) else None
         if counter is not None:
             counter.start()
@@ -178,6 +185,8 @@ class Loop:
             skipped_steps=progress.skipped_steps + result.skipped,
         )
         self.losses.append(result.loss)
+        if steady:
+            self.steady.append(seconds)
         self._report(progress, result, seconds, balance)
         require_finite(progress.step, result, self.engine, self.world)
         self._require_loss_scale(progress, result)

@@ -90,6 +90,11 @@ class Saves:
             code=ExitCode.STOP,
         )
 
+    @property
+    def writing(self) -> bool:
+        """Whether a save had not ended at the last `poll`."""
+        return bool(self._waited)
+
     def poll(self) -> None:
         """Report the saves that have ended; does not wait."""
         self._report(self._saver.poll())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Callable, Iterator
@@ -292,7 +293,7 @@ def open_tracker(
         yield NoTracker()
         return
     layers = {"transformer_impl": implementation.name, "transformer_impl_reason": implementation.reason}
-    plan_values = {**plan.as_dict(), **layers}
+    plan_values = {**plan.as_dict(), **layers, "predicted": spec.predicted}
     with RunTracker.open(
         spec.recipe,
         plan=plan_values,
@@ -301,12 +302,17 @@ def open_tracker(
         runs_dir=spec.runs_dir,
         resumed_step=progress.step,
         total_steps=spec.recipe.train.train_iters,
-        tags={"layout": f"dp{world.data_parallel_size}", **spec.tags},
+        tags=_tags(spec, world),
         console=console(),
     ) as tracker:
         if spec.restart:
             tracker.note(Note(step=progress.step, event="restarted", details={"restart": spec.restart, **spec.tags}))
         yield tracker
+
+
+def _tags(spec: RunSpec, world: World) -> dict[str, str]:
+    predicted = {} if spec.predicted is None else {"predicted": json.dumps(spec.predicted)}
+    return {"layout": f"dp{world.data_parallel_size}", **predicted, **spec.tags}
 
 
 def _adapters(plan: Plan) -> dict[str, str]:

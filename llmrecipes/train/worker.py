@@ -29,18 +29,20 @@ def run(spec: RunSpec) -> ExitCode:
     import_megatron()
     # Imported here so that a rank with an invalid spec fails before torch is loaded.
     from llmrecipes.checkpoint.saver import AsyncSaver, claim, saver_group
+    from llmrecipes.console import console
     from llmrecipes.data.prepared import open_prepared
     from llmrecipes.engine.backends import backend
     from llmrecipes.engine.base import Progress
     from llmrecipes.faults.signals import catch_signals
     from llmrecipes.hardware.nics import ports
     from llmrecipes.recipe.load import recipe_hash
-    from llmrecipes.tracking.events import Note
+    from llmrecipes.tracking.events import MEASURED, Note
     from llmrecipes.train.debug import anomaly_mode
     from llmrecipes.train.evaluations import TaskEvaluations, evaluation_due, load_tasks
     from llmrecipes.train.folder import require_exists, stop_when_deleted
     from llmrecipes.train.loaders import one_batch_forever, open_loaders
     from llmrecipes.train.loop import Loop, LoopOutcome
+    from llmrecipes.train.measured import line, measured
     from llmrecipes.train.network import leave_out_other_adapters, nccl_output, report_on_error, require_fabric
     from llmrecipes.train.profile import profiled
     from llmrecipes.train.resume import choose, initial_weights, resume
@@ -139,9 +141,13 @@ def run(spec: RunSpec) -> ExitCode:
         stack.callback(gc.unfreeze)
         outcome = loop.run(progress)
         require_exists(spec.run_dir, world, lambda: tracker.close("FAILED"))
+        if values := measured(loop.steady, platform, spec.predicted):
+            tracker.note(Note(step=progress.step + len(loop.losses), event=MEASURED, details=values))
         # Close the progress display before printing anything else.
         tracker.close("FINISHED" if outcome is LoopOutcome.FINISHED else "KILLED")
         with engine.params_synced():
+            if world.is_first and values:
+                console().print(line(values), markup=False)
             if world.is_first and outcome is LoopOutcome.FINISHED:
                 print_summary(spec, prepared, loop)
     return outcome.value

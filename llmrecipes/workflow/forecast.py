@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.load import load_profile
+from llmrecipes.hardware.profile import Profile
 from llmrecipes.io import write_atomic
 from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.speed.forecast import Forecast, forecast
@@ -28,6 +30,14 @@ def step_seconds_of(plan: Plan, cluster: str | None) -> float | None:
     """Predicted seconds of a step; None on a machine without GPUs, or with one without coefficients."""
     try:
         return forecast(plan, None if cluster is None else load_profile(cluster)).step.seconds
+    except UserError:
+        return None
+
+
+def record_of(plan: Plan, profile: Profile | None) -> dict[str, Any] | None:
+    """What a run records of its prediction; None where nothing is known of the machine's speed."""
+    try:
+        return forecast(plan, profile).record()
     except UserError:
         return None
 

@@ -49,6 +49,8 @@ class Device:
     """Latency of one step of a ring over NVLink."""
     hop_far: float
     """The same between nodes."""
+    queue: bool = True
+    """Whether kernels run behind the host, which launches the next ones meanwhile; a CPU does one after the other."""
     rails: float = 1.0
     """Power of the ranks on a node with which a ring's bandwidth between nodes grows; 1 where it uses all adapters."""
 

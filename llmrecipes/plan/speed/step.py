@@ -40,6 +40,11 @@ class Step:
         """All together."""
         return sum(self.parts().values())
 
+    @property
+    def communication(self) -> float:
+        """What of `seconds` are collectives that do not hide; messages between stages are in `bubble`."""
+        return self.tensor + self.expert + self.context + self.gradients
+
     def parts(self) -> dict[str, float]:
         """Seconds by name."""
         values = asdict(self)
@@ -47,8 +52,10 @@ class Step:
         return values
 
 
-def _either(gpu: float, host: float) -> float:
+def _either(device: Device, gpu: float, host: float) -> float:
     """Seconds of a layer whose kernels take `gpu` and whose launches `host`: the longer, rounded where they meet."""
+    if not device.queue:
+        return gpu + host
     return float((gpu**8 + host**8) ** 0.125)
 
 
@@ -67,7 +74,7 @@ def _layer(device: Device, stack: Stack, work: Work, *, experts: bool) -> _Pass:
     tokens, near = work.tokens, device.gpus_per_node
     tensor_ahead = tensor_back = expert = context = 0.0
     if work.tp > 1:
-        one = network.reduce(device, 2.0 * tokens * work.hidden, work.tp, near)
+        one = network.reduce(device, work.width * tokens * work.hidden, work.tp, near)
         shown = 1 - stack.overlap_tensor
         # With sequence parallelism the backward pass gathers its inputs once more, beside the data gradient.
         tensor_ahead = tensor_back = 2 * one * shown
@@ -76,11 +83,11 @@ def _layer(device: Device, stack: Stack, work: Work, *, experts: bool) -> _Pass:
         if stack.sequence_parallel:
             tensor_back += 0.5 * one * shown
     if experts and work.ep > 1:
-        size = 2.0 * tokens * work.topk * work.hidden / work.tp
+        size = work.width * tokens * work.topk * work.hidden / work.tp
         expert = 2 * network.exchange(device, size, work.ep, max(1, near // work.tp)) * (1 - stack.overlap_expert)
     if work.cp > 1:
         channels = work.latent[2] + work.latent[3] or work.channels
-        size = 2.0 * tokens * work.cp * 2 * work.kv_heads * channels / work.tp
+        size = work.width * tokens * work.cp * 2 * work.kv_heads * channels / work.tp
         whole = network.gather(device, size, work.cp, max(1, near // work.tp))
         context = max(0.0, whole - 0.8 * kernels.forward * 0.3)
     ahead = kernels.forward + tensor_ahead + expert + context
@@ -88,8 +95,8 @@ def _layer(device: Device, stack: Stack, work: Work, *, experts: bool) -> _Pass:
     dispatched = experts and "moe" in work.recomputed_modules
     back += work.recomputed * ahead + repeated(device, stack, work, experts=experts) + dispatched * expert
     host = device.launch * stack.host
-    ahead = _either(ahead, host * kernels.launches)
-    back = _either(back, host * (1.5 + work.recomputed) * kernels.launches)
+    ahead = _either(device, ahead, host * kernels.launches)
+    back = _either(device, back, host * (1.5 + work.recomputed) * kernels.launches)
     if stack.stall and work.pp > 1 and work.tp > 1 and work.gpus > near:
         slow = stack.stall * (3.0 + min(work.tp, near) - 1 + 14.0 * (ceil(work.tp / near) - 1))
         if ahead + back < slow:
@@ -143,7 +150,7 @@ def predict(device: Device, stack: Stack, work: Work) -> Step:
     slow_nodes = (work.gpus / device.gpus_per_node / 32) ** 4
     hop = 0.0
     if work.pp > 1:
-        message = 2.0 * work.tokens * work.hidden / (work.tp if stack.sequence_parallel else 1)
+        message = work.width * work.tokens * work.hidden / (work.tp if stack.sequence_parallel else 1)
         hop = network.send(device, message, far=work.gpus > device.gpus_per_node) + stack.hop
         if work.dp > 1 and work.gpus > device.gpus_per_node:
             hop += stack.hop_slow * (slow_nodes / (1 + slow_nodes) if stack.zero else 0.5)
@@ -223,7 +230,7 @@ def _gradients(
         whole += network.gather(device, (stack.gradient_bytes + 2.0) * most, ranks, near)
     elif stack.zero >= 1:
         whole = network.gather(device, stack.gradient_bytes * most, ranks, near)
-        whole += network.gather(device, 2.0 * most, ranks, near)
+        whole += network.gather(device, work.width * most, ranks, near)
     else:
         whole = network.reduce(device, stack.gradient_bytes * most, ranks, near)
     copies = max(1, ranks * work.tp // work.ep) if work.experts else 1

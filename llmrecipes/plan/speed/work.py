@@ -61,6 +61,11 @@ class Work:
         return self.head_dim or self.hidden // self.heads
 
     @property
+    def width(self) -> float:
+        """Bytes of an activation and of a weight in a message."""
+        return 4.0 if self.precision == "fp32" else 2.0
+
+    @property
     def microbatches(self) -> int:
         """Micro-batches of a step."""
         return max(1, round(self.gbs / (self.dp * self.mbs)))

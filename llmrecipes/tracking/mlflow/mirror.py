@@ -6,7 +6,7 @@ import json
 import time
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from llmrecipes.tracking.events import TASKS_EVALUATED, expert_metrics
+from llmrecipes.tracking.events import METRIC_NOTES, expert_metrics
 from llmrecipes.tracking.mirror import Ending, Mirror, numbers, serve
 from llmrecipes.tracking.mlflow.database import TRAINING_VIEW, redact
 from llmrecipes.tracking.mlflow.sink import MlflowConfig
@@ -88,7 +88,7 @@ def entities(values: dict[str, Any]) -> tuple[list[Metric], list[RunTag]]:
     """A line of metrics.jsonl as MLflow metrics, or for a note as a tag with its last occurrence."""
     from mlflow.entities import Metric, RunTag
 
-    if values.get("event") == TASKS_EVALUATED:
+    if values.get("event") in METRIC_NOTES:
         when = int(values.get("time", 0) * 1000)
         return [Metric(key, value, when, values["step"]) for key, value in values["details"].items()], []
     if "event" in values:
