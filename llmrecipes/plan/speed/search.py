@@ -97,7 +97,7 @@ def candidates(recipe: Recipe, ranks: int, near: int) -> Iterator[Recipe]:
                                 **cut,
                             }
                         )
-                        for micro in _powers(MOST_MICRO_BATCH):
+                        for micro in sorted({*_powers(MOST_MICRO_BATCH), recipe.train.micro_batch_size}):
                             if (batch // (ranks // dense)) % micro:
                                 continue
                             for again in (_NONE, _AUTO):
