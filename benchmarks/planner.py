@@ -30,10 +30,10 @@ from llmrecipes.plan.speed.step import predict
 from llmrecipes.plan.speed.work import Work
 
 Row = dict[str, str]
-_SURE = 0.7
+_SURE = 0.62
 """Share of a formula's memory that a run of any framework needs."""
-_FULL = 1.12
-"""Share of the capacity above which the formula calls a layout impossible; its median error is several percent."""
+_FULL = 0.942
+"""Share of the capacity that a program can use: the rest is the CUDA context's and the communicators'."""
 
 # Shapes of published models, for rows that have a name only: layers, hidden, FFN, heads, groups, vocabulary, gated.
 _KNOWN = {
@@ -255,6 +255,8 @@ def read(row: Row) -> Reading:
         work = min(options, key=lambda option: abs(math.log(option.parameters / (size * 1e9))))
     else:
         work = next(option for option in options if not option.tied)
+    if software.by_cost and not experts and 1 < work.pp <= work.layers:
+        work = replace(work, stage_layers=by_cost(work)[0])
     if values["gated"] is None:
         assumed.append("gated MLP")
     try:
@@ -268,16 +270,21 @@ def read(row: Row) -> Reading:
     return Reading(work, gpu, software, assumed, recompute not in ("none", "full") or "recompute" in assumed)
 
 
-def _empty_stages(work: Work) -> int:
-    """Stages without parameters after the output layer, where blocks are cut by parameters as nanotron does."""
+def by_cost(work: Work) -> tuple[tuple[int, ...], int]:
+    """Layers of each stage where blocks are cut by parameters as nanotron does, and the stage of the output layer.
+
+    A block goes to the present stage; the next begins where more than its share is placed
+    (nanotron/models/base.py, build_model). Stages after the output layer's are empty.
+    """
     layer = work.attention_parameters + work.dense_parameters
-    blocks = [*[layer] * work.layers, work.vocab * work.hidden]
-    stage = done = 0
-    for number, cost in enumerate(blocks):
-        done += cost
-        if number < work.layers and done > sum(blocks) * (stage + 1) / work.pp and stage + 1 < work.pp:
+    total = layer * work.layers + work.vocab * work.hidden
+    stages, stage, done = [0] * work.pp, 0, 0
+    for _ in range(work.layers):
+        stages[stage] += 1
+        done += layer
+        if done >= total * (stage + 1) / work.pp and stage + 1 < work.pp:
             stage += 1
-    return work.pp - 1 - stage
+    return tuple(stages), stage
 
 
 def impossible(reading: Reading, size: float) -> str | None:
@@ -285,13 +292,15 @@ def impossible(reading: Reading, size: float) -> str | None:
     work, software = reading.work, reading.stack
     if work.pp > work.layers:
         return f"{work.pp} pipeline stages for {work.layers} layers"
-    if software.by_cost and not work.experts and work.dp > 1 and _empty_stages(work) >= 3:
+    if software.by_cost and not work.experts and work.dp > 1 and work.pp - 1 - by_cost(work)[1] >= 3:
         return "the last pipeline stages have no parameters"
     if reading.partly and not software.by_cost:
         work = replace(work, recomputed=1.0)
         size = memory.estimate(reading.device, software, work)
-    # Only for frameworks with measured memory are formulas close enough for a verdict near the capacity.
-    least = size if software.by_cost else _SURE * size
+    # Only for frameworks with measured memory are formulas close enough for a verdict near the capacity. Gathered
+    # inputs are kept by some of their versions only.
+    sure = software.by_cost
+    least = memory.estimate(reading.device, _with(software, gathered=0.0), work) if sure else _SURE * size
     if least > reading.device.memory_bytes * _FULL:
         return f"needs {least / 1e9:.0f} GB"
     return None

@@ -110,8 +110,14 @@ class Stack:
     """Bytes that attention and MLP keep, relative to fused kernels."""
     inputs: float = 0.0
     """Tensors of the residual stream's width that the first stage keeps of a micro-batch besides."""
+    gathered: float = 0.0
+    """Tensors of the residual stream's width that a layer keeps on every tensor-parallel rank."""
+    logits: float = 10.0
+    """Bytes per logit at the fullest moment of the loss."""
+    logits_before: float = 0.0
+    """Bytes per logit that are still there of the micro-batch before."""
     gradient_copy: float = 0.0
-    """Bytes per parameter of transient buffers with ZeRO-1."""
+    """Bytes per parameter of transient buffers."""
     base: float = 1.0e9
     """Bytes of a rank without a model."""
 
