@@ -105,11 +105,11 @@ def number(row: Row, *names: str) -> float | None:
 
 def _shape(row: Row, assumed: list[str]) -> dict[str, Any]:
     """Layers, widths and heads; by the model's name, else by its number of parameters, where the row has none."""
-    name = row.get("model", "").lower().replace("_", "-")
+    name = (row.get("model") or row.get("test") or "").lower().replace("_", "-")
     known = next((shape for key, shape in _KNOWN.items() if key in name), None)
     size = number(row, "params_b")
-    if size is None and (match := re.search(r"([\d.]+)\s*b\b", name)):
-        size = float(match[1])
+    if size is None and (match := re.search(r"([\d.]+)\s*([bt])\b", name)):
+        size = float(match[1]) * (1000 if match[2] == "t" else 1)
     values: dict[str, Any] = {}
     keys = ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
     for key in keys:
@@ -138,7 +138,7 @@ def _shape(row: Row, assumed: list[str]) -> dict[str, Any]:
         assumed.append("heads")
     values["kv_heads"] = values["kv_heads"] or values["heads"]
     if values["vocab"] is None:
-        values["vocab"] = 50304 if "gpt" in name else 128256
+        values["vocab"] = 50304 if "gpt" in name else 32000 if "mixtral" in name else 128256
         assumed.append("vocab")
     values["size"] = size
     values["gated"] = gated
@@ -236,6 +236,8 @@ def read(row: Row) -> Reading:
         precision = "fp8"
     if degrees["ep"] > 1 and not experts:
         degrees["ep"] = 1
+    # megatron-core splits experts as it does dense layers unless it is told otherwise; published recipes tell it.
+    etp = int(number(row, "etp") or (degrees["tp"] if "suite" in row else 1)) if experts else 1
     options = [
         Work(
             layers=values["layers"], hidden=values["hidden"], ffn=ffn, heads=values["heads"],
@@ -245,7 +247,9 @@ def read(row: Row) -> Reading:
             head_dim=channels, gated=gated, tied=tied, experts=experts, topk=topk, moe_ffn=expert_ffn,
             shared_ffn=shared,
             dense_layers=dense_layers if experts else 0, latent=latent, mtp=mtp, vpp=degrees["vpp"], ep=degrees["ep"],
-            precision=precision, recomputed=float(recompute == "full"),
+            etp=etp, precision=precision, recomputed=float(recompute == "full"),
+            # Without a fused kernel, selective recomputation is that of core attention (arXiv 2205.05198).
+            recomputed_modules=("core_attn",) if recompute == "selective" and not software.flash else (),
         )
         for gated in ((values["gated"],) if values["gated"] is not None else (True, False))
         for tied in (False, True)
@@ -310,6 +314,11 @@ def _with(software: Stack, **changes: Any) -> Stack:
     return Stack(**{**{name: getattr(software, name) for name in software.__dataclass_fields__}, **changes})
 
 
+def source_of(row: Row) -> str:
+    """What published a row, without what differs between its rows."""
+    return re.split(r"[;(|]|README|\d{3,}", row.get("source") or row.get("suite") or "failed")[0].strip()[:48]
+
+
 def replay(rows: list[Row], readings: list[Reading | None] | None = None) -> list[Result]:
     """A prediction for every row."""
     results = []
@@ -336,12 +345,10 @@ def replay(rows: list[Row], readings: list[Reading | None] | None = None) -> lis
             if measured:
                 mfu = measured * work.flops(causal=False) / reading.device.peak["bf16"]
         group = tuple(row.get(name) or "" for name in ("model", "gpu", "gpus", "gbs", "seq", "precision"))
-        source = re.split(r"[;(|]|README|\d{3,}", row.get("source") or row.get("suite") or "failed")[0].strip()[:48]
         results.append(
             Result(
-                index, group, source, tokens, size, fits, refused, reading.assumed if reading else [], measured, held,
-                mfu,
-                parameters,
+                index, group, source_of(row), tokens, size, fits, refused, reading.assumed if reading else [], measured,
+                held, mfu, parameters,
             )
         )  # fmt: skip
     return results

@@ -18,7 +18,8 @@ def estimate(device: Device, stack: Stack, work: Work) -> float:
     most = 0.0
     for stage in range(work.pp):
         states = _states(stack, dense[stage], ranks, work.stages[stage])
-        states += _states(stack, routed[stage], max(1, ranks * work.tp // max(1, work.ep)), work.stages[stage])
+        copies = max(1, ranks * work.tp // (work.ep * work.etp))
+        states += _states(stack, routed[stage], copies, work.stages[stage])
         most = max(most, states + activations(stack, work, stage))
     return most + stack.base
 
@@ -68,6 +69,6 @@ def _layer(stack: Stack, work: Work) -> float:
         inner += 2.0 * (work.topk * (wide * work.moe_ffn + 2 * work.hidden) + wide * work.shared_ffn) / tp
     else:
         inner += 2.0 * wide * work.ffn / tp
-    if not stack.flash:
+    if not stack.flash and "core_attn" not in work.recomputed_modules:
         inner += 5.0 * work.heads * work.seq / tp
     return edge + stack.act * inner

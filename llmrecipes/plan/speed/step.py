@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 
@@ -42,9 +42,10 @@ class Step:
 
     def parts(self) -> dict[str, float]:
         """Seconds by name."""
-        values = asdict(self)
-        del values["passes"], values["hop"]
-        return values
+        return {name: getattr(self, name) for name in _PARTS}
+
+
+_PARTS = ("compute", "tensor", "expert", "context", "bubble", "gradients", "optimizer")
 
 
 def _either(gpu: float, host: float) -> float:
@@ -77,7 +78,9 @@ def _layer(device: Device, stack: Stack, work: Work, *, experts: bool) -> _Pass:
             tensor_back += 0.5 * one * shown
     if experts and work.ep > 1:
         size = 2.0 * tokens * work.topk * work.hidden / work.tp
-        expert = 2 * network.exchange(device, size, work.ep, max(1, near // work.tp)) * (1 - stack.overlap_expert)
+        copies = work.topk if stack.once_per_node else 0
+        expert = 2 * network.exchange(device, size, work.ep, max(1, near // work.tp), copies)
+        expert *= 1 - stack.overlap_expert
     if work.cp > 1:
         channels = work.latent[2] + work.latent[3] or work.channels
         size = 2.0 * tokens * work.cp * 2 * work.kv_heads * channels / work.tp
@@ -112,7 +115,7 @@ def stage_parameters(work: Work) -> tuple[list[float], list[float]]:
         words = work.vocab * work.hidden
         own += words * ((stage == 0) + (stage == work.pp - 1) * (0 if work.tied and work.pp == 1 else 1))
         dense.append(own / work.tp)
-        sparse.append(some * work.experts * work.expert_parameters / work.ep)
+        sparse.append(some * work.experts * work.expert_parameters / (work.ep * work.etp))
     return dense, sparse
 
 
@@ -121,14 +124,15 @@ def _expert(work: Work, index: int) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _with_links(device: Device, share: float, rails: float) -> Device:
-    return replace(device, links=device.links * share, rails=rails)
+def _with_links(device: Device, share: float, rails: float, crowd: float, nic: float) -> Device:
+    return replace(device, links=device.links * share, rails=rails, crowd=crowd, nic=device.nic * nic)
 
 
 def predict(device: Device, stack: Stack, work: Work) -> Step:
     """Seconds of one step."""
-    if stack.links != 1.0 or stack.rails != 1.0:
-        device = _with_links(device, stack.links, stack.rails)
+    network_of_stack = (stack.links, stack.rails, stack.crowd, stack.nic)
+    if network_of_stack != (1.0, 1.0, 0.0, 1.0):
+        device = _with_links(device, *network_of_stack)
     plain = _layer(device, stack, work, experts=False) if work.dense_layers or not work.experts else None
     sparse = _layer(device, stack, work, experts=True) if work.experts else None
     ahead, back, first = [], [], 0
@@ -146,7 +150,7 @@ def predict(device: Device, stack: Stack, work: Work) -> Step:
         message = 2.0 * work.tokens * work.hidden / (work.tp if stack.sequence_parallel else 1)
         hop = network.send(device, message, far=work.gpus > device.gpus_per_node) + stack.hop
         if work.dp > 1 and work.gpus > device.gpus_per_node:
-            hop += stack.hop_slow * (slow_nodes / (1 + slow_nodes) if stack.zero else 0.5)
+            hop += stack.hop_slow * slow_nodes / (1 + slow_nodes)
     for stage, (few, many) in enumerate(counts):
         forward = (plain.forward * few if plain else 0.0) + (sparse.forward * many if sparse else 0.0)
         backward = (plain.backward * few if plain else 0.0) + (sparse.backward * many if sparse else 0.0)
@@ -164,7 +168,7 @@ def predict(device: Device, stack: Stack, work: Work) -> Step:
     number = work.microbatches
     if stack.sharded and work.dp > 1:
         ahead, back = _sharded(device, stack, work, ahead, back, dense)
-    blocking = work.vpp == 1
+    blocking = work.vpp == 1 or not stack.overlap_hops
     passes = simulate(ahead, back, number, work.vpp, hop, blocking=blocking)
     exposed = _gradients(device, stack, work, dense, routed, back)
     held = max(d + r for d, r in zip(dense, routed, strict=True))
@@ -226,7 +230,7 @@ def _gradients(
         whole += network.gather(device, 2.0 * most, ranks, near)
     else:
         whole = network.reduce(device, stack.gradient_bytes * most, ranks, near)
-    copies = max(1, ranks * work.tp // work.ep) if work.experts else 1
+    copies = max(1, ranks * work.tp // (work.ep * work.etp)) if work.experts else 1
     if copies > 1 and routed:
         whole += network.reduce(
             device, 0.75 * stack.gradient_bytes * max(routed), copies, max(1, near * work.tp // work.ep)

@@ -46,6 +46,8 @@ class Work:
     mtp: int = 0
     vpp: int = 1
     ep: int = 1
+    etp: int = 1
+    """Ranks over which an expert is split."""
     precision: str = "bf16"
     recomputed: float = 0.0
     """Share of the layers whose whole forward pass is repeated in the backward pass."""
@@ -199,7 +201,7 @@ def _linear(
 
 def layer(device: Device, stack: Stack, work: Work, *, experts: bool) -> Kernels:
     """One layer of a micro-batch on one rank, communication left out."""
-    kind, speed, tokens = _kind(work), stack.gemm, work.tokens
+    kind, speed, tokens = _kind(work), device.gemm_speed(stack.gemm), work.tokens
     if "rowwise" in work.precision:
         # A scale a row is computed, and applied, for every product.
         speed *= _ROWWISE
@@ -229,9 +231,10 @@ def layer(device: Device, stack: Stack, work: Work, *, experts: bool) -> Kernels
     wide = 2 if work.gated else 1
     if experts:
         local = max(1, work.experts // work.ep)
-        share = tokens * work.topk / (tp if work.ep > 1 or tp > 1 else 1) * work.ep / max(1, work.experts)
-        add(wide * work.moe_ffn, hidden, rows=share, batch=local)
-        add(hidden, work.moe_ffn, rows=share, batch=local)
+        width = work.moe_ffn / work.etp
+        share = tokens * work.topk / tp * work.ep * work.etp / max(1, work.experts)
+        add(wide * width, hidden, rows=share, batch=local)
+        add(hidden, width, rows=share, batch=local)
         if work.shared_ffn:
             add(wide * work.shared_ffn / tp, hidden)
             add(hidden, work.shared_ffn / tp)
@@ -241,7 +244,10 @@ def layer(device: Device, stack: Stack, work: Work, *, experts: bool) -> Kernels
     ahead, back = _attention(device, stack, work)
     moved = _elementwise(stack, work, experts=experts)
     rate = device.bandwidth * device.memory
-    launches = 14 + (0 if stack.flash else 4) + (20 if experts else 0) + (6 if kind == "fp8" else 0)
+    launches = 14 + (0 if stack.flash else 4) + (6 if kind == "fp8" else 0)
+    if experts:
+        # Router, sorting and dispatch, and a product of each local expert.
+        launches += 30 + 2 * max(1, work.experts // work.ep)
     return Kernels(forward + ahead + moved / rate, backward + back + 1.6 * moved / rate, launches)
 
 
@@ -252,7 +258,7 @@ def repeated(device: Device, stack: Stack, work: Work, *, experts: bool) -> floa
     split = tp if stack.sequence_parallel else 1
 
     def products(*shapes: tuple[float, float], rows: float = tokens, batch: int = 1) -> float:
-        return sum(_linear(device, rows, n, k, kind, stack.gemm, batch)[0] for n, k in shapes)
+        return sum(_linear(device, rows, n, k, kind, device.gemm_speed(stack.gemm), batch)[0] for n, k in shapes)
 
     def traffic(values: float) -> float:
         return tokens * stack.passes * 2 * 2 * values / (device.bandwidth * device.memory)
@@ -325,6 +331,6 @@ def ends(device: Device, stack: Stack, work: Work) -> tuple[float, float]:
     """Seconds of the output layer and the loss of a micro-batch, forward and backward."""
     kind = "bf16" if _kind(work) == "fp8" else _kind(work)
     rows = work.vocab / work.tp
-    ahead, back = _linear(device, work.tokens, rows, work.hidden, kind, stack.gemm)
+    ahead, back = _linear(device, work.tokens, rows, work.hidden, kind, device.gemm_speed(stack.gemm))
     logits = work.tokens * rows * stack.loss_bytes / (device.bandwidth * device.memory)
     return ahead + logits, back + logits
