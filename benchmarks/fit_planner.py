@@ -22,6 +22,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,22 @@ class Fit:
                 if stack in exact:
                     add(("stack", stack, key), _to(key, float(getattr(exact[stack], key))), 0.5)
         self.start, self.spread = np.array(start), np.array(spread)
+
+    def present(self) -> np.ndarray:
+        """The package's coefficients."""
+        default = devices.stack_of("default")
+        gpus = {reading.device.name: devices.device(reading.device.name) for reading in self.readings}
+        values = []
+        for kind, which, key in self.names:
+            if kind == "device":
+                values.append(_to(key, getattr(gpus[which], key)))
+            elif kind == "default":
+                values.append(_to(key, getattr(default, key)))
+            elif key in SPREAD:
+                values.append(math.log(getattr(devices.stack_of(which), key) / getattr(default, key)))
+            else:
+                values.append(_to(key, getattr(devices.stack_of(which), key)))
+        return np.array(values)
 
     def weights(self, which: Sequence[int]) -> np.ndarray:
         """Of rows in a fit: runs far below a GPU's possibilities have causes that no formula has."""
@@ -256,17 +273,21 @@ def _words(stack: Stack, changes: dict[str, float]) -> dict[str, float]:
 
 
 def _folds(fit: Fit, by: str) -> list[tuple[str, list[int]]]:
-    """Parts of the rows that are left out together."""
+    """Parts of the rows that are left out together: sources (those of single runs in six parts), models or groups."""
     parts: dict[str, list[int]] = defaultdict(list)
+    sources = Counter(source for source, row in zip(fit.source, fit.rows, strict=True) if row["model"] not in _SWEPT)
+    sixths = {
+        source: f"sixth {place % 6 + 1} of the sources" for place, (source, _) in enumerate(sources.most_common())
+    }
     for index, row in enumerate(fit.rows):
-        sweep = row["model"] in _SWEPT
+        swept = row["model"] in _SWEPT
         if by == "source":
-            parts[fit.source[index]].append(index)
-        elif sweep and by == "model":
+            parts[fit.source[index] if swept else sixths[fit.source[index]]].append(index)
+        elif swept and by == "model":
             parts[row["model"]].append(index)
-        elif sweep:
+        elif swept:
             group = (row["model"], row["gpus"], row["gbs"])
-            parts[f"fifth {sum(map(ord, ''.join(group))) % 5}"].append(index)
+            parts[f"fifth {sum(map(ord, ''.join(group))) % 5 + 1} of the groups"].append(index)
     return sorted(parts.items(), key=lambda item: -len(item[1]))
 
 
@@ -288,17 +309,18 @@ def cross(
     """Predictions of all rows that were left out, each by a fit without its part.
 
     `known` are those with the factors of the framework, where other rows have it, `unknown` those with the default's.
-    The search for the coefficients begins at those of all rows, which is faster; it ends where the rest is fitted best.
+    The search begins at the package's coefficients, which is faster; it ends where the rest is fitted best.
     """
     results: dict[str, list[planner.Result]] = {"known": [], "unknown": []}
-    full = fit.run(_thinned(fit, range(len(fit.rows)), every), evaluations)
+    present = fit.present()
+    missed: dict[str, list[float]] = defaultdict(list)
     say(f"{'left out':50}{'rows':>5}{'median':>8}{'p90':>8}{'bias':>8}{'as an unknown program':>32}")
     for name, part in _folds(fit, by):
         out = set(part)
         rest = [index for index in range(len(fit.rows)) if index not in out]
         programs = {_family(fit.readings[index].stack) for index in part}
         new = programs - {_family(fit.readings[index].stack) for index in rest}
-        vector = fit.run(_thinned(fit, rest, every), max(3, evaluations // 2), full)
+        vector = fit.run(_thinned(fit, rest, every), evaluations, present)
         line = f"{name[:50]:50}{len(part):5}"
         for label, unknown in (("known", new), ("unknown", programs)):
             made = fit.predictions(vector, part, frozenset(unknown))
@@ -306,9 +328,16 @@ def cross(
             for result, value in zip(replayed, made, strict=True):
                 result.tokens = math.exp(value)
             results[label] += replayed
+            if label == "known":
+                for index, value in zip(part, made, strict=True):
+                    missed[fit.source[index]].append(math.exp(value - fit.measured[index]) - 1)
             ratios = np.exp(made - fit.measured[part]) - 1
             line += f"{np.median(abs(ratios)):8.1%}{np.quantile(abs(ratios), 0.9):8.1%}{np.median(ratios):+8.1%}"
         say(f"{line}  {'new: ' + ', '.join(sorted(new)) if new else ''}".rstrip())
+    say(f"\n{'source':50}{'rows':>5}{'median':>8}{'p90':>8}{'bias':>8}")
+    for name, errors in sorted(missed.items(), key=lambda item: -len(item[1])):
+        say(f"{name[:50]:50}{len(errors):5}{np.median(np.abs(errors)):8.1%}{np.quantile(np.abs(errors), 0.9):8.1%}"
+            f"{np.median(errors):+8.1%}")  # fmt: skip
     return results
 
 
@@ -316,16 +345,16 @@ def main() -> int:
     """Fit, print, and on request write; or cross-validate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=Path, nargs="+")
-    parser.add_argument("--evaluations", type=int, default=8)
-    parser.add_argument("--every", type=int, default=4, help="take one of so many rows of a model with more than 20")
+    parser.add_argument("--evaluations", type=int, default=12, help="of the residuals; 4 in a cross-validation")
+    parser.add_argument("--every", type=int, default=4, help="one of so many rows of a model with more than 20")
     parser.add_argument("--cross", choices=("source", "model", "group"), help="leave out parts, and predict them")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures of a cross-validation")
     parser.add_argument("--write", action="store_true", help="store the coefficients in the package")
     options = parser.parse_args()
     fit = Fit([row for path in options.rows for row in planner.load(path)])
     if options.cross:
-        results = cross(fit, options.cross, options.every, options.evaluations, lambda line: print(line, flush=True))
-        parts = {}
+        results = cross(fit, options.cross, options.every, min(4, options.evaluations), partial(print, flush=True))
+        parts = {"NVIDIA's programs, known program": [each for each in results["known"] if "NVIDIA" in each.source]}
         for label, made in results.items():
             parts[f"published, {label} program"] = [each for each in made if each.group[0] not in _SWEPT]
             parts[f"sweeps, {label} program"] = [each for each in made if each.group[0] in _SWEPT]

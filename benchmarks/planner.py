@@ -55,6 +55,8 @@ _KNOWN = {
     "llama-8b": (32, 4096, 14336, 32, 32, 131072, True),
     "llama-80b": (80, 8192, 28672, 64, 64, 131072, True),
 }
+_SIZES = {"llama-1b": 1.34, "llama-3b": 3.57, "llama-8b": 8.86, "llama-80b": 79.99}
+"""Billions of parameters, where the name is further from them than shared word embeddings are."""
 _EXPERTS = {"grok1": (8, 2, 32768), "llama4-maverick": (128, 1, 8192)}
 _REQUIRED = ("model", "gpus", "tp", "pp", "mbs")
 _MEMORY_REQUIRED = ("suite", "test", "layers", "hidden", "mbs", "gbs", "seq")
@@ -107,7 +109,7 @@ def _shape(row: Row, assumed: list[str]) -> dict[str, Any]:
     """Layers, widths and heads; by the model's name, else by its number of parameters, where the row has none."""
     name = (row.get("model") or row.get("test") or "").lower().replace("_", "-")
     known = next((shape for key, shape in _KNOWN.items() if key in name), None)
-    size = number(row, "params_b")
+    size = number(row, "params_b") or next((size for key, size in _SIZES.items() if key in name), None)
     if size is None and (match := re.search(r"([\d.]+)\s*([bt])\b", name)):
         size = float(match[1]) * (1000 if match[2] == "t" else 1)
     values: dict[str, Any] = {}

@@ -110,8 +110,6 @@ class Stack:
     """More of it where a job has very many nodes."""
     stall: float = 0.0
     """Time that a layer loses per tensor-parallel rank where the pipeline crosses nodes."""
-    tied: bool | None = None
-    """Whether word embeddings are shared, where a row does not say; None: from its number of parameters."""
     loss_bytes: float = 10.0
     """Bytes per logit at the loss: its copies in 16 and 32 bits, and their gradients."""
     rails: float = 1.0
