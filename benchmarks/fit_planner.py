@@ -266,7 +266,7 @@ def _changed(gpu: Device, values: dict[str, float]) -> Device:
     return replace(gpu, **{key: value * ratio.get(key, 1.0) for key, value in values.items()})
 
 
-def _words(stack: Stack, changes: dict[str, float]) -> dict[str, float]:
+def _words(stack: Stack, changes: dict[str, float]) -> dict[str, Any]:
     """Without what single words of the source say, which no fit changes."""
     plain = devices.stack_of(stack.name)
     return {key: value for key, value in changes.items() if key in SPREAD or getattr(stack, key) == getattr(plain, key)}
