@@ -45,6 +45,7 @@ FREE = (
     "data.num_workers",
     "data.prefetch_factor",
     "data.pin_memory",
+    "faults",
 )
 """Keys, and sections with all their keys, that may differ from the recipe that wrote a checkpoint."""
 

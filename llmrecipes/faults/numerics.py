@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -31,25 +31,51 @@ class BadParameter:
         return f"{self.name} ({self.kind} among {self.count} of {self.size} elements)"
 
 
+MOST_SAMPLES = 16
+"""Samples that a message names."""
+
+
 class NonFinite(UserError):
     """A loss or a gradient norm that is NaN or infinite; running again would fail the same way.
 
     Args:
         quantity: `loss` or `gradient norm`.
         first_bad: first non-finite gradient or parameter on this rank, if any.
+        samples: ids of the rank's samples in this step.
+        again: whether the step was computed twice, with the same result.
     """
 
-    def __init__(self, *, step: int, rank: int, quantity: str, value: float, first_bad: BadParameter | None) -> None:
+    def __init__(
+        self,
+        *,
+        step: int,
+        rank: int,
+        quantity: str,
+        value: float,
+        first_bad: BadParameter | None,
+        node: str = "",
+        samples: Sequence[int] = (),
+        again: bool = False,
+    ) -> None:
         self.step, self.rank, self.quantity, self.value, self.first_bad = step, rank, quantity, value, first_bad
+        self.node, self.samples, self.again = node, tuple(samples), again
         where = f"first bad parameter: {first_bad}" if first_bad else "all parameters and gradients on it are finite"
         super().__init__(
-            f"{quantity} is {value}; {where}",
-            where=f"step {step}, rank {rank}",
-            rule="training stops at the first loss or gradient norm that is not finite",
+            f"{quantity} is {value}{', twice' if again else ''}; {where}{self._of_samples()}",
+            where=f"step {step}, rank {rank}{f' on {node}' if node else ''}",
+            rule="training stops at the first loss or gradient norm that is not finite"
+            + (" when the step is computed again from the same batches" if again else ""),
             fix="lower optimizer.lr, lengthen scheduler.lr_warmup_iters, set optimizer.clip_grad: 1.0, or use "
             "train.precision: bf16 or fp32; the newest checkpoint predates this",
             code=ExitCode.STOP,
         )
+
+    def _of_samples(self) -> str:
+        if not self.samples:
+            return ""
+        more = len(self.samples) - MOST_SAMPLES
+        named = ", ".join(map(str, self.samples[:MOST_SAMPLES]))
+        return f"; samples {named}{f' and {more} more' if more > 0 else ''}"
 
 
 def first_bad_parameter(tensors: Iterable[tuple[str, torch.Tensor]]) -> BadParameter | None:

@@ -478,6 +478,15 @@ class Checkpoint(Section):
     """Failed saves in a row after which a run ends (exit code 93); each of them is an alarm."""
 
 
+class Faults(Section):
+    """What a run does by itself about numbers that are not finite, spikes, silent corruption and hangs."""
+
+    rerun_mode: Literal["validate_results", "disabled"] | None = None
+    """A loss or gradient that is not finite: compute the step again from the same batches before any update. If it is
+    finite then, training continues and the rank is reported; else, and with `disabled`, the run stops (exit code 93).
+    Unset: `validate_results` with the engine megatron; deepspeed stops at once."""
+
+
 class Tracking(Section):
     """Where metrics go besides metrics.jsonl, which is always written."""
 
@@ -533,5 +542,6 @@ class Recipe(Section):
     scheduler: Scheduler = Scheduler()
     data: Data = Data()
     checkpoint: Checkpoint = Checkpoint()
+    faults: Faults = Faults()
     tracking: Tracking = Tracking()
     search: Search | None = None

@@ -19,8 +19,8 @@ from llmrecipes.faults.numerics import LossWatch
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.plan.derive import Plan
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics, is_measured
-from llmrecipes.train.debug import require_finite
 from llmrecipes.train.evaluations import TaskEvaluations, is_evaluated
+from llmrecipes.train.guard import hardware_suspect, require_finite
 from llmrecipes.train.loaders import DataLoaders, HeldOutBatches, ReadAhead, first_failure
 from llmrecipes.train.saves import Saves
 
@@ -171,6 +171,7 @@ class Loop:
         result = self.engine.train_step(batches, stop=lambda: self.stop.requested or batches.failure is not None)
         seconds = time.perf_counter() - started
         balance = None if counter is None else counter.collect()
+        before = progress
         progress = Progress(
             step=progress.step + 1,
             consumed_samples=progress.consumed_samples + self.plan.recipe.train.global_batch_size,
@@ -179,7 +180,9 @@ class Loop:
         )
         self.losses.append(result.loss)
         self._report(progress, result, seconds, balance)
-        require_finite(progress.step, result, self.engine, self.world)
+        require_finite(before, result, self.engine, self.world)
+        if suspect := hardware_suspect(before, result, self.engine, self.world):
+            self.tracker.note(suspect)
         self._require_loss_scale(progress, result)
         self.after_step()
         return progress, result.stop or progress.step == self.stop_after

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -290,6 +291,33 @@ def full_disk(recipe: Recipe, *_: Any) -> list[int]:
     return ran.saved
 
 
+def faulty(recipe: Recipe, *_: Any) -> dict[str, Any]:
+    """What a loop does when the loss of its ninth step is infinite once."""
+    engine: Any = engine_of(recipe)
+    ran, attempt, calls = Ran(), engine._attempt, [0]
+
+    def broken(*arguments: Any) -> Any:
+        calls[0] += 1
+        result = attempt(*arguments)
+        return replace(result, loss=math.inf) if calls[0] == 9 else result
+
+    engine._attempt = broken
+    batches: Any = random_batches
+    fed = DataLoaders(train=lambda _: batches(recipe), valid=None, bits_per_byte=lambda loss: loss)
+    here: Any = SimpleNamespace(size=1, rank=0, is_first=True, data_parallel_rank=0, data_parallel_size=1)
+    sink: Any = ran
+    code = ExitCode.DONE
+    try:
+        Loop(
+            engine.plan, engine, here, fed, sink, sink, StopRequest(), recipe_hash="", peak_flops=None,
+            after_step=lambda: None,
+        ).run(Progress())  # fmt: skip
+    except UserError as ended:
+        code = ended.code
+    engine.close()
+    return {"code": code, **asdict(ran)}
+
+
 def harness_asked(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     asked: list[Any] = []
     monkeypatch.setattr("llmrecipes.evaluation.tasks.load_tasks", lambda names, **_: names)
@@ -553,6 +581,7 @@ CASES: dict[str, Case] = {
     "checkpoint.most_recent_k": Case(5, saver),
     "checkpoint.keep_interval": Case(2000, saver),
     "checkpoint.max_failed_saves": Case(1, full_disk, {"checkpoint.save_interval": 2}),
+    "faults.rerun_mode": Case("disabled", faulty),
     "tracking.mlflow": Case(True, tracking),
     "tracking.experiment": Case("e", tracking, {"tracking.mlflow": True}),
     "tracking.tensorboard": Case(True, tracking),

@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import (
+    Accept,
     Batch,
     Implementation,
     Platform,
@@ -95,7 +96,10 @@ class DeepSpeedEngine:
         self.local_loss = 0.0
         self._see: Callable[[list[Slice], list[Slice]], None] | None = None
 
-    def train_step(self, batches: Iterator[Batch], *, stop: StopCheck | None = None) -> StepResult:
+    def train_step(
+        self, batches: Iterator[Batch], *, stop: StopCheck | None = None, accept: Accept | None = None
+    ) -> StepResult:
+        """`accept` is ignored: with ZeRO, DeepSpeed updates before the norm can be read (`recipe/zero_rules.py`)."""
         self._engine.train()
         of_this_step = list(islice(batches, self.plan.num_microbatches))
         # DeepSpeed averages gradients over ranks, each micro-batch for itself, so the tokens of the global batch are
@@ -123,7 +127,8 @@ class DeepSpeedEngine:
             mean, _, stopping, norm = self._read(loss, counts, self._norm_without_zero())
             if not (math.isfinite(mean) and math.isfinite(norm)):
                 # The update would spread it to every weight and hide where it started; with ZeRO, DeepSpeed looks.
-                return StepResult(mean, norm, lr, scale, False, stopping)
+                is_local = not math.isfinite(self.local_loss)
+                return StepResult(mean, norm, lr, scale, False, stopping, is_local=is_local)
             self._engine.step()
         else:
             self._engine.step()

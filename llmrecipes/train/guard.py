@@ -1,0 +1,114 @@
+"""What the loop does about a step whose numbers are wrong: stop, or report the rank and train on."""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from llmrecipes.data.batches import sample_ids
+from llmrecipes.engine.base import Engine, Progress, StepResult, World
+from llmrecipes.faults.numerics import BadParameter, NonFinite, first_bad_parameter
+from llmrecipes.plan.derive import Plan
+from llmrecipes.tracking.events import Note
+
+MOST_NAMED = 16
+"""Ranks or samples that a note or message names."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one rank says about numbers that are not finite."""
+
+    rank: int
+    node: str
+    data_parallel_rank: int
+    is_local: bool
+    """Its own loss or gradients were not finite before they were reduced."""
+    bad: BadParameter | None
+
+
+def require_finite(progress: Progress, result: StepResult, engine: Engine, world: World) -> None:
+    """Raise on every rank if the loss or gradient norm of the step after `progress` is not finite.
+
+    The reduced numbers are the same on all ranks, so all of them decide alike; only then do they exchange findings to
+    determine the rank where it started.
+
+    Raises:
+        NonFinite: naming step, rank, quantity, first bad parameter and samples.
+    """
+    # fp16 overflow is not an error: the scaler skipped the step, and the loss of a skipped step may be anything.
+    if result.skipped:
+        return
+    loss_is_bad = not math.isfinite(result.loss)
+    norm_is_bad = result.grad_norm is not None and not math.isfinite(result.grad_norm)
+    if not (loss_is_bad or norm_is_bad):
+        return
+    is_local = result.is_local or not math.isfinite(engine.local_loss)
+    cause = _exchanged(world, is_local, first_bad_parameter(engine.named_tensors()))[0]
+    raise NonFinite(
+        step=progress.step + 1,
+        rank=cause.rank,
+        node=cause.node,
+        quantity="loss" if loss_is_bad else "gradient norm",
+        value=result.loss if loss_is_bad else float(result.grad_norm or 0.0),
+        first_bad=cause.bad,
+        samples=samples_of(progress.consumed_samples, engine.plan, cause.data_parallel_rank),
+        again=result.first_attempt is not None,
+    )
+
+
+def hardware_suspect(progress: Progress, result: StepResult, engine: Engine, world: World) -> Note | None:
+    """The note of a step that was finite only when it was computed again: the same on every rank, None if it was not.
+
+    Equal inputs gave unequal results, which is a fault of a device, its memory or a link. A collective of all ranks if
+    there was such a step.
+    """
+    first = result.first_attempt
+    if first is None:
+        return None
+    findings = _exchanged(world, first.is_local, first.first_bad)
+    cause = findings[0]
+    details = {
+        # Where no rank's own numbers were bad, they became so when they were reduced.
+        "rank": cause.rank if cause.is_local else None,
+        "node": cause.node if cause.is_local else None,
+        "ranks": [finding.rank for finding in findings if finding.is_local][:MOST_NAMED],
+        "parameter": None if cause.bad is None else cause.bad.name,
+        "loss": str(first.loss),
+        "grad_norm": str(first.grad_norm),
+        "samples": samples_of(progress.consumed_samples, engine.plan, cause.data_parallel_rank)[:MOST_NAMED],
+    }
+    return Note(step=progress.step + 1, event="hardware_suspect", details=details, alarm=True)
+
+
+def samples_of(consumed: int, plan: Plan, data_parallel_rank: int) -> list[int]:
+    """Ids of a data-parallel rank's samples in the global batch that begins after `consumed` samples."""
+    train = plan.recipe.train
+    micro_batches = sample_ids(
+        consumed + train.global_batch_size,
+        consumed_samples=consumed,
+        micro_batch_size=train.micro_batch_size,
+        global_batch_size=train.global_batch_size,
+        data_parallel_rank=data_parallel_rank,
+        data_parallel_size=plan.layout.data_parallel_size,
+    )
+    return [sample for micro_batch in micro_batches for sample in micro_batch]
+
+
+def _exchanged(world: World, is_local: bool, bad: BadParameter | None) -> Sequence[Finding]:
+    """Findings of all ranks, the likeliest cause first."""
+    mine = Finding(world.rank, socket.gethostname(), world.data_parallel_rank, is_local, bad)
+    findings = [mine] * world.size
+    dist.all_gather_object(findings, mine)
+    return sorted(findings, key=_distance_from_cause)
+
+
+def _distance_from_cause(finding: Finding) -> tuple[bool, bool, bool, int]:
+    # A bad weight is the most likely cause. Gradients are summed over ranks, so a bad one is bad everywhere; one that
+    # was bad before the sum, or a bad local loss, identifies the rank and its batch.
+    bad = finding.bad
+    return bad is None or bad.name.endswith(".grad"), not finding.is_local, bad is None, finding.rank
