@@ -16,6 +16,7 @@ from llmrecipes.errors import UserError
 RECIPE, PLAN, ENVIRONMENT = "recipe.yaml", "plan.json", "env.json"
 DOCUMENTS = (RECIPE, PLAN, ENVIRONMENT)
 """Written at every start; sinks have copies of them."""
+REWINDS = "rewinds.json"
 METRICS, STATUS, EVALUATIONS = "metrics.jsonl", "status.json", "evaluations.jsonl"
 CHECKPOINTS, LOGS = "checkpoints", "logs"
 SUBMISSION = f"{LOGS}/submission.json"
@@ -82,6 +83,11 @@ class RunFiles:
     @property
     def evaluations(self) -> Path:
         return self.path / EVALUATIONS
+
+    @property
+    def rewinds(self) -> Path:
+        """The spikes that the run went back from, and the samples that it leaves out since."""
+        return self.path / REWINDS
 
     @property
     def checkpoints(self) -> Path:

@@ -84,8 +84,16 @@ class Progress:
 
     step: int = 0
     consumed_samples: int = 0
+    """Place in the order of samples, those that were left out included."""
     consumed_tokens: int = 0
+    """Tokens of the batches that were trained on."""
     skipped_steps: int = 0
+    """Steps without an update."""
+    skipped_samples: tuple[tuple[int, int], ...] = ()
+    """Samples that training leaves out, before this step or after it: first, and the one behind the last."""
+    recent_losses: tuple[float, ...] = ()
+    """Of the last steps, if spikes are acted upon (`faults.loss_spike_window`)."""
+    recent_norms: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,56 @@ def named_gradients(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
             yield f"{name}.grad", gradient
 
 
+@dataclass(frozen=True)
+class StepSpike:
+    """A loss or gradient norm of one step far above those of the steps before it."""
+
+    quantity: Literal["loss", "grad_norm"]
+    value: float
+    usual: float
+    """Median of the last steps."""
+    limit: float
+    """Largest value that is not a spike."""
+
+
+class SpikeRule:
+    """Tells the spike of a single step before its update.
+
+    A value is a spike above the median of the last steps plus a number of standard deviations, which are estimated by
+    the median absolute deviation: the spike itself, and others in the window, hardly move it (OLMo's rule, with
+    medians for means). Every value enters the window, so that a lasting change is usual after half of it.
+
+    Args:
+        window: steps in the statistic; none is a spike before half of them are known.
+        sigmas: standard deviations.
+        losses, norms: of the steps before, oldest first.
+    """
+
+    def __init__(self, window: int, sigmas: float, losses: Iterable[float] = (), norms: Iterable[float] = ()) -> None:
+        self._least, self._sigmas = -(-window // 2), sigmas
+        self.losses, self.norms = deque(losses, maxlen=window), deque(norms, maxlen=window)
+
+    def add(self, loss: float, norm: float) -> StepSpike | None:
+        """Judge a step by those before it, and add it to them."""
+        spike = self._judge("loss", loss, self.losses) or self._judge("grad_norm", norm, self.norms)
+        self.losses.append(loss)
+        self.norms.append(norm)
+        return spike
+
+    def _judge(self, quantity: Literal["loss", "grad_norm"], value: float, last: deque[float]) -> StepSpike | None:
+        if len(last) < self._least:
+            return None
+        usual = statistics.median(last)
+        deviation = statistics.median(abs(each - usual) for each in last) / MEDIAN_OF_DEVIATIONS
+        limit = usual + self._sigmas * max(deviation, LEAST_DEVIATION * abs(usual))
+        return StepSpike(quantity, value, usual, limit) if value > limit else None
+
+
+MEDIAN_OF_DEVIATIONS = 0.6745
+"""Median absolute deviation of a standard normal distribution."""
+LEAST_DEVIATION = 1e-3
+"""Of the median: a loss that hardly changes has no spikes in its last digits."""
+
 WINDOW = 50
 """Losses in the running median."""
 FEWEST = 20

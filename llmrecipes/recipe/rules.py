@@ -8,7 +8,7 @@ from llmrecipes.nested import leaves
 from llmrecipes.recipe import adapters, layout_rules, moe_rules, recompute, search_rules, shape, zero_rules
 from llmrecipes.recipe.degrees import divisors, multiples
 from llmrecipes.recipe.document import Problem
-from llmrecipes.recipe.engines import unknown_engine
+from llmrecipes.recipe.engines import DEEPSPEED, engine_name, unknown_engine
 from llmrecipes.recipe.plugins import MetricSink, declared, settings
 from llmrecipes.recipe.schema import Model, Recipe
 from llmrecipes.redact import has_secret
@@ -365,6 +365,42 @@ def _retention(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
+def _spikes(recipe: Recipe) -> Iterator[Problem]:
+    faults = recipe.faults
+    if faults.loss_spike_action != "none" and engine_name(recipe) == DEEPSPEED:
+        yield Problem(
+            "faults.loss_spike_action",
+            f"{faults.loss_spike_action} with engine deepspeed",
+            "DeepSpeed updates the weights before the loss and the gradient norm of a step are known",
+            "loss_spike_action none, or engine megatron",
+        )
+    save = recipe.checkpoint.save_interval
+    kept = max(recipe.checkpoint.most_recent_k, 2)
+    if faults.loss_spike_action == "rewind" and (kept - 1) * save < faults.loss_spike_rewind_steps:
+        enough = 1 - (-faults.loss_spike_rewind_steps // save)
+        yield Problem(
+            "faults.loss_spike_rewind_steps",
+            f"{faults.loss_spike_rewind_steps} with {kept} checkpoints, {save} steps apart",
+            "one of the newest checkpoints that are kept is so old: (most_recent_k - 1) × save_interval steps",
+            f"checkpoint.most_recent_k {enough}, or a smaller loss_spike_rewind_steps",
+        )
+    needed: dict[str, tuple[str, ...]] = {
+        "loss_spike_window": ("skip", "rewind"),
+        "loss_spike_sigmas": ("skip", "rewind"),
+        "loss_spike_rewind_steps": ("rewind",),
+        "loss_spike_max_rewinds": ("rewind",),
+    }
+    for name, actions in needed.items():
+        value = getattr(faults, name)
+        if value != type(faults).model_fields[name].default and faults.loss_spike_action not in actions:
+            yield Problem(
+                f"faults.{name}",
+                f"{value} with loss_spike_action {faults.loss_spike_action}",
+                f"{name} has an effect with loss_spike_action {' or '.join(actions)} only",
+                f"loss_spike_action {actions[-1]}, or leave {name} out",
+            )
+
+
 def _secrets(recipe: Recipe) -> Iterator[Problem]:
     def has_mappings(items: list[object]) -> bool:
         return isinstance(items[0], dict)
@@ -399,7 +435,7 @@ def _sink_settings(recipe: Recipe) -> Iterator[Problem]:
 
 _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     unknown_engine, _heads, _positions, _learning_rate, _schedule, _batch, recompute.rules,
-    _loss_scale, _overlap, _sources, _characters, _tokenizer, _retention, _secrets, _sink_settings,
+    _loss_scale, _overlap, _sources, _characters, _tokenizer, _retention, _spikes, _secrets, _sink_settings,
     moe_rules.experts, moe_rules.latent_attention, moe_rules.multi_token_prediction,
     shape.mup_rules, adapters.rules, chat_sources, chat_template, chat_length,
     chat_packing, chat_objectives,

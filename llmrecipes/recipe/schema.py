@@ -485,6 +485,17 @@ class Faults(Section):
     """A loss or gradient that is not finite: compute the step again from the same batches before any update. If it is
     finite then, training continues and the rank is reported; else, and with `disabled`, the run stops (exit code 93).
     Unset: `validate_results` with the engine megatron; deepspeed stops at once."""
+    loss_spike_action: Literal["none", "skip", "rewind"] = "none"
+    """A spike of the loss or of the gradient norm: `skip` leaves out its update; `rewind` loads a checkpoint from
+    before it and leaves out the batches that led to it. `none`: an alarm if the loss stays high."""
+    loss_spike_window: Annotated[int, Field(ge=2)] = 128
+    """Last steps whose median and spread decide what a spike is; none before half of them are known."""
+    loss_spike_sigmas: PosFloat = 6.0
+    """Standard deviations above the median at which a spike begins, estimated by the median absolute deviation."""
+    loss_spike_rewind_steps: PosInt = 100
+    """For `rewind`: age of the checkpoint in steps, at least, and the number of batches that are left out."""
+    loss_spike_max_rewinds: PosInt = 3
+    """For `rewind`: how often a run does so; at the next spike it stops (exit code 93)."""
 
 
 class Tracking(Section):

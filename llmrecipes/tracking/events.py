@@ -55,12 +55,12 @@ class StepMetrics:
         loss: training loss in nats per token, averaged over the tokens of the global batch.
         grad_norm: global L2 norm of the gradients before clipping.
         lr: learning rate this step used.
-        consumed_samples: sequences consumed since step 0.
+        consumed_samples: place in the order of sequences: those consumed since step 0, and those left out.
         consumed_tokens: tokens consumed since step 0.
         step_seconds: wall-clock seconds of this step.
         tokens_per_second: tokens of the global batch over `step_seconds`.
         loss_scale: fp16 loss scale; None for other types.
-        skipped: the update was skipped because the fp16 gradients overflowed.
+        skipped: the update was left out: the fp16 gradients overflowed (then `grad_norm` is NaN), or at a spike.
         memory_bytes: peak bytes on the GPU, or resident bytes of the process on a CPU.
         mfu: model FLOPs utilisation, 0 to 1, counting full attention; None if the peak is unknown.
         mfu_causal: the same counting only the causal half of attention.

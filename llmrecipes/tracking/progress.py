@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections import deque
@@ -186,7 +187,7 @@ def step_parts(metrics: StepMetrics, total: int, seconds_a_step: float) -> dict[
     if metrics.memory_bytes:
         parts["memory"] = f"mem {metrics.memory_bytes / GIB:.1f} GiB"
     if metrics.skipped:
-        parts["skipped"] = "skipped: fp16 overflow"
+        parts["skipped"] = f"skipped: {'fp16 overflow' if math.isnan(metrics.grad_norm) else 'spike'}"
     return parts | {"left": f"left {duration((total - metrics.step) * seconds_a_step)}"}
 
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from llmrecipes.data.batches import sample_ids
+from llmrecipes.data.batches import after_skipped, sample_ids
 from llmrecipes.engine.base import Engine, Progress, StepResult, World
-from llmrecipes.faults.numerics import BadParameter, NonFinite, first_bad_parameter
+from llmrecipes.faults.numerics import BadParameter, NonFinite, SpikeRule, StepSpike, first_bad_parameter
 from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.schema import Faults
 from llmrecipes.tracking.events import Note
 
 MOST_NAMED = 16
@@ -29,6 +30,35 @@ class Finding:
     is_local: bool
     """Its own loss or gradients were not finite before they were reduced."""
     bad: BadParameter | None
+
+
+class SpikeGuard:
+    """Decides on every rank whether a step's update is made, from numbers that are the same on all of them.
+
+    Args:
+        faults: of the recipe, with an action.
+        progress: of the run, with the last losses and norms.
+    """
+
+    def __init__(self, faults: Faults, progress: Progress) -> None:
+        window, sigmas = faults.loss_spike_window, faults.loss_spike_sigmas
+        self._rule = SpikeRule(window, sigmas, progress.recent_losses, progress.recent_norms)
+        self.spike: StepSpike | None = None
+        """Of the last step."""
+
+    def accept(self, loss: float, norm: float) -> bool:
+        """Whether to make the update of the next step."""
+        self.spike = self._rule.add(loss, norm)
+        return self.spike is None
+
+    def recent(self) -> dict[str, tuple[float, ...]]:
+        """The fields of `Progress` that continue the statistic."""
+        return {"recent_losses": tuple(self._rule.losses), "recent_norms": tuple(self._rule.norms)}
+
+
+def first_sample(progress: Progress, plan: Plan) -> int:
+    """Where the batch of the step after `progress` begins."""
+    return after_skipped(progress.consumed_samples, plan.recipe.train.global_batch_size, progress.skipped_samples)
 
 
 def require_finite(progress: Progress, result: StepResult, engine: Engine, world: World) -> None:
@@ -56,7 +86,7 @@ def require_finite(progress: Progress, result: StepResult, engine: Engine, world
         quantity="loss" if loss_is_bad else "gradient norm",
         value=result.loss if loss_is_bad else float(result.grad_norm or 0.0),
         first_bad=cause.bad,
-        samples=samples_of(progress.consumed_samples, engine.plan, cause.data_parallel_rank),
+        samples=samples_of(first_sample(progress, engine.plan), engine.plan, cause.data_parallel_rank),
         again=result.first_attempt is not None,
     )
 
@@ -80,7 +110,7 @@ def hardware_suspect(progress: Progress, result: StepResult, engine: Engine, wor
         "parameter": None if cause.bad is None else cause.bad.name,
         "loss": str(first.loss),
         "grad_norm": str(first.grad_norm),
-        "samples": samples_of(progress.consumed_samples, engine.plan, cause.data_parallel_rank)[:MOST_NAMED],
+        "samples": samples_of(first_sample(progress, engine.plan), engine.plan, cause.data_parallel_rank)[:MOST_NAMED],
     }
     return Note(step=progress.step + 1, event="hardware_suspect", details=details, alarm=True)
 

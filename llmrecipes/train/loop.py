@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Protocol
 
@@ -15,13 +15,14 @@ from llmrecipes.checkpoint.saver import AsyncSaver
 from llmrecipes.engine.base import Balance, Engine, Progress, StepResult, World
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.memory import trim_heap
-from llmrecipes.faults.numerics import LossWatch
+from llmrecipes.faults.numerics import LossWatch, StepSpike
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.plan.derive import Plan
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics, is_measured
 from llmrecipes.train.evaluations import TaskEvaluations, is_evaluated
-from llmrecipes.train.guard import hardware_suspect, require_finite
+from llmrecipes.train.guard import SpikeGuard, first_sample, hardware_suspect, require_finite
 from llmrecipes.train.loaders import DataLoaders, HeldOutBatches, ReadAhead, first_failure
+from llmrecipes.train.rewind import Rewinds
 from llmrecipes.train.saves import Saves
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class Loop:
         stop_after: save and stop after this step, as after a signal.
         evaluation_due: whether the step to resume from still has to be evaluated (see `evaluations.evaluation_due`).
         watch: raises an alarm at a loss spike.
+        rewinds: of a run that goes back from spikes; None: their updates are left out.
         losses: training loss of every step of this start.
         valid_loss: the last one, in nats per token.
         unread: why the last evaluation could not read its data, on some rank.
@@ -96,9 +98,11 @@ class Loop:
     stop_after: int | None = None
     evaluation_due: bool = False
     watch: LossWatch = field(default_factory=LossWatch)
+    rewinds: Rewinds | None = None
     losses: list[float] = field(default_factory=list)
     valid_loss: float | None = None
     unread: UserError | None = None
+    spikes: SpikeGuard | None = field(default=None, init=False)
 
     def run(self, progress: Progress) -> LoopOutcome:
         """Train from `progress` to the last step, or until a stop is requested.
@@ -106,15 +110,24 @@ class Loop:
         Raises:
             NonFinite: a loss or gradient norm is not finite.
             UserError: too many checkpoints in a row, or the last one, could not be written; or a rank could not read
-                its data; in that case the last complete step is saved.
+                its data; in that case the last complete step is saved. Or too many rewinds.
+            Rewind: a spike was reported, and the run goes back to a checkpoint.
         """
-        train = self.plan.recipe.train
-        with closing(self.loaders.train(progress.consumed_samples)) as batches:
+        train, faults = self.plan.recipe.train, self.plan.recipe.faults
+        if faults.loss_spike_action != "none":
+            self.spikes = SpikeGuard(faults, progress)
+        loaders = self.loaders.leaving_out(progress.skipped_samples)
+        with closing(loaders.train(progress.consumed_samples)) as batches:
             ahead = ReadAhead(batches, self.plan.num_microbatches, train.train_iters - progress.step)
             self._require_read(progress.step, ahead.failure)
             outcome, last = self._run(progress, ahead)
             self._require_read(last, ahead.failure or self.unread)
             return outcome
+
+    def again(self, tracker: Tracker, evaluation_due: bool) -> Loop:
+        """The loop from an earlier step of the same engine on."""
+        tasks = None if self.tasks is None else replace(self.tasks, tracker=tracker)
+        return replace(self, tracker=tracker, tasks=tasks, evaluation_due=evaluation_due, watch=LossWatch(), losses=[])
 
     def _run(self, progress: Progress, batches: ReadAhead) -> tuple[LoopOutcome, int]:
         train = self.plan.recipe.train
@@ -127,7 +140,10 @@ class Loop:
             return self._stopped(progress)
         first = progress.step
         while progress.step < train.train_iters:
+            began = first_sample(progress, self.plan)
             progress, stopping = self._step(progress, batches)
+            if self.spikes is not None and self.spikes.spike is not None:
+                self._rewind(saves, progress, began, self.spikes.spike)
             if progress.step == first + 1 and self.engine.platform.name == "cuda":
                 saves.reserve(progress)
             last = progress.step == train.train_iters
@@ -168,15 +184,21 @@ class Loop:
         if counter is not None:
             counter.start()
         started = time.perf_counter()
-        result = self.engine.train_step(batches, stop=lambda: self.stop.requested or batches.failure is not None)
+        result = self.engine.train_step(
+            batches,
+            stop=lambda: self.stop.requested or batches.failure is not None,
+            accept=None if self.spikes is None else self.spikes.accept,
+        )
         seconds = time.perf_counter() - started
         balance = None if counter is None else counter.collect()
         before = progress
         progress = Progress(
             step=progress.step + 1,
-            consumed_samples=progress.consumed_samples + self.plan.recipe.train.global_batch_size,
+            consumed_samples=first_sample(progress, self.plan) + self.plan.recipe.train.global_batch_size,
             consumed_tokens=progress.consumed_tokens + self.plan.tokens_per_step,
-            skipped_steps=progress.skipped_steps + result.skipped,
+            skipped_steps=progress.skipped_steps + (result.skipped or result.rejected),
+            skipped_samples=progress.skipped_samples,
+            **({} if self.spikes is None else self.spikes.recent()),
         )
         self.losses.append(result.loss)
         self._report(progress, result, seconds, balance)
@@ -186,6 +208,14 @@ class Loop:
         self._require_loss_scale(progress, result)
         self.after_step()
         return progress, result.stop or progress.step == self.stop_after
+
+    def _rewind(self, saves: Saves, progress: Progress, began: int, spike: StepSpike) -> None:
+        """Go back from a spike, whose update was left out, if the run does so and a checkpoint is old enough."""
+        if self.rewinds is not None:
+            saves.settle()
+            self.rewinds.require(spike, progress, began)
+        details = {**asdict(spike), "samples": [began, progress.consumed_samples]}
+        self.tracker.note(Note(step=progress.step, event="spike_skipped", details=details, alarm=True))
 
     def _report(self, progress: Progress, result: StepResult, seconds: float, balance: Balance | None) -> None:
         rate = self.plan.tokens_per_step / seconds
@@ -200,7 +230,7 @@ class Loop:
                 step_seconds=seconds,
                 tokens_per_second=rate,
                 loss_scale=result.loss_scale,
-                skipped=result.skipped,
+                skipped=result.skipped or result.rejected,
                 memory_bytes=self.engine.platform.peak_memory(),
                 mfu=self._utilisation(rate, self.plan.flops_per_token_full),
                 mfu_causal=self._utilisation(rate, self.plan.flops_per_token_causal),
@@ -211,7 +241,7 @@ class Loop:
         if result.skipped:
             details = {"loss_scale": result.loss_scale, "skipped_steps": progress.skipped_steps}
             self.tracker.note(Note(step=progress.step, event="overflow_skipped", details=details))
-        elif spike := self.watch.add(result.loss):
+        elif not result.rejected and (spike := self.watch.add(result.loss)):
             if self.world.is_first:
                 numbers = spike.loss, progress.step, spike.usual, spike.limit
                 logger.error("ALARM: loss %.4f in step %d (usual %.4f, limit %.4f)", *numbers)

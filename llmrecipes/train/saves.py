@@ -90,6 +90,10 @@ class Saves:
             code=ExitCode.STOP,
         )
 
+    def settle(self) -> None:
+        """Wait for a save that is being written, and report it."""
+        self._report(self._saver.wait())
+
     def poll(self) -> None:
         """Report the saves that have ended; does not wait."""
         self._report(self._saver.poll())

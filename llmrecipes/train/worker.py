@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 from contextlib import ExitStack
+from dataclasses import replace
 
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode, UserError
@@ -44,6 +45,7 @@ def run(spec: RunSpec) -> ExitCode:
     from llmrecipes.train.network import leave_out_other_adapters, nccl_output, report_on_error, require_fabric
     from llmrecipes.train.profile import profiled
     from llmrecipes.train.resume import choose, initial_weights, resume
+    from llmrecipes.train.rewind import Rewind, Rewinds, merged
     from llmrecipes.train.summary import describe, open_tracker, print_summary
 
     recipe = spec.recipe
@@ -88,10 +90,14 @@ def run(spec: RunSpec) -> ExitCode:
                 keep_interval=recipe.checkpoint.keep_interval,
             )
         )
+        rewinds = Rewinds(recipe, spec.run, store, world) if recipe.faults.loss_spike_action == "rewind" else None
         progress = Progress() if start.entry is None else resume(engine, start.entry, world)
+        if rewinds is not None:
+            progress = replace(progress, skipped_samples=merged(progress.skipped_samples, rewinds.skipped()))
         if world.is_first:
             describe(recipe, plan, engine.implementation, cluster, prepared, progress, spec.run_dir, network)
-        tracker = stack.enter_context(open_tracker(spec, plan, engine.implementation, world, progress))
+        tracked = stack.enter_context(ExitStack())
+        tracker = tracked.enter_context(open_tracker(spec, plan, engine.implementation, world, progress))
         if network is not None:
             tracker.note(Note(step=progress.step, event="network", details={"network": network}))
         for note in start.notes:
@@ -132,12 +138,25 @@ def run(spec: RunSpec) -> ExitCode:
             ),
             stop_after=spec.stop_after,
             evaluation_due=evaluation_due(progress.step, recipe, spec.run.metrics, world),
+            rewinds=rewinds,
         )
         # All objects of now live to the end: exclude them from the collections that megatron-core runs at each save.
         gc.collect()
         gc.freeze()
         stack.callback(gc.unfreeze)
-        outcome = loop.run(progress)
+        outcome = None
+        while outcome is None:
+            try:
+                outcome = loop.run(progress)
+            except Rewind as rewind:
+                # As a restart from that checkpoint: a sink drops what it has of later steps when it opens.
+                tracker.close("KILLED")
+                tracked.close()
+                progress = resume(engine, rewind.entry, world)
+                progress = replace(progress, skipped_samples=merged(progress.skipped_samples, rewind.skipped))
+                tracker = tracked.enter_context(open_tracker(spec, plan, engine.implementation, world, progress))
+                tracker.note(rewind.note)
+                loop = loop.again(tracker, evaluation_due(progress.step, recipe, spec.run.metrics, world))
         require_exists(spec.run_dir, world, lambda: tracker.close("FAILED"))
         # Close the progress display before printing anything else.
         tracker.close("FINISHED" if outcome is LoopOutcome.FINISHED else "KILLED")

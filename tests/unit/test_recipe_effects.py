@@ -29,6 +29,7 @@ from llmrecipes.engine.core.model.config import transformer_config
 from llmrecipes.engine.core.update import learning_rate
 from llmrecipes.engine.deepspeed.configuration import deepspeed_config
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.faults.numerics import StepSpike
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.plan.derive import Plan, derive
@@ -38,12 +39,14 @@ from llmrecipes.recipe.keys import ITEM, keys
 from llmrecipes.recipe.plugins import resolve
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Model, Recipe
+from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking import run_tracker
 from llmrecipes.train import evaluations, loaders, worker
 from llmrecipes.train.evaluations import TaskEvaluations
 from llmrecipes.train.loaders import DataLoaders
 from llmrecipes.train.loop import Loop
 from llmrecipes.train.resume import Start, initial_weights
+from llmrecipes.train.rewind import Rewind, Rewinds
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow import train as workflow
 from llmrecipes.workflow.start import Machine, PreparedStart
@@ -292,13 +295,15 @@ def full_disk(recipe: Recipe, *_: Any) -> list[int]:
 
 
 def faulty(recipe: Recipe, *_: Any) -> dict[str, Any]:
-    """What a loop does when the loss of its ninth step is infinite once."""
+    """What a loop does when the loss of its ninth step is infinite once, and that of its eleventh high."""
     engine: Any = engine_of(recipe)
-    ran, attempt, calls = Ran(), engine._attempt, [0]
+    ran, attempt, calls, rejected = Ran(), engine._attempt, [0], list[bool]()
 
-    def broken(*arguments: Any) -> Any:
+    def broken(batches: Any, stop: Any, accept: Any) -> Any:
         calls[0] += 1
-        result = attempt(*arguments)
+        high = 50.0 if calls[0] == 12 else 0.0
+        result = attempt(batches, stop, accept and (lambda loss, norm: accept(loss + high, norm)))
+        rejected.append(result.rejected)
         return replace(result, loss=math.inf) if calls[0] == 9 else result
 
     engine._attempt = broken
@@ -315,7 +320,28 @@ def faulty(recipe: Recipe, *_: Any) -> dict[str, Any]:
     except UserError as ended:
         code = ended.code
     engine.close()
-    return {"code": code, **asdict(ran)}
+    return {"code": code, "rejected": rejected, **asdict(ran)}
+
+
+def rewound(recipe: Recipe, folder: Path, *_: Any) -> list[Any]:
+    """Where a run goes back to from two spikes, and the code with which it stops."""
+    here: Any = SimpleNamespace(is_first=True)
+    store: Any = SimpleNamespace(
+        entries=lambda: [SimpleNamespace(step=step) for step in (0, 190, 195)], withdraw=lambda _: []
+    )
+    run = RunFiles(folder / str(recipe.faults.loss_spike_max_rewinds) / str(recipe.faults.loss_spike_rewind_steps))
+    run.path.mkdir(parents=True, exist_ok=True)
+    run.rewinds.unlink(missing_ok=True)
+    found: list[Any] = []
+    for step in (200, 201):
+        try:
+            spike = StepSpike("loss", 9.0, 1.0, 2.0)
+            Rewinds(recipe, run, store, here).require(spike, Progress(step=step), step * 8)
+        except Rewind as back:
+            found += [back.entry.step, back.skipped]
+        except UserError as ended:
+            found.append(ended.code)
+    return found
 
 
 def harness_asked(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -582,6 +608,11 @@ CASES: dict[str, Case] = {
     "checkpoint.keep_interval": Case(2000, saver),
     "checkpoint.max_failed_saves": Case(1, full_disk, {"checkpoint.save_interval": 2}),
     "faults.rerun_mode": Case("disabled", faulty),
+    "faults.loss_spike_action": Case("skip", faulty, along={"faults.loss_spike_window": 8}),
+    "faults.loss_spike_window": Case(8, faulty, {"faults.loss_spike_action": "skip"}),
+    "faults.loss_spike_sigmas": Case(1e9, faulty, {"faults.loss_spike_action": "skip", "faults.loss_spike_window": 8}),
+    "faults.loss_spike_rewind_steps": Case(7, rewound, {"faults.loss_spike_action": "rewind"}),
+    "faults.loss_spike_max_rewinds": Case(1, rewound, {"faults.loss_spike_action": "rewind"}),
     "tracking.mlflow": Case(True, tracking),
     "tracking.experiment": Case("e", tracking, {"tracking.mlflow": True}),
     "tracking.tensorboard": Case(True, tracking),
