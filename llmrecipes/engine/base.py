@@ -134,6 +134,22 @@ class StepResult:
 
 
 @dataclass(frozen=True)
+class ReplicaFault:
+    """A replica whose weights differ from those of the others."""
+
+    rank: int
+    node: str
+    other: int
+    """A rank that has the weights of most replicas."""
+    parameter: str
+    """The first that differs, in model order."""
+    differing: int
+    """Parameters that differ."""
+    is_outvoted: bool
+    """Most replicas agree against this one; of two replicas, either may be the wrong one."""
+
+
+@dataclass(frozen=True)
 class Balance:
     """Expert routing of one step, over all ranks."""
 
@@ -224,6 +240,12 @@ class Engine(Protocol):
 
     def params_synced(self) -> AbstractContextManager[None]:
         """A block in which every rank has up-to-date parameters; all ranks have to enter it. `state` needs none."""
+
+    def replica_fault(self) -> ReplicaFault | None:
+        """First weight that differs between data-parallel replicas, the same on all ranks; a collective of all.
+
+        With the distributed optimizer, call it in `params_synced`.
+        """
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters of this rank, then their gradients as `<name>.grad`, named as in the full model."""

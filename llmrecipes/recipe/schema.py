@@ -485,6 +485,9 @@ class Faults(Section):
     """A loss or gradient that is not finite: compute the step again from the same batches before any update. If it is
     finite then, training continues and the rank is reported; else, and with `disabled`, the run stops (exit code 93).
     Unset: `validate_results` with the engine megatron; deepspeed stops at once."""
+    check_weight_hash_across_dp_replicas_interval: PosInt | None = None
+    """Steps between comparisons of the weights of data-parallel replicas, by their hashes; before each save too. A
+    difference stops the run (exit code 93). Unset: none."""
     loss_spike_action: Literal["none", "skip", "rewind"] = "none"
     """A spike of the loss or of the gradient norm: `skip` leaves out its update; `rewind` loads a checkpoint from
     before it and leaves out the batches that led to it. `none`: an alarm if the loss stays high."""

@@ -158,6 +158,12 @@ def unsupported(recipe: Recipe) -> Iterator[Problem]:
             "the engine deepspeed cannot compute a step again, and stops at numbers that are not finite",
             "leave rerun_mode out",
         ),
+        "faults.check_weight_hash_across_dp_replicas_interval": (
+            recipe.faults.check_weight_hash_across_dp_replicas_interval is not None,
+            recipe.faults.check_weight_hash_across_dp_replicas_interval,
+            "the replicas of the engine deepspeed are not compared",
+            "leave check_weight_hash_across_dp_replicas_interval out",
+        ),
         "optimizer.ema_decay": (
             recipe.optimizer.ema_decay is not None,
             recipe.optimizer.ema_decay,

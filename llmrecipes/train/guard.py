@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
 from llmrecipes.data.batches import after_skipped, sample_ids
 from llmrecipes.engine.base import Engine, Progress, StepResult, World
+from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.numerics import BadParameter, NonFinite, SpikeRule, StepSpike, first_bad_parameter
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Faults
 from llmrecipes.tracking.events import Note
+from llmrecipes.train.saves import Notes
 
 MOST_NAMED = 16
 """Ranks or samples that a note or message names."""
@@ -113,6 +115,29 @@ def hardware_suspect(progress: Progress, result: StepResult, engine: Engine, wor
         "samples": samples_of(first_sample(progress, engine.plan), engine.plan, cause.data_parallel_rank)[:MOST_NAMED],
     }
     return Note(step=progress.step + 1, event="hardware_suspect", details=details, alarm=True)
+
+
+def require_equal_replicas(step: int, engine: Engine, notes: Notes) -> None:
+    """Compare the weights of data-parallel replicas; a collective of all ranks.
+
+    Raises:
+        UserError: on every rank, with `ExitCode.STOP`: some differ.
+    """
+    with engine.params_synced():
+        fault = engine.replica_fault()
+    if fault is None:
+        return
+    notes.note(Note(step=step, event="replicas_differ", details=asdict(fault), alarm=True))
+    which = "most others" if fault.is_outvoted else "the only other replica, which may be the wrong one"
+    raise UserError(
+        f"after step {step}, {fault.differing} parameters differ from those of rank {fault.other} ({which}); the first "
+        f"is {fault.parameter}",
+        where=f"rank {fault.rank} on {fault.node}",
+        rule="data-parallel replicas have the same weights, bit for bit "
+        "(faults.check_weight_hash_across_dp_replicas_interval)",
+        fix="llmrecipes doctor on that node, and leave it out; the newest checkpoint was saved before this was found",
+        code=ExitCode.STOP,
+    )
 
 
 def samples_of(consumed: int, plan: Plan, data_parallel_rank: int) -> list[int]:

@@ -20,7 +20,7 @@ from llmrecipes.faults.signals import StopRequest
 from llmrecipes.plan.derive import Plan
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics, is_measured
 from llmrecipes.train.evaluations import TaskEvaluations, is_evaluated
-from llmrecipes.train.guard import SpikeGuard, first_sample, hardware_suspect, require_finite
+from llmrecipes.train.guard import SpikeGuard, first_sample, hardware_suspect, require_equal_replicas, require_finite
 from llmrecipes.train.loaders import DataLoaders, HeldOutBatches, ReadAhead, first_failure
 from llmrecipes.train.rewind import Rewinds
 from llmrecipes.train.saves import Saves
@@ -149,6 +149,9 @@ class Loop:
             last = progress.step == train.train_iters
             evaluating = self.loaders.valid is not None and is_evaluated(progress.step, self.plan.recipe)
             saving = last or progress.step % self.plan.recipe.checkpoint.save_interval == 0
+            interval = self.plan.recipe.faults.check_weight_hash_across_dp_replicas_interval
+            if interval is not None and (saving or stopping or progress.step % interval == 0):
+                require_equal_replicas(progress.step, self.engine, self.tracker)
             if evaluating and not stopping:
                 with self.engine.params_synced():
                     stopping = evaluating = not self._evaluate(progress)

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from llmrecipes.engine.base import Engine, Progress
+from llmrecipes.errors import UserError
 from llmrecipes.tracking.events import Note
-from llmrecipes.train.guard import hardware_suspect, require_finite
+from llmrecipes.train.guard import hardware_suspect, require_equal_replicas, require_finite
+from llmrecipes.train.loop import NoTracker
 from llmrecipes.verify import observe
 from tests.dist.table import Row
 from tests.dist.training import loaders, training
@@ -49,6 +52,40 @@ def trained(row: Row, fault: Literal["gradient", "loss"] | None) -> Trained:
         with engine.params_synced():
             digests = observe.gathered(observe.digests(engine.weights()))
     return Trained(numbers, digests, notes)
+
+
+def drifted(row: Row, rank: int | None) -> list[str]:
+    """What each rank says when one bit of a weight of a rank has changed after a step."""
+    with training(row.recipe) as (engine, world):
+        engine.train_step(loaders(row.recipe, world))
+        with engine.params_synced():
+            if world.rank == rank:
+                last: Any = engine.modules[-1]
+                weight = next(p for name, p in last.named_parameters() if name.endswith(CHANGED)).detach().view(-1)
+                weight.view(torch.int16)[-1] ^= 1
+        said = ""
+        tracker = Notes()
+        try:
+            require_equal_replicas(1, engine, tracker)
+        except UserError as error:
+            said = f"{error.code} {error.where}: {error.what}"
+            assert [note.event for note in tracker.notes] == ["replicas_differ"]
+        everyones = [""] * world.size
+        dist.all_gather_object(everyones, said)
+        return everyones
+
+
+CHANGED = "linear_fc2.weight"
+
+
+class Notes(NoTracker):
+    """Keeps notes."""
+
+    def __init__(self) -> None:
+        self.notes: list[Note] = []
+
+    def note(self, note: Note) -> None:
+        self.notes.append(note)
 
 
 def _break(engine: Engine, fault: str, due: Callable[[], bool]) -> None:

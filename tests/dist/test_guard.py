@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from tests.dist.guarding import FAULTY, trained
+from tests.dist.guarding import CHANGED, FAULTY, drifted, trained
 from tests.dist.table import Row
 from tests.dist.worlds import GlooWorld
 
@@ -49,3 +49,23 @@ def test_in_fp16_the_scaler_skips_an_overflow_and_nothing_is_computed_again(worl
     result = worlds[2].run(trained, Row("gpt in fp16", "dp2", DROPOUT), "gradient")
     assert [norm is None for _, norm, _ in result.numbers] == [False, True, False]
     assert not result.notes
+
+
+REPLICAS = [
+    pytest.param(Row("gpt", "dp2"), 1),
+    pytest.param(Row("gpt in bf16", "dp4", WHOLE), 2, marks=pytest.mark.rotating),
+    pytest.param(Row("gpt in bf16", "tp2 dp2"), 3),
+    pytest.param(Row("moe", "dp4 ep2"), 3),
+    pytest.param(Row("gpt", "pp2 vpp2 dp2", DROPOUT), 3, marks=pytest.mark.rotating),
+]
+
+
+@pytest.mark.parametrize(("row", "rank"), REPLICAS)
+def test_one_bit_of_a_weight_that_replicas_do_not_share_is_found_and_named(
+    row: Row, rank: int, worlds: dict[int, GlooWorld]
+) -> None:
+    assert set(worlds[row.ranks].run(drifted, row, None)) == {""}
+    (said,) = set(worlds[row.ranks].run(drifted, row, rank))
+    assert said.startswith(f"93 rank {rank} on ")
+    assert " 1 parameters " in said
+    assert CHANGED in said

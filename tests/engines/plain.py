@@ -140,6 +140,9 @@ class PlainEngine:
     def params_synced(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def replica_fault(self) -> None:
+        return None
+
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from named_gradients(self.model)
 

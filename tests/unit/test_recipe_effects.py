@@ -298,6 +298,7 @@ def faulty(recipe: Recipe, *_: Any) -> dict[str, Any]:
     """What a loop does when the loss of its ninth step is infinite once, and that of its eleventh high."""
     engine: Any = engine_of(recipe)
     ran, attempt, calls, rejected = Ran(), engine._attempt, [0], list[bool]()
+    compared: list[int] = []
 
     def broken(batches: Any, stop: Any, accept: Any) -> Any:
         calls[0] += 1
@@ -307,6 +308,7 @@ def faulty(recipe: Recipe, *_: Any) -> dict[str, Any]:
         return replace(result, loss=math.inf) if calls[0] == 9 else result
 
     engine._attempt = broken
+    engine.replica_fault = lambda: compared.append(engine.scheduler.num_steps)
     batches: Any = random_batches
     fed = DataLoaders(train=lambda _: batches(recipe), valid=None, bits_per_byte=lambda loss: loss)
     here: Any = SimpleNamespace(size=1, rank=0, is_first=True, data_parallel_rank=0, data_parallel_size=1)
@@ -320,7 +322,7 @@ def faulty(recipe: Recipe, *_: Any) -> dict[str, Any]:
     except UserError as ended:
         code = ended.code
     engine.close()
-    return {"code": code, "rejected": rejected, **asdict(ran)}
+    return {"code": code, "rejected": rejected, "compared": compared, **asdict(ran)}
 
 
 def rewound(recipe: Recipe, folder: Path, *_: Any) -> list[Any]:
@@ -608,6 +610,7 @@ CASES: dict[str, Case] = {
     "checkpoint.keep_interval": Case(2000, saver),
     "checkpoint.max_failed_saves": Case(1, full_disk, {"checkpoint.save_interval": 2}),
     "faults.rerun_mode": Case("disabled", faulty),
+    "faults.check_weight_hash_across_dp_replicas_interval": Case(3, faulty),
     "faults.loss_spike_action": Case("skip", faulty, along={"faults.loss_spike_window": 8}),
     "faults.loss_spike_window": Case(8, faulty, {"faults.loss_spike_action": "skip"}),
     "faults.loss_spike_sigmas": Case(1e9, faulty, {"faults.loss_spike_action": "skip", "faults.loss_spike_window": 8}),

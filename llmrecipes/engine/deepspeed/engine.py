@@ -20,6 +20,7 @@ from llmrecipes.engine.base import (
     Implementation,
     Platform,
     Progress,
+    ReplicaFault,
     Slice,
     StepResult,
     StopCheck,
@@ -158,6 +159,10 @@ class DeepSpeedEngine:
     def params_synced(self) -> AbstractContextManager[None]:
         """DeepSpeed gathers updated parameters before a step ends, or when they are used."""
         return nullcontext()
+
+    def replica_fault(self) -> ReplicaFault | None:
+        """None: `recipe/zero_rules.py` refuses the check."""
+        return None
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Where parameters are partitioned, this rank's part of each."""

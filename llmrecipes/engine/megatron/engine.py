@@ -28,6 +28,7 @@ from llmrecipes.engine.base import (
     Implementation,
     Platform,
     Progress,
+    ReplicaFault,
     Slice,
     StepResult,
     StopCheck,
@@ -39,6 +40,7 @@ from llmrecipes.engine.core.generation import generate
 from llmrecipes.engine.core.model.attention import masks, own_chunks, prediction_weights
 from llmrecipes.engine.core.model.config import DTYPES, optimizer_overrides
 from llmrecipes.engine.core.model.gpt import BuiltModel, RecipeGPTModel
+from llmrecipes.engine.core.replicas import first_difference
 from llmrecipes.engine.core.rerun import RerunState
 from llmrecipes.engine.core.score import GPTScorer
 from llmrecipes.engine.core.update import mean_over_tokens, scheduler
@@ -195,6 +197,10 @@ class MegatronEngine:
 
     def watch_states(self, see: Callable[[str, Iterable[torch.Tensor]], None]) -> None:
         """All of them stay."""
+
+    def replica_fault(self) -> ReplicaFault | None:
+        named = ((name, tensor) for name, tensor in self.named_tensors() if not name.endswith(".grad"))
+        return first_difference(named, self.platform.device)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         pairs = [pair for module in self.modules for pair in _as_in_the_whole_model(module)]
