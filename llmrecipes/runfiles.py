@@ -118,6 +118,10 @@ class RunFiles:
         """Of the newest local job; a newer job replaces it, which ends the earlier one should it still run."""
         return self.logs / "lease.json"
 
+    def hang(self, token: str) -> Path:
+        """What the watchdogs of a start report when ranks hang; it exists only then."""
+        return self.logs / f"hang-{token}"
+
     @property
     def bad_nodes(self) -> Path:
         """The nodes that the run's Slurm job leaves out, and since when."""

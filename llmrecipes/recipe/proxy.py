@@ -14,7 +14,6 @@ from llmrecipes.recipe.rules import MIN_BPE_VOCAB
 from llmrecipes.recipe.schema import (
     Checkpoint,
     Data,
-    Faults,
     Lora,
     Model,
     Parallelism,
@@ -285,7 +284,7 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
             "scheduler": _scheduler(recipe.scheduler, recipe.train.train_iters),
             "data": _data(recipe.data, model),
             "checkpoint": _checkpoint(recipe.checkpoint),
-            "faults": _faults(recipe.faults),
+            "faults": recipe.faults.without_spikes(),  # too short for one, and with other checkpoints
             "tracking": _tracking(recipe.tracking),
             "lora": recipe.lora and _lora(recipe.lora),
         }
@@ -381,13 +380,6 @@ def _data(data: Data, model: Model) -> Data:
 
 def _checkpoint(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint.model_copy(update={"save_interval": ITERS // 2, "keep_interval": None})
-
-
-def _faults(faults: Faults) -> Faults:
-    # Too short for a spike, and with other checkpoints.
-    section = type(faults)
-    spikes = [name for name in section.model_fields if name.startswith("loss_spike_")]
-    return faults.model_copy(update={name: section.model_fields[name].default for name in spikes})
 
 
 def _tracking(tracking: Tracking) -> Tracking:

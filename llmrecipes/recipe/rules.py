@@ -401,6 +401,18 @@ def _spikes(recipe: Recipe) -> Iterator[Problem]:
             )
 
 
+def _watchdog(recipe: Recipe) -> Iterator[Problem]:
+    faults, name = recipe.faults, "initial_rank_heartbeat_timeout"
+    value = faults.initial_rank_heartbeat_timeout
+    if faults.rank_heartbeat_timeout is None and value != type(faults).model_fields[name].default:
+        yield Problem(
+            f"faults.{name}",
+            f"{value} with rank_heartbeat_timeout null",
+            "without rank_heartbeat_timeout there is no watchdog",
+            f"leave {name} out, or set rank_heartbeat_timeout",
+        )
+
+
 def _secrets(recipe: Recipe) -> Iterator[Problem]:
     def has_mappings(items: list[object]) -> bool:
         return isinstance(items[0], dict)
@@ -435,7 +447,7 @@ def _sink_settings(recipe: Recipe) -> Iterator[Problem]:
 
 _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     unknown_engine, _heads, _positions, _learning_rate, _schedule, _batch, recompute.rules,
-    _loss_scale, _overlap, _sources, _characters, _tokenizer, _retention, _spikes, _secrets, _sink_settings,
+    _loss_scale, _overlap, _sources, _characters, _tokenizer, _retention, _spikes, _watchdog, _secrets, _sink_settings,
     moe_rules.experts, moe_rules.latent_attention, moe_rules.multi_token_prediction,
     shape.mup_rules, adapters.rules, chat_sources, chat_template, chat_length,
     chat_packing, chat_objectives,

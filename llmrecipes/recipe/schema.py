@@ -485,6 +485,11 @@ class Faults(Section):
     """A loss or gradient that is not finite: compute the step again from the same batches before any update. If it is
     finite then, training continues and the rank is reported; else, and with `disabled`, the run stops (exit code 93).
     Unset: `validate_results` with the engine megatron; deepspeed stops at once."""
+    rank_heartbeat_timeout: PosFloat | None = 600.0
+    """Seconds in which a rank has to go on with a step, a read, an evaluation or a save, or ten times the longest it
+    took before if that is more; else it is reported and killed, and the run may be restarted. Null: no watchdog."""
+    initial_rank_heartbeat_timeout: PosFloat = 3600.0
+    """The same for the first of each kind, which may compile and connect."""
     check_weight_hash_across_dp_replicas_interval: PosInt | None = None
     """Steps between comparisons of the weights of data-parallel replicas, by their hashes; before each save too. A
     difference stops the run (exit code 93). Unset: none."""
@@ -499,6 +504,11 @@ class Faults(Section):
     """For `rewind`: age of the checkpoint in steps, at least, and the number of batches that are left out."""
     loss_spike_max_rewinds: PosInt = 3
     """For `rewind`: how often a run does so; at the next spike it stops (exit code 93)."""
+
+    def without_spikes(self) -> Faults:
+        """The same without an action on spikes."""
+        fields = {name: field.default for name, field in type(self).model_fields.items() if "loss_spike" in name}
+        return self.model_copy(update=fields)
 
 
 class Tracking(Section):

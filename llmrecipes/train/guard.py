@@ -14,7 +14,7 @@ from llmrecipes.engine.base import Engine, Progress, StepResult, World
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.numerics import BadParameter, NonFinite, SpikeRule, StepSpike, first_bad_parameter
 from llmrecipes.plan.derive import Plan
-from llmrecipes.recipe.schema import Faults
+from llmrecipes.recipe.schema import Faults, Train
 from llmrecipes.tracking.events import Note
 from llmrecipes.train.saves import Notes
 
@@ -115,6 +115,22 @@ def hardware_suspect(progress: Progress, result: StepResult, engine: Engine, wor
         "samples": samples_of(first_sample(progress, engine.plan), engine.plan, cause.data_parallel_rank)[:MOST_NAMED],
     }
     return Note(step=progress.step + 1, event="hardware_suspect", details=details, alarm=True)
+
+
+def require_loss_scale(step: int, result: StepResult, train: Train) -> None:
+    """Stop if fp16 gradients overflow at the smallest loss scale.
+
+    Raises:
+        UserError: with `ExitCode.STOP`.
+    """
+    if result.skipped and result.loss_scale is not None and result.loss_scale <= train.min_loss_scale:
+        raise UserError(
+            f"fp16 gradients overflow in step {step} even at the smallest loss scale, {train.min_loss_scale:g}",
+            where="train.min_loss_scale",
+            rule="the loss scale may not fall below train.min_loss_scale",
+            fix="train.precision=bf16, or a lower optimizer.lr; the newest checkpoint predates this",
+            code=ExitCode.STOP,
+        )
 
 
 def require_equal_replicas(step: int, engine: Engine, notes: Notes) -> None:

@@ -22,6 +22,7 @@ from llmrecipes.data.dataset import build
 from llmrecipes.data.prepared import Prepared, bits_per_byte
 from llmrecipes.engine.base import Batch, World
 from llmrecipes.errors import UserError
+from llmrecipes.faults.watchdog import Beat, unwatched
 from llmrecipes.recipe.schema import Recipe
 
 
@@ -118,10 +119,12 @@ class ReadAhead:
         batches: micro-batches from the next step on.
         per_step: micro-batches in a step.
         steps: remaining steps.
+        beat: called when a read begins, and when the step goes on.
     """
 
-    def __init__(self, batches: Iterator[Batch], per_step: int, steps: int) -> None:
+    def __init__(self, batches: Iterator[Batch], per_step: int, steps: int, beat: Beat = unwatched) -> None:
         self.failure: UserError | None = None
+        self._beat = beat
         self._source = islice(batches, per_step * steps)
         self._ready: deque[Batch] = deque()
         for _ in range(per_step):
@@ -140,10 +143,12 @@ class ReadAhead:
     def _read(self) -> None:
         if self.failure is not None:
             return
+        self._beat("data")
         try:
             self._ready.extend(islice(self._source, 1))
         except UserError as failure:
             self.failure = failure
+        self._beat("step")
 
 
 class HeldOutBatches:

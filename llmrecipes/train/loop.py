@@ -17,10 +17,11 @@ from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.memory import trim_heap
 from llmrecipes.faults.numerics import LossWatch, StepSpike
 from llmrecipes.faults.signals import StopRequest
+from llmrecipes.faults.watchdog import Beat, unwatched
 from llmrecipes.plan.derive import Plan
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics, is_measured
+from llmrecipes.train import guard
 from llmrecipes.train.evaluations import TaskEvaluations, is_evaluated
-from llmrecipes.train.guard import SpikeGuard, first_sample, hardware_suspect, require_equal_replicas, require_finite
 from llmrecipes.train.loaders import DataLoaders, HeldOutBatches, ReadAhead, first_failure
 from llmrecipes.train.rewind import Rewinds
 from llmrecipes.train.saves import Saves
@@ -78,6 +79,7 @@ class Loop:
         stop_after: save and stop after this step, as after a signal.
         evaluation_due: whether the step to resume from still has to be evaluated (see `evaluations.evaluation_due`).
         watch: raises an alarm at a loss spike.
+        beat: told the phase that begins, and its step; see `faults.watchdog`.
         rewinds: of a run that goes back from spikes; None: their updates are left out.
         losses: training loss of every step of this start.
         valid_loss: the last one, in nats per token.
@@ -99,10 +101,11 @@ class Loop:
     evaluation_due: bool = False
     watch: LossWatch = field(default_factory=LossWatch)
     rewinds: Rewinds | None = None
+    beat: Beat = unwatched
     losses: list[float] = field(default_factory=list)
     valid_loss: float | None = None
     unread: UserError | None = None
-    spikes: SpikeGuard | None = field(default=None, init=False)
+    spikes: guard.SpikeGuard | None = field(default=None, init=False)
 
     def run(self, progress: Progress) -> LoopOutcome:
         """Train from `progress` to the last step, or until a stop is requested.
@@ -115,12 +118,13 @@ class Loop:
         """
         train, faults = self.plan.recipe.train, self.plan.recipe.faults
         if faults.loss_spike_action != "none":
-            self.spikes = SpikeGuard(faults, progress)
+            self.spikes = guard.SpikeGuard(faults, progress)
         loaders = self.loaders.leaving_out(progress.skipped_samples)
         with closing(loaders.train(progress.consumed_samples)) as batches:
-            ahead = ReadAhead(batches, self.plan.num_microbatches, train.train_iters - progress.step)
+            ahead = ReadAhead(batches, self.plan.num_microbatches, train.train_iters - progress.step, self.beat)
             self._require_read(progress.step, ahead.failure)
             outcome, last = self._run(progress, ahead)
+            self.beat("rest")
             self._require_read(last, ahead.failure or self.unread)
             return outcome
 
@@ -136,11 +140,12 @@ class Loop:
             with self.engine.params_synced():
                 if not self._evaluate(progress):
                     return self._stopped(progress)
+        self.beat("tasks", progress.step)
         if self.tasks is not None and self.tasks.missing(progress.step) and not self.tasks.run(progress.step):
             return self._stopped(progress)
         first = progress.step
         while progress.step < train.train_iters:
-            began = first_sample(progress, self.plan)
+            began = guard.first_sample(progress, self.plan)
             progress, stopping = self._step(progress, batches)
             if self.spikes is not None and self.spikes.spike is not None:
                 self._rewind(saves, progress, began, self.spikes.spike)
@@ -151,13 +156,15 @@ class Loop:
             saving = last or progress.step % self.plan.recipe.checkpoint.save_interval == 0
             interval = self.plan.recipe.faults.check_weight_hash_across_dp_replicas_interval
             if interval is not None and (saving or stopping or progress.step % interval == 0):
-                require_equal_replicas(progress.step, self.engine, self.tracker)
+                guard.require_equal_replicas(progress.step, self.engine, self.tracker)
             if evaluating and not stopping:
                 with self.engine.params_synced():
                     stopping = evaluating = not self._evaluate(progress)
             if self.tasks is not None and self.tasks.due(progress.step):
+                self.beat("tasks")
                 stopping = evaluating = stopping or not self.tasks.run(progress.step)
             if saving or stopping:
+                self.beat("save")
                 saves.save(progress)
             saves.poll()
             if (evaluating or saving) and self.engine.platform.device.type == "cpu":
@@ -187,6 +194,7 @@ class Loop:
         if counter is not None:
             counter.start()
         started = time.perf_counter()
+        self.beat("step", progress.step + 1)
         result = self.engine.train_step(
             batches,
             stop=lambda: self.stop.requested or batches.failure is not None,
@@ -197,7 +205,7 @@ class Loop:
         before = progress
         progress = Progress(
             step=progress.step + 1,
-            consumed_samples=first_sample(progress, self.plan) + self.plan.recipe.train.global_batch_size,
+            consumed_samples=guard.first_sample(progress, self.plan) + self.plan.recipe.train.global_batch_size,
             consumed_tokens=progress.consumed_tokens + self.plan.tokens_per_step,
             skipped_steps=progress.skipped_steps + (result.skipped or result.rejected),
             skipped_samples=progress.skipped_samples,
@@ -205,10 +213,10 @@ class Loop:
         )
         self.losses.append(result.loss)
         self._report(progress, result, seconds, balance)
-        require_finite(before, result, self.engine, self.world)
-        if suspect := hardware_suspect(before, result, self.engine, self.world):
+        guard.require_finite(before, result, self.engine, self.world)
+        if suspect := guard.hardware_suspect(before, result, self.engine, self.world):
             self.tracker.note(suspect)
-        self._require_loss_scale(progress, result)
+        guard.require_loss_scale(progress.step, result, self.plan.recipe.train)
         self.after_step()
         return progress, result.stop or progress.step == self.stop_after
 
@@ -255,17 +263,6 @@ class Loop:
             return None
         return tokens_per_second * flops_per_token / (self.peak_flops * self.world.size)
 
-    def _require_loss_scale(self, progress: Progress, result: StepResult) -> None:
-        smallest = self.plan.recipe.train.min_loss_scale
-        if result.skipped and result.loss_scale is not None and result.loss_scale <= smallest:
-            raise UserError(
-                f"fp16 gradients overflow in step {progress.step} even at the smallest loss scale, {smallest:g}",
-                where="train.min_loss_scale",
-                rule="the loss scale may not fall below train.min_loss_scale",
-                fix="train.precision=bf16, or a lower optimizer.lr; the newest checkpoint predates this",
-                code=ExitCode.STOP,
-            )
-
     def _evaluate(self, progress: Progress) -> bool:
         """Evaluate and report; False if a rank was asked to stop meanwhile, or could not read its data."""
         if self.loaders.valid is None:
@@ -273,9 +270,13 @@ class Loop:
         started = time.perf_counter()
         train = self.plan.recipe.train
         batches = HeldOutBatches(self.loaders.valid(), (train.micro_batch_size, self.plan.recipe.model.seq_length))
-        loss = self.engine.evaluate(
-            batches, train.eval_iters, lambda: self.stop.requested or batches.failure is not None
-        )
+
+        def stop() -> bool:
+            self.beat("evaluate")
+            return self.stop.requested or batches.failure is not None
+
+        self.beat("evaluate")
+        loss = self.engine.evaluate(batches, train.eval_iters, stop)
         self.unread = first_failure(batches.failure, self.engine.platform.device)
         if loss is None or self.unread is not None:
             return False

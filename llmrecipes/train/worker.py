@@ -40,6 +40,7 @@ def run(spec: RunSpec) -> ExitCode:
     from llmrecipes.train.debug import anomaly_mode
     from llmrecipes.train.evaluations import TaskEvaluations, evaluation_due, load_tasks
     from llmrecipes.train.folder import require_exists, stop_when_deleted
+    from llmrecipes.train.hangs import hangs, watchdog
     from llmrecipes.train.loaders import one_batch_forever, open_loaders
     from llmrecipes.train.loop import Loop, LoopOutcome
     from llmrecipes.train.network import leave_out_other_adapters, nccl_output, report_on_error, require_fabric
@@ -139,7 +140,11 @@ def run(spec: RunSpec) -> ExitCode:
             stop_after=spec.stop_after,
             evaluation_due=evaluation_due(progress.step, recipe, spec.run.metrics, world),
             rewinds=rewinds,
+            beat=stack.enter_context(watchdog(recipe, spec.run, world)),
         )
+        if world.is_first:
+            for note in hangs(spec.run, progress.step):
+                tracker.note(note)
         # All objects of now live to the end: exclude them from the collections that megatron-core runs at each save.
         gc.collect()
         gc.freeze()
@@ -150,6 +155,7 @@ def run(spec: RunSpec) -> ExitCode:
                 outcome = loop.run(progress)
             except Rewind as rewind:
                 # As a restart from that checkpoint: a sink drops what it has of later steps when it opens.
+                loop.beat("rest")
                 tracker.close("KILLED")
                 tracked.close()
                 progress = resume(engine, rewind.entry, world)

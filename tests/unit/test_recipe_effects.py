@@ -43,6 +43,7 @@ from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking import run_tracker
 from llmrecipes.train import evaluations, loaders, worker
 from llmrecipes.train.evaluations import TaskEvaluations
+from llmrecipes.train.hangs import limits as watch_limits
 from llmrecipes.train.loaders import DataLoaders
 from llmrecipes.train.loop import Loop
 from llmrecipes.train.resume import Start, initial_weights
@@ -610,6 +611,8 @@ CASES: dict[str, Case] = {
     "checkpoint.keep_interval": Case(2000, saver),
     "checkpoint.max_failed_saves": Case(1, full_disk, {"checkpoint.save_interval": 2}),
     "faults.rerun_mode": Case("disabled", faulty),
+    "faults.rank_heartbeat_timeout": Case(1.0, lambda recipe, *_: watch_limits(recipe)),
+    "faults.initial_rank_heartbeat_timeout": Case(1.0, lambda recipe, *_: watch_limits(recipe)),
     "faults.check_weight_hash_across_dp_replicas_interval": Case(3, faulty),
     "faults.loss_spike_action": Case("skip", faulty, along={"faults.loss_spike_window": 8}),
     "faults.loss_spike_window": Case(8, faulty, {"faults.loss_spike_action": "skip"}),
