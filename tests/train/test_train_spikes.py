@@ -85,7 +85,9 @@ SKIP = {"loss_spike_action": "skip", "loss_spike_sigmas": 20.0}
 REWIND = {"loss_spike_action": "rewind", "loss_spike_sigmas": 20.0, "loss_spike_rewind_steps": 3}
 
 
-def test_the_update_of_a_spike_is_left_out_also_right_after_a_restart(run: Run, batches: Batches) -> None:
+def test_the_update_of_a_spike_is_left_out_also_right_after_a_restart(
+    run: Run, batches: Batches, capfd: pytest.CaptureFixture[str]
+) -> None:
     batches.bad = {8, 10}  # the second is the first batch of the resumed run, which has to know the losses before it
     code, whole = run("whole", SKIP)
     assert code == 0
@@ -95,6 +97,7 @@ def test_the_update_of_a_spike_is_left_out_also_right_after_a_restart(run: Run, 
         (9, True, [8 * BATCH, 9 * BATCH]),
         (11, True, [10 * BATCH, 11 * BATCH]),
     ]
+    assert "faults: spike_skipped at step 9, 11 " in capfd.readouterr().out
     assert run("cut", SKIP, stop_after=10)[0] == 75
     code, cut = run("cut", SKIP)
     assert code == 0
