@@ -142,7 +142,7 @@ def _read() -> int:
 
 def calculated(name: str, ranks: int) -> dict[str, float]:
     """Bytes, parts and seconds of a recipe's checkpoint on nodes of 8 GPUs."""
-    from llmrecipes.checkpoint.ranks import sockets
+    from llmrecipes.checkpoint.rank_groups import sockets
     from llmrecipes.launch.open_files import needed_files
 
     recipe = load(name).recipe

@@ -46,13 +46,11 @@ def micro_batches(recipe: Recipe) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 def ours(recipe: Recipe, session: Session) -> None:
     """This project: the calls of `llmrecipes.train.worker`, without data files, checkpoints and tracking."""
-    from llmrecipes.engine.core.model.gpt import build
-    from llmrecipes.engine.core.platform import select
-    from llmrecipes.engine.core.world import join
-    from llmrecipes.engine.megatron.engine import Batch, MegatronEngine
+    from llmrecipes.engine.backends import backend
+    from llmrecipes.engine.base import Batch
 
-    platform = select()
-    platform.install()
+    engines = backend(recipe)
+    platform = engines.platform()
 
     def batches() -> Iterator[Batch]:
         micro, length = recipe.train.micro_batch_size, recipe.model.seq_length
@@ -63,14 +61,14 @@ def ours(recipe: Recipe, session: Session) -> None:
         for inputs, labels in micro_batches(recipe):
             yield {"tokens": inputs, "labels": labels, **rest}
 
-    with join(platform, recipe.train.seed, recipe.parallelism) as world:
+    with engines.join(recipe, platform) as world:
         plan = derive(recipe, world.size, detect())
-        built = build(plan, platform)
-        engine = MegatronEngine(plan, built, platform)
+        engine = engines.build(plan, platform)
         source = batches()
         gc.collect()
         gc.freeze()
-        going = session.begin(parameters=count(built.module), layers=built.implementation)
+        (module,) = engine.modules
+        going = session.begin(parameters=count(module), layers=engine.implementation.name)
         while going:
             going = session.stepped(engine.train_step(source).loss, **_gpu_memory())
 
@@ -129,7 +127,8 @@ def _adamw(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Optimizer:
 def litgpt(recipe: Recipe, session: Session) -> None:
     """litgpt's GPT in the calls of `litgpt/pretrain.py`: compiled, Fabric's mixed precision, AdamW unfused on a CPU.
 
-    Its positions are rotary (a quarter of the channels, its default), not learned: 98,304 parameters fewer.
+    Of GPT-like recipes only. Its positions are rotary (a quarter of the channels, its default), not learned: 98,304
+    parameters fewer.
     """
     import lightning  # type: ignore[import-not-found]
     from litgpt.model import GPT, Config  # type: ignore[import-not-found]
@@ -137,6 +136,8 @@ def litgpt(recipe: Recipe, session: Session) -> None:
     from litgpt.utils import chunked_cross_entropy  # type: ignore[import-not-found]
 
     shape, options = recipe.model, recipe.optimizer
+    if shape.position_embedding_type != "learned_absolute" or shape.gated_linear_unit:
+        raise ValueError(f"recipe {recipe.name} is not a GPT")
     config = Config(
         block_size=shape.seq_length,
         n_layer=shape.num_layers,
@@ -144,11 +145,12 @@ def litgpt(recipe: Recipe, session: Session) -> None:
         n_head=shape.num_attention_heads,
         vocab_size=shape.vocab_size,
         padded_vocab_size=shape.vocab_size,
-        intermediate_size=shape.ffn_hidden_size,
+        intermediate_size=shape.ffn_hidden_size or 4 * shape.hidden_size,
         parallel_residual=False,
     )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     precision = "bf16-mixed" if recipe.train.precision == "bf16" else "32-true"
-    fabric = lightning.Fabric(devices=1, accelerator="cpu", precision=precision)
+    fabric = lightning.Fabric(devices=1, accelerator=device, precision=precision)
     fabric.launch()
     fabric.seed_everything(recipe.train.seed)
     with fabric.init_module(empty_init=True):
@@ -163,33 +165,36 @@ def litgpt(recipe: Recipe, session: Session) -> None:
             lr=options.lr,
             betas=(options.adam_beta1, options.adam_beta2),
             weight_decay=options.weight_decay,
-            fused=False,
+            fused=device == "cuda",
         )
     )
     source = micro_batches(recipe)
 
+    parts = recipe.train.global_batch_size // recipe.train.micro_batch_size
+
     def step() -> float:
-        inputs, labels = next(source)
-        loss = chunked_cross_entropy(compiled(inputs), labels)
-        fabric.backward(loss)
+        total = torch.zeros((), device=device)
+        for _ in range(parts):
+            inputs, labels = (each.to(device, non_blocking=True) for each in next(source))
+            loss = chunked_cross_entropy(compiled(inputs), labels) / parts
+            fabric.backward(loss)
+            total += loss.detach()
         fabric.clip_gradients(compiled, optimizer, max_norm=options.clip_grad)
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)
+        return float(total)
 
     going = session.begin(parameters=parameters)
     while going:
-        going = session.stepped(step())
+        going = session.stepped(step(), **_gpu_memory())
 
 
 def hf_trainer(recipe: Recipe, session: Session, *, compiled: bool = False) -> None:
-    """`transformers.Trainer` with GPT-2 and torch's attention; bf16 is its autocast.
+    """`transformers.Trainer` with GPT-2, or Llama where the recipe is one, and torch's attention; bf16 is its autocast.
 
     It shifts labels itself, so the last token of each sequence is read but not predicted.
     """
     from transformers import (
-        GPT2Config,
-        GPT2LMHeadModel,
         PrinterCallback,
         Trainer,
         TrainerCallback,
@@ -203,32 +208,19 @@ def hf_trainer(recipe: Recipe, session: Session, *, compiled: bool = False) -> N
             control.should_training_stop = not session.begin(parameters=count(model), optimizer=str(args.optim))
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            if logs and "loss" in logs and not session.stepped(float(logs["loss"])):
+            if logs and "loss" in logs and not session.stepped(float(logs["loss"]), **_gpu_memory()):
                 control.should_training_stop = True
 
     set_seed(recipe.train.seed)
-    shape, train, options = recipe.model, recipe.train, recipe.optimizer
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=shape.vocab_size,
-            n_positions=shape.seq_length,
-            n_embd=shape.hidden_size,
-            n_layer=shape.num_layers,
-            n_head=shape.num_attention_heads,
-            n_inner=shape.ffn_hidden_size,
-            activation_function="gelu",
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            use_cache=False,
-            attn_implementation="sdpa",
-        )
-    )
+    train, options = recipe.train, recipe.optimizer
+    model: Any = transformers_model(recipe)
+    on_gpu = torch.cuda.is_available()
     sequences = tokens(recipe)[:, :-1].contiguous()
     arguments = TrainingArguments(
         output_dir="/nonexistent",  # nothing is saved
         max_steps=10**6,
         per_device_train_batch_size=train.micro_batch_size,
+        gradient_accumulation_steps=train.global_batch_size // train.micro_batch_size,
         learning_rate=options.lr,
         lr_scheduler_type="constant",
         weight_decay=options.weight_decay,
@@ -236,13 +228,13 @@ def hf_trainer(recipe: Recipe, session: Session, *, compiled: bool = False) -> N
         adam_beta2=options.adam_beta2,
         max_grad_norm=options.clip_grad,
         bf16=train.precision == "bf16",
-        use_cpu=True,
+        use_cpu=not on_gpu,
         torch_compile=compiled,
         logging_steps=1,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        dataloader_pin_memory=False,
+        dataloader_pin_memory=on_gpu,
     )
     trainer = Trainer(
         model=model,
@@ -253,6 +245,52 @@ def hf_trainer(recipe: Recipe, session: Session, *, compiled: bool = False) -> N
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
+
+
+def transformers_model(recipe: Recipe) -> torch.nn.Module:
+    """transformers' model of a recipe's shape: GPT-2, or Llama for rotary positions and RMSNorm.
+
+    Raises:
+        ValueError: the recipe is neither.
+    """
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    shape = recipe.model
+    ffn = shape.ffn_hidden_size or 4 * shape.hidden_size
+    if shape.position_embedding_type == "learned_absolute" and not shape.gated_linear_unit:
+        return GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=shape.vocab_size,
+                n_positions=shape.seq_length,
+                n_embd=shape.hidden_size,
+                n_layer=shape.num_layers,
+                n_head=shape.num_attention_heads,
+                n_inner=ffn,
+                activation_function="gelu",
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+                use_cache=False,
+                attn_implementation="sdpa",
+            )
+        )
+    if shape.normalization != "RMSNorm" or not shape.gated_linear_unit or shape.num_moe_experts:
+        raise ValueError(f"recipe {recipe.name} is neither a GPT-2 nor a Llama")
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=shape.vocab_size,
+            max_position_embeddings=shape.seq_length,
+            hidden_size=shape.hidden_size,
+            num_hidden_layers=shape.num_layers,
+            num_attention_heads=shape.num_attention_heads,
+            num_key_value_heads=shape.num_query_groups or shape.num_attention_heads,
+            head_dim=shape.kv_channels or shape.hidden_size // shape.num_attention_heads,
+            intermediate_size=ffn,
+            tie_word_embeddings=shape.share_embeddings_and_output_weights,
+            use_cache=False,
+            attn_implementation="sdpa",
+        )
+    )
 
 
 def hf_trainer_compiled(recipe: Recipe, session: Session) -> None:

@@ -75,7 +75,7 @@ def drawn(number: int, seed: int = SEED) -> DryRunSpec:
 
 def deviations(spec: DryRunSpec) -> list[Deviation]:
     """How far the plan is from the dry run of each rank; megatron-core stays patched in this process."""
-    from llmrecipes.dryrun.rank import dry_run  # imports torch
+    from llmrecipes.dryrun.simulation import dry_run  # imports torch
 
     plan = derive(spec.recipe, spec.world_size, spec.cluster)
     return [deviation(dry_run(spec, rank), plan) for rank in spec.ranks]

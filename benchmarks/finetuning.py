@@ -24,8 +24,7 @@ from torch.utils.data import Dataset
 
 from benchmarks.common import close, machine, parser, show
 from llmrecipes.data.batches import batches
-from llmrecipes.data.conversations import best_fit
-from llmrecipes.data.dataset import build
+from llmrecipes.data.dataset import best_fit, build
 from llmrecipes.data.prepare import prepare
 from llmrecipes.engine.backends import backend
 from llmrecipes.engine.base import Batch, Engine

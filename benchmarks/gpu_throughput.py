@@ -1,4 +1,4 @@
-"""tokens/s, MFU and peak memory on one GPU in bf16, beside a compiled plain PyTorch loop of the same size.
+"""tokens/s, MFU and peak memory on one GPU in bf16, beside Hugging Face's Trainer, litgpt and compiled plain PyTorch.
 
     python -m benchmarks.gpu_throughput --json gpu.json
     python -m benchmarks.gpu_throughput --recipes gpt-1b --set train.micro_batch_size=4 --set train.torch_compile=true
@@ -13,18 +13,22 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
+from importlib.util import find_spec
 from typing import Any
 
 from benchmarks.common import close, machine, parser, show
+from benchmarks.throughput_cpu import NEEDS
 from benchmarks.turns import Contender, write_job
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import detect
+from llmrecipes.launch.environment import detected_environment
+from llmrecipes.plan.derive import derive
 from llmrecipes.plan.parameters import flops_per_token
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import shape
 
-CONTENDERS = ("llmrecipes", "llmrecipes+compile", "plain")
+CONTENDERS = ("llmrecipes", "llmrecipes+compile", "hf-trainer", "hf-trainer+compile", "litgpt", "plain")
 COLUMNS = ("", "parameters", "tokens/s", "MFU full", "MFU causal", "peak GiB", "loss", "first step s")
 
 
@@ -35,25 +39,28 @@ def sized(recipe_name: str, changes: list[str], accumulate: int) -> Recipe:
     return load(recipe_name, [*changes, f"train.global_batch_size={batch}"]).recipe
 
 
-def measure(name: str, recipe: Recipe, *, steps: int, warmup: int, peak_flops: float | None) -> dict[str, Any]:
+def measure(
+    name: str, recipe: Recipe, environment: dict[str, str], *, steps: int, warmup: int, peak_flops: float | None
+) -> dict[str, Any]:
     """Run one contender.
 
     Args:
         name: of `benchmarks.contenders`.
         recipe: what to train.
+        environment: variables that are set before it imports torch.
         steps, warmup: measured steps, and steps before them.
         peak_flops: of the device; None leaves MFU out.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = str(write_job(folder, "recipe.json", recipe.model_dump_json()))
-        with Contender("benchmarks.contenders", [name, path], {}) as contender:
+        with Contender("benchmarks.contenders", [name, path], environment) as contender:
             first = contender.take(warmup)
             turn = contender.take(steps)
     rate = recipe.train.global_batch_size * recipe.model.seq_length / statistics.median(turn["seconds"])
     found = {
         **contender.facts,
         "tokens_per_second": rate,
-        "peak_memory": turn["peak_memory"],
+        "peak_memory": turn.get("peak_memory", 0),
         "first_step_seconds": first["seconds"][0],
         "losses": [first["losses"][0], turn["losses"][-1]],
         "micro_batch_size": recipe.train.micro_batch_size,
@@ -70,9 +77,15 @@ def measure(name: str, recipe: Recipe, *, steps: int, warmup: int, peak_flops: f
 def run(recipe: Recipe, *, steps: int, warmup: int, peak_flops: float | None) -> dict[str, dict[str, Any]]:
     """All contenders on one recipe; one that fails (memory, most likely) is reported and the others go on."""
     found = {}
+    cluster = detect()
+    environment = detected_environment(cluster, derive(recipe, 1, cluster))
     for name in CONTENDERS:
+        absent = [package for package in NEEDS.get(name, ()) if find_spec(package) is None]
+        if absent:
+            print(f"{recipe.name}, {name}: needs {', '.join(absent)}", file=sys.stderr)
+            continue
         try:
-            found[name] = measure(name, recipe, steps=steps, warmup=warmup, peak_flops=peak_flops)
+            found[name] = measure(name, recipe, environment, steps=steps, warmup=warmup, peak_flops=peak_flops)
         except RuntimeError as error:
             print(f"{recipe.name}, {name}: {error}", file=sys.stderr)
     return found

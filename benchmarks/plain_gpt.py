@@ -21,7 +21,7 @@ class PlainGPT(nn.Module):
     """Decoder-only transformer of a recipe's shape; `forward` gives the mean loss.
 
     Args:
-        model: the recipe's model section. Dropout, grouped queries and scaled rotary embeddings are not built.
+        model: the recipe's model section. Dropout and scaled rotary embeddings are not built.
         vocab_size: rows of the embedding.
     """
 
@@ -64,8 +64,11 @@ class _Layer(nn.Module):
         self.heads, self.gated = model.num_attention_heads, model.gated_linear_unit
         self.activation: Callable[[torch.Tensor], torch.Tensor] = ACTIVATIONS[model.activation_func]
         self.norm_attention, self.norm_mlp = _norm(model), _norm(model)
-        self.qkv = nn.Linear(width, 3 * width, bias=bias)
-        self.project = nn.Linear(width, width, bias=bias)
+        self.groups = model.num_query_groups or self.heads
+        self.channels = model.kv_channels or width // self.heads
+        inner = self.heads * self.channels
+        self.qkv = nn.Linear(width, inner + 2 * self.groups * self.channels, bias=bias)
+        self.project = nn.Linear(inner, width, bias=bias)
         self.up = nn.Linear(width, ffn * (2 if self.gated else 1), bias=bias)
         self.down = nn.Linear(ffn, width, bias=bias)
 
@@ -78,15 +81,13 @@ class _Layer(nn.Module):
         return x + self.down(self.activation(hidden))
 
     def _attend(self, x: torch.Tensor, rotary: torch.Tensor | None) -> torch.Tensor:
-        batch, length, width = x.shape
-        q, k, v = (
-            t.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
-            for t in self.qkv(x).split(width, dim=-1)
-        )
+        batch, length, _ = x.shape
+        heads = self.qkv(x).view(batch, length, -1, self.channels).transpose(1, 2)
+        q, k, v = heads.split([self.heads, self.groups, self.groups], dim=1)
         if rotary is not None:
             q, k = _rotate(q, rotary), _rotate(k, rotary)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.project(out.transpose(1, 2).reshape(batch, length, width))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.groups < self.heads)
+        return self.project(out.transpose(1, 2).reshape(batch, length, -1))
 
 
 def _norm(model: Model) -> nn.Module:
@@ -96,7 +97,7 @@ def _norm(model: Model) -> nn.Module:
 
 def _rotary(model: Model) -> torch.Tensor:
     """Cosines and sines, [2, s, channels of a head]."""
-    channels = model.hidden_size // model.num_attention_heads
+    channels = model.kv_channels or model.hidden_size // model.num_attention_heads
     frequencies = model.rotary_base ** (-torch.arange(0, channels, 2) / channels)
     angles = torch.outer(torch.arange(model.seq_length), frequencies).repeat(1, 2)
     return torch.stack([angles.cos(), angles.sin()])

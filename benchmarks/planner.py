@@ -30,10 +30,10 @@ from llmrecipes.plan.speed.step import predict
 from llmrecipes.plan.speed.work import Work
 
 Row = dict[str, str]
-_SURE = 0.7
+_SURE = 0.62
 """Share of a formula's memory that a run of any framework needs."""
-_FULL = 1.12
-"""Share of the capacity above which the formula calls a layout impossible; its median error is several percent."""
+_FULL = 0.942
+"""Share of the capacity that a program can use: the rest is the CUDA context's and the communicators'."""
 
 # Shapes of published models, for rows that have a name only: layers, hidden, FFN, heads, groups, vocabulary, gated.
 _KNOWN = {
@@ -55,6 +55,8 @@ _KNOWN = {
     "llama-8b": (32, 4096, 14336, 32, 32, 131072, True),
     "llama-80b": (80, 8192, 28672, 64, 64, 131072, True),
 }
+_SIZES = {"llama-1b": 1.34, "llama-3b": 3.57, "llama-8b": 8.86, "llama-80b": 79.99}
+"""Billions of parameters, where the name is further from them than shared word embeddings are."""
 _EXPERTS = {"grok1": (8, 2, 32768), "llama4-maverick": (128, 1, 8192)}
 _REQUIRED = ("model", "gpus", "tp", "pp", "mbs")
 _MEMORY_REQUIRED = ("suite", "test", "layers", "hidden", "mbs", "gbs", "seq")
@@ -105,11 +107,11 @@ def number(row: Row, *names: str) -> float | None:
 
 def _shape(row: Row, assumed: list[str]) -> dict[str, Any]:
     """Layers, widths and heads; by the model's name, else by its number of parameters, where the row has none."""
-    name = row.get("model", "").lower().replace("_", "-")
+    name = (row.get("model") or row.get("test") or "").lower().replace("_", "-")
     known = next((shape for key, shape in _KNOWN.items() if key in name), None)
-    size = number(row, "params_b")
-    if size is None and (match := re.search(r"([\d.]+)\s*b\b", name)):
-        size = float(match[1])
+    size = number(row, "params_b") or next((size for key, size in _SIZES.items() if key in name), None)
+    if size is None and (match := re.search(r"([\d.]+)\s*([bt])\b", name)):
+        size = float(match[1]) * (1000 if match[2] == "t" else 1)
     values: dict[str, Any] = {}
     keys = ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
     for key in keys:
@@ -138,7 +140,7 @@ def _shape(row: Row, assumed: list[str]) -> dict[str, Any]:
         assumed.append("heads")
     values["kv_heads"] = values["kv_heads"] or values["heads"]
     if values["vocab"] is None:
-        values["vocab"] = 50304 if "gpt" in name else 128256
+        values["vocab"] = 50304 if "gpt" in name else 32000 if "mixtral" in name else 128256
         assumed.append("vocab")
     values["size"] = size
     values["gated"] = gated
@@ -236,6 +238,8 @@ def read(row: Row) -> Reading:
         precision = "fp8"
     if degrees["ep"] > 1 and not experts:
         degrees["ep"] = 1
+    # megatron-core splits experts as it does dense layers unless it is told otherwise; published recipes tell it.
+    etp = int(number(row, "etp") or (degrees["tp"] if "suite" in row else 1)) if experts else 1
     options = [
         Work(
             layers=values["layers"], hidden=values["hidden"], ffn=ffn, heads=values["heads"],
@@ -245,7 +249,9 @@ def read(row: Row) -> Reading:
             head_dim=channels, gated=gated, tied=tied, experts=experts, topk=topk, moe_ffn=expert_ffn,
             shared_ffn=shared,
             dense_layers=dense_layers if experts else 0, latent=latent, mtp=mtp, vpp=degrees["vpp"], ep=degrees["ep"],
-            precision=precision, recomputed=float(recompute == "full"),
+            etp=etp, precision=precision, recomputed=float(recompute == "full"),
+            # Without a fused kernel, selective recomputation is that of core attention (arXiv 2205.05198).
+            recomputed_modules=("core_attn",) if recompute == "selective" and not software.flash else (),
         )
         for gated in ((values["gated"],) if values["gated"] is not None else (True, False))
         for tied in (False, True)
@@ -255,6 +261,8 @@ def read(row: Row) -> Reading:
         work = min(options, key=lambda option: abs(math.log(option.parameters / (size * 1e9))))
     else:
         work = next(option for option in options if not option.tied)
+    if software.by_cost and not experts and work.vpp == 1 and 1 < work.pp <= work.layers:
+        work = replace(work, stage_layers=tuple((layers,) for layers in by_cost(work)[0]))
     if values["gated"] is None:
         assumed.append("gated MLP")
     try:
@@ -268,16 +276,21 @@ def read(row: Row) -> Reading:
     return Reading(work, gpu, software, assumed, recompute not in ("none", "full") or "recompute" in assumed)
 
 
-def _empty_stages(work: Work) -> int:
-    """Stages without parameters after the output layer, where blocks are cut by parameters as nanotron does."""
+def by_cost(work: Work) -> tuple[tuple[int, ...], int]:
+    """Layers of each stage where blocks are cut by parameters as nanotron does, and the stage of the output layer.
+
+    A block goes to the present stage; the next begins where more than its share is placed
+    (nanotron/models/base.py, build_model). Stages after the output layer's are empty.
+    """
     layer = work.attention_parameters + work.dense_parameters
-    blocks = [*[layer] * work.layers, work.vocab * work.hidden]
-    stage = done = 0
-    for number, cost in enumerate(blocks):
-        done += cost
-        if number < work.layers and done > sum(blocks) * (stage + 1) / work.pp and stage + 1 < work.pp:
+    total = layer * work.layers + work.vocab * work.hidden
+    stages, stage, done = [0] * work.pp, 0, 0
+    for _ in range(work.layers):
+        stages[stage] += 1
+        done += layer
+        if done >= total * (stage + 1) / work.pp and stage + 1 < work.pp:
             stage += 1
-    return work.pp - 1 - stage
+    return tuple(stages), stage
 
 
 def impossible(reading: Reading, size: float) -> str | None:
@@ -285,13 +298,15 @@ def impossible(reading: Reading, size: float) -> str | None:
     work, software = reading.work, reading.stack
     if work.pp > work.layers:
         return f"{work.pp} pipeline stages for {work.layers} layers"
-    if software.by_cost and not work.experts and work.dp > 1 and _empty_stages(work) >= 3:
+    if software.by_cost and not work.experts and work.dp > 1 and work.pp - 1 - by_cost(work)[1] >= 3:
         return "the last pipeline stages have no parameters"
     if reading.partly and not software.by_cost:
         work = replace(work, recomputed=1.0)
         size = memory.estimate(reading.device, software, work)
-    # Only for frameworks with measured memory are formulas close enough for a verdict near the capacity.
-    least = size if software.by_cost else _SURE * size
+    # Only for frameworks with measured memory are formulas close enough for a verdict near the capacity. Gathered
+    # inputs are kept by some of their versions only.
+    sure = software.by_cost
+    least = memory.estimate(reading.device, _with(software, gathered=0.0), work) if sure else _SURE * size
     if least > reading.device.memory_bytes * _FULL:
         return f"needs {least / 1e9:.0f} GB"
     return None
@@ -299,6 +314,11 @@ def impossible(reading: Reading, size: float) -> str | None:
 
 def _with(software: Stack, **changes: Any) -> Stack:
     return Stack(**{**{name: getattr(software, name) for name in software.__dataclass_fields__}, **changes})
+
+
+def source_of(row: Row) -> str:
+    """What published a row, without what differs between its rows."""
+    return re.split(r"[;(|]|README|\d{3,}", row.get("source") or row.get("suite") or "failed")[0].strip()[:48]
 
 
 def replay(rows: list[Row], readings: list[Reading | None] | None = None) -> list[Result]:
@@ -327,12 +347,10 @@ def replay(rows: list[Row], readings: list[Reading | None] | None = None) -> lis
             if measured:
                 mfu = measured * work.flops(causal=False) / reading.device.peak["bf16"]
         group = tuple(row.get(name) or "" for name in ("model", "gpu", "gpus", "gbs", "seq", "precision"))
-        source = re.split(r"[;(|]|README|\d{3,}", row.get("source") or row.get("suite") or "failed")[0].strip()[:48]
         results.append(
             Result(
-                index, group, source, tokens, size, fits, refused, reading.assumed if reading else [], measured, held,
-                mfu,
-                parameters,
+                index, group, source_of(row), tokens, size, fits, refused, reading.assumed if reading else [], measured,
+                held, mfu, parameters,
             )
         )  # fmt: skip
     return results

@@ -1,7 +1,7 @@
 """Containerized LLM-training recipes on Megatron-core: one file runs on a laptop CPU, a GPU, Slurm and Kubernetes.
 
-The Python API (docs/reference/python.md) is imported from `llmrecipes.api` on first use, so that `import llmrecipes`
-stays light.
+The Python API (docs/reference/python.md) is imported from `llmrecipes.api` and `llmrecipes.api_commands` on first use,
+so that `import llmrecipes` stays light.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from llmrecipes.api import Checkpoint, Run, TrainResult, load_recipe, open_run, plan_recipe, train_recipe
     from llmrecipes.api_commands import (
         compare_runs,
+        import_model,
         layout_recipe,
         list_runs,
+        merge_models,
         prepare_recipe,
         search_recipe,
         submit_recipe,
     )
-    from llmrecipes.api_models import import_model, merge_models
     from llmrecipes.errors import UserError
 
 __version__ = "0.1.0"
@@ -30,13 +31,10 @@ __all__ = [
     "train_recipe",
 ]  # fmt: skip
 
-_ELSEWHERE = {
+_MODULES = {
     "UserError": "llmrecipes.errors",
-    "import_model": "llmrecipes.api_models",
-    "merge_models": "llmrecipes.api_models",
     **dict.fromkeys(
-        ("compare_runs", "layout_recipe", "list_runs", "prepare_recipe", "search_recipe", "submit_recipe"),
-        "llmrecipes.api_commands",
+        ("Checkpoint", "Run", "TrainResult", "load_recipe", "open_run", "plan_recipe", "train_recipe"), "llmrecipes.api"
     ),
 }
 
@@ -44,7 +42,7 @@ _ELSEWHERE = {
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_ELSEWHERE.get(name, "llmrecipes.api")), name)
+    return getattr(importlib.import_module(_MODULES.get(name, "llmrecipes.api_commands")), name)
 
 
 def __dir__() -> list[str]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import pandas
 
     from llmrecipes import rundir
-    from llmrecipes.tracking.runs import RunSummary
+    from llmrecipes.tracking.run_list import RunSummary
 
 __all__ = ["Checkpoint", "Run", "TrainResult", "load_recipe", "open_run", "plan_recipe", "train_recipe"]
 
@@ -119,8 +119,8 @@ class Run:
     @property
     def checkpoint(self) -> Checkpoint | None:
         """The newest of them; None if there is none."""
-        found = self.checkpoints
-        return found[-1] if found else None
+        complete = self.checkpoints
+        return complete[-1] if complete else None
 
     def records(self, kind: Literal["steps", "evaluations", "notes"] = "steps") -> list[dict[str, Any]]:
         """The lines of metrics.jsonl: one a step, an evaluation, or a note such as `checkpoint_saved`.
@@ -137,12 +137,12 @@ class Run:
             raise UserError(f"{kind!r}", where="kind", rule=f"one of {', '.join(_IDENTIFYING)}")
         path = self._files().metrics
         try:
-            found = [parse(line) for line in lines(path, root=self.path)]  # the last line may be incomplete
+            parsed = [parse(line) for line in lines(path, root=self.path)]  # the last line may be incomplete
         except FileNotFoundError:  # no step yet
             return []
         except OSError as error:
             raise UserError(f"cannot be read: {error.strerror}", where=str(path)) from error
-        return [record for record in found if record is not None and _IDENTIFYING[kind] in record]
+        return [record for record in parsed if record is not None and _IDENTIFYING[kind] in record]
 
     def metrics(self, kind: Literal["steps", "evaluations", "notes"] = "steps") -> pandas.DataFrame:
         """`records` as a pandas DataFrame with `step` as its index.
@@ -154,8 +154,8 @@ class Run:
             import pandas
         except ImportError as error:
             raise UserError("pandas is not installed", fix="pip install pandas, or records() for dicts") from error
-        found = self.records(kind)
-        return pandas.DataFrame(found, columns=None if found else ["step"]).set_index("step")
+        records = self.records(kind)
+        return pandas.DataFrame(records, columns=None if records else ["step"]).set_index("step")
 
     def export(
         self,
@@ -236,11 +236,12 @@ class Run:
         """Evaluate a checkpoint, as `llmrecipes eval`; results are also kept in evaluations.jsonl and MLflow.
 
         Args:
-            data: for perplexity: `valid`, `test`, `train`, `stdlib` or `TYPE:PATH`; `valid` if nothing is asked for.
+            data: for perplexity: `valid`, `test`, `train`, `stdlib` or `TYPE:PATH`; default: `valid`, without tasks
+                and checks.
             tasks: of lm-evaluation-harness, or paths of task files.
             checks: `repetition`, `memorisation`, `bias`.
             step: of the checkpoint; default: the newest.
-            tp: ranks that share the model; with more than one rank they are processes of their own.
+            tp: ranks that share the model; more than one rank run in separate processes.
             nproc: all ranks; default: `tp`.
             options: others of the command, such as `limit=100` or `num_fewshot=5`: fields of
                 `evaluation.request.EvaluationRequest`.
@@ -378,9 +379,9 @@ def _recipe(recipe: Recipe | str | Path) -> Recipe:
     return recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
 
 
-def directory(given: str | Path | None, variable: str, default: Path) -> Path:
-    """A directory that was given, or that of its environment variable, or its default."""
-    return Path(os.environ.get(variable) or default) if given is None else Path(given)
+def directory(chosen: str | Path | None, variable: str, default: Path) -> Path:
+    """The chosen directory, else that of its environment variable, else its default."""
+    return Path(os.environ.get(variable) or default) if chosen is None else Path(chosen)
 
 
 def _final(run: Run) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Commands from Python: data, runs, layouts, jobs and searches. `import llmrecipes` has these functions too."""
+"""Commands from Python: data, runs, layouts, jobs, searches and models. `import llmrecipes` has these functions too."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from llmrecipes.api import Overrides, Run, directory, load_recipe, open_run, override_words, say
 from llmrecipes.commandline import DATA_DIR, DATA_VARIABLE, RUNS_DIR, RUNS_VARIABLE
@@ -28,7 +28,7 @@ def list_runs(runs_dir: str | Path | None = None, *, data_dir: str | Path | None
         runs_dir: default: `LLMRECIPES_RUNS`, else `runs`; a folder that does not exist has no runs.
         data_dir: where their prepared data is, for `Run.generate`; default: `LLMRECIPES_DATA`, else `data`.
     """
-    from llmrecipes.tracking.runs import list_runs as summaries
+    from llmrecipes.tracking.run_list import list_runs as summaries
 
     data = directory(data_dir, DATA_VARIABLE, DATA_DIR)
     return [Run(Path(each.path), data) for each in summaries(directory(runs_dir, RUNS_VARIABLE, RUNS_DIR))]
@@ -146,14 +146,14 @@ def submit_recipe(
     from llmrecipes.workflow.submit import plan_for, plan_on_this_machine, submit
 
     place_of_jobs = launcher(to)
-    run, given = taken({**_options(options, place_of_jobs.takes, to), "accept-changes": accept_changes})
+    run, launcher_options = taken({**_options(options, place_of_jobs.takes, to), "accept-changes": accept_changes})
     recipe, words = str(name_or_path), list(override_words(overrides))
     if cluster is None and not place_of_jobs.needs_cluster:
         planned = plan_on_this_machine(recipe, words, nodes, ranks_per_node)
     else:
         planned = plan_for(recipe, words, cluster, nodes, ranks_per_node)
     paths = Paths(directory(runs_dir, RUNS_VARIABLE, RUNS_DIR), directory(data_dir, DATA_VARIABLE, DATA_DIR))
-    return submit(planned, place_of_jobs, given, paths, run_id=run_id, options=run, dry_run=dry_run)
+    return submit(planned, place_of_jobs, launcher_options, paths, run_id=run_id, options=run, dry_run=dry_run)
 
 
 def search_recipe(
@@ -200,11 +200,11 @@ def search_recipe(
     if threading.current_thread() is not threading.main_thread():
         raise UserError("search_recipe was called from a thread", rule="only the main thread receives signals")
     loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    given = _options(options, launcher(to).takes, to)
+    launcher_options = _options(options, launcher(to).takes, to)
     paths = Paths(directory(runs_dir, RUNS_VARIABLE, RUNS_DIR), directory(data_dir, DATA_VARIABLE, DATA_DIR))
     return search(
         loaded,
-        lambda: target_of(to, given, paths, workers, cluster, nodes, nproc),
+        lambda: target_of(to, launcher_options, paths, workers, cluster, nodes, nproc),
         resume=resume,
         log=_said(quiet),
     )
@@ -224,3 +224,96 @@ def _options(options: Mapping[str, Any], takes: frozenset[str], to: str) -> dict
 
 def _said(quiet: bool) -> Callable[[str], None]:
     return (lambda _line: None) if quiet else say
+
+
+def merge_models(
+    models: Sequence[str | Path],
+    out: str | Path,
+    *,
+    method: str,
+    weights: Sequence[float] | None = None,
+    base: str | Path | None = None,
+    density: float | Sequence[float] | None = None,
+    t: float | None = None,
+    scale: float | None = None,
+    normalize: bool | None = None,
+    seed: int | None = None,
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None,
+    tokenizer: bool = True,
+    runs_dir: str | Path | None = None,
+    data_dir: str | Path | None = None,
+) -> Path:
+    """Merge models of one configuration and one tokenizer into a folder that transformers can load; returns it.
+
+    Args:
+        models: runs, `RUN@STEP`, or folders with config.json and safetensors.
+        out: new folder.
+        method: linear, slerp, task-arithmetic, ties, dare or dare-ties.
+        weights: of the models; default: 1.
+        base: base model of the fine-tuned models, for all methods but linear and slerp.
+        density: fraction of each task vector to keep, for all models or per model (ties, dare); default: 1.
+        t: interpolation from the first model (0) to the second (1) (slerp); default: 0.5.
+        scale: factor of the merged task vector, λ; default: 1.
+        normalize: divide by the sum of the weights; default: linear and ties do.
+        seed: random seed of dare; default: 0.
+        dtype: of the weights; default: the first model's.
+        tokenizer: compare and write tokenizers.
+        runs_dir: default: `LLMRECIPES_RUNS`, else `runs`.
+        data_dir: default: `LLMRECIPES_DATA`, else `data`.
+
+    Raises:
+        UserError: an option that the method does not have; a model that is missing, corrupt, named twice or of another
+            kind; values that are not finite; a folder that exists; a full disk.
+    """
+    from llmrecipes.models.merge import Output, merge
+    from llmrecipes.models.merge_options import MergeOptions
+
+    densities = [density] if isinstance(density, int | float) else density
+    options = MergeOptions(method, weights, densities, t, scale, normalize, seed)
+    made = merge(
+        [str(model) for model in models],
+        options,
+        Output(Path(out), dtype, tokenizer=tokenizer),
+        directory(runs_dir, RUNS_VARIABLE, RUNS_DIR),
+        directory(data_dir, DATA_VARIABLE, DATA_DIR),
+        None if base is None else str(base),
+    )
+    return Path(made.path)
+
+
+def import_model(
+    source: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    revision: str | None = None,
+    name: str | None = None,
+    run_id: str | None = None,
+    runs_dir: str | Path | None = None,
+    data_dir: str | Path | None = None,
+) -> Run:
+    """Make a run from a Hugging Face model, with a checkpoint of step 0 that any layout loads.
+
+    Args:
+        source: folder with config.json and safetensors, or name on the Hub.
+        overrides: of the recipe, as on the command line: `["train.train_iters=20"]`.
+        revision: branch, tag or commit on the Hub.
+        name: of the recipe; default: that of the model.
+        run_id: of the new run; default: a new name.
+        runs_dir: default: `LLMRECIPES_RUNS`, else `runs`.
+        data_dir: default: `LLMRECIPES_DATA`, else `data`.
+
+    Raises:
+        UserError: the model cannot be found, read or described by a recipe; a run id in use; a full disk.
+    """
+    from llmrecipes.models.importing import import_model as make
+    from llmrecipes.runfiles import checked_run_id
+
+    made = make(
+        str(source),
+        overrides,
+        directory(runs_dir, RUNS_VARIABLE, RUNS_DIR),
+        checked_run_id(run_id),
+        revision=revision,
+        name=name,
+    )
+    return Run(Path(made.run_dir), directory(data_dir, DATA_VARIABLE, DATA_DIR))

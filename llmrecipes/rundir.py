@@ -17,7 +17,7 @@ from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.runfiles import RunFiles
-from llmrecipes.tracking import runs, status
+from llmrecipes.tracking import run_list, status
 
 _PRINT_RECIPE = "import json, sys; print(json.dumps(json.load(open(sys.argv[1]))['recipe'], indent=1))"
 
@@ -76,9 +76,9 @@ class Run(RunFiles):
         """The values of status.json; empty if it cannot be read."""
         return status.read(self.path)
 
-    def summary(self) -> runs.RunSummary:
+    def summary(self) -> run_list.RunSummary:
         """State, steps and last losses."""
-        return runs.summary(self.path)
+        return run_list.summary(self.path)
 
     def is_finished(self, train_iters: int) -> bool:
         """Whether the run has done all its steps, so that a restarted part of it has nothing to do."""

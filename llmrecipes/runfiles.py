@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from llmrecipes.errors import UserError
 RECIPE, PLAN, ENVIRONMENT = "recipe.yaml", "plan.json", "env.json"
 DOCUMENTS = (RECIPE, PLAN, ENVIRONMENT)
 """Written at every start; sinks have copies of them."""
+REWINDS = "rewinds.json"
 METRICS, STATUS, EVALUATIONS = "metrics.jsonl", "status.json", "evaluations.jsonl"
 CHECKPOINTS, LOGS = "checkpoints", "logs"
 SUBMISSION = f"{LOGS}/submission.json"
@@ -84,6 +84,11 @@ class RunFiles:
         return self.path / EVALUATIONS
 
     @property
+    def rewinds(self) -> Path:
+        """The spikes that the run went back from, and the samples that it leaves out since."""
+        return self.path / REWINDS
+
+    @property
     def checkpoints(self) -> Path:
         """The directory of `CheckpointStore`, which also has the lock of the run that writes."""
         return self.path / CHECKPOINTS
@@ -111,6 +116,10 @@ class RunFiles:
     def lease(self) -> Path:
         """Of the newest local job; a newer job replaces it, which ends the earlier one should it still run."""
         return self.logs / "lease.json"
+
+    def hang(self, token: str) -> Path:
+        """What the watchdogs of a start report when ranks hang; it exists only then."""
+        return self.logs / f"hang-{token}"
 
     @property
     def bad_nodes(self) -> Path:
@@ -141,6 +150,8 @@ def run_of(folder: Path) -> RunFiles:
 
 def new_run_id() -> str:
     """UTC time and six random characters, so that ids sort by age and do not collide."""
+    import secrets  # not at the top: it takes a fiftieth of `llmrecipes list`, which makes no run
+
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
 
 

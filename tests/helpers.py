@@ -47,6 +47,15 @@ TRAIN = {
 }  # fmt: skip
 
 
+TRANSFORMER_ENGINES = (
+    "models.common.embeddings.rope_utils.fused_apply_rotary_pos_emb",
+    *(f"transformer.moe.moe_utils.fused_{name}" for name in (
+        "permute", "permute_with_probs", "sort_chunks_by_index", "sort_chunks_by_index_with_probs", "unpermute",
+    )),
+)  # fmt: skip
+"""Functions of TransformerEngine that megatron-core's configurations look for, inside `megatron.core`."""
+
+
 def tiny(name: str = "tiny", **sections: dict[str, Any]) -> Recipe:
     """A recipe of 150,000 parameters; sections and keys extend or override the defaults here."""
     base: dict[str, dict[str, Any]] = {

@@ -11,8 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-import kubernetes_validate
 import yaml
 
 SCHEMAS = Path(__file__).with_name("schemas")
@@ -63,6 +61,9 @@ COMPUTE_DOMAIN = {
 
 def require_valid(thing: dict[str, Any]) -> None:
     """Check one object against Kubernetes' own schema or its CustomResourceDefinition."""
+    import jsonschema  # takes seconds, and every process of a test run imports modules that import this one
+    import kubernetes_validate
+
     jsonschema.validate(thing["metadata"], METADATA)
     group, _, version = thing["apiVersion"].rpartition("/")
     if group == "resource.nvidia.com":

@@ -20,9 +20,11 @@ VERSION = (
     "dist/test_megatron_lm", "dist/test_older_checkpoints", "dist/test_resume_state", "dist/test_waiting",
     "dist/test_zero", "unit/test_checkpoint_", "unit/test_coordinates", "unit/test_data_batches",
     "unit/test_data_prepare", "unit/test_dryrun", "unit/test_engine_", "unit/test_generate", "unit/test_hf_export",
-    "unit/test_hf_import", "unit/test_lora_", "unit/test_model_", "unit/test_plan_model", "unit/test_plan_placement",
-    "unit/test_plan_ranks", "unit/test_platform", "unit/test_recipe_effects", "unit/test_train_balance",
-    "unit/test_train_initial_values", "unit/test_workflow_smoke", "unit/test_workflow_upcycle",
+    "unit/test_hf_import", "unit/test_lora_", "unit/test_model_", "unit/test_performance_page", "unit/test_plan_model",
+    "unit/test_plan_placement", "unit/test_plan_ranks", "unit/test_platform", "unit/test_recipe_effects",
+    "unit/test_recipe_stage_layout",
+    "unit/test_train_balance", "unit/test_train_initial_values", "unit/test_workflow_smoke",
+    "unit/test_workflow_upcycle",
 )  # fmt: skip
 """Path prefixes of tests of what stands on megatron-core: models, checkpoints, optimizers, layouts, dry runs."""
 
@@ -45,14 +47,17 @@ VERSION_ZERO = (
 )
 """Beginnings of the ids of those with DeepSpeed that do; DeepSpeed itself has the same version everywhere."""
 
-RANKS = "ranks"
-"""Group of all tests that need the worlds: these are started in one process only."""
+RANKS = ("ranks 1", "ranks 2")
+"""Groups of the tests that need the worlds, so that two processes start some: half of the tests' time is theirs."""
+
+_RANKS_1 = re.compile(r"unit/|dist/test_(hf_|resume_state|verify|waiting)|dist/test_layouts.*\[(gpt|llama|packed)")
+"""Ids in the first of these groups, which takes as long as the second. Rows with the same reference are in one."""
 
 APART = "train/test_train_faults"
 """Module whose tests share nothing expensive, so that any process may run each of them."""
 
 FIRST = (
-    "system/slurm/test_training", "system/containers", RANKS, "train/test_train_signals",
+    "system/slurm/test_training", "system/containers", *RANKS, "train/test_train_signals",
     "unit/test_benchmark_layouts", "unit/test_tracking_mlflow", "unit/test_bench", "train/",
 )  # fmt: skip
 """Slow groups, the slowest first, so that short ones run last."""
@@ -138,9 +143,10 @@ def group(nodeid: str) -> str:
     Args:
         nodeid: pytest's, from the root of the checkout.
     """
-    path = nodeid.partition("::")[0].removeprefix("tests/")
+    name = nodeid.removeprefix("tests/")
+    path = name.partition("::")[0]
     if needs_ranks(path):
-        return RANKS
+        return RANKS[0] if _RANKS_1.match(name) else RANKS[1]
     return nodeid if path.startswith(APART) else path
 
 

@@ -21,6 +21,12 @@ PICTURES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "layout-context.svg": (
         "gpt-tiny-3d", 4, ("parallelism.context_parallel_size=2", "parallelism.pipeline_model_parallel_size=1"),
     ),
+    "layout-stages.svg": (
+        "gpt-tiny-3d", 4,
+        ("model.num_layers=6", "parallelism.tensor_model_parallel_size=1", "parallelism.sequence_parallel=false",
+         "parallelism.pipeline_model_parallel_size=4", "parallelism.virtual_pipeline_model_parallel_size=2",
+         "parallelism.pipeline_model_parallel_layout=E|(t|)*6L"),
+    ),
     "layout-experts.svg": (
         "moe-tiny", 4,
         ("parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true",
@@ -78,7 +84,8 @@ def _lines(rank: Placement) -> list[str]:
 
 
 def _words(ranges: Sequence[Range]) -> str:
-    return ", ".join(f"{first}–{end - 1}" if end - first > 1 else str(first) for first, end in ranges)
+    some = [(first, end) for first, end in ranges if end > first]  # the chunk of the loss may have no layer
+    return ", ".join(f"{first}–{end - 1}" if end - first > 1 else str(first) for first, end in some)
 
 
 def main() -> int:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llmrecipes.bench.results import BenchSpec, RankSpeeds, Reading, StepTimes
+from llmrecipes.bench.results import BenchSpec, MachineRates, RankSpeeds, Reading, StepTimes
 from llmrecipes.data.prepared import open_prepared
 from llmrecipes.engine.base import Backend, Batch, Platform, World
-from llmrecipes.hardware.cluster import Cluster
+from llmrecipes.hardware.cluster import Cluster, cpu_cores
 from llmrecipes.hardware.profile import Group, MeasuredLinks, Operation
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe
@@ -167,6 +167,107 @@ def measure_ranks(platform: Platform, repeats: int) -> RankSpeeds:
     return RankSpeeds(hosts=hosts, seconds=seconds, flops=2.0 * size**3)
 
 
+RING = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20)
+"""Bytes of the all-reduces from which latency and bandwidth between two processes follow."""
+
+
+def measure_machine(platform: Platform, repeats: int) -> MachineRates:
+    """Rates of a node without GPUs. A collective of two ranks, of which the first measures its processor.
+
+    One core is measured in processor time, which other programs slow less than the clock on the wall; of all figures
+    the best repeat counts.
+
+    Args:
+        repeats: of each measurement, times four.
+    """
+    rates: dict[str, float] = {}
+    threads = torch.get_num_threads()
+    if dist.get_rank() == 0:
+        torch.set_num_threads(1)
+        try:
+            rates = _one_core(repeats)
+        finally:
+            torch.set_num_threads(max(1, round(cpu_cores())))
+        rates["gflops_all"] = 2 * 1024**3 / _best(_product(1024), repeats, time.perf_counter) / 1e9
+        torch.set_num_threads(threads)
+    dist.barrier()
+    points = []
+    for size in RING:
+        buffer = torch.ones(size // 4)
+        times = []
+        for number in range(COLLECTIVE_WARMUP + 4 * repeats):
+            dist.barrier()
+            started = time.perf_counter()
+            dist.all_reduce(buffer)
+            if number >= COLLECTIVE_WARMUP:
+                times.append(time.perf_counter() - started)
+        points.append((size, min(_slowest(times, platform))))
+    latency, speed = _line(points)
+    if not rates:
+        rates = dict.fromkeys(
+            ("gflops", "gflops_all", "depth", "attention_gflops", "memory_gb_per_s", "launch_us"), 0.0
+        )
+    # An all-reduce of two ranks is a step that scatters and one that gathers, of half the bytes each.
+    return MachineRates(**rates, latency_us=latency / 2 * 1e6, link_gb_per_s=speed / 1e9)
+
+
+def _best(call: Callable[[], object], repeats: int, clock: Callable[[], float]) -> float:
+    times = []
+    for number in range(PRODUCT_WARMUP + 4 * repeats):
+        started = clock()
+        call()
+        if number >= PRODUCT_WARMUP:
+            times.append(clock() - started)
+    return min(times)
+
+
+def _product(inner: int) -> Callable[[], object]:
+    left, right = torch.randn(1024, inner), torch.randn(inner, 1024)
+    return lambda: torch.matmul(left, right)
+
+
+def _one_core(repeats: int) -> dict[str, float]:
+    """Rates of this thread."""
+
+    def best(call: Callable[[], object]) -> float:
+        return _best(call, repeats, time.thread_time)
+
+    deep, flat = best(_product(1024)), best(_product(64))
+    # 2 m n k / rate × (k + depth)/k, at two depths.
+    slope = (deep - flat) / (1024 - 64)
+    query = torch.randn(4, 4, 512, 64)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    attention = best(lambda: attend(query, query, query, is_causal=True))
+    # As large as the activations of a layer, which a processor's caches hold or not as in training.
+    data = torch.randn(1 << 20)
+    traffic = best(lambda: torch.mul(data, 1.5))
+    small = torch.randn(16, requires_grad=True)
+
+    def chain() -> None:
+        value = small
+        for _ in range(50):
+            value = value * 1.0
+        value.sum().backward()
+
+    return {
+        "gflops": 2 * 1024**2 / slope / 1e9,
+        "depth": max(0.0, flat / slope - 64),
+        "attention_gflops": 16 * 0.5 * 4 * 512**2 * 64 / attention / 1e9,
+        "memory_gb_per_s": 2 * data.nbytes / traffic / 1e9,
+        "launch_us": best(chain) / 100 * 1e6,
+    }
+
+
+def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Seconds of no byte, and bytes a second, by least squares of relative errors."""
+    weights = [(1 / seconds, size / seconds) for size, seconds in points]
+    aa, bb = sum(a * a for a, _ in weights), sum(b * b for _, b in weights)
+    ab, a1, b1 = sum(a * b for a, b in weights), sum(a for a, _ in weights), sum(b for _, b in weights)
+    determinant = aa * bb - ab * ab
+    latency, slope = (a1 * bb - b1 * ab) / determinant, (b1 * aa - a1 * ab) / determinant
+    return max(latency, 1e-6), 1 / max(slope, 1e-12)
+
+
 STEP_WARMUP = 2
 
 
@@ -176,14 +277,15 @@ def steps(spec: BenchSpec, engines: Backend, world: World, platform: Platform, c
     plan = derive(recipe, world.size, cluster)
     engine = engines.build(plan, platform)
     batches = random_tokens(recipe, world.data_parallel_rank)
-    times = []
+    times, processor = [], []
     for number in range(STEP_WARMUP + spec.repeats):
         dist.barrier()
-        started = time.perf_counter()
+        started, used = time.perf_counter(), time.process_time()
         engine.train_step(batches)
         platform.synchronize()  # the step returns as soon as the loss is known, while its update still runs
         if number >= STEP_WARMUP:
             times.append(time.perf_counter() - started)
+            processor.append(time.process_time() - used)
     memory = torch.tensor([float(platform.peak_memory())], device=platform.device)
     dist.all_reduce(memory, op=dist.ReduceOp.MAX)
     engine.close()
@@ -191,6 +293,7 @@ def steps(spec: BenchSpec, engines: Backend, world: World, platform: Platform, c
         world_size=world.size,
         layout=plan.layout.as_dict(),
         seconds=_slowest(times, platform),
+        processor_seconds=_slowest(processor, platform),
         tokens_per_step=plan.tokens_per_step,
         flops_per_token=plan.flops_per_token_causal,
         peak_memory_bytes=int(memory.item()),

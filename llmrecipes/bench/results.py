@@ -18,7 +18,7 @@ ANSWER = "answer.json"
 class BenchSpec(RankSpec):
     """One benchmark."""
 
-    what: Literal["collectives", "step", "data", "ranks"]
+    what: Literal["collectives", "step", "data", "ranks", "machine"]
     out: Path
     """Folder that receives `answer.json`."""
     sizes: tuple[int, ...] = ()
@@ -45,6 +45,8 @@ class StepTimes(BaseModel):
     layout: dict[str, int]
     seconds: tuple[float, ...]
     """Of each step, on the slowest rank."""
+    processor_seconds: tuple[float, ...]
+    """Processor time of each step in all threads of a rank, of the rank with the most; waiting is not counted."""
     tokens_per_step: int
     flops_per_token: float
     peak_memory_bytes: int
@@ -61,6 +63,20 @@ class RankSpeeds(BaseModel):
     """Of one product, by rank."""
     flops: float
     """Of one product."""
+
+
+class MachineRates(BaseModel):
+    """Rates of a node without GPUs; units as in `hardware.profile.Rates`."""
+
+    gflops: float
+    gflops_all: float
+    depth: float
+    attention_gflops: float
+    memory_gb_per_s: float
+    launch_us: float
+    latency_us: float
+    link_gb_per_s: float
+    """Bytes that a process sends to another of the node."""
 
 
 class Reading(BaseModel):

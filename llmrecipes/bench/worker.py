@@ -42,6 +42,8 @@ def run(spec: BenchSpec) -> ExitCode:
             )
         elif spec.what == "ranks":
             answer = measure.measure_ranks(platform, spec.repeats)
+        elif spec.what == "machine":
+            answer = measure.measure_machine(platform, spec.repeats)
         elif spec.what == "step":
             answer = measure.steps(spec, engines, world, platform, cluster)
         else:

@@ -20,6 +20,7 @@ FREE = (
     "description",
     "engine",
     "zero",
+    "speed",
     "parallelism",
     "checkpoint",
     "tracking",
@@ -35,6 +36,7 @@ FREE = (
     "train.recompute_num_layers",
     "train.recompute_modules",
     "train.torch_compile",
+    "train.loss_chunk_tokens",
     "train.initial_loss_scale",
     "train.min_loss_scale",
     "train.loss_scale_window",
@@ -45,6 +47,7 @@ FREE = (
     "data.num_workers",
     "data.prefetch_factor",
     "data.pin_memory",
+    "faults",
 )
 """Keys, and sections with all their keys, that may differ from the recipe that wrote a checkpoint."""
 

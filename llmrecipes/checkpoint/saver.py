@@ -23,7 +23,7 @@ from typing import Self, TypeVar
 import torch
 
 from llmrecipes.checkpoint.manifest import CheckpointInfo
-from llmrecipes.checkpoint.ranks import Ranks
+from llmrecipes.checkpoint.rank_groups import Ranks
 from llmrecipes.checkpoint.state_format import CheckpointFormat, StateDict, Written
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.errors import UserError

@@ -249,6 +249,17 @@ class CheckpointStore:
         sync(self.directory)
         return target
 
+    def withdraw(self, step: int) -> list[int]:
+        """Delete the checkpoints after a step, because the run goes back to it; returns their steps, newest first.
+
+        Raises:
+            OSError: one cannot be deleted.
+        """
+        steps = [number for path in reversed(self._directories()) if (number := _step_of(path)) > step]
+        for number in steps:
+            self._delete(self.path(number))
+        return steps
+
     def prune(self, most_recent_k: int, keep_interval: int | None = None) -> list[int]:
         """Delete checkpoints according to the retention rule.
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 ABOUT = "Pretrain language models with Megatron-core, each run from one recipe file."
 FIRST_STEPS = (
-    ("train gpt-tiny", "train a small model here; no GPU needed"),
+    ("train gpt-tiny", "train a small model on this machine; no GPU needed"),
     ("list", "list recipes"),
     ("show gpt-1b --cluster h100-ib", "plan a recipe for a cluster: memory, FLOPs, fit"),
 )
@@ -46,6 +46,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "new": "recipes.new",
         "show": "recipes.show",
         "plan": "plan.plan",
+        "card": "card.card",
         "layout": "recipes.layout",
         "dryrun": "dryrun.dryrun",
         "schema": "recipes.schema",
@@ -64,8 +65,8 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
     "Runs": {
         "runs": "runs.runs",
-        "compare": "runs.compare",
-        "scaling": "runs.scaling",
+        "compare": "comparison.compare",
+        "scaling": "comparison.scaling",
         "generate": "runs.generate",
         "eval": "evaluate.evaluate",
         "export": "models.export",
@@ -87,7 +88,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "docs": "recipes.docs",
     },
 }
-"""Every command, in the order of `--help`: its module in `cli` and its function there, which are imported on demand."""
+"""Every command, in the order of `--help`: module in `cli` and function, which are imported on demand."""
 
 
 MOST = {
@@ -157,7 +158,7 @@ def program(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions and exit.")
     ] = False,
 ) -> None:
-    """Say what this is and how to begin, where no command is given."""
+    """Print the purpose and the first steps, if no command is named."""
     if ctx.invoked_subcommand is not None:
         return
     wide = max(len(words) for words, _ in FIRST_STEPS)
@@ -264,7 +265,7 @@ def _usage_error(error: typer.TyperException) -> UserError:
 
 
 def _too_long(path: str) -> UserError:
-    """The error for a name that no file can have; wherever it comes from, it is a name that the user gave."""
+    """The error for a name that no file can have; such a name always comes from the user."""
     longest = max(len(os.fsencode(part)) for part in path.split("/"))
     what = f"a name of {longest:,} bytes" if longest > 255 else f"a path of {len(os.fsencode(path)):,} bytes"
     return UserError(
@@ -295,6 +296,7 @@ def main() -> None:
     except BrokenPipeError:  # the reader (`head`) has exited; typer ends longer output the same way
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter prints an error at exit
         code = 1
+    gc.freeze()  # the interpreter looks for cycles once more at its end, for a tenth of the time of `list`
     sys.exit(code)
 
 

@@ -1,10 +1,11 @@
-"""`llmrecipes bench`: parsing and printing only."""
+"""`bench` and `gpu-report`: parsing and printing only."""
 
 from __future__ import annotations
 
 import json
 import os
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,9 +23,13 @@ from llmrecipes.cli.options import (
     RecipeArgument,
     site_option,
 )
+from llmrecipes.cli.tables import TextTable, show
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.units import GIB, KIB, MIB
 
 if TYPE_CHECKING:
+    from llmrecipes.bench.fabric.transfers import Kind, Report, Transfer
+    from llmrecipes.bench.results import Collectives, Comparison, RankSpeeds
     from llmrecipes.recipe.schema import Recipe
 
 app = typer.Typer(
@@ -32,6 +37,10 @@ app = typer.Typer(
     rich_markup_mode=None,
     invoke_without_command=True,
 )
+
+SHOWN = 24
+"""Transfers and findings that are printed; 16,384 GPUs have tens of thousands."""
+KINDS: dict[Kind, str] = {"neighbours": "between neighbours", "halves": "between halves"}
 
 RepeatsOption = Annotated[int, typer.Option("--repeats", metavar="N", min=1, help="Repeat each measurement N times.")]
 
@@ -81,7 +90,6 @@ def collectives(
 ) -> None:
     """Measure the bus bandwidth of collectives."""
     from llmrecipes.bench.results import Collectives, compare
-    from llmrecipes.cli.render import bench as render
     from llmrecipes.hardware.load import load_profile
     from llmrecipes.recipe.load import load
     from llmrecipes.workflow import bench
@@ -104,9 +112,9 @@ def collectives(
         rows = {} if compared is None else {"compared": [each.as_dict() for each in compared]}
         print(json.dumps({**json.loads(answer), **rows}))
         return
-    print(render.bandwidths(measured))
+    show(*bandwidths(measured))
     if profile is not None and compared is not None:
-        print(render.comparison(profile.name, compared))
+        print(comparison(profile.name, compared))
     if write is not None:
         print(f"written to {write}: --cluster {write}")
 
@@ -138,9 +146,8 @@ def fabric(
 
     Run it once on each node at the same time, as srun --ntasks-per-node=1 does.
     """
-    from llmrecipes.bench.fabric.meeting import Meeting, meet, require_sensible
+    from llmrecipes.bench.fabric.meeting import FabricRendezvous, meet, require_sensible
     from llmrecipes.bench.fabric.node import Limits
-    from llmrecipes.cli.render import bench as render
     from llmrecipes.hardware.load import load_profile
     from llmrecipes.launch.ranks import FIRST_PORT, port_of
     from llmrecipes.launch.rendezvous import job_hosts, own_number, token_of
@@ -151,9 +158,12 @@ def fabric(
     job = os.environ.get("SLURM_JOB_ID")
     port = port_of(job) if job else FIRST_PORT
     limits, token = Limits(seconds, seconds + limit), token_of(os.environ)
-    outcome = meet(Meeting(hosts, own_number(hosts), port, patience, limits, token), profile)
+    outcome = meet(FabricRendezvous(hosts, own_number(hosts), port, patience, limits, token), profile)
     if outcome.report is not None:
-        print(json.dumps(outcome.report.as_dict(), indent=2) if as_json else render.fabric_report(outcome.report))
+        if as_json:
+            print(json.dumps(outcome.report.as_dict(), indent=2))
+        else:
+            show(*fabric_report(outcome.report))
     return 1 if outcome.bad else int(ExitCode.DONE)
 
 
@@ -165,7 +175,6 @@ def ranks(
 ) -> None:
     """Measure every rank separately, to find slow ones."""
     from llmrecipes.bench.results import RankSpeeds, slow_ranks
-    from llmrecipes.cli.render import bench as render
     from llmrecipes.recipe.load import load
 
     answer = _measure("ranks", load("gpt-tiny", []).recipe, DATA, repeats, nproc)
@@ -175,7 +184,45 @@ def ranks(
     if as_json:
         print(json.dumps({**json.loads(answer), "slow_ranks": sorted(slow_ranks(speeds))}))
         return
-    print(render.rank_speeds(speeds))
+    print(rank_speeds(speeds))
+
+
+@app.command()
+def machine(
+    write: Annotated[
+        Path | None, typer.Option("--write", metavar="FILE.yaml", help="Write a cluster profile of this machine.")
+    ] = None,
+    cluster: Annotated[
+        str,
+        typer.Option(
+            "--cluster",
+            metavar="NAME",
+            help="Copy what is not measured, such as links between nodes, from this cluster profile.",
+            autocompletion=completion.clusters,
+        ),
+    ] = "laptop",
+    repeats: RepeatsOption = 5,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure a machine without GPUs, for the predictions of `plan`.
+
+    Matrix products, attention, memory, launches, and collectives of two processes. The best of the repeats counts.
+    """
+    from llmrecipes.workflow import bench
+
+    if write is not None:
+        bench.require_new(write)
+    made = bench.machine_profile(cluster, repeats, write.stem if write is not None else "this-machine")
+    if write is not None:
+        bench.save_profile(made, write)
+    if as_json:
+        print(json.dumps(made, indent=2))
+        return
+    for name, value in made["rates"].items():
+        print(f"{name:18}{value:10.4g}")
+    print(f"{'intra_node':18}{made['intra_node']['gb_per_s']:10.4g} GB/s between processes")
+    if write is not None:
+        print(f"written to {write}: --cluster {write}")
 
 
 @app.command()
@@ -197,18 +244,19 @@ def step(
     answer = _measure("step", load(recipe, overrides or []).recipe, DATA, repeats, nproc)
     if answer is None:
         return
-    found = StepTimes.model_validate_json(answer)
-    speed = found.tokens_per_step / statistics.median(found.seconds)
-    flops = speed * found.flops_per_token / found.world_size
-    use = None if found.peak_tflops is None else flops / found.peak_tflops / 1e12
+    measured = StepTimes.model_validate_json(answer)
+    speed = measured.tokens_per_step / statistics.median(measured.seconds)
+    flops = speed * measured.flops_per_token / measured.world_size
+    use = None if measured.peak_tflops is None else flops / measured.peak_tflops / 1e12
     if as_json:
         derived = {"tokens_per_second": speed, "tflops_per_rank": flops / 1e12, "mfu": use}
         print(json.dumps({**json.loads(answer), **derived}, indent=2))
         return
-    times = f"{statistics.median(found.seconds):.3f} s a step ({min(found.seconds):.3f}-{max(found.seconds):.3f})"
-    print(f"{found.world_size} ranks, {times}, {speed:,.0f} tokens/s")
+    seconds = measured.seconds
+    times = f"{statistics.median(seconds):.3f} s a step ({min(seconds):.3f}-{max(seconds):.3f})"
+    print(f"{measured.world_size} ranks, {times}, {speed:,.0f} tokens/s")
     share = "" if use is None else f", {use:.1%} of a GPU's peak"
-    print(f"{flops / 1e12:,.2f} TFLOP/s a rank{share}; at most {gib(found.peak_memory_bytes)} a rank")
+    print(f"{flops / 1e12:,.2f} TFLOP/s a rank{share}; at most {gib(measured.peak_memory_bytes)} a rank")
 
 
 @app.command()
@@ -240,17 +288,21 @@ def data(
 def gpu_report(
     stages: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[STAGE]...", help="right, fast, big, state or fp8; default: all of them."),
+        typer.Argument(metavar="[STAGE]...", help="Run these stages: right, fast, big, state or fp8; default: all."),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Write report.jsonl, .md and .html there.")] = Path(
-        "gpu-report"
-    ),
+    out: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="Write report.jsonl, .md and .html to this folder.")
+    ] = Path("gpu-report"),
     budget: Annotated[
         float, typer.Option("--budget", metavar="S", min=1, help="Skip what would not end within S seconds.")
     ] = 540,
     device: Annotated[
         str | None,
-        typer.Option("--device", metavar="cpu|cuda", help="cpu: the same stages with tiny models. Default: a GPU."),
+        typer.Option(
+            "--device",
+            metavar="cpu|cuda",
+            help="Run on this device; cpu: the same stages with tiny models. Default: a GPU.",
+        ),
     ] = None,
 ) -> int:
     """Compare one GPU with a CPU's results and the plan, in stages.
@@ -279,3 +331,110 @@ def _measure(
         {"what": what, "recipe": recipe, "data_dir": data_dir, "out": Path(), "sizes": sizes, "repeats": repeats}
     )
     return measure(spec, nproc)
+
+
+def bandwidths(measured: Collectives) -> Iterator[str | TextTable]:
+    """Bus bandwidth: a row for each operation and group, a column for each size."""
+    sizes = sorted({row.bytes for row in measured.rows})
+    title = f"{measured.world_size} ranks over {measured.backend}; bus bandwidth in GB/s"
+    if not measured.rows:
+        yield f"{title}: no group has more than one rank; try --nproc 2"
+        return
+    yield title
+    table = [("operation", "group", "ranks", *map(_size, sizes))]
+    rows: dict[tuple[str, str, int], dict[int, float]] = {}
+    for row in measured.rows:
+        rows.setdefault((row.operation, row.group, row.ranks), {})[row.bytes] = row.bus_gb_per_s
+    for (operation, group, ranks), speeds in sorted(rows.items(), key=lambda each: each[0][1]):
+        cells = (f"{speeds[size]:.3f}" if size in speeds else "" for size in sizes)
+        table.append((operation, group, str(ranks), *cells))
+    yield TextTable(table, right=range(2, len(table[0])))
+
+
+def rank_speeds(measured: RankSpeeds) -> str:
+    """The speeds of all ranks in one line, and a line per slow rank."""
+    from llmrecipes.bench.results import slow_ranks
+
+    speeds = [measured.flops / seconds / 1e12 for seconds in measured.seconds]
+    middle = statistics.median(speeds)
+    lines = [
+        f"warning: rank {rank} on {measured.hosts[rank]}: {speeds[rank]:.3g} TFLOP/s, {share:.0%} of the median"
+        for rank, share in slow_ranks(measured).items()
+    ]
+    spread = f"{min(speeds):.3g}-{max(speeds):.3g}"
+    return "\n".join([*lines, f"{len(speeds)} ranks: {middle:.3g} TFLOP/s in the median, {spread}"])
+
+
+def comparison(name: str, compared: list[Comparison]) -> str:
+    """Results below those of the profile, one line each."""
+    from llmrecipes.bench.results import LEAST
+    from llmrecipes.hardware.profile import LINK_BYTES
+
+    if not compared:
+        return f"{name} has no measurement of this group and size; link figures apply from {_size(LINK_BYTES)}"
+    short = [f"warning: {each.as_text()}" for each in compared if not each.ok]
+    summary = f"{len(compared) - len(short)} of {len(compared)} have at least {LEAST:.0%} of the figure in {name}"
+    return "\n".join([*short, summary])
+
+
+def _size(size: int) -> str:
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if size >= unit:
+            return f"{size / unit:g} {name}"
+    return f"{size} B"
+
+
+def fabric_report(report: Report) -> Iterator[str | TextTable]:
+    """Transfers, slowest first if there are many, the median of each kind of pairs, and what is wrong."""
+    title = f"{report.measured_nodes} of {report.nodes} nodes; RDMA writes of 64 KiB, sends of 8 bytes; main memory"
+    if report.expected_gb_per_s is not None:
+        title += f"; {report.profile}: {report.expected_gb_per_s:g} GB/s a port"
+    yield title
+    ordered = sorted(report.transfers, key=lambda each: (not each.error, each.gb_per_s or 0))
+    shown = report.transfers if len(report.transfers) <= SHOWN else ordered[:SHOWN]
+    if shown:
+        yield _transfers(report, shown)
+    if len(shown) < len(report.transfers):
+        yield f"the slowest {len(shown)} of {len(report.transfers)} transfers; all: --json"
+    yield from (line for kind, words in KINDS.items() for line in _pairs(report, kind, words))
+    for finding in report.findings[:SHOWN]:
+        yield f"{finding.status.upper()} {finding.node}: {finding.check}: {finding.what}"
+        if finding.fix:
+            yield f"     fix: {finding.fix}"
+    if len(report.findings) > SHOWN:
+        yield f"and {len(report.findings) - SHOWN} more; all: --json"
+    failed, warned = (sum(each.status == status for each in report.findings) for status in ("fail", "warn"))
+    where = f" on {', '.join(report.bad_nodes[:SHOWN])}" if report.bad_nodes else ""
+    yield f"{failed} failed{where}, {warned} warned, of {len(report.transfers)} transfers"
+
+
+def _transfers(report: Report, shown: list[Transfer]) -> TextTable:
+    from llmrecipes.bench.fabric.transfers import percent
+
+    head = ["from", "port", "to", "port", "GB/s", "of profile", "latency µs", "99 %", ""]
+    rows = [head]
+    for each in shown:
+        share = report.share(each)
+        rows.append([
+            each.sender, each.sender_port, each.receiver, each.receiver_port,
+            "failed" if each.gb_per_s is None else f"{each.gb_per_s:.3g}",
+            "" if share is None else percent(share),
+            "" if each.latency_us is None else f"{each.latency_us:.2f}",
+            "" if each.latency_99_us is None else f"{each.latency_99_us:.2f}",
+            each.error,
+        ])  # fmt: skip
+    return TextTable(rows, right=(4, 5, 6, 7))
+
+
+def _pairs(report: Report, kind: Kind, words: str) -> list[str]:
+    from llmrecipes.bench.results import LEAST
+
+    speeds = [each.gb_per_s for each in report.transfers if each.kind == kind and each.gb_per_s is not None]
+    if not speeds:
+        return []
+    middle = statistics.median(speeds)
+    line = f"{words}: {middle:.3g} GB/s in the median, {min(speeds):.3g} to {max(speeds):.3g}"
+    if report.expected_gb_per_s is None:
+        return [line]
+    short = sum(speed < LEAST * report.expected_gb_per_s for speed in speeds)
+    return [f"{line}; {short} of {len(speeds)} below {LEAST:.0%} of {report.profile}"]

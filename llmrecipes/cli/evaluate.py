@@ -11,7 +11,7 @@ import typer
 
 from llmrecipes.cli import completion
 from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, RunsOption
-from llmrecipes.cli.render.table import aligned
+from llmrecipes.cli.tables import TextTable, show
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation import CHECKS, Check
 
@@ -48,7 +48,8 @@ def evaluate(
         typer.Option("--check", metavar="NAME", help=f"Check generated text for: {', '.join(CHECKS)}; repeatable."),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option("--limit", metavar="N", min=1, help="Maximum documents per task or source.")
+        int | None,
+        typer.Option("--limit", metavar="N", min=1, help="Use at most N documents per task or source; default: all."),
     ] = None,
     num_fewshot: Annotated[
         int | None,
@@ -72,7 +73,7 @@ def evaluate(
     window: Annotated[
         int | None,
         typer.Option(
-            "--window", metavar="N", min=1, help="Context length of perplexity in tokens; default: seq_length."
+            "--window", metavar="N", min=1, help="Measure perplexity in windows of N tokens; default: seq_length."
         ),
     ] = None,
     stride: Annotated[
@@ -80,24 +81,27 @@ def evaluate(
         typer.Option("--stride", metavar="N", min=1, help="Score N tokens of a window; default: half a window."),
     ] = None,
     prefix: Annotated[
-        int, typer.Option("--prefix", metavar="N", min=1, help="Prompt length of --check in tokens.")
+        int, typer.Option("--prefix", metavar="N", min=1, help="Take prompts of N tokens for --check.")
     ] = 50,
     length: Annotated[
-        int, typer.Option("--length", metavar="N", min=1, help="Continuation length of --check in tokens.")
+        int, typer.Option("--length", metavar="N", min=1, help="Continue prompts of --check by N tokens.")
     ] = 50,
     samples: Annotated[
-        int, typer.Option("--samples", metavar="N", min=1, help="Number of continuations per --check.")
+        int, typer.Option("--samples", metavar="N", min=1, help="Write N continuations per --check.")
     ] = 200,
     temperature: Annotated[
-        float, typer.Option("--temperature", metavar="T", min=0, help="Sampling temperature for --check.")
+        float,
+        typer.Option("--temperature", metavar="T", min=0, help="Sample continuations of --check at this temperature."),
     ] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed for --check.")] = 1234,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed the samples of --check.")] = 1234,
     batch_size: Annotated[
-        int, typer.Option("--batch-size", metavar="N", min=1, help="Sequences per forward pass of a replica.")
+        int, typer.Option("--batch-size", metavar="N", min=1, help="Score N sequences per forward pass of a replica.")
     ] = 8,
-    tensor: Annotated[int, typer.Option("--tp", metavar="N", min=1, help="Tensor-parallel ranks.")] = 1,
+    tensor: Annotated[
+        int, typer.Option("--tp", metavar="N", min=1, help="Split the model over N tensor-parallel ranks.")
+    ] = 1,
     nproc: Annotated[
-        int | None, typer.Option("--nproc", metavar="N", min=1, help="Number of ranks; default: --tp.")
+        int | None, typer.Option("--nproc", metavar="N", min=1, help="Start N ranks; default: --tp.")
     ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Only print the run's earlier evaluations, by step.")
@@ -111,7 +115,7 @@ def evaluate(
     The model is a run's checkpoint or a Hugging Face folder. Tasks are those of lm-evaluation-harness; checks are of
     repetition, memorisation and bias.
     """
-    from llmrecipes.console import console, setup_logging
+    from llmrecipes.console import setup_logging
     from llmrecipes.evaluation import history
     from llmrecipes.evaluation.request import EvaluationRequest
     from llmrecipes.rundir import Run
@@ -122,8 +126,7 @@ def evaluate(
         if as_json:
             print(json.dumps(records, indent=2))
             return
-        for line in earlier_lines(records):
-            console().print(line, markup=False, soft_wrap=True)
+        show(*earlier_lines(records))
         return
     setup_logging()
     request = EvaluationRequest(
@@ -149,8 +152,7 @@ def evaluate(
         values = {"model": str(done.model), "step": done.step, "results": done.records, "warnings": done.warnings}
         print(json.dumps(values, indent=2))
         return
-    for line in lines(done):
-        console().print(line, markup=False, soft_wrap=True)
+    show(*lines(done))
 
 
 def _check(name: str) -> Check:
@@ -169,7 +171,7 @@ SHOWN = ("documents", "tokens", "bytes", "window", "stride", "num_fewshot", "ver
 """Settings in the table of one evaluation; the record has all."""
 
 
-def lines(done: Evaluation) -> list[str]:
+def lines(done: Evaluation) -> list[str | TextTable]:
     """The results of one evaluation, and where they are kept."""
     rows = [("task", "metric", "value", "on")]
     for record in done.records:
@@ -177,10 +179,10 @@ def lines(done: Evaluation) -> list[str]:
         for name, value in record["metrics"].items():
             rows.append((record["task"], name, number(value), settings))
             settings = ""
-    printed = [
+    printed: list[str | TextTable] = [
         str(done.model) if done.run_dir is None else f"step {done.step} of {done.run_dir}",
         "",
-        *aligned(rows, right=(2,)),
+        TextTable(rows, right=(2,)),
     ]
     for record in done.records:
         for example in record["examples"]:
@@ -196,7 +198,7 @@ def _words(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def earlier_lines(records: Sequence[dict[str, Any]]) -> list[str]:
+def earlier_lines(records: Sequence[dict[str, Any]]) -> list[str | TextTable]:
     """All evaluations of a run: a row for each metric, a column for each step.
 
     Results with other settings, such as fewer documents, have rows of their own. Of several at a step, the last counts.
@@ -214,7 +216,7 @@ def earlier_lines(records: Sequence[dict[str, Any]]) -> list[str]:
     for (task, name, _), values in by_metric.items():
         if values.keys() & set(steps):
             rows.append((task, name, *(number(values[step]) if step in values else "" for step in steps)))
-    return aligned(rows, right=range(2, len(steps) + 2))
+    return [TextTable(rows, right=range(2, len(steps) + 2))]
 
 
 def number(value: float | None) -> str:

@@ -43,18 +43,18 @@ def merge(
     ] = None,
     run_id: NewRunIdOption = None,
     weights: Annotated[
-        str | None, typer.Option("--weights", metavar="W,W,...", help="Weight of each model; default: 1.")
+        str | None, typer.Option("--weights", metavar="W,W,...", help="Weight the models; default: 1.")
     ] = None,
     base: Annotated[
-        str | None, typer.Option("--base", metavar="MODEL", help="Base model of the fine-tuned models.")
+        str | None, typer.Option("--base", metavar="MODEL", help="Take task vectors relative to this base model.")
     ] = None,
     density: Annotated[
         str | None,
-        typer.Option("--density", metavar="P[,P...]", help="Fraction of each task vector to keep (ties, dare)."),
+        typer.Option("--density", metavar="P[,P...]", help="Keep this fraction of each task vector (ties, dare)."),
     ] = None,
     t: Annotated[
         float | None,
-        typer.Option("--t", metavar="T", help="Interpolation from the first model (0) to the second (1) (slerp)."),
+        typer.Option("--t", metavar="T", help="Interpolate from the first model (0) to the second (1) (slerp)."),
     ] = None,
     scale: Annotated[
         float | None, typer.Option("--lambda", metavar="L", help="Scale the merged task vector by L; default: 1.")
@@ -62,7 +62,7 @@ def merge(
     normalize: Annotated[
         bool | None, typer.Option(help="Divide by the sum of the weights; default: on for linear and ties.")
     ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Random seed for dare; default: 0.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed dare; default: 0.")] = None,
     dtype: Annotated[
         str | None,
         typer.Option(

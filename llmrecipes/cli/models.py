@@ -134,7 +134,9 @@ def import_model(
     overrides: OverridesArgument = None,
     of: Annotated[
         str,
-        typer.Option("--from", metavar="FORM", help="Format: hf, or megatron, a torch_dist checkpoint of Megatron-LM."),
+        typer.Option(
+            "--from", metavar="FORM", help="Read this format: hf, or megatron, a torch_dist checkpoint of Megatron-LM."
+        ),
     ] = "hf",
     recipe: Annotated[
         str | None,
@@ -143,10 +145,11 @@ def import_model(
         ),
     ] = None,
     revision: Annotated[
-        str | None, typer.Option("--revision", metavar="R", help="Branch, tag or commit on the Hub; default: main.")
+        str | None,
+        typer.Option("--revision", metavar="R", help="Fetch this branch, tag or commit from the Hub; default: main."),
     ] = None,
     name: Annotated[
-        str | None, typer.Option("--name", metavar="NAME", help="Name of the new recipe; default: the model's name.")
+        str | None, typer.Option("--name", metavar="NAME", help="Name the new recipe; default: the model's name.")
     ] = None,
     ignored: Annotated[
         list[str] | None,
@@ -255,11 +258,13 @@ def finetune(
         ),
     ] = None,
     epochs: Annotated[
-        float, typer.Option("--epochs", metavar="N", min=0.01, help="Number of passes over the data.")
+        float, typer.Option("--epochs", metavar="N", min=0.01, help="Train for N passes over the data.")
     ] = 2.0,
     lr: Annotated[
         float | None,
-        typer.Option("--lr", metavar="X", min=1e-9, help="Peak learning rate; default: 1e-5, with --lora 2e-4."),
+        typer.Option(
+            "--lr", metavar="X", min=1e-9, help="Set the peak learning rate; default: 1e-5, with --lora 2e-4."
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -273,7 +278,8 @@ def finetune(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the steps; run nothing.")] = False,
     revision: Annotated[
-        str | None, typer.Option("--revision", metavar="R", help="Branch, tag or commit on the Hub; default: main.")
+        str | None,
+        typer.Option("--revision", metavar="R", help="Fetch this branch, tag or commit from the Hub; default: main."),
     ] = None,
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
@@ -296,16 +302,16 @@ def finetune(
         )
     if step is not None and step not in STEPS:
         raise UserError(f"{step!r}", where="--step", rule=f"one of {', '.join(STEPS)}")
-    asked = Finetuning(model, data, out, lora, template, epochs, lr, revision, tuple(overrides or ()))
+    request = Finetuning(model, data, out, lora, template, epochs, lr, revision, tuple(overrides or ()))
     paths = Paths(runs_dir, data_dir)
     if dry_run:
-        for number, each in enumerate(steps(asked, paths), 1):
+        for number, each in enumerate(steps(request, paths), 1):
             print(f"{number}/{len(STEPS)} {each.name:<8} {'done' if each.done else 'to do'}  {each.command}")
         return 0
-    code = do(asked, paths, lambda line: console().print(line, markup=False, soft_wrap=True), step)
+    code = do(request, paths, lambda line: console().print(line, markup=False, soft_wrap=True), step)
     if code == 0 and step in (None, "export"):
         if lora:
-            adapters = command_line("export", f"{asked.name}/{RUN_ID}", options={"to": "peft"}, runs_dir=runs_dir)
+            adapters = command_line("export", f"{request.name}/{RUN_ID}", options={"to": "peft"}, runs_dir=runs_dir)
             print(f"adapters only: {adapters}")
-        print(f"serve:   {command_line('serve', asked.exported)}")
+        print(f"serve:   {command_line('serve', request.exported)}")
     return code

@@ -50,16 +50,14 @@ DataOption = Annotated[
 ]
 RanksOption = Annotated[
     int | None,
-    typer.Option(
-        "--nproc", metavar="N", help="Number of ranks; default: all GPUs, else the fewest that the layout needs."
-    ),
+    typer.Option("--nproc", metavar="N", help="Use N ranks; default: all GPUs, else the fewest that the layout needs."),
 ]
 RunIdOption = Annotated[
     str | None,
-    typer.Option("--run-id", metavar="ID", help="Run id; an existing run is resumed. Default: a new id."),
+    typer.Option("--run-id", metavar="ID", help="Start or resume the run with this id; default: a new id."),
 ]
 NewRunIdOption = Annotated[
-    str | None, typer.Option("--run-id", metavar="ID", help="Run id of the new run; default: a new id.")
+    str | None, typer.Option("--run-id", metavar="ID", help="Give the new run this id; default: a new id.")
 ]
 ClusterOption = Annotated[
     str | None,
@@ -81,14 +79,14 @@ def site_option(text: str) -> Any:
 
 NodesOption = Annotated[
     int | None,
-    typer.Option("--nodes", metavar="N", min=1, help="Number of nodes; default: the fewest that fit the layout."),
+    typer.Option("--nodes", metavar="N", min=1, help="Use N nodes; default: the fewest that fit the layout."),
 ]
 HostsOption = Annotated[
     str | None,
     typer.Option(
         "--nodes",
         metavar="HOST,...",
-        help="All nodes of the job, n[0-3] for a range; start the command on all at once. Default: the Slurm step's.",
+        help="Check these nodes, n[0-3] for a range; start the command on all at once. Default: the Slurm step's.",
     ),
 ]
 PatienceOption = Annotated[
@@ -133,9 +131,9 @@ def expanded(command: Callable[..., Any]) -> Callable[..., Any]:
         parameters += options if parameter.name == "options" else [parameter]
 
     @wraps(command)
-    def decorated(**given: Any) -> Any:
-        chosen = {name: given.pop(name) for name in names}
-        return command(**given, options=RunOptions(**({"sample": False} if in_jobs else {}), **chosen))
+    def decorated(**arguments: Any) -> Any:
+        chosen = {name: arguments.pop(name) for name in names}
+        return command(**arguments, options=RunOptions(**({"sample": False} if in_jobs else {}), **chosen))
 
     decorated.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     decorated.__annotations__ = {each.name: each.annotation for each in parameters}

@@ -3,36 +3,62 @@
 from __future__ import annotations
 
 import json
+import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmrecipes.cli.options import ClusterOption, JsonOption, NodesOption, OverridesArgument, RecipeArgument
+from llmrecipes.cli import completion
+from llmrecipes.cli.options import RUNS, ClusterOption, JsonOption, NodesOption, OverridesArgument, RunsOption
+from llmrecipes.cli.tables import show
 from llmrecipes.errors import UserError
 
 if TYPE_CHECKING:
     from llmrecipes.plan.speed.forecast import Forecast
     from llmrecipes.plan.speed.saving import Saving
+    from llmrecipes.plan.speed.search import Found
+    from llmrecipes.workflow.forecast import Check
+    from llmrecipes.workflow.whatif import Wanted
 
 _SHOWN = 5
 
 
 def plan(
-    recipe: RecipeArgument,
+    recipe: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RECIPE",
+            help="Recipe: a name in recipes/, or the path of a YAML file. With --calibration: runs.",
+            autocompletion=completion.recipes,
+        ),
+    ] = None,
     overrides: OverridesArgument = None,
     as_json: JsonOption = False,
     cluster_name: ClusterOption = None,
     nodes: NodesOption = None,
     gpus: Annotated[
-        int | None,
-        typer.Option("--gpus", metavar="N", min=1, help="Number of GPUs; default: the fewest, or all of --nodes."),
+        str | None,
+        typer.Option(
+            "--gpus",
+            metavar="N",
+            help="Number of GPUs; default: the fewest, or all of --nodes. With --what-if: several, as 64,128.",
+        ),
     ] = None,
     search: Annotated[
         bool, typer.Option("--search", help="Find the fastest layouts that fit instead of the recipe's.")
     ] = False,
+    dryrun: Annotated[
+        bool, typer.Option("--dryrun", help="With --search: dry run the fastest, with torch, until one fits.")
+    ] = False,
     out: Annotated[
-        Path | None, typer.Option("--write", metavar="FILE", help="With --search: save the fastest as a recipe.")
+        Path | None,
+        typer.Option(
+            "--write",
+            metavar="FILE",
+            help="With --search: save the fastest as a recipe. With --calibration: save --cluster, corrected.",
+        ),
     ] = None,
     picture: Annotated[
         Path | None,
@@ -40,45 +66,227 @@ def plan(
             "--plot", metavar="FILE", help="Draw memory and passes of the stages as FILE.svg or FILE.png; not --search."
         ),
     ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibration", help="Compare predictions with what RUN... (default: all runs) measured.")
+    ] = False,
+    experiment: Annotated[
+        str | None,
+        typer.Option(
+            "--experiment", metavar="NAME", help="With --calibration or --what-if: the runs of this MLflow experiment."
+        ),
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--what-if", help="Compare --clusters and numbers of GPUs: days, cost and energy.")
+    ] = False,
+    clusters: Annotated[
+        str | None,
+        typer.Option("--clusters", metavar="NAME,...", help="With --what-if: cluster profiles; default: three GPUs."),
+    ] = None,
+    prices: Annotated[
+        str | None,
+        typer.Option(
+            "--usd-per-gpu-hour", metavar="PRICE", help="With --what-if: a price, or NAME=PRICE,... of --clusters."
+        ),
+    ] = None,
+    loss: Annotated[
+        float | None,
+        typer.Option("--loss", metavar="X", help="With --what-if: train until this loss, in nats a token."),
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option("--tokens", metavar="N", help="With --what-if: train on N tokens, such as 15e12.")
+    ] = None,
+    by: Annotated[
+        datetime | None,
+        typer.Option(
+            "--by", metavar="DATE", formats=["%Y-%m-%d"], help="With --what-if: end by this date, from now on."
+        ),
+    ] = None,
+    law: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--law",
+            metavar="RUN",
+            help="With --what-if: fit the loss to these runs; repeatable. Default: Chinchilla's.",
+        ),
+    ] = None,
+    curve: Annotated[
+        Path | None,
+        typer.Option(
+            "--scaling-curve", metavar="FILE", help="Draw MFU and speed from 8 to 16,384 GPUs as FILE.svg or FILE.png."
+        ),
+    ] = None,
+    runs_dir: RunsOption = RUNS,
 ) -> None:
     """Predict time, memory and cost, or search the layout.
 
     With --search: the fastest layouts that fit. Times come from a model that was fitted to published runs, not from
-    this cluster.
+    this cluster; with --calibration runs there correct them.
     """
     from llmrecipes.units import GIB
     from llmrecipes.workflow import forecast as workflow
 
+    chosen = {
+        "--search": search,
+        "--calibration": calibrate,
+        "--what-if": compare,
+        "--scaling-curve": curve is not None,
+    }
+    modes = [option for option, is_set in chosen.items() if is_set]
+    if len(modes) > 1:
+        raise UserError(f"set with {modes[1]}", where=modes[0], rule="plan does one of them", fix="one of them")
+    of_what_if = {
+        "--clusters": clusters, "--usd-per-gpu-hour": prices, "--loss": loss, "--tokens": tokens, "--by": by,
+        "--law": law,
+    }  # fmt: skip
+    for option, value in of_what_if.items():
+        if value is not None and not compare:
+            raise UserError("set without --what-if", where=option, rule="it compares machines", fix="--what-if")
+    counts = _counts(gpus, several=compare)
+    if calibrate:
+        names = [*([] if recipe is None else [recipe]), *(overrides or [])]
+        _calibration(names, experiment, runs_dir, cluster_name, out, as_json=as_json)
+        return
+    if recipe is None:
+        raise UserError("missing", where="RECIPE", fix="llmrecipes list")
+    if dryrun and not search:
+        raise UserError("set without --search", where="--dryrun", rule="it checks what a search finds", fix="--search")
+    if compare:
+        wanted = _wanted(loss, tokens, by, law, experiment)
+        _what_if(recipe, overrides or [], clusters, cluster_name, counts, prices, wanted, runs_dir, as_json=as_json)
+        return
+    number = counts[0] if counts else None
+    if curve is not None:
+        points = workflow.scaling_curve(recipe, overrides or [], cluster_name, nodes, number, curve)
+        if as_json:
+            print(json.dumps([point.as_dict() for point in points], indent=2))
+        else:
+            from llmrecipes.cli.predictions import curve_lines
+
+            show(*curve_lines(points), f"picture  {curve}")
+        return
     if out is not None and not search:
         raise UserError(
-            "set without --search", where="--write", rule="it saves the layout that a search finds", fix="--search"
-        )
+            "set without --search", where="--write", rule="it saves what a search finds or --calibration corrects",
+            fix="--search",
+        )  # fmt: skip
     if picture is not None and search:
         raise UserError(
             "set with --search", where="--plot", rule="it draws one layout", fix="--search --write FILE, then plan FILE"
         )
     if not search:
-        made = workflow.of_recipe(recipe, overrides or [], cluster_name, nodes, gpus)
+        made = workflow.of_recipe(recipe, overrides or [], cluster_name, nodes, number)
         if picture is not None:
             workflow.plot(made, picture)
         print(json.dumps(made.as_dict(), indent=2) if as_json else text(made))
         if picture is not None and not as_json:
             print(f"{'picture':19}{picture}")
         return
-    found = workflow.search(recipe, overrides or [], cluster_name, nodes, gpus, _SHOWN)
+    listed = workflow.search(recipe, overrides or [], cluster_name, nodes, number, _SHOWN)
+    found: list[tuple[Found, Check | None]] = [(each, None) for each in listed]
+    if dryrun:
+        found = workflow.checked(listed, cluster_name, nodes, lambda line: print(line, file=sys.stderr))
+    fitting = [(each, check) for each, check in found if check is None or check.fits]
     if out is not None:
-        workflow.write(found[0], out)
+        workflow.write(fitting[0][0], out)
     if as_json:
-        print(json.dumps([each.forecast.as_dict() for each in found], indent=2))
+        rows = [
+            {**each.forecast.as_dict(), "dryrun": None if check is None else check.as_dict()} for each, check in fitting
+        ]
+        print(json.dumps(rows, indent=2))
         return
-    best = found[0].forecast.tokens_per_second_per_gpu
-    for each in found:
+    best = fitting[0][0].forecast.tokens_per_second_per_gpu
+    for each, check in found:
         made = each.forecast
         memory = f"{made.plan.memory.total / GIB:5.1f} GiB"
         speed = made.tokens_per_second_per_gpu
-        print(f"{each.key:44}{speed:10,.0f} tokens/s/GPU {speed / best - 1:+7.1%}  {memory}  {made.limit}")
+        said = "" if check is None else f"  {_checked(check)}"
+        print(f"{each.key:44}{speed:10,.0f} tokens/s/GPU {speed / best - 1:+7.1%}  {memory}  {made.limit}{said}")
+    if not dryrun:
+        print("not checked by a dry run: --dryrun")
     if out is not None:
         print(f"wrote  {out}")
+
+
+def _checked(check: Check) -> str:
+    from llmrecipes.units import GIB
+
+    word = "checked" if check.fits else "does NOT fit"
+    return f"{word}: {check.bytes / GIB:.1f} GiB in a dry run of rank {check.rank}, {check.seconds:.0f} s"
+
+
+_MOST_GPUS = 1_000_000
+
+
+def _counts(text: str | None, *, several: bool) -> list[int]:
+    """Numbers of GPUs of `--gpus`."""
+    if text is None:
+        return []
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and 1 <= int(word) <= _MOST_GPUS for word in words):
+        raise UserError(f"{text!r}", where="--gpus", rule=f"a number from 1 to {_MOST_GPUS:,}", fix="--gpus 64")
+    if len(words) > 1 and not several:
+        raise UserError(f"{text!r}", where="--gpus", rule="several numbers are compared by --what-if", fix="--what-if")
+    return [int(word) for word in words]
+
+
+def _wanted(
+    loss: float | None, tokens: str | None, by: datetime | None, law: list[str] | None, experiment: str | None
+) -> Wanted:
+    from llmrecipes.workflow.whatif import Wanted
+
+    if loss is not None and tokens is not None:
+        raise UserError("set with --tokens", where="--loss", rule="the loss determines the tokens", fix="one of them")
+    number = None
+    if tokens is not None:
+        try:
+            number = float(tokens)
+        except ValueError:
+            number = 0.0
+        if not 1 <= number <= 1e18:
+            raise UserError(f"{tokens!r}", where="--tokens", rule="a number from 1 to 1e18", fix="--tokens 15e12")
+    return Wanted(loss, number, None if by is None else by.replace(tzinfo=UTC), tuple(law or ()), experiment)
+
+
+def _what_if(
+    recipe: str,
+    overrides: list[str],
+    clusters: str | None,
+    cluster: str | None,
+    gpus: list[int],
+    prices: str | None,
+    wanted: Wanted,
+    runs_dir: Path,
+    *,
+    as_json: bool,
+) -> None:
+    from llmrecipes.cli.predictions import what_if_lines
+    from llmrecipes.workflow.whatif import what_if
+
+    names = clusters.split(",") if clusters else [] if cluster is None else [cluster]
+    made = what_if(recipe, overrides, names, gpus, prices.split(",") if prices else [], wanted, runs_dir)
+    if as_json:
+        print(json.dumps(made.as_dict(), indent=2))
+    else:
+        show(*what_if_lines(made))
+
+
+def _calibration(
+    names: list[str], experiment: str | None, runs_dir: Path, cluster: str | None, out: Path | None, *, as_json: bool
+) -> None:
+    from llmrecipes.cli.predictions import calibration_lines
+    from llmrecipes.workflow.calibration import calibration, write
+
+    if out is not None and cluster is None:
+        raise UserError("no profile to copy", where="--write", fix="--cluster NAME; llmrecipes clusters lists them")
+    made = calibration(names, runs_dir, experiment)
+    if out is not None and cluster is not None:
+        write(made, cluster, out)
+    if as_json:
+        print(json.dumps(made.as_dict(), indent=2))
+        return
+    show(*calibration_lines(made))
+    if out is not None:
+        print(f"written to {out}: --cluster {out}")
 
 
 def text(made: Forecast) -> str:
@@ -96,6 +304,7 @@ def text(made: Forecast) -> str:
         ("memory of a rank", f"{values['memory_gib']['max']:.1f} GiB, {'fits' if values['fits'] else 'does NOT fit'}"),
         ("time of a step", f"{values['step_seconds']:.3g} s"),
         ("tokens a second", f"{speed:,.0f} a GPU ({speed * (1 - error):,.0f} to {speed * (1 + error):,.0f})"),
+        *([] if made.calibration is None else [("calibrated", f"by {made.calibration.runs} runs")]),
         ("MFU", f"{peak:.1%}, {values['mfu_causal']:.1%} with causal attention"),
         ("all steps", f"{duration(made.seconds)}, {made.gpu_hours:,.1f} GPU-hours"),
         ("limit", values["limit"]),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from llmrecipes.cli import completion
+from llmrecipes.cli import completion, tables
 from llmrecipes.cli.options import (
     ClusterOption,
     JsonOption,
@@ -18,22 +18,22 @@ from llmrecipes.cli.options import (
     RanksOption,
     RecipeArgument,
 )
+from llmrecipes.cli.tables import TextTable
 from llmrecipes.errors import UserError
 
 
 def list_recipes(as_json: JsonOption = False) -> None:
     """List recipes with their size."""
-    from llmrecipes.cli.render import recipes
     from llmrecipes.recipe.load import names, recipes_dir
 
-    rows = recipes.summaries(names(recipes_dir()))
-    print(json.dumps(rows, indent=2) if as_json else recipes.table(rows))
+    rows = summaries(names(recipes_dir()))
+    tables.show(json.dumps(rows, indent=2) if as_json else recipe_table(rows))
 
 
 def new(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="Name of the recipe; without it, all values are asked on the terminal."),
+        typer.Argument(metavar="NAME", help="Name the recipe; without NAME, ask for all values on the terminal."),
     ] = None,
     overrides: OverridesArgument = None,
     params: Annotated[
@@ -63,7 +63,13 @@ def new(
         ),
     ] = None,
     seq_length: Annotated[
-        int | None, typer.Option("--seq-length", metavar="N", min=2, help="Sequence length in tokens.")
+        int | None,
+        typer.Option(
+            "--seq-length",
+            metavar="N",
+            min=2,
+            help="Train on sequences of N tokens; default: as in the recipe whose shape is taken.",
+        ),
     ] = None,
     tokens: Annotated[
         str | None,
@@ -86,7 +92,7 @@ def new(
 
     if name is None:
         if as_json or not sys.stdin.isatty():
-            raise UserError("not set", where="NAME", rule="values are asked on a terminal only",
+            raise UserError("not set", where="NAME", rule="values are prompted for only on a terminal",
                             fix="llmrecipes new NAME --params 1b")  # fmt: skip
         name = typer.prompt("Name of the recipe")
         if params is None and like is None:
@@ -95,10 +101,10 @@ def new(
         tokenizer = tokenizer or typer.prompt("Tokenizer: bpe, or the name of a Hugging Face one", default="bpe")
         seq_length = seq_length or typer.prompt("Tokens of a sequence", default=2048, type=int)
         tokens = tokens or typer.prompt("Tokens to train on (20b; auto: 20 for each parameter)", default="auto")
-        asked = cluster_name or typer.prompt(
-            "Cluster profile (llmrecipes clusters; here: this machine)", default="here"
+        named = cluster_name or typer.prompt(
+            "Cluster profile (llmrecipes clusters lists them; local: this machine)", default="local"
         )
-        cluster_name = None if asked == "here" else asked
+        cluster_name = None if named == "local" else named
         if cluster_name is not None and nodes is None:
             nodes = typer.prompt("Nodes", default=1, type=int)
     wanted = Wanted(
@@ -138,6 +144,10 @@ def show(
     cluster_name: ClusterOption = None,
     nodes: NodesOption = None,
     plan_only: Annotated[bool, typer.Option("--plan", help="Print only the plan.")] = False,
+    speed: Annotated[
+        bool,
+        typer.Option("--speed", help="Print features that decide on speed: on or off, why, what they give."),
+    ] = False,
     step_seconds: Annotated[
         float | None,
         typer.Option("--step-seconds", metavar="S", min=1e-6, help="Plan the total time from this measured step time."),
@@ -148,13 +158,18 @@ def show(
     The plan is for this machine, or with --cluster for nodes of a cluster. The configuration of an engine's library
     (a ds_config.json) follows it.
     """
-    from llmrecipes.cli.render import plan as render
+    from llmrecipes.cli import plan_text as render
     from llmrecipes.recipe.load import load
+    from llmrecipes.workflow.features import speed as speed_of
     from llmrecipes.workflow.forecast import step_seconds_of
     from llmrecipes.workflow.plan import communication_on, plan_on, preparation
 
     loaded = load(recipe, overrides or [])
     plan, cluster = plan_on(loaded.recipe, nproc=nproc, cluster=cluster_name, nodes=nodes)
+    if speed:
+        report = speed_of(plan, cluster_name)
+        print(json.dumps(report.as_dict(), indent=2) if as_json else render.speed_as_text(report))
+        return
     sent = communication_on(plan, cluster, cluster_name)
     data = preparation(loaded.recipe, cluster)
     if as_json:
@@ -180,13 +195,13 @@ def layout(
     as_json: JsonOption = False,
     nproc: Annotated[
         int | None,
-        typer.Option("--nproc", metavar="N", min=1, help="Number of ranks; default: the fewest that the layout needs."),
+        typer.Option("--nproc", metavar="N", min=1, help="Use N ranks; default: the fewest that the layout needs."),
     ] = None,
     cluster_name: ClusterOption = None,
     nodes: NodesOption = None,
 ) -> None:
     """Show which part of model and data each rank holds."""
-    from llmrecipes.cli.render import plan as render
+    from llmrecipes.cli import plan_text as render
     from llmrecipes.hardware.machine import planned
     from llmrecipes.plan.placement import place
     from llmrecipes.recipe.degrees import smallest_world
@@ -195,16 +210,18 @@ def layout(
     loaded = load(recipe, overrides or []).recipe
     ranks = smallest_world(loaded.parallelism) if nproc is None else nproc
     placed = place(loaded, ranks, None if cluster_name is None else planned(cluster_name, nodes, ranks))
-    print(json.dumps(render.layout_as_dict(*placed), indent=2) if as_json else render.layout_as_text(*placed))
+    if as_json:
+        print(json.dumps(render.layout_as_dict(*placed), indent=2))
+    else:
+        tables.show(*render.layout_lines(*placed))
 
 
 def clusters(as_json: JsonOption = False) -> None:
     """List cluster profiles."""
-    from llmrecipes.cli.render import recipes as render
     from llmrecipes.hardware.load import clusters_dir, names
 
-    rows = render.cluster_summaries(names(clusters_dir()))
-    print(json.dumps(rows, indent=2) if as_json else render.cluster_table(rows))
+    rows = cluster_summaries(names(clusters_dir()))
+    tables.show(json.dumps(rows, indent=2) if as_json else cluster_table(rows))
 
 
 def schema() -> None:
@@ -215,7 +232,7 @@ def schema() -> None:
 
 
 def docs(
-    check: Annotated[bool, typer.Option("--check", help="Only check; fail if they are out of date.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Only check them; fail if they are out of date.")] = False,
 ) -> None:
     """Generate docs/reference/keys.md and recipes/schema.json."""
     from llmrecipes.files import require_checkout
@@ -232,3 +249,62 @@ def docs(
         print(f"wrote {path.relative_to(root)}")
     if not stale:
         print("up to date")
+
+
+def summaries(names: list[str]) -> list[dict[str, Any]]:
+    """Name, parameters, training tokens and description of recipes; an invalid one has its `error` instead."""
+    return [_summary(name) for name in names]
+
+
+def recipe_table(rows: list[dict[str, Any]]) -> TextTable:
+    """The summaries as a table."""
+    from llmrecipes.console import number
+
+    cells = [("recipe", "parameters", "tokens", "description")]
+    for row in rows:
+        if "error" in row:
+            cells.append((row["name"], "-", "-", f"broken: {row['error'].splitlines()[0]}"))
+        else:
+            cells.append((row["name"], number(row["parameters"]), number(row["tokens"]), row["description"]))
+    return TextTable(cells, right=(1, 2))
+
+
+def _summary(name: str) -> dict[str, Any]:
+    from llmrecipes.plan.parameters import count
+    from llmrecipes.recipe.load import load
+    from llmrecipes.recipe.shape import shape
+
+    try:
+        recipe = load(name).recipe
+    except UserError as error:  # one invalid file must not hide the others
+        return {"name": name, "error": str(error)}
+    tokens = recipe.train.train_iters * recipe.train.global_batch_size * recipe.model.seq_length
+    parameters = count(recipe.model, shape(recipe.model)).total
+    return {"name": name, "parameters": parameters, "tokens": tokens, "description": recipe.description}
+
+
+def cluster_summaries(names: list[str]) -> list[dict[str, Any]]:
+    """Profiles as plain data; an invalid one has its `error` instead."""
+    return [_cluster_summary(name) for name in names]
+
+
+def cluster_table(rows: list[dict[str, Any]]) -> TextTable:
+    """The summaries as a table."""
+    return TextTable([("cluster", "node", "between nodes", "description"), *map(_cluster_cells, rows)])
+
+
+def _cluster_summary(name: str) -> dict[str, Any]:
+    from llmrecipes.hardware.load import load_profile
+
+    try:
+        return load_profile(name).model_dump(mode="json")
+    except UserError as error:  # one invalid file must not hide the others
+        return {"name": name, "error": str(error)}
+
+
+def _cluster_cells(row: dict[str, Any]) -> tuple[str, str, str, str]:
+    if "error" in row:
+        return row["name"], "-", "-", f"broken: {row['error'].splitlines()[0]}"
+    node = f"{row['gpus_per_node']} × {row['gpu']['name']}" if row["gpu"] else f"{row['cpu_cores']} cores"
+    link = row["inter_node"]
+    return row["name"], node, f"{link['kind']} {link['gb_per_s']:g} GB/s", row["description"]

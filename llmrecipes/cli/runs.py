@@ -1,10 +1,9 @@
-"""`runs`, `compare`, `scaling`, `generate`, `ui` and `tensorboard`: parsing and printing only."""
+"""`runs`, `generate`, `ui` and `tensorboard`: parsing and printing only."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,11 +11,12 @@ import typer
 
 from llmrecipes.cli import completion
 from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, RunArgument, RunsOption
+from llmrecipes.cli.tables import TextTable, show
 from llmrecipes.engine.sampling import SAMPLING, Sampling
 from llmrecipes.errors import UserError
 
 if TYPE_CHECKING:
-    from llmrecipes.tracking.runs import RunSummary
+    from llmrecipes.tracking.run_list import RunSummary
 
 COLUMNS = ("run", "state", "step", "loss", "valid loss", "newest checkpoint", "started")
 PortOption = Annotated[int, typer.Option("--port", min=1, max=65535, help="Serve on this TCP port.")]
@@ -24,21 +24,13 @@ PortOption = Annotated[int, typer.Option("--port", min=1, max=65535, help="Serve
 
 def runs(as_json: JsonOption = False, runs_dir: RunsOption = RUNS) -> None:
     """List runs with their state, step and loss."""
-    from llmrecipes.tracking.runs import list_runs
+    from llmrecipes.tracking.run_list import list_runs
 
     listed = list_runs(runs_dir)
-    print(json.dumps([run.as_dict() for run in listed], indent=2) if as_json else table(listed))
-
-
-def table(runs: Sequence[RunSummary]) -> str:
-    """Runs as a table, oldest first."""
-    if not runs:
-        return "no runs yet: llmrecipes train gpt-tiny"
-    rows = [COLUMNS, *(_row(run) for run in runs)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    if as_json:
+        print(json.dumps([run.as_dict() for run in listed], indent=2))
+    else:  # oldest first
+        show(TextTable([COLUMNS, *map(_row, listed)]) if listed else "no runs yet: llmrecipes train gpt-tiny")
 
 
 def _row(run: RunSummary) -> tuple[str, ...]:
@@ -54,91 +46,6 @@ def _row(run: RunSummary) -> tuple[str, ...]:
     )
 
 
-def compare(
-    names: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN...",
-            help="Run directories, recipe/run-ids, run ids, or recipe names (their newest runs).",
-            autocompletion=completion.runs,
-        ),
-    ],
-    x: Annotated[
-        str | None,
-        typer.Option(
-            "--x", metavar="AXIS", help="Plot over step or tokens; default: tokens if the batch sizes differ."
-        ),
-    ] = None,
-    as_json: JsonOption = False,
-    runs_dir: RunsOption = RUNS,
-) -> None:
-    """Compare runs: recipes, loss curves and final figures."""
-    from llmrecipes.cli.render.comparison import AXES, LETTERS, comparison_lines, default_axis
-    from llmrecipes.console import console
-    from llmrecipes.rundir import Run
-    from llmrecipes.workflow.compare import compare as read
-
-    if x is not None and x not in AXES:
-        raise UserError(f"{x!r}", where="--x", rule=f"one of {', '.join(AXES)}")
-    if len(names) > len(LETTERS):
-        raise UserError(f"{len(names)} runs", where="RUN", rule=f"at most {len(LETTERS)} runs can be compared")
-    comparison = read([Run.find(name, runs_dir).path for name in names])
-    if as_json:
-        print(json.dumps(comparison.as_dict(), indent=2))
-        return
-    out = console()
-    axis = x or default_axis(comparison)
-    for line in comparison_lines(comparison, axis, width=min(out.width, 110), colours=out.is_terminal):
-        out.print(line, markup=False, soft_wrap=True)
-
-
-def scaling(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[RUN]...",
-            help="Run directories, recipe/run-ids, run ids, or recipe names (all their runs).",
-            autocompletion=completion.runs,
-        ),
-    ] = None,
-    experiment: Annotated[
-        str | None, typer.Option("--experiment", metavar="NAME", help="Fit the runs of this MLflow experiment.")
-    ] = None,
-    flops: Annotated[
-        list[float] | None,
-        typer.Option("--flops", metavar="C", help="Divide a budget of C FLOPs between size and tokens; repeatable."),
-    ] = None,
-    embeddings: Annotated[
-        bool, typer.Option("--embeddings/--no-embeddings", help="Count embeddings and output layer in N.")
-    ] = True,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Write a figure to FILE (.svg, .png or .pdf).")
-    ] = None,
-    as_json: JsonOption = False,
-    runs_dir: RunsOption = RUNS,
-) -> None:
-    """Fit a scaling law to finished runs.
-
-    Loss against parameters and tokens, with the optimal size for a budget.
-    """
-    from llmrecipes.cli.render.comparison import scaling_lines
-    from llmrecipes.console import console
-    from llmrecipes.workflow.scaling import scaling as fit
-
-    if plot is not None:
-        from llmrecipes.scaling.plot import draw, require_file
-
-        require_file(plot)
-    law = fit(names or [], experiment, runs_dir, budgets=flops or [], embeddings=embeddings)
-    if as_json:
-        print(json.dumps(law.as_dict(), indent=2))
-    else:
-        for line in scaling_lines(law):
-            console().print(line, markup=False, soft_wrap=True)
-    if plot is not None:
-        draw(law.fit, plot)
-
-
 def generate(
     run: RunArgument,
     prompt: Annotated[str, typer.Option("--prompt", help="Continue this text.")] = "def ",
@@ -146,7 +53,7 @@ def generate(
         int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Generate at most N tokens.")
     ] = 128,
     temperature: Annotated[
-        float, typer.Option("--temperature", metavar="T", help="Sampling temperature; 0 is greedy decoding.")
+        float, typer.Option("--temperature", metavar="T", help="Sample at this temperature; 0 is greedy decoding.")
     ] = SAMPLING.temperature,
     top_k: Annotated[
         int, typer.Option("--top-k", metavar="K", help="Sample from the K most likely tokens; 0: from all.")
@@ -154,7 +61,7 @@ def generate(
     top_p: Annotated[
         float, typer.Option("--top-p", metavar="P", help="Sample from the most likely tokens of total probability P.")
     ] = SAMPLING.top_p,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed.")] = SAMPLING.seed,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed the samples.")] = SAMPLING.seed,
     num_samples: Annotated[
         int, typer.Option("--num-samples", metavar="N", min=1, help="Generate N continuations.")
     ] = 1,
@@ -205,10 +112,14 @@ def tensorboard(
 ) -> None:
     """Open TensorBoard on a run or on all runs (localhost only)."""
     from llmrecipes.rundir import Run
-    from llmrecipes.tracking.runs import list_runs
+    from llmrecipes.tracking.run_list import list_runs
     from llmrecipes.tracking.web import serve_tensorboard
 
-    run_dirs = [Path(found.path) for found in list_runs(runs_dir)] if run is None else [Run.find(run, runs_dir).path]
+    run_dirs = (
+        [Path(run_summary.path) for run_summary in list_runs(runs_dir)]
+        if run is None
+        else [Run.find(run, runs_dir).path]
+    )
     if not run_dirs:
         raise UserError("no runs yet", where=str(runs_dir), fix="start one: llmrecipes train gpt-tiny")
     serve_tensorboard(run_dirs, port)

@@ -33,16 +33,16 @@ OF_A_NUMBER = ("warning", "max-restarts")
 def search(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    workers: Annotated[int, typer.Option("--workers", metavar="N", min=1, help="Number of parallel trials.")] = 1,
+    workers: Annotated[int, typer.Option("--workers", metavar="N", min=1, help="Run N trials at a time.")] = 1,
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume the study, or join the processes that work on it.")
     ] = False,
     to: Annotated[str, typer.Option("--to", metavar="WHERE", help="Run trials on local, slurm or k8s.")] = "local",
     cluster: Annotated[str | None, site_option("Plan for this cluster profile or YAML file (slurm, k8s).")] = None,
-    nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, help="Number of nodes per trial.")] = 1,
+    nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, help="Run a trial on N nodes.")] = 1,
     nproc: Annotated[
         int | None,
-        typer.Option("--nproc", metavar="N", min=1, help="Number of ranks per trial; with --cluster, per node."),
+        typer.Option("--nproc", metavar="N", min=1, help="Start N ranks per trial; with --cluster, per node."),
     ] = None,
     proxy: Annotated[
         bool, typer.Option("--proxy", help="Tune the recipe at model.mup_base_hidden_size; needs model.use_mup.")
@@ -97,10 +97,10 @@ def search(
         path = command.report(loaded, runs_dir, data_dir)
         print(json.dumps({"report": str(path)}) if as_json else path)
         return 0
-    given = _given(submit or [])
+    submit_options = _given(submit or [])
     result = command.search(
         loaded,
-        lambda: target_of(to, given, Paths(runs_dir, data_dir), workers, cluster, nodes, nproc),
+        lambda: target_of(to, submit_options, Paths(runs_dir, data_dir), workers, cluster, nodes, nproc),
         resume=resume,
         log=_silent if as_json else _say,
         goal=goal,

@@ -38,10 +38,10 @@ def submit(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     to: Annotated[
-        str, typer.Option("--to", metavar="WHERE", help="Launcher: slurm, k8s or local (this machine).")
+        str, typer.Option("--to", metavar="WHERE", help="Submit to slurm, k8s or local (this machine).")
     ] = "slurm",
     nodes: Annotated[
-        int, typer.Option("--nodes", metavar="N", min=1, help="Number of nodes; extra nodes add data-parallel ranks.")
+        int, typer.Option("--nodes", metavar="N", min=1, help="Use N nodes; extra nodes add data-parallel ranks.")
     ] = 1,
     cluster: Annotated[str | None, site_option("Plan for this cluster profile or YAML file.")] = None,
     ranks_per_node: Annotated[
@@ -54,17 +54,20 @@ def submit(
         ),
     ] = None,
     partition: Annotated[
-        str | None, typer.Option("--partition", metavar="NAME", help="slurm: partition; default: the profile's.")
+        str | None,
+        typer.Option("--partition", metavar="NAME", help="slurm: submit to this partition; default: the profile's."),
     ] = None,
     account: Annotated[
-        str | None, typer.Option("--account", metavar="NAME", help="slurm: account; default: the profile's.")
+        str | None,
+        typer.Option("--account", metavar="NAME", help="slurm: charge this account; default: the profile's."),
     ] = None,
     qos: Annotated[
-        str | None, typer.Option("--qos", metavar="NAME", help="slurm: quality of service; default: the profile's.")
+        str | None,
+        typer.Option("--qos", metavar="NAME", help="slurm: use this quality of service; default: the profile's."),
     ] = None,
     time: Annotated[
         str | None,
-        typer.Option("--time", metavar="LIMIT", help="slurm: time limit, such as 8:00:00; default: the profile's."),
+        typer.Option("--time", metavar="LIMIT", help="slurm: limit the time, such as 8:00:00; default: the profile's."),
     ] = None,
     image: Annotated[
         str | None,
@@ -75,7 +78,7 @@ def submit(
         typer.Option(
             "--runtime",
             metavar="WHAT",
-            help="slurm: container runtime: pyxis, apptainer or none; default: the profile's.",
+            help="slurm: run containers with pyxis or apptainer, or none; default: the profile's.",
         ),
     ] = None,
     python: Annotated[
@@ -97,25 +100,29 @@ def submit(
     max_restarts: Annotated[
         int | None,
         typer.Option(
-            "--max-restarts", metavar="N", min=0, help="Maximum restarts after a failure; exits with 93 when exceeded."
+            "--max-restarts",
+            metavar="N",
+            min=0,
+            help="Restart at most N times after a failure; exit with 93 when exceeded.",
         ),
     ] = None,
     prepare_partition: Annotated[
         str | None,
-        typer.Option(
-            "--prepare-partition", metavar="NAME", help="slurm: partition of the job that tokenizes missing data."
-        ),
+        typer.Option("--prepare-partition", metavar="NAME", help="slurm: tokenize missing data in this partition."),
     ] = None,
     sbatch: Annotated[
         list[str] | None,
-        typer.Option("--sbatch", metavar="OPTION", help="Extra sbatch option, repeatable: --sbatch=--reservation=x"),
+        typer.Option(
+            "--sbatch", metavar="OPTION", help="Pass an option to sbatch, repeatable: --sbatch=--reservation=x"
+        ),
     ] = None,
     flavor: Annotated[
         str | None,
-        typer.Option("--flavor", metavar="KIND", help="k8s: kind of object: job (default), jobset or trainjob."),
+        typer.Option("--flavor", metavar="KIND", help="k8s: create a job (default), jobset or trainjob."),
     ] = None,
     namespace: Annotated[
-        str | None, typer.Option("--namespace", metavar="NAME", help="k8s: namespace; default: default.")
+        str | None,
+        typer.Option("--namespace", metavar="NAME", help="k8s: create objects in this namespace; default: default."),
     ] = None,
     claim: Annotated[
         str | None,
@@ -148,7 +155,7 @@ def submit(
     ] = False,
     run_id: Annotated[
         str | None,
-        typer.Option("--run-id", metavar="ID", help="Run id; an existing run is resumed. Default: a new id."),
+        typer.Option("--run-id", metavar="ID", help="Start or resume the run with this id; default: a new id."),
     ] = None,
     options: Any = None,
     wait: Annotated[
@@ -168,7 +175,7 @@ def submit(
 
     setup_logging()
     place = launcher(to)
-    given: dict[str, Any] = {
+    launcher_options: dict[str, Any] = {
         "partition": partition, "account": account, "qos": qos, "time": time, "image": image, "runtime": runtime,
         "python": python, "warning": warning, "max-restarts": max_restarts, "sbatch": sbatch, "flavor": flavor,
         "namespace": namespace, "claim": claim, "queue": queue, "topology": topology, "secret": secret,
@@ -176,7 +183,7 @@ def submit(
         "host-network": host_network,
         "prepare-partition": prepare_partition, "prepared": prepared or None,
     }  # fmt: skip
-    _require_options_of(to, place, given)
+    _require_options_of(to, place, launcher_options)
     if dry_run and wait:
         raise UserError(
             "not valid with --dry-run", where="--wait", rule="a dry run submits nothing", fix="leave it out"
@@ -186,7 +193,7 @@ def submit(
     else:
         planned = plan_for(recipe, overrides or [], cluster, nodes, ranks_per_node)
     done = hand_over(
-        planned, place, {name: value for name, value in given.items() if name in place.takes},
+        planned, place, {name: value for name, value in launcher_options.items() if name in place.takes},
         Paths(runs_dir, data_dir), run_id=run_id, options=options, dry_run=dry_run,
         prepare=True,
     )  # fmt: skip
@@ -235,9 +242,9 @@ def cancel(
         print(f"job {job.ref.job_id} is being cancelled; it was {before}")
 
 
-def _require_options_of(to: str, place: Launcher, given: dict[str, Any]) -> None:
+def _require_options_of(to: str, place: Launcher, launcher_options: dict[str, Any]) -> None:
     """Raise UserError for an option of a different launcher, which would have no effect."""
-    foreign = [f"--{name}" for name, value in given.items() if value is not None and name not in place.takes]
+    foreign = [f"--{name}" for name, value in launcher_options.items() if value is not None and name not in place.takes]
     if foreign:
         raise UserError(f"not valid with --to {to}", where=foreign[0], rule="an option of a different launcher",
                         fix="leave it out")  # fmt: skip

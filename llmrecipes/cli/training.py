@@ -25,7 +25,7 @@ from llmrecipes.cli.options import (
     RunsOption,
     with_run_options,
 )
-from llmrecipes.cli.render.table import aligned
+from llmrecipes.cli.tables import TextTable, show
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import early_signals
 
@@ -43,16 +43,18 @@ def train(
     options: Any = None,
     nnodes: Annotated[
         int,
-        typer.Option("--nnodes", metavar="N", min=1, help="Number of nodes; start the command on every one."),
+        typer.Option("--nnodes", metavar="N", min=1, help="Train on N nodes; start the command on every one."),
     ] = 1,
     node_rank: Annotated[
         int | None,
-        typer.Option("--node-rank", metavar="K", help="Index of this node, from 0; default in pods: the pod's index."),
+        typer.Option(
+            "--node-rank", metavar="K", help="Start as node K, counted from 0; default in pods: the pod's index."
+        ),
     ] = None,
     rdzv: Annotated[
         str | None,
         typer.Option(
-            "--rdzv", metavar="HOST:PORT", help="Address of node 0 for the rendezvous; default in pods: the first pod."
+            "--rdzv", metavar="HOST:PORT", help="Meet at this address of node 0; default in pods: the first pod."
         ),
     ] = None,
     cluster: Annotated[
@@ -78,14 +80,14 @@ def train(
     from llmrecipes.workflow.train import train as start
 
     setup_logging()
-    asked = TrainOptions(
+    train_options = TrainOptions(
         nproc=nproc,
         run_id=run_id,
         cluster=cluster,
         node=node(nnodes, node_rank, rdzv, os.environ) if nnodes > 1 else None,
         run=options,
     )
-    return start(load(recipe, overrides or []).recipe, Paths(runs_dir, data_dir), asked, _say)
+    return start(load(recipe, overrides or []).recipe, Paths(runs_dir, data_dir), train_options, _say)
 
 
 @early_signals()
@@ -97,7 +99,7 @@ def prepare(
     ] = False,
     workers: Annotated[
         int | None,
-        typer.Option("--workers", metavar="N", min=1, help="Number of worker processes; default: all cores."),
+        typer.Option("--workers", metavar="N", min=1, help="Start N worker processes; default: all cores."),
     ] = None,
     as_json: JsonOption = False,
     data_dir: DataOption = DATA,
@@ -105,6 +107,7 @@ def prepare(
     """Tokenize a recipe's data, unless it is prepared already."""
     from llmrecipes.console import setup_logging
     from llmrecipes.data.prepare import prepare as make
+    from llmrecipes.data.split import SPLITS
     from llmrecipes.recipe.load import load
 
     setup_logging()
@@ -114,11 +117,12 @@ def prepare(
         values = {"path": str(prepared.path), "verified_documents": documents}
         print(json.dumps({**values, **prepared.manifest.model_dump(mode="json")}, indent=2))
         return
-    for split in ("train", "valid", "test"):
+    rows = [("split", "documents", "tokens", "bytes")]
+    for split in SPLITS:
         counts = prepared.manifest.counts(split)
-        print(f"{split:>6}  {counts.documents:>9,} documents  {counts.tokens:>13,} tokens  {counts.bytes:>15,} bytes")
+        rows.append((split, f"{counts.documents:,}", f"{counts.tokens:,}", f"{counts.bytes:,}"))
     checked = "" if documents is None else f": all hashes match, {documents:,} documents in one split each"
-    print(f"{prepared.path}{checked}")
+    show(TextTable(rows, right=(1, 2, 3)), f"{prepared.path}{checked}")
 
 
 @early_signals()
@@ -151,11 +155,13 @@ def smoke(
 def verify(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    iters: Annotated[int, typer.Option("--iters", metavar="N", min=1, help="Number of steps to compare.")] = 5,
-    tolerance: Annotated[float, typer.Option("--tolerance", metavar="T", help="Maximum relative difference.")] = 1e-5,
+    iters: Annotated[int, typer.Option("--iters", metavar="N", min=1, help="Compare N steps.")] = 5,
+    tolerance: Annotated[
+        float, typer.Option("--tolerance", metavar="T", help="Accept relative differences up to T.")
+    ] = 1e-5,
     nproc: Annotated[
         int | None,
-        typer.Option("--nproc", metavar="N", help="Number of ranks; default: two replicas of the smallest layout."),
+        typer.Option("--nproc", metavar="N", help="Use N ranks; default: two replicas of the smallest layout."),
     ] = None,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
@@ -165,7 +171,7 @@ def verify(
 
     Trains the same small model in both; losses, gradients and weights must agree.
     """
-    from llmrecipes.console import console, setup_logging
+    from llmrecipes.console import setup_logging
     from llmrecipes.recipe.load import load
     from llmrecipes.workflow.run import Paths
     from llmrecipes.workflow.verify import VerifyOptions
@@ -179,6 +185,7 @@ def verify(
     if as_json:
         print(json.dumps(answer.result.as_dict(), indent=2))
     else:
+        from llmrecipes.console import console
         from llmrecipes.verify.report import report
 
         console().print(report(answer.result))
@@ -191,9 +198,9 @@ def coordinates(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     widths: Annotated[
-        str, typer.Option("--widths", metavar="N,N,...", help="Values of hidden_size to compare.")
+        str, typer.Option("--widths", metavar="N,N,...", help="Compare these values of hidden_size.")
     ] = "64,128,256,512",
-    iters: Annotated[int, typer.Option("--iters", metavar="N", min=1, help="Number of steps per width.")] = 5,
+    iters: Annotated[int, typer.Option("--iters", metavar="N", min=1, help="Train N steps per width.")] = 5,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
@@ -202,7 +209,7 @@ def coordinates(
 
     Trains small models in one process. With model.use_mup activations are flat; otherwise they grow.
     """
-    from llmrecipes.console import console, setup_logging
+    from llmrecipes.console import setup_logging
     from llmrecipes.recipe.load import load
     from llmrecipes.verify.coordinates import MOST_GROWTH
     from llmrecipes.workflow.run import Paths
@@ -219,8 +226,7 @@ def coordinates(
     if as_json:
         print(json.dumps(measured.as_dict(), indent=2))
     else:
-        for line in coordinate_lines(measured, MOST_GROWTH):
-            console().print(line, markup=False, soft_wrap=True)
+        show(*coordinate_lines(measured, MOST_GROWTH))
     return int(ExitCode.DONE if measured.ok else 1)
 
 
@@ -262,7 +268,7 @@ def convert(
         typer.Option(
             "--to",
             metavar="ENGINE",
-            help="Engine of the new run: megatron or deepspeed.",
+            help="Write a run of this engine: megatron or deepspeed.",
             autocompletion=completion.engines,
         ),
     ],
@@ -304,7 +310,7 @@ def _silent(_line: str) -> None:
     pass
 
 
-def coordinate_lines(measured: Coordinates, most: float) -> Iterator[str]:
+def coordinate_lines(measured: Coordinates, most: float) -> Iterator[str | TextTable]:
     """Activations in the first and the last step, and how they grow with the width."""
     steps = sorted({0, measured.steps - 1})
     for step in steps:
@@ -314,7 +320,7 @@ def coordinate_lines(measured: Coordinates, most: float) -> Iterator[str]:
             for name, values in measured.values.items()
         ]
         yield f"mean absolute activation in step {step + 1}, and its growth (exponent of the width)"
-        yield from aligned(rows, right=range(1, len(rows[0])))
+        yield TextTable(rows, right=range(1, len(rows[0])))
         yield ""
     worst = measured.growth(measured.worst)
     if measured.ok:

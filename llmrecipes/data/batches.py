@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -27,6 +27,10 @@ _SECONDS_TO_END = 5.0
 """Seconds that a process may take to exit after its connection closes."""
 
 
+Ranges = Sequence[tuple[int, int]]
+"""Samples: the first, and the one behind the last."""
+
+
 class ReaderLost(RuntimeError):
     """A worker process ended; a negative exit code is the signal that killed it."""
 
@@ -43,12 +47,16 @@ def sample_ids(
     global_batch_size: int,
     data_parallel_rank: int,
     data_parallel_size: int,
+    skipped: Ranges = (),
 ) -> Iterator[list[int]]:
     """Ids of a rank's micro-batches, up to the last full global batch.
 
     Global batch g holds ids consumed + [g, g + 1) × `global_batch_size`; its micro-batch j of rank r starts
     (j × data-parallel size + r) × `micro_batch_size` into it. So a global batch holds the same samples on any number of
     ranks.
+
+    Global batches with a sample in `skipped` are left out. As many follow the last one instead, from the first sample
+    on; a dataset that has more samples than a run draws gets that far only later.
 
     Raises:
         ValueError: the global batch is not a multiple of micro-batch × data-parallel size (the planner rejects it).
@@ -58,9 +66,22 @@ def sample_ids(
         raise ValueError(
             f"global batch {global_batch_size} is not a multiple of {micro_batch_size} × {data_parallel_size}"
         )
-    for batch in range(consumed_samples, size - global_batch_size + 1, global_batch_size):
-        for start in range(batch + data_parallel_rank * micro_batch_size, batch + global_batch_size, stride):
+    batches = size // global_batch_size * global_batch_size if skipped else size
+    more = sum(-(-(end - first) // global_batch_size) for first, end in skipped) * global_batch_size
+    batch = consumed_samples
+    while (batch := after_skipped(batch, global_batch_size, skipped)) <= batches + more - global_batch_size:
+        begin = batch % batches if skipped else batch
+        for start in range(begin + data_parallel_rank * micro_batch_size, begin + global_batch_size, stride):
             yield list(range(start, start + micro_batch_size))
+        batch += global_batch_size
+
+
+def after_skipped(consumed_samples: int, global_batch_size: int, skipped: Ranges) -> int:
+    """Where the next global batch begins that has no sample in `skipped`."""
+    for first, end in sorted(skipped):
+        if first < consumed_samples + global_batch_size and consumed_samples < end:
+            consumed_samples = end
+    return consumed_samples
 
 
 def batches(
@@ -74,6 +95,7 @@ def batches(
     num_workers: int,
     prefetch_factor: int,
     pin_memory: bool,
+    skipped: Ranges = (),
 ) -> Generator[dict[str, torch.Tensor], None, None]:
     """Micro-batches of this rank from `consumed_samples` on; closing the iterator stops its worker processes.
 
@@ -87,6 +109,7 @@ def batches(
         num_workers: worker processes; 0 reads in this process.
         prefetch_factor: micro-batches that each process prefetches.
         pin_memory: page-locked tensors; no effect without a GPU.
+        skipped: samples to leave out.
 
     Yields:
         `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each [micro_batch_size, seq_length].
@@ -102,6 +125,7 @@ def batches(
         global_batch_size=global_batch_size,
         data_parallel_rank=data_parallel_rank,
         data_parallel_size=data_parallel_size,
+        skipped=skipped,
     )
     loader = DataLoader(
         _Reads(dataset),
@@ -223,7 +247,7 @@ def read_error(error: ReaderLost | OSError, recipe: Recipe, prepared: Prepared) 
     try:
         folder = index_folder(recipe, prepared)
         manifest.check_sizes(prepared.path, prepared.manifest)
-        require_listed(folder, read_listing(folder)[0])
+        require_listed(folder, read_listing(folder))
     except (UserError, OSError) as changed:
         what, where = (changed.what, changed.where) if isinstance(changed, UserError) else (str(changed), "")
         return UserError(

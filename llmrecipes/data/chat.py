@@ -45,11 +45,11 @@ class Template:
 
     @property
     def marks_answers(self) -> bool:
-        """Whether it says itself what the assistant's part is."""
+        """Whether the template marks the assistant's part."""
         return _MARKED.search(self.source) is not None
 
     def check(self) -> None:
-        """Compile it, and try it where it can do no harm.
+        """Compile the template, and render it once in the sandbox.
 
         Jinja's sandbox keeps a template from the machine, but lets it loop and allocate without limit. One that does so
         for every conversation is noticed; one that does so for some texts only is not.
@@ -57,17 +57,17 @@ class Template:
         Raises:
             UserError: it is not a Jinja template, or takes too long or too much memory.
         """
-        asked: Messages = [{"role": "user", "content": ""}]
+        prompt: Messages = [{"role": "user", "content": ""}]
         try:
             import transformers.utils.chat_template_utils  # noqa: F401 - which takes seconds, before they are counted
 
             require_ends(
-                lambda: (_render(self, asked), _render(self, asked, add_generation_prompt=True)),
+                lambda: (_render(self, prompt), _render(self, prompt, add_generation_prompt=True)),
                 TEMPLATE_SECONDS,
                 f"data.chat.chat_template: {self.origin}",
                 "a chat template renders a conversation of one message within seconds",
             )
-            _render(self, asked)
+            _render(self, prompt)
         except UserError:
             raise
         except ImportError as error:
@@ -85,7 +85,7 @@ class Template:
             ) from error
 
     def prompt(self, messages: Messages) -> str:
-        """The text after which the model is to answer.
+        """The text that the model is to answer.
 
         Raises:
             UserError: the template refuses these messages.
@@ -119,8 +119,8 @@ class Template:
             if message["role"] != "assistant":
                 continue
             before, _ = _render(self, messages[:number], add_generation_prompt=True)
-            whole, _ = _render(self, messages[: number + 1])
-            if not (whole.startswith(before) and text.startswith(whole)):
+            rendered, _ = _render(self, messages[: number + 1])
+            if not (rendered.startswith(before) and text.startswith(rendered)):
                 raise UserError(
                     f"it renders the first {number + 1} of {len(messages)} messages differently from these messages "
                     "by themselves, so answers cannot be located",
@@ -130,8 +130,8 @@ class Template:
                     "{% generation %} … {% endgeneration %} around what the assistant says, named in "
                     "data.chat.chat_template",
                 )
-            spans.append((len(before), len(whole)))
-            if len(whole) > limit:
+            spans.append((len(before), len(rendered)))
+            if len(rendered) > limit:
                 break
         return text, spans
 
@@ -184,7 +184,7 @@ class Conversations(Encoded):
 
     @property
     def tally(self) -> dict[str, int]:
-        """Of all conversations."""
+        """Sums over all conversations."""
         return dict(sum(map(Counter, self.tallies), Counter[str]()))
 
 
@@ -254,7 +254,7 @@ def _answers(message: dict[str, str]) -> bool:
 def _kept(
     encoding: tokenizers.Encoding, spans: list[tuple[int, int]], spec: ChatSpec, tally: Counter[str]
 ) -> np.ndarray | None:
-    """Which of the tokens that are kept are answers; None if the conversation is dropped."""
+    """Mask of the kept tokens that are answers; None if the conversation is dropped."""
     beyond = len(encoding.ids) - spec.max_length
     if beyond > 0 and not spec.truncate:
         tally[LONG] += 1

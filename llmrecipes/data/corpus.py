@@ -32,7 +32,7 @@ SAMPLE_BYTES = 64 << 20
 
 @dataclass
 class Tally:
-    """What was read of a source, and how many documents were dropped for which reason."""
+    """Counts of a source: documents read, and documents dropped by reason."""
 
     read: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
@@ -137,7 +137,7 @@ class EncoderSpec:
 
 @dataclass(frozen=True)
 class Worked:
-    """A batch when it comes back.
+    """A batch returned by a worker.
 
     Args:
         source: its number.

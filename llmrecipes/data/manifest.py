@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -249,17 +249,16 @@ def _check_index(file: Path, counts: Counts, dtype: str) -> None:
 LISTING = "index.json"
 _LISTING_RULE = "a folder of sample indices is what `prepare` wrote"
 
-_HASHED = TypeAdapter(dict[str, File])
-_SIZES = TypeAdapter(dict[str, int])  # the format before hashes were added
+_LISTED = TypeAdapter(dict[str, File])
 
 
 def listing_text(files: dict[str, File]) -> str:
     """A listing in its file format."""
-    return _HASHED.dump_json(files, indent=1).decode() + "\n"
+    return _LISTED.dump_json(files, indent=1).decode() + "\n"
 
 
-def read_listing(folder: Path) -> tuple[dict[str, int], dict[str, File] | None]:
-    """Sizes of the listed files, and their hashes; no hashes in a folder of an earlier version.
+def read_listing(folder: Path) -> dict[str, File]:
+    """The listed files by name, with sizes and hashes.
 
     Raises:
         OSError: there is no listing.
@@ -267,27 +266,22 @@ def read_listing(folder: Path) -> tuple[dict[str, int], dict[str, File] | None]:
     """
     content = untrusted.read(folder / LISTING, root=folder)
     try:
-        files = _HASHED.validate_json(content)
-        return {name: file.bytes for name, file in files.items()}, files
+        return _LISTED.validate_json(content)
     except ValidationError as error:
-        try:
-            return _SIZES.validate_json(content), None
-        except ValidationError:
-            raise UserError(
-                "is not a file listing", where=str(folder / LISTING), rule=_LISTING_RULE, fix=_prepare_again(folder)
-            ) from error
+        raise UserError(
+            "is not a file listing", where=str(folder / LISTING), rule=_LISTING_RULE, fix=_prepare_again(folder)
+        ) from error
 
 
 def listings(prepared: Path) -> Iterator[tuple[Path, dict[str, File]]]:
-    """All folders of sample indices in a prepared folder that have hashes, checked by `require_listed`."""
+    """All folders of sample indices in a prepared folder, checked by `require_listed`."""
     for mark in sorted(prepared.glob(f"index/*/{LISTING}")):
-        sizes, files = read_listing(mark.parent)
-        require_listed(mark.parent, sizes)
-        if files is not None:
-            yield mark.parent, files
+        files = read_listing(mark.parent)
+        require_listed(mark.parent, files)
+        yield mark.parent, files
 
 
-def require_listed(folder: Path, sizes: dict[str, int]) -> None:
+def require_listed(folder: Path, files: Mapping[str, File]) -> None:
     """Every listed file has its size, arrays have a header of plain integers, and there is no other file.
 
     Raises:
@@ -295,15 +289,15 @@ def require_listed(folder: Path, sizes: dict[str, int]) -> None:
     """
     # NFS renames a deleted file that is still open elsewhere to such a name.
     present = {entry.name for entry in folder.iterdir() if not entry.name.startswith(".nfs")} - {LISTING}
-    if foreign := sorted(present - set(sizes)):
+    if foreign := sorted(present - set(files)):
         raise UserError(
             f"is not listed in {LISTING}",
             where=str(folder / foreign[0]),
             rule=_LISTING_RULE,
             fix=_prepare_again(folder),
         )
-    for name, size in sizes.items():
-        file = folder / name
+    for name, listed in files.items():
+        file, size = folder / name, listed.bytes
         actual = file.stat().st_size if name in present and file.is_file() else None
         if actual != size:
             what = f"is missing, expected {size} bytes" if actual is None else f"has {actual} bytes, expected {size}"

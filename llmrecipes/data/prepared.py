@@ -12,7 +12,6 @@ import importlib.metadata
 import json
 import logging
 import math
-import os
 import zlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -265,15 +264,8 @@ def index_folder(recipe: Recipe, prepared: Prepared) -> Path:
 
 
 def index_usable(recipe: Recipe, prepared: Prepared) -> bool:
-    """Whether there is nothing to build: the indices exist, with hashes or on a read-only file system.
-
-    Raises:
-        UserError: the list of their files is corrupt.
-    """
-    path = index_folder(recipe, prepared)
-    if not (path / LISTING).is_file():
-        return False
-    return read_listing(path)[1] is not None or not os.access(path.parent, os.W_OK)
+    """Whether there is nothing to build: the indices exist. They are checked when they are opened."""
+    return (index_folder(recipe, prepared) / LISTING).is_file()
 
 
 def check_index(recipe: Recipe, prepared: Prepared, log: Callable[[str], None]) -> Path:
@@ -289,19 +281,16 @@ def check_index(recipe: Recipe, prepared: Prepared, log: Callable[[str], None]) 
     """
     path = index_folder(recipe, prepared)
     try:
-        sizes, files = read_listing(path)
+        files = read_listing(path)
     except OSError as error:
         raise UserError(
             f"the sample order of recipe {recipe.name!r} is not prepared for this length, seed and batch",
             where=str(path),
             fix=command_line("prepare", recipe.name, data_dir=prepared.path.parent) + ", with the same overrides",
         ) from error
-    require_listed(path, sizes)
-    if files is None:
-        log(f"note: {path / LISTING} has no hashes; only sizes and headers of the sample order are checked")
-    else:
-        within = {f"{path.relative_to(prepared.path)}/{name}": file for name, file in files.items()}
-        checked.require(prepared.path, within, prepared.ids, log)
+    require_listed(path, files)
+    within = {f"{path.relative_to(prepared.path)}/{name}": file for name, file in files.items()}
+    checked.require(prepared.path, within, prepared.ids, log)
     return path
 
 

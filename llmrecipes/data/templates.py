@@ -245,7 +245,7 @@ def of_prepared(prepared: Prepared) -> Template:
 
 @dataclass(frozen=True)
 class Question:
-    """What a model is to answer.
+    """A prompt for a model.
 
     Args:
         text: of the template.

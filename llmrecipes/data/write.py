@@ -137,7 +137,7 @@ def _progress(every: tuple[Source, ...], number: int, sizes: list[int], tokens: 
 
 
 class _Output:
-    """What is written: documents in the order in which they were read, each text once."""
+    """Writer of documents in the order in which they were read, without duplicates."""
 
     def __init__(self, folder: Path, spec: EncoderSpec, stack: ExitStack) -> None:
         self.parts: dict[tuple[int, Split], _WrittenPart] = {}
@@ -190,7 +190,7 @@ class _Output:
 
 @dataclass
 class _Added:
-    """What a batch has added: tokens, bytes of text, and of conversations what was dropped, cut and counted."""
+    """Counts of a batch: tokens, bytes of text, and the dropped, cut and counted parts of conversations."""
 
     tokens: int = 0
     size: int = 0

@@ -1,1 +1,1 @@
-"""What goes wrong most on clusters, found before a run does."""
+"""Checks for the most common faults of clusters, before a run."""

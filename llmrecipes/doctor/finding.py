@@ -34,7 +34,7 @@ class Finding:
         return asdict(self)
 
     def seen_on(self, host: str) -> Finding:
-        """The same, found on this host; one that belongs to no node stays so."""
+        """The same finding with this host; one without a node keeps none."""
         return replace(self, node=host) if self.node else self
 
 
@@ -80,7 +80,7 @@ def bad_nodes(findings: Iterable[Finding]) -> list[str]:
 
 
 def ignored(connections: int, host: str) -> list[Finding]:
-    """What the first node of a job says of connections that were not of its nodes; nothing if there were none."""
+    """Finding of the first node about connections from outside the job; none without such connections."""
     what = f"ignored {connections} malformed or unauthenticated connections"
     fix = "nothing if a port scanner did it; a node with another token is among those that did not connect"
     return [replace(warn("rendezvous", what, fix), node=host)] if connections else []

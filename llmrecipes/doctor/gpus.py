@@ -19,7 +19,7 @@ THROTTLES = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "s
 
 _END = "</nvidia_smi_log>"
 _UNSAFE = re.compile(r"<process_name>.*?</process_name>|[\x00-\x08\x0b\x0c\x0e-\x1f]", re.DOTALL)
-"""What nvidia-smi passes on unescaped, and XML does not permit: another job's names make no report unreadable."""
+"""Text that nvidia-smi does not escape and XML does not permit, such as process names of other jobs."""
 GENERATIONS = ("current_link_gen", "max_link_gen", "max_device_link_gen")
 
 
@@ -54,7 +54,7 @@ class GpuState:
     address: str = ""
     """On the PCI bus, `0000:1b:00`."""
     recovery: str | None = None
-    """What the driver asks for: `None`, `Reset`, `Reboot`, …; of drivers since 560."""
+    """Recovery action of the driver: `None`, `Reset`, `Reboot`, …; drivers since 560."""
 
 
 def query(timeout: float = 30) -> str | None:
@@ -137,7 +137,7 @@ def _check_one(name: str, gpu: GpuState) -> Iterator[Finding]:
     if gpu.uncorrectable:
         yield fail(name, f"{gpu.uncorrectable} uncorrectable memory errors", "reset the GPU; replace it if they return")
     if gpu.recovery in ("Reset", "Reboot", "Drain and Reset"):
-        yield fail(name, f"the driver asks for: {gpu.recovery}", "reset the GPU or reboot the node, as it says")
+        yield fail(name, f"the driver requests: {gpu.recovery}", "reset the GPU or reboot the node, as it says")
     if gpu.remap_failed:
         yield fail(name, "row remapping failed", "replace the GPU")
     elif gpu.remap_pending:

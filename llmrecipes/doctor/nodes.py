@@ -56,7 +56,7 @@ class NodeRendezvous:
 
 @dataclass(frozen=True)
 class Gathered:
-    """What the nodes have found: `findings` of all nodes on the first one, None on the others; `bad` on all."""
+    """Result of the check: `findings` of all nodes on the first one, None on the others; `bad` on all."""
 
     findings: list[Finding] | None
     bad: list[str]
@@ -72,7 +72,9 @@ def meet(meeting: NodeRendezvous, findings: Sequence[Finding]) -> Gathered:
         listener = _Listener(("", meeting.own_port))
     except OSError as error:
         what = f"port {meeting.own_port} cannot be used: {error.strerror}"
-        raise UserError(what, where=meeting.hosts[meeting.number], fix="stop what listens there (ss -ltnp)") from error
+        raise UserError(
+            what, where=meeting.hosts[meeting.number], fix="stop the program on that port (ss -ltnp)"
+        ) from error
     with listener:
         if meeting.number == 0:
             return _lead(meeting, findings)
@@ -99,7 +101,7 @@ class _Listener:
 
 
 def _lead(meeting: NodeRendezvous, findings: Sequence[Finding]) -> Gathered:
-    attendance = _Attendance(len(meeting.hosts) - 1, meeting.patience)
+    attendance = _RendezvousState(len(meeting.hosts) - 1, meeting.patience)
     mark = _write_mark(meeting)
 
     def serve(number: int, channel: Channel) -> None:
@@ -114,8 +116,8 @@ def _lead(meeting: NodeRendezvous, findings: Sequence[Finding]) -> Gathered:
         attendance.wait(attendance.reports)
         reported = [each for _, report in sorted(attendance.reports.items()) for each in report]
         strangers = ignored(first.ignored, meeting.hosts[0])
-        found = compared([*reported, *_absent(meeting, attendance), *strangers])
-        gathered = Gathered(found, bad_nodes(found))
+        all_findings = compared([*reported, *_absent(meeting, attendance), *strangers])
+        gathered = Gathered(all_findings, bad_nodes(all_findings))
         # Pods start their rank each by itself: a node that is fine may not start without the others.
         attendance.put(attendance.verdict, 0, gathered.bad)
         attendance.wait(attendance.dismissed)
@@ -124,7 +126,7 @@ def _lead(meeting: NodeRendezvous, findings: Sequence[Finding]) -> Gathered:
     return gathered
 
 
-def _absent(meeting: NodeRendezvous, attendance: _Attendance) -> Iterator[Finding]:
+def _absent(meeting: NodeRendezvous, attendance: _RendezvousState) -> Iterator[Finding]:
     for number, host in enumerate(meeting.hosts):
         if number and number not in attendance.reports:
             what = f"did not connect to {meeting.hosts[0]}:{meeting.port} within {meeting.patience:.0f} s"
@@ -132,7 +134,7 @@ def _absent(meeting: NodeRendezvous, attendance: _Attendance) -> Iterator[Findin
             yield replace(fail("node", what, fix), node=host)
 
 
-class _Attendance:
+class _RendezvousState:
     """Which nodes have arrived, and their reports."""
 
     def __init__(self, expected: int, patience: float) -> None:
@@ -168,11 +170,11 @@ class _Attendance:
 
     @property
     def left(self) -> float:
-        """Seconds until a node that has not reported is given up."""
+        """Seconds to wait for a node that has not reported."""
         return self._began + 2 * self._patience - time.monotonic()
 
 
-def _serve(host: str, number: int, channel: Channel, attendance: _Attendance, mark: str) -> None:
+def _serve(host: str, number: int, channel: Channel, attendance: _RendezvousState, mark: str) -> None:
     """The messages of one node; a node that ends early is missing among the reports."""
     channel.receive(CONNECT_SECONDS)  # it asks now, so that the answer measures its clock
     channel.send({"time": time.time(), "mark": mark})
@@ -192,7 +194,7 @@ def _serve(host: str, number: int, channel: Channel, attendance: _Attendance, ma
 
 
 def _follow(meeting: NodeRendezvous, findings: Sequence[Finding]) -> list[str]:
-    """The bad nodes, as the first one says."""
+    """The bad nodes according to the first node."""
     longest = 2 * meeting.patience
     with joined(meeting.hosts, meeting.number, meeting.port, meeting.token, meeting.patience) as channel:
         sent = time.time()
@@ -254,7 +256,7 @@ def _ports(meeting: NodeRendezvous) -> Iterator[Finding]:
 
 
 def _write_mark(meeting: NodeRendezvous) -> str:
-    """What the other nodes look for; empty where nothing can be written, which is a finding of its own."""
+    """File that the other nodes look for; empty if it cannot be written, which is a separate finding."""
     mark = secrets.token_hex(16)
     file = _mark_file(meeting)
     part = file.with_suffix(".part")

@@ -87,7 +87,7 @@ class Recorder(TorchDispatchMode):
         self.waits.clear()
 
     def waited(self) -> None:
-        """The host waits for the device here."""
+        """Record that the host waits for the device."""
         self.waits[_place()] += 1
 
     def _collective(self, func: Any, name: str, args: Any, options: Any) -> Any:
@@ -229,7 +229,7 @@ class Storages:
             life[0].category = category
 
     def label(self, category: Category, tensors: Iterable[torch.Tensor]) -> None:
-        """What storages are for, whatever an operation has made of them, from their allocation on."""
+        """Set the purpose of storages from their allocation on, whatever operations have recorded."""
         for tensor in tensors:
             self.seen(tensor)
             self._alive[tensor.untyped_storage()._cdata][0].category = category
@@ -245,11 +245,11 @@ class Storages:
                 self._states[category] += tensor.nbytes
 
     def resized(self, storage: torch.UntypedStorage, size: int) -> None:
-        """A storage is given another size: another life of the same."""
-        found = self._alive.get(storage._cdata)
-        if found is None:
+        """Record a new size of a storage: another life of the same storage."""
+        known = self._alive.get(storage._cdata)
+        if known is None:
             return
-        life, reference = found
+        life, reference = known
         life.freed = self.now + 1
         following = _Life(size, self.now + 1, life.module, life.category)
         self._lives.append(following)

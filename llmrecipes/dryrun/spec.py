@@ -1,4 +1,4 @@
-"""What a dry run is asked, and what it answers. No torch."""
+"""Request and report of a dry run. No torch."""
 
 from __future__ import annotations
 

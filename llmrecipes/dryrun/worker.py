@@ -25,7 +25,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", module=r"llmrecipes\.dryrun\.recorder")
     path = Path(sys.argv[1])
     spec = DryRunSpec.model_validate_json(path.read_text("utf-8"))
-    from llmrecipes.dryrun.rank import dry_run
+    from llmrecipes.dryrun.simulation import dry_run
 
     for number, rank in enumerate(spec.ranks, start=1):
         which = f"rank {rank}" + (f" ({number} of {len(spec.ranks)})" if len(spec.ranks) > 1 else "")

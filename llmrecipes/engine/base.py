@@ -18,6 +18,7 @@ import torch.distributed as dist
 from llmrecipes.checkpoint.state_format import CheckpointFormat, StateDict, Written
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.sampling import Sampling
+from llmrecipes.faults.numerics import BadParameter
 from llmrecipes.hardware.profile import Group
 from llmrecipes.hf.safetensors import TensorSource
 from llmrecipes.plan.derive import Plan
@@ -29,6 +30,9 @@ Batch = dict[str, torch.Tensor]
 
 StopCheck = Callable[[], bool]
 """Whether this rank has to stop."""
+
+Accept = Callable[[float, float], bool]
+"""Whether to make an update, by the loss and the gradient norm of the global batch; all ranks have to answer alike."""
 
 
 class Platform(Protocol):
@@ -80,8 +84,28 @@ class Progress:
 
     step: int = 0
     consumed_samples: int = 0
+    """Place in the order of samples, those that were left out included."""
     consumed_tokens: int = 0
+    """Tokens of the batches that were trained on."""
     skipped_steps: int = 0
+    """Steps without an update."""
+    skipped_samples: tuple[tuple[int, int], ...] = ()
+    """Samples that training leaves out, before this step or after it: first, and the one behind the last."""
+    recent_losses: tuple[float, ...] = ()
+    """Of the last steps, if spikes are acted upon (`faults.loss_spike_window`)."""
+    recent_norms: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class FirstAttempt:
+    """A computation of a step that was not finite, before the step was computed again; every rank has one."""
+
+    loss: float
+    grad_norm: float
+    is_local: bool
+    """Whether this rank's loss, or its gradients before they were reduced, were not finite."""
+    first_bad: BadParameter | None
+    """First non-finite parameter or reduced gradient on this rank."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +125,28 @@ class StepResult:
     """Gradients overflowed in fp16: weights and schedule are unchanged."""
     stop: bool
     """Some rank had to stop before this step's gradients were reduced."""
+    rejected: bool = False
+    """`accept` refused the update: weights and schedule are unchanged."""
+    first_attempt: FirstAttempt | None = None
+    """What was computed first, if that was not finite and the step was computed again (`faults.rerun_mode`)."""
+    is_local: bool = False
+    """Of a result that is not finite: whether this rank's loss, or its gradients before they were reduced, are not."""
+
+
+@dataclass(frozen=True)
+class ReplicaFault:
+    """A replica whose weights differ from those of the others."""
+
+    rank: int
+    node: str
+    other: int
+    """A rank that has the weights of most replicas."""
+    parameter: str
+    """The first that differs, in model order."""
+    differing: int
+    """Parameters that differ."""
+    is_outvoted: bool
+    """Most replicas agree against this one; of two replicas, either may be the wrong one."""
 
 
 @dataclass(frozen=True)
@@ -167,13 +213,17 @@ class Engine(Protocol):
     def learning_rate(self) -> float:
         """Learning rate of the next step."""
 
-    def train_step(self, batches: Iterator[Batch], *, stop: StopCheck | None = None) -> StepResult:
+    def train_step(
+        self, batches: Iterator[Batch], *, stop: StopCheck | None = None, accept: Accept | None = None
+    ) -> StepResult:
         """One optimizer step on the next global batch.
 
         Args:
             batches: micro-batches of this data-parallel rank.
-            stop: called once, when the batches are used up. The answer is reduced with the loss, so that agreeing
-                costs nothing.
+            stop: called when the batches are used up. The answer is reduced with the loss, so that agreeing costs
+                nothing.
+            accept: called before the update, if loss and gradient norm are finite; None: every update is made.
+                An engine that updates before it knows both ignores it (`recipe/zero_rules.py`).
         """
 
     def evaluate(self, batches: Iterator[Batch], global_batches: int, stop: StopCheck | None = None) -> float | None:
@@ -190,6 +240,12 @@ class Engine(Protocol):
 
     def params_synced(self) -> AbstractContextManager[None]:
         """A block in which every rank has up-to-date parameters; all ranks have to enter it. `state` needs none."""
+
+    def replica_fault(self) -> ReplicaFault | None:
+        """First weight that differs between data-parallel replicas, the same on all ranks; a collective of all.
+
+        With the distributed optimizer, call it in `params_synced`.
+        """
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters of this rank, then their gradients as `<name>.grad`, named as in the full model."""

@@ -43,12 +43,12 @@ class DataTask(ConfigurableTask):
         self.dataset = builder.as_dataset()
 
     def process_results(self, doc: Any, results: Any) -> Any:
-        """The metrics of a document; regular expressions end."""
+        """The metrics of a document, with a time limit for regular expressions."""
         with bounded():
             return super().process_results(doc, results)
 
     def apply_filters(self) -> Any:
-        """What is taken of the answers; regular expressions end."""
+        """The filtered answers, with a time limit for regular expressions."""
         with bounded(60.0 + 0.01 * len(self._instances)):
             return super().apply_filters()
 

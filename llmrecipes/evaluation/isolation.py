@@ -119,7 +119,7 @@ def run(module: str, arguments: Sequence[str]) -> int:
 
 
 def require_isolated() -> None:
-    """Refuse to go on in a process that has a network.
+    """Refuse to continue in a process that has a network.
 
     Raises:
         UserError: it has.

@@ -25,12 +25,12 @@ BATCHES_AT_ONCE = 32
 
 
 class Interrupted(Exception):
-    """Some rank was asked to stop, and nothing of the evaluation is kept; raised on every rank."""
+    """A rank received a stop signal, and the evaluation is discarded; raised on every rank."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """What a model says about the last tokens of a row.
+class RowScore:
+    """Scores of the last tokens of a row.
 
     Attributes:
         logprobs: natural logarithms of the tokens' probabilities.
@@ -114,7 +114,7 @@ class RankZeroScorer:
         self._send(None)
         return result
 
-    def score(self, rows: Iterable[tuple[list[int], int]]) -> Iterator[Row]:
+    def score(self, rows: Iterable[tuple[list[int], int]]) -> Iterator[RowScore]:
         """Score the last tokens of rows, lazily and in order.
 
         Args:
@@ -126,7 +126,7 @@ class RankZeroScorer:
             self.begin(len(rows))
         source = iter(rows)
         while block := list(islice(source, BATCHES_AT_ONCE * self._rows)):
-            scored: dict[int, Row] = {}
+            scored: dict[int, RowScore] = {}
             order = sorted(range(len(block)), key=lambda number: -len(block[number][0]))
             for start in range(0, len(order), self._rows):
                 batch = order[start : start + self._rows]
@@ -135,7 +135,7 @@ class RankZeroScorer:
                     tokens, last = block[number]
                     part = slice(len(tokens) - 1 - last, len(tokens) - 1)
                     same = scores.greedy[place, part] == torch.tensor(tokens[-last:])
-                    scored[number] = Row(scores.logprobs[place, part].tolist(), bool(same.all()))
+                    scored[number] = RowScore(scores.logprobs[place, part].tolist(), bool(same.all()))
                 self.count(len(batch) if counted else 0)
             yield from (scored[number] for number in range(len(block)))
 

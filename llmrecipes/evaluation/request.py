@@ -1,4 +1,4 @@
-"""What is to be evaluated, and the result. Imports neither torch nor the harness."""
+"""Request and result of an evaluation. Imports neither torch nor the harness."""
 
 from __future__ import annotations
 

@@ -366,7 +366,7 @@ class FilterStep(BaseModel):
 
 
 class Filters(TaskSection):
-    """Steps, and the name of what they give."""
+    """Steps, and the name of their result."""
 
     name: str
     filter: list[FilterStep]
@@ -420,7 +420,7 @@ class Task(TaskSection):
 
 
 class TaskOverride(TaskSection):
-    """What a group may change of a task of the harness: its functions would take anything else for theirs."""
+    """Keys of a harness task that a group may change: its functions would trust any other."""
 
     task: str | None = None
     group: str | None = None

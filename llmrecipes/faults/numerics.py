@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -31,25 +31,51 @@ class BadParameter:
         return f"{self.name} ({self.kind} among {self.count} of {self.size} elements)"
 
 
+MOST_SAMPLES = 16
+"""Samples that a message names."""
+
+
 class NonFinite(UserError):
     """A loss or a gradient norm that is NaN or infinite; running again would fail the same way.
 
     Args:
         quantity: `loss` or `gradient norm`.
         first_bad: first non-finite gradient or parameter on this rank, if any.
+        samples: ids of the rank's samples in this step.
+        again: whether the step was computed twice, with the same result.
     """
 
-    def __init__(self, *, step: int, rank: int, quantity: str, value: float, first_bad: BadParameter | None) -> None:
+    def __init__(
+        self,
+        *,
+        step: int,
+        rank: int,
+        quantity: str,
+        value: float,
+        first_bad: BadParameter | None,
+        node: str = "",
+        samples: Sequence[int] = (),
+        again: bool = False,
+    ) -> None:
         self.step, self.rank, self.quantity, self.value, self.first_bad = step, rank, quantity, value, first_bad
+        self.node, self.samples, self.again = node, tuple(samples), again
         where = f"first bad parameter: {first_bad}" if first_bad else "all parameters and gradients on it are finite"
         super().__init__(
-            f"{quantity} is {value}; {where}",
-            where=f"step {step}, rank {rank}",
-            rule="training stops at the first loss or gradient norm that is not finite",
+            f"{quantity} is {value}{', twice' if again else ''}; {where}{self._of_samples()}",
+            where=f"step {step}, rank {rank}{f' on {node}' if node else ''}",
+            rule="training stops at the first loss or gradient norm that is not finite"
+            + (" when the step is computed again from the same batches" if again else ""),
             fix="lower optimizer.lr, lengthen scheduler.lr_warmup_iters, set optimizer.clip_grad: 1.0, or use "
             "train.precision: bf16 or fp32; the newest checkpoint predates this",
             code=ExitCode.STOP,
         )
+
+    def _of_samples(self) -> str:
+        if not self.samples:
+            return ""
+        more = len(self.samples) - MOST_SAMPLES
+        named = ", ".join(map(str, self.samples[:MOST_SAMPLES]))
+        return f"; samples {named}{f' and {more} more' if more > 0 else ''}"
 
 
 def first_bad_parameter(tensors: Iterable[tuple[str, torch.Tensor]]) -> BadParameter | None:
@@ -77,6 +103,56 @@ def named_gradients(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
         if gradient is not None:
             yield f"{name}.grad", gradient
 
+
+@dataclass(frozen=True)
+class StepSpike:
+    """A loss or gradient norm of one step far above those of the steps before it."""
+
+    quantity: Literal["loss", "grad_norm"]
+    value: float
+    usual: float
+    """Median of the last steps."""
+    limit: float
+    """Largest value that is not a spike."""
+
+
+class SpikeRule:
+    """Tells the spike of a single step before its update.
+
+    A value is a spike above the median of the last steps plus a number of standard deviations, which are estimated by
+    the median absolute deviation: the spike itself, and others in the window, hardly move it (OLMo's rule, with
+    medians for means). Every value enters the window, so that a lasting change is usual after half of it.
+
+    Args:
+        window: steps in the statistic; none is a spike before half of them are known.
+        sigmas: standard deviations.
+        losses, norms: of the steps before, oldest first.
+    """
+
+    def __init__(self, window: int, sigmas: float, losses: Iterable[float] = (), norms: Iterable[float] = ()) -> None:
+        self._least, self._sigmas = -(-window // 2), sigmas
+        self.losses, self.norms = deque(losses, maxlen=window), deque(norms, maxlen=window)
+
+    def add(self, loss: float, norm: float) -> StepSpike | None:
+        """Judge a step by those before it, and add it to them."""
+        spike = self._judge("loss", loss, self.losses) or self._judge("grad_norm", norm, self.norms)
+        self.losses.append(loss)
+        self.norms.append(norm)
+        return spike
+
+    def _judge(self, quantity: Literal["loss", "grad_norm"], value: float, last: deque[float]) -> StepSpike | None:
+        if len(last) < self._least:
+            return None
+        usual = statistics.median(last)
+        deviation = statistics.median(abs(each - usual) for each in last) / MEDIAN_OF_DEVIATIONS
+        limit = usual + self._sigmas * max(deviation, LEAST_DEVIATION * abs(usual))
+        return StepSpike(quantity, value, usual, limit) if value > limit else None
+
+
+MEDIAN_OF_DEVIATIONS = 0.6745
+"""Median absolute deviation of a standard normal distribution."""
+LEAST_DEVIATION = 1e-3
+"""Of the median: a loss that hardly changes has no spikes in its last digits."""
 
 WINDOW = 50
 """Losses in the running median."""

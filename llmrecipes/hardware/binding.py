@@ -25,8 +25,8 @@ MPOL_PREFERRED = 1
 
 
 @dataclass(frozen=True)
-class Device:
-    """A GPU's place.
+class GpuLocation:
+    """PCI address and neighbours of a GPU.
 
     Attributes:
         address: on the PCI bus, as in /sys.
@@ -43,13 +43,13 @@ class Device:
 
 @dataclass(frozen=True)
 class Binding:
-    """What a rank is bound to; `cores` is empty if it is not bound, and `reason` says why.
+    """Binding of a rank; `cores` is empty if it is not bound, and `reason` says why.
 
     `memory` is whether the memory node of `device` is preferred, too: some containers forbid it.
     """
 
     cores: tuple[int, ...] = ()
-    device: Device | None = None
+    device: GpuLocation | None = None
     reason: str = ""
     memory: bool = False
 
@@ -80,7 +80,7 @@ def bind(local_rank: int, ranks: int) -> Binding:
 
 def choose(
     local_rank: int,
-    devices: Sequence[Device],
+    devices: Sequence[GpuLocation],
     ranks: int,
     allowed: set[int],
     threads: Mapping[int, int],
@@ -130,11 +130,11 @@ def visible(listed: Sequence[Mapping[str, str]], chosen: str | None) -> list[str
     return devices
 
 
-def device(address: str, pci: Path = PCI, adapters: Path = ADAPTERS) -> Device:
+def device(address: str, pci: Path = PCI, adapters: Path = ADAPTERS) -> GpuLocation:
     """A GPU's place, from /sys; without cores where the kernel does not say."""
     folder = pci / address
     numa = _read(folder / "numa_node")
-    return Device(
+    return GpuLocation(
         address,
         frozenset(parse_ranges(_read(folder / "local_cpulist"))),
         int(numa) if numa.isdecimal() else None,  # -1: none
@@ -197,7 +197,7 @@ def _read(path: Path) -> str:
 
 
 def _prefer_memory(node: int) -> bool:
-    """Allocate on this memory node while it has room; glibc has no function for it. False where the kernel refuses."""
+    """Prefer this memory node for allocations; glibc has no function for it. False if the kernel refuses."""
     number = SET_MEMPOLICY.get(platform.machine())
     bits = 8 * ctypes.sizeof(ctypes.c_ulong)
     if number is None or node >= bits:

@@ -12,7 +12,7 @@ _SHARED = frozenset(("nfs", "nfs4", "lustre", "cifs", "smb3", "9p", "gpfs", "bee
 
 
 def unfit_for_offload(folder: Path) -> str | None:
-    """Why a folder is not on a fast local disk; None if it is, or if that cannot be found out.
+    """Why a folder is not on a fast local disk; None if it is, or if unknown.
 
     Args:
         folder: need not exist yet.

@@ -34,7 +34,7 @@ SHOWN_LINES, SHOWN_CHARACTERS = 4, 200
 
 @dataclass(frozen=True)
 class Network:
-    """What one rank says.
+    """Log findings of one rank.
 
     `names` are the networks of its connections to other nodes, or the chosen one before there are any; `layers` are
     `IB` and `RoCE`, of the ports that it uses; `provider` is libfabric's.
@@ -70,7 +70,7 @@ class Network:
 
 
 def read(text: str) -> Network:
-    """What a log says; unknown lines are ignored."""
+    """Parse a log; unknown lines are ignored."""
     chosen: list[str] = []
     used: list[str] = []
     layers: set[str] = set()
@@ -80,15 +80,15 @@ def read(text: str) -> Network:
     for line in text.splitlines():
         if "NCCL" not in line:
             continue
-        if found := _CHANNEL.search(line):
-            direction, name, more = found.groups()
+        if match := _CHANNEL.search(line):
+            direction, name, more = match.groups()
             used.append(name)
             counts[direction or "receive"][0] += 1
             counts[direction or "receive"][1] += "/GDRDMA" in more
-        elif found := _CHOSEN.search(line):
-            chosen.append(found[1])
-        elif found := _PROVIDER.search(line):
-            provider = found[1]
+        elif match := _CHOSEN.search(line):
+            chosen.append(match[1])
+        elif match := _PROVIDER.search(line):
+            provider = match[1]
         elif " : Using [" in line:
             layers.update(_PORT.findall(line))
         elif not re.search(r"NET/\w+ ?:|NCCL WARN", line):
@@ -101,7 +101,7 @@ def read(text: str) -> Network:
 
 
 def fault(network: Network, kind: str) -> str | None:
-    """Why it is not the network of a site; None if it is. A rank without connections to other nodes has no fault.
+    """Difference from the network of a site; None if none. A rank without connections to other nodes has none.
 
     Args:
         kind: `infiniband`, `roce` or `efa`.
@@ -132,7 +132,7 @@ def log_of(environment: Mapping[str, str], host: str, process: int) -> Path | No
     if not pattern:
         return None
     values = {"%h": host.partition(".")[0], "%p": str(process), "%%": "%"}
-    return Path(re.sub("%[hp%]", lambda found: values[found[0]], pattern))
+    return Path(re.sub("%[hp%]", lambda match: values[match[0]], pattern))
 
 
 def proving(user: Mapping[str, str]) -> dict[str, str]:

@@ -51,7 +51,7 @@ class Choice:
     by_user: bool = False
     """Whether the user's own NCCL_IB_HCA did."""
     absent: tuple[str, ...] = ()
-    """Names that were chosen, and are not there."""
+    """Chosen names that do not exist."""
     exact: bool = False
     """Whether they were chosen by name, not by their kind."""
 

@@ -46,7 +46,7 @@ def report(*arguments: str, timeout: float) -> str | None:
 
 
 def driver_fault(timeout: float) -> str | None:
-    """What nvidia-smi says in a machine with a GPU whose driver does not answer; None in any other machine."""
+    """nvidia-smi's message on a machine with a GPU whose driver does not answer; None on any other machine."""
     try:
         report("-L", timeout=timeout)
     except subprocess.CalledProcessError as error:

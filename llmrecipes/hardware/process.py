@@ -30,7 +30,7 @@ class MachineIdentity:
 
     @property
     def is_this(self) -> bool:
-        """Whether a process of it can be asked for by its id here."""
+        """Whether this machine can look up its processes by id."""
         machine = this_machine()
         same_boot = self.boot_id == machine.boot_id and (bool(self.boot_id) or self.host == machine.host)
         return same_boot and self.pid_namespace == machine.pid_namespace

@@ -75,7 +75,7 @@ class ResourceClaim(Section):
 
 
 class Kubernetes(Section):
-    """What pods of this site ask for."""
+    """Resources and settings of this site's pods."""
 
     gpu_resource: Word = "nvidia.com/gpu"
     """Resource that counts GPUs."""
@@ -173,6 +173,36 @@ LINK_BYTES = 256 << 20
 """Smaller buffers are latency-bound, and do not measure a link."""
 
 
+class Rates(Section):
+    """Speed of a node without GPUs in fp32, by `llmrecipes bench machine --write`."""
+
+    gflops: PosFloat
+    """1e9 FLOP/s of a large matrix product on one core."""
+    gflops_all: PosFloat
+    """The same on all cores of the node, in one process."""
+    depth: float = Field(ge=0)
+    """Inner dimension at which a product reaches half of `gflops`."""
+    attention_gflops: PosFloat
+    """1e9 FLOP/s of causal attention on one core, 512 positions, heads of 64 channels, half of the scores counted."""
+    memory_gb_per_s: PosFloat
+    """Gigabytes (1e9 bytes) per second, read and written, of element-wise operations on one core."""
+    launch_us: PosFloat
+    """Microseconds of a small operation, its part of the backward pass included."""
+    latency_us: PosFloat
+    """Microseconds of a step of a ring between two processes of a node."""
+
+
+class Calibration(Section):
+    """Measured over predicted times, by `llmrecipes plan --calibration --write`."""
+
+    compute: PosFloat = 1
+    """Factor of kernels, launches and memory traffic."""
+    communication: PosFloat = 1
+    """Factor of collectives and messages."""
+    runs: PosInt
+    """Runs it was fitted to."""
+
+
 class MeasuredLinks(Section):
     """A result of `llmrecipes bench collectives`."""
 
@@ -203,7 +233,7 @@ class MeasuredLinks(Section):
 
 
 class Costs(Section):
-    """What a GPU costs, for `llmrecipes plan`."""
+    """Costs of a GPU, for `llmrecipes plan`."""
 
     usd_per_gpu_hour: PosFloat | None = None
     """Price of a GPU for an hour, in US dollars."""
@@ -216,7 +246,7 @@ class Costs(Section):
 
 
 class Failures(Section):
-    """How often GPUs end a run, for `llmrecipes plan`."""
+    """Failure rate of GPUs, for `llmrecipes plan`."""
 
     gpu_hours_per_failure: PosFloat
     """Hours that GPUs train, added up, for each failure that ends a run."""
@@ -253,6 +283,10 @@ class Profile(Section):
     """Prices and power; unset: `llmrecipes plan` leaves cost, energy and carbon out."""
     failures: Failures | None = None
     """Failures of its GPUs; unset: intervals between checkpoints are not compared."""
+    rates: Rates | None = None
+    """Speed of a node without GPUs, by `llmrecipes bench machine --write`; unset: no times are predicted for it."""
+    calibration: Calibration | None = None
+    """What runs here have measured; unset: predictions are those of the GPU's data file."""
     environment: dict[Variable, str | int] = Field(default_factory=dict)
     """Variables of every rank: NCCL, UCX, GLOO, libfabric. Pods take no names of network interfaces from it."""
     slurm: Slurm = Slurm()

@@ -28,7 +28,7 @@ SUFFIX = "_lora"
 
 
 class WrittenAdapters(NamedTuple):
-    """What was written: numbers of adapters and of their parameters, and bytes of the file."""
+    """Summary of a written file: adapters, parameters, bytes."""
 
     adapters: int
     parameters: int

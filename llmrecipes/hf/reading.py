@@ -142,11 +142,6 @@ class Folder:
     config: Mapping[str, Any]
     tensors: Mapping[str, Held]
 
-    @property
-    def largest_file(self) -> int:
-        """Bytes of the largest file of weights."""
-        return max((file.stat().st_size for file in {held.file for held in self.tensors.values()}), default=0)
-
 
 def open_folder(path: Path) -> Folder:
     """Open a folder: its config.json, and the headers of its weights.
@@ -292,7 +287,7 @@ def _header(folder: Path, name: str) -> dict[str, Held]:
     try:
         path = untrusted.real(folder / name, root=untrusted.model_root(folder))
         with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - it is no dict
+            for key in file.keys():  # noqa: SIM118 - not a dict
                 part = file.get_slice(key)
                 tensors[key] = Held(path, str(part.get_dtype()), tuple(part.get_shape()))
     except OSError as error:

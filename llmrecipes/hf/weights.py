@@ -26,7 +26,7 @@ from llmrecipes.recipe.schema import Model
 MEAN_ROWS = 1 << 12
 """Rows of the vocabulary whose sum is taken at a time."""
 MAPPED = 1 << 28
-"""Bytes that are read of a file before it is opened anew, which gives its pages back."""
+"""Bytes that are read before a file is reopened, which releases its pages."""
 OTHERS = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.[a-z_]+)$")
 """Tensors of older files that follow from config.json: masks, and frequencies of the rotary embedding."""
 

@@ -21,7 +21,7 @@ LauncherOptions = Mapping[str, Any]
 
 
 class JobState(StrEnum):
-    """The same for every launcher; a job that was requeued is pending again."""
+    """State of a job, the same for every launcher; a requeued job is pending again."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -70,7 +70,7 @@ class JobStatus:
 
 @dataclass(frozen=True)
 class JobResult:
-    """How a job ended, with the last numbers that its run has recorded."""
+    """Result of a job, with the last numbers that its run has recorded."""
 
     state: JobState
     exit_code: int
@@ -132,7 +132,7 @@ class Submission:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of a local job besides those of this process."""
     prepared: bool = True
-    """Whether the data is there; False where this machine can see that it is not, or has to find out by a job."""
+    """Whether the data is prepared; False if it is missing, or if only a job can check."""
 
     @property
     def run_dir(self) -> Path:
@@ -226,7 +226,7 @@ class Launcher(Protocol):
     poll_seconds: ClassVar[float]
     """Seconds between status queries of one process, to limit the load."""
 
-    def render(self, submission: Submission, given: LauncherOptions) -> Rendering:
+    def render(self, submission: Submission, chosen: LauncherOptions) -> Rendering:
         """Without side effects. UserError for a value that the scheduler would reject."""
         ...
 

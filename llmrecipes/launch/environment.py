@@ -14,6 +14,7 @@ from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.hardware.nics import RDMA, nccl_ib_hca
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.features import value
 
 FLIGHT_RECORDER_ENTRIES = 2000
 """Collectives that each rank records for the dump after a timeout (the size that PyTorch's tools assume)."""
@@ -21,6 +22,10 @@ MOST_THREADS = 16
 """Maximum OpenMP threads of a rank with a GPU, where the CPU only prepares work."""
 BLACKWELL = frozenset({"B200", "B300", "GB200", "GB300"})
 """Words in the names of GPUs that need no single queue to overlap communication."""
+HOPPER = frozenset({"H100", "H200", "GH200"})
+NORM_MARGIN = "20"
+DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
+"""Without them TransformerEngine, cuBLAS and NCCL may add in another order each time."""
 FABRIC = "LLMRECIPES_FABRIC"
 """Variable with the kind of network that ranks of different nodes must use; each proves it at the start."""
 OLDER_NAMES = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
@@ -60,16 +65,33 @@ def detected_environment(cluster: Cluster, plan: Plan, logs: Path | None = None)
     return _for_gpus(plan, logs, cluster.gpus[0].name) if cluster.gpus else {}
 
 
+def explained(profile: Profile | None, cluster: Cluster, plan: Plan) -> dict[str, tuple[str, str]]:
+    """Variables of ranks on GPUs that decide on their speed: value and reason; those of a profile with its name.
+
+    Args:
+        profile: the site; None: this machine.
+        cluster: its nodes.
+        plan: of a run on them.
+    """
+    if not cluster.gpus:
+        return {}
+    of_site = {} if profile is None else {name: str(value) for name, value in profile.environment.items()}
+    reasons = {name: (value, f"profile {profile.name}") for name, value in of_site.items()} if profile else {}
+    return {**gpu_variables(plan, cluster.gpus[0].name), **reasons}
+
+
 def threads(cpu_cores: float, ranks: int, *, on_gpus: bool) -> int:
     """OpenMP threads of each of the ranks that share some cores."""
     share = max(1, int(cpu_cores) // ranks)
     return min(share, MOST_THREADS) if on_gpus else share
 
 
-def missing(wanted: Mapping[str, str], there: Mapping[str, str]) -> dict[str, str]:
-    """The variables to set: those that the user has not set."""
+def missing(wanted: Mapping[str, str], current: Mapping[str, str]) -> dict[str, str]:
+    """The wanted variables that the user has not set."""
     return {
-        name: value for name, value in wanted.items() if name not in there and OLDER_NAMES.get(name, name) not in there
+        name: value
+        for name, value in wanted.items()
+        if name not in current and OLDER_NAMES.get(name, name) not in current
     }
 
 
@@ -83,19 +105,50 @@ def _for_fabric(profile: Profile, plan: Plan, ranks_per_node: int) -> dict[str, 
 
 
 def _for_gpus(plan: Plan, logs: Path | None, gpu: str) -> dict[str, str]:
-    values = {
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # nvidia-smi's order, by which a rank is bound to the cores next to its GPU
-        "NCCL_DEBUG": "WARN",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        "TORCH_FR_BUFFER_SIZE": str(FLIGHT_RECORDER_ENTRIES),
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-    }
+    values = {name: value for name, (value, _) in gpu_variables(plan, gpu).items()}
     if logs is not None:
         values["TORCH_FR_DUMP_TEMP_FILE"] = str(logs / "collectives-rank-")
-    degrees = plan.layout
-    if degrees.tensor_model_parallel_size > 1 or degrees.context_parallel_size > 1:
-        # One queue to the GPU runs kernels in launch order, which megatron-core's overlap of communication and
-        # computation relies on (tensor_parallel/layers.py).
-        values["CUDA_DEVICE_MAX_CONNECTIONS"] = "32" if BLACKWELL & set(gpu.replace("-", " ").split()) else "1"
+    return values
+
+
+def gpu_variables(plan: Plan, gpu: str) -> dict[str, tuple[str, str]]:
+    """Variables of ranks on GPUs by name: value and reason.
+
+    Args:
+        plan: its layout, layers and features decide.
+        gpu: name in nvidia-smi.
+    """
+    values = {
+        "CUDA_DEVICE_ORDER": ("PCI_BUS_ID", "nvidia-smi's order, by which ranks are bound to the cores next to a GPU"),
+        "NCCL_DEBUG": ("WARN", "what NCCL cannot do is in the log"),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("1", "a rank ends when a collective fails"),
+        "TORCH_FR_BUFFER_SIZE": (str(FLIGHT_RECORDER_ENTRIES), "collectives that a dump after a timeout has"),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": ("1", "a timeout leaves such a dump"),
+        "PYTORCH_ALLOC_CONF": ("expandable_segments:True", "less memory is lost between allocations"),
+    }
+    degrees, parallel = plan.layout, plan.recipe.parallelism
+    together = degrees.tensor_model_parallel_size > 1 or degrees.context_parallel_size > 1
+    if together:
+        blackwell = BLACKWELL & set(gpu.replace("-", " ").split())
+        values["CUDA_DEVICE_MAX_CONNECTIONS"] = (
+            "32" if blackwell else "1",
+            "one queue runs kernels in launch order, on which megatron-core's overlap of tensor and context "
+            "parallelism relies (tensor_parallel/layers.py); Blackwell needs no single queue",
+        )
+    if degrees.world_size > 1:
+        values["TORCH_NCCL_HIGH_PRIORITY"] = (
+            "1", "NCCL's kernels start before computation that is queued as well; Megatron-Bridge sets it"
+        )  # fmt: skip
+    hopper = HOPPER & set(gpu.replace("-", " ").split())
+    if (
+        hopper
+        and plan.target.transformer_engine
+        and (together or parallel.overlap_grad_reduce or parallel.overlap_param_gather)
+    ):
+        margin = (NORM_MARGIN, "multiprocessors that TransformerEngine's norms leave to overlapped NCCL kernels; "
+                  "Megatron-Bridge sets it on H100")  # fmt: skip
+        values |= {f"NVTE_{direction}_LAYERNORM_SM_MARGIN": margin for direction in ("FWD", "BWD")}
+    if value(plan.features, "deterministic_mode"):
+        reason = "speed.deterministic_mode"
+        values |= {name: (setting, reason) for name, setting in DETERMINISTIC.items()}
     return values

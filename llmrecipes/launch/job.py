@@ -15,7 +15,7 @@ from llmrecipes.launch.programs import SchedulerUnavailable
 from llmrecipes.launch.registry import launcher
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking import status
-from llmrecipes.tracking.runs import summary
+from llmrecipes.tracking.run_list import summary
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ MOST_BYTES = 4096
 
 @dataclass(frozen=True)
 class Lease:
-    """Which local job has a run, where it runs, and a value that changes with each renewal."""
+    """The local job that holds a run, its machine, and a value that changes with every renewal."""
 
     token: str
     machine: MachineIdentity
@@ -40,7 +40,7 @@ class Lease:
 
 
 def take(run_dir: Path, token: str) -> None:
-    """Give a run to a new job of this machine; an earlier one ends as soon as it sees that."""
+    """Take a run over for a new job of this machine; an earlier job ends when it sees that."""
     path = RunFiles(run_dir).lease
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, json.dumps({"token": token, **this_machine().as_dict()}) + "\n")
@@ -87,7 +87,7 @@ def held(run_dir: Path, token: str, cancelled: Callable[[], None], lost: Callabl
             with suppress(OSError):  # of a directory that is away: tried again, and lost if it was given away meanwhile
                 lease = read(run_dir)
                 if lease is not None and lease.token != token:
-                    logger.error("%s: the run was given to another job; this one ends", path)
+                    logger.error("%s: another job has taken over the run; this one ends", path)
                     lost()
                 if lease is not None:
                     os.utime(path)

@@ -17,7 +17,7 @@ def needed_files(rank: int, ranks: int) -> int:
     """Open files of a rank on GPUs.
 
     The first rank has the store that all of them connect to; the groups of saving and resuming take 2·√N connections
-    each (`checkpoint.ranks`).
+    each (`checkpoint.rank_groups`).
     """
     return OWN + 4 * (isqrt(ranks) + 1) + (ranks if rank == 0 else 0)
 

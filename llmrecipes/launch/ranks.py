@@ -51,15 +51,16 @@ class Node:
     master_addr: str
     master_port: int
 
-    def ranks(self, here: int) -> list[Rank]:
+    def ranks(self, ranks_per_node: int) -> list[Rank]:
         """The ranks of this node.
 
         Args:
-            here: ranks per node.
+            ranks_per_node: the same on all nodes.
         """
-        first, all_of_them = self.number * here, self.nodes * here
+        first, all_of_them = self.number * ranks_per_node, self.nodes * ranks_per_node
         return [
-            Rank(first + local, all_of_them, local, here, self.master_addr, self.master_port) for local in range(here)
+            Rank(first + local, all_of_them, local, ranks_per_node, self.master_addr, self.master_port)
+            for local in range(ranks_per_node)
         ]
 
 

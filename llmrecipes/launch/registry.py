@@ -17,7 +17,7 @@ LAUNCHERS = {
 
 
 def launcher(name: str) -> Launcher:
-    """A launcher by its name.
+    """The launcher with this name.
 
     Raises:
         UserError: there is none of that name.

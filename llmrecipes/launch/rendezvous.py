@@ -370,7 +370,7 @@ def listening(port: int, host: str, backlog: int) -> socket.socket:
         return socket.create_server(("", port), backlog=backlog)
     except OSError as error:
         what = f"port {port} cannot be used: {error.strerror}"
-        raise UserError(what, where=host, fix="stop what listens there (ss -ltnp)") from error
+        raise UserError(what, where=host, fix="stop the program on that port (ss -ltnp)") from error
 
 
 def _connected(host: str, number: int, port: int, token: bytes, patience: float) -> Channel:
@@ -403,7 +403,7 @@ def _introduce(channel: Channel, number: int, token: bytes, patience: float) -> 
     line = channel.receive_line(LONGEST_HELLO, deadline - time.monotonic())
     matched = CHALLENGE.fullmatch(line.decode("ascii", "replace"))
     if matched is None:
-        raise Disconnected("another program listens there")
+        raise Disconnected("another program listens on its port")
     challenge, nonce, own = matched[1].encode(), secrets.token_hex(32).encode(), b"%d" % number
     proof = _proof(token, b"node", own, challenge, nonce).encode()
     channel.send_line(b" ".join((own, nonce, proof)), deadline - time.monotonic())

@@ -29,7 +29,7 @@ class Option:
 
 
 class RunOptions(BaseModel):
-    """What the command line asks of a training; a field is an option of `train`."""
+    """Options of a training on the command line; every field is an option of `train`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -58,13 +58,13 @@ class RunOptions(BaseModel):
         Args:
             true: value of a flag, for a program whose options all have one.
         """
-        found: list[str] = []
+        words: list[str] = []
         for name, option in declared(in_jobs=True):
             value = getattr(self, name)
             if value != RunOptions.model_fields[name].default:
-                given = ([] if true is None else [true]) if value is True else [str(value)]
-                found += [f"--{flag(name, option)}", *given]
-        return tuple(found)
+                value_words = ([] if true is None else [true]) if value is True else [str(value)]
+                words += [f"--{flag(name, option)}", *value_words]
+        return tuple(words)
 
     @classmethod
     def parsed(cls, arguments: Namespace) -> Self:
@@ -73,7 +73,7 @@ class RunOptions(BaseModel):
 
 
 def declared(*, in_jobs: bool = False) -> Iterator[tuple[str, Option]]:
-    """The fields with their options; only those of jobs if `in_jobs`."""
+    """Fields with their options; with `in_jobs` only those of jobs."""
     for name, field in RunOptions.model_fields.items():
         option = next(each for each in field.metadata if isinstance(each, Option))
         if option.in_jobs or not in_jobs:
@@ -97,18 +97,18 @@ def add_arguments(parser: ArgumentParser) -> None:
         parser.add_argument(f"--{flag(name, option)}", dest=name, default=default, **kind)
 
 
-def taken(given: Mapping[str, Any]) -> tuple[RunOptions, dict[str, Any]]:
+def taken(launcher_options: Mapping[str, Any]) -> tuple[RunOptions, dict[str, Any]]:
     """The options of a start among those of a launcher, by their names on the command line; and the others.
 
     Raises:
         UserError: a value of the wrong type.
     """
     by_flag = {flag(name, option): name for name, option in declared(in_jobs=True)}
-    ours = {by_flag[name]: value for name, value in given.items() if name in by_flag}
+    ours = {by_flag[name]: value for name, value in launcher_options.items() if name in by_flag}
     try:
         options = RunOptions(sample=False, **ours)
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
         raise UserError(f"{first['input']!r}: {first['msg']}", where=name.replace("_", "-")) from error
-    return options, {name: value for name, value in given.items() if name not in by_flag}
+    return options, {name: value for name, value in launcher_options.items() if name not in by_flag}

@@ -194,7 +194,7 @@ def write_checkpoint(
 
 
 def first_checkpoint(recipe: Recipe, plan: Plan, engine: str) -> CheckpointInfo:
-    """What the manifest of a run's checkpoint of step 0 says."""
+    """Manifest of a run's checkpoint of step 0."""
     from llmrecipes.checkpoint.manifest import CheckpointInfo
 
     return CheckpointInfo(

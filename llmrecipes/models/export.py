@@ -13,7 +13,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.models.create import published, require_absent
 from llmrecipes.recipe.schema import Recipe, Source
 from llmrecipes.rundir import Run
-from llmrecipes.workflow.tensors import base_of, find_checkpoint, lora_of, open_run, require_merge
+from llmrecipes.workflow.model_source import base_of, find_checkpoint, lora_of, open_run, require_merge
 
 if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import Entry
@@ -29,7 +29,7 @@ ELEMENT_TYPES = ("fp32", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """How a model is written.
+    """Options of an export.
 
     Attributes:
         dtype: fp32, bf16 or fp16; None: the precision of the recipe.
@@ -112,7 +112,7 @@ def export(
     run, entry = find_checkpoint(reference, runs_dir)
     out = run / "hf" / f"step-{entry.step:08d}{'-ema' if options.averaged else ''}" if out is None else out
     require_absent(out)
-    require_merge(Run(run).recipe(), run, asked=options.merge_adapter)
+    require_merge(Run(run).recipe(), run, requested=options.merge_adapter)
     opened = open_run(run, entry, options.family, averaged=options.averaged)
     recipe = opened.recipe
     prepared = _prepared(recipe, data_dir) if options.tokenizer else None
@@ -261,13 +261,13 @@ def export_adapter(reference: str, out: Path | None, runs_dir: Path) -> Exported
 
 @dataclass(frozen=True)
 class Losses:
-    """What was recorded up to the checkpoint.
+    """Metrics up to the checkpoint.
 
     Attributes:
         step: of the checkpoint.
         tokens: consumed until then.
         loss: of the last step.
-        valid_loss: of the last evaluation; None: there was none.
+        valid_loss: of the last evaluation; None if there was none.
         bits_per_byte: of the same, on the held-out text.
     """
 

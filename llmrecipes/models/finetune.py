@@ -55,7 +55,7 @@ COMMENTS = {
 
 @dataclass(frozen=True)
 class Finetuning:
-    """A fine-tuning that a user requests.
+    """Options of a fine-tuning.
 
     Attributes:
         model: folder, or name on the Hub.
@@ -147,38 +147,38 @@ class Lengths:
     longest: int
 
 
-def steps(asked: Finetuning, paths: Paths) -> list[FinetuneStep]:
+def steps(request: Finetuning, paths: Paths) -> list[FinetuneStep]:
     """The steps, and which of them are done.
 
     Raises:
         UserError: the folder belongs to another fine-tuning, or its recipe is not valid.
     """
-    _require_same(asked)
-    recipe = load(str(asked.recipe)).recipe if asked.recipe.exists() else None
-    run = Run.of(paths.runs_dir, asked.name, RUN_ID).path
+    _require_same(request)
+    recipe = load(str(request.recipe)).recipe if request.recipe.exists() else None
+    run = Run.of(paths.runs_dir, request.name, RUN_ID).path
     where: dict[str, Any] = {"data_dir": paths.data_dir}
-    options: dict[str, Any] = {"to": "hf", "out": asked.exported, "merge-adapter": asked.lora}
+    options: dict[str, Any] = {"to": "hf", "out": request.exported, "merge-adapter": request.lora}
     commands = {
-        "recipe": asked.command(paths, "recipe"),
-        "prepare": command_line("prepare", asked.recipe, **where),
-        "train": command_line("train", asked.recipe, options={"run-id": RUN_ID}, runs_dir=paths.runs_dir, **where),
-        "export": command_line("export", f"{asked.name}/{RUN_ID}", options=options, runs_dir=paths.runs_dir, **where),
+        "recipe": request.command(paths, "recipe"),
+        "prepare": command_line("prepare", request.recipe, **where),
+        "train": command_line("train", request.recipe, options={"run-id": RUN_ID}, runs_dir=paths.runs_dir, **where),
+        "export": command_line("export", f"{request.name}/{RUN_ID}", options=options, runs_dir=paths.runs_dir, **where),
     }
     trained = recipe is not None and Run(run).is_finished(recipe.train.train_iters)
     done = {
         "recipe": recipe is not None,
         "prepare": recipe is not None and is_prepared(recipe, paths.data_dir),
         "train": trained,
-        "export": trained and asked.exported.exists(),
+        "export": trained and request.exported.exists(),
     }
     return [FinetuneStep(name, commands[name], done[name]) for name in STEPS]
 
 
-def finetune(asked: Finetuning, paths: Paths, log: Log, only: str | None = None) -> int:
-    """Do the steps that are not done.
+def finetune(request: Finetuning, paths: Paths, log: Log, only: str | None = None) -> int:
+    """Run the steps that are not done.
 
     Args:
-        asked: the model, the data, and how.
+        request: the model, the data, and how.
         paths: where runs and prepared data are kept.
         log: receives lines.
         only: the only step to do.
@@ -190,25 +190,25 @@ def finetune(asked: Finetuning, paths: Paths, log: Log, only: str | None = None)
         UserError: a model that cannot be read, data without conversations, a tokenizer without a template, a model that
             does not fit this machine, or a folder of another fine-tuning.
     """
-    for number, step in enumerate(steps(asked, paths), 1):
+    for number, step in enumerate(steps(request, paths), 1):
         if only is not None and step.name != only:
             continue
         log(f"{number}/{len(STEPS)} {step.name:<8} {step.command}")
         if step.done:
             log("             done before")
             continue
-        code = _do(step.name, asked, paths, log)
+        code = _do(step.name, request, paths, log)
         if code:
-            log(f"to continue: {asked.command(paths)}")
+            log(f"to continue: {request.command(paths)}")
             return code
     return int(ExitCode.DONE)
 
 
-def _do(step: str, asked: Finetuning, paths: Paths, log: Log) -> int:
+def _do(step: str, request: Finetuning, paths: Paths, log: Log) -> int:
     if step == "recipe":
-        _write_recipe(asked, log)
+        _write_recipe(request, log)
         return 0
-    recipe = load(str(asked.recipe)).recipe
+    recipe = load(str(request.recipe)).recipe
     if step == "prepare":
         prepare_data(recipe, paths.data_dir, log)
     elif step == "train":
@@ -216,36 +216,36 @@ def _do(step: str, asked: Finetuning, paths: Paths, log: Log) -> int:
     else:
         from llmrecipes.models.export import ExportOptions, export
 
-        options = ExportOptions(merge_adapter=asked.lora)
-        made = export(f"{asked.name}/{RUN_ID}", asked.exported, paths.runs_dir, paths.data_dir, options)
+        options = ExportOptions(merge_adapter=request.lora)
+        made = export(f"{request.name}/{RUN_ID}", request.exported, paths.runs_dir, paths.data_dir, options)
         log(f"exported step {made.step} to {made.path}: {made.family}, {made.dtype}, {made.bytes / 2**20:,.1f} MiB")
     return 0
 
 
-def _write_recipe(asked: Finetuning, log: Log) -> None:
-    recipe, lengths = make_recipe(asked, detect(), log)
+def _write_recipe(request: Finetuning, log: Log) -> None:
+    recipe, lengths = make_recipe(request, detect(), log)
     rows, tokens = f"{lengths.conversations:,} conversations", f"{lengths.tokens:,} tokens"
-    header = f"{rows} of {asked.data}, {tokens}, {asked.epochs:g} epochs.\n{DEFAULTS_NOTE}"
+    header = f"{rows} of {request.data}, {tokens}, {request.epochs:g} epochs.\n{DEFAULTS_NOTE}"
     try:
-        asked.folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(asked.folder / RECORD, json.dumps(_record(asked), indent=2) + "\n")
-        write_atomic(asked.recipe, short(recipe, COMMENTS, header))
+        request.folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(request.folder / RECORD, json.dumps(_record(request), indent=2) + "\n")
+        write_atomic(request.recipe, short(recipe, COMMENTS, header))
     except OSError as error:
         raise UserError(
-            f"cannot write: {error.strerror}", where=str(error.filename or asked.folder), fix="--out DIR"
+            f"cannot write: {error.strerror}", where=str(error.filename or request.folder), fix="--out DIR"
         ) from error
     log(
         f"{rows}, about {tokens}, the longest {lengths.longest:,}; {recipe.train.train_iters:,} steps of "
         f"{recipe.train.global_batch_size} sequences of {recipe.model.seq_length:,} tokens"
     )
-    log(f"wrote {asked.recipe}, which may be edited before the next steps")
+    log(f"wrote {request.recipe}, which may be edited before the next steps")
 
 
-def make_recipe(asked: Finetuning, cluster: Cluster, log: Log) -> tuple[Recipe, Lengths]:
+def make_recipe(request: Finetuning, cluster: Cluster, log: Log) -> tuple[Recipe, Lengths]:
     """The recipe of a fine-tuning, and what was measured for it.
 
     Args:
-        asked: the model, the data, and how.
+        request: the model, the data, and how.
         cluster: the machine that it must fit.
         log: receives lines.
 
@@ -256,37 +256,37 @@ def make_recipe(asked: Finetuning, cluster: Cluster, log: Log) -> tuple[Recipe, 
     from llmrecipes.hf.match import section_of, validated
     from llmrecipes.hf.reading import CONFIG, read_config, resolve
 
-    source = source_of(asked.data, "--data", chat=True)
-    base_model = resolve(asked.model, asked.revision)
+    source = source_of(request.data, "--data", chat=True)
+    base_model = resolve(request.model, request.revision)
     config = read_config(base_model.path)
     _, section = section_of(config, base_model.path)
     validated(section, 1, str(base_model.path / CONFIG))
-    values = recipe_values(base_model, section, asked.name)
+    values = recipe_values(base_model, section, request.name)
     bound = section.get("max_position_embeddings") or values["model"]["seq_length"]
     precision: Literal["bf16", "fp32"] = "bf16" if cluster.gpus else "fp32"
     values["description"] = f"{recipe_name(base_model.name)} on the conversations of {source.path or source.type}"[:200]
     values["model"]["seq_length"] = bound
     values["train"] |= {"pretrained": base_model.pinned, "precision": precision}
-    values["optimizer"] = {"lr": asked.lr or LEARNING_RATE[asked.lora], "weight_decay": 0.0}
+    values["optimizer"] = {"lr": request.lr or LEARNING_RATE[request.lora], "weight_decay": 0.0}
     values["scheduler"] = {"lr_decay_style": "linear"}
-    values["data"] |= {"sources": [as_values(source)], "chat": {"template": asked.template}}
+    values["data"] |= {"sources": [as_values(source)], "chat": {"template": request.template}}
     values["data"]["split"] = [100 - 100 * HELD_OUT, 100 * HELD_OUT, 0.0]
-    if asked.lora:
+    if request.lora:
         values["lora"] = dict(LORA)
-    draft = load_values(values, base_model.path / CONFIG, asked.overrides).recipe
-    require_tokenizer(base_model, draft, asked.overrides)
-    _require_template(asked, draft)
-    log(f"measuring the conversations of {asked.data} as {templates.of_recipe(draft).origin} writes them")
+    draft = load_values(values, base_model.path / CONFIG, request.overrides).recipe
+    require_tokenizer(base_model, draft, request.overrides)
+    _require_template(request, draft)
+    log(f"measuring the conversations of {request.data} as {templates.of_recipe(draft).origin} writes them")
     lengths = measured(draft)
     length = min(bound, math.ceil(max(lengths.longest - 1, 1) / _MULTIPLE) * _MULTIPLE)
-    sequences = lengths.tokens * (1 - HELD_OUT) * asked.epochs / (length * _FILL)
+    sequences = lengths.tokens * (1 - HELD_OUT) * request.epochs / (length * _FILL)
     batch = MOST_BATCH
     while batch > 1 and sequences / batch < LEAST_STEPS:
         batch //= 2
     values["model"]["seq_length"] = length
     values["train"]["global_batch_size"] = batch
-    recipe, _ = fitted(load_values(values, base_model.path / CONFIG, asked.overrides).recipe, cluster)
-    return _with_length(recipe, sequences, values, base_model.path / CONFIG, asked.overrides), lengths
+    recipe, _ = fitted(load_values(values, base_model.path / CONFIG, request.overrides).recipe, cluster)
+    return _with_length(recipe, sequences, values, base_model.path / CONFIG, request.overrides), lengths
 
 
 def _with_length(
@@ -348,7 +348,7 @@ def measured(recipe: Recipe) -> Lengths:
     return Lengths(rows, len(used), tokens, max(used))
 
 
-def _require_template(asked: Finetuning, recipe: Recipe) -> None:
+def _require_template(request: Finetuning, recipe: Recipe) -> None:
     from llmrecipes.data import templates
     from llmrecipes.data.tokenizer import huggingface_template
 
@@ -358,37 +358,39 @@ def _require_template(asked: Finetuning, recipe: Recipe) -> None:
     if recipe.data.tokenizer.type == "huggingface" and huggingface_template(recipe.data.tokenizer)[0] is None:
         names = templates.fitting(recipe.data.tokenizer)
         raise UserError(
-            f"the tokenizer of {asked.model} has no chat template",
+            f"the tokenizer of {request.model} has no chat template",
             where="--template",
             rule="a chat template turns messages into text; that of a base model's tokenizer is usually missing",
             fix=" or ".join(f"--template {name}" for name in names) or "data.chat.chat_template=FILE.jinja",
         )
 
 
-def _record(asked: Finetuning) -> dict[str, Any]:
-    return {name: value for name, value in asdict(asked).items() if name != "out"} | {"overrides": [*asked.overrides]}
+def _record(request: Finetuning) -> dict[str, Any]:
+    return {name: value for name, value in asdict(request).items() if name != "out"} | {
+        "overrides": [*request.overrides]
+    }
 
 
-def _require_same(asked: Finetuning) -> None:
+def _require_same(request: Finetuning) -> None:
     """The folder is new, or that of the same call.
 
     Raises:
         UserError: it is of another one.
     """
-    path = asked.folder / RECORD
+    path = request.folder / RECORD
     try:
         then = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         then = None
     except (OSError, ValueError):
         then = {}
-    if then is None and not asked.recipe.exists() and not asked.exported.exists():
+    if then is None and not request.recipe.exists() and not request.exported.exists():
         return
-    now = _record(asked)
+    now = _record(request)
     changed = sorted(name for name in now if not isinstance(then, dict) or then.get(name) != now[name])
     if changed:
         what = f"made with another {', '.join(changed)}" if then else "not made by finetune"
         raise UserError(
-            what, where=str(asked.folder), rule="a folder holds one fine-tuning, which the same command continues",
+            what, where=str(request.folder), rule="a folder holds one fine-tuning, which the same command continues",
             fix="--out DIR for another one; or edit the recipe in it, and repeat the steps after it",
         )  # fmt: skip

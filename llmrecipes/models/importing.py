@@ -183,8 +183,7 @@ def import_megatron(source: Path, recipe: str, overrides: Sequence[str], runs_di
         UserError: an invalid recipe; a checkpoint that is incomplete, not plain data, or of another model than the
             recipe's (with the keys and both values, or the weights); a run id in use; or a full disk. Nothing remains.
     """
-    from llmrecipes.engine.core.megatron_lm.folder import open_saved
-    from llmrecipes.engine.core.megatron_lm.weights import SavedWeights
+    from llmrecipes.engine.core.megatron_lm_checkpoint import SavedWeights, open_saved
 
     started = time.monotonic()
     loaded = load(recipe, overrides)

@@ -17,7 +17,7 @@ from llmrecipes.models.merge_options import METHODS, Merge, MergeOptions, resolv
 from llmrecipes.recipe.load import DEFAULTS_NOTE, short
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.rundir import Run
-from llmrecipes.workflow.tensors import Opened, OpenedRun, find_checkpoint, open_tensors
+from llmrecipes.workflow.model_source import Opened, OpenedRun, find_checkpoint, open_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ COMPANIONS = (
 
 @dataclass(frozen=True)
 class Output:
-    """How the merged model is written.
+    """Output options of a merge.
 
     Attributes:
         folder: it must not exist.
@@ -52,7 +52,7 @@ class Output:
 
 @dataclass(frozen=True)
 class MergeResult:
-    """What was merged and written.
+    """Result of a merge.
 
     Attributes:
         path: the folder.
@@ -448,7 +448,7 @@ def _tokenizer_files(folder: Path) -> tuple[str, ...]:
 
 
 def _complete(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration with the defaults of its model type; as it is, where transformers does not know the type."""
+    """A configuration with the defaults of its model type; unchanged if transformers does not know the type."""
     from transformers import CONFIG_MAPPING
 
     kind = config.get("model_type")

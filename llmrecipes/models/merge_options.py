@@ -12,7 +12,7 @@ from llmrecipes.errors import UserError
 
 @dataclass(frozen=True)
 class Method:
-    """What a method needs; its formula is in `models.merge_formulas`.
+    """Parameters of a method; its formula is in `models.merge_formulas`.
 
     Attributes:
         reference: its source.
@@ -82,7 +82,7 @@ class Merge:
 
 @dataclass(frozen=True)
 class MergeOptions:
-    """A merge as a user asks for it; None is the default of the method.
+    """Options of a merge; None is the default of the method.
 
     Attributes:
         method: its name in `METHODS`.

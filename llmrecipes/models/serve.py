@@ -23,7 +23,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.faults.signals import end_with_parent
 from llmrecipes.hf.reading import read_config
 from llmrecipes.tracking.web import running, until_interrupted
-from llmrecipes.workflow.tensors import find_checkpoint
+from llmrecipes.workflow.model_source import find_checkpoint
 
 LOOPBACK = ("localhost", "::1")
 Say = Callable[[str], None]
@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """How a model is served.
+    """Options of a server.
 
     Attributes:
         backend: vllm, llama.cpp or transformers; None: the first of them that is installed.
@@ -50,7 +50,7 @@ class ServeOptions:
 
 @dataclass(frozen=True)
 class Serving:
-    """What is started.
+    """Commands of a server.
 
     Attributes:
         model: the folder or file that is served.
@@ -86,7 +86,7 @@ class Serving:
 
 
 def prepare(reference: str, runs_dir: Path, data_dir: Path, options: ServeOptions) -> Serving:
-    """Choose what to start, and check that it can be.
+    """Choose the server, and check that it can start.
 
     Args:
         reference: `RUN`, `RUN@STEP`, a folder that transformers can load, or a GGUF file.
@@ -158,7 +158,7 @@ def _child(command: Sequence[str], server: Server) -> AbstractContextManager[sub
 
 
 def _convert(server: Server, say: Say) -> None:
-    """Run what makes the server's file; an incomplete file has another name."""
+    """Create the server's file; an incomplete file has another name."""
     if not server.before or server.makes is None:
         return
     part = Path(server.before[-1])
@@ -242,7 +242,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Installed:
-    """What is installed on a machine.
+    """Servers installed on a machine.
 
     Attributes:
         which: path of a program; None: it is not on the PATH.
@@ -254,7 +254,7 @@ class Installed:
 
 
 def installed() -> Installed:
-    """Look at this machine."""
+    """Detect the servers on this machine."""
     return Installed(shutil.which, tuple(name for name in TRANSFORMERS_NEEDS if find_spec(name) is None))
 
 

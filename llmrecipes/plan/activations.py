@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from llmrecipes.plan.features import expected
 from llmrecipes.plan.kernels import copies_keys, keeps_scores, mask_per_token, modules, own_layers
 from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.pending import fullest
 from llmrecipes.recipe.adapters import adapted, is_target
+from llmrecipes.recipe.features import resolve, value
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape
 
@@ -66,11 +68,16 @@ def _moments(
         chunks.append(_chunk(recipe, per, range(first, first + layers)))
     if stage == 0:
         chunks[0] = chunks[0][0] + per.mask, chunks[0][1]
-    chunks = [(kept + mask_per_token(recipe, device), again) for kept, again in chunks]
+    chunks = [(kept + mask_per_token(recipe, s, device), again) for kept, again in chunks]
     last = stage == layout.pipeline_model_parallel_size - 1
     predictions, recomputed_prediction = _mtp(recipe, per)
-    ends = per.norm + per.edge * (recipe.lora is None) + predictions
-    kept_logits, logits = _logits(recipe, s, layout)
+    ends = per.edge * (recipe.lora is None) + predictions
+    norm = layout.final_norm(s.mtp_num_layers)
+    if norm == (layout.pipeline_model_parallel_size - 1, len(chunks) - 1):
+        ends += per.norm
+    elif norm[0] == stage:
+        chunks[norm[1]] = chunks[norm[1]][0] + per.norm, chunks[norm[1]][1]
+    kept_logits, most_logits = _logits(recipe, s, layout)
     tables = len(chunks) * per.tables if recipe.train.recompute_granularity == "full" else 0.0
     moments = fullest(
         layout.pipeline_model_parallel_size,
@@ -93,9 +100,14 @@ def _moments(
         else:
             yield Peak(int(tokens * (stack + held * per.edge + recomputed)), outputs=outputs)
         if last and chunk == len(chunks) - 1:
-            yield Peak(int(tokens * (stack + held * per.edge + ends)), logits, kept_logits, outputs)
+            yield Peak(int(tokens * (stack + held * per.edge + ends)), most_logits, kept_logits, outputs)
             # The losses have been differentiated by then: they were computed after the layers.
             yield Peak(int(tokens * (stack + held * per.edge + ends + recomputed_prediction)), outputs=outputs)
+
+
+def logits(recipe: Recipe, s: Shape, layout: Layout) -> int:
+    """Bytes that the loss takes at its peak."""
+    return _logits(recipe, s, layout)[1]
 
 
 def _logits(recipe: Recipe, s: Shape, layout: Layout) -> tuple[int, int]:
@@ -104,12 +116,33 @@ def _logits(recipe: Recipe, s: Shape, layout: Layout) -> tuple[int, int]:
     Kept is the log-softmax in fp32, of every prediction. In the backward pass torch has the gradients on both of its
     sides too; megatron-core, on logits that are split over ranks, computes in place and has a gradient in 16 bits.
     """
+    if recipe.train.loss_chunk_tokens:
+        return _logits_of_chunks(recipe, s, layout, recipe.train.loss_chunk_tokens)
     rows = s.vocab_size // layout.tensor_model_parallel_size
     logits = _tokens(recipe, layout) * rows
     kept = 4 * logits * (1 + s.mtp_num_layers)
     if layout.tensor_model_parallel_size == 1:
         return int(kept), int(kept + 8 * logits)
     return int(kept), int(kept + (2 if recipe.train.precision != "fp32" else 0) * logits)
+
+
+def _logits_of_chunks(recipe: Recipe, s: Shape, layout: Layout, chunk: int) -> tuple[int, int]:
+    """`_logits` of a loss in chunks: gradients of the output layer's input and weight (in fp32) are kept.
+
+    In fp16, and for further predictions, gradients are computed in the backward pass only.
+    """
+    tokens, trained = _tokens(recipe, layout), recipe.lora is None
+    element = 4 if recipe.train.precision == "fp32" else 2
+    weight = s.vocab_size // layout.tensor_model_parallel_size * s.hidden_size
+    gradients = element * tokens * s.hidden_size + 4 * weight * trained
+    # The logits of a chunk, or their gradients, and exponentials in fp32, in whose place they are in fp32; the weight's
+    # gradient from a chunk, or in the end, in 16 bits; and the tokens of all ranks.
+    temporary = min(chunk, tokens) * s.vocab_size / layout.tensor_model_parallel_size * (4 if element == 4 else 6)
+    temporary += element * weight * trained if element == 2 else 0
+    temporary += element * tokens * s.hidden_size if layout.sequence_parallel else 0
+    later = recipe.train.precision == "fp16"
+    kept = 4 * tokens * (s.mtp_num_layers + later) + (0 if later else gradients)
+    return int(kept), int(kept + temporary + (gradients if later else 0))
 
 
 def _tokens(recipe: Recipe, layout: Layout) -> float:
@@ -148,7 +181,7 @@ def _mtp(recipe: Recipe, per: _PerToken) -> tuple[float, float]:
     layer = per.expert_layer if experts else per.dense_layer
     # Both inputs and their norms, concatenated for the projection; the result's norm, and the output layer's input.
     around = 2 * per.norm + 2 * per.edge + per.norm + per.edge
-    if recipe.train.recompute_granularity == "full":
+    if recipe.train.recompute_method == "uniform":
         return depth * 3 * per.edge, layer + around if depth else 0.0
     discarded = per.discarded(experts=experts)
     return depth * (layer - discarded.total + around), discarded.most if depth else 0.0
@@ -264,8 +297,8 @@ class _PerToken:
             if "moe_act" in recomputed:
                 # All but the result of the first product.
                 first = 2 if self.recipe.model.gated_linear_unit else 1
-                activation = hidden * (1 - first / (self._wide + 1))
-                mlp, twice_in_mlp = mlp + activation, twice_in_mlp + hidden / (self._wide + 1)
+                activation = hidden * (1 - first / self._scored)
+                mlp, twice_in_mlp = mlp + activation, twice_in_mlp + hidden / self._scored
         return _Discarded(attention, mlp, twice, twice_in_mlp)
 
     @cached_property
@@ -301,8 +334,7 @@ class _PerToken:
         # The router's scores and its map; for each assignment two indices and two scores.
         router = (1 + (8 if model.moe_router_dtype == "fp64" else 4)) * s.num_moe_experts + 24 * visits
         moved = visits * element * s.hidden_size * keeps_input(self.recipe, "experts.linear_fc1")
-        # Plus one width: the scores are multiplied into the experts' hidden values.
-        wide = self._wide + keeps_input(self.recipe, "experts.linear_fc2")
+        wide = self._scored - 1 + keeps_input(self.recipe, "experts.linear_fc2")
         experts = visits * element * wide * s.moe_ffn_hidden_size
         shared = element * (self._wide - 1 + keeps_input(self.recipe, "linear_fc2")) * s.moe_shared_ffn_hidden_size
         moved *= self.layout.expert_tensor_parallel_size  # whose ranks have each other's tokens too
@@ -331,7 +363,19 @@ class _PerToken:
         half and, if unfused, both factors."""
         if not self.recipe.model.gated_linear_unit:
             return 2
-        return 3 if self.recipe.train.torch_compile else 5
+        return 3 if self._fused else 5
+
+    @cached_property
+    def _scored(self) -> int:
+        """Saved widths of an expert's MLP: the scores are multiplied into its hidden values, by a fused activation in
+        the same kernel."""
+        return self._wide + (not self._fused)
+
+    @cached_property
+    def _fused(self) -> bool:
+        """Whether one kernel computes the gated activation."""
+        choices = resolve(self.recipe, expected(self.recipe, self.device))
+        return bool(value(choices, "bias_activation_fusion"))
 
     @cached_property
     def _in_parts(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu
-from llmrecipes.plan.derive import LEAST_HEADROOM, Plan, derive, most_recomputation, num_microbatches
+from llmrecipes.plan.derive import LEAST_HEADROOM, Plan, derive, most_recomputation, num_microbatches, with_chunks
 from llmrecipes.plan.layout import layout
 from llmrecipes.plan.memory import estimate
 from llmrecipes.plan.speed.device import device
@@ -90,7 +90,8 @@ def recommend(recipe: Recipe, s: Shape, cluster: Cluster) -> str:
     while number <= _MAX_GPUS or smallest is None:
         try:
             laid_out = layout(recipe, number, replace(cluster, gpus=(gpu,) * number, nodes=1))
-            needed = estimate(recipe, s, laid_out, num_microbatches(recipe, laid_out), "cuda").total
+            tried = with_chunks(recipe, s, laid_out, gpu.memory_bytes)
+            needed = estimate(tried, s, laid_out, num_microbatches(recipe, laid_out), "cuda").total
         except UserError:  # the batch does not divide over more ranks
             break
         smallest = min(needed, smallest or needed)
@@ -165,6 +166,7 @@ def _candidates(recipe: Recipe, cluster: Cluster, ranks: int) -> Iterator[Recipe
             degrees = {
                 "account_for_embedding_in_pipeline_split": whole,
                 "account_for_loss_in_pipeline_split": whole,
+                "pipeline_model_parallel_layout": None,
                 "tensor_model_parallel_size": tensor,
                 "pipeline_model_parallel_size": pipeline,
                 "virtual_pipeline_model_parallel_size": None,

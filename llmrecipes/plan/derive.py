@@ -9,9 +9,11 @@ from typing import Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
+from llmrecipes.plan.activations import logits
+from llmrecipes.plan.features import expected
 from llmrecipes.plan.kernels import modules, recompute_granularity
 from llmrecipes.plan.layout import Layout, layout
-from llmrecipes.plan.memory import Memory, checkpoint_bytes, estimate
+from llmrecipes.plan.memory import Memory, checkpoint_bytes, estimate, of_stage
 from llmrecipes.plan.parameters import (
     Parameters,
     count,
@@ -23,9 +25,15 @@ from llmrecipes.plan.parameters import (
 from llmrecipes.plan.sharding import check_zeropp
 from llmrecipes.recipe import recompute
 from llmrecipes.recipe.degrees import model_parallel_size, multiples, smallest_world
+from llmrecipes.recipe.features import Choice, Target, require, resolve, value
+from llmrecipes.recipe.rules import obstacle_to_chunks
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape, shape
 from llmrecipes.units import GIB
+
+MOST_LOGITS, LOGITS_OF_CHUNK = 1 / 16, 1 / 64
+"""Shares of a GPU's memory: with more logits than the first the loss is computed in chunks, whose logits in fp32 take
+at most the second."""
 
 LEAST_HEADROOM = 0.05
 """Share of a rank's memory that should stay free, because the need is an estimate and allocators fragment."""
@@ -46,7 +54,8 @@ class Plan:
     share of it that stays free, negative if the run does not fit. `host_memory_bytes` of a node with GPUs are offloaded
     to its main memory, of which `host_capacity_bytes` are available. `checkpoint_bytes` is the size of one checkpoint.
     With adapters the parameters of the model are frozen; `num_adapter_parameters`, otherwise 0, are trained and saved.
-    `recipe` has what is recomputed where the user's has `recompute_granularity: auto`, and `recompute_auto` says so.
+    `recipe` has what is recomputed where the user's has `recompute_granularity: auto`, and `recompute_auto` says so; it
+    has the size of the chunks of the loss where the user's has none and they are necessary.
     """
 
     recipe: Recipe
@@ -87,7 +96,13 @@ class Plan:
             "num_parameters": self.num_parameters.total,
             "recompute_granularity": self.recompute_granularity,
             "recompute_modules": list(self.recompute_modules),
+            "loss_chunk_tokens": self.loss_chunk_tokens,
         }
+
+    @property
+    def loss_chunk_tokens(self) -> int:
+        """Tokens of which the loss is computed at a time; 0: all of a micro-batch."""
+        return self.recipe.train.loss_chunk_tokens or 0
 
     @property
     def fits(self) -> bool:
@@ -113,13 +128,31 @@ class Plan:
         return modules(self.recipe, self.shape, self.device)
 
     @property
+    def features(self) -> tuple[Choice, ...]:
+        """Features of `speed` that the run is expected to have, and why."""
+        return resolve(self.recipe, self.target)
+
+    @property
+    def target(self) -> Target:
+        """The machine that `features` expects."""
+        return expected(self.recipe, self.device, self.layout, self.cluster)
+
+    @property
     def memory_headroom(self) -> float:
         return 1 - self.memory.total / max(self.memory_capacity_bytes, 1)
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """Likely problems although the run fits, one sentence each."""
-        return (*self._no_headroom(), *self._nothing_recomputed())
+        return (*self._no_headroom(), *self._nothing_recomputed(), *self._not_in_the_image())
+
+    def _not_in_the_image(self) -> tuple[str, ...]:
+        if not value(self.features, "moe_flex_dispatcher_backend"):
+            return ()
+        return (
+            "model.moe_token_dispatcher_type flex needs the package deep_ep in the image of the run, and "
+            "docker/Dockerfile.cuda is without it; a rank that lacks it does not start",
+        )
 
     def _nothing_recomputed(self) -> tuple[str, ...]:
         train = self.recipe.train
@@ -160,8 +193,10 @@ class Plan:
             "lr_decay_iters": self.lr_decay_iters,
             "recompute_granularity": self.recompute_granularity,
             "recompute_modules": list(self.recompute_modules),
+            "loss_chunk_tokens": self.loss_chunk_tokens,
             **{each.name: getattr(self, each.name) for each in fields(self) if each.name not in held},
             "num_parameters": asdict(self.num_parameters),
+            "speed": [choice.as_dict() for choice in self.features],
             "memory": self.memory.as_dict(),
             "memory_headroom": round(self.memory_headroom, 4),
             "fits": self.fits,
@@ -196,9 +231,12 @@ def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
     """
     laid_out = layout(recipe, world_size, cluster)
     check_zeropp(recipe, world_size, cluster)
+    require(resolve(recipe, expected(recipe, cluster.device, laid_out, cluster)))
     micro_batches = num_microbatches(recipe, laid_out)
     stages = range(laid_out.pipeline_model_parallel_size)
     sizes = shape(recipe.model)
+    if cluster.gpus:
+        recipe = with_chunks(recipe, sizes, laid_out, _gpu_memory(cluster, world_size))
     automatic = recipe.train.recompute_granularity == "auto"
     if automatic:
         recipe = _least_recomputation(recipe, sizes, laid_out, micro_batches, cluster)
@@ -223,11 +261,30 @@ def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
         flops_per_token_full=flops_per_token(recipe.model, sizes, causal=False, lora=recipe.lora),
         flops_per_token_causal=flops_per_token(recipe.model, sizes, causal=True, lora=recipe.lora),
         memory=memory,
-        memory_capacity_bytes=_capacity(cluster, world_size),
+        memory_capacity_bytes=capacity(cluster, world_size),
         host_memory_bytes=memory.host * min(world_size, len(cluster.gpus) // cluster.nodes),
         host_capacity_bytes=cluster.memory_available_bytes // cluster.nodes,
         checkpoint_bytes=checkpoint_bytes(recipe, added or parameters.total),
     )
+
+
+def with_chunks(recipe: Recipe, s: Shape, laid_out: Layout, memory: int) -> Recipe:
+    """The recipe with the chunks of its loss, if their size is left to the plan and the logits take too much.
+
+    Not where they are fewer bytes than the output weight's gradient in fp32, which chunks keep instead.
+
+    Args:
+        memory: bytes of a GPU, free or not.
+    """
+    if recipe.train.loss_chunk_tokens is not None or obstacle_to_chunks(recipe):
+        return recipe
+    whole = logits(recipe, s, laid_out)
+    if whole <= MOST_LOGITS * memory:
+        return recipe
+    tokens = LOGITS_OF_CHUNK * memory / (4 * s.vocab_size / laid_out.tensor_model_parallel_size)
+    chunk = 1 << max(int(tokens).bit_length() - 1, 6)
+    in_chunks = recipe.model_copy(update={"train": recipe.train.model_copy(update={"loss_chunk_tokens": chunk})})
+    return in_chunks if logits(in_chunks, s, laid_out) < whole else recipe
 
 
 def _least_recomputation(recipe: Recipe, s: Shape, laid_out: Layout, micro_batches: int, cluster: Cluster) -> Recipe:
@@ -235,13 +292,14 @@ def _least_recomputation(recipe: Recipe, s: Shape, laid_out: Layout, micro_batch
 
     By all of a GPU's memory, which all ranks see alike, not by what is free now.
     """
-    capacity = _capacity(cluster, laid_out.world_size)
+    most = capacity(cluster, laid_out.world_size)
     if cluster.gpus:
-        capacity = min(gpu.memory_bytes for gpu, _ in groupby(cluster.gpus[: laid_out.world_size]))
+        most = _gpu_memory(cluster, laid_out.world_size)
 
     def fits(tried: Recipe) -> bool:
-        needed = estimate(tried, s, laid_out, micro_batches, cluster.device).total
-        return needed <= capacity * (1 - LEAST_HEADROOM)
+        stages = range(laid_out.pipeline_model_parallel_size)  # the first is usually the fullest
+        needed = (of_stage(tried, s, laid_out, micro_batches, stage, cluster.device).total for stage in stages)
+        return all(each <= most * (1 - LEAST_HEADROOM) for each in needed)
 
     some, blocks, whole = _recomputations(recipe, s, laid_out, cluster.device)
     for tried in some:
@@ -282,9 +340,7 @@ def _recomputations(
     ]
     whole = most_recomputation(recipe)
     chunk = max(layers for stage in laid_out.layers_per_stage for layers in stage)
-    blocks = []
-    if not recipe.model.mtp_num_layers:
-        blocks = [_recomputing(recipe, "full", method="block", num_layers=number) for number in range(1, chunk)]
+    blocks = [_recomputing(recipe, "full", method="block", num_layers=number) for number in range(1, chunk)]
     some: list[tuple[str, ...]] = [()]
     chosen = {"core_attn"}
     for more in ({"layernorm"}, {"mla_up_proj"}, set() if blocks else {"mlp", "shared_experts"}):
@@ -350,7 +406,13 @@ def _require_adapters(recipe: Recipe, s: Shape, laid_out: Layout) -> None:
             )
 
 
-def _capacity(cluster: Cluster, world_size: int) -> int:
+def _gpu_memory(cluster: Cluster, world_size: int) -> int:
+    """All memory of a GPU, free or not: the same for all ranks, and in the next run."""
+    return min(gpu.memory_bytes for gpu, _ in groupby(cluster.gpus[:world_size]))
+
+
+def capacity(cluster: Cluster, world_size: int) -> int:
+    """Bytes that a rank may use: of the GPU with the least free memory, or its share of the machine's."""
     if cluster.gpus:
         return min(gpu.memory_free_bytes for gpu, _ in groupby(cluster.gpus[:world_size]))
     return cluster.memory_available_bytes // world_size

@@ -25,17 +25,36 @@ def keeps_scores(recipe: Recipe, s: Shape, device: str) -> bool:
     return (recipe.model.attention_dropout > 0 and device == "cpu") or not has_fused_kernel(s, device)
 
 
-def mask_per_token(recipe: Recipe, device: str) -> int:
+WIDEST_HEAD = 256
+"""Channels up to which FlashAttention has kernels."""
+
+
+def attends_by_boundaries(recipe: Recipe, s: Shape, device: str) -> bool:
+    """Whether packed conversations are attended to one by one, by where each begins; else a mask keeps them apart.
+
+    On a GPU by torch's attention of variable length: FlashAttention, without dropout. On a CPU each by itself, for
+    which compiled layers would have to be compiled again and again.
+    """
+    if device == "cpu":
+        return not recipe.train.torch_compile
+    return (
+        recipe.train.precision != "fp32"
+        and not recipe.model.attention_dropout
+        and s.query_channels == s.value_channels <= WIDEST_HEAD
+    )
+
+
+def mask_per_token(recipe: Recipe, s: Shape, device: str) -> int:
     """Bytes per token of the mask that keeps packed conversations apart, which all layers share: one for each token of
-    the sequence. 0 on a CPU, where each conversation is attended to by itself, and where there is none."""
+    the sequence. 0 where there is none."""
     chat = recipe.data.chat
     packed = chat is not None and chat.packing
-    return recipe.model.seq_length if packed and (device == "cuda" or recipe.train.torch_compile) else 0
+    return recipe.model.seq_length if packed and not attends_by_boundaries(recipe, s, device) else 0
 
 
 def copies_keys(recipe: Recipe, s: Shape, device: str) -> bool:
     """Whether keys and values of groups are copied for each query, because there is such a mask."""
-    return mask_per_token(recipe, device) > 0 and s.num_query_groups < s.num_attention_heads
+    return mask_per_token(recipe, s, device) > 0 and s.num_query_groups < s.num_attention_heads
 
 
 def modules(recipe: Recipe, s: Shape, device: str) -> tuple[str, ...]:

@@ -10,7 +10,9 @@ from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.recipe.degrees import divisors, model_parallel_size, multiples, smallest_world
 from llmrecipes.recipe.engines import DEEPSPEED, engine_name
 from llmrecipes.recipe.layout_rules import shared_sizes
+from llmrecipes.recipe.rules import packs_in_local_layers
 from llmrecipes.recipe.schema import Parallelism, Recipe
+from llmrecipes.recipe.stage_layout import LAYER, parse
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,16 @@ class Layout:
         """Index, from 0, of the first layer of a chunk."""
         earlier = sum(layers[number] for number in range(chunk) for layers in self.layers_per_stage)
         return earlier + sum(layers[chunk] for layers in self.layers_per_stage[:stage])
+
+    def final_norm(self, predictions: int) -> tuple[int, int]:
+        """Stage and chunk of the norm after the last layer.
+
+        It is where the loss is, unless a model predicts `predictions` more tokens: then the last layer has it with it.
+        """
+        stages, chunks = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
+        places = [(stage, chunk) for chunk in range(chunks) for stage in range(stages)]
+        with_layers = [(stage, chunk) for stage, chunk in places if self.layers_per_stage[stage][chunk]]
+        return with_layers[-1] if predictions else places[-1]
 
 
 def layout(recipe: Recipe, world_size: int, cluster: Cluster) -> Layout:
@@ -113,6 +125,9 @@ def layers_per_stage(recipe: Recipe) -> tuple[tuple[int, ...], ...]:
     """Layers of each chunk of each pipeline stage, as in megatron-core's `get_num_layers_to_build`."""
     parallel, layers = recipe.parallelism, recipe.model.num_layers
     stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
+    if parallel.pipeline_model_parallel_layout:
+        counts = [part.count(LAYER) for part in parse(parallel.pipeline_model_parallel_layout)]
+        return tuple(tuple(counts[stage::stages]) for stage in range(stages))
     first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
     embedding = int(parallel.account_for_embedding_in_pipeline_split)
     loss = int(parallel.account_for_loss_in_pipeline_split)
@@ -157,7 +172,7 @@ def only_in_local_layers(recipe: Recipe) -> str | None:
     """What a recipe has that only megatron-core's own layers have; None if it has nothing of that kind."""
     if recipe.lora is not None:
         return "adapters are inserted into megatron-core's own layers"
-    if recipe.data.chat is not None and recipe.data.chat.packing:
+    if recipe.data.chat is not None and recipe.data.chat.packing and packs_in_local_layers(recipe):
         return "keeps packed conversations apart"
     return None
 
@@ -173,12 +188,21 @@ def local_layers_reason(recipe: Recipe) -> str | None:
     return None
 
 
+def expected_layers(recipe: Recipe, device: str) -> tuple[bool, str]:
+    """Whether layers are TransformerEngine's on a machine that has it if it has GPUs, and why."""
+    named = recipe.model.transformer_impl
+    if named != "auto":
+        return named == "transformer_engine", f"transformer_impl {named}"
+    if device == "cpu":
+        return False, "no GPU"
+    reason = local_layers_reason(recipe)
+    return reason is None, reason or "as in the CUDA image"
+
+
 def _check_latent_attention(recipe: Recipe, cluster: Cluster) -> None:
     """TransformerEngine's layers do not sum the gradient of the key that all heads share; the local ones here do."""
     model, parallel = recipe.model, recipe.parallelism
-    transformer_engine = model.transformer_impl == "transformer_engine" or (
-        model.transformer_impl == "auto" and cluster.device == "cuda" and local_layers_reason(recipe) is None
-    )
+    transformer_engine, _ = expected_layers(recipe, cluster.device)
     tensor = parallel.tensor_model_parallel_size
     if model.multi_latent_attention and transformer_engine and tensor > 1 and not parallel.sequence_parallel:
         raise UserError(

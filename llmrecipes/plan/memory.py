@@ -112,7 +112,7 @@ def communicators(recipe: Recipe, s: Shape, layout: Layout) -> dict[str, int]:
         "pp": stages,
         "dp-cp": layout.data_parallel_size * context,
     }
-    if recipe.model.share_embeddings_and_output_weights:
+    if recipe.model.share_embeddings_and_output_weights or s.mtp_num_layers:
         sizes["embedding"] = min(stages, 2)
     if s.moe_layers(0, s.num_layers):
         inner, experts = layout.expert_tensor_parallel_size, layout.expert_model_parallel_size

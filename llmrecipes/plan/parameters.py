@@ -105,8 +105,10 @@ def count_on_rank(
     has_embedding = stage == 0 or (last and s.mtp_num_layers > 0)
     if has_embedding:
         part += words + _Part(whole=_positions(model, s))
+    if stage == layout.final_norm(s.mtp_num_layers)[0]:
+        part += _Part(whole=_norms(model, s.hidden_size))
     if last:
-        part += _Part(whole=_norms(model, s.hidden_size)) + _mtp(model, s, split_down=split_down)
+        part += _mtp(model, s, split_down=split_down)
         if not (tied and has_embedding):
             part += words
     return RankParameters(

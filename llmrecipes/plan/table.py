@@ -52,6 +52,7 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
         ("ranks", f"{plan.layout.world_size}", ranks),
         *_stages(plan),
         *_recomputed(plan),
+        *_chunks(plan),
         ("micro-batches a step", f"{plan.num_microbatches}", "global_batch_size / micro_batch_size / data parallel"),
         ("tokens a step", f"{plan.tokens_per_step:,}", "global_batch_size × seq_length"),
         ("tokens in all", f"{plan.total_tokens:,}", "× train_iters"),
@@ -114,6 +115,12 @@ def _degrees(plan: Plan) -> str:
             experts += f" × tensor {degrees.expert_tensor_parallel_size}"
         text += f"; {experts} × data {degrees.expert_data_parallel_size}"
     return text
+
+
+def _chunks(plan: Plan) -> list[tuple[str, str, str]]:
+    if not plan.loss_chunk_tokens:
+        return []
+    return [("loss", f"of {plan.loss_chunk_tokens:,} tokens at a time", "loss_chunk_tokens: without the logits of all")]
 
 
 def _recomputed(plan: Plan) -> list[tuple[str, str, str]]:

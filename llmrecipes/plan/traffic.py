@@ -217,6 +217,9 @@ def _embedding(plan: Plan) -> Iterator[Call]:
 
 def _output(plan: Plan) -> Iterator[Call]:
     ranks, size = plan.layout.tensor_model_parallel_size, _activations(plan)
+    if plan.loss_chunk_tokens:
+        yield from _output_in_chunks(plan)
+        return
     if plan.layout.sequence_parallel:
         yield from [Call("all-gather", ranks, size)] * (1 + (plan.recipe.lora is None))
         yield Call("reduce-scatter", ranks, size)
@@ -224,6 +227,19 @@ def _output(plan: Plan) -> Iterator[Call]:
         yield Call("all-reduce", ranks, size)
     # Largest logit, logit of the label, and sum of the exponentials, for each token.
     yield from [Call("all-reduce", ranks, _FP32 * _tokens(plan))] * 3
+
+
+def _output_in_chunks(plan: Plan) -> Iterator[Call]:
+    """Tokens are gathered once; in fp16, whose gradients are computed in the backward pass, once more."""
+    ranks, size, tokens = plan.layout.tensor_model_parallel_size, _activations(plan), _tokens(plan)
+    if plan.layout.sequence_parallel:
+        yield from [Call("all-gather", ranks, size)] * (1 + (plan.recipe.train.precision == "fp16"))
+        yield Call("reduce-scatter", ranks, size)
+    else:
+        yield Call("all-reduce", ranks, size)
+    # Each rank's log-sum-exp and logit of the label, for each token.
+    for start in range(0, tokens, plan.loss_chunk_tokens):
+        yield Call("all-gather", ranks, 2 * _FP32 * ranks * min(plan.loss_chunk_tokens, tokens - start))
 
 
 def _context(plan: Plan, *, again: bool) -> Iterator[Call]:
@@ -318,7 +334,7 @@ def _gradients(plan: Plan, stage: int) -> Iterator[tuple[GroupName, Call]]:
     if layout.sequence_parallel:
         # What saw only this rank's tokens: norms and the router, and the biases of matrices cut by rows.
         layers = sum(layout.layers_per_stage[stage])
-        final = _norm(plan, s.hidden_size) if stage == stages - 1 else 0
+        final = _norm(plan, s.hidden_size) if stage == layout.final_norm(s.mtp_num_layers)[0] else 0
         whole = layers * _whole(plan) + _routers(plan, stage) + final
         yield from _in("tensor", [Call("all-reduce", tensor, width * whole)] * times)
     elif model.qk_layernorm and not model.multi_latent_attention:

@@ -275,9 +275,12 @@ def find(name_or_path: str, directory: Path, kind: Kind) -> Path:
             what = "is a directory" if path.is_dir() else "no such file"
             raise UserError(what, where=str(path), rule=kind.rule)
         return path
+    path = directory / f"{name_or_path}.yaml"
+    if len(name_or_path) <= MAX_KEY and path.exists():
+        return path
     known = names(directory)
-    if name_or_path in known:
-        return directory / f"{name_or_path}.yaml"
+    if name_or_path in known:  # a link to a file that is gone
+        return path
     close = get_close_matches(name_or_path, known, n=3, cutoff=0.4)
     raise UserError(
         f"no {kind.name} of this name in {directory}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from llmrecipes.recipe import stage_layout
 from llmrecipes.recipe.degrees import divisors, multiples
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.schema import Recipe
@@ -107,7 +108,8 @@ def pipeline(recipe: Recipe) -> Iterator[Problem]:
         "account_for_embedding_in_pipeline_split": parallel.account_for_embedding_in_pipeline_split,
         "account_for_loss_in_pipeline_split": parallel.account_for_loss_in_pipeline_split,
     }
-    used = [name for name, value in {**ends, **counted}.items() if value]
+    written = {stage_layout.KEY: parallel.pipeline_model_parallel_layout}
+    used = [name for name, value in {**ends, **counted, **written}.items() if value]
     if stages == 1:
         if chunks:
             used.insert(0, "virtual_pipeline_model_parallel_size")
@@ -118,6 +120,17 @@ def pipeline(recipe: Recipe) -> Iterator[Problem]:
                 f"{name} says how pipeline stages share the layers",
                 f"pipeline_model_parallel_size 2, or leave {name} out",
             )
+        return
+    if parallel.pipeline_model_parallel_layout:
+        if len(used) > 1:
+            yield Problem(
+                f"parallelism.{stage_layout.KEY}",
+                f"set with {', '.join(used[:-1])}",
+                f"{stage_layout.KEY} says what every stage has; the other keys say it in another way",
+                f"leave {', '.join(used[:-1])} out, or {stage_layout.KEY}",
+            )
+            return
+        yield from stage_layout.problems(recipe)
         return
     if any(ends.values()) and any(counted.values()):
         yield Problem(

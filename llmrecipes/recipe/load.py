@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import cast
 
@@ -35,16 +35,20 @@ class Loaded:
     """A validated recipe and its origin.
 
     `lines` maps dotted keys in the file to line numbers, `overridden` those set on the command line to the override's
-    text. `hash` is `recipe_hash(recipe)`.
+    text.
     """
 
     recipe: Recipe
     path: Path
     lines: Mapping[str, int]
     overridden: Mapping[str, str]
-    hash: str
     ignored: tuple[str, ...] = ()
     """Keys of the file that have no effect with the stage and engine of the recipe; it has their defaults."""
+
+    @cached_property
+    def hash(self) -> str:
+        """`recipe_hash(recipe)`."""
+        return recipe_hash(self.recipe)
 
     def where(self, key: str) -> str:
         """Location of a key (or of the nearest section around it) for messages: file and line, or the override."""
@@ -121,7 +125,7 @@ def _loaded(parsed: document.ParsedDocument, path: Path, overrides: Sequence[str
         stage, engine = cast(Zero, recipe.zero).stage, engine_name(recipe)
         names = ", ".join(f"zero.{key}" for key in ignored)
         logger.warning("note: %s: without effect at zero.stage %d by engine %s: %s", path, stage, engine, names)
-    return Loaded(recipe, path, parsed.lines, overridden, recipe_hash(recipe), tuple(f"zero.{key}" for key in ignored))
+    return Loaded(recipe, path, parsed.lines, overridden, tuple(f"zero.{key}" for key in ignored))
 
 
 def to_yaml(recipe: Recipe) -> str:
@@ -144,6 +148,8 @@ def short(recipe: Recipe, comments: Mapping[str, str] | None = None, header: str
 
 def recipe_hash(recipe: Recipe) -> str:
     """SHA-256 (hex) of the resolved recipe's canonical JSON, independent of comments, order and formatting."""
+    import hashlib  # not at the top: `llmrecipes list` needs no hash
+
     canonical = json.dumps(recipe.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
 

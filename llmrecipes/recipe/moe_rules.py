@@ -169,12 +169,12 @@ def multi_token_prediction(recipe: Recipe) -> Iterator[Problem]:
             "megatron-core cannot save a tied embedding from the stage of multi-token prediction",
             "share_embeddings_and_output_weights false, or pipeline_model_parallel_size 1",
         )
-    if train.recompute_granularity == "full" and (train.recompute_method, train.recompute_num_layers) != ("uniform", 1):
+    if train.recompute_method == "uniform" and train.recompute_num_layers != 1:
         yield Problem(
             "train.recompute_num_layers",
-            f"{train.recompute_method} {train.recompute_num_layers} with mtp_num_layers",
-            "megatron-core recomputes multi-token prediction layers one by one",
-            "recompute_method uniform and recompute_num_layers 1",
+            f"{train.recompute_num_layers} with recompute_method uniform and mtp_num_layers",
+            "megatron-core recomputes multi-token prediction layers one by one, or not at all with block",
+            "recompute_num_layers 1, or recompute_method block",
         )
 
 

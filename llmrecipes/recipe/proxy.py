@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from llmrecipes.recipe import stage_layout
 from llmrecipes.recipe.degrees import model_parallel_size, smallest_world
 from llmrecipes.recipe.engines import ENGINES, engine_name
+from llmrecipes.recipe.features import needing_a_gpu
 from llmrecipes.recipe.plugins import DataStep, MetricSink, declared, settings
 from llmrecipes.recipe.rules import MIN_BPE_VOCAB
 from llmrecipes.recipe.schema import (
@@ -83,6 +85,7 @@ def small_layout(recipe: Recipe, device: Device) -> Parallelism:
         unit = MAX_DEGREE if chunks else 1
         update["num_layers_in_first_pipeline_stage"] = first and unit * (2 if first > (last or other) else 1)
         update["num_layers_in_last_pipeline_stage"] = last and unit * (2 if last > (first or other) else 1)
+    update[stage_layout.KEY] = stage_layout.small(parallel, update["pipeline_model_parallel_size"], MAX_DEGREE)
     return parallel.model_copy(update=update)
 
 
@@ -140,19 +143,18 @@ def small_heads(heads: int, groups: int | None, ranks: int) -> tuple[int, int | 
 
 def _layers(recipe: Recipe, parallel: Parallelism) -> int:
     """Layers for all stages: about `MAX_LAYERS`, at least one per chunk, counting embedding and loss if they count."""
-    stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
+    pieces = parallel.pipeline_model_parallel_size * (chunks := parallel.virtual_pipeline_model_parallel_size or 1)
+    if parallel.pipeline_model_parallel_layout:
+        return stage_layout.parts_of(parallel.pipeline_model_parallel_layout, stage_layout.LAYER)
     first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
     if first or last:
-        ends = (first or 0) + (last or 0)
         if first and last:
-            return ends
-        end = recipe.parallelism.num_layers_in_first_pipeline_stage
-        end = end or recipe.parallelism.num_layers_in_last_pipeline_stage or 0
-        return ends + chunks * (2 if end < _other_layers(recipe) else 1)
-    extra = parallel.account_for_embedding_in_pipeline_split + parallel.account_for_loss_in_pipeline_split
-    if extra:
-        return 2 * stages * chunks - extra
-    pieces = stages * chunks
+            return first + last
+        of_recipe = recipe.parallelism
+        end = of_recipe.num_layers_in_first_pipeline_stage or of_recipe.num_layers_in_last_pipeline_stage or 0
+        return (first or last or 0) + chunks * (2 if end < _other_layers(recipe) else 1)
+    if extra := parallel.account_for_embedding_in_pipeline_split + parallel.account_for_loss_in_pipeline_split:
+        return 2 * pieces - extra
     return max(pieces, min(recipe.model.num_layers, MAX_LAYERS) // pieces * pieces)
 
 
@@ -179,6 +181,7 @@ def _experts(model: Model, parallel: Parallelism, layers: int, shrink: float) ->
     return {
         "num_moe_experts": small,
         "moe_router_topk": topk,
+        "moe_token_dispatcher_type": {"flex": "alltoall"}.get(sent := model.moe_token_dispatcher_type, sent),
         "moe_router_pre_softmax": model.moe_router_pre_softmax or topk == 1,
         "moe_router_num_groups": groups,
         "moe_router_group_topk": chosen,
@@ -263,10 +266,8 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
     Kept: norm, positions, activation and gate, biases, tying, grouping of queries, routing of experts, latent
     attention, dropout, initialisation, precision, recomputation, every kind of parallelism, optimizer, shape of the
     schedule, gradient accumulation, local sources. Scaled: sizes, degrees, batch, lengths. Replaced: Hub sources by
-    the standard library, the tokenizer by a small BPE (no network), given weights by initial ones, an explicit
-    TransformerEngine by `auto`, NVMe by main memory. Disabled: torch.compile (not available on every CPU), ZeRO++
-    except for quantized weights on GPUs, and the sinks of metrics that are not for rehearsals (a rehearsal is not an
-    experiment).
+    the standard library, the tokenizer by a small BPE, given weights by initial ones, features of GPUs by what rules
+    choose, NVMe by main memory. Disabled: torch.compile, ZeRO++ but for quantized weights, sinks of experiments.
 
     Args:
         device: of the ranks; on a CPU experts are not split (`expert_tensor_parallel_size` 1).
@@ -281,9 +282,11 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
             "parallelism": parallel,
             "zero": recipe.zero and _zero(recipe, recipe.zero, device),
             "train": _train(recipe.train, model, parallel),
+            "speed": recipe.speed.model_copy(update=dict.fromkeys(needing_a_gpu())),
             "scheduler": _scheduler(recipe.scheduler, recipe.train.train_iters),
             "data": _data(recipe.data, model),
             "checkpoint": _checkpoint(recipe.checkpoint),
+            "faults": recipe.faults.without_spikes(),  # too short for one, and with other checkpoints
             "tracking": _tracking(recipe.tracking),
             "lora": recipe.lora and _lora(recipe.lora),
         }

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from llmrecipes.nested import leaves
-from llmrecipes.recipe import adapters, layout_rules, moe_rules, recompute, search_rules, shape, zero_rules
+from llmrecipes.recipe import adapters, features, layout_rules, moe_rules, recompute, search_rules, shape, zero_rules
 from llmrecipes.recipe.degrees import divisors, multiples
 from llmrecipes.recipe.document import Problem
-from llmrecipes.recipe.engines import unknown_engine
+from llmrecipes.recipe.engines import DEEPSPEED, engine_name, unknown_engine
 from llmrecipes.recipe.plugins import MetricSink, declared, settings
 from llmrecipes.recipe.schema import Model, Recipe
 from llmrecipes.redact import has_secret
@@ -72,15 +72,31 @@ def chat_template(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
+def packs_in_local_layers(recipe: Recipe) -> tuple[str, str] | None:
+    """A key with which only the local layers keep packed conversations apart, and the reason."""
+    if recipe.train.micro_batch_size > 1:
+        return f"train.micro_batch_size {recipe.train.micro_batch_size}", "all conversations are one sequence"
+    if recipe.model.multi_latent_attention:
+        return "model.multi_latent_attention true", "latent attention has whole sequences"
+    if recipe.train.precision == "fp32":
+        return "train.precision fp32", "attention to several conversations is in 16 bits"
+    if engine_name(recipe) == DEEPSPEED:
+        return "engine deepspeed", "it is not passed where conversations begin"
+    return None
+
+
 def chat_packing(recipe: Recipe) -> Iterator[Problem]:
     """What cannot keep the conversations of one sequence apart."""
     chat = recipe.data.chat
     if chat is None or not chat.packing:
         return
+    local = packs_in_local_layers(recipe)
     obstacles = {
         "model.transformer_impl": (
-            recipe.model.transformer_impl == "transformer_engine",
-            "the attention that keeps packed conversations apart is that of the local layers",
+            recipe.model.transformer_impl == "transformer_engine" and local is not None,
+            f"with {local[0]} only local layers keep packed conversations apart: in TransformerEngine's {local[1]}"
+            if local
+            else "",
             "transformer_impl local or auto",
         ),
         "model.mtp_num_layers": (
@@ -365,6 +381,54 @@ def _retention(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
+def _spikes(recipe: Recipe) -> Iterator[Problem]:
+    faults = recipe.faults
+    if faults.loss_spike_action != "none" and engine_name(recipe) == DEEPSPEED:
+        yield Problem(
+            "faults.loss_spike_action",
+            f"{faults.loss_spike_action} with engine deepspeed",
+            "DeepSpeed updates the weights before the loss and the gradient norm of a step are known",
+            "loss_spike_action none, or engine megatron",
+        )
+    save = recipe.checkpoint.save_interval
+    kept = max(recipe.checkpoint.most_recent_k, 2)
+    if faults.loss_spike_action == "rewind" and (kept - 1) * save < faults.loss_spike_rewind_steps:
+        enough = 1 - (-faults.loss_spike_rewind_steps // save)
+        yield Problem(
+            "faults.loss_spike_rewind_steps",
+            f"{faults.loss_spike_rewind_steps} with {kept} checkpoints, {save} steps apart",
+            "one of the newest checkpoints that are kept is so old: (most_recent_k - 1) × save_interval steps",
+            f"checkpoint.most_recent_k {enough}, or a smaller loss_spike_rewind_steps",
+        )
+    needed: dict[str, tuple[str, ...]] = {
+        "loss_spike_window": ("skip", "rewind"),
+        "loss_spike_sigmas": ("skip", "rewind"),
+        "loss_spike_rewind_steps": ("rewind",),
+        "loss_spike_max_rewinds": ("rewind",),
+    }
+    for name, actions in needed.items():
+        value = getattr(faults, name)
+        if value != type(faults).model_fields[name].default and faults.loss_spike_action not in actions:
+            yield Problem(
+                f"faults.{name}",
+                f"{value} with loss_spike_action {faults.loss_spike_action}",
+                f"{name} has an effect with loss_spike_action {' or '.join(actions)} only",
+                f"loss_spike_action {actions[-1]}, or leave {name} out",
+            )
+
+
+def _watchdog(recipe: Recipe) -> Iterator[Problem]:
+    faults, name = recipe.faults, "initial_rank_heartbeat_timeout"
+    value = faults.initial_rank_heartbeat_timeout
+    if faults.rank_heartbeat_timeout is None and value != type(faults).model_fields[name].default:
+        yield Problem(
+            f"faults.{name}",
+            f"{value} with rank_heartbeat_timeout null",
+            "without rank_heartbeat_timeout there is no watchdog",
+            f"leave {name} out, or set rank_heartbeat_timeout",
+        )
+
+
 def _secrets(recipe: Recipe) -> Iterator[Problem]:
     def has_mappings(items: list[object]) -> bool:
         return isinstance(items[0], dict)
@@ -377,6 +441,24 @@ def _secrets(recipe: Recipe) -> Iterator[Problem]:
                 "recipes are recorded with every run",
                 "the environment variable or credentials file of that service",
             )
+
+
+def obstacle_to_chunks(recipe: Recipe) -> tuple[str, str] | None:
+    """A key with which the loss cannot be computed in chunks, and the reason."""
+    if recipe.zero is not None and recipe.zero.stage == 3:
+        return "zero.stage 3", "ZeRO 3 has the output weight in the output layer's own forward and backward pass only"
+    return None
+
+
+def _loss_chunks(recipe: Recipe) -> Iterator[Problem]:
+    obstacle = obstacle_to_chunks(recipe)
+    if recipe.train.loss_chunk_tokens and obstacle is not None:
+        yield Problem(
+            "train.loss_chunk_tokens",
+            f"{recipe.train.loss_chunk_tokens} with {obstacle[0]}",
+            obstacle[1],
+            "leave loss_chunk_tokens out, or zero.stage 2",
+        )
 
 
 def _sink_settings(recipe: Recipe) -> Iterator[Problem]:
@@ -399,7 +481,8 @@ def _sink_settings(recipe: Recipe) -> Iterator[Problem]:
 
 _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     unknown_engine, _heads, _positions, _learning_rate, _schedule, _batch, recompute.rules,
-    _loss_scale, _overlap, _sources, _characters, _tokenizer, _retention, _secrets, _sink_settings,
+    _loss_chunks, _loss_scale, _overlap, _sources, _characters, _tokenizer, _retention, _spikes, _watchdog, _secrets,
+    _sink_settings,
     moe_rules.experts, moe_rules.latent_attention, moe_rules.multi_token_prediction,
     shape.mup_rules, adapters.rules, chat_sources, chat_template, chat_length,
     chat_packing, chat_objectives,
@@ -407,4 +490,5 @@ _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     layout_rules.expert,
     zero_rules.engine, zero_rules.optimizer_sharding, zero_rules.pipeline, zero_rules.unsupported, zero_rules.offload,
     zero_rules.stages, zero_rules.zeropp, zero_rules.precision, zero_rules.extra, search_rules.check,
+    features.rules,
 )  # fmt: skip

@@ -12,6 +12,7 @@ from pydantic import Field
 from llmrecipes.recipe.plugins import DataStep, MetricSink
 from llmrecipes.recipe.search_section import Search
 from llmrecipes.recipe.section import Beta, NonNegFloat, NonNegInt, PosFloat, PosInt, Probability, Section
+from llmrecipes.recipe.speed import Speed
 from llmrecipes.recipe.zero import Zero
 
 
@@ -214,8 +215,9 @@ class Model(Section):
     """Pad every expert's input to its capacity, so that all shapes are known before routing."""
     moe_token_drop_policy: Literal["probs", "position"] = "probs"  # noqa: S105 - no password
     """Which tokens a full expert drops: those with the smallest scores, or the last ones."""
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"  # noqa: S105 - no password
-    """How tokens reach experts on other ranks: each is sent to its experts only, or all are gathered everywhere."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"  # noqa: S105 - no password
+    """How tokens reach experts on other ranks: each is sent to its experts only, or all are gathered everywhere; `flex`
+    sends them with DeepEP's kernels (`speed.moe_flex_dispatcher_backend`), which the image must have."""
     multi_latent_attention: bool = False
     """Multi-head latent attention: keys and values from a compressed vector (DeepSeek-V2, arXiv 2405.04434, section
     2.1). Its heads have their own sizes, below; needs `position_embedding_type: rope`."""
@@ -297,6 +299,10 @@ class Parallelism(Section):
     """Count the embedding as a layer of the first stage, which then has one layer less."""
     account_for_loss_in_pipeline_split: bool = False
     """Count output layer and loss as a layer of the last stage, which then has one layer less."""
+    pipeline_model_parallel_layout: Annotated[str, Field(min_length=1)] | None = None
+    """What every stage has, in megatron-core's notation: stages are separated by `|`, with virtual stages chunk by
+    chunk; `E` is the embedding, `t` a transformer layer, `m` a layer of multi-token prediction, `L` the loss, `t*3` is
+    `ttt` and `(tt|)*2` is `tt|tt|`; unset: by the keys above, or evenly."""
     use_distributed_optimizer: bool = True
     """Shard optimizer state and master weights over data-parallel ranks (ZeRO-1, arXiv 1910.02054)."""
     overlap_grad_reduce: bool = False
@@ -354,6 +360,10 @@ class Train(Section):
     `moe`: shared experts, or all of a layer's experts with router and dispatch."""
     torch_compile: bool = False
     """Compile the transformer layers and the loss with torch.compile; of layers with experts, the attention."""
+    loss_chunk_tokens: NonNegInt | None = None
+    """Tokens of which the output layer and the loss are computed at a time, with their gradients, so that the logits of
+    a micro-batch are never in memory together; 0: all. Unset: all, unless their logits would take more than 1/16 of a
+    GPU's memory."""
     initial_loss_scale: PosFloat = 65536.0
     """First loss scale of fp16."""
     min_loss_scale: PosFloat = 1.0
@@ -478,6 +488,39 @@ class Checkpoint(Section):
     """Failed saves in a row after which a run ends (exit code 93); each of them is an alarm."""
 
 
+class Faults(Section):
+    """What a run does by itself about numbers that are not finite, spikes, silent corruption and hangs."""
+
+    rerun_mode: Literal["validate_results", "disabled"] | None = None
+    """A loss or gradient that is not finite: compute the step again from the same batches before any update. If it is
+    finite then, training continues and the rank is reported; else, and with `disabled`, the run stops (exit code 93).
+    Unset: `validate_results` with the engine megatron; deepspeed stops at once."""
+    rank_heartbeat_timeout: PosFloat | None = 600.0
+    """Seconds in which a rank has to go on with a step, a read, an evaluation or a save, or ten times the longest it
+    took before if that is more; else it is reported and killed, and the run may be restarted. Null: no watchdog."""
+    initial_rank_heartbeat_timeout: PosFloat = 3600.0
+    """The same for the first of each kind, which may compile and connect."""
+    check_weight_hash_across_dp_replicas_interval: PosInt | None = None
+    """Steps between comparisons of the weights of data-parallel replicas, by their hashes; before each save too. A
+    difference stops the run (exit code 93). Unset: none."""
+    loss_spike_action: Literal["none", "skip", "rewind"] = "none"
+    """A spike of the loss or of the gradient norm: `skip` leaves out its update; `rewind` loads a checkpoint from
+    before it and leaves out the batches that led to it. `none`: an alarm if the loss stays high."""
+    loss_spike_window: Annotated[int, Field(ge=2)] = 128
+    """Last steps whose median and spread decide what a spike is; none before half of them are known."""
+    loss_spike_sigmas: PosFloat = 6.0
+    """Standard deviations above the median at which a spike begins, estimated by the median absolute deviation."""
+    loss_spike_rewind_steps: PosInt = 100
+    """For `rewind`: age of the checkpoint in steps, at least, and the number of batches that are left out."""
+    loss_spike_max_rewinds: PosInt = 3
+    """For `rewind`: how often a run does so; at the next spike it stops (exit code 93)."""
+
+    def without_spikes(self) -> Faults:
+        """The same without an action on spikes."""
+        fields = {name: field.default for name, field in type(self).model_fields.items() if "loss_spike" in name}
+        return self.model_copy(update=fields)
+
+
 class Tracking(Section):
     """Where metrics go besides metrics.jsonl, which is always written."""
 
@@ -529,9 +572,11 @@ class Recipe(Section):
     zero: Zero | None = None
     lora: Lora | None = None
     train: Train
+    speed: Speed = Speed()
     optimizer: Optimizer
     scheduler: Scheduler = Scheduler()
     data: Data = Data()
     checkpoint: Checkpoint = Checkpoint()
+    faults: Faults = Faults()
     tracking: Tracking = Tracking()
     search: Search | None = None

@@ -152,6 +152,18 @@ def unsupported(recipe: Recipe) -> Iterator[Problem]:
             "the expert bias is updated after a step of the engine megatron; deepspeed does not support it",
             f"{bias} false with moe_router_load_balancing_type aux_loss",
         ),
+        "faults.rerun_mode": (
+            recipe.faults.rerun_mode == "validate_results",
+            "validate_results",
+            "the engine deepspeed cannot compute a step again, and stops at numbers that are not finite",
+            "leave rerun_mode out",
+        ),
+        "faults.check_weight_hash_across_dp_replicas_interval": (
+            recipe.faults.check_weight_hash_across_dp_replicas_interval is not None,
+            recipe.faults.check_weight_hash_across_dp_replicas_interval,
+            "the replicas of the engine deepspeed are not compared",
+            "leave check_weight_hash_across_dp_replicas_interval out",
+        ),
         "optimizer.ema_decay": (
             recipe.optimizer.ema_decay is not None,
             recipe.optimizer.ema_decay,

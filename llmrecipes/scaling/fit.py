@@ -69,10 +69,10 @@ class Fit:
 
     def at_bound(self, name: str) -> float:
         """Share of bootstrap samples in which E is 0, or an exponent is at a bound: they do not determine it."""
-        found = [
+        result = [
             _is_at_bound(name, getattr(law, name)) if name != "E" else self._is_zero(law) for law in self.resampled
         ]
-        return sum(found) / len(found)
+        return sum(result) / len(result)
 
     @property
     def has_offset(self) -> bool:
@@ -102,7 +102,7 @@ def fit(points: Sequence[Point], *, seed: int = 0, resamples: int | None = None)
     require_enough(points)
     data = _Data.of(points)
     starts = data.starts()
-    best = min((data.optimize(start) for start in starts), key=lambda found: found[0])[1]
+    best = min((data.optimize(start) for start in starts), key=lambda result: result[0])[1]
     _require_terms(best)
     wanted = RESAMPLES if resamples is None else resamples
     resampled: list[Law] = []
@@ -111,7 +111,7 @@ def fit(points: Sequence[Point], *, seed: int = 0, resamples: int | None = None)
             continue  # such runs would not be fitted either
         # From the fit, and from the grid, because the objective has several minima.
         tried = [data.taking(chosen).optimize(start) for start in (best, starts[0])]
-        resampled.append(data.law(min(tried, key=lambda found: found[0])[1]))
+        resampled.append(data.law(min(tried, key=lambda result: result[0])[1]))
         if len(resampled) == wanted:
             break
     else:
@@ -226,7 +226,7 @@ class _Data:
 
     def optimize(self, start: Array) -> tuple[float, Array]:
         """(objective, coefficients) of the minimum that L-BFGS finds."""
-        found = minimize(
+        result = minimize(
             self.objective,
             start,
             jac=True,
@@ -234,7 +234,7 @@ class _Data:
             bounds=_BOUNDS,
             options={"maxiter": 2000, "ftol": 1e-14, "gtol": 1e-10},
         )
-        return float(found.fun), np.asarray(found.x, dtype=np.float64)
+        return float(result.fun), np.asarray(result.x, dtype=np.float64)
 
     def objective(self, values: Array) -> tuple[float, Array]:
         """Summed Huber loss of log L, and its gradient."""

@@ -62,4 +62,4 @@ def draw(fit: Fit, file: Path) -> None:
     try:
         figure.savefig(file, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)
     except OSError as error:
-        raise UserError(f"{error.strerror}", where=str(file), rule="the figure can be written there") from error
+        raise UserError(f"{error.strerror}", where=str(file), rule="a path that can be written") from error

@@ -1,4 +1,4 @@
-"""What a study leaves: the recipes of its best trials, and the checkpoints that are worth their space."""
+"""Output of a study: the recipes of its best trials, and the checkpoints that are kept."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ def best_trials(study: optuna.Study) -> list[FrozenTrial]:
 
 
 def recipe_of(recipe: Recipe, trial: FrozenTrial, name: str) -> Recipe:
-    """The values of a trial as a recipe of its own, as long as the recipe of the search, whatever a trial's length."""
+    """The values of a trial as a recipe with the length of the search's recipe, whatever a trial's length."""
     search = require_section(recipe)
-    found = trial_recipe(recipe, search.model_copy(update={"trial_tokens": None}), values_of(trial.params, search))
+    full_length = trial_recipe(
+        recipe, search.model_copy(update={"trial_tokens": None}), values_of(trial.params, search)
+    )
     said = ", ".join(f"{each} {value:.5g}" for each, value in zip(search.objectives, trial.values, strict=True))
     about = f"{recipe.description or recipe.name}; trial {trial.number} of a search: {said}"
-    return found.model_copy(update={"name": name, "description": about})
+    return full_length.model_copy(update={"name": name, "description": about})
 
 
 @dataclass

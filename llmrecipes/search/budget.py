@@ -18,7 +18,7 @@ from llmrecipes.tracking import status
 TOKENS, RANK_SECONDS, RANKS, RUN_ID, ENDED = "tokens", "rank_seconds", "ranks", "run_id", "ended"
 """Attributes of trials: tokens trained on, seconds times ranks, ranks, id of the run, and how many had ended before."""
 EARLIER_SEEDS = "rank_seconds_of_earlier_seeds"
-"""Attribute of a trial whose point is trained with several seeds, each in a run of its own."""
+"""Attribute of a trial whose point is trained with several seeds, one run per seed."""
 HOUR = 3600.0
 
 
@@ -99,7 +99,7 @@ class Budget:
     started: float = field(default_factory=time.monotonic)
 
     def spent(self, now: Used) -> str:
-        """Why no other trial may start; empty if one may."""
+        """Why no further trial may start; empty if one may."""
         search = self.search
         seconds = time.monotonic() - self.started
         best = now.best
@@ -120,7 +120,7 @@ class Budget:
         return ""
 
     def left(self, now: Used) -> str:
-        """What is left, in words."""
+        """The remaining limits as text."""
         search, parts = self.search, []
         if search.n_trials is not None:
             parts.append(f"{max(0, search.n_trials - now.trials)} of {search.n_trials} trials")

@@ -157,7 +157,7 @@ def search(
         prepare_data(recipe, target.paths.data_dir, log)  # once, rather than in the first trials
         _require_validation(recipe, target.paths.data_dir)
     keeper = Keeper(goal or recipe, place)
-    tracker = StudyTracker.open(study, recipe, place, target.given.get("tracking-uri"))
+    tracker = StudyTracker.open(study, recipe, place, target.launcher_options.get("tracking-uri"))
     code = ExitCode.REQUEUE
     try:
         code = Worker(study, recipe, place, target, log, keeper, tracker).run()
@@ -258,7 +258,7 @@ def show(recipe: Recipe, runs_dir: Path, port: int) -> None:
 
 
 def result_of(recipe: Recipe, study: Any, keeper: Any, code: ExitCode) -> SearchResult:
-    """What a study has found so far."""
+    """Results of a study up to now."""
     from collections import Counter
 
     from llmrecipes.search.best import best_trials

@@ -31,7 +31,7 @@ class TrialEvaluation:
 
 @dataclass
 class TrialProgress:
-    """What a run has reported so far."""
+    """Reports of a run up to now."""
 
     step: int = 0
     tokens: int = 0
@@ -111,7 +111,7 @@ class MlflowReader:
     Attributes:
         uri: MLflow server.
         experiment: of the run.
-        name: of the run: its id here.
+        name: of the run: its id in the directory.
     """
 
     uri: str
@@ -158,11 +158,7 @@ def find_run(client: MlflowClient, experiment: str, name: str) -> str | None:
 
 def _progress(client: MlflowClient, run: str) -> TrialProgress:
     history = {
-        key: {
-            point.step: point.value
-            for name in (key, tracker_name(key))  # runs of earlier versions have the key
-            for point in client.get_metric_history(run, name)
-        }
+        key: {point.step: point.value for point in client.get_metric_history(run, tracker_name(key))}
         for key in ("valid_loss", "valid_bits_per_byte", "consumed_tokens", "step_seconds", "loss")
     }
     tokens, seconds, losses = history["consumed_tokens"], history["step_seconds"], history["loss"]

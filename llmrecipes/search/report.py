@@ -104,7 +104,7 @@ def _names(study: optuna.Study) -> list[str]:
 
 
 def _own_trial(study: optuna.Study, recipe: Recipe) -> FrozenTrial | None:
-    """The trial of the recipe's own values, if it is complete."""
+    """The trial with the recipe's values, if it is complete."""
     own = own_point(recipe, require_section(recipe))
     done = (each for each in own_trials(study) if each.state == TrialState.COMPLETE)
     return None if own is None else next((each for each in done if each.params == parameters(own)), None)
@@ -119,7 +119,7 @@ def _headline(study: optuna.Study, recipe: Recipe) -> str:
     value = best[0].values[0]
     text = f"<b>{html.escape(labelled(_names(study)[0]))} {value:.5g}</b> in trial {best[0].number}"
     if own is not None and own.number == best[0].number:
-        text += ", which has the recipe's own values"
+        text += ", which has the recipe's values"
     elif own is not None:
         gain = (own.values[0] - value) / abs(own.values[0]) if own.values[0] else 0.0
         text += f", {gain:.1%} lower than with the recipe's own values ({own.values[0]:.5g})"
@@ -211,7 +211,7 @@ def _table(study: optuna.Study) -> str:
         kind = "best" if each.number in best else "complete" if each.state == TrialState.COMPLETE else "other"
         lines.append(f'<tr class="{kind}">{_cells(cells)}</tr>\n')
     table = f'<table class="trials"><tr>{_cells(head, "th")}</tr>\n{"".join(lines)}</table>'
-    note = "In grey: not completed; a value is that of the last evaluation."
+    note = "Grey: not completed; the value is that of the last evaluation."
     return f'<section><h2>Trials</h2><p class="note">{note}</p><div class="scroll">{table}</div></section>'
 
 

@@ -131,7 +131,7 @@ def violations(trial: FrozenTrial) -> dict[str, float]:
 
 
 class _Learning(samplers.BaseSampler):
-    """Shows a sampler of Optuna, the other base of a class, what it does not learn from by itself."""
+    """Passes to an Optuna sampler, the other base of a class, what it does not learn by itself."""
 
     completed = False
     """See `Learnt`."""
@@ -186,7 +186,7 @@ class _Replayed(samplers.CmaEsSampler):
     def after_trial(
         self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
     ) -> None:
-        """Nothing; Optuna's warns that it does not use the constraints, which are penalties here."""
+        """Nothing. Optuna's method warns that it ignores the constraints, which this search turns into penalties."""
 
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
@@ -286,28 +286,28 @@ def sampler(search: Search, worker: int) -> BaseSampler:
         worker: number of this process among those that have worked on the study; each draws its own sequence.
     """
     wanted = search.sampler
-    given: dict[str, Any] = {
+    keywords: dict[str, Any] = {
         key: value for key in SAMPLER_KEYS[wanted.type] if (value := getattr(wanted, key)) is not None
     }
     # Processes share the sequence of QMC; CMA-ES draws from seed and number of a trial.
     if wanted.seed is not None and wanted.type not in ("QMCSampler", "CmaEsSampler"):
-        given["seed"] = _seed(wanted.seed, worker)
+        keywords["seed"] = _seed(wanted.seed, worker)
     match wanted.type:
         case "TPESampler":
-            given.setdefault("multivariate", True)
+            keywords.setdefault("multivariate", True)
             # Keys that depend on others are modelled in groups of keys that occur together.
-            given["group"] = given["multivariate"] and any(each.when for each in search.space)
-            given["constant_liar"] = True  # values of running trials are avoided: several at a time differ
+            keywords["group"] = keywords["multivariate"] and any(each.when for each in search.space)
+            keywords["constant_liar"] = True  # values of running trials are avoided: several at a time differ
         case "GridSampler":
             # Optuna's own chooses points when a trial begins, so that two processes may choose the same; and it ends
             # Optuna's loop, which is not used here. All points wait in the study instead.
-            return samplers.RandomSampler(**given)
+            return samplers.RandomSampler(**keywords)
         case "CmaEsSampler":
-            given |= {"warn_independent_sampling": False, "consider_pruned_trials": False}  # `views` shows them
+            keywords |= {"warn_independent_sampling": False, "consider_pruned_trials": False}  # `views` shows them
         case "QMCSampler":
-            given["warn_independent_sampling"] = False
+            keywords["warn_independent_sampling"] = False
     sampler_type: type[BaseSampler] = OWN_SAMPLERS.get(wanted.type) or getattr(samplers, wanted.type)
-    return sampler_type(**given)
+    return sampler_type(**keywords)
 
 
 def _seed(seed: int, worker: int) -> int:
@@ -355,11 +355,11 @@ def pruner(search: Search, evaluations: int) -> BasePruner:
 
 
 def _plain_pruner(wanted: Pruner, kind: PrunerType, evaluations: int) -> BasePruner:
-    given: dict[str, Any] = {key: value for key in PRUNER_KEYS[kind] if (value := getattr(wanted, key)) is not None}
+    keywords: dict[str, Any] = {key: value for key in PRUNER_KEYS[kind] if (value := getattr(wanted, key)) is not None}
     for key in ("n_warmup_steps", "min_resource"):
         if key in PRUNER_KEYS[kind]:
-            given.setdefault(key, -(-evaluations // FIRST_DECISION))
+            keywords.setdefault(key, -(-evaluations // FIRST_DECISION))
     if kind == "HyperbandPruner":
-        given["max_resource"] = evaluations
+        keywords["max_resource"] = evaluations
     pruner_type: type[BasePruner] = OWN_PRUNERS.get(kind) or getattr(pruners, kind)
-    return pruner_type(**given)
+    return pruner_type(**keywords)

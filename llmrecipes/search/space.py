@@ -98,14 +98,14 @@ def values_of(params: Mapping[str, Any], search: Search) -> Values:
 
 
 def applies(dimension: Dimension, chosen: Mapping[str, JsonValue], data: Mapping[str, Any]) -> bool:
-    """Whether a key is searched, given the values of earlier keys and the recipe as plain data."""
+    """Whether a key is searched with these values of earlier keys and this recipe as plain data."""
     return all(
         (chosen[key] if key in chosen else value_at(data, key)) in allowed for key, allowed in dimension.when.items()
     )
 
 
 def own_point(recipe: Recipe, search: Search) -> Values | None:
-    """The recipe's own values of the searched keys; None if the space does not contain them."""
+    """The recipe's values of the searched keys; None if the space does not contain them."""
     data, found = recipe.model_dump(mode="json"), Values()
     for dimension in search.space:
         if not applies(dimension, found, data):

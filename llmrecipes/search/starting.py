@@ -1,4 +1,4 @@
-"""How a trial begins: asked for, planned, and submitted; or refused by its plan, or found again by its run."""
+"""How a trial begins: proposed, planned and submitted; refused by its plan; or recovered from its run."""
 
 from __future__ import annotations
 
@@ -140,13 +140,13 @@ class Starter:
         if run_id not in self._left:
             self._left.add(run_id)
             logger.warning(
-                "trial %d is left to a search on %s: its job runs there, and %s is not visible here",
+                "trial %d is left to a search on %s: its job runs there, and this machine does not see %s",
                 trial.number, machine.get("host", "another machine"), self.place.run_dir(run_id),
             )  # fmt: skip
         return False
 
     def cancel(self, trial: FrozenTrial) -> None:
-        """End the job of a trial that is given up, should it still run."""
+        """Cancel the job of an abandoned trial, if it still runs."""
         run_id = trial.user_attrs.get(RUN_ID)
         try:
             known = None if run_id is None else record.read(self.place.run_dir(run_id))
@@ -225,7 +225,7 @@ class Starter:
 
     def _reader(self, recipe: Recipe, run_id: str) -> Reader:
         """Of metrics.jsonl, or of MLflow where the run's directory is not on a disk of this machine."""
-        uri = self.target.given.get("tracking-uri")
+        uri = self.target.launcher_options.get("tracking-uri")
         if self.target.launcher.shares_disk or uri is None:
             return MetricsReader(self.place.run_dir(run_id))
         return MlflowReader(uri, recipe.tracking.experiment or recipe.name, run_id)
@@ -248,7 +248,7 @@ class Starter:
             return self.study.ask()
 
     def _is_surplus(self, trial: optuna.Trial) -> bool:
-        """Whether other processes have asked for the last trials at the same moment; it is ended then."""
+        """Whether other processes took the last trials at the same moment; the trial is then removed."""
         trials = self.with_retries(lambda: self.study.get_trials(deepcopy=False))
         was_queued = is_queued(trials[trial.number])
         own = self.with_retries(lambda: list(own_trials(self.study)))

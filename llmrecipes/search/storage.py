@@ -131,7 +131,7 @@ def _engine(url: str) -> dict[str, Any]:
 
 
 class RequeueStaleTrial(RetryHeartbeatStaleTrialCallback):
-    """Puts a lost trial back into the queue, without the heartbeat of its process."""
+    """Returns a lost trial to the queue, without the heartbeat of its process."""
 
     def __call__(self, study: Study, trial: FrozenTrial) -> None:
         trial = copy.deepcopy(trial)  # Optuna's callback appends to its history

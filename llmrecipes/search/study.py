@@ -370,7 +370,7 @@ def _require_comparable(earlier: optuna.Study, recipe: Recipe) -> dict[str, Any]
     if changed:
         raise UserError(
             f"the study {earlier.study_name} measured something else: "
-            + "; ".join(f"{each.key} {each.then!r}, here {each.now!r}" for each in changed),
+            + "; ".join(f"{each.key} {each.then!r}, now {each.now!r}" for each in changed),
             where=where, rule="losses are compared between trials of one recipe, length and data",
             fix="leave it out, or set these keys as they were",
         )  # fmt: skip

@@ -44,7 +44,7 @@ class Target:
 
     Attributes:
         launcher: of the jobs.
-        given: its options, as in `submit`.
+        launcher_options: its options, as in `submit`.
         paths: of runs and data.
         workers: trials at a time.
         site: resources of one trial.
@@ -55,7 +55,7 @@ class Target:
     """
 
     launcher: Launcher
-    given: Mapping[str, Any]
+    launcher_options: Mapping[str, Any]
     paths: Paths
     workers: int
     site: Cluster
@@ -104,16 +104,18 @@ class Target:
             write_atomic(path, to_yaml(recipe))
         planned = self._planned((str(path),), plan)
         share = self._share(plan, slot) if self.is_local else {}
-        options, given = taken(self.given)
-        job = submit(planned, self.launcher, given, self.paths, run_id=run_id, options=options, environment=share).job
+        options, launcher_options = taken(self.launcher_options)
+        job = submit(
+            planned, self.launcher, launcher_options, self.paths, run_id=run_id, options=options, environment=share
+        ).job
         if job is None:
             raise TypeError("a submission without --dry-run must have a job")
         return job
 
-    def _planned(self, asked: tuple[str, ...], plan: Plan) -> Planned:
+    def _planned(self, words: tuple[str, ...], plan: Plan) -> Planned:
         if self.profile is None or self.cluster is None:
-            return Planned(asked, None, None, self.site, plan, self.nodes)
-        return PlannedForCluster(asked, self.cluster, self.profile, self.site, plan, self.nodes)
+            return Planned(words, None, None, self.site, plan, self.nodes)
+        return PlannedForCluster(words, self.cluster, self.profile, self.site, plan, self.nodes)
 
     def _share(self, plan: Plan, slot: int) -> dict[str, str]:
         """Variables that give a trial its share of this machine."""
@@ -129,39 +131,41 @@ class Target:
 
 
 def headroom(plan: Plan) -> float:
-    """Memory that a plan needs beyond what there is, as a share of it; negative where it fits."""
+    """Memory that a plan needs beyond the capacity, as a share of it; negative if it fits."""
     return max(
         plan.memory.total / max(1, plan.memory_capacity_bytes) - 1,
         plan.host_memory_bytes / max(1, plan.host_capacity_bytes) - 1,
     )
 
 
-def local_target(launcher: Launcher, given: Mapping[str, Any], paths: Paths, workers: int, ranks: int | None) -> Target:
+def local_target(
+    launcher: Launcher, launcher_options: Mapping[str, Any], paths: Paths, workers: int, ranks: int | None
+) -> Target:
     """This machine, divided among `workers` trials at a time.
 
     Raises:
         UserError: there are fewer GPUs than trials.
     """
-    whole = detect()
-    if whole.gpus and len(whole.gpus) < workers:
+    local = detect()
+    if local.gpus and len(local.gpus) < workers:
         raise UserError(
-            f"{workers} trials at a time on {len(whole.gpus)} GPUs", where="--workers",
-            rule="parallel trials do not share GPUs", fix=f"--workers {len(whole.gpus)}",
+            f"{workers} trials at a time on {len(local.gpus)} GPUs", where="--workers",
+            rule="parallel trials do not share GPUs", fix=f"--workers {len(local.gpus)}",
         )  # fmt: skip
     # Measured once: a later trial is not judged by what earlier ones use at the moment.
     site = replace(
-        whole,
-        gpus=whole.gpus[: len(whole.gpus) // workers],
-        cpu_cores=whole.cpu_cores / workers,
-        memory_bytes=whole.memory_bytes // workers,
-        memory_available_bytes=whole.memory_available_bytes // workers,
+        local,
+        gpus=local.gpus[: len(local.gpus) // workers],
+        cpu_cores=local.cpu_cores / workers,
+        memory_bytes=local.memory_bytes // workers,
+        memory_available_bytes=local.memory_available_bytes // workers,
     )
-    return Target(launcher, given, paths, workers, site, ranks)
+    return Target(launcher, launcher_options, paths, workers, site, ranks)
 
 
 def cluster_target(
     launcher: Launcher,
-    given: Mapping[str, Any],
+    launcher_options: Mapping[str, Any],
     paths: Paths,
     workers: int,
     cluster: str,
@@ -171,7 +175,7 @@ def cluster_target(
     """Nodes of a cluster, as many for each trial.
 
     Args:
-        launcher, given, paths, workers: see `Target`.
+        launcher, launcher_options, paths, workers: see `Target`.
         cluster: name or path of its profile.
         nodes: of each trial.
         ranks: on each node; None: one per GPU.
@@ -181,11 +185,17 @@ def cluster_target(
     """
     profile = load_profile(cluster)
     number = nodes * (ranks or profile.ranks_per_node)
-    return Target(launcher, given, paths, workers, machine(profile, nodes), number, nodes, cluster, profile)
+    return Target(launcher, launcher_options, paths, workers, machine(profile, nodes), number, nodes, cluster, profile)
 
 
 def target_of(
-    to: str, given: dict[str, Any], paths: Paths, workers: int, cluster: str | None, nodes: int, nproc: int | None
+    to: str,
+    launcher_options: dict[str, Any],
+    paths: Paths,
+    workers: int,
+    cluster: str | None,
+    nodes: int,
+    nproc: int | None,
 ) -> Target:
     """The target of a command's or a call's options.
 
@@ -193,7 +203,7 @@ def target_of(
         UserError: an option that the scheduler does not have or that has no effect here.
     """
     place = launcher(to)
-    for name in given:
+    for name in launcher_options:
         if name not in place.takes | JOB_OPTIONS:
             raise UserError(
                 f"{name} with --to {to}",
@@ -204,12 +214,12 @@ def target_of(
         if nodes > 1 or cluster is not None:
             raise UserError(f"not valid with --to {to}", where="--nodes" if nodes > 1 else "--cluster",
                             rule="trials on this machine have one node", fix="--to slurm or --to k8s")  # fmt: skip
-        return local_target(place, given, paths, workers, nproc)
+        return local_target(place, launcher_options, paths, workers, nproc)
     if cluster is None:
         raise UserError(f"missing with --to {to}", where="--cluster",
                         rule="a trial is planned for the nodes it will run on", fix="--cluster NAME")  # fmt: skip
-    if not place.shares_disk and "tracking-uri" not in given:
+    if not place.shares_disk and "tracking-uri" not in launcher_options:
         raise UserError(f"no tracking-uri with --to {to}", where="--submit",
                         rule="the losses of trials come back through an MLflow server",
                         fix="--submit tracking-uri=URL")  # fmt: skip
-    return cluster_target(place, given, paths, workers, cluster, nodes, nproc)
+    return cluster_target(place, launcher_options, paths, workers, cluster, nodes, nproc)

@@ -43,7 +43,7 @@ PARENT, PARENT_TAG = "llmrecipes:mlflow_run", "mlflow.parentRunId"
 """Attribute of the study with the id of its run; and MLflow's own tag."""
 RETRY_SECONDS = 60.0
 STATUS = {"complete": "FINISHED", "pruned": "KILLED", "infeasible": "KILLED"}
-"""MLflow's status of a trial that has no process of its own to set it; FAILED for others."""
+"""MLflow's status of a trial without a process that sets it; FAILED for others."""
 LONGEST = 5000
 
 
@@ -133,7 +133,7 @@ class StudyTracker:
         self._not_before = 0.0
         self.flush()
         if self.waiting:
-            logger.warning("MLflow at %s did not take %d points of the study", redact(self.uri), len(self.waiting))
+            logger.warning("MLflow at %s did not store %d points of the study", redact(self.uri), len(self.waiting))
 
     def flush(self) -> None:
         """Send what is waiting, unless MLflow has just not responded."""
@@ -179,7 +179,7 @@ class StudyTracker:
         return client
 
     def _run_of(self, run_dir: Path) -> str | None:
-        """The id of a run in MLflow, from its directory or, if that is not here, by its name; None if unknown."""
+        """Id of a run in MLflow, from its directory or, if that is on another machine, its name; None if unknown."""
         try:
             found = read_json(run_dir / "mlflow.json", root=run_dir, most=RECORD).get("run_id")
         except (OSError, ValueError, AttributeError):

@@ -40,12 +40,12 @@ class TrialOutcome(StrEnum):
     DIVERGED = "diverged"
     """A loss was not finite; samplers see a violated constraint."""
     INFEASIBLE = "infeasible"
-    """The plan has said that it cannot run, or it ran out of memory all the same."""
+    """Refused by the plan, or out of memory in spite of it."""
     FAILED = "failed"
     RETURNED = "given back"
     """Not ended: another process resumes it."""
     LOST = "lost"
-    """Its job was interrupted, and can be resumed here."""
+    """Its job was interrupted, and can be resumed by this process."""
 
 
 def with_seed(recipe: Recipe, number: int) -> Recipe:
@@ -66,7 +66,7 @@ def mean_and_error(seeds: list[list[float]]) -> tuple[list[float], list[float]]:
 
 
 def measured(values: Sequence[float], errors: Sequence[float]) -> list[str]:
-    """Values of objectives in words, with their standard errors if there are any."""
+    """Values of objectives as text, with standard errors if known."""
     if not errors:
         return [f"{value:.5g}" for value in values]
     return [f"{value:.5g} ± {error:.2g}" for value, error in zip(values, errors, strict=True)]
@@ -133,14 +133,14 @@ class Running:
 
     def new_values(self, objective: Objective) -> list[tuple[int, float]]:
         """(number of the evaluation, value) of evaluations that have not been reported, and mark them as such."""
-        found = []
+        values_by = []
         for step, each in sorted(self.reader.read().evaluations.items()):
             number = evaluation(self.recipe, step)
             value = each.valid_bits_per_byte if objective == "valid_bits_per_byte" else each.valid_loss
             if number not in self.reported and value is not None:
                 self.reported.add(number)
-                found.append((number, value))
-        return found
+                values_by.append((number, value))
+        return values_by
 
     @property
     def may_be_pruned(self) -> bool:
@@ -148,7 +148,7 @@ class Running:
         return self.ending is None and max(self.reported, default=0) < evaluations(self.recipe)
 
     def outcome(self, status: JobStatus, objectives: tuple[Objective, ...]) -> tuple[TrialOutcome, list[float]]:
-        """How the trial ended, given the final status of its job; with the values of its objectives if complete."""
+        """Outcome of a trial from the final status of its job; with the values of its objectives if complete."""
         progress = self.reader.read()
         values = self._objectives(progress, objectives)
         if status.state == JobState.COMPLETED and values is not None:
@@ -166,7 +166,7 @@ class Running:
         return TrialOutcome.FAILED, []
 
     def reason(self, status: JobStatus) -> str:
-        """Why it ended without a result, given the final status of its job."""
+        """Why it ended without a result, from the final status of its job."""
         if status.state == JobState.COMPLETED and self._has_no_finite_loss(self.reader.progress):
             return "the validation loss is not finite"
         logs = self.job.logs()
@@ -178,7 +178,7 @@ class Running:
         return last is not None and last.valid_loss is None
 
     def _out_of_memory(self, status: JobStatus) -> str:
-        """What a job says that ran out of memory; empty if it did not, as far as its logs can be read here."""
+        """Message of a job that ran out of memory; empty if it did not, or if its logs cannot be read."""
         if status.state != JobState.FAILED:
             return ""
         if SLURM_OUT_OF_MEMORY in status.reason:
@@ -196,13 +196,13 @@ class Running:
         last = progress.evaluations.get(self.recipe.train.train_iters)
         if last is None:
             return None
-        found: dict[Objective, float | None] = {
+        values_by: dict[Objective, float | None] = {
             "valid_loss": last.valid_loss,
             "valid_bits_per_byte": last.valid_bits_per_byte,
             "train_seconds": progress.seconds,
             "num_parameters": float(self.plan.num_parameters.total),
         }
-        values = [value for name in names if (value := found[name]) is not None]
+        values = [value for name in names if (value := values_by[name]) is not None]
         return values if len(values) == len(names) else None
 
 

@@ -32,14 +32,14 @@ FITS = "fits"
 
 
 class Jobs(Protocol):
-    """The jobs of trials, as far as they can be reached from here."""
+    """The jobs of trials that this machine can reach."""
 
     def can_be_followed(self, trial: FrozenTrial) -> bool:
-        """Whether a trial of another process can be continued here without a second training beside its job."""
+        """Whether this process can continue a trial of another one without a second training beside its job."""
         ...
 
     def cancel(self, trial: FrozenTrial) -> None:
-        """End the job of a trial that is given up, should it still run."""
+        """Cancel the job of an abandoned trial, if it still runs."""
         ...
 
 
@@ -49,21 +49,21 @@ def this_worker() -> dict[str, Any]:
 
 
 def is_alive(worker: Mapping[str, Any]) -> bool | None:
-    """Whether a search process runs; None if it cannot be asked, because it is on another machine or in a container."""
+    """Whether a search process runs; None if unknown, because it is on another machine or in a container."""
     if not MachineIdentity.of(worker).is_this:
         return None
     return start_ticks(worker["pid"]) == worker["started"]
 
 
 def take_back(study: optuna.Study, grace: float, watch: Watch, jobs: Jobs) -> None:
-    """Put the trials of lost processes back into the queue; their jobs are found again by their runs.
+    """Return the trials of lost processes to the queue; their jobs are recovered from their runs.
 
     A trial whose job cannot be followed from here is left to a search process where it can. The job of a trial that
-    has been retried often enough is cancelled before the trial is given up.
+    has reached `max_retry` is cancelled before the trial is abandoned.
 
     Args:
         study: the study.
-        grace: seconds after which a trial that was asked for but never began is given up.
+        grace: seconds after which a trial that was created but never started is abandoned.
         watch: the same at each call.
         jobs: of the trials.
     """
@@ -90,7 +90,7 @@ def take_back(study: optuna.Study, grace: float, watch: Watch, jobs: Jobs) -> No
 
 
 def _forget(study: optuna.Study, trial: FrozenTrial) -> None:
-    """End a trial that was asked for and never began: as if it had never been, unless it was queued."""
+    """Remove a trial that was created and never started; one that was queued returns to the queue."""
     if is_queued(trial):
         return_to_queue(study, trial.number)
         return
@@ -136,7 +136,7 @@ def _end(study: optuna.Study, trial: FrozenTrial) -> bool:
 
 
 def return_to_queue(study: optuna.Study, number: int) -> None:
-    """Put a trial of this process back into the queue: whoever asks next resumes its run."""
+    """Return a trial of this process to the queue; the next process that takes it resumes its run."""
     trial = study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
     earlier = [*trial.user_attrs.get(RETURNED, ()), trial.number]
     kept = {key: value for key, value in trial.user_attrs.items() if key != WORKER}
@@ -150,7 +150,7 @@ def return_to_queue(study: optuna.Study, number: int) -> None:
 
 
 def discard(study: optuna.Study, trial: optuna.Trial) -> None:
-    """End a trial that was one too many, as if it had never been."""
+    """Remove a trial that exceeds the limit."""
     trial.set_user_attr(RETURNED, [trial.number])
     study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
 
@@ -185,7 +185,7 @@ def own_trials(study: optuna.Study) -> Iterator[FrozenTrial]:
 
 
 def unbegun(study: optuna.Study) -> set[int]:
-    """Trials that a process has asked for and not begun: it may have been killed, which `take_back` finds out."""
+    """Trials that a process has created and not started; `take_back` checks whether it was killed."""
     running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
     return {each.number for each in running if WORKER not in each.user_attrs}
 
@@ -238,12 +238,12 @@ class Heartbeat:
         self._thread.join(LONGEST_END)  # it may wait for a storage that does not respond
 
     def add(self, trial: optuna.Trial) -> None:
-        """From now on send heartbeats of a trial."""
+        """Start sending heartbeats of a trial."""
         with self._lock:
             self._trials[trial.number] = trial
 
     def remove(self, number: int) -> None:
-        """Send none of a trial any more; nothing if there were none."""
+        """Stop sending heartbeats of a trial; no effect if none were sent."""
         with self._lock:
             self._trials.pop(number, None)
 

@@ -69,7 +69,7 @@ class Stop:
         select.select([self._read], [], [], seconds)
 
     def again(self) -> None:
-        """From now on wait for something else; another Ctrl-C ends this process."""
+        """Stop waiting for trials; another Ctrl-C ends this process."""
         self._final = True
         with suppress(BlockingIOError):
             os.read(self._read, 4096)
@@ -103,7 +103,7 @@ IDLE_SECONDS = 5.0
 POSTPONED_SECONDS = 60.0
 """Seconds until a trial that the scheduler did not take is submitted again."""
 FAILURES_IN_A_ROW = 5
-"""Then something is wrong with the recipe or the space, not with the values."""
+"""Failures after which recipe or space are suspected, not the values."""
 
 
 @dataclass
@@ -202,7 +202,7 @@ class Worker:
             self._start_one()
 
     def _may_be_lost(self) -> bool:
-        """Whether a limit is reached only by trials of others that have perhaps never begun, or lost their process."""
+        """Whether a limit is reached only by trials of other processes, never started or without a process."""
         unsure = self._with_retries(
             lambda: unbegun(self.study) | unheard(self.study, self._watch, self._grace + self.search.heartbeat_interval)
         )
@@ -232,7 +232,7 @@ class Worker:
             self._count_failures(started.outcome, started.reason)
 
     def _exhausted(self) -> str:
-        """Why a grid has no other point; empty for other samplers."""
+        """Why a grid has no further point; empty for other samplers."""
         if self.search.sampler.type != "GridSampler":
             return ""
         waiting = self._with_retries(lambda: self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
@@ -248,7 +248,7 @@ class Worker:
         except SchedulerUnavailable as error:
             if time.monotonic() - self._answered > PATIENCE_SECONDS:
                 raise
-            logger.warning("%s; trials are still waited for", error)
+            logger.warning("%s; still waiting for trials", error)
             by_ref = {}
         for each in list(self.running):
             try:
@@ -263,7 +263,7 @@ class Worker:
                     self._starter.cancel(trial)
 
     def _drop(self, each: Running) -> None:
-        """Follow a trial no more."""
+        """Stop following a trial."""
         self._heartbeat.remove(each.number)
         self.running = [other for other in self.running if other is not each]
 
@@ -442,7 +442,7 @@ class Worker:
             self._look()
 
     def _leave(self) -> None:
-        """After an error: local jobs save and end; `--resume` finds all jobs again."""
+        """After an error: local jobs save and end; `--resume` resumes all of them."""
         for each in self.running:
             if self.target.is_local:
                 with suppress(UserError, OSError):

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,7 +22,13 @@ RunStatus = Literal["FINISHED", "KILLED", "FAILED"]
 
 
 TASKS_EVALUATED = "tasks_evaluated"
-"""Event of the note whose details are metrics, `eval/<task>/<metric>`: trackers have them as such."""
+"""Event of the note with `eval/<task>/<metric>`."""
+MEASURED = "measured"
+"""Event of the note at the end of a start: `measured/…` beside `predicted/…` of the plan."""
+METRIC_NOTES = (TASKS_EVALUATED, MEASURED)
+"""Events of notes whose details are metrics: trackers have them as such."""
+VALID = ("valid_loss", "valid_bits_per_byte")
+"""Metrics of an evaluation that trackers show as a group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +61,12 @@ class StepMetrics:
         loss: training loss in nats per token, averaged over the tokens of the global batch.
         grad_norm: global L2 norm of the gradients before clipping.
         lr: learning rate this step used.
-        consumed_samples: sequences consumed since step 0.
+        consumed_samples: place in the order of sequences: those consumed since step 0, and those left out.
         consumed_tokens: tokens consumed since step 0.
         step_seconds: wall-clock seconds of this step.
         tokens_per_second: tokens of the global batch over `step_seconds`.
         loss_scale: fp16 loss scale; None for other types.
-        skipped: the update was skipped because the fp16 gradients overflowed.
+        skipped: the update was left out: the fp16 gradients overflowed (then `grad_norm` is NaN), or at a spike.
         memory_bytes: peak bytes on the GPU, or resident bytes of the process on a CPU.
         mfu: model FLOPs utilisation, 0 to 1, counting full attention; None if the peak is unknown.
         mfu_causal: the same counting only the causal half of attention.
@@ -108,7 +114,7 @@ class EvalMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """Something that happened at a step: a checkpoint, a failed save, a skipped update.
+    """An event at a step: a checkpoint, a failed save, a skipped update.
 
     Attributes:
         event: short name in snake case, such as `checkpoint_saved`.
@@ -170,10 +176,10 @@ class Sink(ABC):
 
     @abstractmethod
     def note(self, note: Note) -> None:
-        """Something that happened, without secrets."""
+        """An event, without secrets."""
 
     def end(self, status: RunStatus) -> None:  # noqa: B027 - most sinks have nothing to begin
-        """Begin what `close` will wait for; called for all sinks before the first `close`."""
+        """Start the work that `close` waits for; called for all sinks before the first `close`."""
 
     @abstractmethod
     def close(self, status: RunStatus) -> None:
@@ -222,3 +228,27 @@ def expert_metrics(layers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def _number(value: float | str) -> float:
     # JSON has no NaN: metrics.jsonl has its name instead.
     return float(value)
+
+
+class Tracker(Protocol):
+    """Receives metrics and notes of the loop."""
+
+    def step(self, metrics: StepMetrics) -> None: ...
+
+    def eval(self, metrics: EvalMetrics) -> None: ...
+
+    def note(self, note: Note) -> None: ...
+
+    def close(self, status: RunStatus) -> None: ...
+
+
+class NoTracker:
+    """The ranks that do not report."""
+
+    def step(self, metrics: StepMetrics) -> None: ...
+
+    def eval(self, metrics: EvalMetrics) -> None: ...
+
+    def note(self, note: Note) -> None: ...
+
+    def close(self, status: RunStatus) -> None: ...

@@ -128,7 +128,7 @@ class Sums:
 
 
 def read_sums(path: Path) -> Sums | None:
-    """What `Sums.write` wrote; None if it is missing or damaged, as in a run of an older version."""
+    """The file that `Sums.write` wrote; None if it is missing or damaged."""
     try:
         values = read_json(path, root=path.parent)
         lines, step, chunks = values["lines"], values["step"], values["chunks"]
@@ -141,7 +141,7 @@ def read_sums(path: Path) -> Sums | None:
 
 @dataclass
 class Rewound:
-    """Result of `rewind`: lines dropped, the sums of the lines kept, and problems found in them."""
+    """Result of `rewind`: lines dropped, checksums of the lines kept, and their problems."""
 
     dropped: int = 0
     sums: Sums = field(default_factory=Sums)

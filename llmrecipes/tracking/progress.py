@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections import deque
@@ -16,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 
 from llmrecipes.console import duration
-from llmrecipes.tracking.events import EvalMetrics, Note, RunStart, RunStatus, Sink, StepMetrics
+from llmrecipes.tracking.events import MEASURED, EvalMetrics, Note, RunStart, RunStatus, Sink, StepMetrics
 from llmrecipes.units import GIB
 
 SECONDS_BETWEEN_LINES = 1.0
@@ -96,6 +97,8 @@ class ProgressSink(Sink):
         self._print(eval_line(metrics, self._total))
 
     def note(self, note: Note) -> None:
+        if note.event == MEASURED:  # the summary has it
+            return
         self._print(note_line(note, self._total), style="bold red" if note.alarm else None)
 
     def close(self, status: RunStatus) -> None:
@@ -130,13 +133,13 @@ class Counted:
         self._live: Progress | None = None
 
     def begin(self, name: str, total: int | None) -> None:
-        """Another work, of some items; None if it is not known how many."""
+        """Start a new task of `total` items; None if the number is unknown."""
         self.close()
         self._name, self._total, self._done = name, total or 0, 0
         self._begun = self._printed = self._clock()
 
     def add(self, items: int) -> None:
-        """Some items are done."""
+        """Count finished items."""
         self._done += items
         now = self._clock()
         if now - self._begun < SECONDS_BEFORE_COUNTING:
@@ -186,7 +189,7 @@ def step_parts(metrics: StepMetrics, total: int, seconds_a_step: float) -> dict[
     if metrics.memory_bytes:
         parts["memory"] = f"mem {metrics.memory_bytes / GIB:.1f} GiB"
     if metrics.skipped:
-        parts["skipped"] = "skipped: fp16 overflow"
+        parts["skipped"] = f"skipped: {'fp16 overflow' if math.isnan(metrics.grad_norm) else 'spike'}"
     return parts | {"left": f"left {duration((total - metrics.step) * seconds_a_step)}"}
 
 

@@ -153,7 +153,7 @@ class RunTracker:
         self._tell_others(lambda sink: sink.eval(metrics))
 
     def note(self, note: Note) -> None:
-        """Report something that happened; its details may quote an error, so they are redacted for all sinks."""
+        """Report an event; its details may quote an error, so they are redacted for all sinks."""
         note = replace(note, details=redacted(note.details))
         self._record.note(note)
         self._tell_others(lambda sink: sink.note(note))

@@ -10,8 +10,6 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-import psutil
-
 from llmrecipes.hardware.process import MachineIdentity, process_seconds, start_ticks, this_machine
 from llmrecipes.io import write_atomic
 from llmrecipes.runfiles import RunFiles
@@ -40,19 +38,9 @@ def read(run_dir: Path) -> dict[str, Any]:
 def _has_ended(values: dict[str, Any]) -> bool:
     """Whether the process of a run is known to have ended; one of another machine or container cannot be seen."""
     pid, then, this = values.get("pid"), MachineIdentity.of(values), this_machine()
-    if "boot_id" not in values:  # of an older version
-        return then.host == this.host and not _runs_since(values)
     if then.is_this:
         return type(pid) is not int or start_ticks(pid) != values.get("pid_ticks")
     return then.host == this.host and then.boot_id != this.boot_id  # the machine was restarted
-
-
-def _runs_since(values: dict[str, Any]) -> bool:
-    # The start time distinguishes a process from a later one with the same pid.
-    try:
-        return abs(psutil.Process(values["pid"]).create_time() - values["pid_started"]) < 1.0
-    except (psutil.Error, KeyError, TypeError, ValueError, OverflowError):
-        return False
 
 
 class StatusSink(Sink):

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Self
 
 from llmrecipes.tracking.events import (
-    TASKS_EVALUATED,
+    METRIC_NOTES,
+    VALID,
     EvalMetrics,
     Note,
     RunStart,
@@ -29,7 +30,6 @@ TRAIN = (
     "mfu_causal",
     "moe_aux_loss",
 )
-VALID = ("valid_loss", "valid_bits_per_byte")
 
 
 class TensorBoardSink(Sink):
@@ -61,7 +61,7 @@ class TensorBoardSink(Sink):
         self._write("valid", VALID, metrics)
 
     def note(self, note: Note) -> None:
-        if note.event == TASKS_EVALUATED:
+        if note.event in METRIC_NOTES:
             for key, value in note.details.items():
                 self._writer.add_scalar(key, value, note.step, note.time)
         elif note.alarm:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from llmrecipes.io import write_atomic
 from llmrecipes.redact import redacted
-from llmrecipes.tracking.events import TASKS_EVALUATED, RunStart, expert_metrics
+from llmrecipes.tracking.events import METRIC_NOTES, RunStart, expert_metrics
 from llmrecipes.tracking.mirror import Mirror, MirrorConfig, numbers, serve
 from llmrecipes.tracking.mirror_sink import MirrorSink
 from llmrecipes.untrusted import RECORD, read_json
@@ -100,12 +100,12 @@ class WandbRun:
     def has(self, values: dict[str, Any]) -> bool:
         """Whether an earlier attempt at this run has sent this point. Notes overwrite each other, and may be resent."""
         kind = _kind(values)
-        points = kind != "event" or values["event"] == TASKS_EVALUATED
+        points = kind != "event" or values["event"] in METRIC_NOTES
         return points and values["step"] <= self._earlier.get(kind, -1)
 
     def log(self, values: dict[str, Any]) -> None:
         """Send a line of metrics.jsonl to W&B; only the last note of each kind is kept."""
-        if values.get("event") == TASKS_EVALUATED:
+        if values.get("event") in METRIC_NOTES:
             self.run.log({"step": values["step"], **values["details"]})
         elif "event" in values:
             self.run.summary[f"note/{values['event']}"] = {"step": values["step"], **(values.get("details") or {})}

@@ -23,13 +23,12 @@ from llmrecipes.evaluation.lead import Interrupted, RankZeroScorer
 from llmrecipes.evaluation.request import EvaluationResult
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.tracking.events import TASKS_EVALUATED, Note
+from llmrecipes.tracking.events import TASKS_EVALUATED, Note, Tracker
 from llmrecipes.tracking.jsonl import parse
 from llmrecipes.untrusted import lines
 
 if TYPE_CHECKING:
     from llmrecipes.evaluation.tasks import Tasks
-    from llmrecipes.train.loop import Tracker
 
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from llmrecipes.data.batches import ReaderLost, batches, read_error
+from llmrecipes.data.batches import Ranges, ReaderLost, batches, read_error
 from llmrecipes.data.dataset import build
 from llmrecipes.data.prepared import Prepared, bits_per_byte
 from llmrecipes.engine.base import Batch, World
 from llmrecipes.errors import UserError
+from llmrecipes.faults.watchdog import Beat, unwatched
 from llmrecipes.recipe.schema import Recipe
 
 
@@ -37,9 +38,13 @@ class DataLoaders:
             conversations, where the loss counts only a part of the text.
     """
 
-    train: Callable[[int], Generator[Batch, None, None]]
+    train: Callable[..., Generator[Batch, None, None]]
     valid: Callable[[], Iterator[Batch]] | None
     bits_per_byte: Callable[[float], float] | None
+
+    def leaving_out(self, skipped: Ranges) -> DataLoaders:
+        """Loaders without the global batches that have a sample in these ranges."""
+        return replace(self, train=partial(self.train, skipped=skipped)) if skipped else self
 
 
 def open_loaders(recipe: Recipe, prepared: Prepared, world: World, *, pin_memory: bool) -> DataLoaders:
@@ -72,7 +77,9 @@ def open_loaders(recipe: Recipe, prepared: Prepared, world: World, *, pin_memory
     )
     # A few batches every hundred steps are not worth a worker process.
     return DataLoaders(
-        train=lambda consumed: read(train, consumed_samples=consumed, num_workers=recipe.data.num_workers),
+        train=lambda consumed, skipped=(): read(
+            train, consumed_samples=consumed, num_workers=recipe.data.num_workers, skipped=skipped
+        ),
         valid=None if valid is None else lambda: read(valid, consumed_samples=0, num_workers=0),
         bits_per_byte=None if recipe.data.chat else partial(_bits_per_byte, prepared, recipe.model.seq_length),
     )
@@ -93,7 +100,7 @@ def _read(recipe: Recipe, prepared: Prepared, dataset: Dataset[Any], **options: 
 def one_batch_forever(loaders: DataLoaders, num_microbatches: int) -> DataLoaders:
     """Loaders that repeat the first global batch, to see whether the model can overfit it."""
 
-    def train(_consumed: int) -> Generator[Batch, None, None]:
+    def train(_consumed: int, skipped: Ranges = ()) -> Generator[Batch, None, None]:
         with closing(loaders.train(0)) as source:
             first = [next(source) for _ in range(num_microbatches)]
         while True:
@@ -112,10 +119,12 @@ class ReadAhead:
         batches: micro-batches from the next step on.
         per_step: micro-batches in a step.
         steps: remaining steps.
+        beat: called when a read begins, and when the step goes on.
     """
 
-    def __init__(self, batches: Iterator[Batch], per_step: int, steps: int) -> None:
+    def __init__(self, batches: Iterator[Batch], per_step: int, steps: int, beat: Beat = unwatched) -> None:
         self.failure: UserError | None = None
+        self._beat = beat
         self._source = islice(batches, per_step * steps)
         self._ready: deque[Batch] = deque()
         for _ in range(per_step):
@@ -134,10 +143,12 @@ class ReadAhead:
     def _read(self) -> None:
         if self.failure is not None:
             return
+        self._beat("data")
         try:
             self._ready.extend(islice(self._source, 1))
         except UserError as failure:
             self.failure = failure
+        self._beat("step")
 
 
 class HeldOutBatches:

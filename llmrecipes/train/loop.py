@@ -7,24 +7,29 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
-from typing import Protocol
 
 from llmrecipes.checkpoint.saver import AsyncSaver
 from llmrecipes.engine.base import Balance, Engine, Progress, StepResult, World
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.memory import trim_heap
-from llmrecipes.faults.numerics import LossWatch
+from llmrecipes.faults.numerics import LossWatch, StepSpike
 from llmrecipes.faults.signals import StopRequest
+from llmrecipes.faults.watchdog import Beat, unwatched
 from llmrecipes.plan.derive import Plan
-from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics, is_measured
-from llmrecipes.train.debug import require_finite
+from llmrecipes.tracking.events import EvalMetrics, Note, StepMetrics, Tracker, is_measured
+from llmrecipes.train import guard
 from llmrecipes.train.evaluations import TaskEvaluations, is_evaluated
 from llmrecipes.train.loaders import DataLoaders, HeldOutBatches, ReadAhead, first_failure
+from llmrecipes.train.rewind import Rewinds
 from llmrecipes.train.saves import Saves
 
 logger = logging.getLogger(__name__)
+
+
+FIRST_STEPS = 2
+"""Steps of a start that compile kernels, connect ranks and allocate memory."""
 
 
 class LoopOutcome(Enum):
@@ -32,30 +37,6 @@ class LoopOutcome(Enum):
 
     FINISHED = ExitCode.DONE
     STOPPED = ExitCode.REQUEUE
-
-
-class Tracker(Protocol):
-    """Receives metrics and notes of the loop."""
-
-    def step(self, metrics: StepMetrics) -> None: ...
-
-    def eval(self, metrics: EvalMetrics) -> None: ...
-
-    def note(self, note: Note) -> None: ...
-
-    def close(self, status: RunStatus) -> None: ...
-
-
-class NoTracker:
-    """The ranks that do not report."""
-
-    def step(self, metrics: StepMetrics) -> None: ...
-
-    def eval(self, metrics: EvalMetrics) -> None: ...
-
-    def note(self, note: Note) -> None: ...
-
-    def close(self, status: RunStatus) -> None: ...
 
 
 @dataclass
@@ -73,11 +54,14 @@ class Loop:
         recipe_hash: goes into checkpoints' manifests.
         peak_flops: dense FLOP/s of one GPU, for MFU; None if unknown.
         after_step: called after every step.
-    tasks: tasks of the recipe; None for none.
+        tasks: tasks of the recipe; None for none.
         stop_after: save and stop after this step, as after a signal.
         evaluation_due: whether the step to resume from still has to be evaluated (see `evaluations.evaluation_due`).
         watch: raises an alarm at a loss spike.
+        beat: told the phase that begins, and its step; see `faults.watchdog`.
+        rewinds: of a run that goes back from spikes; None: their updates are left out.
         losses: training loss of every step of this start.
+        steady: seconds of its steps, without the first `FIRST_STEPS` and those during which a save was written.
         valid_loss: the last one, in nats per token.
         unread: why the last evaluation could not read its data, on some rank.
     """
@@ -96,9 +80,13 @@ class Loop:
     stop_after: int | None = None
     evaluation_due: bool = False
     watch: LossWatch = field(default_factory=LossWatch)
+    rewinds: Rewinds | None = None
+    beat: Beat = unwatched
     losses: list[float] = field(default_factory=list)
+    steady: list[float] = field(default_factory=list)
     valid_loss: float | None = None
     unread: UserError | None = None
+    spikes: guard.SpikeGuard | None = field(default=None, init=False)
 
     def run(self, progress: Progress) -> LoopOutcome:
         """Train from `progress` to the last step, or until a stop is requested.
@@ -106,15 +94,27 @@ class Loop:
         Raises:
             NonFinite: a loss or gradient norm is not finite.
             UserError: too many checkpoints in a row, or the last one, could not be written; or a rank could not read
-                its data; in that case the last complete step is saved.
+                its data; in that case the last complete step is saved. Or too many rewinds.
+            Rewind: a spike was reported, and the run goes back to a checkpoint.
         """
-        train = self.plan.recipe.train
-        with closing(self.loaders.train(progress.consumed_samples)) as batches:
-            ahead = ReadAhead(batches, self.plan.num_microbatches, train.train_iters - progress.step)
+        train, faults = self.plan.recipe.train, self.plan.recipe.faults
+        if faults.loss_spike_action != "none":
+            self.spikes = guard.SpikeGuard(faults, progress)
+        loaders = self.loaders.leaving_out(progress.skipped_samples)
+        with closing(loaders.train(progress.consumed_samples)) as batches:
+            ahead = ReadAhead(batches, self.plan.num_microbatches, train.train_iters - progress.step, self.beat)
             self._require_read(progress.step, ahead.failure)
             outcome, last = self._run(progress, ahead)
+            self.beat("rest")
             self._require_read(last, ahead.failure or self.unread)
             return outcome
+
+    def again(self, tracker: Tracker, evaluation_due: bool) -> Loop:
+        """The loop from an earlier step of the same engine on."""
+        tasks = None if self.tasks is None else replace(self.tasks, tracker=tracker)
+        return replace(
+            self, tracker=tracker, tasks=tasks, evaluation_due=evaluation_due, watch=LossWatch(), losses=[], steady=[]
+        )
 
     def _run(self, progress: Progress, batches: ReadAhead) -> tuple[LoopOutcome, int]:
         train = self.plan.recipe.train
@@ -123,22 +123,32 @@ class Loop:
             with self.engine.params_synced():
                 if not self._evaluate(progress):
                     return self._stopped(progress)
+        self.beat("tasks", progress.step)
         if self.tasks is not None and self.tasks.missing(progress.step) and not self.tasks.run(progress.step):
             return self._stopped(progress)
         first = progress.step
         while progress.step < train.train_iters:
-            progress, stopping = self._step(progress, batches)
+            began = guard.first_sample(progress, self.plan)
+            steady = progress.step >= first + FIRST_STEPS and not saves.writing
+            progress, stopping = self._step(progress, batches, steady=steady)
+            if self.spikes is not None and self.spikes.spike is not None:
+                self._rewind(saves, progress, began, self.spikes.spike)
             if progress.step == first + 1 and self.engine.platform.name == "cuda":
                 saves.reserve(progress)
             last = progress.step == train.train_iters
             evaluating = self.loaders.valid is not None and is_evaluated(progress.step, self.plan.recipe)
             saving = last or progress.step % self.plan.recipe.checkpoint.save_interval == 0
+            interval = self.plan.recipe.faults.check_weight_hash_across_dp_replicas_interval
+            if interval is not None and (saving or stopping or progress.step % interval == 0):
+                guard.require_equal_replicas(progress.step, self.engine, self.tracker)
             if evaluating and not stopping:
                 with self.engine.params_synced():
                     stopping = evaluating = not self._evaluate(progress)
             if self.tasks is not None and self.tasks.due(progress.step):
+                self.beat("tasks")
                 stopping = evaluating = stopping or not self.tasks.run(progress.step)
             if saving or stopping:
+                self.beat("save")
                 saves.save(progress)
             saves.poll()
             if (evaluating or saving) and self.engine.platform.device.type == "cpu":
@@ -163,26 +173,46 @@ class Loop:
             self.tracker.note(Note(step=step, event="unreadable", details=details, alarm=True))
             raise failure
 
-    def _step(self, progress: Progress, batches: ReadAhead) -> tuple[Progress, bool]:
+    def _step(self, progress: Progress, batches: ReadAhead, *, steady: bool) -> tuple[Progress, bool]:
         counter = self.engine.balance if is_measured(progress.step + 1, self.plan.recipe) else None
         if counter is not None:
             counter.start()
         started = time.perf_counter()
-        result = self.engine.train_step(batches, stop=lambda: self.stop.requested or batches.failure is not None)
+        self.beat("step", progress.step + 1)
+        result = self.engine.train_step(
+            batches,
+            stop=lambda: self.stop.requested or batches.failure is not None,
+            accept=None if self.spikes is None else self.spikes.accept,
+        )
         seconds = time.perf_counter() - started
         balance = None if counter is None else counter.collect()
+        before = progress
         progress = Progress(
             step=progress.step + 1,
-            consumed_samples=progress.consumed_samples + self.plan.recipe.train.global_batch_size,
+            consumed_samples=guard.first_sample(progress, self.plan) + self.plan.recipe.train.global_batch_size,
             consumed_tokens=progress.consumed_tokens + self.plan.tokens_per_step,
-            skipped_steps=progress.skipped_steps + result.skipped,
+            skipped_steps=progress.skipped_steps + (result.skipped or result.rejected),
+            skipped_samples=progress.skipped_samples,
+            **({} if self.spikes is None else self.spikes.recent()),
         )
         self.losses.append(result.loss)
+        if steady:
+            self.steady.append(seconds)
         self._report(progress, result, seconds, balance)
-        require_finite(progress.step, result, self.engine, self.world)
-        self._require_loss_scale(progress, result)
+        guard.require_finite(before, result, self.engine, self.world)
+        if suspect := guard.hardware_suspect(before, result, self.engine, self.world):
+            self.tracker.note(suspect)
+        guard.require_loss_scale(progress.step, result, self.plan.recipe.train)
         self.after_step()
         return progress, result.stop or progress.step == self.stop_after
+
+    def _rewind(self, saves: Saves, progress: Progress, began: int, spike: StepSpike) -> None:
+        """Go back from a spike, whose update was left out, if the run does so and a checkpoint is old enough."""
+        if self.rewinds is not None:
+            saves.settle()
+            self.rewinds.require(spike, progress, began)
+        details = {**asdict(spike), "samples": [began, progress.consumed_samples]}
+        self.tracker.note(Note(step=progress.step, event="spike_skipped", details=details, alarm=True))
 
     def _report(self, progress: Progress, result: StepResult, seconds: float, balance: Balance | None) -> None:
         rate = self.plan.tokens_per_step / seconds
@@ -197,7 +227,7 @@ class Loop:
                 step_seconds=seconds,
                 tokens_per_second=rate,
                 loss_scale=result.loss_scale,
-                skipped=result.skipped,
+                skipped=result.skipped or result.rejected,
                 memory_bytes=self.engine.platform.peak_memory(),
                 mfu=self._utilisation(rate, self.plan.flops_per_token_full),
                 mfu_causal=self._utilisation(rate, self.plan.flops_per_token_causal),
@@ -208,7 +238,7 @@ class Loop:
         if result.skipped:
             details = {"loss_scale": result.loss_scale, "skipped_steps": progress.skipped_steps}
             self.tracker.note(Note(step=progress.step, event="overflow_skipped", details=details))
-        elif spike := self.watch.add(result.loss):
+        elif not result.rejected and (spike := self.watch.add(result.loss)):
             if self.world.is_first:
                 numbers = spike.loss, progress.step, spike.usual, spike.limit
                 logger.error("ALARM: loss %.4f in step %d (usual %.4f, limit %.4f)", *numbers)
@@ -219,17 +249,6 @@ class Loop:
             return None
         return tokens_per_second * flops_per_token / (self.peak_flops * self.world.size)
 
-    def _require_loss_scale(self, progress: Progress, result: StepResult) -> None:
-        smallest = self.plan.recipe.train.min_loss_scale
-        if result.skipped and result.loss_scale is not None and result.loss_scale <= smallest:
-            raise UserError(
-                f"fp16 gradients overflow in step {progress.step} even at the smallest loss scale, {smallest:g}",
-                where="train.min_loss_scale",
-                rule="the loss scale may not fall below train.min_loss_scale",
-                fix="train.precision=bf16, or a lower optimizer.lr; the newest checkpoint predates this",
-                code=ExitCode.STOP,
-            )
-
     def _evaluate(self, progress: Progress) -> bool:
         """Evaluate and report; False if a rank was asked to stop meanwhile, or could not read its data."""
         if self.loaders.valid is None:
@@ -237,9 +256,13 @@ class Loop:
         started = time.perf_counter()
         train = self.plan.recipe.train
         batches = HeldOutBatches(self.loaders.valid(), (train.micro_batch_size, self.plan.recipe.model.seq_length))
-        loss = self.engine.evaluate(
-            batches, train.eval_iters, lambda: self.stop.requested or batches.failure is not None
-        )
+
+        def stop() -> bool:
+            self.beat("evaluate")
+            return self.stop.requested or batches.failure is not None
+
+        self.beat("evaluate")
+        loss = self.engine.evaluate(batches, train.eval_iters, stop)
         self.unread = first_failure(batches.failure, self.engine.platform.device)
         if loss is None or self.unread is not None:
             return False

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from llmrecipes.checkpoint.compatibility import require_readable
-from llmrecipes.checkpoint.ranks import serve, survey
+from llmrecipes.checkpoint.rank_groups import serve, survey
 from llmrecipes.checkpoint.store import CheckpointStore, Damaged, Entry
 from llmrecipes.engine.base import Engine, Progress, World
 from llmrecipes.errors import ExitCode, UserError

@@ -90,6 +90,15 @@ class Saves:
             code=ExitCode.STOP,
         )
 
+    @property
+    def writing(self) -> bool:
+        """Whether a save had not ended at the last `poll`."""
+        return bool(self._waited)
+
+    def settle(self) -> None:
+        """Wait for a save that is being written, and report it."""
+        self._report(self._saver.wait())
+
     def poll(self) -> None:
         """Report the saves that have ended; does not wait."""
         self._report(self._saver.poll())

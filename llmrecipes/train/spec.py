@@ -32,6 +32,8 @@ class RunSpec(RunOptions, RankSpec):
     """Whether the run was planned for GPUs, so that a rank without one must not train."""
     planned: dict[str, Any] | None = None
     """`Plan.facts` of the plan that was checked; a rank that derives others must not train. Older versions had none."""
+    predicted: dict[str, Any] | None = None
+    """`Forecast.record` of that plan; None: nothing is known of the machine's speed."""
     stop_after: Annotated[int, Field(gt=0)] | None = None
     """Save and stop after this step, as after a signal."""
     restart: Annotated[int, Field(ge=0)] = 0

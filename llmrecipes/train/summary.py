@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Callable, Iterator
@@ -35,11 +36,13 @@ from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.proxy import with_zero
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.tracking.events import Note
+from llmrecipes.tracking.events import Note, NoTracker, Tracker
+from llmrecipes.tracking.jsonl import parse
 from llmrecipes.tracking.run_environment import capture
 from llmrecipes.tracking.run_tracker import RunTracker
-from llmrecipes.train.loop import Loop, NoTracker, Tracker
+from llmrecipes.train.loop import Loop
 from llmrecipes.train.spec import RunSpec
+from llmrecipes.untrusted import lines
 
 PROMPTS = {"stdlib": "def ", "docstrings": "What does shutil.movefile(src, dst) do?"}
 SAMPLE_TOKENS = 120
@@ -63,9 +66,31 @@ def print_summary(spec: RunSpec, prepared: Prepared, loop: Loop) -> None:
     elif loop.valid_loss is not None:
         for line in learnt(prepared, loop, loop.valid_loss):
             console().print(line, markup=False)
+    if (answered := decisions(spec.run.metrics)) is not None:
+        console().print(answered, markup=False, soft_wrap=True)
     if spec.sample and loop.world.holds_whole_model:
         _sample(spec, prepared, loop)
     console().print(f"\nagain: {generate_command(spec)}", markup=False)
+
+
+DECISIONS = ("hardware_suspect", "spike_skipped", "rewound", "hang")
+"""Events that a run has answered by itself."""
+
+
+def decisions(metrics: Path) -> str | None:
+    """One line about what the run has answered by itself, in all its starts; None: nothing."""
+    try:
+        records = [parse(line) for line in lines(metrics, root=metrics.parent) if b'"event"' in line]
+    except OSError:
+        return None
+    steps: dict[str, list[int]] = {}
+    for record in records:
+        if record and record.get("event") in DECISIONS:
+            steps.setdefault(str(record["event"]), []).append(int(record["step"]))
+    if not steps:
+        return None
+    named = "; ".join(f"{name} at step {', '.join(map(str, at[:8]))}" for name, at in steps.items())
+    return f"\nfaults: {named} (details in {metrics})"
 
 
 def learnt(prepared: Prepared, loop: Loop, loss: float) -> list[str]:
@@ -292,7 +317,7 @@ def open_tracker(
         yield NoTracker()
         return
     layers = {"transformer_impl": implementation.name, "transformer_impl_reason": implementation.reason}
-    plan_values = {**plan.as_dict(), **layers}
+    plan_values = {**plan.as_dict(), **layers, "predicted": spec.predicted}
     with RunTracker.open(
         spec.recipe,
         plan=plan_values,
@@ -301,12 +326,17 @@ def open_tracker(
         runs_dir=spec.runs_dir,
         resumed_step=progress.step,
         total_steps=spec.recipe.train.train_iters,
-        tags={"layout": f"dp{world.data_parallel_size}", **spec.tags},
+        tags=_tags(spec, world),
         console=console(),
     ) as tracker:
         if spec.restart:
             tracker.note(Note(step=progress.step, event="restarted", details={"restart": spec.restart, **spec.tags}))
         yield tracker
+
+
+def _tags(spec: RunSpec, world: World) -> dict[str, str]:
+    predicted = {} if spec.predicted is None else {"predicted": json.dumps(spec.predicted)}
+    return {"layout": f"dp{world.data_parallel_size}", **predicted, **spec.tags}
 
 
 def _adapters(plan: Plan) -> dict[str, str]:

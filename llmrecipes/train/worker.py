@@ -6,13 +6,17 @@ import gc
 import logging
 import os
 import socket
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from itertools import count
 
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.builds import import_megatron
 from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.recipe.features import value
 from llmrecipes.train.rank import failure_reported, nodes, rank_main
 from llmrecipes.train.spec import RunSpec
 
@@ -27,23 +31,28 @@ def run(spec: RunSpec) -> ExitCode:
     """
     require_packages(spec.recipe)
     import_megatron()
+    gc.freeze()  # modules live to the end, and the first collection would take a tenth of the start to look at them
     # Imported here so that a rank with an invalid spec fails before torch is loaded.
     from llmrecipes.checkpoint.saver import AsyncSaver, claim, saver_group
+    from llmrecipes.console import console
     from llmrecipes.data.prepared import open_prepared
     from llmrecipes.engine.backends import backend
     from llmrecipes.engine.base import Progress
     from llmrecipes.faults.signals import catch_signals
     from llmrecipes.hardware.nics import ports
     from llmrecipes.recipe.load import recipe_hash
-    from llmrecipes.tracking.events import Note
+    from llmrecipes.tracking.events import MEASURED, Note
     from llmrecipes.train.debug import anomaly_mode
     from llmrecipes.train.evaluations import TaskEvaluations, evaluation_due, load_tasks
     from llmrecipes.train.folder import require_exists, stop_when_deleted
+    from llmrecipes.train.hangs import hangs, watchdog
     from llmrecipes.train.loaders import one_batch_forever, open_loaders
     from llmrecipes.train.loop import Loop, LoopOutcome
+    from llmrecipes.train.measured import line, measured
     from llmrecipes.train.network import leave_out_other_adapters, nccl_output, report_on_error, require_fabric
     from llmrecipes.train.profile import profiled
     from llmrecipes.train.resume import choose, initial_weights, resume
+    from llmrecipes.train.rewind import Rewind, Rewinds, merged
     from llmrecipes.train.summary import describe, open_tracker, print_summary
 
     recipe = spec.recipe
@@ -88,10 +97,14 @@ def run(spec: RunSpec) -> ExitCode:
                 keep_interval=recipe.checkpoint.keep_interval,
             )
         )
+        rewinds = Rewinds(recipe, spec.run, store, world) if recipe.faults.loss_spike_action == "rewind" else None
         progress = Progress() if start.entry is None else resume(engine, start.entry, world)
+        if rewinds is not None:
+            progress = replace(progress, skipped_samples=merged(progress.skipped_samples, rewinds.skipped()))
         if world.is_first:
             describe(recipe, plan, engine.implementation, cluster, prepared, progress, spec.run_dir, network)
-        tracker = stack.enter_context(open_tracker(spec, plan, engine.implementation, world, progress))
+        tracked = stack.enter_context(ExitStack())
+        tracker = tracked.enter_context(open_tracker(spec, plan, engine.implementation, world, progress))
         if network is not None:
             tracker.note(Note(step=progress.step, event="network", details={"network": network}))
         for note in start.notes:
@@ -107,6 +120,7 @@ def run(spec: RunSpec) -> ExitCode:
         def after_step() -> None:
             profile_step()
             check_folder()
+            collect()
 
         peak = cluster.gpus[0].peak_tflops if cluster.gpus else None
         loop = Loop(
@@ -132,19 +146,65 @@ def run(spec: RunSpec) -> ExitCode:
             ),
             stop_after=spec.stop_after,
             evaluation_due=evaluation_due(progress.step, recipe, spec.run.metrics, world),
+            rewinds=rewinds,
+            beat=stack.enter_context(watchdog(recipe, spec.run, world)),
         )
-        # All objects of now live to the end: exclude them from the collections that megatron-core runs at each save.
-        gc.collect()
-        gc.freeze()
-        stack.callback(gc.unfreeze)
-        outcome = loop.run(progress)
+        if world.is_first:
+            for note in hangs(spec.run, progress.step):
+                tracker.note(note)
+        collect = stack.enter_context(garbage_collected(plan))
+        outcome = None
+        while outcome is None:
+            try:
+                outcome = loop.run(progress)
+            except Rewind as rewind:
+                # As a restart from that checkpoint: a sink drops what it has of later steps when it opens.
+                loop.beat("rest")
+                tracker.close("KILLED")
+                tracked.close()
+                progress = resume(engine, rewind.entry, world)
+                progress = replace(progress, skipped_samples=merged(progress.skipped_samples, rewind.skipped))
+                tracker = tracked.enter_context(open_tracker(spec, plan, engine.implementation, world, progress))
+                tracker.note(rewind.note)
+                loop = loop.again(tracker, evaluation_due(progress.step, recipe, spec.run.metrics, world))
         require_exists(spec.run_dir, world, lambda: tracker.close("FAILED"))
+        if values := measured(loop.steady, platform, spec.predicted):
+            tracker.note(Note(step=progress.step + len(loop.losses), event=MEASURED, details=values))
         # Close the progress display before printing anything else.
         tracker.close("FINISHED" if outcome is LoopOutcome.FINISHED else "KILLED")
         with engine.params_synced():
+            if world.is_first and values:
+                console().print(line(values), markup=False)
             if world.is_first and outcome is LoopOutcome.FINISHED:
                 print_summary(spec, prepared, loop)
     return outcome.value
+
+
+@contextmanager
+def garbage_collected(plan: Plan) -> Iterator[Callable[[], None]]:
+    """A block in which garbage is collected as `speed.manual_gc` says; yields what is called after each step.
+
+    All objects of its start live to its end: they are excluded, also from the collections that megatron-core runs at
+    each save.
+    """
+    interval = value(plan.features, "manual_gc_interval") if value(plan.features, "manual_gc") else None
+    steps = count(1)
+
+    def after_step() -> None:
+        if interval is not None and next(steps) % interval == 0:
+            gc.collect()
+
+    gc.collect()
+    gc.freeze()
+    enabled = gc.isenabled()
+    if interval is not None:
+        gc.disable()
+    try:
+        yield after_step
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
 
 
 def _require_gpu(device: str) -> None:

@@ -104,7 +104,7 @@ def measure(recipes: Sequence[Recipe], iters: int, data_dir: Path) -> Coordinate
     platform = engines.platform()
     seen: list[list[dict[str, float]]] = []
     with engines.join(first, platform) as world:
-        for recipe in recipes:
+        for recipe in map(_with_logits, recipes):
             loaders = open_loaders(recipe, open_prepared(recipe, data_dir), world, pin_memory=False)
             engine = engines.build(derive(recipe, world.size, detect()), platform)
             try:
@@ -119,6 +119,11 @@ def measure(recipes: Sequence[Recipe], iters: int, data_dir: Path) -> Coordinate
         raise UserError(f"engine {first.engine}", where="engine", rule="activations are those of megatron-core's model")
     values = {name: [[width[step][name] for width in seen] for step in range(iters)] for name in seen[0][0]}
     return Coordinates(tuple(recipe.model.hidden_size for recipe in recipes), values)
+
+
+def _with_logits(recipe: Recipe) -> Recipe:
+    """The recipe with a loss that has the logits of a micro-batch together, to be watched."""
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"loss_chunk_tokens": 0})})
 
 
 @contextmanager

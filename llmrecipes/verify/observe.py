@@ -1,4 +1,4 @@
-"""A few steps of training that record losses, gradient norms, weights and gradients; and what of them differs."""
+"""Recording of losses, gradient norms, weights and gradients over a few steps, and their differences."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from llmrecipes.engine.base import Batch, Engine, Slice
 from llmrecipes.plan.derive import Plan
-from llmrecipes.verify.spec import ReplicaDifference, Step, TrainingRecord
+from llmrecipes.verify.spec import ReplicaDifference, StepRecord, TrainingRecord
 
 FINAL, BEFORE, GRADIENTS = "final", "before", "gradients"
 """Weights after the last step, weights before the kept step, and its gradients."""
 
-Keep = Callable[[int, Step], bool]
+Keep = Callable[[int, StepRecord], bool]
 """(step from 1, its loss and gradient norm) -> whether to keep its weights and gradients."""
 
 
@@ -54,12 +54,12 @@ def observe(
     snapshot = _Snapshot()
     engine.watch_gradients(snapshot.take)
     file = f"{dist.get_rank()}.pt"
-    steps: list[Step] = []
+    steps: list[StepRecord] = []
     kept = None
     differing: ReplicaDifference | None = None
     for number in range(1, iters + 1):
         result = engine.train_step(batches)
-        steps.append(Step(loss=result.loss, grad_norm=math.nan if result.grad_norm is None else result.grad_norm))
+        steps.append(StepRecord(loss=result.loss, grad_norm=math.nan if result.grad_norm is None else result.grad_norm))
         differing = differing or _replicas(snapshot.before, number - 1)
         if kept is None and _from_first(keep(number, steps[-1]), engine.platform.device):
             kept = number

@@ -8,7 +8,7 @@ from typing import Any
 
 from llmrecipes.recipe.proxy import Scaled
 from llmrecipes.recipe.schema import Zero
-from llmrecipes.verify.spec import ReplicaDifference, Step, TrainingRecord
+from llmrecipes.verify.spec import ReplicaDifference, StepRecord, TrainingRecord
 
 PARAMETERS, REPLICAS = "parameters", "replicas"
 NOT_VERIFIED = "not_verified"
@@ -16,7 +16,7 @@ NOT_VERIFIED = "not_verified"
 
 @dataclass(frozen=True)
 class FirstTensor:
-    """The first tensor that differs, in model order, and how many do."""
+    """The first tensor that differs, in model order, and the number of differing tensors."""
 
     name: str
     layer: int | None
@@ -83,7 +83,7 @@ class VerifyResult:
         return self.layout.replicas
 
     @property
-    def steps(self) -> list[tuple[Step, Step]]:
+    def steps(self) -> list[tuple[StepRecord, StepRecord]]:
         """(reference, layout) of every step."""
         return list(zip(self.reference.steps, self.layout.steps, strict=True))
 
@@ -92,7 +92,7 @@ class VerifyResult:
         return max(relative(getattr(layout, quantity), getattr(one, quantity)) for one, layout in self.steps)
 
     def as_dict(self) -> dict[str, Any]:
-        """What `--json` prints; numbers that are not finite are null."""
+        """Output of `--json`; numbers that are not finite are null."""
         return {
             "recipe": self.recipe,
             "layout": self.layout.layout,
@@ -123,7 +123,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _numbers(step: Step) -> dict[str, float | None]:
+def _numbers(step: StepRecord) -> dict[str, float | None]:
     return {quantity: _finite(getattr(step, quantity)) for quantity in QUANTITIES}
 
 
@@ -140,7 +140,7 @@ def relative(value: float, reference: float) -> float:
     return abs(value - reference) / abs(reference) if reference else math.inf
 
 
-def first_beyond(step: Step, reference: Step, tolerance: float) -> str | None:
+def first_beyond(step: StepRecord, reference: StepRecord, tolerance: float) -> str | None:
     """The first quantity of a step whose relative difference exceeds the tolerance."""
     values = ((name, getattr(step, name), getattr(reference, name)) for name in QUANTITIES)
     return next((name for name, value, expected in values if relative(value, expected) > tolerance), None)

@@ -25,7 +25,7 @@ class VerifySpec(RankSpec):
     """Step, from 1, whose weights and gradients are kept in any case."""
 
 
-class Step(BaseModel):
+class StepRecord(BaseModel):
     """Result of one optimizer step."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
@@ -64,7 +64,7 @@ class TrainingRecord(BaseModel):
 
     layout: dict[str, int]
     """Degrees by name, and `world_size`."""
-    steps: tuple[Step, ...]
+    steps: tuple[StepRecord, ...]
     kept_step: int | None
     """Step, from 1, whose weights and gradients were kept."""
     replicas: ReplicaDifference | None

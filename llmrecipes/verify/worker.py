@@ -11,7 +11,7 @@ from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode
 from llmrecipes.train.rank import failure_reported, rank_main
 from llmrecipes.verify.result import first_beyond
-from llmrecipes.verify.spec import Step, TrainingRecord, VerifySpec
+from llmrecipes.verify.spec import StepRecord, TrainingRecord, VerifySpec
 
 if TYPE_CHECKING:
     from llmrecipes.engine.base import Backend, Platform, World
@@ -52,7 +52,7 @@ def train(spec: VerifySpec, engines: Backend, world: World, platform: Platform) 
         record.write(spec.folder)
 
 
-def _keep(spec: VerifySpec) -> Callable[[int, Step], bool]:
+def _keep(spec: VerifySpec) -> Callable[[int, StepRecord], bool]:
     if spec.reference is None:
         return lambda number, _step: number == spec.keep_step
     reference = TrainingRecord.read(spec.reference).steps

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -16,10 +18,12 @@ from llmrecipes.hardware.cluster import detect
 from llmrecipes.hardware.load import clusters_dir, load_profile
 from llmrecipes.hardware.nics import CHOICE, nccl_ib_hca
 from llmrecipes.hardware.profile import MeasuredLinks, Profile
+from llmrecipes.io import write_atomic
 from llmrecipes.launch.environment import detected_environment, missing
 from llmrecipes.launch.local import run_ranks
 from llmrecipes.launch.ranks import from_slurm
 from llmrecipes.plan.derive import default_world_size, derive
+from llmrecipes.recipe.load import load
 from llmrecipes.units import GIB, KIB, MIB
 
 LATENCY, LINK = "64KiB,1MiB,16MiB", "256MiB"
@@ -59,7 +63,7 @@ def measure(spec: BenchSpec, nproc: int | None) -> str | None:
         The result as JSON; None on ranks other than the first.
 
     Raises:
-        UserError: the layout cannot run here, or a rank failed, and has printed its error.
+        UserError: the layout cannot run on this machine, or a rank failed, and has printed its error.
     """
     with tempfile.TemporaryDirectory() as name:
         own = spec.model_copy(update={"out": Path(name)})
@@ -110,6 +114,61 @@ def sizes(text: str) -> tuple[int, ...]:
             raise UserError(f"{word!r}", where="--sizes", rule=rule, fix="--sizes 4KiB,1MiB")
         byte_sizes.append(int(number) * units[unit])
     return tuple(byte_sizes)
+
+
+def machine_profile(cluster: str, repeats: int, name: str) -> dict[str, Any]:
+    """Measure this machine, and describe it as a cluster profile without GPUs.
+
+    Args:
+        cluster: profile with what is not measured here.
+        name: of the new one.
+
+    Raises:
+        UserError: the machine or the profile has GPUs, or a rank failed.
+    """
+    here, profile = detect(), load_profile(cluster)
+    if here.gpus or profile.gpus_per_node:
+        raise UserError("a GPU", where="bench machine", rule="it measures processors; GPUs have coefficients",
+                        fix="llmrecipes plan RECIPE --cluster NAME")  # fmt: skip
+    recipe = load("gpt-tiny", []).recipe
+    answer = measure(BenchSpec(what="machine", recipe=recipe, data_dir=Path(), out=Path(), repeats=repeats), 2)
+    if answer is None:
+        raise UserError("in a Slurm step", where="bench machine", rule="one machine is measured", fix="without srun")
+    rates = {key: float(f"{value:.4g}") for key, value in json.loads(answer).items()}
+    cores = max(1, round(here.cpu_cores))
+    return profile.model_dump(mode="json", exclude_defaults=True) | {
+        "name": name,
+        "description": f"{cores} processor cores, measured by bench machine",
+        "cpu_cores": cores,
+        "memory_gib": round(here.memory_bytes / GIB, 1),
+        "intra_node": {"kind": "memory", "gb_per_s": rates.pop("link_gb_per_s")},
+        "rates": rates,
+    }
+
+
+def require_new(target: Path) -> None:
+    """Refuse a file that a profile would not be written to, before time is spent on its figures.
+
+    Raises:
+        UserError: it exists, or is not YAML.
+    """
+    if target.suffix != ".yaml" or target.exists():
+        raise UserError(str(target), where="--write", rule="a new YAML file", fix="--write my-machine.yaml")
+
+
+def save_profile(data: Mapping[str, Any], target: Path) -> None:
+    """Write a profile to a new YAML file.
+
+    Raises:
+        UserError: it exists, or cannot be written.
+    """
+    require_new(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(target, yaml.safe_dump(dict(data), sort_keys=False, allow_unicode=True))
+    except OSError as error:
+        raise UserError(f"cannot be written: {error.strerror}", where=str(target), fix="another --write") from error
+    load_profile(str(target))
 
 
 def write_profile(cluster: str, rows: Sequence[MeasuredLinks], target: Path) -> None:

@@ -132,6 +132,13 @@ def _check(recipe: Recipe, skew: float) -> None:
             rule="only the all-to-all dispatcher's skewed routing can be dry run",
             fix="model.moe_token_dispatcher_type=alltoall",
         )
+    if recipe.model.moe_token_dispatcher_type == "flex":  # noqa: S105 - no password
+        raise UserError(
+            "flex",
+            where="model.moe_token_dispatcher_type",
+            rule="DeepEP needs a device",
+            fix="model.moe_token_dispatcher_type=alltoall, which keeps the same tensors",
+        )
     if skew < 1.0:
         raise UserError(f"{skew:g}", where="--skew", rule="a factor of the even share, 1 or more", fix="1 or more")
 

@@ -32,8 +32,8 @@ from llmrecipes.runfiles import new_run_id, run_of
 from llmrecipes.train.rank import failure_reported, rank_main
 from llmrecipes.train.spec import RankSpec
 from llmrecipes.units import MIB
+from llmrecipes.workflow.model_source import find_checkpoint
 from llmrecipes.workflow.pretrained import base_weights
-from llmrecipes.workflow.tensors import find_checkpoint
 
 if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import Entry
@@ -61,7 +61,7 @@ class EvaluationLayout:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was found, and where it is kept.
+    """Results of an evaluation, and where they are kept.
 
     Attributes:
         model: run or folder that was evaluated.
@@ -89,7 +89,7 @@ def evaluate_run(
 ) -> Evaluation:
     """Evaluate a run's checkpoint, and keep the results in its directory and in its MLflow run.
 
-    Results are written when all of them are there: an evaluation that is interrupted leaves nothing.
+    Results are written together at the end: an evaluation that is interrupted leaves nothing.
 
     Args:
         name: the run, see `Run.find`; `RUN@STEP` for a checkpoint other than the newest; or a folder of a Hugging Face
@@ -143,7 +143,7 @@ def _evaluate_folder(
     if not (source.path / TOKENIZER_FILE).is_file():
         raise UserError(
             "no tokenizer.json", where=str(source.path), rule="text is evaluated with the model's own tokenizer",
-            fix="copy the tokenizer's files there",
+            fix="copy the tokenizer's files to that folder",
         )  # fmt: skip
     values = recipe_values(source, section, recipe_name(source.name))
     precision = PRECISIONS.get(str(config.get("dtype") or config.get("torch_dtype")), "bf16")
@@ -335,7 +335,7 @@ def evaluate(spec: EvaluationSpec) -> list[EvaluationResult]:
     """Join the ranks that a launcher started, or form a world of one, and evaluate; results on the first rank.
 
     Raises:
-        UserError: a problem the user can fix. What the tasks and the data lack is found before the model is loaded.
+        UserError: a problem the user can fix. Tasks and data are checked before the model is loaded.
     """
     require_packages(spec.recipe)
     # Imported here so that a rank with an invalid spec fails before torch is loaded.
@@ -343,7 +343,7 @@ def evaluate(spec: EvaluationSpec) -> list[EvaluationResult]:
     from llmrecipes.data.prepared import fingerprint, open_prepared
     from llmrecipes.engine.backends import backend
     from llmrecipes.evaluation.lead import RankZeroScorer
-    from llmrecipes.evaluation.run import Prepare
+    from llmrecipes.evaluation.measurements import Prepare
     from llmrecipes.hardware.cluster import detect
     from llmrecipes.plan.derive import derive
     from llmrecipes.tracking.progress import Counted

@@ -1,17 +1,31 @@
-"""`llmrecipes plan`: what a recipe takes on a machine, and its fastest layouts there."""
+"""`llmrecipes plan`: time, memory and cost of a recipe on a machine, and its fastest layouts."""
 
 from __future__ import annotations
 
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.load import load_profile
+from llmrecipes.hardware.profile import Profile
 from llmrecipes.io import write_atomic
 from llmrecipes.plan.derive import Plan
-from llmrecipes.plan.speed.forecast import Forecast, forecast
+from llmrecipes.plan.speed.forecast import Forecast, device_of, forecast
 from llmrecipes.plan.speed.search import Found, fastest
 from llmrecipes.recipe.load import load, short
+from llmrecipes.units import GIB
 from llmrecipes.workflow.plan import plan_on
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from llmrecipes.plan.speed.curve import CurvePoint
+
+Log = Callable[[str], None]
 
 
 def of_recipe(recipe: str, overrides: list[str], cluster: str | None, nodes: int | None, gpus: int | None) -> Forecast:
@@ -28,6 +42,14 @@ def step_seconds_of(plan: Plan, cluster: str | None) -> float | None:
     """Predicted seconds of a step; None on a machine without GPUs, or with one without coefficients."""
     try:
         return forecast(plan, None if cluster is None else load_profile(cluster)).step.seconds
+    except UserError:
+        return None
+
+
+def record_of(plan: Plan, profile: Profile | None) -> dict[str, Any] | None:
+    """What a run records of its prediction; None where nothing is known of the machine's speed."""
+    try:
+        return forecast(plan, profile).record()
     except UserError:
         return None
 
@@ -52,6 +74,66 @@ def search(
     return fastest(
         loaded, machine, gpus or len(machine.gpus), None if cluster is None else load_profile(cluster), number
     )
+
+
+@dataclass(frozen=True)
+class Check:
+    """A dry run of the fullest rank of a layout.
+
+    Attributes:
+        bytes: at its peak, with what no dry run has: workspaces, buffers of communicators, a copy for saves.
+        fits: whether that is less than a GPU has.
+        seconds: of the dry run, torch's start included.
+    """
+
+    rank: int
+    bytes: int
+    fits: bool
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Key `dryrun` of `plan --search --json`."""
+        return {"rank": self.rank, "peak_gib": self.bytes / GIB, "fits": self.fits, "seconds": round(self.seconds, 1)}
+
+
+def checked(found: list[Found], cluster: str | None, nodes: int | None, log: Log) -> list[tuple[Found, Check | None]]:
+    """Dry run layouts, the fastest first, until one fits; those after it are not checked.
+
+    Raises:
+        UserError: a layout does not take all GPUs of its nodes, a dry run failed, or none of them fits.
+    """
+    made: list[tuple[Found, Check | None]] = []
+    for number, each in enumerate(found):
+        check = _dry_run(each, cluster, nodes, log)
+        made.append((each, check))
+        if check.fits:
+            return [*made, *((other, None) for other in found[number + 1 :])]
+    raise UserError(
+        f"none of the {len(found)} fastest layouts fits in its dry run", where="--dryrun",
+        rule="a winner that was checked fits", fix="without --dryrun, to see them; or more --nodes",
+    )  # fmt: skip
+
+
+def _dry_run(found: Found, cluster: str | None, nodes: int | None, log: Log) -> Check:
+    from llmrecipes.workflow.dryrun import dry_run
+
+    plan, stages = found.forecast.plan, found.forecast.memory
+    world = plan.layout.world_size
+    nodes = plan.cluster.nodes if cluster is not None and nodes is None else nodes
+    taken, _ = plan_on(found.recipe, nproc=None, cluster=cluster, nodes=nodes)
+    if taken.layout.world_size != world:
+        raise UserError(
+            f"{world} of {taken.layout.world_size} GPUs", where="--gpus", rule="a dry run takes all GPUs of its nodes",
+            fix="--nodes N instead of --gpus",
+        )  # fmt: skip
+    fullest = max(range(len(stages)), key=lambda stage: stages[stage].total)
+    rank = fullest * (world // len(stages))
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        (report,) = dry_run(found.recipe, Path(folder), log, cluster=cluster, nodes=nodes, rank=rank).reports
+    unseen = stages[fullest].total - sum(report.planned.values())
+    peak = sum(report.memory.values()) + unseen
+    return Check(rank, peak, peak <= plan.memory_capacity_bytes, time.perf_counter() - started)
 
 
 def write(found: Found, path: Path) -> None:
@@ -84,12 +166,46 @@ def plot(made: Forecast, path: Path) -> None:
     Raises:
         UserError: another suffix, or the file cannot be written.
     """
-    if path.suffix not in (".svg", ".png"):
-        raise UserError(f"{path.suffix or 'no suffix'}", where="--plot", rule="FILE.svg or FILE.png", fix="plan.svg")
-    from llmrecipes.figures import svg
+    _require_picture(path, "--plot")
     from llmrecipes.plan.speed.figure import draw
 
-    figure = draw(made)
+    _save(draw(made), path, "--plot")
+
+
+def scaling_curve(
+    recipe: str, overrides: list[str], cluster: str | None, nodes: int | None, gpus: int | None, path: Path
+) -> list[CurvePoint]:
+    """Search 8 to 16,384 GPUs of a cluster, and draw strong and weak scaling.
+
+    Args:
+        gpus, nodes: where the weak curve has the recipe's global batch; default: the fewest GPUs of its layout.
+
+    Raises:
+        UserError: as `of_recipe`; there is no profile, or the file cannot be written.
+    """
+    _require_picture(path, "--scaling-curve")
+    if cluster is None:
+        raise UserError("missing", where="--cluster", rule="a curve over GPUs needs a profile of their nodes",
+                        fix="--cluster NAME; llmrecipes clusters lists them")  # fmt: skip
+    from llmrecipes.plan.speed.curve import COUNTS, curve
+    from llmrecipes.plan.speed.figure import draw_curve
+
+    loaded, profile = load(recipe, overrides).recipe, load_profile(cluster)
+    found = device_of(profile)
+    plan, _ = plan_on(loaded, nproc=gpus, cluster=cluster, nodes=nodes)
+    points = curve(loaded, profile, plan.layout.world_size, COUNTS)
+    _save(draw_curve(loaded.name, found.name, points), path, "--scaling-curve")
+    return points
+
+
+def _require_picture(path: Path, option: str) -> None:
+    if path.suffix not in (".svg", ".png"):
+        raise UserError(f"{path.suffix or 'no suffix'}", where=option, rule="FILE.svg or FILE.png", fix="plan.svg")
+
+
+def _save(figure: Figure, path: Path, option: str) -> None:
+    from llmrecipes.figures import svg
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".svg":
@@ -97,4 +213,4 @@ def plot(made: Forecast, path: Path) -> None:
         else:
             figure.savefig(path, dpi=150)
     except OSError as error:
-        raise UserError(f"cannot write: {error.strerror}", where=str(path), fix="--plot FILE") from error
+        raise UserError(f"cannot write: {error.strerror}", where=str(path), fix=f"{option} FILE") from error

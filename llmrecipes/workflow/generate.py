@@ -62,8 +62,8 @@ def samples(run_dir: Path, data_dir: Path, request: GenerationRequest) -> Iterat
     tokenizer = prepared.tokenizer()
     prompt, end = tokenizer.encode(request.prompt), tokenizer.eod
     if request.chat:
-        asked = question(prepared, request.prompt)
-        prompt, end = asked.ids, asked.end
+        prompt_of_chat = question(prepared, request.prompt)
+        prompt, end = prompt_of_chat.ids, prompt_of_chat.end
     engines = backend(plan.recipe)
     platform = engines.platform()
     with engines.join(plan.recipe, platform):

@@ -24,17 +24,17 @@ from llmrecipes.workflow.train import train
 
 
 @early_signals()
-def run(given: argparse.Namespace) -> int:
+def run(parsed: argparse.Namespace) -> int:
     """Train; returns the exit code."""
     setup_logging()
-    recipe = load(given.recipe, given.overrides).recipe
+    recipe = load(parsed.recipe, parsed.overrides).recipe
     options = TrainOptions(
-        nproc=given.nproc,
-        run_id=given.run_id,
-        cluster=given.cluster,
-        run=RunOptions.parsed(given).model_copy(update={"max_restarts": given.max_restarts}),
+        nproc=parsed.nproc,
+        run_id=parsed.run_id,
+        cluster=parsed.cluster,
+        run=RunOptions.parsed(parsed).model_copy(update={"max_restarts": parsed.max_restarts}),
     )
-    return train(recipe, Paths(given.runs_dir, given.data_dir), options, lambda line: print(line, flush=True))
+    return train(recipe, Paths(parsed.runs_dir, parsed.data_dir), options, lambda line: print(line, flush=True))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -51,11 +51,11 @@ def main(arguments: Sequence[str]) -> int:
     add_arguments(parser)
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*")
-    given = parser.parse_args(arguments)
-    code, run_dir = 1, run_of(given.exit_file.parent).path
+    parsed = parser.parse_args(arguments)
+    code, run_dir = 1, run_of(parsed.exit_file.parent).path
     try:
-        with held(run_dir, given.token, lambda: os.kill(os.getpid(), signal.SIGTERM), lambda: os._exit(KILLED)):
-            code = run(given)
+        with held(run_dir, parsed.token, lambda: os.kill(os.getpid(), signal.SIGTERM), lambda: os._exit(KILLED)):
+            code = run(parsed)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         code = int(error.code)
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
         print(stopped, file=sys.stderr)
         code = int(ExitCode.REQUEUE)
     finally:
-        write_atomic(given.exit_file, f"{given.token} {code}\n")
+        write_atomic(parsed.exit_file, f"{parsed.token} {code}\n")
     return code
 
 

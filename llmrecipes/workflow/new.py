@@ -38,7 +38,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a new recipe should have.
+    """Answers from which a recipe is made.
 
     Attributes:
         name: of the recipe and its file.
@@ -67,7 +67,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Made:
-    """A recipe that was made.
+    """A new recipe.
 
     Attributes:
         recipe: the resolved recipe.

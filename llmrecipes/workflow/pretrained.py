@@ -37,7 +37,7 @@ OPTIMIZER: Mapping[str, object] = {"lr": 1e-5, "min_lr": 1e-6}
 
 @dataclass(frozen=True)
 class PretrainedRecord:
-    """What a run has started from.
+    """Weights that a run starts from.
 
     Attributes:
         pretrained: value of `train.pretrained`.

@@ -22,6 +22,7 @@ from llmrecipes.plan.check import check
 from llmrecipes.plan.derive import Plan, decay_iters, default_world_size, derive
 from llmrecipes.recipe.engines import engine_name, without_zero
 from llmrecipes.recipe.schema import Parallelism, Recipe
+from llmrecipes.recipe.speed import Speed
 from llmrecipes.rundir import Run
 from llmrecipes.runfiles import checked_run_id
 from llmrecipes.train.completeness import require_complete
@@ -76,11 +77,16 @@ def on_one_rank(recipe: Recipe) -> Recipe:
     Without ZeRO, so that a checkpoint can be read where DeepSpeed, or the disk that it offloaded to, is missing.
     """
     single = Parallelism(use_distributed_optimizer=recipe.parallelism.use_distributed_optimizer)
-    return without_zero(recipe).model_copy(update={"parallelism": single})
+    # It trains nothing that would make up for the time to compile.
+    plain = Speed(bias_activation_fusion=False, bias_dropout_fusion=False)
+    model = recipe.model
+    if model.moe_token_dispatcher_type == "flex":  # noqa: S105 - no password
+        model = model.model_copy(update={"moe_token_dispatcher_type": "alltoall"})  # flex needs several ranks
+    return without_zero(recipe).model_copy(update={"model": model, "parallelism": single, "speed": plain})
 
 
 def is_prepared(recipe: Recipe, data_dir: Path) -> bool:
-    """Whether the data of a recipe is there; it is checked when it is opened."""
+    """Whether the data of a recipe is prepared; it is checked when it is opened."""
     from llmrecipes.data.prepared import fingerprint
 
     return (data_dir / fingerprint(recipe)).is_dir()
@@ -164,7 +170,7 @@ def require_accepted(now: Recipe, then: Recipe, step: int, *, run_dir: Path, dat
         now, then: the recipe of this command, and that of the run.
         step: steps done.
         run_dir: the run.
-        data_dir: where its data is, if it is prepared here.
+        data_dir: folder of its prepared data, if it has any.
         accept: whether the user has accepted what changes.
 
     Raises:

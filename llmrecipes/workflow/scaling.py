@@ -12,7 +12,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.rundir import Run
 from llmrecipes.scaling.fit import Fit, fit
 from llmrecipes.scaling.law import Point
-from llmrecipes.scaling.runs import Selection, Tracked, from_directory, from_mlflow, select
+from llmrecipes.scaling.points import Selection, Tracked, from_directory, from_mlflow, select
 
 COEFFICIENTS = ("E", "A", "B", "alpha", "beta")
 BUDGETS = (1.0, 10.0, 100.0)
@@ -109,6 +109,6 @@ def _named(names: Sequence[str], runs_dir: Path) -> list[Tracked]:
     return [from_directory(path) for path in paths]
 
 
-def _optimum(found: Fit, flops: float) -> Optimum:
-    parameters, tokens, loss = (found.optimum_interval(flops, name) for name in ("parameters", "tokens", "loss"))
-    return Optimum(flops, found.law.optimum(flops), parameters, tokens, loss)
+def _optimum(fit_result: Fit, flops: float) -> Optimum:
+    parameters, tokens, loss = (fit_result.optimum_interval(flops, name) for name in ("parameters", "tokens", "loss"))
+    return Optimum(flops, fit_result.law.optimum(flops), parameters, tokens, loss)

@@ -58,18 +58,18 @@ class SlurmJob(BaseModel):
     """Whether ranks bind themselves to the cores and memory next to their GPU."""
 
 
-def begin(arguments: argparse.Namespace, there: Mapping[str, str]) -> Path | None:
+def begin(arguments: argparse.Namespace, variables: Mapping[str, str]) -> Path | None:
     """Check the run against the nodes, prepare its data, and write the parameters of the ranks.
 
     Args:
         arguments: of `begin`.
-        there: the environment, with Slurm's variables.
+        variables: the environment, with Slurm's variables.
 
     Returns:
         The file, or None if the run has finished.
 
     Raises:
-        UserError: the run cannot be started here or resumed, with `ExitCode.STOP` where restarts make no progress.
+        UserError: the run cannot be started or resumed; with `ExitCode.STOP` where restarts make no progress.
     """
     recipe = load(arguments.recipe, arguments.overrides).recipe
     ranks = arguments.nodes * arguments.ranks_per_node
@@ -77,7 +77,7 @@ def begin(arguments: argparse.Namespace, there: Mapping[str, str]) -> Path | Non
     cluster = detect().times(arguments.nodes) if profile is None else machine(profile, arguments.nodes)
     paths = Paths(arguments.runs_dir, arguments.data_dir)
     options = TrainOptions(run_id=arguments.run_id, run=RunOptions.parsed(arguments))
-    restart, job_id = int(there.get("SLURM_RESTART_COUNT") or 0), there.get("SLURM_JOB_ID", "")
+    restart, job_id = int(variables.get("SLURM_RESTART_COUNT") or 0), variables.get("SLURM_JOB_ID", "")
 
     def check(spec: RunSpec, plan: Plan) -> None:
         require_progress(spec.run, job_id, restart, spec.run.newest_step(), arguments.max_restarts)
@@ -92,10 +92,10 @@ def begin(arguments: argparse.Namespace, there: Mapping[str, str]) -> Path | Non
     tags = {
         "slurm.job_id": job_id,
         "slurm.restart_count": str(restart),
-        "slurm.nodes": there.get("SLURM_JOB_NODELIST", ""),
+        "slurm.nodes": variables.get("SLURM_JOB_NODELIST", ""),
     }
     # A profile has its own number of cores.
-    each = threads(int(there.get("SLURM_CPUS_ON_NODE") or 1), arguments.ranks_per_node, on_gpus=ready.spec.on_gpus)
+    each = threads(int(variables.get("SLURM_CPUS_ON_NODE") or 1), arguments.ranks_per_node, on_gpus=ready.spec.on_gpus)
     job = SlurmJob(
         run=ready.spec.model_copy(update={"restart": restart, "tags": tags}),
         environment={"OMP_NUM_THREADS": str(each), **ready.variables},
@@ -148,11 +148,11 @@ def rank(path: Path) -> NoReturn:
     leave(ExitCode.DONE if code == ExitCode.REQUEUE else code)
 
 
-def bind(here: Rank) -> None:
+def bind(this: Rank) -> None:
     """Bind this rank next to its GPU. All ranks of the first node say how, and one of another node if it is not."""
-    bound = binding.bind(here.local_rank, here.local_world_size)
-    if here.rank < here.local_world_size or (here.local_rank == 0 and not bound.cores):
-        print(f"rank {here.rank}: {bound}", flush=True)
+    bound = binding.bind(this.local_rank, this.local_world_size)
+    if this.rank < this.local_world_size or (this.local_rank == 0 and not bound.cores):
+        print(f"rank {this.rank}: {bound}", flush=True)
 
 
 def hold_signals() -> None:
@@ -165,7 +165,7 @@ def hold_signals() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one of the two; a `UserError` is printed as one message."""
+    """Run `begin` or `rank`; a `UserError` is printed as one message."""
     parser = argparse.ArgumentParser(prog="python -m llmrecipes.workflow.slurm", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     first = commands.add_parser("begin", allow_abbrev=False)
@@ -182,14 +182,14 @@ def main(arguments: Sequence[str]) -> int:
     first.add_argument("recipe")
     first.add_argument("overrides", nargs="*")
     commands.add_parser("rank", allow_abbrev=False).add_argument("job", type=Path)
-    given = parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
     try:
-        if given.command == "rank":
+        if parsed.command == "rank":
             hold_signals()
-            rank(given.job)
+            rank(parsed.job)
         setup_logging()
         with redirect_stdout(sys.stderr):
-            path = begin(given, os.environ)
+            path = begin(parsed, os.environ)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return int(error.code)

@@ -22,7 +22,7 @@ from llmrecipes.workflow.train import start
 
 @dataclass(frozen=True)
 class SmokeResult:
-    """How a rehearsal ended.
+    """Result of a rehearsal.
 
     `first_difference` is the first step whose loss or gradient norm differs between the resumed and the uninterrupted
     run, or None.
@@ -68,7 +68,7 @@ class SmokeResult:
 
 
 def smoke(recipe: Recipe, paths: Paths, nproc: int | None, log: Log) -> SmokeResult:
-    """Rehearse a recipe here.
+    """Rehearse a recipe on this machine.
 
     Args:
         recipe: the full recipe; its proxy is what runs.
@@ -77,7 +77,7 @@ def smoke(recipe: Recipe, paths: Paths, nproc: int | None, log: Log) -> SmokeRes
         log: receives one line for each slow step.
 
     Raises:
-        UserError: the proxy does not run here either, or a rehearsal ended with an error.
+        UserError: the proxy does not run on this machine either, or a rehearsal failed.
     """
     cluster = detect()
     small = proxy(recipe, cluster.device)
@@ -88,17 +88,17 @@ def smoke(recipe: Recipe, paths: Paths, nproc: int | None, log: Log) -> SmokeRes
         options = TrainOptions(run_id=run_id, run=RunOptions(sample=False))
         return prepare_start(small, paths, options, machine, log)
 
-    whole, cut = ready("uninterrupted"), ready("resumed")
+    uninterrupted, cut = ready("uninterrupted"), ready("resumed")
     stopped = replace(cut, spec=cut.spec.model_copy(update={"stop_after": half}))
     starts = (
-        ("uninterrupted", whole, ExitCode.DONE),
+        ("uninterrupted", uninterrupted, ExitCode.DONE),
         (f"stopped at step {half}", stopped, ExitCode.REQUEUE),
         ("resumed", cut, ExitCode.DONE),
     )
     for what, each, expected in starts:
         log(f"smoke {recipe.name}: {what}")
         _run(each, expected)
-    one, other = (_metrics(each.spec.run) for each in (whole, cut))
+    one, other = (_metrics(each.spec.run) for each in (uninterrupted, cut))
     different = (a["step"] for a, b in zip(one, other, strict=True) if _numbers(a) != _numbers(b))
     return SmokeResult(
         recipe=recipe.name,
@@ -107,9 +107,9 @@ def smoke(recipe: Recipe, paths: Paths, nproc: int | None, log: Log) -> SmokeRes
         first_loss=one[0]["loss"],
         last_loss=one[-1]["loss"],
         first_difference=next(different, None),
-        run_dir=str(whole.spec.run_dir.parent),
-        layout=whole.plan.layout.as_dict(),
-        scaled=scaled(recipe, whole.plan.layout.as_dict()),
+        run_dir=str(uninterrupted.spec.run_dir.parent),
+        layout=uninterrupted.plan.layout.as_dict(),
+        scaled=scaled(recipe, uninterrupted.plan.layout.as_dict()),
     )
 
 

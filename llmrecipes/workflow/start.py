@@ -18,6 +18,7 @@ from llmrecipes.recipe.schema import Recipe
 from llmrecipes.rundir import Run
 from llmrecipes.tracking.run_tracker import require_packages_of_sinks
 from llmrecipes.train.spec import RunSpec
+from llmrecipes.workflow.forecast import record_of
 from llmrecipes.workflow.pretrained import with_pretrained
 from llmrecipes.workflow.run import Log, Paths, TrainOptions, new_spec, plan_run, prepare_data
 
@@ -58,7 +59,11 @@ class PreparedStart:
             variables = detected_environment(machine.cluster, plan, logs)
         else:
             variables = environment(machine.profile, plan, plan.layout.world_size // machine.nodes, logs)
-        known = {"on_gpus": plan.device == "cuda", "planned": plan.facts()}
+        known = {
+            "on_gpus": plan.device == "cuda",
+            "planned": plan.facts(),
+            "predicted": record_of(plan, machine.profile),
+        }
         return cls(spec.model_copy(update=known), plan, machine, variables)
 
 

@@ -188,7 +188,7 @@ class Gated:
 
 @dataclass(frozen=True)
 class Preview:
-    """What a job gets and needs.
+    """Preview of a job: resources and requirements.
 
     Attributes:
         place: where it is queued: Slurm's partition, or Kubernetes' namespace and queue.

@@ -147,20 +147,20 @@ def _require_even_nodes(ranks: int, nodes: int) -> None:
         )
 
 
-def _profile_of(name: str, recipe: Recipe, ranks: int, here: Cluster, nodes: int) -> Profile:
+def _profile_of(name: str, recipe: Recipe, ranks: int, local: Cluster, nodes: int) -> Profile:
     """A cluster profile, after checking the run against its nodes.
 
     Raises:
-        UserError: no such profile, this machine does not match it, or the run does not fit there.
+        UserError: no such profile, this machine does not match it, or the run does not fit.
     """
     from llmrecipes.hardware.load import load_profile
     from llmrecipes.hardware.machine import machine
 
     profile = load_profile(name)
     site = machine(profile, nodes)
-    if site.device != here.device:
+    if site.device != local.device:
         raise UserError(
-            f"cluster profile {name} has {profile.gpus_per_node} GPUs a node, this machine has {len(here.gpus)}",
+            f"cluster profile {name} has {profile.gpus_per_node} GPUs a node, this machine has {len(local.gpus)}",
             where="--cluster",
             rule="a run is planned for the kind of machine it runs on",
             fix="without --cluster the run is planned for this machine; to plan only: "

@@ -17,8 +17,9 @@ from llmrecipes.launch.environment import detected_environment
 from llmrecipes.launch.local import run_ranks
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.degrees import smallest_world
-from llmrecipes.recipe.proxy import Degree, Scaled, scaled
-from llmrecipes.recipe.schema import Recipe, Scheduler
+from llmrecipes.recipe.engines import without_zero
+from llmrecipes.recipe.proxy import Degree, Device, Scaled, proxy, scaled
+from llmrecipes.recipe.schema import Parallelism, Recipe, Scheduler
 from llmrecipes.recipe.width import at_width
 from llmrecipes.runfiles import RunFiles, new_run_id
 from llmrecipes.verify.coordinates import Coordinates, measure
@@ -31,7 +32,6 @@ from llmrecipes.verify.result import (
     first_differing_step,
 )
 from llmrecipes.verify.spec import TrainingRecord, VerifySpec
-from llmrecipes.verify.subject import reference, subject
 from llmrecipes.workflow.run import Log, Paths, plan_run, prepare_data
 
 MOST_RANKS = 8
@@ -94,14 +94,14 @@ def verify(
         train_layout: trains according to the spec, on a number of ranks.
 
     Raises:
-        UserError: the layout cannot run here, the reference has non-finite values, or a rank failed.
+        UserError: the layout cannot run on this machine, the reference has non-finite values, or a rank failed.
     """
     if not 0 < options.tolerance < math.inf:
         raise UserError(f"{options.tolerance:g}", where="--tolerance", rule="a relative difference above 0", fix="1e-5")
     cluster = detect()
-    small = subject(recipe, options.iters, cluster.device)
+    small = verified_recipe(recipe, options.iters, cluster.device)
     plan = plan_run(small, cluster, _ranks(small, options.nproc, cluster))
-    one = reference(small, plan.layout.data_parallel_size)
+    one = reference_recipe(small, plan.layout.data_parallel_size)
     plan_run(one, cluster, 1)
     for each in (one, small):
         require_packages(each)
@@ -244,8 +244,72 @@ def coordinates(recipe: Recipe, paths: Paths, widths: Sequence[int], iters: int,
 
 
 def _small(recipe: Recipe, iters: int, width: int, cluster: Cluster) -> Recipe:
-    small = reference(subject(recipe, iters, cluster.device), 1)
+    small = reference_recipe(verified_recipe(recipe, iters, cluster.device), 1)
     # A schedule that warms up would hardly change anything in a few steps.
     optimizer = recipe.optimizer.model_copy(update={"min_lr": 0.0})
     constant = small.model_copy(update={"scheduler": Scheduler(lr_decay_style="constant"), "optimizer": optimizer})
     return at_width(constant, width)
+
+
+MIN_ADAM_EPS = 1e-6
+"""Some gradients are zero except for rounding (that of a key bias: the softmax cancels it). Adam normalizes a gradient
+by its magnitude, so with a smaller eps rounding would move such weights, differently in every layout."""
+
+PLAIN = Parallelism(use_distributed_optimizer=False)
+
+
+def verified_recipe(recipe: Recipe, iters: int, device: Device) -> Recipe:
+    """The scaled-down version of a recipe whose layout is verified, in fp32 and without random numbers.
+
+    Raises:
+        UserError: the recipe computes something different in another layout by design.
+    """
+    small = proxy(recipe, device)
+    _require_same_meaning(small)
+    lora = small.lora and small.lora.model_copy(update={"dropout": 0.0})
+    return small.model_copy(
+        update={
+            "lora": lora,
+            "model": small.model.model_copy(
+                update={"hidden_dropout": 0.0, "attention_dropout": 0.0, "moe_input_jitter_eps": None}
+            ),
+            "train": small.train.model_copy(
+                update={"precision": "fp32", "train_iters": max(iters, small.train.train_iters)}
+            ),
+            "optimizer": small.optimizer.model_copy(update={"adam_eps": max(small.optimizer.adam_eps, MIN_ADAM_EPS)}),
+            "data": small.data.model_copy(update={"num_workers": 0}),
+        }
+    )
+
+
+def reference_recipe(small: Recipe, data_parallel_size: int) -> Recipe:
+    """The same training in one process: no parallelism, no ZeRO, no recomputation.
+
+    Args:
+        small: from `verified_recipe`.
+        data_parallel_size: of the layout.
+    """
+    # Micro-batches have the same sequences in both, except with global_aux_loss, which balances experts over those of
+    # all data-parallel ranks.
+    together = data_parallel_size if small.model.moe_router_load_balancing_type == "global_aux_loss" else 1
+    train = {
+        "micro_batch_size": small.train.micro_batch_size * (together if small.model.num_moe_experts else 1),
+        "recompute_granularity": None,
+        "recompute_method": None,
+        "recompute_num_layers": None,
+        "recompute_modules": None,
+    }
+    return without_zero(small).model_copy(update={"parallelism": PLAIN, "train": small.train.model_copy(update=train)})
+
+
+def _require_same_meaning(small: Recipe) -> None:
+    parallel = small.parallelism
+    split = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    if small.model.num_moe_experts and small.model.moe_expert_capacity_factor is not None and split > 1:
+        raise UserError(
+            f"{small.model.moe_expert_capacity_factor:g} with sequences split over {split} ranks",
+            where="model.moe_expert_capacity_factor",
+            rule="each rank drops tokens within its own part of a sequence, and so different ones than one process: "
+            "the training differs by design",
+            fix="model.moe_expert_capacity_factor=null verifies everything else",
+        )

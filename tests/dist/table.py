@@ -141,6 +141,7 @@ _DEGREES = {
 }  # fmt: skip
 _OVERLAP = {"overlap_grad_reduce": True}
 _OVERLAP_BOTH = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+_SMALL_BUCKETS = {"ddp_bucket_size": 20_000, "ddp_pad_buckets_for_high_nccl_busbw": True}
 _WHOLE = {"use_distributed_optimizer": False}
 
 _BUCKETS = {"reduce_bucket_size": 20_000, "sub_group_size": 50_000, "stage3_param_persistence_threshold": 100}
@@ -153,6 +154,9 @@ def _zero(stage: int, **keys: Any) -> Sections:
 
 
 _SELECTIVE = {"recompute_granularity": "selective"}
+_CHUNKS: Sections = {"train": {"loss_chunk_tokens": 12}}
+"""Smaller than the 32 tokens of a micro-batch, and not a divisor."""
+
 _FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 _BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
 
@@ -250,6 +254,10 @@ _TOGETHER = (
 _ONE_BY_ONE = "a balance of each sequence by itself does not depend on how many are in a micro-batch"
 
 
+def _stages(layout: str) -> Sections:
+    return {"parallelism": {"pipeline_model_parallel_layout": layout}}
+
+
 NVME_ROW = Row(
     # DeepSpeed writes groups of at least 1 MiB of a rank's master weights: the first of two here.
     "gpt of width 128",
@@ -284,6 +292,17 @@ def _rows() -> Iterator[Row]:
     yield Row("gpt without weight tying", "tp2 sp pp2")
     for layout in ("tp2", "tp4 sp", "pp2"):
         yield Row("gpt with label smoothing", layout)
+    # -- the loss in chunks --
+    for variant, layout in (
+        ("gpt", "tp2 sp pp2"), ("gpt", "tp2 pp2 dp2"), ("gpt", "pp2 vpp2 cp2 dp2"), ("llama", "tp2 sp cp2"),
+        ("gpt with label smoothing", "tp4 sp"), ("gpt with muP", "tp2"), ("deepseek", "tp2 sp ep2 etp1"),
+        ("mtp without weight tying", "cp2"), ("llama with lora", "tp2 sp"), ("packed llama", "tp2 sp"),
+    ):  # fmt: skip
+        yield Row(variant, layout, _CHUNKS)
+    yield Row("gpt", "dp2", {**_CHUNKS, "parallelism": _OVERLAP_BOTH})
+    yield Row("llama in bf16", "tp2 sp", _CHUNKS, bound=BF16_BOUND, why=_BF16)
+    for stage in (1, 2):
+        yield Row("gpt", "tp2 dp2", {**_zero(stage), **_CHUNKS}, engine="deepspeed")
     # -- uneven stages --
     yield Row("gpt", "pp2", {"parallelism": {"num_layers_in_first_pipeline_stage": 1}})
     yield Row("gpt", "pp2", {"parallelism": {"num_layers_in_last_pipeline_stage": 1}})
@@ -292,6 +311,10 @@ def _rows() -> Iterator[Row]:
     both: dict[str, Any] = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
     yield Row("gpt of 6 layers", "pp4", {"parallelism": both})
     yield Row("gpt of 6 layers", "pp2 vpp2", {"parallelism": both})
+    yield Row("gpt", "pp4", _stages("E|t|ttt|L"))
+    yield Row("llama", "tp2 sp pp2 vpp2", _stages("Ett|t|t|L"))
+    yield Row("deepseek", "pp2 vpp2 dp2 ep2", _stages("Et|t|tt|mL"))
+    yield Row("mtp without weight tying", "pp2", {**_stages("Et*4|mmL"), "train": _BLOCK})
     # -- recomputation --
     # On a CPU torch has no fused kernel for latent attention's heads, so there are scores to recompute.
     yield Row("mla", "tp2 sp", {"train": _SELECTIVE})
@@ -339,6 +362,15 @@ def _rows() -> Iterator[Row]:
     yield Row("mixtral", "tp2 sp pp2 dp2 ep2 etp1")
     for layout in ("tp2 sp ep2 etp2", "tp2 sp dp2 ep2 etp2"):
         yield Row("moe", layout, nccl=True, why="gloo cannot gather the uneven numbers of tokens of shared experts")
+    # -- features of `speed` that a CPU has --
+    yield Row("llama", "tp2 sp", {"speed": {"bias_activation_fusion": True, "bias_dropout_fusion": True}})
+    yield Row("moe with shared experts", "dp2 ep2", {"speed": {"moe_shared_expert_overlap": True}})
+    yield Row("gpt", "dp2", {"parallelism": _OVERLAP_BOTH, "speed": _SMALL_BUCKETS})
+    yield Row("gpt", "tp2", {"speed": {"deterministic_mode": True}})
+    scattered: Sections = {
+        "parallelism": {"grad_reduce_in_fp32": False}, "speed": {"reduce_scatter_with_fp32_accumulation": True},
+    }  # fmt: skip
+    yield Row("gpt in bf16", "dp2", scattered, bound=BF16_BOUND, why=_BF16)
     # -- latent attention and multi-token prediction --
     for layout in ("tp2", "tp2 sp", "cp2", "pp2", "tp2 sp cp2"):
         yield Row("mla", layout)
@@ -428,6 +460,8 @@ CORE = frozenset(
         "gpt: dp2, whole optimizer",
         "gpt: dp2, overlap_grad_reduce, overlap_param_gather",
         "gpt: tp2",
+        "gpt: tp2 sp pp2, loss_chunk_tokens=12",
+        "deepseek: tp2 sp ep2 etp1, loss_chunk_tokens=12",
         "mla: tp2 sp, recompute_granularity=selective",
         "gpt: pp2, recompute_granularity=full, recompute_method=uniform, recompute_num_layers=1",
         "gpt: pp2 vpp2, recompute_granularity=full, recompute_method=block, recompute_num_layers=1",
@@ -458,6 +492,7 @@ CORE = frozenset(
         "gpt with muP: tp2 sp pp2",
         "packed gpt: dp2",
         "packed llama: tp2 sp pp2, recompute_granularity=full, recompute_method=uniform, recompute_num_layers=1",
+        "deepseek: pp2 vpp2 dp2 ep2, pipeline_model_parallel_layout=Et|t|tt|mL",
         "gpt: pp2 vpp2 to cp2 dp2",
         "gpt: tp2, whole optimizer to dp2",
         "moe: dp1 to tp2 sp ep2 etp1",
@@ -481,7 +516,11 @@ def news(row: Row) -> set[object]:
     parallelism, because megatron-core has code for the two together (replicas and what belongs to another kind aside).
     """
     found: set[object] = {row.variant}
-    found |= {f"{section}.{key}={value}" for section, keys in row.changes.items() for key, value in keys.items()}
+    found |= {
+        f"{section}.{key}" if key == "pipeline_model_parallel_layout" else f"{section}.{key}={value}"
+        for section, keys in row.changes.items()
+        for key, value in keys.items()
+    }
     if row.variant not in SIMILAR:
         found |= {(row.variant, kind) for kind in row.degrees if kind not in ("dp", "sp", "etp")}
     return found
@@ -489,14 +528,14 @@ def news(row: Row) -> set[object]:
 
 @cache
 def essential(engine: str) -> frozenset[str]:
-    """Names of the rows of an engine that no other rows replace: the core, and the first with anything new."""
+    """Names of the rows of an engine that no other rows replace: the core, and few that have everything new."""
     rows = [row for row in ROWS if row.engine == engine and not row.nccl]
-    names, known = {row.name for row in rows if row.core}, set[object]()
-    for row in sorted(rows, key=lambda row: not row.core):
-        if not news(row) <= known:
-            names.add(row.name)
-            known |= news(row)
-    return frozenset(names)
+    chosen = [row for row in rows if row.core]
+    known = set[object]().union(*map(news, chosen))
+    while not all(news(row) <= known for row in rows):
+        chosen.append(max(rows, key=lambda row: len(news(row) - known)))
+        known |= news(chosen[-1])
+    return frozenset(row.name for row in chosen)
 
 
 def _engine(changes: Sections) -> str:
@@ -555,6 +594,8 @@ RESUMES = (
     Resume("gpt", "tp2 sp pp2 dp2", "dp2"),
     Resume("gpt", "dp4", "tp2 pp2"),
     Resume("gpt of 5 layers", "dp2", "pp2", {}, {"parallelism": {"account_for_embedding_in_pipeline_split": True}}),
+    Resume("deepseek", "pp2 vpp2 dp2 ep2", "pp2", _stages("Et|t|tt|mL"), _stages("Et*3|tmL")),
+    Resume("gpt", "tp2 sp", "pp4", {}, _stages("E|t|ttt|L")),
     Resume("gpt", "tp2", "pp2", {"parallelism": _WHOLE}, {"parallelism": _WHOLE}),
     Resume("gpt", "tp2", "dp2", {"parallelism": _WHOLE}),
     Resume("gpt", "dp2", "tp2 sp", {}, {"parallelism": _WHOLE}),

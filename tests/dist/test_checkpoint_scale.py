@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.traffic import Recorder
-from llmrecipes.checkpoint import ranks
-from llmrecipes.checkpoint import ranks as ranks_module
+from llmrecipes.checkpoint import rank_groups
 from llmrecipes.checkpoint.manifest import CheckpointInfo
-from llmrecipes.checkpoint.ranks import Ranks, row_length, sockets
+from llmrecipes.checkpoint.rank_groups import Ranks, row_length, sockets
 from llmrecipes.checkpoint.saver import LONGEST_SAVE, saver_group, write_checkpoint
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.engine.base import Engine, Progress, World
@@ -55,7 +54,7 @@ def save(engine: Engine, folder: Path, step: int) -> tuple[ShardedFormat, int]:
     store, ranks, files = CheckpointStore(folder), saver_group(), engine.checkpoint_format()
     assert isinstance(files, ShardedFormat)
     sent = 0
-    pickled = ranks_module._bytes
+    pickled = rank_groups._bytes
 
     def counted(value: Any) -> torch.Tensor:
         nonlocal sent
@@ -64,7 +63,7 @@ def save(engine: Engine, folder: Path, step: int) -> tuple[ShardedFormat, int]:
         return data
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks_module, "_bytes", counted)
+        patch.setattr(rank_groups, "_bytes", counted)
         with Recorder() as traffic:
             taken = files.snapshot(engine.state(Progress(step=step)))
             write_checkpoint(taken, store.temporary_path(step, "t"), info(engine, step), store, ranks, files)
@@ -162,14 +161,14 @@ DAMAGES: tuple[tuple[str, Callable[[Path], None]], ...] = (
 def resumed_from(engine: Engine, folder: Path, world: World) -> list[Any]:
     """Step, files that each rank has hashed, and the notes of damage."""
     hashed: list[str] = []
-    compare = ranks.mismatch
+    compare = rank_groups.mismatch
 
     def watched(path: Path, files: Any) -> str:
         hashed.extend(f"{path.name}/{name}" for name in files)
         return compare(path, files)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "mismatch", watched)
+        patch.setattr(rank_groups, "mismatch", watched)
         start = choose(CheckpointStore(folder), world)
         assert start.entry is not None
         step = resume(engine, start.entry, world).step

@@ -22,10 +22,10 @@ from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.numerics import NonFinite
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.tracking.events import Note
-from llmrecipes.train.debug import require_finite
+from llmrecipes.tracking.events import Note, NoTracker
+from llmrecipes.train.guard import require_finite
 from llmrecipes.train.loaders import DataLoaders, first_failure
-from llmrecipes.train.loop import Loop, NoTracker
+from llmrecipes.train.loop import Loop
 from llmrecipes.train.resume import choose, resume
 from tests.dist.table import Row, Sections
 from tests.dist.training import loaders, training
@@ -49,7 +49,7 @@ def poisoned(row: Row) -> list[str]:
                 last.decoder.layers[-1].mlp.linear_fc1.weight[2, 3] = math.nan
         said = "nothing"
         try:
-            require_finite(7, engine.train_step(loaders(row.recipe, world)), engine, world)
+            require_finite(Progress(step=6), engine.train_step(loaders(row.recipe, world)), engine, world)
         except NonFinite as error:
             said = f"{error.code} {error}"
         everyones: list[str] = [""] * world.size
@@ -72,7 +72,7 @@ def poisoned_step(row: Row, quantity: str) -> list[str]:
         before = [shard.tensor.clone() for shard in engine.weights()]
         said = "nothing"
         try:
-            require_finite(7, engine.train_step(loaders(row.recipe, world)), engine, world)
+            require_finite(Progress(step=6), engine.train_step(loaders(row.recipe, world)), engine, world)
         except NonFinite as error:
             said = f"{error.code} {error}"
         with engine.params_synced():

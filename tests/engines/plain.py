@@ -19,6 +19,7 @@ from llmrecipes.checkpoint.manifest import digest
 from llmrecipes.checkpoint.state_format import StateDict, Written
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import (
+    Accept,
     Batch,
     Implementation,
     Platform,
@@ -106,7 +107,9 @@ class PlainEngine:
     def learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def train_step(self, batches: Iterator[Batch], *, stop: StopCheck | None = None) -> StepResult:
+    def train_step(
+        self, batches: Iterator[Batch], *, stop: StopCheck | None = None, accept: Accept | None = None
+    ) -> StepResult:
         self.optimizer.zero_grad()
         total, tokens = torch.zeros(()), torch.zeros(())
         for _ in range(self.plan.num_microbatches):
@@ -119,7 +122,11 @@ class PlainEngine:
         if self._see is not None:
             gradients = [self._shard(name, parameter.grad) for name, parameter in self.model.named_parameters()]
             self._see(self.weights(), gradients)
-        if math.isfinite(self.local_loss) and math.isfinite(norm):
+        is_finite = math.isfinite(self.local_loss) and math.isfinite(norm)
+        if is_finite and accept is not None and not accept(self.local_loss, norm):
+            stops = stop is not None and stop()
+            return StepResult(self.local_loss, norm, self.learning_rate, None, False, stops, rejected=True)
+        if is_finite:
             self.optimizer.step()
         return StepResult(self.local_loss, norm, self.learning_rate, None, False, stop is not None and stop())
 
@@ -132,6 +139,9 @@ class PlainEngine:
 
     def params_synced(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def replica_fault(self) -> None:
+        return None
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from named_gradients(self.model)

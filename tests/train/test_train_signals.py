@@ -174,7 +174,7 @@ def test_when_the_command_is_killed_nothing_of_it_stays(runs: Runs) -> None:
     process = runs.start("launcher-killed", 2, *options)
     wait_for_step(process, runs.directory("launcher-killed"), 3)
     everyone = psutil.Process(process.pid).children(recursive=True)
-    mirror = [one for one in everyone if "llmrecipes.tracking.mlflow.mirror" in one.cmdline()]
+    mirror = [one for one in everyone if "llmrecipes.tracking.mlflow.sender" in one.cmdline()]
     assert (len(everyone), len(mirror)) == (5, 1)
     process.kill()
     finish(process, -signal.SIGKILL)
@@ -238,3 +238,27 @@ def test_two_commands_cannot_train_one_run(runs: Runs) -> None:
     assert "Traceback" not in second
     finish(first, 0)
     runs.require_same("twice")
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_is_reported_killed_and_all_start_again(runs: Runs) -> None:
+    """No rank answers: one does not run, and the other waits for it."""
+    run_id = "hung"
+    limits = ("faults.rank_heartbeat_timeout=10.0", "faults.initial_rank_heartbeat_timeout=240.0")
+    process = runs.start(run_id, 2, "--max-restarts", "1", *limits)
+    wait_for_step(process, runs.directory(run_id), 17)
+    second = next(
+        child
+        for child in psutil.Process(process.pid).children()
+        if child.environ().get("RANK") == "1" and "llmrecipes.train.worker" in child.cmdline()
+    )
+    began = time.monotonic()
+    second.suspend()
+    second.wait(60)
+    assert 10.0 <= time.monotonic() - began < 2 * 10.0 + 15.0, "and what its report takes"
+    finish(process, 0)
+    (note,) = [line for line in lines(runs.directory(run_id)) if line.get("event") == "hang"]
+    assert note["alarm"] is True
+    assert "(stopped)" in note["details"]["text"]
+    assert "1 on " in note["details"]["text"]
+    runs.require_same(run_id, 2)

@@ -14,7 +14,10 @@ import torch
 torch.cuda.is_available = lambda: True
 torch.cuda.get_device_capability = lambda *_device: (9, 0)
 
+from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
+
 from llmrecipes.engine.backends import backend  # noqa: E402
+from llmrecipes.engine.core.model.attention import apart  # noqa: E402
 from llmrecipes.engine.core.model.gpt import construct  # noqa: E402
 from llmrecipes.engine.core.model.init import parameter_slices  # noqa: E402
 from llmrecipes.engine.core.platform.rendezvous import TIMEOUT  # noqa: E402
@@ -60,18 +63,51 @@ def weights(layout: dict[str, Any], platform: Any) -> dict[str, dict[str, dict[s
             )
             built = construct(derive(recipe, WORLD, ROOMY), platform)
             assert built.implementation == implementation
+            # Where APEX is missing, megatron-core's output layer raises unless its gradient is added by autograd.
+            assert built.config.gradient_accumulation_fusion is (implementation == "transformer_engine")
+            assert built.module.output_layer.gradient_accumulation_fusion is False
             parts = parameter_slices(built.module.sharded_state())
             shapes[name][implementation] = {part.name: list(part.shape) for part in parts}
     return shapes
 
 
+def packed_arguments(platform: Any) -> dict[str, Any]:
+    """What attention is called with for conversations of 10 tokens: by an engine's argument of the model."""
+    model = {"position_embedding_type": "rope", "normalization": "RMSNorm", "add_bias_linear": False}
+    recipe = tiny(
+        model=model,
+        train={"precision": "bf16", "micro_batch_size": 1},
+        data={"sources": [{"type": "docstrings"}], "chat": {}},
+    )
+    made = construct(derive(recipe, WORLD, ROOMY), platform)
+    assert made.implementation == "transformer_engine", made.reason
+    arguments = apart(recipe, torch.device("cpu"), made.implementation)(torch.arange(64)[None] % 10)
+    assert arguments["attention_mask"] is None
+    core: Any = made.module.decoder.layers[0].self_attention.core_attention
+    seen: dict[str, Any] = {}
+
+    def forward(_core: Any, query: Any, key: Any, value: Any, _mask: Any, **options: Any) -> Any:
+        seen.update({name: option for name, option in options.items() if option is not None})
+        seen["shapes"] = [list(each.shape) for each in (query, key, value)]
+        return query
+
+    base: Any = type(core).__mro__[1]
+    base.forward = forward
+    heads = torch.empty(64, 4, 16, device="meta")
+    packed = arguments["packed_seq_params"]
+    core(heads, heads, heads, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=packed)
+    return {name: each.tolist() if isinstance(each, torch.Tensor) else each for name, each in seen.items()}
+
+
 if __name__ == "__main__":
     chosen: Any = backend(tiny())
     platform = chosen.meta_platform(0, WORLD, "cpu", 1.0)
-    result = {}
+    result: dict[str, Any] = {}
     for name, layout in LAYOUTS.items():
         platform.connect(TIMEOUT)
         with model_parallel(1, Parallelism.model_validate(layout)):
             result[name] = weights(layout, platform)
+            if not layout:
+                result["packed"] = packed_arguments(platform)
         torch.distributed.destroy_process_group()
     print(json.dumps(result))

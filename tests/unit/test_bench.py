@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from llmrecipes.bench import measure
@@ -130,6 +131,41 @@ def test_every_rank_is_timed() -> None:
     assert len(found.hosts) == len(found.seconds) == 1 and found.seconds[0] > 0
 
 
+def test_a_machine_is_measured() -> None:
+    threads = torch.get_num_threads()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = measure.measure_machine(CpuPlatform(), 1).model_dump()
+    finally:
+        dist.destroy_process_group()
+    assert all(value > 0 for name, value in found.items() if name != "depth") and found["depth"] >= 0
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("world", [(1e-4, 2e9), (0.0, 1e9)])
+def test_latency_and_bandwidth_are_those_of_a_line(world: tuple[float, float]) -> None:
+    latency, speed = world
+    found = measure._line([(size, latency + size / speed) for size in measure.RING])
+    assert found == pytest.approx((latency or 1e-6, speed), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_measured_machine_is_a_profile_with_which_steps_are_planned(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "here.yaml"
+    assert run(["bench", "machine", "--write", str(path), "--repeats", "1", "--json"]) == 0
+    profile = load_profile(str(path))
+    assert profile.rates is not None and profile.cpu_cores == max(1, round(detect().cpu_cores))
+    capfd.readouterr()
+    assert run(["plan", "gpt-tiny", "--cluster", str(path), "--json"]) == 0
+    made = json.loads(capfd.readouterr().out)
+    least = 6 * made["num_parameters"] * 2048 / 2 / (max(profile.rates.gflops, profile.rates.gflops_all) * 1e9)
+    assert least < made["step_seconds"] < 100 * least
+    assert run(["bench", "machine", "--write", str(path)]) == 2
+    require_message(capfd.readouterr().err, "--write")
+
+
 def test_a_step_ends_when_its_update_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
     pending: list[str] = []
     at_the_end: list[int] = []
@@ -141,7 +177,7 @@ def test_a_step_ends_when_its_update_has_run(monkeypatch: pytest.MonkeyPatch) ->
             pending.clear()
 
     class Queueing(PlainEngine):
-        def train_step(self, batches: Any, *, stop: Any = None) -> Any:
+        def train_step(self, batches: Any, *, stop: Any = None, accept: Any = None) -> Any:
             pending.append("update")
             return super().train_step(batches, stop=stop)
 
@@ -150,6 +186,10 @@ def test_a_step_ends_when_its_update_has_run(monkeypatch: pytest.MonkeyPatch) ->
         def perf_counter() -> float:
             at_the_end.append(len(pending))
             return float(len(at_the_end))
+
+        @staticmethod
+        def process_time() -> float:
+            return 0.0
 
     class Engines(PlainBackend):
         def build(self, plan: Any, platform: Any, weights: Any = None) -> Any:
@@ -216,7 +256,7 @@ def test_steps_and_reading(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFi
     assert run(["bench", "step", name, "--nproc", "2", "--repeats", "3", "--json"]) == 0
     step = json.loads(capfd.readouterr().out)
     assert (step["world_size"], step["layout"]["data_parallel_size"], len(step["seconds"])) == (2, 2, 3)
-    assert step["tokens_per_second"] > 0
+    assert step["tokens_per_second"] > 0 and len(step["processor_seconds"]) == 3
     assert step["mfu"] is None
     assert run(["bench", "data", name, "--data-dir", str(data_dir)]) == 2
     assert str(data_dir) in capfd.readouterr().err  # the rank says which data is missing

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from llmrecipes.bench.fabric import perftest
-from llmrecipes.bench.fabric.meeting import Meeting, Outcome, meet, require_sensible
+from llmrecipes.bench.fabric.meeting import FabricRendezvous, Outcome, meet, require_sensible
 from llmrecipes.bench.fabric.node import Limits
 from llmrecipes.bench.fabric.transfers import Report, Transfer, judge, rounds
 from llmrecipes.cli.app import run
-from llmrecipes.cli.render import bench as render
+from llmrecipes.cli.bench import fabric_report
 from llmrecipes.doctor.finding import Finding, fail
 from llmrecipes.hardware import nics
 from llmrecipes.hardware.load import load_profile
@@ -109,7 +109,7 @@ def meet_all(
     found: dict[int, Outcome] = {}
 
     def take_part(number: int) -> None:
-        found[number] = meet(Meeting(hosts, number, tcp, patience, Limits(3, limit), SECRET), None)
+        found[number] = meet(FabricRendezvous(hosts, number, tcp, patience, Limits(3, limit), SECRET), None)
 
     threads = [threading.Thread(target=take_part, args=(n,), name=hosts[n]) for n in range(here or count)]
     for thread in threads:
@@ -255,7 +255,7 @@ def test_a_node_that_never_appears_and_missing_programs(unused_port: int, monkey
 def test_a_first_node_that_never_appears(unused_port: int) -> None:
     hosts = ("127.0.0.1", "127.0.0.2")
     with refused(f"127.0.0.1:{unused_port}"):
-        meet(Meeting(hosts, 1, unused_port, 0.1, Limits(3, 5), SECRET), None)
+        meet(FabricRendezvous(hosts, 1, unused_port, 0.1, Limits(3, 5), SECRET), None)
 
 
 def test_a_stranger_at_the_port_is_no_node(unused_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +265,7 @@ def test_a_stranger_at_the_port_is_no_node(unused_port: int, monkeypatch: pytest
     found: list[Report | None] = []
     hosts = ("127.0.0.1", "127.0.0.2")
     own = threading.Thread(
-        target=lambda: found.append(meet(Meeting(hosts, 0, unused_port, 2, Limits(3, 5), SECRET), None).report)
+        target=lambda: found.append(meet(FabricRendezvous(hosts, 0, unused_port, 2, Limits(3, 5), SECRET), None).report)
     )
     own.start()
     cut_off = threading.Event()
@@ -304,7 +304,7 @@ def test_a_node_that_answers_in_another_form_is_named(
     ports_of(monkeypatch, lambda _: [port("mlx5_0")])
     hosts = ("127.0.0.1", "127.0.0.2")
     found: list[Outcome] = []
-    meeting = Meeting(hosts, 0, unused_port, 30, Limits(3, 5), SECRET)
+    meeting = FabricRendezvous(hosts, 0, unused_port, 30, Limits(3, 5), SECRET)
     first = threading.Thread(target=lambda: found.append(meet(meeting, None)))
     first.start()
     with joined(hosts, 1, unused_port, SECRET, 30) as channel, suppress(rendezvous.Disconnected):
@@ -331,7 +331,7 @@ def test_many_nodes_meet_although_few_files_may_be_open(unused_port: int, monkey
     hosts = tuple(f"n{number}" for number in range(200))
     found: list[Outcome] = []
     first = threading.Thread(
-        target=lambda: found.append(meet(Meeting(hosts, 0, unused_port, 30, Limits(3, 5), SECRET), None))
+        target=lambda: found.append(meet(FabricRendezvous(hosts, 0, unused_port, 30, Limits(3, 5), SECRET), None))
     )
     first.start()
     with ExitStack() as stack:
@@ -379,7 +379,7 @@ def test_a_failure_is_blamed_on_the_port_that_failed_with_all() -> None:
 def test_the_output_of_a_large_job_is_bounded() -> None:
     many = [transfer(f"n{number}", f"n{number + 1}", 40.0 + number / 1000) for number in range(2000)]
     found = [Finding(**{**fail("adapter mlx5_0/1", "broken", "").as_dict(), "node": f"n{n}"}) for n in range(500)]
-    printed = render.fabric_report(Report("h100-ib", 50.0, 2000, 2000, many, found)).splitlines()
+    printed = "\n".join(map(str, fabric_report(Report("h100-ib", 50.0, 2000, 2000, many, found)))).splitlines()
     assert len(printed) < 70
     assert "40" in printed[2].split() and "80%" in printed[2].split()
     assert "500" in printed[-1].split() and "2000" in printed[-1].split()
@@ -404,6 +404,6 @@ def test_receivers_of_one_node_listen_on_different_ports() -> None:
 
 
 def test_it_starts_without_torch() -> None:
-    script = "import sys, llmrecipes.bench.fabric.meeting, llmrecipes.cli.render.bench; print('torch' in sys.modules)"
+    script = "import sys, llmrecipes.bench.fabric.meeting, llmrecipes.cli.bench; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -16,7 +16,7 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 
 from llmrecipes.checkpoint.manifest import CheckpointInfo, digest
-from llmrecipes.checkpoint.ranks import Ranks
+from llmrecipes.checkpoint.rank_groups import Ranks
 from llmrecipes.checkpoint.saver import AsyncSaver, SaveReport
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.engine.core.checkpoint.format import ShardedFormat

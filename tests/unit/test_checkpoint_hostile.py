@@ -30,7 +30,7 @@ from llmrecipes.checkpoint.manifest import (
     dump,
     read_manifest,
 )
-from llmrecipes.checkpoint.ranks import Ranks
+from llmrecipes.checkpoint.rank_groups import Ranks
 from llmrecipes.checkpoint.saver import AsyncSaver
 from llmrecipes.checkpoint.store import CheckpointStore, Entry
 from llmrecipes.engine.core.checkpoint import loader, pickled_index

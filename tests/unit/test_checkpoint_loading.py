@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 from llmrecipes.checkpoint.compatibility import compatibility, differences, require_compatible
 from llmrecipes.checkpoint.manifest import CheckpointInfo
-from llmrecipes.checkpoint.ranks import Ranks
+from llmrecipes.checkpoint.rank_groups import Ranks
 from llmrecipes.checkpoint.saver import AsyncSaver
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.engine.core.checkpoint.format import ShardedFormat

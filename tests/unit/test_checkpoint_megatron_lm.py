@@ -19,7 +19,7 @@ import torch
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.cli.app import run
 from llmrecipes.engine.base import Progress
-from llmrecipes.engine.core.megatron_lm.folder import open_saved
+from llmrecipes.engine.core.megatron_lm_checkpoint import open_saved
 from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.core.world import join
 from llmrecipes.engine.megatron.backend import MegatronBackend

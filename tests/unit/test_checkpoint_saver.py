@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedOb
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 from llmrecipes.checkpoint.manifest import CheckpointInfo
-from llmrecipes.checkpoint.ranks import Ranks
+from llmrecipes.checkpoint.rank_groups import Ranks
 from llmrecipes.checkpoint.saver import AsyncSaver
 from llmrecipes.checkpoint.store import CheckpointStore, Entry
 from llmrecipes.engine.core.checkpoint.format import ShardedFormat, slabs

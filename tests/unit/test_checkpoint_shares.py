@@ -13,7 +13,7 @@ import pytest
 
 from llmrecipes.checkpoint import store as store_module
 from llmrecipes.checkpoint.manifest import CheckpointInfo, FileRecord, build, digest
-from llmrecipes.checkpoint.ranks import LEAST_WAIT, longest_wait, own_share
+from llmrecipes.checkpoint.rank_groups import LEAST_WAIT, longest_wait, own_share
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.engine.core.checkpoint.index import StoredTensor, covered, decode, encode, make_table, merge_tables
 from llmrecipes.engine.core.checkpoint.index import build as index_of

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llmrecipes.cli import app as cli
-from llmrecipes.cli.render.comparison import Series, plot
+from llmrecipes.cli.comparison import Series, plot
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.tracking.events import EvalMetrics, StepMetrics
 from llmrecipes.tracking.jsonl import JsonlSink

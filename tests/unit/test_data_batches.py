@@ -198,7 +198,7 @@ def test_loader_processes_outlive_the_signals_of_a_scheduler(train: Any) -> None
 
 def test_only_full_global_batches_and_no_ragged_division() -> None:
     def ids(size: int, consumed: int = 0, micro: int = 2) -> list[list[int]]:
-        shared = {"global_batch_size": 8, "data_parallel_rank": 1, "data_parallel_size": 2}
+        shared: dict[str, Any] = {"global_batch_size": 8, "data_parallel_rank": 1, "data_parallel_size": 2}
         return list(sample_ids(size, consumed_samples=consumed, micro_batch_size=micro, **shared))
 
     assert ids(23) == [[2, 3], [6, 7], [10, 11], [14, 15]]
@@ -206,6 +206,19 @@ def test_only_full_global_batches_and_no_ragged_division() -> None:
     assert ids(24, consumed=24) == []
     with pytest.raises(ValueError, match="is not a multiple of 3 × 2"):
         ids(24, micro=3)
+
+
+def test_batches_are_left_out_and_as_many_follow_from_the_beginning() -> None:
+    def first(consumed: int, *skipped: tuple[int, int]) -> list[int]:
+        shared: dict[str, Any] = {"micro_batch_size": 4, "data_parallel_rank": 0, "data_parallel_size": 1}
+        found = sample_ids(19, consumed_samples=consumed, global_batch_size=4, skipped=skipped, **shared)
+        return [ids[0] for ids in found]
+
+    assert first(0) == [0, 4, 8, 12]
+    assert first(0, (4, 12)) == [0, 12, 0, 4]
+    assert first(4, (4, 12)) == first(12, (4, 12)) == [12, 0, 4]
+    assert first(16, (4, 12)) == [0, 4]
+    assert first(0, (6, 7)) == [0, 8, 12, 0], "a batch with one of them"
 
 
 def test_held_out_splits_and_their_sizes(made: tuple[Recipe, Prepared]) -> None:

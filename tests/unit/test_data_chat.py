@@ -20,8 +20,7 @@ import transformers
 
 from llmrecipes.data import chat, sources, tokenizer
 from llmrecipes.data.chat import ChatSpec, Conversations, Template, chat_encoder
-from llmrecipes.data.conversations import best_fit
-from llmrecipes.data.dataset import build
+from llmrecipes.data.dataset import best_fit, build
 from llmrecipes.data.prepare import Prepared, prepare
 from llmrecipes.data.prepared import fingerprint
 from llmrecipes.data.sources import conversation

@@ -142,7 +142,7 @@ def test_a_file_that_the_manifest_does_not_list_is_not_read(copied: tuple[Recipe
 def test_files_are_read_once_and_a_copy_once_more(copied: tuple[Recipe, Path, Path], reads: Reads) -> None:
     used, data, _ = copied
     prepared = prepare(used, data)
-    assert set(reads) == {*prepared.manifest.files, *read_listing(index_folder(used, prepared))[0]}
+    assert set(reads) == {*prepared.manifest.files, *read_listing(index_folder(used, prepared))}
     assert len(reads) == len(set(reads))
     reads.clear()
     prepare(used, data)
@@ -234,7 +234,7 @@ def test_verify_reads_everything_whatever_is_remembered(copied: tuple[Recipe, Pa
     prepared = prepare(used, data)
     reads.clear()
     prepared.verify()
-    assert set(reads) == {*prepared.manifest.files, *read_listing(index_folder(used, prepared))[0]}
+    assert set(reads) == {*prepared.manifest.files, *read_listing(index_folder(used, prepared))}
     # As an attacker would do it: the note says that the changed file is the one that was checked.
     file = path / "00-train.bin"
     flip(file, 3)
@@ -318,25 +318,6 @@ def test_an_archive_in_place_of_an_array_is_refused(copied: tuple[Recipe, Path, 
     (folder / LISTING).write_text(json.dumps(files))
     with refused(file, rule=".npy"):
         prepare(used, data, workers=1)
-
-
-def test_a_sample_order_without_hashes_is_built_again_and_is_the_same(
-    copied: tuple[Recipe, Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    used, data, _ = copied
-    prepared = open_prepared(used, data)
-    folder = index_folder(used, prepared)
-    before = (folder / LISTING).read_text()
-    (folder / LISTING).write_text(json.dumps(read_listing(folder)[0]))
-    said: list[str] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "access", lambda *_: False)
-        prepare(used, data, progress=said.append)
-        assert dataset.build(used, prepared, "train") is not None
-    assert any("only sizes and headers" in line for line in said)
-    prepare(used, data, progress=said.append)
-    assert any("written without hashes" in line for line in said)
-    assert (folder / LISTING).read_text() == before
 
 
 # -- a prepare that is stopped ---------------------------------------------------------------------------------------

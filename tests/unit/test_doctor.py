@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from llmrecipes.cli.app import run
-from llmrecipes.doctor import fabric, gpus, network, nodes, storage, versions
+from llmrecipes.doctor import examine, fabric, filesystems, gpus, nodes
 from llmrecipes.doctor.finding import Finding
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.nics import ports
@@ -50,7 +50,7 @@ def problems(
     **changes: str,
 ) -> Any:
     installed = {**GOOD, **{name.replace("_", "-"): version for name, version in changes.items()}}
-    return said(versions.check(installed, python, driver, gpus, {"torch": "2.13.0"}, cuda))
+    return said(examine.check_versions(installed, python, driver, gpus, {"torch": "2.13.0"}, cuda))
 
 
 def test_compatible_versions_pass() -> None:
@@ -62,7 +62,7 @@ def test_compatible_versions_pass() -> None:
 def test_nvidias_build_is_a_cuda_build() -> None:
     """In nvcr.io/nvidia/pytorch torch has no local version `cu130`, and no nvidia-cuda-runtime package beside it."""
     image = {"torch": "2.13.0a0+8145d630e8.nv26.06", "megatron-core": "0.16.1"}
-    found = list(versions.check(image, (3, 11), "580.95.05", 8, {}, "13.0"))
+    found = list(examine.check_versions(image, (3, 11), "580.95.05", 8, {}, "13.0"))
     assert said(found) == {}
     assert "CUDA 13.0" in next(each.what for each in found if each.check == "CUDA driver")
 
@@ -78,7 +78,7 @@ def test_nvidias_build_is_a_cuda_build() -> None:
         (problems(nvidia_nccl_cu12="2.27.5"), "nvidia-nccl-cu12 2.27.5"),
         (problems(transformer_engine="2.9.0", transformer_engine_torch="2.8.0"), "its parts differ"),
         (problems(torch="2.12.1+cu130"), "torch 2.12.1+cu130 (lock 2.13.0)"),
-        (said(versions.check({}, (3, 11), None, 0, {}, None)), "not installed"),
+        (said(examine.check_versions({}, (3, 11), None, 0, {}, None)), "not installed"),
     ],
 )
 def test_incompatible_versions_are_reported(wrong: dict[str, str], words: str) -> None:
@@ -290,25 +290,25 @@ def test_error_counters_of_a_port(tmp_path: Path) -> None:
 
 
 def test_too_low_limits_are_reported() -> None:
-    low = network.NetworkLimits(memlock_bytes=64 << 10, shared_bytes=64 << 20, open_files=256)
-    found = said(network.check_limits(low, H100, 8))
+    low = fabric.NetworkLimits(memlock_bytes=64 << 10, shared_bytes=64 << 20, open_files=256)
+    found = said(fabric.check_limits(low, H100, 8))
     assert found["fail locked memory"].startswith("64 KiB")
     assert "0.1 GiB in /dev/shm for 8 ranks" in found["warn shared memory"]
     assert "256" in found["warn open files"]
-    high = network.NetworkLimits(memlock_bytes=None, shared_bytes=64 << 30, open_files=1 << 20)
-    assert said(network.check_limits(high, H100, 8)) == {}
+    high = fabric.NetworkLimits(memlock_bytes=None, shared_bytes=64 << 30, open_files=1 << 20)
+    assert said(fabric.check_limits(high, H100, 8)) == {}
 
 
 def test_limits_are_those_of_this_process() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
     try:
-        here = network.read_limits()
+        here = fabric.read_limits()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert here.open_files == 300
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    unlimited = locked == resource.RLIM_INFINITY or network._may_lock(network.PROCESS)
+    unlimited = locked == resource.RLIM_INFINITY or fabric._may_lock(fabric.PROCESS)
     assert here.memlock_bytes == (None if unlimited else locked)
     free = shutil.disk_usage("/dev/shm").free
     assert here.shared_bytes == pytest.approx(free, abs=256 << 20)  # other processes use it at the same time
@@ -318,14 +318,14 @@ def test_limits_are_those_of_this_process() -> None:
 
 
 def test_names_and_ports(unused_port: int) -> None:
-    assert network.name("no-such-host.invalid", several=True).status == "fail"
-    assert network.name("localhost", several=True).status == "fail"
-    assert network.name("localhost", several=False).status == "ok"
+    assert fabric.check_name("no-such-host.invalid", several=True).status == "fail"
+    assert fabric.check_name("localhost", several=True).status == "fail"
+    assert fabric.check_name("localhost", several=False).status == "ok"
 
-    assert network.free_port(unused_port).status == "ok"
+    assert fabric.free_port(unused_port).status == "ok"
     with socket.create_server(("", unused_port)):
-        assert network.free_port(unused_port).status == "fail"
-    found = said(network.check(unused_port, False, {"GLOO_SOCKET_IFNAME": "lo,ib9"}))
+        assert fabric.free_port(unused_port).status == "fail"
+    found = said(fabric.check_network(unused_port, False, {"GLOO_SOCKET_IFNAME": "lo,ib9"}))
     assert "ib9" in found["fail interfaces"]
 
 
@@ -344,26 +344,26 @@ def test_a_name_with_several_addresses_is_refused_only_if_all_are_loopback(
     """What a resolver answers, which no test can arrange on this machine without changing /etc/hosts."""
     answer = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0)) for address in addresses]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
-    assert network.name("node1", several=True).status == status
+    assert fabric.check_name("node1", several=True).status == status
 
 
 def test_directories(tmp_path: Path) -> None:
-    found = list(storage.check(tmp_path / "not" / "yet", "runs"))
+    found = list(filesystems.check(tmp_path / "not" / "yet", "runs"))
     assert not [finding for finding in found if finding.status == "fail"]
     assert not list(tmp_path.iterdir()), "something was left behind"
-    assert "fail runs" in said(storage.check(tmp_path, "runs", 1 << 50))
-    assert "fail runs" in said(storage.check(Path("/proc/self"), "runs"))
+    assert "fail runs" in said(filesystems.check(tmp_path, "runs", 1 << 50))
+    assert "fail runs" in said(filesystems.check(Path("/proc/self"), "runs"))
 
 
 def test_data_that_is_missing_or_unequal(tmp_path: Path) -> None:
     recipe = tiny_on(tmp_path / "nowhere")
-    found = said(storage.check_data(recipe, tmp_path))
+    found = said(filesystems.check_data(recipe, tmp_path))
     assert "warn data" in found
     assert any(name.startswith("fail source") for name in found)
     for number, lines in enumerate((1, 1, 200)):
         (tmp_path / f"{number}.jsonl").write_text('{"text": "words"}\n' * lines, "utf-8")
     sources = {"sources": [{"type": "jsonl", "path": f"{tmp_path}/*.jsonl"}]}
-    found = said(storage.check_data(tiny_on(tmp_path, data=sources), tmp_path))
+    found = said(filesystems.check_data(tiny_on(tmp_path, data=sources), tmp_path))
     assert any("200 times the median size" in what for what in found.values())
 
 
@@ -493,8 +493,8 @@ def test_the_capability_lifts_the_limit_of_locked_memory(tmp_path: Path) -> None
     status = tmp_path / "status"
     for effective, may in (("0000000000004000", True), ("0000000000000000", False), ("000001ffffffffff", True)):
         status.write_text(f"Name:\tpython\nCapPrm:\t0\nCapEff:\t{effective}\n")
-        assert network._may_lock(status) is may
-    assert network._may_lock(tmp_path / "none") is False
+        assert fabric._may_lock(status) is may
+    assert fabric._may_lock(tmp_path / "none") is False
 
 
 def test_a_pod_of_a_run_that_is_done_waits_for_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from llmrecipes.cli.app import run
-from llmrecipes.doctor import fabric, gpus, network, nodes, storage, versions
+from llmrecipes.doctor import examine, fabric, filesystems, gpus, nodes
 from llmrecipes.doctor.finding import Finding
 from llmrecipes.hardware import nvidia
 from llmrecipes.hardware.load import load_profile
@@ -78,7 +78,7 @@ def test_damaged_outputs_of_programs_are_findings(seed: int) -> None:
     assert found
     list(gpus.check_nvlink(gpus.parse_nvlink(mangled(NVLINKS, seed)), H100))
     list(gpus.check_kernel_log(mangled(KMSG, seed).splitlines(), 8000.0))
-    list(versions.check({"torch": "2.13.0"}, (3, 11), mangled("580.95.05", seed), 8, {}, mangled("13.0", seed)))
+    list(examine.check_versions({"torch": "2.13.0"}, (3, 11), mangled("580.95.05", seed), 8, {}, mangled("13.0", seed)))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -186,8 +186,8 @@ def test_a_node_whose_driver_says_nothing_useful_fails(
 
 
 def test_names_that_dns_does_not_permit_are_a_finding() -> None:
-    assert network.name("n" * 64, several=True).status == "fail"
-    assert network.name("n" * 64, several=False).status == "warn"
+    assert fabric.check_name("n" * 64, several=True).status == "fail"
+    assert fabric.check_name("n" * 64, several=False).status == "warn"
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.ESTALE, errno.EIO])
@@ -202,7 +202,7 @@ def test_a_folder_of_a_server_that_is_gone_fails_and_is_not_taken_for_its_parent
         return real(path, **options)
 
     monkeypatch.setattr(Path, "stat", stat)
-    assert [each.status for each in storage.check(gone / "runs", "runs")] == ["fail"]
+    assert [each.status for each in filesystems.check(gone / "runs", "runs")] == ["fail"]
 
 
 def test_mount_points_with_unusual_names(tmp_path: Path) -> None:
@@ -211,8 +211,8 @@ def test_mount_points_with_unusual_names(tmp_path: Path) -> None:
     lines = (b"/dev/sda1 / ext4 rw 0 0", b"x /mnt/\xff\\xzz nfs rw 0 0", b"short")
     here = str(tmp_path / "a b\\c é").replace("\\", r"\134").replace(" ", r"\040")
     mounts.write_bytes(b"\n".join((*lines, f"fs {here} lustre rw 0 0".encode())))
-    assert storage._file_system(tmp_path / "a b\\c é" / "runs", mounts) == "lustre"
-    assert storage._file_system(tmp_path, mounts) == "ext4"
+    assert filesystems._file_system(tmp_path / "a b\\c é" / "runs", mounts) == "lustre"
+    assert filesystems._file_system(tmp_path, mounts) == "ext4"
 
 
 def test_a_first_node_that_cannot_write_does_not_fail_the_others(tmp_path: Path) -> None:

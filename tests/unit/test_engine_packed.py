@@ -1,20 +1,27 @@
-"""Conversations that share a sequence train as if each were alone, and only answers count."""
+"""Conversations that share a sequence train like unpacked ones, and only answers count."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
 
-from llmrecipes.data.conversations import ConversationDataset, alone, best_fit
+from llmrecipes.data.dataset import ConversationDataset, best_fit, unpacked
 from llmrecipes.engine.base import Batch
+from llmrecipes.engine.core.model import attention
 from llmrecipes.engine.core.model.attention import attention_mask
 from llmrecipes.engine.core.model.gpt import RecipeGPTModel
-from tests.helpers import LLAMA, built, engine_of, random_batches, tiny
+from llmrecipes.plan.derive import derive
+from llmrecipes.plan.kernels import mask_per_token
+from tests.helpers import LLAMA, ROOMY, built, engine_of, random_batches, tiny
 from tests.unit import test_model_hf as hf
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -45,7 +52,7 @@ def talks(count: int = 9, vocabulary: int = 512) -> Talks:
 def batch(given: Talks, *, packed: bool) -> Batch:
     """All of them, in as many sequences as they need."""
     lengths = np.array([len(ids) - 1 for ids, _ in given])
-    sequences = best_fit(lengths, LENGTH, 0) if packed else alone(len(given))
+    sequences = best_fit(lengths, LENGTH, 0) if packed else unpacked(len(given))
     order = np.stack([np.zeros(len(sequences), np.int64), np.arange(len(sequences))], 1)
     data: Any = given
     samples = ConversationDataset([data], [sequences], order, LENGTH, PAD)
@@ -159,3 +166,71 @@ def test_an_evaluation_is_a_mean_over_answers_of_all_batches() -> None:
 def test_packing_chooses_the_layers_that_keep_conversations_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmrecipes.engine.core.model.spec._transformer_engine_obstacle", lambda: None)
     assert built(tiny(data=CHAT)).implementation == "local"
+
+
+def by_lengths(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, boundaries: torch.Tensor, **_options: Any
+) -> torch.Tensor:
+    """What torch's attention of variable length computes, which has no kernel on a CPU."""
+    parts = []
+    for begin, end in pairwise(boundaries.tolist()):
+        q, k, v = (each[begin:end].transpose(0, 1) for each in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=_options["scale"])
+        parts.append(out.transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "latent attention"])  # whose heads differ in width
+def test_attention_by_boundaries_is_that_of_the_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, but for the kernel: its arguments are bound to torch's signature."""
+    called = []
+
+    def varlen(*args: Any, **options: Any) -> torch.Tensor:
+        bound = inspect.signature(varlen_attn).bind(*args, **options).arguments
+        query, boundaries = bound["query"], bound["cu_seq_q"]
+        assert boundaries is bound["cu_seq_k"] and boundaries.dtype == torch.int32
+        assert (len(boundaries) - 1) % 4 == 0 and boundaries[-1] == len(query)
+        assert int(boundaries.diff().max()) <= bound["max_q"] == bound["max_k"]
+        assert bound["window_size"] == (-1, 0)
+        assert bound["enable_gqa"] == (query.size(1) != bound["key"].size(1))
+        called.append(bound)
+        return by_lengths(query, bound["key"], bound["value"], boundaries, scale=bound["scale"])
+
+    module = built(tiny(model={**MODELS[name], "seq_length": LENGTH}, data=CHAT)).module
+    together = batch(talks(), packed=True)
+    positions = together["position_ids"]
+    loss, expected = loss_and_gradients(module, together, attention_mask(positions, dense=True))
+    monkeypatch.setattr(attention, "varlen_attn", varlen)
+    monkeypatch.setattr(
+        attention.SdpaCoreAttention,
+        "_attend_one_by_one",
+        lambda self, query, key, value, _dropout, where: self._attend_by_boundaries(query, key, value, where),
+    )
+    ours, gradients = loss_and_gradients(module, together, attention_mask(positions, dense=False, multiple=4))
+    assert len(called) == 2 and ours / loss == pytest.approx(1, abs=BOUND)
+    require_same(gradients, expected)
+
+
+def test_what_keeps_conversations_apart_on_a_gpu() -> None:
+    """Boundaries where FlashAttention can run, else the mask; on a CPU boundaries unless layers are compiled."""
+    heads = {"num_attention_heads": 4, "num_query_groups": 4}
+
+    def kept_apart(device: str, *, precision: str = "bf16", compiled: bool = False, **model: Any) -> str:
+        recipe = tiny(
+            model={**LLAMA, **heads, "seq_length": LENGTH, **model},
+            train={"precision": precision, "torch_compile": compiled},
+            data=CHAT,
+        )
+        found = attention.masks(recipe, torch.device(device))(torch.arange(LENGTH)[None] % 10)
+        assert found is not None and found.device.type == device
+        plan = derive(recipe, 1, ROOMY)
+        bytes_per_token = mask_per_token(recipe, plan.shape, "cpu" if device == "cpu" else "cuda")
+        assert bytes_per_token == (LENGTH if found.dtype == torch.bool else 0)
+        return "mask" if found.dtype == torch.bool else f"{len(found) - 1} conversations"
+
+    assert kept_apart("cpu") == "4 conversations"
+    assert kept_apart("cpu", compiled=True) == "mask"
+    assert kept_apart("meta") == kept_apart("meta", compiled=True) == "64 conversations"
+    assert kept_apart("meta", precision="fp32") == "mask"
+    assert kept_apart("meta", attention_dropout=0.1) == "mask"
+    assert kept_apart("meta", kv_channels=512) == "mask"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from llmrecipes.cli.app import run
-from llmrecipes.doctor import versions
+from llmrecipes.doctor import examine
 from llmrecipes.engine.deepspeed.backend import swap_files
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.hardware import builds
@@ -126,12 +126,12 @@ def test_what_offload_cannot_compile_is_refused(
     recipe = with_zero(corpus, **offload)
     with refused(key, rule=token):
         require_packages(recipe)
-    (finding,) = [each for each in versions.check_zero("0.19.8", recipe) if each.status == "fail"]
+    (finding,) = [each for each in examine.check_zero("0.19.8", recipe) if each.status == "fail"]
     assert key in finding.what and token in finding.fix
     record = "installed_ops={'async_io': 1, 'cpu_adam': True, 'fused_adam': False}\naccelerator_name='cpu'\n"
     (shown / "git_version_info_installed.py").write_text(record)
     require_packages(recipe)
-    assert [each.status for each in versions.check_zero("0.19.8", recipe)] == ["ok", "ok", "ok"]
+    assert [each.status for each in examine.check_zero("0.19.8", recipe)] == ["ok", "ok", "ok"]
 
 
 def test_offload_to_nvme_needs_a_fast_local_disk(shown: Path, corpus: Path, tmp_path: Path) -> None:
@@ -181,12 +181,12 @@ def test_ninja_of_an_environment_that_is_not_activated_is_found(
 
 
 def test_the_doctor_does_not_require_deepspeed(corpus: Path) -> None:
-    assert [each.status for each in versions.check_zero(None, tiny_on(corpus))] == ["skip"]
+    assert [each.status for each in examine.check_zero(None, tiny_on(corpus))] == ["skip"]
 
 
 @pytest.mark.usefixtures("hidden")
 def test_the_doctor_fails_a_recipe_whose_engine_is_missing(corpus: Path) -> None:
-    (finding,) = [each for each in versions.check_zero(None, with_zero(corpus)) if each.status == "fail"]
+    (finding,) = [each for each in examine.check_zero(None, with_zero(corpus)) if each.status == "fail"]
     assert "deepspeed" in finding.what and "setup-zero" in finding.fix
 
 

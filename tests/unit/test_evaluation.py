@@ -38,14 +38,13 @@ from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.core.score import GPTScorer
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.errors import UserError
-from llmrecipes.evaluation import checks, history, isolation
+from llmrecipes.evaluation import history, isolation, measurements
 from llmrecipes.evaluation import task_files as task_files_module
-from llmrecipes.evaluation.checks import bias, distinct, rep, repetition
 from llmrecipes.evaluation.harness import BOOTSTRAP, HarnessModel, metrics_of, run_tasks
 from llmrecipes.evaluation.lead import Interrupted, RankZeroScorer
+from llmrecipes.evaluation.measurements import Prepare, bias, distinct, rep, repetition
 from llmrecipes.evaluation.perplexity import perplexity, windows
 from llmrecipes.evaluation.request import EvaluationRequest, EvaluationResult
-from llmrecipes.evaluation.run import Prepare
 from llmrecipes.evaluation.sandbox import bounded, sandbox
 from llmrecipes.evaluation.tasks import load_tasks
 from llmrecipes.evaluation.texts import Text, Texts
@@ -727,10 +726,10 @@ def test_ngrams_are_found_in_training_data_exactly(prepared: Prepared, monkeypat
     every = {tuple(ids[at : at + 5]) for ids in documents(prepared, "train") for at in range(len(ids) - 4)}
     missing = {(1, *gram[:4]) for gram in list(every)[:200]} - every
     assert missing
-    assert checks.found_in_training(prepared, every | missing, 5) == every
-    monkeypatch.setattr(checks, "BASE", np.uint64(1))  # a sum: order does not matter
+    assert measurements.found_in_training(prepared, every | missing, 5) == every
+    monkeypatch.setattr(measurements, "BASE", np.uint64(1))  # a sum: order does not matter
     swapped = {(*gram[1:], gram[0]) for gram in every} - every
-    assert checks.found_in_training(prepared, swapped, 5) == set()
+    assert measurements.found_in_training(prepared, swapped, 5) == set()
 
 
 class Parrot:
@@ -757,13 +756,13 @@ class Parrot:
 def test_a_model_that_has_its_training_data_by_heart_is_found_out(prepared: Prepared) -> None:
     parrot: Any = Parrot(list(documents(prepared, "train")))
     lead = RankZeroScorer(parrot, HERE, prepared.tokenizer(), 4)
-    result = checks.memorisation(lead, prepared, prefix=10, length=12, samples=6, seed=1)
+    result = measurements.memorisation(lead, prepared, prefix=10, length=12, samples=6, seed=1)
     assert result.metrics["train_extractable"] == 1
     assert result.metrics["train_agreeing_tokens"] == 12
     assert result.metrics["heldout_extractable"] == 0
     assert result.metrics["generated_in_train_12"] == 0
     with refused("--check memorisation"):
-        checks.memorisation(lead, prepared, prefix=5000, length=12, samples=6, seed=1)
+        measurements.memorisation(lead, prepared, prefix=5000, length=12, samples=6, seed=1)
 
 
 def test_bias_is_the_difference_of_log_probabilities(lead: RankZeroScorer, tokenizer: TextTokenizer) -> None:

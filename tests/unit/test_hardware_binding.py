@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from llmrecipes.hardware.binding import Device, choose, device, parse_ranges, ranges, visible
+from llmrecipes.hardware.binding import GpuLocation, choose, device, parse_ranges, ranges, visible
 
 ROOT = Path(__file__).parents[2]
 # A DGX H100: 2 × 56 cores, hardware threads from 112 on; GPUs 0 to 3 on the first socket.
 FIRST, SECOND = frozenset([*range(56), *range(112, 168)]), frozenset([*range(56, 112), *range(168, 224)])
-DGX = [Device(f"0000:{number:02x}:00.0", FIRST if number < 4 else SECOND, number // 4) for number in range(8)]
+DGX = [GpuLocation(f"0000:{number:02x}:00.0", FIRST if number < 4 else SECOND, number // 4) for number in range(8)]
 THREADS = {cpu: cpu % 112 for cpu in range(224)}
 
 
@@ -40,10 +40,10 @@ def test_a_job_with_part_of_the_node_stays_within_it() -> None:
         (DGX[:1], 2, set(range(224))),  # fewer GPUs than ranks
         (DGX, 8, set(range(56))),  # the last rank's GPU is next to cores of another job
         (DGX, 8, {0, 1, 2, 56, 57, 58}),  # four GPUs and three cores
-        ([Device("0000:01:00.0", frozenset(), None)] * 8, 8, {0, 1}),  # a virtual machine without a topology
+        ([GpuLocation("0000:01:00.0", frozenset(), None)] * 8, 8, {0, 1}),  # a virtual machine without a topology
     ],
 )
-def test_what_cannot_be_bound_says_why(devices: list[Device], ranks: int, allowed: set[int]) -> None:
+def test_what_cannot_be_bound_says_why(devices: list[GpuLocation], ranks: int, allowed: set[int]) -> None:
     found = choose(ranks - 1, devices, ranks, allowed, THREADS)
     assert found.cores == () and found.reason
     assert found.reason in str(found)
@@ -89,7 +89,7 @@ def test_the_topology_is_read_from_sys(tmp_path: Path) -> None:
         (adapters / name).mkdir(parents=True)
         (adapters / name / "device").symlink_to(places[name])
     found = device("0000:18:00.0", pci, adapters)
-    assert found == Device("0000:18:00.0", frozenset([0, 1, 2, 3, 8, 9, 10, 11]), 1, ("mlx5_0",))
+    assert found == GpuLocation("0000:18:00.0", frozenset([0, 1, 2, 3, 8, 9, 10, 11]), 1, ("mlx5_0",))
     (places["gpu"] / "numa_node").write_text("-1\n")
     assert device("0000:18:00.0", pci, tmp_path / "none").numa is None
     assert device("0000:99:00.0", pci, adapters).cores == frozenset()
@@ -107,7 +107,7 @@ def test_a_process_is_bound_and_its_memory_where_the_kernel_allows_it() -> None:
         "import os; from llmrecipes.hardware import binding as b;"
         "b.nvidia.query = lambda *_, **__: [{'index': '0', 'uuid': 'GPU-0', 'pci.bus_id': '00000000:18:00.0'}];"
         "first = min(os.sched_getaffinity(0));"
-        "b.device = lambda address: b.Device(address, frozenset([first]), 0);"
+        "b.device = lambda address: b.GpuLocation(address, frozenset([first]), 0);"
         "found = b.bind(0, 1);"
         "policy = open('/proc/self/numa_maps').read() if found.memory else 'prefer:0';"
         "print(os.sched_getaffinity(0) == {first}, found.cores == (first,), 'prefer' in policy)"

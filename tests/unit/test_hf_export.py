@@ -39,8 +39,8 @@ from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Model
 from llmrecipes.tracking.progress import Counted
 from llmrecipes.workflow.generate import GenerationRequest, samples
+from llmrecipes.workflow.model_source import open_tensors
 from llmrecipes.workflow.run import Paths, TrainOptions
-from llmrecipes.workflow.tensors import open_tensors
 from llmrecipes.workflow.train import train
 from tests.helpers import environment, tiny, tiny_on
 from tests.refusals import refused, require_message

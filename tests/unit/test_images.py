@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 import yaml
-from cyclonedx.schema import SchemaVersion
-from cyclonedx.validation.json import JsonStrictValidator
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
@@ -185,6 +183,9 @@ def test_a_package_that_is_not_locked_is_named() -> None:
 
 
 def test_the_inventory_is_cyclonedx() -> None:
+    from cyclonedx.schema import SchemaVersion  # takes seconds, and every process of a test run imports this module
+    from cyclonedx.validation.json import JsonStrictValidator
+
     done = subprocess.run([sys.executable, "docker/inventory.py"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(done.stdout) is None
     assert any(entry["name"] == "torch" for entry in json.loads(done.stdout)["components"])

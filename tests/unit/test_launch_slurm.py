@@ -175,7 +175,8 @@ def test_a_dry_run_ends_with_what_the_job_gets_and_needs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    asked = ["submit", "llama3-70b", "--cluster", "h100-ib", "--nodes", "8", "--time", "8:00:00", "--dry-run"]
+    fuller = "speed.bias_activation_fusion=false"
+    asked = ["submit", "llama3-70b", fuller, "--cluster", "h100-ib", "--nodes", "8", "--time", "8:00:00", "--dry-run"]
     assert cli.run(asked) == 0
     told = capsys.readouterr()
     assert shlex.split(told.out.replace("\\\n", " "))[0] == "mkdir"  # the commands alone can be piped

@@ -28,8 +28,8 @@ from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import recipe_hash, to_yaml
 from llmrecipes.recipe.schema import Lora, Recipe
 from llmrecipes.train.spec import RunSpec
+from llmrecipes.workflow.model_source import lora_of
 from llmrecipes.workflow.pretrained import base_weights, with_pretrained
-from llmrecipes.workflow.tensors import lora_of
 from tests.helpers import ROOMY, random_batches, steps, tiny
 from tests.hf_models import LENGTH, VOCABULARY, saved
 from tests.refusals import refused, require_message

@@ -22,7 +22,7 @@ from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.load import load, names
 from llmrecipes.recipe.schema import Recipe
-from tests.helpers import ROOMY
+from tests.helpers import ROOMY, TRANSFORMER_ENGINES
 
 GIB = 1 << 30
 GPUS = {"H100": (79, 989.4), "H200": (139, 989.4), "B200": (178, 2250.0)}
@@ -45,7 +45,7 @@ def configured(recipe: Recipe, gpu: str, transformer_engine: bool) -> dict[str, 
     plan = derive(recipe, ranks, replace(ROOMY, gpus=devices))
     parts = {
         "TransformerConfig": transformer_config(plan, on_gpu=True, transformer_engine=transformer_engine),
-        "DistributedDataParallelConfig": data_parallel_config(recipe),
+        "DistributedDataParallelConfig": data_parallel_config(plan),
         "OptimizerConfig": optimizer_config(recipe),
     }
     return {
@@ -70,7 +70,8 @@ def without(document: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore")
 def test_every_field_of_every_recipe(golden: Callable[[str, Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
     # megatron-core asks whether TransformerEngine has it.
-    monkeypatch.setattr("megatron.core.models.common.embeddings.rope_utils.fused_apply_rotary_pos_emb", configured)
+    for name in TRANSFORMER_ENGINES:
+        monkeypatch.setattr(f"megatron.core.{name}", configured, raising=False)
     variants = {
         name: {
             f"{gpu}, {implementation}": configured(load(name, []).recipe, gpu, implementation != "local")

@@ -320,3 +320,21 @@ def test_other_shapes_learn_without_a_compiler(model: dict[str, Any]) -> None:
     with torch.compiler.set_stance("fail_on_recompile"):
         results = steps(engine, 12)
     assert results[-1].loss < results[0].loss - 0.5
+
+
+def test_a_feature_that_needs_a_compiler_is_off_without_one_and_the_run_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llama = {"activation_func": "silu", "gated_linear_unit": True}
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    made = built(tiny(model=llama, train={"torch_compile": True}))
+    assert not made.config.bias_activation_fusion
+    assert "speed.bias_activation_fusion" in made.reason and "no-such-compiler" in made.reason
+    with refused("speed.bias_activation_fusion", rule="no-such-compiler"):
+        built(tiny(model=llama, speed={"bias_activation_fusion": True}))
+
+
+def test_a_variable_that_contradicts_the_attention_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    with refused("NVTE_FLASH_ATTN", rule="speed.attention_backend"):
+        built(tiny())

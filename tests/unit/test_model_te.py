@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,8 @@ Weights = dict[str, dict[str, dict[str, list[int]]]]
 
 
 @pytest.fixture(scope="module")
-def built() -> dict[str, Weights]:
-    """Global shapes of the weights: by layout, model, implementation and name in a checkpoint."""
+def printed() -> dict[str, Any]:
+    """What the program has printed."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.unit.te_worker"],
         cwd=ROOT,
@@ -25,8 +26,14 @@ def built() -> dict[str, Weights]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    layouts: dict[str, Weights] = json.loads(done.stdout.splitlines()[-1])
-    return layouts
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+@pytest.fixture(scope="module")
+def built(printed: dict[str, Any]) -> dict[str, Weights]:
+    """Global shapes of the weights: by layout, model, implementation and name in a checkpoint."""
+    return {layout: weights for layout, weights in printed.items() if layout != "packed"}
 
 
 def test_checkpoints_of_either_implementation_have_the_same_weights(built: dict[str, Weights]) -> None:
@@ -49,3 +56,16 @@ def test_queries_that_are_not_compressed_have_no_norm(built: dict[str, Weights])
     for weights in built["dp2"]["latent attention, whole queries"].values():
         norms = {name.partition("[")[0] for name in weights if "norm" in name and "self_attention" in name}
         assert norms == {"decoder.layers.self_attention.linear_kv_up_proj.layer_norm_weight"}
+
+
+def test_packed_conversations_are_one_sequence_with_boundaries(printed: dict[str, Any]) -> None:
+    """In TransformerEngine's attention: its arguments, from a micro-batch of one sequence."""
+    assert printed["packed"] == {
+        "qkv_format": "thd",
+        "attn_mask_type": "padding_causal",
+        "max_seqlen_q": 64,
+        "max_seqlen_kv": 64,
+        "cu_seqlens_q": [0, 10, 20, 30, 40, 50, 60, *[64] * 58],
+        "cu_seqlens_kv": [0, 10, 20, 30, 40, 50, 60, *[64] * 58],
+        "shapes": [[64, 4, 16], [64, 4, 16], [64, 4, 16]],
+    }

@@ -21,6 +21,12 @@ from tests.unit.test_clusters import plan_on
 MIB = 1 << 20
 GRADIENTS = Members("data", 16, 1, 120)
 TENSOR = Members("tensor", 8, 8, 7)
+WIDE_EXPERTS = (
+    "parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true",
+    "parallelism.expert_model_parallel_size=64", "parallelism.virtual_pipeline_model_parallel_size=null",
+    "parallelism.pipeline_model_parallel_layout=null", "parallelism.num_layers_in_first_pipeline_stage=4",
+    "parallelism.num_layers_in_last_pipeline_stage=1",
+)  # fmt: skip
 
 
 def row(operation: str, group: str, ranks: int, size: int, speed: float, here: int | None) -> MeasuredLinks:
@@ -37,7 +43,7 @@ def with_rows(*rows: MeasuredLinks, cluster: str = "h100-ib") -> Profile:
     [
         ("gpt-175b", "h100-ib", 4),
         ("llama3-405b", "h100-ib", 64),
-        ("deepseek-v3", "h100-ib", 256),
+        ("deepseek-v3", "h100-ib", 128),
         ("gpt-1b-zero3", "h100-ib", 1),
     ],
 )
@@ -91,7 +97,7 @@ def test_gradients_of_what_tensor_ranks_share_are_summed_as_often_as_by_the_engi
 
 
 def test_groups_are_where_megatron_puts_their_ranks() -> None:
-    layout = plan_on("h100-ib", 256, "deepseek-v3").layout  # tensor 2 × data 64, expert 64 × data 2, 16 stages
+    layout = plan_on("h100-ib", 256, "deepseek-v3", *WIDE_EXPERTS).layout
     data, stages = members("data", 64, layout, 8), members("pipeline", 16, layout, 8)
     assert (data.ranks_per_node, data.reach) == (4, 126)
     assert (stages.ranks_per_node, stages.reach) == (1, 15 * 128)

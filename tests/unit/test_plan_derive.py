@@ -23,6 +23,7 @@ from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.load import load, names
 from llmrecipes.recipe.schema import Model, Recipe
 from llmrecipes.recipe.shape import Shape, shape
+from tests.helpers import ROOMY
 from tests.refusals import refused
 
 LAPTOP = Cluster(gpus=(), cpu_cores=4, memory_bytes=16 * GIB, memory_available_bytes=12 * GIB, disk_free_bytes=GIB)
@@ -98,7 +99,7 @@ def test_flops_agree_with_the_published_formula() -> None:
 
 
 SITES = {
-    "deepseek-v3": ("h100-ib", 128, 671e9),
+    "deepseek-v3": ("h100-ib", 64, 671e9),
     "gpt-125m": ("h100-ib", 1, 125e6),
     "gpt-175b": ("h100-ib", 16, 174.6e9),
     "gpt-1b": ("h100-ib", 1, 1.3e9),
@@ -109,7 +110,7 @@ SITES = {
     "gpt-tiny": ("laptop", 1, None),
     "gpt-tiny-3d": ("laptop", 4, None),
     "gpt-tiny-zero": ("laptop", 2, None),
-    "llama3-405b": ("h100-ib", 64, 405e9),
+    "llama3-405b": ("h100-ib", 32, 405e9),
     "llama3-70b": ("h100-ib", 8, 70.6e9),
     "llama3-70b-lora": ("h100-ib", 1, 70.6e9),
     "llama3-8b": ("h100-ib", 1, 8.03e9),
@@ -280,6 +281,22 @@ def test_auto_recomputes_the_least_that_leaves_headroom() -> None:
         assert derive(less, 8 * nodes, of_size).memory.total > memory
 
 
+def test_the_loss_is_in_chunks_where_its_logits_take_too_much() -> None:
+    """Of a GPU, and only where the output weight's gradient in fp32 takes less."""
+    auto, whole, of_64 = (
+        recipe("gpt-125m", *keys) for keys in ((), ("train.loss_chunk_tokens=0",), ("train.loss_chunk_tokens=64",))
+    )
+    plans = [derive(each, 8, NODE) for each in (auto, whole, of_64)]
+    assert [plan.loss_chunk_tokens for plan in plans] == [4096, 0, 64]
+    assert plans[2].memory.logits < plans[0].memory.logits < plans[1].memory.logits / 10
+    assert derive(auto, 1, ROOMY).loss_chunk_tokens == 0, "on a CPU only if it is set"
+    small = replace(NODE, gpus=tuple(replace(gpu, memory_bytes=8 * GIB) for gpu in NODE.gpus))
+    nodes = replace(small, gpus=small.gpus * 4, nodes=4)
+    assert derive(recipe("llama3-70b"), 32, nodes).loss_chunk_tokens == 0, "its logits take less than the gradient"
+    with refused("train.loss_chunk_tokens", rule="ZeRO 3"):
+        recipe("gpt-1b-zero3", "train.loss_chunk_tokens=64")
+
+
 def recomputed(plan: Plan) -> float:
     """Share of the layers, or less than the first of them for modules."""
     if plan.recompute_granularity == "full":
@@ -294,7 +311,7 @@ def test_what_fits_passes_and_what_does_not_is_refused_with_a_way_out() -> None:
     llama = recipe("llama3-8b")
     plan = derive(llama, 1, LAPTOP)
     assert not plan.fits
-    with refused("recipe llama3-8b", rule=("12.0 GiB", "15.0 GiB", "RECIPE=llama3-8b", "8 × H100 80GB")):
+    with refused("recipe llama3-8b", rule=("12.0 GiB", "15.0 GiB", "RECIPE=llama3-8b", "4 × H100 80GB")):
         check(plan, LAPTOP)
 
 

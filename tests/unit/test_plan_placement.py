@@ -28,7 +28,7 @@ LAYOUTS = [
                      "parallelism.sequence_parallel=true", "parallelism.expert_tensor_parallel_size=1")),
     ("moe-tiny", 8, ("parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true",
                      "parallelism.expert_tensor_parallel_size=2", "parallelism.context_parallel_size=2")),
-    ("deepseek-v3", 2048, ()),
+    ("deepseek-v3", 1024, ()),
 ]  # fmt: skip
 IDS = [" ".join([name, str(ranks), *(text.split(".")[1] for text in changes)]) for name, ranks, changes in LAYOUTS]
 
@@ -47,7 +47,7 @@ def measure() -> list[dict[str, Any]]:
 
     from llmrecipes.engine.core.world import RANK_ORDER
 
-    found = []
+    found: list[dict[str, Any]] = []
     for name, ranks, changes in LAYOUTS:
         laid_out, _ = placed(name, ranks, changes)
         recipe = load(name, list(changes)).recipe
@@ -65,6 +65,10 @@ def measure() -> list[dict[str, Any]]:
         theirs |= {f"expert_{token}": experts.get_ranks(token) for token in ("tp", "dp")}
         parallel = recipe.parallelism
         chunks = parallel.virtual_pipeline_model_parallel_size
+        written = parallel.pipeline_model_parallel_layout
+        if written:
+            found.append({"groups": theirs, "layers": None})  # megatron-core knows those of its own rank only
+            continue
         config = TransformerConfig(
             num_layers=recipe.model.num_layers, hidden_size=64, num_attention_heads=4,
             pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=chunks,
@@ -94,7 +98,7 @@ def test_groups_and_layers_are_megatron_cores(number: int, theirs: list[Any]) ->
     laid_out, ranks = placed(*LAYOUTS[number])
     for name, expected in theirs[number]["groups"].items():
         assert groups(laid_out)[name] == sorted(tuple(group) for group in expected), name
-    for share in ranks:
+    for share in ranks if theirs[number]["layers"] else ():
         expected = [(first, first + size) for first, size in theirs[number]["layers"][share.stage]]
         assert list(share.layers) == expected
 
@@ -154,10 +158,10 @@ def test_the_command_shows_what_differs_between_ranks(capsys: pytest.CaptureFixt
 
 
 def test_the_command_shows_one_slice_of_a_large_world(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["layout", "deepseek-v3", "--nproc", "2048"]) == 0
+    assert cli.run(["layout", "deepseek-v3", "--nproc", "1024"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) < 40
-    assert lines[-1] == "32 of 2048 ranks are shown: data-parallel slice 0 of 64; --json has all"
+    assert lines[-1] == "16 of 1024 ranks are shown: data-parallel slice 0 of 64; --json has all"
 
 
 def test_the_command_refuses_ranks_that_the_layout_does_not_divide(capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,6 +42,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
                           "num_layers_in_last_pipeline_stage": 1}),
     "ends count": (2, {"num_layers": 6}, {**CHUNKS, **ENDS}),
     "ends count, empty chunks": (2, {"num_layers": 2}, {**CHUNKS, **ENDS}),
+    "written stages": (4, {}, {"pipeline_model_parallel_size": 4, "pipeline_model_parallel_layout": "E|t|ttt|L"}),
+    "written chunks, more tokens": (
+        4, {**LLAMA, "mtp_num_layers": 2},
+        {**TENSOR, **CHUNKS, "pipeline_model_parallel_layout": "Ett|t|t|mmL"},
+    ),
     "experts": (2, {**LLAMA, **EXPERTS}, SHARED),
     "some layers with experts": (4, {**LLAMA, **EXPERTS, "moe_layer_freq": [0, 1, 0, 1]}, {**CHUNKS, **SHARED}),
     "every third layer with experts": (2, {**LLAMA, **EXPERTS, "moe_layer_freq": 3}, STAGES),

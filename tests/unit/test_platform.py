@@ -54,15 +54,15 @@ def test_every_module_whose_torch_is_replaced_has_one() -> None:
 # -- import of megatron-core ------------------------------------------------------------------------------------------
 
 
-def test_megatron_core_is_imported_without_the_compiler_and_weights_and_biases() -> None:
+def test_megatron_core_is_imported_without_the_compiler_and_sinks_of_metrics() -> None:
     code = (
-        "import sys; from llmrecipes.hardware.builds import import_megatron; import_megatron();"
+        "import importlib, sys; from llmrecipes.hardware.builds import import_megatron; import_megatron();"
         "import torch; from megatron.core.fusions.fused_bias_geglu import geglu;"
-        "print([name for name in ('torch._inductor.compile_fx', 'wandb') if name in sys.modules],"
-        "torch.compile.__module__)"
+        "print([name for name in ('torch._inductor.compile_fx', 'wandb', 'tensorboard') if name in sys.modules],"
+        "torch.compile.__module__, bool(importlib.import_module('torch.utils.tensorboard')))"
     )
     command = [sys.executable, "-W", "ignore", "-c", code]
-    assert subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout == "[] torch\n"
+    assert subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout == "[] torch True\n"
 
 
 def test_a_function_is_compiled_at_its_first_call() -> None:

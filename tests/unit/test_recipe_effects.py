@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -26,8 +28,11 @@ from llmrecipes.engine.core.model import config as engine_config
 from llmrecipes.engine.core.model.attention import masks
 from llmrecipes.engine.core.model.config import transformer_config
 from llmrecipes.engine.core.update import learning_rate
+from llmrecipes.engine.core.world import model_parallel
 from llmrecipes.engine.deepspeed.configuration import deepspeed_config
+from llmrecipes.engine.megatron.engine import data_parallel_config
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.faults.numerics import StepSpike
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.plan.derive import Plan, derive
@@ -37,16 +42,29 @@ from llmrecipes.recipe.keys import ITEM, keys
 from llmrecipes.recipe.plugins import resolve
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Model, Recipe
+from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking import run_tracker
 from llmrecipes.train import evaluations, loaders, worker
 from llmrecipes.train.evaluations import TaskEvaluations
+from llmrecipes.train.hangs import limits as watch_limits
 from llmrecipes.train.loaders import DataLoaders
 from llmrecipes.train.loop import Loop
 from llmrecipes.train.resume import Start, initial_weights
+from llmrecipes.train.rewind import Rewind, Rewinds
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow import train as workflow
 from llmrecipes.workflow.start import Machine, PreparedStart
-from tests.helpers import MODEL, ROOMY, TRAIN, RandomTokens, built, engine_of, random_batches, tiny
+from tests.helpers import (
+    MODEL,
+    ROOMY,
+    TRAIN,
+    TRANSFORMER_ENGINES,
+    RandomTokens,
+    built,
+    engine_of,
+    random_batches,
+    tiny,
+)
 from tests.unit.search_seen import BASE as SEARCH
 from tests.unit.search_seen import seen as search
 
@@ -71,6 +89,15 @@ def plan(recipe: Recipe, *_: Any) -> dict[str, Any]:
 
 def config(recipe: Recipe, *_: Any) -> dict[str, Any]:
     found = transformer_config(planned(recipe), on_gpu=False, transformer_engine=False)
+    return {each.name: getattr(found, each.name) for each in fields(found)}
+
+
+def config_on_gpu(recipe: Recipe, _: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """With TransformerEngine's layers, of which megatron-core looks for some functions."""
+    for name in TRANSFORMER_ENGINES:
+        monkeypatch.setattr(f"megatron.core.{name}", recorder, raising=False)
+    bf16 = recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": "bf16"})})
+    found = transformer_config(planned(bf16), on_gpu=True, transformer_engine=True)
     return {each.name: getattr(found, each.name) for each in fields(found)}
 
 
@@ -113,6 +140,30 @@ def optimizer(recipe: Recipe, *_: Any) -> dict[str, Any]:
         }
     finally:
         engine.close()
+
+
+def gradients(recipe: Recipe, *_: Any) -> dict[str, Any]:
+    return vars(data_parallel_config(planned(recipe)))
+
+
+def groups(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.chdir(folder)
+    (folder / "nccl.yaml").touch()
+    monkeypatch.setattr("megatron.core.parallel_state.initialize_model_parallel", recorder)
+    with pytest.raises(Recorded) as found, model_parallel(1, recipe.parallelism, recipe.speed):
+        pass
+    return dict(found.value.args[1])
+
+
+def garbage(recipe: Recipe, _: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[bool, int]:
+    """Whether Python collects by itself, and collections in 200 steps."""
+    seen: list[None] = []
+    with worker.garbage_collected(planned(recipe)) as after_step:
+        monkeypatch.setattr("gc.collect", lambda: seen.append(None))
+        enabled = gc.isenabled()
+        for _step in range(200):
+            after_step()
+    return enabled, len(seen)
 
 
 def schedule(recipe: Recipe, *_: Any) -> list[float]:
@@ -290,6 +341,58 @@ def full_disk(recipe: Recipe, *_: Any) -> list[int]:
     return ran.saved
 
 
+def faulty(recipe: Recipe, *_: Any) -> dict[str, Any]:
+    """What a loop does when the loss of its ninth step is infinite once, and that of its eleventh high."""
+    engine: Any = engine_of(recipe)
+    ran, attempt, calls, rejected = Ran(), engine._attempt, [0], list[bool]()
+    compared: list[int] = []
+
+    def broken(batches: Any, stop: Any, accept: Any) -> Any:
+        calls[0] += 1
+        high = 50.0 if calls[0] == 12 else 0.0
+        result = attempt(batches, stop, accept and (lambda loss, norm: accept(loss + high, norm)))
+        rejected.append(result.rejected)
+        return replace(result, loss=math.inf) if calls[0] == 9 else result
+
+    engine._attempt = broken
+    engine.replica_fault = lambda: compared.append(engine.scheduler.num_steps)
+    batches: Any = random_batches
+    fed = DataLoaders(train=lambda _: batches(recipe), valid=None, bits_per_byte=lambda loss: loss)
+    here: Any = SimpleNamespace(size=1, rank=0, is_first=True, data_parallel_rank=0, data_parallel_size=1)
+    sink: Any = ran
+    code = ExitCode.DONE
+    try:
+        Loop(
+            engine.plan, engine, here, fed, sink, sink, StopRequest(), recipe_hash="", peak_flops=None,
+            after_step=lambda: None,
+        ).run(Progress())  # fmt: skip
+    except UserError as ended:
+        code = ended.code
+    engine.close()
+    return {"code": code, "rejected": rejected, "compared": compared, **asdict(ran)}
+
+
+def rewound(recipe: Recipe, folder: Path, *_: Any) -> list[Any]:
+    """Where a run goes back to from two spikes, and the code with which it stops."""
+    here: Any = SimpleNamespace(is_first=True)
+    store: Any = SimpleNamespace(
+        entries=lambda: [SimpleNamespace(step=step) for step in (0, 190, 195)], withdraw=lambda _: []
+    )
+    run = RunFiles(folder / str(recipe.faults.loss_spike_max_rewinds) / str(recipe.faults.loss_spike_rewind_steps))
+    run.path.mkdir(parents=True, exist_ok=True)
+    run.rewinds.unlink(missing_ok=True)
+    found: list[Any] = []
+    for step in (200, 201):
+        try:
+            spike = StepSpike("loss", 9.0, 1.0, 2.0)
+            Rewinds(recipe, run, store, here).require(spike, Progress(step=step), step * 8)
+        except Rewind as back:
+            found += [back.entry.step, back.skipped]
+        except UserError as ended:
+            found.append(ended.code)
+    return found
+
+
 def harness_asked(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     asked: list[Any] = []
     monkeypatch.setattr("llmrecipes.evaluation.tasks.load_tasks", lambda names, **_: names)
@@ -317,6 +420,7 @@ class Case:
     along: Mapping[str, Any] = field(default_factory=dict)
 
 
+SWIGLU = {"model.activation_func": "silu", "model.gated_linear_unit": True}
 ROPE = {"model.position_embedding_type": "rope"}
 SCALED = {**ROPE, "model.rope_scaling": True}
 YARN = {
@@ -332,6 +436,13 @@ MLA = {
 }  # fmt: skip
 MLA_YARN = {**MLA, "model.rope_type": "yarn"}
 MUP = {"model.use_mup": True}
+FLEX = {**MOE, "model.moe_token_dispatcher_type": "flex", "parallelism.expert_model_parallel_size": 2}
+HIERARCHY = {
+    "parallelism.context_parallel_size": 4, "speed.cp_comm_type": "a2a+p2p",
+    "speed.hierarchical_context_parallel_sizes": [4, 1],
+}  # fmt: skip
+OVERLAP = {"parallelism.overlap_grad_reduce": True, "parallelism.overlap_param_gather": True}
+CHUNKS = {"parallelism.virtual_pipeline_model_parallel_size": 2}
 LORA = {"lora.rank": 4}
 MTP = {**ROPE, "model.mtp_num_layers": 1}
 TP = {"parallelism.tensor_model_parallel_size": 2}
@@ -460,6 +571,7 @@ CASES: dict[str, Case] = {
     "parallelism.account_for_loss_in_pipeline_split": Case(
         True, config, {**SEVEN, EMBEDDING: True}, {EMBEDDING: False}
     ),
+    "parallelism.pipeline_model_parallel_layout": Case("Et*5|t*3L", config, PP),
     "parallelism.use_distributed_optimizer": Case(False, optimizer),
     "parallelism.overlap_grad_reduce": Case(True, optimizer),
     "parallelism.overlap_param_gather": Case(True, optimizer, {"parallelism.overlap_grad_reduce": True}),
@@ -486,6 +598,28 @@ CASES: dict[str, Case] = {
         True, deepspeed, {**ZERO3, "train.precision": "fp16", "parallelism.grad_reduce_in_fp32": False}
     ),
     "zero.extra": Case({"comms_logger": {"enabled": True}}, deepspeed, ZERO2),
+    "speed.bias_activation_fusion": Case(True, config, SWIGLU),
+    "speed.bias_dropout_fusion": Case(True, config),
+    "speed.apply_rope_fusion": Case(False, config_on_gpu, ROPE),
+    "speed.gradient_accumulation_fusion": Case(False, config_on_gpu),
+    "speed.attention_backend": Case("flash", config_on_gpu),
+    "speed.cp_comm_type": Case("all_gather", config_on_gpu, {"parallelism.context_parallel_size": 2}),
+    "speed.hierarchical_context_parallel_sizes": Case([2, 2], groups, HIERARCHY),
+    "speed.ddp_bucket_size": Case(1000, optimizer, {"parallelism.overlap_grad_reduce": True}),
+    "speed.ddp_pad_buckets_for_high_nccl_busbw": Case(True, optimizer),
+    "speed.align_param_gather": Case(False, gradients, {**PP, **OVERLAP, **CHUNKS}),
+    "speed.reduce_scatter_with_fp32_accumulation": Case(
+        True, gradients, {"train.precision": "bf16", "parallelism.grad_reduce_in_fp32": False}
+    ),
+    "speed.moe_permute_fusion": Case(False, config_on_gpu, MOE),
+    "speed.moe_router_fusion": Case(False, config_on_gpu, MOE),
+    "speed.moe_shared_expert_overlap": Case(True, config, {**MOE, "model.moe_shared_expert_intermediate_size": 64}),
+    "speed.moe_flex_dispatcher_backend": Case("hybridep", config_on_gpu, FLEX),
+    "speed.manual_gc": Case(True, garbage),
+    "speed.manual_gc_interval": Case(2, garbage, {"speed.manual_gc": True}),
+    "speed.deterministic_mode": Case(True, config),
+    "speed.high_priority_stream_groups": Case(["ep"], groups),
+    "speed.nccl_communicator_config_path": Case("nccl.yaml", groups),
     "train.train_iters": Case(4, loop),
     "train.micro_batch_size": Case(4, plan),
     "train.global_batch_size": Case(4, loop),
@@ -505,6 +639,7 @@ CASES: dict[str, Case] = {
     "train.recompute_method": Case("block", config, FULL),
     "train.recompute_num_layers": Case(2, config, FULL),
     "train.torch_compile": Case(True, config),
+    "train.loss_chunk_tokens": Case(64, plan),
     "train.initial_loss_scale": Case(16.0, optimizer, FP16),
     "train.min_loss_scale": Case(2.0, optimizer, FP16),
     "train.loss_scale_window": Case(7, optimizer, FP16),
@@ -553,6 +688,15 @@ CASES: dict[str, Case] = {
     "checkpoint.most_recent_k": Case(5, saver),
     "checkpoint.keep_interval": Case(2000, saver),
     "checkpoint.max_failed_saves": Case(1, full_disk, {"checkpoint.save_interval": 2}),
+    "faults.rerun_mode": Case("disabled", faulty),
+    "faults.rank_heartbeat_timeout": Case(1.0, lambda recipe, *_: watch_limits(recipe)),
+    "faults.initial_rank_heartbeat_timeout": Case(1.0, lambda recipe, *_: watch_limits(recipe)),
+    "faults.check_weight_hash_across_dp_replicas_interval": Case(3, faulty),
+    "faults.loss_spike_action": Case("skip", faulty, along={"faults.loss_spike_window": 8}),
+    "faults.loss_spike_window": Case(8, faulty, {"faults.loss_spike_action": "skip"}),
+    "faults.loss_spike_sigmas": Case(1e9, faulty, {"faults.loss_spike_action": "skip", "faults.loss_spike_window": 8}),
+    "faults.loss_spike_rewind_steps": Case(7, rewound, {"faults.loss_spike_action": "rewind"}),
+    "faults.loss_spike_max_rewinds": Case(1, rewound, {"faults.loss_spike_action": "rewind"}),
     "tracking.mlflow": Case(True, tracking),
     "tracking.experiment": Case("e", tracking, {"tracking.mlflow": True}),
     "tracking.tensorboard": Case(True, tracking),

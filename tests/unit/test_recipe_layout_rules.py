@@ -12,6 +12,7 @@ from llmrecipes.recipe.schema import Recipe
 MOE = {"num_moe_experts": 8, "add_bias_linear": False}
 LATENT = {"multi_latent_attention": True, "position_embedding_type": "rope", "add_bias_linear": False}
 ROPE = {"position_embedding_type": "rope"}
+UNTIED = {**ROPE, "share_embeddings_and_output_weights": False}
 YARN = {"yarn_rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 30}
 
 
@@ -34,6 +35,7 @@ TP, PP, CP, EP = (
 )  # fmt: skip
 VPP, ETP = "virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size"
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+WRITTEN = "pipeline_model_parallel_layout"
 EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
 
 
@@ -76,6 +78,30 @@ EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_i
         (make(**{PP: 2, FIRST: 3, LAST: 4}), FIRST, "1 of 8", f"{FIRST} 4"),
         (make(**{PP: 2, FIRST: 8}), FIRST, "0 of 8", f"{FIRST} 6 or 7"),
         (make(**{PP: 2, VPP: 2, FIRST: 3}), FIRST, f"{VPP} 2", f"{FIRST} 2 or 4"),
+        (make(**{WRITTEN: "Et*8L"}), WRITTEN, f"{PP} 1", f"{PP} 2"),
+        (make(**{PP: 2, WRITTEN: "Et*4|t*4L", FIRST: 4}), WRITTEN, FIRST, WRITTEN),
+        (make(**{PP: 2, WRITTEN: "Et*4|t*4L", EMBEDDING: True, LOSS: True}), WRITTEN, f"{EMBEDDING}, {LOSS}", WRITTEN),
+        (make(**{PP: 2, WRITTEN: "auto"}), WRITTEN, "'a', 'o', 'u'", "--search"),
+        (make(**{PP: 2, WRITTEN: "Et*4|(t*4L"}), WRITTEN, "'('", "Et*3|(tt|)*2tL"),
+        (make(**{PP: 2, WRITTEN: "Et*999999999999|L"}), WRITTEN, "100,000", "--search"),
+        (make(**{PP: 2, WRITTEN: "Et*2|t*2|t*2|t*2L"}), WRITTEN, f"{PP} 2", f"{VPP} 2"),
+        (make(**{PP: 2, VPP: 2, WRITTEN: "Et*4|t*4L"}), WRITTEN, f"{VPP} 2", f"{VPP} null"),
+        (make(**{PP: 2, WRITTEN: "Et|t*4|t*3L"}), WRITTEN, f"{PP} 2", f"{PP} 3"),
+        (make(**{PP: 2, WRITTEN: "Et*4|t*3L"}), WRITTEN, "num_layers 8", "8 t"),
+        (make(**{PP: 2, WRITTEN: "Et*4|Et*4L"}), WRITTEN, "2 E", "1 E"),
+        (make(**{PP: 2, WRITTEN: "tE|t*7L"}), WRITTEN, "tE", "E"),
+        (make(**{PP: 2, WRITTEN: "Et*8L|"}), WRITTEN, "nothing", "L"),
+        (make(**{PP: 4, WRITTEN: "Et*4||t*4|L"}), WRITTEN, "1", WRITTEN),
+        (make(**{PP: 2, WRITTEN: "Et*4|t*4mL"}), WRITTEN, "mtp_num_layers 0", "mtp_num_layers 1"),
+        (make({**UNTIED, "mtp_num_layers": 1}, **{PP: 2, WRITTEN: "Et*4|t*4L"}), WRITTEN, "0 m", "mtp_num_layers null"),
+        (
+            make({**UNTIED, "mtp_num_layers": 1}, **{PP: 2, WRITTEN: "Et*4m|t*4L"}),
+            WRITTEN, "m", "t",
+        ),
+        (
+            make({**UNTIED, "mtp_num_layers": 1}, **{PP: 3, WRITTEN: "Et*4|t*4m|L"}),
+            WRITTEN, "1", "mL",
+        ),
         (make(**{EP: 2}), EP, "model.num_moe_experts", "num_moe_experts"),
         (make(**{ETP: 1}), ETP, "model.num_moe_experts", ETP),
         (make(MOE, **{EP: 3}), EP, "num_moe_experts 8", f"{EP} 2 or 4"),
@@ -152,9 +178,9 @@ EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_i
         (
             make(
                 {**ROPE, "mtp_num_layers": 1},
-                {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+                {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
             ),
-            "train.recompute_num_layers", "mtp_num_layers", "recompute_method uniform",
+            "train.recompute_num_layers", "mtp_num_layers", "recompute_method block",
         ),
     ],
 )  # fmt: skip
@@ -179,6 +205,11 @@ def test_a_broken_rule_names_values_and_what_works(recipe: Recipe, key: str, wha
         make({**LATENT, "hidden_size": 100}),
         make({**LATENT, "rope_type": "yarn", "mscale_all_dim": 1.0}, **{CP: 2}),
         make({"position_embedding_type": "yarn", **YARN, "mtp_num_layers": 1}, **{CP: 3}),
+        make(
+            {**ROPE, "mtp_num_layers": 1},
+            {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+        ),
+        make({**UNTIED, "mtp_num_layers": 1}, **{PP: 2, VPP: 2, WRITTEN: "Et*3|ttt|tt|mL"}),
         make({**ROPE, "mtp_num_layers": 2, "share_embeddings_and_output_weights": False}, **{PP: 2, TP: 2}),
     ],
 )

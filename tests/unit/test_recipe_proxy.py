@@ -14,11 +14,13 @@ from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.nested import leaves
 from llmrecipes.plan.derive import default_world_size, derive
 from llmrecipes.recipe.degrees import smallest_world
+from llmrecipes.recipe.features import needing_a_gpu
 from llmrecipes.recipe.load import load, names
 from llmrecipes.recipe.plugins import MetricSink, declared, settings
 from llmrecipes.recipe.proxy import proxy, scaled
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Recipe, Tracking
+from llmrecipes.recipe.stage_layout import parse
 
 GIB = 1 << 30
 LAPTOP = Cluster(gpus=(), cpu_cores=4, memory_bytes=16 * GIB, memory_available_bytes=12 * GIB, disk_free_bytes=GIB)
@@ -37,7 +39,8 @@ MAY_CHANGE = {
     "train.pretrained", "lora.rank", "lora.alpha", "data.chat.chat_template",
     "train.recompute_num_layers", "train.torch_compile", *(f"parallelism.{name}" for name in DEGREES),
     "parallelism.expert_tensor_parallel_size", "parallelism.num_layers_in_first_pipeline_stage",
-    "parallelism.num_layers_in_last_pipeline_stage",
+    "parallelism.num_layers_in_last_pipeline_stage", "parallelism.pipeline_model_parallel_layout",
+    *(f"speed.{name}" for name in needing_a_gpu()),
     *(f"zero.{name}" for name in (
         "offload_optimizer", "offload_param", "nvme_path", "reduce_bucket_size", "allgather_bucket_size",
         "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters",
@@ -50,6 +53,7 @@ MAY_CHANGE = {
         "original_max_position_embeddings", "rotary_percent", "vocab_size", "make_vocab_size_divisible_by",
         "transformer_impl", "mtp_num_layers", "num_moe_experts", "moe_router_topk", "moe_router_pre_softmax",
         "moe_router_num_groups", "moe_router_group_topk", "moe_ffn_hidden_size", "moe_layer_freq",
+        "moe_token_dispatcher_type",
         "moe_shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
         "v_head_dim",
     )),
@@ -88,6 +92,11 @@ def assert_rehearses(recipe: Recipe) -> None:
     assert [bool(getattr(small.parallelism, end)) for end in ends] == [
         bool(getattr(recipe.parallelism, end)) for end in ends
     ]
+    written = [each.parallelism.pipeline_model_parallel_layout for each in (recipe, small)]
+    if written[0]:
+        there, here = (parse(each or "") for each in written)
+        assert [part in here[-1] for part in "mL"] == [part in there[-1] for part in "mL"]
+        assert {"t" in there[-1]} <= {"t" in here[-1], len(here) == 2}
     assert small.model.num_layers <= 8
     assert max(small.model.hidden_size, small.model.seq_length) <= 128
     assert (small.model.num_moe_experts or 0) <= 8
@@ -229,7 +238,14 @@ def _drawn(draw: random.Random) -> Recipe:
     }  # fmt: skip
     if pipeline > 1:
         parallel["virtual_pipeline_model_parallel_size"] = draw.choice((None, 2, 3))
-        uneven = draw.choice(("no", "first", "last", "both", "counted"))
+        uneven = draw.choice(("no", "first", "last", "both", "counted", "written"))
+        if uneven == "written":
+            places = pipeline * (parallel["virtual_pipeline_model_parallel_size"] or 1)
+            cuts = sorted(draw.randint(0, layers) for _ in range(places - 1))
+            counts = [end - start for start, end in zip([0, *cuts], [*cuts, layers], strict=True)]
+            parts = ["t" * number for number in counts]
+            parts[0], parts[-1] = f"E{parts[0]}", f"{parts[-1]}{'m' * (model.get('mtp_num_layers') or 0)}L"
+            parallel["pipeline_model_parallel_layout"] = "|".join(parts)
         if uneven == "counted":
             parallel["account_for_loss_in_pipeline_split"] = True
             parallel["account_for_embedding_in_pipeline_split"] = draw.random() < 0.5

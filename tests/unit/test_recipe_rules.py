@@ -107,6 +107,16 @@ def make(**sections: dict[str, Any]) -> Recipe:
             {"checkpoint": {"save_interval": 3, "keep_interval": 10}},
             "checkpoint.keep_interval", "10", "9 or 12",
         ),
+        (
+            {"faults": {"rank_heartbeat_timeout": None, "initial_rank_heartbeat_timeout": 9.0}},
+            "faults.initial_rank_heartbeat_timeout", "null", "rank_heartbeat_timeout",
+        ),
+        ({"faults": {"loss_spike_window": 9}}, "faults.loss_spike_window", "none", "loss_spike_action rewind"),
+        ({"faults": {"loss_spike_max_rewinds": 9}}, "faults.loss_spike_max_rewinds", "none", "loss_spike_action"),
+        (
+            {"checkpoint": {"save_interval": 30}, "faults": {"loss_spike_action": "rewind"}},
+            "faults.loss_spike_rewind_steps", "100 with 2", "checkpoint.most_recent_k 5",
+        ),
     ],
 )  # fmt: skip
 def test_a_broken_rule_names_values_and_what_works(sections: Any, key: str, what: str, fix: str) -> None:

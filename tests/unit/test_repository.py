@@ -44,7 +44,7 @@ LAYERS = (
     ("models",),
     ("search",),
     ("api",),
-    ("api_models", "api_commands"),
+    ("api_commands",),
     ("cli",),
 )
 LIGHT = (
@@ -56,7 +56,6 @@ LIGHT = (
     "plan",
     "launch",
     "doctor",
-    "api_models",
     "api_commands",
     "api",
     "cli",
@@ -209,7 +208,7 @@ HOMES = {
     r"\b[KMG]IB = |1 << 30\b|2 ?\*\* ?30\b": ("units",),
     r'"nvidia-smi"': ("hardware.nvidia",),
     r"sched_getaffinity|cpu\.max": ("hardware.cluster",),
-    r"os\.fsync\(": ("io", "tracking.jsonl", "doctor.storage"),  # both on a file they go on writing
+    r"os\.fsync\(": ("io", "tracking.jsonl", "doctor.filesystems"),  # both on a file they go on writing
     r"\|SECRET\|": ("redact",),
 }
 """What is written down in one place, and the modules that may."""

@@ -14,7 +14,7 @@ import pytest
 from scipy.optimize import minimize_scalar
 
 from llmrecipes.cli.app import run
-from llmrecipes.cli.render.comparison import scaling_lines
+from llmrecipes.cli.comparison import scaling_lines
 from llmrecipes.plan.parameters import count
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Recipe
@@ -22,7 +22,7 @@ from llmrecipes.recipe.shape import shape
 from llmrecipes.scaling import fit as fitting
 from llmrecipes.scaling.fit import fit
 from llmrecipes.scaling.law import Law, Point
-from llmrecipes.scaling.runs import Selection
+from llmrecipes.scaling.points import Selection
 from llmrecipes.tracking.mirror import tracker_name
 from llmrecipes.tracking.mlflow.database import artifact_root, require_database, tracking_uri
 from llmrecipes.tracking.mlflow.sink import flatten
@@ -90,7 +90,7 @@ def test_coefficients_that_are_not_determined_are_said() -> None:
     assert [determined.at_bound(name) for name in COEFFICIENTS] == [0.0] * 5
     law = ScalingLaw(found, Selection(("run",) * 20, found.points, ()), ())
     assert law.as_dict()["law"]["E"]["at_bound"] == found.at_bound("E")
-    assert sum(line.startswith(("E is 0", "E: ")) for line in scaling_lines(law)) == 2
+    assert sum(str(line).startswith(("E is 0", "E: ")) for line in scaling_lines(law)) == 2
 
 
 def test_the_gradient_is_that_of_the_objective() -> None:
@@ -209,9 +209,8 @@ def test_runs_in_mlflow(tmp_path: Path, runs_dir: Path, capsys: pytest.CaptureFi
     for number, recipe in enumerate(recipes()):
         _, tokens, loss = figures(recipe)
         tracked = client.create_run(experiment, run_name=f"run-{number}")
-        values = {"consumed_tokens": tokens, "valid_loss": loss}  # the names that runs of earlier versions have
-        named = {tracker_name(key) if number % 2 else key: value for key, value in values.items()}
-        metrics = [Metric(key, value, 0, 1) for key, value in named.items()]
+        values = {"consumed_tokens": tokens, "valid_loss": loss}
+        metrics = [Metric(tracker_name(key), value, 0, 1) for key, value in values.items()]
         params = [Param(key, value) for key, value in flatten(recipe).items()]
         client.log_batch(tracked.info.run_id, metrics=metrics, params=params[:100])
         client.log_batch(tracked.info.run_id, params=params[100:])

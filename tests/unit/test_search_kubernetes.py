@@ -63,11 +63,10 @@ def test_a_trial_is_a_kubernetes_job(
         client.create_experiment("lab-search", server.as_uri()), run_name="lab-0000"
     ).info.run_id
     for step in range(1, 13):  # as the pods do
-        named = tracker_name if step > 4 else str  # its first steps with an earlier version, which had other names
-        client.log_metric(trained, named("loss"), 4.0, step=step)
-        client.log_metric(trained, named("consumed_tokens"), 512.0 * step, step=step)
+        client.log_metric(trained, tracker_name("loss"), 4.0, step=step)
+        client.log_metric(trained, tracker_name("consumed_tokens"), 512.0 * step, step=step)
         if step % 3 == 0:
-            client.log_metric(trained, named("valid_loss"), 4 - step / 12, step=step)
+            client.log_metric(trained, tracker_name("valid_loss"), 4 - step / 12, step=step)
     recipe = searched(n_trials=1, enqueue_recipe=False, enqueue_trials=[{"optimizer.lr": 0.25}])
     recipe = recipe.model_copy(update={"tracking": recipe.tracking.model_copy(update={"mlflow": True})})
     command = ["search", write_recipe(recipe, tmp_path), "--to", "k8s", "--cluster", "laptop", "--json"]

@@ -67,8 +67,9 @@ def test_another_version_runs_every_model_option_and_kind_of_parallelism_of_a_mo
 
 
 def test_modules_stay_together_and_ranks_come_first() -> None:
-    ranks = group("tests/dist/test_layouts.py::test_a[x::y]")
-    assert ranks == RANKS == group("tests/unit/test_plan_ranks.py::test_b")
+    rows = "tests/dist/test_layouts.py::test_a"
+    assert group(f"{rows}[gpt: x::y]") == RANKS[0] == group("tests/unit/test_plan_ranks.py::test_b")
+    assert group(f"{rows}[moe: x::y]") == RANKS[1] == group("tests/dist/test_stops.py::test_b")
     assert group("tests/unit/test_cli.py::test_a") == group("tests/unit/test_cli.py::test_b")
     assert group("tests/train/test_train_faults.py::test_a") != group("tests/train/test_train_faults.py::test_b")
     assert rank("tests/dist/test_layouts.py::test_a") < rank("tests/train/test_train_faults.py::test_a")

@@ -15,8 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from llmrecipes.recipe.schema import Model, Optimizer, Recipe, Tracking, Train
 from llmrecipes.tracking.events import LayerBalance, StepMetrics, expert_metrics, is_measured
+from llmrecipes.tracking.mlflow.client import METRICS_IN_A_BATCH
 from llmrecipes.tracking.mlflow.database import tracking_uri
-from llmrecipes.tracking.mlflow.run import METRICS_IN_A_BATCH
 from llmrecipes.tracking.run_tracker import RunTracker
 
 

@@ -239,7 +239,7 @@ require_database({uri!r}, {str(tmp_path)!r})
     assert not list(tmp_path.glob("*.part*"))
 
 
-def test_a_run_of_an_earlier_version_goes_on_in_its_mlflow_run(runs_dir: Path) -> None:
+def test_a_run_continues_in_its_mlflow_run(runs_dir: Path) -> None:
     uri, run_dir = tracking_uri(runs_dir), runs_dir / "tiny" / "old"
     run_dir.mkdir(parents=True)
     (run_dir / "metrics.jsonl").write_text("".join(f'{{"step": {at}, "loss": 5.0}}\n' for at in (1, 2, 3)))
@@ -247,7 +247,7 @@ def test_a_run_of_an_earlier_version_goes_on_in_its_mlflow_run(runs_dir: Path) -
     client = MlflowClient(uri)
     run = client.create_run(client.create_experiment("before", artifact_root(runs_dir)), run_name="old").info
     for at in (1, 2):
-        client.log_metric(run.run_id, "loss", 5.0, step=at)
+        client.log_metric(run.run_id, "train/loss", 5.0, step=at)
     known = {"tracking_uri": uri, "experiment": "before", "key": uuid.uuid4().hex, "run_id": run.run_id}
     (run_dir / "mlflow.json").write_text(json.dumps(known))
     shown = io.StringIO()
@@ -258,8 +258,7 @@ def test_a_run_of_an_earlier_version_goes_on_in_its_mlflow_run(runs_dir: Path) -
     assert shlex.split(command) == ["MLflow", "llmrecipes", "ui", "--runs-dir", str(runs_dir)]
     assert place == "experiment before, run old"
     assert only_run(uri, "before").info.run_id == run.run_id
-    assert [at for at, _ in history(uri, run.run_id, "train/loss")] == [3, 4]
-    assert [at for at, _ in history(uri, run.run_id, "loss")] == [1, 2]
+    assert [at for at, _ in history(uri, run.run_id, "train/loss")] == [1, 2, 3, 4]
     assert client.get_experiment(run.experiment_id).tags["mlflow.experimentKind"] == "custom_model_development"
 
 
@@ -311,7 +310,7 @@ def mirrors(run_dir: Path) -> list[psutil.Process]:
     return [
         process
         for process in found
-        if "llmrecipes.tracking.mlflow.mirror" in (process.info["cmdline"] or ())
+        if "llmrecipes.tracking.mlflow.sender" in (process.info["cmdline"] or ())
         and any(file.path == lock for file in process.info["open_files"] or ())
     ]
 
@@ -401,7 +400,7 @@ def test_a_dead_server_neither_stops_nor_delays_training_and_gets_missed_points_
     with ExitStack() as stack:
         stack.enter_context(web.reserved(port))  # for the server that replaces the dead one
         (mirror,) = [
-            each for each in psutil.Process().children() if "llmrecipes.tracking.mlflow.mirror" in each.cmdline()
+            each for each in psutil.Process().children() if "llmrecipes.tracking.mlflow.sender" in each.cmdline()
         ]
         with not_waiting_for(mirror):
             for number in range(12, 31):

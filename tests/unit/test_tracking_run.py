@@ -23,8 +23,8 @@ from llmrecipes.recipe.proxy import proxy
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Model, Optimizer, Recipe, Tracking, Train
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStart, RunStatus, Sink, StepMetrics
+from llmrecipes.tracking.run_list import list_runs
 from llmrecipes.tracking.run_tracker import RunTracker
-from llmrecipes.tracking.runs import list_runs
 from tests.refusals import refused
 
 

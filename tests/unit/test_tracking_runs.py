@@ -9,13 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from llmrecipes.hardware.process import start_ticks
 from llmrecipes.tracking.events import EvalMetrics, StepMetrics
 from llmrecipes.tracking.jsonl import JsonlSink
-from llmrecipes.tracking.runs import TAIL_BYTES, list_runs
+from llmrecipes.tracking.run_list import TAIL_BYTES, list_runs
 from llmrecipes.tracking.status import StatusSink
 
 
@@ -94,20 +93,6 @@ def test_a_dead_process_shows_as_interrupted(tmp_path: Path) -> None:
     assert state(host="renamed") == "interrupted"
 
 
-def test_the_process_of_an_older_status_file_is_known_by_its_start_time(tmp_path: Path) -> None:
-    run_dir = tmp_path / "tiny" / "one"
-    make(run_dir)
-    status = json.loads((run_dir / "status.json").read_text())
-    values = {key: value for key, value in status.items() if key not in ("pid_ticks", "boot_id", "pid_namespace")}
-    for started, host, state in (
-        (psutil.Process().create_time(), values["host"], "running"),
-        (1.0, values["host"], "interrupted"),
-        (1.0, "elsewhere", "running"),
-    ):
-        (run_dir / "status.json").write_text(json.dumps(values | {"pid_started": started, "host": host}))
-        assert only(tmp_path).state == state
-
-
 def test_a_resumed_run_keeps_its_start_and_validation_loss(tmp_path: Path) -> None:
     run_dir = tmp_path / "tiny" / "one"
     _, status = make(run_dir)
@@ -168,6 +153,6 @@ def test_other_things_in_the_directory_are_no_runs(tmp_path: Path) -> None:
 
 
 def test_listing_runs_loads_nothing_heavy() -> None:
-    code = "import sys, llmrecipes.tracking.runs; print(*sys.modules)"
+    code = "import sys, llmrecipes.tracking.run_list; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "mlflow", "megatron", "datasets", "rich", "pydantic"} & set(loaded)

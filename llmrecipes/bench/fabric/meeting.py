@@ -35,7 +35,7 @@ MEASUREMENTS = 4 * 2 * ATTEMPTS
 
 
 @dataclass(frozen=True)
-class Meeting:
+class FabricRendezvous:
     """The job.
 
     Args:
@@ -94,7 +94,7 @@ def require_sensible(hosts: tuple[str, ...], profile: Profile | None) -> None:
         raise UserError(f"{tasks} tasks on {len(hosts)} nodes", where="srun", rule="one task on each node", fix=step)
 
 
-def meet(meeting: Meeting, profile: Profile | None) -> Outcome:
+def meet(meeting: FabricRendezvous, profile: Profile | None) -> Outcome:
     """Measure with the other nodes.
 
     Raises:
@@ -102,7 +102,7 @@ def meet(meeting: Meeting, profile: Profile | None) -> Outcome:
     """
     if meeting.number != 0:
         return Outcome(None, _follow(meeting, profile))
-    lead = _Lead(meeting)
+    lead = _FirstNode(meeting)
     with FirstNode(meeting.hosts, meeting.port, meeting.token, lead.welcome, first_too=True) as first:
         own = threading.Thread(target=_take_part, args=(meeting, profile), daemon=True)
         own.start()
@@ -117,13 +117,13 @@ def meet(meeting: Meeting, profile: Profile | None) -> Outcome:
     return Outcome(replace(report, findings=[*report.findings, *strangers]), report.bad_nodes)
 
 
-def _take_part(meeting: Meeting, profile: Profile | None) -> None:
+def _take_part(meeting: FabricRendezvous, profile: Profile | None) -> None:
     """The first node as one of all."""
     with suppress(UserError):  # the lost connection is among the findings
         _follow(meeting, profile)
 
 
-def _follow(meeting: Meeting, profile: Profile | None) -> list[str]:
+def _follow(meeting: FabricRendezvous, profile: Profile | None) -> list[str]:
     """Do what the first node says; the bad nodes, as it has found."""
     node = Node(profile, meeting.hosts, meeting.limits)
     try:
@@ -136,10 +136,10 @@ def _follow(meeting: Meeting, profile: Profile | None) -> list[str]:
         node.end()
 
 
-class _Lead:
+class _FirstNode:
     """The first node."""
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, meeting: FabricRendezvous) -> None:
         self._meeting, self._hosts = meeting, meeting.hosts
         self._changed = threading.Condition()
         self._late = False

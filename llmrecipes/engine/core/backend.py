@@ -34,7 +34,7 @@ class CoreBackend:
         return platform
 
     def join(self, recipe: Recipe, platform: Platform) -> AbstractContextManager[World]:
-        return world.join(platform, recipe.train.seed, recipe.parallelism)
+        return world.join(platform, recipe.train.seed, recipe.parallelism, recipe.speed)
 
     def meta_platform(self, rank: int, world_size: int, kernels: str, skew: float) -> Platform:
         from llmrecipes.engine.core.platform.meta import MetaPlatform  # imports torch's test helpers

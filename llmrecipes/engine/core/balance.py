@@ -53,6 +53,11 @@ class RouterBalance:
         auxiliary_losses().clear()
         self._counting = True
 
+    def restart(self) -> None:
+        """Forget what was counted since `start`, if counting: the step is computed again."""
+        if self._counting:
+            self.start()
+
     def collect(self) -> Balance:
         """Stop counting, and sum the counts over ranks; a collective of all ranks."""
         self._counting = False

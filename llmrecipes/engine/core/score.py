@@ -41,7 +41,7 @@ class GPTScorer:
         self._recipe = plan.recipe
         self._rows = plan.recipe.model.vocab_size
         self.positions = plan.shape.max_position_embeddings
-        self._greedy: torch.Tensor | None = None
+        self._places: list[torch.Tensor] = []
 
     @torch.no_grad()
     def score(self, tokens: torch.Tensor) -> Scores:
@@ -185,6 +185,7 @@ class GPTScorer:
 
     def _forward_step(self, batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         batch = next(batches)
+        self._places.clear()
         losses = model(
             batch["tokens"],
             batch["position_ids"],
@@ -192,13 +193,22 @@ class GPTScorer:
             labels=batch["labels"],
             loss_mask=torch.ones_like(batch["tokens"], dtype=torch.float32),
         )
-        return losses, partial(_report, self._greedy)
+        return losses, partial(_report, self._greedy(losses))
+
+    def _greedy(self, losses: torch.Tensor) -> torch.Tensor | None:
+        """Likeliest tokens [b, s] of a micro-batch; None before the last stage.
+
+        A loss in chunks has shown the logits chunk by chunk, and those of multi-token prediction came before.
+        """
+        if not self._places:
+            return None
+        return torch.cat([each.flatten() for each in self._places])[-losses.numel() :].view(losses.shape[::-1]).t()
 
     def _see(self, _module: torch.nn.Module, _given: Any, logits: torch.Tensor) -> torch.Tensor:
         """Keep the likeliest token of each position, and take the vocabulary's padding rows out of the softmax.
 
-        Called with [s, b, padded vocabulary / tensor-parallel size]; with multi-token prediction several times, of
-        which the last is for the next token.
+        Called with [s, b, padded vocabulary / tensor-parallel size], or with some of these s × b tokens at a time; with
+        multi-token prediction several times, of which the last is for the next token.
         """
         rows = logits.size(-1)
         first = parallel_state.get_tensor_model_parallel_rank() * rows
@@ -211,10 +221,10 @@ class GPTScorer:
             own = torch.stack([best.double(), place.double()])
             every = [torch.empty_like(own) for _ in range(size)]
             dist.all_gather(every, own, group=parallel_state.get_tensor_model_parallel_group())
-            gathered = torch.stack(every)  # [tensor-parallel size, 2, s, b]
+            gathered = torch.stack(every)  # [tensor-parallel size, 2, ...]
             winner = gathered[:, 0].argmax(0, keepdim=True)
             place = gathered[:, 1].gather(0, winner)[0].long()
-        self._greedy = place.t()
+        self._places.append(place)
         return logits
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -103,6 +103,37 @@ def squared_norm(optimizer: MegatronOptimizer, device: torch.device) -> torch.Te
         dist.all_reduce(square, group=group)
         total += square
     return total
+
+
+def watch_reduction(chunks: Sequence[Any], sums: list[torch.Tensor]) -> None:
+    """Append the sum of each gradient buffer to a list before it is reduced over data-parallel ranks.
+
+    After the reduction a value that is not finite is on every rank; before, the sum says which rank computed it. One
+    pass over the gradients on the device, and nothing for the host to wait for.
+
+    Args:
+        chunks: megatron-core's data-parallel wrappers.
+        sums: the caller empties it before each step.
+    """
+
+    def watched(group: Any, reduce: Callable[..., None]) -> Callable[..., None]:
+        def start_grad_sync(*args: Any, **kwargs: Any) -> None:
+            with torch.no_grad():
+                sums.extend(bucket.grad_data.sum() for bucket in group.buckets)
+            reduce(*args, **kwargs)
+
+        return start_grad_sync
+
+    for chunk in chunks:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            group.start_grad_sync = watched(group, group.start_grad_sync)
+
+
+def total(sums: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Sum of scalars of any type, on the device in fp64."""
+    if not sums:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack([each.double() for each in sums]).sum()
 
 
 @torch.no_grad()

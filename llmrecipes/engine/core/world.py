@@ -4,27 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from llmrecipes.engine.base import Platform, World
 from llmrecipes.engine.core.platform.rendezvous import TIMEOUT
+from llmrecipes.errors import UserError
 from llmrecipes.hardware.profile import Group
 from llmrecipes.recipe.schema import Parallelism
+from llmrecipes.recipe.speed import Speed
 
+PLAIN = Speed()
 RANK_ORDER = "tp-cp-ep-dp-pp"
 """Megatron's: tensor-parallel ranks are neighbours, so they share a node; pipeline stages are farthest apart."""
 
 
 @contextmanager
-def join(platform: Platform, seed: int, parallelism: Parallelism) -> Iterator[World]:
+def join(platform: Platform, seed: int, parallelism: Parallelism, speed: Speed = PLAIN) -> Iterator[World]:
     """Join the ranks that a launcher started (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, …), or form a world of one.
 
     Args:
         platform: already installed.
         seed: see `model_parallel`.
         parallelism: degrees of the layout.
+        speed: settings of the process groups.
 
     Raises:
         UserError: some ranks have a GPU and others do not.
@@ -35,20 +40,33 @@ def join(platform: Platform, seed: int, parallelism: Parallelism) -> Iterator[Wo
     alone = dist.get_world_size() == 1
     with (
         _torn_down(dist.destroy_process_group, after_errors=alone),
-        model_parallel(seed, parallelism, after_errors=alone) as world,
+        model_parallel(seed, parallelism, speed, after_errors=alone) as world,
     ):
         yield world
 
 
 @contextmanager
-def model_parallel(seed: int, parallelism: Parallelism, *, after_errors: bool = True) -> Iterator[World]:
+def model_parallel(
+    seed: int, parallelism: Parallelism, speed: Speed = PLAIN, *, after_errors: bool = True
+) -> Iterator[World]:
     """Create model-parallel groups over the process group, and destroy them at the end.
 
     Args:
         seed: for dropout: the same on every data-parallel rank, different on tensor-parallel ranks and stages.
         parallelism: degrees of the layout.
+        speed: settings of the process groups.
         after_errors: whether to destroy the groups after an error too.
+
+    Raises:
+        UserError: there is no file of NCCL's settings where `speed` says.
     """
+    settings, groups = speed.nccl_communicator_config_path, speed.high_priority_stream_groups
+    if settings is not None and not Path(settings).is_file():
+        raise UserError(
+            f"{settings} is not a file", where="speed.nccl_communicator_config_path", rule="every rank reads it",
+            fix="a path that all nodes see",
+        )  # fmt: skip
+    hierarchy = speed.hierarchical_context_parallel_sizes
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallelism.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallelism.pipeline_model_parallel_size,
@@ -56,6 +74,9 @@ def model_parallel(seed: int, parallelism: Parallelism, *, after_errors: bool = 
         context_parallel_size=parallelism.context_parallel_size,
         expert_model_parallel_size=parallelism.expert_model_parallel_size,
         expert_tensor_parallel_size=parallelism.expert_tensor_parallel_size,
+        hierarchical_context_parallel_sizes=hierarchy and list(hierarchy),
+        nccl_communicator_config_path=settings,
+        high_priority_stream_groups=groups and list(groups),
         order=RANK_ORDER,
         # Only for its way of saving by gathering, on the first data-parallel rank.
         create_gloo_process_groups=False,

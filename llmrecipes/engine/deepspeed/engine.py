@@ -15,10 +15,12 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import (
+    Accept,
     Batch,
     Implementation,
     Platform,
     Progress,
+    ReplicaFault,
     Slice,
     StepResult,
     StopCheck,
@@ -95,7 +97,10 @@ class DeepSpeedEngine:
         self.local_loss = 0.0
         self._see: Callable[[list[Slice], list[Slice]], None] | None = None
 
-    def train_step(self, batches: Iterator[Batch], *, stop: StopCheck | None = None) -> StepResult:
+    def train_step(
+        self, batches: Iterator[Batch], *, stop: StopCheck | None = None, accept: Accept | None = None
+    ) -> StepResult:
+        """`accept` is ignored: with ZeRO, DeepSpeed updates before the norm can be read (`recipe/zero_rules.py`)."""
         self._engine.train()
         of_this_step = list(islice(batches, self.plan.num_microbatches))
         # DeepSpeed averages gradients over ranks, each micro-batch for itself, so the tokens of the global batch are
@@ -123,13 +128,14 @@ class DeepSpeedEngine:
             mean, _, stopping, norm = self._read(loss, counts, self._norm_without_zero())
             if not (math.isfinite(mean) and math.isfinite(norm)):
                 # The update would spread it to every weight and hide where it started; with ZeRO, DeepSpeed looks.
-                return StepResult(mean, norm, lr, scale, False, stopping)
+                is_local = not math.isfinite(self.local_loss)
+                return StepResult(mean, norm, lr, scale, False, stopping, is_local=is_local)
             self._engine.step()
         else:
             self._engine.step()
             mean, _, stopping, norm = self._read(loss, counts, self._engine.get_global_grad_norm())
         if not self._engine.was_step_applied():
-            # Without a loss scale this is no overflow that a smaller scale cures: the run has to stop.
+            # Without a loss scale this is not an overflow that a smaller scale cures: the run has to stop.
             return StepResult(mean, math.nan if scale is None else None, lr, scale, scale is not None, stopping)
         self.scheduler.step(increment=1)
         return StepResult(mean, norm, lr, scale, False, stopping)
@@ -153,6 +159,10 @@ class DeepSpeedEngine:
     def params_synced(self) -> AbstractContextManager[None]:
         """DeepSpeed gathers updated parameters before a step ends, or when they are used."""
         return nullcontext()
+
+    def replica_fault(self) -> ReplicaFault | None:
+        """None: `recipe/zero_rules.py` refuses the check."""
+        return None
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Where parameters are partitioned, this rank's part of each."""
@@ -210,7 +220,7 @@ class DeepSpeedEngine:
         losses = model(
             on_device["tokens"],
             on_device["position_ids"],
-            self._mask(on_device["position_ids"]),
+            self._mask(batch["position_ids"]),
             labels=on_device["labels"],
             loss_mask=on_device["loss_mask"],
         )

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -21,10 +22,13 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import (
+    Accept,
     Batch,
+    FirstAttempt,
     Implementation,
     Platform,
     Progress,
+    ReplicaFault,
     Slice,
     StepResult,
     StopCheck,
@@ -33,18 +37,24 @@ from llmrecipes.engine.core import ema, update
 from llmrecipes.engine.core.balance import RouterBalance
 from llmrecipes.engine.core.checkpoint.format import ShardedFormat
 from llmrecipes.engine.core.generation import generate
-from llmrecipes.engine.core.model.attention import masks, own_chunks, prediction_weights
+from llmrecipes.engine.core.model.attention import apart, own_chunks, prediction_weights
 from llmrecipes.engine.core.model.config import DTYPES, optimizer_overrides
 from llmrecipes.engine.core.model.gpt import BuiltModel, RecipeGPTModel
+from llmrecipes.engine.core.platform import patching
+from llmrecipes.engine.core.replicas import first_difference
+from llmrecipes.engine.core.rerun import RerunState
 from llmrecipes.engine.core.score import GPTScorer
 from llmrecipes.engine.core.update import mean_over_tokens, scheduler
 from llmrecipes.engine.core.versions import auxiliary_losses
 from llmrecipes.engine.core.weights import gradient_slices, weight_slices
 from llmrecipes.engine.megatron import state
 from llmrecipes.engine.sampling import Sampling
-from llmrecipes.faults.numerics import named_gradients
+from llmrecipes.faults.numerics import first_bad_parameter, named_gradients
 from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.features import values
 from llmrecipes.recipe.schema import Recipe
+
+GRADIENT_BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
 
 
 class MegatronEngine:
@@ -65,14 +75,17 @@ class MegatronEngine:
         self.modules: tuple[RecipeGPTModel, ...] = built.modules
         self.implementation = Implementation(built.implementation, built.reason)
         self._config = built.config
-        self._mask = masks(recipe, platform.device)
+        self._apart = apart(recipe, platform.device, built.implementation)
         self.balance: RouterBalance | None = None
         if recipe.model.num_moe_experts:
             self.balance = RouterBalance(self.modules, plan, platform.device)
         if recipe.train.torch_compile:
             for module in self.modules:
                 module.compile_layers()
-        self.chunks = [_data_parallel(recipe, built, number) for number in range(len(built.modules))]
+        self._deterministic = torch.are_deterministic_algorithms_enabled()
+        if built.config.deterministic_mode:
+            torch.use_deterministic_algorithms(True)
+        self.chunks = [_data_parallel(plan, built, number) for number in range(len(built.modules))]
         options = optimizer_config(recipe)
         self.optimizer: MegatronOptimizer = get_megatron_optimizer(
             options,
@@ -88,28 +101,66 @@ class MegatronEngine:
         config = built.config
         config.grad_scale_func = self.optimizer.scale_loss
         config.finalize_model_grads_func = update.finalize
+        self._local_sums: list[torch.Tensor] = []
+        self._reruns = recipe.faults.rerun_mode != "disabled"
+        if self._reruns:
+            update.watch_reduction(self.chunks, self._local_sums)
         if recipe.parallelism.overlap_grad_reduce:
             no_sync = [chunk.no_sync for chunk in self.chunks]
             config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        if self.chunks[0].ddp_config.align_param_gather:
+            # Without effect in evaluation, which gathers the parameters first.
+            config.param_sync_func = [chunk.start_param_sync for chunk in self.chunks]
         self._forward_backward = get_forward_backward_func()
 
-    def train_step(self, batches: Iterator[Batch], *, stop: StopCheck | None = None) -> StepResult:
+    def train_step(
+        self, batches: Iterator[Batch], *, stop: StopCheck | None = None, accept: Accept | None = None
+    ) -> StepResult:
+        before = RerunState(self.modules, self.optimizer)
+        used: list[Batch] = []
+        result = self._attempt(_kept(batches, used), stop, accept)
+        if result.rejected:
+            before.restore_expert_bias()
+        if not self._reruns or result.skipped or _is_finite(result.loss, result.grad_norm):
+            return result
+        # All ranks have the same numbers, so all of them compute the step again.
+        first = FirstAttempt(
+            result.loss,
+            math.nan if result.grad_norm is None else result.grad_norm,
+            result.is_local,
+            first_bad_parameter(self.named_tensors()),
+        )
+        before.restore()
+        if self.balance is not None:
+            self.balance.restart()
+        again = self._attempt(iter(used), stop, accept)
+        if again.rejected:
+            before.restore_expert_bias()
+        return replace(again, stop=again.stop or result.stop, first_attempt=first)
+
+    def _attempt(self, batches: Iterator[Batch], stop: StopCheck | None, accept: Accept | None) -> StepResult:
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        self._local_sums.clear()
         outputs = self._passes(batches, forward_only=False)
         half = self.recipe.train.precision == "fp16"
         scale = self.optimizer.get_loss_scale().double().clone() if half else None
         overflow = self.optimizer.prepare_grads()
         square = update.squared_norm(self.optimizer, self.platform.device)
-        loss, _, stopping, (norm, scale_then) = self._agree(outputs, stop, square.sqrt(), scale)
+        loss, _, stopping, (norm, scale_then, local) = self._agree(
+            outputs, stop, square.sqrt(), scale, update.total(self._local_sums, self.platform.device)
+        )
         lr = self.learning_rate
         if overflow:
             return StepResult(loss, None, lr, scale_then, True, stopping)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        if not _is_finite(loss, norm):
             # The update would spread it to every weight and hide where it started. All ranks have the same numbers.
-            return StepResult(loss, norm, lr, scale_then, False, stopping)
+            is_local = not (math.isfinite(self.local_loss) and math.isfinite(local))
+            return StepResult(loss, norm, lr, scale_then, False, stopping, is_local=is_local)
+        if accept is not None and not accept(loss, norm):
+            return StepResult(loss, norm, lr, scale_then, False, stopping, rejected=True)
         update.clip(self.optimizer, self.recipe.optimizer.clip_grad or math.inf, norm)
         update.step(self.optimizer, self.chunks)
         if self.recipe.optimizer.ema_decay is not None:
@@ -156,6 +207,10 @@ class MegatronEngine:
 
     def watch_states(self, see: Callable[[str, Iterable[torch.Tensor]], None]) -> None:
         """All of them stay."""
+
+    def replica_fault(self) -> ReplicaFault | None:
+        named = ((name, tensor) for name, tensor in self.named_tensors() if not name.endswith(".grad"))
+        return first_difference(named, self.platform.device)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         pairs = [pair for module in self.modules for pair in _as_in_the_whole_model(module)]
@@ -206,6 +261,10 @@ class MegatronEngine:
         """
         config = self.chunks[0].config
         config.grad_scale_func = config.finalize_model_grads_func = config.no_sync_func = None
+        config.param_sync_func = None
+        torch.use_deterministic_algorithms(self._deterministic)
+        # megatron-core replaces it for the whole process (reduce_scatter_with_fp32_accumulation).
+        patching.replace(GRADIENT_BUFFERS, "dist_reduce_scatter_func", dist.reduce_scatter_tensor)
         for chunk in self.chunks:
             vars(chunk).clear()
         # Process-wide state whose size depends on this model.
@@ -237,8 +296,9 @@ class MegatronEngine:
         stop: StopCheck | None,
         norm: torch.Tensor | None = None,
         scale: torch.Tensor | None = None,
-    ) -> tuple[float, float, bool, tuple[float, float | None]]:
-        """Mean loss of the global batch, its tokens, whether a rank has to stop, and two numbers of this device.
+        local: torch.Tensor | None = None,
+    ) -> tuple[float, float, bool, tuple[float, float | None, float]]:
+        """Mean loss of the global batch, its tokens, whether a rank has to stop, and three numbers of this device.
 
         The tokens are those that the loss counts, times tensor-parallel ranks.
 
@@ -254,10 +314,12 @@ class MegatronEngine:
         totals[2] = float(stop is not None and stop())
         dist.all_reduce(totals)
         nothing = torch.zeros(1, dtype=torch.float64, device=device)
-        more = [nothing if each is None else each.reshape(1) for each in (norm, scale)]
-        own_loss, own_tokens, loss, tokens, stops, the_norm, the_scale = torch.cat([own, totals, *more]).tolist()
+        more = [nothing if each is None else each.reshape(1) for each in (norm, scale, local)]
+        numbers = torch.cat([own, totals, *more]).tolist()
+        own_loss, own_tokens, loss, tokens, stops, the_norm, the_scale, the_local = numbers
         self.local_loss = own_loss / max(own_tokens, 1.0)
-        return loss / max(tokens, 1.0), tokens, stops > 0, (the_norm, None if scale is None else the_scale)
+        scalars = the_norm, None if scale is None else the_scale, the_local
+        return loss / max(tokens, 1.0), tokens, stops > 0, scalars
 
     def _for_chunks(self, batches: Iterator[Batch]) -> Any:
         if len(self.chunks) == 1:
@@ -267,7 +329,9 @@ class MegatronEngine:
         return [iter(of_this_step) for _ in self.chunks]
 
     def _forward_step(self, batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-        batch = {name: tensor.to(self.platform.device, non_blocking=True) for name, tensor in next(batches).items()}
+        in_host = next(batches)
+        conversations = self._apart(in_host["position_ids"])
+        batch = {name: tensor.to(self.platform.device, non_blocking=True) for name, tensor in in_host.items()}
         parts = parallel_state.get_context_parallel_world_size()
         number = parallel_state.get_context_parallel_rank()
         depths = self.recipe.model.mtp_num_layers
@@ -276,12 +340,23 @@ class MegatronEngine:
         losses = model(
             batch["tokens"],
             batch["position_ids"],
-            self._mask(batch["position_ids"]),
+            **conversations,
             labels=batch["labels"],
             loss_mask=torch.ones_like(batch["loss_mask"]) if weights else batch["loss_mask"],
             prediction_weights=weights,
         )
         return losses, partial(_sum_over_tokens, batch["loss_mask"])
+
+
+def _kept(batches: Iterator[Batch], used: list[Batch]) -> Iterator[Batch]:
+    """The batches, of which those that are read are kept."""
+    for batch in batches:
+        used.append(batch)
+        yield batch
+
+
+def _is_finite(loss: float, norm: float | None) -> bool:
+    return math.isfinite(loss) and norm is not None and math.isfinite(norm)
 
 
 def _as_in_the_whole_model(module: RecipeGPTModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -301,20 +376,22 @@ def _sum_over_tokens(
     return total, tokens.to(torch.int), {"loss": report}
 
 
-def _data_parallel(recipe: Recipe, built: BuiltModel, number: int) -> DistributedDataParallel:
-    config = data_parallel_config(recipe)
+def _data_parallel(plan: Plan, built: BuiltModel, number: int) -> DistributedDataParallel:
+    config = data_parallel_config(plan)
     # The first chunk's gradients are computed last; the other chunks need no buckets to overlap.
     return DistributedDataParallel(built.config, config, built.modules[number], disable_bucketing=number > 0)
 
 
-def data_parallel_config(recipe: Recipe) -> DistributedDataParallelConfig:
+def data_parallel_config(plan: Plan) -> DistributedDataParallelConfig:
     """megatron-core's configuration of gradient buffers and their reduction."""
+    recipe = plan.recipe
     parallelism = recipe.parallelism
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=parallelism.grad_reduce_in_fp32 or recipe.train.precision == "fp32",
         overlap_grad_reduce=parallelism.overlap_grad_reduce,
         overlap_param_gather=parallelism.overlap_param_gather,
         use_distributed_optimizer=parallelism.use_distributed_optimizer,
+        **values(plan.features, "DistributedDataParallelConfig"),
     )
 
 

@@ -98,6 +98,7 @@ def _restore(engine: MegatronEngine, loaded: dict[str, Any]) -> Progress:
     if engine.recipe.parallelism.use_distributed_optimizer:
         for chunk in engine.chunks:
             chunk.start_param_sync(force_sync=True)
+    engine.scheduler.num_steps = 0  # megatron-core adds the loaded steps to those of a run that goes back
     engine.scheduler.load_state_dict(loaded["scheduler"])
     progress = Progress(**loaded["progress"])
     load_random_states(loaded.get("random"), engine.recipe.train.seed + progress.step)

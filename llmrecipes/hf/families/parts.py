@@ -250,15 +250,17 @@ def _yarn_of(model: Model, *, latent: bool) -> dict[str, Any]:
     return scaling
 
 
-def _from_yarn(given: Mapping[str, Any], longest: Any, *, latent: bool) -> tuple[dict[str, Any], list[Unsupported]]:
+def _from_yarn(
+    rope_scaling: Mapping[str, Any], longest: Any, *, latent: bool
+) -> tuple[dict[str, Any], list[Unsupported]]:
     """Values of `model` of a `rope_scaling` with YaRN, as transformers' `_compute_yarn_parameters` reads it.
 
     Args:
-        given: `rope_scaling`.
+        rope_scaling: of config.json.
         longest: `max_position_embeddings`, which is the original length by default.
         latent: as in `Rope`.
     """
-    values = {"original_max_position_embeddings": longest, **{k: v for k, v in given.items() if v is not None}}
+    values = {"original_max_position_embeddings": longest, **{k: v for k, v in rope_scaling.items() if v is not None}}
     problems = [
         Unsupported(f"rope_scaling.{name}", value, f"one of {', '.join(_YARN_NUMBERS)}, truncate")
         for name, value in values.items()
@@ -269,7 +271,7 @@ def _from_yarn(given: Mapping[str, Any], longest: Any, *, latent: bool) -> tuple
         required = name in ("factor", "original_max_position_embeddings")
         if not (_is_size(value) or (value is None and not required)) or (required and value == 0):
             problems.append(Unsupported(f"rope_scaling.{name}", value, "a number, at least 0 and below 2**31"))
-    truncate = given.get("truncate", True)
+    truncate = rope_scaling.get("truncate", True)
     if not isinstance(truncate, bool) or (latent and not truncate):
         rule = "latent attention of megatron-core rounds the bounds" if latent else "a boolean"
         problems.append(Unsupported("rope_scaling.truncate", truncate, rule))

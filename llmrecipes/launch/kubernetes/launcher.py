@@ -1,8 +1,13 @@
-"""Kubernetes: objects created with kubectl apply, queried with kubectl get."""
+"""Kubernetes: objects created with kubectl apply, queried with kubectl get.
+
+A Job tokenizes a run's data before its pods ask for GPUs. A Job cannot wait for another one, and unsuspending it from a
+pod would take an API token. So `submit` creates the run only when this Job has completed.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +20,7 @@ from llmrecipes.launch.base import (
     JobRef,
     JobState,
     JobStatus,
+    Launcher,
     LauncherOptions,
     Logs,
     PlannedForCluster,
@@ -22,12 +28,14 @@ from llmrecipes.launch.base import (
     Submission,
 )
 from llmrecipes.launch.job import Job
-from llmrecipes.launch.kubernetes import objects, pod, preparation, site
+from llmrecipes.launch.kubernetes import objects, pod, site
 from llmrecipes.launch.kubernetes.pod import Object, PodRun
 from llmrecipes.launch.kubernetes.settings import FLAVORS, KubernetesOptions, object_name, parse_secrets
 from llmrecipes.launch.programs import ask, require_program, run, tell
 from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.recipe.load import recipe_hash, to_yaml
+
+logger = logging.getLogger(__name__)
 
 DRY_RUN = "--dry-run prints the objects"
 TOKENIZE = "a Job on CPUs does it first if the data is missing; the run is created after it (--prepared: at once)"
@@ -59,9 +67,9 @@ class KubernetesLauncher:
     shares_disk: ClassVar = False
     poll_seconds: ClassVar = 10.0
 
-    def render(self, submission: Submission, given: LauncherOptions) -> Rendering:
+    def render(self, submission: Submission, chosen: LauncherOptions) -> Rendering:
         """The objects, as YAML; and those of the Job which tokenizes, if GPUs would wait for it."""
-        options = _options(given)
+        options = _options(chosen)
         run = _run(submission.planned_for_cluster, submission.run_id, submission.options)
         rendered = objects.render(run, options)
         workload = rendered[-1]["metadata"]
@@ -69,8 +77,8 @@ class KubernetesLauncher:
         apply, text = ("kubectl", "apply", "--filename", "-"), objects.to_yaml(rendered)
         first: list[Object] = []
         if run.profile.gpus_per_node and not submission.prepared and not options.prepared:
-            first = [rendered[0], preparation.job(run, options)]  # both read the recipe from its ConfigMap
-        waits = f"# First the Job {preparation.name_of(run.name)} and its ConfigMap; the rest when it has completed.\n"
+            first = [rendered[0], preparation_job(run, options)]  # both read the recipe from its ConfigMap
+        waits = f"# First the Job {preparation_name(run.name)} and its ConfigMap; the rest when it has completed.\n"
         return Rendering(
             apply,
             text=text,
@@ -109,9 +117,9 @@ class KubernetesLauncher:
         _require_accepted(rendering.command, rendering.text)
         if rendering.first:
             _require_accepted(rendering.first, rendering.first_text)
-            name = preparation.name_of(rendering.details["name"])
+            name = preparation_name(rendering.details["name"])
             ref = JobRef("k8s", f"{rendering.details['namespace']}/job/{name}", submission.run_dir)
-            preparation.finish(self, ref, rendering.first, rendering.first_text, submission.run_id)
+            finish_preparation(self, ref, rendering.first, rendering.first_text, submission.run_id)
         tell(rendering.command, rendering.text, DRY_RUN)
         place = (rendering.details[key] for key in ("namespace", "flavor", "name"))
         return Job(self, JobRef("k8s", "/".join(place), submission.run_dir))
@@ -258,12 +266,132 @@ def _get(namespace: str, kind: str, names: list[str], label: str = INSTANCE) -> 
         yield from json.loads(answer)["items"]
 
 
-def _options(given: LauncherOptions) -> KubernetesOptions:
-    image = given.get("image")
+def _options(chosen: LauncherOptions) -> KubernetesOptions:
+    image = chosen.get("image")
     if image is None:
         raise UserError(
             "not set", where="--image", fix="--image REGISTRY/llmrecipes@sha256:DIGEST; make image builds one"
         )
     names = {"secret", "image"}
-    values = {name.replace("-", "_"): value for name, value in given.items() if value is not None and name not in names}
-    return KubernetesOptions(image=image, secrets=parse_secrets(given.get("secret") or ()), **values)
+    values = {
+        name.replace("-", "_"): value for name, value in chosen.items() if value is not None and name not in names
+    }
+    return KubernetesOptions(image=image, secrets=parse_secrets(chosen.get("secret") or ()), **values)
+
+
+CONTAINER = "prepare"
+MOST_CORES, MOST_MEMORY_GIB = 16, 64
+"""Requests, not limits: what most nodes without GPUs have. Tokenizing uses all cores that its node has left."""
+RETRIES = 3
+PLACEMENT = ("tolerations", "serviceAccountName", "imagePullSecrets")
+"""Of the fields that say where a pod of the run goes."""
+KEEP_SECONDS = 7 * 24 * 3600
+
+
+def preparation_name(run: str) -> str:
+    """Name of the Job that prepares the data of a run's objects."""
+    return f"{run}-prepare"
+
+
+def preparation_job(run: PodRun, options: KubernetesOptions) -> Object:
+    """One pod on CPUs, with the run's recipe and claim. It does nothing if the data is prepared.
+
+    The profile's node selector, its patch and paths of its nodes are left out, because they belong to GPU nodes; its
+    tolerations are kept, for clusters that have no others.
+    """
+    name = preparation_name(run.name)
+    labels = {"app.kubernetes.io/name": "llmrecipes", "app.kubernetes.io/instance": name}
+    queue = {"kueue.x-k8s.io/queue-name": options.queue} if options.queue else {}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": name, "namespace": options.namespace, "labels": {**labels, **queue}},
+        "spec": {
+            **({"suspend": True} if options.queue else {}),
+            "backoffLimit": RETRIES,
+            "podReplacementPolicy": "Failed",
+            "ttlSecondsAfterFinished": KEEP_SECONDS,
+            "podFailurePolicy": {
+                "rules": [
+                    {
+                        "action": "FailJob",
+                        "onExitCodes": {
+                            "containerName": CONTAINER,
+                            "operator": "In",
+                            "values": [int(ExitCode.BAD_INPUT)],
+                        },
+                    },
+                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                ]
+            },
+            "template": {"metadata": {"labels": dict(labels)}, "spec": _preparation_pod(run, options)},
+        },
+    }
+
+
+def _preparation_pod(run: PodRun, options: KubernetesOptions) -> Object:
+    claims = [each for each in run.profile.kubernetes.volumes if each.claim is not None]
+    own = run.profile.kubernetes.model_copy(update={"volumes": tuple(claims)})
+    kept = {"recipe", "workspace", *(each.name for each in claims)}
+    placement = pod.placement(run.profile, options)
+    cores = min(MOST_CORES, max(1, int(run.profile.cpu_cores * pod.NODE_SHARE)))
+    memory = f"{min(MOST_MEMORY_GIB, max(1, int(run.profile.memory_gib * pod.NODE_SHARE)))}Gi"
+    return {
+        **pod.frame(options.grace_seconds),
+        **{key: placement[key] for key in PLACEMENT if key in placement},
+        "containers": [
+            {
+                "name": CONTAINER,
+                "image": options.image,
+                "command": ["llmrecipes", "prepare", str(pod.RECIPE)],
+                "env": pod.variables(run, options, master=""),
+                "resources": {"requests": {"cpu": str(cores), "memory": memory}},
+                "securityContext": pod.container_security(),
+                "terminationMessagePolicy": "FallbackToLogsOnError",
+                "volumeMounts": [
+                    *(each for each in pod.mounts(run) if each["name"] in ("recipe", "workspace")),
+                    *site.mounts(own),
+                    {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - the pod's own
+                ],
+            }
+        ],
+        "volumes": [
+            *(each for each in pod.volumes(run, options) if each["name"] in kept),
+            {"name": "tmp", "emptyDir": {}},
+        ],
+    }
+
+
+def finish_preparation(launcher: Launcher, ref: JobRef, apply: tuple[str, ...], text: str, run_id: str) -> None:
+    """Create the Job unless there is one, and wait until the data is prepared.
+
+    Args:
+        launcher: Kubernetes.
+        ref: of the Job.
+        apply: the command that creates it.
+        text: its objects, the command's input.
+        run_id: of the run that waits.
+
+    Raises:
+        UserError: it failed, or was deleted.
+    """
+    namespace, kind, name = ref.job_id.split("/")
+    known = launcher.statuses([ref]).get(ref)
+    if known is not None and known.state is JobState.COMPLETED:
+        return
+    if known is not None and known.state.ended:  # the same Job would stay failed
+        tell(("kubectl", "delete", kind, name, "--namespace", namespace, "--ignore-not-found"))
+    if known is None or known.state.ended:
+        tell(apply, text)
+    logs = " ".join(launcher.logs(ref).command)
+    logger.info("tokenizing on CPUs before the run asks for GPUs: job %s; %s", ref.job_id, logs)
+    logger.info("Ctrl-C leaves it running; the same command with --run-id %s waits for it again", run_id)
+
+    def tell_state(status: JobStatus) -> None:
+        logger.info("tokenizing: %s%s", status.state, f" ({status.reason})" if status.reason else "")
+
+    state = Job(launcher, ref).wait(changed=tell_state)
+    if state is not JobState.COMPLETED:
+        raise UserError(
+            f"job {ref.job_id}, which tokenizes, has {state}", where="kubectl", rule="the run was not created", fix=logs
+        )

@@ -190,18 +190,18 @@ def container_security() -> Object:
 
 def placement(profile: Profile, options: KubernetesOptions) -> Object:
     """Node selection, service account, pull secret and host network."""
-    found: Object = {}
+    fields: Object = {}
     if profile.kubernetes.node_selector:
-        found["nodeSelector"] = dict(profile.kubernetes.node_selector)
+        fields["nodeSelector"] = dict(profile.kubernetes.node_selector)
     if tolerations := site.tolerations(profile):
-        found["tolerations"] = tolerations
+        fields["tolerations"] = tolerations
     if options.service_account:
-        found["serviceAccountName"] = options.service_account
+        fields["serviceAccountName"] = options.service_account
     if options.pull_secret:
-        found["imagePullSecrets"] = [{"name": options.pull_secret}]
+        fields["imagePullSecrets"] = [{"name": options.pull_secret}]
     if options.host_network:
-        found |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
-    return found
+        fields |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+    return fields
 
 
 def command() -> list[str]:
@@ -352,7 +352,7 @@ def _containers(spec: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _privileged(spec: dict[str, Any]) -> Iterator[str]:
-    """What `baseline` rejects."""
+    """Fields that `baseline` rejects."""
     yield from (key for key in ("hostNetwork", "hostPID", "hostIPC") if spec.get(key))
     yield from (f"hostPath volume {each['name']}" for each in spec.get("volumes") or () if "hostPath" in each)
     for name, security in _containers(spec):
@@ -366,7 +366,7 @@ def _privileged(spec: dict[str, Any]) -> Iterator[str]:
 
 
 def _baseline(spec: dict[str, Any]) -> Iterator[str]:
-    """What `restricted` rejects besides."""
+    """Further fields that `restricted` rejects."""
     pod = spec.get("securityContext") or {}
     for volume in spec.get("volumes") or ():
         if kinds := volume.keys() - VOLUMES - {"name"}:

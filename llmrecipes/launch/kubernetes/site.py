@@ -67,11 +67,11 @@ def as_seen(profile: Profile, ranks_per_node: int, host_network: bool) -> Profil
 
 def hugepages(kubernetes: Kubernetes, share: float) -> dict[str, str]:
     """Resources with a share of the node's huge pages, whole pages of each size."""
-    found = {}
+    pages = {}
     for page, amount in kubernetes.hugepages.items():
         size = PAGES[page]
-        found[f"hugepages-{page}"] = f"{max(size, int(mebibytes(amount) * share) // size * size)}Mi"
-    return found
+        pages[f"hugepages-{page}"] = f"{max(size, int(mebibytes(amount) * share) // size * size)}Mi"
+    return pages
 
 
 def claims(kubernetes: Kubernetes, channel: str | None) -> list[dict[str, Any]]:

@@ -42,7 +42,7 @@ class LocalLauncher:
     """Child processes, kept to be reaped."""
     _watch: ClassVar = Watch()
 
-    def render(self, submission: Submission, given: LauncherOptions) -> Rendering:
+    def render(self, submission: Submission, chosen: LauncherOptions) -> Rendering:
         """The command of the process."""
         planned = submission.planned
         if planned.nodes != 1:
@@ -55,7 +55,7 @@ class LocalLauncher:
             "run-id": submission.run_id,
             "runs-dir": submission.runs_dir,
             "data-dir": submission.data_dir,
-            "max-restarts": given.get("max-restarts"),
+            "max-restarts": chosen.get("max-restarts"),
         }
         words = [sys.executable, "-m", MODULE]
         words += [word for name, value in values.items() if value is not None for word in (f"--{name}", str(value))]
@@ -70,7 +70,7 @@ class LocalLauncher:
         )
 
     def require(self) -> None:
-        """Nothing: the ranks run here."""
+        """Nothing: the ranks run on this machine."""
 
     def submit(self, submission: Submission, rendering: Rendering) -> JobHandle:
         """Start the process, in a new session so that a Ctrl-C here does not reach it."""
@@ -95,7 +95,7 @@ class LocalLauncher:
     def statuses(self, refs: Sequence[JobRef]) -> dict[JobRef, JobStatus]:
         """From the processes of this machine, and the exit codes they have written."""
         self._started[:] = [process for process in self._started if process.poll() is None]
-        return {ref: found for ref in refs if (found := _status(ref, self._watch)) is not None}
+        return {ref: status for ref in refs if (status := _status(ref, self._watch)) is not None}
 
     def cancel(self, ref: JobRef) -> None:
         """SIGTERM: the ranks save and exit. A job elsewhere sees a request in its run's directory."""
@@ -153,7 +153,7 @@ def _lease(ref: JobRef) -> leases.Lease | None:
 
 
 def _is_here(ref: JobRef) -> bool:
-    """Whether a job can be asked for by its process id."""
+    """Whether a job can be looked up by its process id."""
     lease = _lease(ref)
     return _parts(ref)[0] == socket.gethostname() if lease is None else lease.machine.is_this
 

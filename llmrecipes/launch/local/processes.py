@@ -146,7 +146,7 @@ def _wait(ranks: dict[str, subprocess.Popen[bytes]], logs: Path, signals: _Signa
                     continue  # all have the stop signal, and exit by themselves
                 if grace is not None and -code in STOP_SIGNALS:
                     # Every rank has handlers for these before any of them runs the first step.
-                    logger.warning("asked to stop before training began: nothing is lost, run the same command again")
+                    logger.warning("stopped before training began: nothing is lost, run the same command again")
                     first_failure = int(ExitCode.REQUEUE)
                 elif key.data != first:
                     log = _log(logs, key.data)

@@ -59,11 +59,11 @@ class SlurmLauncher:
     shares_disk: ClassVar = True
     poll_seconds: ClassVar = 15.0
 
-    def render(self, submission: Submission, given: LauncherOptions) -> Rendering:
+    def render(self, submission: Submission, chosen: LauncherOptions) -> Rendering:
         """sbatch's command line; and that of the job which tokenizes, if GPUs would wait for it."""
         planned = submission.planned_for_cluster
-        warned = notice(planned.plan, planned.profile, submission.runs_dir, given.get("warning"))
-        options = _options(submission, given, warned.seconds)
+        warned = notice(planned.plan, planned.profile, submission.runs_dir, chosen.get("warning"))
+        options = _options(submission, chosen, warned.seconds)
         request = SlurmRequest(
             planned.asked, planned.cluster, planned.nodes, submission.run_id, submission.runs_dir,
             submission.data_dir, submission.run_dir,
@@ -77,7 +77,7 @@ class SlurmLauncher:
             first = prepare_command(request, planned.profile, options, SCRIPTS / "prepare.sbatch")
             where = (
                 ""
-                if given.get("prepare-partition") or planned.profile.slurm.cpu_partition
+                if chosen.get("prepare-partition") or planned.profile.slurm.cpu_partition
                 else ("; --prepare-partition NAME for one without GPUs")
             )
             notes["tokenize"] = f"the data is not prepared: another job does it first, on one node{where}"
@@ -201,19 +201,19 @@ def _sacct(job_ids: Iterable[str], where: tuple[str, ...]) -> dict[str, JobStatu
     return {row[0]: status_of(row[1], row[2]) for row in rows}
 
 
-def _options(submission: Submission, given: LauncherOptions, warning_seconds: int) -> SlurmOptions:
-    image = given.get("image")
+def _options(submission: Submission, chosen: LauncherOptions, warning_seconds: int) -> SlurmOptions:
+    image = chosen.get("image")
     return SlurmOptions(
-        partition=given.get("partition"),
-        account=given.get("account"),
-        qos=given.get("qos"),
-        time=given.get("time"),
-        runtime=given.get("runtime"),
+        partition=chosen.get("partition"),
+        account=chosen.get("account"),
+        qos=chosen.get("qos"),
+        time=chosen.get("time"),
+        runtime=chosen.get("runtime"),
         image=image,
-        python=given.get("python") or (None if image else sys.executable),
+        python=chosen.get("python") or (None if image else sys.executable),
         warning=warning_seconds,
-        prepare_partition=given.get("prepare-partition"),
-        max_restarts=given.get("max-restarts"),
+        prepare_partition=chosen.get("prepare-partition"),
+        max_restarts=chosen.get("max-restarts"),
         run=submission.options,
-        more=tuple(given.get("sbatch") or ()),
+        more=tuple(chosen.get("sbatch") or ()),
     )

@@ -18,7 +18,7 @@ from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan
 from llmrecipes.runfiles import RunFiles
-from llmrecipes.tracking.runs import MeasuredRun, measured
+from llmrecipes.tracking.run_list import MeasuredRun, measured
 
 SHORTEST = 120
 """Seconds: a step, the exit of all ranks, and the end of the job."""
@@ -39,17 +39,17 @@ class Notice:
     reason: str
 
 
-def notice(plan: Plan, profile: Profile, runs_dir: Path, given: int | None) -> Notice:
-    """When to warn a job.
+def notice(plan: Plan, profile: Profile, runs_dir: Path, fixed: int | None) -> Notice:
+    """The time at which Slurm warns a job.
 
     Args:
         plan: of the run.
         profile: with the bandwidth of its file system.
         runs_dir: runs of the same recipe there are asked how long their steps and saves took.
-        given: the user's own seconds.
+        fixed: the user's own seconds.
     """
-    if given is not None:
-        return Notice(given, "--notice")
+    if fixed is not None:
+        return Notice(fixed, "--notice")
     earlier = _longest(measured(runs_dir / plan.recipe.name, RUNS))
     if earlier is None:
         seconds = plan.checkpoint_bytes / (profile.storage_gb_per_s * GB)
@@ -213,7 +213,7 @@ def after(words: Sequence[str], job: str) -> tuple[str, ...]:
 
 
 def script_text(folder: Path, words: Sequence[str], first: Sequence[str]) -> str:
-    """What to paste into a shell, instead of letting `submit` do it.
+    """The command for a shell, which does the same as `submit`.
 
     Args:
         folder: of the logs; Slurm does not create it.

@@ -11,6 +11,8 @@ from typing import Any
 from llmrecipes.errors import UserError
 
 _DATA = Path(__file__).with_name("data")
+_LIMIT = 0.95
+"""Share of a peak that no product exceeds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +51,16 @@ class Device:
     """Latency of one step of a ring over NVLink."""
     hop_far: float
     """The same between nodes."""
+    queue: bool = True
+    """Whether kernels run behind the host, which launches the next ones meanwhile; a CPU does one after the other."""
     rails: float = 1.0
     """Power of the ranks on a node with which a ring's bandwidth between nodes grows; 1 where it uses all adapters."""
+    crowd: float = 0.0
+    """How much longer a ring's bytes take for each doubling of its nodes."""
+
+    def gemm_speed(self, factor: float) -> float:
+        """A framework's speed of products relative to `gemm`, as far as hardware goes."""
+        return min(factor, _LIMIT / self.gemm)
 
     def peak_of(self, precision: str) -> float:
         """Dense FLOP/s of matrix products in a precision of a recipe."""
@@ -74,6 +84,10 @@ class Stack:
     """Host time of a layer, relative to fused kernels."""
     links: float = 1.0
     """Speed of its collectives and of the network it was measured on, relative to the GPU's best."""
+    nic: float = 1.0
+    """Bandwidth between the nodes that it was measured on, relative to the GPU's."""
+    overlap_hops: bool = True
+    """With virtual stages, messages between stages are sent beside the passes."""
     sequence_parallel: bool = True
     """Norms split over tensor-parallel ranks."""
     overlap_gradients: float = 0.8
@@ -82,6 +96,8 @@ class Stack:
     """Share of tensor-parallel communication that hides behind matrix products."""
     overlap_expert: float = 0.0
     """Share of the experts' communication that hides behind computation."""
+    once_per_node: bool = False
+    """A token goes once to every node with experts of its, and on over NVLink (DeepEP, HybridEP)."""
     sharded: bool = False
     """Weights, gradients and optimizer split over data-parallel ranks (FSDP, ZeRO-3)."""
     zero: int = 1
@@ -96,11 +112,11 @@ class Stack:
     """More of it where a job has very many nodes."""
     stall: float = 0.0
     """Time that a layer loses per tensor-parallel rank where the pipeline crosses nodes."""
-    tied: bool | None = None
-    """Whether word embeddings are shared, where a row does not say; None: from its number of parameters."""
     loss_bytes: float = 10.0
     """Bytes per logit at the loss: its copies in 16 and 32 bits, and their gradients."""
     rails: float = 1.0
+    """That of the network it was measured on."""
+    crowd: float = 0.0
     """That of the network it was measured on."""
     by_cost: bool = False
     """Blocks are cut into stages by parameters, the output layer among them, so that a stage can be empty."""
@@ -110,8 +126,14 @@ class Stack:
     """Bytes that attention and MLP keep, relative to fused kernels."""
     inputs: float = 0.0
     """Tensors of the residual stream's width that the first stage keeps of a micro-batch besides."""
+    gathered: float = 0.0
+    """Tensors of the residual stream's width that a layer keeps on every tensor-parallel rank."""
+    logits: float = 10.0
+    """Bytes per logit at the fullest moment of the loss."""
+    logits_before: float = 0.0
+    """Bytes per logit that are still there of the micro-batch before."""
     gradient_copy: float = 0.0
-    """Bytes per parameter of transient buffers with ZeRO-1."""
+    """Bytes per parameter of transient buffers."""
     base: float = 1.0e9
     """Bytes of a rank without a model."""
 
@@ -161,12 +183,19 @@ def stack(source: str) -> Stack:
     its default; then what single words say."""
     text = source.lower()
     entries = _read("stacks")["stacks"]
-    name, values = "default", _read("stacks")["default"]
-    for key, entry in entries.items():
-        if any(word in text for word in entry["words"]):
-            name, values = key, entry["values"]
-            break
+    name = next((key for key, entry in entries.items() if any(word in text for word in entry["words"])), "default")
+    values = _values(name)
     for entry in _read("stacks")["words"]:
         if any(word in text for word in entry["words"]) and entry.get("of", name) == name:
             values = {**values, **entry["values"]}
     return Stack(name=name, **values)
+
+
+def stack_of(name: str) -> Stack:
+    """A framework of the data file by its name."""
+    return Stack(name=name, **_values(name))
+
+
+def _values(name: str) -> dict[str, Any]:
+    data = _read("stacks")
+    return data["default"] if name == "default" else data["stacks"][name]["values"]

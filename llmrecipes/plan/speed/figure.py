@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from llmrecipes.plan.speed.schedule import run
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from llmrecipes.plan.speed.curve import CurvePoint
     from llmrecipes.plan.speed.forecast import Forecast
 
 _MEMORY = {"weights": "#4477aa", "gradients": "#66ccee", "optimizer": "#228833", "activations": "#ccbb44",
@@ -40,6 +42,28 @@ def draw(made: Forecast) -> Figure:
     return figure
 
 
+def draw_curve(name: str, device: str, points: Sequence[CurvePoint]) -> Figure:
+    """Utilisation and speed over numbers of GPUs, strong and weak."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    share, speed = figure.subplots(2, 1, sharex=True)
+    figure.suptitle(f"{name} on {device}, the fastest layout at each number of GPUs, predicted")
+    for kind, color, marker in (("strong", "#4477aa", "o"), ("weak", "#228833", "s")):
+        made = [point.as_dict() for point in points if point.kind == kind and point.found is not None]
+        gpus = [each["gpus"] for each in made]
+        share.plot(gpus, [100 * each["mfu_full"] for each in made], color=color, marker=marker, label=f"{kind} scaling")
+        rates = [each["tokens_per_second_per_gpu"] * each["gpus"] for each in made]
+        speed.plot(gpus, rates, color=color, marker=marker, label=f"{kind} scaling")
+    share.set(ylabel="MFU, %", ylim=(0, None))
+    speed.set(ylabel="tokens/s, all GPUs", xlabel="GPUs", xscale="log", yscale="log")
+    ticks = sorted({point.gpus for point in points})
+    speed.set_xticks(ticks, [f"{tick:,}" for tick in ticks], rotation=45)
+    speed.minorticks_off()
+    share.legend(frameon=False)
+    return figure
+
+
 def _memory(axes: Axes, made: Forecast) -> None:
     from matplotlib.ticker import MaxNLocator
 
@@ -65,13 +89,13 @@ def _passes(axes: Axes, made: Forecast) -> None:
     if 4 * stages * stages * chunks > _MOST_PASSES or (chunks > 1 and number % stages):
         number = min(microbatches, stages)
     ahead, back = zip(*step.passes, strict=True)
-    ends = run(ahead, back, number, chunks, step.hop, blocking=chunks == 1)
+    ends = run(ahead, back, number, step.hop, blocking=chunks == 1)
     for stage in range(stages):
         for forward, colors, of_stage in ((True, _FORWARD, ahead), (False, _BACKWARD, back)):
             for odd in (0, 1):
-                seconds = of_stage[stage] / chunks
+                seconds = of_stage[stage]
                 bars = [
-                    (end - seconds, seconds)
+                    (end - seconds[chunk], seconds[chunk])
                     for (kind, place, chunk, _), end in ends.items()
                     if (kind, place, chunk % 2) == (forward, stage, odd)
                 ]

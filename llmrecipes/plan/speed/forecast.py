@@ -7,19 +7,20 @@ from typing import Any
 
 from llmrecipes.console import duration
 from llmrecipes.errors import UserError
-from llmrecipes.hardware.profile import Profile
+from llmrecipes.hardware.profile import Calibration, Profile
 from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.kernels import recomputed_layers
 from llmrecipes.plan.memory import Memory, of_stage
 from llmrecipes.plan.speed.device import Device, Stack, device, stack
+from llmrecipes.plan.speed.processors import of_local_layers, of_processors
 from llmrecipes.plan.speed.saving import Saving, as_dict, saving
 from llmrecipes.plan.speed.step import Step, predict
 from llmrecipes.plan.speed.work import Work
 from llmrecipes.units import GIB
 
-ERROR = 0.25
-"""Nine of ten published Megatron runs are predicted at least this well with the default software switches instead of
-those fitted to them. Not a cross-validation: a GPU's shares were fitted with these rows (benchmarks/RESULTS.md)."""
+ERROR = 0.26
+"""Nine of ten published runs are predicted at least this well by coefficients fitted without their sources
+(benchmarks/RESULTS.md, from `fit_planner.py --cross source`); of NVIDIA's programs 17 %."""
 _SECONDS_OF_A_DAY = 86400
 
 
@@ -39,6 +40,7 @@ class Forecast:
     energy_mwh: float | None
     co2_t: float | None
     saving: Saving | None
+    calibration: Calibration | None = None
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
@@ -89,6 +91,22 @@ class Forecast:
         )
         return [*plan.warnings, late]
 
+    def record(self) -> dict[str, Any]:
+        """What a run keeps of it, to be compared with what it measures.
+
+        On a GPU that is what torch allocates: without CUDA's context and NCCL's buffers, which are in `workspace`.
+        """
+        memory = self.plan.memory
+        unseen = memory.workspace if self.plan.device == "cuda" else 0
+        return {
+            "device": self.device.name,
+            "step_seconds": self.step.seconds,
+            "compute_seconds": self.step.seconds - self.step.communication,
+            "communication_seconds": self.step.communication,
+            "memory_bytes": memory.total - unseen,
+            "calibration": None if self.calibration is None else self.calibration.model_dump(mode="json"),
+        }
+
     def as_dict(self) -> dict[str, Any]:
         """Output of `plan --json`."""
         plan, speed = self.plan, self.tokens_per_second_per_gpu
@@ -102,6 +120,7 @@ class Forecast:
                 "tensor": layout.tensor_model_parallel_size,
                 "pipeline": layout.pipeline_model_parallel_size,
                 "virtual_pipeline": layout.virtual_pipeline_model_parallel_size,
+                "pipeline_layout": plan.recipe.parallelism.pipeline_model_parallel_layout,
                 "context": layout.context_parallel_size,
                 "expert": layout.expert_model_parallel_size,
                 "expert_tensor": layout.expert_tensor_parallel_size,
@@ -123,6 +142,7 @@ class Forecast:
             "step_seconds": self.step.seconds,
             "step_parts": self.step.parts(),
             "error": ERROR,
+            "calibration": None if self.calibration is None else self.calibration.model_dump(mode="json"),
             "days": self.seconds / _SECONDS_OF_A_DAY,
             **as_dict(self.saving, self.step.seconds, self.seconds),
             "gpu_hours": self.gpu_hours,
@@ -154,24 +174,65 @@ def gpu(plan: Plan, profile: Profile | None) -> Device:
         UserError: the machine has no GPU, or one without coefficients.
     """
     if not plan.cluster.gpus:
-        raise UserError(
-            "no GPU", where="--cluster", rule="the time model knows GPUs only",
-            fix="--cluster NAME; llmrecipes clusters lists them",
-        )  # fmt: skip
+        if profile is None or profile.rates is None:
+            raise UserError(
+                "no GPU, and no rates of its processors", where="--cluster",
+                rule="the time model needs coefficients of the machine",
+                fix="--cluster NAME; llmrecipes clusters lists them; bench machine --write FILE measures this one",
+            )  # fmt: skip
+        processors = of_processors(profile, profile.rates, -(-plan.layout.world_size // plan.cluster.nodes))
+        return processors if profile.calibration is None else _calibrated(processors, profile.calibration)
     found = device(plan.cluster.gpus[0].name)
     near = plan.cluster.gpus_per_domain
     if profile is None:
         return replace(found, gpus_per_node=near)
-    return replace(
+    linked = replace(
         found,
         gpus_per_node=near,
         nvlink=profile.intra_node.gb_per_s * 1e9,
         nic=profile.inter_node.gb_per_s * 1e9,
     )
+    return linked if profile.calibration is None else _calibrated(linked, profile.calibration)
+
+
+def _calibrated(device: Device, by: Calibration) -> Device:
+    """With shares of the peaks, and latencies, that measured runs have; the peaks of MFU stay."""
+    slower, farther = by.compute, by.communication
+    return replace(
+        device,
+        gemm=device.gemm / slower,
+        gemm_fp8=device.gemm_fp8 / slower,
+        attention=device.attention / slower,
+        memory=device.memory / slower,
+        launch=device.launch * slower,
+        links=device.links / farther,
+        hop_near=device.hop_near * farther,
+        hop_far=device.hop_far * farther,
+    )
+
+
+def device_of(profile: Profile) -> Device:
+    """What a profile's machine has: a GPU, or processors with one rank.
+
+    Raises:
+        UserError: nothing is known of it.
+    """
+    if profile.gpu is not None:
+        return device(profile.gpu.name)
+    if profile.rates is not None:
+        return of_processors(profile, profile.rates, 1)
+    raise UserError(
+        f"{profile.name} has neither a GPU nor rates",
+        where="--cluster",
+        rule="predictions need one of them",
+        fix="bench machine --write FILE",
+    )
 
 
 def software(plan: Plan) -> Stack:
     """What megatron-core overlaps and splits, by the recipe's switches."""
+    if plan.device == "cpu":
+        return of_local_layers(plan.recipe)
     parallel, zero = plan.recipe.parallelism, plan.recipe.zero
     sharded = zero is not None and zero.stage >= 3
     return replace(
@@ -229,7 +290,7 @@ def work(plan: Plan) -> Work:
         precision=train.precision if train.precision == "fp32" else "bf16",
         recomputed=_recomputed(plan),
         recomputed_modules=plan.recompute_modules,
-        stage_layers=tuple(sum(stage) for stage in layout.layers_per_stage),
+        stage_layers=layout.layers_per_stage,
     )
 
 
@@ -258,4 +319,5 @@ def forecast(plan: Plan, profile: Profile | None) -> Forecast:
         if energy is not None and costs.kg_co2_per_kwh is not None:
             carbon = energy * costs.kg_co2_per_kwh
     saves = None if profile is None else saving(plan, profile, step.seconds)
-    return Forecast(plan, step, found, memory, usd, energy, carbon, saves)
+    known = None if profile is None else profile.calibration
+    return Forecast(plan, step, found, memory, usd, energy, carbon, saves, known)

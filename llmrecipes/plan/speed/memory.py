@@ -18,14 +18,15 @@ def estimate(device: Device, stack: Stack, work: Work) -> float:
     most = 0.0
     for stage in range(work.pp):
         states = _states(stack, dense[stage], ranks, work.stages[stage])
-        states += _states(stack, routed[stage], max(1, ranks * work.tp // max(1, work.ep)), work.stages[stage])
+        copies = max(1, ranks * work.tp // (work.ep * work.etp))
+        states += _states(stack, routed[stage], copies, work.stages[stage])
         most = max(most, states + activations(stack, work, stage))
     return most + stack.base
 
 
 def _states(stack: Stack, parameters: float, ranks: int, layers: int) -> float:
     optimizer = 12.0 / (ranks if stack.zero >= 1 or stack.sharded else 1)
-    held = 2.0 + stack.gradient_bytes + (stack.gradient_copy if stack.zero else 0.0)
+    held = 2.0 + stack.gradient_bytes + stack.gradient_copy
     if stack.sharded:
         # Two layers' weights and one's gradients are whole at a time.
         held = held / ranks + 6.0 / max(1, layers)
@@ -51,7 +52,7 @@ def activations(stack: Stack, work: Work, stage: int) -> float:
     if stage == 0:
         kept += tokens * edge * stack.inputs * pending
     if stage == work.pp - 1:
-        kept += tokens * work.vocab / tp * stack.loss_bytes
+        kept += tokens * work.vocab / tp * (stack.logits + (stack.logits_before if work.microbatches > 1 else 0.0))
     return kept
 
 
@@ -59,7 +60,7 @@ def _layer(stack: Stack, work: Work) -> float:
     """Bytes per token of one layer."""
     tp = work.tp
     split = tp if stack.sequence_parallel else 1
-    edge = 2.0 * work.hidden * stack.edges / split
+    edge = 2.0 * work.hidden * (stack.edges / split + (stack.gathered if tp > 1 and work.pp == 1 else 0.0))
     inner = 2.0 * work.channels * (2 * work.heads + 2 * work.kv_heads) / tp
     if work.latent[1]:
         inner = 2.0 * work.heads * (2 * (work.latent[2] + work.latent[3]) + 2 * work.latent[4]) / tp
@@ -68,6 +69,6 @@ def _layer(stack: Stack, work: Work) -> float:
         inner += 2.0 * (work.topk * (wide * work.moe_ffn + 2 * work.hidden) + wide * work.shared_ffn) / tp
     else:
         inner += 2.0 * wide * work.ffn / tp
-    if not stack.flash:
+    if not stack.flash and "core_attn" not in work.recomputed_modules:
         inner += 5.0 * work.heads * work.seq / tp
     return edge + stack.act * inner

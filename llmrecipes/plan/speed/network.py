@@ -18,7 +18,7 @@ def _bus(device: Device, ranks: int, near: int) -> tuple[float, float]:
     if near >= ranks:
         return device.nvlink * device.links, (ranks - 1) * device.hop_near
     nodes = ceil(ranks / near)
-    rate = min(device.nvlink, near**device.rails * device.nic) * device.links
+    rate = min(device.nvlink, near**device.rails * device.nic) * device.links / (1 + device.crowd * log2(nodes))
     steps = (nodes - 1) if nodes <= 8 else 8 + 4 * log2(nodes / 8)
     return rate, steps * device.hop_far + (near - 1) * steps * device.hop_near
 
@@ -36,13 +36,21 @@ def reduce(device: Device, size: float, ranks: int, near: int) -> float:
     return 2 * gather(device, size, ranks, near)
 
 
-def exchange(device: Device, size: float, ranks: int, near: int) -> float:
-    """Seconds of an all-to-all in which a rank sends `size` bytes, its part included."""
+def exchange(device: Device, size: float, ranks: int, near: int, copies: int = 0) -> float:
+    """Seconds of an all-to-all in which a rank sends `size` bytes, its part included.
+
+    Args:
+        copies: of a token in `size`, where it goes only once to a node; 0: every copy is sent.
+    """
     if ranks <= 1:
         return 0.0
     near = max(1, min(near, ranks))
     inside = size * (near - 1) / ranks / (device.nvlink * device.links)
     outside = size * (ranks - near) / ranks / (device.nic * device.links)
+    if copies and near < ranks:
+        nodes = ranks / near
+        outside *= nodes * (1 - (1 - 1 / nodes) ** copies) / copies
+        inside = size / (device.nvlink * device.links)
     return max(inside, outside) + device.hop_far * (1 if near < ranks else 0) + device.hop_near * log2(ranks)
 
 

@@ -12,6 +12,8 @@ from functools import lru_cache
 
 Pass = tuple[bool, int, int]
 """Whether forward, chunk, micro-batch."""
+Passes = Sequence[Sequence[float]]
+"""Seconds of a micro-batch on each chunk of each stage."""
 
 
 @lru_cache(maxsize=4096)
@@ -36,82 +38,135 @@ def order(stages: int, chunks: int, microbatches: int, stage: int) -> tuple[Pass
     return tuple(passes)
 
 
-def simulate(
-    forward: Sequence[float], backward: Sequence[float], microbatches: int, chunks: int, hop: float, *, blocking: bool
-) -> float:
+def simulate(forward: Passes, backward: Passes, microbatches: int, hop: float, *, blocking: bool) -> float:
     """Seconds from the first forward to the last backward pass.
 
     Args:
-        forward: seconds of a micro-batch on each stage, over all its chunks.
+        forward: of a micro-batch on each chunk of each stage.
         backward: the same of its backward pass.
         microbatches: in a step.
-        chunks: model chunks of a stage.
         hop: seconds until the next stage has a result.
         blocking: the sender waits for it too.
     """
-    stages = len(forward)
+    stages, chunks = len(forward), len(forward[0])
+    together = [sum(f) + sum(b) for f, b in zip(forward, backward, strict=True)]
     if stages == 1:
-        return microbatches * (forward[0] + backward[0])
+        return microbatches * together[0]
     if chunks > 1 and microbatches % stages:
         # megatron-core refuses this with chunks; other programs make the rest one after the other.
         even = microbatches // stages * stages
         if not even:
-            return simulate(forward, backward, microbatches, 1, hop, blocking=blocking)
-        rest = (microbatches - even) * max(f + b for f, b in zip(forward, backward, strict=True))
-        return rest + simulate(forward, backward, even, chunks, hop, blocking=blocking)
-    # The middle repeats itself: what a further micro-batch adds is the slowest stage's passes.
+            ahead, back = ([[sum(each)] for each in passes] for passes in (forward, backward))
+            return simulate(ahead, back, microbatches, hop, blocking=blocking)
+        return (microbatches - even) * max(together) + simulate(forward, backward, even, hop, blocking=blocking)
+    # The middle repeats itself: with one chunk a further micro-batch adds the slowest stage's passes. Chunks of
+    # different length keep each other waiting, so that a further group of micro-batches is simulated.
     least = stages * (3 if chunks > 1 else 2) + 2
-    number = microbatches
-    if microbatches > least:
-        number = least if chunks == 1 else -(-least // stages) * stages
-        number = min(number, microbatches)
-    ends = run(forward, backward, number, chunks, hop, blocking=blocking)
-    slowest = max(f + b for f, b in zip(forward, backward, strict=True)) + (hop * chunks * 2 if blocking else 0.0)
-    # The last sender waits for its message, too.
-    return max(ends.values()) + (hop if blocking else 0.0) + (microbatches - number) * slowest
+    number = least if chunks == 1 else -(-least // stages) * stages
+    number = min(number, microbatches)
+
+    def until(number: int) -> float:
+        # The last sender waits for its message, too.
+        return max(_ends(forward, backward, number, hop, blocking=blocking)) + (hop if blocking else 0.0)
+
+    seconds = until(number)
+    if number == microbatches:
+        return seconds
+    more = max(together) + (hop * chunks * 2 if blocking else 0.0)
+    if any(max(each) > min(each) for each in forward):
+        more = (until(number + stages) - seconds) / stages
+    return seconds + (microbatches - number) * more
+
+
+def shortest(forward: Passes, backward: Passes, microbatches: int) -> float:
+    """A time that `simulate` does not fall below: a stage waits for those before it at both ends of the step."""
+    most = before = 0.0
+    for ahead, back in zip(forward, backward, strict=True):
+        most = max(most, before + microbatches * (sum(ahead) + sum(back)))
+        before += ahead[0] + back[0]
+    return most
 
 
 def run(
-    forward: Sequence[float], backward: Sequence[float], number: int, chunks: int, hop: float, *, blocking: bool
+    forward: Passes, backward: Passes, number: int, hop: float, *, blocking: bool
 ) -> dict[tuple[bool, int, int, int], float]:
     """Seconds at which each pass ends: of forward or not, stage, chunk, micro-batch. Arguments as of `simulate`.
 
     Args:
         number: micro-batches; with chunks a multiple of the stages.
     """
-    stages = len(forward)
-    orders = [order(stages, chunks, number, stage) for stage in range(stages)]
-    ends: dict[tuple[bool, int, int, int], float] = {}
+    chunks = len(forward[0])
+    names = [
+        (ahead, stage, chunk, micro)
+        for ahead in (True, False)
+        for stage in range(len(forward))
+        for chunk in range(chunks)
+        for micro in range(number)
+    ]
+    return dict(zip(names, _ends(forward, backward, number, hop, blocking=blocking), strict=True))
+
+
+Step = tuple[int, int, int, bool]
+"""Place of a pass among all, of the one before it or -1, of its seconds among its stage's, and whether its input is
+sent by another stage."""
+
+
+@lru_cache(maxsize=128)
+def _program(stages: int, chunks: int, number: int) -> tuple[tuple[Step, ...], ...]:
+    """Passes of each stage in their order."""
+    last = chunks - 1
+
+    def place(ahead: bool, stage: int, chunk: int, micro: int) -> int:
+        return ((stage if ahead else stages + stage) * chunks + chunk) * number + micro
+
+    def step(stage: int, ahead: bool, chunk: int, micro: int) -> Step:
+        sent = True
+        if ahead and stage:
+            before = place(True, stage - 1, chunk, micro)
+        elif ahead:
+            before, sent = (place(True, stages - 1, chunk - 1, micro), True) if chunk else (-1, False)
+        elif stage < stages - 1:
+            before = place(False, stage + 1, chunk, micro)
+        elif chunk < last:
+            before = place(False, 0, chunk + 1, micro)
+        else:
+            before, sent = place(True, stage, chunk, micro), False
+        return place(ahead, stage, chunk, micro), before, chunk if ahead else chunks + chunk, sent
+
+    return tuple(tuple(step(stage, *each) for each in order(stages, chunks, number, stage)) for stage in range(stages))
+
+
+def _ends(forward: Passes, backward: Passes, number: int, hop: float, *, blocking: bool) -> list[float]:
+    """Seconds at which the passes end, in the order of `run`."""
+    stages, chunks = len(forward), len(forward[0])
+    program = _program(stages, chunks, number)
+    seconds = [(*f, *b) for f, b in zip(forward, backward, strict=True)]
+    ends = [-1.0] * (2 * stages * chunks * number)
     place, free = [0] * stages, [0.0] * stages
-    left, last = sum(map(len, orders)), chunks - 1
+    held = hop if blocking else 0.0
+    left = len(ends)
     while left:
-        moved = False
+        before_round = left
         for stage in range(stages):
-            passes = orders[stage]
-            while place[stage] < len(passes):
-                ahead, chunk, micro = passes[place[stage]]
-                if ahead:
-                    before = (True, stage - 1, chunk, micro) if stage else (True, stages - 1, chunk - 1, micro)
-                    first = stage == 0 and chunk == 0
-                    seconds = forward[stage] / chunks
-                else:
-                    before = (False, stage + 1, chunk, micro) if stage < stages - 1 else (False, 0, chunk + 1, micro)
-                    first = stage == stages - 1 and chunk == last
-                    seconds = backward[stage] / chunks
-                    if first:
-                        before = (True, stage, chunk, micro)
-                arrived = 0.0
-                if not (ahead and first):
-                    if before not in ends:
+            passes, own, now, at = program[stage], seconds[stage], free[stage], place[stage]
+            start = at
+            while at < len(passes):
+                here, before, which, sent = passes[at]
+                if before >= 0:
+                    arrived = ends[before]
+                    if arrived < 0.0:
                         break
-                    arrived = ends[before] + (0.0 if first else hop)
-                start = max(free[stage], arrived)
-                free[stage] = start + seconds + (hop if blocking else 0.0)
-                ends[ahead, stage, chunk, micro] = start + seconds
-                place[stage] += 1
-                left -= 1
-                moved = True
-        if not moved:
+                    if sent:
+                        arrived += hop
+                    if arrived > now:
+                        now = arrived
+                end = now + own[which]
+                ends[here] = end
+                now = end + held
+                at += 1
+            free[stage], place[stage] = now, at
+            left -= at - start
+        if left == before_round:
             message = f"the schedule of {stages} stages, {chunks} chunks and {number} micro-batches has a deadlock"
             raise AssertionError(message)
     return ends

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
@@ -12,18 +13,24 @@ from typing import Any
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.hardware.profile import Profile
-from llmrecipes.plan.derive import LEAST_HEADROOM, Plan, derive
+from llmrecipes.plan.derive import LEAST_HEADROOM, Plan, capacity, derive
 from llmrecipes.plan.kernels import recomputed_layers
-from llmrecipes.plan.layout import layers_per_stage, layout
+from llmrecipes.plan.layout import layout
+from llmrecipes.plan.memory import of_stage
+from llmrecipes.plan.parameters import count as parameters
 from llmrecipes.plan.speed.forecast import Forecast, forecast, gpu, software, work
-from llmrecipes.plan.speed.step import Step, predict
+from llmrecipes.plan.speed.step import predict
 from llmrecipes.recipe import rules
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.shape import shape
+from llmrecipes.recipe.stage_layout import EMBEDDING, LAYER, LOSS, PREDICTION, text
 
 MOST_MICRO_BATCH = 8
 MOST_PIPELINE = 64
 MOST_CONTEXT = 16
 MOST_CHUNKS = 10
+WRITTEN_CHUNKS = (1, 2, 3, 4, 6, 8)
+"""Chunks of a stage for which the stages are cut by what they compute: any number would do, and few are enough."""
 SHORTEST = 8192
 """Tokens of a sequence below which context parallelism is not tried: it would leave too few on a rank."""
 _NONE: dict[str, Any] = dict.fromkeys(
@@ -51,7 +58,8 @@ class Found:
             "EP": parallel.expert_model_parallel_size,
         }
         words = [f"{name}{size}" for name, size in degrees.items() if size > 1]
-        return " ".join([*words, f"MBS{train.micro_batch_size}", *self._recomputed()])
+        written = [parallel.pipeline_model_parallel_layout] if parallel.pipeline_model_parallel_layout else []
+        return " ".join([*words, f"MBS{train.micro_batch_size}", *self._recomputed(), *written])
 
     def _recomputed(self) -> list[str]:
         plan = self.forecast.plan
@@ -78,6 +86,7 @@ def candidates(recipe: Recipe, ranks: int, near: int) -> Iterator[Recipe]:
     contexts = sorted({*contexts, recipe.parallelism.context_parallel_size})
     experts = [e for e in _powers(model.num_moe_experts or 1) if (model.num_moe_experts or 1) % e == 0]
     stages = sorted({*_powers(min(MOST_PIPELINE, model.num_layers)), recipe.parallelism.pipeline_model_parallel_size})
+    cuts = {stage: list(_cuts(recipe, stage)) for stage in stages}
     for tensor in _powers(near):
         for stage in stages:
             for context in contexts:
@@ -85,7 +94,7 @@ def candidates(recipe: Recipe, ranks: int, near: int) -> Iterator[Recipe]:
                 if ranks % dense or batch % (ranks // dense):
                     continue
                 for expert in experts:
-                    for cut in _cuts(recipe, stage):
+                    for cut in cuts[stage]:
                         parallelism = recipe.parallelism.model_copy(
                             update={
                                 "tensor_model_parallel_size": tensor,
@@ -97,7 +106,7 @@ def candidates(recipe: Recipe, ranks: int, near: int) -> Iterator[Recipe]:
                                 **cut,
                             }
                         )
-                        for micro in _powers(MOST_MICRO_BATCH):
+                        for micro in sorted({*_powers(MOST_MICRO_BATCH), recipe.train.micro_batch_size}):
                             if (batch // (ranks // dense)) % micro:
                                 continue
                             for again in (_NONE, _AUTO):
@@ -106,10 +115,11 @@ def candidates(recipe: Recipe, ranks: int, near: int) -> Iterator[Recipe]:
 
 
 def _cuts(recipe: Recipe, stages: int) -> Iterator[dict[str, Any]]:
-    """Chunks of the stages, and whether embedding and output layer count as layers."""
+    """Chunks of the stages, and what is on each: the same number of layers, or fewer where the loss is."""
     layers = recipe.model.num_layers
     even = {"account_for_embedding_in_pipeline_split": False, "account_for_loss_in_pipeline_split": False,
-            "num_layers_in_first_pipeline_stage": None, "num_layers_in_last_pipeline_stage": None}  # fmt: skip
+            "num_layers_in_first_pipeline_stage": None, "num_layers_in_last_pipeline_stage": None,
+            "pipeline_model_parallel_layout": None}  # fmt: skip
     ends = {**even, "account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
     if stages == 1:
         yield {**even, "virtual_pipeline_model_parallel_size": None}
@@ -123,6 +133,53 @@ def _cuts(recipe: Recipe, stages: int) -> Iterator[dict[str, Any]]:
         for chunks in range(1, MOST_CHUNKS + 1):
             if (total // stages) % chunks == 0:
                 yield {**split, "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None}
+    for chunks in WRITTEN_CHUNKS:
+        for written in dict.fromkeys(_written(recipe, stages, chunks)):
+            yield {**even, "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
+                   "pipeline_model_parallel_layout": written}  # fmt: skip
+
+
+def _written(recipe: Recipe, stages: int, chunks: int) -> Iterator[str]:
+    """Notations in which the last stage has fewer layers, by what its loss and its predictions take.
+
+    First so that no chunk takes longer than the others, then so that no stage does, with more or less on the last one.
+    """
+    layers, places = recipe.model.num_layers, stages * chunks
+    end = _end_in_layers(recipe)
+    each = math.ceil((layers + end) / places)
+    yield from _with_last(recipe, stages, [min(each, layers // chunks)] * (chunks - 1) + [max(0, each - round(end))])
+    for number in {math.floor((layers + end) / stages - end), math.ceil((layers + end) / stages - end)}:
+        number = max(0, number)
+        last = max(0, round((number + end) / chunks - end)) if chunks > 1 else number
+        yield from _with_last(recipe, stages, [*_spread(number - last, chunks - 1), last])
+
+
+def _with_last(recipe: Recipe, stages: int, last: list[int]) -> Iterator[str]:
+    """The notation whose last stage has these layers on its chunks, and whose other stages share the rest evenly."""
+    chunks, rest = len(last), recipe.model.num_layers - sum(last)
+    others = _spread(rest, (stages - 1) * chunks)
+    numbers = []
+    for chunk in range(chunks):
+        numbers += [*others[chunk * (stages - 1) : (chunk + 1) * (stages - 1)], last[chunk]]
+    if min(others) >= 1 and min(last[:-1], default=1) >= 1:
+        parts = [LAYER * number for number in numbers]
+        parts[0] = f"{EMBEDDING}{parts[0]}"
+        parts[-1] = f"{parts[-1]}{PREDICTION * (recipe.model.mtp_num_layers or 0)}{LOSS}"
+        yield text(parts)
+
+
+def _spread(number: int, places: int) -> list[int]:
+    """A number in parts, the smaller ones first: early stages keep the most activations."""
+    each, more = divmod(max(0, number), places) if places else (0, 0)
+    return [each] * (places - more) + [each + 1] * more
+
+
+def _end_in_layers(recipe: Recipe) -> float:
+    """What loss and multi-token prediction compute, in layers."""
+    model, s = recipe.model, shape(recipe.model)
+    sizes = parameters(model, s)
+    layer = (sizes.active - sizes.embedding) / s.num_layers + s.seq_length * (s.query_size + s.context_size) / 2
+    return (1 + s.mtp_num_layers) * s.vocab_size * s.hidden_size / layer + s.mtp_num_layers
 
 
 def fastest(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None, number: int) -> list[Found]:
@@ -148,7 +205,7 @@ def _fitting(
 ) -> list[Found]:
     found: list[Found] = []
     order = count()
-    # Those that recompute what it takes are first here as if they recomputed nothing, then by their time.
+    # By the least time that they may take, and as if they recomputed nothing; then by their time.
     queue: list[tuple[float, int, Recipe, Forecast | None]] = [
         (seconds, next(order), candidate, None) for seconds, candidate in _timed(every, recipe, cluster, ranks, profile)
     ]
@@ -156,14 +213,16 @@ def _fitting(
     while queue and len(found) < number:
         _, _, candidate, made = heappop(queue)
         if made is None:
+            if not (candidate.train.recompute_granularity or _may_fit(candidate, cluster, ranks)):
+                continue
             plan = _plan(candidate, cluster, ranks)
             if plan is None or not plan.fits or plan.memory_headroom < LEAST_HEADROOM:
                 continue
-            made = forecast(plan, profile)
-            if plan.recompute_auto:
-                if plan.recompute_granularity:
-                    heappush(queue, (made.step.seconds, next(order), candidate, made))
-                continue
+            # What chooses by itself to recompute nothing is in the queue without a choice, too.
+            if not plan.recompute_auto or plan.recompute_granularity:
+                made = forecast(plan, profile)
+                heappush(queue, (made.step.seconds, next(order), candidate, made))
+            continue
         found.append(Found(candidate, made))
     return found
 
@@ -196,6 +255,7 @@ _TOGETHER = {
     "account_for_loss_in_pipeline_split": "pipeline_model_parallel_size",
     "num_layers_in_first_pipeline_stage": "pipeline_model_parallel_size",
     "num_layers_in_last_pipeline_stage": "pipeline_model_parallel_size",
+    "pipeline_model_parallel_layout": "pipeline_model_parallel_size",
     "expert_tensor_parallel_size": "expert_model_parallel_size",
     **dict.fromkeys(_NONE, "recompute_granularity"),
 }
@@ -210,8 +270,8 @@ def _changed(recipe: Recipe, candidate: Recipe) -> dict[str, list[str]]:
         for name in type(before).model_fields:
             value = getattr(after, name)
             if value != getattr(before, name):
-                shown = "null" if value is None else str(value).lower()
-                changes.setdefault(_TOGETHER.get(name, name), []).append(f"{section}.{name}={shown}")
+                shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+                changes.setdefault(_TOGETHER.get(name, name), []).append(shlex.quote(f"{section}.{name}={shown}"))
     return changes
 
 
@@ -246,6 +306,14 @@ def _smallest(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | N
     return "a smaller global batch, a shorter sequence, or GPUs with more memory"
 
 
+def _may_fit(candidate: Recipe, cluster: Cluster, ranks: int) -> bool:
+    """Whether the first stage fits, which keeps the most activations: quicker than a plan of all stages."""
+    laid_out = layout(candidate, ranks, cluster)
+    number = candidate.train.global_batch_size // (laid_out.data_parallel_size * candidate.train.micro_batch_size)
+    first = of_stage(candidate, shape(candidate.model), laid_out, number, 0, cluster.device)
+    return first.total <= capacity(cluster, ranks) * (1 - LEAST_HEADROOM)
+
+
 def _plan(candidate: Recipe, cluster: Cluster, ranks: int) -> Plan | None:
     if rules.check(candidate):
         return None
@@ -258,7 +326,7 @@ def _plan(candidate: Recipe, cluster: Cluster, ranks: int) -> Plan | None:
 def _timed(
     every: Iterable[Recipe], recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None
 ) -> Iterator[tuple[float, Recipe]]:
-    """Candidates with the seconds of their step. One plan serves all: only what the time model reads is replaced."""
+    """Candidates with the least seconds of their step. One plan serves all, with what the time model reads replaced."""
     base = next(
         (plan for each in candidates(recipe, ranks, cluster.gpus_per_domain) if (plan := _plan(each, cluster, ranks))),
         None,
@@ -266,7 +334,7 @@ def _timed(
     if base is None:
         return
     device = gpu(base, profile)
-    known: dict[Any, Step] = {}
+    known: dict[Any, float] = {}
     seen: set[Any] = set()
     for candidate in every:
         try:
@@ -277,14 +345,13 @@ def _timed(
         number = candidate.train.global_batch_size // (laid_out.data_parallel_size * micro)
         if chunks > 1 and number % laid_out.pipeline_model_parallel_size:
             continue
-        if min(sum(stage) for stage in layers_per_stage(candidate)) < 1:
-            continue
         key = (laid_out, micro, candidate.train.recompute_granularity, candidate.train.recompute_modules)
         if key in seen:
             continue
         seen.add(key)
         plan = replace(base, recipe=candidate, layout=laid_out, num_microbatches=number)
         shapes, stack = work(plan), software(plan)
-        step = known.get((shapes, stack)) or known.setdefault((shapes, stack), predict(device, stack, shapes))
-        if math.isfinite(step.seconds):
-            yield step.seconds, candidate
+        if (shapes, stack) not in known:
+            known[shapes, stack] = predict(device, stack, shapes, at_least=True).seconds
+        if math.isfinite(known[shapes, stack]):
+            yield known[shapes, stack], candidate

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 
 from llmrecipes.plan.speed import network
 from llmrecipes.plan.speed.device import Device, Stack
-from llmrecipes.plan.speed.schedule import simulate
+from llmrecipes.plan.speed.schedule import shortest, simulate
 from llmrecipes.plan.speed.work import Work, ends, layer, repeated
 
 _STEP_KERNELS = 40
@@ -30,8 +30,8 @@ class Step:
     bubble: float
     gradients: float
     optimizer: float
-    passes: tuple[tuple[float, float], ...] = ()
-    """Seconds of a micro-batch forward and backward on each stage, over all its chunks."""
+    passes: tuple[tuple[tuple[float, ...], tuple[float, ...]], ...] = ()
+    """Seconds of a micro-batch forward and backward on each stage, on each of its chunks."""
     hop: float = 0.0
     """Seconds of a message between stages."""
 
@@ -40,15 +40,23 @@ class Step:
         """All together."""
         return sum(self.parts().values())
 
+    @property
+    def communication(self) -> float:
+        """What of `seconds` are collectives that do not hide; messages between stages are in `bubble`."""
+        return self.tensor + self.expert + self.context + self.gradients
+
     def parts(self) -> dict[str, float]:
         """Seconds by name."""
-        values = asdict(self)
-        del values["passes"], values["hop"]
-        return values
+        return {name: getattr(self, name) for name in _PARTS}
 
 
-def _either(gpu: float, host: float) -> float:
+_PARTS = ("compute", "tensor", "expert", "context", "bubble", "gradients", "optimizer")
+
+
+def _either(device: Device, gpu: float, host: float) -> float:
     """Seconds of a layer whose kernels take `gpu` and whose launches `host`: the longer, rounded where they meet."""
+    if not device.queue:
+        return gpu + host
     return float((gpu**8 + host**8) ** 0.125)
 
 
@@ -67,7 +75,7 @@ def _layer(device: Device, stack: Stack, work: Work, *, experts: bool) -> _Pass:
     tokens, near = work.tokens, device.gpus_per_node
     tensor_ahead = tensor_back = expert = context = 0.0
     if work.tp > 1:
-        one = network.reduce(device, 2.0 * tokens * work.hidden, work.tp, near)
+        one = network.reduce(device, work.width * tokens * work.hidden, work.tp, near)
         shown = 1 - stack.overlap_tensor
         # With sequence parallelism the backward pass gathers its inputs once more, beside the data gradient.
         tensor_ahead = tensor_back = 2 * one * shown
@@ -76,11 +84,13 @@ def _layer(device: Device, stack: Stack, work: Work, *, experts: bool) -> _Pass:
         if stack.sequence_parallel:
             tensor_back += 0.5 * one * shown
     if experts and work.ep > 1:
-        size = 2.0 * tokens * work.topk * work.hidden / work.tp
-        expert = 2 * network.exchange(device, size, work.ep, max(1, near // work.tp)) * (1 - stack.overlap_expert)
+        size = work.width * tokens * work.topk * work.hidden / work.tp
+        copies = work.topk if stack.once_per_node else 0
+        expert = 2 * network.exchange(device, size, work.ep, max(1, near // work.tp), copies)
+        expert *= 1 - stack.overlap_expert
     if work.cp > 1:
         channels = work.latent[2] + work.latent[3] or work.channels
-        size = 2.0 * tokens * work.cp * 2 * work.kv_heads * channels / work.tp
+        size = work.width * tokens * work.cp * 2 * work.kv_heads * channels / work.tp
         whole = network.gather(device, size, work.cp, max(1, near // work.tp))
         context = max(0.0, whole - 0.8 * kernels.forward * 0.3)
     ahead = kernels.forward + tensor_ahead + expert + context
@@ -88,8 +98,8 @@ def _layer(device: Device, stack: Stack, work: Work, *, experts: bool) -> _Pass:
     dispatched = experts and "moe" in work.recomputed_modules
     back += work.recomputed * ahead + repeated(device, stack, work, experts=experts) + dispatched * expert
     host = device.launch * stack.host
-    ahead = _either(ahead, host * kernels.launches)
-    back = _either(back, host * (1.5 + work.recomputed) * kernels.launches)
+    ahead = _either(device, ahead, host * kernels.launches)
+    back = _either(device, back, host * (1.5 + work.recomputed) * kernels.launches)
     if stack.stall and work.pp > 1 and work.tp > 1 and work.gpus > near:
         slow = stack.stall * (3.0 + min(work.tp, near) - 1 + 14.0 * (ceil(work.tp / near) - 1))
         if ahead + back < slow:
@@ -103,81 +113,76 @@ def _layer(device: Device, stack: Stack, work: Work, *, experts: bool) -> _Pass:
 def stage_parameters(work: Work) -> tuple[list[float], list[float]]:
     """Dense and expert parameters of a rank of each stage."""
     dense, sparse = [], []
-    first = 0
-    for stage, layers in enumerate(work.stages):
-        plain = sum(1 for index in range(first, first + layers) if not _expert(work, index))
-        some = layers - plain
-        first += layers
-        own = layers * work.attention_parameters + plain * work.dense_parameters + some * work.shared_parameters
-        words = work.vocab * work.hidden
+    words = work.vocab * work.hidden
+    for stage, chunks in enumerate(work.kinds()):
+        plain, some = (sum(each[kind] for each in chunks) for kind in (0, 1))
+        own = (plain + some) * work.attention_parameters + plain * work.dense_parameters + some * work.shared_parameters
         own += words * ((stage == 0) + (stage == work.pp - 1) * (0 if work.tied and work.pp == 1 else 1))
         dense.append(own / work.tp)
-        sparse.append(some * work.experts * work.expert_parameters / work.ep)
+        sparse.append(some * work.experts * work.expert_parameters / (work.ep * work.etp))
     return dense, sparse
 
 
-def _expert(work: Work, index: int) -> bool:
-    return bool(work.experts) and index >= work.dense_layers
-
-
 @lru_cache(maxsize=1024)
-def _with_links(device: Device, share: float, rails: float) -> Device:
-    return replace(device, links=device.links * share, rails=rails)
+def _with_links(device: Device, share: float, rails: float, crowd: float, nic: float) -> Device:
+    return replace(device, links=device.links * share, rails=rails, crowd=crowd, nic=device.nic * nic)
 
 
-def predict(device: Device, stack: Stack, work: Work) -> Step:
-    """Seconds of one step."""
-    if stack.links != 1.0 or stack.rails != 1.0:
-        device = _with_links(device, stack.links, stack.rails)
+def predict(device: Device, stack: Stack, work: Work, *, at_least: bool = False) -> Step:
+    """Seconds of one step.
+
+    Args:
+        at_least: the pipeline takes no longer than its slowest stage requires, which is computed at once.
+    """
+    network_of_stack = (stack.links, stack.rails, stack.crowd, stack.nic)
+    if network_of_stack != (1.0, 1.0, 0.0, 1.0):
+        device = _with_links(device, *network_of_stack)
     plain = _layer(device, stack, work, experts=False) if work.dense_layers or not work.experts else None
     sparse = _layer(device, stack, work, experts=True) if work.experts else None
-    ahead, back, first = [], [], 0
-    counts = []
-    for layers in work.stages:
-        some = max(0, min(layers, first + layers - work.dense_layers)) if work.experts else 0
-        counts.append((layers - some, some))
-        first += layers
+    ahead: list[list[float]] = []
+    back: list[list[float]] = []
+    counts = work.kinds()
     loss_ahead, loss_back = ends(device, stack, work)
     dense, routed = stage_parameters(work)
     rate = device.bandwidth * device.memory
     slow_nodes = (work.gpus / device.gpus_per_node / 32) ** 4
     hop = 0.0
     if work.pp > 1:
-        message = 2.0 * work.tokens * work.hidden / (work.tp if stack.sequence_parallel else 1)
+        message = work.width * work.tokens * work.hidden / (work.tp if stack.sequence_parallel else 1)
         hop = network.send(device, message, far=work.gpus > device.gpus_per_node) + stack.hop
         if work.dp > 1 and work.gpus > device.gpus_per_node:
-            hop += stack.hop_slow * (slow_nodes / (1 + slow_nodes) if stack.zero else 0.5)
-    for stage, (few, many) in enumerate(counts):
-        forward = (plain.forward * few if plain else 0.0) + (sparse.forward * many if sparse else 0.0)
-        backward = (plain.backward * few if plain else 0.0) + (sparse.backward * many if sparse else 0.0)
+            hop += stack.hop_slow * slow_nodes / (1 + slow_nodes)
+    for stage, chunks in enumerate(counts):
         # Weight gradients are added to those of the micro-batches before.
-        backward += (dense[stage] + routed[stage]) * 2 * stack.gradient_bytes / rate
-        if stage == work.pp - 1:
-            forward, backward = forward + loss_ahead * (1 + work.mtp), backward + loss_back * (1 + work.mtp)
-            if work.mtp:
-                for part in (sparse or plain,):
-                    forward += part.forward * work.mtp if part else 0.0
-                    backward += part.backward * work.mtp if part else 0.0
-        ahead.append(forward)
-        back.append(backward)
-    slowest = max(range(work.pp), key=lambda stage: ahead[stage] + back[stage])
+        added = (dense[stage] + routed[stage]) * 2 * stack.gradient_bytes / rate / work.vpp
+        ahead.append([])
+        back.append([])
+        for few, many in chunks:
+            forward = (plain.forward * few if plain else 0.0) + (sparse.forward * many if sparse else 0.0)
+            backward = (plain.backward * few if plain else 0.0) + (sparse.backward * many if sparse else 0.0)
+            ahead[-1].append(forward)
+            back[-1].append(backward + added)
+    # The last chunk of the last stage has the loss, and the layers of multi-token prediction with one each.
+    ahead[-1][-1] += loss_ahead * (1 + work.mtp)
+    back[-1][-1] += loss_back * (1 + work.mtp)
+    if predicting := sparse or plain:
+        ahead[-1][-1] += predicting.forward * work.mtp
+        back[-1][-1] += predicting.backward * work.mtp
+    slowest = max(range(work.pp), key=lambda stage: sum(ahead[stage]) + sum(back[stage]))
     number = work.microbatches
     if stack.sharded and work.dp > 1:
         ahead, back = _sharded(device, stack, work, ahead, back, dense)
-    blocking = work.vpp == 1
-    passes = simulate(ahead, back, number, work.vpp, hop, blocking=blocking)
-    exposed = _gradients(device, stack, work, dense, routed, back)
+    blocking = work.vpp == 1 or not stack.overlap_hops
+    passes = shortest(ahead, back, number) if at_least else simulate(ahead, back, number, hop, blocking=blocking)
+    exposed = _gradients(device, stack, work, dense, routed, [sum(each) for each in back])
     held = max(d + r for d, r in zip(dense, routed, strict=True))
     ranks = work.dp * work.cp if (stack.zero >= 1 or stack.sharded) else 1
     optimizer = held / ranks * 36 / rate + held * 8 / rate + _STEP_KERNELS * device.launch * stack.host
-    of_layers = number * sum(
-        (part.tensor if part else 0.0) * count for part, count in zip((plain, sparse), counts[slowest], strict=True)
-    )
-    of_experts = number * (sparse.expert * counts[slowest][1] if sparse else 0.0)
-    of_context = number * sum(
-        (part.context if part else 0.0) * count for part, count in zip((plain, sparse), counts[slowest], strict=True)
-    )
-    busy = number * (ahead[slowest] + back[slowest])
+    few, many = (sum(each[kind] for each in counts[slowest]) for kind in (0, 1))
+    of_layers = number * ((plain.tensor * few if plain else 0.0) + (sparse.tensor * many if sparse else 0.0))
+    of_experts = number * (sparse.expert * many if sparse else 0.0)
+    of_context = number * ((plain.context * few if plain else 0.0) + (sparse.context * many if sparse else 0.0))
+    busy = number * (sum(ahead[slowest]) + sum(back[slowest]))
     return Step(
         compute=busy - of_layers - of_experts - of_context,
         tensor=of_layers,
@@ -186,23 +191,24 @@ def predict(device: Device, stack: Stack, work: Work) -> Step:
         bubble=passes - busy,
         gradients=exposed,
         optimizer=optimizer,
-        passes=tuple(zip(ahead, back, strict=True)),
+        passes=tuple((tuple(f), tuple(b)) for f, b in zip(ahead, back, strict=True)),
         hop=hop,
     )
 
 
 def _sharded(
-    device: Device, stack: Stack, work: Work, ahead: list[float], back: list[float], dense: list[float]
-) -> tuple[list[float], list[float]]:
+    device: Device, stack: Stack, work: Work, ahead: list[list[float]], back: list[list[float]], dense: list[float]
+) -> tuple[list[list[float]], list[list[float]]]:
     """Passes in which weights are gathered layer by layer: a layer's kernels hide the next one's communication."""
     near = max(1, device.gpus_per_node // work.tp)
     result_ahead, result_back = [], []
     for forward, backward, parameters in zip(ahead, back, dense, strict=True):
-        weights = network.gather(device, 2.0 * parameters, work.dp * work.cp, near)
-        gradients = network.gather(device, float(stack.gradient_bytes) * parameters, work.dp * work.cp, near)
+        share, ranks = parameters / work.vpp, work.dp * work.cp
+        weights = network.gather(device, 2.0 * share, ranks, near)
+        gradients = network.gather(device, float(stack.gradient_bytes) * share, ranks, near)
         one = 1 - stack.overlap_gradients
-        result_ahead.append(max(forward + one * weights, weights))
-        result_back.append(max(backward + one * (weights + gradients), weights + gradients))
+        result_ahead.append([max(each + one * weights, weights) for each in forward])
+        result_back.append([max(each + one * (weights + gradients), weights + gradients) for each in backward])
     return result_ahead, result_back
 
 
@@ -223,10 +229,10 @@ def _gradients(
         whole += network.gather(device, (stack.gradient_bytes + 2.0) * most, ranks, near)
     elif stack.zero >= 1:
         whole = network.gather(device, stack.gradient_bytes * most, ranks, near)
-        whole += network.gather(device, 2.0 * most, ranks, near)
+        whole += network.gather(device, work.width * most, ranks, near)
     else:
         whole = network.reduce(device, stack.gradient_bytes * most, ranks, near)
-    copies = max(1, ranks * work.tp // work.ep) if work.experts else 1
+    copies = max(1, ranks * work.tp // (work.ep * work.etp)) if work.experts else 1
     if copies > 1 and routed:
         whole += network.reduce(
             device, 0.75 * stack.gradient_bytes * max(routed), copies, max(1, near * work.tp // work.ep)

@@ -46,19 +46,26 @@ class Work:
     mtp: int = 0
     vpp: int = 1
     ep: int = 1
+    etp: int = 1
+    """Ranks over which an expert is split."""
     precision: str = "bf16"
     recomputed: float = 0.0
     """Share of the layers whose whole forward pass is repeated in the backward pass."""
     recomputed_modules: tuple[str, ...] = ()
     """What every layer repeats of its own, as in `train.recompute_modules`."""
     causal: bool = True
-    stage_layers: tuple[int, ...] = field(default=())
-    """Layers of each pipeline stage; empty: as even as possible."""
+    stage_layers: tuple[tuple[int, ...], ...] = field(default=())
+    """Layers of each chunk of each pipeline stage; empty: as even as possible."""
 
     @property
     def channels(self) -> int:
         """Channels of a head."""
         return self.head_dim or self.hidden // self.heads
+
+    @property
+    def width(self) -> float:
+        """Bytes of an activation and of a weight in a message."""
+        return 4.0 if self.precision == "fp32" else 2.0
 
     @property
     def microbatches(self) -> int:
@@ -74,10 +81,27 @@ class Work:
     def stages(self) -> tuple[int, ...]:
         """Layers of each stage."""
         if self.stage_layers:
-            return self.stage_layers
+            return tuple(sum(chunks) for chunks in self.stage_layers)
         each, more = divmod(self.layers, self.pp)
         # The last stage has the output layer and gets no further layer.
         return tuple(each + (stage < more) for stage in range(self.pp))
+
+    @property
+    def chunks(self) -> tuple[tuple[float, ...], ...]:
+        """Layers of each chunk of each stage; fractions where only the layers of a stage are known."""
+        return self.stage_layers or tuple((layers / self.vpp,) * self.vpp for layers in self.stages)
+
+    def kinds(self) -> tuple[tuple[tuple[float, float], ...], ...]:
+        """Layers without and with experts of each chunk of each stage; those without come first in the model."""
+        kinds: list[list[tuple[float, float]]] = [[] for _ in self.chunks]
+        first = 0.0
+        # Chunk by chunk: the layers go through all stages before they come back to the first one.
+        for chunk in range(self.vpp):
+            for stage, layers in enumerate(each[chunk] for each in self.chunks):
+                some = max(0.0, min(layers, first + layers - self.dense_layers)) if self.experts else 0.0
+                kinds[stage].append((layers - some, some))
+                first += layers
+        return tuple(tuple(each) for each in kinds)
 
     @property
     def attention_parameters(self) -> int:
@@ -199,7 +223,7 @@ def _linear(
 
 def layer(device: Device, stack: Stack, work: Work, *, experts: bool) -> Kernels:
     """One layer of a micro-batch on one rank, communication left out."""
-    kind, speed, tokens = _kind(work), stack.gemm, work.tokens
+    kind, speed, tokens = _kind(work), device.gemm_speed(stack.gemm), work.tokens
     if "rowwise" in work.precision:
         # A scale a row is computed, and applied, for every product.
         speed *= _ROWWISE
@@ -229,9 +253,10 @@ def layer(device: Device, stack: Stack, work: Work, *, experts: bool) -> Kernels
     wide = 2 if work.gated else 1
     if experts:
         local = max(1, work.experts // work.ep)
-        share = tokens * work.topk / (tp if work.ep > 1 or tp > 1 else 1) * work.ep / max(1, work.experts)
-        add(wide * work.moe_ffn, hidden, rows=share, batch=local)
-        add(hidden, work.moe_ffn, rows=share, batch=local)
+        width = work.moe_ffn / work.etp
+        share = tokens * work.topk / tp * work.ep * work.etp / max(1, work.experts)
+        add(wide * width, hidden, rows=share, batch=local)
+        add(hidden, width, rows=share, batch=local)
         if work.shared_ffn:
             add(wide * work.shared_ffn / tp, hidden)
             add(hidden, work.shared_ffn / tp)
@@ -241,7 +266,10 @@ def layer(device: Device, stack: Stack, work: Work, *, experts: bool) -> Kernels
     ahead, back = _attention(device, stack, work)
     moved = _elementwise(stack, work, experts=experts)
     rate = device.bandwidth * device.memory
-    launches = 14 + (0 if stack.flash else 4) + (20 if experts else 0) + (6 if kind == "fp8" else 0)
+    launches = 14 + (0 if stack.flash else 4) + (6 if kind == "fp8" else 0)
+    if experts:
+        # Router, sorting and dispatch, and a product of each local expert.
+        launches += 30 + 2 * max(1, work.experts // work.ep)
     return Kernels(forward + ahead + moved / rate, backward + back + 1.6 * moved / rate, launches)
 
 
@@ -252,7 +280,7 @@ def repeated(device: Device, stack: Stack, work: Work, *, experts: bool) -> floa
     split = tp if stack.sequence_parallel else 1
 
     def products(*shapes: tuple[float, float], rows: float = tokens, batch: int = 1) -> float:
-        return sum(_linear(device, rows, n, k, kind, stack.gemm, batch)[0] for n, k in shapes)
+        return sum(_linear(device, rows, n, k, kind, device.gemm_speed(stack.gemm), batch)[0] for n, k in shapes)
 
     def traffic(values: float) -> float:
         return tokens * stack.passes * 2 * 2 * values / (device.bandwidth * device.memory)
@@ -325,6 +353,6 @@ def ends(device: Device, stack: Stack, work: Work) -> tuple[float, float]:
     """Seconds of the output layer and the loss of a micro-batch, forward and backward."""
     kind = "bf16" if _kind(work) == "fp8" else _kind(work)
     rows = work.vocab / work.tp
-    ahead, back = _linear(device, work.tokens, rows, work.hidden, kind, stack.gemm)
+    ahead, back = _linear(device, work.tokens, rows, work.hidden, kind, device.gemm_speed(stack.gemm))
     logits = work.tokens * rows * stack.loss_bytes / (device.bandwidth * device.memory)
     return ahead + logits, back + logits

@@ -68,7 +68,7 @@ class MlflowSink(MirrorSink):
 
     def __init__(self, config: MlflowConfig, show: Callable[[str], None]) -> None:
         super().__init__(
-            "llmrecipes.tracking.mlflow.mirror",
+            "llmrecipes.tracking.mlflow.sender",
             f"MLflow at {redact(config.uri)}",
             "mlflow.log",
             config,

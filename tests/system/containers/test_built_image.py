@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 import yaml
-from cyclonedx.schema import SchemaVersion
-from cyclonedx.validation.json import JsonStrictValidator
 
 from llmrecipes.launch.kubernetes.launcher import objects_of
 from llmrecipes.launch.kubernetes.objects import to_yaml
@@ -49,6 +47,9 @@ def tool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
 @pytest.fixture(scope="module")
 def image(tool: Podman, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Tag of the CPU image, built as `make image` builds it, with this machine's pip configuration."""
+    from cyclonedx.schema import SchemaVersion  # takes seconds, and every process of a test run imports this module
+    from cyclonedx.validation.json import JsonStrictValidator
+
     folder = tmp_path_factory.mktemp("image")
     wanted = re.search(r"^DEBIAN_IMAGE=(.+)$", (ROOT / "docker" / "versions.env").read_text(), re.MULTILINE)
     assert wanted

@@ -17,19 +17,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.varlen import varlen_attn
 
 from llmrecipes.engine.core.versions import PREDICTION_LOSSES_ARE_SCALED
+from llmrecipes.plan.kernels import attends_by_boundaries
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.shape import shape
 
 
 class SdpaCoreAttention(MegatronModule):
@@ -116,11 +121,42 @@ class SdpaCoreAttention(MegatronModule):
             if copies > 1:
                 key, value = (each.repeat_interleave(copies, dim=2) for each in (key, value))
             return self._attend(query, key, value, dropout, is_causal=False, mask=mask)
+        return self._attend_one_by_one(query, key, value, dropout, mask)
+
+    def _attend_one_by_one(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, boundaries: torch.Tensor
+    ) -> torch.Tensor:
+        if query.device.type != "cpu":
+            return self._attend_by_boundaries(query, key, value, boundaries)
         rows = []
-        for number, sizes in enumerate(lengths(mask)):
+        for number, sizes in enumerate(lengths(boundaries, query.size(0))):
             parts = zip(*(each[:, number : number + 1].split(sizes) for each in (query, key, value)), strict=True)
             rows.append(torch.cat([self._attend(q, k, v, dropout, is_causal=True) for q, k, v in parts]))
         return torch.cat(rows, dim=1)
+
+    def _attend_by_boundaries(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, boundaries: torch.Tensor
+    ) -> torch.Tensor:
+        """All conversations in one kernel, which skips what they do not see."""
+        length, batch = query.shape[:2]
+        q, k, v = (each.transpose(0, 1).flatten(0, 1) for each in (query, key, value))
+        out: Any = varlen_attn(
+            q,
+            k,
+            v,
+            boundaries,
+            boundaries,
+            length,  # no conversation is longer
+            length,
+            scale=self._scale(query),
+            window_size=(-1, 0),  # causal
+            enable_gqa=q.size(1) != k.size(1),
+        )
+        result: torch.Tensor = out.unflatten(0, (batch, length)).transpose(0, 1)
+        return result
+
+    def _scale(self, query: torch.Tensor) -> float:
+        return 1.0 / math.sqrt(query.size(-1)) if self.scale is None else self.scale
 
     def _attend_over_context(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float
@@ -155,7 +191,7 @@ class SdpaCoreAttention(MegatronModule):
             attn_mask=mask,
             dropout_p=dropout,
             is_causal=is_causal,
-            scale=1.0 / math.sqrt(q.size(-1)) if self.scale is None else self.scale,
+            scale=self._scale(q),
             enable_gqa=q.size(1) != k.size(1),
         )
         return out.permute(2, 0, 1, 3)
@@ -174,40 +210,93 @@ def packs(recipe: Recipe) -> bool:
     return recipe.data.chat is not None and recipe.data.chat.packing
 
 
+Apart = Callable[[torch.Tensor], dict[str, Any]]
+
+
+def apart(recipe: Recipe, device: torch.device, implementation: str) -> Apart:
+    """What keeps the conversations of a micro-batch apart, as arguments of the model, from its positions [b, s] in host
+    memory."""
+    if implementation == "local" or not packs(recipe):
+        mask = masks(recipe, device)
+        return lambda positions: {"attention_mask": mask(positions)}
+
+    def in_one_sequence(positions: torch.Tensor) -> dict[str, Any]:
+        boundaries = attention_mask(positions, dense=False, multiple=BOUNDARIES).to(device, non_blocking=True)
+        return {"attention_mask": None, "packed_seq_params": packed_sequences(boundaries, positions.numel())}
+
+    return in_one_sequence
+
+
 def masks(recipe: Recipe, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor | None]:
-    """The attention mask of a micro-batch from its positions [b, s]; None if it is causal over whole sequences."""
+    """The attention mask of a micro-batch, on a device, from its positions [b, s] in host memory; None if it is causal
+    over whole sequences."""
     if not packs(recipe):
         return lambda _positions: None
-    dense = recipe.train.torch_compile or device.type != "cpu"
-    return lambda positions: attention_mask(positions, dense=dense)
+    on_cpu = device.type == "cpu"
+    if attends_by_boundaries(recipe, shape(recipe.model), "cpu" if on_cpu else "cuda"):
+        even = 1 if on_cpu else BOUNDARIES
+        return lambda positions: attention_mask(positions, dense=False, multiple=even).to(device, non_blocking=True)
+    return lambda positions: attention_mask(positions.to(device, non_blocking=True), dense=True)
 
 
-def attention_mask(position_ids: torch.Tensor, *, dense: bool) -> torch.Tensor:
+BOUNDARIES = 64
+"""On a GPU their number is a multiple, so that layers are compiled for a few numbers of them only."""
+
+
+def attention_mask(position_ids: torch.Tensor, *, dense: bool, multiple: int = 1) -> torch.Tensor:
     """What `SdpaCoreAttention` takes as the attention mask of packed sequences; all layers share it.
 
     Args:
-        position_ids: [b, s], 0 at the beginning of each conversation.
-        dense: as one mask, for devices that must not wait for the host to read lengths, and for compiled layers;
-            it takes a byte for each pair of tokens of a sequence. Else the number of the conversation of each token.
+        position_ids: [b, s], 0 at the beginning of each conversation; in host memory, unless `dense`.
+        dense: as one mask, which takes a byte for each pair of tokens of a sequence. Else where the conversations begin
+            and the last one ends, if all rows are one sequence of b·s tokens.
+        multiple: of the number of conversations, the last of which may be empty.
 
     Returns:
-        [b, 1, s, s] bool, true where a query sees a key; or [b, s] int64.
+        [b, 1, s, s] bool, true where a query sees a key; or [conversations + 1] int32.
     """
-    numbers = (position_ids == 0).cumsum(1)
+    begins = position_ids == 0
     if not dense:
-        return numbers
+        begins[:, 0] = True
+        places = begins.flatten().nonzero().flatten()
+        empty = -len(places) % multiple
+        return F.pad(places, (0, 1 + empty), value=begins.numel()).to(torch.int32)
+    numbers = begins.cumsum(1)
     length = position_ids.size(1)
     causal = torch.ones(length, length, dtype=torch.bool, device=position_ids.device).tril()
     return ((numbers[:, :, None] == numbers[:, None, :]) & causal)[:, None]
 
 
-def lengths(numbers: torch.Tensor) -> list[list[int]]:
-    """Tokens of each conversation of each row, in order; waits for the device.
+def packed_sequences(boundaries: torch.Tensor, length: int) -> PackedSeqParams:
+    """What TransformerEngine's attention takes of packed conversations.
 
     Args:
-        numbers: [b, s] from `attention_mask`.
+        boundaries: from `attention_mask`, on the device.
+        length: tokens of a sequence. No conversation is longer, and a number that is always the same lets kernels be
+            planned once.
     """
-    return [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in numbers]
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        max_seqlen_q=length,
+        max_seqlen_kv=length,
+    )
+
+
+def lengths(boundaries: torch.Tensor, row: int) -> list[list[int]]:
+    """Tokens of each conversation of each row, in order.
+
+    Args:
+        boundaries: from `attention_mask`, in host memory.
+        row: tokens of a row.
+    """
+    places, rows = boundaries.tolist(), list[list[int]]()
+    for begin, end in pairwise(places):
+        if begin % row == 0:
+            rows.append([])
+        rows[-1].append(end - begin)
+    return rows
 
 
 def own_chunks(batch: dict[str, torch.Tensor], size: int, rank: int) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ with the numbers of megatron-core 0.19. Its initial values are in `init` for all
 from __future__ import annotations
 
 import warnings
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -16,11 +16,13 @@ from megatron.core import optimizer as megatron_optimizer
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from llmrecipes.engine.core import versions
 from llmrecipes.engine.core.versions import ROUTER_LOSSES_COUNT_LAYOUT, SENDS_BEFORE_FREEING
 from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.features import Target, resolve, values
 from llmrecipes.recipe.schema import Model, Optimizer, Recipe
 from llmrecipes.recipe.shape import Mup, mup
 
@@ -61,21 +63,23 @@ NOT_PASSED = frozenset(
 )
 
 
-def transformer_config(plan: Plan, *, on_gpu: bool, transformer_engine: bool) -> TransformerConfig:
+def transformer_config(
+    plan: Plan, *, on_gpu: bool, transformer_engine: bool, target: Target | None = None
+) -> TransformerConfig:
     """megatron-core's configuration of a recipe.
 
     Args:
         plan: of the recipe, with its derived sizes.
         on_gpu: create parameters on the GPU and allow its fused kernels.
-        transformer_engine: layers are TransformerEngine's, which provides the fused rotary embedding.
+        transformer_engine: layers are TransformerEngine's.
+        target: what decides on the features of `speed`; None: as in the CUDA image, or on a CPU with a compiler.
     """
     recipe = plan.recipe
     model, train = recipe.model, recipe.train
     dtype = DTYPES[train.precision]
     # The plan expects TransformerEngine on GPUs; layers without it have no activation of experts by itself.
     recomputed = [name for name in plan.recompute_modules if transformer_engine or name != "moe_act"]
-    # megatron-core's fusions are torch.compile'd functions: they need a compiler, so torch_compile enables them.
-    fuse = train.torch_compile
+    target = target or replace(plan.target, device="cuda" if on_gpu else "cpu", transformer_engine=transformer_engine)
     kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
     options: dict[str, Any] = {
         **_same_name(recipe, kind),
@@ -106,17 +110,8 @@ def transformer_config(plan: Plan, *, on_gpu: bool, transformer_engine: bool) ->
         and (recipe.parallelism.virtual_pipeline_model_parallel_size is None or SENDS_BEFORE_FREEING),
         # The loss is a mean over the tokens of the global batch, however it was cut into micro-batches and ranks.
         "calculate_per_token_loss": True,
-        "gradient_accumulation_fusion": False,
-        # Of its fused activations only SwiGLU is exact: those of GELU are the tanh approximation, another model.
-        "bias_activation_fusion": fuse
-        and not transformer_engine
-        and model.activation_func == "silu"
-        and model.gated_linear_unit,
-        "bias_dropout_fusion": fuse,
         "masked_softmax_fusion": False,
-        "apply_rope_fusion": transformer_engine
-        and model.position_embedding_type == "rope"
-        and not model.multi_latent_attention,
+        **_speed(recipe, target),
         "persist_layer_norm": transformer_engine,
         "transformer_impl": "transformer_engine" if transformer_engine else "local",
     }
@@ -137,6 +132,14 @@ def transformer_config(plan: Plan, *, on_gpu: bool, transformer_engine: bool) ->
             if name.startswith("yarn_"):
                 setattr(config, name, value)
     return config
+
+
+def _speed(recipe: Recipe, target: Target) -> dict[str, Any]:
+    """What the features of `speed` set."""
+    chosen = values(resolve(recipe, target), "TransformerConfig")
+    if "attention_backend" in chosen:
+        chosen["attention_backend"] = AttnBackend[chosen["attention_backend"]]
+    return chosen
 
 
 def _same_name(recipe: Recipe, kind: type[TransformerConfig]) -> dict[str, Any]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.moe import fused_a2a
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -19,22 +21,53 @@ from llmrecipes.engine.core.checkpoint.slices import other_state
 from llmrecipes.engine.core.model.config import own_mup, scale_activations, transformer_config
 from llmrecipes.engine.core.model.init import buffers, fill, initialise, parameter_slices
 from llmrecipes.engine.core.model.lora import ADAPTER, insert
+from llmrecipes.engine.core.model.loss import Chunking, Split, chunked_losses, exponentials, gradient
 from llmrecipes.engine.core.model.spec import block_spec, choose, mtp_spec
 from llmrecipes.engine.core.platform import Platform
+from llmrecipes.errors import UserError
+from llmrecipes.hardware.builds import compiler_obstacle, transformer_engine_version
 from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.features import Choice, Target, require, resolve, value
+from llmrecipes.recipe.schema import Recipe
 
 
 class RecipeGPTModel(GPTModel):
-    """megatron-core's GPT with label smoothing, and a loss with fewer passes over unsplit logits.
+    """megatron-core's GPT with label smoothing, and a loss with fewer passes over unsplit logits, or in chunks.
 
     megatron-core's cross entropy is written for logits split over tensor-parallel ranks; on unsplit ones torch's needs
     fewer passes over the logits, which are the largest tensor of a small model.
+
+    In chunks the output layer passes its input on, and the loss multiplies it by the layer's weight. What megatron-core
+    does with the logits in between is a product with a number (muP's), which is the same on its input.
     """
 
     label_smoothing: float = 0.0
+    loss_chunk_tokens: int = 0
+    """Tokens whose logits are in memory together; 0: all of a micro-batch."""
     logits: torch.nn.Identity
-    """Passes the scaled logits on, to be watched by a hook like other activations."""
+    """Passes the scaled logits on, to be watched by a hook like other activations: with a loss in chunks in evaluations
+    only, chunk by chunk, [tokens, padded vocabulary / tensor-parallel size]."""
     _weights: Iterator[torch.Tensor] = iter(())
+    _loss_weights: Iterator[torch.Tensor | None] = iter(())
+    _in_chunks = False
+    _output_weight: tuple[torch.Tensor, ...]  # one, in a tuple because a module would register it
+    _exponentials: Any = staticmethod(exponentials)
+    _gradient: Any = staticmethod(gradient)
+
+    def chunk_loss(self, tokens: int) -> None:
+        """Compute the loss in chunks of this many tokens from now on."""
+        self.loss_chunk_tokens = tokens
+        if tokens and self.post_process:
+            self.output_layer.forward = self._output(self.output_layer.forward)
+
+    def _output(self, whole: Any) -> Any:
+        def forward(input_: torch.Tensor, weight: torch.Tensor | None = None, **options: Any) -> Any:
+            if not self._in_chunks:
+                return whole(input_, weight=weight, **options)
+            self._output_weight = (self.output_layer.weight if weight is None else weight,)
+            return input_, None
+
+        return forward
 
     def compile_layers(self, backend: str = "inductor") -> None:
         """Compile layer by layer: all layers share one compiled graph, so compile time does not grow with depth.
@@ -51,11 +84,26 @@ class RecipeGPTModel(GPTModel):
         self._token_losses = torch.compile(  # type: ignore[method-assign]
             self._token_losses, dynamic=False, backend=backend
         )
+        self._exponentials = torch.compile(exponentials, dynamic=False, backend=backend)
+        self._gradient = torch.compile(gradient, dynamic=False, backend=backend)
 
     def forward(self, *args: Any, prediction_weights: Sequence[torch.Tensor] = (), **kwargs: Any) -> torch.Tensor:
-        """megatron-core's, with a weight for each loss of multi-token prediction."""
+        """megatron-core's, with a weight for each loss of multi-token prediction.
+
+        Args:
+            prediction_weights: those weights.
+            args, kwargs: megatron-core's. The sum of the losses has to be weighted with `loss_mask`, if both it and
+                `labels` are passed without `prediction_weights`.
+        """
         self._weights = iter(prediction_weights)
-        result: torch.Tensor = super().forward(*args, **kwargs)
+        self._in_chunks = self.loss_chunk_tokens > 0 and kwargs.get("labels") is not None
+        # What weights the losses of multi-token prediction is decided in megatron-core.
+        known = None if prediction_weights else kwargs.get("loss_mask")
+        self._loss_weights = chain(repeat(None, self.config.mtp_num_layers or 0), [known])
+        try:
+            result: torch.Tensor = super().forward(*args, **kwargs)
+        finally:
+            self._in_chunks = False
         return result
 
     def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -63,9 +111,26 @@ class RecipeGPTModel(GPTModel):
 
         Args and result as `_token_losses`.
         """
-        losses = self._token_losses(labels, self.logits(logits))
+        if self._in_chunks:
+            losses = self._chunked_losses(labels, logits)
+        else:
+            losses = self._token_losses(labels, self.logits(logits))
         weight = next(self._weights, None)
         return losses if weight is None else losses * weight
+
+    def _chunked_losses(self, labels: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """As `_token_losses`, with the output layer's input [s, b, h] (scaled as the logits are)."""
+        split = self.config.tensor_model_parallel_size > 1
+        how = Chunking(
+            self.loss_chunk_tokens,
+            Split(parallel_state.get_tensor_model_parallel_group() if split else None, self.config.sequence_parallel),
+            self.label_smoothing if self.training else 0.0,
+            self._exponentials,
+            self._gradient,
+            self.logits,
+        )
+        (weight,) = self._output_weight
+        return chunked_losses(hidden, weight, labels, next(self._loss_weights), how)
 
     def _token_losses(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Cross entropy of each token.
@@ -192,8 +257,17 @@ def construct(plan: Plan, platform: Platform) -> BuiltModel:
     """The model without defined values; arguments as `build`."""
     recipe = plan.recipe
     implementation, reason = choose(recipe)
+    target = detected(plan, platform, transformer_engine=implementation == "transformer_engine", reason=reason)
+    if platform.device.type != "meta":  # which has no TransformerEngine, and computes nothing
+        choices = resolve(recipe, target)
+        require(choices)
+        _require_environment(choices, target)
+        reason += _missing(recipe, target, choices)
     config = transformer_config(
-        plan, on_gpu=platform.device.type != "cpu", transformer_engine=implementation == "transformer_engine"
+        plan,
+        on_gpu=platform.device.type != "cpu",
+        transformer_engine=implementation == "transformer_engine",
+        target=target,
     )
     chunks = recipe.parallelism.virtual_pipeline_model_parallel_size
     stages = range(chunks) if chunks else (None,)
@@ -204,6 +278,68 @@ def construct(plan: Plan, platform: Platform) -> BuiltModel:
             # The position embedding is created in fp32. Buffers are not converted: expert biases need fp32.
             parameter.data = parameter.data.to(config.params_dtype)
     return BuiltModel(modules, config, implementation, reason)
+
+
+def detected(plan: Plan, platform: Platform, *, transformer_engine: bool, reason: str) -> Target:
+    """What this rank has for the features of `speed`; without data, what the planned device has.
+
+    Args:
+        transformer_engine, reason: the layers, and why.
+    """
+    kind = plan.device if platform.device.type == "meta" else platform.device.type
+    device: Literal["cpu", "cuda"] = "cpu" if kind == "cpu" else "cuda"
+    return replace(
+        plan.target,
+        device=device,
+        transformer_engine=transformer_engine,
+        layers_reason=reason,
+        version=transformer_engine_version(),
+        no_compiler=None if platform.device.type == "meta" else compiler_obstacle(device),
+        no_deep_ep=deep_ep_obstacle(plan.recipe.speed.moe_flex_dispatcher_backend == "hybridep"),
+    )
+
+
+def _missing(recipe: Recipe, target: Target, choices: Sequence[Choice]) -> str:
+    """Features that the plan counts on and this machine's software lacks, as the end of a sentence."""
+    planned = resolve(recipe, replace(target, version=None, no_compiler=None, no_deep_ep=None))
+    lacking = [now for wanted, now in zip(planned, choices, strict=True) if wanted.on and not now.on]
+    return "".join(f"; {choice.key} is off: {choice.reason}" for choice in lacking)
+
+
+ATTENTION_KERNELS = {"NVTE_FLASH_ATTN": "flash", "NVTE_FUSED_ATTN": "fused", "NVTE_UNFUSED_ATTN": "unfused"}
+"""Variables by which megatron-core tells TransformerEngine what it may choose."""
+
+
+def _require_environment(choices: Sequence[Choice], target: Target) -> None:
+    """Refuse variables of the user that contradict the recipe: megatron-core asserts that they do not."""
+    backend = value(choices, "attention_backend") or "auto"
+    for variable, kernel in ATTENTION_KERNELS.items():
+        wanted = str(int(backend in ("auto", kernel)))
+        if os.environ.get(variable, wanted) != wanted:
+            raise UserError(
+                f"{os.environ[variable]} with speed.attention_backend {backend}",
+                where=variable,
+                rule="megatron-core sets it from speed.attention_backend",
+                fix=f"unset {variable}, and speed.attention_backend=flash, fused or unfused",
+            )
+    name = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+    if value(choices, "deterministic_mode") and target.transformer_engine and os.environ.get(name) != "0":
+        raise UserError(
+            f"{os.environ.get(name, 'not set')} with speed.deterministic_mode",
+            where=name,
+            rule="TransformerEngine reads it when it is imported; llmrecipes train and submit set it",
+            fix=f"{name}=0 in the environment of the ranks",
+        )
+
+
+def deep_ep_obstacle(hybrid: bool) -> str | None:
+    """Why megatron-core cannot use DeepEP, or its branch HybridEP; None if it can."""
+    name, there = ("HybridEP", fused_a2a.HAVE_HYBRIDEP) if hybrid else ("DeepEP", fused_a2a.HAVE_DEEP_EP)
+    if there:
+        return None
+    return (
+        f"{name} is not installed (package deep_ep); the CUDA image does not have it: add it to docker/Dockerfile.cuda"
+    )
 
 
 def _chunk(plan: Plan, config: TransformerConfig, implementation: Any, stage: int | None) -> RecipeGPTModel:
@@ -229,6 +365,7 @@ def _chunk(plan: Plan, config: TransformerConfig, implementation: Any, stage: in
     )
     module.label_smoothing = plan.recipe.train.label_smoothing
     module.logits = torch.nn.Identity()
+    module.chunk_loss(plan.loss_chunk_tokens)
     if factors := own_mup(model):
         scale_activations(module, factors)
     if plan.recipe.lora is not None:

@@ -4,12 +4,17 @@ and latent attention.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region, scatter_to_sequence_parallel_region
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -82,13 +87,19 @@ def block_spec(
         normalization=config.normalization,
         vp_stage=vp_stage,
     )
-    for layer in spec.layer_specs:
-        _use_our_queries(layer, config)
     if implementation == "local":
         spec.layer_norm = TorchNorm
-        for layer in spec.layer_specs:
-            _use_ours(layer)
+    _replace(spec.layer_specs, config, implementation)
     return spec
+
+
+def _layers(config: TransformerConfig, implementation: Implementation) -> TransformerBlockSubmodules:
+    """Specification of all of the decoder's layers."""
+    layers = get_gpt_decoder_layer_specs(
+        config, use_transformer_engine=implementation == "transformer_engine", normalization=config.normalization
+    )
+    _replace(layers, config, implementation)
+    return TransformerBlockSubmodules(layer_specs=layers)
 
 
 def mtp_spec(
@@ -97,8 +108,8 @@ def mtp_spec(
     """Specification of the multi-token prediction layers (arXiv 2412.19437, section 2.2), on the chunk with them."""
     if not config.mtp_num_layers:
         return None
-    # Their transformer layer is the decoder's last one, which an early chunk does not have.
-    last = block if block.layer_specs else block_spec(config, implementation, None)
+    # Their transformer layer is the decoder's last one, which may be on another chunk.
+    last = block if block.layer_specs else _layers(config, implementation)
     spec = get_gpt_mtp_block_spec(
         config, last, use_transformer_engine=implementation == "transformer_engine", vp_stage=vp_stage
     )
@@ -107,6 +118,14 @@ def mtp_spec(
             for name in ("enorm", "hnorm", "layer_norm"):
                 setattr(layer.submodules, name, TorchNorm)
     return spec
+
+
+def _replace(layers: Iterable[ModuleSpec], config: TransformerConfig, implementation: Implementation) -> None:
+    """Replace parts of layers by ours."""
+    for layer in layers:
+        _use_our_queries(layer, config)
+        if implementation == "local":
+            _use_ours(layer)
 
 
 def _use_our_queries(layer: ModuleSpec, config: TransformerConfig) -> None:

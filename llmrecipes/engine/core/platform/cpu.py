@@ -44,6 +44,7 @@ MODULES_THAT_NAME_CUDA = (
     "megatron.core.dist_checkpointing.strategies.state_dict_saver",
     "megatron.core.utils",
     "megatron.core.transformer.moe.moe_utils",
+    "megatron.core.transformer.moe.token_dispatcher",
     "megatron.core.models.common.embeddings.rope_utils",
 )
 

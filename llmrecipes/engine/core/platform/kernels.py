@@ -9,7 +9,7 @@ tokens for each expert, which a dispatcher reads on the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from llmrecipes.engine.core.platform.patching import replace, resolve
 from llmrecipes.engine.core.versions import PERMUTES_BY_MASK
 
 _FUNCTIONAL, _ATTENTION = "torch.nn.functional", "llmrecipes.engine.core.model.attention"
+_SWIGLU, _DROPOUT = "megatron.core.fusions.fused_bias_swiglu", "megatron.core.fusions.fused_bias_dropout"
 _LATENT = "megatron.core.transformer.multi_latent_attention"
 _REPLACED = (
     (_FUNCTIONAL, "scaled_dot_product_attention"),
@@ -32,6 +33,13 @@ _REPLACED = (
     ("llmrecipes.engine.core.model.spec", "_use_ours"),
     (cuda.DISPATCHER, "permute"),
     ("megatron.core.transformer.transformer_layer.TransformerLayer", "__init__"),
+    (_SWIGLU, "swiglu"),
+    (_SWIGLU, "bias_swiglu"),
+    (_SWIGLU, "weighted_swiglu"),
+    (_SWIGLU, "swiglu_back"),
+    (_SWIGLU, "bias_swiglu_back"),
+    (_SWIGLU, "weighted_swiglu_back"),
+    (_DROPOUT, "bias_dropout_add_fused_train"),
 )
 _PLAIN = {name: getattr(resolve(owner), name) for owner, name in _REPLACED}
 _ALIGNED = torch.empty(0)
@@ -54,6 +62,7 @@ def install_kernels(device: str) -> None:
     own = {name: on_gpu[name] for name in ("scaled_dot_product_attention", "dropout", "rms_norm", "permute")}
     of_device = {"cuda": on_gpu, "cuda, local": own}
     chosen = of_device.get(device, {"scaled_dot_product_attention": _cpu_attention})
+    chosen = {**chosen, **_COMPILED}
     for owner, name in _REPLACED:
         replace(owner, name, chosen.get(name, _PLAIN[name]))
     replace(_ATTENTION, "causal_lower_right", lambda *_sizes: _ALIGNED)
@@ -133,6 +142,35 @@ class _RMSNorm(torch.autograd.Function):
         """Gradients of values and weight."""
         values, weight, _ = ctx.saved_tensors
         return torch.empty_like(values), torch.empty_like(weight)
+
+
+def _half(values: torch.Tensor, *_others: torch.Tensor) -> torch.Tensor:
+    """SwiGLU of [..., 2 f] in one kernel."""
+    return values.new_empty(*values.shape[:-1], values.size(-1) // 2)
+
+
+def _gradient(_gradient: torch.Tensor, values: torch.Tensor, *_others: torch.Tensor) -> torch.Tensor:
+    """Of SwiGLU's input."""
+    return torch.empty_like(values)
+
+
+def _weighted_gradient(
+    _gradient: torch.Tensor, values: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of SwiGLU's input and of the weights of its rows."""
+    return torch.empty_like(values), torch.empty_like(weights)
+
+
+_COMPILED = {
+    "swiglu": _half,
+    "bias_swiglu": _half,
+    "weighted_swiglu": _half,
+    "swiglu_back": _gradient,
+    "bias_swiglu_back": _gradient,
+    "weighted_swiglu_back": _weighted_gradient,
+    "bias_dropout_add_fused_train": partial(resolve(_DROPOUT)._bias_dropout_add_func, training=True),
+}
+"""Kernels that torch compiles for a device that has one; what it compiles of bias and dropout keeps a mask as well."""
 
 
 def _ring_attention(

@@ -10,6 +10,12 @@ Input noise of routers is for training only; megatron-core also adds it in evalu
 megatron-core's row-parallel layers ask for the default tensor-parallel group in every forward pass, and rank 0 warns of
 it. torch.compile cannot trace the warning and would cut every layer into pieces, on that rank only.
 
+megatron-core's own linear layers add a weight's gradient to its buffer with APEX only, and raise without it; with
+TransformerEngine's layers the output layer is one of them (`gradient_accumulation_fusion`).
+
+0.19 also counts how often multi-token prediction is right, in each micro-batch: nothing reads it, and a loss in chunks
+has no logits that could be counted.
+
 Recomputation that discards a result (`recompute_modules`) asks TransformerEngine for its fp8 state also where there is
 none, and 0.19 compiles a C++ function on each rank at the first backward pass to restore the result without a copy.
 """
@@ -18,12 +24,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from copy import copy
 from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch.optim.adamw import adamw
 
 from llmrecipes.engine.core.platform.patching import replace, resolve
@@ -36,6 +45,8 @@ def install_substitutes() -> None:
     install_adam()
     replace("megatron.core.tensor_parallel.layers", "get_tensor_model_parallel_group_if_none", default_group)
     install_restoring()
+    replace("megatron.core.tensor_parallel", "ColumnParallelLinear", OutputLayer)
+    install_uncounted()
     if transformer_engine_obstacle() is None:
         return
     # 0.16 assumes that TransformerEngine is installed, because the names it imports exist, but are None.
@@ -43,6 +54,19 @@ def install_substitutes() -> None:
     router = resolve("megatron.core.transformer.moe.moe_utils")
     if not hasattr(router, "te_general_gemm"):
         router.te_general_gemm = None  # 0.16 compares it with None, but the name does not exist
+
+
+class OutputLayer(ColumnParallelLinear):
+    """megatron-core's, whose gradient is added by autograd where only APEX could add it in the kernel.
+
+    It looks the class up in this package for the output layer alone.
+    """
+
+    def __init__(self, *args: Any, config: Any, **options: Any) -> None:
+        if config.gradient_accumulation_fusion and not layers._grad_accum_fusion_available:
+            config = copy(config)
+            config.gradient_accumulation_fusion = False
+        super().__init__(*args, config=config, **options)
 
 
 RANDOM = "megatron.core.tensor_parallel.random"
@@ -57,6 +81,19 @@ def install_restoring() -> None:
     if not hasattr(module, "FP8GlobalStateManager"):
         module.FP8GlobalStateManager = _NoFp8
         module.activation_recompute_forward = module.fp8_autocast = lambda **_options: nullcontext()
+
+
+PREDICTION = "megatron.core.transformer.multi_token_prediction"
+
+
+def install_uncounted() -> None:
+    """Do not count the right predictions of multi-token prediction; 0.16 does not."""
+    if hasattr(resolve(PREDICTION), "_compute_mtp_acceptance_counts"):
+        replace(PREDICTION, "_compute_mtp_acceptance_counts", _uncounted)
+
+
+def _uncounted(_logits: torch.Tensor, _labels: torch.Tensor, mask: torch.Tensor, *_options: Any) -> Any:
+    return mask.new_zeros(2).float().unbind()
 
 
 class _NoFp8:

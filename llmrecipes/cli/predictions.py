@@ -1,0 +1,89 @@
+"""Output of `plan` in its modes that compare: `--calibration`, `--what-if`, `--scaling-curve`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from llmrecipes.cli.tables import TextTable
+from llmrecipes.plan.speed.calibration import Fit, Report
+from llmrecipes.plan.speed.curve import CurvePoint
+from llmrecipes.units import GIB
+from llmrecipes.workflow.whatif import WhatIf
+
+
+def calibration_lines(made: Report) -> Iterator[str | TextTable]:
+    """Errors of runs, bias by device and layout, and factors."""
+    head = ("run", "device", "layout", "predicted", "measured", "error", "memory", "measured", "error")
+    rows = [
+        (
+            run.name, run.device, run.layout, f"{run.predicted:.4g} s", f"{run.measured:.4g} s", f"{run.error:+.1%}",
+            f"{run.predicted_memory / GIB:.2f} GiB", f"{run.measured_memory / GIB:.2f} GiB", f"{run.memory_error:+.1%}",
+        )
+        for run in made.runs
+    ]  # fmt: skip
+    yield TextTable([head, *rows], right=range(3, 9))
+    yield ""
+    bias = [(b.device, b.layout, f"{b.runs}", f"{b.step:+.1%}", f"{b.memory:+.1%}") for b in made.bias]
+    yield TextTable([("device", "layout", "runs", "step", "memory"), *bias], right=(2, 3, 4))
+    yield ""
+    for fit in made.fits:
+        yield from _factors(fit)
+    for name, reason in made.left_out:
+        yield f"left out: {name}: {reason}"
+
+
+def _factors(fit: Fit) -> Iterator[str]:
+    by = fit.calibration
+    yield (
+        f"{fit.device}: kernels take {by.compute:.3f} of their predicted time, communication {by.communication:.3f} "
+        f"({by.runs} runs); median error {fit.median_error:.1%}, with these factors {fit.corrected_error:.1%}"
+    )
+    if fit.unknown:
+        yield f"{fit.device}: not known: {fit.unknown}"
+
+
+def what_if_lines(made: WhatIf) -> Iterator[str | TextTable]:
+    """A row for each machine, and the cheapest."""
+    yield f"{made.recipe}: {made.tokens / 1e9:,.1f} billion tokens, loss {made.loss:.3f} by {made.source}"
+    head = ("", "cluster", "GPUs", "layout", "tokens/s/GPU", "MFU", "days", "GPU-hours", "USD", "MWh")
+    best, rows = made.best, []
+    for option in made.options:
+        if option.found is None:
+            continue
+        values = option.as_dict()
+        late = "late" if option.in_time is False else ""
+        rows.append(
+            (
+                "*" if option is best else late, option.cluster, f"{option.gpus:,}", option.found.key,
+                f"{values['tokens_per_second_per_gpu']:,.0f}", f"{values['mfu_full']:.1%}", _number(option.days, ".1f"),
+                _number(option.gpu_hours, ".0f"), _number(option.cost_usd, ".0f"), _number(option.energy_mwh, ".1f"),
+            )
+        )  # fmt: skip
+    yield TextTable([head, *rows], right=(2, *range(4, 10)))
+    for option in made.options:
+        if option.found is None:
+            yield f"{option.cluster}, {option.gpus:,} GPUs: {option.reason}"
+    if best is None:
+        yield "none of them ends in time"
+        return
+    by = "the fewest GPU-hours" if best.cost_usd is None else f"{best.cost_usd:,.0f} USD"
+    date = "" if made.by is None else f" by {made.by.date()}"
+    yield f"cheapest{date}: {best.gpus:,} GPUs of {best.cluster}, {best.days:,.1f} days, {by}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:,{form}}"
+
+
+def curve_lines(points: Iterable[CurvePoint]) -> Iterator[str | TextTable]:
+    """A row for each number of GPUs, strong and weak."""
+    head = ("scaling", "GPUs", "batch", "layout", "tokens/s/GPU", "MFU", "step")
+    rows = []
+    for point in points:
+        values = point.as_dict()
+        figures = (point.reason, "", "", "")
+        if point.found is not None:
+            speed, share = values["tokens_per_second_per_gpu"], values["mfu_full"]
+            figures = (point.found.key, f"{speed:,.0f}", f"{share:.1%}", f"{values['step_seconds']:.3g} s")
+        rows.append((point.kind, f"{point.gpus:,}", f"{point.global_batch_size:,}", *figures))
+    yield TextTable([head, *rows], right=(1, 2, 4, 5, 6))

@@ -1,1 +1,0 @@
-"""Human-readable output of the commands."""

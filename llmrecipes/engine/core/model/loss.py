@@ -1,0 +1,272 @@
+"""Output layer and cross entropy in chunks of tokens: the logits of a micro-batch are never in memory together.
+
+As in Liger Kernel (arXiv 2410.10989, section 3.2) the gradients of a chunk are computed with its loss, in one pass:
+those of a sum of losses, of which only a common factor is not known yet. Where the weights of that sum are not known,
+or in fp16, whose small gradients need the loss scale, the backward pass computes a chunk's logits again (as in arXiv
+2411.09009). The gradient of the output weight is added up over the chunks in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the rows of the output weight, and tokens, are split over tensor-parallel ranks."""
+
+    group: Any = None
+    """The ranks; None: there is one."""
+    sequence: bool = False
+    """Each has a part of the tokens (sequence parallelism)."""
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+    def local(self, labels: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each label's row on this rank, and whether it has it."""
+        local = labels - (0 if self.group is None else dist.get_rank(self.group)) * rows
+        has = (local >= 0) & (local < rows)
+        return local.clamp(0, rows - 1), has
+
+    def all_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, h] of all ranks from those of this one."""
+        if not self.sequence:
+            return hidden
+        whole = hidden.new_empty(hidden.size(0) * self.ranks, hidden.size(1))
+        dist.all_gather_into_tensor(whole, hidden.contiguous(), group=self.group)
+        return whole
+
+    def summed(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient of this rank's tokens from each rank's part of the gradient of all."""
+        if self.sequence:
+            own = gradient.new_empty(gradient.size(0) // self.ranks, gradient.size(1))
+            dist.reduce_scatter_tensor(own, gradient, group=self.group)
+            return own
+        if self.group is not None:
+            dist.all_reduce(gradient, group=self.group)
+        return gradient
+
+
+@dataclass(frozen=True)
+class Chunking:
+    """How the losses are computed; `exponentials` and `gradient` are those below, compiled or not.
+
+    `evaluated` sees the logits [n, rows] of each chunk if no gradients are computed, and may return others.
+    """
+
+    tokens: int
+    split: Split
+    smoothing: float
+    exponentials: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    gradient: Callable[..., torch.Tensor]
+    evaluated: Callable[[torch.Tensor], torch.Tensor]
+
+    def chunks(self, number: int) -> Iterator[slice]:
+        """Parts of a number of tokens."""
+        return (slice(start, start + self.tokens) for start in range(0, number, self.tokens))
+
+
+def exponentials(
+    logits: torch.Tensor, local: torch.Tensor, has: torch.Tensor, smoothing: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a rank's logits contribute.
+
+    Args:
+        logits: [n, rows], of any precision; overwritten in fp32.
+        local, has: [n], from `Split.local`.
+        smoothing: probability spread over the vocabulary.
+
+    Returns:
+        exp(logits - their largest), [n, rows] in fp32; the largest, [n, 1]; and [n, 2 or 3]: log-sum-exp, logit of the
+        label, and with smoothing the sum of the logits.
+    """
+    most = logits.amax(-1, keepdim=True).float()
+    label = logits.gather(-1, local[:, None]).float() * has[:, None]
+    parts = [label]
+    if smoothing:
+        parts.append(logits.sum(-1, keepdim=True, dtype=torch.float32))
+    values = (logits.sub_(most) if logits.dtype == torch.float32 else torch.sub(logits, most)).exp_()
+    parts.insert(0, most + values.sum(-1, keepdim=True).log())
+    return values, most, torch.cat(parts, dim=-1)
+
+
+def gradient(
+    values: torch.Tensor,
+    factor: torch.Tensor,
+    label: torch.Tensor,
+    local: torch.Tensor,
+    spread: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Gradient of the logits; overwrites `values`.
+
+    Args:
+        values: [n, rows], in proportion to the probabilities.
+        factor: [n, 1], their factor.
+        label: [n, 1], taken off at the label's row.
+        local: [n], that row.
+        spread: [n, 1], taken off at every row; None: nothing.
+        dtype: of the result.
+    """
+    values.mul_(factor)
+    if spread is not None:
+        values.sub_(spread)
+    return values.scatter_add_(-1, local[:, None], -label).to(dtype)
+
+
+def chunked_losses(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None, how: Chunking
+) -> torch.Tensor:
+    """Cross entropy of each token.
+
+    Args:
+        hidden: [s, b, h], with sequence parallelism [s / ranks, b, h]; input of the output layer.
+        weight: [rows, h] on this rank.
+        labels: [b, s].
+        weights: [b, s], what the losses are weighted with before they are summed, up to a factor that all tokens have
+            in common; None: not known. If another gradient arrives, the gradients are NaN.
+
+    Returns:
+        [b, s] in fp32.
+    """
+    size, length = labels.shape
+    target, shares = labels.t().reshape(-1), None if weights is None else weights.t().reshape(-1)
+    rows = hidden.reshape(-1, hidden.size(-1))
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        losses = _ChunkedLosses.apply(rows, weight, target, None if hidden.dtype == torch.float16 else shares, how)
+    else:
+        losses = _losses(how.split.all_tokens(rows), weight, target, how)
+    return losses.view(length, size).t().contiguous()
+
+
+def _losses(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, how: Chunking) -> torch.Tensor:
+    logits = ((part, how.evaluated(hidden[part] @ weight.t())) for part in how.chunks(len(labels)))
+    return torch.cat([_of_chunk(of_chunk, labels[part], how)[0] for part, of_chunk in logits])
+
+
+def _of_chunk(
+    logits: torch.Tensor, labels: torch.Tensor, how: Chunking
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Losses [n], log-sum-exp [n, 1], exponentials and the largest logit of this rank."""
+    rows = logits.size(-1)
+    local, has = how.split.local(labels, rows)
+    values, most, parts = how.exponentials(logits, local, has, how.smoothing)
+    if how.split.group is not None:
+        each = parts.new_empty(how.split.ranks * parts.size(0), parts.size(1))
+        dist.all_gather_into_tensor(each, parts, group=how.split.group)
+        each = each.view(how.split.ranks, *parts.shape)
+        parts = torch.cat([each[..., :1].logsumexp(0), each[..., 1:].sum(0)], dim=-1)
+    total = parts[:, :1]
+    losses = total[:, 0] - (1 - how.smoothing) * parts[:, 1]
+    if how.smoothing:
+        losses = losses - how.smoothing / (rows * how.split.ranks) * parts[:, 2]
+    return losses, total, values, most
+
+
+class _ChunkedLosses(torch.autograd.Function):
+    """`chunked_losses` of [n, h]; keeps gradients, or the log-sum-exp of each token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        weights: torch.Tensor | None,
+        how: Chunking,
+    ) -> torch.Tensor:
+        """[n] from hidden states [n / ranks with sequence parallelism, h], labels and weights [n]."""
+        ctx.how, ctx.dtype, ctx.one_pass = how, weight.dtype, weights is not None
+        tokens = how.split.all_tokens(hidden)
+        grads = _Gradients(tokens, weight, ctx.needs_input_grad, how) if weights is not None else None
+        losses, totals = [], []
+        for part in how.chunks(len(labels)):
+            loss, total, values, most = _of_chunk(tokens[part] @ weight.t(), labels[part], how)
+            losses.append(loss)
+            totals.append(total)
+            if grads is not None and weights is not None:
+                grads.add(part, values, (most - total).exp(), labels[part], weights[part])
+            del values
+        if grads is not None:
+            ctx.save_for_backward(weights, grads.hidden, grads.weight)
+        else:
+            ctx.save_for_backward(hidden, weight, labels, torch.cat(totals))
+        return torch.cat(losses)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of the hidden states and the weight."""
+        (incoming,) = gradients
+        how: Chunking = ctx.how
+        if ctx.one_pass:
+            weights, of_hidden, of_weight = ctx.saved_tensors
+            factor = _factor(incoming, weights)
+            for each in (of_hidden, of_weight):
+                if each is not None:
+                    each.mul_(factor)
+        else:
+            hidden, weight, labels, totals = ctx.saved_tensors
+            tokens = how.split.all_tokens(hidden)
+            grads = _Gradients(tokens, weight, ctx.needs_input_grad, how)
+            for part in how.chunks(len(labels)):
+                values = torch.sub(tokens[part] @ weight.t(), totals[part]).exp_()
+                grads.add(part, values, None, labels[part], incoming[part])
+            of_hidden, of_weight = grads.hidden, grads.weight
+        of_hidden = None if of_hidden is None else how.split.summed(of_hidden)
+        return of_hidden, None if of_weight is None else of_weight.to(ctx.dtype), None, None, None
+
+
+class _Gradients:
+    """Gradients of hidden states [n, h] and weight [rows, h], chunk by chunk."""
+
+    def __init__(self, tokens: torch.Tensor, weight: torch.Tensor, needed: tuple[bool, ...], how: Chunking) -> None:
+        self._tokens, self._weight, self._how = tokens, weight, how
+        self.hidden = torch.empty_like(tokens) if needed[0] else None
+        self.weight = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
+
+    def add(
+        self,
+        part: slice,
+        values: torch.Tensor,
+        share: torch.Tensor | None,
+        labels: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> None:
+        """Add a chunk's.
+
+        Args:
+            values: [n, rows], overwritten.
+            share: [n, 1], the probabilities by `values`; None: 1.
+            weights: [n] of the losses.
+        """
+        rows, smoothing = self._weight.size(0), self._how.smoothing
+        local, has = self._how.split.local(labels, rows)
+        weighted = weights.float()[:, None]
+        spread = smoothing / (rows * self._how.split.ranks) * weighted if smoothing else None
+        label = (1 - smoothing) * weighted * has[:, None]
+        factor = weighted if share is None else weighted * share
+        of_logits = self._how.gradient(values, factor, label, local, spread, self._weight.dtype)
+        if self.hidden is not None:
+            torch.mm(of_logits, self._weight, out=self.hidden[part])
+        if self.weight is not None:
+            if self._weight.dtype == torch.float32:
+                self.weight.addmm_(of_logits.t(), self._tokens[part])
+            else:
+                self.weight.add_(of_logits.t() @ self._tokens[part])
+
+
+def _factor(incoming: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """What the gradient of the losses is times their weights, on the device; NaN if there is no such number."""
+    weights = weights.float()
+    factor = (incoming * weights).sum() / weights.square().sum().clamp_min(torch.finfo(torch.float32).tiny)
+    same = torch.isclose(incoming, factor * weights, rtol=1e-3, atol=0.0).all()
+    return torch.where(same, factor, torch.nan)

@@ -1,0 +1,293 @@
+"""A process beside each rank that ends it when it hangs, and says where it hung and which ranks were elsewhere.
+
+The rank writes into shared memory what it does, since when, and until when that may last; this costs it a microsecond.
+The other process reads it, so neither a thread that keeps Python's lock nor a stopped rank can hide a hang. Limits
+follow from the longest time that was measured for the same work. Times are CLOCK_MONOTONIC of one machine.
+
+It reports the stacks of all threads (faulthandler's, written by a signal handler in C), and what the other hung ranks
+of the run were doing, from files in the run directory that exist only after a hang. Then it kills the rank, whose
+launcher ends the others and may restart the run.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import mmap
+import os
+import re
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+from llmrecipes.faults.signals import end_with_parent
+from llmrecipes.io import write_atomic
+
+PHASES = ("data", "step", "evaluate", "tasks", "save")
+"""What a rank does."""
+LEAST = {"save": 7200.0}
+"""Seconds of a phase that may wait for something else: a save for the one before, which has its own timeout."""
+FACTOR = 10.0
+"""Times the longest measured time of a phase that it may last."""
+POLL_SECONDS = 1.0
+PAUSED_SECONDS = 1.0
+"""A watchdog that itself wakes so much too late was paused with its rank, which gets the time again."""
+STACK_SECONDS = 3.0
+"""For the rank to write its stacks."""
+GATHER_SECONDS = 10.0
+"""At most, for the other ranks' watchdogs to notice the same hang."""
+STACKS = signal.SIGUSR2
+_STATE = struct.Struct("=ddqq")
+"""Since when, until when (0: no limit), step, number of the phase."""
+REPORT = "report.json"
+
+
+class Beat(Protocol):
+    """Called when a phase begins, of `PHASES` or `rest`."""
+
+    def __call__(self, phase: str, step: int | None = None) -> None: ...
+
+
+def unwatched(phase: str, step: int | None = None) -> None:
+    """Without a watchdog."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a phase may last, in seconds."""
+
+    least: float
+    """However short it was before."""
+    first: float
+    """Before it was measured once: compilation, connections, cold caches."""
+
+
+class Heartbeat:
+    """What a rank does, in memory that its watchdog reads.
+
+    Args:
+        limits: of each phase.
+        memory: to write to.
+    """
+
+    def __init__(self, limits: Limits, memory: mmap.mmap) -> None:
+        self._limits, self._memory = limits, memory
+        self._longest: dict[str, float] = {}
+        self._phase, self._since, self._step, self._steps = "", 0.0, 0, 0
+
+    def __call__(self, phase: str, step: int | None = None) -> None:
+        """Begin a phase, or the next part of the same one; the one before is measured, if it is not of the first step.
+
+        In `rest` there is no limit.
+        """
+        now = time.monotonic()
+        if self._phase and not self._in_first_step(self._phase):
+            self._longest[self._phase] = max(self._longest.get(self._phase, 0.0), now - self._since)
+        if phase == "rest":
+            self._phase = ""
+            _STATE.pack_into(self._memory, 0, 0.0, 0.0, self._step, 0)
+            return
+        self._phase, self._since = phase, now
+        if step is not None:
+            self._steps += phase == "step"
+            self._step = step
+        _STATE.pack_into(self._memory, 0, now, now + self.limit(phase), self._step, PHASES.index(phase))
+
+    def limit(self, phase: str) -> float:
+        """Seconds that a phase may last."""
+        least, longest = max(self._limits.least, LEAST.get(phase, 0.0)), self._longest.get(phase)
+        if longest is None or self._in_first_step(phase):
+            return max(self._limits.first, least)
+        return max(least, FACTOR * longest)
+
+    def _in_first_step(self, phase: str) -> bool:
+        return phase in ("data", "step") and self._steps < 2
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A rank that hung, as its watchdog saw it."""
+
+    rank: int
+    node: str
+    step: int
+    phase: str
+    seconds: float
+    """Since the phase began."""
+    limit: float
+    state: str
+    """Of the process, as in `/proc/PID/stat`: T is stopped, D waits for the kernel."""
+    innermost: str
+    """The innermost frame of the main thread."""
+    stacks: str = ""
+
+
+@contextmanager
+def watched(limits: Limits, folder: Path, *, rank: int, world_size: int) -> Iterator[Heartbeat]:
+    """Watch this process while the block runs.
+
+    Args:
+        folder: for reports, the same for all ranks and of this start only; made when a rank hangs.
+        rank: of this process.
+        world_size: ranks of the run.
+    """
+    state, stacks = os.memfd_create("heartbeat"), os.memfd_create("stacks")
+    os.ftruncate(state, _STATE.size)
+    memory = mmap.mmap(state, _STATE.size)
+    beat = Heartbeat(limits, memory)
+    faulthandler.register(STACKS, file=stacks, all_threads=True)
+    arguments = [str(each) for each in (os.getpid(), state, stacks, rank, world_size, folder)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", __name__, *arguments], pass_fds=(state, stacks), stdin=subprocess.DEVNULL
+    )
+    try:
+        yield beat
+    finally:
+        beat("rest")
+        process.kill()
+        process.wait()
+        faulthandler.unregister(STACKS)
+        memory.close()
+        os.close(state)
+        os.close(stacks)
+
+
+def watch(pid: int, memory: mmap.mmap, stacks: int, rank: int, world_size: int, folder: Path) -> None:
+    """Return when the process has ended, or was killed because it hung."""
+    process = os.pidfd_open(pid)
+    ended = select.poll()
+    ended.register(process, select.POLLIN)
+    given_back, of_phase = 0.0, 0.0
+    while True:
+        asleep = time.monotonic()
+        if ended.poll(POLL_SECONDS * 1000):
+            return
+        now = time.monotonic()
+        since, until, step, phase = _STATE.unpack_from(memory)
+        if since != of_phase:
+            given_back, of_phase = 0.0, since
+        if (late := now - asleep - POLL_SECONDS) > PAUSED_SECONDS:
+            given_back += late
+        if until and now > until + given_back:
+            hang = _examined(pid, process, stacks, rank, step, PHASES[phase], (now - since, until - since))
+            with suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True)
+                write_atomic(folder / f"rank-{rank}.json", json.dumps(asdict(hang)))
+            found = _others(folder, hang, world_size)
+            text = report(found, world_size)
+            print(f"rank {rank} hangs:\n{text}\n{hang.stacks}", file=sys.stderr, flush=True)
+            if rank == min(found):
+                with suppress(OSError):
+                    short = [{**asdict(each), "stacks": ""} for each in found.values()]
+                    write_atomic(folder / REPORT, json.dumps({"text": text, "ranks": short}, indent=1) + "\n")
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+            return
+
+
+def report(found: Mapping[int, Hang], world_size: int) -> str:
+    """Which ranks are not where most are; the lines of a message.
+
+    Args:
+        found: the ranks that hang.
+        world_size: of the run.
+    """
+    lines = []
+    places = Counter(_place(hang) for hang in found.values())
+    usual, _ = places.most_common(1)[0]
+    for (step, phase, innermost), count in places.most_common():
+        ranks = [rank for rank, hang in sorted(found.items()) if _place(hang) == (step, phase, innermost)]
+        named = ", ".join(f"{rank} on {found[rank].node}" for rank in ranks[:8])
+        more = f" and {count - 8} more" if count > 8 else ""
+        first = found[ranks[0]]
+        stopped = " (stopped)" if first.state == "T" else ""
+        lines.append(
+            f"    {count} of {world_size} ranks in step {step}, {phase}, for {first.seconds:.1f} s (limit "
+            f"{first.limit:.1f} s){stopped}, at {innermost}: {named}{more}"
+        )
+    absent = sorted(rank for rank, hang in found.items() if _place(hang) != usual)
+    if absent and len(found) > 1:
+        lines.append(f"    not where most ranks wait: {', '.join(map(str, absent[:16]))}")
+    missing = sorted(set(range(world_size)) - found.keys())
+    if missing:
+        lines.append(f"    did not report a hang: {', '.join(map(str, missing[:16]))}{' …' if missing[16:] else ''}")
+    return "\n".join(lines)
+
+
+def _place(hang: Hang) -> tuple[int, str, str]:
+    return hang.step, hang.phase, hang.innermost
+
+
+def _examined(
+    pid: int, process: int, stacks: int, rank: int, step: int, phase: str, times: tuple[float, float]
+) -> Hang:
+    state = _state(pid)
+    before = os.fstat(stacks).st_size
+    with suppress(ProcessLookupError):
+        signal.pidfd_send_signal(process, STACKS)
+        if state == "T":
+            signal.pidfd_send_signal(process, signal.SIGCONT)
+    end, size = time.monotonic() + STACK_SECONDS, before
+    while time.monotonic() < end:
+        time.sleep(0.1)
+        size, last = os.fstat(stacks).st_size, size
+        if size == last > before:
+            break
+    text = os.pread(stacks, size - before, before).decode("utf-8", "replace")
+    text = text or "(no stacks: the process did not answer)\n"
+    return Hang(rank, socket.gethostname(), step, phase, *times, state, _innermost(text), text)
+
+
+def _innermost(stacks: str) -> str:
+    """The innermost frame of the thread that faulthandler prints last: the main one."""
+    *_, last = stacks.split("\n\n")
+    frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', last)
+    if not frames:
+        return "?"
+    # A collective looks the same from inside: its caller outside of libraries tells which it is.
+    ours = next((frame for frame in frames if "/lib/python" not in frame[0]), frames[0])
+    named = [f"{function} ({Path(file).name}:{line})" for file, line, function in dict.fromkeys((frames[0], ours))]
+    return " from ".join(named)
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "?"
+
+
+def _others(folder: Path, mine: Hang, world_size: int) -> dict[int, Hang]:
+    """The hangs of all ranks whose watchdogs have noticed one."""
+    end = time.monotonic() + min(GATHER_SECONDS, mine.limit / 2)
+    found = {mine.rank: mine}
+    while True:
+        for path in folder.glob("rank-*.json"):
+            with suppress(OSError, ValueError, TypeError):
+                hang = Hang(**json.loads(path.read_text("utf-8")))
+                found.setdefault(hang.rank, hang)
+        if len(found) == world_size or time.monotonic() > end:
+            return found
+        time.sleep(0.1)
+
+
+def main(arguments: list[str]) -> None:
+    """The process beside a rank."""
+    pid, state, stacks, rank, world_size = map(int, arguments[:5])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # those of a scheduler or terminal are for the rank
+    end_with_parent(pid)
+    watch(pid, mmap.mmap(state, _STATE.size), stacks, rank, world_size, Path(arguments[5]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,488 @@
+"""Features of megatron-core that change the speed of a run: what each needs, and which ones a run has on a machine.
+
+A key of the section `speed` that is unset is chosen by rule; one that is set and cannot be had is refused: by `rules`
+where the recipe itself rules it out, else where its machine is known (the plan, and each rank before it builds the
+model).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from llmrecipes.errors import UserError
+from llmrecipes.recipe.document import Problem
+from llmrecipes.recipe.engines import MEGATRON, engine_name
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.shape import shape
+from llmrecipes.recipe.speed import Speed, Switch
+
+Version = tuple[int, int]
+SWITCHED_OFF = (None, False)
+GC_INTERVAL = 100
+
+
+@dataclass(frozen=True)
+class Target:
+    """What decides on features besides the recipe: as expected of a machine (`plan.features`), or as a rank has it.
+
+    Attributes:
+        device: of the ranks.
+        transformer_engine: whether the layers are TransformerEngine's.
+        layers_reason: why they are, or are not.
+        version: of TransformerEngine; None: unknown, taken for new enough.
+        no_compiler: why functions cannot be compiled; None if they can.
+        no_deep_ep: why DeepEP or HybridEP cannot be used; None if it can.
+        ranks: of the run.
+        spans_nodes: whether data-parallel ranks are on several nodes.
+    """
+
+    device: Literal["cpu", "cuda"]
+    transformer_engine: bool
+    layers_reason: str = ""
+    version: Version | None = None
+    no_compiler: str | None = None
+    no_deep_ep: str | None = None
+    ranks: int = 1
+    spans_nodes: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A feature of a run.
+
+    Attributes:
+        key: dotted, in a recipe.
+        value: what megatron-core gets.
+        reason: why it has this value.
+        by: whether the recipe sets it, or a rule chooses.
+        ruled_out: the reason is why it cannot be had.
+        refused: and the recipe asks for it.
+    """
+
+    key: str
+    value: Any
+    reason: str
+    by: Literal["recipe", "rule"]
+    ruled_out: bool = False
+    refused: bool = False
+
+    @property
+    def on(self) -> bool:
+        """Whether the run has it."""
+        return self.value not in SWITCHED_OFF
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        value = list(self.value) if isinstance(self.value, tuple) else self.value
+        return {"key": self.key, "value": value, "reason": self.reason, "by": self.by}
+
+
+Default = tuple[Any, str]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A key of `speed`.
+
+    Attributes:
+        field: megatron-core's, as `Class.field`; empty for one that has an effect elsewhere.
+        gain: what it is expected to give.
+        recipe: what of a recipe rules it out; None if nothing does.
+        target: what of a machine rules it out.
+        default: the value that a rule chooses where nothing rules it out, and why.
+    """
+
+    field: str
+    gain: str
+    recipe: Callable[[Recipe], str | None]
+    target: Callable[[Target], str | None]
+    default: Callable[[Recipe, Target], Default]
+
+
+# -- what a recipe rules out -----------------------------------------------------------------------------------------
+
+
+def _anything(_recipe: Recipe) -> None:
+    return None
+
+
+def _swiglu(recipe: Recipe) -> str | None:
+    model = recipe.model
+    if model.activation_func == "silu" and model.gated_linear_unit:
+        return None
+    return "only SwiGLU (activation_func silu, gated_linear_unit true): its fused GELU is the tanh approximation"
+
+
+def _rotation(recipe: Recipe) -> str | None:
+    model = recipe.model
+    if model.multi_latent_attention:
+        return None if model.rope_type == "yarn" else "the kernel of latent attention needs rope_type yarn"
+    return None if model.position_embedding_type == "rope" else "only position_embedding_type rope"
+
+
+def _megatron(recipe: Recipe) -> str | None:
+    return None if engine_name(recipe) == MEGATRON else "the gradient buffers are those of the engine megatron"
+
+
+def _own_engine(recipe: Recipe) -> str | None:
+    return None if engine_name(recipe) == MEGATRON else "only the engine megatron has it"
+
+
+def _buckets(recipe: Recipe) -> str | None:
+    if recipe.parallelism.overlap_grad_reduce:
+        return _megatron(recipe)
+    return "without overlap_grad_reduce there is one bucket"
+
+
+def _sharded(recipe: Recipe) -> str | None:
+    if recipe.parallelism.use_distributed_optimizer:
+        return _megatron(recipe)
+    return "only buckets of use_distributed_optimizer are padded and scattered"
+
+
+def _interleaved(recipe: Recipe) -> str | None:
+    parallel = recipe.parallelism
+    if parallel.overlap_param_gather and parallel.virtual_pipeline_model_parallel_size:
+        return None
+    return "only with virtual pipeline stages and overlap_param_gather"
+
+
+def _short_gradients(recipe: Recipe) -> str | None:
+    if recipe.parallelism.grad_reduce_in_fp32 or recipe.train.precision == "fp32":
+        return "gradients are sent in fp32 (grad_reduce_in_fp32, precision)"
+    return _sharded(recipe)
+
+
+def _experts(recipe: Recipe) -> str | None:
+    return None if recipe.model.num_moe_experts else "the model has no experts"
+
+
+def _fused_router(recipe: Recipe) -> str | None:
+    if not (reason := _experts(recipe)) and recipe.model.moe_router_dtype != "fp32":
+        return "the fused router computes in fp32 (moe_router_dtype)"
+    return reason
+
+
+def _shared_experts(recipe: Recipe) -> str | None:
+    model, train = recipe.model, recipe.train
+    if not model.num_moe_experts or not model.moe_shared_expert_intermediate_size:
+        return "the model has no shared experts"
+    if model.moe_token_dispatcher_type != "alltoall":  # noqa: S105 - no password
+        return "only the dispatcher alltoall calls shared experts between its messages"
+    if {"shared_experts", "moe"} & set(train.recompute_modules or ()):
+        return "recompute_modules has them"
+    return None
+
+
+def _flex(recipe: Recipe) -> str | None:
+    if recipe.model.num_moe_experts and recipe.model.moe_token_dispatcher_type == "flex":  # noqa: S105 - no password
+        return None
+    return "belongs to moe_token_dispatcher_type flex"
+
+
+def _context(recipe: Recipe) -> str | None:
+    parallel, model, kind = recipe.parallelism, recipe.model, recipe.speed.cp_comm_type
+    size, tensor = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+    if size == 1:
+        return "context_parallel_size is 1"
+    if kind is None or kind == "p2p":
+        return None
+    if model.multi_latent_attention:
+        return "latent attention, whose keys and values differ in width, exchanges them in a ring only"
+    sizes = recipe.speed.hierarchical_context_parallel_sizes
+    if kind == "a2a+p2p":
+        if sizes is None:
+            return "a2a+p2p needs hierarchical_context_parallel_sizes"
+        size = sizes[0]
+    heads = shape(model).num_query_groups // tensor
+    if kind != "all_gather" and heads % size:
+        return f"{heads} query groups of a tensor-parallel rank do not divide over {size} ranks that exchange heads"
+    return None
+
+
+def _hierarchy(recipe: Recipe) -> str | None:
+    sizes = recipe.speed.hierarchical_context_parallel_sizes
+    if recipe.speed.cp_comm_type != "a2a+p2p":
+        return "belongs to cp_comm_type a2a+p2p"
+    if sizes is not None and sizes[0] * sizes[1] != recipe.parallelism.context_parallel_size:
+        return f"their product is context_parallel_size {recipe.parallelism.context_parallel_size}"
+    return None
+
+
+def _collections(recipe: Recipe) -> str | None:
+    return "manual_gc is off" if recipe.speed.manual_gc is False else None
+
+
+# -- what a machine rules out ----------------------------------------------------------------------------------------
+
+
+def _everywhere(_target: Target) -> None:
+    return None
+
+
+def _gpu(target: Target) -> str | None:
+    return None if target.device == "cuda" else "a setting of NCCL, and CPU ranks are joined by gloo"
+
+
+def _transformer_engine(target: Target) -> str | None:
+    if target.transformer_engine:
+        return None
+    because = f" ({target.layers_reason})" if target.layers_reason else ""
+    return f"needs TransformerEngine's layers; these are megatron-core's own{because}"
+
+
+def _since(least: Version) -> Callable[[Target], str | None]:
+    def new_enough(target: Target) -> str | None:
+        if not (reason := _transformer_engine(target)) and target.version is not None and target.version < least:
+            wanted, there = (".".join(map(str, version)) for version in (least, target.version))
+            return f"needs TransformerEngine {wanted}; {there} is installed"
+        return reason
+
+    return new_enough
+
+
+def _compiler(target: Target) -> str | None:
+    return target.no_compiler
+
+
+def _deep_ep(target: Target) -> str | None:
+    return target.no_deep_ep if target.device == "cuda" else "DeepEP and HybridEP need GPUs"
+
+
+# -- what a rule chooses ---------------------------------------------------------------------------------------------
+
+
+def _compiled(recipe: Recipe, target: Target) -> Default:
+    """On where torch compiles for the device anyway, or where that is worth it."""
+    if recipe.train.torch_compile:
+        return True, "train.torch_compile"
+    if target.device == "cuda":
+        return True, "on a GPU, and a compiler is there"
+    return False, "on a CPU compiling takes longer than it saves, unless train.torch_compile does it anyway"
+
+
+def _compiled_if_needed(recipe: Recipe, target: Target) -> Default:
+    model = recipe.model
+    if not (model.add_bias_linear or model.hidden_dropout or recipe.train.torch_compile):
+        return False, "the model has neither biases nor hidden_dropout"
+    return _compiled(recipe, target)
+
+
+def _rotated(recipe: Recipe, _target: Target) -> Default:
+    if recipe.model.multi_latent_attention:
+        return False, "megatron-core calls its kernel for latent attention experimental"
+    return True, "TransformerEngine's layers"
+
+
+def _with_layers(_recipe: Recipe, _target: Target) -> Default:
+    return True, "TransformerEngine's layers"
+
+
+def _padded(_recipe: Recipe, target: Target) -> Default:
+    if target.device == "cuda" and target.spans_nodes:
+        return True, "data-parallel ranks are on several nodes"
+    return False, "data-parallel ranks are on one node"
+
+
+def _overlapped(recipe: Recipe, target: Target) -> Default:
+    parallel = recipe.parallelism
+    split = parallel.expert_model_parallel_size > 1 or parallel.tensor_model_parallel_size > 1
+    if target.device == "cuda" and split:
+        return True, "ranks share experts, so the dispatcher communicates"
+    return False, "the dispatcher does not communicate" if not split else "on a CPU nothing runs at the same time"
+
+
+def _together(_recipe: Recipe, target: Target) -> Default:
+    if target.device == "cuda" and target.ranks > 1:
+        return True, "a collection on one rank keeps all ranks waiting"
+    return False, "one rank" if target.ranks == 1 else "on a CPU a step takes longer than a collection"
+
+
+def _every_hundredth(recipe: Recipe, target: Target) -> Default:
+    if recipe.speed.manual_gc or _together(recipe, target)[0]:
+        return GC_INTERVAL, "Megatron-Bridge's"
+    return None, "manual_gc is off"
+
+
+def _value(value: Any, reason: str) -> Callable[[Recipe, Target], Default]:
+    return lambda _recipe, _target: (value, reason)
+
+
+FEATURES: Mapping[str, Feature] = {
+    "bias_activation_fusion": Feature(
+        "TransformerConfig.bias_activation_fusion",
+        "3% of gpt-1b's step, 10% of mixtral-8x7b's; keeps 3 widths of the MLP for the backward pass instead of 5",
+        _swiglu, _compiler, _compiled,
+    ),
+    "bias_dropout_fusion": Feature(
+        "TransformerConfig.bias_dropout_fusion", "one pass over the residual stream instead of three",
+        _anything, _compiler, _compiled_if_needed,
+    ),
+    "apply_rope_fusion": Feature(
+        "TransformerConfig.apply_rope_fusion", "with fused norms 4% of gpt-1b's step",
+        _rotation, _transformer_engine, _rotated,
+    ),
+    "gradient_accumulation_fusion": Feature(
+        "TransformerConfig.gradient_accumulation_fusion",
+        "2.4% of llama3-8b's step, 2 to 4% with experts; gradients are added without rounding",
+        _megatron, _transformer_engine, _with_layers,
+    ),
+    "attention_backend": Feature(
+        "TransformerConfig.attention_backend", "another kernel where TransformerEngine's choice is slow",
+        _anything, _transformer_engine, _value(None, "TransformerEngine chooses by shape and GPU"),
+    ),
+    "cp_comm_type": Feature(
+        "TransformerConfig.cp_comm_type", "a2a sends less than a ring where heads divide over the ranks",
+        _context, _transformer_engine, _value(None, "a ring, TransformerEngine's default"),
+    ),
+    "hierarchical_context_parallel_sizes": Feature(
+        "initialize_model_parallel.hierarchical_context_parallel_sizes", "heads are exchanged inside a node",
+        _hierarchy, _transformer_engine, _value(None, "cp_comm_type needs none"),
+    ),
+    "ddp_bucket_size": Feature(
+        "DistributedDataParallelConfig.bucket_size", "fewer, larger messages; Megatron-Bridge has 128Mi on H100",
+        _buckets, _everywhere, _value(None, "megatron-core's: max(40M, 1M × data-parallel size)"),
+    ),
+    "ddp_pad_buckets_for_high_nccl_busbw": Feature(
+        "DistributedDataParallelConfig.pad_buckets_for_high_nccl_busbw", "bus bandwidth at large data-parallel sizes",
+        _sharded, _everywhere, _padded,
+    ),
+    "align_param_gather": Feature(
+        "DistributedDataParallelConfig.align_param_gather", "stages do not wait for each other's gathers",
+        _interleaved, _everywhere, _value(True, "virtual pipeline stages with overlap_param_gather"),
+    ),
+    "reduce_scatter_with_fp32_accumulation": Feature(
+        "DistributedDataParallelConfig.reduce_scatter_with_fp32_accumulation",
+        "half the bytes of fp32 gradients, with their sum in fp32",
+        _short_gradients, _everywhere, _value(False, "sums are rounded otherwise, so only by name"),
+    ),
+    "moe_permute_fusion": Feature(
+        "TransformerConfig.moe_permute_fusion", "fewer passes over dispatched tokens",
+        _experts, _since((2, 1)), _with_layers,
+    ),
+    "moe_router_fusion": Feature(
+        "TransformerConfig.moe_router_fusion", "fewer launches for each layer with experts",
+        _fused_router, _since((2, 7)), _with_layers,
+    ),
+    "moe_shared_expert_overlap": Feature(
+        "TransformerConfig.moe_shared_expert_overlap", "hides the smaller of shared experts and all-to-all",
+        _shared_experts, _everywhere, _overlapped,
+    ),
+    "moe_flex_dispatcher_backend": Feature(
+        "TransformerConfig.moe_flex_dispatcher_backend",
+        "all-to-all of deepseek-v3: 10.7 s of a step with NCCL on 128 nodes, which kernels of DeepEP shorten",
+        _flex, _deep_ep, _value("deepep", "moe_token_dispatcher_type flex"),
+    ),
+    "manual_gc": Feature(
+        "", "no step in which one rank collects and the others wait", _anything, _everywhere, _together,
+    ),
+    "manual_gc_interval": Feature(
+        "", "rarer collections; memory of reference cycles stays longer",
+        _collections, _everywhere, _every_hundredth,
+    ),
+    "deterministic_mode": Feature(
+        "TransformerConfig.deterministic_mode", "nothing: it costs speed for a result that repeats bit for bit",
+        _own_engine, _everywhere, _value(False, "slower"),
+    ),
+    "high_priority_stream_groups": Feature(
+        "initialize_model_parallel.high_priority_stream_groups", "overlapped messages start at once",
+        _anything, _gpu, _value(None, "only by name"),
+    ),
+    "nccl_communicator_config_path": Feature(
+        "initialize_model_parallel.nccl_communicator_config_path", "fewer multiprocessors for overlapped messages",
+        _anything, _gpu, _value(None, "only by name"),
+    ),
+}  # fmt: skip
+"""Keys of `speed` by name. Gains are calculated from bytes and FLOPs, within a factor of 1.5, not measured."""
+
+
+def resolve(recipe: Recipe, target: Target) -> tuple[Choice, ...]:
+    """The features of a run on a machine, in the order of `FEATURES`; what is refused is off."""
+    return tuple(_choice(name, feature, recipe, target) for name, feature in FEATURES.items())
+
+
+def _choice(name: str, feature: Feature, recipe: Recipe, target: Target) -> Choice:
+    key, wanted = f"speed.{name}", getattr(recipe.speed, name)
+    # A switch that does not apply is off; megatron-core has a default of its own for any other value.
+    off = False if isinstance(wanted, bool) or Speed.model_fields[name].annotation == Switch else None
+    missing = feature.recipe(recipe)
+    obstacle = missing or feature.target(target)
+    if wanted is None:
+        # The dispatcher is the request.
+        asked = name == "moe_flex_dispatcher_backend" and missing is None
+        if obstacle:
+            key = "model.moe_token_dispatcher_type" if asked else key
+            return Choice(key, off, obstacle, "rule", ruled_out=True, refused=asked)
+        return Choice(key, *feature.default(recipe, target), "rule")
+    if obstacle and wanted not in SWITCHED_OFF:
+        return Choice(key, off, obstacle, "recipe", ruled_out=True, refused=True)
+    return Choice(key, wanted, "set in the recipe", "recipe")
+
+
+def needing_a_gpu() -> list[str]:
+    """Keys of `speed` that a CPU without a compiler cannot give."""
+    bare = Target("cpu", transformer_engine=False, no_compiler="none")
+    return [name for name, feature in FEATURES.items() if feature.target(bare)]
+
+
+def values(choices: Iterable[Choice], kind: str) -> dict[str, Any]:
+    """Values for one of megatron-core's classes or functions, by its field; those that it does not choose itself."""
+    chosen = {}
+    for choice in choices:
+        owner, _, field = FEATURES[choice.key.rpartition(".")[2]].field.partition(".")
+        if owner == kind and choice.value is not None:
+            chosen[field] = choice.value
+    return chosen
+
+
+def value(choices: Iterable[Choice], name: str) -> Any:
+    """What a run has of one feature."""
+    return next(choice.value for choice in choices if choice.key == f"speed.{name}")
+
+
+def require(choices: Iterable[Choice]) -> None:
+    """Refuse what a recipe asks for and cannot have.
+
+    Raises:
+        UserError: there is such a key.
+    """
+    for choice in choices:
+        if choice.refused:
+            instead = "alltoall" if choice.key.startswith("model.") else "null, which leaves it to the rule"
+            raise UserError(
+                "asked for, and cannot be had on this machine",
+                where=choice.key,
+                rule=choice.reason,
+                fix=f"{choice.key}={instead}",
+            )
+
+
+def rules(recipe: Recipe) -> Iterator[Problem]:
+    """Keys of `speed` that no machine can give the recipe."""
+    for name, feature in FEATURES.items():
+        wanted = getattr(recipe.speed, name)
+        if wanted not in SWITCHED_OFF and (obstacle := feature.recipe(recipe)):
+            yield Problem(f"speed.{name}", f"{wanted}", obstacle, f"leave {name} out")
+    yield from _dispatcher(recipe)
+
+
+def _dispatcher(recipe: Recipe) -> Iterator[Problem]:
+    """What `moe_token_dispatcher_type: flex` needs in megatron-core."""
+    if _flex(recipe):
+        return
+    model, parallel = recipe.model, recipe.parallelism
+    key, backend = "model.moe_token_dispatcher_type", recipe.speed.moe_flex_dispatcher_backend or "deepep"
+    tensor = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    if parallel.expert_model_parallel_size * tensor == 1:
+        yield Problem(key, "flex with experts that no ranks share", "flex needs expert or expert-tensor parallelism",
+                      "alltoall, or expert_model_parallel_size 2")  # fmt: skip
+    if backend == "deepep" and model.moe_pad_expert_input_to_capacity:
+        yield Problem(key, "flex with moe_pad_expert_input_to_capacity true", "DeepEP does not pad",
+                      "alltoall, or moe_pad_expert_input_to_capacity false")  # fmt: skip
+    if model.moe_router_dtype != "fp32":
+        yield Problem(key, f"flex with moe_router_dtype {model.moe_router_dtype}", "its kernels send scores in fp32",
+                      "moe_router_dtype fp32")  # fmt: skip
+    if engine_name(recipe) != MEGATRON:
+        yield Problem(key, "flex with engine deepspeed", "flex is not tested with DeepSpeed's experts", "alltoall")

@@ -1,0 +1,75 @@
+"""The section `speed`: features of megatron-core that change how fast a run trains, not what it trains.
+
+Names are Megatron's. A key that is unset is chosen by rule for the machine (`recipe.features`); one that is set and
+cannot be had is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from llmrecipes.recipe.section import PosInt, Section
+
+Switch = bool | None
+ProcessGroup = Literal["tp", "cp", "pp", "dp", "dp_cp", "tp_cp", "ep", "ep_dp", "ep_tp", "hcp"]
+
+
+class Speed(Section):
+    """Features of megatron-core that change the speed of a run, not its training; `llmrecipes show --speed` lists what
+    a run has, and why. Unset keys are chosen by rule for the machine."""
+
+    bias_activation_fusion: Switch = None
+    """Compute the gated activation of the MLP (SwiGLU only) in one kernel. Unset: on GPUs with a compiler, and with
+    `train.torch_compile`."""
+    bias_dropout_fusion: Switch = None
+    """Add bias, dropout and residual in one kernel. Unset: on GPUs with a compiler where the model has biases or
+    `hidden_dropout`, and with `train.torch_compile`."""
+    apply_rope_fusion: Switch = None
+    """Apply rotary embeddings in one kernel (TransformerEngine). Unset: with `position_embedding_type: rope`; of latent
+    attention, whose kernel needs `rope_type: yarn`, only if it is set."""
+    gradient_accumulation_fusion: Switch = None
+    """Add the gradient of a weight to the gradient buffer in the kernel of its product (TransformerEngine). Unset: on
+    with its layers."""
+    attention_backend: Literal["auto", "flash", "fused", "unfused"] | None = None
+    """Kernel of TransformerEngine's attention: FlashAttention, cuDNN's, or unfused. Unset: `auto`, its own choice."""
+    cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] | None = None
+    """How context-parallel ranks of TransformerEngine's attention exchange keys and values: in a ring (`p2p`), gathered
+    before the attention, by heads (`a2a`), or by heads in small groups and in a ring over these (`a2a+p2p`). Unset: in
+    a ring; megatron-core's own layers gather."""
+    hierarchical_context_parallel_sizes: Annotated[tuple[PosInt, PosInt], Field(strict=False)] | None = None
+    """For `a2a+p2p`: ranks that exchange heads, and ranks of the ring; their product is `context_parallel_size`."""
+    ddp_bucket_size: PosInt | None = None
+    """Parameters of a bucket of gradients, with `overlap_grad_reduce`. Unset: megatron-core's, the larger of 40 million
+    and 1 million × data-parallel size."""
+    ddp_pad_buckets_for_high_nccl_busbw: Switch = None
+    """Pad buckets to a multiple of 65,536 parameters, so that messages of NCCL have the size of a power of two. Unset:
+    on where data-parallel ranks are on several nodes."""
+    align_param_gather: Switch = None
+    """With virtual pipeline stages and `overlap_param_gather`: all stages gather the parameters of a chunk at the same
+    time. Unset: on there."""
+    reduce_scatter_with_fp32_accumulation: Switch = None
+    """Send gradients in 16 bits and add them in fp32; needs `grad_reduce_in_fp32: false`. Unset: off."""
+    moe_permute_fusion: Switch = None
+    """Order tokens by experts in one kernel (TransformerEngine 2.1). Unset: on with its layers."""
+    moe_router_fusion: Switch = None
+    """Choose experts and compute the balancing loss in one kernel each (TransformerEngine 2.7). Unset: on with its
+    layers and `moe_router_dtype: fp32`."""
+    moe_shared_expert_overlap: Switch = None
+    """Compute shared experts while the dispatcher communicates; needs `moe_token_dispatcher_type: alltoall`. Unset: on
+    on GPUs where ranks share experts."""
+    moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] | None = None
+    """Library of `moe_token_dispatcher_type: flex`: DeepEP or its branch HybridEP. Unset: `deepep`."""
+    manual_gc: Switch = None
+    """Collect Python's garbage at the same step on all ranks, not when each has enough of it. Unset: on with several
+    GPUs."""
+    manual_gc_interval: PosInt | None = None
+    """Steps between these collections. Unset: 100."""
+    deterministic_mode: Switch = None
+    """Use kernels whose result is the same bit for bit each time; slower. Unset: off."""
+    high_priority_stream_groups: Annotated[tuple[ProcessGroup, ...], Field(min_length=1, strict=False)] | None = None
+    """Process groups whose NCCL kernels the GPU starts before computation. Unset: none."""
+    nccl_communicator_config_path: str | None = None
+    """YAML file with settings of NCCL for each process group (`min_ctas`, `max_ctas`, `cga_cluster_size`, `net_name`).
+    Unset: none."""

@@ -1,0 +1,185 @@
+"""What the loop does about a step whose numbers are wrong: stop, or report the rank and train on."""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
+
+from llmrecipes.data.batches import after_skipped, sample_ids
+from llmrecipes.engine.base import Engine, Progress, StepResult, World
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.faults.numerics import BadParameter, NonFinite, SpikeRule, StepSpike, first_bad_parameter
+from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.schema import Faults, Train
+from llmrecipes.tracking.events import Note
+from llmrecipes.train.saves import Notes
+
+MOST_NAMED = 16
+"""Ranks or samples that a note or message names."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one rank says about numbers that are not finite."""
+
+    rank: int
+    node: str
+    data_parallel_rank: int
+    is_local: bool
+    """Its own loss or gradients were not finite before they were reduced."""
+    bad: BadParameter | None
+
+
+class SpikeGuard:
+    """Decides on every rank whether a step's update is made, from numbers that are the same on all of them.
+
+    Args:
+        faults: of the recipe, with an action.
+        progress: of the run, with the last losses and norms.
+    """
+
+    def __init__(self, faults: Faults, progress: Progress) -> None:
+        window, sigmas = faults.loss_spike_window, faults.loss_spike_sigmas
+        self._rule = SpikeRule(window, sigmas, progress.recent_losses, progress.recent_norms)
+        self.spike: StepSpike | None = None
+        """Of the last step."""
+
+    def accept(self, loss: float, norm: float) -> bool:
+        """Whether to make the update of the next step."""
+        self.spike = self._rule.add(loss, norm)
+        return self.spike is None
+
+    def recent(self) -> dict[str, tuple[float, ...]]:
+        """The fields of `Progress` that continue the statistic."""
+        return {"recent_losses": tuple(self._rule.losses), "recent_norms": tuple(self._rule.norms)}
+
+
+def first_sample(progress: Progress, plan: Plan) -> int:
+    """Where the batch of the step after `progress` begins."""
+    return after_skipped(progress.consumed_samples, plan.recipe.train.global_batch_size, progress.skipped_samples)
+
+
+def require_finite(progress: Progress, result: StepResult, engine: Engine, world: World) -> None:
+    """Raise on every rank if the loss or gradient norm of the step after `progress` is not finite.
+
+    The reduced numbers are the same on all ranks, so all of them decide alike; only then do they exchange findings to
+    determine the rank where it started.
+
+    Raises:
+        NonFinite: naming step, rank, quantity, first bad parameter and samples.
+    """
+    # fp16 overflow is not an error: the scaler skipped the step, and the loss of a skipped step may be anything.
+    if result.skipped:
+        return
+    loss_is_bad = not math.isfinite(result.loss)
+    norm_is_bad = result.grad_norm is not None and not math.isfinite(result.grad_norm)
+    if not (loss_is_bad or norm_is_bad):
+        return
+    is_local = result.is_local or not math.isfinite(engine.local_loss)
+    cause = _exchanged(world, is_local, first_bad_parameter(engine.named_tensors()))[0]
+    raise NonFinite(
+        step=progress.step + 1,
+        rank=cause.rank,
+        node=cause.node,
+        quantity="loss" if loss_is_bad else "gradient norm",
+        value=result.loss if loss_is_bad else float(result.grad_norm or 0.0),
+        first_bad=cause.bad,
+        samples=samples_of(first_sample(progress, engine.plan), engine.plan, cause.data_parallel_rank),
+        again=result.first_attempt is not None,
+    )
+
+
+def hardware_suspect(progress: Progress, result: StepResult, engine: Engine, world: World) -> Note | None:
+    """The note of a step that was finite only when it was computed again: the same on every rank, None if it was not.
+
+    Equal inputs gave unequal results, which is a fault of a device, its memory or a link. A collective of all ranks if
+    there was such a step.
+    """
+    first = result.first_attempt
+    if first is None:
+        return None
+    findings = _exchanged(world, first.is_local, first.first_bad)
+    cause = findings[0]
+    details = {
+        # Where no rank's own numbers were bad, they became so when they were reduced.
+        "rank": cause.rank if cause.is_local else None,
+        "node": cause.node if cause.is_local else None,
+        "ranks": [finding.rank for finding in findings if finding.is_local][:MOST_NAMED],
+        "parameter": None if cause.bad is None else cause.bad.name,
+        "loss": str(first.loss),
+        "grad_norm": str(first.grad_norm),
+        "samples": samples_of(first_sample(progress, engine.plan), engine.plan, cause.data_parallel_rank)[:MOST_NAMED],
+    }
+    return Note(step=progress.step + 1, event="hardware_suspect", details=details, alarm=True)
+
+
+def require_loss_scale(step: int, result: StepResult, train: Train) -> None:
+    """Stop if fp16 gradients overflow at the smallest loss scale.
+
+    Raises:
+        UserError: with `ExitCode.STOP`.
+    """
+    if result.skipped and result.loss_scale is not None and result.loss_scale <= train.min_loss_scale:
+        raise UserError(
+            f"fp16 gradients overflow in step {step} even at the smallest loss scale, {train.min_loss_scale:g}",
+            where="train.min_loss_scale",
+            rule="the loss scale may not fall below train.min_loss_scale",
+            fix="train.precision=bf16, or a lower optimizer.lr; the newest checkpoint predates this",
+            code=ExitCode.STOP,
+        )
+
+
+def require_equal_replicas(step: int, engine: Engine, notes: Notes) -> None:
+    """Compare the weights of data-parallel replicas; a collective of all ranks.
+
+    Raises:
+        UserError: on every rank, with `ExitCode.STOP`: some differ.
+    """
+    with engine.params_synced():
+        fault = engine.replica_fault()
+    if fault is None:
+        return
+    notes.note(Note(step=step, event="replicas_differ", details=asdict(fault), alarm=True))
+    which = "most others" if fault.is_outvoted else "the only other replica, which may be the wrong one"
+    raise UserError(
+        f"after step {step}, {fault.differing} parameters differ from those of rank {fault.other} ({which}); the first "
+        f"is {fault.parameter}",
+        where=f"rank {fault.rank} on {fault.node}",
+        rule="data-parallel replicas have the same weights, bit for bit "
+        "(faults.check_weight_hash_across_dp_replicas_interval)",
+        fix="llmrecipes doctor on that node, and leave it out; the newest checkpoint was saved before this was found",
+        code=ExitCode.STOP,
+    )
+
+
+def samples_of(consumed: int, plan: Plan, data_parallel_rank: int) -> list[int]:
+    """Ids of a data-parallel rank's samples in the global batch that begins after `consumed` samples."""
+    train = plan.recipe.train
+    micro_batches = sample_ids(
+        consumed + train.global_batch_size,
+        consumed_samples=consumed,
+        micro_batch_size=train.micro_batch_size,
+        global_batch_size=train.global_batch_size,
+        data_parallel_rank=data_parallel_rank,
+        data_parallel_size=plan.layout.data_parallel_size,
+    )
+    return [sample for micro_batch in micro_batches for sample in micro_batch]
+
+
+def _exchanged(world: World, is_local: bool, bad: BadParameter | None) -> Sequence[Finding]:
+    """Findings of all ranks, the likeliest cause first."""
+    mine = Finding(world.rank, socket.gethostname(), world.data_parallel_rank, is_local, bad)
+    findings = [mine] * world.size
+    dist.all_gather_object(findings, mine)
+    return sorted(findings, key=_distance_from_cause)
+
+
+def _distance_from_cause(finding: Finding) -> tuple[bool, bool, bool, int]:
+    # A bad weight is the most likely cause. Gradients are summed over ranks, so a bad one is bad everywhere; one that
+    # was bad before the sum, or a bad local loss, identifies the rank and its batch.
+    bad = finding.bad
+    return bad is None or bad.name.endswith(".grad"), not finding.is_local, bad is None, finding.rank

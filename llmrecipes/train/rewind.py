@@ -1,0 +1,130 @@
+"""Going back from a spike: to which checkpoint, without which samples, and how often.
+
+`rewinds.json` has every time that a run went back. It is written before a newer checkpoint is deleted, so that a run
+that is killed in between leaves the samples out too.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from llmrecipes.checkpoint.store import CheckpointStore, Entry
+from llmrecipes.data.batches import Ranges
+from llmrecipes.engine.base import Progress, World
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.faults.numerics import StepSpike
+from llmrecipes.io import write_atomic
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.runfiles import RunFiles
+from llmrecipes.tracking.events import Note
+from llmrecipes.untrusted import RECORD, read_json
+
+logger = logging.getLogger(__name__)
+
+
+class Rewind(Exception):
+    """The loop goes back to a checkpoint; raised on every rank."""
+
+    def __init__(self, entry: Entry, skipped: Ranges, note: Note) -> None:
+        super().__init__(note.event)
+        self.entry, self.skipped, self.note = entry, skipped, note
+
+
+@dataclass(frozen=True)
+class Rewinds:
+    """The decisions of a run to go back. All ranks call its methods, and the first one decides."""
+
+    recipe: Recipe
+    files: RunFiles
+    store: CheckpointStore
+    world: World
+
+    def skipped(self) -> Ranges:
+        """Samples that earlier decisions leave out."""
+        return _ranges(self._shared(self._read() if self.world.is_first else None))
+
+    def require(self, spike: StepSpike, progress: Progress, began: int) -> None:
+        """Go back, if there is a checkpoint that is old enough.
+
+        Args:
+            spike: of the step.
+            progress: after it.
+            began: first sample of its batch.
+
+        Raises:
+            Rewind: the checkpoint is chosen, and newer ones are deleted.
+            UserError: the run has gone back `loss_spike_max_rewinds` times; with `ExitCode.STOP`.
+        """
+        chosen = self._shared(self._chosen(spike, progress, began) if self.world.is_first else None)
+        if isinstance(chosen, str):
+            raise UserError(
+                f"{spike.quantity} {spike.value:.4f} in step {progress.step} (usual {spike.usual:.4f}, limit "
+                f"{spike.limit:.4f}), after {chosen} rewinds",
+                where="faults.loss_spike_max_rewinds",
+                rule="a run goes back from at most faults.loss_spike_max_rewinds spikes",
+                fix="a lower optimizer.lr, a smaller optimizer.clip_grad, or other data; rewinds.json has the samples",
+                code=ExitCode.STOP,
+            )
+        if chosen is not None:
+            entry, records = chosen
+            note = Note(step=entry.step, event="rewound", details=records[-1], alarm=True)
+            raise Rewind(entry, _ranges(records), note)
+
+    def _chosen(
+        self, spike: StepSpike, progress: Progress, began: int
+    ) -> tuple[Entry, list[dict[str, Any]]] | str | None:
+        faults, batch = self.recipe.faults, self.recipe.train.global_batch_size
+        records = self._read()
+        if len(records) >= faults.loss_spike_max_rewinds:
+            return str(len(records))
+        old = [entry for entry in self.store.entries() if entry.step <= progress.step - faults.loss_spike_rewind_steps]
+        if not old:
+            return None
+        first = max(0, began - (faults.loss_spike_rewind_steps - 1) * batch)
+        record = {"step": progress.step, "to_step": old[-1].step, "samples": [first, began + batch], **asdict(spike)}
+        records.append(record)
+        write_atomic(self.files.rewinds, json.dumps(records, indent=1) + "\n")
+        for step in self.store.withdraw(old[-1].step):
+            logger.warning("the checkpoint of step %d is deleted: the run goes back to step %d", step, old[-1].step)
+        return old[-1], records
+
+    def _read(self) -> list[dict[str, Any]]:
+        try:
+            records = read_json(self.files.rewinds, root=self.files.path, most=RECORD)
+            _ranges(records)
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UserError(
+                f"cannot be read: {error}",
+                where=str(self.files.rewinds),
+                rule="it has the samples that the run leaves out since it went back from a spike",
+                fix="restore it from a backup; without it, the run would train on these samples again",
+                code=ExitCode.STOP,
+            ) from error
+        return list(records)
+
+    def _shared(self, value: Any) -> Any:
+        shared = [value]
+        dist.broadcast_object_list(shared, src=0)
+        return shared[0]
+
+
+def merged(one: Ranges, other: Ranges) -> tuple[tuple[int, int], ...]:
+    """The samples of both, as few ranges in order."""
+    ranges: list[tuple[int, int]] = []
+    for first, end in sorted({(first, end) for first, end in (*one, *other)}):
+        if ranges and first <= ranges[-1][1]:
+            ranges[-1] = ranges[-1][0], max(end, ranges[-1][1])
+        else:
+            ranges.append((first, end))
+    return tuple(ranges)
+
+
+def _ranges(records: list[dict[str, Any]]) -> Ranges:
+    return tuple((int(record["samples"][0]), int(record["samples"][1])) for record in records)

@@ -1,0 +1,162 @@
+"""`llmrecipes show --speed`: every feature that decides on a run's speed, why it is on or off, and what it gives."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from llmrecipes.errors import UserError
+from llmrecipes.hardware.load import load_profile
+from llmrecipes.hardware.profile import Profile
+from llmrecipes.launch.environment import explained
+from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.plan.speed.forecast import forecast
+from llmrecipes.recipe.features import FEATURES, Choice
+from llmrecipes.recipe.rules import check
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.units import GIB
+
+FIGURE = re.compile(r"[0-9](%| s )")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A feature of a run.
+
+    Attributes:
+        key: dotted, in a recipe.
+        value: what the run has.
+        reason: why.
+        gives: what it is expected to give; None: unknown.
+        source: of that: `calculated` for some recipe and GPU, `planned` for this one, or only `expected`.
+        change: an override that changes it; None if nothing does on this machine.
+    """
+
+    key: str
+    value: Any
+    reason: str
+    gives: str | None
+    source: str | None
+    change: str | None
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The features of a run, and its environment: value and reason of each variable."""
+
+    rows: tuple[Row, ...]
+    environment: Mapping[str, tuple[str, str]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Output of `show --speed --json`."""
+        variables = [
+            {"name": name, "value": value, "reason": reason} for name, (value, reason) in self.environment.items()
+        ]
+        return {"features": [asdict(row) for row in self.rows], "environment": variables}
+
+
+def speed(plan: Plan, cluster: str | None) -> Speed:
+    """What a planned run has.
+
+    Args:
+        cluster: name or path of the profile; None: this machine.
+    """
+    profile = None if cluster is None else load_profile(cluster)
+    rows = (*_elsewhere(plan, profile), *(_of(choice, plan, profile) for choice in plan.features))
+    return Speed(rows, explained(profile, plan.cluster, plan))
+
+
+def _of(choice: Choice, plan: Plan, profile: Profile | None) -> Row:
+    name = choice.key.rpartition(".")[2]
+    gives = FEATURES[name].gain
+    source = "calculated" if FIGURE.search(gives) else "expected"
+    change = None if choice.ruled_out else f"{choice.key}={_text(not choice.value)}"
+    if not isinstance(choice.value, bool):
+        change = None if choice.ruled_out else f"{choice.key}=VALUE"
+    if name == "bias_activation_fusion" and not choice.ruled_out:
+        other = _with(plan.recipe, {choice.key: not choice.value})
+        if effect := _effect(plan, other, profile):
+            gives = f"{gives}; here, with {choice.key}={_text(not choice.value)}: {effect}"
+            source = "calculated; planned for this run"
+    return Row(choice.key, choice.value, choice.reason, gives, source, change)
+
+
+def _elsewhere(plan: Plan, profile: Profile | None) -> Iterator[Row]:
+    """Keys of other sections that decide on speed."""
+    recipe, target = plan.recipe, plan.target
+    layers = "transformer_engine" if target.transformer_engine else "local"
+    named = recipe.model.transformer_impl != "auto"
+    yield Row(
+        "model.transformer_impl", layers, target.layers_reason,
+        "15 to 20% of gpt-1b's step on one GPU, against megatron-core's own layers", "calculated",
+        f"model.transformer_impl={'auto' if named else 'local'}",
+    )  # fmt: skip
+    recomputed = plan.recompute_granularity
+    yield _planned(
+        plan, profile, "train.recompute_granularity", recomputed,
+        "auto: the least that fits" if plan.recompute_auto else "set in the recipe" if recomputed else "default",
+        dict.fromkeys(("granularity", "method", "num_layers", "modules")) if recomputed else None,
+        prefix="train.recompute_",
+    )  # fmt: skip
+    yield Row(
+        "train.torch_compile", recipe.train.torch_compile,
+        "set in the recipe" if recipe.train.torch_compile else "default; TransformerEngine's kernels are fused already",
+        "fuses the rest of megatron-core's own layers", "expected",
+        f"train.torch_compile={_text(not recipe.train.torch_compile)}",
+    )  # fmt: skip
+    for name in ("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer", "grad_reduce_in_fp32"):
+        value = getattr(recipe.parallelism, name)
+        default = type(recipe.parallelism).model_fields[name].default
+        other = {name: not value}
+        if name in ("overlap_grad_reduce", "use_distributed_optimizer") and value:
+            other["overlap_param_gather"] = False
+        if name == "overlap_param_gather" and not value:
+            other["overlap_grad_reduce"] = True
+        yield _planned(
+            plan, profile, f"parallelism.{name}", value, "default" if value == default else "set in the recipe",
+            other, prefix="parallelism.",
+        )  # fmt: skip
+
+
+def _planned(
+    plan: Plan, profile: Profile | None, key: str, value: Any, reason: str, other: Mapping[str, Any] | None, prefix: str
+) -> Row:
+    """A key whose effect the planner knows; `other` has the values of another setting."""
+    if other is None:
+        return Row(key, value, reason, None, None, None)
+    changes = {f"{prefix}{name}": each for name, each in other.items()}
+    changed = [f"{name}={_text(each)}" for name, each in changes.items()]
+    effect = _effect(plan, _with(plan.recipe, changes), profile)
+    gives = None if effect is None else f"with {' '.join(changed[:1])}: {effect}"
+    return Row(key, value, reason, gives, None if gives is None else "planned", " ".join(changed))
+
+
+def _effect(plan: Plan, other: Recipe, profile: Profile | None) -> str | None:
+    """Step time and memory of another recipe, relative to the plan's; None where it cannot run."""
+    if check(other):
+        return None
+    try:
+        changed = derive(other, plan.layout.world_size, plan.cluster)
+    except UserError:
+        return None
+    memory = (changed.memory.total - plan.memory.total) / GIB
+    effect = f"{memory:+.1f} GiB a rank"
+    try:
+        ratio = forecast(changed, profile).step.seconds / forecast(plan, profile).step.seconds
+    except UserError:  # no coefficients of the GPU
+        return effect
+    return f"step time {ratio - 1:+.1%}, {effect}" if round(ratio - 1, 3) else effect
+
+
+def _with(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+    """The recipe with dotted keys of its sections changed."""
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        recipe = recipe.model_copy(update={section: getattr(recipe, section).model_copy(update={name: value})})
+    return recipe
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

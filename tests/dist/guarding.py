@@ -1,0 +1,106 @@
+"""Ranks of a training in which one computes a wrong number. Jobs of every rank of a joined world."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from llmrecipes.engine.base import Engine, Progress
+from llmrecipes.errors import UserError
+from llmrecipes.tracking.events import Note, NoTracker
+from llmrecipes.train.guard import hardware_suspect, require_equal_replicas, require_finite
+from llmrecipes.verify import observe
+from tests.dist.table import Row
+from tests.dist.training import loaders, training
+
+STEPS, FAULTY = 3, 2
+"""Steps of a training, and the one with the fault."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Numbers of each step, digests of the weights after the last, and the notes of the steps."""
+
+    numbers: list[tuple[float, float | None, float | None]]
+    digests: list[list[tuple[str, tuple[int, ...], bytes]]]
+    notes: list[Note]
+
+
+def trained(row: Row, fault: Literal["gradient", "loss"] | None) -> Trained:
+    """Train, with a number of the last rank that is not finite the first time that a step is computed."""
+    recipe = row.recipe
+    with training(recipe) as (engine, world):
+        step = 0
+        if fault is not None and world.rank == world.size - 1:
+            _break(engine, fault, lambda: step == FAULTY)
+        batches, progress = loaders(recipe, world), Progress()
+        numbers, notes = [], []
+        for step in range(1, STEPS + 1):
+            result = engine.train_step(batches)
+            require_finite(progress, result, engine, world)
+            if note := hardware_suspect(progress, result, engine, world):
+                notes.append(note)
+            numbers.append((result.loss, result.grad_norm, result.loss_scale))
+            samples = progress.consumed_samples + recipe.train.global_batch_size
+            progress = Progress(step, samples, samples * recipe.model.seq_length)
+        with engine.params_synced():
+            digests = observe.gathered(observe.digests(engine.weights()))
+    return Trained(numbers, digests, notes)
+
+
+def drifted(row: Row, rank: int | None) -> list[str]:
+    """What each rank says when one bit of a weight of a rank has changed after a step."""
+    with training(row.recipe) as (engine, world):
+        engine.train_step(loaders(row.recipe, world))
+        with engine.params_synced():
+            if world.rank == rank:
+                last: Any = engine.modules[-1]
+                weight = next(p for name, p in last.named_parameters() if name.endswith(CHANGED)).detach().view(-1)
+                weight.view(torch.int16)[-1] ^= 1
+        said = ""
+        tracker = Notes()
+        try:
+            require_equal_replicas(1, engine, tracker)
+        except UserError as error:
+            said = f"{error.code} {error.where}: {error.what}"
+            assert [note.event for note in tracker.notes] == ["replicas_differ"]
+        everyones = [""] * world.size
+        dist.all_gather_object(everyones, said)
+        return everyones
+
+
+CHANGED = "linear_fc2.weight"
+
+
+class Notes(NoTracker):
+    """Keeps notes."""
+
+    def __init__(self) -> None:
+        self.notes: list[Note] = []
+
+    def note(self, note: Note) -> None:
+        self.notes.append(note)
+
+
+def _break(engine: Engine, fault: str, due: Callable[[], bool]) -> None:
+    """Make the first number infinite that is computed when the fault is due."""
+    last: Any = engine.modules[-1]
+    broken = False
+
+    def poisoned(value: torch.Tensor) -> torch.Tensor:
+        nonlocal broken
+        if broken or not due():
+            return value
+        broken = True
+        return value + math.inf
+
+    if fault == "loss":
+        last.register_forward_hook(lambda _module, _inputs, losses: poisoned(losses))
+    else:
+        weight = next(p for name, p in last.named_parameters() if name.endswith("linear_proj.weight"))
+        weight.register_hook(poisoned)

@@ -1,0 +1,128 @@
+"""A rank that hangs is noticed within twice its limit, reported and ended; a slow one is left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from llmrecipes.faults.watchdog import FACTOR, LEAST, Hang, Heartbeat, Limits, report
+
+LIMIT = 1.0
+RANK = """
+import ctypes, os, sys, threading, time
+from pathlib import Path
+from llmrecipes.faults.watchdog import Limits, watched
+
+def hold_the_lock():
+    while True:  # a signal ends the sleep
+        ctypes.PyDLL(None).sleep(600)  # does not release Python's lock
+
+def leave_out():
+    threading.Event().wait()
+
+def stop():
+    while True:
+        os.kill(os.getpid(), 19)
+
+def slow_evaluation():
+    for _ in range(4):
+        beat("evaluate")
+        time.sleep(0.6)
+
+def thread_that_holds_the_lock():
+    threading.Thread(target=hold_the_lock).start()
+    time.sleep(600)
+
+limit, what, folder, rank, world = float(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), *map(int, sys.argv[4:])
+with watched(Limits(limit, limit), folder, rank=rank, world_size=world) as beat:
+    for step in (6, 7):
+        beat("step", step)
+    print(time.monotonic(), flush=True)
+    globals()[what]()
+"""
+
+
+def start(what: str, folder: Path, rank: int = 0, world: int = 1) -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", RANK, str(LIMIT), what, str(folder), str(rank), str(world)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("what", ["hold_the_lock", "thread_that_holds_the_lock", "leave_out", "stop"])
+def test_a_hang_is_reported_with_stacks_and_ended(what: str, tmp_path: Path) -> None:
+    folder = tmp_path / "hang"
+    process = start(what, folder)
+    assert process.stdout is not None
+    began = float(process.stdout.readline())
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    assert "rank 0 hangs" in errors
+    assert what in errors, "the stacks"
+    (rank,) = json.loads((folder / "report.json").read_text())["ranks"]
+    assert (rank["rank"], rank["step"], rank["phase"]) == (0, 7, "step")
+    assert LIMIT <= rank["seconds"] <= 2 * LIMIT + 0.5, "a poll is a second"
+    assert rank["node"]
+    assert rank["state"] == ("T" if what == "stop" else rank["state"])
+    assert time.monotonic() - began < 30
+
+
+def test_a_slow_evaluation_with_signs_of_progress_is_left_alone(tmp_path: Path) -> None:
+    process = start("slow_evaluation", tmp_path / "hang")
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
+    assert not (tmp_path / "hang").exists()
+
+
+def test_the_rank_that_is_not_where_the_others_wait_is_named(tmp_path: Path) -> None:
+    """Two wait for the third, which left out what they wait for."""
+    doing = ("leave_out", "hold_the_lock", "leave_out")
+    processes = [start(what, tmp_path, rank, 3) for rank, what in enumerate(doing)]
+    for process in processes:
+        process.communicate(timeout=60)
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert {rank["rank"] for rank in found["ranks"]} == {0, 1, 2}
+    assert "not where most ranks wait: 1\n" in found["text"] + "\n"
+
+
+def test_a_rank_that_reports_no_hang_is_named() -> None:
+    hang = Hang(0, "a", 7, "step", 2.0, 1.0, "S", "wait (x.py:1)")
+    assert "did not report a hang: 1" in report({0: hang}, 2)
+
+
+def test_limits_follow_the_longest_time_of_each_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    import mmap
+
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    beat = Heartbeat(Limits(30.0, 3600.0), mmap.mmap(-1, 64))
+    assert beat.limit("step") == 3600.0
+    for step, seconds in ((1, 900.0), (2, 2.0)):  # the first compiles
+        assert beat.limit("step") == 3600.0
+        beat("step", step)
+        now[0] += seconds
+    beat("evaluate")
+    assert beat.limit("step") == 30.0
+    now[0] += 9.0
+    beat("save")
+    assert beat.limit("evaluate") == FACTOR * 9.0
+    assert beat.limit("save") == LEAST["save"]
+
+
+def test_a_rank_that_ends_takes_its_watchdog_with_it(tmp_path: Path) -> None:
+    process = start("leave_out", tmp_path)
+    assert process.stdout is not None
+    process.stdout.readline()
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(children) == 1
+    process.kill()
+    process.communicate(timeout=60)
+    end = time.monotonic() + 30
+    while Path(f"/proc/{children[0]}").exists() and time.monotonic() < end:
+        os.sched_yield()
+    assert not Path(f"/proc/{children[0]}").exists()

@@ -1,0 +1,151 @@
+"""The loss in chunks of tokens: the same losses and gradients, without the logits of a micro-batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from llmrecipes.engine.core.model.gpt import RecipeGPTModel
+from tests.helpers import LLAMA, built, engine_of, steps, tiny
+
+pytestmark = pytest.mark.usefixtures("world")
+
+LENGTH, VOCABULARY = 64, 512
+MTP = {"position_embedding_type": "rope", "mtp_num_layers": 2}
+MUP = {"use_mup": True, "mup_base_hidden_size": 16}
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, positions and a mask that leaves some of them out."""
+    random = torch.Generator().manual_seed(4)
+    ids = torch.randint(VOCABULARY, (2, LENGTH), generator=random)
+    return ids, torch.arange(LENGTH).expand(2, -1), (torch.rand(2, LENGTH, generator=random) < 0.7).float()
+
+
+def results(module: RecipeGPTModel, factor: float = 1.0, **options: Any) -> dict[str, torch.Tensor]:
+    """Losses and gradients of a pass whose losses are weighted with the mask, times a factor."""
+    ids, positions, mask = batch()
+    module.zero_grad()
+    losses = module(ids, positions, None, labels=ids.roll(-1, 1), loss_mask=mask, **options)
+    (losses * mask * factor).sum().backward()
+    gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
+    return {"losses": losses.detach(), **gradients}
+
+
+def require_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bound: float) -> None:
+    """By norms of tensors; that of a key's bias is rounding only."""
+    assert found.keys() == expected.keys()
+    least = 1e-3 * max(float(each.float().norm()) for each in expected.values())
+    for name, value in expected.items():
+        difference = float((found[name].float() - value.float()).norm())
+        assert difference <= bound * max(float(value.float().norm()), least), name
+
+
+def chunked(tokens: int | None, **sections: Any) -> RecipeGPTModel:
+    train = {**sections.pop("train", {}), "loss_chunk_tokens": tokens}
+    return built(tiny(train=train, **sections)).module
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "gpt": {},
+    "llama": {"model": LLAMA},
+    "smoothed": {"train": {"label_smoothing": 0.2}},
+    "further predictions": {"model": MTP},
+    "muP": {"model": MUP},
+    "adapters": {"lora": {"rank": 4}},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("tokens", [128, 48])  # all tokens, and chunks of which the last is smaller
+def test_losses_and_gradients_are_those_of_all_logits(name: str, tokens: int) -> None:
+    expected, found = (results(chunked(each, **CASES[name]), factor=3.0) for each in (0, tokens))
+    require_close(found, expected, 1e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_losses_and_gradients_in_16_bits(precision: str) -> None:
+    expected, found = (results(chunked(each, train={"precision": precision}), 64.0) for each in (0, 48))
+    torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-4, atol=1e-4)
+    require_close(found, expected, 1e-2)
+
+
+def test_losses_of_an_evaluation() -> None:
+    ids, positions, _ = batch()
+    with torch.no_grad():
+        expected, found = (
+            chunked(tokens, train={"label_smoothing": 0.2}).eval()(ids, positions, None, labels=ids)
+            for tokens in (0, 48)
+        )
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_gradient_that_is_not_the_mask_times_a_number_is_not_passed_off_as_right() -> None:
+    ids, positions, mask = batch()
+    module = chunked(48)
+    losses = module(ids, positions, None, labels=ids, loss_mask=mask)
+    losses.square().sum().backward()
+    assert module.decoder.final_layernorm.weight.grad.isnan().all()
+    # Without a mask the gradient may be any.
+    module.zero_grad()
+    losses = module(ids, positions, None, labels=ids)
+    losses.square().sum().backward()
+    assert not module.decoder.final_layernorm.weight.grad.isnan().any()
+
+
+class _Largest(TorchDispatchMode):
+    """Most elements of a result."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.number = max(self.number, result.numel())
+        return result
+
+
+@pytest.mark.parametrize(("tokens", "elements"), [(0, 2 * LENGTH * VOCABULARY), (32, 32 * VOCABULARY)])
+def test_the_logits_of_all_tokens_are_never_there(tokens: int, elements: int) -> None:
+    """Nothing is larger than them: a weight has 32,768 elements, and all activations fewer."""
+    module = chunked(tokens, model={"ffn_hidden_size": 64})
+    with _Largest() as largest:
+        results(module)
+    assert largest.number == max(elements, VOCABULARY * 64)
+
+
+def test_training_in_chunks_is_training() -> None:
+    expected, found = (
+        [each.loss for each in steps(engine_of(tiny(train={"loss_chunk_tokens": tokens})), 4)] for tokens in (0, 48)
+    )
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_generation_has_logits() -> None:
+    ids, positions, _ = batch()
+    with torch.no_grad():
+        whole, found = (chunked(tokens).eval()(ids, positions, None) for tokens in (0, 48))
+    assert torch.equal(whole, found)
+
+
+@pytest.mark.parametrize("sections", [{}, {"model": MTP}])
+def test_scores_and_likeliest_tokens_are_those_of_all_logits(sections: dict[str, Any]) -> None:
+    """The hook that takes padded rows out of the softmax sees every chunk."""
+    rows = batch()[0]
+    model = {**sections.get("model", {}), "vocab_size": 500}  # padded to 512
+    whole, found = (
+        engine_of(tiny(model=model, train={"loss_chunk_tokens": tokens})).scorer().score(rows % 500)
+        for tokens in (0, 48)
+    )
+    assert torch.equal(found.greedy, whole.greedy)
+    torch.testing.assert_close(found.logprobs, whole.logprobs, rtol=1e-6, atol=1e-6)
+
+
+def test_a_compiled_loss_in_chunks_is_the_same() -> None:
+    module = chunked(48, train={"label_smoothing": 0.2})
+    expected = results(module)
+    module.compile_layers(backend="eager")
+    require_close(results(module), expected, 1e-6)

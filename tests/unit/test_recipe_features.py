@@ -1,0 +1,163 @@
+"""Features of the section `speed`: chosen by rule for a machine, or refused where they are asked for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from llmrecipes.cli.app import run
+from llmrecipes.hardware.cluster import Cluster, DetectedGpu
+from llmrecipes.plan.derive import derive
+from llmrecipes.recipe.features import FEATURES, Choice, Target, require, resolve
+from llmrecipes.recipe.rules import check
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.speed import Speed
+from tests.helpers import LLAMA, ROOMY, tiny
+from tests.refusals import refused
+
+GPU = Target("cuda", transformer_engine=True, version=(2, 9))
+LOCAL = Target("cuda", transformer_engine=False)
+CPU = Target("cpu", transformer_engine=False)
+NODE = replace(ROOMY, gpus=(DetectedGpu("NVIDIA H100", 1 << 40, 1 << 40, None),) * 8)
+BF16: dict[str, Any] = {"train": {"precision": "bf16"}}
+
+
+def chosen(recipe: Recipe, target: Target) -> dict[str, Choice]:
+    return {choice.key.removeprefix("speed."): choice for choice in resolve(recipe, target)}
+
+
+def on(recipe: Recipe, target: Target) -> set[str]:
+    return {name for name, choice in chosen(recipe, target).items() if choice.on}
+
+
+def test_every_key_is_a_feature() -> None:
+    assert list(FEATURES) == list(Speed.model_fields)
+
+
+def test_fusions_need_a_gpu_with_a_compiler() -> None:
+    llama, fusions = tiny(model=LLAMA), {"bias_activation_fusion", "bias_dropout_fusion"}
+    assert on(llama, GPU) & fusions == {"bias_activation_fusion"}
+    assert on(llama, LOCAL) & fusions == {"bias_activation_fusion"}
+    assert on(tiny(model={"hidden_dropout": 0.1}), GPU) & fusions == {"bias_dropout_fusion"}
+    assert not on(llama, replace(GPU, no_compiler="no C compiler")) & fusions
+    assert not on(llama, CPU) & fusions
+    assert on(tiny(model=LLAMA, train={"torch_compile": True}), CPU) & fusions == fusions
+
+
+def test_what_transformer_engine_has_needs_its_layers() -> None:
+    names = {"apply_rope_fusion", "gradient_accumulation_fusion"}
+    assert on(tiny(model=LLAMA), GPU) & names == names
+    assert not on(tiny(model=LLAMA), LOCAL) & names
+
+
+def test_a_key_that_a_recipe_rules_out_is_refused() -> None:
+    (problem,) = check(tiny(speed={"bias_activation_fusion": True}))
+    assert problem.key == "speed.bias_activation_fusion"
+    assert not check(tiny(speed={"bias_activation_fusion": False}))
+    assert not check(tiny(model=LLAMA, speed={"bias_activation_fusion": True}))
+
+
+@pytest.mark.parametrize(("cluster", "train"), [(ROOMY, BF16["train"]), (NODE, {"precision": "fp32"})])
+def test_a_key_that_a_machine_cannot_give_is_refused_by_the_plan(cluster: Cluster, train: dict[str, Any]) -> None:
+    recipe = tiny(model=LLAMA, train=train, speed={"apply_rope_fusion": True})
+    assert not check(recipe)
+    with refused("speed.apply_rope_fusion"):
+        derive(recipe, 1, cluster)
+    assert derive(tiny(model=LLAMA, speed={"apply_rope_fusion": True}, **BF16), 1, NODE).fits
+
+
+def test_a_plan_has_every_feature_and_its_reason() -> None:
+    planned = derive(tiny(model=LLAMA, **BF16), 1, NODE).as_dict()["speed"]
+    assert [choice["key"] for choice in planned] == [f"speed.{name}" for name in FEATURES]
+    assert all(choice["reason"] for choice in planned)
+
+
+def test_a_fused_activation_keeps_less() -> None:
+    fused, unfused = (
+        derive(tiny(model=LLAMA, speed={"bias_activation_fusion": value}, **BF16), 1, NODE).memory.activations
+        for value in (True, False)
+    )
+    assert fused < unfused
+
+
+def test_a_dispatcher_with_deep_ep_needs_gpus_and_the_package() -> None:
+    model = {**LLAMA, "num_moe_experts": 4, "moe_token_dispatcher_type": "flex"}
+    recipe = tiny(model=model, parallelism={"expert_model_parallel_size": 2}, **BF16)
+    assert not check(recipe)
+    assert chosen(recipe, GPU)["moe_flex_dispatcher_backend"].value == "deepep"
+    planned = derive(recipe, 2, NODE)
+    assert planned.fits and any("deep_ep" in warning for warning in planned.warnings)
+    with refused("model.moe_token_dispatcher_type"):
+        derive(recipe, 2, ROOMY)
+    with refused("model.moe_token_dispatcher_type", rule="deep_ep"):
+        require(resolve(recipe, replace(GPU, no_deep_ep="deep_ep is not installed")))
+
+
+@pytest.mark.parametrize(
+    ("key", "change"),
+    [
+        ("model.moe_token_dispatcher_type", {"parallelism": {"expert_model_parallel_size": 1}}),
+        ("model.moe_token_dispatcher_type", {"model": {"moe_router_dtype": "fp64"}}),
+        ("speed.moe_shared_expert_overlap", {"speed": {"moe_shared_expert_overlap": True}}),
+        ("speed.cp_comm_type", {"speed": {"cp_comm_type": "a2a"}}),
+        ("speed.ddp_bucket_size", {"speed": {"ddp_bucket_size": 1000}}),
+        ("speed.align_param_gather", {"speed": {"align_param_gather": True}}),
+        ("speed.reduce_scatter_with_fp32_accumulation", {"speed": {"reduce_scatter_with_fp32_accumulation": True}}),
+    ],
+)
+def test_what_no_machine_can_give_is_a_problem_of_the_recipe(key: str, change: dict[str, Any]) -> None:
+    sections: dict[str, Any] = {
+        "model": {**LLAMA, "num_moe_experts": 4, "moe_token_dispatcher_type": "flex"},
+        "parallelism": {"expert_model_parallel_size": 2}, **BF16,
+    }  # fmt: skip
+    both: dict[str, Any] = {
+        name: {**sections.get(name, {}), **change.get(name, {})} for name in sections.keys() | change.keys()
+    }
+    assert key in [problem.key for problem in check(tiny(**both))]
+
+
+def test_kernels_of_experts_need_a_version_of_transformer_engine() -> None:
+    experts = tiny(model={**LLAMA, "num_moe_experts": 4}, **BF16)
+    assert {"moe_permute_fusion", "moe_router_fusion"} <= on(experts, GPU)
+    older = chosen(experts, replace(GPU, version=(2, 6)))
+    assert older["moe_permute_fusion"].on and not older["moe_router_fusion"].on
+    assert "2.7" in older["moe_router_fusion"].reason
+
+
+def test_heads_divide_over_the_ranks_that_exchange_them() -> None:
+    speed = {"cp_comm_type": "a2a"}
+    assert not check(tiny(model=LLAMA, parallelism={"context_parallel_size": 2}, speed=speed))
+    (problem,) = check(tiny(model=LLAMA, parallelism={"context_parallel_size": 4}, speed=speed))
+    assert problem.key == "speed.cp_comm_type"
+
+
+def shown(capsys: pytest.CaptureFixture[str], *asked: str) -> dict[str, Any]:
+    run(["show", *asked, "--speed", "--json"])
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return report
+
+
+def test_show_has_every_feature_and_how_to_change_it(capsys: pytest.CaptureFixture[str]) -> None:
+    where = ("llama3-8b", "--cluster", "h100-ib", "--nodes", "2")
+    rows = {row["key"]: row for row in shown(capsys, *where)["features"]}
+    assert {f"speed.{name}" for name in FEATURES} < set(rows)
+    assert all(row["reason"] for row in rows.values())
+    assert rows["speed.ddp_pad_buckets_for_high_nccl_busbw"]["value"] is True
+    changes = {
+        key: rows[key]["change"].split()
+        for key in ("speed.bias_activation_fusion", "speed.manual_gc", "parallelism.grad_reduce_in_fp32")
+    }
+    every = [change for several in changes.values() for change in several]
+    after = {row["key"]: row for row in shown(capsys, *where, *every)["features"]}
+    assert all(after[key]["value"] is not rows[key]["value"] for key in changes)
+
+
+def test_variables_of_the_environment_have_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("llama3-8b", "--cluster", "h100-ib", "speed.deterministic_mode=true")
+    variables = {each["name"]: each for each in shown(capsys, *asked)["environment"]}
+    assert variables["NCCL_ALGO"]["value"] == "Ring"
+    assert variables["NVTE_FWD_LAYERNORM_SM_MARGIN"]["value"] == "20"
+    assert all(each["reason"] for each in variables.values())
