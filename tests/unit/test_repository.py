@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from llmrecipes import __version__
 from tests import prose
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -494,6 +495,19 @@ def test_links_between_pages_lead_somewhere() -> None:
 
 def test_changelog_has_an_open_section() -> None:
     assert re.search(r"^## \[Unreleased\]$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+
+
+def test_the_package_the_changelog_and_tags_have_the_same_versions() -> None:
+    released = re.findall(r"^## \[(\d\S*)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert released[0] == __version__
+    assert tracked()  # skips where there is no git
+
+    def tags(*words: str) -> set[str]:
+        command = ["git", "tag", "--list", "v*", *words]
+        return set(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split())
+
+    assert tags() <= {f"v{version}" for version in released}
+    assert tags("--points-at", "HEAD") <= {f"v{__version__}"}
 
 
 def test_every_make_target_is_listed() -> None:
