@@ -25,7 +25,7 @@ from typing import Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.plan.speed import memory
-from llmrecipes.plan.speed.device import Device, Stack, device, stack
+from llmrecipes.plan.speed.device import Device, Stack, device, kernels_on, stack
 from llmrecipes.plan.speed.step import predict
 from llmrecipes.plan.speed.work import Work
 
@@ -271,9 +271,10 @@ def read(row: Row) -> Reading:
         # A wrong rate keeps the order of layouts; no prediction keeps nothing.
         gpu = device("A100" if re.search(r"[AV]\d00", name.upper()) else "H100")
         assumed.append(f"coefficients of {gpu.name}")
-    if software.name == "default":
+    on_gpu = kernels_on(gpu, software)
+    if software.name == "default" or on_gpu is not software:
         assumed.append("software")
-    return Reading(work, gpu, software, assumed, recompute not in ("none", "full") or "recompute" in assumed)
+    return Reading(work, gpu, on_gpu, assumed, recompute not in ("none", "full") or "recompute" in assumed)
 
 
 def by_cost(work: Work) -> tuple[tuple[int, ...], int]:

@@ -21,7 +21,7 @@ from benchmarks import fit_planner, planner
 from llmrecipes.cli.app import run
 from llmrecipes.hardware.load import clusters_dir
 from llmrecipes.plan.check import check
-from llmrecipes.plan.speed.device import device, stack
+from llmrecipes.plan.speed.device import device, kernels_on, stack
 from llmrecipes.plan.speed.network import exchange
 from llmrecipes.plan.speed.saving import Saving
 from llmrecipes.plan.speed.schedule import order, shortest, simulate
@@ -343,3 +343,12 @@ def test_where_no_layout_fits_the_nodes_of_one_that_does_are_named() -> None:
 def test_plan_refuses(arguments: tuple[str, ...], where: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", *arguments]) == 2
     require_message(capsys.readouterr().err, where)
+
+
+def test_kernels_of_a_framework_are_not_carried_to_gpus_it_was_not_measured_on() -> None:
+    """Its factors are relative to the shares of H100; with them an A100 would compute at 73 % of its peak."""
+    megatron, default = stack("Megatron-LM"), stack("")
+    assert kernels_on(device("H100"), megatron) == kernels_on(device("H200"), megatron) == megatron
+    elsewhere = kernels_on(device("A100"), megatron)
+    assert (elsewhere.gemm, elsewhere.attention) == (default.gemm, default.attention) != (megatron.gemm, 1)
+    assert elsewhere.overlap_tensor == megatron.overlap_tensor

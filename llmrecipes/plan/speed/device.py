@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,8 @@ class Stack:
     """What a training framework does or leaves out: switches, and what it costs the host."""
 
     name: str
+    measured_on: tuple[str, ...] = ()
+    """GPUs of the runs that its kernels' factors were fitted to; empty: of all."""
     flash: bool = True
     """Fused attention; otherwise the scores are written to memory."""
     attention: float = 1.0
@@ -196,6 +198,18 @@ def stack_of(name: str) -> Stack:
     return Stack(name=name, **_values(name))
 
 
+def kernels_on(device: Device, software: Stack) -> Stack:
+    """The framework on a GPU; with the default's kernels on one without runs of it.
+
+    Factors are relative to the GPU's shares. Those of H100 would have an A100 exceed what its products reach.
+    """
+    if not software.measured_on or device.name in software.measured_on:
+        return software
+    default = stack_of("default")
+    return replace(software, gemm=default.gemm, attention=default.attention, passes=default.passes, host=default.host)
+
+
 def _values(name: str) -> dict[str, Any]:
     data = _read("stacks")
-    return data["default"] if name == "default" else data["stacks"][name]["values"]
+    values = data["default"] if name == "default" else data["stacks"][name]["values"]
+    return {**values, "measured_on": tuple(values.get("measured_on", ()))}

@@ -11,7 +11,7 @@ from llmrecipes.hardware.profile import Calibration, Profile
 from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.kernels import recomputed_layers
 from llmrecipes.plan.memory import Memory, of_stage
-from llmrecipes.plan.speed.device import Device, Stack, device, stack
+from llmrecipes.plan.speed.device import Device, Stack, device, kernels_on, stack
 from llmrecipes.plan.speed.processors import of_local_layers, of_processors
 from llmrecipes.plan.speed.saving import Saving, as_dict, saving
 from llmrecipes.plan.speed.step import Step, predict
@@ -229,16 +229,17 @@ def device_of(profile: Profile) -> Device:
     )
 
 
-def software(plan: Plan) -> Stack:
-    """What megatron-core overlaps and splits, by the recipe's switches."""
+def software(plan: Plan, device: Device) -> Stack:
+    """What megatron-core overlaps and splits, by the recipe's switches; its kernels' factors on the device."""
     if plan.device == "cpu":
         return of_local_layers(plan.recipe)
     parallel, zero = plan.recipe.parallelism, plan.recipe.zero
     sharded = zero is not None and zero.stage >= 3
+    megatron = kernels_on(device, stack("megatron"))
     return replace(
-        stack("megatron"),
+        megatron,
         overlap_tensor=0.0,
-        overlap_gradients=stack("megatron").overlap_gradients if parallel.overlap_grad_reduce or sharded else 0.0,
+        overlap_gradients=megatron.overlap_gradients if parallel.overlap_grad_reduce or sharded else 0.0,
         sequence_parallel=parallel.sequence_parallel,
         sharded=sharded,
         zero=1 if parallel.use_distributed_optimizer or zero is not None else 0,
@@ -305,7 +306,7 @@ def forecast(plan: Plan, profile: Profile | None) -> Forecast:
         UserError: as `gpu`.
     """
     found = gpu(plan, profile)
-    step = predict(found, software(plan), work(plan))
+    step = predict(found, software(plan, found), work(plan))
     stages = range(plan.layout.pipeline_model_parallel_size)
     memory = tuple(
         of_stage(plan.recipe, plan.shape, plan.layout, plan.num_microbatches, stage, plan.device) for stage in stages

@@ -350,7 +350,7 @@ def _timed(
             continue
         seen.add(key)
         plan = replace(base, recipe=candidate, layout=laid_out, num_microbatches=number)
-        shapes, stack = work(plan), software(plan)
+        shapes, stack = work(plan), software(plan, device)
         if (shapes, stack) not in known:
             known[shapes, stack] = predict(device, stack, shapes, at_least=True).seconds
         if math.isfinite(known[shapes, stack]):
