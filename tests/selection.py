@@ -22,17 +22,16 @@ VERSION = (
     "unit/test_data_prepare", "unit/test_dryrun", "unit/test_engine_", "unit/test_generate", "unit/test_hf_export",
     "unit/test_hf_import", "unit/test_lora_", "unit/test_model_", "unit/test_performance_page", "unit/test_plan_model",
     "unit/test_plan_placement", "unit/test_plan_ranks", "unit/test_platform", "unit/test_recipe_effects",
-    "unit/test_recipe_stage_layout",
-    "unit/test_train_balance", "unit/test_train_initial_values", "unit/test_workflow_smoke",
-    "unit/test_workflow_upcycle",
+    "unit/test_recipe_stage_layout", "unit/test_train_balance", "unit/test_train_initial_values",
+    "unit/test_workflow_smoke", "unit/test_workflow_upcycle",
 )  # fmt: skip
 """Path prefixes of tests of what stands on megatron-core: models, checkpoints, optimizers, layouts, dry runs."""
 
 NOT_VERSION = (
     "dist/test_checkpoint_killed", "dist/test_failing", "dist/test_stops", "dist/test_verify", "train/",
-    "unit/test_bench.py", "unit/test_data_chat", "unit/test_deepspeed_config", "unit/test_evaluation",
-    "unit/test_faults_", "unit/test_finetune", "unit/test_hf_reading", "unit/test_layout_names", "unit/test_merge_",
-    "unit/test_gpu_report", "unit/test_network", "unit/test_rendezvous", "unit/test_workflow_train",
+    "unit/test_bench.py", "unit/test_benchmark_contenders", "unit/test_data_chat", "unit/test_deepspeed_config",
+    "unit/test_evaluation", "unit/test_faults_", "unit/test_finetune", "unit/test_hf_reading",
+    "unit/test_layout_names", "unit/test_merge_", "unit/test_gpu_report", "unit/test_network", "unit/test_rendezvous", "unit/test_workflow_train",
 )  # fmt: skip
 """Path prefixes of tests that import torch or an engine, but whose subject is this project's code around it."""
 

@@ -67,7 +67,7 @@ def sample_ids(
             f"global batch {global_batch_size} is not a multiple of {micro_batch_size} × {data_parallel_size}"
         )
     batches = size // global_batch_size * global_batch_size if skipped else size
-    more = sum(-(-(end - first) // global_batch_size) for first, end in skipped) * global_batch_size
+    more = sum(-(-end // global_batch_size) - first // global_batch_size for first, end in skipped) * global_batch_size
     batch = consumed_samples
     while (batch := after_skipped(batch, global_batch_size, skipped)) <= batches + more - global_batch_size:
         begin = batch % batches if skipped else batch
@@ -80,7 +80,7 @@ def after_skipped(consumed_samples: int, global_batch_size: int, skipped: Ranges
     """Where the next global batch begins that has no sample in `skipped`."""
     for first, end in sorted(skipped):
         if first < consumed_samples + global_batch_size and consumed_samples < end:
-            consumed_samples = end
+            consumed_samples += -(-(end - consumed_samples) // global_batch_size) * global_batch_size
     return consumed_samples
 
 

@@ -162,6 +162,13 @@ def test_the_core_has_every_kind_of_parallelism_and_every_pair() -> None:
         "train.recompute_modules=['core_attn', 'mla_up_proj', 'layernorm']",
         "train.recompute_modules=['mlp', 'layernorm']",
         "train.recompute_modules=['moe', 'layernorm']",
+        "speed.bias_activation_fusion=True",
+        "speed.bias_dropout_fusion=True",
+        "speed.moe_shared_expert_overlap=True",
+        "speed.ddp_pad_buckets_for_high_nccl_busbw=True",
+        "speed.deterministic_mode=True",
+        "speed.reduce_scatter_with_fp32_accumulation=True",
+        "parallelism.grad_reduce_in_fp32=False",
     }
     # DeepSpeed is an extra that `make test` does without.
     assert kinds(row for row in HERE if row.engine == "megatron") - kinds(core) == left_out

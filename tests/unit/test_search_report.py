@@ -25,6 +25,7 @@ from llmrecipes.search.report import plots, write_report
 from llmrecipes.search.storage import open_storage
 from llmrecipes.search.trials import return_to_queue
 from llmrecipes.search.worker import Worker
+from llmrecipes.tracking.mirror import tracker_name
 from llmrecipes.tracking.mlflow.database import tracking_uri
 from tests.helpers import tiny_on, write_recipe
 from tests.refusals import refused, require_message
@@ -284,13 +285,13 @@ def test_losses_come_back_through_mlflow_where_the_disk_is_not_shared(tmp_path: 
     run_id = client.create_run(experiment, run_name="lab-0000").info.run_id
     for step in (1, 2, 3):
         for key, value in (("loss", 3.0), ("step_seconds", 0.5), ("consumed_tokens", 100.0 * step)):
-            client.log_metric(run_id, key, value, step=step)
-    client.log_metric(run_id, "valid_loss", 2.5, step=3)
+            client.log_metric(run_id, tracker_name(key), value, step=step)
+    client.log_metric(run_id, tracker_name("valid_loss"), 2.5, step=3)
     reader._looked = -metrics.LOOK_SECONDS
     progress = reader.read()
     assert (progress.step, progress.tokens, progress.seconds, progress.diverged) == (3, 300, 1.5, False)
     assert progress.evaluations[3].valid_loss == 2.5
-    client.log_metric(run_id, "loss", float("nan"), step=4)
+    client.log_metric(run_id, tracker_name("loss"), float("nan"), step=4)
     reader._looked = -metrics.LOOK_SECONDS
     assert reader.read().diverged
 

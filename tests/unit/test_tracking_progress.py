@@ -59,7 +59,7 @@ def test_a_plain_line_has_everything_and_is_never_wrapped() -> None:
 
 def test_a_gpu_shows_mfu_in_both_conventions() -> None:
     sink, file, _ = plain(total=600, log_interval=1)
-    sink.step(step(1, mfu=0.553, mfu_causal=0.501, skipped=True))
+    sink.step(step(1, mfu=0.553, mfu_causal=0.501, skipped=True, grad_norm=float("nan")))
     assert "MFU 55.3% (causal 50.1%)" in file.getvalue()
     assert "skipped: fp16 overflow" in file.getvalue()
 
