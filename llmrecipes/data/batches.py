@@ -56,7 +56,7 @@ def sample_ids(
     ranks.
 
     Global batches with a sample in `skipped` are left out. As many follow the last one instead, from the first sample
-    on; a dataset that has more samples than a run draws gets that far only later.
+    on and without those; a dataset that has more samples than a run draws gets that far only later.
 
     Raises:
         ValueError: the global batch is not a multiple of micro-batch × data-parallel size (the planner rejects it).
@@ -70,10 +70,21 @@ def sample_ids(
     more = sum(-(-end // global_batch_size) - first // global_batch_size for first, end in skipped) * global_batch_size
     batch = consumed_samples
     while (batch := after_skipped(batch, global_batch_size, skipped)) <= batches + more - global_batch_size:
-        begin = batch % batches if skipped else batch
+        following = -(-(batch - batches) // global_batch_size)  # negative before the last sample
+        begin = batch if following < 0 else _from_the_first(following, batches, global_batch_size, skipped)
         for start in range(begin + data_parallel_rank * micro_batch_size, begin + global_batch_size, stride):
             yield list(range(start, start + micro_batch_size))
         batch += global_batch_size
+
+
+def _from_the_first(number: int, size: int, global_batch_size: int, skipped: Ranges) -> int:
+    """Where the global batch of this number begins, counted from the first sample on without those in `skipped`."""
+    first = place = after_skipped(0, global_batch_size, skipped)
+    for _ in range(number):
+        place = after_skipped(place + global_batch_size, global_batch_size, skipped)
+        if place + global_batch_size > size:
+            place = first
+    return place % size  # 0 if all are left out
 
 
 def after_skipped(consumed_samples: int, global_batch_size: int, skipped: Ranges) -> int:

@@ -22,11 +22,12 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -35,8 +36,9 @@ from llmrecipes.io import write_atomic
 
 PHASES = ("data", "step", "evaluate", "tasks", "save")
 """What a rank does."""
-LEAST = {"save": 7200.0}
-"""Seconds of a phase that may wait for something else: a save for the one before, which has its own timeout."""
+LEAST = {"save": 7200.0, "tasks": 3600.0}
+"""Seconds of a phase that may wait for something else: a save for the one before, which has its own timeout; a batch of
+a task for the first rank, which prepares texts and computes statistics."""
 FACTOR = 10.0
 """Times the longest measured time of a phase that it may last."""
 POLL_SECONDS = 1.0
@@ -45,7 +47,7 @@ PAUSED_SECONDS = 1.0
 STACK_SECONDS = 3.0
 """For the rank to write its stacks."""
 GATHER_SECONDS = 10.0
-"""At most, for the other ranks' watchdogs to notice the same hang."""
+"""For the other ranks' watchdogs to notice the same hang; so long again if the first rank does not notice it."""
 STACKS = signal.SIGUSR2
 _STATE = struct.Struct("=ddqq")
 """Since when, until when (0: no limit), step, number of the phase."""
@@ -179,19 +181,34 @@ def watch(pid: int, memory: mmap.mmap, stacks: int, rank: int, world_size: int, 
         if (late := now - asleep - POLL_SECONDS) > PAUSED_SECONDS:
             given_back += late
         if until and now > until + given_back:
+            # What the rank waits for, a file system for example, may also hold up or fail its report.
+            latest = threading.Timer(STACK_SECONDS + 3 * _gathering(until - since), _kill, (process,))
+            latest.start()
             hang = _examined(pid, process, stacks, rank, step, PHASES[phase], (now - since, until - since))
             with suppress(OSError):
                 folder.mkdir(parents=True, exist_ok=True)
                 write_atomic(folder / f"rank-{rank}.json", json.dumps(asdict(hang)))
             found = _others(folder, hang, world_size)
-            text = report(found, world_size)
+            others = f"    in {_doing(hang)}; {folder / REPORT} has the other ranks"
+            text = others if found is None else report(found, world_size)
             print(f"rank {rank} hangs:\n{text}\n{hang.stacks}", file=sys.stderr, flush=True)
-            if rank == min(found):
+            if found is not None:
                 with suppress(OSError):
                     short = [{**asdict(each), "stacks": ""} for each in found.values()]
                     write_atomic(folder / REPORT, json.dumps({"text": text, "ranks": short}, indent=1) + "\n")
-            signal.pidfd_send_signal(process, signal.SIGKILL)
+            _kill(process)
+            latest.cancel()
             return
+
+
+def _kill(process: int) -> None:
+    with suppress(ProcessLookupError):
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+
+
+def _gathering(limit: float) -> float:
+    """Seconds to wait for other ranks."""
+    return min(GATHER_SECONDS, limit / 2)
 
 
 def report(found: Mapping[int, Hang], world_size: int) -> str:
@@ -204,16 +221,11 @@ def report(found: Mapping[int, Hang], world_size: int) -> str:
     lines = []
     places = Counter(_place(hang) for hang in found.values())
     usual, _ = places.most_common(1)[0]
-    for (step, phase, innermost), count in places.most_common():
-        ranks = [rank for rank, hang in sorted(found.items()) if _place(hang) == (step, phase, innermost)]
+    for place, count in places.most_common():
+        ranks = [rank for rank, hang in sorted(found.items()) if _place(hang) == place]
         named = ", ".join(f"{rank} on {found[rank].node}" for rank in ranks[:8])
         more = f" and {count - 8} more" if count > 8 else ""
-        first = found[ranks[0]]
-        stopped = " (stopped)" if first.state == "T" else ""
-        lines.append(
-            f"    {count} of {world_size} ranks in step {step}, {phase}, for {first.seconds:.1f} s (limit "
-            f"{first.limit:.1f} s){stopped}, at {innermost}: {named}{more}"
-        )
+        lines.append(f"    {count} of {world_size} ranks in {_doing(found[ranks[0]])}: {named}{more}")
     absent = sorted(rank for rank, hang in found.items() if _place(hang) != usual)
     if absent and len(found) > 1:
         lines.append(f"    not where most ranks wait: {', '.join(map(str, absent[:16]))}")
@@ -221,6 +233,12 @@ def report(found: Mapping[int, Hang], world_size: int) -> str:
     if missing:
         lines.append(f"    did not report a hang: {', '.join(map(str, missing[:16]))}{' …' if missing[16:] else ''}")
     return "\n".join(lines)
+
+
+def _doing(hang: Hang) -> str:
+    stopped = " (stopped)" if hang.state == "T" else ""
+    times = f"for {hang.seconds:.1f} s (limit {hang.limit:.1f} s)"
+    return f"step {hang.step}, {hang.phase}, {times}{stopped}, at {hang.innermost}"
 
 
 def _place(hang: Hang) -> tuple[int, str, str]:
@@ -266,18 +284,38 @@ def _state(pid: int) -> str:
         return "?"
 
 
-def _others(folder: Path, mine: Hang, world_size: int) -> dict[int, Hang]:
-    """The hangs of all ranks whose watchdogs have noticed one."""
-    end = time.monotonic() + min(GATHER_SECONDS, mine.limit / 2)
-    found = {mine.rank: mine}
-    while True:
-        for path in folder.glob("rank-*.json"):
-            with suppress(OSError, ValueError, TypeError):
-                hang = Hang(**json.loads(path.read_text("utf-8")))
-                found.setdefault(hang.rank, hang)
-        if len(found) == world_size or time.monotonic() > end:
+def _others(folder: Path, mine: Hang, world_size: int) -> dict[int, Hang] | None:
+    """The hangs of all ranks, on the first rank that hangs; None on the others.
+
+    If all of 16,384 ranks read the files of all, they would open 268 million.
+    """
+    found, first = {mine.rank: mine}, 0
+    for _ in range(2):
+        end = time.monotonic() + _gathering(mine.limit)
+        while time.monotonic() < end:
+            if mine.rank == first:
+                _read(folder, found)
+                if len(found) == world_size:
+                    return found
+            elif (folder / REPORT).exists():
+                return None
+            time.sleep(0.1 if mine.rank == first else 0.5)
+        if mine.rank == first:
             return found
-        time.sleep(0.1)
+        # Rank 0 may not hang, or cannot say so.
+        first = min(_reports(folder), default=mine.rank)
+    return None
+
+
+def _read(folder: Path, found: dict[int, Hang]) -> None:
+    for rank, path in _reports(folder).items():
+        if rank not in found:
+            with suppress(OSError, ValueError, TypeError):
+                found[rank] = replace(Hang(**json.loads(path.read_text("utf-8"))), stacks="")
+
+
+def _reports(folder: Path) -> dict[int, Path]:
+    return {int(path.stem.removeprefix("rank-")): path for path in folder.glob("rank-*.json")}
 
 
 def main(arguments: list[str]) -> None:

@@ -22,6 +22,7 @@ from llmrecipes.evaluation import history
 from llmrecipes.evaluation.lead import Interrupted, RankZeroScorer
 from llmrecipes.evaluation.request import EvaluationResult
 from llmrecipes.faults.signals import StopRequest
+from llmrecipes.faults.watchdog import Beat, unwatched
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.events import TASKS_EVALUATED, Note, Tracker
 from llmrecipes.tracking.jsonl import parse
@@ -61,6 +62,7 @@ class TaskEvaluations:
         tracker: receives the results.
         stop: set by signals.
         metrics: the run's metrics.jsonl.
+        beat: called before each batch of a task.
     """
 
     recipe: Recipe
@@ -71,6 +73,7 @@ class TaskEvaluations:
     tracker: Tracker
     stop: StopRequest
     metrics: Path
+    beat: Beat = unwatched
 
     def due(self, step: int) -> bool:
         """Whether the tasks are evaluated after this step."""
@@ -90,9 +93,15 @@ class TaskEvaluations:
 
         A task that fails is reported, and training continues.
         """
+
+        def stop() -> bool:
+            self.beat("tasks", step)
+            return self.stop.requested
+
+        self.beat("tasks", step)
         rows = self.recipe.train.micro_batch_size
         with self.engine.params_synced():
-            lead = RankZeroScorer(self.engine.scorer(), self.world, self.tokenizer, rows, lambda: self.stop.requested)
+            lead = RankZeroScorer(self.engine.scorer(), self.world, self.tokenizer, rows, stop)
             try:
                 results = lead.run(self._results)
             except Interrupted:

@@ -45,13 +45,17 @@ class SpikeGuard:
     def __init__(self, faults: Faults, progress: Progress) -> None:
         window, sigmas = faults.loss_spike_window, faults.loss_spike_sigmas
         self._rule = SpikeRule(window, sigmas, progress.recent_losses, progress.recent_norms)
-        self.spike: StepSpike | None = None
-        """Of the last step."""
+        self._spike: StepSpike | None = None
 
     def accept(self, loss: float, norm: float) -> bool:
         """Whether to make the update of the next step."""
-        self.spike = self._rule.add(loss, norm)
-        return self.spike is None
+        self._spike = self._rule.add(loss, norm)
+        return self._spike is None
+
+    def take(self) -> StepSpike | None:
+        """The spike of the last step, once: a step whose fp16 gradients overflow is not judged."""
+        spike, self._spike = self._spike, None
+        return spike
 
     def recent(self) -> dict[str, tuple[float, ...]]:
         """The fields of `Progress` that continue the statistic."""

@@ -123,7 +123,6 @@ class Loop:
             with self.engine.params_synced():
                 if not self._evaluate(progress):
                     return self._stopped(progress)
-        self.beat("tasks", progress.step)
         if self.tasks is not None and self.tasks.missing(progress.step) and not self.tasks.run(progress.step):
             return self._stopped(progress)
         first = progress.step
@@ -131,8 +130,8 @@ class Loop:
             began = guard.first_sample(progress, self.plan)
             steady = progress.step >= first + FIRST_STEPS and not saves.writing
             progress, stopping = self._step(progress, batches, steady=steady)
-            if self.spikes is not None and self.spikes.spike is not None:
-                self._rewind(saves, progress, began, self.spikes.spike)
+            if self.spikes is not None and (spike := self.spikes.take()) is not None:
+                self._rewind(saves, progress, began, spike)
             if progress.step == first + 1 and self.engine.platform.name == "cuda":
                 saves.reserve(progress)
             last = progress.step == train.train_iters
@@ -145,7 +144,6 @@ class Loop:
                 with self.engine.params_synced():
                     stopping = evaluating = not self._evaluate(progress)
             if self.tasks is not None and self.tasks.due(progress.step):
-                self.beat("tasks")
                 stopping = evaluating = stopping or not self.tasks.run(progress.step)
             if saving or stopping:
                 self.beat("save")
@@ -209,6 +207,7 @@ class Loop:
     def _rewind(self, saves: Saves, progress: Progress, began: int, spike: StepSpike) -> None:
         """Go back from a spike, whose update was left out, if the run does so and a checkpoint is old enough."""
         if self.rewinds is not None:
+            self.beat("save")  # which may have to end first; then the first rank deletes checkpoints
             saves.settle()
             self.rewinds.require(spike, progress, began)
         details = {**asdict(spike), "samples": [began, progress.consumed_samples]}
@@ -261,7 +260,7 @@ class Loop:
             self.beat("evaluate")
             return self.stop.requested or batches.failure is not None
 
-        self.beat("evaluate")
+        self.beat("evaluate", progress.step)
         loss = self.engine.evaluate(batches, train.eval_iters, stop)
         self.unread = first_failure(batches.failure, self.engine.platform.device)
         if loss is None or self.unread is not None:

@@ -1,7 +1,7 @@
 """Going back from a spike: to which checkpoint, without which samples, and how often.
 
-`rewinds.json` has every time that a run went back. It is written before a newer checkpoint is deleted, so that a run
-that is killed in between leaves the samples out too.
+`rewinds.json` has every time that a run went back. It is written before a newer checkpoint is deleted, and again after
+the last one: the next start of a run that is killed in between deletes the rest, and leaves the samples out too.
 """
 
 from __future__ import annotations
@@ -48,6 +48,18 @@ class Rewinds:
         """Samples that earlier decisions leave out."""
         return _ranges(self._shared(self._read() if self.world.is_first else None))
 
+    def finish(self) -> tuple[Note, ...]:
+        """Delete the checkpoints that a start was killed before it had deleted; before one is chosen.
+
+        Returns:
+            What that start did not note; on the first rank.
+        """
+        records = self._read() if self.world.is_first else []
+        if not records or records[-1].get("deleted", True):
+            return ()
+        self._delete(records)
+        return (_note(records[-1]),)
+
     def require(self, spike: StepSpike, progress: Progress, began: int) -> None:
         """Go back, if there is a checkpoint that is old enough.
 
@@ -72,8 +84,7 @@ class Rewinds:
             )
         if chosen is not None:
             entry, records = chosen
-            note = Note(step=entry.step, event="rewound", details=records[-1], alarm=True)
-            raise Rewind(entry, _ranges(records), note)
+            raise Rewind(entry, _ranges(records), _note(records[-1]))
 
     def _chosen(
         self, spike: StepSpike, progress: Progress, began: int
@@ -87,11 +98,20 @@ class Rewinds:
             return None
         first = max(0, began - (faults.loss_spike_rewind_steps - 1) * batch)
         record = {"step": progress.step, "to_step": old[-1].step, "samples": [first, began + batch], **asdict(spike)}
-        records.append(record)
-        write_atomic(self.files.rewinds, json.dumps(records, indent=1) + "\n")
-        for step in self.store.withdraw(old[-1].step):
-            logger.warning("the checkpoint of step %d is deleted: the run goes back to step %d", step, old[-1].step)
+        records.append({**record, "deleted": False})
+        self._write(records)
+        self._delete(records)
         return old[-1], records
+
+    def _delete(self, records: list[dict[str, Any]]) -> None:
+        to_step = int(records[-1]["to_step"])
+        for step in self.store.withdraw(to_step):
+            logger.warning("the checkpoint of step %d is deleted: the run goes back to step %d", step, to_step)
+        records[-1]["deleted"] = True
+        self._write(records)
+
+    def _write(self, records: list[dict[str, Any]]) -> None:
+        write_atomic(self.files.rewinds, json.dumps(records, indent=1) + "\n")
 
     def _read(self) -> list[dict[str, Any]]:
         try:
@@ -124,6 +144,11 @@ def merged(one: Ranges, other: Ranges) -> tuple[tuple[int, int], ...]:
         else:
             ranges.append((first, end))
     return tuple(ranges)
+
+
+def _note(record: dict[str, Any]) -> Note:
+    details = {name: value for name, value in record.items() if name != "deleted"}
+    return Note(step=int(record["to_step"]), event="rewound", details=details, alarm=True)
 
 
 def _ranges(records: list[dict[str, Any]]) -> Ranges:

@@ -83,6 +83,8 @@ def run(spec: RunSpec) -> ExitCode:
         group = saver_group()
         stack.callback(store.release)
         claim(store, group)
+        rewinds = Rewinds(recipe, spec.run, store, world)
+        went_back = () if spec.from_scratch else rewinds.finish()
         start = choose(store, world, from_scratch=spec.from_scratch)
         with initial_weights(spec, resumed=start.entry is not None) as weights:
             engine = (engines.build if start.entry is None else engines.construct)(plan, platform, weights)
@@ -97,17 +99,15 @@ def run(spec: RunSpec) -> ExitCode:
                 keep_interval=recipe.checkpoint.keep_interval,
             )
         )
-        rewinds = Rewinds(recipe, spec.run, store, world) if recipe.faults.loss_spike_action == "rewind" else None
         progress = Progress() if start.entry is None else resume(engine, start.entry, world)
-        if rewinds is not None:
-            progress = replace(progress, skipped_samples=merged(progress.skipped_samples, rewinds.skipped()))
+        progress = replace(progress, skipped_samples=merged(progress.skipped_samples, rewinds.skipped()))
         if world.is_first:
             describe(recipe, plan, engine.implementation, cluster, prepared, progress, spec.run_dir, network)
         tracked = stack.enter_context(ExitStack())
         tracker = tracked.enter_context(open_tracker(spec, plan, engine.implementation, world, progress))
         if network is not None:
             tracker.note(Note(step=progress.step, event="network", details={"network": network}))
-        for note in start.notes:
+        for note in (*start.notes, *went_back):
             tracker.note(note)
         profile_step = stack.enter_context(
             profiled(spec.profile_steps, spec.run.logs, world.rank, trace=spec.profile_trace)
@@ -122,6 +122,7 @@ def run(spec: RunSpec) -> ExitCode:
             check_folder()
             collect()
 
+        beat = stack.enter_context(watchdog(recipe, spec.run, world))
         peak = cluster.gpus[0].peak_tflops if cluster.gpus else None
         loop = Loop(
             plan=plan,
@@ -143,11 +144,12 @@ def run(spec: RunSpec) -> ExitCode:
                 tracker,
                 stop,
                 spec.run.metrics,
+                beat,
             ),
             stop_after=spec.stop_after,
             evaluation_due=evaluation_due(progress.step, recipe, spec.run.metrics, world),
-            rewinds=rewinds,
-            beat=stack.enter_context(watchdog(recipe, spec.run, world)),
+            rewinds=rewinds if recipe.faults.loss_spike_action == "rewind" else None,
+            beat=beat,
         )
         if world.is_first:
             for note in hangs(spec.run, progress.step):

@@ -6,16 +6,23 @@ import json
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from llmrecipes.checkpoint.store import CheckpointStore
-from llmrecipes.engine.base import StepResult
+from llmrecipes.engine.base import Progress, StepResult
 from llmrecipes.engine.megatron.engine import MegatronEngine
-from tests.helpers import curve, lines, require_same_checkpoints, tiny_on, train_lines
+from llmrecipes.faults.numerics import StepSpike
+from llmrecipes.recipe.schema import Faults
+from llmrecipes.rundir import Run as RunDir
+from llmrecipes.train import guard
+from llmrecipes.train.rewind import Rewinds
+from tests.helpers import curve, lines, require_same_checkpoints, tiny, tiny_on, train_lines
 from tests.refusals import require_message
 from tests.train.test_train_faults import run_spec
+from tests.unit.test_checkpoint_store import publish
 
 Run = Callable[..., tuple[int, Path]]
 BATCH = 4
@@ -130,6 +137,48 @@ def test_a_run_goes_back_from_a_spike_and_leaves_out_the_batches_that_led_to_it(
     assert batches.seen == [*range(9), *range(9, 15)]
     assert curve(cut) == curve(whole)
     require_same_checkpoints(cut / "checkpoints/step-00000012", whole / "checkpoints/step-00000012")
+
+
+def test_a_start_that_is_killed_while_it_deletes_checkpoints_is_finished_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, world = RunDir(tmp_path), SimpleNamespace(is_first=True)
+    store = run.store()
+    for step in (2, 4, 6, 8):
+        publish(store, step)
+    faults = {"loss_spike_action": "rewind", "loss_spike_rewind_steps": 3}
+    recipe = tiny(
+        train={"global_batch_size": BATCH}, checkpoint={"save_interval": 2, "most_recent_k": 6}, faults=faults
+    )
+    rewinds = Rewinds(recipe, run, store, world)  # type: ignore[arg-type]
+    assert rewinds.finish() == ()
+    delete = CheckpointStore._delete
+
+    def killed(store: CheckpointStore, path: Path) -> None:
+        if path.name == "step-00000006":
+            raise KeyboardInterrupt
+        delete(store, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointStore, "_delete", killed)
+        with pytest.raises(KeyboardInterrupt):
+            rewinds._chosen(StepSpike("loss", 9.0, 2.0, 3.0), Progress(step=8), 7 * BATCH)
+    assert [entry.step for entry in store.entries()] == [2, 4, 6]
+    (note,) = rewinds.finish()
+    assert [entry.step for entry in store.entries()] == [2, 4]
+    assert (note.event, note.step, note.details["samples"]) == ("rewound", 4, [5 * BATCH, 8 * BATCH])
+    publish(store, 6)  # of the run that went on
+    assert rewinds.finish() == ()
+    assert [entry.step for entry in store.entries()] == [2, 4, 6]
+
+
+def test_a_spike_is_answered_once() -> None:
+    spikes = guard.SpikeGuard(Faults(loss_spike_action="skip", loss_spike_window=2), Progress())
+    assert spikes.accept(1.0, 1.0)
+    assert spikes.take() is None
+    assert not spikes.accept(9.0, 1.0)
+    assert spikes.take() is not None
+    assert spikes.take() is None, "after a step that overflowed in fp16"
 
 
 @pytest.mark.slow

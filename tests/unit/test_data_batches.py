@@ -215,11 +215,13 @@ def test_batches_are_left_out_and_as_many_follow_from_the_beginning() -> None:
         return [ids[0] for ids in found]
 
     assert first(0) == [0, 4, 8, 12]
-    assert first(0, (4, 12)) == [0, 12, 0, 4]
-    assert first(4, (4, 12)) == first(12, (4, 12)) == [12, 0, 4]
-    assert first(16, (4, 12)) == [0, 4]
+    assert first(0, (4, 12)) == [0, 12, 0, 12]
+    assert first(4, (4, 12)) == first(12, (4, 12)) == [12, 0, 12]
+    assert first(16, (4, 12)) == [0, 12]
+    assert first(20, (4, 12)) == [12]
+    assert first(0, (0, 8)) == [8, 12, 8, 12], "not those that were left out"
     assert first(0, (6, 7)) == [0, 8, 12, 0], "a batch with one of them"
-    assert first(0, (3, 9)) == [12, 0, 4, 8], "all that have some"
+    assert first(0, (3, 9)) == [12] * 4, "all that have some"
 
 
 def test_held_out_splits_and_their_sizes(made: tuple[Recipe, Prepared]) -> None:

@@ -842,8 +842,11 @@ def test_an_interrupted_evaluation_is_left_for_the_resumed_run(tmp_path: Path) -
         return list(lead.score([([1, 2], 1)]))
 
     made = between(tmp_path, notes, stop, asking)
+    phases: list[tuple[str, int | None]] = []
+    made.beat = lambda phase, step=None: phases.append((phase, step))
     assert [step for step in range(1, 6) if made.due(step)] == [2, 4, 5]
     assert not made.run(2) and notes.seen == []
+    assert phases == [("tasks", 2)] * 2, "at the beginning and before the batch"
     assert made.missing(2) and not made.missing(3) and not made.missing(0)
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 2, "event": TASKS_EVALUATED, "details": {}}) + "\n")
     assert not made.missing(2) and made.missing(4)

@@ -8,10 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from llmrecipes.faults import watchdog
 from llmrecipes.faults.watchdog import FACTOR, LEAST, Hang, Heartbeat, Limits, report
 
 LIMIT = 1.0
@@ -90,6 +93,31 @@ def test_the_rank_that_is_not_where_the_others_wait_is_named(tmp_path: Path) -> 
     assert "not where most ranks wait: 1\n" in found["text"] + "\n"
 
 
+def test_a_rank_is_ended_although_its_report_is_held_up(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x" * 65536)
+    os.set_blocking(writer, True)
+    words = [sys.executable, "-c", RANK, str(LIMIT), "leave_out", str(tmp_path), "0", "1"]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=writer)
+    os.close(writer)
+    assert process.wait(timeout=60) == -signal.SIGKILL
+    os.close(reader)
+
+
+def test_only_the_first_rank_that_hangs_reads_the_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "GATHER_SECONDS", 0.01)
+    hangs = [Hang(rank, "a", 7, "step", 2.0, 1.0, "S", "wait (x.py:1)", "stacks") for rank in (3, 5)]
+    for hang in hangs:
+        (tmp_path / f"rank-{hang.rank}.json").write_text(json.dumps(asdict(hang)))
+    found = watchdog._others(tmp_path, hangs[0], 8)
+    assert found is not None
+    assert sorted(found) == [3, 5]
+    assert watchdog._others(tmp_path, hangs[1], 8) is None
+
+
 def test_a_rank_that_reports_no_hang_is_named() -> None:
     hang = Hang(0, "a", 7, "step", 2.0, 1.0, "S", "wait (x.py:1)")
     assert "did not report a hang: 1" in report({0: hang}, 2)
@@ -112,6 +140,10 @@ def test_limits_follow_the_longest_time_of_each_phase(monkeypatch: pytest.Monkey
     beat("save")
     assert beat.limit("evaluate") == FACTOR * 9.0
     assert beat.limit("save") == LEAST["save"]
+    beat("tasks", 2)
+    now[0] += 1.0
+    beat("tasks", 2)
+    assert beat.limit("tasks") == LEAST["tasks"]
 
 
 def test_a_rank_that_ends_takes_its_watchdog_with_it(tmp_path: Path) -> None:
