@@ -10,6 +10,7 @@ with half of them, against the dense bf16 peak of the data sheet.
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import tempfile
@@ -74,11 +75,16 @@ def measure(
     return found
 
 
+def first_gpu() -> dict[str, str]:
+    """Variables of a process that sees one GPU: transformers' Trainer would split batches over all of them."""
+    return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]}
+
+
 def run(recipe: Recipe, *, steps: int, warmup: int, peak_flops: float | None) -> dict[str, dict[str, Any]]:
     """All contenders on one recipe; one that fails (memory, most likely) is reported and the others go on."""
     found = {}
     cluster = detect()
-    environment = detected_environment(cluster, derive(recipe, 1, cluster))
+    environment = {**detected_environment(cluster, derive(recipe, 1, cluster)), **first_gpu()}
     for name in CONTENDERS:
         absent = [package for package in NEEDS.get(name, ()) if find_spec(package) is None]
         if absent:

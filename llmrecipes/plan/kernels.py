@@ -25,8 +25,8 @@ def keeps_scores(recipe: Recipe, s: Shape, device: str) -> bool:
     return (recipe.model.attention_dropout > 0 and device == "cpu") or not has_fused_kernel(s, device)
 
 
-WIDEST_HEAD = 256
-"""Channels up to which FlashAttention has kernels."""
+WIDEST_HEAD, STEP_OF_HEADS = 256, 8
+"""Channels up to which FlashAttention has kernels, and what their number is a multiple of."""
 
 
 def attends_by_boundaries(recipe: Recipe, s: Shape, device: str) -> bool:
@@ -41,6 +41,7 @@ def attends_by_boundaries(recipe: Recipe, s: Shape, device: str) -> bool:
         recipe.train.precision != "fp32"
         and not recipe.model.attention_dropout
         and s.query_channels == s.value_channels <= WIDEST_HEAD
+        and s.query_channels % STEP_OF_HEADS == 0
     )
 
 

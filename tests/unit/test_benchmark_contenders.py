@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.contenders import count, transformers_model
+from benchmarks.gpu_throughput import first_gpu
 from benchmarks.plain_gpt import PlainGPT
 from llmrecipes.plan.derive import derive
 from tests.helpers import LLAMA, ROOMY, tiny
@@ -41,3 +42,11 @@ def test_grouped_queries_are_those_of_copied_keys() -> None:
 def test_a_recipe_that_transformers_has_no_simple_model_for_is_refused() -> None:
     with pytest.raises(ValueError, match="neither"):
         transformers_model(tiny(model={**LLAMA, "num_moe_experts": 4}))
+
+
+@pytest.mark.parametrize(("visible", "first"), [(None, "0"), ("3,1", "3"), ("", "")])
+def test_contenders_see_one_gpu(visible: str | None, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert first_gpu() == {"CUDA_VISIBLE_DEVICES": first}

@@ -233,4 +233,4 @@ def test_what_keeps_conversations_apart_on_a_gpu() -> None:
     assert kept_apart("meta") == kept_apart("meta", compiled=True) == "64 conversations"
     assert kept_apart("meta", precision="fp32") == "mask"
     assert kept_apart("meta", attention_dropout=0.1) == "mask"
-    assert kept_apart("meta", kv_channels=512) == "mask"
+    assert kept_apart("meta", kv_channels=512) == kept_apart("meta", kv_channels=20) == "mask"

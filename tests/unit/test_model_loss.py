@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmrecipes.engine.core.model.gpt import RecipeGPTModel
+from llmrecipes.engine.core.model.loss import Chunking, Split, chunked_losses, exponentials, gradient
 from tests.helpers import LLAMA, built, engine_of, steps, tiny
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -115,6 +117,36 @@ def test_the_logits_of_all_tokens_are_never_there(tokens: int, elements: int) ->
     with _Largest() as largest:
         results(module)
     assert largest.number == max(elements, VOCABULARY * 64)
+
+
+class _Alive(TorchDispatchMode):
+    """Most bytes of results with a number of elements that are in memory together."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self._elements, self._results = elements, dict[StorageWeakRef, int]()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.numel() == self._elements:
+            storage = result.untyped_storage()
+            self._results[StorageWeakRef(storage)] = storage.nbytes()
+            self._results = {each: size for each, size in self._results.items() if not each.expired()}
+            self.most = max(self.most, sum(self._results.values()))
+        return result
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 4), (torch.bfloat16, 6), (torch.float16, 6)])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_chunk_takes_the_bytes_per_logit_that_are_planned(dtype: torch.dtype, most: int, known: bool) -> None:
+    """Whether gradients are computed in the forward pass (the weights are known) or in the backward pass."""
+    hidden, weight = (torch.randn(*size, dtype=dtype, requires_grad=True) for size in ((LENGTH, 2, 8), (VOCABULARY, 8)))
+    ids, _, mask = batch()
+    how = Chunking(32, Split(), 0.0, exponentials, gradient, torch.nn.Identity())
+    with _Alive(32 * VOCABULARY) as alive:
+        (chunked_losses(hidden, weight, ids, mask if known else None, how) * mask).sum().backward()
+    assert alive.most == most * 32 * VOCABULARY
 
 
 def test_training_in_chunks_is_training() -> None:

@@ -93,9 +93,14 @@ def exponentials(
     parts = [label]
     if smoothing:
         parts.append(logits.sum(-1, keepdim=True, dtype=torch.float32))
-    values = (logits.sub_(most) if logits.dtype == torch.float32 else torch.sub(logits, most)).exp_()
+    values = _less(logits, most).exp_()
     parts.insert(0, most + values.sum(-1, keepdim=True).log())
     return values, most, torch.cat(parts, dim=-1)
+
+
+def _less(logits: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Logits [n, rows] less a value of each token [n, 1], in fp32; overwrites logits in fp32."""
+    return logits.sub_(value) if logits.dtype == torch.float32 else torch.sub(logits, value)
 
 
 def gradient(
@@ -218,8 +223,9 @@ class _ChunkedLosses(torch.autograd.Function):
             tokens = how.split.all_tokens(hidden)
             grads = _Gradients(tokens, weight, ctx.needs_input_grad, how)
             for part in how.chunks(len(labels)):
-                values = torch.sub(tokens[part] @ weight.t(), totals[part]).exp_()
+                values = _less(tokens[part] @ weight.t(), totals[part]).exp_()
                 grads.add(part, values, None, labels[part], incoming[part])
+                del values
             of_hidden, of_weight = grads.hidden, grads.weight
         of_hidden = None if of_hidden is None else how.split.summed(of_hidden)
         return of_hidden, None if of_weight is None else of_weight.to(ctx.dtype), None, None, None
