@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,12 @@ def test_every_recipe_has_a_card_of_now() -> None:
 def test_the_guide_has_the_table_of_the_cards() -> None:
     page = (ROOT / "docs/guide/recipes.md").read_text("utf-8")
     assert "\n".join(table([workflow.read(name) for name in names()])) in page
+
+
+def test_every_row_of_the_table_has_the_columns_of_its_head() -> None:
+    head, _, *rows = table([workflow.read(name) for name in names()])
+    assert any(r"\|" in row for row in rows)
+    assert {len(re.split(r"(?<!\\)\|", row)) for row in rows} == {len(head.split("|"))}
 
 
 @pytest.fixture
