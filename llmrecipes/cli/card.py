@@ -141,7 +141,10 @@ def table(cards: Sequence[Card]) -> Iterator[str]:
             published = f"{card.published.layout}{measured} ({card.published.gpus:,} GPUs, {card.published.source})"
         done = ", ".join(name for attribute, name in _DONE.items() if getattr(card, attribute) is not None)
         where = f"{card.gpus:,} × {planned['gpu']}"
-        yield f"| {card.recipe} | {where} | {_layout(planned)} | {searched} | {published} | {done or 'planned'} |"
+        cells = (card.recipe, where, _layout(planned), searched, published, done or "planned")
+        # A notation of stages has bars.
+        escaped = (cell.replace("|", r"\|") for cell in cells)
+        yield f"| {' | '.join(escaped)} |"
 
 
 def _layout(figures: dict[str, Any]) -> str:

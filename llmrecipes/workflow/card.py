@@ -11,10 +11,11 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from llmrecipes.commandline import PROGRAM, command_line
 from llmrecipes.errors import UserError
@@ -77,7 +78,7 @@ class Card(BaseModel):
 
     recipe: str
     cluster: str
-    gpus: int
+    gpus: int = Field(ge=1)
     layout_source: str
     published: Layout | None = None
     planned: Part
@@ -86,6 +87,16 @@ class Card(BaseModel):
     verify: Part | None = None
     smoke: Part | None = None
     run: Part | None = None
+
+    @model_validator(mode="after")
+    def _layouts_have_figures(self) -> Self:
+        for part in (self.planned, self.searched):
+            if part is not None and part.figures.get("layout") is not None:
+                for key in ("tokens_per_second_per_gpu", "memory_gib"):
+                    if not isinstance(part.figures.get(key), (int, float)):
+                        message = f"figures of a layout have {key}"
+                        raise ValueError(message)
+        return self
 
 
 _DGXC = "NVIDIA/dgxc-benchmarking"
@@ -122,20 +133,37 @@ def path_of(name: str) -> Path:
     return recipes_dir() / "cards" / f"{name}.json"
 
 
+def require_name(name: str) -> None:
+    """Refuse what is not the name of a recipe in recipes/: a card is kept under it.
+
+    Raises:
+        UserError: it is a path, or there is no such recipe.
+    """
+    if name not in names():
+        close = get_close_matches(name, names(), n=3, cutoff=0.4)
+        raise UserError(f"{name!r}", where="RECIPE", rule=f"a name in {recipes_dir()}: only these recipes have cards",
+                        fix=f"did you mean {' or '.join(close)}?" if close else "llmrecipes list")  # fmt: skip
+
+
 def read(name: str) -> Card:
     """The card of a recipe.
 
     Raises:
-        UserError: there is none, or it cannot be read.
+        UserError: no such recipe, or it has no card, or that cannot be read.
     """
+    require_name(name)
     path = path_of(name)
     if not path.is_file():
         raise UserError("no card", where=str(path), fix=command_line("card", name, options={"write": True}))
     try:
-        return Card.model_validate(read_json(path, root=path.parent))
+        card = Card.model_validate(read_json(path, root=path.parent))
     except (OSError, ValueError, ValidationError) as error:
         raise UserError("cannot be read", where=str(path), rule="llmrecipes card --write wrote it",
                         fix="remove it, and write it again") from error  # fmt: skip
+    if card.recipe != name:
+        raise UserError(f"is of {card.recipe!r}", where=str(path), rule="a card has the name of its recipe",
+                        fix="remove it, and write it again")  # fmt: skip
+    return card
 
 
 def write(card: Card) -> Path:
@@ -194,6 +222,7 @@ def make(name: str, asked: Asked, runs_dir: Path, log: Log) -> Card:
     Raises:
         UserError: the recipe or the profile is wrong, or a command failed.
     """
+    require_name(name)
     loaded = load(name, [])
     before = read(name) if path_of(name).is_file() else None
     cluster, gpus = _target(loaded, before, asked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,12 @@ def test_every_recipe_has_a_card_of_now() -> None:
 def test_the_guide_has_the_table_of_the_cards() -> None:
     page = (ROOT / "docs/guide/recipes.md").read_text("utf-8")
     assert "\n".join(table([workflow.read(name) for name in names()])) in page
+
+
+def test_every_row_of_the_table_has_the_columns_of_its_head() -> None:
+    head, _, *rows = table([workflow.read(name) for name in names()])
+    assert any(r"\|" in row for row in rows)
+    assert {len(re.split(r"(?<!\\)\|", row)) for row in rows} == {len(head.split("|"))}
 
 
 @pytest.fixture
@@ -80,6 +87,8 @@ def test_changed_figures_of_a_plan_are_noticed(own: Path, capsys: pytest.Capture
     [
         (("gpt-7b", "--all"), "RECIPE"),
         ((), "RECIPE"),
+        (("recipes/gpt-7b.yaml", "--write"), "RECIPE"),
+        (("gpt-8b",), "RECIPE"),
         (("gpt-7b", "--gpus", "8"), "--gpus"),
         (("--all", "--write", "--run", "x"), "--run"),
         (("gpt-7b", "--write", "--do", "everything"), "--do"),
@@ -93,6 +102,10 @@ def test_card_refuses(arguments: tuple[str, ...], where: str, capsys: pytest.Cap
 def test_a_broken_card_is_named(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = workflow.path_of("gpt-7b")
     path.parent.mkdir()
-    path.write_text("{")
-    assert run(["card", "gpt-7b"]) == 2
-    require_message(capsys.readouterr().err, str(path))
+    part = {"command": "c", "commit": "c", "date": "d", "recipe_hash": "h", "figures": {"gpu": "H100", "layout": "TP2"}}
+    card = {"recipe": "gpt-7b", "cluster": "h100-ib", "gpus": 8, "layout_source": "", "planned": part}
+    other = card | {"recipe": "other", "planned": part | {"figures": {}}}
+    for broken in ("{", json.dumps(card), json.dumps(other), json.dumps(other | {"gpus": 0})):
+        path.write_text(broken)
+        assert run(["card", "--all"]) == 2
+        require_message(capsys.readouterr().err, str(path))

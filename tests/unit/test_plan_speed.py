@@ -74,6 +74,16 @@ def test_uneven_chunks_are_simulated_one_by_one() -> None:
         assert at == pytest.approx(forward[0][0])
 
 
+def test_a_stage_that_catches_up_slowly_is_simulated_until_it_has() -> None:
+    """Chunks of 8, 9, 9 and 6 layers: a group first adds less than the slowest stage's passes."""
+    forward = [[8.0, 9.0], [9.0, 7.7]]
+    backward = [[2 * each for each in of_stage] for of_stage in forward]
+    seconds = simulate(forward, backward, 256, 0.0, blocking=False)
+    exact = max(run_passes(forward, backward, 256, 0.0, blocking=False).values())
+    assert seconds == pytest.approx(exact, rel=1e-6)
+    assert shortest(forward, backward, 256) <= seconds
+
+
 def test_the_chunk_of_the_loss_may_have_no_layer() -> None:
     """One chunk of layers in 32 less on the last stage: the loss takes its time."""
     ahead, back = [[2.0] * 4 for _ in range(8)], [[4.0] * 4 for _ in range(8)]

@@ -75,6 +75,11 @@ def simulate(forward: Passes, backward: Passes, microbatches: int, hop: float, *
     more = max(together) + (hop * chunks * 2 if blocking else 0.0)
     if any(max(each) > min(each) for each in forward):
         more = (until(number + stages) - seconds) / stages
+        # Until every stage has caught up with the slowest one, a group adds less than that stage's passes.
+        while more < max(together) * (1 - 1e-9) and number < microbatches:
+            number = min(2 * number, microbatches)
+            seconds = until(number)
+            more = (until(number + stages) - seconds) / stages
     return seconds + (microbatches - number) * more
 
 
