@@ -135,7 +135,7 @@ def gpu_variables(plan: Plan, gpu: str) -> dict[str, tuple[str, str]]:
             "one queue runs kernels in launch order, on which megatron-core's overlap of tensor and context "
             "parallelism relies (tensor_parallel/layers.py); Blackwell needs no single queue",
         )
-    if degrees.world_size > 1:
+    if degrees.world_size > 1 and not plan.recipe.speed.high_priority_stream_groups:
         values["TORCH_NCCL_HIGH_PRIORITY"] = (
             "1", "NCCL's kernels start before computation that is queued as well; Megatron-Bridge sets it"
         )  # fmt: skip

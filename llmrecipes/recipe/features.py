@@ -464,7 +464,7 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
     for name, feature in FEATURES.items():
         wanted = getattr(recipe.speed, name)
         if wanted not in SWITCHED_OFF and (obstacle := feature.recipe(recipe)):
-            yield Problem(f"speed.{name}", f"{wanted}", obstacle, f"leave {name} out")
+            yield Problem(f"speed.{name}", "true" if wanted is True else f"{wanted}", obstacle, f"leave {name} out")
     yield from _dispatcher(recipe)
 
 

@@ -100,7 +100,8 @@ def _full(recipe: Recipe, parts: Mapping[str, str | int | None]) -> Iterator[Pro
 
 def possible(recipe: Recipe) -> list[str]:
     """Modules that may be recomputed in the recipe, if nothing else is."""
-    return [name for name in MODULES if next(_modules(recipe, (name,)), None) is None]
+    overlapped = {"shared_experts", "moe"} if recipe.speed.moe_shared_expert_overlap else set()
+    return [name for name in MODULES if name not in overlapped and next(_modules(recipe, (name,)), None) is None]
 
 
 def _modules(recipe: Recipe, names: tuple[str, ...]) -> Iterator[Problem]:

@@ -24,7 +24,9 @@ NAMES = {
 
 LONGEST = 100_000
 """Characters of a notation once its repetitions are written out."""
-_REPEATED = (re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
+_REPEATED = (re.compile(r"\(([^()]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
+"""Groups without parentheses: with them the search would take a time quadratic in their number, and no nested group is
+valid."""
 
 
 @lru_cache(maxsize=4096)

@@ -32,6 +32,8 @@ class RunSpec(RunOptions, RankSpec):
     """Whether the run was planned for GPUs, so that a rank without one must not train."""
     planned: dict[str, Any] | None = None
     """`Plan.facts` of the plan that was checked; a rank that derives others must not train. Older versions had none."""
+    nvlink_domain: Annotated[int, Field(gt=0)] | None = None
+    """GPUs of an NVLink domain of several nodes, which a profile knows and no rank detects."""
     predicted: dict[str, Any] | None = None
     """`Forecast.record` of that plan; None: nothing is known of the machine's speed."""
     stop_after: Annotated[int, Field(gt=0)] | None = None

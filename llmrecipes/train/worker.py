@@ -226,7 +226,7 @@ def _as_planned(spec: RunSpec, cluster: Cluster) -> Plan:
         UserError: it is not the one that was checked before the start.
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    planned = spec.planned or {}
+    planned, cluster = spec.planned or {}, replace(cluster, nvlink_domain=spec.nvlink_domain)
     # A different number of ranks may not have a plan at all.
     plan = derive(spec.recipe, ranks, cluster) if planned.get("world_size", ranks) == ranks else None
     facts = {"world_size": ranks} if plan is None else plan.facts()

@@ -12,6 +12,7 @@ from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.launch.environment import explained
 from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.plan.layout import expected_layers
 from llmrecipes.plan.speed.forecast import forecast
 from llmrecipes.recipe.features import FEATURES, Choice
 from llmrecipes.recipe.rules import check
@@ -86,12 +87,12 @@ def _of(choice: Choice, plan: Plan, profile: Profile | None) -> Row:
 def _elsewhere(plan: Plan, profile: Profile | None) -> Iterator[Row]:
     """Keys of other sections that decide on speed."""
     recipe, target = plan.recipe, plan.target
-    layers = "transformer_engine" if target.transformer_engine else "local"
-    named = recipe.model.transformer_impl != "auto"
+    layers, other = ("transformer_engine", "local") if target.transformer_engine else ("local", "auto")
+    chosen, _ = expected_layers(_with(recipe, {"model.transformer_impl": other}), plan.device)
     yield Row(
         "model.transformer_impl", layers, target.layers_reason,
         "15 to 20% of gpt-1b's step on one GPU, against megatron-core's own layers", "calculated",
-        f"model.transformer_impl={'auto' if named else 'local'}",
+        f"model.transformer_impl={other}" if chosen is not target.transformer_engine else None,
     )  # fmt: skip
     recomputed = plan.recompute_granularity
     yield _planned(
@@ -102,7 +103,8 @@ def _elsewhere(plan: Plan, profile: Profile | None) -> Iterator[Row]:
     )  # fmt: skip
     yield Row(
         "train.torch_compile", recipe.train.torch_compile,
-        "set in the recipe" if recipe.train.torch_compile else "default; TransformerEngine's kernels are fused already",
+        "set in the recipe" if recipe.train.torch_compile
+        else f"default{'; kernels of TransformerEngine are fused already' if target.transformer_engine else ''}",
         "fuses the rest of megatron-core's own layers", "expected",
         f"train.torch_compile={_text(not recipe.train.torch_compile)}",
     )  # fmt: skip

@@ -62,6 +62,7 @@ class PreparedStart:
         known = {
             "on_gpus": plan.device == "cuda",
             "planned": plan.facts(),
+            "nvlink_domain": plan.cluster.nvlink_domain,
             "predicted": record_of(plan, machine.profile),
         }
         return cls(spec.model_copy(update=known), plan, machine, variables)

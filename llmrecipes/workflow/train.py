@@ -45,6 +45,8 @@ def train(recipe: Recipe, paths: Paths, options: TrainOptions, log: Log) -> int:
     ranks = max(nodes, default_world_size(recipe, cluster)) if options.nproc is None else options.nproc
     _require_even_nodes(ranks, nodes)
     profile = None if options.cluster is None else _profile_of(options.cluster, recipe, ranks, cluster, nodes)
+    if profile is not None:
+        cluster = replace(cluster, nvlink_domain=profile.nvlink_domain)
     # The other nodes, for which a node of a finished run would wait, have ended.
     skip_finished = options.node is not None and not options.run.from_scratch
     machine = Machine(cluster, ranks, nodes, profile)

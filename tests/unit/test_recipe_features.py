@@ -12,6 +12,7 @@ from llmrecipes.cli.app import run
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.features import FEATURES, Choice, Target, require, resolve
+from llmrecipes.recipe.recompute import possible
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.speed import Speed
@@ -153,6 +154,36 @@ def test_show_has_every_feature_and_how_to_change_it(capsys: pytest.CaptureFixtu
     every = [change for several in changes.values() for change in several]
     after = {row["key"]: row for row in shown(capsys, *where, *every)["features"]}
     assert all(after[key]["value"] is not rows[key]["value"] for key in changes)
+
+
+def test_show_says_only_what_changes_the_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    where = ("llama3-8b", "--cluster", "h100-ib")
+    for asked, change in (
+        ((*where,), "local"),
+        ((*where, "model.transformer_impl=transformer_engine"), "local"),
+        ((*where, "model.transformer_impl=local"), "auto"),
+        ((*where, "train.precision=fp32"), None),
+    ):
+        rows = {row["key"]: row for row in shown(capsys, *asked)["features"]}
+        assert rows["model.transformer_impl"]["change"] == (change and f"model.transformer_impl={change}"), asked
+        fused = "TransformerEngine" in rows["train.torch_compile"]["reason"]
+        assert fused is (rows["model.transformer_impl"]["value"] == "transformer_engine")
+
+
+def test_experts_that_are_to_overlap_are_not_recomputed() -> None:
+    sections: dict[str, Any] = {
+        "model": {**LLAMA, "num_moe_experts": 4, "moe_shared_expert_intermediate_size": 64,
+                  "moe_token_dispatcher_type": "alltoall"},
+    }  # fmt: skip
+    assert "shared_experts" in possible(tiny(**sections))
+    assert "shared_experts" not in possible(tiny(**sections, speed={"moe_shared_expert_overlap": True}))
+
+
+def test_only_named_groups_have_priority(capsys: pytest.CaptureFixture[str]) -> None:
+    """torch gives the streams of all groups the priority where the variable is set."""
+    for asked, everywhere in ((), True), (("speed.high_priority_stream_groups=[tp]",), False):
+        report = shown(capsys, "llama3-8b", "--cluster", "h100-ib", *asked)
+        assert ("TORCH_NCCL_HIGH_PRIORITY" in [each["name"] for each in report["environment"]]) is everywhere
 
 
 def test_variables_of_the_environment_have_reasons(capsys: pytest.CaptureFixture[str]) -> None:

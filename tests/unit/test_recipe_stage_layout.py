@@ -131,6 +131,13 @@ def test_the_rules_allow_nothing_that_megatron_core_refuses(theirs: dict[str, An
     assert allowed > 100
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("notation", ["(" * 90_000, "(t" * 45_000])
+def test_parentheses_without_end_are_refused_at_once(notation: str) -> None:
+    with pytest.raises(ValueError, match=r"'\('"):
+        parse(notation)
+
+
 @pytest.mark.parametrize("notation", ["E(t*9999|)*9999L", "t*" + "9" * 5000, "(t|)*100001"])
 def test_absurd_repetitions_are_refused_at_once(notation: str) -> None:
     with pytest.raises(ValueError, match="100,000"):

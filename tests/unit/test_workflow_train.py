@@ -343,6 +343,16 @@ def test_a_rank_refuses_another_plan_than_the_one_that_was_checked(
     assert not ready.spec.run.exists()
 
 
+def test_ranks_know_the_nvlink_domain_of_the_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensor-parallel ranks on two nodes: no rank detects that NVLink joins them."""
+    recipe = tiny(parallelism={"tensor_model_parallel_size": 4})
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    detected = replace(NODE, gpus=NODE.gpus[:2]).times(2)
+    site = replace(detected, nvlink_domain=72)
+    ready = PreparedStart.of(spec_of(recipe, tmp_path), derive(recipe, 4, site), Machine(site, 4, 2))
+    assert worker._as_planned(RunSpec.model_validate_json(ready.spec.model_dump_json()), detected) == ready.plan
+
+
 def test_ranks_on_detected_gpus_know_it_and_get_their_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
