@@ -348,6 +348,8 @@ def test_where_no_layout_fits_the_nodes_of_one_that_does_are_named() -> None:
         (("gpt-tiny", "--cluster", "laptop"), "--cluster"),
         (("gpt-7b", "--cluster", "h100-ib", "--write", "x.yaml"), "--write"),
         (("llama3-405b", "--cluster", "h100-ib", "--nodes", "1", "--search"), "--search"),
+        (("gpt-7b", "--cluster", "h100-ib", "--search", "--write", "my recipe.yaml"), "--write"),
+        (("gpt-7b", "--cluster", "h100-ib", "--search", "--write", "wide.txt"), "--write"),
     ],
 )
 def test_plan_refuses(arguments: tuple[str, ...], where: str, capsys: pytest.CaptureFixture[str]) -> None:
