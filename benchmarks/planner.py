@@ -92,17 +92,32 @@ class Result:
     parameters: int = 0
 
 
+_MOST = 1e8
+"""Largest entry of a column that is believed."""
+_MOST_BY_COLUMN = {
+    "layers": 2048, "gbs": 1e12, "grad_acc": 1e12, "params_b": 1e6, "mem_max_bytes": 1e15
+}  # fmt: skip
+_MOST_SIMULATED = 512
+"""Chunks of a pipeline beyond which its step is bounded instead of simulated pass by pass."""
+
+
 def number(row: Row, *names: str) -> float | None:
-    """The first of some columns that has a positive number."""
+    """The first of some columns that has a positive number of a possible size."""
     for name in names:
         text = (row.get(name) or "").strip()
         try:
             value = float(text)
         except ValueError:
             continue
-        if math.isfinite(value) and value > 0:
+        if 1e-6 <= value <= _MOST_BY_COLUMN.get(name, _MOST):
             return value
     return None
+
+
+def whole(row: Row, *names: str) -> int | None:
+    """The same as an integer of at least one."""
+    value = number(row, *names)
+    return None if value is None else max(1, int(value))
 
 
 def _shape(row: Row, assumed: list[str]) -> dict[str, Any]:
@@ -110,13 +125,14 @@ def _shape(row: Row, assumed: list[str]) -> dict[str, Any]:
     name = (row.get("model") or row.get("test") or "").lower().replace("_", "-")
     known = next((shape for key, shape in _KNOWN.items() if key in name), None)
     size = number(row, "params_b") or next((size for key, size in _SIZES.items() if key in name), None)
-    if size is None and (match := re.search(r"([\d.]+)\s*([bt])\b", name)):
+    if size is None and (match := re.search(r"(\d{1,9}(?:\.\d{1,9})?)\s*([bt])\b", name)):
         size = float(match[1]) * (1000 if match[2] == "t" else 1)
+    if size is not None and not 1e-6 <= size <= _MOST_BY_COLUMN["params_b"]:
+        size = None
     values: dict[str, Any] = {}
     keys = ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
     for key in keys:
-        value = number(row, *{"kv_heads": ("kv_heads", "kv_groups")}.get(key, (key,)))
-        values[key] = max(1, int(value)) if value else None
+        values[key] = whole(row, *{"kv_heads": ("kv_heads", "kv_groups")}.get(key, (key,)))
     gated: bool | None = {"true": True, "false": False}.get((row.get("swiglu") or "").lower())
     if known:
         for key, value in zip(keys, known, strict=False):
@@ -150,12 +166,11 @@ def _shape(row: Row, assumed: list[str]) -> dict[str, Any]:
 def _layout(row: Row, assumed: list[str]) -> dict[str, int]:
     degrees = {}
     for key in ("tp", "pp", "cp", "ep", "vpp", "dp"):
-        value = number(row, key)
-        degrees[key] = int(value) if value else 0
-    gpus = int(number(row, "gpus") or 0)
+        degrees[key] = whole(row, key) or 0
+    gpus = whole(row, "gpus") or 0
     if not gpus:
         dense = max(1, degrees["tp"]) * max(1, degrees["cp"]) * max(1, degrees["dp"])
-        routed = max(1, degrees["ep"]) * int(number(row, "etp") or max(1, degrees["tp"]))
+        routed = max(1, degrees["ep"]) * (whole(row, "etp") or max(1, degrees["tp"]))
         gpus = max(1, degrees["pp"]) * math.lcm(dense, routed)
         assumed.append("gpus")
     for key in ("tp", "pp", "cp"):
@@ -194,10 +209,15 @@ def read(row: Row) -> Reading:
         software = _with(software, zero=0)
     if (row.get("fsdp") or "").strip():
         software = _with(software, sharded=True)
+    if degrees["vpp"] > 1 and degrees["pp"] * degrees["vpp"] > 4 * values["layers"]:
+        degrees["vpp"] = max(1, values["layers"] // degrees["pp"])
+        assumed.append("vpp")
     name = row.get("gpu") or "H100"
     if not row.get("gpu"):
         assumed.append("gpu")
-    mbs, gbs = int(number(row, "mbs") or 1), number(row, "gbs")
+    mbs, gbs = whole(row, "mbs") or 1, number(row, "gbs")
+    if number(row, "mbs") != mbs:
+        assumed.append("mbs")
     if gbs is None:
         gbs = mbs * degrees["dp"] * (number(row, "grad_acc") or 1)
         if "grad_acc" not in row:
@@ -207,13 +227,13 @@ def read(row: Row) -> Reading:
         mbs = max(1, mbs // degrees["pp"])
         degrees["vpp"] = 2 if "interleaved" in source.lower() else 1
         assumed.append("mbs")
-    seq = number(row, "seq")
+    seq = whole(row, "seq")
     if seq is None:
         seq = 4096
         assumed.append("seq")
-    experts = int(number(row, "experts") or 0)
-    topk = int(number(row, "topk") or (1 if experts else 0))
-    expert_ffn = int(number(row, "moe_ffn") or values["ffn"])
+    experts = whole(row, "experts") or 0
+    topk = whole(row, "topk") or (1 if experts else 0)
+    expert_ffn = whole(row, "moe_ffn") or values["ffn"]
     lower = row.get("model", "").lower()
     for key, (count, chosen, width) in _EXPERTS.items():
         if key in lower:
@@ -239,13 +259,13 @@ def read(row: Row) -> Reading:
     if degrees["ep"] > 1 and not experts:
         degrees["ep"] = 1
     # megatron-core splits experts as it does dense layers unless it is told otherwise; published recipes tell it.
-    etp = int(number(row, "etp") or (degrees["tp"] if "suite" in row else 1)) if experts else 1
+    etp = (whole(row, "etp") or (degrees["tp"] if "suite" in row else 1)) if experts else 1
     options = [
         Work(
             layers=values["layers"], hidden=values["hidden"], ffn=ffn, heads=values["heads"],
             kv_heads=values["kv_heads"],
-            vocab=-(-values["vocab"] // 128) * 128, seq=int(seq), gpus=degrees["gpus"], tp=degrees["tp"],
-            pp=degrees["pp"], cp=degrees["cp"], dp=degrees["dp"], mbs=mbs, gbs=int(gbs),
+            vocab=-(-values["vocab"] // 128) * 128, seq=seq, gpus=degrees["gpus"], tp=degrees["tp"],
+            pp=degrees["pp"], cp=degrees["cp"], dp=degrees["dp"], mbs=mbs, gbs=max(1, int(gbs)),
             head_dim=channels, gated=gated, tied=tied, experts=experts, topk=topk, moe_ffn=expert_ffn,
             shared_ffn=shared,
             dense_layers=dense_layers if experts else 0, latent=latent, mtp=mtp, vpp=degrees["vpp"], ep=degrees["ep"],
@@ -338,9 +358,12 @@ def replay(rows: list[Row], readings: list[Reading | None] | None = None) -> lis
         fits, parameters = False, 0
         if reading is not None:
             work = reading.work
-            step = predict(reading.device, reading.stack, work).seconds
+            # What has more stages than layers is refused below, and predicted with as many.
+            possible = replace(work, pp=min(work.pp, work.layers))
+            many = possible.pp * possible.vpp > _MOST_SIMULATED
+            step = predict(reading.device, reading.stack, possible, at_least=many).seconds
             tokens = work.gbs * work.seq / work.gpus / step
-            size = memory.estimate(reading.device, reading.stack, work)
+            size = memory.estimate(reading.device, reading.stack, possible)
             refused = impossible(reading, size)
             fits, parameters = refused is None, work.parameters
             if measured is None and (seconds := number(row, "iter_s_median")):
@@ -525,7 +548,12 @@ def main() -> int:
             }
             for each in results
         ]
-        options.json.write_text(json.dumps({"rows": rows, "summary": figures}, indent=1) + "\n", encoding="utf-8")
+        text = json.dumps({"rows": rows, "summary": figures}, indent=1, allow_nan=False) + "\n"
+        try:
+            options.json.write_text(text, encoding="utf-8")
+        except OSError as problem:
+            print(f"--json: cannot write {options.json}: {problem.strerror}", file=sys.stderr)
+            return 2
     return 0
 
 

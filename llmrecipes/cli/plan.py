@@ -122,7 +122,6 @@ def plan(
     With --search: the fastest layouts that fit. Times come from a model that was fitted to published runs, not from
     this cluster; with --calibration runs there correct them.
     """
-    from llmrecipes.units import GIB
     from llmrecipes.workflow import forecast as workflow
 
     chosen = {
@@ -134,13 +133,29 @@ def plan(
     modes = [option for option, is_set in chosen.items() if is_set]
     if len(modes) > 1:
         raise UserError(f"set with {modes[1]}", where=modes[0], rule="plan does one of them", fix="one of them")
-    of_what_if = {
-        "--clusters": clusters, "--usd-per-gpu-hour": prices, "--loss": loss, "--tokens": tokens, "--by": by,
-        "--law": law,
-    }  # fmt: skip
-    for option, value in of_what_if.items():
-        if value is not None and not compare:
-            raise UserError("set without --what-if", where=option, rule="it compares machines", fix="--what-if")
+    mode = modes[0] if modes else ""
+    one_layout = ("", "--search", "--scaling-curve")
+    belongs: dict[str, tuple[object, tuple[str, ...]]] = {
+        "--clusters": (clusters, ("--what-if",)),
+        "--usd-per-gpu-hour": (prices, ("--what-if",)),
+        "--loss": (loss, ("--what-if",)),
+        "--tokens": (tokens, ("--what-if",)),
+        "--by": (by, ("--what-if",)),
+        "--law": (law, ("--what-if",)),
+        "--experiment": (experiment, ("--calibration", "--what-if")),
+        "--dryrun": (dryrun or None, ("--search",)),
+        "--write": (out, ("--search", "--calibration")),
+        "--plot": (picture, ("",)),
+        "--nodes": (nodes, one_layout),
+        "--gpus": (gpus, (*one_layout, "--what-if")),
+    }
+    for option, (value, of) in belongs.items():
+        if value is not None and mode not in of:
+            raise UserError(
+                f"set with {mode}" if mode else f"set without {of[0]}", where=option,
+                rule=f"it belongs to {', '.join(each or 'a plan of one layout' for each in of)}",
+                fix=of[0] or f"plan without {mode}",
+            )  # fmt: skip
     counts = _counts(gpus, several=compare)
     if calibrate:
         names = [*([] if recipe is None else [recipe]), *(overrides or [])]
@@ -148,8 +163,6 @@ def plan(
         return
     if recipe is None:
         raise UserError("missing", where="RECIPE", fix="llmrecipes list")
-    if dryrun and not search:
-        raise UserError("set without --search", where="--dryrun", rule="it checks what a search finds", fix="--search")
     if compare:
         wanted = _wanted(loss, tokens, by, law, experiment)
         _what_if(recipe, overrides or [], clusters, cluster_name, counts, prices, wanted, runs_dir, as_json=as_json)
@@ -164,15 +177,6 @@ def plan(
 
             show(*curve_lines(points), f"picture  {curve}")
         return
-    if out is not None and not search:
-        raise UserError(
-            "set without --search", where="--write", rule="it saves what a search finds or --calibration corrects",
-            fix="--search",
-        )  # fmt: skip
-    if picture is not None and search:
-        raise UserError(
-            "set with --search", where="--plot", rule="it draws one layout", fix="--search --write FILE, then plan FILE"
-        )
     if not search:
         made = workflow.of_recipe(recipe, overrides or [], cluster_name, nodes, number)
         if picture is not None:
@@ -181,6 +185,8 @@ def plan(
         if picture is not None and not as_json:
             print(f"{'picture':19}{picture}")
         return
+    if out is not None:
+        workflow.require_new(out)
     listed = workflow.search(recipe, overrides or [], cluster_name, nodes, number, _SHOWN)
     found: list[tuple[Found, Check | None]] = [(each, None) for each in listed]
     if dryrun:
@@ -194,24 +200,13 @@ def plan(
         ]
         print(json.dumps(rows, indent=2))
         return
-    best = fitting[0][0].forecast.tokens_per_second_per_gpu
-    for each, check in found:
-        made = each.forecast
-        memory = f"{made.plan.memory.total / GIB:5.1f} GiB"
-        speed = made.tokens_per_second_per_gpu
-        said = "" if check is None else f"  {_checked(check)}"
-        print(f"{each.key:44}{speed:10,.0f} tokens/s/GPU {speed / best - 1:+7.1%}  {memory}  {made.limit}{said}")
+    from llmrecipes.cli.predictions import search_lines
+
+    show(*search_lines(found))
     if not dryrun:
         print("not checked by a dry run: --dryrun")
     if out is not None:
         print(f"wrote  {out}")
-
-
-def _checked(check: Check) -> str:
-    from llmrecipes.units import GIB
-
-    word = "checked" if check.fits else "does NOT fit"
-    return f"{word}: {check.bytes / GIB:.1f} GiB in a dry run of rank {check.rank}, {check.seconds:.0f} s"
 
 
 _MOST_GPUS = 1_000_000
@@ -222,7 +217,7 @@ def _counts(text: str | None, *, several: bool) -> list[int]:
     if text is None:
         return []
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and 1 <= int(word) <= _MOST_GPUS for word in words):
+    if not all(word.isdecimal() and len(word) < 9 and 1 <= int(word) <= _MOST_GPUS for word in words):
         raise UserError(f"{text!r}", where="--gpus", rule=f"a number from 1 to {_MOST_GPUS:,}", fix="--gpus 64")
     if len(words) > 1 and not several:
         raise UserError(f"{text!r}", where="--gpus", rule="several numbers are compared by --what-if", fix="--what-if")
@@ -247,6 +242,10 @@ def _wanted(
     return Wanted(loss, number, None if by is None else by.replace(tzinfo=UTC), tuple(law or ()), experiment)
 
 
+def _words(text: str | None) -> list[str]:
+    return [] if text is None else [word.strip() for word in text.split(",")]
+
+
 def _what_if(
     recipe: str,
     overrides: list[str],
@@ -262,8 +261,10 @@ def _what_if(
     from llmrecipes.cli.predictions import what_if_lines
     from llmrecipes.workflow.whatif import what_if
 
-    names = clusters.split(",") if clusters else [] if cluster is None else [cluster]
-    made = what_if(recipe, overrides, names, gpus, prices.split(",") if prices else [], wanted, runs_dir)
+    if clusters is not None and cluster is not None:
+        raise UserError("set with --cluster", where="--clusters", rule="both name what is compared", fix="--clusters")
+    names = _words(clusters) or ([] if cluster is None else [cluster])
+    made = what_if(recipe, overrides, names, gpus, _words(prices), wanted, runs_dir)
     if as_json:
         print(json.dumps(made.as_dict(), indent=2))
     else:

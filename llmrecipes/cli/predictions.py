@@ -1,14 +1,37 @@
-"""Output of `plan` in its modes that compare: `--calibration`, `--what-if`, `--scaling-curve`."""
+"""Output of `plan` in its modes that compare: `--search`, `--calibration`, `--what-if`, `--scaling-curve`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from llmrecipes.cli.tables import TextTable
 from llmrecipes.plan.speed.calibration import Fit, Report
 from llmrecipes.plan.speed.curve import CurvePoint
+from llmrecipes.plan.speed.search import Found
 from llmrecipes.units import GIB
+from llmrecipes.workflow.forecast import Check
 from llmrecipes.workflow.whatif import WhatIf
+
+
+def search_lines(found: Sequence[tuple[Found, Check | None]]) -> Iterator[TextTable]:
+    """A row for each layout, fastest first; differences are from the first that fits."""
+    speeds = [each.forecast.tokens_per_second_per_gpu for each, _ in found]
+    best = next(speed for speed, (_, check) in zip(speeds, found, strict=True) if check is None or check.fits)
+    head = ["layout", "tokens/s/GPU", "from best", "memory", "limit"]
+    rows = [
+        [each.key, f"{speed:,.0f}", f"{speed / best - 1:+.1%}", f"{each.forecast.plan.memory.total / GIB:.1f} GiB",
+         each.forecast.limit]
+        for speed, (each, _) in zip(speeds, found, strict=True)
+    ]  # fmt: skip
+    if any(check is not None for _, check in found):
+        head.append("dry run")
+        rows = [[*row, "" if check is None else _checked(check)] for row, (_, check) in zip(rows, found, strict=True)]
+    yield TextTable([head, *rows], right=(1, 2, 3))
+
+
+def _checked(check: Check) -> str:
+    word = "fits" if check.fits else "does NOT fit"
+    return f"{word}: {check.bytes / GIB:.1f} GiB on rank {check.rank}, {check.seconds:.0f} s"
 
 
 def calibration_lines(made: Report) -> Iterator[str | TextTable]:
@@ -64,7 +87,7 @@ def what_if_lines(made: WhatIf) -> Iterator[str | TextTable]:
         if option.found is None:
             yield f"{option.cluster}, {option.gpus:,} GPUs: {option.reason}"
     if best is None:
-        yield "none of them ends in time"
+        yield "none of them can train it" if made.by is None else f"none of them ends by {made.by.date()}"
         return
     by = "the fewest GPU-hours" if best.cost_usd is None else f"{best.cost_usd:,.0f} USD"
     date = "" if made.by is None else f" by {made.by.date()}"

@@ -557,10 +557,13 @@ class Tracking(Section):
     """Seconds between samples of CPU, memory, disk, network and GPU load in MLflow and W&B; null disables them."""
 
 
+NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
+
+
 class Recipe(Section):
     """One pretraining run."""
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
+    name: Annotated[str, Field(pattern=NAME)]
     """Name of the recipe: lower-case letters, digits, `.`, `_` and `-`; runs are kept under it."""
     description: str = ""
     """One line for `llmrecipes list`."""

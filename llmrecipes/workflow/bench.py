@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from llmrecipes.launch.local import run_ranks
 from llmrecipes.launch.ranks import from_slurm
 from llmrecipes.plan.derive import default_world_size, derive
 from llmrecipes.recipe.load import load
+from llmrecipes.recipe.schema import NAME
 from llmrecipes.units import GIB, KIB, MIB
 
 LATENCY, LINK = "64KiB,1MiB,16MiB", "256MiB"
@@ -150,10 +152,13 @@ def require_new(target: Path) -> None:
     """Refuse a file that a profile would not be written to, before time is spent on its figures.
 
     Raises:
-        UserError: it exists, or is not YAML.
+        UserError: it exists, is not YAML, or its stem is not the name of a profile.
     """
-    if target.suffix != ".yaml" or target.exists():
-        raise UserError(str(target), where="--write", rule="a new YAML file", fix="--write my-machine.yaml")
+    if target.suffix != ".yaml" or target.exists() or not re.fullmatch(NAME, target.stem):
+        raise UserError(
+            str(target), where="--write", rule="a new YAML file, named in lower-case letters, digits, `.`, `_` and `-`",
+            fix="--write my-machine.yaml",
+        )  # fmt: skip
 
 
 def save_profile(data: Mapping[str, Any], target: Path) -> None:

@@ -84,7 +84,7 @@ def _of_directory(run: RunFiles) -> Tracked | str:
             return _SHORT
         sizes = {kind: int(degrees.get(name, plan.get(name, 1)) or 1) for kind, name in _SIZES.items()}
         return tracked(run.name, sizes, predicted, values)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return "its plan.json or metrics.jsonl cannot be read"
 
 
@@ -109,7 +109,7 @@ def _of_mlflow_run(name: str, run: Any) -> Tracked | str:
         sizes = {kind: int(json.loads(params.get(f"parallelism.{key}", "1")) or 1) for kind, key in _SIZES.items()}
         sizes["data"] = int(run.data.tags.get("layout", "dp1").removeprefix("dp"))
         return tracked(name, sizes, predicted, metrics)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return "its record cannot be read"
 
 

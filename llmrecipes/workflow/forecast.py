@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.speed.forecast import Forecast, device_of, forecast
 from llmrecipes.plan.speed.search import Found, fastest
 from llmrecipes.recipe.load import load, short
+from llmrecipes.recipe.schema import NAME
 from llmrecipes.units import GIB
 from llmrecipes.workflow.plan import plan_on
 
@@ -136,16 +138,30 @@ def _dry_run(found: Found, cluster: str | None, nodes: int | None, log: Log) -> 
     return Check(rank, peak, peak <= plan.memory_capacity_bytes, time.perf_counter() - started)
 
 
-def write(found: Found, path: Path) -> None:
-    """Save a layout as a recipe.
+def require_new(path: Path) -> None:
+    """Refuse a file that a recipe would not be written to, before time is spent on it.
 
     Raises:
-        UserError: the file exists, or cannot be written.
+        UserError: it exists, is not YAML, or its stem is not the name of a recipe.
     """
     if path.exists():
         raise UserError(
             "already exists", where=str(path), rule="a recipe is not overwritten", fix="another --write FILE"
         )
+    if path.suffix not in (".yaml", ".yml") or not re.fullmatch(NAME, path.stem):
+        raise UserError(
+            f"{path.name!r}", where="--write", rule="NAME.yaml, of lower-case letters, digits, `.`, `_` and `-`",
+            fix="--write my-recipe.yaml",
+        )  # fmt: skip
+
+
+def write(found: Found, path: Path) -> None:
+    """Save a layout as a recipe.
+
+    Raises:
+        UserError: as `require_new`, or it cannot be written.
+    """
+    require_new(path)
     recipe = found.recipe.model_copy(update={"name": path.stem})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,8 @@ CLUSTERS = ("a100-roce", "h100-ib", "h200-ib")
 """Shipped profiles with coefficients that differ in their GPU."""
 GPUS = (64, 128, 256, 512)
 MOST_SEARCHES = 24
+_MOST_TOKENS = 18
+"""Power of ten, as of `--tokens`."""
 CHINCHILLA = Law(E=1.69, A=406.4, B=410.7, alpha=0.34, beta=0.28)
 """Hoffmann et al. 2022 (arXiv 2203.15556), approach 3, section D.3: of their text and tokenizer."""
 
@@ -138,7 +140,15 @@ def _tokens(law: Law, size: float, loss: float) -> float:
             f"{loss:g}", where="--loss", rule=f"this model stays above {least:.4g} with any number of tokens",
             fix="a larger model, or a higher loss",
         )  # fmt: skip
-    return float((law.B / (loss - least)) ** (1 / law.beta))
+    # As a logarithm: a small exponent has a result beyond the range of numbers.
+    exponent = math.log10(law.B / (loss - least)) / law.beta
+    if not 0 <= exponent <= _MOST_TOKENS:
+        takes = "less than a token" if exponent < 0 else f"1e{exponent:.0f} tokens"
+        raise UserError(
+            f"{loss:g} takes {takes} by the scaling law", where="--loss", rule=f"1 to 1e{_MOST_TOKENS} tokens",
+            fix=f"a loss above {least:.4g}" if exponent > 0 else "a lower loss",
+        )  # fmt: skip
+    return 10.0**exponent
 
 
 def _prices(words: Sequence[str], names: Sequence[str]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from llmrecipes.hardware.load import clusters_dir
 from llmrecipes.plan.speed.calibration import Tracked, fit, tracked
 from llmrecipes.rundir import Run
 from llmrecipes.tracking.events import MEASURED
+from llmrecipes.workflow.calibration import calibration
 from llmrecipes.workflow.forecast import of_recipe
 from tests.helpers import lines, tiny_on, write_recipe
 
@@ -53,6 +54,27 @@ def test_a_factor_that_runs_do_not_tell_is_not_made_up(
     assert found.unknown
     assert found.calibration.compute == pytest.approx(compute, rel=1e-3)
     assert found.calibration.communication == pytest.approx(communication)
+
+
+@pytest.mark.parametrize(
+    "wrong", [0, -1, float("nan"), float("inf"), 1e-308, 1e308, pytest.param(10**400, id="huge"), "x", None]
+)
+@pytest.mark.parametrize("key", ["compute_seconds", "measured/step_seconds", "measured/memory_bytes"])
+def test_a_run_with_a_damaged_figure_is_left_out(key: str, wrong: object, tmp_path: Path) -> None:
+    predicted = {"device": "H100", "step_seconds": 1.0, "compute_seconds": 0.9, "communication_seconds": 0.1,
+                 "memory_bytes": 1e9}  # fmt: skip
+    measured = {"measured/step_seconds": 1.1, "measured/memory_bytes": 1e9}
+    for name, damaged in (("good", {}), ("bad", {key: wrong})):
+        folder = tmp_path / "gpt-tiny" / name
+        folder.mkdir(parents=True)
+        (folder / "recipe.yaml").touch()
+        values = {each: damaged.get(each, value) for each, value in predicted.items()}
+        (folder / "plan.json").write_text(json.dumps({"degrees": {}, "predicted": values}))
+        details = {each: damaged.get(each, value) for each, value in measured.items()}
+        (folder / "metrics.jsonl").write_text(json.dumps({"event": MEASURED, "step": 9, "details": details}) + "\n")
+    made = calibration([], tmp_path, None)
+    assert [run.name for run in made.runs] == ["gpt-tiny/good"]
+    assert [name for name, _ in made.left_out] == ["gpt-tiny/bad"]
 
 
 def test_a_calibrated_prediction_is_not_corrected_twice() -> None:

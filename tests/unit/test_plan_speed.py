@@ -189,6 +189,21 @@ def test_a_row_of_an_unknown_gpu_borrows_coefficients() -> None:
     assert result.tokens and {"coefficients of H100", "software"} <= set(result.assumed)
 
 
+def test_every_row_has_a_prediction() -> None:
+    """Also one whose entries are no numbers, fractions, or absurd."""
+    names = ("gpus", "tp", "pp", "cp", "dp", "ep", "vpp", "mbs", "gbs", "seq", "layers", "hidden", "ffn", "heads",
+             "kv_heads", "vocab", "experts", "topk", "moe_ffn")  # fmt: skip
+    usual = {"model": "llama-8b", "gpu": "H100", "gpus": "64", "tp": "8", "pp": "1", "mbs": "1"}
+    rows = [dict.fromkeys(usual, ""), {**usual, "mbs": "0.5"}, {**usual, "tp": "999999"}, {**usual, "pp": "99999999"},
+            *({**usual, "model": name} for name in ("gpt-..b", "gpt-1.2.3b", "gpt-0b", f"gpt-{'9' * 400}t")),
+            *({**usual, **dict.fromkeys(names, each)} for each in ("x", "-1", "nan", "inf", "1e308", "9" * 8, "0.5")),
+            {**usual, "layers": "768", "pp": "768", "vpp": "99999999"}]  # fmt: skip
+    results = planner.replay(rows)
+    assert [each.index for each in results] == list(range(len(rows)))
+    assert all(each.tokens and each.bytes and each.assumed for each in results)
+    json.dumps(planner.summary(results), allow_nan=False)
+
+
 def test_async_tensor_parallelism_is_a_switch_of_its_stack() -> None:
     vanilla, overlapped = stack("pytorch/torchtitan vanilla TP"), stack("pytorch/torchtitan async TP")
     assert vanilla.name == overlapped.name == "torchtitan"
@@ -348,6 +363,8 @@ def test_where_no_layout_fits_the_nodes_of_one_that_does_are_named() -> None:
         (("gpt-tiny", "--cluster", "laptop"), "--cluster"),
         (("gpt-7b", "--cluster", "h100-ib", "--write", "x.yaml"), "--write"),
         (("llama3-405b", "--cluster", "h100-ib", "--nodes", "1", "--search"), "--search"),
+        (("gpt-7b", "--cluster", "h100-ib", "--search", "--write", "my recipe.yaml"), "--write"),
+        (("gpt-7b", "--cluster", "h100-ib", "--search", "--write", "wide.txt"), "--write"),
     ],
 )
 def test_plan_refuses(arguments: tuple[str, ...], where: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,8 @@ LEAST_SHARE = 0.03
 """Of communication in a step, below which a run says nothing about it."""
 LEAST_ANGLE = 0.05
 """Sine of the angle between kernels and communication over runs, below which runs do not tell them apart."""
+_LEAST, _MOST = 1e-9, 1e18
+"""Seconds and bytes that a run can have."""
 _DEGREES = ("tensor", "pipeline", "context", "expert", "data")
 
 
@@ -62,9 +64,13 @@ def tracked(name: str, degrees: dict[str, int], predicted: dict[str, Any], measu
         degrees: size of each of `tensor`, `pipeline`, `context`, `expert` and `data`.
         predicted: `Forecast.record`.
         measured: details of the note `measured`.
+
+    Raises:
+        ValueError, TypeError, OverflowError: a figure is not a number, or one that no run has.
+        KeyError: it is missing.
     """
     before = Calibration.model_validate(predicted.get("calibration") or {"runs": 1})
-    return Tracked(
+    made = Tracked(
         name=name,
         device=str(predicted["device"]),
         layout="+".join(kind for kind in _DEGREES if degrees.get(kind, 1) > 1) or "one rank",
@@ -75,6 +81,11 @@ def tracked(name: str, degrees: dict[str, int], predicted: dict[str, Any], measu
         predicted_memory=float(predicted["memory_bytes"]),
         measured_memory=float(measured["measured/memory_bytes"]),
     )
+    figures = (made.compute, made.predicted, made.measured, made.predicted_memory, made.measured_memory)
+    if not all(_LEAST <= each <= _MOST for each in figures) or not 0 <= made.communication <= _MOST:
+        message = f"{name}: a figure that no run has"
+        raise ValueError(message)
+    return made
 
 
 @dataclass(frozen=True)
