@@ -169,13 +169,13 @@ def test_a_run_restarts_automatically_after_a_killed_rank(runs: Runs) -> None:
 
 @pytest.mark.slow
 def test_when_the_command_is_killed_nothing_of_it_stays(runs: Runs) -> None:
-    """Ranks, the processes that read for them, and the mirror, which may first send its last points to MLflow."""
+    """Ranks, their readers and watchdogs, and the mirror, which may first send its last points to MLflow."""
     options = ("tracking.mlflow=true", "tracking.system_metrics_interval=null")
     process = runs.start("launcher-killed", 2, *options)
     wait_for_step(process, runs.directory("launcher-killed"), 3)
     everyone = psutil.Process(process.pid).children(recursive=True)
     mirror = [one for one in everyone if "llmrecipes.tracking.mlflow.sender" in one.cmdline()]
-    assert (len(everyone), len(mirror)) == (5, 1)
+    assert (len(everyone), len(mirror)) == (7, 1)
     process.kill()
     finish(process, -signal.SIGKILL)
     _, alive = psutil.wait_procs([one for one in everyone if one not in mirror], timeout=60)
