@@ -1,12 +1,18 @@
-"""One rank of a dry run: builds it, runs a step and plans a save."""
+"""The process of a dry run, which builds each rank, runs a step and plans a save.
+
+Its patches of megatron-core for tensors without data hold for a whole process.
+"""
 
 from __future__ import annotations
 
 import gc
+import sys
 import tempfile
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,21 +20,21 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from llmrecipes.console import duration
+from llmrecipes.console import duration, setup_logging
 from llmrecipes.dryrun.recorder import Passes, Recorder, Storages, recording
-from llmrecipes.dryrun.spec import PARTS, DryRunSpec, Moment, RankReport, Resume, Save, Share, Traffic
+from llmrecipes.dryrun.spec import PARTS, DryRunSpec, Moment, RankReport, Resume, Save, Share, Traffic, report_name
 from llmrecipes.engine.backends import backend
 from llmrecipes.engine.base import Batch, Engine, MetaBackend, Progress
+from llmrecipes.faults.signals import end_with_parent
 from llmrecipes.plan.activations import most_activations, peak
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.memory import of_stage
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape
+from llmrecipes.redact import guard_streams
 
 MOST_MOMENTS = 300
-
-
 REPORT_SECONDS = 5.0
 
 
@@ -227,3 +233,29 @@ class _HostWithoutData(TorchDispatchMode):
         for tensor in tree_leaves(result):
             self.host.seen(tensor)
         return result
+
+
+def main() -> None:
+    """Run the ranks of a spec one after another: `python -m llmrecipes.dryrun.simulation <spec.json> <parent>`.
+
+    Each report is written beside the spec as `rank-<n>.json` when it is ready.
+    """
+    guard_streams()
+    end_with_parent(int(sys.argv[2]))
+    setup_logging()
+    # Every call of a library passes through the recorder, which is blamed for their warnings.
+    warnings.filterwarnings("ignore", module=r"llmrecipes\.dryrun\.recorder")
+    path = Path(sys.argv[1])
+    spec = DryRunSpec.model_validate_json(path.read_text("utf-8"))
+    for number, rank in enumerate(spec.ranks, start=1):
+        which = f"rank {rank}" + (f" ({number} of {len(spec.ranks)})" if len(spec.ranks) > 1 else "")
+        report = dry_run(spec, rank, partial(_say, which))
+        (path.parent / report_name(rank)).write_text(report.model_dump_json() + "\n", "utf-8")
+
+
+def _say(which: str, line: str) -> None:
+    print(f"{which}: {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

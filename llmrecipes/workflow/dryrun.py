@@ -87,7 +87,7 @@ def dry_run(
 
 
 def _run(spec: Path, recipe: Recipe) -> None:
-    command = [sys.executable, "-m", "llmrecipes.dryrun.worker", str(spec), str(os.getpid())]
+    command = [sys.executable, "-m", "llmrecipes.dryrun.simulation", str(spec), str(os.getpid())]
     # Standard output has only the report, and Ctrl-C reaches only this process, which kills the other one.
     ended = subprocess.run(
         command, env={**os.environ, **environment()}, stdout=STDERR, start_new_session=True, check=False

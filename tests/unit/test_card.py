@@ -54,7 +54,7 @@ def test_a_card_keeps_what_was_done_and_notices_a_change(own: Path, capsys: pyte
     require_message(capsys.readouterr().err, str(own / "cards" / "gpt-7b.json"))
     card = shown(capsys, "--write", "--gpus", "32")
     assert card["gpus"] == 32 and card["planned"]["command"].endswith("--gpus 32")
-    assert "arXiv 2104.04473" in card["layout_source"]
+    assert "arXiv 2205.05198" in card["layout_source"]
     speed = card["planned"]["figures"]["tokens_per_second_per_gpu"]
     assert card["searched"]["figures"]["tokens_per_second_per_gpu"] >= speed
     assert card["dryrun"] is None and card["smoke"] is None

@@ -104,9 +104,9 @@ def test_groups_are_where_megatron_puts_their_ranks() -> None:
     experts, replicas = members("expert", 64, layout, 8), members("expert_data", 2, layout, 8)
     assert (experts.ranks_per_node, experts.reach) == (8, 63)
     assert (replicas.ranks_per_node, replicas.reach) == (1, 64)
-    plan = plan_on("h100-ib", 4)  # tensor 4 × data 8
-    assert members("tensor", 4, plan.layout, 8).on_one_node
-    assert members("data", 8, plan.layout, 8).ranks_per_node == 2
+    plan = plan_on("h100-ib", 4)  # tensor 2 × data 16
+    assert members("tensor", 2, plan.layout, 8).on_one_node
+    assert members("data", 16, plan.layout, 8).ranks_per_node == 4
 
 
 def test_links_of_the_profile_count_where_nothing_was_measured() -> None:
@@ -179,7 +179,7 @@ def test_the_plan_is_slower_by_what_was_measured(
 ) -> None:
     plan = plan_on("h100-ib", 4)
     before = communication(plan, load_profile("h100-ib"), 8)
-    rows = [row(each, "data", 8, LINK_BYTES, 25, 2) for each in ("all_reduce", "all_gather", "reduce_scatter")]
+    rows = [row(each, "data", 16, LINK_BYTES, 25, 4) for each in ("all_reduce", "all_gather", "reduce_scatter")]
     after = communication(plan, with_rows(*rows), 8)
     assert seconds_of(before, "data", "inter_node") > 0
     assert seconds_of(after, "data", "measured") == pytest.approx(2 * seconds_of(before, "data", "inter_node"))

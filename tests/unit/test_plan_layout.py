@@ -167,7 +167,7 @@ def test_data_parallel_sizes(name: str, ranks: int, dense: int, experts: int) ->
             ("8", "4", "tensor_model_parallel_size 4"),
         ),
         (
-            "gpt-7b", {}, 8, gpus(6), "parallelism.tensor_model_parallel_size",
+            "gpt-7b", {"tensor_model_parallel_size": 4}, 8, gpus(6), "parallelism.tensor_model_parallel_size",
             ("4", "6", "tensor_model_parallel_size 3 or 6"),
         ),
         ("gpt-tiny-3d", {}, 0, LAPTOP, "--nproc", "0"),

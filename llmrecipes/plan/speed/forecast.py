@@ -7,21 +7,23 @@ from typing import Any
 
 from llmrecipes.console import duration
 from llmrecipes.errors import UserError
-from llmrecipes.hardware.profile import Calibration, Profile
+from llmrecipes.hardware.profile import Calibration, Profile, Rates
 from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.kernels import recomputed_layers
 from llmrecipes.plan.memory import Memory, of_stage
 from llmrecipes.plan.speed.device import Device, Stack, device, kernels_on, stack
-from llmrecipes.plan.speed.processors import of_local_layers, of_processors
 from llmrecipes.plan.speed.saving import Saving, as_dict, saving
 from llmrecipes.plan.speed.step import Step, predict
 from llmrecipes.plan.speed.work import Work
+from llmrecipes.recipe.schema import Recipe
 from llmrecipes.units import GIB
 
 ERROR = 0.26
 """Nine of ten published runs are predicted at least this well by coefficients fitted without their sources
 (benchmarks/RESULTS.md, from `fit_planner.py --cross source`); of NVIDIA's programs 17 %."""
 _SECONDS_OF_A_DAY = 86400
+_REFERENCE_KEYS, _REFERENCE_LENGTH = 64, 512
+"""Channels of a head and positions of the attention that `bench machine` measures."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ def gpu(plan: Plan, profile: Profile | None) -> Device:
                 rule="the time model needs coefficients of the machine",
                 fix="--cluster NAME; llmrecipes clusters lists them; bench machine --write FILE measures this one",
             )  # fmt: skip
-        processors = of_processors(profile, profile.rates, -(-plan.layout.world_size // plan.cluster.nodes))
+        processors = _processors(profile, profile.rates, -(-plan.layout.world_size // plan.cluster.nodes))
         return processors if profile.calibration is None else _calibrated(processors, profile.calibration)
     found = device(plan.cluster.gpus[0].name)
     near = plan.cluster.gpus_per_domain
@@ -193,6 +195,43 @@ def gpu(plan: Plan, profile: Profile | None) -> Device:
         nic=profile.inter_node.gb_per_s * 1e9,
     )
     return linked if profile.calibration is None else _calibrated(linked, profile.calibration)
+
+
+def _processors(profile: Profile, rates: Rates, ranks: int) -> Device:
+    """One rank's share of a node without GPUs, from the rates that `bench machine` measured on it.
+
+    Args:
+        ranks: on the node, which share its cores: a core each, or several threads where there are fewer ranks.
+    """
+    cores = max(1, profile.cpu_cores)
+    threads = max(1, cores // ranks)
+    gain = 1.0 if cores == 1 else 1 + (threads - 1) * (rates.gflops_all / rates.gflops - 1) / (cores - 1)
+    # More ranks than cores take turns.
+    share = gain * min(1.0, cores / ranks)
+    flops = rates.gflops * 1e9 * share
+    length = _REFERENCE_LENGTH / (_REFERENCE_LENGTH + 256)
+    attention = rates.attention_gflops / rates.gflops / ((_REFERENCE_KEYS / 128) ** 0.3 * length)
+    turns = max(1.0, ranks / cores)
+    return Device(
+        name=profile.name,
+        multiprocessors=1,
+        memory_bytes=profile.memory_gib * GIB,
+        peak={"fp32": flops, "bf16": flops, "fp8": flops},
+        bandwidth=rates.memory_gb_per_s * 1e9 * share,
+        nvlink=profile.intra_node.gb_per_s * 1e9,
+        nic=profile.inter_node.gb_per_s * 1e9,
+        gpus_per_node=ranks,
+        gemm=1.0,
+        gemm_fp8=1.0,
+        gemm_depth=rates.depth,
+        attention=attention,
+        memory=1.0,
+        launch=rates.launch_us * 1e-6 * turns,
+        links=1.0,
+        hop_near=rates.latency_us * 1e-6 * turns,
+        hop_far=rates.latency_us * 1e-6 * turns,
+        queue=False,
+    )
 
 
 def _calibrated(device: Device, by: Calibration) -> Device:
@@ -220,7 +259,7 @@ def device_of(profile: Profile) -> Device:
     if profile.gpu is not None:
         return device(profile.gpu.name)
     if profile.rates is not None:
-        return of_processors(profile, profile.rates, 1)
+        return _processors(profile, profile.rates, 1)
     raise UserError(
         f"{profile.name} has neither a GPU nor rates",
         where="--cluster",
@@ -232,7 +271,7 @@ def device_of(profile: Profile) -> Device:
 def software(plan: Plan, device: Device) -> Stack:
     """What megatron-core overlaps and splits, by the recipe's switches; its kernels' factors on the device."""
     if plan.device == "cpu":
-        return of_local_layers(plan.recipe)
+        return _local_layers(plan.recipe)
     parallel, zero = plan.recipe.parallelism, plan.recipe.zero
     sharded = zero is not None and zero.stage >= 3
     megatron = kernels_on(device, stack("megatron"))
@@ -244,6 +283,24 @@ def software(plan: Plan, device: Device) -> Stack:
         sharded=sharded,
         zero=1 if parallel.use_distributed_optimizer or zero is not None else 0,
         gradient_bytes=4 if parallel.grad_reduce_in_fp32 else 2,
+    )
+
+
+def _local_layers(recipe: Recipe) -> Stack:
+    """What the layers without TransformerEngine do on a CPU: unfused norms and activations, nothing overlaps."""
+    parallel, zero = recipe.parallelism, recipe.zero
+    return Stack(
+        name="local layers",
+        attention=1.0,
+        gemm=1.0,
+        passes=1.6,
+        host=1.5,
+        loss_bytes=24.0,
+        overlap_gradients=0.0,
+        sequence_parallel=parallel.sequence_parallel,
+        sharded=zero is not None and zero.stage >= 3,
+        zero=1 if parallel.use_distributed_optimizer or zero is not None else 0,
+        gradient_bytes=4,
     )
 
 
