@@ -74,6 +74,13 @@ def test_uneven_chunks_are_simulated_one_by_one() -> None:
         assert at == pytest.approx(forward[0][0])
 
 
+def test_the_middle_of_a_step_takes_as_long_as_its_slowest_stage() -> None:
+    """The first groups of micro-batches of two stages add less: times of llama3-8b with 9 + 9 and 8 + 6 layers."""
+    ahead, back = [[0.0303, 0.0693], [0.0340, 0.0299]], [[0.0340, 0.0771], [0.0765, 0.0652]]
+    seconds = simulate(ahead, back, 256, 0.0, blocking=False)
+    assert seconds >= shortest(ahead, back, 256)
+
+
 def test_the_chunk_of_the_loss_may_have_no_layer() -> None:
     """One chunk of layers in 32 less on the last stage: the loss takes its time."""
     ahead, back = [[2.0] * 4 for _ in range(8)], [[4.0] * 4 for _ in range(8)]

@@ -75,7 +75,8 @@ def simulate(forward: Passes, backward: Passes, microbatches: int, hop: float, *
     more = max(together) + (hop * chunks * 2 if blocking else 0.0)
     if any(max(each) > min(each) for each in forward):
         more = (until(number + stages) - seconds) / stages
-    return seconds + (microbatches - number) * more
+    # The first groups may wait less than those after them.
+    return max(seconds + (microbatches - number) * more, shortest(forward, backward, microbatches))
 
 
 def shortest(forward: Passes, backward: Passes, microbatches: int) -> float:
