@@ -111,14 +111,14 @@ def _elsewhere(plan: Plan, profile: Profile | None) -> Iterator[Row]:
     for name in ("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer", "grad_reduce_in_fp32"):
         value = getattr(recipe.parallelism, name)
         default = type(recipe.parallelism).model_fields[name].default
-        other = {name: not value}
+        change = {name: not value}
         if name in ("overlap_grad_reduce", "use_distributed_optimizer") and value:
-            other["overlap_param_gather"] = False
+            change["overlap_param_gather"] = False
         if name == "overlap_param_gather" and not value:
-            other["overlap_grad_reduce"] = True
+            change["overlap_grad_reduce"] = True
         yield _planned(
             plan, profile, f"parallelism.{name}", value, "default" if value == default else "set in the recipe",
-            other, prefix="parallelism.",
+            change, prefix="parallelism.",
         )  # fmt: skip
 
 
