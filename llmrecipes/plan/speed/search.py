@@ -261,7 +261,7 @@ def _by_zero(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | No
     if recipe.zero is not None:
         return ""
     for offload in (False, True):
-        sharded = _with_zero(recipe, Zero(stage=3), 3, offload)
+        sharded = _with_zero(recipe, Zero(stage=3, extra={}), 3, offload)
         every = _degrees(sharded, ranks, cluster.gpus_per_domain)
         for found in _fitting(sharded, every, cluster, ranks, profile, 1):
             keys = " ".join(chain.from_iterable(_changed(recipe, found.recipe).values()))
