@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from llmrecipes.cli.app import run
-from llmrecipes.doctor import examine, fabric, filesystems, gpus, nodes
+from llmrecipes.doctor import examine, fabric, gpus, nodes
 from llmrecipes.doctor.finding import Finding
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.nics import ports
@@ -348,22 +348,22 @@ def test_a_name_with_several_addresses_is_refused_only_if_all_are_loopback(
 
 
 def test_directories(tmp_path: Path) -> None:
-    found = list(filesystems.check(tmp_path / "not" / "yet", "runs"))
+    found = list(examine.check_directory(tmp_path / "not" / "yet", "runs"))
     assert not [finding for finding in found if finding.status == "fail"]
     assert not list(tmp_path.iterdir()), "something was left behind"
-    assert "fail runs" in said(filesystems.check(tmp_path, "runs", 1 << 50))
-    assert "fail runs" in said(filesystems.check(Path("/proc/self"), "runs"))
+    assert "fail runs" in said(examine.check_directory(tmp_path, "runs", 1 << 50))
+    assert "fail runs" in said(examine.check_directory(Path("/proc/self"), "runs"))
 
 
 def test_data_that_is_missing_or_unequal(tmp_path: Path) -> None:
     recipe = tiny_on(tmp_path / "nowhere")
-    found = said(filesystems.check_data(recipe, tmp_path))
+    found = said(examine.check_data(recipe, tmp_path))
     assert "warn data" in found
     assert any(name.startswith("fail source") for name in found)
     for number, lines in enumerate((1, 1, 200)):
         (tmp_path / f"{number}.jsonl").write_text('{"text": "words"}\n' * lines, "utf-8")
     sources = {"sources": [{"type": "jsonl", "path": f"{tmp_path}/*.jsonl"}]}
-    found = said(filesystems.check_data(tiny_on(tmp_path, data=sources), tmp_path))
+    found = said(examine.check_data(tiny_on(tmp_path, data=sources), tmp_path))
     assert any("200 times the median size" in what for what in found.values())
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmrecipes.doctor import fabric, filesystems, gpus, nodes
+from llmrecipes.doctor import examine, fabric, gpus, nodes
 from llmrecipes.doctor.finding import Finding, ok
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.nics import Port
@@ -263,11 +263,14 @@ def test_versions_that_differ_between_nodes(tmp_path: Path) -> None:
 
 
 def test_a_shared_file_system_that_is_nearly_full_or_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert said(filesystems.check(tmp_path, "runs", measured=True)).keys() <= {"warn runs speed", "warn runs files"}
-    monkeypatch.setattr(filesystems, "_file_system", lambda _: "lustre")
+    assert said(examine.check_directory(tmp_path, "runs", measured=True)).keys() <= {
+        "warn runs speed",
+        "warn runs files",
+    }
+    monkeypatch.setattr(examine, "_file_system", lambda _: "lustre")
     monkeypatch.setattr(
-        filesystems.shutil, "disk_usage", lambda _: filesystems.shutil._ntuple_diskusage(900 * GIB, 870 * GIB, 30 * GIB)
+        examine.shutil, "disk_usage", lambda _: examine.shutil._ntuple_diskusage(900 * GIB, 870 * GIB, 30 * GIB)
     )
-    assert "97% full" in said(filesystems.check(tmp_path, "runs"))["warn runs"]
-    monkeypatch.setattr(filesystems, "FILES_SECONDS", 0.0)
-    assert "100 small files" in said(filesystems.check(tmp_path, "runs", measured=True))["warn runs files"]
+    assert "97% full" in said(examine.check_directory(tmp_path, "runs"))["warn runs"]
+    monkeypatch.setattr(examine, "FILES_SECONDS", 0.0)
+    assert "100 small files" in said(examine.check_directory(tmp_path, "runs", measured=True))["warn runs files"]

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from llmrecipes.cli.app import run
-from llmrecipes.doctor import examine, fabric, filesystems, gpus, nodes
+from llmrecipes.doctor import examine, fabric, gpus, nodes
 from llmrecipes.doctor.finding import Finding
 from llmrecipes.hardware import nvidia
 from llmrecipes.hardware.load import load_profile
@@ -202,7 +202,7 @@ def test_a_folder_of_a_server_that_is_gone_fails_and_is_not_taken_for_its_parent
         return real(path, **options)
 
     monkeypatch.setattr(Path, "stat", stat)
-    assert [each.status for each in filesystems.check(gone / "runs", "runs")] == ["fail"]
+    assert [each.status for each in examine.check_directory(gone / "runs", "runs")] == ["fail"]
 
 
 def test_mount_points_with_unusual_names(tmp_path: Path) -> None:
@@ -211,8 +211,8 @@ def test_mount_points_with_unusual_names(tmp_path: Path) -> None:
     lines = (b"/dev/sda1 / ext4 rw 0 0", b"x /mnt/\xff\\xzz nfs rw 0 0", b"short")
     here = str(tmp_path / "a b\\c é").replace("\\", r"\134").replace(" ", r"\040")
     mounts.write_bytes(b"\n".join((*lines, f"fs {here} lustre rw 0 0".encode())))
-    assert filesystems._file_system(tmp_path / "a b\\c é" / "runs", mounts) == "lustre"
-    assert filesystems._file_system(tmp_path, mounts) == "ext4"
+    assert examine._file_system(tmp_path / "a b\\c é" / "runs", mounts) == "lustre"
+    assert examine._file_system(tmp_path, mounts) == "ext4"
 
 
 def test_a_first_node_that_cannot_write_does_not_fail_the_others(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ HOMES = {
     r"\b[KMG]IB = |1 << 30\b|2 ?\*\* ?30\b": ("units",),
     r'"nvidia-smi"': ("hardware.nvidia",),
     r"sched_getaffinity|cpu\.max": ("hardware.cluster",),
-    r"os\.fsync\(": ("io", "tracking.jsonl", "doctor.filesystems"),  # both on a file they go on writing
+    r"os\.fsync\(": ("io", "tracking.jsonl", "doctor.examine"),  # both on a file they go on writing
     r"\|SECRET\|": ("redact",),
 }
 """What is written down in one place, and the modules that may."""
