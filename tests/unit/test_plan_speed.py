@@ -427,6 +427,11 @@ def test_plan_refuses(arguments: tuple[str, ...], where: str, capsys: pytest.Cap
     require_message(capsys.readouterr().err, where)
 
 
+def test_a_search_says_that_the_batch_does_not_divide(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "gpt-7b", "--cluster", "h100-ib", "--gpus", "7", "--search"]) == 2
+    require_message(capsys.readouterr().err, "--search", rule="global_batch_size")
+
+
 def test_kernels_of_a_framework_are_not_carried_to_gpus_it_was_not_measured_on() -> None:
     """Its factors are relative to the shares of H100; with them an A100 would compute at 73 % of its peak."""
     megatron, default = stack("Megatron-LM"), stack("")

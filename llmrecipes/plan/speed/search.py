@@ -247,6 +247,13 @@ def fastest(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | Non
         offloaded = candidates(recipe, ranks, cluster.gpus_per_domain, offload=True)
         found = _fitting(recipe, offloaded, cluster, ranks, profile, number)
     if not found:
+        if next(candidates(recipe, ranks, cluster.gpus_per_domain), None) is None:
+            raise UserError(
+                f"no layout of {ranks} GPUs",
+                where="--search",
+                rule=f"the data-parallel ranks divide global_batch_size {recipe.train.global_batch_size}",
+                fix=_smallest(recipe, cluster, ranks, profile),
+            )
         raise UserError(
             f"no layout of {ranks} GPUs fits",
             where="--search",
