@@ -26,10 +26,11 @@ from llmrecipes.plan.speed.network import exchange
 from llmrecipes.plan.speed.saving import Saving
 from llmrecipes.plan.speed.schedule import order, shortest, simulate
 from llmrecipes.plan.speed.schedule import run as run_passes
-from llmrecipes.plan.speed.search import nearest
+from llmrecipes.plan.speed.search import candidates, nearest
 from llmrecipes.plan.speed.work import product
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.stage_layout import parse
+from llmrecipes.workflow.forecast import of_recipe
 from llmrecipes.workflow.plan import plan_on
 from tests.refusals import refused, require_message
 
@@ -305,6 +306,58 @@ def test_a_search_cuts_stages_by_what_loss_and_predictions_take(
     assert "".join(stages).replace("t", "") == "EmL" and len({len(each) for each in stages[:-1]}) <= 3
     assert stages[-1].count("t") < stages[1].count("t")
     assert load(str(path)).recipe.parallelism.pipeline_model_parallel_layout == best["parallelism"]["pipeline_layout"]
+
+
+def test_a_search_tries_stages_of_zero_and_offload_only_where_nothing_else_fits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ["plan", "llama3-8b-zero2", "--cluster", "h100-ib", "--search"]
+    assert run([*asked, "--gpus", "8", "--json"]) == 0
+    layouts = json.loads(capsys.readouterr().out)
+    tried = [each["parallelism"] for each in layouts]
+    assert {each["zero_stage"] for each in tried} == {1, 2, 3}
+    assert all(each["pipeline"] == 1 for each in tried if each["zero_stage"] > 1)
+    assert not any(each["offload_optimizer"] for each in tried)
+    assert run([*asked, "--gpus", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()[:-1]
+    assert all("offload" in each and "not counted: copies to and from main memory" in each for each in lines)
+
+
+def test_where_no_layout_fits_zero_on_the_same_gpus_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "llama3-8b", "--cluster", "h100-ib", "--gpus", "1"]
+    assert run([*asked, "--search"]) == 2
+    message = capsys.readouterr().err
+    require_message(message, "--search", rule=("zero.stage=3", "zero.offload_optimizer=cpu"))
+    changes = message.partition("on these GPUs: ")[2].partition(" (")[0].split()
+    assert run([*asked, "--json", *changes]) == 0
+    assert json.loads(capsys.readouterr().out)["fits"]
+
+
+def test_experts_are_split_over_tensor_parallel_ranks_or_not() -> None:
+    degrees = {
+        (parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size)
+        for each in candidates(load("mixtral-8x7b", []).recipe, 32, 8)
+        for parallel in [each.parallelism]
+    }
+    assert {(4, 4, 4), (4, 4, 1), (4, 1, None), (1, 8, 1)} <= degrees
+    assert (4, 1, 1) not in degrees and (1, 8, None) not in degrees
+    layout = ["parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true"]
+    layout += ["parallelism.expert_model_parallel_size=4"]
+    whole, split = (
+        of_recipe("mixtral-8x7b", [*layout, f"parallelism.expert_tensor_parallel_size={size}"], "h100-ib", 4, None)
+        for size in (1, 2)
+    )
+    assert split.step.expert > whole.step.expert > 0
+    assert split.plan.memory.weights < whole.plan.memory.weights
+
+
+def test_stage_2_reduces_gradients_after_each_micro_batch() -> None:
+    once, often = (
+        of_recipe("llama3-8b-zero2", [f"zero.stage={stage}", *more], "h100-ib", 1, None)
+        for stage, more in ((1, []), (2, ["zero.overlap_comm=false"]))
+    )
+    assert often.plan.num_microbatches == 64
+    assert 30 * once.step.gradients < often.step.gradients < 64 * once.step.gradients
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ class Stack:
     sharded: bool = False
     """Weights, gradients and optimizer split over data-parallel ranks (FSDP, ZeRO-3)."""
     zero: int = 1
-    """Stage of ZeRO of the others: 1 splits the optimizer's state."""
+    """Stage of ZeRO of the others: 1 splits the optimizer's state, 2 reduces gradients after each micro-batch."""
     by_tensor: bool = False
     """With ZeRO-1: gradients and weights travel tensor by tensor after the last backward pass."""
     gradient_bytes: int = 4

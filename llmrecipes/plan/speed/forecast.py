@@ -16,6 +16,7 @@ from llmrecipes.plan.speed.processors import of_local_layers, of_processors
 from llmrecipes.plan.speed.saving import Saving, as_dict, saving
 from llmrecipes.plan.speed.step import Step, predict
 from llmrecipes.plan.speed.work import Work
+from llmrecipes.recipe.engines import DEEPSPEED, engine_name
 from llmrecipes.units import GIB
 
 ERROR = 0.26
@@ -59,7 +60,7 @@ class Forecast:
 
     @property
     def limit(self) -> str:
-        """What takes the most time besides the kernels, in one sentence."""
+        """What takes the most time besides the kernels, and what the time leaves out."""
         parts = {
             "tensor-parallel communication": self.step.tensor,
             "the experts' all-to-all": self.step.expert,
@@ -70,9 +71,13 @@ class Forecast:
         }
         name, seconds = max(parts.items(), key=lambda item: item[1])
         share = self.step.compute / self.step.seconds
+        zero = self.plan.recipe.zero
+        unknown = ""
+        if zero is not None and (zero.offload_optimizer, zero.offload_param) != ("none", "none"):
+            unknown = "; not counted: copies to and from main memory, and the update there"
         if seconds < 0.03 * self.step.seconds:
-            return f"kernels take {share:.0%} of a step; nothing else takes 3%"
-        return f"kernels take {share:.0%} of a step, {name} {seconds / self.step.seconds:.0%}"
+            return f"kernels take {share:.0%} of a step; nothing else takes 3%{unknown}"
+        return f"kernels take {share:.0%} of a step, {name} {seconds / self.step.seconds:.0%}{unknown}"
 
     @property
     def problems(self) -> list[str]:
@@ -109,7 +114,7 @@ class Forecast:
 
     def as_dict(self) -> dict[str, Any]:
         """Output of `plan --json`."""
-        plan, speed = self.plan, self.tokens_per_second_per_gpu
+        plan, speed, zero = self.plan, self.tokens_per_second_per_gpu, self.plan.recipe.zero
         layout, peak = plan.layout, self.device.peak_of(plan.recipe.train.precision)
         full, causal = speed * plan.flops_per_token_full, speed * plan.flops_per_token_causal
         return {
@@ -125,6 +130,11 @@ class Forecast:
                 "expert": layout.expert_model_parallel_size,
                 "expert_tensor": layout.expert_tensor_parallel_size,
                 "data": layout.data_parallel_size,
+                "distributed_optimizer": plan.recipe.parallelism.use_distributed_optimizer,
+                "zero_stage": None if zero is None else zero.stage,
+                "offload_optimizer": None
+                if zero is None or zero.offload_optimizer == "none"
+                else zero.offload_optimizer,
                 "micro_batch_size": plan.recipe.train.micro_batch_size,
                 "recompute_granularity": plan.recompute_granularity,
                 "recompute_modules": ", ".join(plan.recompute_modules) or None,
@@ -235,14 +245,16 @@ def software(plan: Plan, device: Device) -> Stack:
         return of_local_layers(plan.recipe)
     parallel, zero = plan.recipe.parallelism, plan.recipe.zero
     sharded = zero is not None and zero.stage >= 3
+    by_deepspeed = zero is not None and engine_name(plan.recipe) == DEEPSPEED
+    overlapped = zero.overlap_comm if zero is not None and by_deepspeed else parallel.overlap_grad_reduce
     megatron = kernels_on(device, stack("megatron"))
     return replace(
         megatron,
         overlap_tensor=0.0,
-        overlap_gradients=megatron.overlap_gradients if parallel.overlap_grad_reduce or sharded else 0.0,
+        overlap_gradients=megatron.overlap_gradients if overlapped or sharded else 0.0,
         sequence_parallel=parallel.sequence_parallel,
         sharded=sharded,
-        zero=1 if parallel.use_distributed_optimizer or zero is not None else 0,
+        zero=2 if zero is not None and zero.stage == 2 else 1 if parallel.use_distributed_optimizer else 0,
         gradient_bytes=4 if parallel.grad_reduce_in_fp32 else 2,
     )
 
@@ -288,6 +300,7 @@ def work(plan: Plan) -> Work:
         mtp=s.mtp_num_layers,
         vpp=layout.virtual_pipeline_model_parallel_size,
         ep=layout.expert_model_parallel_size,
+        etp=layout.expert_tensor_parallel_size if s.num_moe_experts else 1,
         precision=train.precision if train.precision == "fp32" else "bf16",
         recomputed=_recomputed(plan),
         recomputed_modules=plan.recompute_modules,

@@ -20,10 +20,12 @@ from llmrecipes.plan.memory import of_stage
 from llmrecipes.plan.parameters import count as parameters
 from llmrecipes.plan.speed.forecast import Forecast, forecast, gpu, software, work
 from llmrecipes.plan.speed.step import predict
-from llmrecipes.recipe import rules
+from llmrecipes.recipe import rules, zero_rules
+from llmrecipes.recipe.engines import DEEPSPEED, engine_name
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import shape
 from llmrecipes.recipe.stage_layout import EMBEDDING, LAYER, LOSS, PREDICTION, text
+from llmrecipes.recipe.zero import Zero
 
 MOST_MICRO_BATCH = 8
 MOST_PIPELINE = 64
@@ -57,9 +59,19 @@ class Found:
             "CP": parallel.context_parallel_size,
             "EP": parallel.expert_model_parallel_size,
         }
+        if self.recipe.model.num_moe_experts:
+            degrees["ETP"] = self.forecast.plan.layout.expert_tensor_parallel_size
         words = [f"{name}{size}" for name, size in degrees.items() if size > 1]
         written = [parallel.pipeline_model_parallel_layout] if parallel.pipeline_model_parallel_layout else []
-        return " ".join([*words, f"MBS{train.micro_batch_size}", *self._recomputed(), *written])
+        batch = f"MBS{train.micro_batch_size}"
+        return " ".join([*words, batch, *self._sharded(), *self._recomputed(), *written])
+
+    def _sharded(self) -> list[str]:
+        zero = self.recipe.zero
+        if zero is None:
+            return [] if self.recipe.parallelism.use_distributed_optimizer else ["unsharded optimizer"]
+        moved = zero.offload_optimizer != "none" or zero.offload_param != "none"
+        return [f"ZeRO {zero.stage}", *(["offload"] if moved else [])]
 
     def _recomputed(self) -> list[str]:
         plan = self.forecast.plan
@@ -73,27 +85,66 @@ def _powers(most: int) -> list[int]:
     return [1 << exponent for exponent in range(max(1, most).bit_length())]
 
 
-def candidates(recipe: Recipe, ranks: int, near: int) -> Iterator[Recipe]:
+def candidates(recipe: Recipe, ranks: int, near: int, *, offload: bool = False) -> Iterator[Recipe]:
     """Layouts with the recipe's global batch, not yet checked against rules or memory.
 
     Args:
         recipe: what to lay out.
         ranks: that all candidates use.
         near: GPUs of an NVLink domain, the most for tensor parallelism.
+        offload: keep optimizer state in main memory, with ZeRO of a stage from 1 on.
     """
+    for shards in _sharded(recipe, offload):
+        yield from _degrees(shards, ranks, near)
+
+
+def _sharded(recipe: Recipe, offload: bool) -> Iterator[Recipe]:
+    """The recipe with what its data-parallel ranks shard.
+
+    All of the optimizer's state on every rank takes more memory and sends more bytes than its shards, so it is tried
+    only where the recipe has it. So is stage 0.
+    """
+    zero, parallel = recipe.zero, recipe.parallelism
+    if zero is None:
+        yield recipe
+        if not parallel.use_distributed_optimizer:
+            yield recipe.model_copy(
+                update={"parallelism": parallel.model_copy(update={"use_distributed_optimizer": True})}
+            )
+        return
+    for stage in sorted({1, 2, 3, zero.stage} - ({0} if offload else set())):
+        yield _with_zero(recipe, zero, stage, offload)
+
+
+def _with_zero(recipe: Recipe, zero: Zero, stage: int, offload: bool) -> Recipe:
+    moved = "none" if not offload else "cpu" if zero.offload_optimizer == "none" else zero.offload_optimizer
+    kept = {"offload_param": "none", "nvme_path": None} if not offload else {}
+    changed = zero.model_copy(update={"stage": stage, "offload_optimizer": moved, **kept})
+    sharded, _ = zero_rules.selected(recipe.model_copy(update={"zero": changed}), ())
+    parallel: dict[str, Any] = {"use_distributed_optimizer": stage >= 1}
+    if engine_name(sharded) == DEEPSPEED:
+        parallel |= {"overlap_grad_reduce": False, "overlap_param_gather": False}
+    return sharded.model_copy(update={"parallelism": sharded.parallelism.model_copy(update=parallel)})
+
+
+def _degrees(recipe: Recipe, ranks: int, near: int) -> Iterator[Recipe]:
     model, batch = recipe.model, recipe.train.global_batch_size
     contexts = [c for c in _powers(MOST_CONTEXT) if c == 1 or model.seq_length // c >= SHORTEST // 2]
     contexts = sorted({*contexts, recipe.parallelism.context_parallel_size})
     experts = [e for e in _powers(model.num_moe_experts or 1) if (model.num_moe_experts or 1) % e == 0]
     stages = sorted({*_powers(min(MOST_PIPELINE, model.num_layers)), recipe.parallelism.pipeline_model_parallel_size})
+    if engine_name(recipe) == DEEPSPEED:  # which has neither
+        contexts = stages = [1]
     cuts = {stage: list(_cuts(recipe, stage)) for stage in stages}
     for tensor in _powers(near):
+        # Without expert parallelism experts are split as the dense layers are.
+        shares = [(e, inner) for e in experts for inner in (sorted({1, tensor}) if e > 1 else [None])]
         for stage in stages:
             for context in contexts:
                 dense = tensor * stage * context
                 if ranks % dense or batch % (ranks // dense):
                     continue
-                for expert in experts:
+                for expert, inner in shares:
                     for cut in cuts[stage]:
                         parallelism = recipe.parallelism.model_copy(
                             update={
@@ -101,7 +152,7 @@ def candidates(recipe: Recipe, ranks: int, near: int) -> Iterator[Recipe]:
                                 "pipeline_model_parallel_size": stage,
                                 "context_parallel_size": context,
                                 "expert_model_parallel_size": expert,
-                                "expert_tensor_parallel_size": 1 if expert > 1 else None,
+                                "expert_tensor_parallel_size": inner,
                                 "sequence_parallel": tensor > 1,
                                 **cut,
                             }
@@ -185,19 +236,38 @@ def _end_in_layers(recipe: Recipe) -> float:
 def fastest(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None, number: int) -> list[Found]:
     """The fastest layouts that fit with `LEAST_HEADROOM`, best first; at most `number`.
 
+    Offload by a recipe with `zero` is tried only where nothing fits without it: the time of its copies and of the
+    update on the CPU is not known.
+
     Raises:
         UserError: none does, with the least number of GPUs found for which one does.
     """
-    every = candidates(recipe, ranks, cluster.gpus_per_domain)
-    found = _fitting(recipe, every, cluster, ranks, profile, number)
+    found = _fitting(recipe, candidates(recipe, ranks, cluster.gpus_per_domain), cluster, ranks, profile, number)
+    if not found and recipe.zero is not None:
+        offloaded = candidates(recipe, ranks, cluster.gpus_per_domain, offload=True)
+        found = _fitting(recipe, offloaded, cluster, ranks, profile, number)
     if not found:
         raise UserError(
             f"no layout of {ranks} GPUs fits",
             where="--search",
             rule="a rank's states and activations fit its GPU",
-            fix=_smallest(recipe, cluster, ranks, profile),
+            fix=f"{_smallest(recipe, cluster, ranks, profile)}{_by_zero(recipe, cluster, ranks, profile)}",
         )
     return found
+
+
+def _by_zero(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None) -> str:
+    """How a recipe without `zero` fits with it on the same GPUs, by DeepSpeed; empty: it does not."""
+    if recipe.zero is not None:
+        return ""
+    for offload in (False, True):
+        sharded = _with_zero(recipe, Zero(stage=3, extra={}), 3, offload)
+        every = _degrees(sharded, ranks, cluster.gpus_per_domain)
+        for found in _fitting(sharded, every, cluster, ranks, profile, 1):
+            keys = " ".join(chain.from_iterable(_changed(recipe, found.recipe).values()))
+            unknown = " (the time of offload is not known)" if offload else ""
+            return f"; or DeepSpeed on these GPUs: {keys}{unknown}"
+    return ""
 
 
 def _fitting(
@@ -238,7 +308,8 @@ def nearest(plan: Plan, number: int) -> list[tuple[str, Forecast]]:
     """
     recipe, cluster, ranks = plan.recipe, plan.cluster, plan.layout.world_size
     gpu(plan, None)
-    every = [_as_before(each, recipe) for each in candidates(recipe, ranks, cluster.gpus_per_domain)]
+    offload = recipe.zero is not None and recipe.zero.offload_optimizer != "none"
+    every = [_as_before(each, recipe) for each in candidates(recipe, ranks, cluster.gpus_per_domain, offload=offload)]
     for most in (1, 2):
         few = [each for each in every if len(_changed(recipe, each)) <= most]
         if found := _fitting(recipe, few, cluster, ranks, None, number):
@@ -257,6 +328,7 @@ _TOGETHER = {
     "num_layers_in_last_pipeline_stage": "pipeline_model_parallel_size",
     "pipeline_model_parallel_layout": "pipeline_model_parallel_size",
     "expert_tensor_parallel_size": "expert_model_parallel_size",
+    **dict.fromkeys(("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"), "stage"),
     **dict.fromkeys(_NONE, "recompute_granularity"),
 }
 """Keys that change as one with another."""
@@ -272,6 +344,16 @@ def _changed(recipe: Recipe, candidate: Recipe) -> dict[str, list[str]]:
             if value != getattr(before, name):
                 shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
                 changes.setdefault(_TOGETHER.get(name, name), []).append(shlex.quote(f"{section}.{name}={shown}"))
+    # Its other keys follow from these when the recipe is loaded.
+    before, after = recipe.zero, candidate.zero
+    if after is not None:
+        if before is None or after.stage != before.stage:
+            changes.setdefault("stage", []).append(f"zero.stage={after.stage}")
+        for name in ("offload_optimizer", "offload_param", "nvme_path"):
+            value = getattr(after, name)
+            if value != ("none" if before is None and name != "nvme_path" else getattr(before, name, None)):
+                shown = "null" if value is None else value
+                changes.setdefault("offload_optimizer", []).append(shlex.quote(f"zero.{name}={shown}"))
     return changes
 
 
@@ -280,9 +362,9 @@ def _as_before(candidate: Recipe, recipe: Recipe) -> Recipe:
     train, parallel = candidate.train, candidate.parallelism
     if not train.recompute_granularity and recipe.train.recompute_granularity == "selective":
         train = train.model_copy(update={name: getattr(recipe.train, name) for name in _NONE})
-    if parallel.expert_model_parallel_size == recipe.parallelism.expert_model_parallel_size:
-        expert_tensor = recipe.parallelism.expert_tensor_parallel_size
-        parallel = parallel.model_copy(update={"expert_tensor_parallel_size": expert_tensor})
+    split = parallel.expert_tensor_parallel_size == parallel.tensor_model_parallel_size
+    if split and recipe.parallelism.expert_tensor_parallel_size is None:
+        parallel = parallel.model_copy(update={"expert_tensor_parallel_size": None})
     return candidate.model_copy(update={"train": train, "parallelism": parallel})
 
 
@@ -327,8 +409,10 @@ def _timed(
     every: Iterable[Recipe], recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None
 ) -> Iterator[tuple[float, Recipe]]:
     """Candidates with the least seconds of their step. One plan serves all, with what the time model reads replaced."""
+    near, offload = cluster.gpus_per_domain, recipe.zero is not None
+    of_shape = chain(candidates(recipe, ranks, near), candidates(recipe, ranks, near, offload=True) if offload else ())
     base = next(
-        (plan for each in candidates(recipe, ranks, cluster.gpus_per_domain) if (plan := _plan(each, cluster, ranks))),
+        (plan for each in of_shape if (plan := _plan(each, cluster, ranks))),
         None,
     )
     if base is None:
@@ -341,11 +425,13 @@ def _timed(
             laid_out = layout(candidate, ranks, cluster)
         except UserError:
             continue
+        zero, parallel = candidate.zero, candidate.parallelism
+        sharding = (parallel.use_distributed_optimizer, zero and (zero.stage, zero.offload_optimizer))
         chunks, micro = laid_out.virtual_pipeline_model_parallel_size, candidate.train.micro_batch_size
         number = candidate.train.global_batch_size // (laid_out.data_parallel_size * micro)
         if chunks > 1 and number % laid_out.pipeline_model_parallel_size:
             continue
-        key = (laid_out, micro, candidate.train.recompute_granularity, candidate.train.recompute_modules)
+        key = (laid_out, micro, candidate.train.recompute_granularity, candidate.train.recompute_modules, sharding)
         if key in seen:
             continue
         seen.add(key)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 
+from llmrecipes.plan.sharding import OWNERS
 from llmrecipes.plan.speed import network
 from llmrecipes.plan.speed.device import Device, Stack
 from llmrecipes.plan.speed.schedule import shortest, simulate
@@ -79,7 +80,7 @@ def _layer(device: Device, stack: Stack, work: Work, *, experts: bool) -> _Pass:
         shown = 1 - stack.overlap_tensor
         # With sequence parallelism the backward pass gathers its inputs once more, beside the data gradient.
         tensor_ahead = tensor_back = 2 * one * shown
-        if experts and work.ep > 1:
+        if experts and (work.ep > 1 or work.etp > 1):
             tensor_ahead = tensor_back = one * shown
         if stack.sequence_parallel:
             tensor_back += 0.5 * one * shown
@@ -88,6 +89,10 @@ def _layer(device: Device, stack: Stack, work: Work, *, experts: bool) -> _Pass:
         copies = work.topk if stack.once_per_node else 0
         expert = 2 * network.exchange(device, size, work.ep, max(1, near // work.tp), copies)
         expert *= 1 - stack.overlap_expert
+    if experts and work.etp > 1:
+        # Ranks that share an expert gather each other's tokens and sum its results.
+        size = work.width * tokens * work.topk * work.hidden / work.tp * work.etp
+        expert += 2 * network.gather(device, size, work.etp, near)
     if work.cp > 1:
         channels = work.latent[2] + work.latent[3] or work.channels
         size = work.width * tokens * work.cp * 2 * work.kv_heads * channels / work.tp
@@ -227,6 +232,12 @@ def _gradients(
         overlap = 0.0
         whole = 18 * max(work.stages) * network.gather(device, 0.0, ranks, near)
         whole += network.gather(device, (stack.gradient_bytes + 2.0) * most, ranks, near)
+    elif stack.zero == 2:
+        # As often as there are micro-batches, all of them behind a backward pass or after it.
+        collective = network.reduce if ranks > OWNERS else network.gather
+        once = collective(device, stack.gradient_bytes * most, ranks, near)
+        left = max(once * (1 - overlap), once - overlap * min(back))
+        return work.microbatches * left + network.gather(device, work.width * most, ranks, near)
     elif stack.zero >= 1:
         whole = network.gather(device, stack.gradient_bytes * most, ranks, near)
         whole += network.gather(device, work.width * most, ranks, near)

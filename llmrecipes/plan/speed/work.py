@@ -291,7 +291,7 @@ def repeated(device: Device, stack: Stack, work: Work, *, experts: bool) -> floa
 
     seconds = 0.0
     local = max(1, work.experts // work.ep)
-    rows = tokens * work.topk / tp * work.ep / max(1, work.experts)
+    rows = tokens * work.topk / tp * work.ep * work.etp / max(1, work.experts)
     act = traffic(work.topk / tp * wide * work.moe_ffn)
     for name in work.recomputed_modules:
         if name == "core_attn":
@@ -309,7 +309,8 @@ def repeated(device: Device, stack: Stack, work: Work, *, experts: bool) -> floa
         elif name == "shared_experts" and experts and work.shared_ffn:
             seconds += mlp(work.shared_ffn)
         elif name == "moe" and experts:
-            inner = ((wide - 1) * work.moe_ffn, work.hidden), (work.hidden, work.moe_ffn)
+            width = work.moe_ffn / work.etp
+            inner = ((wide - 1) * width, work.hidden), (work.hidden, width)
             seconds += products(*inner, rows=rows, batch=local) + act + traffic(work.topk / tp * 6 * work.hidden)
             seconds += mlp(work.shared_ffn) if work.shared_ffn else 0.0
     return seconds
