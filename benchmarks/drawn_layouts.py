@@ -18,7 +18,6 @@ from llmrecipes.hardware.machine import planned
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.plan.traffic import SMALL, calls
 from llmrecipes.recipe.degrees import model_parallel_size, smallest_world
-from llmrecipes.recipe.features import value
 from llmrecipes.recipe.load import load
 
 SEED = 12
@@ -121,6 +120,8 @@ def _keys(chance: random.Random, *, on_cpu: bool) -> Iterator[tuple[str, Any]]:
         "parallelism.overlap_grad_reduce": (overlap := chance.random() < 0.5),
         "parallelism.overlap_param_gather": distributed and overlap and chance.random() < 0.5,
         "parallelism.grad_reduce_in_fp32": chance.random() < 0.75,
+        # Of such small models it is a part that the formulas, which leave it out, would be blamed for.
+        "speed.ddp_pad_buckets_for_high_nccl_busbw": False,
         "train.micro_batch_size": chance.choice((1, 1, 2, 4)),
         "train.precision": chance.choice(("bf16", "bf16", "bf16", "fp16", "fp32")),
     }.items()
@@ -203,18 +204,12 @@ def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
-PADDING = 4 * 2**16
-"""Bytes that a bucket of gradients in fp32 gets at most where `ddp_pad_buckets_for_high_nccl_busbw` pads it."""
-
-
 def _differing(report: RankReport, plan: Plan) -> Iterator[str]:
     """Collectives whose bytes are not the plan's, beside bookkeeping and what pads buffers."""
     expected, real = planned_bytes(plan, report.stage), sent_bytes(report)
-    padded = PADDING if value(plan.features, "ddp_pad_buckets_for_high_nccl_busbw") else 0
     for key in sorted(expected | real):
         calls_of = sum(each.calls for each in report.traffic if (each.op, each.ranks) == key)
-        of_buckets = padded if key[0] in ("all-gather", "reduce-scatter") else 0
-        most = expected[key] * 1.001 + (SMALL + of_buckets) * max(calls_of, 1)
+        most = expected[key] * 1.001 + SMALL * max(calls_of, 1)
         if not expected[key] <= real[key] <= most:
             yield f"{key[0]} of {key[1]} ranks: {expected[key]:,} planned, {real[key]:,} sent"
 

@@ -19,7 +19,7 @@ from llmrecipes.engine.core.replicas import first_difference
 from llmrecipes.engine.core.rerun import RerunState
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.faults.numerics import SpikeRule
-from llmrecipes.faults.watchdog import Heartbeat, Limits
+from llmrecipes.faults.watchdog import HangLimits, RankHeartbeat
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import load
@@ -52,7 +52,7 @@ def main() -> None:
         buckets = [
             bucket.grad_data for chunk in engine.chunks for group in chunk.bucket_groups for bucket in group.buckets
         ]
-        beat = Heartbeat(Limits(600.0, 3600.0), mmap.mmap(-1, 64))
+        beat = RankHeartbeat(HangLimits(600.0, 3600.0), mmap.mmap(-1, 64))
         rule = SpikeRule(128, 6.0, [3.0 + number % 7 / 100 for number in range(128)], [1.0] * 128)
         reads = 2 * engine.plan.num_microbatches + 1
         parts = {

@@ -14,7 +14,7 @@ from llmrecipes.cli.options import RUNS, JsonOption, RunsOption
 from llmrecipes.errors import UserError
 
 if TYPE_CHECKING:
-    from llmrecipes.workflow.card import Card, Part
+    from llmrecipes.workflow.card import Card, CardPart
 
 _DONE = {"dryrun": "dry run", "verify": "verified", "smoke": "rehearsed", "run": "run"}
 
@@ -115,7 +115,7 @@ def lines(card: Card) -> Iterator[str]:
         yield f"{'':12}{part.date}, commit {part.commit}{older}: {part.command}"
 
 
-def _text(part: Part) -> str:
+def _text(part: CardPart) -> str:
     return ", ".join(f"{key} {_value(value)}" for key, value in part.figures.items() if value is not None)
 
 

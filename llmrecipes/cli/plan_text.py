@@ -23,7 +23,7 @@ from llmrecipes.recipe.engines import engine_name
 from llmrecipes.recipe.load import Loaded, to_yaml
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.units import MIB
-from llmrecipes.workflow.features import Speed
+from llmrecipes.workflow.features import SpeedReport
 from llmrecipes.workflow.plan import Preparation
 
 
@@ -136,7 +136,7 @@ def _time(
     return lines
 
 
-def speed_as_text(speed: Speed) -> str:
+def speed_as_text(speed: SpeedReport) -> str:
     """A block for each feature: its value and why, what it gives, and how to change it; then the environment."""
     lines = ["Features (calculated, planned: no GPU has measured them)"]
     for row in speed.rows:

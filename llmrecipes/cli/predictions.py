@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from llmrecipes.cli.tables import TextTable
-from llmrecipes.plan.speed.calibration import Fit, Report
+from llmrecipes.plan.speed.calibration import CalibrationReport, FactorFit
 from llmrecipes.plan.speed.curve import CurvePoint
 from llmrecipes.plan.speed.search import Found
 from llmrecipes.units import GIB
@@ -34,7 +34,7 @@ def _checked(check: Check) -> str:
     return f"{word}: {check.bytes / GIB:.1f} GiB on rank {check.rank}, {check.seconds:.0f} s"
 
 
-def calibration_lines(made: Report) -> Iterator[str | TextTable]:
+def calibration_lines(made: CalibrationReport) -> Iterator[str | TextTable]:
     """Errors of runs, bias by device and layout, and factors."""
     head = ("run", "device", "layout", "predicted", "measured", "error", "memory", "measured", "error")
     rows = [
@@ -55,7 +55,7 @@ def calibration_lines(made: Report) -> Iterator[str | TextTable]:
         yield f"left out: {name}: {reason}"
 
 
-def _factors(fit: Fit) -> Iterator[str]:
+def _factors(fit: FactorFit) -> Iterator[str]:
     by = fit.calibration
     yield (
         f"{fit.device}: kernels take {by.compute:.3f} of their predicted time, communication {by.communication:.3f} "

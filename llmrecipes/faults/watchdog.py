@@ -65,7 +65,7 @@ def unwatched(phase: str, step: int | None = None) -> None:
 
 
 @dataclass(frozen=True)
-class Limits:
+class HangLimits:
     """How long a phase may last, in seconds."""
 
     least: float
@@ -74,7 +74,7 @@ class Limits:
     """Before it was measured once: compilation, connections, cold caches."""
 
 
-class Heartbeat:
+class RankHeartbeat:
     """What a rank does, in memory that its watchdog reads.
 
     Args:
@@ -82,7 +82,7 @@ class Heartbeat:
         memory: to write to.
     """
 
-    def __init__(self, limits: Limits, memory: mmap.mmap) -> None:
+    def __init__(self, limits: HangLimits, memory: mmap.mmap) -> None:
         self._limits, self._memory = limits, memory
         self._longest: dict[str, float] = {}
         self._phase, self._since, self._step, self._steps = "", 0.0, 0, 0
@@ -135,7 +135,7 @@ class Hang:
 
 
 @contextmanager
-def watched(limits: Limits, folder: Path, *, rank: int, world_size: int) -> Iterator[Heartbeat]:
+def watched(limits: HangLimits, folder: Path, *, rank: int, world_size: int) -> Iterator[RankHeartbeat]:
     """Watch this process while the block runs.
 
     Args:
@@ -146,7 +146,7 @@ def watched(limits: Limits, folder: Path, *, rank: int, world_size: int) -> Iter
     state, stacks = os.memfd_create("heartbeat"), os.memfd_create("stacks")
     os.ftruncate(state, _STATE.size)
     memory = mmap.mmap(state, _STATE.size)
-    beat = Heartbeat(limits, memory)
+    beat = RankHeartbeat(limits, memory)
     faulthandler.register(STACKS, file=stacks, all_threads=True)
     arguments = [str(each) for each in (os.getpid(), state, stacks, rank, world_size, folder)]
     process = subprocess.Popen(

@@ -25,7 +25,7 @@ from llmrecipes.plan.parameters import (
 from llmrecipes.plan.sharding import check_zeropp
 from llmrecipes.recipe import recompute
 from llmrecipes.recipe.degrees import model_parallel_size, multiples, smallest_world
-from llmrecipes.recipe.features import Choice, Target, require, resolve, value
+from llmrecipes.recipe.features import FeatureChoice, SpeedTarget, require, resolve, value
 from llmrecipes.recipe.rules import obstacle_to_chunks
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape, shape
@@ -128,12 +128,12 @@ class Plan:
         return modules(self.recipe, self.shape, self.device)
 
     @property
-    def features(self) -> tuple[Choice, ...]:
+    def features(self) -> tuple[FeatureChoice, ...]:
         """Features of `speed` that the run is expected to have, and why."""
         return resolve(self.recipe, self.target)
 
     @property
-    def target(self) -> Target:
+    def target(self) -> SpeedTarget:
         """The machine that `features` expects."""
         return expected(self.recipe, self.device, self.layout, self.cluster)
 

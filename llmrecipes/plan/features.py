@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.layout import Layout, expected_layers
-from llmrecipes.recipe.features import Target
+from llmrecipes.recipe.features import SpeedTarget
 from llmrecipes.recipe.schema import Recipe
 
 
-def expected(recipe: Recipe, device: str, laid_out: Layout | None = None, cluster: Cluster | None = None) -> Target:
+def expected(
+    recipe: Recipe, device: str, laid_out: Layout | None = None, cluster: Cluster | None = None
+) -> SpeedTarget:
     """A GPU with the software of the CUDA image, or a CPU with a compiler.
 
     Args:
         laid_out, cluster: of the run; without them all its ranks are on one node.
     """
     transformer_engine, reason = expected_layers(recipe, device)
-    return Target(
+    return SpeedTarget(
         device="cuda" if device == "cuda" else "cpu",
         transformer_engine=transformer_engine,
         layers_reason=reason,

@@ -24,7 +24,7 @@ GC_INTERVAL = 100
 
 
 @dataclass(frozen=True)
-class Target:
+class SpeedTarget:
     """What decides on features besides the recipe: as expected of a machine (`plan.features`), or as a rank has it.
 
     Attributes:
@@ -49,7 +49,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Choice:
+class FeatureChoice:
     """A feature of a run.
 
     Attributes:
@@ -97,8 +97,8 @@ class Feature:
     field: str
     gain: str
     recipe: Callable[[Recipe], str | None]
-    target: Callable[[Target], str | None]
-    default: Callable[[Recipe, Target], Default]
+    target: Callable[[SpeedTarget], str | None]
+    default: Callable[[Recipe, SpeedTarget], Default]
 
 
 # -- what a recipe rules out -----------------------------------------------------------------------------------------
@@ -218,23 +218,23 @@ def _collections(recipe: Recipe) -> str | None:
 # -- what a machine rules out ----------------------------------------------------------------------------------------
 
 
-def _everywhere(_target: Target) -> None:
+def _everywhere(_target: SpeedTarget) -> None:
     return None
 
 
-def _gpu(target: Target) -> str | None:
+def _gpu(target: SpeedTarget) -> str | None:
     return None if target.device == "cuda" else "a setting of NCCL, and CPU ranks are joined by gloo"
 
 
-def _transformer_engine(target: Target) -> str | None:
+def _transformer_engine(target: SpeedTarget) -> str | None:
     if target.transformer_engine:
         return None
     because = f" ({target.layers_reason})" if target.layers_reason else ""
     return f"needs TransformerEngine's layers; these are megatron-core's own{because}"
 
 
-def _since(least: Version) -> Callable[[Target], str | None]:
-    def new_enough(target: Target) -> str | None:
+def _since(least: Version) -> Callable[[SpeedTarget], str | None]:
+    def new_enough(target: SpeedTarget) -> str | None:
         if not (reason := _transformer_engine(target)) and target.version is not None and target.version < least:
             wanted, there = (".".join(map(str, version)) for version in (least, target.version))
             return f"needs TransformerEngine {wanted}; {there} is installed"
@@ -243,18 +243,18 @@ def _since(least: Version) -> Callable[[Target], str | None]:
     return new_enough
 
 
-def _compiler(target: Target) -> str | None:
+def _compiler(target: SpeedTarget) -> str | None:
     return target.no_compiler
 
 
-def _deep_ep(target: Target) -> str | None:
+def _deep_ep(target: SpeedTarget) -> str | None:
     return target.no_deep_ep if target.device == "cuda" else "DeepEP and HybridEP need GPUs"
 
 
 # -- what a rule chooses ---------------------------------------------------------------------------------------------
 
 
-def _compiled(recipe: Recipe, target: Target) -> Default:
+def _compiled(recipe: Recipe, target: SpeedTarget) -> Default:
     """On where torch compiles for the device anyway, or where that is worth it."""
     if recipe.train.torch_compile:
         return True, "train.torch_compile"
@@ -263,30 +263,30 @@ def _compiled(recipe: Recipe, target: Target) -> Default:
     return False, "on a CPU compiling takes longer than it saves, unless train.torch_compile does it anyway"
 
 
-def _compiled_if_needed(recipe: Recipe, target: Target) -> Default:
+def _compiled_if_needed(recipe: Recipe, target: SpeedTarget) -> Default:
     model = recipe.model
     if not (model.add_bias_linear or model.hidden_dropout or recipe.train.torch_compile):
         return False, "the model has neither biases nor hidden_dropout"
     return _compiled(recipe, target)
 
 
-def _rotated(recipe: Recipe, _target: Target) -> Default:
+def _rotated(recipe: Recipe, _target: SpeedTarget) -> Default:
     if recipe.model.multi_latent_attention:
         return False, "megatron-core calls its kernel for latent attention experimental"
     return True, "TransformerEngine's layers"
 
 
-def _with_layers(_recipe: Recipe, _target: Target) -> Default:
+def _with_layers(_recipe: Recipe, _target: SpeedTarget) -> Default:
     return True, "TransformerEngine's layers"
 
 
-def _padded(_recipe: Recipe, target: Target) -> Default:
+def _padded(_recipe: Recipe, target: SpeedTarget) -> Default:
     if target.device == "cuda" and target.spans_nodes:
         return True, "data-parallel ranks are on several nodes"
     return False, "data-parallel ranks are on one node"
 
 
-def _overlapped(recipe: Recipe, target: Target) -> Default:
+def _overlapped(recipe: Recipe, target: SpeedTarget) -> Default:
     parallel = recipe.parallelism
     split = parallel.expert_model_parallel_size > 1 or parallel.tensor_model_parallel_size > 1
     if target.device == "cuda" and split:
@@ -294,19 +294,19 @@ def _overlapped(recipe: Recipe, target: Target) -> Default:
     return False, "the dispatcher does not communicate" if not split else "on a CPU nothing runs at the same time"
 
 
-def _together(_recipe: Recipe, target: Target) -> Default:
+def _together(_recipe: Recipe, target: SpeedTarget) -> Default:
     if target.device == "cuda" and target.ranks > 1:
         return True, "a collection on one rank keeps all ranks waiting"
     return False, "one rank" if target.ranks == 1 else "on a CPU a step takes longer than a collection"
 
 
-def _every_hundredth(recipe: Recipe, target: Target) -> Default:
+def _every_hundredth(recipe: Recipe, target: SpeedTarget) -> Default:
     if recipe.speed.manual_gc or _together(recipe, target)[0]:
         return GC_INTERVAL, "Megatron-Bridge's"
     return None, "manual_gc is off"
 
 
-def _value(value: Any, reason: str) -> Callable[[Recipe, Target], Default]:
+def _value(value: Any, reason: str) -> Callable[[Recipe, SpeedTarget], Default]:
     return lambda _recipe, _target: (value, reason)
 
 
@@ -398,12 +398,12 @@ FEATURES: Mapping[str, Feature] = {
 """Keys of `speed` by name. Gains are calculated from bytes and FLOPs, within a factor of 1.5, not measured."""
 
 
-def resolve(recipe: Recipe, target: Target) -> tuple[Choice, ...]:
+def resolve(recipe: Recipe, target: SpeedTarget) -> tuple[FeatureChoice, ...]:
     """The features of a run on a machine, in the order of `FEATURES`; what is refused is off."""
     return tuple(_choice(name, feature, recipe, target) for name, feature in FEATURES.items())
 
 
-def _choice(name: str, feature: Feature, recipe: Recipe, target: Target) -> Choice:
+def _choice(name: str, feature: Feature, recipe: Recipe, target: SpeedTarget) -> FeatureChoice:
     key, wanted = f"speed.{name}", getattr(recipe.speed, name)
     # A switch that does not apply is off; megatron-core has a default of its own for any other value.
     off = False if isinstance(wanted, bool) or Speed.model_fields[name].annotation == Switch else None
@@ -414,20 +414,20 @@ def _choice(name: str, feature: Feature, recipe: Recipe, target: Target) -> Choi
         asked = name == "moe_flex_dispatcher_backend" and missing is None
         if obstacle:
             key = "model.moe_token_dispatcher_type" if asked else key
-            return Choice(key, off, obstacle, "rule", ruled_out=True, refused=asked)
-        return Choice(key, *feature.default(recipe, target), "rule")
+            return FeatureChoice(key, off, obstacle, "rule", ruled_out=True, refused=asked)
+        return FeatureChoice(key, *feature.default(recipe, target), "rule")
     if obstacle and wanted not in SWITCHED_OFF:
-        return Choice(key, off, obstacle, "recipe", ruled_out=True, refused=True)
-    return Choice(key, wanted, "set in the recipe", "recipe")
+        return FeatureChoice(key, off, obstacle, "recipe", ruled_out=True, refused=True)
+    return FeatureChoice(key, wanted, "set in the recipe", "recipe")
 
 
 def needing_a_gpu() -> list[str]:
     """Keys of `speed` that a CPU without a compiler cannot give."""
-    bare = Target("cpu", transformer_engine=False, no_compiler="none")
+    bare = SpeedTarget("cpu", transformer_engine=False, no_compiler="none")
     return [name for name, feature in FEATURES.items() if feature.target(bare)]
 
 
-def values(choices: Iterable[Choice], kind: str) -> dict[str, Any]:
+def values(choices: Iterable[FeatureChoice], kind: str) -> dict[str, Any]:
     """Values for one of megatron-core's classes or functions, by its field; those that it does not choose itself."""
     chosen = {}
     for choice in choices:
@@ -437,12 +437,12 @@ def values(choices: Iterable[Choice], kind: str) -> dict[str, Any]:
     return chosen
 
 
-def value(choices: Iterable[Choice], name: str) -> Any:
+def value(choices: Iterable[FeatureChoice], name: str) -> Any:
     """What a run has of one feature."""
     return next(choice.value for choice in choices if choice.key == f"speed.{name}")
 
 
-def require(choices: Iterable[Choice]) -> None:
+def require(choices: Iterable[FeatureChoice]) -> None:
     """Refuse what a recipe asks for and cannot have.
 
     Raises:

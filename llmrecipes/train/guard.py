@@ -23,7 +23,7 @@ MOST_NAMED = 16
 
 
 @dataclass(frozen=True)
-class Finding:
+class RankFinding:
     """What one rank says about numbers that are not finite."""
 
     rank: int
@@ -174,15 +174,15 @@ def samples_of(consumed: int, plan: Plan, data_parallel_rank: int) -> list[int]:
     return [sample for micro_batch in micro_batches for sample in micro_batch]
 
 
-def _exchanged(world: World, is_local: bool, bad: BadParameter | None) -> Sequence[Finding]:
+def _exchanged(world: World, is_local: bool, bad: BadParameter | None) -> Sequence[RankFinding]:
     """Findings of all ranks, the likeliest cause first."""
-    mine = Finding(world.rank, socket.gethostname(), world.data_parallel_rank, is_local, bad)
+    mine = RankFinding(world.rank, socket.gethostname(), world.data_parallel_rank, is_local, bad)
     findings = [mine] * world.size
     dist.all_gather_object(findings, mine)
     return sorted(findings, key=_distance_from_cause)
 
 
-def _distance_from_cause(finding: Finding) -> tuple[bool, bool, bool, int]:
+def _distance_from_cause(finding: RankFinding) -> tuple[bool, bool, bool, int]:
     # A bad weight is the most likely cause. Gradients are summed over ranks, so a bad one is bad everywhere; one that
     # was bad before the sum, or a bad local loss, identifies the rank and its batch.
     bad = finding.bad

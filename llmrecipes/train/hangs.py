@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 import torch.distributed as dist
 
 from llmrecipes.engine.base import World
-from llmrecipes.faults.watchdog import REPORT, Beat, Limits, unwatched, watched
+from llmrecipes.faults.watchdog import REPORT, Beat, HangLimits, unwatched, watched
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking.events import Note
@@ -19,10 +19,10 @@ NOTED = "noted.json"
 """Name of a report that is a note of the run."""
 
 
-def limits(recipe: Recipe) -> Limits | None:
+def limits(recipe: Recipe) -> HangLimits | None:
     """Of a recipe's watchdog; None: it has none."""
     least = recipe.faults.rank_heartbeat_timeout
-    return None if least is None else Limits(least, recipe.faults.initial_rank_heartbeat_timeout)
+    return None if least is None else HangLimits(least, recipe.faults.initial_rank_heartbeat_timeout)
 
 
 @contextmanager

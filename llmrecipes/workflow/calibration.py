@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmrecipes.errors import UserError
-from llmrecipes.plan.speed.calibration import Report, Tracked, report, tracked
+from llmrecipes.plan.speed.calibration import CalibrationReport, MeasuredRun, report, tracked
 from llmrecipes.runfiles import PLAN, RunFiles
 from llmrecipes.tracking.events import MEASURED
 from llmrecipes.tracking.run_list import last_note
@@ -23,7 +23,7 @@ _SIZES = {
 }
 
 
-def calibration(names: Sequence[str], runs_dir: Path, experiment: str | None) -> Report:
+def calibration(names: Sequence[str], runs_dir: Path, experiment: str | None) -> CalibrationReport:
     """Compare what runs predicted and measured.
 
     Args:
@@ -35,7 +35,7 @@ def calibration(names: Sequence[str], runs_dir: Path, experiment: str | None) ->
     """
     from llmrecipes.rundir import Run
 
-    found: list[Tracked] = []
+    found: list[MeasuredRun] = []
     left_out: list[tuple[str, str]] = []
     files: list[RunFiles] = []
     for name in names:
@@ -72,7 +72,7 @@ _NOTHING = "no prediction: nothing was known of its machine's speed"
 _SHORT = "no measured step: it has not ended by itself, or has too few steps"
 
 
-def _of_directory(run: RunFiles) -> Tracked | str:
+def _of_directory(run: RunFiles) -> MeasuredRun | str:
     """A run by its files, or why it does not count."""
     try:
         plan = read_json(run.path / PLAN, root=run.path)
@@ -88,17 +88,17 @@ def _of_directory(run: RunFiles) -> Tracked | str:
         return "its plan.json or metrics.jsonl cannot be read"
 
 
-def _of_mlflow(experiment: str, runs_dir: Path) -> list[tuple[str, Tracked | str]]:
+def _of_mlflow(experiment: str, runs_dir: Path) -> list[tuple[str, MeasuredRun | str]]:
     from llmrecipes.scaling.points import experiment_runs
 
-    rows: list[tuple[str, Tracked | str]] = []
+    rows: list[tuple[str, MeasuredRun | str]] = []
     for run in experiment_runs(experiment, runs_dir):
         name = run.info.run_name or run.info.run_id
         rows.append((name, _of_mlflow_run(name, run)))
     return rows
 
 
-def _of_mlflow_run(name: str, run: Any) -> Tracked | str:
+def _of_mlflow_run(name: str, run: Any) -> MeasuredRun | str:
     params, metrics = run.data.params, run.data.metrics
     try:
         predicted = json.loads(run.data.tags.get("predicted", "null"))
@@ -113,7 +113,7 @@ def _of_mlflow_run(name: str, run: Any) -> Tracked | str:
         return "its record cannot be read"
 
 
-def write(made: Report, cluster: str, path: Path) -> None:
+def write(made: CalibrationReport, cluster: str, path: Path) -> None:
     """Copy a cluster profile, with the factors of its device.
 
     Raises:

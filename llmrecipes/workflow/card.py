@@ -42,7 +42,7 @@ _KEPT = {
 }
 
 
-class Part(BaseModel):
+class CardPart(BaseModel):
     """One thing that was done with a recipe.
 
     Attributes:
@@ -60,7 +60,7 @@ class Part(BaseModel):
     figures: dict[str, JsonValue]
 
 
-class Layout(BaseModel):
+class PublishedLayout(BaseModel):
     """A layout that somebody published, with the speed that was measured, if any."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -80,13 +80,13 @@ class Card(BaseModel):
     cluster: str
     gpus: int = Field(ge=1)
     layout_source: str
-    published: Layout | None = None
-    planned: Part
-    searched: Part | None = None
-    dryrun: Part | None = None
-    verify: Part | None = None
-    smoke: Part | None = None
-    run: Part | None = None
+    published: PublishedLayout | None = None
+    planned: CardPart
+    searched: CardPart | None = None
+    dryrun: CardPart | None = None
+    verify: CardPart | None = None
+    smoke: CardPart | None = None
+    run: CardPart | None = None
 
     @model_validator(mode="after")
     def _layouts_have_figures(self) -> Self:
@@ -102,27 +102,27 @@ class Card(BaseModel):
 _DGXC = "NVIDIA/dgxc-benchmarking"
 _BRIDGE = "NVIDIA-NeMo/Megatron-Bridge"
 PUBLISHED = {
-    "deepseek-v3": Layout(
+    "deepseek-v3": PublishedLayout(
         source=f"{_BRIDGE} model_verification_cards", gpus=1024, layout="TP2 PP8 VPP4 EP64 MBS1",
         tokens_per_second_per_gpu=1061.2,
     ),
-    "gpt-175b": Layout(
+    "gpt-175b": PublishedLayout(
         source=f"{_DGXC} v25.02.02 nemo_megatron", gpus=128, layout="TP4 PP8 VPP12 MBS1",
         tokens_per_second_per_gpu=493.0,
     ),
-    "llama3-405b": Layout(
+    "llama3-405b": PublishedLayout(
         source=f"{_DGXC} v25.05.05 llama3.1", gpus=512, layout="TP8 PP8 VPP8 CP2 MBS1",
         tokens_per_second_per_gpu=206.8,
     ),
-    "llama3-70b": Layout(
+    "llama3-70b": PublishedLayout(
         source=f"{_DGXC} v25.02.02 llama3.1", gpus=64, layout="TP4 PP4 VPP5 CP2 MBS1",
         tokens_per_second_per_gpu=1121.2,
     ),
-    "llama3-8b": Layout(
+    "llama3-8b": PublishedLayout(
         source=f"{_DGXC} v25.02.02 llama3.1", gpus=8, layout="CP2 MBS1", tokens_per_second_per_gpu=10253.5
     ),
-    "mixtral-8x7b": Layout(source="NVIDIA/Megatron-LM examples/mixtral", gpus=32, layout="PP4 EP8"),
-    "qwen3-30b-a3b": Layout(source=f"{_BRIDGE} 26.04, in fp8", gpus=16, layout="EP16 MBS1",
+    "mixtral-8x7b": PublishedLayout(source="NVIDIA/Megatron-LM examples/mixtral", gpus=32, layout="PP4 EP8"),
+    "qwen3-30b-a3b": PublishedLayout(source=f"{_BRIDGE} 26.04, in fp8", gpus=16, layout="EP16 MBS1",
                             tokens_per_second_per_gpu=8901.0),
 }  # fmt: skip
 """Layouts of vendors for the shapes of recipes; throughput from benchmarks/data/planner/published_runs.csv."""
@@ -232,7 +232,7 @@ def make(name: str, asked: Asked, runs_dir: Path, log: Log) -> Card:
     planned = _part(command_line("plan", name, options=options), loaded, _planned(plan, cluster))
     if before is not None and (before.planned.figures, before.planned.recipe_hash) == (planned.figures, loaded.hash):
         planned = before.planned
-    parts: dict[str, Part | None] = {}
+    parts: dict[str, CardPart | None] = {}
     if before is not None:
         parts = {each: getattr(before, each) for each in (*PARTS, "run", "searched")}
     recorded = asked.parts or asked.run is not None
@@ -302,7 +302,7 @@ def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _searched(loaded: Loaded, plan: Plan, cluster: str, command: str) -> Part | None:
+def _searched(loaded: Loaded, plan: Plan, cluster: str, command: str) -> CardPart | None:
     profile = load_profile(cluster)
     try:
         forecast(plan, profile)
@@ -317,9 +317,9 @@ def _searched(loaded: Loaded, plan: Plan, cluster: str, command: str) -> Part | 
     return _part(command, loaded, figures)
 
 
-def _part(command: str, loaded: Loaded, figures: dict[str, Any]) -> Part:
+def _part(command: str, loaded: Loaded, figures: dict[str, Any]) -> CardPart:
     git = capture(checkout())["git"] or {}
-    return Part(
+    return CardPart(
         command=command,
         commit=f"{str(git.get('commit') or 'unknown')[:12]}",
         date=datetime.now(UTC).date().isoformat(),
@@ -370,7 +370,7 @@ def _short(value: Any) -> Any:
     return _rounded(value) if isinstance(value, float) else value
 
 
-def _run(name: str, runs_dir: Path, loaded: Loaded) -> Part:
+def _run(name: str, runs_dir: Path, loaded: Loaded) -> CardPart:
     from llmrecipes.rundir import Run
     from llmrecipes.tracking.events import MEASURED
     from llmrecipes.tracking.run_list import last_note

@@ -14,7 +14,7 @@ from llmrecipes.launch.environment import explained
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.plan.layout import expected_layers
 from llmrecipes.plan.speed.forecast import forecast
-from llmrecipes.recipe.features import FEATURES, Choice
+from llmrecipes.recipe.features import FEATURES, FeatureChoice
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.units import GIB
@@ -23,7 +23,7 @@ FIGURE = re.compile(r"[0-9](%| s )")
 
 
 @dataclass(frozen=True)
-class Row:
+class FeatureRow:
     """A feature of a run.
 
     Attributes:
@@ -44,10 +44,10 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Speed:
+class SpeedReport:
     """The features of a run, and its environment: value and reason of each variable."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[FeatureRow, ...]
     environment: Mapping[str, tuple[str, str]]
 
     def as_dict(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Speed:
         return {"features": [asdict(row) for row in self.rows], "environment": variables}
 
 
-def speed(plan: Plan, cluster: str | None) -> Speed:
+def speed(plan: Plan, cluster: str | None) -> SpeedReport:
     """What a planned run has.
 
     Args:
@@ -66,10 +66,10 @@ def speed(plan: Plan, cluster: str | None) -> Speed:
     """
     profile = None if cluster is None else load_profile(cluster)
     rows = (*_elsewhere(plan, profile), *(_of(choice, plan, profile) for choice in plan.features))
-    return Speed(rows, explained(profile, plan.cluster, plan))
+    return SpeedReport(rows, explained(profile, plan.cluster, plan))
 
 
-def _of(choice: Choice, plan: Plan, profile: Profile | None) -> Row:
+def _of(choice: FeatureChoice, plan: Plan, profile: Profile | None) -> FeatureRow:
     name = choice.key.rpartition(".")[2]
     gives = FEATURES[name].gain
     source = "calculated" if FIGURE.search(gives) else "expected"
@@ -81,15 +81,15 @@ def _of(choice: Choice, plan: Plan, profile: Profile | None) -> Row:
         if effect := _effect(plan, other, profile):
             gives = f"{gives}; here, with {choice.key}={_text(not choice.value)}: {effect}"
             source = "calculated; planned for this run"
-    return Row(choice.key, choice.value, choice.reason, gives, source, change)
+    return FeatureRow(choice.key, choice.value, choice.reason, gives, source, change)
 
 
-def _elsewhere(plan: Plan, profile: Profile | None) -> Iterator[Row]:
+def _elsewhere(plan: Plan, profile: Profile | None) -> Iterator[FeatureRow]:
     """Keys of other sections that decide on speed."""
     recipe, target = plan.recipe, plan.target
     layers, other = ("transformer_engine", "local") if target.transformer_engine else ("local", "auto")
     chosen, _ = expected_layers(_with(recipe, {"model.transformer_impl": other}), plan.device)
-    yield Row(
+    yield FeatureRow(
         "model.transformer_impl", layers, target.layers_reason,
         "15 to 20% of gpt-1b's step on one GPU, against megatron-core's own layers", "calculated",
         f"model.transformer_impl={other}" if chosen is not target.transformer_engine else None,
@@ -101,7 +101,7 @@ def _elsewhere(plan: Plan, profile: Profile | None) -> Iterator[Row]:
         dict.fromkeys(("granularity", "method", "num_layers", "modules")) if recomputed else None,
         prefix="train.recompute_",
     )  # fmt: skip
-    yield Row(
+    yield FeatureRow(
         "train.torch_compile", recipe.train.torch_compile,
         "set in the recipe" if recipe.train.torch_compile
         else f"default{'; kernels of TransformerEngine are fused already' if target.transformer_engine else ''}",
@@ -124,15 +124,15 @@ def _elsewhere(plan: Plan, profile: Profile | None) -> Iterator[Row]:
 
 def _planned(
     plan: Plan, profile: Profile | None, key: str, value: Any, reason: str, other: Mapping[str, Any] | None, prefix: str
-) -> Row:
+) -> FeatureRow:
     """A key whose effect the planner knows; `other` has the values of another setting."""
     if other is None:
-        return Row(key, value, reason, None, None, None)
+        return FeatureRow(key, value, reason, None, None, None)
     changes = {f"{prefix}{name}": each for name, each in other.items()}
     changed = [f"{name}={_text(each)}" for name, each in changes.items()]
     effect = _effect(plan, _with(plan.recipe, changes), profile)
     gives = None if effect is None else f"with {' '.join(changed[:1])}: {effect}"
-    return Row(key, value, reason, gives, None if gives is None else "planned", " ".join(changed))
+    return FeatureRow(key, value, reason, gives, None if gives is None else "planned", " ".join(changed))
 
 
 def _effect(plan: Plan, other: Recipe, profile: Profile | None) -> str | None:

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from llmrecipes.faults import watchdog
-from llmrecipes.faults.watchdog import FACTOR, LEAST, Hang, Heartbeat, Limits, report
+from llmrecipes.faults.watchdog import FACTOR, LEAST, Hang, HangLimits, RankHeartbeat, report
 
 LIMIT = 1.0
 RANK = """
 import ctypes, os, sys, threading, time
 from pathlib import Path
-from llmrecipes.faults.watchdog import Limits, watched
+from llmrecipes.faults.watchdog import HangLimits, watched
 
 def hold_the_lock():
     while True:  # a signal ends the sleep
@@ -44,7 +44,7 @@ def thread_that_holds_the_lock():
     time.sleep(600)
 
 limit, what, folder, rank, world = float(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), *map(int, sys.argv[4:])
-with watched(Limits(limit, limit), folder, rank=rank, world_size=world) as beat:
+with watched(HangLimits(limit, limit), folder, rank=rank, world_size=world) as beat:
     for step in (6, 7):
         beat("step", step)
     print(time.monotonic(), flush=True)
@@ -128,7 +128,7 @@ def test_limits_follow_the_longest_time_of_each_phase(monkeypatch: pytest.Monkey
 
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    beat = Heartbeat(Limits(30.0, 3600.0), mmap.mmap(-1, 64))
+    beat = RankHeartbeat(HangLimits(30.0, 3600.0), mmap.mmap(-1, 64))
     assert beat.limit("step") == 3600.0
     for step, seconds in ((1, 900.0), (2, 2.0)):  # the first compiles
         assert beat.limit("step") == 3600.0

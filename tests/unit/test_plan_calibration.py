@@ -13,7 +13,7 @@ import yaml
 
 from llmrecipes.cli.app import run
 from llmrecipes.hardware.load import clusters_dir
-from llmrecipes.plan.speed.calibration import Tracked, fit, tracked
+from llmrecipes.plan.speed.calibration import MeasuredRun, fit, tracked
 from llmrecipes.rundir import Run
 from llmrecipes.tracking.events import MEASURED
 from llmrecipes.workflow.calibration import calibration
@@ -26,9 +26,9 @@ RATES = {
 }  # fmt: skip
 
 
-def one(compute: float, communication: float, measured: float, memory: float = 1.0) -> Tracked:
+def one(compute: float, communication: float, measured: float, memory: float = 1.0) -> MeasuredRun:
     predicted = compute + communication
-    return Tracked("run", "H100", "data", compute, communication, predicted, measured, memory, 1.0)
+    return MeasuredRun("run", "H100", "data", compute, communication, predicted, measured, memory, 1.0)
 
 
 def test_factors_of_kernels_and_communication_are_recovered() -> None:
@@ -48,7 +48,7 @@ def test_factors_of_kernels_and_communication_are_recovered() -> None:
     ],
 )
 def test_a_factor_that_runs_do_not_tell_is_not_made_up(
-    runs: list[Tracked], compute: float, communication: float
+    runs: list[MeasuredRun], compute: float, communication: float
 ) -> None:
     found = fit(runs)
     assert found.unknown

@@ -11,7 +11,7 @@ import pytest
 from llmrecipes.cli.app import run
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.plan.derive import derive
-from llmrecipes.recipe.features import FEATURES, Choice, Target, require, resolve
+from llmrecipes.recipe.features import FEATURES, FeatureChoice, SpeedTarget, require, resolve
 from llmrecipes.recipe.recompute import possible
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Recipe
@@ -19,18 +19,18 @@ from llmrecipes.recipe.speed import Speed
 from tests.helpers import LLAMA, ROOMY, tiny
 from tests.refusals import refused
 
-GPU = Target("cuda", transformer_engine=True, version=(2, 9))
-LOCAL = Target("cuda", transformer_engine=False)
-CPU = Target("cpu", transformer_engine=False)
+GPU = SpeedTarget("cuda", transformer_engine=True, version=(2, 9))
+LOCAL = SpeedTarget("cuda", transformer_engine=False)
+CPU = SpeedTarget("cpu", transformer_engine=False)
 NODE = replace(ROOMY, gpus=(DetectedGpu("NVIDIA H100", 1 << 40, 1 << 40, None),) * 8)
 BF16: dict[str, Any] = {"train": {"precision": "bf16"}}
 
 
-def chosen(recipe: Recipe, target: Target) -> dict[str, Choice]:
+def chosen(recipe: Recipe, target: SpeedTarget) -> dict[str, FeatureChoice]:
     return {choice.key.removeprefix("speed."): choice for choice in resolve(recipe, target)}
 
 
-def on(recipe: Recipe, target: Target) -> set[str]:
+def on(recipe: Recipe, target: SpeedTarget) -> set[str]:
     return {name for name, choice in chosen(recipe, target).items() if choice.on}
 
 

@@ -20,7 +20,7 @@ _DEGREES = ("tensor", "pipeline", "context", "expert", "data")
 
 
 @dataclass(frozen=True)
-class Tracked:
+class MeasuredRun:
     """A run that recorded its prediction and what it measured.
 
     Attributes:
@@ -57,7 +57,7 @@ class Tracked:
         return (by.compute * self.compute + by.communication * self.communication) / self.measured - 1
 
 
-def tracked(name: str, degrees: dict[str, int], predicted: dict[str, Any], measured: dict[str, float]) -> Tracked:
+def tracked(name: str, degrees: dict[str, int], predicted: dict[str, Any], measured: dict[str, float]) -> MeasuredRun:
     """A run of its records.
 
     Args:
@@ -70,7 +70,7 @@ def tracked(name: str, degrees: dict[str, int], predicted: dict[str, Any], measu
         KeyError: it is missing.
     """
     before = Calibration.model_validate(predicted.get("calibration") or {"runs": 1})
-    made = Tracked(
+    made = MeasuredRun(
         name=name,
         device=str(predicted["device"]),
         layout="+".join(kind for kind in _DEGREES if degrees.get(kind, 1) > 1) or "one rank",
@@ -89,7 +89,7 @@ def tracked(name: str, degrees: dict[str, int], predicted: dict[str, Any], measu
 
 
 @dataclass(frozen=True)
-class Fit:
+class FactorFit:
     """Factors of one device, and what its runs do not say."""
 
     device: str
@@ -102,7 +102,7 @@ class Fit:
     """Why a factor is not known by itself; empty if both are."""
 
 
-def fit(runs: Sequence[Tracked]) -> Fit:
+def fit(runs: Sequence[MeasuredRun]) -> FactorFit:
     """The factors with the least squares of relative errors.
 
     Args:
@@ -130,7 +130,7 @@ def fit(runs: Sequence[Tracked]) -> Fit:
     if compute <= 0:
         compute = c1 / cc
     found = Calibration(compute=compute, communication=communication, runs=len(runs))
-    return Fit(
+    return FactorFit(
         device=runs[0].device,
         calibration=found,
         median_error=statistics.median(abs(run.error) for run in runs),
@@ -151,13 +151,13 @@ class Bias:
 
 
 @dataclass(frozen=True)
-class Report:
+class CalibrationReport:
     """Errors over runs, and the factors of each device."""
 
-    runs: tuple[Tracked, ...]
+    runs: tuple[MeasuredRun, ...]
     left_out: tuple[tuple[str, str], ...]
     bias: tuple[Bias, ...]
-    fits: tuple[Fit, ...]
+    fits: tuple[FactorFit, ...]
 
     def as_dict(self) -> dict[str, Any]:
         """Output of `plan --calibration --json`."""
@@ -178,11 +178,11 @@ class Report:
         }
 
 
-def report(runs: Iterable[Tracked], left_out: Iterable[tuple[str, str]]) -> Report:
+def report(runs: Iterable[MeasuredRun], left_out: Iterable[tuple[str, str]]) -> CalibrationReport:
     """Compare all runs."""
     known = sorted(runs, key=lambda run: (run.device, run.layout, run.name))
-    groups: dict[tuple[str, str], list[Tracked]] = {}
-    devices: dict[str, list[Tracked]] = {}
+    groups: dict[tuple[str, str], list[MeasuredRun]] = {}
+    devices: dict[str, list[MeasuredRun]] = {}
     for run in known:
         groups.setdefault((run.device, run.layout), []).append(run)
         devices.setdefault(run.device, []).append(run)
@@ -193,4 +193,4 @@ def report(runs: Iterable[Tracked], left_out: Iterable[tuple[str, str]]) -> Repo
         )
         for (device, layout), some in groups.items()
     ]  # fmt: skip
-    return Report(tuple(known), tuple(left_out), tuple(bias), tuple(fit(some) for some in devices.values()))
+    return CalibrationReport(tuple(known), tuple(left_out), tuple(bias), tuple(fit(some) for some in devices.values()))

@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from llmrecipes.engine.core import versions
 from llmrecipes.engine.core.versions import ROUTER_LOSSES_COUNT_LAYOUT, SENDS_BEFORE_FREEING
 from llmrecipes.plan.derive import Plan
-from llmrecipes.recipe.features import Target, resolve, values
+from llmrecipes.recipe.features import SpeedTarget, resolve, values
 from llmrecipes.recipe.schema import Model, Optimizer, Recipe
 from llmrecipes.recipe.shape import Mup, mup
 
@@ -64,7 +64,7 @@ NOT_PASSED = frozenset(
 
 
 def transformer_config(
-    plan: Plan, *, on_gpu: bool, transformer_engine: bool, target: Target | None = None
+    plan: Plan, *, on_gpu: bool, transformer_engine: bool, target: SpeedTarget | None = None
 ) -> TransformerConfig:
     """megatron-core's configuration of a recipe.
 
@@ -134,7 +134,7 @@ def transformer_config(
     return config
 
 
-def _speed(recipe: Recipe, target: Target) -> dict[str, Any]:
+def _speed(recipe: Recipe, target: SpeedTarget) -> dict[str, Any]:
     """What the features of `speed` set."""
     chosen = values(resolve(recipe, target), "TransformerConfig")
     if "attention_backend" in chosen:

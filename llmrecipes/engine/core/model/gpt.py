@@ -27,7 +27,7 @@ from llmrecipes.engine.core.platform import Platform
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.builds import compiler_obstacle, transformer_engine_version
 from llmrecipes.plan.derive import Plan
-from llmrecipes.recipe.features import Choice, Target, require, resolve, value
+from llmrecipes.recipe.features import FeatureChoice, SpeedTarget, require, resolve, value
 from llmrecipes.recipe.schema import Recipe
 
 
@@ -280,7 +280,7 @@ def construct(plan: Plan, platform: Platform) -> BuiltModel:
     return BuiltModel(modules, config, implementation, reason)
 
 
-def detected(plan: Plan, platform: Platform, *, transformer_engine: bool, reason: str) -> Target:
+def detected(plan: Plan, platform: Platform, *, transformer_engine: bool, reason: str) -> SpeedTarget:
     """What this rank has for the features of `speed`; without data, what the planned device has.
 
     Args:
@@ -299,7 +299,7 @@ def detected(plan: Plan, platform: Platform, *, transformer_engine: bool, reason
     )
 
 
-def _missing(recipe: Recipe, target: Target, choices: Sequence[Choice]) -> str:
+def _missing(recipe: Recipe, target: SpeedTarget, choices: Sequence[FeatureChoice]) -> str:
     """Features that the plan counts on and this machine's software lacks, as the end of a sentence."""
     planned = resolve(recipe, replace(target, version=None, no_compiler=None, no_deep_ep=None))
     lacking = [now for wanted, now in zip(planned, choices, strict=True) if wanted.on and not now.on]
@@ -310,7 +310,7 @@ ATTENTION_KERNELS = {"NVTE_FLASH_ATTN": "flash", "NVTE_FUSED_ATTN": "fused", "NV
 """Variables by which megatron-core tells TransformerEngine what it may choose."""
 
 
-def _require_environment(choices: Sequence[Choice], target: Target) -> None:
+def _require_environment(choices: Sequence[FeatureChoice], target: SpeedTarget) -> None:
     """Refuse variables of the user that contradict the recipe: megatron-core asserts that they do not."""
     backend = value(choices, "attention_backend") or "auto"
     for variable, kernel in ATTENTION_KERNELS.items():
