@@ -24,9 +24,9 @@ NAMES = {
 
 LONGEST = 100_000
 """Characters of a notation once its repetitions are written out."""
-_REPEATED = (re.compile(r"\(([^()]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
-"""Groups without parentheses: with them the search would take a time quadratic in their number, and no nested group is
-valid."""
+_CLOSED, _SINGLE = re.compile(r"\)(?:\*(\d+))?"), re.compile(r"(.)\*(\d+)")
+Repeated = tuple[int, int, str, str]
+"""Start and end of a repetition, what is repeated, and how often."""
 
 
 @lru_cache(maxsize=4096)
@@ -39,14 +39,35 @@ def parse(text: str) -> tuple[str, ...]:
         ValueError: a part has no meaning, or there are too many.
     """
     text = text.replace(",", "")
-    for pattern in _REPEATED:
-        length = len(text) + sum(len(each[1]) * _times(each[2]) for each in pattern.finditer(text))
-        if length > LONGEST:
+    for find in (_groups, _singles):
+        found = list(find(text))
+        if len(text) + sum(len(part) * _times(digits) for _, _, part, digits in found) > LONGEST:
             raise ValueError(f"more than {LONGEST:,} parts")
-        text = pattern.sub(lambda each: each[1] * int(each[2]), text)
+        written: list[str] = []
+        last = 0
+        for start, end, part, digits in found:
+            written += text[last:start], part * int(digits)
+            last = end
+        text = "".join([*written, text[last:]])
     if unknown := set(text) - {*NAMES, "|"}:
         raise ValueError(f"{', '.join(repr(each) for each in sorted(unknown))} in it")
     return tuple(text.split("|"))
+
+
+def _groups(text: str) -> Iterator[Repeated]:
+    """Groups as megatron-core's pattern finds them, in a time linear in the text: a group begins at the first opening
+    parenthesis after the end of the one before."""
+    last = 0
+    for closed in _CLOSED.finditer(text):
+        start = text.find("(", last, closed.start())
+        if closed[1] and 0 <= start < closed.start() - 1:
+            yield start, closed.end(), text[start + 1 : closed.start()], closed[1]
+        last = closed.end()
+
+
+def _singles(text: str) -> Iterator[Repeated]:
+    for each in _SINGLE.finditer(text):
+        yield each.start(), each.end(), each[1], each[2]
 
 
 def _times(digits: str) -> int:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -180,8 +181,9 @@ def test_no_network_and_no_key_cost_a_warning_and_no_time(
     for name, value in (network | nobody).items():
         monkeypatch.setenv(name, value)
     with start(tmp_path) as tracker:
-        (mirror,) = [each for each in psutil.Process().children() if "llmrecipes.tracking.wandb" in words(each)]
-        with not_waiting_for(mirror):
+        mirrors = [each for each in psutil.Process().children() if "llmrecipes.tracking.wandb" in words(each)]
+        # On a busy machine it may have given up by now, and then nobody waits for it either.
+        with not_waiting_for(mirrors[0]) if mirrors else nullcontext():
             for number in range(1, 51):
                 tracker.step(step(number))
         wait_for(lambda: "W&B does not accept metrics" in caplog.text)
