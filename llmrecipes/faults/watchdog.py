@@ -90,7 +90,7 @@ class RankHeartbeat:
     def __call__(self, phase: str, step: int | None = None) -> None:
         """Begin a phase, or the next part of the same one; the one before is measured, if it is not of the first step.
 
-        In `rest` there is no limit.
+        `rest` has no limit.
         """
         now = time.monotonic()
         if self._phase and not self._in_first_step(self._phase):

@@ -58,7 +58,7 @@ def model_parallel(
         after_errors: whether to destroy the groups after an error too.
 
     Raises:
-        UserError: there is no file of NCCL's settings where `speed` says.
+        UserError: the file `speed.nccl_communicator_config_path` does not exist.
     """
     settings, groups = speed.nccl_communicator_config_path, speed.high_priority_stream_groups
     if settings is not None and not Path(settings).is_file():

@@ -271,7 +271,7 @@ class _Gradients:
 
 
 def _factor(incoming: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """What the gradient of the losses is times their weights, on the device; NaN if there is no such number."""
+    """The number that, times the weights of the losses, is their gradient: on the device, NaN if there is none."""
     weights = weights.float()
     factor = (incoming * weights).sum() / weights.square().sum().clamp_min(torch.finfo(torch.float32).tiny)
     same = torch.isclose(incoming, factor * weights, rtol=1e-3, atol=0.0).all()

@@ -59,7 +59,7 @@ def install_substitutes() -> None:
 class OutputLayer(ColumnParallelLinear):
     """megatron-core's, whose gradient is added by autograd where only APEX could add it in the kernel.
 
-    It looks the class up in this package for the output layer alone.
+    It looks the class up in this package only for the output layer.
     """
 
     def __init__(self, *args: Any, config: Any, **options: Any) -> None:
