@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from llmrecipes.plan import losses
 from llmrecipes.plan.features import expected
 from llmrecipes.plan.kernels import copies_keys, keeps_scores, mask_per_token, modules, own_layers
 from llmrecipes.plan.layout import Layout
@@ -61,7 +62,7 @@ def _moments(
     it is the loss, or the recomputation of a layer after it; on the others the beginning of a backward pass.
     """
     per = _PerToken(recipe, s, layout, device)
-    tokens = _tokens(recipe, layout)
+    tokens = losses.tokens_of_a_micro_batch(recipe, layout)
     chunks = []
     for number, layers in enumerate(layout.layers_per_stage[stage]):
         first = layout.first_layer(stage, number)
@@ -77,7 +78,7 @@ def _moments(
         ends += per.norm
     elif norm[0] == stage:
         chunks[norm[1]] = chunks[norm[1]][0] + per.norm, chunks[norm[1]][1]
-    kept_logits, most_logits = _logits(recipe, s, layout)
+    kept_logits, most_logits = losses.kept_and_most(recipe, s, layout)
     tables = len(chunks) * per.tables if recipe.train.recompute_granularity == "full" else 0.0
     moments = fullest(
         layout.pipeline_model_parallel_size,
@@ -101,53 +102,12 @@ def _moments(
             yield Peak(int(tokens * (stack + held * per.edge + recomputed)), outputs=outputs)
         if last and chunk == len(chunks) - 1:
             yield Peak(int(tokens * (stack + held * per.edge + ends)), most_logits, kept_logits, outputs)
+            if recipe.train.loss_chunk_tokens and s.mtp_num_layers:
+                kept, most = losses.of_a_prediction(recipe, s, layout, recipe.train.loss_chunk_tokens)
+                freed = per.edge * (recipe.lora is None)  # the main loss's input
+                yield Peak(int(tokens * (stack + held * per.edge + ends - freed)), most, kept, outputs)
             # The losses have been differentiated by then: they were computed after the layers.
             yield Peak(int(tokens * (stack + held * per.edge + ends + recomputed_prediction)), outputs=outputs)
-
-
-def logits(recipe: Recipe, s: Shape, layout: Layout) -> int:
-    """Bytes that the loss takes at its peak."""
-    return _logits(recipe, s, layout)[1]
-
-
-def _logits(recipe: Recipe, s: Shape, layout: Layout) -> tuple[int, int]:
-    """Bytes that the loss keeps for its backward pass, and at its peak.
-
-    Kept is the log-softmax in fp32, of every prediction. In the backward pass torch has the gradients on both of its
-    sides too; megatron-core, on logits that are split over ranks, computes in place and has a gradient in 16 bits.
-    """
-    if recipe.train.loss_chunk_tokens:
-        return _logits_of_chunks(recipe, s, layout, recipe.train.loss_chunk_tokens)
-    rows = s.vocab_size // layout.tensor_model_parallel_size
-    logits = _tokens(recipe, layout) * rows
-    kept = 4 * logits * (1 + s.mtp_num_layers)
-    if layout.tensor_model_parallel_size == 1:
-        return int(kept), int(kept + 8 * logits)
-    return int(kept), int(kept + (2 if recipe.train.precision != "fp32" else 0) * logits)
-
-
-def _logits_of_chunks(recipe: Recipe, s: Shape, layout: Layout, chunk: int) -> tuple[int, int]:
-    """`_logits` of a loss in chunks: gradients of the output layer's input and weight (in fp32) are kept.
-
-    In fp16, and for further predictions, gradients are computed in the backward pass only.
-    """
-    tokens, trained = _tokens(recipe, layout), recipe.lora is None
-    element = 4 if recipe.train.precision == "fp32" else 2
-    weight = s.vocab_size // layout.tensor_model_parallel_size * s.hidden_size
-    gradients = element * tokens * s.hidden_size + 4 * weight * trained
-    # The logits of a chunk, or their gradients, and exponentials in fp32, in whose place they are in fp32; the weight's
-    # gradient from a chunk, or in the end, in 16 bits; and the tokens of all ranks.
-    temporary = min(chunk, tokens) * s.vocab_size / layout.tensor_model_parallel_size * (4 if element == 4 else 6)
-    temporary += element * weight * trained if element == 2 else 0
-    temporary += element * tokens * s.hidden_size if layout.sequence_parallel else 0
-    later = recipe.train.precision == "fp16"
-    kept = 4 * tokens * (s.mtp_num_layers + later) + (0 if later else gradients)
-    return int(kept), int(kept + temporary + (gradients if later else 0))
-
-
-def _tokens(recipe: Recipe, layout: Layout) -> float:
-    """Tokens of a micro-batch on one rank."""
-    return recipe.train.micro_batch_size * recipe.model.seq_length / layout.context_parallel_size
 
 
 def _chunk(recipe: Recipe, per: _PerToken, numbers: range) -> tuple[float, float]:

@@ -9,10 +9,10 @@ from typing import Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
-from llmrecipes.plan.activations import logits
 from llmrecipes.plan.features import expected
 from llmrecipes.plan.kernels import modules, recompute_granularity
 from llmrecipes.plan.layout import Layout, layout
+from llmrecipes.plan.losses import logits
 from llmrecipes.plan.memory import Memory, checkpoint_bytes, estimate, of_stage
 from llmrecipes.plan.parameters import (
     Parameters,

@@ -1,0 +1,73 @@
+"""Bytes that the output layer and the losses take on the last stage, whole or in chunks of tokens."""
+
+from __future__ import annotations
+
+from llmrecipes.plan.layout import Layout
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.shape import Shape
+
+
+def logits(recipe: Recipe, s: Shape, layout: Layout) -> int:
+    """Bytes that the loss takes at its peak."""
+    return kept_and_most(recipe, s, layout)[1]
+
+
+def kept_and_most(recipe: Recipe, s: Shape, layout: Layout) -> tuple[int, int]:
+    """Bytes that the loss keeps for its backward pass, and at its peak.
+
+    Kept is the log-softmax in fp32, of every prediction. In the backward pass torch has the gradients on both of its
+    sides too; megatron-core, on logits that are split over ranks, computes in place and has a gradient in 16 bits.
+    """
+    if recipe.train.loss_chunk_tokens:
+        return _of_chunks(recipe, s, layout, recipe.train.loss_chunk_tokens)
+    rows = s.vocab_size // layout.tensor_model_parallel_size
+    logits = tokens_of_a_micro_batch(recipe, layout) * rows
+    kept = 4 * logits * (1 + s.mtp_num_layers)
+    if layout.tensor_model_parallel_size == 1:
+        return int(kept), int(kept + 8 * logits)
+    return int(kept), int(kept + (2 if recipe.train.precision != "fp32" else 0) * logits)
+
+
+def _of_chunks(recipe: Recipe, s: Shape, layout: Layout, chunk: int) -> tuple[int, int]:
+    """`kept_and_most` of a loss in chunks: gradients of the output layer's input and weight (in fp32) are kept.
+
+    In fp16, and for further predictions, gradients are computed in the backward pass only.
+    """
+    tokens = tokens_of_a_micro_batch(recipe, layout)
+    gradients, temporary = _gradients_of_chunks(recipe, s, layout, chunk)
+    later = recipe.train.precision == "fp16"
+    kept = 4 * tokens * (s.mtp_num_layers + later) + (0 if later else gradients)
+    return int(kept), int(kept + temporary + (gradients if later else 0))
+
+
+def of_a_prediction(recipe: Recipe, s: Shape, layout: Layout, chunk: int) -> tuple[int, int]:
+    """`_of_chunks` in the backward pass of a further prediction.
+
+    It comes after that of the main loss, whose gradients of the hidden states and the weight, in the precision of both,
+    wait for those of the prediction.
+    """
+    gradients, temporary = _gradients_of_chunks(recipe, s, layout, chunk)
+    tokens = tokens_of_a_micro_batch(recipe, layout)
+    weight = s.vocab_size // layout.tensor_model_parallel_size * s.hidden_size * (recipe.lora is None)
+    waiting = (4 if recipe.train.precision == "fp32" else 2) * (tokens * s.hidden_size + weight)
+    kept = 4 * tokens * s.mtp_num_layers
+    return int(kept), int(kept + gradients + temporary + waiting)
+
+
+def _gradients_of_chunks(recipe: Recipe, s: Shape, layout: Layout, chunk: int) -> tuple[float, float]:
+    """Bytes of the gradients that the chunks of a loss add up to, and of what exists while one is computed."""
+    tokens, trained = tokens_of_a_micro_batch(recipe, layout), recipe.lora is None
+    element = 4 if recipe.train.precision == "fp32" else 2
+    weight = s.vocab_size // layout.tensor_model_parallel_size * s.hidden_size
+    gradients = element * tokens * s.hidden_size + 4 * weight * trained
+    # The logits of a chunk, or their gradients, and exponentials in fp32, in whose place they are in fp32; the weight's
+    # gradient from a chunk, or in the end, in 16 bits; and the tokens of all ranks.
+    temporary = min(chunk, tokens) * s.vocab_size / layout.tensor_model_parallel_size * (4 if element == 4 else 6)
+    temporary += element * weight * trained if element == 2 else 0
+    temporary += element * tokens * s.hidden_size if layout.sequence_parallel else 0
+    return gradients, temporary
+
+
+def tokens_of_a_micro_batch(recipe: Recipe, layout: Layout) -> float:
+    """Tokens of a micro-batch on one rank."""
+    return recipe.train.micro_batch_size * recipe.model.seq_length / layout.context_parallel_size
