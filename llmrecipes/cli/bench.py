@@ -96,6 +96,8 @@ def collectives(
 
     if write is not None and cluster is None:
         raise UserError("no profile to copy", where="--write", fix="--cluster NAME; llmrecipes clusters lists them")
+    if write is not None:
+        bench.require_own(write)
     profile = None if cluster is None else load_profile(cluster)
     loaded = load(recipe or "gpt-tiny", overrides or []).recipe
     if profile is not None:

@@ -176,6 +176,18 @@ def save_profile(data: Mapping[str, Any], target: Path) -> None:
     load_profile(str(target))
 
 
+def require_own(target: Path) -> None:
+    """Refuse a file that measurements would not be written to, before they are made.
+
+    Raises:
+        UserError: it is a shipped profile, or not a YAML file named as a profile.
+    """
+    shipped = (clusters_dir() / target.name).resolve() == target.resolve()
+    if target.suffix != ".yaml" or target.is_dir() or shipped or not re.fullmatch(NAME, target.stem):
+        rule = "a YAML file of one's own, named in lower-case letters, digits, `.`, `_` and `-`"
+        raise UserError(str(target), where="--write", rule=rule, fix="--write my-cluster.yaml")
+
+
 def write_profile(cluster: str, rows: Sequence[MeasuredLinks], target: Path) -> None:
     """Copy a cluster profile, with measurements added.
 
@@ -185,11 +197,10 @@ def write_profile(cluster: str, rows: Sequence[MeasuredLinks], target: Path) -> 
         target: YAML file to write, for `--cluster`; its stem becomes the profile's name.
 
     Raises:
-        UserError: the target is the shipped profile itself, or cannot be written.
+        UserError: the target is a shipped profile, or cannot be written.
     """
     profile = load_profile(cluster)
-    if target.suffix != ".yaml" or (clusters_dir() / target.name).resolve() == target.resolve():
-        raise UserError(str(target), where="--write", rule="a new YAML file", fix="--write my-cluster.yaml")
+    require_own(target)
     data = profile.model_dump(mode="json", exclude_defaults=True)
     data["name"] = target.stem
     replaced = {each.key for row in rows for each in (row, row.unplaced)}

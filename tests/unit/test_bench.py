@@ -272,6 +272,8 @@ def test_steps_and_reading(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFi
     [
         (["collectives", "--sizes", "3 apples"], "--sizes"),
         (["collectives", "--write", "x.yaml"], "--write"),
+        (["collectives", "--cluster", "laptop", "--write", "/"], "--write"),
+        (["collectives", "--cluster", "laptop", "--write", "My File.yaml"], "--write"),
         (["step", "gpt-tiny-3d", "--nproc", "6"], "parallelism"),
         (["step", "no-such"], "no-such"),
     ],

@@ -12,13 +12,15 @@ import pytest
 
 from llmrecipes.cli.app import run
 from llmrecipes.doctor import examine
+from llmrecipes.engine.core.world import model_parallel
 from llmrecipes.engine.deepspeed.backend import swap_files
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.hardware import builds
 from llmrecipes.hardware.cluster import DetectedGpu
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.rules import check
-from llmrecipes.recipe.schema import Recipe, Zero
+from llmrecipes.recipe.schema import Parallelism, Recipe, Zero
+from llmrecipes.recipe.speed import Speed
 from llmrecipes.workflow import slurm
 from llmrecipes.workflow.run import on_one_rank
 from tests.helpers import ROOMY, tiny_on, write_recipe
@@ -229,3 +231,16 @@ def test_the_installed_torch_says_the_same_as_its_file() -> None:
     import torch
 
     assert builds.cuda_version() == torch.version.cuda
+
+
+@pytest.mark.parametrize(
+    "text",
+    [None, "", "- tp", "tp: 16", "tp: {max_ctas: many}", "tp: {net_name: token-ring}", "tp: {max_cats: 16}", "tp: ["],
+)
+def test_settings_of_nccl_that_megatron_core_cannot_read_are_refused(text: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "nccl.yaml"
+    if text is not None:
+        path.write_text(text, "utf-8")
+    speed = Speed(nccl_communicator_config_path=str(path))
+    with refused("speed.nccl_communicator_config_path"), model_parallel(1, Parallelism(), speed):
+        pass

@@ -148,7 +148,7 @@ def gradients(recipe: Recipe, *_: Any) -> dict[str, Any]:
 
 def groups(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.chdir(folder)
-    (folder / "nccl.yaml").touch()
+    (folder / "nccl.yaml").write_text("tp: {max_ctas: 16}")
     monkeypatch.setattr("megatron.core.parallel_state.initialize_model_parallel", recorder)
     with pytest.raises(Recorded) as found, model_parallel(1, recipe.parallelism, recipe.speed):
         pass

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
+import yaml
 from megatron.core import parallel_state, tensor_parallel
 
 from llmrecipes.engine.base import Platform, World
@@ -45,6 +46,39 @@ def join(platform: Platform, seed: int, parallelism: Parallelism, speed: Speed =
         yield world
 
 
+_OF_A_GROUP: dict[str, type] = {
+    "is_high_priority_stream": bool, "cga_cluster_size": int, "max_ctas": int, "min_ctas": int, "net_name": str
+}  # fmt: skip
+"""What megatron-core reads for a group (`parallel_state.get_nccl_options`)."""
+
+
+def _require_communicators(path: Path) -> None:
+    """Refuse a file that would end in an exception, or without effect, while groups are created.
+
+    Raises:
+        UserError: it is not a file, not YAML, or has something else than NCCL's settings by group.
+    """
+    where = "speed.nccl_communicator_config_path"
+    if not path.is_file():
+        raise UserError(
+            f"{path} is not a file", where=where, rule="every rank reads it", fix="a path that all nodes see"
+        )
+    try:
+        groups = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        what = f"{path} cannot be read: {str(error).splitlines()[0]}"
+        raise UserError(what, where=where, rule="a YAML file", fix="tp: {max_ctas: 16}") from error
+    usable = isinstance(groups, dict) and all(
+        isinstance(settings, dict)
+        and all(type(value) is _OF_A_GROUP.get(key) for key, value in settings.items())
+        and settings.get("net_name", "ib").lower() in ("ib", "socket")
+        for settings in groups.values()
+    )
+    if not usable:
+        rule = f"settings by group: {', '.join(_OF_A_GROUP)}; net_name is IB or Socket"
+        raise UserError(f"{path} has other contents", where=where, rule=rule, fix="tp: {max_ctas: 16}")
+
+
 @contextmanager
 def model_parallel(
     seed: int, parallelism: Parallelism, speed: Speed = PLAIN, *, after_errors: bool = True
@@ -58,14 +92,11 @@ def model_parallel(
         after_errors: whether to destroy the groups after an error too.
 
     Raises:
-        UserError: the file `speed.nccl_communicator_config_path` does not exist.
+        UserError: the file `speed.nccl_communicator_config_path` cannot be used.
     """
     settings, groups = speed.nccl_communicator_config_path, speed.high_priority_stream_groups
-    if settings is not None and not Path(settings).is_file():
-        raise UserError(
-            f"{settings} is not a file", where="speed.nccl_communicator_config_path", rule="every rank reads it",
-            fix="a path that all nodes see",
-        )  # fmt: skip
+    if settings is not None:
+        _require_communicators(Path(settings))
     hierarchy = speed.hierarchical_context_parallel_sizes
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallelism.tensor_model_parallel_size,
