@@ -13,6 +13,14 @@ FIRST_PORT, PORTS = 12000, 16000
 LOOPBACK = "127.0.0.1"
 LAUNCHER = "LLMRECIPES_LAUNCHER"
 """Variable with the process id of the launcher; a rank exits with it."""
+SPARE = "--spare"
+"""Last argument of a process that waits until it is needed as a rank (`launch.local.spares`)."""
+SPARE_RANK = "LLMRECIPES_SPARE"
+"""Variable of such a process: the rank that it may become."""
+SPARE_READY, SPARE_TAKEN = b"r", b"t"
+"""What it sends when it has imported everything, and when it goes on as a rank."""
+FIRST_STEP = "LLMRECIPES_FIRST_STEP"
+"""Variable with the descriptor to which the first rank of a node writes after its first step."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that stop a run: schedulers send SIGTERM, terminals SIGINT, `sbatch --signal` SIGUSR1."""
 

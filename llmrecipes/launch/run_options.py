@@ -50,6 +50,10 @@ class RunOptions(BaseModel):
     ] = False
     max_restarts: Annotated[int, Field(ge=0), Option("Restart failed ranks at most N times.", metavar="N")] = 0
     """Of ranks on this machine. Not `in_jobs`: schedulers restart in their own way, each with its own default."""
+    warm_spares: Annotated[
+        bool, Option("With --max-restarts, keep a process per rank that has imported everything.")
+    ] = True
+    """It takes host memory only. Without it a restart imports torch and megatron-core again."""
     from_scratch: Annotated[bool, Option("Move the run's earlier output aside and restart at step 0.")] = False
 
     def words(self, true: str | None = None) -> tuple[str, ...]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -18,7 +22,7 @@ from llmrecipes.console import setup_logging
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import end_with_parent
 from llmrecipes.launch.open_files import allow_open_files
-from llmrecipes.launch.ranks import LAUNCHER
+from llmrecipes.launch.ranks import FIRST_STEP, LAUNCHER, SPARE, SPARE_RANK, SPARE_READY, SPARE_TAKEN
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.redact import guard_streams
 from llmrecipes.train.spec import RankSpec
@@ -31,12 +35,13 @@ CRASHED = 1
 _REPORTED = "_llmrecipes_exit_code"
 
 
-def rank_main(kind: type[S], run: Callable[[S], ExitCode]) -> NoReturn:
-    """Entry point of a rank: `python -m <module> <spec.json>`.
+def rank_main(kind: type[S], run: Callable[[S], ExitCode], import_all: Callable[[S], None] | None = None) -> NoReturn:
+    """Entry point of a rank: `python -m <module> <spec.json>`, or of its spare, with `--spare`.
 
     Args:
         kind: class of the spec.
         run: runs the rank; returns the exit code.
+        import_all: imports what `run` needs; None: the module has no spares.
     """
     guard_streams()
     # Nothing is lost before training starts: until then a signal ends this process immediately, without a traceback.
@@ -44,8 +49,62 @@ def rank_main(kind: type[S], run: Callable[[S], ExitCode]) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     if launcher := os.environ.pop(LAUNCHER, ""):  # not for the processes that this one starts
         end_with_parent(int(launcher))
+    if import_all is not None and sys.argv[2:] == [SPARE]:
+        spare = kind.model_validate_json(Path(sys.argv[1]).read_text("utf-8"))
+        wait_as_spare(partial(import_all, spare))
     setup_logging(rank=int(os.environ.get("RANK", "0")))
     leave(process_exit_code(run, kind.model_validate_json(Path(sys.argv[1]).read_text("utf-8"))))
+
+
+LOWEST_PRIORITY = 19
+NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""With it torch asks NVML whether there are GPUs, so that a process that only waits does not initialise CUDA."""
+
+
+def wait_as_spare(import_all: Callable[[], None]) -> None:
+    """Import at the lowest priority, and return when this process becomes a rank; otherwise it ends here.
+
+    Standard input is the launcher's socket, from which the rank's variables come.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to every process of the group
+    os.environ[NVML_CHECK] = "1"
+
+    def run() -> None:
+        # Of this thread only: a process cannot raise its own priority again.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+        with suppress(Exception), warnings.catch_warnings():  # the rank meets an error again, and reports it
+            warnings.simplefilter("ignore")  # those of libraries are in the log of the first start
+            import_all()
+        with suppress(OSError):
+            connection.send(SPARE_READY)
+
+    with socket.socket(fileno=os.dup(0)) as connection:
+        importing = threading.Thread(target=run, daemon=True)
+        importing.start()
+        with connection.makefile("rb") as lines:
+            line = lines.readline()
+        if not line:
+            os._exit(ExitCode.DONE)
+        connection.send(SPARE_TAKEN)
+        importing.join()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    del os.environ[NVML_CHECK]
+    os.environ.pop(SPARE_RANK, None)
+    os.environ.update(json.loads(line))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def first_step_reporter() -> Callable[[], None]:
+    """What tells the launcher after a step that the ranks train; it waits for the first with its spares."""
+    descriptor = os.environ.pop(FIRST_STEP, None)
+    waiting = [] if descriptor is None else [int(descriptor)]
+
+    def after_step() -> None:
+        while waiting:
+            with suppress(OSError):
+                os.write(waiting.pop(), b"1")
+
+    return after_step
 
 
 def guarded(run: Callable[[S], ExitCode], spec: S) -> int:

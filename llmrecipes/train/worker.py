@@ -9,18 +9,32 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from importlib import import_module
 from itertools import count
 
+from llmrecipes.engine.backends import backend
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.builds import import_megatron
 from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.features import value
-from llmrecipes.train.rank import failure_reported, nodes, rank_main
+from llmrecipes.train.rank import failure_reported, first_step_reporter, nodes, rank_main
 from llmrecipes.train.spec import RunSpec
 
 logger = logging.getLogger(__name__)
+
+
+IMPORTED_LATER = ("debug", "folder", "hangs", "loop", "measured", "network", "profile", "resume", "rewind", "summary")
+"""Modules of this package that a rank imports after its spec was read; with them come all others."""
+
+
+def import_all(spec: RunSpec) -> None:
+    """Import what a rank of a run needs, so that a spare has it before it is the rank; no device is used."""
+    require_packages(spec.recipe)
+    backend(spec.recipe)
+    for name in IMPORTED_LATER:
+        import_module(f"llmrecipes.train.{name}")
 
 
 def run(spec: RunSpec) -> ExitCode:
@@ -36,7 +50,6 @@ def run(spec: RunSpec) -> ExitCode:
     from llmrecipes.checkpoint.saver import AsyncSaver, claim, saver_group
     from llmrecipes.console import console
     from llmrecipes.data.prepared import open_prepared
-    from llmrecipes.engine.backends import backend
     from llmrecipes.engine.base import Progress
     from llmrecipes.faults.signals import catch_signals
     from llmrecipes.hardware.nics import ports
@@ -116,11 +129,13 @@ def run(spec: RunSpec) -> ExitCode:
             for module in engine.modules:
                 stack.enter_context(anomaly_mode(module))
         check_folder = stop_when_deleted(spec.run_dir, stop, world)
+        report_first_step = first_step_reporter()
 
         def after_step() -> None:
             profile_step()
             check_folder()
             collect()
+            report_first_step()
 
         beat = stack.enter_context(watchdog(recipe, spec.run, world))
         peak = cluster.gpus[0].peak_tflops if cluster.gpus else None
@@ -247,4 +262,4 @@ def _newest(store: object) -> str:
 
 
 if __name__ == "__main__":
-    rank_main(RunSpec, run)
+    rank_main(RunSpec, run, import_all)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.launch.environment import missing
 from llmrecipes.launch.environment import threads as share
-from llmrecipes.launch.local import Grace, run_ranks
+from llmrecipes.launch.local import Grace, Spares, run_ranks
 from llmrecipes.launch.ranks import Node
 from llmrecipes.plan.derive import default_world_size
 from llmrecipes.recipe.degrees import multiples
@@ -68,24 +69,31 @@ def start_with_restarts(ready: PreparedStart, max_restarts: int, log: Log) -> in
     """
     spec, job = ready.spec, f"process {os.getpid()}"
     require_progress(spec.run, job, 0, spec.run.newest_step(), max_restarts)
-    for restart in range(max_restarts + 1):
-        update = {"restart": restart, "from_scratch": spec.from_scratch and restart == 0}
-        code = start(replace(ready, spec=spec.model_copy(update=update)), separate_process=True)
-        if code in tuple(ExitCode) or restart == max_restarts:
-            return code
-        step = spec.run.newest_step()
-        require_progress(spec.run, job, restart + 1, step, max_restarts)
-        log(f"the ranks ended with {code}; restart {restart + 1} of {max_restarts}, from step {step}")
+    with ExitStack() as stack:
+        spares = stack.enter_context(Spares()) if spec.warm_spares else None
+        for restart in range(max_restarts + 1):
+            if spares is not None:
+                spares.last = restart == max_restarts
+            update = {"restart": restart, "from_scratch": spec.from_scratch and restart == 0}
+            code = start(replace(ready, spec=spec.model_copy(update=update)), separate_process=True, spares=spares)
+            if code in tuple(ExitCode) or restart == max_restarts:
+                return code
+            step = spec.run.newest_step()
+            require_progress(spec.run, job, restart + 1, step, max_restarts)
+            log(f"the ranks ended with {code}; restart {restart + 1} of {max_restarts}, from step {step}")
     raise AssertionError("the last restart returns")
 
 
-def start(ready: PreparedStart, node: Node | None = None, *, separate_process: bool = False) -> int:
+def start(
+    ready: PreparedStart, node: Node | None = None, *, separate_process: bool = False, spares: Spares | None = None
+) -> int:
     """Run all ranks of this machine until they exit; returns the exit code.
 
     Args:
         ready: of all nodes together.
         node: which of several this is.
         separate_process: start a process even for a single rank, which could crash this one.
+        spares: of a start that may be followed by others.
     """
     spec, variables, ranks = ready.spec, ready.variables, ready.plan.layout.world_size
     # The user's value takes precedence, and may be more or less than an even share.
@@ -120,6 +128,7 @@ def start(ready: PreparedStart, node: Node | None = None, *, separate_process: b
         node=node,
         grace=Grace(spec.recipe.train.exit_grace_seconds, newest),
         environment=variables,
+        spares=spares,
     )
 
 

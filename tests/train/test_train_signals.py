@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -159,9 +160,14 @@ def test_when_one_rank_is_killed_the_command_ends_and_leaves_no_process(runs: Ru
 def test_a_run_restarts_automatically_after_a_killed_rank(runs: Runs) -> None:
     process = runs.start("restarted", 2, "--max-restarts", "2")
     wait_for_step(process, runs.directory("restarted"), 18)
-    ranks = {p.environ().get("RANK"): p for p in psutil.Process(process.pid).children()}
+    children = psutil.Process(process.pid).children()
+    ranks = {p.environ().get("RANK"): p for p in children}
+    spares = {p.environ()["LLMRECIPES_SPARE"]: p.pid for p in children if "LLMRECIPES_SPARE" in p.environ()}
     ranks["1"].kill()
     finish(process, 0)
+    processes = json.loads((runs.directory("restarted") / "logs/processes.json").read_text())
+    assert processes.items() >= spares.items(), "they have become the ranks"
+    assert "0" in spares
     (restarted,) = [line for line in lines(runs.directory("restarted")) if line.get("event") == "restarted"]
     assert restarted["details"]["restart"] == 1
     runs.require_same("restarted", ranks=2)

@@ -6,6 +6,7 @@ save, and it turns every exit code into 1.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -24,11 +25,25 @@ from types import FrameType
 import psutil
 
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.io import write_atomic
 from llmrecipes.launch.environment import missing
-from llmrecipes.launch.ranks import FIRST_PORT, LAUNCHER, LOOPBACK, PORTS, STOP_SIGNALS, Node, Rank
+from llmrecipes.launch.local.spares import Spares
+from llmrecipes.launch.ranks import (
+    FIRST_PORT,
+    LAUNCHER,
+    LOOPBACK,
+    PORTS,
+    SPARE,
+    SPARE_RANK,
+    STOP_SIGNALS,
+    Node,
+    Rank,
+)
 
 logger = logging.getLogger(__name__)
 
+PROCESSES = "processes.json"
+"""Process ids of the ranks that run now, by rank, in the folder of the logs; written where there are spares."""
 LONGEST_DEATH = 10.0
 """Seconds to wait for a killed rank."""
 
@@ -65,6 +80,7 @@ def run_ranks(
     node: Node | None = None,
     grace: Grace | None = None,
     environment: Mapping[str, str] | None = None,
+    spares: Spares | None = None,
 ) -> int:
     """Run `python -m module arguments…` once per rank of this node and wait for all of them.
 
@@ -79,6 +95,7 @@ def run_ranks(
         node: which of several this is; None: the only one, with a rendezvous on the loopback interface.
         grace: for ranks that save on a signal; None: they have nothing to save.
         environment: variables of all ranks, except those that are set here.
+        spares: that become these ranks, and are started again after the first step; None: there are none.
 
     Returns:
         0 if every rank here exited with 0, else the code of the first that did not. With `grace`, also 75 if a signal
@@ -96,28 +113,59 @@ def run_ranks(
         else:
             ours = node.ranks(world_size // node.nodes)
             environments = [{**rank.variables(), "OMP_NUM_THREADS": str(threads)} for rank in ours]
-        signals = stack.enter_context(_forwarded_signals(processes))
-        # A rank starts with it blocked, because Python would raise KeyboardInterrupt until a handler is installed.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        try:
-            for number, variables in enumerate(environments):
-                log = None if number == 0 else _log(logs, variables["RANK"]).open("ab")
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", module, *arguments], env={**common, **variables}, stdout=log, stderr=log
-                    )
+        ranks = {variables["RANK"]: variables for variables in environments}
+        first = next(iter(ranks))
+        if spares is not None:
+            ranks[first] = {**ranks[first], **spares.variables}
+
+        def spawn(
+            rank: str, variables: Mapping[str, str], spare: socket.socket | None = None
+        ) -> subprocess.Popen[bytes]:
+            with ExitStack() as opened:
+                log = None if rank == first else opened.enter_context(_log(logs, rank).open("ab"))
+                # A rank starts with it blocked, because Python would raise KeyboardInterrupt until it has a handler.
+                opened.callback(
+                    signal.pthread_sigmask,
+                    signal.SIG_SETMASK,
+                    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]),
                 )
-                if log is not None:
-                    log.close()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                return subprocess.Popen(
+                    [sys.executable, "-m", module, *arguments, *([] if spare is None else [SPARE])],
+                    env={**common, **variables},
+                    stdin=None if spare is None else spare.fileno(),
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=() if spares is None or rank != first else (spares.write_end,),
+                )
+
+        def spawn_spare(rank: str, connection: socket.socket) -> subprocess.Popen[bytes]:
+            variables = {name: value for name, value in ranks[rank].items() if name != "RANK"}
+            return spawn(rank, {**variables, SPARE_RANK: rank}, connection)
+
+        signals = stack.enter_context(_forwarded_signals(processes))
+        taken = {} if spares is None else spares.take(ranks)
+        for rank, variables in ranks.items():
+            processes.append(taken.get(rank) or spawn(rank, variables))
         if signals.first is not None:  # some ranks were started after it
             signals.forward(signals.first, None)
-        names = [variables["RANK"] for variables in environments]
-        return _wait(dict(zip(names, processes, strict=True)), logs, signals, grace)
+        started = dict(zip(ranks, processes, strict=True))
+        if spares is not None:
+            write_atomic(logs / PROCESSES, json.dumps({rank: process.pid for rank, process in started.items()}) + "\n")
+
+        def watch_spares(selector: selectors.BaseSelector) -> None:
+            if spares is not None:
+                spares.watch(selector, list(ranks), spawn_spare)
+
+        return _wait(started, logs, signals, grace, watch_spares)
 
 
-def _wait(ranks: dict[str, subprocess.Popen[bytes]], logs: Path, signals: _Signals, grace: Grace | None) -> int:
+def _wait(
+    ranks: dict[str, subprocess.Popen[bytes]],
+    logs: Path,
+    signals: _Signals,
+    grace: Grace | None,
+    watch_more: Callable[[selectors.BaseSelector], None],
+) -> int:
     first, first_failure = next(iter(ranks)), int(ExitCode.DONE)
     deadline: float | None = None
     newest_then: Path | None = None
@@ -126,11 +174,15 @@ def _wait(ranks: dict[str, subprocess.Popen[bytes]], logs: Path, signals: _Signa
         selector.register(signals.wake, selectors.EVENT_READ)
         for name, process in ranks.items():
             selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, name)
+        watch_more(selector)
         while waiting:
             ready = selector.select(None if deadline is None else max(0.0, deadline - time.monotonic()))
             if not ready and grace is not None:
                 return _end(waiting, grace, newest_then)
             for key, _ in ready:
+                if callable(key.data):
+                    key.data()
+                    continue
                 if key.data is None:
                     selector.unregister(key.fd)
                     if grace is not None:

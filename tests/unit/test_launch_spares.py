@@ -1,0 +1,83 @@
+"""Warm spares: processes that become the ranks of the next start, and whose own faults change nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from llmrecipes.launch.local import Spares, run_ranks, spares
+
+# The first rank waits until each rank has a spare, does to them what its orders say, and fails until the last start.
+PROGRAM = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+import psutil
+
+from llmrecipes.train.rank import first_step_reporter, wait_as_spare
+
+folder, orders = Path(sys.argv[1]), json.loads(sys.argv[2])
+if sys.argv[-1] == "--spare":
+    wait_as_spare(lambda: (folder / f"imported-{os.environ['LLMRECIPES_SPARE']}").touch())
+rank = os.environ["RANK"]
+with (folder / f"starts-{rank}").open("a") as stream:
+    stream.write(json.dumps([os.getpid(), os.environ["MASTER_PORT"], os.getpriority(os.PRIO_PROCESS, 0)]) + "\\n")
+if rank != "0":
+    time.sleep(60)
+start = len((folder / "starts-0").read_text().splitlines()) - 1
+while start and len((folder / "starts-1").read_text().splitlines()) <= start:
+    time.sleep(0.01)
+first_step_reporter()()
+if start == len(orders):
+    os.kill(int(json.loads((folder / "starts-1").read_text().splitlines()[-1])[0]), signal.SIGKILL)
+    time.sleep(60)
+waiting = {}
+while len(waiting) < 2:
+    for process in psutil.Process(os.getppid()).children():
+        environment = process.environ() if process.status() != "zombie" else {}
+        if "LLMRECIPES_SPARE" in environment and process.pid not in (os.getpid(), os.getppid()):
+            known = (folder / f"starts-{environment['LLMRECIPES_SPARE']}").read_text()
+            if f"[{process.pid}," not in known:
+                waiting[environment["LLMRECIPES_SPARE"]] = process
+while not (folder / "imported-1").exists():
+    time.sleep(0.01)
+(folder / f"spares-{start}").write_text(json.dumps({rank: process.pid for rank, process in waiting.items()}))
+for number, name in orders[start].items():
+    waiting[number].send_signal(getattr(signal, name))
+sys.exit(1)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "spare_program.py").write_text(PROGRAM)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    return tmp_path
+
+
+def test_spares_become_ranks_and_those_that_fail_are_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    orders = [{}, {"0": "SIGKILL", "1": "SIGSTOP"}]
+    with Spares() as warm:
+        for start, code in enumerate([1, 1, 137]):
+            if start == 2:
+                monkeypatch.setattr(spares, "ANSWER_SECONDS", 0.5)
+                warm.last = True
+            arguments = [str(folder), json.dumps(orders)]
+            assert run_ranks("spare_program", arguments, world_size=2, threads=1, logs=folder, spares=warm) == code
+        children = psutil.Process().children()
+        assert not any("spare_program" in child.cmdline() for child in children), "the last start needs none"
+    starts = {
+        rank: [json.loads(line) for line in (folder / f"starts-{rank}").read_text().splitlines()] for rank in "01"
+    }
+    first, second = (json.loads((folder / f"spares-{start}").read_text()) for start in range(2))
+    assert [starts[rank][1][0] for rank in "01"] == [first[rank] for rank in "01"]
+    assert all(starts[rank][2][0] != second[rank] for rank in "01")
+    for one, other in zip(starts["0"], starts["1"], strict=True):
+        assert one[1] == other[1], "the port of this start, not of the one that the spare was made for"
+        assert one[2] == other[2] == os.getpriority(os.PRIO_PROCESS, 0)
+    assert json.loads((folder / "processes.json").read_text()) == {rank: starts[rank][2][0] for rank in "01"}
+    assert not any(psutil.pid_exists(pid) for pid in (*first.values(), *second.values()))
