@@ -58,6 +58,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "smoke": "training.smoke",
         "verify": "training.verify",
         "coordinates": "training.coordinates",
+        "punish": "punishing.punish",
         "upcycle": "training.upcycle",
         "convert": "training.convert",
         "import": "models.import_model",

@@ -42,6 +42,7 @@ LAYERS = (
     ("train",),
     ("verify", "doctor", "bench", "dryrun", "scaling"),
     ("workflow",),
+    ("punish",),
     ("models",),
     ("search",),
     ("api",),

@@ -114,9 +114,14 @@ class ShardedFormat:
         strategy = _Translation()
         # The first rank writes here what is not sharded (megatron-core 0.16). No rank knows what the others write:
         # `finish` checks that it is every element once.
-        dist_checkpointing.save(
-            taken, str(directory), sharded_strategy=strategy, validate_access_integrity=False, async_sharded_save=True
-        )
+        options: dict[str, Any] = {"validate_access_integrity": False, "async_sharded_save": True}
+        try:
+            dist_checkpointing.save(taken, str(directory), sharded_strategy=strategy, **options)
+        except RuntimeError as error:
+            # torch writes a file that it opens itself in C++, and does not tell why it could not.
+            if rank == 0 and (cause := disk_error(directory)) is not None:
+                raise cause from error
+            raise
         if rank == 0:
             save_config(CheckpointingConfig(BACKEND, 1), str(directory))
         tensors: list[ShardedTensor] = []
@@ -147,6 +152,20 @@ class ShardedFormat:
 
     def versions(self) -> dict[str, str]:
         return {"megatron-core": version("megatron-core"), "torch": version("torch"), **self._written_by}
+
+
+def disk_error(directory: Path) -> OSError | None:
+    """Why a file of a MiB cannot be written to a directory; None if it can."""
+    probe = directory / ".probe"
+    try:
+        with probe.open("wb") as file:
+            file.write(bytes(_BUFFER))
+        sync(probe)
+    except OSError as error:
+        return error
+    finally:
+        probe.unlink(missing_ok=True)
+    return None
 
 
 class _Translation(TorchDistSaveShardedStrategy):

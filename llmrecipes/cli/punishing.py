@@ -1,0 +1,49 @@
+"""`punish`: parsing and printing only."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, OverridesArgument, RecipeArgument, RunsOption
+from llmrecipes.cli.tables import TextTable, show
+from llmrecipes.errors import ExitCode
+from llmrecipes.faults.signals import early_signals
+
+
+@early_signals()
+def punish(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    minutes: Annotated[float, typer.Option("--minutes", metavar="M", min=0, help="Inject faults for M minutes.")] = 5.0,
+    seed: Annotated[int, typer.Option("--seed", metavar="S", help="Draw faults, ranks and moments from seed S.")] = 0,
+    nproc: Annotated[int, typer.Option("--nproc", metavar="N", min=1, help="Train on N ranks.")] = 4,
+    steps: Annotated[int, typer.Option("--steps", metavar="K", min=40, help="Train each run for K steps.")] = 120,
+    fault: Annotated[
+        list[str] | None, typer.Option("--fault", metavar="NAME", help="Inject this fault; repeatable; default: all.")
+    ] = None,
+    as_json: JsonOption = False,
+    runs_dir: RunsOption = RUNS,
+    data_dir: DataOption = DATA,
+) -> int:
+    """Inject faults into runs, and measure recovery.
+
+    Trains short runs of the recipe on this machine, restarts them, and compares them with an uninterrupted one.
+    """
+    from llmrecipes.punish.campaign import begin
+    from llmrecipes.recipe.load import load
+    from llmrecipes.workflow.run import Paths
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
+
+    loaded = load(recipe, overrides or []).recipe
+    result = begin(loaded, Paths(runs_dir, data_dir), nproc, steps, seed, minutes, fault, say)
+    if as_json:
+        print(json.dumps(result.as_dict(), indent=2))
+    else:
+        show(TextTable(result.rows(), right=(1, 2, 3)), result.summary())
+    return int(ExitCode.DONE if result.ok else 1)

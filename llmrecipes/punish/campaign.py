@@ -1,0 +1,462 @@
+"""Run after run with faults at random, restarted as a scheduler would, and compared with a run that has none."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.hardware.cluster import detect
+from llmrecipes.io import write_atomic
+from llmrecipes.punish import faults
+from llmrecipes.punish.faults import ALARMS, FAULTS, ORDERS, Fault
+from llmrecipes.punish.report import Injection, Punished
+from llmrecipes.punish.signs import Signs
+from llmrecipes.recipe.engines import engine_name
+from llmrecipes.recipe.load import to_yaml
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.rundir import Run
+from llmrecipes.tracking.jsonl import parse
+from llmrecipes.workflow.run import Log, Paths, plan_run, prepare_data
+
+POLL_SECONDS = 0.05
+MOST_FAILURES = 3
+"""Runs that may not recover before no more are begun."""
+RECOVERY_SECONDS = 400.0
+"""Without a step for so long a run has not recovered."""
+ORPHAN_SECONDS = 10.0
+"""In which the ranks of a killed launcher have to end."""
+RESTARTS_IN_JOB = 1000
+NAMED = {"rank killed": signal.SIGKILL, "first rank killed": signal.SIGKILL, "rank stopped": signal.SIGSTOP,
+         "rank told to stop": signal.SIGTERM}  # fmt: skip
+
+
+class Unrecovered(Exception):
+    """The run does not go on."""
+
+
+def punished_recipe(recipe: Recipe, ranks: int, steps: int) -> Recipe:
+    """The recipe as it is punished: short, saved and evaluated often, with all guards and without other sinks."""
+    train, faults = recipe.train, recipe.faults
+    micro = min(train.micro_batch_size, max(1, train.global_batch_size // ranks))
+    return recipe.model_copy(
+        update={
+            "name": f"{recipe.name}.punish",
+            "train": train.model_copy(
+                update={"train_iters": steps, "micro_batch_size": micro, "eval_interval": 20, "eval_iters": 1,
+                        "log_interval": 20}
+            ),
+            "scheduler": recipe.scheduler.model_copy(
+                update={"lr_decay_iters": max(steps, recipe.scheduler.lr_decay_iters or steps)}
+            ),
+            "checkpoint": recipe.checkpoint.model_copy(update={"save_interval": 10, "most_recent_k": 3}),
+            "tracking": recipe.tracking.model_copy(
+                update={"mlflow": False, "tensorboard": False, "wandb": False, "system_metrics_interval": None}
+            ),
+            "faults": faults.model_copy(
+                update={"rank_heartbeat_timeout": 10.0, "initial_rank_heartbeat_timeout": 240.0,
+                        "check_weight_hash_across_dp_replicas_interval": 5}
+            ),
+        }
+    )  # fmt: skip
+
+
+def begin(
+    recipe: Recipe,
+    paths: Paths,
+    ranks: int,
+    steps: int,
+    seed: int,
+    minutes: float,
+    names: Sequence[str] | None,
+    log: Log,
+) -> Punished:
+    """Punish a recipe on this machine, and record the result beside the runs.
+
+    Args:
+        recipe: as the user has it; its runs are shorter, see `punished_recipe`.
+        steps: of each run.
+        names: of faults; None: all.
+
+    Raises:
+        UserError: the recipe does not run like this.
+    """
+    known = {fault.name: fault for fault in FAULTS}
+    unknown = [name for name in names or () if name not in known]
+    if unknown:
+        raise UserError(f"{unknown[0]!r}", where="--fault", rule="one of: " + ", ".join(known))
+    if engine_name(recipe) != "megatron":
+        raise UserError(
+            f"engine {engine_name(recipe)}", where="engine", rule="faults are injected into the engine megatron only",
+            fix="engine=megatron",
+        )  # fmt: skip
+    if ranks < 2:
+        raise UserError(f"{ranks}", where="--nproc", rule="at least 2 ranks: one has the fault", fix="--nproc 2")
+    recipe = plan_run(punished_recipe(recipe, ranks, steps), detect(), ranks).recipe
+    prepare_data(recipe, paths.data_dir, log)
+    campaign = Campaign(recipe, paths, ranks, seed, tuple(known[name] for name in names or known), log)
+    result = campaign.run(minutes)
+    values = {**result.as_dict(), "faults": [each.as_dict() for each in result.injections]}
+    write_atomic(campaign.recipe_file.with_name("punish.json"), json.dumps(values, indent=1) + "\n")
+    return result
+
+
+@dataclass
+class Campaign:
+    """Runs of one recipe.
+
+    Args:
+        recipe: as it runs; see `punished_recipe`.
+        paths: of runs and data.
+        ranks: on this machine.
+        seed: of the faults, ranks and moments that are drawn.
+        drawn: the faults to draw from.
+        log: receives a line for each fault.
+    """
+
+    recipe: Recipe
+    paths: Paths
+    ranks: int
+    seed: int
+    drawn: tuple[Fault, ...]
+    log: Log
+    injections: list[Injection] = field(default_factory=list)
+    false_alarms: list[str] = field(default_factory=list)
+    _process: subprocess.Popen[str] | None = None
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+        self._deck: list[Fault] = []
+        self.token = f"{int(time.time()):x}-{self.seed}"
+
+    def run(self, minutes: float) -> Punished:
+        """One run without faults, then runs with faults until the time is over; the last one is finished."""
+        self.recipe_file.parent.mkdir(parents=True)
+        self.recipe_file.write_text(to_yaml(self.recipe), "utf-8")
+        reference, seconds = self._round("reference", 0.0)
+        began, healthy, equal, wall, kept = time.monotonic(), len(reference.steps), True, 0.0, 0.0
+        number, failures, over = 0, 0, list[float]()
+        until = began + 60.0 * minutes
+        while number == 0 or time.monotonic() < until:
+            number += 1
+            try:
+                signs, seconds = self._round(f"run-{number}", until)
+            except Unrecovered as problem:
+                self.log(f"run {number}: {problem}")
+                equal, failures = False, failures + 1
+                if failures == MOST_FAILURES:
+                    break
+                continue
+            wall += seconds
+            healthy += len(signs.steps)
+            over += signs.over_limit
+            kept += sum({step.step: step.ended - step.began for step in signs.steps}.values())
+            different = differences(reference, signs, self.recipe.train.train_iters, self.ranks)
+            equal = equal and not different
+            self.log(f"run {number}: {'equal to the uninterrupted run' if not different else '; '.join(different)}")
+        return Punished(
+            tuple(self.injections), tuple(self.false_alarms), wall, kept, number, healthy, equal,
+            max(over, default=None), str(self.recipe_file.parent),
+        )  # fmt: skip
+
+    @property
+    def folder(self) -> Path:
+        return self.paths.runs_dir / self.recipe.name
+
+    @property
+    def recipe_file(self) -> Path:
+        return self.folder / self.token / f"{self.recipe.name}.yaml"
+
+    # -- one run -------------------------------------------------------------------------------------------------------
+
+    def _round(self, name: str, until: float) -> tuple[Signs, float]:
+        """Train to the last step; faults come until a time. Returns seconds from the first step to the end."""
+        run = Run(self.folder / f"{name}-{self.token}")
+        orders = run.logs / ORDERS
+        orders.mkdir(parents=True)
+        signs = Signs(run, orders)
+        with self._mounted(run) as disk:
+            self._start(signs)
+            try:
+                last = self._until_finished(run, signs, disk, until)
+            finally:
+                self._end()
+                if self.injections and self.injections[-1].noticed_at is None:
+                    self.injections[-1].undo()
+            keep_manifest(run, self.recipe.train.train_iters)
+        return signs, last - (signs.steps[0].began if signs.steps else last)
+
+    def _until_finished(self, run: Run, signs: Signs, disk: Path | None, until: float) -> float:
+        fault, at, injected, seen = None, 0, None, 0
+        while True:
+            time.sleep(POLL_SECONDS)
+            signs.look()
+            ended = self._process is not None and self._process.poll() is not None
+            if ended:
+                code = self._reap(signs)
+                if code == ExitCode.DONE:
+                    signs.look()
+                    return time.monotonic()
+            seen = self._false_alarms(signs, seen, injected)
+            if injected is None and ended:
+                raise Unrecovered(f"{run.path} ended by itself with {code}:\n" + signs.tail())
+            if injected is not None:
+                injected = self._followed(injected, signs, disk)
+            if ended:
+                self._start(signs)
+            if injected is None and fault is None and time.monotonic() < until:
+                fault, at = self._next(disk), self._moment(signs)
+            if injected is None and fault is not None and self._is_time(fault, at, signs, run):
+                injected, fault = self._inject(fault, run, signs, disk), None
+
+    def _moment(self, signs: Signs) -> int:
+        return signs.last_step + 2 + self._random.randrange(8)
+
+    def _is_time(self, fault: Fault, at: int, signs: Signs, run: Run) -> bool:
+        """Whether a fault may come: after a checkpoint since the last one, and early enough to be noticed."""
+        if signs.last_step < at or signs.last_step + fault.steps + 3 > self.recipe.train.train_iters:
+            return False
+        since = self.injections[-1].recovered_at if self.injections and self.injections[-1].run == str(run.path) else 0
+        saved = signs.first(faults.SAVED_AGAIN, since or 0.0) is not None
+        return saved and (not fault.checkpoint or len(run.store().entries()) >= 2)
+
+    def _next(self, disk: Path | None) -> Fault:
+        """The next of the faults in random order, each once before one comes again."""
+        if not self._deck:
+            self._deck = [fault for fault in self.drawn if disk is not None or not fault.mounted]
+            self._random.shuffle(self._deck)
+        return self._deck.pop()
+
+    def _start(self, signs: Signs) -> None:
+        options = {
+            "recipe": str(self.recipe_file), "nproc": self.ranks, "run_id": signs.files.run_id,
+            "runs_dir": str(self.paths.runs_dir), "data_dir": str(self.paths.data_dir), "restarts": RESTARTS_IN_JOB,
+            "orders": str(signs.orders),
+        }  # fmt: skip
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "llmrecipes.punish.launcher", json.dumps(options)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        self._reader = signs.follow(self._process)
+
+    def _reap(self, signs: Signs) -> int:
+        process = self._running
+        code = process.wait()
+        self._reader.join(ORPHAN_SECONDS)
+        signs.look()
+        signs.add(f"exit: {code}")
+        return code
+
+    @property
+    def _running(self) -> subprocess.Popen[str]:
+        if self._process is None:
+            raise AssertionError("no run was started")
+        return self._process
+
+    def _end(self) -> None:
+        process = self._running
+        if process.poll() is None:
+            children = psutil.Process(process.pid).children(recursive=True)
+            process.kill()
+            psutil.wait_procs(children, ORPHAN_SECONDS)
+        process.wait()
+
+    def _ranks(self) -> dict[int, psutil.Process]:
+        ranks = {}
+        for child in psutil.Process(self._running.pid).children():
+            with suppress(psutil.Error):
+                if "llmrecipes.punish.worker" in child.cmdline():
+                    ranks[int(child.environ()["RANK"])] = child
+        return ranks
+
+    # -- faults --------------------------------------------------------------------------------------------------------
+
+    def _inject(self, fault: Fault, run: Run, signs: Signs, disk: Path | None) -> Injection | None:
+        rank = 0 if fault.name == "first rank killed" else self._random.randrange(self.ranks)
+        if fault.name == "rank killed" and rank == 0:
+            rank = 1 % self.ranks
+        victim = self._ranks().get(rank)
+        if victim is None and not fault.inside:
+            return None
+        injection = Injection(len(self.injections), fault, rank, str(run.path), signs.last_step)
+        self.injections.append(injection)
+        if fault.inside:
+            faults.give(signs.orders, rank, fault.name, injection.number)
+            return injection
+        injection.injected_at = time.monotonic()
+        if fault.mounted and disk is not None:
+            injection.undo = fill(disk) if fault.name == "full disk" else read_only(disk)
+        elif fault.checkpoint:
+            self._damage(fault.name, run)
+        if fault.launcher:
+            everyone = psutil.Process(self._running.pid).children(recursive=True)
+            self._running.send_signal(signal.SIGTERM if fault.name == "preempted" else signal.SIGKILL)
+            if fault.name != "preempted":
+                _, alive = psutil.wait_procs(everyone, ORPHAN_SECONDS)
+                injection.orphans = sum(one.status() != psutil.STATUS_ZOMBIE for one in alive if one.is_running())
+        elif fault.name in NAMED and victim is not None:
+            with suppress(psutil.NoSuchProcess):
+                victim.send_signal(NAMED[fault.name])
+        return injection
+
+    def _damage(self, name: str, run: Run) -> None:
+        newest = run.store().entries()[-1]
+        path = newest.path / self._random.choice(sorted(newest.manifest.files))
+        size = path.stat().st_size
+        if name == "deleted checkpoint file":
+            path.unlink()
+        elif name == "truncated checkpoint":
+            os.truncate(path, size // 2)
+        else:
+            with path.open("r+b") as file:
+                place = self._random.randrange(size)
+                file.seek(place)
+                byte = file.read(1)[0]
+                file.seek(place)
+                file.write(bytes([byte ^ 1 << self._random.randrange(8)]))
+
+    def _followed(self, injection: Injection, signs: Signs, disk: Path | None) -> Injection | None:
+        """The same while the run has not recovered from it; None afterwards."""
+        now = time.monotonic()
+        if injection.injected_at is None:
+            injection.injected_at = faults.taken_at(signs.orders, injection.number)
+            if injection.injected_at is None:
+                return injection
+        fault = injection.fault
+        if injection.noticed_at is None:
+            sign = signs.first(fault.noticed, injection.injected_at)
+            if sign is None:
+                if now - injection.injected_at > RECOVERY_SECONDS:
+                    injection.undo()
+                    raise Unrecovered(f"{fault.name}: not noticed in {RECOVERY_SECONDS:g} s")
+                return injection
+            injection.noticed_at, injection.sign = sign.time, sign.text
+            injection.undo()
+        if fault.recovered:
+            again = signs.first(fault.recovered, injection.noticed_at)
+            injection.recovered_at = None if again is None else again.time
+        elif step := signs.step_since(injection.noticed_at):
+            injection.recovered_at, injection.steps_lost = step.ended, max(0, injection.step + 1 - step.step)
+        if injection.recovered_at is None:
+            if now - injection.noticed_at > RECOVERY_SECONDS:
+                raise Unrecovered(f"{fault.name}: no step in {RECOVERY_SECONDS:g} s")
+            return injection
+        self.log(injection.line())
+        return None
+
+    def _false_alarms(self, signs: Signs, seen: int, injected: Injection | None) -> int:
+        """Count the alarms since the last look while no fault is followed; returns how many signs were looked at."""
+        for sign in signs.all[seen:]:
+            if injected is None and re.match(ALARMS, sign.text) and not self._is_late(sign.text):
+                self.false_alarms.append(sign.text)
+        return len(signs.all)
+
+    def _is_late(self, text: str) -> bool:
+        """Whether it belongs to the fault before, such as its note in the start after it."""
+        last = self.injections[-1] if self.injections else None
+        return last is not None and last.recovered_at is not None and time.monotonic() - last.recovered_at < 1.0
+
+    @contextmanager
+    def _mounted(self, run: Run) -> Iterator[Path | None]:
+        """The checkpoints of a run as a file system, if this process may mount one."""
+        if not any(fault.mounted for fault in self.drawn):
+            yield None
+            return
+        run.checkpoints.mkdir(parents=True)
+        try:
+            mount("-t", "tmpfs", "-o", "size=1g", "tmpfs", str(run.checkpoints))
+        except OSError:
+            yield None
+            return
+        try:
+            yield run.checkpoints
+        finally:
+            subprocess.run(["umount", "--lazy", str(run.checkpoints)], check=False)
+
+
+def mount(*words: str) -> None:
+    """Run mount(8).
+
+    Raises:
+        OSError: it is not permitted or not installed.
+    """
+    done = subprocess.run(["mount", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(done.stderr.strip())
+
+
+def fill(disk: Path) -> Callable[[], None]:
+    """Take all the space of a file system; returns what frees it."""
+    filler = disk / ".filler"
+    with filler.open("wb") as file:
+        status = os.statvfs(disk)
+        os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_frsize)
+    return filler.unlink
+
+
+def read_only(disk: Path) -> Callable[[], object]:
+    """Mount a folder read-only onto itself; returns what undoes it."""
+    mount("--bind", "-o", "ro", str(disk), str(disk))
+    return lambda: subprocess.run(["umount", str(disk)], check=True)
+
+
+# -- comparison --------------------------------------------------------------------------------------------------------
+
+LAST = "last-checkpoint.json"
+
+
+def keep_manifest(run: Run, step: int) -> None:
+    """Keep the digests of the last checkpoint, whose file system goes away."""
+    entry = run.newest()
+    if entry is None or entry.step != step or not run.store().valid(step, full=True):
+        raise UserError("its last checkpoint is missing or damaged", where=str(run.path), code=ExitCode.STOP)
+    files = {name: record.sha256 for name, record in entry.manifest.files.items()}
+    write_atomic(run.logs / LAST, json.dumps(files, indent=1) + "\n")
+
+
+def differences(reference: Signs, other: Signs, steps: int, ranks: int) -> list[str]:
+    """In what a run differs from the reference: weights and optimizer, losses, batches of each rank and step."""
+    found = []
+    last = [json.loads((signs.files.logs / LAST).read_text("utf-8")) for signs in (reference, other)]
+    if last[0] != last[1]:
+        found.append(f"the checkpoint of step {steps} differs")
+    curves = [curve(signs.files.metrics) for signs in (reference, other)]
+    if curves[0] != curves[1] or len(curves[0]) != steps:
+        unequal = [step for step in range(1, steps + 1) if curves[0].get(step) != curves[1].get(step)]
+        found.append(f"numbers of {len(unequal)} steps differ, the first is {min(unequal, default=None)}")
+    for rank in range(ranks):
+        seen = [batches(signs.orders, rank) for signs in (reference, other)]
+        expected = {step: {digest} for step, digests in seen[0].items() for digest in digests}
+        if seen[1] != expected or seen[1].keys() != set(range(1, steps + 1)):
+            found.append(f"rank {rank} had other samples")
+    return found
+
+
+def curve(metrics: Path) -> dict[int, tuple[Any, ...]]:
+    """Loss, gradient norm, learning rate and place in the data of each step."""
+    lines = (parse(line) for line in metrics.read_bytes().splitlines())
+    keys = ("loss", "grad_norm", "lr", "consumed_samples")
+    return {line["step"]: tuple(line[key] for key in keys) for line in lines if line and "loss" in line}
+
+
+def batches(orders: Path, rank: int) -> dict[int, set[str]]:
+    """Digests of the tokens that a rank computed each step from: one, however often it did."""
+    found: dict[int, set[str]] = {}
+    for line in (orders / f"{rank}-{faults.STEPS}").read_text("utf-8").splitlines():
+        with suppress(ValueError):  # of a rank that was killed while it wrote
+            record = json.loads(line)
+            found.setdefault(record["step"], set()).add(record["batch"])
+    return found

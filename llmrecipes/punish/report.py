@@ -1,0 +1,157 @@
+"""What a run that was punished has shown."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmrecipes.punish.faults import Fault
+
+
+@dataclass
+class Injection:
+    """A fault that was injected. Times are CLOCK_MONOTONIC."""
+
+    number: int
+    fault: Fault
+    rank: int
+    run: str
+    step: int
+    """The last step before it."""
+    injected_at: float | None = None
+    """None: ordered, and not had yet."""
+    noticed_at: float | None = None
+    recovered_at: float | None = None
+    sign: str = ""
+    """By which it was noticed."""
+    steps_lost: int = 0
+    """Computed again."""
+    orphans: int = 0
+    """Processes that outlived their launcher."""
+    undo: Callable[[], object] = field(default=lambda: None, repr=False)
+
+    @property
+    def noticing(self) -> float | None:
+        """Seconds until it was noticed."""
+        if self.noticed_at is None or self.injected_at is None:
+            return None
+        return self.noticed_at - self.injected_at
+
+    @property
+    def recovering(self) -> float | None:
+        """Seconds from there to the end of the next step, or what else shows that the run goes on."""
+        if self.recovered_at is None or self.noticed_at is None or self.orphans:
+            return None
+        return self.recovered_at - self.noticed_at
+
+    def line(self) -> str:
+        """For a log."""
+        times = f"noticed after {self.noticing or 0.0:.1f} s, training again {self.recovering or 0.0:.1f} s later"
+        orphans = f", {self.orphans} processes left over" if self.orphans else ""
+        return f"step {self.step}, rank {self.rank}, {self.fault.name}: {times}, {self.steps_lost} steps lost{orphans}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            "fault": self.fault.name, "rank": self.rank, "step": self.step, "detection_seconds": self.noticing,
+            "recovery_seconds": self.recovering, "steps_lost": self.steps_lost, "sign": self.sign,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Punished:
+    """What a campaign has shown."""
+
+    injections: Sequence[Injection]
+    false_alarms: Sequence[str]
+    wall_seconds: float
+    """From the first step of each run to its end, restarts included."""
+    kept_seconds: float
+    """Of the steps, each counted once."""
+    runs: int
+    steps: int
+    """Computed, also those twice, and those of the run without faults."""
+    equal: bool
+    over_limit: float | None
+    """Most seconds after its limit at which a hang was noticed; None without hangs."""
+    folder: str
+
+    @property
+    def effective_time(self) -> float:
+        """Share of the time that was spent on steps that count."""
+        return self.kept_seconds / self.wall_seconds if self.wall_seconds else 0.0
+
+    @property
+    def of_allowed(self) -> float:
+        """The same as a share of the time without detection and recovery."""
+        down = sum((each.noticing or 0.0) + (each.recovering or 0.0) for each in self.injections if self.stops(each))
+        return self.kept_seconds / (self.wall_seconds - down) if self.wall_seconds > down else 0.0
+
+    @staticmethod
+    def stops(injection: Injection) -> bool:
+        """Whether training stands still between a fault and its recovery."""
+        return not injection.fault.recovered and injection.fault.name != "NaN"
+
+    @property
+    def ok(self) -> bool:
+        """Everything was noticed, the run always recovered and lost nothing, and there was no false alarm."""
+        noticed = all(each.recovering is not None for each in self.injections)
+        return noticed and self.equal and not self.false_alarms
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            "injected": len(self.injections),
+            "detected": sum(each.noticing is not None for each in self.injections),
+            "recovered": sum(each.recovering is not None for each in self.injections),
+            "false_alarms": len(self.false_alarms),
+            "effective_time": round(self.effective_time, 4),
+            "detection_seconds": percentiles([each.noticing for each in self.injections]),
+            "recovery_seconds": percentiles([each.recovering for each in self.injections]),
+            "equal_to_uninterrupted": self.equal,
+        }
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """A table with a row for each fault that was injected."""
+        rows: list[tuple[str, ...]] = [
+            ("fault", "injected", "noticed", "recovered", "noticed after, s", "training again after, s", "steps lost")
+        ]
+        for name in dict.fromkeys(each.fault.name for each in self.injections):
+            these = [each for each in self.injections if each.fault.name == name]
+            noticing = [each.noticing for each in these if each.noticing is not None]
+            recovering = [each.recovering for each in these if each.recovering is not None]
+            rows.append(
+                (name, str(len(these)), str(len(noticing)), str(len(recovering)), spread(noticing), spread(recovering),
+                 str(max(each.steps_lost for each in these)))
+            )  # fmt: skip
+        return rows
+
+    def summary(self) -> str:
+        """The figures below the table."""
+        return (
+            f"{self.runs} runs in {self.wall_seconds:.0f} s, {self.steps:,} steps computed; effective training time "
+            f"{self.effective_time:.1%}, {self.of_allowed:.1%} of what detection and recovery leave\n"
+            f"false alarms: {len(self.false_alarms)}"
+            f"{'' if not self.false_alarms else ' (' + ', '.join(self.false_alarms[:8]) + ')'}\n"
+            + ("" if self.over_limit is None else f"hangs noticed at most {self.over_limit:.1f} s after their limit\n")
+            + f"weights, losses and samples {'equal' if self.equal else 'DIFFER from'} those of an uninterrupted run\n"
+            f"runs are in {self.folder}"
+        )
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median, and the largest if there are several."""
+    if not values:
+        return "-"
+    middle = f"{statistics.median(values):.1f}"
+    return middle if len(values) == 1 else f"{middle}, at most {max(values):.1f}"
+
+
+def percentiles(values: Sequence[float | None]) -> dict[str, float | None]:
+    """The median and the value below which 95 % are; null without values."""
+    known = sorted(value for value in values if value is not None)
+    if not known:
+        return {"p50": None, "p95": None}
+    return {f"p{share}": round(known[min(len(known) - 1, len(known) * share // 100)], 2) for share in (50, 95)}
