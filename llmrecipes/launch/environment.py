@@ -128,7 +128,12 @@ def gpu_variables(plan: Plan, gpu: str) -> dict[str, tuple[str, str]]:
     }
     degrees, parallel = plan.layout, plan.recipe.parallelism
     together = degrees.tensor_model_parallel_size > 1 or degrees.context_parallel_size > 1
-    if together:
+    if value(plan.features, "overlap_moe_expert_parallel_comm"):
+        values["CUDA_DEVICE_MAX_CONNECTIONS"] = (
+            "32",
+            "the experts' messages and another micro-batch's kernels need queues of their own; Megatron-Bridge sets it",
+        )
+    elif together:
         blackwell = BLACKWELL & set(gpu.replace("-", " ").split())
         values["CUDA_DEVICE_MAX_CONNECTIONS"] = (
             "32" if blackwell else "1",

@@ -87,6 +87,7 @@ def _moments(
         min(num_microbatches, 3 * layout.pipeline_model_parallel_size),
         stage,
         s.num_moe_experts > 0,
+        bool(recipe.speed.overlap_moe_expert_parallel_comm),
     )
     for pending, chunk, held in moments:
         stack = tables + sum(kept * number for (kept, _), number in zip(chunks, pending, strict=True))

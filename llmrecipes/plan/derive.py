@@ -314,6 +314,9 @@ def most_recomputation(recipe: Recipe) -> Recipe:
     """The recipe with the last choice of `auto`; any other as it is."""
     if recipe.train.recompute_granularity != "auto":
         return recipe
+    if recipe.speed.overlap_moe_expert_parallel_comm:  # its schedule runs the parts of a layer one by one
+        names = recompute.possible(recipe)
+        return _recomputing(recipe, "selective", modules=tuple(n for n in names if n not in ("moe_act", "mlp")))
     return _recomputing(recipe, "full", method="uniform", num_layers=1)
 
 
@@ -341,6 +344,8 @@ def _recomputations(
     whole = most_recomputation(recipe)
     chunk = max(layers for stage in laid_out.layers_per_stage for layers in stage)
     blocks = [_recomputing(recipe, "full", method="block", num_layers=number) for number in range(1, chunk)]
+    if whole.train.recompute_granularity != "full":
+        blocks = []
     some: list[tuple[str, ...]] = [()]
     chosen = {"core_attn"}
     for more in ({"layernorm"}, {"mla_up_proj"}, set() if blocks else {"mlp", "shared_experts"}):

@@ -38,7 +38,8 @@ class Memory:
 
     `logits` are what the loss derives from the output layer's result, where that is the peak; `checkpoint_copy` is the
     snapshot of an asynchronous save (in a CPU run it uses the ranks' memory); `workspace` is the process without a
-    model; `buffers` are those in which ZeRO gathers weights and reduces gradients.
+    model; `buffers` are those in which ZeRO gathers weights and reduces gradients, and TransformerEngine's user
+    buffers.
     """
 
     weights: int
@@ -78,6 +79,8 @@ def of_stage(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, st
     moment = peak(recipe, s, layout, num_microbatches, stage, device)
     if device == "cuda":
         groups = len(communicators(recipe, s, layout))
+        if recipe.speed.tp_comm_overlap:
+            groups += USER_BUFFER_GROUPS
         copy, process, rest = 0, _CUDA_PROCESS + COMMUNICATOR * groups, _CUDA_REST
     else:
         states, host = states + host, States()
@@ -92,9 +95,24 @@ def of_stage(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, st
         logits=moment.logits,
         checkpoint_copy=copy,
         workspace=process + int(rest * moment.total),
-        buffers=states.buffers,
+        buffers=states.buffers + (user_buffers(recipe, s, layout) if device == "cuda" else 0),
         host=host.total,
     )
+
+
+USER_BUFFERS = 10
+"""Products that TransformerEngine 2.20 has a user buffer for: forward and gradients of the four linear layers, but for
+the weight gradients of the two that scatter."""
+USER_BUFFER_GROUPS = 2
+"""Process groups over which it creates them: all ranks, and the tensor-parallel ones."""
+
+
+def user_buffers(recipe: Recipe, s: Shape, layout: Layout) -> int:
+    """Bytes of the buffers of `speed.tp_comm_overlap`: each has a micro-batch's tokens of all tensor-parallel ranks."""
+    if not recipe.speed.tp_comm_overlap:
+        return 0
+    tokens = recipe.model.seq_length * recipe.train.micro_batch_size // layout.context_parallel_size
+    return USER_BUFFERS * tokens * s.hidden_size * 2
 
 
 def communicators(recipe: Recipe, s: Shape, layout: Layout) -> dict[str, int]:

@@ -12,10 +12,16 @@ Moment = tuple[tuple[int, ...], int, int]
 
 
 @lru_cache(maxsize=4096)
-def fullest(stages: int, chunks: int, num_microbatches: int, stage: int, experts: bool) -> tuple[Moment, ...]:
-    """Those of `_pending` that no other moment with the same next chunk exceeds in all numbers."""
+def fullest(
+    stages: int, chunks: int, num_microbatches: int, stage: int, experts: bool, combined: bool = False
+) -> tuple[Moment, ...]:
+    """Those of `_pending` that no other moment with the same next chunk exceeds in all numbers.
+
+    Args:
+        combined: a forward and a backward pass at the same time (`speed.overlap_moe_expert_parallel_comm`).
+    """
     fullest: list[Moment] = []
-    for pending, chunk, held in set(_pending(stages, chunks, num_microbatches, stage, experts)):
+    for pending, chunk, held in set(_pending(stages, chunks, num_microbatches, stage, experts, combined)):
         moment = (*pending, held)
         others = [(each, (*each[0], each[2])) for each in fullest if each[1] == chunk]
         if any(all(x >= y for x, y in zip(other, moment, strict=True)) for _, other in others):
@@ -25,7 +31,9 @@ def fullest(stages: int, chunks: int, num_microbatches: int, stage: int, experts
     return tuple(fullest)
 
 
-def _pending(stages: int, chunks: int, num_microbatches: int, stage: int, experts: bool) -> Iterator[Moment]:
+def _pending(
+    stages: int, chunks: int, num_microbatches: int, stage: int, experts: bool, combined: bool
+) -> Iterator[Moment]:
     """Forward passes of each chunk whose backward pass is pending, and the chunk of the next one, through a step.
 
     Also the inputs that are there besides: that of the last backward pass, which megatron-core's 1F1B schedule and
@@ -35,7 +43,8 @@ def _pending(stages: int, chunks: int, num_microbatches: int, stage: int, expert
     Chunks take turns in groups of as many micro-batches as there are stages (arXiv 2104.04473, figure 4).
     """
     passes = num_microbatches * chunks
-    ahead = _in_flight(stages, chunks, num_microbatches, stage)
+    # A forward pass runs beside the backward pass before which the plain schedules have finished it.
+    ahead = min(num_microbatches * chunks, _in_flight(stages, chunks, num_microbatches, stage) + combined)
     pending, number = [0] * chunks, [0] * chunks
     done: list[tuple[int, int]] = []  # backward passes, each as its chunk and micro-batch
     for forward in range(passes + ahead - 1):

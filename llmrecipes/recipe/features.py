@@ -14,6 +14,7 @@ from typing import Any, Literal
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.engines import MEGATRON, engine_name
+from llmrecipes.recipe.overlap import OVERLAP
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import shape
 from llmrecipes.recipe.speed import Speed, Switch
@@ -173,6 +174,8 @@ def _shared_experts(recipe: Recipe) -> str | None:
         return "only the dispatcher alltoall calls shared experts between its messages"
     if {"shared_experts", "moe"} & set(train.recompute_modules or ()):
         return "recompute_modules has them"
+    if recipe.speed.overlap_moe_expert_parallel_comm:
+        return "overlap_moe_expert_parallel_comm hides the same messages"
     return None
 
 
@@ -394,6 +397,12 @@ FEATURES: Mapping[str, Feature] = {
         "initialize_model_parallel.nccl_communicator_config_path", "fewer multiprocessors for overlapped messages",
         _anything, _gpu, _value(None, "only by name"),
     ),
+    **{
+        name: Feature(
+            key.field, key.gain, key.recipe, _since(key.version) if key.version else _everywhere, _value(*key.default)
+        )
+        for name, key in OVERLAP.items()
+    },
 }  # fmt: skip
 """Keys of `speed` by name. Gains are calculated from bytes and FLOPs, within a factor of 1.5, not measured."""
 
@@ -422,9 +431,9 @@ def _choice(name: str, feature: Feature, recipe: Recipe, target: SpeedTarget) ->
 
 
 def needing_a_gpu() -> list[str]:
-    """Keys of `speed` that a CPU without a compiler cannot give."""
+    """Keys of `speed` that a CPU without a compiler, or the small layout of a rehearsal in fp32, cannot give."""
     bare = SpeedTarget("cpu", transformer_engine=False, no_compiler="none")
-    return [name for name, feature in FEATURES.items() if feature.target(bare)]
+    return [name for name, feature in FEATURES.items() if name in OVERLAP or feature.target(bare)]
 
 
 def values(choices: Iterable[FeatureChoice], kind: str) -> dict[str, Any]:

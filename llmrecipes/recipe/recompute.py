@@ -101,6 +101,7 @@ def _full(recipe: Recipe, parts: Mapping[str, str | int | None]) -> Iterator[Pro
 def possible(recipe: Recipe) -> list[str]:
     """Modules that may be recomputed in the recipe, if nothing else is."""
     overlapped = {"shared_experts", "moe"} if recipe.speed.moe_shared_expert_overlap else set()
+    overlapped |= {"moe"} if recipe.speed.overlap_moe_expert_parallel_comm else set()
     return [name for name in MODULES if name not in overlapped and next(_modules(recipe, (name,)), None) is None]
 
 

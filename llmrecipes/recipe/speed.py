@@ -73,3 +73,20 @@ class Speed(Section):
     nccl_communicator_config_path: str | None = None
     """YAML file with settings of NCCL for each process group (`min_ctas`, `max_ctas`, `cga_cluster_size`, `net_name`).
     Unset: none."""
+    tp_comm_overlap: Switch = None
+    """Hide tensor-parallel communication behind products of TransformerEngine 2.7, in user buffers on NVLink; needs
+    `sequence_parallel`. Unset: off."""
+    tp_comm_overlap_ag: Switch = None
+    """With `tp_comm_overlap`: gathers. Unset: on."""
+    tp_comm_overlap_rs: Switch = None
+    """With `tp_comm_overlap`: scatters of the forward pass. Unset: on."""
+    tp_comm_bulk_dgrad: Switch = None
+    """With `tp_comm_overlap`: the gather beside the gradient of an input. Unset: on."""
+    tp_comm_bulk_wgrad: Switch = None
+    """With `tp_comm_overlap`: the scatter beside the gradient of a weight. Unset: on."""
+    overlap_moe_expert_parallel_comm: Switch = None
+    """Hide the experts' all-to-all behind the computation of another micro-batch; keeps one more in memory. With
+    pipeline stages it needs `virtual_pipeline_model_parallel_size`. Unset: off."""
+    delay_wgrad_compute: Switch = None
+    """With `overlap_moe_expert_parallel_comm`: compute gradients of weights apart from those of inputs, where there is
+    something to hide (TransformerEngine 2.8). Unset: off."""

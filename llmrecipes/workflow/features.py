@@ -19,6 +19,8 @@ from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.units import GIB
 
+PLANNED = ("bias_activation_fusion", "tp_comm_overlap", "overlap_moe_expert_parallel_comm")
+"""Keys whose effect the planner knows."""
 FIGURE = re.compile(r"[0-9](%| s )")
 
 
@@ -76,7 +78,7 @@ def _of(choice: FeatureChoice, plan: Plan, profile: Profile | None) -> FeatureRo
     change = None if choice.ruled_out else f"{choice.key}={_text(not choice.value)}"
     if not isinstance(choice.value, bool):
         change = None if choice.ruled_out else f"{choice.key}=VALUE"
-    if name == "bias_activation_fusion" and not choice.ruled_out:
+    if name in PLANNED and not choice.ruled_out:
         other = _with(plan.recipe, {choice.key: not choice.value})
         if effect := _effect(plan, other, profile):
             gives = f"{gives}; here, with {choice.key}={_text(not choice.value)}: {effect}"

@@ -124,6 +124,11 @@ VARIANTS: dict[str, Sections] = {
     "mtp": {"model": {**_ROPE, "mtp_num_layers": 1}},
     "mtp without weight tying": {"model": {**_ROPE, "mtp_num_layers": 2, "share_embeddings_and_output_weights": False}},
     "deepseek": {"model": _DEEPSEEK},
+    # A bias of experts moves by the sign of a difference: whole steps apart where bf16 rounds a score otherwise.
+    "deepseek in bf16": {
+        "model": {**_DEEPSEEK, "moe_router_enable_expert_bias": False},
+        "train": {"precision": "bf16"},
+    },
     "lora": _LORA,
     "llama with lora": {**_LORA, "model": _LLAMA},
     "moe with lora": {**_EXPERTS_LORA, "model": {**_LLAMA, **_MOE}},
@@ -363,6 +368,13 @@ def _rows() -> Iterator[Row]:
     for layout in ("tp2 sp ep2 etp2", "tp2 sp dp2 ep2 etp2"):
         yield Row("moe", layout, nccl=True, why="gloo cannot gather the uneven numbers of tokens of shared experts")
     # -- features of `speed` that a CPU has --
+    for variant, layout, more in (
+        ("moe in bf16", "dp2 ep2", {"parallelism": _OVERLAP_BOTH}),
+        ("moe in bf16", "pp2 vpp2 dp2 ep2", {"parallelism": _OVERLAP_BOTH}),
+        ("deepseek in bf16", "pp2 vpp2 dp2 ep2", {**_stages("Et|t|tt|mL"), **_CHUNKS}),
+    ):
+        together: Sections = {**more, "speed": {"overlap_moe_expert_parallel_comm": True}}
+        yield Row(variant, layout, together, bound=BF16_BOUND, why=_BF16)
     yield Row("llama", "tp2 sp", {"speed": {"bias_activation_fusion": True, "bias_dropout_fusion": True}})
     yield Row("moe with shared experts", "dp2 ep2", {"speed": {"moe_shared_expert_overlap": True}})
     yield Row("gpt", "dp2", {"parallelism": _OVERLAP_BOTH, "speed": _SMALL_BUCKETS})

@@ -24,7 +24,7 @@ CLASSES = {
     },
     "pytorch.distributed": {"distributed": ["CudaRNGStatesTracker", "activation_recompute_forward"]},
     "pytorch.optimizers": {"optimizers/fused_adam": ["FusedAdam"], "optimizers/fused_sgd": ["FusedSGD"]},
-    "pytorch.module.base": {"module/base": ["TransformerEngineBaseModule"]},
+    "pytorch.module.base": {"module/base": ["TransformerEngineBaseModule", "UserBufferQuantizationMode"]},
 }
 FUNCTIONS = {
     "pytorch.cpp_extensions": {"cpp_extensions/gemm": ["general_gemm"]},
@@ -41,7 +41,7 @@ FUNCTIONS = {
     },
     "pytorch.cross_entropy": {"cross_entropy": ["parallel_cross_entropy"]},
     "pytorch.fp8": {"quantization": ["fp8_autocast", "fp8_model_init"]},
-    "pytorch.module.base": {"module/base": ["get_dummy_wgrad"]},
+    "pytorch.module.base": {"module/base": ["get_dummy_wgrad", "initialize_ub", "destroy_ub"]},
 }  # fmt: skip
 """What megatron-core imports: public module → file below `pytorch/` that defines it → names."""
 

@@ -7,6 +7,7 @@ of each model's weights in a checkpoint: by model, then by layer implementation.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,12 +23,16 @@ from llmrecipes.engine.core.model.gpt import construct  # noqa: E402
 from llmrecipes.engine.core.model.init import parameter_slices  # noqa: E402
 from llmrecipes.engine.core.platform.rendezvous import TIMEOUT  # noqa: E402
 from llmrecipes.engine.core.world import model_parallel  # noqa: E402
+from llmrecipes.engine.megatron.engine import create_user_buffers, data_parallel_config  # noqa: E402
+from llmrecipes.errors import UserError  # noqa: E402
+from llmrecipes.hardware.cluster import DetectedGpu  # noqa: E402
 from llmrecipes.plan.derive import derive  # noqa: E402
 from llmrecipes.recipe.schema import Parallelism  # noqa: E402
 from tests.helpers import LLAMA, ROOMY, tiny  # noqa: E402
 from tests.unit.test_plan_model import EXPERTS, LATENT  # noqa: E402
 
 WORLD = 2
+GPUS = replace(ROOMY, gpus=(DetectedGpu("NVIDIA H100", 1 << 40, 1 << 40, None),) * WORLD)
 DEEPSEEK = {
     **LATENT, **EXPERTS, "num_layers": 3, "moe_layer_freq": [0, 1, 1], "moe_shared_expert_intermediate_size": 96,
     "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "mtp_num_layers": 1,
@@ -99,6 +104,40 @@ def packed_arguments(platform: Any) -> dict[str, Any]:
     return {name: each.tolist() if isinstance(each, torch.Tensor) else each for name, each in seen.items()}
 
 
+def hidden_communication(platform: Any) -> dict[str, Any]:
+    """User buffers of each linear layer with `speed.tp_comm_overlap`, and what creating them says without a GPU."""
+    recipe = tiny(
+        model=LLAMA,
+        train={"precision": "bf16"},
+        parallelism=LAYOUTS["tp2"],
+        speed={"tp_comm_overlap": True, "tp_comm_bulk_wgrad": False},
+    )
+    plan = derive(recipe, WORLD, GPUS)
+    made = construct(plan, platform)
+    assert made.config.tp_comm_overlap
+    linears = {name.rpartition(".")[2]: module for name, module in made.module.decoder.layers[0].named_modules()}
+    buffers = {name: linears[name].user_buffer for name in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")}
+    try:
+        create_user_buffers(plan)
+    except UserError as error:
+        return {"buffers": buffers, "refused": error.where}
+    raise AssertionError("the stub has no GPU")
+
+
+def late_weight_gradients(platform: Any) -> list[bool]:
+    """Whether linear layers compute the gradients of their weights apart, and gradient buffers wait for them."""
+    recipe = tiny(
+        model={**LLAMA, **EXPERTS, "num_layers": 2},
+        train={"precision": "bf16"},
+        parallelism=LAYOUTS["ep2"],
+        speed={"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},
+    )
+    plan = derive(recipe, WORLD, GPUS)
+    made = construct(plan, platform)
+    delayed = [module.delayed for module in made.module.modules() if hasattr(module, "delayed")]
+    return [*delayed, data_parallel_config(plan).delay_wgrad_compute]
+
+
 if __name__ == "__main__":
     chosen: Any = backend(tiny())
     platform = chosen.meta_platform(0, WORLD, "cpu", 1.0)
@@ -109,5 +148,9 @@ if __name__ == "__main__":
             result[name] = weights(layout, platform)
             if not layout:
                 result["packed"] = packed_arguments(platform)
+            if name == "tp2":
+                result["hidden communication"] = hidden_communication(platform)
+            if name == "ep2":
+                result["late weight gradients"] = late_weight_gradients(platform)
         torch.distributed.destroy_process_group()
     print(json.dumps(result))

@@ -33,7 +33,7 @@ def printed() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def built(printed: dict[str, Any]) -> dict[str, Weights]:
     """Global shapes of the weights: by layout, model, implementation and name in a checkpoint."""
-    return {layout: weights for layout, weights in printed.items() if layout != "packed"}
+    return {layout: weights for layout, weights in printed.items() if layout in ("dp2", "tp2", "ep2")}
 
 
 def test_checkpoints_of_either_implementation_have_the_same_weights(built: dict[str, Weights]) -> None:
@@ -69,3 +69,23 @@ def test_packed_conversations_are_one_sequence_with_boundaries(printed: dict[str
         "cu_seqlens_kv": [0, 10, 20, 30, 40, 50, 60, *[64] * 58],
         "shapes": [[64, 4, 16], [64, 4, 16], [64, 4, 16]],
     }
+
+
+def test_linear_layers_communicate_through_user_buffers(printed: dict[str, Any]) -> None:
+    """As `speed.tp_comm_overlap` and its parts say; without a GPU there are none to create."""
+    column = {"ub_bulk_wgrad": False, "ub_bulk_dgrad": True, "ub_overlap_ag": True, "ub_overlap_rs_dgrad": False}
+    row = {"ub_overlap_ag": True, "ub_overlap_rs": True}
+    assert printed["hidden communication"] == {
+        "buffers": {
+            "linear_qkv": {**column, "ub_name": "qkv"},
+            "linear_proj": {**row, "ub_name": "proj"},
+            "linear_fc1": {**column, "ub_name": "fc1"},
+            "linear_fc2": {**row, "ub_name": "fc2"},
+        },
+        "refused": "speed.tp_comm_overlap",
+    }
+
+
+def test_weight_gradients_of_all_linear_layers_come_later(printed: dict[str, Any]) -> None:
+    delayed = printed["late weight gradients"]
+    assert len(delayed) > 4 and all(delayed)

@@ -461,6 +461,10 @@ CHAT = {"data.sources.N.type": "docstrings", "data.chat": {}}
 TOKENIZER = {"data.tokenizer.type": "huggingface", "data.tokenizer.path": "gpt2"}
 WANDB = {"tracking.wandb": True}
 
+TP_OVERLAP = {
+    "train.precision": "bf16", "parallelism.tensor_model_parallel_size": 2, "parallelism.sequence_parallel": True,
+}  # fmt: skip
+EP_OVERLAP = {**MOE, "train.precision": "bf16", "parallelism.expert_model_parallel_size": 2}
 ZERO1, ZERO2, ZERO3 = ({"engine": "deepspeed", "zero.stage": stage} for stage in (1, 2, 3))
 NVME = {**ZERO3, "zero.offload_optimizer": "nvme", "zero.nvme_path": "/nvme"}
 
@@ -620,6 +624,15 @@ CASES: dict[str, Case] = {
     "speed.deterministic_mode": Case(True, config),
     "speed.high_priority_stream_groups": Case(["ep"], groups),
     "speed.nccl_communicator_config_path": Case("nccl.yaml", groups),
+    "speed.tp_comm_overlap": Case(True, config_on_gpu, TP_OVERLAP),
+    "speed.tp_comm_overlap_ag": Case(False, config_on_gpu, {**TP_OVERLAP, "speed.tp_comm_overlap": True}),
+    "speed.tp_comm_overlap_rs": Case(False, config_on_gpu, {**TP_OVERLAP, "speed.tp_comm_overlap": True}),
+    "speed.tp_comm_bulk_dgrad": Case(False, config_on_gpu, {**TP_OVERLAP, "speed.tp_comm_overlap": True}),
+    "speed.tp_comm_bulk_wgrad": Case(False, config_on_gpu, {**TP_OVERLAP, "speed.tp_comm_overlap": True}),
+    "speed.overlap_moe_expert_parallel_comm": Case(True, config_on_gpu, EP_OVERLAP),
+    "speed.delay_wgrad_compute": Case(
+        True, config_on_gpu, {**EP_OVERLAP, "speed.overlap_moe_expert_parallel_comm": True}
+    ),
     "train.train_iters": Case(4, loop),
     "train.micro_batch_size": Case(4, plan),
     "train.global_batch_size": Case(4, loop),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from llmrecipes.engine.core.weights import load_model, model_state
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.hardware.profile import Group
 from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.overlap import OVERLAP
 from llmrecipes.recipe.schema import Recipe
 
 
@@ -46,9 +48,11 @@ class CoreBackend:
     def load_weights(
         self, plan: Plan, platform: Platform, entry: Entry, base: WeightSource | None = None, *, averaged: bool = False
     ) -> TextGPT:
+        plan = _for_any_shape(plan)
         return TextGPT(loaded(plan, platform, entry, base, averaged=averaged), plan, platform)
 
     def load_given(self, plan: Plan, platform: Platform, weights: WeightSource) -> TextGPT:
+        plan = _for_any_shape(plan)
         return TextGPT(build(plan, platform, weights), plan, platform)
 
     def tensors(self, entry: Entry, *, averaged: bool = False) -> StoredWeights:
@@ -79,6 +83,13 @@ class TextGPT:
         return generation.generate(
             self._built.module, prompt, max_new_tokens=max_new_tokens, sampling=sampling, vocab_size=vocab_size, eod=eod
         )
+
+
+def _for_any_shape(plan: Plan) -> Plan:
+    """Without user buffers, which have the shape of a micro-batch of training."""
+    none = {name: None for name in OVERLAP if name.startswith("tp_comm")}
+    speed = plan.recipe.speed.model_copy(update=none)
+    return replace(plan, recipe=plan.recipe.model_copy(update={"speed": speed}))
 
 
 def loaded(

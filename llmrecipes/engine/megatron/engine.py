@@ -49,9 +49,10 @@ from llmrecipes.engine.core.versions import auxiliary_losses
 from llmrecipes.engine.core.weights import gradient_slices, weight_slices
 from llmrecipes.engine.megatron import state
 from llmrecipes.engine.sampling import Sampling
+from llmrecipes.errors import UserError
 from llmrecipes.faults.numerics import first_bad_parameter, named_gradients
 from llmrecipes.plan.derive import Plan
-from llmrecipes.recipe.features import values
+from llmrecipes.recipe.features import value, values
 from llmrecipes.recipe.schema import Recipe
 
 GRADIENT_BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
@@ -85,6 +86,9 @@ class MegatronEngine:
         self._deterministic = torch.are_deterministic_algorithms_enabled()
         if built.config.deterministic_mode:
             torch.use_deterministic_algorithms(True)
+        self._user_buffers = built.config.tp_comm_overlap and platform.device.type == "cuda"
+        if self._user_buffers:
+            create_user_buffers(plan)
         self.chunks = [_data_parallel(plan, built, number) for number in range(len(built.modules))]
         options = optimizer_config(recipe)
         self.optimizer: MegatronOptimizer = get_megatron_optimizer(
@@ -262,6 +266,8 @@ class MegatronEngine:
         config = self.chunks[0].config
         config.grad_scale_func = config.finalize_model_grads_func = config.no_sync_func = None
         config.param_sync_func = None
+        if self._user_buffers:
+            destroy_user_buffers()
         torch.use_deterministic_algorithms(self._deterministic)
         # megatron-core replaces it for the whole process (reduce_scatter_with_fp32_accumulation).
         patching.replace(GRADIENT_BUFFERS, "dist_reduce_scatter_func", dist.reduce_scatter_tensor)
@@ -328,7 +334,11 @@ class MegatronEngine:
         of_this_step = list(islice(batches, self.plan.num_microbatches))
         return [iter(of_this_step) for _ in self.chunks]
 
-    def _forward_step(self, batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    def _forward_step(
+        self, batches: Iterator[Batch], model: Any, return_schedule_plan: bool = False
+    ) -> tuple[torch.Tensor, Any]:
+        """Losses of a micro-batch [b, s], or with `return_schedule_plan` megatron-core's plan of the passes that
+        compute them; and what sums them."""
         in_host = next(batches)
         conversations = self._apart(in_host["position_ids"])
         batch = {name: tensor.to(self.platform.device, non_blocking=True) for name, tensor in in_host.items()}
@@ -337,7 +347,7 @@ class MegatronEngine:
         depths = self.recipe.model.mtp_num_layers
         weights = prediction_weights(batch["loss_mask"], depths, parts, number) if depths else []
         batch = own_chunks(batch, parts, number)
-        losses = model(
+        losses = (model.build_schedule_plan if return_schedule_plan else model)(
             batch["tokens"],
             batch["position_ids"],
             **conversations,
@@ -376,6 +386,45 @@ def _sum_over_tokens(
     return total, tokens.to(torch.int), {"loss": report}
 
 
+def create_user_buffers(plan: Plan) -> None:
+    """Allocate what TransformerEngine's layers communicate through (`speed.tp_comm_overlap`); all ranks call it.
+
+    For micro-batches of one shape, as in Megatron-LM's `training/initialize.py`. TransformerEngine takes ranks of
+    consecutive numbers for tensor-parallel ones, which they are here.
+
+    Raises:
+        UserError: the GPUs cannot.
+    """
+    from transformer_engine.pytorch.module import base  # only where its layers are
+
+    recipe = plan.recipe
+    tokens = recipe.model.seq_length * recipe.train.micro_batch_size // plan.layout.context_parallel_size
+    try:
+        base.initialize_ub(
+            shape=[tokens, recipe.model.hidden_size],
+            tp_size=plan.layout.tensor_model_parallel_size,
+            quantization_modes=[base.UserBufferQuantizationMode.NONE],
+            dtype=DTYPES[recipe.train.precision],
+            ub_cfgs={},
+            # gloo would connect every rank with every other by TCP.
+            bootstrap_backend="nccl",
+        )
+    except RuntimeError as error:
+        raise UserError(
+            " ".join(str(error).split()),
+            where="speed.tp_comm_overlap",
+            rule="its user buffers need NVLink with multicast between the tensor-parallel ranks, or UB_SKIPMC=1",
+            fix="speed.tp_comm_overlap=null",
+        ) from error
+
+
+def destroy_user_buffers() -> None:
+    """Free them; a later model can have others."""
+    from transformer_engine.pytorch.module import base
+
+    base.destroy_ub()
+
+
 def _data_parallel(plan: Plan, built: BuiltModel, number: int) -> DistributedDataParallel:
     config = data_parallel_config(plan)
     # The first chunk's gradients are computed last; the other chunks need no buckets to overlap.
@@ -391,6 +440,8 @@ def data_parallel_config(plan: Plan) -> DistributedDataParallelConfig:
         overlap_grad_reduce=parallelism.overlap_grad_reduce,
         overlap_param_gather=parallelism.overlap_param_gather,
         use_distributed_optimizer=parallelism.use_distributed_optimizer,
+        # Gradients of weights that come later are reduced later.
+        delay_wgrad_compute=bool(value(plan.features, "delay_wgrad_compute")),
         **values(plan.features, "DistributedDataParallelConfig"),
     )
 

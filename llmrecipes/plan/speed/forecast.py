@@ -11,7 +11,7 @@ from llmrecipes.hardware.profile import Calibration, Profile, Rates
 from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.kernels import recomputed_layers
 from llmrecipes.plan.memory import Memory, of_stage
-from llmrecipes.plan.speed.device import Device, Stack, device, kernels_on, stack
+from llmrecipes.plan.speed.device import Device, Stack, device, kernels_on, stack, stack_of
 from llmrecipes.plan.speed.saving import Saving, as_dict, saving
 from llmrecipes.plan.speed.step import Step, predict
 from llmrecipes.plan.speed.work import Work
@@ -289,7 +289,10 @@ def software(plan: Plan, device: Device) -> Stack:
     megatron = kernels_on(device, stack("megatron"))
     return replace(
         megatron,
-        overlap_tensor=0.0,
+        overlap_tensor=megatron.overlap_tensor if plan.recipe.speed.tp_comm_overlap else 0.0,
+        overlap_expert=stack_of("moe-zoo").overlap_expert
+        if plan.recipe.speed.overlap_moe_expert_parallel_comm
+        else 0.0,
         overlap_gradients=megatron.overlap_gradients if overlapped or sharded else 0.0,
         sequence_parallel=parallel.sequence_parallel,
         sharded=sharded,

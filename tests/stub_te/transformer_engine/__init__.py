@@ -89,6 +89,8 @@ class _Linear(_Module):
     """A split or unsplit matrix, as `parallel_mode` and the group say."""
 
     def sizes(self, **options: Any) -> tuple[int, int]:
+        self.user_buffer = {name: value for name, value in options.items() if name.startswith("ub_")}
+        self.delayed = options.get("delay_wgrad_compute", False)
         self.parallel_mode, self.use_bias = options.get("parallel_mode"), options.get("bias", True)
         group = options.get("tp_group")
         self.tp_size = group.size() if group is not None else options.get("tp_size", 1)
@@ -188,6 +190,7 @@ _module("pytorch.tensor.float8_tensor").Float8Tensor = type("Float8Tensor", (tor
 _module("pytorch.float8_tensor").Float8Tensor = _module("pytorch.tensor.float8_tensor").Float8Tensor
 # The versions that megatron-core 0.16 was written for have it; without it, that uses no GEMM of TransformerEngine.
 _module("pytorch.module.base").get_workspace = lambda: None
+_module("pytorch.module.base").UserBufferQuantizationMode = enum.Enum("UserBufferQuantizationMode", ["NONE", "FP8"])
 
 
 class Format(enum.Enum):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import Any, Literal
@@ -95,16 +95,29 @@ class RecipeGPTModel(GPTModel):
             args, kwargs: megatron-core's. The sum of the losses has to be weighted with `loss_mask`, if both it and
                 `labels` are passed without `prediction_weights`.
         """
-        self._weights = iter(prediction_weights)
-        self._in_chunks = self.loss_chunk_tokens > 0 and kwargs.get("labels") is not None
-        # What weights the losses of multi-token prediction is decided in megatron-core.
-        known = None if prediction_weights else kwargs.get("loss_mask")
-        self._loss_weights = chain(repeat(None, self.config.mtp_num_layers or 0), [known])
+        self._expect_losses(prediction_weights, kwargs)
         try:
             result: torch.Tensor = super().forward(*args, **kwargs)
         finally:
             self._in_chunks = False
         return result
+
+    def build_schedule_plan(self, *args: Any, prediction_weights: Sequence[torch.Tensor] = (), **kwargs: Any) -> Any:
+        """megatron-core's passes of a micro-batch in parts, which its schedule runs beside those of another one
+        (`speed.overlap_moe_expert_parallel_comm`). It runs them all before it asks for the next one of this chunk.
+
+        Args: as `forward`.
+        """
+        self._expect_losses(prediction_weights, kwargs)
+        return super().build_schedule_plan(*args, **kwargs)
+
+    def _expect_losses(self, prediction_weights: Sequence[torch.Tensor], options: Mapping[str, Any]) -> None:
+        """What the losses of a micro-batch are computed with; arguments as `forward`."""
+        self._weights = iter(prediction_weights)
+        self._in_chunks = self.loss_chunk_tokens > 0 and options.get("labels") is not None
+        # What weights the losses of multi-token prediction is decided in megatron-core.
+        known = None if prediction_weights else options.get("loss_mask")
+        self._loss_weights = chain(repeat(None, self.config.mtp_num_layers or 0), [known])
 
     def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Loss of each token; megatron-core first requests those of multi-token prediction, which have weights.
