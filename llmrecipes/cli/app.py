@@ -66,6 +66,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
     "Runs": {
         "runs": "runs.runs",
+        "diagnose": "runs.diagnose",
         "compare": "comparison.compare",
         "scaling": "comparison.scaling",
         "generate": "runs.generate",

@@ -1,4 +1,4 @@
-"""`runs`, `generate`, `ui` and `tensorboard`: parsing and printing only."""
+"""`runs`, `diagnose`, `generate`, `ui` and `tensorboard`: parsing and printing only."""
 
 from __future__ import annotations
 
@@ -44,6 +44,17 @@ def _row(run: RunSummary) -> tuple[str, ...]:
         str(run.checkpoints[-1]) if run.checkpoints else "none",
         started,
     )
+
+
+def diagnose(
+    run: RunArgument, as_json: JsonOption = False, runs_dir: RunsOption = RUNS, data_dir: DataOption = DATA
+) -> None:
+    """Check a run for common errors, with evidence and advice."""
+    from llmrecipes.rundir import Run
+    from llmrecipes.workflow import diagnose as workflow
+
+    diagnosis = workflow.diagnose(Run.find(run, runs_dir), data_dir)
+    print(workflow.as_json(diagnosis) if as_json else workflow.text(diagnosis))
 
 
 def generate(

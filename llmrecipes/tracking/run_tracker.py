@@ -14,6 +14,9 @@ from typing import Any, Self
 
 from rich.console import Console
 
+from llmrecipes.diagnosis.checks import Checks
+from llmrecipes.diagnosis.finding import RunFacts
+from llmrecipes.diagnosis.rules import CHECKED
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.io import write_atomic
 from llmrecipes.recipe.load import recipe_hash, to_yaml
@@ -22,7 +25,7 @@ from llmrecipes.recipe.schema import Recipe
 from llmrecipes.redact import redact, redacted
 from llmrecipes.runfiles import DOCUMENTS, RunFiles
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStart, RunStatus, Sink, StepMetrics
-from llmrecipes.tracking.jsonl import JsonlSink
+from llmrecipes.tracking.jsonl import JsonlSink, record
 from llmrecipes.untrusted import Refused, parse_json, read
 
 logger = logging.getLogger(__name__)
@@ -62,11 +65,14 @@ class RunTracker:
 
     metrics.jsonl is first and must be writable when the run starts. Any other sink that fails is dropped with one
     warning; training continues. As a context manager it closes with the status that matches how the block was left.
+
+    What looks wrong by the checks of `diagnosis` becomes a note, the first time in a start.
     """
 
-    def __init__(self, record: JsonlSink, others: Mapping[str, Sink]) -> None:
+    def __init__(self, record: JsonlSink, others: Mapping[str, Sink], checks: Checks) -> None:
         self._record = record
         self._others = dict(others)
+        self._checks: Checks | None = checks
         self._closed = False
 
     @classmethod
@@ -116,10 +122,10 @@ class RunTracker:
                 where=str(error.filename or run_dir),
                 fix="make the directory writable or choose another one with --runs-dir",
             ) from error
-        record = JsonlSink(RunFiles(run_dir).metrics, resumed_step)
-        if record.problems:
-            logger.warning("%s: %s", RunFiles(run_dir).metrics, "; ".join(record.problems))
-            notes.append(Note(step=resumed_step, event="metrics_damaged", details={"problems": record.problems}))
+        jsonl = JsonlSink(RunFiles(run_dir).metrics, resumed_step)
+        if jsonl.problems:
+            logger.warning("%s: %s", RunFiles(run_dir).metrics, "; ".join(jsonl.problems))
+            notes.append(Note(step=resumed_step, event="metrics_damaged", details={"problems": jsonl.problems}))
         start = RunStart(
             recipe=recipe,
             run_dir=run_dir,
@@ -137,7 +143,7 @@ class RunTracker:
                 others[name] = resolve(sink.target).of(start)
             except Exception as error:  # no sink may prevent the run
                 logger.warning("%s is disabled for this run: %s: %s", name, type(error).__name__, error)
-        tracker = cls(record, others)
+        tracker = cls(jsonl, others, Checks(RunFacts.of(recipe)))
         for note in notes:
             tracker.note(note)
         return tracker
@@ -146,17 +152,34 @@ class RunTracker:
         """Report one optimizer step. Call it at every step; it applies the intervals."""
         self._record.step(metrics)
         self._tell_others(lambda sink: sink.step(metrics))
+        self._check(metrics)
 
     def eval(self, metrics: EvalMetrics) -> None:
         """Report one evaluation."""
         self._record.eval(metrics)
         self._tell_others(lambda sink: sink.eval(metrics))
+        self._check(metrics)
 
     def note(self, note: Note) -> None:
         """Report an event; its details may quote an error, so they are redacted for all sinks."""
         note = replace(note, details=redacted(note.details))
         self._record.note(note)
         self._tell_others(lambda sink: sink.note(note))
+        self._check(note)
+
+    def _check(self, event: StepMetrics | EvalMetrics | Note) -> None:
+        if self._checks is None:
+            return
+        try:
+            seen = self._checks.add(record(event))
+        except Exception as error:  # a check must not stop the training
+            self._checks = None
+            logger.warning("checks are disabled for the rest of this run: %s: %s", type(error).__name__, error)
+            return
+        for each in seen:
+            if each.rule in CHECKED:  # the others are notes already
+                details = {"severity": each.severity, "text": each.text, "fix": each.advice, "see": each.link}
+                self.note(Note(step=event.step, event=each.rule, details=details, alarm=each.severity != "info"))
 
     def close(self, status: RunStatus) -> None:
         """End the run; further calls do nothing. Waits for MLflow and W&B, but not longer than half a minute."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmrecipes.commandline import command_line
+from llmrecipes.diagnosis.finding import ONE_BATCH
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.hardware.profile import Profile
@@ -192,7 +193,7 @@ def one_batch_recipe(recipe: Recipe) -> Recipe:
     iters = min(recipe.train.train_iters, STEPS)
     return recipe.model_copy(
         update={
-            "name": f"{recipe.name}.overfit",
+            "name": f"{recipe.name}{ONE_BATCH}",
             "train": recipe.train.model_copy(update={"train_iters": iters, "eval_interval": iters}),
             "optimizer": recipe.optimizer.model_copy(update={"weight_decay": 0.0}),
             "scheduler": recipe.scheduler.model_copy(

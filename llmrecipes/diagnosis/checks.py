@@ -1,0 +1,63 @@
+"""All checks of a run: one object takes its records in order, live or from its file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from llmrecipes.diagnosis.finding import Check, Record, RunFacts, RunFinding, Sighting
+from llmrecipes.diagnosis.gradients import DeadExperts, GradientNorm, Layers, LossScale
+from llmrecipes.diagnosis.loss import Divergence, LearningRateHigh, LearningRateLow, Overfitting, Plateau
+from llmrecipes.diagnosis.machine import Clocks, MemoryCreep, SlowRank, Storage, Use
+from llmrecipes.diagnosis.rules import ALARMS, CHECKED, finding, order
+
+
+class Checks:
+    """Judges records in the order of metrics.jsonl: constant time and memory a record.
+
+    Args:
+        facts: of the recipe.
+    """
+
+    def __init__(self, facts: RunFacts) -> None:
+        self._checks: tuple[Check, ...] = (
+            Divergence(), LearningRateHigh(), LearningRateLow(facts), Plateau(facts), Overfitting(),
+            GradientNorm(facts), Layers(), DeadExperts(facts), LossScale(),
+            Use(facts), SlowRank(), Clocks(), MemoryCreep(), Storage(),
+        )  # fmt: skip
+        self._seen: dict[str, tuple[Sighting, Sighting, int]] = {}
+        """First and last sighting of each rule, and their number."""
+
+    def add(self, record: Record) -> list[RunFinding]:
+        """Judge a record; returns what was not seen before in this run or start."""
+        return [finding(seen) for seen in self._sightings(record) if self.see(seen)]
+
+    def see(self, seen: Sighting) -> bool:
+        """Count a sighting; returns whether it is the first of its rule."""
+        first, _, count = self._seen.get(seen.rule, (seen, seen, 0))
+        self._seen[seen.rule] = first, seen, count + 1
+        return count == 0
+
+    def findings(self) -> list[RunFinding]:
+        """Everything seen so far, the most severe first."""
+        return sorted((finding(last, first, count) for first, last, count in self._seen.values()), key=order)
+
+    def _sightings(self, record: Record) -> Iterator[Sighting]:
+        event = record.get("event")
+        if event in CHECKED:
+            return  # the note of a live check: its record is judged here again
+        if event in ALARMS and record.get("alarm"):
+            yield _of_alarm(record)
+        for check in self._checks:
+            yield from check.add(record)
+
+
+def _of_alarm(record: Record) -> Sighting:
+    details = record.get("details")
+    evidence = dict(details) if isinstance(details, Mapping) else {}
+    event = str(record["event"])
+    shown = ", ".join(f"{key} {_short(value)}" for key, value in evidence.items())
+    return Sighting(event, record["step"], f"{event.replace('_', ' ')} in step {record['step']}: {shown}", evidence)
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)[:80]

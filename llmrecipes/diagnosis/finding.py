@@ -1,0 +1,164 @@
+"""What a check says about a run, and what checks read: records as metrics.jsonl has them, and facts of the recipe."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any, Literal, Protocol
+
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.untrusted import number
+
+Record = Mapping[str, Any]
+"""A line of metrics.jsonl: a step (`loss`), an evaluation (`valid_loss`) or a note (`event`)."""
+Severity = Literal["error", "warning", "info"]
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
+PAGE = "docs/guide/debugging.md"
+ONE_BATCH = ".overfit"
+"""End of the name of a recipe that overfits one batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFinding:
+    """Something that looks wrong.
+
+    Attributes:
+        rule: its name, also that of the note and of the section in `PAGE`.
+        severity: `error` the run is failing or its result is in doubt; `warning` it wastes time or learns badly.
+        first_step, last_step: where it was seen; None: not at a step.
+        count: how often.
+        text: a sentence with the numbers of `evidence`.
+        advice: what to do.
+        link: the section of the documentation.
+    """
+
+    rule: str
+    severity: Severity
+    title: str
+    first_step: int | None
+    last_step: int | None
+    count: int
+    text: str
+    evidence: dict[str, Any] = field(default_factory=dict)
+    advice: str
+    link: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """What a check saw at one step; `step` None: not at a step."""
+
+    rule: str
+    step: int | None
+    text: str
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What the checks need of a recipe; the defaults judge nothing that depends on it."""
+
+    steps: int = 0
+    warmup: int = 0
+    lr: float | None = None
+    clip: float = 0.0
+    vocabulary: int = 0
+    adapters: bool = False
+    one_batch: bool = False
+    micro_batch_tokens: int = 0
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> RunFacts:
+        """The facts of a recipe, as it trains: that of `--overfit-batch` has its own name."""
+        train, scheduler = recipe.train, recipe.scheduler
+        return cls(
+            steps=train.train_iters,
+            warmup=scheduler.lr_warmup_iters,
+            lr=recipe.optimizer.lr,
+            clip=recipe.optimizer.clip_grad,
+            vocabulary=recipe.model.vocab_size,
+            adapters=recipe.lora is not None,
+            one_batch=recipe.name.endswith(ONE_BATCH),
+            micro_batch_tokens=train.micro_batch_size * recipe.model.seq_length,
+        )
+
+
+class Check(Protocol):
+    """A check: takes every record in order, in constant time and memory."""
+
+    def add(self, record: Record) -> Iterable[Sighting]:
+        """What this record shows."""
+        ...
+
+
+def value(record: Mapping[str, Any], key: str) -> float | None:
+    """A finite number of a record; None if there is none."""
+    return number(record.get(key))
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A quantity of all ranks in one step, with the ranks of the extremes."""
+
+    least: float
+    median: float
+    most: float
+    least_rank: int | None
+    most_rank: int | None
+
+
+def spread(record: Record, name: str) -> Spread | None:
+    """A quantity of all ranks; None if the record does not have it."""
+    ranks = record.get("ranks")
+    of_name = ranks.get(name) if isinstance(ranks, Mapping) else None
+    if not isinstance(of_name, Mapping):
+        return None
+    least, median, most = (value(of_name, key) for key in ("min", "median", "max"))
+    if least is None or median is None or most is None:
+        return None
+    low, high = of_name.get("min_rank"), of_name.get("max_rank")
+    return Spread(least, median, most, low if type(low) is int else None, high if type(high) is int else None)
+
+
+def steps_only(record: Record) -> bool:
+    """Whether a record is a step whose update was made."""
+    return "loss" in record and not record.get("skipped")
+
+
+class Lasting:
+    """Whether something held in most of the last steps: a single step never counts."""
+
+    def __init__(self, window: int, share: float) -> None:
+        self._seen: deque[bool] = deque(maxlen=window)
+        self._least = share * window
+        self._held = 0
+
+    def add(self, holds: bool) -> bool:
+        """Add a step; returns whether it holds in the required share of a full window."""
+        if len(self._seen) == self._seen.maxlen:
+            self._held -= self._seen[0]
+        self._seen.append(holds)
+        self._held += holds
+        return len(self._seen) == self._seen.maxlen and self._held >= self._least
+
+    @property
+    def full(self) -> bool:
+        """Whether as many steps as the window has were seen."""
+        return len(self._seen) == self._seen.maxlen
+
+
+TO_STANDARD_DEVIATION = 1.4826 / 2**0.5
+"""From the median absolute difference of two draws of a normal distribution to its standard deviation."""
+
+
+def noise(values: Iterable[float]) -> float:
+    """Robust standard deviation of values around a slow trend, from the differences of neighbours; 0 for one value."""
+    differences: Iterator[float] = (abs(later - earlier) for earlier, later in pairwise(values))
+    return TO_STANDARD_DEVIATION * statistics.median([*differences] or [0.0])

@@ -1,0 +1,266 @@
+"""The checks of a run's records: each speaks of what provokes it and is silent on a healthy run."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import random
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from llmrecipes.cli.app import run as command
+from llmrecipes.diagnosis.checks import Checks
+from llmrecipes.diagnosis.finding import PAGE, RunFacts, RunFinding
+from llmrecipes.diagnosis.prepared import of_data
+from llmrecipes.diagnosis.rules import RULES
+from llmrecipes.recipe.load import load, to_yaml
+from llmrecipes.rundir import Run
+from llmrecipes.tracking.events import StepMetrics
+from llmrecipes.tracking.run_tracker import RunTracker
+from llmrecipes.workflow.diagnose import diagnose
+
+ROOT = Path(__file__).parents[2]
+FACTS = RunFacts(steps=600, warmup=20, lr=1e-3, clip=1.0, vocabulary=4096, micro_batch_tokens=1024)
+GIB = 1 << 30
+
+
+def healthy(number: int = 600, **ranks: Any) -> list[dict[str, Any]]:
+    """Steps of a run whose loss falls by a power law with the noise of its batches."""
+    drawn = random.Random(0)
+    records: list[dict[str, Any]] = []
+    for step in range(1, number + 1):
+        loss = 2.0 + 6.3 * (1 + step / 20) ** -0.6 + drawn.gauss(0, 0.05)
+        records.append(
+            {
+                "step": step, "loss": loss, "grad_norm": 0.5 + 1.5 * math.exp(-step / 30) + drawn.random() * 0.1,
+                "lr": 1e-3 * min(1, step / 20), "step_seconds": 0.5, "memory_bytes": GIB, "skipped": False,
+            }
+        )  # fmt: skip
+        if ranks:
+            records[-1]["ranks"] = {name: of_ranks(*value) for name, value in ranks.items()}
+        if step % 100 == 0:
+            records.append({"step": step, "valid_loss": loss + 0.1, "eval_seconds": 1.0})
+            details = {"seconds": 2.0, "loop_waited": 0.01}
+            records.append({"step": step, "event": "checkpoint_saved", "details": details, "alarm": False})
+    return records
+
+
+def of_ranks(least: float, median: float, most: float) -> dict[str, float]:
+    return {"min": least, "median": median, "max": most, "min_rank": 1, "max_rank": 3}
+
+
+def changed(change: Callable[[dict[str, Any]], object], since: int = 100, number: int = 600) -> list[dict[str, Any]]:
+    records = healthy(number)
+    for record in records:
+        if record["step"] >= since:
+            change(record)
+    return records
+
+
+def found(records: Iterable[dict[str, Any]], facts: RunFacts = FACTS) -> dict[str, RunFinding]:
+    checks = Checks(facts)
+    for record in records:
+        checks.add(record)
+    return {each.rule: each for each in checks.findings()}
+
+
+def steps(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[dict[str, Any]], object]:
+    """A change of steps only."""
+    return lambda record: record.update(change(record)) if "loss" in record else None
+
+
+def layers(step: int, idle: str) -> dict[str, Any]:
+    norms = {f"layer_{number}": 1.0 + number for number in range(4)}
+    return {"layers": {"grad_norm": norms, "update_norm": norms} if not idle else {
+        "grad_norm": norms | ({"layer_2": 1e-9} if idle == "grad_norm" else {}),
+        "update_norm": norms | ({"layer_2": 0.0} if idle == "update_norm" else {}),
+    }}  # fmt: skip
+
+
+def experts(step: int, *tokens: int) -> dict[str, Any]:
+    return {"experts": [{"layer": 1, "tokens_per_expert": list(tokens)}]} if step % 10 == 0 else {}
+
+
+RANKS: dict[str, Any] = {
+    "gpu_use": (0.9, 0.95, 1.0), "data_seconds": (0.0, 0.001, 0.002), "compute_seconds": (0.3, 0.31, 0.32),
+    "communication_seconds": (0.1, 0.1, 0.1), "throttled": (0, 0, 0), "sm_clock_mhz": (1900, 1950, 1980),
+}  # fmt: skip
+PROVOKED: dict[str, list[dict[str, Any]]] = {
+    "divergence": changed(steps(lambda r: {"loss": r["loss"] + min(3, (r["step"] - 300) / 50)}), since=300),
+    "learning_rate_high": changed(steps(lambda r: {"loss": r["loss"] + 0.3 * (r["step"] % 40 < 20)})),
+    "learning_rate_low": [r | {"loss": 8.3 - r["step"] / 400, "grad_norm": 1.0} for r in healthy(120) if "loss" in r],
+    "plateau": changed(steps(lambda r: {"loss": 4 + 0.05 * math.sin(7 * r["step"])})),
+    "underfitting": changed(
+        lambda r: r.update({"loss": 4 + 0.05 * math.sin(7 * r["step"])} if "loss" in r else {"valid_loss": 4.01}
+                           if "valid_loss" in r else {})
+    ),
+    "overfitting": changed(
+        lambda r: r.update({"valid_loss": 3 + r["step"] / 500} if "valid_loss" in r else {})
+    ),
+    "exploding_gradients": changed(steps(lambda r: {"grad_norm": 0.5 * 1.02 ** (r["step"] - 100)})),
+    "vanishing_gradients": changed(steps(lambda r: {"grad_norm": 1e-9})),
+    "frozen_layer": changed(steps(lambda r: layers(r["step"], "update_norm"))),
+    "dead_experts": changed(steps(lambda r: experts(r["step"], 500, 520, 0, 510))),
+    "fp16_scale_collapse": changed(steps(lambda r: {"loss_scale": 2.0 ** max(0, 16 - (r["step"] - 100) // 4)}), 1),
+    "gpu_use_low": healthy(**RANKS | {"gpu_use": (0.2, 0.3, 0.4)}),
+    "loader_bound": healthy(**RANKS | {"data_seconds": (0.1, 0.2, 0.3)}),
+    "slow_rank": healthy(**RANKS | {"compute_seconds": (0.3, 0.31, 0.41)}),
+    "clock_throttling": healthy(**RANKS | {"throttled": (0, 0, 1)}),
+    "slow_storage": changed(
+        lambda r: r.update({"details": {"seconds": 9.0, "loop_waited": 8.0}} if "event" in r else {})
+    ),
+    "memory_creep": changed(steps(lambda r: {"memory_bytes": GIB + r["step"] * (4 << 20)})),
+}  # fmt: skip
+
+
+def test_a_healthy_run_is_silent() -> None:
+    assert found(healthy()) == {}
+    assert found(healthy(**RANKS)) == {}
+    assert found(changed(steps(lambda r: layers(r["step"], "") | experts(r["step"], 400, 500, 600, 548)))) == {}
+
+
+@pytest.mark.parametrize("rule", PROVOKED)
+def test_a_check_speaks_of_what_provokes_it(rule: str) -> None:
+    seen = found(PROVOKED[rule])
+    assert rule in seen
+    finding = seen[rule]
+    assert finding.first_step is not None
+    assert finding.last_step is not None
+    assert 1 <= finding.first_step <= finding.last_step
+    json.dumps(finding.as_dict(), allow_nan=False)
+    # What comes with it is of the same kind.
+    related = {
+        "divergence": {"learning_rate_high", "overfitting"},
+        "plateau": {"underfitting"},
+        "underfitting": {"plateau"},
+    }
+    assert set(seen) <= {rule} | related.get(rule, set())
+
+
+def test_a_layer_without_gradient_is_named() -> None:
+    seen = found(changed(steps(lambda r: layers(r["step"], "grad_norm"))))
+    assert seen["vanishing_gradients"].evidence["layers"] == ["layer_2"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "facts", "reason"),
+    [
+        ({"data_seconds": (0.1, 0.2, 0.3)}, FACTS, "data"),
+        ({"communication_seconds": (0.2, 0.3, 0.4)}, FACTS, "communication"),
+        ({}, FACTS, "small batch"),
+        ({}, RunFacts(micro_batch_tokens=8192), "unknown"),
+    ],
+)
+def test_low_use_of_gpus_has_a_reason(ranks: dict[str, Any], facts: RunFacts, reason: str) -> None:
+    seen = found(healthy(100, **RANKS | {"gpu_use": (0.2, 0.3, 0.4)} | ranks), facts)
+    assert seen["gpu_use_low"].evidence["reason"] == reason
+
+
+def test_a_slow_rank_must_be_the_same_one() -> None:
+    records = healthy(100, **RANKS | {"compute_seconds": (0.3, 0.31, 0.41)})
+    for record in records:
+        if "ranks" in record:
+            record["ranks"]["compute_seconds"]["max_rank"] = record["step"] % 4
+    assert "slow_rank" not in found(records)
+
+
+def test_one_spike_is_not_a_divergence_and_alarms_of_the_training_are_findings() -> None:
+    records = changed(steps(lambda r: {"loss": 9.0} if r["step"] == 300 else {}))
+    alarm = {"step": 300, "event": "loss_spike", "details": {"loss": 9.0, "usual": 3.0, "limit": 4.0}, "alarm": True}
+    seen = found([*records, alarm])
+    assert set(seen) == {"loss_spike"}
+    assert seen["loss_spike"].evidence["limit"] == 4.0
+
+
+def test_the_note_of_a_live_check_is_not_counted_again() -> None:
+    note = {"step": 9, "event": "divergence", "details": {}, "alarm": True}
+    assert found([*healthy(), note]) == {}
+
+
+def test_prepared_data() -> None:
+    source = {"label": "a", "read": 100, "duplicates": 40, "leaking": 3}
+    assert [each.rule for each in of_data({"sources": [source]})] == ["duplicate_data", "leaking_data"]
+    assert list(of_data({"sources": [{"label": "a", "read": 100, "duplicates": 1}, None, 3]})) == []
+    assert list(of_data({"sources": 5})) == []
+
+
+def test_every_rule_has_a_section() -> None:
+    page = (ROOT / PAGE).read_text("utf-8")
+    sections = re.findall(r"^### (.*)$", page, re.MULTILINE)
+    assert sorted(sections) == sorted(rule.replace("_", " ") for rule in RULES)
+
+
+def test_a_run_says_so_while_it_trains(tmp_path: Path) -> None:
+    quiet = load("gpt-tiny", ["tracking.mlflow=false", "tracking.tensorboard=false"]).recipe
+    console = Console(file=io.StringIO())
+    tracker = RunTracker.open(
+        quiet, plan={}, environment={}, run_dir=tmp_path / "r", runs_dir=tmp_path, resumed_step=0, total_steps=200,
+        console=console,
+    )  # fmt: skip
+    for step in range(1, 61):
+        tracker.step(
+            StepMetrics(
+                step=step, loss=3.0 + 2 * (step > 30), grad_norm=1.0, lr=1e-3, consumed_samples=step,
+                consumed_tokens=step, step_seconds=0.1, tokens_per_second=1.0,
+            )
+        )  # fmt: skip
+    tracker.close("FINISHED")
+    notes = [each for line in (tmp_path / "r" / "metrics.jsonl").open() if "event" in (each := json.loads(line))]
+    assert [(note["event"], note["alarm"]) for note in notes] == [("divergence", True)]
+    assert notes[0]["details"]["see"] == f"{PAGE}#divergence"
+    assert "ALARM  divergence" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def write_run(folder: Path, lines: Iterable[str], recipe: str | None = None) -> Run:
+    run = Run(folder / "gpt-tiny" / "one")
+    run.create()
+    run.recipe_file.write_text(recipe or to_yaml(load("gpt-tiny").recipe), "utf-8")
+    run.metrics.write_text("".join(f"{line}\n" for line in lines), "utf-8")
+    return run
+
+
+def test_the_command_prints_evidence_advice_and_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, map(json.dumps, PROVOKED["divergence"]))
+    assert command(["diagnose", "gpt-tiny", "--runs-dir", str(tmp_path)]) == 0
+    assert f"{PAGE}#divergence" in capsys.readouterr().out
+    assert command(["diagnose", "gpt-tiny", "--json", "--runs-dir", str(tmp_path)]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["steps"] == 600
+    assert value["findings"][0]["rule"] == "divergence"
+    assert value["findings"][0]["severity"] == "error"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [],
+        ["{", "null", "[]", '{"step": -1, "loss": 1}', '{"step": 1, "loss": "x"}', '{"step": 1}'],
+        ['{"step": 1, "loss": null, "non_finite": ["loss"], "ranks": 3, "experts": 7, "layers": []}'],
+        ['{"step": 2, "event": "checkpoint_saved", "details": {"seconds": "a"}}', '{"step": 1, "valid_loss": null}'],
+        ['{"step": 1, "loss": 1.0, "experts": [3, {"layer": 1, "tokens_per_expert": ["a"]}], "ranks": {"gpu_use": 1}}'],
+        ['{"step": 3, "event": "loss_spike", "alarm": true}'],
+    ],
+)
+def test_bad_records_are_left_out(tmp_path: Path, lines: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path, lines)
+    run.metrics.write_text(run.metrics.read_text("utf-8") + '{"step": 9, "lo', "utf-8")  # still writing
+    diagnose(run, tmp_path)
+    assert command(["diagnose", "gpt-tiny", "--runs-dir", str(tmp_path)]) == 0
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_run_without_metrics_or_of_another_version(tmp_path: Path) -> None:
+    run = write_run(tmp_path, [], recipe="name: gpt-tiny\nnew_section: 1\n")
+    run.metrics.unlink()
+    seen = diagnose(run)
+    assert seen.findings == ()
+    assert len(seen.absent) == 3
+    damaged = write_run(tmp_path, ["garbage", *map(json.dumps, healthy(50))], recipe="a: [")
+    assert diagnose(damaged).damaged == 1
+    assert diagnose(damaged).steps == 50
