@@ -65,6 +65,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
     "Runs": {
         "runs": "runs.runs",
+        "report": "report.report",
         "compare": "comparison.compare",
         "scaling": "comparison.scaling",
         "generate": "runs.generate",

@@ -62,12 +62,14 @@ class RunTracker:
 
     metrics.jsonl is first and must be writable when the run starts. Any other sink that fails is dropped with one
     warning; training continues. As a context manager it closes with the status that matches how the block was left.
+    `reached` has `step` and `time` of the last step that an earlier attempt has lost; empty: none was lost.
     """
 
     def __init__(self, record: JsonlSink, others: Mapping[str, Sink]) -> None:
         self._record = record
         self._others = dict(others)
         self._closed = False
+        self.reached = record.reached
 
     @classmethod
     def open(
