@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from llmrecipes import webpage
 from llmrecipes.io import write_atomic
 
 STAGES = ("right", "fast", "big", "state", "fp8")
@@ -122,49 +122,16 @@ def markdown(rows: Iterable[Row], about: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>GPU report</title>
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem; color: #222; }}
-h1, h2 {{ line-height: 1.2; }}
-h2 {{ font-size: 1.2rem; margin-top: 2rem; }}
-table {{ border-collapse: collapse; width: 100%; }}
-td, th {{ border-bottom: 1px solid #ddd; padding: .2rem .8rem .2rem 0; text-align: left; vertical-align: top; }}
-td:nth-child(3), td:nth-child(4) {{ text-align: right; white-space: nowrap; }}
-th:nth-child(3), th:nth-child(4) {{ text-align: right; }}
-tr.off {{ background: #fdecea; }}
-tr.skipped td {{ color: #767676; }}
-.scroll {{ overflow-x: auto; }}
-</style>
-</head>
-<body>
-<h1>GPU report</h1>
-{body}
-</body>
-</html>
-"""
-
-
 def page(rows: Iterable[Row], about: Sequence[str]) -> str:
     """The report as an HTML page that needs no network."""
     rows = list(rows)
-    body = ["<ul>", *(f"<li>{html.escape(line)}</li>" for line in about), "</ul>"]
-    body.append(f"<p><b>{html.escape(_summary(rows))}</b></p>")
+    body = ["<h1>GPU report</h1>", "<ul>", *(f"<li>{webpage.text(line)}</li>" for line in about), "</ul>"]
+    body.append(f"<p><b>{webpage.text(_summary(rows))}</b></p>")
     for stage, of_stage in _by_stage(rows):
-        body.append(f"<h2>{stage}: {html.escape(QUESTIONS[stage])}</h2>")
-        heads = "".join(f"<th>{name}</th>" for name in _HEAD)
-        body.append(f'<div class="scroll"><table><tr>{heads}</tr>')
-        for row in of_stage:
-            kind = "off" if row.off else row.status
-            cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in row.cells())
-            body.append(f'<tr class="{kind}">{cells}</tr>')
-        body.append("</table></div>")
-    return _PAGE.format(body="\n".join(body))
+        body.append(f"<h2>{stage}: {webpage.text(QUESTIONS[stage])}</h2>")
+        kinds = ("off" if row.off else row.status for row in of_stage)
+        body.append(webpage.table(_HEAD, (row.cells() for row in of_stage), numbers=(2, 3), classes=kinds))
+    return webpage.page("GPU report", "\n".join(body))
 
 
 def _summary(rows: Sequence[Row]) -> str:

@@ -67,6 +67,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     "Runs": {
         "runs": "runs.runs",
         "diagnose": "runs.diagnose",
+        "report": "report.report",
         "compare": "comparison.compare",
         "scaling": "comparison.scaling",
         "generate": "runs.generate",

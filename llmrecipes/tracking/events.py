@@ -25,6 +25,8 @@ TASKS_EVALUATED = "tasks_evaluated"
 """Event of the note with `eval/<task>/<metric>`."""
 MEASURED = "measured"
 """Event of the note at the end of a start: `measured/…` beside `predicted/…` of the plan."""
+STARTED = "started"
+"""Event of the note that a start, or going back to a checkpoint, begins with: what the earlier attempt had reached."""
 METRIC_NOTES = (TASKS_EVALUATED, MEASURED)
 """Events of notes whose details are metrics: trackers have them as such."""
 VALID = ("valid_loss", "valid_bits_per_byte")

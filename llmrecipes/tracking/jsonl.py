@@ -144,6 +144,8 @@ class Rewound:
     """Result of `rewind`: lines dropped, checksums of the lines kept, and their problems."""
 
     dropped: int = 0
+    reached: dict[str, Any] = field(default_factory=dict)
+    """`step` and `time` of the last step that was dropped; empty: none was."""
     sums: Sums = field(default_factory=Sums)
     problems: list[str] = field(default_factory=list)
 
@@ -178,6 +180,8 @@ def rewind(path: Path, step: int, recorded: Sums | None = None) -> Rewound:
                     else:
                         rewound.dropped += 1
                         steps.beyond = steps.beyond or values is not None
+                        if values is not None and "loss" in values:
+                            rewound.reached = {key: values[key] for key in ("step", "time") if key in values}
                 new.flush()
                 os.fsync(new.fileno())
             if rewound.dropped:
@@ -233,7 +237,7 @@ class JsonlSink:
     """Appends events to metrics.jsonl.
 
     A full disk does not stop the training: lines are kept in memory and written once there is space.
-    `problems` lists earlier lines that are lost or changed.
+    `problems` lists earlier lines that are lost or changed; `reached` is the last step that was dropped.
 
     Args:
         path: the file; created if missing.
@@ -255,7 +259,7 @@ class JsonlSink:
                 rule="metrics are written to the run directory",
                 fix="make the directory writable or choose another one with --runs-dir",
             ) from error
-        self.problems, self._sums = rewound.problems, rewound.sums
+        self.problems, self.reached, self._sums = rewound.problems, rewound.reached, rewound.sums
         self._sums.step = resumed_step
         self._write_sums()
         self._waiting = bytearray()

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 
 from llmrecipes.console import duration
-from llmrecipes.tracking.events import MEASURED, EvalMetrics, Note, RunStart, RunStatus, Sink, StepMetrics
+from llmrecipes.tracking.events import MEASURED, STARTED, EvalMetrics, Note, RunStart, RunStatus, Sink, StepMetrics
 from llmrecipes.units import GIB
 
 SECONDS_BETWEEN_LINES = 1.0
@@ -97,7 +97,7 @@ class ProgressSink(Sink):
         self._print(eval_line(metrics, self._total))
 
     def note(self, note: Note) -> None:
-        if note.event == MEASURED:  # the summary has it
+        if note.event in (MEASURED, STARTED):  # the summary and the lines above have them
             return
         self._print(note_line(note, self._total), style="bold red" if note.alarm else None)
 

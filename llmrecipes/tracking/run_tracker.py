@@ -67,6 +67,7 @@ class RunTracker:
     warning; training continues. As a context manager it closes with the status that matches how the block was left.
 
     What looks wrong by the checks of `diagnosis` becomes a note, the first time in a start.
+    `reached` has `step` and `time` of the last step that an earlier attempt has lost; empty: none was lost.
     """
 
     def __init__(self, record: JsonlSink, others: Mapping[str, Sink], checks: Checks) -> None:
@@ -74,6 +75,7 @@ class RunTracker:
         self._others = dict(others)
         self._checks: Checks | None = checks
         self._closed = False
+        self.reached = record.reached
 
     @classmethod
     def open(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import socket
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,11 +34,12 @@ from llmrecipes.engine.sampling import Sampling
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.files import checkout
 from llmrecipes.hardware.cluster import Cluster
+from llmrecipes.hardware.process import process_seconds
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.proxy import with_zero
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.tracking.events import Note, NoTracker, Tracker
+from llmrecipes.tracking.events import STARTED, Note, NoTracker, Tracker
 from llmrecipes.tracking.jsonl import parse
 from llmrecipes.tracking.run_environment import capture
 from llmrecipes.tracking.run_tracker import RunTracker
@@ -71,6 +74,7 @@ def print_summary(spec: RunSpec, prepared: Prepared, loop: Loop) -> None:
     if spec.sample and loop.world.holds_whole_model:
         _sample(spec, prepared, loop)
     console().print(f"\nagain: {generate_command(spec)}", markup=False)
+    console().print(f"report: {report_command(spec)}", markup=False)
 
 
 DECISIONS = ("hardware_suspect", "spike_skipped", "rewound", "hang")
@@ -131,6 +135,11 @@ def generate_command(spec: RunSpec) -> str:
         "chat": spec.recipe.data.chat is not None,
     }
     return command_line("generate", spec.run_dir, options=options, data_dir=spec.data_dir)
+
+
+def report_command(spec: RunSpec) -> str:
+    """The command that opens the page of the run, quoted for a shell."""
+    return command_line("report", spec.run_dir, options={"open": True}, data_dir=spec.data_dir)
 
 
 def overfit_verdict(losses: list[float], dropout: float) -> str:
@@ -329,6 +338,15 @@ def open_tracker(
         tags=_tags(spec, world),
         console=console(),
     ) as tracker:
+        # What the steps cannot tell, because those that are computed again have been dropped.
+        started = {
+            "ranks": world.size,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "process_seconds": round(process_seconds(), 3),
+            **{f"reached_{key}": value for key, value in tracker.reached.items()},
+        }
+        tracker.note(Note(step=progress.step, event=STARTED, details=started))
         if spec.restart:
             tracker.note(Note(step=progress.step, event="restarted", details={"restart": spec.restart, **spec.tags}))
         yield tracker

@@ -29,7 +29,7 @@ LOCKS = sorted((ROOT / "requirements").glob("*.txt"))
 # Imports go from a later line to an earlier or the same one, never back. A new part of the package gets its place here.
 LAYERS = (
     ("errors", "console", "commandline", "units", "nested", "io", "redact", "untrusted", "files", "runfiles"),
-    ("figures",),
+    ("figures", "webpage"),
     ("recipe",),
     ("hardware", "diagnosis"),
     ("plan", "tracking"),
@@ -42,7 +42,7 @@ LAYERS = (
     ("train",),
     ("verify", "doctor", "bench", "dryrun", "scaling"),
     ("workflow",),
-    ("punish",),
+    ("punish", "report"),
     ("models",),
     ("search",),
     ("api",),

@@ -1,0 +1,155 @@
+"""The page that compares runs: what differs in their recipes, their curves over one axis, their figures."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmrecipes import webpage
+from llmrecipes.console import duration, number
+from llmrecipes.hardware.profile import Profile
+from llmrecipes.report import charts, training
+from llmrecipes.report.build import STYLE
+from llmrecipes.report.charts import Line
+from llmrecipes.report.history import CAUSES
+from llmrecipes.report.machine import flat
+from llmrecipes.report.material import Material
+from llmrecipes.rundir import Run
+from llmrecipes.units import gib
+from llmrecipes.workflow.compare import Curve, RunComparison, compare
+
+BATCH_KEYS = ("train.global_batch_size", "model.seq_length")
+FIGURES = {
+    "loss": ("training loss, last", "{:.4f}"),
+    "valid_loss": ("validation loss, last", "{:.4f}"),
+    "valid_loss_best": ("validation loss, best", "{:.4f}"),
+    "bits_per_byte": ("bits per byte, last", "{:.4f}"),
+    "tokens_per_second": ("tokens/s, median", "{:,.0f}"),
+    "step_seconds": ("seconds a step, median", "{:.3g}"),
+    "mfu": ("MFU, median", "{:.1%}"),
+}
+
+
+def report(run_dirs: Sequence[Path], data_dir: Path, profile: Profile | None = None) -> tuple[str, dict[str, Any]]:
+    """The page of several runs, and its numbers as JSON values.
+
+    Raises:
+        UserError: the recipe of a run is corrupt, or it has no step.
+    """
+    compared = compare(run_dirs)
+    materials = [Material.read(Run(run_dir), data_dir, profile) for run_dir in run_dirs]
+    names = _names(run_dirs)
+    body = [f"<h1>{webpage.text(' and '.join(names) if len(names) == 2 else f'{len(names)} runs')}</h1>"]
+    sections = [
+        ("problems", "What looks wrong", _problems(names, materials)),
+        ("differences", "Differences in the recipes", _differences(names, compared)),
+        ("figures", "Figures", _figures(names, compared, materials)),
+        ("curves", "Curves", _curves(names, compared, materials)),
+        ("causes", "Where the time went", _causes(names, materials)),
+        ("environment", "Differences in the environment", _environments(names, materials)),
+    ]
+    body += [f'<section id="{key}"><h2>{title}</h2>\n{text}</section>' for key, title, text in sections]
+    body.append(f'<p class="muted">Written {training.when(materials[0].now)}.</p>')
+    html = webpage.page(f"Comparison of {', '.join(names)}", "\n".join(body), style=charts.STYLE + STYLE)
+    return html, compared.as_dict()
+
+
+def _names(run_dirs: Sequence[Path]) -> list[str]:
+    """Names that differ: run ids if they do, else recipe/run-id, else paths."""
+    for names in ([Run(path).run_id for path in run_dirs], [Run(path).name for path in run_dirs]):
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in run_dirs]
+
+
+def _problems(names: Sequence[str], materials: Sequence[Material]) -> str:
+    rows = [
+        (name, training.SEVERITY.get(each.severity, each.severity), each.title,
+         training.steps_of(each.first_step, each.last_step), each.text)
+        for name, material in zip(names, materials, strict=True)
+        for each in material.findings
+    ]  # fmt: skip
+    if not rows:
+        return training.nothing("Nothing: no check has raised an alarm in these runs.")
+    return webpage.table(("run", "severity", "what", "where", "details"), rows)
+
+
+def _differences(names: Sequence[str], compared: RunComparison) -> str:
+    if not compared.differences:
+        return training.nothing("The recipes are the same.")
+    rows = [(key, *(value if isinstance(value, str) else json.dumps(value) for value in values))
+            for key, values in compared.differences.items()]  # fmt: skip
+    return webpage.table(("key", *names), rows)
+
+
+def _figures(names: Sequence[str], compared: RunComparison, materials: Sequence[Material]) -> str:
+    rows: list[tuple[str, ...]] = [
+        ("state", *(run.state for run in compared.runs)),
+        ("steps", *(f"{run.figures['steps']:,.0f}" for run in compared.runs)),
+        ("tokens", *(number(run.figures["tokens"] or 0) for run in compared.runs)),
+    ]
+    for key, (words, shape) in FIGURES.items():
+        values = [run.figures[key] for run in compared.runs]
+        if any(value is not None for value in values):
+            rows.append((words, *("unknown" if value is None else shape.format(value) for value in values)))
+    memory = [run.figures["memory_bytes"] for run in compared.runs]
+    rows.append(("memory, peak of rank 0", *("unknown" if not size else gib(int(size)) for size in memory)))
+    rows.append(("time", *(duration(each.history.wall) for each in materials)))
+    rows.append(("interruptions", *(str(each.history.interruptions) for each in materials)))
+    hours = [each.history.rank_hours for each in materials]
+    rows.append(("hours of all ranks", *("unknown" if each is None else f"{each:,.3g}" for each in hours)))
+    return webpage.table(("figure", *names), rows, numbers=range(1, len(names) + 1))
+
+
+def _curves(names: Sequence[str], compared: RunComparison, materials: Sequence[Material]) -> str:
+    along = "tokens" if any(key in compared.differences for key in BATCH_KEYS) else "step"
+    loss = [_line(name, curve, along) for name, curve in zip(names, (run.train for run in compared.runs), strict=True)]
+    valid = [_line(name, curve, along, points=True)
+             for name, curve in zip(names, (run.valid for run in compared.runs), strict=True)]  # fmt: skip
+    drawn = [
+        charts.curves("Training loss", loss, unit="nats a token", along=along),
+        charts.curves("Held-out loss", valid, unit="nats a token", along=along),
+    ]
+    for title, key in (("Tokens a second", "tokens_per_second"), ("Gradient norm before clipping", "grad_norm"),
+                       ("Memory, peak of rank 0, bytes", "memory_bytes")):  # fmt: skip
+        lines = [
+            Line(name, each.records["consumed_tokens"] if along == "tokens" else np.array(each.records.steps, float),
+                 each.records[key])
+            for name, each in zip(names, materials, strict=True)
+        ]  # fmt: skip
+        drawn.append(charts.curves(title, lines, along=along))
+    return f'<div class="charts">{"".join(drawn)}</div>'
+
+
+def _line(name: str, curve: Curve, along: str, *, points: bool = False) -> Line:
+    x = np.array(curve.tokens if along == "tokens" else curve.steps, dtype=np.float64)
+    return Line(name, x, np.array(curve.losses, dtype=np.float64), points=points and len(x) <= 100)
+
+
+def _causes(names: Sequence[str], materials: Sequence[Material]) -> str:
+    keys = [key for key in CAUSES if any(key in each.history.causes for each in materials)]
+    rows = []
+    for key in keys:
+        cells = []
+        for each in materials:
+            seconds = each.history.causes.get(key, 0.0)
+            share = seconds / each.history.wall if each.history.wall else math.nan
+            cells.append(f"{duration(seconds)} ({share:.1%})" if seconds else "none")
+        rows.append((CAUSES[key], *cells))
+    return webpage.table(("what", *names), rows, numbers=range(1, len(names) + 1)) if rows else training.nothing(
+        "No time is recorded."
+    )  # fmt: skip
+
+
+def _environments(names: Sequence[str], materials: Sequence[Material]) -> str:
+    every = [dict(flat(each.environment)) for each in materials]
+    keys = [key for key in dict.fromkeys(key for values in every for key in values)
+            if len({values.get(key, "") for values in every}) > 1]  # fmt: skip
+    if not keys:
+        return training.nothing("They are the same.")
+    return webpage.table(("key", *names), [(key, *(values.get(key, "") for values in every)) for key in keys])

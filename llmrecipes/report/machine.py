@@ -1,0 +1,380 @@
+"""Sections of a report about machine and model: memory, plan, ranks, layers, energy, cost, data, recipe."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from llmrecipes import webpage
+from llmrecipes.console import duration
+from llmrecipes.report import charts
+from llmrecipes.report.material import Material, at
+from llmrecipes.report.records import Values
+from llmrecipes.report.training import nothing, series, when
+from llmrecipes.units import GIB, gib
+from llmrecipes.untrusted import number
+
+MOST_EVENTS = 300
+MOST_EXPERT_ROWS = 128
+LONGEST_DETAIL = 400
+
+
+def memory(material: Material) -> str:
+    """Memory over the steps, and the plan's parts."""
+    drawn = series(material, "Memory, peak of rank 0", [("memory_bytes", "bytes")], unit="bytes")
+    parts = at(material.plan, "memory")
+    if not isinstance(parts, Mapping):
+        return (drawn or nothing("No memory was recorded.")) + nothing("The plan of this run is missing.")
+    known = [(name.replace("_", " "), float(size)) for name, each in parts.items()
+             if name != "total" and (size := number(each)) is not None and size > 0]  # fmt: skip
+    bar = charts.bars("Memory of a rank by plan", [(name, size, gib(int(size))) for name, size in known], "bytes")
+    return f'<div class="charts">{drawn or nothing("No memory was recorded.")}{bar}</div>'
+
+
+def planned(material: Material) -> str:
+    """What was predicted beside what was measured."""
+    records = material.records
+    rows = []
+
+    def row(name: str, plan: float | None, measured: float | None, shape: str) -> None:
+        if plan is None and measured is None:
+            return
+        cells = ["unknown" if value is None else shape.format(value) for value in (plan, measured)]
+        off = f"{plan / measured - 1:+.0%}" if plan and measured else ""
+        rows.append((name, *cells, off))
+
+    step = material.measured("measured/step_seconds")
+    if step is None and records.has("step_seconds"):
+        step = float(np.nanmedian(records["step_seconds"]))
+    row("seconds a step, median", material.planned("predicted", "step_seconds"), step, "{:.4g}")
+    for name, key in (("computing in a step", "compute_seconds"), ("communication in a step", "communication_seconds")):
+        row(name, material.planned("predicted", key), material.measured(f"measured/{key}"), "{:.4g}")
+    held = material.planned("predicted", "memory_bytes") or material.planned("memory", "total")
+    most = material.measured("measured/memory_bytes")
+    if most is None and records.has("memory_bytes"):
+        most = float(np.nanmax(records["memory_bytes"]))
+    scale = 1 / GIB
+    row("memory of the fullest rank, GiB", held and held * scale, most and most * scale, "{:.2f}")
+    if not rows:
+        return nothing("There is neither a plan nor a measurement yet.")
+    text = webpage.table(("quantity", "predicted", "measured", "difference"), rows, numbers=(1, 2, 3))
+    if material.planned("predicted", "step_seconds") is None:
+        text += nothing("No time was predicted: nothing is known of the speed of this machine (docs/guide/planner.md).")
+    return text + _layout(material)
+
+
+def _layout(material: Material) -> str:
+    degrees = at(material.plan, "degrees")
+    if not isinstance(degrees, Mapping):
+        return ""
+    rows = [(name.replace("_", " "), value) for name, value in degrees.items() if number(value) is not None]
+    return f"<details><summary>layout</summary>{webpage.table(('degree', 'value'), rows, numbers=(1,))}</details>"
+
+
+def experts(material: Material) -> str:
+    """Load of the experts of each layer."""
+    if not material.records.experts.kept:
+        return nothing("The model has no experts, or their load was not measured yet.")
+    steps = [step for step, _ in material.records.experts.kept]
+    imbalance: dict[int, dict[int, float]] = {}
+    entropy: dict[int, dict[int, float]] = {}
+    dropped = np.zeros(len(steps))
+    last: dict[int, list[float]] = {}
+    for place, (_, layers) in enumerate(material.records.experts.kept):
+        for layer in layers:
+            name = number(at(layer, "layer"))
+            if name is None:
+                continue
+            for values, key in ((imbalance, "imbalance"), (entropy, "entropy")):
+                if (value := number(at(layer, key))) is not None:
+                    values.setdefault(int(name), {})[place] = float(value)
+            dropped[place] += number(at(layer, "dropped")) or 0.0
+            tokens = at(layer, "tokens_per_expert")
+            if isinstance(tokens, list) and tokens and all(number(each) is not None for each in tokens):
+                last[int(name)] = [float(each) for each in tokens]
+    columns = [f"{step:,}" for step in steps]
+    drawn = [
+        charts.heat(f"{title} by layer", [f"layer {name}" for name in values], columns, _grid(values, len(steps)))
+        for title, values in (
+            ("Largest over mean load of an expert (1 is even)", imbalance),
+            ("Entropy of the router, nats", entropy),
+        )
+        if values
+    ]
+    if last:
+        drawn.append(_load(last, columns[-1]))
+    if dropped.any():
+        drawn.append(
+            charts.curves("Dropped token-expert assignments", [charts.Line("dropped", np.array(steps, float), dropped)])
+        )
+    return f'<div class="charts">{"".join(drawn)}</div>'
+
+
+def _grid(values: Mapping[int, Mapping[int, float]], columns: int) -> Values:
+    cells = np.full((len(values), columns), np.nan)
+    for row, of_layer in enumerate(values.values()):
+        for column, value in of_layer.items():
+            cells[row, column] = value
+    return cells
+
+
+def _load(last: Mapping[int, list[float]], step: str) -> str:
+    """Share of the tokens by layer and expert, in the last measurement."""
+    many = max(map(len, last.values()))
+    cells = np.full((len(last), many), np.nan)
+    for row, tokens in enumerate(last.values()):
+        whole = sum(tokens)
+        if whole > 0:
+            cells[row, : len(tokens)] = np.array(tokens) / whole * len(tokens)
+    names = [f"layer {name}" for name in last]
+    dead = [
+        f"layer {name}: {sum(count == 0 for count in tokens)} of {len(tokens)}"
+        for name, tokens in last.items()
+        if 0 in tokens
+    ]
+    lost = (
+        f"Experts without a token in step {step}: {', '.join(dead)}."
+        if dead
+        else f"Every expert had tokens in step {step}."
+    )
+    drawn = charts.heat(
+        f"Load of each expert in step {step} (1 is even)", names, [str(n) for n in range(many)], cells, along="expert"
+    )
+    return drawn + nothing(lost)
+
+
+def stragglers(material: Material) -> str:
+    """Ranks whose own time differs from the others'."""
+    names = sorted({name.split("/")[1] for name in material.records.names("ranks/") if name.count("/") == 2})
+    if not names:
+        return nothing("Times of single ranks were not recorded.")
+    drawn, rows = [], []
+    for name in names:
+        words = [
+            (f"ranks/{name}/{key}", title) for key, title in (("min", "least"), ("median", "median"), ("max", "most"))
+        ]
+        drawn.append(series(material, f"{name.replace('_', ' ')}, over all ranks", words))
+        who = material.records[f"ranks/{name}/max_rank"]
+        known = who[np.isfinite(who)]
+        if known.size:
+            ranks, counts = np.unique(known.astype(int), return_counts=True)
+            worst = int(np.argmax(counts))
+            rows.append((name.replace("_", " "), ranks[worst], f"{counts[worst] / known.size:.0%}"))
+    table = (
+        webpage.table(
+            ("quantity", "rank that was most often the largest", "share of the measured steps"), rows, numbers=(1, 2)
+        )
+        if rows
+        else ""
+    )
+    return table + f'<div class="charts">{"".join(drawn)}</div>'
+
+
+def layers(material: Material) -> str:
+    """Numbers by layer, where they were recorded."""
+    drawn = []
+    for name, samples in sorted(material.records.samples.items()):
+        rows = [(step, value) for step, value in samples.kept if isinstance(value, list) and value
+                and all(number(each) is not None or each is None for each in value)]  # fmt: skip
+        if len(rows) < 1:
+            continue
+        many = max(len(value) for _, value in rows)
+        cells = np.full((many, len(rows)), np.nan)
+        for column, (_, value) in enumerate(rows):
+            cells[: len(value), column] = [np.nan if each is None else float(each) for each in value]
+        titles = [f"layer {n + 1}" for n in range(many)]
+        drawn.append(
+            charts.heat(name.replace("_", " ").replace("/", ", "), titles, [f"{step:,}" for step, _ in rows], cells)
+        )
+    if not any(drawn):
+        return nothing("Nothing was recorded by layer.")
+    return f'<div class="charts">{"".join(drawn)}</div>'
+
+
+def energy(material: Material) -> str:
+    """Energy and carbon, measured or by the prices of a cluster profile."""
+    hours, costs = material.history.rank_hours, material.costs
+    if costs is None or costs.watts_per_gpu is None or hours is None:
+        return nothing(
+            "No energy was measured. With --cluster NAME it is estimated, if that profile has costs.watts_per_gpu."
+        )
+    kwh = hours * costs.watts_per_gpu * costs.pue / 1000
+    rows = [("energy", f"{kwh:,.3g} kWh", "estimated: hours of all ranks × costs.watts_per_gpu × costs.pue")]
+    if costs.kg_co2_per_kwh is not None:
+        rows.append(("carbon", f"{kwh * costs.kg_co2_per_kwh:,.3g} kg CO₂", "estimated: energy × costs.kg_co2_per_kwh"))
+    tokens = material.records["consumed_tokens"]
+    if tokens.size and np.isfinite(tokens[-1]) and kwh > 0:
+        rows.append(("tokens a joule", f"{tokens[-1] / (kwh * 3.6e6):,.3g}", "of the tokens that count"))
+    return webpage.table(("quantity", "value", "how"), rows, numbers=(1,))
+
+
+def cost(material: Material) -> str:
+    """Hours and their price."""
+    hours, costs = material.history.rank_hours, material.costs
+    if hours is None:
+        return nothing("The number of ranks, or the time, is not known.")
+    rows = [("hours of all ranks, starts included", f"{hours:,.3g}")]
+    lost = sum(start.repeated_seconds * (start.ranks or 0) for start in material.history.starts) / 3600
+    if lost:
+        rows.append(("of these lost in steps that were computed again", f"{lost:,.3g}"))
+    if costs is None or costs.usd_per_gpu_hour is None:
+        return webpage.table(("quantity", "value"), rows, numbers=(1,)) + nothing(
+            "No price: --cluster NAME names a profile with costs.usd_per_gpu_hour."
+        )
+    rows.append((f"cost at {costs.usd_per_gpu_hour:g} USD a GPU hour", f"{hours * costs.usd_per_gpu_hour:,.2f} USD"))
+    return webpage.table(("quantity", "value"), rows, numbers=(1,))
+
+
+def environment(material: Material) -> str:
+    """Versions and machine of the newest start, and what differs from earlier ones."""
+    if not material.environment:
+        return nothing("env.json is missing or cannot be read.")
+    newest = dict(flat(material.environment))
+    earlier = [(name, dict(flat(values))) for name, values in material.environments]
+    text = ""
+    if earlier:
+        every = [*earlier, ("now", newest)]
+        keys = [key for key in dict.fromkeys(key for _, values in every for key in values)
+                if len({values.get(key, "") for _, values in every}) > 1]  # fmt: skip
+        head = ("key", *(f"until step {name}" for name, _ in earlier), "newest start")
+        rows = [(key, *(values.get(key, "") for _, values in every)) for key in keys]
+        text = webpage.table(head, rows, caption="Differences between starts") if rows else ""
+    else:
+        text = nothing("All starts had the same environment, or there was one start.")
+    table = webpage.table(("key", "value"), newest.items())
+    return f"{text}<details><summary>environment of the newest start</summary>{table}</details>"
+
+
+def flat(values: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Nested values as text, by dotted name."""
+    if isinstance(values, Mapping) and values:
+        for key, value in values.items():
+            yield from flat(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(values, list) and values and not all(isinstance(each, Mapping) for each in values):
+        yield name, " ".join(map(str, values))
+    elif isinstance(values, list) and values:
+        for place, value in enumerate(values):
+            yield from flat(value, f"{name}.{place}")
+    else:
+        yield name, "none" if values is None else str(values)
+
+
+DOCTOR = ("network", "hardware_suspect", "hang", "replicas_differ")
+
+
+def doctor(material: Material) -> str:
+    """What checks of nodes and network said."""
+    rows = [
+        (
+            note["event"].replace("_", " "),
+            f"{note['step']:,}",
+            when(number(note.get("time"))),
+            _details(note["details"]),
+        )
+        for event in DOCTOR
+        for note in material.records.of(event)
+    ]
+    try:
+        bad = material.run.bad_nodes.read_text("utf-8", errors="replace")[:4096].splitlines()
+    except OSError:
+        bad = []
+    rows += [("left out by the Slurm job", "", "", line) for line in bad]
+    if not rows:
+        return nothing(
+            "Nothing: no check of nodes, network or replicas has left a note. `llmrecipes doctor` checks a machine."
+        )
+    return webpage.table(("what", "step", "when", "details"), rows[:MOST_EVENTS], numbers=(1,))
+
+
+def data(material: Material) -> str:
+    """What was trained on."""
+    if material.data is None:
+        missing = nothing(
+            "The prepared data of this run is not in this data folder (--data-dir), so its counts are not shown."
+        )
+        if material.recipe is None:
+            return missing
+        weights = [(source.type, f"{source.weight:g}") for source in material.recipe.data.sources]
+        return missing + webpage.table(("source", "weight"), weights, numbers=(1,))
+    rows = []
+    for source in material.data.sources:
+        dropped = {
+            "empty": source.empty,
+            "not UTF-8": source.undecodable,
+            "duplicates": source.duplicates,
+            **source.steps,
+        }
+        counts = [
+            f"{source.splits[split].tokens:,}" if split in source.splits else "0"
+            for split in ("train", "valid", "test")
+        ]
+        lost = ", ".join(f"{count:,} {name}" for name, count in dropped.items() if count) or "none"
+        rows.append((source.label, f"{source.read:,}", lost, *counts))
+    head = ("source", "documents read", "dropped", "training tokens", "validation tokens", "test tokens")
+    tokenizer = material.data.tokenizer
+    about = f"Tokenizer: {tokenizer.type}, {tokenizer.vocab_size:,} tokens. Fingerprint: {material.data.fingerprint}."
+    passes = ""
+    tokens, whole = material.records["consumed_tokens"], material.data.counts("train").tokens
+    if tokens.size and whole and np.isfinite(tokens[-1]):
+        passes = nothing(
+            f"The run has consumed {charts.short(float(tokens[-1]))} tokens: {tokens[-1] / whole:.3g} passes."
+        )
+    return webpage.table(head, rows, numbers=(1, 3, 4, 5)) + passes + nothing(about)
+
+
+def recipe(material: Material) -> str:
+    """The recipe, and the values that differ from the defaults."""
+    if not material.recipe_text:
+        return nothing("recipe.yaml is missing or cannot be read.")
+    text = ""
+    if material.recipe is not None:
+        changed = flat(material.recipe.model_dump(mode="json", exclude_defaults=True))
+        text = webpage.table(("key", "value"), changed, caption="Values that differ from the defaults")
+    return (
+        f"{text}<details><summary>the whole recipe</summary><pre>{webpage.text(material.recipe_text)}</pre></details>"
+    )
+
+
+def events(material: Material) -> str:
+    """Notes of the run, the newest last."""
+    if not material.records.notes:
+        return nothing("No event was recorded.")
+    counts = ", ".join(
+        f"{name.replace('_', ' ')} ({count:,})" for name, count in material.records.events.most_common(50)
+    )
+    shown = sorted(material.records.notes, key=lambda note: number(note.get("time")) or 0.0)[-MOST_EVENTS:]
+    rows = [
+        (f"{note['step']:,}", when(number(note.get("time"))), ("ALARM: " if note.get("alarm") is True else "")
+         + note["event"].replace("_", " "), _details(note["details"]))
+        for note in shown
+    ]  # fmt: skip
+    table = webpage.table(("step", "when", "event", "details"), rows, numbers=(0,))
+    left = "" if len(rows) == sum(material.records.events.values()) else f", the last {len(rows):,} of them below"
+    return f"<p>{webpage.text(counts + left)}</p><details><summary>events</summary>{table}</details>"
+
+
+def _details(details: Mapping[str, Any]) -> str:
+    text = ", ".join(
+        f"{key} {value if isinstance(value, str) else json.dumps(value)}" for key, value in details.items()
+    )
+    return text if len(text) <= LONGEST_DETAIL else f"{text[:LONGEST_DETAIL]}…"
+
+
+def logs(material: Material) -> str:
+    """The last lines of the logs."""
+    if not material.logs:
+        return nothing("There are no logs in the run's folder: a run of one rank prints to its terminal.")
+    return "".join(
+        f"<details><summary>{webpage.text(name)}, last {len(lines)} lines</summary>"
+        f'<pre tabindex="0">{webpage.text(chr(10).join(lines))}</pre></details>'
+        for name, lines in material.logs
+    )
+
+
+def age(material: Material) -> str:
+    """How long ago the run has last reported."""
+    updated = material.summary.updated
+    return "" if updated is None else f", {duration(max(0.0, material.now - updated))} before this page was written"
