@@ -75,7 +75,7 @@ def _problems(names: Sequence[str], materials: Sequence[Material]) -> str:
         for each in material.findings
     ]  # fmt: skip
     if not rows:
-        return training.nothing("Nothing: no check has raised an alarm in these runs.")
+        return training.nothing("Nothing: no check has seen anything in these runs.")
     return webpage.table(("run", "severity", "what", "where", "details"), rows)
 
 

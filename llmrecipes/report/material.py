@@ -7,15 +7,16 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from llmrecipes import untrusted
 from llmrecipes.data.manifest import DataManifest
 from llmrecipes.data.prepared import open_prepared
+from llmrecipes.diagnosis.finding import RunFinding
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation import history as task_history
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.report import alarms, records
+from llmrecipes.report import records
 from llmrecipes.report.history import History, history
 from llmrecipes.report.records import Records
 from llmrecipes.rundir import Run
@@ -23,6 +24,7 @@ from llmrecipes.runfiles import ENVIRONMENT, PLAN
 from llmrecipes.tracking.events import MEASURED
 from llmrecipes.tracking.run_list import RunSummary
 from llmrecipes.untrusted import number
+from llmrecipes.workflow.diagnose import findings
 
 if TYPE_CHECKING:
     from llmrecipes.hardware.profile import Costs, Profile
@@ -30,35 +32,6 @@ if TYPE_CHECKING:
 LOG_LINES, MOST_LOGS, LOG_BYTES = 40, 8, 64 * 1024
 MOST_STARTS = 50
 """Environments of earlier starts that are compared."""
-
-
-class Finding(Protocol):
-    """Something that looks wrong, as `llmrecipes diagnose` describes it."""
-
-    @property
-    def rule(self) -> str: ...
-    @property
-    def severity(self) -> str: ...
-    @property
-    def title(self) -> str: ...
-    @property
-    def first_step(self) -> int | None: ...
-    @property
-    def last_step(self) -> int | None: ...
-    @property
-    def count(self) -> int: ...
-    @property
-    def text(self) -> str: ...
-    @property
-    def advice(self) -> str: ...
-    @property
-    def link(self) -> str: ...
-    def as_dict(self) -> dict[str, Any]: ...
-
-
-def findings_of(run: Run) -> Sequence[Finding]:
-    """What looks wrong with a run, the worst first."""
-    return alarms.findings(run)
 
 
 @dataclass
@@ -80,7 +53,7 @@ class Material:
     summary: RunSummary
     records: Records
     history: History
-    findings: Sequence[Finding]
+    findings: Sequence[RunFinding]
     recipe: Recipe | None
     recipe_text: str
     plan: dict[str, Any]
@@ -117,7 +90,7 @@ class Material:
             summary=run.summary(),
             records=metrics,
             history=history(metrics, None if ranks is None else int(ranks)),
-            findings=findings_of(run),
+            findings=findings(run, data_dir),
             recipe=recipe,
             recipe_text=text,
             plan=plan,

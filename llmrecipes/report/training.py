@@ -11,10 +11,11 @@ import numpy as np
 from llmrecipes import webpage
 from llmrecipes.commandline import resume_command
 from llmrecipes.console import duration
+from llmrecipes.diagnosis.finding import RunFinding
 from llmrecipes.report import charts
 from llmrecipes.report.charts import Line, Spans
 from llmrecipes.report.history import CAUSES, Start
-from llmrecipes.report.material import Finding, Material
+from llmrecipes.report.material import Material
 from llmrecipes.report.records import Values
 from llmrecipes.tracking.events import TASKS_EVALUATED
 from llmrecipes.units import gib
@@ -62,7 +63,7 @@ def problems(material: Material) -> str:
         items.insert(0, _item("error", f"The run is {STATES[state]}", "", what, advice))
     items += [_item("warning", "Not readable", "", text, "") for text in material.unread]
     if not items:
-        said = "Nothing: no check has raised an alarm." if len(material.records) else "Nothing is known yet."
+        said = "Nothing: no check has seen anything." if len(material.records) else "Nothing is known yet."
         return f'<section class="box good" id="problems"><h2>What looks wrong</h2><p>{said}</p></section>'
     kind = "bad" if any('class="error"' in item for item in items) else "warn"
     return (
@@ -71,7 +72,7 @@ def problems(material: Material) -> str:
     )
 
 
-def _finding(finding: Finding) -> str:
+def _finding(finding: RunFinding) -> str:
     where = steps_of(finding.first_step, finding.last_step)
     often = f"{where}, {finding.count:,} times" if finding.count > 1 else where
     advice = " ".join(part for part in (finding.advice, f"See {finding.link}." if finding.link else "") if part)
