@@ -134,7 +134,7 @@ bench: setup-zero ## run one of benchmarks/: BENCH=name
 # local directory, use CPU_WHEELS="--find-links DIR". ARGS=--upgrade upgrades every version.
 CPU_WHEELS ?= --torch-backend cpu
 COMPILE = $(BIN)/python tools/with_args.py $(BIN)/uv pip compile --quiet --no-config --system-certs --generate-hashes \
-	--excludes tools/not_locked.txt --custom-compile-command "make lock" --extra dev --extra eval --extra search --extra serve --extra server --extra wandb --extra zero pyproject.toml
+	--excludes tools/not_locked.txt --custom-compile-command "make lock" --extra corpora --extra dev --extra eval --extra search --extra serve --extra server --extra wandb --extra zero pyproject.toml
 
 lock: setup ## update the lock files in requirements/ after a change of pyproject.toml
 	@$(COMPILE) $(CPU_WHEELS) --python-version 3.11 --python-platform x86_64-manylinux_2_28 -o requirements/py311-cpu.txt

@@ -27,7 +27,7 @@ from llmrecipes.data import checked, corpus, tokenizer
 from llmrecipes.data.corpus import EncoderSpec
 from llmrecipes.data.encode import load
 from llmrecipes.data.split import SplitRule
-from llmrecipes.data.steps import StepSpec
+from llmrecipes.data.steps import Seen, StepSpec
 from llmrecipes.data.write import write
 from llmrecipes.recipe.schema import Source
 
@@ -96,7 +96,7 @@ def main() -> None:
 
     datasets.disable_progress_bars()
 
-    kept = list(corpus.kept(SOURCES[0], STEPS, set()))
+    kept = list(corpus.kept(SOURCES[0], Seen(STEPS)))
     texts, mib = [document.text.decode() for document in kept], sum(len(document.text) for document in kept) / 2**20
     backend, _ = tokenizer.train(texts, VOCABULARY)
     with tempfile.TemporaryDirectory() as folder:

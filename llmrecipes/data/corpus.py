@@ -20,7 +20,7 @@ from llmrecipes.data import sources
 from llmrecipes.data.chat import ChatSpec, chat_encoder
 from llmrecipes.data.encode import Encode, Encoded, encoder
 from llmrecipes.data.sources import contents
-from llmrecipes.data.steps import Document, StepSpec, pipeline
+from llmrecipes.data.steps import Document, Dropped, Seen, StepSpec, pipeline
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Chat, Source
 from llmrecipes.units import MIB
@@ -32,10 +32,12 @@ SAMPLE_BYTES = 64 << 20
 
 @dataclass
 class Tally:
-    """Counts of a source: documents read, and documents dropped by reason."""
+    """Counts of a source: documents read, dropped by reason, by `step.rule`, and changed by step."""
 
     read: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    rules: Counter[str] = field(default_factory=Counter)
+    changed: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass
@@ -78,20 +80,18 @@ def batches(every: tuple[Source, ...], chat: Chat | None = None, full: Collectio
             yield batch
 
 
-def kept(source: Source, spec: StepSpec, seen: set[bytes], chat: Chat | None = None) -> Iterator[Document]:
+def kept(source: Source, seen: Seen, chat: Chat | None = None) -> Iterator[Document]:
     """A source's documents except the dropped ones, in this process.
 
     Args:
         source: to read.
-        spec: the steps.
-        seen: digests of documents kept so far, of all sources; grows.
+        seen: the documents kept so far, of all sources; grows.
         chat: the documents are conversations.
     """
-    run = pipeline(spec)
+    run = pipeline(seen.spec)
     for text in sources.documents(source, chat):
         document = run(text)
-        if isinstance(document, Document) and document.digest not in seen:
-            seen.add(document.digest)
+        if isinstance(document, Document) and seen.add(document) is None:
             yield document
 
 
@@ -99,11 +99,11 @@ def training_sample(
     every: tuple[Source, ...], spec: StepSpec, limit: int = SAMPLE_BYTES, chat: Chat | None = None
 ) -> list[str]:
     """Texts of the train split to train a tokenizer on: the first ones of each source, sharing `limit` bytes evenly."""
-    seen: set[bytes] = set()
+    seen = Seen(spec)
     sample: list[str] = []
     for source in every:
         room = limit // len(every)
-        for document in kept(source, spec, seen, chat):
+        for document in kept(source, seen, chat):
             if document.split == "train":
                 sample += [document.text.decode()] if chat is None else contents(document.text)
                 room -= len(document.text)
@@ -147,7 +147,7 @@ class Worked:
     """
 
     source: int
-    outcomes: list[Document | str]
+    outcomes: list[Document | Dropped]
     encoded: Encoded
 
 

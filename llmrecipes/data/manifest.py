@@ -67,7 +67,11 @@ class SourceRecord(Record):
     undecodable: int
     duplicates: int
     steps: dict[str, int] = Field(default_factory=dict, exclude_if=lambda dropped: not dropped)
-    """Dropped, by the key of the step."""
+    """Dropped, by the key or type of the step."""
+    rules: dict[str, int] = Field(default_factory=dict, exclude_if=lambda dropped: not dropped)
+    """Those of them that a step with several rules dropped, by `step.rule`."""
+    changed: dict[str, int] = Field(default_factory=dict, exclude_if=lambda changed: not changed)
+    """Kept, but changed, by the step; a document may count for several."""
     splits: dict[Split, Counts]
     files: SourceFiles | None
 

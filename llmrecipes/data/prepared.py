@@ -133,6 +133,10 @@ def content(recipe: Recipe) -> dict[str, object]:
     for name in declared(type(recipe.data), DataStep):
         if name not in chosen:
             del data[name]  # likewise before this step existed
+    if recipe.data.steps:
+        data["steps"] = [{"type": step.type, **step.settings} for step in recipe.data.steps]
+    else:
+        del data["steps"]
     if recipe.data.chat is None:
         del data["chat"]  # likewise before conversations
     else:

@@ -1,35 +1,71 @@
 """Steps of data preparation: from a document as it was read to one that is kept, or the reason why it is dropped.
 
-They run in the worker processes of `prepare`, in front of the tokenizer. What depends on other documents (duplicates,
-`max_tokens`) is done by the process that writes.
+They run in the worker processes of `prepare`, in front of the tokenizer. A step that compares documents only makes its
+marks there; the process that writes compares them in the order of the documents, so that what is dropped does not
+depend on the number of processes. It enforces `max_tokens` too.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any, Protocol
 
 from llmrecipes.data.split import Split, SplitRule, digest
+from llmrecipes.errors import UserError
+from llmrecipes.recipe.data_steps import STEPS
 from llmrecipes.recipe.plugins import DataStep, declared, resolve
 from llmrecipes.recipe.schema import Data
 
-Step = Callable[[list[str]], list[str] | None]
-"""Takes the texts of a document, of a conversation those of its messages, and returns as many; None drops it."""
+Step = Callable[[list[str]], list[str] | str | None]
+"""Takes the texts of a document, of a conversation those of its messages, and returns as many. None drops it; a string
+does so too, and names the rule."""
 
 UNDECODABLE, EMPTY, DUPLICATES = "undecodable", "empty", "duplicates"
-"""Reasons for dropping a document besides the keys of steps."""
+"""Reasons for dropping a document besides steps. `duplicates` are equal to an earlier document in every byte, or as the
+step of that name sees it."""
+EXCERPT = 1000
+"""Characters of a dropped document that are kept as a sample."""
+
+
+class Comparison(Protocol):
+    """A step that compares documents with earlier ones."""
+
+    def mark(self, text: str) -> bytes:
+        """All that is compared of a document; the messages of a conversation are joined by newlines."""
+
+    def add(self, mark: bytes) -> bool:
+        """Whether the document is kept, because no earlier one that was is like it."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A document that is kept: UTF-8 text, its SHA-256, its split, and the bytes of the text."""
+    """A document that is kept: UTF-8 text, its SHA-256, its split, and the bytes of the text.
+
+    Args:
+        changed: the steps that changed it.
+        marks: of the steps that compare.
+        excerpt: the beginning of its text, with marks.
+    """
 
     text: bytes
     digest: bytes
     split: Split
     size: int
+    changed: tuple[str, ...] = ()
+    marks: tuple[bytes, ...] = ()
+    excerpt: str = ""
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A document that is dropped: by which step, by which of its rules if it has several, and how its text begins."""
+
+    reason: str
+    rule: str = ""
+    excerpt: str = ""
 
 
 @dataclass(frozen=True)
@@ -39,21 +75,23 @@ class StepSpec:
     Args:
         rule: assigns the split.
         chat: the documents are conversations (`sources.conversation`).
-        steps: key, `module:name` and the key's value as JSON, in order.
+        steps: key or type, `module:name`, and its value or keys as JSON, in order.
+        comparisons: the same of the steps that compare documents.
     """
 
     rule: SplitRule
     chat: bool = False
     steps: tuple[tuple[str, str, str], ...] = ()
+    comparisons: tuple[tuple[str, str, str], ...] = ()
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """The keys of its steps, by which dropped documents are counted."""
-        return tuple(key for key, _, _ in self.steps)
+        """The names of its steps, by which dropped documents are counted."""
+        return tuple(name for name, _, _ in (*self.steps, *self.comparisons) if name != DUPLICATES)
 
 
 def selected(data: Data) -> dict[str, Any]:
-    """The steps that a recipe has: key and value. At its default a key has no step."""
+    """The keys of a recipe's section that are steps, with their values. At its default a key has no step."""
     section = type(data)
     values = {name: getattr(data, name) for name in declared(section, DataStep)}
     return {name: value for name, value in values.items() if value != section.model_fields[name].default}
@@ -63,39 +101,113 @@ def step_spec(data: Data) -> StepSpec:
     """How a recipe's documents are treated."""
     targets = {name: step.target for name, step in declared(type(data), DataStep).items()}
     values = data.model_dump(mode="json", include=set(selected(data)))
-    steps = tuple((name, targets[name], json.dumps(values[name])) for name in selected(data))
-    return StepSpec(SplitRule(data.split), data.chat is not None, steps)
+    keys = [(name, targets[name], json.dumps(values[name])) for name in selected(data)]
+    typed = [(step.type, STEPS[step.type].target, json.dumps(step.settings)) for step in data.steps]
+    return StepSpec(
+        SplitRule(data.split),
+        data.chat is not None,
+        (*keys, *(each for each in typed if not STEPS[each[0]].compares)),
+        tuple(each for each in typed if STEPS[each[0]].compares),
+    )
 
 
-def pipeline(spec: StepSpec) -> Callable[[str | None], Document | str]:
+def require_installed(data: Data) -> None:
+    """Refuse steps whose package is missing.
+
+    Raises:
+        UserError: the first of them.
+    """
+    for number, step in enumerate(data.steps):
+        kind = STEPS[step.type]
+        if kind.package and find_spec(kind.package) is None:
+            raise UserError(
+                f"{step.type}, but the package {kind.package} is not installed",
+                where=f"data.steps.{number}.type",
+                rule=f"the step {step.type} is optional: its package is in the extra {kind.extra}",
+                fix=f"pip install 'llmrecipes[{kind.extra}]', or take the step out",
+            )
+
+
+def _made(steps: tuple[tuple[str, str, str], ...]) -> Iterator[tuple[str, Any]]:
+    for name, target, value in steps:
+        make, settings = resolve(target), json.loads(value)
+        yield name, make(**settings) if isinstance(settings, dict) else make(settings)
+
+
+def pipeline(spec: StepSpec) -> Callable[[str | None], Document | Dropped]:
     """Make the function that turns a document, None if it is not valid Unicode, into one to keep or a reason."""
-    steps: list[tuple[str, Step]] = [(key, resolve(target)(json.loads(value))) for key, target, value in spec.steps]
+    steps: list[tuple[str, Step]] = list(_made(spec.steps))
+    comparisons: list[tuple[str, Comparison]] = list(_made(spec.comparisons))
 
-    def run(text: str | None) -> Document | str:
+    def run(text: str | None) -> Document | Dropped:
         if text is None:
-            return UNDECODABLE
+            return Dropped(UNDECODABLE)
         if not text or text.isspace():
-            return EMPTY
-        if steps:
-            messages = json.loads(text) if spec.chat else []
-            texts = before = [message["content"] for message in messages] if spec.chat else [text]
-            for key, step in steps:
-                made = step(texts)
-                if made is None:
-                    return key
-                if len(made) != len(before):
-                    raise ValueError(f"data.{key}: {len(made)} texts of {len(before)}")
-                texts = made
-            if not any(each and not each.isspace() for each in texts):
-                return EMPTY
-            if texts != before:
-                changed = [message | {"content": each} for message, each in zip(messages, texts, strict=False)]
-                text = json.dumps(changed, ensure_ascii=False) if spec.chat else texts[0]
+            return Dropped(EMPTY)
+        changed: list[str] = []
+        messages = json.loads(text) if spec.chat and (steps or comparisons) else []
+        texts = before = [message["content"] for message in messages] if spec.chat else [text]
+        for name, step in steps:
+            made = step(texts)
+            if made is None or isinstance(made, str):
+                return Dropped(name, made or "", _excerpt(texts))
+            if len(made) != len(before):
+                raise ValueError(f"{name}: {len(made)} texts of {len(before)}")
+            if made != texts:
+                changed.append(name)
+            texts = made
+        if steps and not any(each and not each.isspace() for each in texts):
+            return Dropped(EMPTY)
+        if changed:
+            contents = [message | {"content": each} for message, each in zip(messages, texts, strict=False)]
+            text = json.dumps(contents, ensure_ascii=False) if spec.chat else texts[0]
         data = text.encode()
-        name = digest(data)
-        return Document(data, name, spec.rule.of(name), len(data))
+        identity = digest(data)
+        marks = tuple(comparison.mark("\n".join(texts)) for _, comparison in comparisons)
+        return Document(
+            data, identity, spec.rule.of(identity), len(data), tuple(changed), marks, _excerpt(texts) if marks else ""
+        )
 
     return run
+
+
+def _excerpt(texts: list[str]) -> str:
+    return "\n".join(texts)[:EXCERPT]
+
+
+@dataclass
+class Seen:
+    """The documents that were kept so far, of all sources, and what the steps that compare know of them."""
+
+    spec: StepSpec
+    _digests: set[bytes] = field(default_factory=set)
+    _comparisons: list[tuple[str, Comparison]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._comparisons = list(_made(self.spec.comparisons))
+
+    def add(self, document: Document) -> Dropped | None:
+        """None if the document is kept; it is then one of them."""
+        if document.digest in self._digests:
+            return Dropped(DUPLICATES)
+        self._digests.add(document.digest)
+        for (name, comparison), mark in zip(self._comparisons, document.marks, strict=True):
+            if not comparison.add(mark):
+                return Dropped(name, excerpt=document.excerpt)
+        return None
+
+
+def length(min_characters: int | None, max_characters: int | None) -> Step:
+    """Drop documents with less or more text, of a conversation that of all its messages."""
+    least, most = min_characters or 0, max_characters
+
+    def step(texts: list[str]) -> list[str] | str:
+        size = sum(map(len, texts))
+        if size < least:
+            return "min_characters"
+        return "max_characters" if most is not None and size > most else texts
+
+    return step
 
 
 def min_characters(least: int) -> Step:

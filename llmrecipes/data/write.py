@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -18,13 +19,17 @@ from llmrecipes.data.chat import REJECTED, Conversations
 from llmrecipes.data.corpus import EncoderSpec, Tally, Worked, batches, encode_all
 from llmrecipes.data.manifest import ChatCounts, Counts, HeldOut, SourceFiles, SourceRecord, stem
 from llmrecipes.data.prepared import held_out_name
-from llmrecipes.data.split import SPLITS, Split
-from llmrecipes.data.steps import DUPLICATES, EMPTY, UNDECODABLE, Document
+from llmrecipes.data.split import SPLITS, Split, digest
+from llmrecipes.data.steps import DUPLICATES, EMPTY, UNDECODABLE, Document, Dropped, Seen, StepSpec
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Chat, Source
 from llmrecipes.units import MIB
 
 _REPORT_SECONDS = 5.0
+SAMPLES = "dropped.jsonl"
+"""File of samples of what the steps dropped."""
+_SAMPLES = 20
+"""Kept of a step."""
 
 
 def write(
@@ -76,6 +81,7 @@ def write(
         for part in output.parts.values():
             part.finish()
         texts = output.texts
+    output.samples.write(folder / SAMPLES, [sources.label(source) for source in every])
     held_out: dict[Split, HeldOut] = {
         split: HeldOut(bytes=t.bytes, gzip_bytes=t.file.stat().st_size) for split, t in texts.items()
     }
@@ -142,8 +148,9 @@ class _Output:
     def __init__(self, folder: Path, spec: EncoderSpec, stack: ExitStack) -> None:
         self.parts: dict[tuple[int, Split], _WrittenPart] = {}
         self.texts: dict[Split, _TextToWrite] = {}
+        self.samples = _Samples(spec.steps)
         self._folder, self._dtype, self._stack = folder, spec.dtype, stack
-        self._seen: set[bytes] = set()
+        self._seen = Seen(spec.steps)
 
     def add(self, worked: Worked, room: int | None, tally: Tally) -> _Added:
         """Write the documents of a batch until there are `room` tokens; those behind them count as not read."""
@@ -155,16 +162,16 @@ class _Output:
             if room is not None and added.tokens >= room:
                 break
             tally.read += 1
-            if isinstance(outcome, str):
-                tally.dropped[outcome] += 1
+            if isinstance(outcome, Dropped):
+                self._drop(worked.source, outcome, tally)
                 continue
             length = encoded.lengths[number]
             place, chosen = number, slice(start, start + length)
             number, start = number + 1, start + length
-            if outcome.digest in self._seen:
-                tally.dropped[DUPLICATES] += 1
+            if dropped := self._seen.add(outcome):
+                self._drop(worked.source, dropped, tally)
                 continue
-            self._seen.add(outcome.digest)
+            tally.changed.update(outcome.changed)
             answers = b""
             if talks is not None:
                 answers = talks.answers[chosen]
@@ -174,6 +181,12 @@ class _Output:
                 added.size += outcome.size
                 self._write(worked.source, outcome, ids[chosen], None if talks is None else answers)
         return added
+
+    def _drop(self, source: int, dropped: Dropped, tally: Tally) -> None:
+        tally.dropped[dropped.reason] += 1
+        if dropped.rule:
+            tally.rules[f"{dropped.reason}.{dropped.rule}"] += 1
+        self.samples.add(source, dropped)
 
     def _write(self, source: int, document: Document, ids: np.ndarray, answers: bytes | None) -> None:
         key = (source, document.split)
@@ -186,6 +199,33 @@ class _Output:
                 file = self._folder / held_out_name(document.split)
                 self.texts[document.split] = _TextToWrite(file, self._stack)
             self.texts[document.split].add(document.text)
+
+
+class _Samples:
+    """Samples of what each step dropped, for people to look at: those whose text has the smallest hashes, so a random
+    choice that depends neither on the order nor on the number of processes."""
+
+    def __init__(self, spec: StepSpec) -> None:
+        names = [name for name, _, _ in (*spec.steps, *spec.comparisons)]
+        self._kept: dict[str, dict[bytes, tuple[int, Dropped]]] = {name: {} for name in names}
+
+    def add(self, source: int, dropped: Dropped) -> None:
+        if dropped.excerpt:
+            kept = self._kept[dropped.reason]
+            kept[digest(dropped.excerpt.encode())] = (source, dropped)
+            if len(kept) > _SAMPLES:
+                del kept[max(kept)]
+
+    def write(self, file: Path, labels: list[str]) -> None:
+        """A JSON object a line, in the order of the steps; no file where nothing was dropped."""
+        rows = [
+            {"step": name, "rule": dropped.rule, "source": labels[source], "text": dropped.excerpt}
+            for name, kept in self._kept.items()
+            for _, (source, dropped) in sorted(kept.items())
+        ]
+        if rows:
+            lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            file.write_text("".join(lines), encoding="utf-8")
 
 
 @dataclass
@@ -226,6 +266,8 @@ def _record(
         undecodable=tally.dropped[UNDECODABLE],
         duplicates=tally.dropped[DUPLICATES],
         steps={reason: tally.dropped[reason] for reason in reasons},
+        rules=dict(sorted(tally.rules.items())),
+        changed={name: tally.changed[name] for name in reasons if tally.changed[name]},
         splits=kept,
         files=SourceFiles(files=listing.files, bytes=listing.bytes, sha256=listing.sha256) if listing else None,
     )

@@ -1,11 +1,13 @@
 """What a key switches on: a sink of metrics or a step of data preparation, declared in the type of the key.
 
-The section is the table: `Tracking` has the sinks, `Data` the steps, in the order in which they are applied.
+The section is the table: `Tracking` has the sinks. Steps are types of `data.steps`, listed in `recipe.data_steps`; some
+are keys of `Data`, and come first.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -31,14 +33,24 @@ class MetricSink:
 
 @dataclass(frozen=True, kw_only=True)
 class DataStep:
-    """A step of data preparation, declared by a key of `Data` and made from its value; the default disables it.
+    """A step of data preparation: a type of `data.steps` (`data_steps.STEPS`), or declared by a key of `Data` and made
+    from its value. The default of such a key disables it.
 
-    Dropped documents are counted by the key. A prepared folder depends on the key only where there is a step, so that
-    folders from before there was this key are still used.
+    Dropped documents are counted by the type or key. A prepared folder depends on the key only where there is a step,
+    so that folders from before there was this key are still used.
     """
 
     target: str
-    """`module:name` of a function from the value to a `data.steps.Step`, imported on demand."""
+    """`module:name` of what makes a `data.steps.Step` or, with `compares`, a `data.steps.Comparison`: called with the
+    keys that a type takes, or with the value of a key of `Data`. Imported on demand."""
+    takes: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of `data_steps.Step` that the type reads, with their defaults."""
+    compares: bool = False
+    """Whether it compares documents with earlier ones."""
+    extra: str | None = None
+    """Extra of pyproject.toml that has its package; None: the project's dependencies are enough."""
+    package: str | None = None
+    """What it imports from the extra."""
 
 
 Declared = TypeVar("Declared")

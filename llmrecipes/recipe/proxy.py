@@ -368,7 +368,7 @@ def _data(data: Data, model: Model) -> Data:
     small = {"max_length": longest and min(longest, model.seq_length + 1), "chat_template": None}
     tokenizer = data.tokenizer.model_copy(update={"type": "bpe", "path": None, "revision": None})
     # Steps are set for the recipe's sources.
-    steps = () if local else declared(type(data), DataStep)
+    steps = () if local else ("steps", *declared(type(data), DataStep))
     return data.model_copy(
         update={
             **{name: type(data).model_fields[name].default for name in steps},

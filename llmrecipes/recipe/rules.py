@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from llmrecipes.nested import leaves
-from llmrecipes.recipe import adapters, features, layout_rules, moe_rules, recompute, search_rules, shape, zero_rules
+from llmrecipes.recipe import (
+    adapters,
+    data_rules,
+    features,
+    layout_rules,
+    moe_rules,
+    recompute,
+    search_rules,
+    shape,
+    zero_rules,
+)
 from llmrecipes.recipe.degrees import divisors, multiples
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.engines import DEEPSPEED, engine_name, unknown_engine
@@ -332,17 +342,6 @@ def _sources(recipe: Recipe) -> Iterator[Problem]:
                 )
 
 
-def _characters(recipe: Recipe) -> Iterator[Problem]:
-    least, most = recipe.data.min_characters, recipe.data.max_characters
-    if least is not None and most is not None and least > most:
-        yield Problem(
-            "data.min_characters",
-            f"{least} is more than max_characters {most}",
-            "min_characters is at most max_characters",
-            "lower min_characters or raise max_characters",
-        )
-
-
 def _tokenizer(recipe: Recipe) -> Iterator[Problem]:
     tokenizer = recipe.data.tokenizer
     if tokenizer.type == "huggingface" and not tokenizer.path:
@@ -481,8 +480,8 @@ def _sink_settings(recipe: Recipe) -> Iterator[Problem]:
 
 _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     unknown_engine, _heads, _positions, _learning_rate, _schedule, _batch, recompute.rules,
-    _loss_chunks, _loss_scale, _overlap, _sources, _characters, _tokenizer, _retention, _spikes, _watchdog, _secrets,
-    _sink_settings,
+    _loss_chunks, _loss_scale, _overlap, _sources, data_rules.characters, data_rules.steps,
+    _tokenizer, _retention, _spikes, _watchdog, _secrets, _sink_settings,
     moe_rules.experts, moe_rules.latent_attention, moe_rules.multi_token_prediction,
     shape.mup_rules, adapters.rules, chat_sources, chat_template, chat_length,
     chat_packing, chat_objectives,

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from llmrecipes.recipe.data_steps import Steps
 from llmrecipes.recipe.plugins import DataStep, MetricSink
 from llmrecipes.recipe.search_section import Search
 from llmrecipes.recipe.section import Beta, NonNegFloat, NonNegInt, PosFloat, PosInt, Probability, Section
@@ -465,6 +466,8 @@ class Data(Section):
     """Drop documents with less text, of a conversation that of all its messages; unset: none."""
     max_characters: Annotated[PosInt | None, DataStep(target="llmrecipes.data.steps:max_characters")] = None
     """Drop documents with more text, of a conversation that of all its messages; unset: none."""
+    steps: Steps = ()
+    """What happens to a document before it is tokenized, in order; behind `min_characters` and `max_characters`."""
     num_workers: NonNegInt = 1
     """Loader processes per rank; 0 reads in the training process."""
     prefetch_factor: PosInt = 4

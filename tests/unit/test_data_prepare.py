@@ -25,7 +25,7 @@ from llmrecipes.data.manifest import FORMAT, stem
 from llmrecipes.data.prepare import Prepared, fingerprint, open_prepared, prepare
 from llmrecipes.data.prepared import bits_per_byte, bytes_per_token, gzip_bits_per_byte, held_out_text, index_usable
 from llmrecipes.data.split import SPLITS, SplitRule, check_disjoint, digest
-from llmrecipes.data.steps import StepSpec, pipeline, selected
+from llmrecipes.data.steps import Dropped, StepSpec, pipeline, selected
 from llmrecipes.data.tokenizer import EOD
 from llmrecipes.recipe.load import load, names
 from llmrecipes.recipe.plugins import DataStep, declared, resolve
@@ -229,7 +229,7 @@ def test_a_step_sees_the_text_of_a_conversation() -> None:
 
     def run(*steps: tuple[str, str, str]) -> bytes | str:
         found = pipeline(StepSpec(SplitRule((1.0, 0.0, 0.0)), True, steps))(talk)
-        return found if isinstance(found, str) else found.text
+        return found.reason if isinstance(found, Dropped) else found.text
 
     least, most = (
         (key, f"llmrecipes.data.steps:{key}", n) for key, n in (("min_characters", "6"), ("max_characters", "5"))

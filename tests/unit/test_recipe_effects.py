@@ -679,6 +679,12 @@ CASES: dict[str, Case] = {
     "data.tokenizer.revision": Case("0" * 40, tokens, TOKENIZER),
     "data.min_characters": Case(9, tokens),
     "data.max_characters": Case(9, tokens),
+    "data.steps.N.type": Case("repetition", tokens, {"data.steps.N.type": "unicode"}),
+    "data.steps.N.main_content": Case(False, tokens, {"data.steps.N.type": "html"}),
+    "data.steps.N.min_characters": Case(9, tokens, {"data.steps.N.type": "length", "data.steps.N.max_characters": 10}),
+    "data.steps.N.max_characters": Case(9, tokens, {"data.steps.N.type": "length", "data.steps.N.min_characters": 1}),
+    "data.steps.N.min_words": Case(9, tokens, {"data.steps.N.type": "gopher"}),
+    "data.steps.N.max_words": Case(9999, tokens, {"data.steps.N.type": "gopher"}),
     "data.split": Case([80.0, 10.0, 10.0], tokens),
     "data.num_workers": Case(3, loader),
     "data.prefetch_factor": Case(7, loader),
@@ -765,6 +771,7 @@ NAMES = {
     "name": "names the run's folder",
     "description": "documentation alone",
     "data.sources": "its items have lines of their own",
+    "data.steps": "its items have lines of their own",
     "search.space": "its items have lines of their own",
 }
 """Keys without a line, and why."""
@@ -781,7 +788,7 @@ def made(*changes: Mapping[str, Any]) -> Recipe:
         *sections, key = name.split(".")
         inside: Any = values
         for section in sections:
-            inside = inside[0] if section == ITEM else inside.setdefault(section, {})
+            inside = inside[0] if section == ITEM else inside.setdefault(section, [{}] if section == "steps" else {})
         inside[key] = copy.deepcopy(value)  # a longer key may change it
     return Recipe.model_validate({"name": "tiny", **values})
 

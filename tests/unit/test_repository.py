@@ -340,7 +340,7 @@ def test_lock_pins_and_hashes_everything(lock: Path) -> None:
 def test_lock_answers_pyproject(lock: Path) -> None:
     """A dependency added without `make lock` is noticed here, not by the first user."""
     locked = set(re.findall(r"^([a-z0-9.-]+)==", lock.read_text(), re.MULTILINE))
-    assert declared("dev", "search", "server", "wandb") - {"llmrecipes"} <= locked
+    assert declared("corpora", "dev", "search", "server", "wandb") - {"llmrecipes"} <= locked
     if lock.stem != "py311-cpu":
         assert declared("gpu") <= locked
 
@@ -372,12 +372,12 @@ def declared(*extras: str) -> set[str]:
 def test_every_dependency_has_its_reason() -> None:
     table = (ROOT / "docs" / "development" / "architecture.md").read_text().partition("\n## Dependencies\n")[2]
     explained = {normal(name) for name in re.findall(r"^\| `([^`\[]+)[^`]*` \|", table, re.MULTILINE)}
-    assert explained == declared("dev", "eval", "gpu", "search", "serve", "server", "wandb", "zero")
+    assert explained == declared("corpora", "dev", "eval", "gpu", "search", "serve", "server", "wandb", "zero")
 
 
 def test_every_import_is_declared() -> None:
     providers = packages_distributions()
-    known = declared("eval", "gpu", "search", "wandb", "zero")
+    known = declared("corpora", "eval", "gpu", "search", "wandb", "zero")
     shipped_with = {"pydantic_core": "pydantic", "pynvml": "nvidia-ml-py"}
     optional = {"transformer_engine", "apex", "pandas"}  # used where the user's machine has them
     missing = []

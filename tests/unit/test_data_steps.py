@@ -1,0 +1,166 @@
+"""The steps of `data.steps`: what each changes and drops, how it is counted, and the lists that are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmrecipes.data import corpus as corpus_module
+from llmrecipes.data.copies import normalized
+from llmrecipes.data.prepare import prepare
+from llmrecipes.data.prepared import fingerprint, held_out_text
+from llmrecipes.data.split import SplitRule
+from llmrecipes.data.steps import Dropped, pipeline, step_spec
+from llmrecipes.data.write import SAMPLES
+from llmrecipes.recipe.data_steps import STEPS, Step
+from llmrecipes.recipe.load import load
+from llmrecipes.recipe.plugins import resolve
+from llmrecipes.recipe.schema import Data, Recipe, Source
+from tests.refusals import has_token, refused
+from tests.unit.data_recipes import recipe
+
+PROSE = (
+    "The committee met on Tuesday to discuss the budget of the coming year, and most of the members agreed with the "
+    "proposal that they had got. After a long debate about roads, schools and the old harbour, they decided to "
+    "ask an engineer for advice before anything is built. Nobody expected the work to begin before spring."
+)
+PAGE_TEXT, MARKDOWN, REPAIRED = "A harbour & a road.", "# <html> in Markdown", "schön — a red “word”\r\n"
+PAGE = (
+    "<!DOCTYPE html><html><head><title>t</title><style>p{}</style><script>var x = 1;</script></head><body>"
+    "<nav><ul><li><a href='/'>Home</a></li></ul></nav><main><p>A harbour &amp; a road.</p></main></body></html>"
+)
+
+
+def run(text: str, *steps: dict[str, Any]) -> str | tuple[str, str]:
+    """The text that the steps make of a document, or the step and rule that drop it."""
+    outcome = pipeline(step_spec(Data(steps=tuple(Step.model_validate(step) for step in steps))))(text)
+    return (outcome.reason, outcome.rule) if isinstance(outcome, Dropped) else outcome.text.decode()
+
+
+def with_steps(source: Source, *steps: dict[str, Any]) -> Recipe:
+    used = recipe(source)
+    return used.model_copy(
+        update={"data": used.data.model_copy(update={"steps": tuple(Step.model_validate(step) for step in steps)})}
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "step", "expected"),
+    [
+        (PAGE, {"type": "html"}, PAGE_TEXT),
+        (MARKDOWN, {"type": "html"}, MARKDOWN),
+        ("schÃ¶n â€” a \x1b[31mred\x1b[0m “word”\r\n", {"type": "unicode"}, REPAIRED),
+        ("abc", {"type": "length", "min_characters": 4}, ("length", "min_characters")),
+        ("abcde", {"type": "length", "max_characters": 4}, ("length", "max_characters")),
+        ("mail a.b@c-d.example.org, not a@b", {"type": "personal_data"}, "mail |||EMAIL_ADDRESS|||, not a@b"),
+        (
+            "8.8.8.8 and 2001:4860:4860::8888 at 12:30:45, 127.0.0.1, 10.0.0.1, version 1.2.3.4.5",
+            {"type": "personal_data"},
+            "|||IP_ADDRESS||| and |||IP_ADDRESS||| at 12:30:45, 127.0.0.1, 10.0.0.1, version 1.2.3.4.5",
+        ),
+        (PROSE, {"type": "gopher"}, PROSE),
+        (PROSE, {"type": "gopher", "min_words": 100}, ("gopher", "words")),
+        (PROSE, {"type": "gopher", "min_words": 1, "max_words": 10}, ("gopher", "words")),
+        ("a b c " * 30, {"type": "gopher"}, ("gopher", "word_length")),
+        ("#word " * 60, {"type": "gopher"}, ("gopher", "symbols")),
+        ("- the word and word\n" * 20, {"type": "gopher"}, ("gopher", "bullets")),
+        ("the word and a few more words of it\n" * 8 + "more…\n" * 5, {"type": "gopher"}, ("gopher", "ellipses")),
+        ("the word and 1234 5678 9012 " * 20, {"type": "gopher"}, ("gopher", "letters")),
+        ("palabra numero siguiente " * 20, {"type": "gopher"}, ("gopher", "stop_words")),
+        (PROSE, {"type": "repetition"}, PROSE),
+        ("one line\n" * 3 + PROSE, {"type": "repetition"}, ("repetition", "lines")),
+        (f"{PROSE}\n\n{PROSE}\n\na\n\nb\n\nc\n\nd", {"type": "repetition"}, ("repetition", "line_characters")),
+        (" ".join(f"buy now {n}" for n in range(40)), {"type": "repetition"}, ("repetition", "top_2_gram")),
+        (f"{PROSE} {PROSE}", {"type": "repetition"}, ("repetition", "5_grams")),
+    ],
+)  # fmt: skip
+def test_what_a_step_makes_of_a_document(text: str, step: dict[str, Any], expected: str | tuple[str, str]) -> None:
+    assert run(text, step) == expected
+
+
+def test_navigation_is_kept_where_the_whole_page_is_wanted() -> None:
+    assert "Home" in run(PAGE, {"type": "html", "main_content": False})
+    assert "Home" not in run(PAGE, {"type": "html"})
+
+
+def test_steps_are_applied_in_their_order() -> None:
+    short, mask = {"type": "length", "max_characters": 15}, {"type": "personal_data"}
+    assert run("a@example.org", mask, short) == ("length", "max_characters")
+    assert run("a@example.org", short, mask) == "|||EMAIL_ADDRESS|||"
+
+
+def test_ccnet_normalization() -> None:
+    assert normalized("  Ünïted—2024,\n the  U.N. ") == "united 0000 the u n"
+
+
+def test_counts_samples_and_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bytes whatever the number of processes; held-out text and hashes are those of the cleaned documents."""
+    monkeypatch.setattr(corpus_module, "_ALONE", 1)
+    monkeypatch.setattr(corpus_module, "_BATCH_CHARACTERS", 4096)
+    rows = [f"{PROSE} Entry {'abcdefghij'[n % 10] * (n // 10 + 1)}, by user{n}@example.org." for n in range(120)]
+    rows += [row.upper() for row in rows[:7]] + [f"short {n}" for n in range(30)] + ["", PROSE.replace("the", "#")]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    source = Source(type="jsonl", path=str(file))
+    steps = ({"type": "gopher", "min_words": 40}, {"type": "personal_data"}, {"type": "duplicates"})
+    used = with_steps(source, *steps)
+    lines: list[str] = []
+    one, two = (prepare(used, tmp_path / f"{n}", workers=n, progress=lines.append) for n in (1, 2))
+    record = one.manifest.sources[0]
+    assert (record.read, record.empty, record.duplicates) == (159, 1, 7)
+    assert record.steps == {"gopher": 31, "personal_data": 0}
+    assert record.rules == {"gopher.symbols": 1, "gopher.words": 30}
+    assert record.changed == {"personal_data": 120}
+    assert sum(counts.documents for counts in record.splits.values()) == 120
+    assert any("7 duplicate" in line and "31 by gopher" in line for line in lines)
+    assert b"@example.org" not in held_out_text(one) and b"|||EMAIL_ADDRESS|||" in held_out_text(one)
+    assert {n: f.sha256 for n, f in one.manifest.files.items()} == {n: f.sha256 for n, f in two.manifest.files.items()}
+    samples = [json.loads(line) for line in (one.path / SAMPLES).read_text().splitlines()]
+    assert [sample["step"] for sample in samples] == ["gopher"] * 20 + ["duplicates"] * 7
+    assert all(sample["source"] == record.label for sample in samples)
+    assert any(sample["rule"] == "words" and sample["text"].startswith("short ") for sample in samples)
+    assert all("ENTRY" in sample["text"] for sample in samples if sample["step"] == "duplicates")
+    assert one.verify() == 120
+    # Order, types and keys count, a default that is written does not.
+    others = [steps[::-1][1:], steps[:1], (steps[0] | {"max_words": 99}, *steps[1:]), ()]
+    assert len({fingerprint(with_steps(source, *other)) for other in (steps, *others)}) == 5
+    assert fingerprint(with_steps(source, steps[0] | {"max_words": 100_000}, *steps[1:])) == fingerprint(used)
+
+
+def test_every_type_has_its_function_and_its_keys() -> None:
+    named = {key for step in STEPS.values() for key in step.takes}
+    assert named == set(Step.model_fields) - {"type"}
+    assert set(STEPS) == set(Step.model_fields["type"].annotation.__args__)  # type: ignore[union-attr]
+    assert all(callable(resolve(step.target)) for step in STEPS.values())
+    assert step_spec(Data()).steps == () and SplitRule((1.0, 0.0, 0.0)).of(b"\0" * 32) == "train"
+
+
+@pytest.mark.parametrize(
+    ("steps", "where", "value"),
+    [
+        ("[{type: denoise}]", "data.steps.0.type", "gopher"),
+        ("[{type: unicode, treshold: 3}]", "data.steps.0.treshold", "data.steps.0.treshold"),
+        ("[{type: repetition, min_words: 3}]", "data.steps.0.min_words", "gopher"),
+        ("[{type: length}]", "data.steps.0", "min_characters"),
+        ("[{type: length, min_characters: 9, max_characters: 8}]", "data.steps.0.min_characters", "8"),
+        ("[{type: gopher, max_words: 9}]", "data.steps.0.min_words", "50"),
+        ("[{type: html}, {type: html, main_content: false}]", "data.steps", "html"),
+        ("[{type: duplicates}, {type: unicode}]", "data.steps.1", "duplicates"),
+    ],
+)
+def test_a_list_that_cannot_be_meant_is_refused(steps: str, where: str, value: str) -> None:
+    with refused(where) as caught:
+        load("gpt-tiny", [f"data.steps={steps}"])
+    assert has_token(str(caught.value), value)
+
+
+def test_a_missing_package_is_named_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmrecipes.data.steps.find_spec", lambda name: None)
+    source = Source(type="text", path=str(tmp_path / "nowhere"))
+    with refused("data.steps.0.type") as caught:
+        prepare(with_steps(source, {"type": "unicode"}), tmp_path / "data", workers=1)
+    assert has_token(str(caught.value), "ftfy") and "llmrecipes[corpora]" in str(caught.value)
+    assert not [path for path in (tmp_path / "data").iterdir() if path.suffix != ".lock"]
