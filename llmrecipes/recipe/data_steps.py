@@ -20,6 +20,13 @@ STEPS: dict[str, DataStep] = {
     "repetition": DataStep(target=f"{NAMESPACE}.quality:repetition"),
     "personal_data": DataStep(target=f"{NAMESPACE}.cleaning:personal_data"),
     "duplicates": DataStep(target=f"{NAMESPACE}.copies:Duplicates", compares=True),
+    "near_duplicates": DataStep(
+        target=f"{NAMESPACE}.copies:NearDuplicates",
+        takes={"threshold": 0.8, "permutations": 128, "shingle_words": 5},
+        compares=True,
+        extra="corpora",
+        package="rensa",
+    ),
 }
 """What `data.steps[].type` may be. A step that compares documents comes after those that look at one."""
 
@@ -27,11 +34,12 @@ STEPS: dict[str, DataStep] = {
 class Step(Section):
     """A step of cleaning. Steps are applied in order; what they drop is counted, with samples in the prepared data."""
 
-    type: Literal["html", "unicode", "length", "gopher", "repetition", "personal_data", "duplicates"]
+    type: Literal["html", "unicode", "length", "gopher", "repetition", "personal_data", "duplicates", "near_duplicates"]
     """`html`: the text of documents that are web pages. `unicode`: repair text that was decoded wrongly (ftfy).
     `length`: limits of characters. `gopher`, `repetition`: the quality and repetition rules of Gopher. `personal_data`:
     mask e-mail addresses and public IP addresses. `duplicates`: drop documents that differ from an earlier one only in
-    case, digits, punctuation, accents or white space."""
+    case, digits, punctuation, accents or white space. `near_duplicates`: drop documents that are nearly equal to an
+    earlier one that was kept (MinHash); no copy of a training text is then held out."""
     main_content: bool | None = None
     """`html`: leave out navigation, headers, footers and forms; unset: true."""
     min_characters: PosInt | None = None
@@ -42,6 +50,13 @@ class Step(Section):
     """`gopher`: drop documents with fewer words; unset: 50."""
     max_words: PosInt | None = None
     """`gopher`: drop documents with more words; unset: 100,000."""
+
+    threshold: Annotated[float | None, Field(ge=0.1, lt=1)] = None
+    """`near_duplicates`: share of their shingles that two documents have in common (Jaccard); unset: 0.8."""
+    permutations: Annotated[int | None, Field(ge=16, le=1024)] = None
+    """`near_duplicates`: hash values of a signature; more are more exact; unset: 128."""
+    shingle_words: PosInt | None = None
+    """`near_duplicates`: words of a shingle; unset: 5."""
 
     @property
     def settings(self) -> dict[str, Any]:
