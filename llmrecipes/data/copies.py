@@ -87,7 +87,7 @@ class NearDuplicates:
     A document is only compared with kept ones, of which no two are therefore similar: whatever splits they are in, no
     held-out text has a near-copy in training text, and every cluster of copies is represented once, in one split.
 
-    Held for a kept document: 4 bytes a permutation, and 24 to 48 a band.
+    Held for a kept document: 4 to 8 bytes a permutation, and 24 to 48 a band.
 
     Args:
         threshold: Jaccard index from which on documents are near-duplicates.

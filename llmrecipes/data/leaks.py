@@ -48,7 +48,7 @@ class NearCopies:
 def check_near_copies(prepared: Prepared, most: int = MOST) -> NearCopies | None:
     """Compare training documents with all held-out ones by other hash functions, and similar pairs word by word.
 
-    Memory is bounded by the held-out documents: some 1.5 KB each with the default permutations.
+    Memory is bounded by the held-out documents: 1 to 2 KB each with the default permutations.
 
     Args:
         prepared: the opened folder.

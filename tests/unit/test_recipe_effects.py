@@ -684,6 +684,12 @@ CASES: dict[str, Case] = {
     "data.steps.N.main_content": Case(False, tokens, {"data.steps.N.type": "html"}),
     "data.steps.N.min_characters": Case(9, tokens, {"data.steps.N.type": "length", "data.steps.N.max_characters": 10}),
     "data.steps.N.max_characters": Case(9, tokens, {"data.steps.N.type": "length", "data.steps.N.min_characters": 1}),
+    "data.steps.N.languages": Case(["de"], tokens, {"data.steps.N.type": "language", "data.steps.N.languages": ["en"]}),
+    "data.steps.N.min_probability": Case(
+        0.9, tokens, {"data.steps.N.type": "language", "data.steps.N.languages": ["en"]}
+    ),
+    "data.steps.N.paths": Case(["b"], tokens, {"data.steps.N.type": "decontaminate", "data.steps.N.paths": ["a"]}),
+    "data.steps.N.ngram_words": Case(8, tokens, {"data.steps.N.type": "decontaminate", "data.steps.N.paths": ["a"]}),
     "data.steps.N.min_words": Case(9, tokens, {"data.steps.N.type": "gopher"}),
     "data.steps.N.max_words": Case(9999, tokens, {"data.steps.N.type": "gopher"}),
     "data.steps.N.threshold": Case(0.7, tokens, NEAR),
