@@ -73,17 +73,19 @@ def planted(texts: list[str], copies: int, threshold: float) -> dict[str, object
         return kept
 
     dropped = [number for number, words in enumerate(originals) if not add(words)]
+    # a copy of a dropped one may have no kept document like it
+    kept = sorted(set(range(len(originals))) - set(dropped))
     by_edit: dict[str, dict[str, float | None]] = {}
     all_similar = all_missed = 0
     for share in EDITS:
         similarities, missed, hits = [], 0, 0
-        for number in rng.sample(range(len(originals)), copies):
-            kept = add([rng.choice(vocabulary) if rng.random() < share else word for word in originals[number]])
+        for number in rng.sample(kept, copies):
+            stays = add([rng.choice(vocabulary) if rng.random() < share else word for word in originals[number]])
             similarity = jaccard(grams[number], grams[-1])
             similarities.append(similarity)
-            hits += not kept
-            missed += kept and similarity >= threshold
-            if not kept:
+            hits += not stays
+            missed += stays and similarity >= threshold
+            if not stays:
                 dropped.append(len(grams) - 1)
         similar = sum(similarity >= threshold for similarity in similarities)
         all_similar, all_missed = all_similar + similar, all_missed + missed
