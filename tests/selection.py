@@ -29,7 +29,8 @@ VERSION = (
 
 NOT_VERSION = (
     "dist/test_checkpoint_killed", "dist/test_failing", "dist/test_stops", "dist/test_verify", "faults/", "train/",
-    "unit/test_bench.py", "unit/test_benchmark_contenders", "unit/test_data_chat", "unit/test_deepspeed_config",
+    "unit/test_bench.py", "unit/test_benchmark_contenders", "unit/test_data_chat", "unit/test_data_copies",
+    "unit/test_data_overview", "unit/test_data_steps", "unit/test_deepspeed_config",
     "unit/test_evaluation", "unit/test_faults_", "unit/test_finetune", "unit/test_hf_reading",
     "unit/test_layout_names", "unit/test_merge_", "unit/test_gpu_report", "unit/test_network", "unit/test_rendezvous",
     "unit/test_workflow_train",

@@ -53,6 +53,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
     "Training": {
         "prepare": "training.prepare",
+        "data": "data.app",
         "train": "training.train",
         "search": "search.search",
         "smoke": "training.smoke",

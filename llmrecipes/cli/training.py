@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -95,7 +96,12 @@ def prepare(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Check the hash of every file, and that no document is in two splits.")
+        bool,
+        typer.Option(
+            "--verify",
+            help="Check the hash of every file, that no document is in two splits, and with near_duplicates that no "
+            "near-copy of training text is held out.",
+        ),
     ] = False,
     workers: Annotated[
         int | None,
@@ -112,9 +118,14 @@ def prepare(
 
     setup_logging()
     prepared = make(load(recipe, overrides or []).recipe, data_dir, workers=workers, progress=None if as_json else _say)
-    documents = prepared.verify() if verify else None
+    documents, copies = None, None
+    if verify:
+        from llmrecipes.data.leaks import check_near_copies  # imports megatron-core
+
+        documents, copies = prepared.verify(), check_near_copies(prepared)
     if as_json:
-        values = {"path": str(prepared.path), "verified_documents": documents}
+        near = None if copies is None else asdict(copies)
+        values = {"path": str(prepared.path), "verified_documents": documents, "near_copies": near}
         print(json.dumps({**values, **prepared.manifest.model_dump(mode="json")}, indent=2))
         return
     rows = [("split", "documents", "tokens", "bytes")]
@@ -123,6 +134,8 @@ def prepare(
         rows.append((split, f"{counts.documents:,}", f"{counts.tokens:,}", f"{counts.bytes:,}"))
     checked = "" if documents is None else f": all hashes match, {documents:,} documents in one split each"
     show(TextTable(rows, right=(1, 2, 3)), f"{prepared.path}{checked}")
+    if copies is not None:
+        typer.echo(str(copies))
 
 
 @early_signals()

@@ -29,7 +29,7 @@ from llmrecipes.data.prepared import (
     max_length,
     open_prepared,
 )
-from llmrecipes.data.steps import StepSpec, require_installed, step_spec
+from llmrecipes.data.steps import StepSpec, require_usable, step_spec
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.builds import import_megatron
 from llmrecipes.hardware.cluster import cpu_cores
@@ -114,7 +114,7 @@ def _fill(
     from llmrecipes.data.write import write
 
     every, steps = recipe.data.sources, step_spec(recipe.data)
-    require_installed(recipe.data)
+    require_usable(recipe.data)
     for source in every:
         sources.files(source)  # report a missing source before minutes of work
     if recipe.data.chat is not None:

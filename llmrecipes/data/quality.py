@@ -1,4 +1,5 @@
-"""Steps that drop documents by Gopher's rules of quality and repetition (Rae et al. 2021, arXiv 2112.11446, A.1.1)."""
+"""Steps that drop documents by Gopher's rules of quality and repetition (Rae et al. 2021, arXiv 2112.11446, A.1.1), and
+by language."""
 
 from __future__ import annotations
 
@@ -105,3 +106,22 @@ def _again(words: list[str], n: int) -> int:
         else:
             seen.add(gram)
     return total
+
+
+def language(languages: list[str], min_probability: float) -> Step:
+    """Drop documents that are not in one of the languages, by py3langid's model (Lui and Baldwin 2012).
+
+    Counted by the most probable language of all that the model knows, or as `uncertain` below `min_probability`.
+    """
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier  # type: ignore[import-untyped]
+
+    identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+    wanted = frozenset(languages)
+
+    def step(texts: list[str]) -> list[str] | str:
+        code, probability = identifier.classify("\n".join(texts))
+        if code not in wanted:
+            return str(code)
+        return texts if probability >= min_probability else "uncertain"
+
+    return step

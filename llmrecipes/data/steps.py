@@ -111,8 +111,8 @@ def step_spec(data: Data) -> StepSpec:
     )
 
 
-def require_installed(data: Data) -> None:
-    """Refuse steps whose package is missing.
+def require_usable(data: Data) -> None:
+    """Refuse steps whose package or files are missing, before minutes of work.
 
     Raises:
         UserError: the first of them.
@@ -126,6 +126,8 @@ def require_installed(data: Data) -> None:
                 rule=f"the step {step.type} is optional: its package is in the extra {kind.extra}",
                 fix=f"pip install 'llmrecipes[{kind.extra}]', or take the step out",
             )
+        if step.paths:
+            resolve(kind.target)(**step.settings)  # reads them
 
 
 def _made(steps: tuple[tuple[str, str, str], ...]) -> Iterator[tuple[str, Any]]:

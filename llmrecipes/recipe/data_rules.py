@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
-from llmrecipes.recipe.data_steps import STEPS
+from llmrecipes.recipe.data_steps import LANGUAGES, REQUIRED, STEPS
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.schema import Recipe
 
@@ -36,6 +36,17 @@ def steps(recipe: Recipe) -> Iterator[Problem]:
                 f"set with type {step.type}",
                 f"{name} is a key of {', '.join(of)}; of {step.type}, {choices}",
                 f"leave {name} out",
+            )
+        if getattr(step, REQUIRED.get(step.type, "type")) is None:
+            name = REQUIRED[step.type]
+            yield Problem(f"{key}.{name}", "missing", f"{step.type} needs {name}", f"set {name}, or take the step out")
+        for code in sorted(set(step.languages or ()) - set(LANGUAGES)):
+            short = code[:2].lower()
+            yield Problem(
+                f"{key}.languages",
+                f"{code!r} is not a language of the model",
+                f"the codes are those of ISO 639: {', '.join(LANGUAGES)}",
+                short if short in LANGUAGES else "",
             )
         for unit in ("characters", "words"):
             values = step.settings

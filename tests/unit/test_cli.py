@@ -176,7 +176,7 @@ def test_without_a_command_it_says_how_to_begin(capsys: pytest.CaptureFixture[st
     for words in commands:
         # Training takes minutes; its plan says that it would begin.
         assert run(capsys, *(["show", *words[1:]] if words[0] == "train" else words))[0] == 0
-    assert run(capsys, "bench")[0] == 0
+    assert run(capsys, "bench")[0] == run(capsys, "data")[0] == 0
 
 
 def test_help_has_every_command_once_with_a_whole_sentence(capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,10 +189,13 @@ def test_help_has_every_command_once_with_a_whole_sentence(capsys: pytest.Captur
     assert not [line for line in shown if line.endswith("...")], "a summary is too long for one line"
 
 
+GROUPS = {"bench": ("collectives", "fabric", "step", "data"), "data": ("show", "stats")}
+
+
 def leaves() -> list[list[str]]:
     """Every command with the words that call it."""
-    single = [[name] for commands in cli.SECTIONS.values() for name in commands if name != "bench"]
-    return [*single, *(["bench", name] for name in ("collectives", "fabric", "step", "data"))]
+    single = [[name] for commands in cli.SECTIONS.values() for name in commands if name not in GROUPS]
+    return [*single, *([group, name] for group, names in GROUPS.items() for name in names)]
 
 
 @pytest.mark.parametrize("words", leaves(), ids=" ".join)

@@ -15,7 +15,7 @@ from llmrecipes.data.prepared import fingerprint, held_out_text
 from llmrecipes.data.split import SplitRule
 from llmrecipes.data.steps import Dropped, pipeline, step_spec
 from llmrecipes.data.write import SAMPLES
-from llmrecipes.recipe.data_steps import STEPS, Step
+from llmrecipes.recipe.data_steps import LANGUAGES, STEPS, Step
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.plugins import resolve
 from llmrecipes.recipe.schema import Data, Recipe, Source
@@ -61,6 +61,9 @@ def with_steps(source: Source, *steps: dict[str, Any]) -> Recipe:
             {"type": "personal_data"},
             "|||IP_ADDRESS||| and |||IP_ADDRESS||| at 12:30:45, 127.0.0.1, 10.0.0.1, version 1.2.3.4.5",
         ),
+        (PROSE, {"type": "language", "languages": ["de", "en"]}, PROSE),
+        (PROSE, {"type": "language", "languages": ["de"]}, ("language", "en")),
+        ("x = 1", {"type": "language", "languages": ["en", "zxx"], "min_probability": 0.9}, ("language", "uncertain")),
         (PROSE, {"type": "gopher"}, PROSE),
         (PROSE, {"type": "gopher", "min_words": 100}, ("gopher", "words")),
         (PROSE, {"type": "gopher", "min_words": 1, "max_words": 10}, ("gopher", "words")),
@@ -148,6 +151,9 @@ def test_every_type_has_its_function_and_its_keys() -> None:
         ("[{type: length, min_characters: 9, max_characters: 8}]", "data.steps.0.min_characters", "8"),
         ("[{type: gopher, max_words: 9}]", "data.steps.0.min_words", "50"),
         ("[{type: html}, {type: html, main_content: false}]", "data.steps", "html"),
+        ("[{type: language, languages: [en, deu]}]", "data.steps.0.languages", "de"),
+        ("[{type: language}]", "data.steps.0.languages", "language"),
+        ("[{type: decontaminate}]", "data.steps.0.paths", "decontaminate"),
         ("[{type: duplicates}, {type: unicode}]", "data.steps.1", "duplicates"),
     ],
 )
@@ -164,3 +170,29 @@ def test_a_missing_package_is_named_before_anything_is_read(tmp_path: Path, monk
         prepare(with_steps(source, {"type": "unicode"}), tmp_path / "data", workers=1)
     assert has_token(str(caught.value), "ftfy") and "llmrecipes[corpora]" in str(caught.value)
     assert not [path for path in (tmp_path / "data").iterdir() if path.suffix != ".lock"]
+
+
+def test_documents_with_text_of_an_evaluation_are_dropped(tmp_path: Path) -> None:
+    rows = [{"question": PROSE, "choices": ["short", PROSE[:20]]}, {"question": None, "answer": 3}]
+    (tmp_path / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "\n")
+    step = {"type": "decontaminate", "paths": [str(tmp_path / "*.jsonl")]}
+    words = PROSE.split()
+    inside = f"short {' '.join(words[9:22]).upper().replace(',', ' !')} and so on"
+    assert run(inside, step) == ("decontaminate", "task.jsonl")
+    other = f"short {' '.join(words[9:21])} and so on"
+    assert run(other, step) == other
+    assert run(other, step | {"ngram_words": 12}) == ("decontaminate", "task.jsonl")
+
+
+def test_evaluation_files_are_read_before_anything_else(tmp_path: Path) -> None:
+    nowhere = Source(type="text", path=str(tmp_path / "nowhere"))
+    (tmp_path / "bad.jsonl").write_text("{}\n{")
+    for name, where in (("missing.txt", "data.steps[].paths"), ("bad.jsonl", f"{tmp_path / 'bad.jsonl'}:2")):
+        with refused(where):
+            prepare(with_steps(nowhere, {"type": "decontaminate", "paths": [str(tmp_path / name)]}), tmp_path / "data")
+
+
+def test_the_languages_are_those_of_the_model() -> None:
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier  # type: ignore[import-untyped]
+
+    assert sorted(LanguageIdentifier.from_model_file(MODEL_FILE).labels) == list(LANGUAGES)

@@ -459,6 +459,7 @@ HUB = {"data.sources.N.type": "hub", "data.sources.N.path": "allenai/c4"}
 FILES = {"data.sources.N.type": "jsonl", "data.sources.N.path": "a"}
 CHAT = {"data.sources.N.type": "docstrings", "data.chat": {}}
 TOKENIZER = {"data.tokenizer.type": "huggingface", "data.tokenizer.path": "gpt2"}
+NEAR = {"data.steps.N.type": "near_duplicates"}
 WANDB = {"tracking.wandb": True}
 
 TP_OVERLAP = {
@@ -696,8 +697,17 @@ CASES: dict[str, Case] = {
     "data.steps.N.main_content": Case(False, tokens, {"data.steps.N.type": "html"}),
     "data.steps.N.min_characters": Case(9, tokens, {"data.steps.N.type": "length", "data.steps.N.max_characters": 10}),
     "data.steps.N.max_characters": Case(9, tokens, {"data.steps.N.type": "length", "data.steps.N.min_characters": 1}),
+    "data.steps.N.languages": Case(["de"], tokens, {"data.steps.N.type": "language", "data.steps.N.languages": ["en"]}),
+    "data.steps.N.min_probability": Case(
+        0.9, tokens, {"data.steps.N.type": "language", "data.steps.N.languages": ["en"]}
+    ),
+    "data.steps.N.paths": Case(["b"], tokens, {"data.steps.N.type": "decontaminate", "data.steps.N.paths": ["a"]}),
+    "data.steps.N.ngram_words": Case(8, tokens, {"data.steps.N.type": "decontaminate", "data.steps.N.paths": ["a"]}),
     "data.steps.N.min_words": Case(9, tokens, {"data.steps.N.type": "gopher"}),
     "data.steps.N.max_words": Case(9999, tokens, {"data.steps.N.type": "gopher"}),
+    "data.steps.N.threshold": Case(0.7, tokens, NEAR),
+    "data.steps.N.permutations": Case(64, tokens, NEAR),
+    "data.steps.N.shingle_words": Case(3, tokens, NEAR),
     "data.split": Case([80.0, 10.0, 10.0], tokens),
     "data.num_workers": Case(3, loader),
     "data.prefetch_factor": Case(7, loader),

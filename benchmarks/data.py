@@ -1,0 +1,161 @@
+"""The steps of `data.steps`: speed of each, and recall and precision of `near_duplicates` on planted copies.
+
+    python benchmarks/data.py [--copies N] [--documents N]
+
+Text is the standard library's source, one process. A copy has a share of its words replaced by other words of the
+corpus, at random places. Similarity is the exact Jaccard index of shingles. Recall: of the copies whose similarity to
+their original is at least the threshold, those that are dropped. Precision: of all dropped documents, those that are
+planted copies or have a kept document with a similarity of at least the threshold; and without regard to what was
+planted, those that have one of at least the threshold, or of two standard errors below it, from which on documents are
+dropped. Memory and time of the index are measured with random signatures, as of documents without
+copies. Seconds are processor time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import resource
+import time
+from collections import defaultdict
+
+import numpy as np
+
+from llmrecipes.data import sources
+from llmrecipes.data.copies import NearDuplicates, SignatureIndex, bands_of, margin, shingles
+from llmrecipes.data.steps import Dropped, Seen, pipeline, step_spec
+from llmrecipes.recipe.data_steps import STEPS, Step
+from llmrecipes.recipe.schema import Data, Source
+from llmrecipes.units import MIB
+
+EDITS = (0.01, 0.02, 0.05, 0.1, 0.2)
+LEAST_WORDS = 100
+KEYS: dict[str, dict[str, object]] = {
+    "length": {"min_characters": 1},
+    "language": {"languages": ["en"]},
+    "decontaminate": {"paths": [__file__]},
+}
+
+
+def speed(texts: list[str], kind: str) -> dict[str, float]:
+    """MiB/s of a step and the share of documents that it drops."""
+    spec = step_spec(Data(steps=(Step.model_validate({"type": kind} | KEYS.get(kind, {})),)))
+    run, seen = pipeline(spec), Seen(spec)
+    run(texts[0])
+    started, dropped = time.process_time(), 0
+    for text in texts:
+        outcome = run(text)
+        dropped += isinstance(outcome, Dropped) or seen.add(outcome) is not None
+    seconds = time.process_time() - started
+    return {
+        "mib_per_second": sum(len(text.encode()) for text in texts) / MIB / seconds,
+        "dropped": dropped / len(texts),
+    }
+
+
+def planted(texts: list[str], copies: int, threshold: float) -> dict[str, object]:
+    """Recall at each share of edits, and precision."""
+    rng = random.Random(1)
+    settings = Step(type="near_duplicates", threshold=threshold).settings
+    near, n = NearDuplicates(**settings), settings["shingle_words"]
+    originals = [text.split() for text in texts if len(text.split()) >= LEAST_WORDS]
+    vocabulary = [word for words in originals for word in words]
+    grams, kept_with = [], defaultdict(list)
+
+    def add(words: list[str]) -> bool:
+        text = " ".join(words)
+        grams.append(frozenset(shingles(text, n)))
+        if kept := near.add(near.mark(text)):
+            for gram in grams[-1]:
+                kept_with[gram].append(len(grams) - 1)
+        return kept
+
+    dropped = [number for number, words in enumerate(originals) if not add(words)]
+    # a copy of a dropped one may have no kept document like it
+    kept = sorted(set(range(len(originals))) - set(dropped))
+    by_edit: dict[str, dict[str, float | None]] = {}
+    all_similar = all_missed = 0
+    for share in EDITS:
+        similarities, missed, hits = [], 0, 0
+        for number in rng.sample(kept, copies):
+            stays = add([rng.choice(vocabulary) if rng.random() < share else word for word in originals[number]])
+            similarity = jaccard(grams[number], grams[-1])
+            similarities.append(similarity)
+            hits += not stays
+            missed += stays and similarity >= threshold
+            if not stays:
+                dropped.append(len(grams) - 1)
+        similar = sum(similarity >= threshold for similarity in similarities)
+        all_similar, all_missed = all_similar + similar, all_missed + missed
+        by_edit[f"{share:.0%}"] = {
+            "mean_similarity": sum(similarities) / copies,
+            "dropped": hits / copies,
+            "copies_at_threshold": similar,
+            "recall_at_threshold": 1 - missed / similar if similar else None,
+        }
+    best = [max((jaccard(grams[d], grams[k]) for k in like(grams[d], kept_with)), default=0.0) for d in dropped]
+    pairs = list(zip(dropped, best, strict=True))
+    least = threshold - margin(threshold, settings["permutations"])
+    return {
+        "copies_at_threshold": all_similar,
+        "originals": len(originals),
+        "edits": by_edit,
+        "recall_at_threshold": 1 - all_missed / all_similar,
+        "dropped": len(dropped),
+        "precision": sum(d >= len(originals) or value >= threshold for d, value in pairs) / len(dropped),
+        "precision_at_threshold": sum(value >= threshold for value in best) / len(dropped),
+        "precision_at_margin": sum(value >= least for value in best) / len(dropped),
+    }
+
+
+def jaccard(one: frozenset[str], other: frozenset[str]) -> float:
+    return len(one & other) / len(one | other)
+
+
+def like(wanted: frozenset[str], kept_with: dict[str, list[int]]) -> set[int]:
+    return {number for gram in wanted for number in kept_with.get(gram, ())}
+
+
+def memory(documents: int) -> dict[str, float]:
+    """Of an index of documents that are not similar: microseconds and bytes a document."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    index, rng = SignatureIndex(128, *bands_of(0.8, 128)), np.random.default_rng(1)
+    seconds = 0.0
+    for _ in range(documents):
+        values = rng.integers(0, 2**32, 128, np.uint32)
+        started = time.process_time()
+        keys = index.keys(values)
+        index.equal(values, keys)
+        index.add(values, keys)
+        seconds += time.process_time() - started
+    grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    return {
+        "microseconds": 1e6 * seconds / documents,
+        "bytes": index.nbytes / documents,
+        "peak_bytes": grown / documents,
+    }
+
+
+def main() -> None:
+    """Print a JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--copies", type=int, default=300, help="of each share of edits")
+    parser.add_argument("--documents", type=int, default=1_000_000, help="in the index whose memory is measured")
+    arguments = parser.parse_args()
+    index = memory(arguments.documents)  # first: the peak is that of the process
+    texts = [text for text in sources.documents(Source(type="stdlib")) if text and not text.isspace()]
+    result = {
+        "platform": platform.platform(),
+        "documents": len(texts),
+        "mib": sum(len(text.encode()) for text in texts) / MIB,
+        "steps": {kind: speed(texts, kind) for kind in STEPS},
+        "planted": {str(threshold): planted(texts, arguments.copies, threshold) for threshold in (0.8, 0.6)},
+        "index": index,
+    }
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

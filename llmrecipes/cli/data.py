@@ -1,0 +1,132 @@
+"""`data`: parsing and printing only."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from itertools import groupby
+from typing import Annotated
+
+import typer
+
+from llmrecipes.cli.options import DATA, DataOption, JsonOption, OverridesArgument, RecipeArgument
+from llmrecipes.cli.tables import TextTable
+from llmrecipes.cli.tables import show as print_parts
+from llmrecipes.data.split import SPLITS, Split
+from llmrecipes.errors import UserError
+
+app = typer.Typer(
+    help="Show prepared documents and their statistics.",
+    rich_markup_mode=None,
+    invoke_without_command=True,
+)
+
+EXAMPLE = 60
+"""Characters of an example in a table."""
+BAR = 40
+
+
+@app.callback()
+def help_without_command(ctx: typer.Context) -> None:
+    """Print the help where no command is named."""
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())
+
+
+@app.command()
+def show(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    split: Annotated[str, typer.Option("--split", metavar="SPLIT", help="Show train, valid or test.")] = "train",
+    documents: Annotated[int, typer.Option("--documents", metavar="N", min=1, help="Show N documents.")] = 3,
+    tokens: Annotated[
+        int, typer.Option("--tokens", metavar="N", min=1, help="Show the first N tokens of each document.")
+    ] = 60,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Choose documents by this seed.")] = 0,
+    as_json: JsonOption = False,
+    data_dir: DataOption = DATA,
+) -> None:
+    """Show random documents: their text, tokens, which of them the loss counts, and where they end."""
+    wanted = _split(split)
+    _quietly()
+    from llmrecipes.data.overview import random_documents
+    from llmrecipes.data.prepared import open_prepared
+    from llmrecipes.recipe.load import load
+
+    prepared = open_prepared(load(recipe, overrides or []).recipe, data_dir)
+    shown = [asdict(each) for each in random_documents(prepared, wanted, documents, seed)]
+    if as_json:
+        print(json.dumps(shown, indent=1))
+        return
+    for each in shown:
+        every = each["tokens"]
+        print(
+            f"{each['source']}, document {each['number']:,} of {wanted}: {len(every):,} tokens, of which the loss",
+            end="",
+        )
+        print(f" counts {sum(token['loss'] for token in every):,}")
+        for loss, group in groupby(every[:tokens], key=lambda token: token["loss"]):
+            parts = "|".join("END" if token["end"] else _visible(token["text"]) for token in group)
+            print(f"  {'loss   ' if loss else 'no loss'} {parts}")
+        if len(every) > tokens:
+            print(f"  … {len(every) - tokens:,} more tokens")
+
+
+@app.command()
+def stats(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    as_json: JsonOption = False,
+    data_dir: DataOption = DATA,
+) -> None:
+    """Print documents, tokens, bytes a token, lengths, and what each step dropped, with an example."""
+
+    _quietly()
+    from llmrecipes.data import overview
+    from llmrecipes.data.prepared import open_prepared
+    from llmrecipes.recipe.load import load
+
+    prepared = open_prepared(load(recipe, overrides or []).recipe, data_dir)
+    made = overview.stats(prepared)
+    if as_json:
+        sources = [asdict(source) | {"bytes_per_token": source.bytes_per_token} for source in made.sources]
+        print(json.dumps({"path": str(prepared.path), **asdict(made), "sources": sources}, indent=1))
+        return
+    rows = [("source", "read", "documents", "tokens", "bytes", "bytes/token")]
+    dropped = [("source", "step", "dropped", "changed", "rules", "example")]
+    for source in made.sources:
+        rate = "" if source.bytes_per_token is None else f"{source.bytes_per_token:.2f}"
+        figures = (f"{value:,}" for value in (source.read, source.documents, source.tokens, source.bytes))
+        rows.append((source.label, *figures, rate))  # type: ignore[arg-type]
+        for step in source.dropped:
+            rules = ", ".join(f"{name} {count:,}" for name, count in step.rules.items())
+            example = _visible((step.example or "")[:EXAMPLE])
+            dropped.append((source.label, step.step, f"{step.dropped:,}", f"{step.changed:,}", rules, example))
+    most = max((each.documents for each in made.lengths), default=1)
+    lengths = [("tokens from", "documents", "tokens", "")]
+    for each in made.lengths:
+        bar = "#" * -(-BAR * each.documents // most)
+        lengths.append((f"{each.least:,}", f"{each.documents:,}", f"{each.tokens:,}", bar))
+    print_parts(TextTable(rows, right=(1, 2, 3, 4, 5)), "", TextTable(dropped, right=(2, 3)), "")
+    print_parts(TextTable(lengths, right=(0, 1, 2)), "", str(prepared.path))
+
+
+def _quietly() -> None:
+    """Import megatron-core, without its warnings of packages that are not installed."""
+    from llmrecipes.console import setup_logging
+    from llmrecipes.hardware.builds import import_megatron
+
+    setup_logging()
+    import_megatron()
+
+
+def _split(name: str) -> Split:
+    for split in SPLITS:
+        if split == name:
+            return split
+    raise UserError(f"{name!r} is not a split", where="--split", rule=f"one of {', '.join(SPLITS)}")
+
+
+def _visible(text: str) -> str:
+    """Line breaks and control characters as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,0 +1,112 @@
+"""`llmrecipes data`: documents as the loss sees them, and figures that add up to those of the manifest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llmrecipes.cli import app as cli
+from llmrecipes.data.overview import ShownDocument, random_documents, stats
+from llmrecipes.data.prepare import prepare
+from llmrecipes.data.prepared import Prepared
+from llmrecipes.data.split import SPLITS, Split
+from llmrecipes.recipe.schema import Chat, Recipe, Source
+from tests.refusals import refused, require_message
+from tests.unit.data_recipes import corpus, recipe
+from tests.unit.test_data_steps import with_steps
+
+STEPS = ({"type": "length", "min_characters": 100, "max_characters": 350}, {"type": "personal_data"})
+
+
+@pytest.fixture(scope="module")
+def used(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    source = corpus(tmp_path_factory.mktemp("overview") / "text", word="a@example.org")
+    return with_steps(source, *STEPS)
+
+
+@pytest.fixture(scope="module")
+def prepared(used: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    return prepare(used, tmp_path_factory.mktemp("data"), workers=1)
+
+
+def test_a_document_is_shown_as_it_was_written(prepared: Prepared) -> None:
+    shown = list(random_documents(prepared, "train", 5, seed=1))
+    assert len({document.number for document in shown}) == 5
+    for document in shown:
+        assert "|||EMAIL_ADDRESS|||" in document.text
+        assert "a@example.org" not in document.text
+        assert all(token.loss for token in document.tokens)
+        assert [token.end for token in document.tokens] == [False] * (len(document.tokens) - 1) + [True]
+    assert shown == list(random_documents(prepared, "train", 5, seed=1))
+    assert shown != list(random_documents(prepared, "train", 5, seed=2))
+    every = prepared.manifest.counts("valid").documents
+    assert [document.number for document in random_documents(prepared, "valid", 999, seed=0)] == list(range(every))
+
+
+def test_of_a_conversation_the_answers_count(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": r, "content": f"{r} says {n}"} for r in ("user", "assistant")]} for n in range(60)]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plain = recipe(Source(type="jsonl", path=str(tmp_path / "chat.jsonl")))
+    chat = plain.model_copy(update={"data": plain.data.model_copy(update={"chat": Chat()})})
+    folder = prepare(chat, tmp_path / "data", workers=1)
+    counts = folder.manifest.chat
+    assert counts is not None
+    shown = [each for split in SPLITS for each in _all(folder, split)]
+    assert sum(token.loss for document in shown for token in document.tokens) == counts.sources[0].answer_tokens
+    for document in shown:
+        counted = "".join(token.text for token in document.tokens if token.loss)
+        assert "assistant says" in counted
+        assert "user says" not in counted
+        assert "user says" in document.text
+
+
+def _all(folder: Prepared, split: Split) -> list[ShownDocument]:
+    documents = folder.manifest.counts(split).documents
+    return list(random_documents(folder, split, documents, 0)) if documents else []
+
+
+def test_figures_add_up(prepared: Prepared) -> None:
+    made = stats(prepared)
+    (source,), manifest = made.sources, prepared.manifest
+    every = [manifest.counts(split) for split in SPLITS]
+    assert (source.documents, source.tokens, source.bytes) == tuple(
+        sum(getattr(counts, key) for counts in every) for key in ("documents", "tokens", "bytes")
+    )
+    assert sum(each.documents for each in made.lengths) == source.documents
+    assert sum(each.tokens for each in made.lengths) == source.tokens
+    assert all(each.least * each.documents <= each.tokens < 2 * each.least * each.documents for each in made.lengths)
+    steps = {step.step: step for step in source.dropped}
+    assert source.read == source.documents + sum(step.dropped for step in source.dropped)
+    assert steps["length"].dropped == sum(steps["length"].rules.values()) > 0
+    assert len(steps["length"].example or "") > 350
+    assert (steps["personal_data"].dropped, steps["personal_data"].changed) == (0, source.documents)
+
+
+def test_commands(used: Recipe, prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, data = tmp_path / "t.yaml", ["--data-dir", str(prepared.path.parent)]
+    file.write_text(yaml.safe_dump(used.model_dump(mode="json", exclude_defaults=True)))
+    assert cli.run(["data", "show", str(file), "--documents", "2", "--json", *data]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [document["split"] for document in shown] == ["train", "train"]
+    assert cli.run(["data", "show", str(file), "--documents", "1", "--tokens", "5", *data]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3  # of the document, its tokens, and what is left of them
+    assert cli.run(["data", "stats", str(file), "--json", *data]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["sources"][0]["bytes_per_token"] == pytest.approx(
+        made["sources"][0]["bytes"] / made["sources"][0]["tokens"]
+    )
+    assert cli.run(["data", "stats", str(file), *data]) == 0
+    assert "personal_data" in capsys.readouterr().out
+    assert cli.run(["data", "show", str(file), "--split", "dev", *data]) == 2
+    require_message(capsys.readouterr().err, "--split")
+    assert cli.run(["data", "stats", str(file), "--data-dir", str(tmp_path)]) == 2
+    assert "llmrecipes prepare" in capsys.readouterr().err
+
+
+def test_a_split_without_documents_is_refused(tmp_path: Path) -> None:
+    whole = prepare(recipe(corpus(tmp_path / "text", 30), split=(1.0, 0.0, 0.0)), tmp_path / "data", workers=1)
+    with refused("--split"):
+        list(random_documents(whole, "valid", 1, 0))
