@@ -346,7 +346,8 @@ def open_tracker(
             "process_seconds": round(process_seconds(), 3),
             **{f"reached_{key}": value for key, value in tracker.reached.items()},
         }
-        tracker.note(Note(step=progress.step, event=STARTED, details=started))
+        if progress.step < spec.recipe.train.train_iters:  # a finished run that is started again stays as it is
+            tracker.note(Note(step=progress.step, event=STARTED, details=started))
         if spec.restart:
             tracker.note(Note(step=progress.step, event="restarted", details={"restart": spec.restart, **spec.tags}))
         yield tracker

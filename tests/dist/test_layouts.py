@@ -155,6 +155,7 @@ def test_the_core_has_every_kind_of_parallelism_and_every_pair() -> None:
         }
 
     left_out = {
+        "speed.overlap_moe_expert_parallel_comm=True",
         # The other end of what the core has.
         "parallelism.num_layers_in_last_pipeline_stage=1",
         "parallelism.account_for_loss_in_pipeline_split=True",
