@@ -40,7 +40,9 @@ LATENT = {"multi_latent_attention": True, "position_embedding_type": "rope", "ad
 
 
 def made(base: Sections, change: Sections) -> Recipe:
-    both = {name: {**base.get(name, {}), **change.get(name, {})} for name in base.keys() | change.keys()}
+    both: dict[str, Any] = {
+        name: {**base.get(name, {}), **change.get(name, {})} for name in base.keys() | change.keys()
+    }
     return tiny(**both)
 
 

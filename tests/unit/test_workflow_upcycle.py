@@ -86,7 +86,10 @@ def test_training_continues_from_it(paths: Paths, dense_run: Path) -> None:
     losses = {record["step"]: record["loss"] for record in records if "loss" in record}
     of_dense = [json.loads(line) for line in (dense_run / "metrics.jsonl").read_text("utf-8").splitlines()]
     # Both read the data from its beginning, but only one of them had learnt something by then.
-    assert losses.keys() == {1, 2} and max(losses.values()) < next(record["loss"] for record in of_dense if "loss" in record) - 0.05
+    assert (
+        losses.keys() == {1, 2}
+        and max(losses.values()) < next(record["loss"] for record in of_dense if "loss" in record) - 0.05
+    )
     assert CheckpointStore(run_dir / "checkpoints").entries()[-1].step == 2
 
 

@@ -190,7 +190,14 @@ _module("pytorch.tensor.float8_tensor").Float8Tensor = type("Float8Tensor", (tor
 _module("pytorch.float8_tensor").Float8Tensor = _module("pytorch.tensor.float8_tensor").Float8Tensor
 # The versions that megatron-core 0.16 was written for have it; without it, that uses no GEMM of TransformerEngine.
 _module("pytorch.module.base").get_workspace = lambda: None
-_module("pytorch.module.base").UserBufferQuantizationMode = enum.Enum("UserBufferQuantizationMode", ["NONE", "FP8"])
+
+
+class UserBufferQuantizationMode(enum.Enum):
+    NONE = 1
+    FP8 = 2
+
+
+_module("pytorch.module.base").UserBufferQuantizationMode = UserBufferQuantizationMode
 
 
 class Format(enum.Enum):
