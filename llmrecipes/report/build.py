@@ -35,8 +35,8 @@ STYLE = """\
 .figures div { background: var(--panel); border-radius: 4px; padding: .5rem .75rem; }
 .figures dt { color: var(--muted); font-size: .85rem; }
 .figures dd { font-size: 1.15rem; font-variant-numeric: tabular-nums; margin: 0; overflow-wrap: anywhere; }
-nav ul { columns: 11rem auto; list-style: none; margin: .5rem 0; padding: 0; }
-nav li { padding: .1rem 0; }
+nav ul { columns: 10rem auto; list-style: none; margin: .5rem 0; padding: 0; }
+nav li { break-inside: avoid; padding: .1rem 0; }
 details { margin: .5rem 0; }
 summary { cursor: pointer; padding: .2rem 0; }
 """
@@ -51,12 +51,13 @@ SECTIONS: tuple[tuple[str, str, Section], ...] = (
     ("memory", "Memory", machine.memory),
     ("plan", "Plan beside measured", machine.planned),
     ("stragglers", "Stragglers", machine.stragglers),
+    ("nodes", "Nodes", machine.nodes),
     ("experts", "Experts", machine.experts),
     ("layers", "Layers", machine.layers),
     ("energy", "Energy and carbon", machine.energy),
     ("cost", "Cost", machine.cost),
     ("environment", "Environment", machine.environment),
-    ("doctor", "Nodes and network", machine.doctor),
+    ("doctor", "Checks of nodes and network", machine.doctor),
     ("data", "Data", machine.data),
     ("recipe", "Recipe", machine.recipe),
     ("events", "Events", machine.events),

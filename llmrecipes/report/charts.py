@@ -32,7 +32,7 @@ STYLE = """\
 figure { margin: .75rem 0 1.25rem; min-width: 0; }
 figcaption { font-weight: 600; }
 .charts { display: grid; gap: 0 2rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); }
-.plot { display: grid; grid-template-columns: minmax(3.5rem, auto) minmax(0, 1fr); }
+.plot { display: grid; margin-top: .5rem; grid-template-columns: minmax(3.5rem, auto) minmax(0, 1fr); }
 .plot svg { background: var(--panel); display: block; height: 11rem; overflow: hidden; width: 100%; }
 .plot.low svg { height: auto; }
 .axis { color: var(--muted); font-size: .8rem; line-height: 1; position: relative; }
@@ -49,7 +49,7 @@ svg .band { opacity: .22; stroke: none; }
 svg .grid { fill: none; stroke: var(--grid); stroke-width: 1; vector-effect: non-scaling-stroke; }
 svg .mark { stroke-width: 7; stroke-linecap: round; vector-effect: non-scaling-stroke; }
 svg .bad { stroke: var(--bad); stroke-width: 1.5; vector-effect: non-scaling-stroke; }
-svg .heat { fill: var(--c0); }
+svg .heat { fill: var(--c0); shape-rendering: crispEdges; }
 svg.bar { display: block; height: 1.75rem; margin: .25rem 0; width: 100%; }
 .swatch { width: 1.5rem; }
 .swatch svg { display: block; height: .9rem; margin-top: .25rem; width: .9rem; }
@@ -103,7 +103,7 @@ def curves(title: str, lines: Sequence[Line], *, unit: str = "", along: str = "s
     across = np.concatenate([line.x for line in lines])
     left, right = float(across.min()), float(across.max())
     scale = _Scale.of(values)
-    body = [f'<path class="grid" d="{"".join(f"M0 {_n(scale.up(at))}H{COLUMNS}" for at in scale.ticks)}"/>']
+    body = [f'<path class="grid" d="{"".join(f"M-4 {_n(scale.up(at))}H{COLUMNS + 4}" for at in scale.ticks)}"/>']
     bad = 0
     for place, line in enumerate(lines):
         kind = place % 6
@@ -144,7 +144,7 @@ def curves(title: str, lines: Sequence[Line], *, unit: str = "", along: str = "s
             f"<figure><figcaption>{text(name)}</figcaption>",
             _legend([line.name for line in lines]) if len(lines) > 1 else "",
             f'<div class="plot"><div class="axis up" aria-hidden="true">{labels}</div>',
-            f'<svg viewBox="0 0 {COLUMNS} {HEIGHT}" preserveAspectRatio="none" role="img" '
+            f'<svg viewBox="-4 0 {COLUMNS + 8} {HEIGHT}" preserveAspectRatio="none" role="img" '
             f'aria-label="{text(f"{name}. {words}")}">{"".join(body)}</svg>',
             f'<div class="axis along" aria-hidden="true"><span>{text(_end(left, along))}</span>'
             f"<span>{text(along)}</span><span>{text(_end(right, along))}</span></div></div>",
@@ -227,19 +227,28 @@ def bars(title: str, parts: Sequence[tuple[str, float, str]], quantity: str) -> 
         f'aria-label="{text(f"{title}. {words}")}">{"".join(body)}</svg>\n'
         f'<div class="scroll"><table><thead><tr><td></td><th scope="col">what</th>'
         f'<th scope="col" class="number">{text(quantity)}</th><th scope="col" class="number">share</th></tr></thead>'
-        f"{''.join(rows)}</table></div></figure>"
+        f"{''.join(rows)}</table></div>"
+        '<p class="note">From left to right in the order of the table.</p></figure>'
     )
 
 
 def heat(
-    title: str, rows: Sequence[str], columns: Sequence[str], cells: Values, *, unit: str = "", along: str = "step"
+    title: str,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    cells: Values,
+    *,
+    unit: str = "",
+    along: str = "step",
+    note: str = "",
 ) -> str:
-    """A map of numbers: a row a name, darker for more; its numbers are in a table that unfolds.
+    """A map of numbers: a row a name, stronger for more; its numbers are in a table that unfolds.
 
     Args:
         rows: names.
         columns: names of the columns; only the ends are shown.
         cells: [rows, columns]; NaN is left empty.
+        note: below it.
     """
     if not np.isfinite(cells).any():
         return ""
@@ -258,7 +267,7 @@ def heat(
     names = "".join(f"<span>{text(name) if place % every == 0 else ''}</span>" for place, name in enumerate(rows))
     where = divmod(int(np.nanargmax(cells)), cells.shape[1])
     words = (
-        f"from {short(low)} (lightest) to {short(high)} (darkest, {rows[where[0]]}, {along} {columns[where[1]]})"
+        f"from {short(low)} (faintest) to {short(high)} (strongest, {rows[where[0]]}, {along} {columns[where[1]]})"
         f"{f', {unit}' if unit else ''}"
     )
     last = [[name, *(short(value) for value in (line[0], line[-1], np.nanmin(line), np.nanmax(line)))] for name, line in
@@ -270,6 +279,7 @@ def heat(
         for line in last
     )
     head = "".join(f'<th scope="col" class="number">{name}</th>' for name in ("first", "last", "least", "most"))
+    extra = f'<p class="note">{text(note)}</p>' if note else ""
     grid = f"grid-template-rows:repeat({len(rows)},minmax(0,1fr))"
     return (
         f"<figure><figcaption>{text(title)}</figcaption>\n"
@@ -278,7 +288,7 @@ def heat(
         f'preserveAspectRatio="none" role="img" aria-label="{text(f"{title}: {words}")}">{"".join(body)}</svg>\n'
         f'<div class="axis along" aria-hidden="true"><span>{text(columns[0])}</span><span>{text(along)}</span>'
         f"<span>{text(columns[-1])}</span></div></div>"
-        f'<p class="note">{text(words)}</p><details><summary>numbers</summary><div class="scroll"><table>'
+        f'<p class="note">{text(words)}</p>{extra}<details><summary>numbers</summary><div class="scroll"><table>'
         f"<thead><tr><td></td>{head}</tr></thead>{table}</table></div></details></figure>"
     )
 

@@ -20,7 +20,7 @@ from llmrecipes.report.history import CAUSES
 from llmrecipes.report.machine import flat
 from llmrecipes.report.material import Material
 from llmrecipes.rundir import Run
-from llmrecipes.units import gib
+from llmrecipes.units import GIB, gib
 from llmrecipes.workflow.compare import Curve, RunComparison, compare
 
 BATCH_KEYS = ("train.global_batch_size", "model.seq_length")
@@ -116,10 +116,10 @@ def _curves(names: Sequence[str], compared: RunComparison, materials: Sequence[M
         charts.curves("Held-out loss", valid, unit="nats a token", along=along),
     ]
     for title, key in (("Tokens a second", "tokens_per_second"), ("Gradient norm before clipping", "grad_norm"),
-                       ("Memory, peak of rank 0, bytes", "memory_bytes")):  # fmt: skip
+                       ("Memory, peak of rank 0, GiB", "memory_bytes")):  # fmt: skip
         lines = [
             Line(name, each.records["consumed_tokens"] if along == "tokens" else np.array(each.records.steps, float),
-                 each.records[key])
+                 each.records[key] / (GIB if key == "memory_bytes" else 1))
             for name, each in zip(names, materials, strict=True)
         ]  # fmt: skip
         drawn.append(charts.curves(title, lines, along=along))

@@ -92,7 +92,7 @@ def history(records: Records, ranks: int | None) -> History:
     events = _events(records)
     if not events:
         return History()
-    starts = _noted(records, events, times, seconds) or _inferred(times, seconds, records)
+    starts = _noted(records, events, times, seconds) or _inferred(records, events, times, seconds)
     for start in starts:
         start.ranks = start.ranks or ranks
     return History(starts, *_causes(records, starts, seconds))
@@ -150,7 +150,7 @@ def _lost(before: Start, details: dict[str, Any], start: Start) -> None:
     before.end = max(before.end, float(at))
 
 
-def _inferred(times: Any, seconds: Any, records: Records) -> list[Start]:
+def _inferred(records: Records, events: list[tuple[float, int]], times: Any, seconds: Any) -> list[Start]:
     """Starts by gaps between steps, less what evaluations and saves took."""
     if not len(records):
         return []
@@ -167,13 +167,28 @@ def _inferred(times: Any, seconds: Any, records: Records) -> list[Start]:
         if at is not None and length is not None and 0 <= place < len(gaps):
             gaps[place] -= length
     cuts = [int(at) + 1 for at in np.flatnonzero(gaps > max(LEAST_GAP_SECONDS, STEPS_OF_GAP * usual))]
+    begins = [float(times[at] - took[at]) for at in (0, *cuts)]
+    moments = np.array([at for at, _ in events])
     return [
         Start(
-            float(times[a] - took[a]), float(times[a] - took[a]), float(times[b - 1]), int(steps[a]) - 1,
-            int(steps[b - 1]), inferred=True,
+            begin, begin, float(moments[(moments >= begin) & (moments < until)].max()), int(steps[first]) - 1,
+            int(steps[last - 1]), inferred=True,
         )
-        for a, b in pairwise([0, *cuts, len(times)])
+        for begin, until, (first, last) in zip(
+            begins, [*begins[1:], np.inf], pairwise([0, *cuts, len(times)]), strict=True
+        )
     ]  # fmt: skip
+
+
+def _parts(records: Records, seconds: float) -> dict[str, float]:
+    """Seconds of steps; by what a typical rank did, if the steps have that."""
+    names = ("compute", "communication", "data")
+    means = [
+        float(np.nanmean(records[at])) if records.has(at := f"ranks/{name}_seconds/median") else 0.0 for name in names
+    ]
+    if sum(means) <= 0:
+        return {"steps": seconds}
+    return {name: seconds * mean / sum(means) for name, mean in zip(names, means, strict=True)}
 
 
 def _causes(records: Records, starts: list[Start], seconds: Any) -> tuple[dict[str, float], float]:
@@ -183,7 +198,7 @@ def _causes(records: Records, starts: list[Start], seconds: Any) -> tuple[dict[s
     evaluations = sum(float(number(each.get("eval_seconds")) or 0.0) for each in records.evaluations)
     saves = sum(float(number(each["details"].get("loop_waited")) or 0.0) for each in records.of("checkpoint_saved"))
     causes = {
-        "steps": float(np.nansum(seconds)),
+        **_parts(records, float(np.nansum(seconds))),
         "evaluation": evaluations,
         "save": saves,
         "repeated": sum(start.repeated_seconds for start in starts),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,23 @@ from llmrecipes.untrusted import number
 MOST_EVENTS = 300
 MOST_EXPERT_ROWS = 128
 LONGEST_DETAIL = 400
+LAYER = re.compile(r"(?P<before>(?:.*/)?)layer_(?P<layer>\d{1,6})/(?P<after>.+)")
+"""A number of one layer, by its name."""
 
 
 def memory(material: Material) -> str:
     """Memory over the steps, and the plan's parts."""
-    drawn = series(material, "Memory, peak of rank 0", [("memory_bytes", "bytes")], unit="bytes")
+    drawn = series(material, "Memory, peak of rank 0", [("memory_bytes", "peak")], unit="bytes")
+    held = [name for name in _spreads(material, "ranks") if "memory" in name]
+    drawn += "".join(
+        series(
+            material,
+            f"{_title(name)} over all ranks, peak",
+            [(f"ranks/{name}/{key}", title) for key, title in SPREAD],
+            unit="bytes",
+        )
+        for name in held
+    )
     parts = at(material.plan, "memory")
     if not isinstance(parts, Mapping):
         return (drawn or nothing("No memory was recorded.")) + nothing("The plan of this run is missing.")
@@ -140,75 +153,146 @@ def _load(last: Mapping[int, list[float]], step: str) -> str:
         if dead
         else f"Every expert had tokens in step {step}."
     )
-    drawn = charts.heat(
-        f"Load of each expert in step {step} (1 is even)", names, [str(n) for n in range(many)], cells, along="expert"
-    )
-    return drawn + nothing(lost)
+    title, columns = f"Load of each expert in step {step} (1 is even)", [str(n) for n in range(many)]
+    return charts.heat(title, names, columns, cells, along="expert", note=lost)
+
+
+SPREAD = (("min", "least"), ("median", "median"), ("max", "most"))
+TIMES = ("compute_seconds", "communication_seconds", "data_seconds", "save_seconds", "evaluate_seconds", "slowness")
+"""Of the ranks; the others are drawn under Memory."""
+UNITS = {"_seconds": "s", "_bytes": "bytes", "_bytes_per_second": "bytes/s", "_watts": "W", "_mhz": "MHz", "_c": "°C"}
 
 
 def stragglers(material: Material) -> str:
-    """Ranks whose own time differs from the others'."""
-    names = sorted({name.split("/")[1] for name in material.records.names("ranks/") if name.count("/") == 2})
-    if not names:
+    """Ranks whose times differ from the others'."""
+    names = _spreads(material, "ranks")
+    shown = [name for name in TIMES if name in names] + [
+        name for name in names if "memory" not in name and name not in TIMES
+    ]
+    if not shown:
         return nothing("Times of single ranks were not recorded.")
-    drawn, rows = [], []
-    for name in names:
-        words = [
-            (f"ranks/{name}/{key}", title) for key, title in (("min", "least"), ("median", "median"), ("max", "most"))
-        ]
-        drawn.append(series(material, f"{name.replace('_', ' ')}, over all ranks", words))
+    rows = []
+    for name in shown:
         who = material.records[f"ranks/{name}/max_rank"]
         known = who[np.isfinite(who)]
         if known.size:
             ranks, counts = np.unique(known.astype(int), return_counts=True)
-            worst = int(np.argmax(counts))
-            rows.append((name.replace("_", " "), ranks[worst], f"{counts[worst] / known.size:.0%}"))
-    table = (
-        webpage.table(
-            ("quantity", "rank that was most often the largest", "share of the measured steps"), rows, numbers=(1, 2)
+            most = int(np.argmax(counts))
+            rows.append((_title(name), f"rank {ranks[most]}", counts[most] / known.size))
+    return _extremes(rows, "rank") + _drawn_spreads(material, "ranks", shown)
+
+
+def nodes(material: Material) -> str:
+    """Use, power, clocks and traffic of the nodes."""
+    names = _spreads(material, "nodes")
+    if not names:
+        return nothing(
+            "Nothing was recorded of the nodes: GPU use, power, clocks, temperature, processor, disk, network."
         )
-        if rows
-        else ""
-    )
-    return table + f'<div class="charts">{"".join(drawn)}</div>'
+    rows = []
+    for name in names:
+        counts = material.records.texts.get(f"nodes/{name}/max_node")
+        if counts:
+            node, often = counts.most_common(1)[0]
+            rows.append((_title(name), node, often / counts.total()))
+    return _extremes(rows, "node") + _drawn_spreads(material, "nodes", names)
+
+
+def _spreads(material: Material, of: str) -> list[str]:
+    """Names of quantities that steps have of all ranks or nodes."""
+    names = (name.split("/") for name in material.records.names(f"{of}/"))
+    return list(dict.fromkeys(parts[1] for parts in names if len(parts) == 3 and parts[2] in ("min", "median", "max")))
+
+
+def _drawn_spreads(material: Material, of: str, names: Iterable[str]) -> str:
+    drawn = [
+        series(material, _title(name), [(f"{of}/{name}/{key}", title) for key, title in SPREAD], unit=_unit(name))
+        for name in names
+    ]
+    return f'<div class="charts">{"".join(drawn)}</div>'
+
+
+def _extremes(rows: list[tuple[str, str, float]], of: str) -> str:
+    if not rows:
+        return ""
+    head = ("quantity", f"{of} that was most often the largest", "share of the reports")
+    return webpage.table(head, [(name, who, f"{share:.0%}") for name, who, share in rows], numbers=(2,))
+
+
+def _title(name: str) -> str:
+    return name.removesuffix(_ending(name)).replace("_", " ").capitalize()
+
+
+def _unit(name: str) -> str:
+    return UNITS.get(_ending(name), "")
+
+
+def _ending(name: str) -> str:
+    return max((end for end in UNITS if name.endswith(end)), key=len, default="")
 
 
 def layers(material: Material) -> str:
     """Numbers by layer, where they were recorded."""
-    drawn = []
-    for name, samples in sorted(material.records.samples.items()):
+    records, drawn = material.records, []
+    for name, samples in sorted(records.samples.items()):
         rows = [(step, value) for step, value in samples.kept if isinstance(value, list) and value
-                and all(number(each) is not None or each is None for each in value)]  # fmt: skip
-        if len(rows) < 1:
-            continue
-        many = max(len(value) for _, value in rows)
-        cells = np.full((many, len(rows)), np.nan)
-        for column, (_, value) in enumerate(rows):
-            cells[: len(value), column] = [np.nan if each is None else float(each) for each in value]
-        titles = [f"layer {n + 1}" for n in range(many)]
+                and all(each is None or number(each) is not None for each in value)]  # fmt: skip
+        if rows:
+            cells = np.full((max(len(value) for _, value in rows), len(rows)), np.nan)
+            for column, (_, value) in enumerate(rows):
+                cells[: len(value), column] = [np.nan if each is None else float(each) for each in value]
+            titles = [f"layer {n + 1}" for n in range(len(cells))]
+            drawn.append(charts.heat(_words(name), titles, [f"{step:,}" for step, _ in rows], cells))
+    by_name: dict[str, dict[int, str]] = {}
+    for one in records.names():
+        if match := LAYER.fullmatch(one):
+            by_name.setdefault(match["before"] + match["after"], {})[int(match["layer"])] = one
+    for name, columns in sorted(by_name.items()):
+        values = np.stack([records[columns[layer]] for layer in sorted(columns)])
+        known = np.flatnonzero(np.isfinite(values).any(axis=0))
+        steps = [f"{records.steps[place]:,}" for place in known]
         drawn.append(
-            charts.heat(name.replace("_", " ").replace("/", ", "), titles, [f"{step:,}" for step, _ in rows], cells)
+            charts.heat(_words(name), [f"layer {layer}" for layer in sorted(columns)], steps, values[:, known])
         )
     if not any(drawn):
         return nothing("Nothing was recorded by layer.")
     return f'<div class="charts">{"".join(drawn)}</div>'
 
 
+def _words(name: str) -> str:
+    return name.replace("_", " ").replace("/", ", ").capitalize()
+
+
 def energy(material: Material) -> str:
-    """Energy and carbon, measured or by the prices of a cluster profile."""
-    hours, costs = material.history.rank_hours, material.costs
-    if costs is None or costs.watts_per_gpu is None or hours is None:
+    """Energy and carbon: what the run has recorded, else by the power of a cluster profile."""
+    records = material.records
+    kwh, carbon, tokens = (records.last(f"energy/{name}") for name in ("kwh", "kg_co2", "tokens_per_joule"))
+    if kwh is not None:
+        method = ", ".join(records.texts.get("energy/method", ())) or "unknown"
+        how = "estimated from the profile's power" if method == "profile" else f"measured by {method}"
+    elif (estimate := _estimated(material)) is not None:
+        kwh, carbon, tokens = estimate
+        how = "estimated: hours of all ranks × costs.watts_per_gpu × costs.pue"
+    else:
         return nothing(
             "No energy was measured. With --cluster NAME it is estimated, if that profile has costs.watts_per_gpu."
         )
+    rows = [("energy", f"{kwh:,.3g} kWh")]
+    rows += [] if carbon is None else [("carbon", f"{carbon:,.3g} kg CO₂")]
+    rows += [] if tokens is None else [("tokens a joule", f"{tokens:,.3g}")]
+    drawn = series(material, "Energy", [("energy/kwh", "kWh since the first step")], unit="kWh")
+    return webpage.table(("quantity", "value"), rows, numbers=(1,)) + nothing(f"Energy is {how}.") + drawn
+
+
+def _estimated(material: Material) -> tuple[float, float | None, float | None] | None:
+    """kWh, kg CO₂ and tokens a joule by the power of a profile; None: it has none."""
+    hours, costs = material.history.rank_hours, material.costs
+    if costs is None or costs.watts_per_gpu is None or not hours:
+        return None
     kwh = hours * costs.watts_per_gpu * costs.pue / 1000
-    rows = [("energy", f"{kwh:,.3g} kWh", "estimated: hours of all ranks × costs.watts_per_gpu × costs.pue")]
-    if costs.kg_co2_per_kwh is not None:
-        rows.append(("carbon", f"{kwh * costs.kg_co2_per_kwh:,.3g} kg CO₂", "estimated: energy × costs.kg_co2_per_kwh"))
-    tokens = material.records["consumed_tokens"]
-    if tokens.size and np.isfinite(tokens[-1]) and kwh > 0:
-        rows.append(("tokens a joule", f"{tokens[-1] / (kwh * 3.6e6):,.3g}", "of the tokens that count"))
-    return webpage.table(("quantity", "value", "how"), rows, numbers=(1,))
+    carbon = None if costs.kg_co2_per_kwh is None else kwh * costs.kg_co2_per_kwh
+    tokens = material.records.last("consumed_tokens")
+    return kwh, carbon, None if tokens is None else tokens / (kwh * 3.6e6)
 
 
 def cost(material: Material) -> str:
@@ -262,7 +346,7 @@ def flat(values: Any, name: str = "") -> Iterator[tuple[str, str]]:
         yield name, "none" if values is None else str(values)
 
 
-DOCTOR = ("network", "hardware_suspect", "hang", "replicas_differ")
+DOCTOR = ("network", "hardware_suspect", "hang", "replicas_differ", "straggler", "straggler_excluded", "xid")
 
 
 def doctor(material: Material) -> str:

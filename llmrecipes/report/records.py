@@ -56,6 +56,7 @@ class Records:
         events: how often there was each.
         experts: balance of the layers with experts (`tracking.events.LayerBalance`), in samples.
         samples: other lists by name, in samples.
+        texts: how often a name had each text, such as the node of an extreme.
         skipped: steps whose update was left out.
         damaged: lines that cannot be read.
         missing: why there are none; empty: there are.
@@ -67,6 +68,7 @@ class Records:
     events: Counter[str] = field(default_factory=Counter)
     experts: Samples = field(default_factory=Samples)
     samples: dict[str, Samples] = field(default_factory=dict)
+    texts: dict[str, Counter[str]] = field(default_factory=dict)
     skipped: list[int] = field(default_factory=list)
     damaged: int = 0
     missing: str = ""
@@ -88,6 +90,12 @@ class Records:
         column = self._columns.get(name, array("d"))
         column.extend([nan] * (len(self.steps) - len(column)))
         return np.array(column, dtype=np.float64)
+
+    def last(self, name: str) -> float | None:
+        """The last finite number of a name; None without one."""
+        values = self[name]
+        known = values[np.isfinite(values)]
+        return float(known[-1]) if known.size else None
 
     def median(self, name: str) -> float | None:
         """Of the finite numbers of a name; None without one."""
@@ -133,6 +141,10 @@ class Records:
         elif isinstance(value, list):
             if len(self.samples) < MOST_COLUMNS:
                 self.samples.setdefault(name, Samples()).add(step, value)
+        elif isinstance(value, str):
+            counts = self.texts.setdefault(name, Counter()) if len(self.texts) < MOST_COLUMNS else Counter()
+            if value in counts or len(counts) < MOST_COLUMNS:
+                counts[value] += 1
         elif (one := number(value)) is not None:
             self._put(name, place, one)
 

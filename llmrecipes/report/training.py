@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,8 @@ from llmrecipes.report import charts
 from llmrecipes.report.charts import Line, Spans
 from llmrecipes.report.history import CAUSES, Start
 from llmrecipes.report.material import Material
-from llmrecipes.report.records import Values
 from llmrecipes.tracking.events import TASKS_EVALUATED
-from llmrecipes.units import gib
+from llmrecipes.units import GIB, gib
 from llmrecipes.untrusted import number
 
 SEVERITY = {"error": "Error", "warning": "Warning", "info": "Note"}
@@ -96,7 +96,7 @@ def figures(material: Material) -> list[tuple[str, str]]:
     total = "" if summary.total is None else f" of {summary.total:,}"
     rows = [("step", "none yet" if step is None else f"{step:,}{total}")]
     if len(records):
-        tokens = _last(records["consumed_tokens"])
+        tokens = records.last("consumed_tokens")
         rows += [("tokens", charts.short(tokens))] if tokens is not None else []
     for name, value in (("training loss", summary.loss), ("held-out loss", summary.valid_loss)):
         rows += [(name, f"{value:.4f}")] if value is not None else []
@@ -116,11 +116,6 @@ def figures(material: Material) -> list[tuple[str, str]]:
     return rows
 
 
-def _last(values: Values) -> float | None:
-    known = values[np.isfinite(values)]
-    return float(known[-1]) if known.size else None
-
-
 def _series(material: Material, name: str, title: str) -> Line | None:
     records = material.records
     if name not in records.names():
@@ -136,6 +131,9 @@ def _series(material: Material, name: str, title: str) -> Line | None:
 def series(material: Material, title: str, names: Sequence[tuple[str, str]], **options: str) -> str:
     """A figure of columns of the steps by name and title; empty if there is none of them."""
     lines = [line for name, words in names if (line := _series(material, name, words)) is not None and len(line.x)]
+    if options.get("unit") == "bytes":
+        lines = [replace(line, y=line.y / GIB) for line in lines]
+        options["unit"] = "GiB"
     return charts.curves(title, lines, **options) if lines else ""
 
 

@@ -274,19 +274,32 @@ def test_experts_layers_and_ranks_are_drawn(tmp_path: Path) -> None:
                 for layer in (1, 2)]  # fmt: skip
 
     lines = [
-        step(n, BEGAN + n, experts=balance(n), norms={"gradient": [0.1 * n, None]},
+        step(n, BEGAN + n, experts=balance(n), norms={"gradient": [0.1 * n, None]}, updates={"layer_01/q": 0.5 * n},
+             nodes={"power_watts": {"min": 1.0, "median": 2.0, "max": 3.0, "min_node": "n0", "max_node": "n9"}},
+             energy={"joules": 1.0, "kwh": 0.25 * n, "kg_co2": 0.1, "tokens_per_joule": 7.5, "method": "nvml"},
              ranks={"compute_seconds": {"min": 1.0, "median": 1.5, "max": 2.0, "min_rank": 0, "max_rank": 7}})
         for n in range(1, 4)
     ]  # fmt: skip
     make(tmp_path, "one", lines)
     html = written(tmp_path, "one")
-    for name, words in (
+    for name, *shown in (
         ("experts", "layer 1: 1 of 3, layer 2: 1 of 3"),
-        ("layers", "norms, gradient"),
-        ("stragglers", ">7</td>"),
+        ("layers", "Norms, gradient", "Updates, q"),
+        ("stragglers", "rank 7", "Compute"),
+        ("nodes", "n9", "Power, W"),
+        ("energy", "0.75 kWh", "measured by nvml", "7.5"),
     ):
         section = html.split(f'<section id="{name}">')[1].split("</section>")[0]
-        assert words in section and "<svg" in section
+        assert "<svg" in section and all(words in section for words in shown), (name, section)
+
+
+def test_steps_are_divided_by_what_their_ranks_did() -> None:
+    records = Records()
+    for name, seconds in (("compute", 3.0), ("communication", 1.0), ("data", 0.0)):
+        records.add(step(1, BEGAN, step_seconds=8.0, ranks={f"{name}_seconds": {"median": seconds}}))
+    causes = history(records, 1).causes
+    assert causes["compute"] == pytest.approx(18) and causes["communication"] == pytest.approx(6)
+    assert "steps" not in causes
 
 
 def test_prices_and_power_of_a_profile_are_used(tmp_path: Path) -> None:
