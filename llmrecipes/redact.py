@@ -25,12 +25,12 @@ SHORTEST = 8
 """Characters of a value that is hidden wherever it appears."""
 
 # A partition key (NCCL_IB_PKEY, UCX_IB_PKEY) is not a secret but a number of the fabric.
-_NAME = re.compile(r"TOKEN|(?<!_P)KEY|SECRET|PASSW|CREDENTIAL|AUTH|JWT", re.IGNORECASE)
+_NAME = re.compile(r"TOKEN|(?<!_P)KEY|SECRET|PASSW|CREDENTIAL|AUTH|JWT|WEBHOOK", re.IGNORECASE)
 
 # Narrower, because the values are hidden everywhere: GIT_AUTHOR_NAME, TOKENIZERS_PARALLELISM and XAUTHORITY are not
 # secrets, nor is the path of a file that holds one.
 _VARIABLE = re.compile(
-    r"SECRET|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_?KEY|(?:^|_)(?:TOKEN|JWT)(?:_|$)"
+    r"SECRET|PASSW|PASSPHRASE|CREDENTIAL|WEBHOOK|API_?KEY|ACCESS_?KEY|(?:^|_)(?:TOKEN|JWT)(?:_|$)"
     r"|(?<!_P)(?:TOKEN|KEY|PASS|AUTH|SAS|DSN)$"
 )
 _NOT_ITSELF = re.compile(r"_(?:FILE|PATH|DIR|HOME|SOCK|NAME|TYPE|URL|URI|ENDPOINT|HEADER|EXPIRES|TTL|LENGTH|ENABLED)$")

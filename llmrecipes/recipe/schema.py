@@ -12,7 +12,16 @@ from pydantic import Field
 from llmrecipes.recipe.data_steps import Steps
 from llmrecipes.recipe.plugins import DataStep, MetricSink
 from llmrecipes.recipe.search_section import Search
-from llmrecipes.recipe.section import Beta, NonNegFloat, NonNegInt, PosFloat, PosInt, Probability, Section
+from llmrecipes.recipe.section import (
+    AlarmVariable,
+    Beta,
+    NonNegFloat,
+    NonNegInt,
+    PosFloat,
+    PosInt,
+    Probability,
+    Section,
+)
 from llmrecipes.recipe.speed import Speed
 from llmrecipes.recipe.zero import Zero
 
@@ -556,6 +565,17 @@ class Tracking(Section):
     """W&B user or team; unset: that of the API key."""
     wandb_save_dir: str | None = None
     """Folder for W&B's own files; unset: the run directory."""
+    alarms: Annotated[
+        bool, MetricSink(target="llmrecipes.tracking.alarms:AlarmSink", rehearsal=False, keeps_steps=False)
+    ] = True
+    """Send alarms to a webhook or a command, if the variable of one is set."""
+    alarms_webhook: AlarmVariable | None = "LLMRECIPES_ALARM_WEBHOOK"
+    """Environment variable with the URL of a webhook of Slack, Teams or what takes the same; null: none."""
+    alarms_command: AlarmVariable | None = "LLMRECIPES_ALARM_COMMAND"
+    """Environment variable with a command that gets alarms on its standard input, such as `mail -s alarm me@host`, and
+    is run without a shell; null: none."""
+    alarms_interval: PosFloat = 300.0
+    """Seconds between two messages; alarms in between are gathered into the next."""
     system_metrics_interval: PosFloat | None = 10.0
     """Seconds between samples of CPU, memory, disk, network and GPU load in MLflow and W&B; null disables them."""
 

@@ -1,4 +1,4 @@
-"""What all sections of recipes and cluster profiles have in common: the base class and the types of numbers."""
+"""What all sections of recipes and cluster profiles have in common: the base class and the types of values."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ NonNegFloat = Annotated[float, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 Beta = Annotated[float, Field(gt=0, lt=1)]
 JsonObject = dict[str, JsonValue]
+AlarmVariable = Annotated[str, Field(pattern=r"^LLMRECIPES_ALARM_[A-Z0-9_]+$")]
+"""Name of a variable; only such, so that a recipe cannot have the value of another one sent or run."""
 
 
 class Section(BaseModel):

@@ -93,7 +93,10 @@ def entities(values: dict[str, Any]) -> tuple[list[Metric], list[RunTag]]:
         return [Metric(key, value, when, values["step"]) for key, value in values["details"].items()], []
     if "event" in values:
         text = json.dumps({"step": values["step"], **(values.get("details") or {})})
-        return [], [RunTag(f"note.{values['event']}"[:250], text[:5000])]
+        tags = [RunTag(f"note.{values['event']}"[:250], text[:5000])]
+        if values.get("alarm"):  # one name for all, to look for runs with `tags.alarm LIKE '%'`
+            tags.append(RunTag("alarm", f"step {values['step']}: {values['event']}"))
+        return [], tags
     when = int(values.get("time", 0) * 1000)
     # Experts first: a step counts as delivered once its loss has arrived.
     points = expert_metrics(values.get("experts", ())) | numbers(values)
