@@ -140,6 +140,12 @@ ALARMS = {
         "Replicas have different weights",
         "llmrecipes doctor on that node, and leave it out; resume from a checkpoint from before it.",
     ),
+    "straggler": Rule(
+        "warning",
+        "A rank is slower than its peers",
+        "llmrecipes doctor on that node: clocks, temperature, PCIe, other processes; leave it out if it stays slow.",
+    ),
+    "xid": Rule("error", "A GPU reported an error", "Look the Xid up, and run llmrecipes doctor on that node."),
     "hang": Rule("error", "A rank hung", "The note has its stacks; llmrecipes doctor checks nodes and network."),
     "save_failed": Rule("error", "A checkpoint was not written", "Free disk space; the run ends after some in a row."),
     "checkpoint_damaged": Rule(

@@ -266,10 +266,13 @@ def _words(name: str) -> str:
 def energy(material: Material) -> str:
     """Energy and carbon: what the run has recorded, else by the power of a cluster profile."""
     records = material.records
-    kwh, carbon, tokens = (records.last(f"energy/{name}") for name in ("kwh", "kg_co2", "tokens_per_joule"))
-    if kwh is not None:
-        method = ", ".join(records.texts.get("energy/method", ())) or "unknown"
-        how = "estimated from the profile's power" if method == "profile" else f"measured by {method}"
+    joules, carbon, tokens = records["energy/joules"], None, records.last("energy/tokens_per_joule")
+    if records.has("energy/joules"):
+        kwh = float(np.nansum(joules)) / 3.6e6
+        costs = material.costs
+        carbon = None if costs is None or costs.kg_co2_per_kwh is None else kwh * costs.kg_co2_per_kwh
+        how = f"measured by {', '.join(records.texts.get('energy/method', ())) or 'unknown'}, without the time between"
+        how += " a start and its second report"
     elif (estimate := _estimated(material)) is not None:
         kwh, carbon, tokens = estimate
         how = "estimated: hours of all ranks × costs.watts_per_gpu × costs.pue"
@@ -280,7 +283,7 @@ def energy(material: Material) -> str:
     rows = [("energy", f"{kwh:,.3g} kWh")]
     rows += [] if carbon is None else [("carbon", f"{carbon:,.3g} kg CO₂")]
     rows += [] if tokens is None else [("tokens a joule", f"{tokens:,.3g}")]
-    drawn = series(material, "Energy", [("energy/kwh", "kWh since the first step")], unit="kWh")
+    drawn = series(material, "Tokens a joule", [("energy/tokens_per_joule", "of all nodes")])
     return webpage.table(("quantity", "value"), rows, numbers=(1,)) + nothing(f"Energy is {how}.") + drawn
 
 

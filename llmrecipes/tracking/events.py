@@ -74,6 +74,10 @@ class StepMetrics:
         mfu_causal: the same counting only the causal half of attention.
         moe_aux_loss: auxiliary balancing loss without its coefficient, mean over layers; None if there is none.
         experts: balance of each layer with experts; None if it was not counted.
+        ranks: spread of each number over ranks (`tracking.spread`), by its name; of the steps since the last report up
+            to the one before this; None: no report.
+        nodes: the same over nodes.
+        energy: joules of these steps, and kWh, kg CO2 and tokens a joule; None: nothing is known.
         time: seconds since the epoch.
     """
 
@@ -92,6 +96,9 @@ class StepMetrics:
     mfu_causal: float | None = None
     moe_aux_loss: float | None = None
     experts: tuple[LayerBalance, ...] | None = None
+    ranks: Mapping[str, Mapping[str, Any]] | None = None
+    nodes: Mapping[str, Mapping[str, Any]] | None = None
+    energy: Mapping[str, Any] | None = None
     time: float = field(default_factory=time.time)
 
 

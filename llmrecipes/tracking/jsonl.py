@@ -27,7 +27,9 @@ from llmrecipes.untrusted import lines, number, parse_json, read_json
 
 logger = logging.getLogger(__name__)
 
-_NUMBERS = {each.name for kind in (StepMetrics, EvalMetrics) for each in fields(kind)} - {"skipped", "experts"}
+NESTED = {"experts", "ranks", "nodes", "energy"}
+"""Keys of a step whose values are not numbers."""
+_NUMBERS = {each.name for kind in (StepMetrics, EvalMetrics) for each in fields(kind)} - {"skipped"} - NESTED
 BACKLOG_BYTES = 64 * MIB
 """Bytes kept in memory while the disk is full; about 200,000 steps."""
 SUMS = "metrics.sums.json"
@@ -41,8 +43,7 @@ def record(event: StepMetrics | EvalMetrics | Note) -> dict[str, Any]:
     if isinstance(event, Note):
         values["details"] = _finite(values["details"])
         return values
-    if "experts" in values:
-        values["experts"] = _finite(values["experts"])
+    values |= {key: _finite(values[key]) for key in NESTED & values.keys()}
     bad = [key for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
     if bad:
         values |= dict.fromkeys(bad) | {"non_finite": bad}

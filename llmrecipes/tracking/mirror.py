@@ -33,7 +33,7 @@ from typing import Any, BinaryIO, Generic, TypeVar
 from llmrecipes.redact import guard_streams, redact, redacted
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking.events import VALID
-from llmrecipes.tracking.jsonl import parse
+from llmrecipes.tracking.jsonl import NESTED, parse
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ SECONDS_BETWEEN_BATCHES = 1.0
 LONGEST_RETRY_SECONDS = 60.0
 LAST_DELIVERY_SECONDS = 30.0  # after the death of the training process
 LONGEST_MESSAGE = 200
-NOT_METRICS = {"step", "time", "non_finite", "experts"}
+NOT_METRICS = {"step", "time", "non_finite", *NESTED}
 OF_THE_STEP = {"consumed_samples", "consumed_tokens"}  # an evaluation repeats them
 
 

@@ -17,6 +17,7 @@ from llmrecipes.tracking.events import (
     StepMetrics,
     expert_metrics,
 )
+from llmrecipes.tracking.spread import spread_metrics
 
 TRAIN = (
     "loss",
@@ -54,7 +55,9 @@ class TensorBoardSink(Sink):
     def step(self, metrics: StepMetrics) -> None:
         if metrics.step % self._log_interval == 0:
             self._write("train", TRAIN, metrics)
-            for key, value in expert_metrics([asdict(layer) for layer in metrics.experts or ()]).items():
+            experts = expert_metrics([asdict(layer) for layer in metrics.experts or ()])
+            others = spread_metrics({"ranks": metrics.ranks, "nodes": metrics.nodes, "energy": metrics.energy})
+            for key, value in (experts | others).items():
                 self._writer.add_scalar(key, value, metrics.step, metrics.time)
 
     def eval(self, metrics: EvalMetrics) -> None:

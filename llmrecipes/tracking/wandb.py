@@ -19,6 +19,7 @@ from llmrecipes.redact import redacted
 from llmrecipes.tracking.events import METRIC_NOTES, RunStart, expert_metrics
 from llmrecipes.tracking.mirror import Mirror, MirrorConfig, numbers, serve
 from llmrecipes.tracking.mirror_sink import MirrorSink
+from llmrecipes.tracking.spread import spread_metrics
 from llmrecipes.untrusted import RECORD, read_json
 
 if TYPE_CHECKING:
@@ -110,7 +111,8 @@ class WandbRun:
         elif "event" in values:
             self.run.summary[f"note/{values['event']}"] = {"step": values["step"], **(values.get("details") or {})}
         else:
-            self.run.log({"step": values["step"], **expert_metrics(values.get("experts", ())), **numbers(values)})
+            points = expert_metrics(values.get("experts", ())) | spread_metrics(values) | numbers(values)
+            self.run.log({"step": values["step"], **points})
         self._sent[_kind(values)] = values["step"]
 
     def remember(self) -> None:

@@ -14,7 +14,8 @@ from llmrecipes.engine.base import Engine, Progress, StepResult, World
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.numerics import BadParameter, NonFinite, SpikeRule, StepSpike, first_bad_parameter
 from llmrecipes.plan.derive import Plan
-from llmrecipes.recipe.schema import Faults, Train
+from llmrecipes.recipe.faults import Faults
+from llmrecipes.recipe.schema import Train
 from llmrecipes.tracking.events import Note
 from llmrecipes.train.saves import Notes
 

@@ -24,6 +24,7 @@ from llmrecipes.train.evaluations import TaskEvaluations, is_evaluated
 from llmrecipes.train.loaders import DataLoaders, HeldOutBatches, ReadAhead, first_failure
 from llmrecipes.train.rewind import Rewinds
 from llmrecipes.train.saves import Saves
+from llmrecipes.train.telemetry import ClusterReport, Telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class Loop:
         evaluation_due: whether the step to resume from still has to be evaluated (see `evaluations.evaluation_due`).
         watch: raises an alarm at a loss spike.
         beat: told the phase that begins, and its step; see `faults.watchdog`.
+        telemetry: measures the ranks; None: nothing but this loop's own numbers.
         rewinds: of a run that goes back from spikes; None: their updates are left out.
         losses: training loss of every step of this start.
         steady: seconds of its steps, without the first `FIRST_STEPS` and those during which a save was written.
@@ -80,6 +82,7 @@ class Loop:
     stop_after: int | None = None
     evaluation_due: bool = False
     watch: LossWatch = field(default_factory=LossWatch)
+    telemetry: Telemetry | None = None
     rewinds: Rewinds | None = None
     beat: Beat = unwatched
     losses: list[float] = field(default_factory=list)
@@ -196,7 +199,8 @@ class Loop:
         self.losses.append(result.loss)
         if steady:
             self.steady.append(seconds)
-        self._report(progress, result, seconds, balance)
+        cluster = ClusterReport() if self.telemetry is None else self.telemetry.after_step(progress.step, seconds)
+        self._report(progress, result, seconds, balance, cluster)
         guard.require_finite(before, result, self.engine, self.world)
         if suspect := guard.hardware_suspect(before, result, self.engine, self.world):
             self.tracker.note(suspect)
@@ -213,7 +217,9 @@ class Loop:
         details = {**asdict(spike), "samples": [began, progress.consumed_samples]}
         self.tracker.note(Note(step=progress.step, event="spike_skipped", details=details, alarm=True))
 
-    def _report(self, progress: Progress, result: StepResult, seconds: float, balance: Balance | None) -> None:
+    def _report(
+        self, progress: Progress, result: StepResult, seconds: float, balance: Balance | None, cluster: ClusterReport
+    ) -> None:
         rate = self.plan.tokens_per_step / seconds
         self.tracker.step(
             StepMetrics(
@@ -232,8 +238,14 @@ class Loop:
                 mfu_causal=self._utilisation(rate, self.plan.flops_per_token_causal),
                 moe_aux_loss=None if balance is None else balance.aux_loss,
                 experts=None if balance is None else balance.layers,
+                ranks=cluster.ranks,
+                nodes=cluster.nodes,
+                energy=cluster.energy,
             )
         )
+        for note in cluster.notes:
+            logger.warning("ALARM: step %d: %s", note.step, note.details["text"])
+            self.tracker.note(note)
         if result.skipped:
             details = {"loss_scale": result.loss_scale, "skipped_steps": progress.skipped_steps}
             self.tracker.note(Note(step=progress.step, event="overflow_skipped", details=details))

@@ -67,6 +67,7 @@ def run(spec: RunSpec) -> ExitCode:
     from llmrecipes.train.resume import choose, initial_weights, resume
     from llmrecipes.train.rewind import Rewind, Rewinds, merged
     from llmrecipes.train.summary import describe, open_tracker, print_summary
+    from llmrecipes.train.telemetry import measured_ranks
 
     recipe = spec.recipe
     tasks = load_tasks(recipe)
@@ -137,7 +138,9 @@ def run(spec: RunSpec) -> ExitCode:
             collect()
             report_first_step()
 
-        beat = stack.enter_context(watchdog(recipe, spec.run, world))
+        watched = stack.enter_context(watchdog(recipe, spec.run, world))
+        telemetry = stack.enter_context(measured_ranks(plan, platform, world, watched, spec.run_dir))
+        beat = telemetry.beat
         peak = cluster.gpus[0].peak_tflops if cluster.gpus else None
         loop = Loop(
             plan=plan,
@@ -165,6 +168,7 @@ def run(spec: RunSpec) -> ExitCode:
             evaluation_due=evaluation_due(progress.step, recipe, spec.run.metrics, world),
             rewinds=rewinds if recipe.faults.loss_spike_action == "rewind" else None,
             beat=beat,
+            telemetry=telemetry,
         )
         if world.is_first:
             for note in hangs(spec.run, progress.step):
@@ -184,6 +188,7 @@ def run(spec: RunSpec) -> ExitCode:
                 tracker = tracked.enter_context(open_tracker(spec, plan, engine.implementation, world, progress))
                 tracker.note(rewind.note)
                 loop = loop.again(tracker, evaluation_due(progress.step, recipe, spec.run.metrics, world))
+        telemetry.settle()
         require_exists(spec.run_dir, world, lambda: tracker.close("FAILED"))
         if values := measured(loop.steady, platform, spec.predicted):
             tracker.note(Note(step=progress.step + len(loop.losses), event=MEASURED, details=values))

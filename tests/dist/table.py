@@ -515,10 +515,11 @@ CORE = frozenset(
 
 SIMILAR = {
     "gpt of 6 layers", "gpt of width 128", "gpt without weight tying", "gpt with label smoothing",
-    "gpt with more weights", "gpt in bf16", "gpt in fp16", "moe with muP", "moe with shared experts",
-    "moe in every second layer", "moe in the last layer", "moe in bf16", "moe with room for all",
-    "moe with padded capacity", "mixtral", "mtp", "mla with lora", "lora in bf16", "packed mla",
-    "moe with padded room for all", "moe with padded room for all and lora", "llama with yarn", "mla with yarn",
+    "gpt with more weights", "gpt in bf16", "gpt in fp16", "deepseek in bf16", "moe with muP",
+    "moe with shared experts", "moe in every second layer", "moe in the last layer", "moe in bf16",
+    "moe with room for all", "moe with padded capacity", "mixtral", "mtp", "mla with lora", "lora in bf16",
+    "packed mla", "moe with padded room for all", "moe with padded room for all and lora", "llama with yarn",
+    "mla with yarn",
 }  # fmt: skip
 """Models that differ little from one of the core, for a layout."""
 

@@ -15,7 +15,7 @@ from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.engine.base import Progress, StepResult
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.faults.numerics import StepSpike
-from llmrecipes.recipe.schema import Faults
+from llmrecipes.recipe.faults import Faults
 from llmrecipes.rundir import Run as RunDir
 from llmrecipes.train import guard
 from llmrecipes.train.rewind import Rewinds

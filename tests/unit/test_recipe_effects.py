@@ -235,7 +235,7 @@ def saver(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         join=lambda *_: nullcontext(SimpleNamespace(size=1, is_first=True)),
         build=lambda *_: engine,
     )
-    monkeypatch.setattr("llmrecipes.engine.backends.backend", lambda _: backend)
+    monkeypatch.setattr("llmrecipes.train.worker.backend", lambda _: backend)
     for name in ("data.prepared.open_prepared", "train.loaders.open_loaders"):
         monkeypatch.setattr(f"llmrecipes.{name}", lambda *_, **__: None)
     with pytest.raises(Recorded) as found:

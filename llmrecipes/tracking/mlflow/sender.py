@@ -10,6 +10,7 @@ from llmrecipes.tracking.events import METRIC_NOTES, expert_metrics
 from llmrecipes.tracking.mirror import Ending, Mirror, numbers, serve
 from llmrecipes.tracking.mlflow.database import TRAINING_VIEW, redact
 from llmrecipes.tracking.mlflow.sink import MlflowConfig
+from llmrecipes.tracking.spread import spread_metrics
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric, RunTag
@@ -99,7 +100,7 @@ def entities(values: dict[str, Any]) -> tuple[list[Metric], list[RunTag]]:
         return [], tags
     when = int(values.get("time", 0) * 1000)
     # Experts first: a step counts as delivered once its loss has arrived.
-    points = expert_metrics(values.get("experts", ())) | numbers(values)
+    points = expert_metrics(values.get("experts", ())) | spread_metrics(values) | numbers(values)
     return [Metric(key, value, when, values["step"]) for key, value in points.items()], []
 
 

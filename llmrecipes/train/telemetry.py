@@ -1,0 +1,272 @@
+"""What every rank and node did, put together on the first rank.
+
+Each rank has a row of numbers. Every report interval all rows are summed, each rank's in its place of a table of zeros:
+an all-reduce, whose steps grow with the logarithm of the ranks, where a gather in a ring would take one for each rank.
+It begins after a step and is read after the next one, when the device has passed it: the host does not wait for it.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from llmrecipes.engine.base import Platform, World
+from llmrecipes.faults.stragglers import Straggler, StragglerWatch
+from llmrecipes.faults.watchdog import Beat
+from llmrecipes.plan.derive import Plan
+from llmrecipes.tracking.events import Note, is_measured
+from llmrecipes.tracking.spread import spread
+from llmrecipes.train.node_monitor import COLUMNS, GAUGES, NodeReadings, monitored
+from llmrecipes.train.waits import WaitClock, waits_counted
+
+TIMES = ("data_seconds", "compute_seconds", "communication_seconds")
+"""Of a step, mean; they add up to it."""
+BLOCKED = {"save_seconds": "save", "evaluate_seconds": "evaluate"}
+"""Phases between steps, whose seconds are added up."""
+MEMORY = ("memory_allocated_bytes", "memory_reserved_bytes", "memory_resident_bytes")
+OWN = "own_seconds"
+"""Own time of the median step; not reported as such."""
+RANK_COLUMNS = (*TIMES, *BLOCKED, *MEMORY, OWN)
+NAME_BYTES = 64
+"""Of a node's name; Linux has no longer ones."""
+SETTLING_STEPS = 2
+"""First steps of a start, which compile, connect and allocate."""
+LEAST_STEPS = 5
+"""On a CPU, whose cores other processes use too, ranks are compared by no fewer."""
+XID = "https://docs.nvidia.com/deploy/xid-errors"
+
+
+@dataclass(frozen=True)
+class ClusterReport:
+    """What the first rank reports with a step; empty on the others, and between reports."""
+
+    ranks: dict[str, Any] | None = None
+    nodes: dict[str, Any] | None = None
+    energy: dict[str, Any] | None = None
+    notes: tuple[Note, ...] = ()
+
+
+@dataclass
+class _Steps:
+    """What this rank measured since its last row."""
+
+    data: list[float] = field(default_factory=list)
+    own: list[float] = field(default_factory=list)
+    waited: list[float] = field(default_factory=list)
+
+    def row(self) -> dict[str, float]:
+        """Means of a step, and the median of its own time."""
+        if not self.own:
+            return {}
+        mean = {
+            name: sum(each) / len(each) for name, each in zip(TIMES, (self.data, self.own, self.waited), strict=True)
+        }
+        return mean | {OWN: median(self.own)}
+
+
+class Telemetry:
+    """The measurements of one rank, and on the first one those of all.
+
+    Args:
+        plan: the plan of the run.
+        platform: device of this rank.
+        world: this rank.
+        clock: counts its waits.
+        beat: is told each phase, which is measured here.
+        readings: of this node, on its first rank; None: on the others.
+    """
+
+    def __init__(
+        self, plan: Plan, platform: Platform, world: World, clock: WaitClock, beat: Beat, readings: NodeReadings | None
+    ) -> None:
+        self._plan, self._platform, self._world, self._clock, self._beat = plan, platform, world, clock, beat
+        self._readings = readings
+        self._phase, self._since = "", time.perf_counter()
+        self._phases: dict[str, float] = {}
+        self._reported_phases: dict[str, float] = {}
+        self._data_before = 0.0
+        self._steps, self._step_number = _Steps(), 0
+        self._pending: dist.Work | None = None
+        on_gpu = platform.name == "cuda"
+        self._on_gpu = on_gpu
+        size = world.size, len(RANK_COLUMNS) + len(COLUMNS)
+        self._row = torch.zeros(size[1], dtype=torch.float32, pin_memory=on_gpu)
+        self._table = torch.zeros(size, dtype=torch.float32, device=platform.device)
+        self._read = torch.zeros(size, dtype=torch.float32, pin_memory=True) if on_gpu else self._table
+        self._names = node_names(platform, world)
+        threshold = plan.recipe.faults.straggler_threshold
+        self._stragglers = None if threshold is None else StragglerWatch(threshold, stage_work(plan))
+        self._reported_step: int | None = None
+
+    def beat(self, phase: str, step: int | None = None) -> None:
+        """A phase begins (`faults.watchdog.Beat`); the one before is measured."""
+        now = time.perf_counter()
+        self._phases[self._phase] = self._phases.get(self._phase, 0.0) + now - self._since
+        self._phase, self._since = phase, now
+        if phase == "step" and step is not None:
+            self._step_number += 1
+            self._data_before = self._phases.get("data", 0.0)
+            self._clock.take()
+            self._clock.counting = not self._on_gpu or is_measured(step + 1, self._plan.recipe)
+        self._beat(phase, step)
+
+    def after_step(self, step: int, seconds: float) -> ClusterReport:
+        """Count a step; a collective of all ranks before each measured step (`events.is_measured`).
+
+        Args:
+            step: the one that has ended.
+            seconds: that it took.
+
+        Returns:
+            What the ranks did up to the step before, on the first rank at a measured step.
+        """
+        if self._clock.counting and self._step_number > SETTLING_STEPS:
+            data, waited = self._phases.get("data", 0.0) - self._data_before, self._clock.take()
+            self._steps.data.append(data)
+            self._steps.waited.append(waited)
+            self._steps.own.append(max(0.0, seconds - data - waited))
+        report = self._finish(step)
+        if is_measured(step + 1, self._plan.recipe):
+            self._begin()
+        return report
+
+    def settle(self) -> None:
+        """Take part in what was begun, before the process group is left."""
+        self._finish(0)
+
+    def _begin(self) -> None:
+        values = dict.fromkeys((*RANK_COLUMNS, *COLUMNS), float("nan")) | self._steps.row() | self._memory()
+        if not self._on_gpu and len(self._steps.own) < LEAST_STEPS:
+            values[OWN] = float("nan")
+        if self._readings is not None:
+            values |= self._readings.take()
+        for name, phase in BLOCKED.items():
+            values[name] = self._phases.get(phase, 0.0) - self._reported_phases.get(phase, 0.0)
+        self._reported_phases, self._steps = dict(self._phases), _Steps()
+        self._row.copy_(torch.tensor(list(values.values())))
+        self._table.zero_()
+        self._table[self._world.rank].copy_(self._row, non_blocking=True)
+        self._pending = dist.all_reduce(self._table, async_op=True)
+        if self._on_gpu:
+            # Only the stream waits. The copy is behind the device before it begins the next step.
+            self._wait(self._pending)
+            if self._world.is_first:
+                self._read.copy_(self._table, non_blocking=True)
+
+    def _finish(self, step: int) -> ClusterReport:
+        if self._pending is None:
+            return ClusterReport()
+        self._wait(self._pending)
+        self._pending = None
+        if not self._world.is_first:
+            return ClusterReport()
+        return self._report(step, self._read.numpy().astype(np.float64))
+
+    def _wait(self, work: dist.Work) -> None:
+        counting, self._clock.counting = self._clock.counting, False
+        work.wait()
+        self._clock.counting = counting
+
+    def _report(self, step: int, table: NDArray[np.float64]) -> ClusterReport:
+        columns = dict(zip(RANK_COLUMNS, table[:, : len(RANK_COLUMNS)].T, strict=True))
+        own = columns.pop(OWN)
+        notes: list[Note] = []
+        if self._stragglers is not None and not np.isnan(own).any():
+            columns["slowness"], slow = self._stragglers.add(own)
+            notes = [self._straggler(step, each) for each in slow]
+        ranks = {name: each for name, values in columns.items() if (each := spread(values, "rank"))}
+        of_nodes = dict(zip(COLUMNS, table[:, len(RANK_COLUMNS) :].T, strict=True))
+        notes += self._xids(step, of_nodes)
+        shown = (*GAUGES, "infiniband_errors")
+        nodes = {name: each for name in shown if (each := spread(of_nodes[name], "node", self._names))}
+        return ClusterReport(ranks=ranks, nodes=nodes or None, energy=self._energy(step, of_nodes), notes=tuple(notes))
+
+    def _energy(self, step: int, of_nodes: dict[str, NDArray[np.float64]]) -> dict[str, Any] | None:
+        """Of all nodes since the last report; None: no node can measure it, or it is the first report."""
+        before, self._reported_step = self._reported_step, step
+        joules = {name: float(np.nansum(of_nodes[name])) for name in ("gpu_joules", "cpu_joules")}
+        total = sum(joules.values())
+        if before is None or not total:
+            return None
+        method = "+".join(word for word, name in (("nvml", "gpu_joules"), ("rapl", "cpu_joules")) if joules[name])
+        tokens = (step - before) * self._plan.tokens_per_step
+        return {"joules": total, "tokens_per_joule": tokens / total, "method": method}
+
+    def _xids(self, step: int, of_nodes: dict[str, NDArray[np.float64]]) -> list[Note]:
+        notes = []
+        for rank in np.flatnonzero(of_nodes["xid_count"] > 0):
+            node, code = self._names[rank], int(of_nodes["xid_code"][rank])
+            text = f"a GPU of {node} reported Xid {code}: {XID}"
+            details = {"node": node, "code": code, "text": text}
+            notes.append(Note(step=step, event="xid", details=details, alarm=True))
+        return notes
+
+    def _straggler(self, step: int, found: Straggler) -> Note:
+        node = self._names[found.rank]
+        text = f"rank {found.rank} on {node} takes {found.factor:.2f} times as long for its own work as others"
+        details = {
+            "rank": found.rank,
+            "node": node,
+            "factor": round(found.factor, 3),
+            "compute_seconds": found.seconds,
+            "usual_seconds": found.usual,
+            "text": text,
+        }
+        return Note(step=step, event="straggler", details=details, alarm=True)
+
+    def _memory(self) -> dict[str, float]:
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if not self._on_gpu:
+            return {"memory_resident_bytes": float(resident)}
+        device = self._platform.device
+        allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        return dict(zip(MEMORY, map(float, (allocated, reserved, resident)), strict=True))
+
+
+@contextmanager
+def measured_ranks(plan: Plan, platform: Platform, world: World, beat: Beat, folder: Path) -> Iterator[Telemetry]:
+    """Measure this rank, and on the first rank of a node the node, while the block runs; a collective of all ranks.
+
+    Args:
+        folder: on the file system whose use is reported.
+    """
+    with ExitStack() as stack:
+        clock = stack.enter_context(waits_counted(on_gpu=platform.name == "cuda"))
+        is_read = plan.recipe.tracking.system_metrics_interval is not None and os.environ.get("LOCAL_RANK", "0") == "0"
+        readings = stack.enter_context(monitored(folder)) if is_read else None
+        yield Telemetry(plan, platform, world, clock, beat, readings)
+
+
+def stage_work(plan: Plan) -> tuple[float, ...]:
+    """Matrix products of each pipeline stage, for comparing stages of a single rank."""
+    layout = plan.layout
+    output = 6.0 * plan.shape.hidden_size * plan.shape.vocab_size
+    layers = sum(map(sum, layout.layers_per_stage))
+    a_layer = max(plan.flops_per_token_full - output, 1.0) / max(layers, 1)
+    work = [a_layer * sum(chunks) for chunks in layout.layers_per_stage]
+    work[-1] += output
+    return tuple(work)
+
+
+def node_names(platform: Platform, world: World) -> list[str]:
+    """The node of each rank, as its scheduler names it; a collective of all ranks. 1 MiB at 16,384 ranks, once."""
+    name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    letters = name.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
+    table = torch.zeros(world.size, NAME_BYTES, dtype=torch.uint8)
+    table[world.rank] = torch.frombuffer(bytearray(letters), dtype=torch.uint8)
+    table = table.to(platform.device)
+    dist.all_reduce(table)
+    return [bytes(row).rstrip(b"\0").decode("utf-8", "replace") for row in table.cpu().numpy()]
