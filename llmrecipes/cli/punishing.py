@@ -25,6 +25,9 @@ def punish(
     fault: Annotated[
         list[str] | None, typer.Option("--fault", metavar="NAME", help="Inject this fault; repeatable; default: all.")
     ] = None,
+    once: Annotated[
+        bool, typer.Option("--once", help="Inject each fault once, however long it takes, instead of --minutes.")
+    ] = False,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
@@ -41,7 +44,7 @@ def punish(
         print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
 
     loaded = load(recipe, overrides or []).recipe
-    result = begin(loaded, Paths(runs_dir, data_dir), nproc, steps, seed, minutes, fault, say)
+    result = begin(loaded, Paths(runs_dir, data_dir), nproc, steps, seed, None if once else minutes, fault, say)
     if as_json:
         print(json.dumps(result.as_dict(), indent=2))
     else:

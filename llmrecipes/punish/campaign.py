@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -21,8 +22,9 @@ import psutil
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.io import write_atomic
+from llmrecipes.launch.local.processes import PROCESSES
 from llmrecipes.punish import faults
-from llmrecipes.punish.faults import ALARMS, FAULTS, ORDERS, Fault
+from llmrecipes.punish.faults import ALARMS, COMPARED, FAULTS, ORDERS, Fault
 from llmrecipes.punish.report import Injection, Punished
 from llmrecipes.punish.signs import Signs
 from llmrecipes.recipe.engines import engine_name
@@ -68,7 +70,7 @@ def punished_recipe(recipe: Recipe, ranks: int, steps: int) -> Recipe:
             ),
             "faults": faults.model_copy(
                 update={"rank_heartbeat_timeout": 10.0, "initial_rank_heartbeat_timeout": 240.0,
-                        "check_weight_hash_across_dp_replicas_interval": 5}
+                        "check_weight_hash_across_dp_replicas_interval": COMPARED}
             ),
         }
     )  # fmt: skip
@@ -80,7 +82,7 @@ def begin(
     ranks: int,
     steps: int,
     seed: int,
-    minutes: float,
+    minutes: float | None,
     names: Sequence[str] | None,
     log: Log,
 ) -> Punished:
@@ -89,6 +91,7 @@ def begin(
     Args:
         recipe: as the user has it; its runs are shorter, see `punished_recipe`.
         steps: of each run.
+        minutes: in which faults are injected; None: until each was once.
         names: of faults; None: all.
 
     Raises:
@@ -140,17 +143,23 @@ class Campaign:
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
         self._deck: list[Fault] = []
+        self._once = self._shuffled = False
         self.token = f"{int(time.time()):x}-{self.seed}"
 
-    def run(self, minutes: float) -> Punished:
-        """One run without faults, then runs with faults until the time is over; the last one is finished."""
+    def run(self, minutes: float | None) -> Punished:
+        """One run without faults, then runs with faults until the time is over; the last one is finished.
+
+        Args:
+            minutes: None: until each fault was once.
+        """
         self.recipe_file.parent.mkdir(parents=True)
         self.recipe_file.write_text(to_yaml(self.recipe), "utf-8")
         reference, seconds = self._round("reference", 0.0)
         began, healthy, equal, wall, kept = time.monotonic(), len(reference.steps), True, 0.0, 0.0
         number, failures, over = 0, 0, list[float]()
-        until = began + 60.0 * minutes
-        while number == 0 or time.monotonic() < until:
+        self._once = minutes is None
+        until = math.inf if minutes is None else began + 60.0 * minutes
+        while number == 0 or (time.monotonic() < until and not self._is_done):
             number += 1
             try:
                 signs, seconds = self._round(f"run-{number}", until)
@@ -208,7 +217,8 @@ class Campaign:
             if ended:
                 code = self._reap(signs)
                 if code == ExitCode.DONE:
-                    signs.look()
+                    if fault is not None:  # there was no room left in this run
+                        self._deck.append(fault)
                     return time.monotonic()
             seen = self._false_alarms(signs, seen, injected)
             if injected is None and ended:
@@ -217,7 +227,7 @@ class Campaign:
                 injected = self._followed(injected, signs, disk)
             if ended:
                 self._start(signs)
-            if injected is None and fault is None and time.monotonic() < until:
+            if injected is None and fault is None and time.monotonic() < until and not self._is_done:
                 fault, at = self._next(disk), self._moment(signs)
             if injected is None and fault is not None and self._is_time(fault, at, signs, run):
                 injected, fault = self._inject(fault, run, signs, disk), None
@@ -233,9 +243,14 @@ class Campaign:
         saved = signs.first(faults.SAVED_AGAIN, since or 0.0) is not None
         return saved and (not fault.checkpoint or len(run.store().entries()) >= 2)
 
+    @property
+    def _is_done(self) -> bool:
+        return self._once and self._shuffled and not self._deck
+
     def _next(self, disk: Path | None) -> Fault:
         """The next of the faults in random order, each once before one comes again."""
         if not self._deck:
+            self._shuffled = True
             self._deck = [fault for fault in self.drawn if disk is not None or not fault.mounted]
             self._random.shuffle(self._deck)
         return self._deck.pop()
@@ -244,7 +259,6 @@ class Campaign:
         options = {
             "recipe": str(self.recipe_file), "nproc": self.ranks, "run_id": signs.files.run_id,
             "runs_dir": str(self.paths.runs_dir), "data_dir": str(self.paths.data_dir), "restarts": RESTARTS_IN_JOB,
-            "orders": str(signs.orders),
         }  # fmt: skip
         self._process = subprocess.Popen(
             [sys.executable, "-m", "llmrecipes.punish.launcher", json.dumps(options)],
@@ -274,13 +288,14 @@ class Campaign:
             psutil.wait_procs(children, ORPHAN_SECONDS)
         process.wait()
 
-    def _ranks(self) -> dict[int, psutil.Process]:
-        ranks = {}
-        for child in psutil.Process(self._running.pid).children():
-            with suppress(psutil.Error):
-                if "llmrecipes.punish.worker" in child.cmdline():
-                    ranks[int(child.environ()["RANK"])] = child
-        return ranks
+    def _ranks(self, run: Run) -> dict[int, psutil.Process]:
+        """The processes that are ranks now; spares are not among them."""
+        children = {child.pid: child for child in psutil.Process(self._running.pid).children()}
+        try:
+            pids = json.loads((run.logs / PROCESSES).read_text("utf-8"))
+        except FileNotFoundError:
+            return {}
+        return {int(rank): children[pid] for rank, pid in pids.items() if pid in children}
 
     # -- faults --------------------------------------------------------------------------------------------------------
 
@@ -288,7 +303,7 @@ class Campaign:
         rank = 0 if fault.name == "first rank killed" else self._random.randrange(self.ranks)
         if fault.name == "rank killed" and rank == 0:
             rank = 1 % self.ranks
-        victim = self._ranks().get(rank)
+        victim = self._ranks(run).get(rank)
         if victim is None and not fault.inside:
             return None
         injection = Injection(len(self.injections), fault, rank, str(run.path), signs.last_step)

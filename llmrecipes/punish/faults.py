@@ -9,8 +9,11 @@ from pathlib import Path
 
 from llmrecipes.io import write_atomic
 
-KILLED = r"out: .*(ended first|was killed by signal)|exit: "
+KILLED = r"out: .*(ended first|was killed by signal|the ranks ended with)|exit: "
 SAVED_AGAIN = r"note: checkpoint_saved"
+STEPS, ORDERS = "steps.jsonl", "orders"
+COMPARED = 5
+"""Steps between comparisons of replicas."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ FAULTS = (
     Fault("preempted", "SIGTERM to the launcher", "exit: 75", 60.0, launcher=True),
     Fault("NaN", "a gradient of a rank is not finite, once", "note: hardware_suspect", steps=1, inside=True),
     Fault("NaN that stays", "the same each time", "exit: 93", steps=1, inside=True),
-    Fault("flipped weight bit", "one bit on one replica", "note: replicas_differ|exit: 93", steps=5, inside=True),
+    Fault("flipped weight bit", "one bit on one replica before a comparison", "note: replicas_differ|exit: 93",
+          steps=COMPARED, inside=True),
     Fault("truncated checkpoint", "a file of the newest, then SIGKILL to the launcher", "note: checkpoint_damaged",
           120.0, launcher=True, checkpoint=True),
     Fault("flipped checkpoint bit", "in the newest, then SIGKILL to the launcher", "note: checkpoint_damaged",
@@ -72,7 +76,6 @@ FAULTS = (
 
 ALARMS = r"note: (hang|hardware_suspect|replicas_differ|save_failed|unreadable|checkpoint_damaged)|exit: (?!0$)|hang: "
 """Signs that count as false alarms if no fault was injected."""
-STEPS, ORDERS = "steps.jsonl", "orders"
 
 
 def give(folder: Path, rank: int, fault: str, number: int) -> None:

@@ -24,14 +24,14 @@ def main(options: dict[str, Any]) -> int:
     """Train.
 
     Args:
-        options: `recipe`, a file; `nproc`, `run_id`, `runs_dir`, `data_dir`, `restarts`; `orders`, a folder.
+        options: `recipe`, a file; `nproc`, `run_id`, `runs_dir`, `data_dir` and `restarts`.
     """
     ordinary = train.run_ranks
 
     def run_ranks(module: str, arguments: Sequence[str], **others: Any) -> int:
         if module != WORKER:
             raise AssertionError(f"ranks run {module}, so faults cannot be injected")
-        return ordinary(PUNISHED, [*arguments, options["orders"]], **others)
+        return ordinary(PUNISHED, arguments, **others)
 
     train.run_ranks = run_ranks
     started = RunOptions(sample=False, max_restarts=options["restarts"])

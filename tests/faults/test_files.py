@@ -15,6 +15,7 @@ import pytest
 
 from llmrecipes.checkpoint.manifest import MANIFEST_NAME
 from llmrecipes.checkpoint.store import CheckpointStore
+from llmrecipes.engine.core.checkpoint.format import ShardedFormat
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.punish.campaign import fill, read_only
 from tests.dist.worlds import GlooWorld, say
@@ -137,3 +138,24 @@ def test_a_disk_that_cannot_be_written_for_three_saves_loses_nothing(
     assert not [path.name for path in small_disk.iterdir() if path.name.startswith((".tmp", ".filler"))]
     assert saved(run_dir)[-1] == 12
     assert steps_done(train(checkpoint=often)[1]) == 12
+
+
+def test_a_signal_during_a_save_ends_the_run_with_both_steps_saved(
+    train: Command, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = ShardedFormat.write
+
+    def signalled(*arguments: Any) -> Any:
+        monkeypatch.setattr(ShardedFormat, "write", write)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return write(*arguments)
+
+    monkeypatch.setattr(ShardedFormat, "write", signalled)
+    code, printed = train(checkpoint={"save_interval": 4, "most_recent_k": 3})
+    assert code == 75, printed
+    last = train_lines(run_dir)[-1]["step"]
+    assert 4 <= last < 12
+    assert saved(run_dir) == sorted({4, last})
+    code, printed = train(checkpoint={"save_interval": 4, "most_recent_k": 3})
+    assert code == 0, printed
+    assert steps_done(printed) == last

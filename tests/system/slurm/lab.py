@@ -123,10 +123,18 @@ class Lab:
 
     def forget_jobs(self) -> None:
         """Start slurmctld without its state, so that it knows no job, as it does MinJobAge after a job's end."""
+        self.stop_controller()
+        self.start_controller("-c")
+
+    def stop_controller(self) -> None:
+        """End slurmctld; jobs that run go on."""
         self.run("scontrol", "shutdown", "slurmctld")
         pid = self.root / "run/slurmctld.pid"
         self.until(lambda: None if pid.exists() and pid.read_text() else True, "slurmctld has not ended", 20)
-        _daemon(self, self.stack, "slurmctld", "slurmctld", "-D", "-c")
+
+    def start_controller(self, *options: str) -> None:
+        """Start slurmctld, with its state unless options say otherwise."""
+        _daemon(self, self.stack, "slurmctld", "slurmctld", "-D", *options)
         self.until(
             lambda: True if self.run("scontrol", "ping", check=False).returncode == 0 else None, "no slurmctld", 20
         )

@@ -83,6 +83,29 @@ def test_zero_trains_as_one_process_of_the_other_engine(site: Site, corpus: Path
         assert torch.dist(of_zero[name], saved[name]) < 1e-4 * saved[name].norm(), name
 
 
+def test_the_controller_is_away_while_a_job_trains(
+    site: Site, recipe: Recipe, reference: dict[str, list[tuple[Any, ...]]]
+) -> None:
+    """The run does not notice; who waits for it asks again until it answers."""
+    with site.waiting(recipe, "controller-away") as waiting:
+        site.wait_for_step(waiting.job, waiting.run_dir, 5)
+        site.lab.stop_controller()
+        try:
+            then = train_lines(waiting.run_dir)[-1]["step"]
+            site.lab.until(
+                lambda: True if train_lines(waiting.run_dir)[-1]["step"] >= min(then + 30, 100) else None,
+                "the run does not go on without slurmctld",
+            )
+            assert waiting.process.poll() is None
+        finally:
+            site.lab.start_controller()
+        assert site.finish(waiting.job, waiting.run_dir)["Restarts"] == "0"
+        code, answer, states = waiting.end()
+    assert (code, answer["state"], answer["result"]["step"]) == (0, "completed", 100)
+    assert states[-1] == "completed"
+    assert curve(waiting.run_dir) == reference["1"]
+
+
 def test_requeued_three_times(site: Site, recipe: Recipe, reference: dict[str, list[tuple[Any, ...]]]) -> None:
     """One run, one MLflow run, which knows how often it was restarted; and one job for who waits for it."""
     with site.waiting(recipe, "requeued", "tracking.mlflow=true") as waiting:

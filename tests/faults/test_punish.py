@@ -1,0 +1,81 @@
+"""`llmrecipes punish` on real runs, with the faults that no other test injects into a whole run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from llmrecipes.cli import app as cli
+from llmrecipes.punish import faults, report
+from tests.helpers import tiny_on, write_recipe
+from tests.refusals import require_message
+
+pytestmark = pytest.mark.dist
+INSIDE = ("collective left out", "exception in evaluation", "flipped weight bit")
+
+
+@pytest.mark.slow
+def test_faults_inside_ranks_are_noticed_and_change_nothing(
+    tmp_path: Path, corpus: Path, data_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_recipe(tiny_on(corpus, "hard", model={"hidden_dropout": 0.1}), tmp_path)
+    chosen = [word for name in INSIDE for word in ("--fault", name)]
+    paths = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(data_dir)]
+    code = cli.run(["punish", recipe, "--nproc", "2", "--steps", "80", "--once", "--json", *chosen, *paths])
+    printed = capfd.readouterr()
+    answer = json.loads(printed.out)
+    assert code == 0, printed.out + printed.err
+    assert answer.keys() == {
+        "injected", "detected", "recovered", "false_alarms", "effective_time", "detection_seconds", "recovery_seconds",
+        "equal_to_uninterrupted",
+    }  # fmt: skip
+    assert answer["injected"] == answer["detected"] == answer["recovered"] == len(INSIDE)
+    assert answer["false_alarms"] == 0
+    assert answer["equal_to_uninterrupted"] is True
+    assert 0 < answer["effective_time"] < 1
+
+
+@pytest.mark.parametrize(
+    ("words", "where", "rule"),
+    [
+        (["--fault", "earthquake"], "--fault", ()),
+        (["--nproc", "1"], "--nproc", "2"),
+        (["engine=deepspeed", "zero.stage=1"], "engine", "engine=megatron"),
+    ],
+)
+def test_what_cannot_be_punished_is_refused(
+    words: list[str], where: str, rule: str | tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    paths = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(tmp_path / "data")]
+    assert cli.run(["punish", "gpt-tiny", *words, *paths]) == 2
+    require_message(capfd.readouterr().err, where, rule=rule)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_was_not_noticed_or_recovered_counts() -> None:
+    fault = faults.FAULTS[0]
+    fine = report.Injection(0, fault, 1, "r", 5, injected_at=10.0, noticed_at=11.0, recovered_at=15.0)
+    hidden = report.Injection(1, fault, 1, "r", 9, injected_at=20.0)
+    left = report.Injection(2, fault, 0, "r", 12, injected_at=30.0, noticed_at=31.0, recovered_at=33.0, orphans=1)
+    result = report.Punished([fine], [], 20.0, 12.0, 1, 30, True, None, "folder")
+    assert result.ok
+    assert (result.effective_time, result.of_allowed) == (0.6, 0.8)
+    worse = report.Punished([fine, hidden, left], ["exit: 1"], 20.0, 12.0, 1, 30, True, None, "folder")
+    assert not worse.ok
+    values = worse.as_dict()
+    assert (values["injected"], values["detected"], values["recovered"], values["false_alarms"]) == (3, 2, 1, 1)
+    assert values["detection_seconds"] == {"p50": 1.0, "p95": 1.0}
+    assert not report.Punished([fine], ["exit: 1"], 20.0, 12.0, 1, 30, True, None, "folder").ok
+    assert not report.Punished([fine], [], 20.0, 12.0, 1, 30, False, None, "folder").ok
+
+
+def test_an_order_is_carried_out_once_and_where_it_can_be(tmp_path: Path) -> None:
+    faults.give(tmp_path, 2, "NaN", 7)
+    assert faults.take(tmp_path, 1, frozenset({"NaN"})) is None
+    assert faults.take(tmp_path, 2, frozenset({"exception"})) is None
+    assert faults.taken_at(tmp_path, 7) is None
+    assert faults.take(tmp_path, 2, frozenset({"NaN"})) == "NaN"
+    assert faults.taken_at(tmp_path, 7) is not None
+    assert faults.take(tmp_path, 2, frozenset({"NaN"})) is None
