@@ -270,6 +270,8 @@ class Campaign:
         process = self._running
         code = process.wait()
         self._reader.join(ORPHAN_SECONDS)
+        if process.stdout is not None and not self._reader.is_alive():
+            process.stdout.close()
         signs.look()
         signs.add(f"exit: {code}")
         return code

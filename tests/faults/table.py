@@ -76,8 +76,9 @@ ENDS = (
           "unit/test_launch_jobs.py::test_a_scheduler_that_stays_away_ends_the_waiting")),
 )  # fmt: skip
 CHECKPOINTS = (
-    Case("random kills over save and retention", AT_ONCE, "a start", "what was announced is there, and loads",
-         ("unit/test_checkpoint_saver.py::test_kill_nine_at_any_moment_leaves_a_complete_newest_checkpoint",)),
+    Case("200 random kills over save and retention", AT_ONCE, "a start", "what was announced is there, and loads",
+         (f"{FILES}::test_two_hundred_random_kills_over_save_and_retention",
+          "unit/test_checkpoint_saver.py::test_kill_nine_at_any_moment_leaves_a_complete_newest_checkpoint",)),
     Case("each file of the newest cut, flipped (100 bits) and deleted", START, "from the one before", EQUAL,
          (f"{FILES}::test_whatever_happens_to_a_file_of_the_newest_the_one_before_is_used",
           f"{LOST}::test_damaged_checkpoints_are_set_aside_and_their_steps_written_again"), "truncated checkpoint"),

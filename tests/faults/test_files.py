@@ -21,11 +21,12 @@ from llmrecipes.punish.campaign import fill, read_only
 from tests.dist.worlds import GlooWorld, say
 from tests.helpers import steps_done, train_lines
 from tests.train.test_train_faults import Command, notes, run_dir, saved, small_disk, train
+from tests.unit.test_checkpoint_saver import kill_at_random
 from tests.unit.test_checkpoint_store import publish
 
 __all__ = ["run_dir", "small_disk", "train"]
 
-FLIPS = 100
+FLIPS, KILLS = 100, 200
 
 
 def damages(folder: Path, draw: random.Random) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -159,3 +160,11 @@ def test_a_signal_during_a_save_ends_the_run_with_both_steps_saved(
     code, printed = train(checkpoint={"save_interval": 4, "most_recent_k": 3})
     assert code == 0, printed
     assert steps_done(printed) == last
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_two_hundred_random_kills_over_save_and_retention(tmp_path: Path, worlds: dict[int, GlooWorld]) -> None:
+    announced, leftovers = kill_at_random(CheckpointStore(tmp_path / "checkpoints"), worlds, KILLS)
+    assert announced > KILLS / 5
+    assert leftovers > KILLS / 5

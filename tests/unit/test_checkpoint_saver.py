@@ -251,12 +251,21 @@ def test_foreign_architecture_is_one_message_with_the_tensors(store: CheckpointS
 def test_kill_nine_at_any_moment_leaves_a_complete_newest_checkpoint(
     store: CheckpointStore, worlds: dict[int, GlooWorld]
 ) -> None:
-    """Each process first loads what the killed one before it has left, and checks every value."""
+    announced, leftovers = kill_at_random(store, worlds, 25)
+    assert announced > 5
+    assert leftovers > 5, "no process was killed in the middle of a save"
+
+
+def kill_at_random(store: CheckpointStore, worlds: dict[int, GlooWorld], times: int) -> tuple[int, int]:
+    """Kill processes that save, one after the other; returns the last announced step and how many saves were cut.
+
+    Each first loads what the one before it has left, and checks every value.
+    """
     chance = random.Random(20)
     announced = 0
     leftovers = 0
     window = 0.0
-    for number in range(25):
+    for number in range(times):
         job = worlds[1].start(save_until_killed, store.directory)
         _, (event, step) = job.said()
         assert event == "resumed"
@@ -273,8 +282,7 @@ def test_kill_nine_at_any_moment_leaves_a_complete_newest_checkpoint(
         announced = max([announced, *(step for _, (event, step) in job.everything_said() if event == "announced")])
         leftovers += len(list(store.directory.glob(".t*")))
         assert announced == 0 or newest(store).step >= announced
-    assert announced > 5
-    assert leftovers > 5, "no process was killed in the middle of a save"
+    return announced, leftovers
 
 
 def test_two_ranks_save_beside_their_own_reductions_and_share_a_failure(

@@ -14,7 +14,8 @@ from tests.unit.test_tracking_mlflow import history, identity, only_run, recipe,
 def test_a_database_that_is_away_gets_the_points_when_it_is_back(
     postgres: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", postgres.url)
+    uri = postgres.url.replace("postgresql:", "postgresql+psycopg2:")  # SQLAlchemy 2.1 takes psycopg 3 by itself
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     monkeypatch.setattr(mirror_sink, "CLOSE_SECONDS", 200.0)
     run_dir = tmp_path / "tiny" / "r"
     with start(tmp_path, recipe("away", system_metrics_interval=None), "r") as tracker:
@@ -22,7 +23,7 @@ def test_a_database_that_is_away_gets_the_points_when_it_is_back(
             tracker.step(step(number))
         wait_for(lambda: "run_id" in identity(run_dir), 180.0)
         run_id = identity(run_dir)["run_id"]
-        wait_for(lambda: len(history(postgres.url, run_id, "train/loss")) == 5, 120.0)
+        wait_for(lambda: len(history(uri, run_id, "train/loss")) == 5, 120.0)
         postgres.stop()
         try:
             for number in range(6, 31):
@@ -33,6 +34,6 @@ def test_a_database_that_is_away_gets_the_points_when_it_is_back(
             postgres.start()
         tracker.step(step(31))
     assert caplog.text.count("retrying in the background") == 1, "said once"
-    run = only_run(postgres.url, "away")
-    assert [number for number, _ in history(postgres.url, run.info.run_id, "train/loss")] == list(range(1, 32))
+    run = only_run(uri, "away")
+    assert [number for number, _ in history(uri, run.info.run_id, "train/loss")] == list(range(1, 32))
     assert run.info.status == "FINISHED"
