@@ -16,15 +16,14 @@ from llmrecipes.diagnosis.finding import RunFinding
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation import history as task_history
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.report import records
 from llmrecipes.report.history import History, history
 from llmrecipes.report.records import Records
 from llmrecipes.rundir import Run
-from llmrecipes.runfiles import ENVIRONMENT, PLAN
+from llmrecipes.runfiles import ENVIRONMENT, METRICS, PLAN
 from llmrecipes.tracking.events import MEASURED
 from llmrecipes.tracking.run_list import RunSummary
 from llmrecipes.untrusted import number
-from llmrecipes.workflow.diagnose import findings
+from llmrecipes.workflow.diagnose import diagnose
 
 if TYPE_CHECKING:
     from llmrecipes.hardware.profile import Costs, Profile
@@ -70,12 +69,14 @@ class Material:
     def read(cls, run: Run, data_dir: Path, profile: Profile | None = None) -> Material:
         """Everything about a run; what cannot be read is named in `unread` instead of raised."""
         unread: list[str] = []
-        metrics = records.read(run.metrics)
+        metrics = Records()
+        diagnosis = diagnose(run, data_dir, metrics.add)
+        metrics.missing = next((text for text in diagnosis.absent if text.startswith(METRICS)), metrics.missing)
         plan = _document(run, run.path / PLAN, unread)
         recipe, text = _recipe(run, unread)
         ranks = number(plan.get("world_size"))
-        if metrics.damaged:
-            unread.append(f"metrics.jsonl: {metrics.damaged:,} lines are damaged and left out")
+        if diagnosis.damaged:
+            unread.append(f"metrics.jsonl: {diagnosis.damaged:,} lines are damaged and left out")
         try:
             tasks = task_history.read(run.path)
         except (OSError, ValueError) as error:
@@ -90,7 +91,7 @@ class Material:
             summary=run.summary(),
             records=metrics,
             history=history(metrics, None if ranks is None else int(ranks)),
-            findings=findings(run, data_dir),
+            findings=diagnosis.findings,
             recipe=recipe,
             recipe_text=text,
             plan=plan,

@@ -7,14 +7,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import nan
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from llmrecipes.tracking.jsonl import parse
-from llmrecipes.untrusted import Refused, lines, number
+from llmrecipes.untrusted import number
 
 Values = npt.NDArray[np.float64]
 
@@ -58,8 +56,7 @@ class Records:
         samples: other lists by name, in samples.
         texts: how often a name had each text, such as the node of an extreme.
         skipped: steps whose update was left out.
-        damaged: lines that cannot be read.
-        missing: why there are none; empty: there are.
+        missing: why there is no step.
     """
 
     steps: array[int] = field(default_factory=lambda: array("q"))
@@ -70,8 +67,7 @@ class Records:
     samples: dict[str, Samples] = field(default_factory=dict)
     texts: dict[str, Counter[str]] = field(default_factory=dict)
     skipped: list[int] = field(default_factory=list)
-    damaged: int = 0
-    missing: str = ""
+    missing: str = "metrics.jsonl has no step yet"
     _columns: dict[str, array[float]] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -160,26 +156,3 @@ class Records:
             column.append(value)
         except OverflowError:  # an integer that no float can hold
             column.append(nan)
-
-
-def read(path: Path) -> Records:
-    """The records of a run, whatever its state; a file that is missing or cannot be read has none, and says why."""
-    records = Records()
-    try:
-        for line in lines(path, root=path.parent):
-            record = parse(line)
-            if record is None:
-                records.damaged += line.endswith(
-                    b"\n"
-                )  # the last line of a run that is still training may be incomplete
-            else:
-                records.add(record)
-    except FileNotFoundError:
-        records.missing = "there is no metrics.jsonl: no step was recorded yet"
-    except Refused as refused:
-        records.missing = f"metrics.jsonl cannot be read: {refused.what}"
-    except OSError as error:
-        records.missing = f"metrics.jsonl cannot be read: {error.strerror}"
-    if not records.missing and not len(records):
-        records.missing = "metrics.jsonl has no step yet"
-    return records

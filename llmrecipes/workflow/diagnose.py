@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llmrecipes.diagnosis.checks import Checks
-from llmrecipes.diagnosis.finding import RunFacts, RunFinding
+from llmrecipes.diagnosis.finding import Record, RunFacts, RunFinding
 from llmrecipes.diagnosis.prepared import of_data
 from llmrecipes.errors import UserError
 from llmrecipes.redact import redact
@@ -43,16 +44,12 @@ class Diagnosis:
         return {**vars(self), "findings": [each.as_dict() for each in self.findings], "absent": list(self.absent)}
 
 
-def findings(run: Run, data_dir: Path | None = None) -> list[RunFinding]:
-    """What looks wrong in a run, the most severe first; as `diagnose`."""
-    return list(diagnose(run, data_dir).findings)
-
-
-def diagnose(run: Run, data_dir: Path | None = None) -> Diagnosis:
+def diagnose(run: Run, data_dir: Path | None = None, see: Callable[[Record], None] | None = None) -> Diagnosis:
     """Check a run, which may still be training, be damaged or be of another version: what is absent is not judged.
 
     Args:
         data_dir: where its prepared data is; None: data is not judged.
+        see: called with each record, so that a caller that needs them does not read a long file again.
     """
     absent: list[str] = []
     recipe = None
@@ -72,6 +69,8 @@ def diagnose(run: Run, data_dir: Path | None = None) -> Diagnosis:
                 continue
             steps += "loss" in record
             checks.add(record)
+            if see is not None:
+                see(record)
     except (OSError, UserError) as error:
         absent.append(f"metrics.jsonl: {getattr(error, 'what', None) or getattr(error, 'strerror', None) or error}")
     if not steps:
