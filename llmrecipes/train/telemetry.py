@@ -107,8 +107,7 @@ class Telemetry:
         self._table = torch.zeros(size, dtype=torch.float32, device=platform.device)
         self._read = torch.zeros(size, dtype=torch.float32, pin_memory=True) if on_gpu else self._table
         self._names = node_names(platform, world)
-        threshold = plan.recipe.faults.straggler_threshold
-        self._stragglers = None if threshold is None else StragglerWatch(threshold, stage_work(plan))
+        self._stragglers = straggler_watch(plan)
         self._reported_step: int | None = None
 
     def beat(self, phase: str, step: int | None = None) -> None:
@@ -248,6 +247,12 @@ def measured_ranks(plan: Plan, platform: Platform, world: World, beat: Beat, fol
         is_read = plan.recipe.tracking.system_metrics_interval is not None and os.environ.get("LOCAL_RANK", "0") == "0"
         readings = stack.enter_context(monitored(folder)) if is_read else None
         yield Telemetry(plan, platform, world, clock, beat, readings)
+
+
+def straggler_watch(plan: Plan) -> StragglerWatch | None:
+    """What judges the reports; None: nothing does."""
+    threshold = plan.recipe.faults.straggler_threshold
+    return None if threshold is None else StragglerWatch(threshold, stage_work(plan))
 
 
 def stage_work(plan: Plan) -> tuple[float, ...]:

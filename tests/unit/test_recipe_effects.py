@@ -52,6 +52,7 @@ from llmrecipes.train.loop import Loop
 from llmrecipes.train.resume import Start, initial_weights
 from llmrecipes.train.rewind import Rewind, Rewinds
 from llmrecipes.train.spec import RunSpec
+from llmrecipes.train.telemetry import straggler_watch
 from llmrecipes.workflow import train as workflow
 from llmrecipes.workflow.start import Machine, PreparedStart
 from tests.helpers import (
@@ -721,6 +722,7 @@ CASES: dict[str, Case] = {
     "faults.rank_heartbeat_timeout": Case(1.0, lambda recipe, *_: watch_limits(recipe)),
     "faults.initial_rank_heartbeat_timeout": Case(1.0, lambda recipe, *_: watch_limits(recipe)),
     "faults.check_weight_hash_across_dp_replicas_interval": Case(3, faulty),
+    "faults.straggler_threshold": Case(0.5, lambda recipe, *_: vars(straggler_watch(planned(recipe)))),
     "faults.loss_spike_action": Case("skip", faulty, along={"faults.loss_spike_window": 8}),
     "faults.loss_spike_window": Case(8, faulty, {"faults.loss_spike_action": "skip"}),
     "faults.loss_spike_sigmas": Case(1e9, faulty, {"faults.loss_spike_action": "skip", "faults.loss_spike_window": 8}),
