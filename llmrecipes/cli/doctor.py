@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -101,7 +102,7 @@ def doctor(
         context = DoctorContext(profile, loaded, parameters, runs_dir, data_dir, port, several, leads, own)
         findings = examine(context)
         gathered = (
-            meet(NodeRendezvous(hosts, number, port, runs_dir, token, patience), findings)
+            meet(NodeRendezvous(hosts, number, port, runs_dir, token, patience, _say), findings)
             if several
             else Gathered(local := compared(findings), bad_nodes(local))
         )
@@ -124,6 +125,10 @@ def doctor(
     else:
         print(as_text(findings, quiet))
     return code
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _is_done(recipe: Recipe | None, runs_dir: Path, run_id: str) -> bool:

@@ -11,6 +11,7 @@ import hashlib
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -20,6 +21,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import TypeAdapter
 
+from llmrecipes.console import duration
 from llmrecipes.data.manifest import File, Record, document_of
 from llmrecipes.errors import UserError
 from llmrecipes.io import sync
@@ -27,6 +29,7 @@ from llmrecipes.untrusted import open_file, read
 
 REMEMBERED = ".verified.json"
 _CHUNK = 8 << 20
+SECONDS_BETWEEN_LINES = 10.0
 _THREADS = 8  # hashing releases the GIL; more threads than this outrun most file systems
 
 
@@ -143,16 +146,41 @@ def hashes(folder: Path, files: Mapping[str, Path], log: Callable[[str], None]) 
         missing = {name: file for name, file in files.items() if name not in known}
         if not missing:
             return known
-        log(f"hashing {_size(sum(_stat(file).st_size for file in missing.values()))} in {folder}")
+        size = sum(_stat(file).st_size for file in missing.values())
+        log(f"hashing {_size(size)} in {folder}")
+        progress = _ReadBytes(size, log)
         stop = threading.Event()
         with ThreadPoolExecutor(min(_THREADS, len(missing))) as pool:
             try:
-                seen = dict(zip(missing, pool.map(lambda f: _examine(f, None, stop), missing.values()), strict=True))
+                seen = dict(
+                    zip(missing, pool.map(lambda f: _examine(f, None, stop, progress), missing.values()), strict=True)
+                )
             finally:
                 stop.set()  # a signal need not wait for a large model
                 pool.shutdown(cancel_futures=True)
         _write(places, seen)
         return known | {name: entry.content.sha256 for name, entry in seen.items()}
+
+
+class _ReadBytes:
+    """Bytes that threads have read of files; logs them every `SECONDS_BETWEEN_LINES`, with rate and time left."""
+
+    def __init__(self, total: int, log: Callable[[str], None]) -> None:
+        self._total, self._log, self._lock = total, log, threading.Lock()
+        self._done = 0
+        self._began = self._logged = time.monotonic()
+
+    def add(self, count: int) -> None:
+        """Count bytes."""
+        with self._lock:
+            self._done += count
+            now = time.monotonic()
+            if now - self._logged < SECONDS_BETWEEN_LINES:
+                return
+            self._logged = now
+            rate = self._done / (now - self._began)
+            left = duration(max(self._total - self._done, 0) / rate)
+            self._log(f"{_size(self._done)} of {_size(self._total)} read, {_size(int(rate))}/s; about {left} left")
 
 
 def _hashed(places: Sequence[Path], files: Mapping[str, Path]) -> dict[str, str]:
@@ -178,11 +206,13 @@ def _known(folder: Path, files: Mapping[str, File]) -> dict[str, Content]:
 def _read(folder: Path, files: Mapping[str, File], ids: Ids, log: Callable[[str], None]) -> dict[str, Content]:
     """Read files and compare them with the expected ones; those that match are cached even if another fails."""
     right: dict[str, Seen] = {}
-    stop = threading.Event()
+    stop, progress = threading.Event(), _ReadBytes(sum(file.bytes for file in files.values()), log)
     by_size = sorted(files, key=lambda name: files[name].bytes)
     with ThreadPoolExecutor(min(_THREADS, len(files))) as pool:
         try:
-            for name, seen in zip(by_size, pool.map(lambda n: _examine(folder / n, ids, stop), by_size), strict=True):
+            for name, seen in zip(
+                by_size, pool.map(lambda n: _examine(folder / n, ids, stop, progress), by_size), strict=True
+            ):
                 expected, content = files[name], seen.content
                 if (content.bytes, content.sha256) != (expected.bytes, expected.sha256):
                     raise _another(folder / name, content, expected)
@@ -195,7 +225,7 @@ def _read(folder: Path, files: Mapping[str, File], ids: Ids, log: Callable[[str]
     return {name: seen.content for name, seen in right.items()}
 
 
-def _examine(file: Path, ids: Ids | None, stop: threading.Event) -> Seen:
+def _examine(file: Path, ids: Ids | None, stop: threading.Event, progress: _ReadBytes | None = None) -> Seen:
     """Hash and ids of a file in one pass; `ids` is None for files that are not prepared."""
     digest, size = hashlib.sha256(), 0
     smallest: int | None = None
@@ -205,6 +235,8 @@ def _examine(file: Path, ids: Ids | None, stop: threading.Event) -> Seen:
         buffer = memoryview(bytearray(min(_CHUNK, max(stat.st_size, 1))))
         while not stop.is_set() and (count := _fill(stream.readinto, buffer)):
             size += count
+            if progress is not None:
+                progress.add(count)
             digest.update(buffer[:count])
             if ids is not None and file.suffix == ".bin":
                 itemsize = np.dtype(ids.dtype).itemsize

@@ -175,6 +175,7 @@ def _tokenizer(recipe: Recipe, steps: StepSpec, part: Path, log: Callable[[str],
         chat = recipe.data.chat
         sample = corpus.training_sample(recipe.data.sources, steps, chat=chat)
         sample_bytes = sum(len(text.encode()) for text in sample)
+        log(f"training a byte-level BPE of {recipe.model.vocab_size:,} tokens on {sample_bytes / MIB:.1f} MiB")
         backend, eod = tokenizer.train(sample, recipe.model.vocab_size, special_tokens(chat))
         seconds = time.monotonic() - started
         size = tokenizer.vocabulary(backend)

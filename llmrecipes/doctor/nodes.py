@@ -7,6 +7,7 @@ node reports about itself only: it cannot name another one bad.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import secrets
 import socket
@@ -14,7 +15,7 @@ import socketserver
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +26,9 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware.nics import SYSTEM
 from llmrecipes.launch.rendezvous import CONNECT_SECONDS, Channel, Disconnected, FirstNode, joined
 
+SECONDS_BETWEEN_LINES = 10.0
+MOST_NAMES = 8
+"""Nodes that a line names."""
 CLOCK_SECONDS = 5.0
 """Larger clock offsets confuse logs, caches of network file systems, and Slurm's credentials."""
 
@@ -40,6 +44,7 @@ class NodeRendezvous:
         shared: directory that all nodes should mount.
         token: secret of the job, the same on all nodes.
         patience: timeout of waiting for other nodes, in seconds.
+        log: receives a line now and then about the nodes that the first one waits for.
     """
 
     hosts: tuple[str, ...]
@@ -48,6 +53,7 @@ class NodeRendezvous:
     shared: Path
     token: bytes = field(repr=False)
     patience: float = 60.0
+    log: Callable[[str], None] = field(default=lambda _: None, repr=False)
 
     @property
     def own_port(self) -> int:
@@ -108,12 +114,12 @@ def _lead(meeting: NodeRendezvous, findings: Sequence[Finding]) -> Gathered:
         _serve(meeting.hosts[number], number, channel, attendance, mark)
 
     with FirstNode(meeting.hosts, meeting.port, meeting.token, serve) as first:
-        attendance.wait(attendance.arrived)
+        _wait(meeting, attendance, attendance.arrived)
         # All nodes keep their ports open until all have reported, including this one.
         own = [each.seen_on(meeting.hosts[0]) for each in findings]
         own += [replace(each, node=meeting.hosts[0]) for each in _ports(meeting)]
         attendance.put(attendance.reports, 0, own)
-        attendance.wait(attendance.reports)
+        _wait(meeting, attendance, attendance.reports)
         reported = [each for _, report in sorted(attendance.reports.items()) for each in report]
         strangers = ignored(first.ignored, meeting.hosts[0])
         all_findings = compared([*reported, *_absent(meeting, attendance), *strangers])
@@ -124,6 +130,18 @@ def _lead(meeting: NodeRendezvous, findings: Sequence[Finding]) -> Gathered:
     with suppress(OSError):
         _mark_file(meeting).unlink()
     return gathered
+
+
+def _wait(meeting: NodeRendezvous, attendance: _RendezvousState, where: dict[int, Any]) -> None:
+    """Wait as `_RendezvousState.wait`, and name the nodes that are missing now and then."""
+    while not attendance.wait(where, SECONDS_BETWEEN_LINES):
+        coming = range(1, len(meeting.hosts)) if where is attendance.arrived else sorted(attendance.arrived)
+        missing = [meeting.hosts[number] for number in coming if number not in where]
+        shown = ", ".join(missing[:MOST_NAMES]) + (" ..." if len(missing) > MOST_NAMES else "")
+        meeting.log(
+            f"waiting for {len(missing):,} of {len(meeting.hosts):,} nodes: {shown}; "
+            f"{max(0.0, attendance.left_for(where)):.0f} s left"
+        )
 
 
 def _absent(meeting: NodeRendezvous, attendance: _RendezvousState) -> Iterator[Finding]:
@@ -151,10 +169,13 @@ class _RendezvousState:
             where[number] = value
             self._changed.notify_all()
 
-    def wait(self, where: dict[int, Any]) -> None:
+    def wait(self, where: dict[int, Any], most: float = math.inf) -> bool:
         """Wait for all expected nodes, with a timeout.
 
         All other nodes arrive; those and the first node report; the first one judges; all that reported are dismissed.
+
+        Args:
+            most: seconds after which this returns False, if the timeout is not over.
         """
 
         def complete() -> bool:
@@ -164,9 +185,13 @@ class _RendezvousState:
                 return bool(where)
             return len(where) >= (len(self.arrived) + 1 if where is self.reports else len(self.reports) - 1)
 
-        left = self.left - (self._patience if where is self.arrived else 0)
+        left = self.left_for(where)
         with self._changed:
-            self._changed.wait_for(complete, max(0.0, left))
+            return self._changed.wait_for(complete, max(0.0, min(left, most))) or left <= most
+
+    def left_for(self, where: dict[int, Any]) -> float:
+        """Seconds to wait for all of them."""
+        return self.left - (self._patience if where is self.arrived else 0)
 
     @property
     def left(self) -> float:

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 
-from llmrecipes.console import duration
+from llmrecipes.console import duration, number
 from llmrecipes.tracking.events import MEASURED, STARTED, EvalMetrics, Note, RunStart, RunStatus, Sink, StepMetrics
 from llmrecipes.units import GIB
 
@@ -118,7 +118,7 @@ class ProgressSink(Sink):
 
 
 class Counted:
-    """Shows how much of some work is done, and the time left: a bar on a terminal, elsewhere a line now and then.
+    """Shows how much of some work is done, its rate and the time left: a bar on a terminal, else a line now and then.
 
     Work of less than two seconds shows nothing.
 
@@ -169,10 +169,12 @@ class Counted:
         self._live.update(self._task, completed=self._done, description=text_now)
 
     def _text(self, now: float) -> str:
+        rate = self._done / max(now - self._begun, 1e-9)
+        speed = f"{number(rate) if rate >= 1000 else f'{rate:.3g}'}/s"
         if not self._total:
-            return f"{self._done:,} done"
+            return f"{self._done:,} done  {speed}"
         left = (now - self._begun) * max(self._total - self._done, 0) / max(self._done, 1)
-        return f"{self._done:,}/{self._total:,}  left {duration(left)}"
+        return f"{self._done:,}/{self._total:,}  {speed}  left {duration(left)}"
 
 
 def step_parts(metrics: StepMetrics, total: int, seconds_a_step: float) -> dict[str, str]:

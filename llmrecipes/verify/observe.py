@@ -42,6 +42,7 @@ def observe(
     iters: int,
     folder: Path,
     keep: Keep,
+    done: Callable[[int], None] | None = None,
 ) -> TrainingRecord:
     """Train, and write this rank's part of the weights; a collective of all ranks.
 
@@ -50,6 +51,7 @@ def observe(
         batches: micro-batches of this data-parallel rank.
         folder: output directory for `<FINAL, BEFORE or GRADIENTS>/<rank>.pt`.
         keep: called after every step until one is kept; rank 0 decides.
+        done: called with 1 after every step.
     """
     snapshot = _Snapshot()
     engine.watch_gradients(snapshot.take)
@@ -60,6 +62,8 @@ def observe(
     for number in range(1, iters + 1):
         result = engine.train_step(batches)
         steps.append(StepRecord(loss=result.loss, grad_norm=math.nan if result.grad_norm is None else result.grad_norm))
+        if done is not None:
+            done(1)
         differing = differing or _replicas(snapshot.before, number - 1)
         if kept is None and _from_first(keep(number, steps[-1]), engine.platform.device):
             kept = number

@@ -39,6 +39,7 @@ def train(spec: VerifySpec, engines: Backend, world: World, platform: Platform) 
     from llmrecipes.data.prepared import open_prepared
     from llmrecipes.hardware.cluster import detect
     from llmrecipes.plan.derive import derive
+    from llmrecipes.tracking.progress import Counted
     from llmrecipes.train.loaders import open_loaders
     from llmrecipes.verify.observe import observe
 
@@ -46,8 +47,16 @@ def train(spec: VerifySpec, engines: Backend, world: World, platform: Platform) 
     plan = derive(recipe, world.size, detect())
     loaders = open_loaders(recipe, open_prepared(recipe, spec.data_dir), world, pin_memory=False)
     engine = engines.build(plan, platform)
-    with closing(loaders.train(0)) as batches:
-        record = observe(engine, plan, batches, spec.iters, spec.folder, _keep(spec))
+    progress = Counted() if world.is_first else None
+    if progress is not None:
+        progress.begin("steps", spec.iters)
+    try:
+        with closing(loaders.train(0)) as batches:
+            done = None if progress is None else progress.add
+            record = observe(engine, plan, batches, spec.iters, spec.folder, _keep(spec), done)
+    finally:
+        if progress is not None:
+            progress.close()
     if world.is_first:
         record.write(spec.folder)
 

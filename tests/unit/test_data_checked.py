@@ -205,6 +205,20 @@ def test_with_read_only_data_the_cache_records_checks_and_its_absence_is_logged(
     assert sum("the next start checks again" in line for line in said) >= 2
 
 
+def test_reading_of_many_files_is_shown_with_rate_and_time_left(
+    copied: tuple[Recipe, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used, data, path = copied
+    monkeypatch.setattr(checked, "SECONDS_BETWEEN_LINES", 0)
+    said: list[str] = []
+    prepared = open_prepared(used, data)
+    prepared.check(prepared.manifest.files, said.append, again=True)
+    shown = [line for line in said if "/s; about" in line]
+    assert len(shown) == len([name for name in prepared.manifest.files if (path / name).stat().st_size])
+    whole = checked._size(sum(file.bytes for file in prepared.manifest.files.values()))
+    assert shown[-1].startswith(f"{whole} of {whole}")
+
+
 def test_one_process_of_a_machine_reads_and_the_others_wait(
     copied: tuple[Recipe, Path, Path], reads: Reads, monkeypatch: pytest.MonkeyPatch
 ) -> None:

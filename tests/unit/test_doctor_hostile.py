@@ -25,7 +25,7 @@ from llmrecipes.hardware import nvidia
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.nics import ports
 from llmrecipes.launch import rendezvous
-from tests.refusals import refused
+from tests.refusals import has_token, refused
 from tests.unit.test_doctor import adapter, report, said
 from tests.unit.test_doctor_hardware import KMSG
 
@@ -292,6 +292,28 @@ def test_no_node_can_say_that_another_one_is_bad(tmp_path: Path, unused_port: in
     for thread in threads:
         thread.join(60)
     assert (met[0].bad, met[1].bad) == ([hosts[1]], [hosts[1]])
+
+
+def test_the_first_node_names_those_that_it_waits_for(
+    tmp_path: Path, unused_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "SECONDS_BETWEEN_LINES", 0.01)
+    hosts = ("127.0.0.1", "127.0.0.2")
+    lines: list[str] = []
+    waiting = threading.Event()
+
+    def log(line: str) -> None:
+        lines.append(line)
+        waiting.set()
+
+    meeting = nodes.NodeRendezvous(hosts, 0, unused_port, tmp_path, TOKEN, 60, log)
+    first = threading.Thread(target=nodes.meet, args=(meeting, []))
+    first.start()
+    assert waiting.wait(60)
+    nodes.meet(nodes.NodeRendezvous(hosts, 1, unused_port, tmp_path, TOKEN, 60), [])
+    first.join(60)
+    assert has_token(lines[0], hosts[1]) and has_token(lines[0], "1 of 2")
+    assert not first.is_alive()
 
 
 REPORTS: list[dict[str, Any]] = [

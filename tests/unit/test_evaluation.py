@@ -688,8 +688,8 @@ def test_progress_is_shown_with_the_time_left(lead: RankZeroScorer, tokenizer: T
     )
     shown.name = "mine"
     list(shown.score([([1, 2, 3], 1)] * 12))
-    assert output.getvalue().splitlines()[0] == "mine  3/12  left 12s"
-    assert output.getvalue().splitlines()[-1] == "mine  12/12  left 0.0s"
+    assert output.getvalue().splitlines()[0] == "mine  3/12  0.75/s  left 12s"
+    assert output.getvalue().splitlines()[-1] == "mine  12/12  0.75/s  left 0.0s"
     output.truncate(0)
     texts = [Text(tokenizer.encode(text), len(text)) for text in sentences(4, 20)]
     perplexity(shown, "here", texts, length=LENGTH, stride=8, count=len(texts))
