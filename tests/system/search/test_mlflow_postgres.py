@@ -15,6 +15,7 @@ def test_a_database_that_is_away_gets_the_points_when_it_is_back(
     postgres: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     uri = postgres.url.replace("postgresql:", "postgresql+psycopg2:")  # SQLAlchemy 2.1 takes psycopg 3 by itself
+    monkeypatch.chdir(tmp_path)  # MLflow keeps artifacts of a database in the working directory
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     monkeypatch.setattr(mirror_sink, "CLOSE_SECONDS", 200.0)
     run_dir = tmp_path / "tiny" / "r"
