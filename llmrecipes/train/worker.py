@@ -132,11 +132,22 @@ def run(spec: RunSpec) -> ExitCode:
         check_folder = stop_when_deleted(spec.run_dir, stop, world)
         report_first_step = first_step_reporter()
 
+        steps = count(1)
+
+        def note_hangs() -> None:
+            if world.is_first:
+                for note in hangs(spec.run, progress.step + len(loop.losses)):
+                    tracker.note(note)
+
         def after_step() -> None:
             profile_step()
             check_folder()
             collect()
             report_first_step()
+            # The report of a start that hung may be written after the ranks have started again.
+            number = next(steps)
+            if number & (number - 1) == 0:
+                note_hangs()
 
         watched = stack.enter_context(watchdog(recipe, spec.run, world))
         telemetry = stack.enter_context(measured_ranks(plan, platform, world, watched, spec.run_dir))
@@ -170,9 +181,7 @@ def run(spec: RunSpec) -> ExitCode:
             beat=beat,
             telemetry=telemetry,
         )
-        if world.is_first:
-            for note in hangs(spec.run, progress.step):
-                tracker.note(note)
+        note_hangs()
         collect = stack.enter_context(garbage_collected(plan))
         outcome = None
         while outcome is None:
@@ -189,6 +198,7 @@ def run(spec: RunSpec) -> ExitCode:
                 tracker.note(rewind.note)
                 loop = loop.again(tracker, evaluation_due(progress.step, recipe, spec.run.metrics, world))
         telemetry.settle()
+        note_hangs()
         require_exists(spec.run_dir, world, lambda: tracker.close("FAILED"))
         if values := measured(loop.steady, platform, spec.predicted):
             tracker.note(Note(step=progress.step + len(loop.losses), event=MEASURED, details=values))
