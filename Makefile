@@ -45,7 +45,7 @@ endif
 BIN := $(VENV)/bin
 LLMRECIPES := $(BIN)/python tools/with_args.py $(BIN)/llmrecipes
 
-.PHONY: help setup setup-zero train search smoke verify prepare generate ui test check bench lock gpu-bundle clean slurm k8s image test-deep test-version test-system test-all test-fabric test-kubernetes
+.PHONY: help setup setup-zero train search smoke verify prepare generate ui test check bench lock gpu-bundle clean slurm k8s image test-deep test-version test-system test-all test-fabric test-kubernetes test-gpu-8 test-stores
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
@@ -95,14 +95,14 @@ PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python tools/with_args.py $(BIN)/
 WORKERS = -n 4 --dist loadscope --no-loadscope-reorder
 
 test: setup ## run the tests for every change: each part, each kind of parallelism, signals, one crash
-	@$(PYTEST) $(WORKERS) -m "not slow and not system and not fabric and not kubernetes"
+	@$(PYTEST) $(WORKERS) -m "not slow and not system and not fabric and not kubernetes and not gpu8 and not stores"
 
 test-deep: setup-zero ## run the tests that `make test` leaves out: all layouts, many interruptions
 	@$(BIN)/python -m tests.operators >/dev/null
-	@$(PYTEST) $(WORKERS) -m "slow and not system and not fabric and not kubernetes"
+	@$(PYTEST) $(WORKERS) -m "slow and not system and not fabric and not kubernetes and not gpu8 and not stores"
 
 test-version: setup-zero ## run the tests that depend on the versions of Python and megatron-core: PYTHON=python3.12
-	@$(PYTEST) $(WORKERS) -m "version and not system and not fabric and not kubernetes"
+	@$(PYTEST) $(WORKERS) -m "version and not system and not fabric and not kubernetes and not gpu8 and not stores"
 
 test-system: setup ## run the tests against real daemons (Slurm, containers); installs Debian packages if permitted
 	@tools/system_packages.sh
@@ -114,10 +114,16 @@ test-fabric: setup ## test the doctor and bench fabric on emulated machines with
 	@tools/system_packages.sh fabric
 	@FABRIC_LAB="$$LAB" $(PYTEST) -rs -m fabric tests/fabric
 
+test-stores: setup ## read S3 from a server on this machine: STORES=DIR, from pip install --target DIR s3fs 'moto[server]'
+	@PYTHONPATH="$$STORES" $(PYTEST) -n0 -rs -m stores tests/unit/test_data_stores.py
+
 # DIR has etcd, kube-apiserver and kube-controller-manager, which no package index has: dl.k8s.io.
 test-kubernetes: setup ## run the tests against Kubernetes' control plane: KUBERNETES=DIR
 	@test -n "$$KUBERNETES" || { echo "KUBERNETES=DIR with etcd, kube-apiserver and kube-controller-manager"; exit 2; }
 	@KUBEBUILDER_ASSETS="$$KUBERNETES" $(PYTEST) -rs -m kubernetes tests/system/kubernetes
+
+test-gpu-8: setup ## run what needs several GPUs: the parity table over NCCL, expert tensor parallelism; skips name what is missing
+	@$(PYTEST) -n0 -rs -m gpu8 tests/gpu
 
 check: setup ## run linters and type checks, and check that generated pages are up to date
 	@$(BIN)/ruff check
@@ -134,7 +140,7 @@ bench: setup-zero ## run one of benchmarks/: BENCH=name
 # local directory, use CPU_WHEELS="--find-links DIR". ARGS=--upgrade upgrades every version.
 CPU_WHEELS ?= --torch-backend cpu
 COMPILE = $(BIN)/python tools/with_args.py $(BIN)/uv pip compile --quiet --no-config --system-certs --generate-hashes \
-	--excludes tools/not_locked.txt --custom-compile-command "make lock" --extra corpora --extra dev --extra eval --extra search --extra serve --extra server --extra wandb --extra zero pyproject.toml
+	--excludes tools/not_locked.txt --custom-compile-command "make lock" --extra corpora --extra dev --extra energy --extra eval --extra optimizers --extra prometheus --extra quantize --extra runtimes --extra search --extra serve --extra server --extra wandb --extra zero pyproject.toml
 
 lock: setup ## update the lock files in requirements/ after a change of pyproject.toml
 	@$(COMPILE) $(CPU_WHEELS) --python-version 3.11 --python-platform x86_64-manylinux_2_28 -o requirements/py311-cpu.txt

@@ -151,7 +151,7 @@ def calculated(name: str, ranks: int) -> dict[str, float]:
     replicas = layout.data_parallel_size * layout.context_parallel_size
     stages = range(layout.pipeline_model_parallel_size)
     on_rank = [count_on_rank(recipe.model, plan.shape, layout, stage, plan.device).total for stage in stages]
-    total = checkpoint_bytes(recipe, count(recipe.model, plan.shape).total)
+    total = checkpoint_bytes(recipe, plan.shape, count(recipe.model, plan.shape).total)
     parts = _parts(plan, max(on_rank), replicas)
     nodes = ranks // 8
     return {

@@ -1,6 +1,6 @@
 """The steps of `data.steps`: speed of each, and recall and precision of `near_duplicates` on planted copies.
 
-    python benchmarks/data.py [--copies N] [--documents N]
+    python benchmarks/data.py [--copies N] [--documents N] [--classifier MODEL LABEL] [--only-speed] [--only-index]
 
 Text is the standard library's source, one process. A copy has a share of its words replaced by other words of the
 corpus, at random places. Similarity is the exact Jaccard index of shingles. Recall: of the copies whose similarity to
@@ -18,13 +18,17 @@ import json
 import platform
 import random
 import resource
+import tempfile
 import time
 from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
 
 import numpy as np
 
 from llmrecipes.data import sources
-from llmrecipes.data.copies import NearDuplicates, SignatureIndex, bands_of, margin, shingles
+from llmrecipes.data.copies import NearDuplicates, SignatureIndex, SpillingIndex, bands_of, margin, shingles
 from llmrecipes.data.steps import Dropped, Seen, pipeline, step_spec
 from llmrecipes.recipe.data_steps import STEPS, Step
 from llmrecipes.recipe.schema import Data, Source
@@ -39,15 +43,15 @@ KEYS: dict[str, dict[str, object]] = {
 }
 
 
-def speed(texts: list[str], kind: str) -> dict[str, float]:
+def speed(texts: list[str], step: dict[str, object]) -> dict[str, float]:
     """MiB/s of a step and the share of documents that it drops."""
-    spec = step_spec(Data(steps=(Step.model_validate({"type": kind} | KEYS.get(kind, {})),)))
+    spec = step_spec(Data(steps=(Step.model_validate(step),)))
     run, seen = pipeline(spec), Seen(spec)
     run(texts[0])
     started, dropped = time.process_time(), 0
     for text in texts:
         outcome = run(text)
-        dropped += isinstance(outcome, Dropped) or seen.add(outcome) is not None
+        dropped += isinstance(outcome, Dropped) or isinstance(seen.add(outcome), Dropped)
     seconds = time.process_time() - started
     return {
         "mib_per_second": sum(len(text.encode()) for text in texts) / MIB / seconds,
@@ -118,10 +122,11 @@ def like(wanted: frozenset[str], kept_with: dict[str, list[int]]) -> set[int]:
     return {number for gram in wanted for number in kept_with.get(gram, ())}
 
 
-def memory(documents: int) -> dict[str, float]:
-    """Of an index of documents that are not similar: microseconds and bytes a document."""
+def memory(documents: int, folder: Path | None = None) -> dict[str, float]:
+    """Of an index of documents that are not similar: microseconds and bytes a document; with a folder, on its disk."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    index, rng = SignatureIndex(128, *bands_of(0.8, 128)), np.random.default_rng(1)
+    shape, rng = (128, *bands_of(0.8, 128)), np.random.default_rng(1)
+    index = SignatureIndex(*shape) if folder is None else SpillingIndex(*shape, folder)
     seconds = 0.0
     for _ in range(documents):
         values = rng.integers(0, 2**32, 128, np.uint32)
@@ -134,8 +139,15 @@ def memory(documents: int) -> dict[str, float]:
     return {
         "microseconds": 1e6 * seconds / documents,
         "bytes": index.nbytes / documents,
+        "runs": 0 if isinstance(index, SignatureIndex) else index.runs,
         "peak_bytes": grown / documents,
     }
+
+
+def apart(documents: int, folder: Path | None = None) -> dict[str, float]:
+    """`memory` in a process of its own, whose peak is that of the index."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(memory, documents, folder).result()
 
 
 def main() -> None:
@@ -143,16 +155,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--copies", type=int, default=300, help="of each share of edits")
     parser.add_argument("--documents", type=int, default=1_000_000, help="in the index whose memory is measured")
+    parser.add_argument("--classifier", nargs=2, metavar=("MODEL", "LABEL"), help="fastText model, and a label to keep")
+    parser.add_argument("--only-index", action="store_true", help="only measure both indices")
+    parser.add_argument("--only-speed", action="store_true", help="leave out the near-duplicates' recall and memory")
     arguments = parser.parse_args()
-    index = memory(arguments.documents)  # first: the peak is that of the process
+    keys = {kind: [KEYS.get(kind, {})] for kind in STEPS if kind != "classifier"}
+    keys["duplicates"].append({"span_sentences": 3})
+    if arguments.classifier:
+        keys["classifier"] = [{"model": arguments.classifier[0], "labels": arguments.classifier[1:]}]
+    index = spilling = None
+    if not arguments.only_speed:
+        with tempfile.TemporaryDirectory() as folder:
+            index, spilling = apart(arguments.documents), apart(arguments.documents, Path(folder))
+    if arguments.only_index:
+        print(json.dumps({"index": index, "index_on_disk": spilling}, indent=1))
+        return
     texts = [text for text in sources.documents(Source(type="stdlib")) if text and not text.isspace()]
     result = {
         "platform": platform.platform(),
         "documents": len(texts),
         "mib": sum(len(text.encode()) for text in texts) / MIB,
-        "steps": {kind: speed(texts, kind) for kind in STEPS},
-        "planted": {str(threshold): planted(texts, arguments.copies, threshold) for threshold in (0.8, 0.6)},
+        "steps": {
+            " ".join((kind, *(each if kind == "duplicates" else ()))): speed(texts, {"type": kind} | each)
+            for kind, every in keys.items()
+            for each in every
+        },
+        "planted": {str(threshold): planted(texts, arguments.copies, threshold) for threshold in (0.8, 0.6)}
+        if index
+        else None,
         "index": index,
+        "index_on_disk": spilling,
     }
     print(json.dumps(result, indent=1))
 

@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="Steps between a start and a fault.")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-spares", dest="spares", action="store_false", help="Restart without warm spares.")
     parser.add_argument("words", nargs="*", help="Overrides and options of `llmrecipes train`.")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "output").open("wb") as output:
@@ -40,7 +41,7 @@ def main() -> None:
             sys.executable, "-m", "llmrecipes.cli", "train", chosen.recipe, "--nproc", str(chosen.ranks),
             "--run-id", "r", "--runs-dir", folder, "--no-sample", "--max-restarts", str(chosen.faults),
             "tracking.mlflow=false", "train.eval_interval=100000", "checkpoint.save_interval=2",
-            *MICRO_BATCH.get(chosen.recipe, ()), *chosen.words,
+            *MICRO_BATCH.get(chosen.recipe, ()), *chosen.words, f"--{'' if chosen.spares else 'no-'}warm-spares",
         ]  # fmt: skip
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         metrics = next_value(process, lambda: next(Path(folder).glob("*/r/metrics.jsonl"), None))
@@ -48,9 +49,11 @@ def main() -> None:
         for fault in range(chosen.faults):
             before = steps_after(metrics, fault)
             next_value(process, lambda: steps_after(metrics, fault) >= max(before, 0) + chosen.steps)  # noqa: B023
+            if chosen.spares:
+                next_value(process, lambda: spares_ready(process.pid, metrics.parent, chosen.ranks))
             children = psutil.Process(process.pid).children()
             used = {child.pid: cpu_seconds(child) for child in children}
-            spares = [child for child in children if "LLMRECIPES_SPARE" in child.environ()]
+            spares = waiting_spares(children, metrics.parent)
             memory = sum(spare.memory_full_info().uss for spare in spares) / max(len(spares), 1) / 2**20
             ranks = [child for child in children if child.pid in rank_pids(children, metrics.parent)]
             rng.choice(ranks).kill()
@@ -62,13 +65,29 @@ def main() -> None:
             spent = sum(cpu_seconds(child) - used.get(child.pid, 0.0) for child in ranks)
             print(
                 f"restart {fault + 1}: {seconds[-1]:.2f} s, {spent:.2f} core seconds of {len(ranks)} ranks; "
-                f"{len(spares)} processes became ranks again, {memory:.0f} MiB of their own each",
+                f"{len(spares)} spares were ready, {memory:.0f} MiB of their own each",
                 flush=True,
             )
         process.terminate()
         process.wait(120)
     load = psutil.getloadavg()[0]
     print(f"median {statistics.median(seconds):.2f} s, most {max(seconds):.2f} s; load {load:.1f}")
+
+
+def waiting_spares(children: list[psutil.Process], run_dir: Path) -> list[psutil.Process]:
+    """Spares, without those that have become ranks."""
+    ranks = rank_pids(children, run_dir)
+    return [child for child in children if child.pid not in ranks and "LLMRECIPES_SPARE" in child.environ()]
+
+
+def spares_ready(launcher: int, run_dir: Path, ranks: int) -> bool:
+    """Whether all spares have imported everything, so that their importing thread has ended."""
+    spares = waiting_spares(psutil.Process(launcher).children(), run_dir)
+    before = [cpu_seconds(spare) for spare in spares]
+    if len(spares) < ranks:
+        return False
+    time.sleep(1)
+    return [cpu_seconds(spare) for spare in spares] == before and min(before) > 1
 
 
 def rank_pids(children: list[psutil.Process], run_dir: Path) -> set[int]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         list_runs,
         merge_models,
         prepare_recipe,
+        report_run,
         search_recipe,
         submit_recipe,
     )
@@ -27,8 +28,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Checkpoint", "Run", "TrainResult", "UserError", "compare_runs", "import_model", "layout_recipe", "list_runs",
-    "load_recipe", "merge_models", "open_run", "plan_recipe", "prepare_recipe", "search_recipe", "submit_recipe",
-    "train_recipe",
+    "load_recipe", "merge_models", "open_run", "plan_recipe", "prepare_recipe", "report_run", "search_recipe",
+    "submit_recipe", "train_recipe",
 ]  # fmt: skip
 
 _MODULES = {

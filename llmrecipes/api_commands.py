@@ -53,6 +53,41 @@ def compare_runs(*runs: Run | str | Path, runs_dir: str | Path | None = None) ->
     return compare([run.path if isinstance(run, Run) else open_run(run, runs_dir=runs_dir).path for run in runs])
 
 
+def report_run(
+    *runs: Run | str | Path,
+    out: str | Path | None = None,
+    cluster: str | None = None,
+    runs_dir: str | Path | None = None,
+    data_dir: str | Path | None = None,
+) -> dict[str, Any]:
+    """Write a page about a run, or one that compares several: `llmrecipes report`.
+
+    Args:
+        runs: runs, or what `open_run` takes.
+        out: file of the page; default: `report.html` or `comparison.html` in the directory of the first run.
+        cluster: name or path of a cluster profile, for prices and power.
+        runs_dir: default: `LLMRECIPES_RUNS`, else `runs`.
+        data_dir: default: `LLMRECIPES_DATA`, else `data`.
+
+    Returns:
+        The output of `llmrecipes report --json`: `page` is its path, and the rest its numbers.
+
+    Raises:
+        UserError: no run, more than six, no such run or profile, or the page cannot be written.
+    """
+    from llmrecipes.hardware.load import load_profile
+    from llmrecipes.report.comparison import write
+    from llmrecipes.rundir import Run as RunDirectory
+
+    if not runs:
+        raise UserError("no run", where="report_run", rule="a page is about one to six runs")
+    paths = [run.path if isinstance(run, Run) else open_run(run, runs_dir=runs_dir).path for run in runs]
+    data = directory(data_dir, DATA_VARIABLE, DATA_DIR)
+    profile = None if cluster is None else load_profile(cluster)
+    values, _ = write([RunDirectory(path) for path in paths], None if out is None else Path(out), data, profile)
+    return values
+
+
 def layout_recipe(
     recipe: Recipe | str | Path, *, nproc: int | None = None, cluster: str | None = None, nodes: int | None = None
 ) -> tuple[Placement, ...]:

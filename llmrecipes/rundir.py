@@ -15,7 +15,8 @@ from llmrecipes.checkpoint.store import CheckpointStore, Entry
 from llmrecipes.commandline import resume_command
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.schema import Recipe, Train
+from llmrecipes.recipe.stage_runs import stage_of
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking import run_list, status
 
@@ -80,11 +81,15 @@ class Run(RunFiles):
         """State, steps and last losses."""
         return run_list.summary(self.path)
 
-    def is_finished(self, train_iters: int) -> bool:
-        """Whether the run has done all its steps, so that a restarted part of it has nothing to do."""
+    def is_finished(self, train: Train) -> bool:
+        """Whether the run has done all its steps, or ended by the held-out losses that a recipe names.
+
+        A restarted part of it has nothing to do then.
+        """
         values = self.status()
         step = values.get("step")
-        return values.get("state") == "finished" and isinstance(step, int) and step >= train_iters
+        done = isinstance(step, int) and step >= train.train_iters
+        return values.get("state") == "finished" and (done or values.get("ended_by") == train.stop_rules)
 
     def store(self) -> CheckpointStore:
         """Its checkpoints."""
@@ -134,6 +139,14 @@ class Run(RunFiles):
                 rule="it says which model the checkpoints are of",
                 fix=self._how_to_restore(self.newest()),
             ) from error
+
+    def recipe_of(self, step: int) -> Recipe:
+        """The recipe of the stage that ended with a step or has it: the model whose weights its checkpoint has.
+
+        Raises:
+            UserError: as `recipe`.
+        """
+        return stage_of(self.recipe(), step, ending=True)
 
     def started_recipe(self) -> Recipe | None:
         """The recipe from the directory, or else from the newest checkpoint; None if neither has one.

@@ -89,6 +89,11 @@ class RunFiles:
         return self.path / REWINDS
 
     @property
+    def local_checkpoints(self) -> Path:
+        """The token under which nodes keep the run's local checkpoints, and the step of the last it started from."""
+        return self.path / "local.json"
+
+    @property
     def checkpoints(self) -> Path:
         """The directory of `CheckpointStore`, which also has the lock of the run that writes."""
         return self.path / CHECKPOINTS
@@ -120,6 +125,11 @@ class RunFiles:
     def hang(self, token: str) -> Path:
         """What the watchdogs of a start report when ranks hang; it exists only then."""
         return self.logs / f"hang-{token}"
+
+    @property
+    def doctor(self) -> Path:
+        """What checks of the nodes said before each start."""
+        return self.logs / "doctor.jsonl"
 
     @property
     def bad_nodes(self) -> Path:

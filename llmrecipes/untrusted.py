@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import from_json
+
 from llmrecipes.errors import UserError
 from llmrecipes.units import GIB, MIB
 
@@ -140,7 +142,8 @@ def parse_json(text: bytes | str, where: str = "", constant: Callable[[str], Any
     """
     try:
         value = json.loads(text, parse_constant=constant)
-        _require_shallow(value)
+        if _may_be_deep(text):
+            _require_shallow(value)
         if isinstance(text, bytes) and _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair cannot be printed
     except RecursionError as error:
@@ -150,10 +153,31 @@ def parse_json(text: bytes | str, where: str = "", constant: Callable[[str], Any
     return value
 
 
+def parse_line(text: bytes) -> Any:
+    """As `parse_json`, in half the time: a line of a file that may have millions.
+
+    Raises:
+        Refused: as `parse_json`.
+    """
+    try:
+        value = from_json(text)
+        if _may_be_deep(text):
+            _require_shallow(value)
+    except (ValueError, RecursionError):
+        return parse_json(text)  # which knows more forms of text, or says what is wrong
+    return value
+
+
+_LARGE = 1 << 1000
+"""Smaller integers are floats too."""
+
+
 def number(value: object) -> float | int | None:
     """A JSON value if it is a number that can be computed with; else None: text, a boolean, infinity, 400 digits."""
     if type(value) is float:  # most, in files of a million of them
         return value if math.isfinite(value) else None
+    if type(value) is int and -_LARGE < value < _LARGE:
+        return value
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     try:
@@ -261,16 +285,26 @@ def _path_of(descriptor: int) -> Path:
     return Path(f"/proc/self/fd/{descriptor}").readlink()
 
 
+_NESTED = frozenset((dict, list))
+"""What JSON nests: the types themselves, because lines of metrics may have thousands of numbers."""
+
+
+def _may_be_deep(text: bytes | str) -> bool:
+    """False where there are too few lists and objects for that, as in most lines of metrics."""
+    if isinstance(text, str):
+        return text.count("[") + text.count("{") > DEPTH
+    return text.count(b"[") + text.count(b"{") > DEPTH
+
+
 def _require_shallow(value: Any) -> None:
-    level = [value]
+    level = [value] if type(value) in _NESTED else []
     for _ in range(DEPTH):
-        level = [
-            child
-            for each in level
-            if isinstance(each, dict | list)
-            for child in (each.values() if isinstance(each, dict) else each)
-            if isinstance(child, dict | list)
-        ]
+        below = []
+        for each in level:
+            children = each.values() if type(each) is dict else each
+            if not _NESTED.isdisjoint(map(type, children)):  # a pass in C: most lists have numbers only
+                below += [child for child in children if type(child) in _NESTED]
+        level = below
         if not level:
             return
     raise RecursionError

@@ -65,6 +65,7 @@ pre { background: var(--panel); margin: .5rem 0; max-height: 32rem; overflow: au
 table { border-collapse: collapse; }
 td, th { border-bottom: 1px solid var(--line); padding: .25rem 1rem .25rem 0; text-align: left; vertical-align: top; }
 td { overflow-wrap: anywhere; unicode-bidi: isolate; }
+td:not(.number, .swatch, :empty) { min-width: 6.5rem; }
 th { font-weight: 600; }
 td.number, th.number { overflow-wrap: normal; text-align: right; white-space: nowrap; }
 tr.off td { background: var(--bad-page); }

@@ -29,6 +29,7 @@ from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.megatron.engine import Batch, MegatronEngine, StepResult
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.derive import derive
+from llmrecipes.recipe.batch_schedule import batch_schedule
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Model, Recipe
 
@@ -101,13 +102,14 @@ def write_recipe(recipe: Recipe, folder: Path) -> str:
 class RandomTokens(Dataset[dict[str, torch.Tensor]]):
     """Samples that depend only on their index; a varying part of each is masked from the loss.
 
-    Where conversations share a sequence, there are some in each, of varying lengths.
+    Where conversations share a sequence, there are some in each, of varying lengths; of pairs two.
     """
 
     def __init__(self, recipe: Recipe) -> None:
         self._length, self._vocab = recipe.model.seq_length, recipe.model.vocab_size
         self._size = recipe.train.global_batch_size * recipe.train.train_iters
-        self._packed = recipe.data.chat is not None
+        self._pairs = recipe.dpo is not None
+        self._packed = recipe.data.chat is not None and not (self._pairs and not recipe.data.chat.packing)
 
     def __len__(self) -> int:
         return self._size
@@ -118,16 +120,27 @@ class RandomTokens(Dataset[dict[str, torch.Tensor]]):
         mask = torch.ones(self._length)
         mask[: index % 7 * self._length // 8] = 0
         positions = torch.arange(self._length)
-        if self._packed:
+        if self._packed and self._pairs:
+            for begin in (self._length // 4 - index % 3, self._length // 2, 3 * self._length // 4 + index % 3):
+                positions[begin:] = torch.arange(self._length - begin)
+            mask = (positions > 1 + index % 3).float()
+            worse = ((positions == 0).cumsum(0) - 1) % 2 * self._vocab // 2
+        elif self._pairs:
+            worse = torch.full((self._length,), index % 2 * self._vocab // 2)
+        elif self._packed:
             for begin in (1 + index % 5, self._length // 2 + index % 3):
                 positions[begin:] = torch.arange(self._length - begin)
+        if self._pairs:
+            ids[1:] += worse  # so that there is something to learn
         return {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": mask, "position_ids": positions}
 
 
 def random_batches(recipe: Recipe, *, consumed: int = 0, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
     """Micro-batches of a rank from `RandomTokens`."""
+    sizes = batch_schedule(recipe)
     return batches(
         RandomTokens(recipe),
+        sizes=None if sizes.is_constant else sizes,
         consumed_samples=consumed,
         micro_batch_size=recipe.train.micro_batch_size,
         global_batch_size=recipe.train.global_batch_size,

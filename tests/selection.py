@@ -16,24 +16,30 @@ from tests.dist import table
 TESTS = Path(__file__).parent
 
 VERSION = (
-    "dist/test_checkpoint_scale", "dist/test_ema", "dist/test_evaluating", "dist/test_hf_", "dist/test_layouts",
+    "dist/test_accuracy", "dist/test_checkpoint_scale", "dist/test_ema", "dist/test_evaluating", "dist/test_hf_",
+    "dist/test_keep_zeros", "dist/test_layouts", "dist/test_layer_norms", "dist/test_local_checkpoints",
     "dist/test_megatron_lm", "dist/test_older_checkpoints", "dist/test_resume_state", "dist/test_waiting",
     "dist/test_zero", "unit/test_checkpoint_", "unit/test_coordinates", "unit/test_data_batches",
     "unit/test_data_prepare", "unit/test_dryrun", "unit/test_engine_", "unit/test_generate", "unit/test_hf_export",
     "unit/test_hf_import", "unit/test_lora_", "unit/test_model_", "unit/test_performance_page", "unit/test_plan_model",
     "unit/test_plan_placement", "unit/test_plan_ranks", "unit/test_platform", "unit/test_recipe_effects",
+    "unit/test_recipe_batch_schedule", "unit/test_recipe_stages", "unit/test_recipe_graphs",
     "unit/test_recipe_stage_layout", "unit/test_train_balance", "unit/test_train_initial_values",
-    "unit/test_workflow_smoke", "unit/test_workflow_upcycle",
+    "unit/test_workflow_grow", "unit/test_workflow_smoke", "unit/test_workflow_upcycle",
 )  # fmt: skip
 """Path prefixes of tests of what stands on megatron-core: models, checkpoints, optimizers, layouts, dry runs."""
 
 NOT_VERSION = (
     "dist/test_checkpoint_killed", "dist/test_failing", "dist/test_stops", "dist/test_verify", "faults/", "train/",
     "unit/test_bench.py", "unit/test_benchmark_contenders", "unit/test_data_chat", "unit/test_data_copies",
-    "unit/test_data_overview", "unit/test_data_steps", "unit/test_deepspeed_config",
-    "unit/test_evaluation", "unit/test_faults_", "unit/test_finetune", "unit/test_hf_reading",
+    "unit/test_attention_logits",
+    "unit/test_data_infilling", "unit/test_data_join", "unit/test_data_overview", "unit/test_data_pairs",
+    "unit/test_data_steps",
+    "unit/test_data_stores", "unit/test_data_tasks", "unit/test_deepspeed_config", "unit/test_distill_start",
+    "unit/test_evaluation", "unit/test_export_programs", "unit/test_faults_", "unit/test_finetune",
+    "unit/test_hf_reading", "unit/test_prune", "unit/test_quantize",
     "unit/test_layout_names", "unit/test_merge_", "unit/test_gpu_report", "unit/test_network", "unit/test_rendezvous",
-    "unit/test_workflow_train",
+    "unit/test_workflow_lr_range", "unit/test_workflow_train",
 )  # fmt: skip
 """Path prefixes of tests that import torch or an engine, but whose subject is this project's code around it."""
 

@@ -10,6 +10,8 @@ wanted=(
     podman netavark aardvark-dns catatonit iptables debootstrap
     # tests/system/search
     postgresql util-linux chromium chromium-driver
+    # tests/system/tracking
+    prometheus
     # DeepSpeed's CPU Adam and asynchronous I/O, compiled at first use
     g++ libaio-dev
 )

@@ -85,10 +85,10 @@ def read(folder: Path) -> list[Row]:
             row = Row.model_validate_json(line)
         except ValueError:
             continue
-        # A result replaces what was skipped or has failed of its item.
+        # A result replaces the row of an item that was skipped or has failed as a whole.
         if row.status == "measured":
             for key in [key for key, old in newest.items() if key[:2] == (row.stage, row.item)]:
-                if newest[key].status != "measured":
+                if newest[key].quantity == "item":
                     del newest[key]
         newest[row.stage, row.item, row.quantity] = row
     return list(newest.values())

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from llmrecipes.bench import right
 from llmrecipes.bench.measure import SIZE, measure_ranks, random_tokens
-from llmrecipes.bench.report import Row
-from llmrecipes.checkpoint.manifest import CheckpointInfo
+from llmrecipes.bench.report import Row, read
+from llmrecipes.bench.rivals import RIVALS
 from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
+from llmrecipes.dryrun.simulation import dry_run
+from llmrecipes.dryrun.spec import DryRunSpec
 from llmrecipes.engine.backends import backend
-from llmrecipes.engine.base import Engine, Progress
+from llmrecipes.engine.base import Progress
+from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.plan.speed.forecast import forecast
+from llmrecipes.recipe.batch_schedule import without_ramp
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.proxy import proxy
 from llmrecipes.recipe.schema import Parallelism, Recipe
@@ -46,6 +53,10 @@ BIG: dict[str, dict[str, Any]] = {
 }
 """Large models, and what is changed of them besides depth and layout."""
 DEPTHS = (1, 2)
+FUSIONS = (
+    "bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion", "gradient_accumulation_fusion",
+    "moe_permute_fusion", "moe_router_fusion",
+)  # fmt: skip
 MICRO_BATCHES = 4
 
 
@@ -60,7 +71,7 @@ def cut(name: str, depth: int, device: str) -> Recipe:
     no_recomputation = dict.fromkeys(("recompute_granularity", "recompute_method", "recompute_num_layers"))
     changed = {
         "model": full.model.model_copy(update=changes),
-        "train": full.train.model_copy(update={**batch, **no_recomputation}),
+        "train": without_ramp(full.train, **batch, **no_recomputation),
         "parallelism": Parallelism(),
     }
     return Recipe.model_validate(full.model_copy(update=changed).model_dump())
@@ -72,8 +83,15 @@ def whole(name: str, device: str) -> Recipe:
     if device == "cpu":
         full = proxy(full, "cpu")
     batch = {"global_batch_size": MICRO_BATCHES * full.train.micro_batch_size}
-    changed = {"train": full.train.model_copy(update=batch), "parallelism": Parallelism()}
+    changed = {"train": without_ramp(full.train, **batch), "parallelism": Parallelism()}
     return Recipe.model_validate(full.model_copy(update=changed).model_dump())
+
+
+def offloaded(name: str, device: str, where: str) -> Recipe:
+    """A model that one GPU trains with DeepSpeed, its optimizer there (`none`) or in the host's memory (`cpu`)."""
+    document = whole(name, device).model_dump()
+    zero = {"stage": 2, "offload_optimizer": where}
+    return Recipe.model_validate({**document, "engine": "deepspeed", "zero": zero})
 
 
 @dataclass
@@ -96,6 +114,14 @@ class Item:
             "layers": self._layers,
             "saves": self._saves,
             "gemm": self._gemm,
+            "dryrun": self._dry_run,
+            "scalings": self._scalings,
+            "fusions": self._fusions,
+            "offload": self._offload,
+            "resume": lambda _: right.resume(self.row, self.device),
+            "waits": lambda name: right.waits(self.row, whole(name, self.device), self.device),
+            "breaks": lambda _: right.breaks(self.row, self.device),
+            **dict.fromkeys(RIVALS, self._rival),
         }
         yield from measures[kind](argument)
 
@@ -123,17 +149,108 @@ class Item:
     def _model(self, name: str) -> Iterator[Row]:
         yield from self._speed(whole(name, self.device), "")
 
+    def _dry_run(self, name: str) -> Iterator[Row]:
+        """Memory of the same step without a device, beside which that of the step is put."""
+        spec = DryRunSpec(recipe=whole(name, self.device), cluster=detect(), world_size=1, ranks=(0,))
+        report = dry_run(spec, 0)
+        needed, planned = (sum(parts.values()) / GIB for parts in (report.memory, report.planned))
+        yield self.row("memory", needed, "GiB", expected=planned, note="of tensors, without a GPU")
+
+    def _rival(self, name: str) -> Iterator[Row]:
+        """Another loop on the same model."""
+        kind, recipe = self.name.partition(" ")[0], whole(name, self.device)
+        session = Timed()
+        RIVALS[kind](recipe, session)
+        yield from self._of_step(
+            derive(recipe, 1, detect()), statistics.median(session.seconds[WARMUP:]), "", "", ours=False
+        )
+        if session.peak_memory:
+            yield self.row("memory", session.peak_memory / GIB, "GiB")
+
+    def _scalings(self, name: str) -> Iterator[Row]:
+        """A large model of two layers with each scaling of `speed.fp8`, beside bf16."""
+        bf16: list[float] = []
+        plain = in_bf16(cut(name, DEPTHS[-1], self.device))
+        yield from self._speed(plain, " (bf16)", bf16)
+        for scaling in ("blockwise", "tensorwise", "mxfp8"):
+            suffix, seconds = f" ({scaling})", list[float]()
+            speed = plain.speed.model_copy(update={"fp8": "e4m3", "fp8_recipe": scaling})
+            recipe = plain.model_copy(update={"speed": speed})
+            try:
+                yield from self._speed(recipe, suffix, seconds)
+            except UserError as error:
+                if not error.where.startswith("speed.fp8"):
+                    raise
+                yield self.row(f"step{suffix}", status="skipped", note=error.rule)
+                continue
+            before, after = (planned_seconds(derive(each, 1, detect())) for each in (plain, recipe))
+            expected = before / after if before and after else None
+            yield self.row(f"speed beside bf16{suffix}", bf16[0] / seconds[0], "×", expected=expected)
+
+    def _fusions(self, name: str) -> Iterator[Row]:
+        """A layer of a large model with each fusion the other way; what the model has by rule is the first row."""
+        recipe, plain = cut(name, DEPTHS[0], self.device), list[float]()
+        yield from self._step(recipe, "step", plain)
+        choices = {each.key: each for each in derive(recipe, 1, detect()).features}
+        for fusion in FUSIONS:
+            choice, seconds = choices[f"speed.{fusion}"], list[float]()
+            if choice.ruled_out:
+                yield self.row(f"step without {fusion}", status="skipped", note=choice.reason)
+                continue
+            other = not choice.value
+            changed = recipe.model_copy(update={"speed": recipe.speed.model_copy(update={fusion: other})})
+            yield from self._step(changed, f"step {'with' if other else 'without'} {fusion}", seconds)
+            share = 100 * (seconds[0] / plain[0] - 1)
+            yield self.row(
+                f"what {fusion} gives", -share if other else share, "%", note="of the step with it off or on"
+            )
+
+    def _step(self, recipe: Recipe, quantity: str, seconds: list[float]) -> Iterator[Row]:
+        """Only the time of a step; a feature that the rank lacks is skipped."""
+        try:
+            for row in self._speed(recipe, "", seconds):
+                if row.quantity == "step":
+                    yield row.model_copy(update={"quantity": quantity})
+        except UserError as error:
+            if not error.where.startswith("speed."):
+                raise
+            yield self.row(quantity, status="skipped", note=error.rule)
+            seconds.append(math.nan)
+
+    def _offload(self, name: str) -> Iterator[Row]:
+        """Step and memory with the optimizer on the GPU and in the host's memory."""
+        if self.device == "cpu":
+            yield self.row("step with offload", status="skipped", note="offload moves states out of a GPU's memory")
+            return
+        for where in ("none", "cpu"):
+            suffix = " without offload" if where == "none" else " with offload"
+            for row in self._speed(offloaded(name, self.device, where), suffix):
+                if row.quantity.startswith(("step", "memory")):
+                    yield row
+
     def _layers(self, name: str) -> Iterator[Row]:
         seconds = []
         for depth in DEPTHS:
             median: list[float] = []
             yield from self._speed(cut(name, depth, self.device), f" ({depth} layers)", median)
             seconds.append(median[0])
-        layer = (seconds[1] - seconds[0]) / (DEPTHS[1] - DEPTHS[0]) / MICRO_BATCHES
-        yield self.row("layer", 1e3 * layer, "ms", note="of one micro-batch, forward, backward and update")
+        layer = _of_layer(seconds)
+        planned = [planned_seconds(derive(cut(name, depth, self.device), 1, detect())) for depth in DEPTHS]
+        of_plan = _of_layer([each for each in planned if each is not None])
+        yield self.row(
+            "layer", 1e3 * layer, "ms", expected=1e3 * of_plan if of_plan else None,
+            note="of one micro-batch, forward, backward and update",
+        )  # fmt: skip
         full = load(name, []).recipe.model.num_layers
         step = seconds[0] + (full - DEPTHS[0]) * layer * MICRO_BATCHES
-        yield self.row("extrapolated step", step, "s", note=f"{full} layers on one GPU, {MICRO_BATCHES} micro-batches")
+        expected = planned[0] + (full - DEPTHS[0]) * of_plan * MICRO_BATCHES if planned[0] and of_plan else None
+        yield self.row(
+            "extrapolated step",
+            step,
+            "s",
+            expected=expected,
+            note=f"{full} layers on one GPU, {MICRO_BATCHES} micro-batches",
+        )
 
     def _speed(self, recipe: Recipe, suffix: str, median: list[float] | None = None) -> Iterator[Row]:
         engines = backend(recipe)
@@ -156,7 +273,7 @@ class Item:
             # A GPU's figure is what torch has allocated: without CUDA's own memory, which is in the plan's workspace.
             # On a CPU the models are so small that the process is nearly all of it.
             planned = (plan.memory.total - plan.memory.workspace) / GIB if platform.name == "cuda" else None
-            yield self.row(f"memory{suffix}", memory / GIB, "GiB", expected=planned)
+            yield self.row(f"memory{suffix}", memory / GIB, "GiB", expected=planned, note=self._dry())
             with profiled(PROFILED, Path(folder), 0) as stepped:
                 for _ in range(2 + PROFILED + 1):
                     engine.train_step(batches)
@@ -171,17 +288,36 @@ class Item:
             median.append(statistics.median(seconds))
         gc.collect()
 
-    def _of_step(self, plan: Plan, seconds: float, suffix: str, note: str) -> Iterator[Row]:
+    def _dry(self) -> str:
+        """What a dry run of the same model needs, where the report has it."""
+        name = self.name.partition(" ")[2]
+        memory = [row.value for row in self._known() if row.item == f"dryrun {name}" and row.quantity == "memory"]
+        return f"dry run: {memory[0]:.4g} GiB" if self.name.startswith("model") and memory else ""
+
+    def _known(self) -> list[Row]:
+        """Measured rows of the report."""
+        folder = os.environ.get(FOLDER)
+        return [each for each in read(Path(folder)) if each.value is not None] if folder else []
+
+    def _of_step(self, plan: Plan, seconds: float, suffix: str, note: str, *, ours: bool = True) -> Iterator[Row]:
         speed = plan.tokens_per_step / seconds
-        yield self.row(f"step{suffix}", 1e3 * seconds, "ms", note=note)
-        peak = _peak()
-        aim = AIMS.get(plan.recipe.name)
+        planned = planned_seconds(plan) if ours else None
+        yield self.row(
+            f"step{suffix}", 1e3 * seconds, "ms", note=note, expected=None if planned is None else 1e3 * planned
+        )
+        products = next((each for each in self._known() if each.item == "gemm" and each.unit == "TFLOP/s"), None)
+        if products is not None and products.value:
+            share = 100 * speed * plan.flops_per_token_causal / (products.value * 1e12)
+            yield self.row(f"share of measured products{suffix}", share, "%", note="FLOPs of causal attention")
+        peak = _peak() if self.device != "cpu" else None
+        aim = AIMS.get(plan.recipe.name) if ours else None
         expected = None if aim is None or peak is None else aim * peak * 1e12 / plan.flops_per_token_full
         yield self.row(f"speed{suffix}", speed, "tokens/s", expected=expected)
         if peak is None:
             return
         for name, flops in (("full", plan.flops_per_token_full), ("causal", plan.flops_per_token_causal)):
-            yield self.row(f"MFU, {name} attention{suffix}", 100 * speed * flops / peak / 1e12, "%")
+            of_plan = None if planned is None else 100 * plan.tokens_per_step / planned * flops / peak / 1e12
+            yield self.row(f"MFU, {name} attention{suffix}", 100 * speed * flops / peak / 1e12, "%", expected=of_plan)
 
     def _saves(self, name: str) -> Iterator[Row]:
         recipe = whole(name, self.device)
@@ -206,7 +342,7 @@ class Item:
                     engine.train_step(batches)
                     platform.synchronize()
                     started = time.perf_counter()
-                    saver.save(engine.state(Progress(step=step)), _info(plan, engine, step))
+                    saver.save(engine.state(Progress(step=step)), right.info(plan, engine, step))
                     waits.append(time.perf_counter() - started)
                     written.append(saver.wait()[0].seconds)
             yield self.row("stall: allocation starts", 1e3 * reserve, "ms", note="after the first step")
@@ -230,11 +366,45 @@ class Item:
             engine.close()
 
 
-def _info(plan: Plan, engine: Engine, step: int) -> CheckpointInfo:
-    return CheckpointInfo(
-        step=step, consumed_samples=step, consumed_tokens=step, layout=plan.layout.as_dict(), recipe_hash="report",
-        engine=engine.name, recipe=plan.recipe.model_dump(mode="json"),
-    )  # fmt: skip
+class Timed:
+    """Asks a loop for steps, and times them; implements `rivals.Session`."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.peak_memory = 0
+        self._last = 0.0
+
+    def begin(self, **_facts: Any) -> bool:
+        """See `Session`."""
+        self._last = time.perf_counter()
+        return True
+
+    def stepped(self, loss: float, **facts: Any) -> bool:
+        """See `Session`; a loss that is a number has come from the device."""
+        now = time.perf_counter()
+        self.seconds.append(now - self._last)
+        self._last, self.peak_memory = now, facts.get("peak_memory", 0)
+        return len(self.seconds) < WARMUP + STEPS
+
+
+def in_bf16(recipe: Recipe) -> Recipe:
+    """The recipe in bf16, as fp8 needs it."""
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": "bf16"})})
+
+
+def _of_layer(seconds: Sequence[float]) -> float:
+    """Seconds of a layer and micro-batch, from those of a step at both depths; 0 if they are unknown."""
+    if len(seconds) < len(DEPTHS):
+        return 0.0
+    return (seconds[1] - seconds[0]) / (DEPTHS[1] - DEPTHS[0]) / MICRO_BATCHES
+
+
+def planned_seconds(plan: Plan) -> float | None:
+    """Seconds of a step by the time model; None without coefficients of the machine."""
+    try:
+        return forecast(plan, None).step.seconds
+    except UserError:
+        return None
 
 
 def _peak() -> float | None:

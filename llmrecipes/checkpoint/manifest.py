@@ -39,6 +39,24 @@ class FileRecord(BaseModel):
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
+class Monitored(BaseModel):
+    """The held-out loss that a run monitors (`train.monitor`), in nats per token, and its progress."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    step: Annotated[int, Field(ge=0)] = 0
+    """Step of the last evaluation; 0: there was none."""
+    loss: float | None = None
+    """Loss then; None: not finite."""
+    best: float | None = None
+    """Lowest loss so far."""
+    best_step: Annotated[int, Field(ge=0)] = 0
+    reference: float | None = None
+    """Loss that the next one has to be below by more than `train.early_stop.min_delta` to be an improvement."""
+    waited: Annotated[int, Field(ge=0)] = 0
+    """Evaluations in a row without an improvement."""
+
+
 class CheckpointInfo(BaseModel):
     """What the training loop provides for a checkpoint."""
 
@@ -55,6 +73,8 @@ class CheckpointInfo(BaseModel):
     """Engine of the state; older versions had only one and did not record it."""
     recipe: dict[str, Any] | None = None
     """The resolved recipe as JSON, for a run that has lost its recipe.yaml; None if written by an older version."""
+    monitored: Monitored | None = None
+    """None: the run had not been evaluated, or it was written by an older version."""
 
 
 class Manifest(CheckpointInfo):
@@ -78,7 +98,7 @@ class Manifest(CheckpointInfo):
 def build(info: CheckpointInfo, versions: dict[str, str], files: dict[str, FileRecord]) -> Manifest:
     """The manifest of a checkpoint whose files are all on disk."""
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    return Manifest(**info.model_dump(), created=created, versions=versions, files=files)
+    return Manifest(**dict(info), created=created, versions=versions, files=files)
 
 
 def dump(manifest: Manifest) -> bytes:
@@ -145,6 +165,12 @@ class Entry:
     @property
     def step(self) -> int:
         return self.manifest.step
+
+    @property
+    def held_out_loss(self) -> float | None:
+        """The monitored loss after this step; None: it was not evaluated, or is not finite."""
+        monitored = self.manifest.monitored
+        return monitored.loss if monitored is not None and monitored.step == self.step else None
 
 
 def inspect(path: Path, *, full: bool) -> Entry:

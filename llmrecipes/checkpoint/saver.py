@@ -63,7 +63,7 @@ class AsyncSaver:
         group: see `saver_group`.
         files: the engine's format.
         async_save: whether `save` returns before the files are written.
-        most_recent_k, keep_interval: see `CheckpointStore.prune`.
+        most_recent_k, keep_interval, keep_best: see `CheckpointStore.prune`.
 
     Raises:
         UserError: on every rank, if rank 0 cannot claim the store.
@@ -78,9 +78,10 @@ class AsyncSaver:
         async_save: bool = True,
         most_recent_k: int = 2,
         keep_interval: int | None = None,
+        keep_best: bool = False,
     ) -> None:
         self._store, self._group, self._files, self._async = store, group, files, async_save
-        self._keep = (most_recent_k, keep_interval)
+        self._prune_store = partial(store.prune, most_recent_k, keep_interval, keep_best=keep_best)
         self._rank = group.rank
         self._token = claim(store, group)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_on_same_device())
@@ -191,7 +192,7 @@ class AsyncSaver:
 
     def _prune(self) -> None:
         try:
-            self._store.prune(*self._keep)
+            self._prune_store()
         except OSError as problem:
             logger.warning("old checkpoints could not be deleted: %s", problem)
 

@@ -7,8 +7,8 @@
                 .writer.lock         held by the process that trains
 
 A checkpoint is published by a single rename after all its bytes were synced, and renamed before its first file is
-deleted, so a process killed at any moment never leaves a partial directory that looks valid. There is no "latest" file:
-the newest valid checkpoint is found from the manifests.
+deleted, so a process killed at any moment never leaves a partial directory that looks valid. There is no "latest" and
+no "best" file: the newest valid checkpoint, and the one of the lowest held-out loss, are found from the manifests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -260,7 +260,7 @@ class CheckpointStore:
             self._delete(self.path(number))
         return steps
 
-    def prune(self, most_recent_k: int, keep_interval: int | None = None) -> list[int]:
+    def prune(self, most_recent_k: int, keep_interval: int | None = None, *, keep_best: bool = False) -> list[int]:
         """Delete checkpoints according to the retention rule.
 
         The newest two that this process has written or verified are always kept, and so are damaged ones: only sizes
@@ -269,15 +269,19 @@ class CheckpointStore:
         Args:
             most_recent_k: newest complete checkpoints to keep, at least two.
             keep_interval: multiples of this step are kept permanently.
+            keep_best: keep the one of the lowest held-out loss.
 
         Returns:
             Steps that were deleted.
         """
-        steps = [entry.step for entry in self.entries()]
+        entries = self.entries()
+        steps = [entry.step for entry in entries]
         verified = [step for step in steps if step in self._verified][-LEAST_KEPT:]
         if len(verified) < LEAST_KEPT:
             return []
         keep = surviving(steps, most_recent_k, keep_interval) | set(verified)
+        if keep_best and (lowest := best(entries)) is not None:
+            keep.add(lowest.step)
         doomed = [step for step in steps if step < verified[-1] and step not in keep]
         for step in doomed:
             self._delete(self.path(step))
@@ -376,3 +380,33 @@ def surviving(steps: list[int], most_recent_k: int, keep_interval: int | None) -
     """Which of the complete steps a retention rule keeps."""
     recent = sorted(steps)[-max(most_recent_k, LEAST_KEPT) :]
     return set(recent) | {step for step in steps if keep_interval and step % keep_interval == 0}
+
+
+def best(entries: Sequence[Entry]) -> Entry | None:
+    """The checkpoint of the lowest held-out loss, of equal ones the first; None: no step of theirs was evaluated."""
+    losses = [(loss, entry.step, entry) for entry in entries if (loss := entry.held_out_loss) is not None]
+    return min(losses, key=lambda item: item[:2])[2] if losses else None
+
+
+def require_best(store: CheckpointStore) -> Entry:
+    """The complete checkpoint of the lowest held-out loss; warns if there was a lower one at a step that is not kept.
+
+    Raises:
+        UserError: no step of a checkpoint was evaluated.
+    """
+    entries = store.entries()
+    if (lowest := best(entries)) is None:
+        raise UserError(
+            "no checkpoint has a held-out loss",
+            where=str(store.directory),
+            rule="the best checkpoint is one after whose step was an evaluation",
+            fix="train.eval_interval that divides checkpoint.save_interval, and held-out text; or name a step",
+        )
+    last = entries[-1].manifest.monitored
+    if last is not None and last.best is not None and last.best < (lowest.held_out_loss or last.best):
+        logger.warning(
+            "the lowest held-out loss, %.4f, was after step %d, of which there is no checkpoint (checkpoint.keep_best, "
+            "checkpoint.save_interval); step %d has %.4f",
+            last.best, last.best_step, lowest.step, lowest.held_out_loss,
+        )  # fmt: skip
+    return lowest

@@ -23,6 +23,7 @@ from llmrecipes.cli.options import (
     RecipeArgument,
     site_option,
 )
+from llmrecipes.cli.quantizing import inference
 from llmrecipes.cli.tables import TextTable, show
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.units import GIB, KIB, MIB
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from llmrecipes.recipe.schema import Recipe
 
 app = typer.Typer(
-    help="Benchmark fabric, collectives, steps or data loading. In a Slurm step, all of its nodes take part.",
+    help="Benchmark fabric, collectives, steps, data or inference. In a Slurm step, all of its nodes take part.",
     rich_markup_mode=None,
     invoke_without_command=True,
 )
@@ -285,6 +286,9 @@ def data(
     middle = f"a global batch takes {statistics.median(reading.seconds):.4f} s"
     print(f"{reading.world_size} ranks, {speed:,.0f} tokens/s; {middle}, at most {max(reading.seconds):.4f} s")
     print(f"the first batch comes after {reading.first_seconds:.2f} s")
+
+
+app.command("inference")(inference)
 
 
 def gpu_report(

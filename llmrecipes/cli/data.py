@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -24,6 +25,7 @@ app = typer.Typer(
 EXAMPLE = 60
 """Characters of an example in a table."""
 BAR = 40
+_FIM = {"fim_psm": "prefix, suffix, middle", "fim_spm": "suffix, prefix, middle"}
 
 
 @app.callback()
@@ -64,7 +66,8 @@ def show(
             f"{each['source']}, document {each['number']:,} of {wanted}: {len(every):,} tokens, of which the loss",
             end="",
         )
-        print(f" counts {sum(token['loss'] for token in every):,}")
+        rearranged = f"; fill-in-the-middle: {_FIM[each['fim']]}" if each["fim"] else ""
+        print(f" counts {sum(token['loss'] for token in every):,}{rearranged}")
         for loss, group in groupby(every[:tokens], key=lambda token: token["loss"]):
             parts = "|".join("END" if token["end"] else _visible(token["text"]) for token in group)
             print(f"  {'loss   ' if loss else 'no loss'} {parts}")
@@ -76,6 +79,10 @@ def show(
 def stats(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a page with plots, languages and domains to FILE as well."),
+    ] = None,
     as_json: JsonOption = False,
     data_dir: DataOption = DATA,
 ) -> None:
@@ -86,8 +93,15 @@ def stats(
     from llmrecipes.data.prepared import open_prepared
     from llmrecipes.recipe.load import load
 
-    prepared = open_prepared(load(recipe, overrides or []).recipe, data_dir)
+    loaded = load(recipe, overrides or []).recipe
+    prepared = open_prepared(loaded, data_dir)
     made = overview.stats(prepared)
+    if html is not None:
+        from llmrecipes.report import build, data_page
+
+        languages, domains = overview.languages(prepared), overview.domains(loaded.data.sources)
+        made = replace(made, languages=languages, domains=domains)
+        build.write(html, data_page.page(loaded.name, prepared, made))
     if as_json:
         sources = [asdict(source) | {"bytes_per_token": source.bytes_per_token} for source in made.sources]
         print(json.dumps({"path": str(prepared.path), **asdict(made), "sources": sources}, indent=1))
@@ -108,7 +122,7 @@ def stats(
         bar = "#" * -(-BAR * each.documents // most)
         lengths.append((f"{each.least:,}", f"{each.documents:,}", f"{each.tokens:,}", bar))
     print_parts(TextTable(rows, right=(1, 2, 3, 4, 5)), "", TextTable(dropped, right=(2, 3)), "")
-    print_parts(TextTable(lengths, right=(0, 1, 2)), "", str(prepared.path))
+    print_parts(TextTable(lengths, right=(0, 1, 2)), "", str(prepared.path), *([] if html is None else [str(html)]))
 
 
 def _quietly() -> None:

@@ -53,7 +53,7 @@ def doctor(
         typer.Option(
             "--run-id",
             metavar="ID",
-            help="Check nothing if this run of RECIPE has done all its steps.",
+            help="Keep the result with this run of RECIPE, and check nothing if it has done all its steps.",
         ),
     ] = None,
     patience: PatienceOption = 60.0,
@@ -61,6 +61,14 @@ def doctor(
         Path | None,
         typer.Option(
             "--bad-nodes", metavar="FILE", help="Write the names of failing nodes to this file, comma-separated."
+        ),
+    ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            "--record",
+            metavar="FILE",
+            help="Append what was found to FILE, as JSON; with --run-id default: logs/doctor.jsonl of the run.",
         ),
     ] = None,
     own_gpus: Annotated[
@@ -79,11 +87,13 @@ def doctor(
     """Check a node, or all nodes of a job, and suggest fixes."""
     from llmrecipes.doctor.examine import DoctorContext, examine
     from llmrecipes.doctor.nodes import Gathered, NodeRendezvous, compared, meet
+    from llmrecipes.doctor.record import keep
     from llmrecipes.hardware.load import load_profile
     from llmrecipes.launch.rendezvous import token_of
     from llmrecipes.plan.parameters import count
     from llmrecipes.recipe.load import load
     from llmrecipes.recipe.shape import shape
+    from llmrecipes.runfiles import RunFiles
 
     profile = load_profile(cluster) if cluster else None
     loaded = load(recipe, overrides or []).recipe if recipe else None
@@ -118,6 +128,10 @@ def doctor(
     findings = gathered.findings
     if bad_nodes_file is not None:
         bad_nodes_file.write_text(",".join(bad), "utf-8")
+    if record is None and run_id is not None and loaded is not None:
+        record = RunFiles.of(runs_dir, loaded.name, run_id).doctor
+    if record is not None and leads and (problem := keep(record, findings, bad)):
+        _say(problem)
     if as_json:
         print(
             json.dumps({"ok": not bad, "bad_nodes": bad, "findings": [each.as_dict() for each in findings]}, indent=2)
@@ -139,7 +153,7 @@ def _is_done(recipe: Recipe | None, runs_dir: Path, run_id: str) -> bool:
     if recipe is None:
         raise UserError("set without RECIPE", where="--run-id", rule="a run belongs to a recipe")
     run = Run.of(runs_dir, recipe.name, checked_run_id(run_id))
-    if not run.is_finished(recipe.train.train_iters):
+    if not run.is_finished(recipe.train):
         return False
     print(f"{run.path} has done all its steps: nothing to check")
     return True

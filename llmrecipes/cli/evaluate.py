@@ -23,7 +23,7 @@ def evaluate(
     run: Annotated[
         str,
         typer.Argument(
-            metavar="RUN[@STEP]|DIR",
+            metavar="RUN[@STEP|@best]|DIR",
             help="Run directory, recipe/run-id, run id, or recipe name (its newest run); or a Hugging Face folder.",
             autocompletion=completion.runs,
         ),

@@ -16,6 +16,7 @@ from llmrecipes.faults.signals import early_signals
 
 if TYPE_CHECKING:
     from llmrecipes.models.create import CreatedRun
+    from llmrecipes.models.export import ExportOptions
 
 
 @early_signals()
@@ -23,25 +24,32 @@ def export(
     run: Annotated[
         str,
         typer.Argument(
-            metavar="RUN[@STEP]",
-            help="Run directory, recipe/run-id, run id, or recipe name; @STEP selects an older checkpoint.",
+            metavar="RUN[@STEP|@best]",
+            help="Run directory, recipe/run-id, run id, or recipe name; @STEP selects an older checkpoint, @best that "
+            "of the lowest held-out loss.",
             autocompletion=completion.runs,
         ),
     ],
     to: Annotated[
         str,
-        typer.Option("--to", metavar="FORM", help="Write hf (Hugging Face transformers) or peft (only the adapters)."),
+        typer.Option(
+            "--to",
+            metavar="FORM",
+            help="Write hf (transformers), peft (only the adapters), onnx, torch-export (.pt2) or gguf.",
+        ),
     ] = "hf",
     dtype: Annotated[
         str | None,
         typer.Option(
-            "--dtype", metavar="TYPE", help="Write weights as fp32, bf16 or fp16; default: the run's precision."
+            "--dtype",
+            metavar="TYPE",
+            help="Write weights as fp32, bf16 or fp16, or q8_0 (gguf); default: the run's precision.",
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", metavar="DIR", help="Write to this new folder; default: hf/step-STEP in the run directory."
+            "--out", metavar="DIR", help="Write to this new folder; default: FORM/step-STEP in the run directory."
         ),
     ] = None,
     max_shard_size: Annotated[
@@ -67,9 +75,10 @@ def export(
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
 ) -> None:
-    """Export a checkpoint to Hugging Face transformers, or to PEFT.
+    """Export a checkpoint for other programs.
 
-    Reads any layout without a GPU, with one tensor in memory at a time.
+    These are transformers, PEFT, ONNX Runtime, torch.export and llama.cpp. Reads any layout without a GPU; hf, peft
+    and gguf with one tensor in memory at a time.
     """
     from llmrecipes.console import number, setup_logging
     from llmrecipes.models.export import FORMS, ExportOptions
@@ -83,6 +92,9 @@ def export(
         _export_adapter(run, out, runs_dir, as_json=as_json)
         return
     options = ExportOptions(dtype, _bytes(max_shard_size), family, tokenizer, ema, merge_adapter)
+    if to != "hf":
+        _export_program(run, to, out, runs_dir, data_dir, options, as_json=as_json)
+        return
     made = make(run, out, runs_dir, data_dir, options, None if as_json else Counted())
     if as_json:
         print(json.dumps(asdict(made)))
@@ -92,6 +104,32 @@ def export(
     print(f"to       {made.path}")
     size = f"{made.bytes / 2**20:,.1f} MiB in {files}"
     print(f"         {made.family}, {number(made.parameters)} parameters, {made.dtype}, {size}, {made.seconds:.1f} s")
+    for note in made.notes:
+        print(f"note     {note}")
+
+
+def _export_program(
+    run: str, to: str, out: Path | None, runs_dir: Path, data_dir: Path, options: ExportOptions, *, as_json: bool
+) -> None:
+    from llmrecipes.console import number
+
+    if to == "gguf":
+        from llmrecipes.models.gguf_file import export_gguf
+
+        made = export_gguf(run, out, runs_dir, data_dir, options)
+    else:
+        from llmrecipes.models.programs import export_program
+
+        made = export_program(run, to, out, runs_dir, data_dir, options)
+    if as_json:
+        print(json.dumps(asdict(made)))
+        return
+    size = f"{made.bytes / 2**20:,.1f} MiB, {made.seconds:.1f} s"
+    print(f"exported {made.run}, step {made.step}")
+    print(f"to       {made.path}")
+    print(f"         {made.form} of {made.family}, {number(made.parameters)} parameters, {made.dtype}, {size}")
+    if made.largest_difference is not None:
+        print(f"logits   at most {made.largest_difference:.1e} from those of transformers, on random tokens")
     for note in made.notes:
         print(f"note     {note}")
 

@@ -40,7 +40,7 @@ def as_dict(
     `step_seconds` is null until it is given, `engine_configuration` for an engine whose library has none,
     `communication` without a cluster profile, `preparation` where the size of a source is unknown.
     """
-    whole = None if step_seconds is None else step_seconds * loaded.recipe.train.train_iters
+    whole = None if step_seconds is None else step_seconds * plan.full_steps
     return {
         "recipe": loaded.recipe.model_dump(mode="json"),
         "hash": loaded.hash,
@@ -122,7 +122,7 @@ def _time(
         if predicted is None:
             return [("time of a step", "unknown", f"until measured: {measure}")]
         seconds, origin = predicted, f"predicted; measured by {measure}"
-    whole = seconds * recipe.train.train_iters
+    whole = seconds * plan.full_steps
     lines = [
         ("time of a step", f"{seconds:.4g} s", origin),
         ("time of all steps", duration(whole), f"{plan.layout.world_size * whole / 3600:,.1f} rank-hours"),

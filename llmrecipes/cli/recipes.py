@@ -271,6 +271,7 @@ def recipe_table(rows: list[dict[str, Any]]) -> TextTable:
 
 def _summary(name: str) -> dict[str, Any]:
     from llmrecipes.plan.parameters import count
+    from llmrecipes.recipe.batch_schedule import tokens_of
     from llmrecipes.recipe.load import load
     from llmrecipes.recipe.shape import shape
 
@@ -278,7 +279,7 @@ def _summary(name: str) -> dict[str, Any]:
         recipe = load(name).recipe
     except UserError as error:  # one invalid file must not hide the others
         return {"name": name, "error": str(error)}
-    tokens = recipe.train.train_iters * recipe.train.global_batch_size * recipe.model.seq_length
+    tokens = tokens_of(recipe)
     parameters = count(recipe.model, shape(recipe.model)).total
     return {"name": name, "parameters": parameters, "tokens": tokens, "description": recipe.description}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -13,12 +13,7 @@ from llmrecipes.cli import completion
 from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, RunsOption, site_option
 from llmrecipes.errors import UserError
 
-if TYPE_CHECKING:
-    from llmrecipes.hardware.profile import Profile
-    from llmrecipes.rundir import Run
-
 SECONDS_BETWEEN_PAGES = 30
-MOST_RUNS = 6
 
 
 def report(
@@ -48,54 +43,29 @@ def report(
     The page is one HTML file that needs no network. A run that still trains can be reported too.
     """
     from llmrecipes.hardware.load import load_profile
-    from llmrecipes.report import build
+    from llmrecipes.report.comparison import write
     from llmrecipes.rundir import Run
 
     runs = [Run.find(name, runs_dir) for name in names]
-    if len(runs) > MOST_RUNS:
-        raise UserError(f"{len(runs)} runs", where="RUN", rule=f"a page compares at most {MOST_RUNS} runs")
     if watch and len(runs) > 1:
         raise UserError(f"{len(runs)} runs", where="--watch", rule="--watch follows one run", fix="name one run")
     profile = None if cluster is None else load_profile(cluster)
-    path = build.default_path(runs) if out is None else out
-    running = _write(runs, path, data_dir, profile, watch=watch, as_json=as_json)
+    refresh = SECONDS_BETWEEN_PAGES if watch else None
+    values, running = write(runs, out, data_dir, profile, refresh)
+    path = Path(values["page"])
+    if as_json:
+        print(json.dumps(values, indent=2))
+    else:
+        size = path.stat().st_size / 1e3
+        print(f"{path}: {size:,.0f} KB; open it in a browser, or repeat the command with --open")
     if open_page:
         _open(path)
     try:
         while watch and running:
             time.sleep(SECONDS_BETWEEN_PAGES)
-            running = _write(runs, path, data_dir, profile, watch=watch, as_json=True, silent=True)
+            _, running = write(runs, path, data_dir, profile, refresh)
     except KeyboardInterrupt:
         return
-
-
-def _write(
-    runs: list[Run],
-    path: Path,
-    data_dir: Path,
-    profile: Profile | None,
-    *,
-    watch: bool,
-    as_json: bool,
-    silent: bool = False,
-) -> bool:
-    """Write the page; returns whether a run still trains."""
-    from llmrecipes.report import build, comparison
-
-    if len(runs) > 1:
-        html, values = comparison.report([run.path for run in runs], data_dir, profile)
-        running = False
-    else:
-        html, material = build.report(runs[0], data_dir, profile, SECONDS_BETWEEN_PAGES if watch else None)
-        values, running = build.as_dict(material), material.running
-    build.write(path, html)
-    if silent:
-        return running
-    if as_json:
-        print(json.dumps({"page": str(path), **values}, indent=2))
-    else:
-        print(f"{path}: {len(html) / 1e3:,.0f} KB; open it in a browser, or repeat the command with --open")
-    return running
 
 
 def _open(path: Path) -> None:

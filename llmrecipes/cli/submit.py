@@ -110,6 +110,16 @@ def submit(
         str | None,
         typer.Option("--prepare-partition", metavar="NAME", help="slurm: tokenize missing data in this partition."),
     ] = None,
+    prepare_tasks: Annotated[
+        int | None,
+        typer.Option(
+            "--prepare-tasks",
+            metavar="N",
+            min=1,
+            max=1000,
+            help="slurm, k8s: tokenize missing data with an array of N nodes, or a Job of N pods; default: 1.",
+        ),
+    ] = None,
     sbatch: Annotated[
         list[str] | None,
         typer.Option(
@@ -181,7 +191,7 @@ def submit(
         "namespace": namespace, "claim": claim, "queue": queue, "topology": topology, "secret": secret,
         "tracking-uri": tracking_uri, "service-account": service_account, "pull-secret": pull_secret,
         "host-network": host_network,
-        "prepare-partition": prepare_partition, "prepared": prepared or None,
+        "prepare-partition": prepare_partition, "prepare-tasks": prepare_tasks, "prepared": prepared or None,
     }  # fmt: skip
     _require_options_of(to, place, launcher_options)
     if dry_run and wait:

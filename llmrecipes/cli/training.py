@@ -1,8 +1,9 @@
-"""`train`, `prepare`, `smoke`, `verify`, `upcycle` and `convert`: parsing and printing only."""
+"""`train`, `prepare`, `smoke`, `lr-range`, `verify`, `upcycle` and `convert`: parsing and printing only."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -31,7 +32,10 @@ from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import early_signals
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from llmrecipes.verify.coordinates import Coordinates
+    from llmrecipes.workflow.lr_range import LrRange
 
 
 @early_signals()
@@ -58,6 +62,19 @@ def train(
             "--rdzv", metavar="HOST:PORT", help="Meet at this address of node 0; default in pods: the first pod."
         ),
     ] = None,
+    min_nodes: Annotated[
+        int | None,
+        typer.Option(
+            "--min-nodes",
+            metavar="M",
+            min=1,
+            help="Start with M of the N nodes, or more, if not all of them come (train.elastic); default: with all.",
+        ),
+    ] = None,
+    join_seconds: Annotated[
+        float,
+        typer.Option("--join-seconds", metavar="S", min=0, help="With --min-nodes, wait S seconds for all nodes."),
+    ] = 180.0,
     cluster: Annotated[
         str | None,
         typer.Option(
@@ -86,6 +103,8 @@ def train(
         run_id=run_id,
         cluster=cluster,
         node=node(nnodes, node_rank, rdzv, os.environ) if nnodes > 1 else None,
+        min_nodes=min_nodes,
+        join_seconds=join_seconds,
         run=options,
     )
     return start(load(recipe, overrides or []).recipe, Paths(runs_dir, data_dir), train_options, _say)
@@ -107,6 +126,16 @@ def prepare(
         int | None,
         typer.Option("--workers", metavar="N", min=1, help="Start N worker processes; default: all cores."),
     ] = None,
+    tasks: Annotated[
+        int | None,
+        typer.Option(
+            "--tasks",
+            metavar="N",
+            min=1,
+            help="Encode shards with N processes, together with other calls for the same --data-dir, and keep what "
+            "a killed one has encoded.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
     data_dir: DataOption = DATA,
 ) -> None:
@@ -117,7 +146,10 @@ def prepare(
     from llmrecipes.recipe.load import load
 
     setup_logging()
-    prepared = make(load(recipe, overrides or []).recipe, data_dir, workers=workers, progress=None if as_json else _say)
+    if workers is not None and tasks is not None:
+        raise UserError("--workers and --tasks", where="--tasks", rule="a task is one process", fix="--tasks only")
+    log = None if as_json else _say
+    prepared = make(load(recipe, overrides or []).recipe, data_dir, workers=workers, tasks=tasks, progress=log)
     documents, copies = None, None
     if verify:
         from llmrecipes.data.leaks import check_near_copies  # imports megatron-core
@@ -162,6 +194,63 @@ def smoke(
     )
     print(json.dumps(result.as_dict(), indent=2) if as_json else result.as_text())
     return int(ExitCode.DONE if result.ok else 1)
+
+
+@early_signals()
+def lr_range(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    low: Annotated[float, typer.Option("--low", metavar="LR", help="Begin with this learning rate.")] = 1e-6,
+    high: Annotated[float, typer.Option("--high", metavar="LR", help="End with this learning rate.")] = 1.0,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", help="Train for N steps.")] = 100,
+    nproc: RanksOption = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the loss into an .svg, .png or .pdf file.")
+    ] = None,
+    as_json: JsonOption = False,
+    runs_dir: RunsOption = RUNS,
+    data_dir: DataOption = DATA,
+) -> None:
+    """Find a learning rate: train while it rises, and see where the loss is lowest.
+
+    It is a first guess in a few minutes; `llmrecipes search` compares whole runs.
+    """
+    from llmrecipes.console import console, setup_logging
+    from llmrecipes.recipe.load import load
+    from llmrecipes.workflow import lr_range as workflow
+    from llmrecipes.workflow.run import Paths
+
+    if plot is not None:
+        from llmrecipes.scaling.plot import require_file
+
+        require_file(plot)
+    setup_logging()
+    loaded, log = load(recipe, overrides or []).recipe, _silent if as_json else _say
+    result = workflow.lr_range(loaded, Paths(runs_dir, data_dir), low, high, steps, nproc, log)
+    if plot is not None:
+        workflow.draw(result, plot)
+    if as_json:
+        print(json.dumps(result.as_dict(), indent=2))
+        return
+    for line in lr_range_lines(result):
+        console().print(line, soft_wrap=True)
+
+
+def lr_range_lines(result: LrRange) -> Iterator[str | Text]:
+    """The curve, and what it says."""
+    from llmrecipes.cli.comparison import Series
+    from llmrecipes.cli.comparison import plot as plotted
+
+    xs = [math.log10(rate) for rate in result.rates]
+    yield "smoothed loss over the decimal logarithm of the learning rate:"
+    yield from plotted([Series("a", xs, result.smoothed)], width=60, height=14, braille=True)
+    yield f"lowest     {result.lowest:.2e}"
+    yield f"diverged   {'no' if result.diverged is None else f'{result.diverged:.2e}'}"
+    if result.suggestion is None:
+        yield f"suggestion none: {result.advice}"
+    else:
+        yield f"suggestion optimizer.lr={result.suggestion:.2e}"
+        yield f"           {result.rule}"
 
 
 @early_signals()

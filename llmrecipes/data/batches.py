@@ -19,6 +19,7 @@ from llmrecipes.data.manifest import read_listing, require_listed
 from llmrecipes.data.prepared import Prepared, index_folder
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import end_with_parent
+from llmrecipes.recipe.batch_schedule import BatchSchedule
 from llmrecipes.recipe.schema import Recipe
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
@@ -77,6 +78,28 @@ def sample_ids(
         batch += global_batch_size
 
 
+def scheduled_ids(
+    size: int,
+    sizes: BatchSchedule,
+    *,
+    consumed_samples: int,
+    micro_batch_size: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+) -> Iterator[list[int]]:
+    """`sample_ids` where the global batch grows: of the size that `sizes` has for the samples consumed before it."""
+    stride = micro_batch_size * data_parallel_size
+    begin = consumed_samples
+    while (end := begin + sizes.of_sample(begin)) <= size:
+        if (end - begin) % stride:
+            raise ValueError(
+                f"global batch {end - begin} is not a multiple of {micro_batch_size} × {data_parallel_size}"
+            )
+        for start in range(begin + data_parallel_rank * micro_batch_size, end, stride):
+            yield list(range(start, start + micro_batch_size))
+        begin = end
+
+
 def _from_the_first(number: int, size: int, global_batch_size: int, skipped: Ranges) -> int:
     """Where the global batch of this number begins, counted from the first sample on without those in `skipped`."""
     first = place = after_skipped(0, global_batch_size, skipped)
@@ -107,6 +130,7 @@ def batches(
     prefetch_factor: int,
     pin_memory: bool,
     skipped: Ranges = (),
+    sizes: BatchSchedule | None = None,
 ) -> Generator[dict[str, torch.Tensor], None, None]:
     """Micro-batches of this rank from `consumed_samples` on; closing the iterator stops its worker processes.
 
@@ -120,7 +144,8 @@ def batches(
         num_workers: worker processes; 0 reads in this process.
         prefetch_factor: micro-batches that each process prefetches.
         pin_memory: page-locked tensors; no effect without a GPU.
-        skipped: samples to leave out.
+        skipped: samples to leave out; not with `sizes`.
+        sizes: of the global batches, where they differ; None: all have `global_batch_size`.
 
     Yields:
         `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each [micro_batch_size, seq_length].
@@ -129,15 +154,13 @@ def batches(
         ReaderLost: a worker process was killed.
         OSError: a file could not be read, in this process or a worker.
     """
-    ids = sample_ids(
-        len(dataset),  # type: ignore[arg-type]
-        consumed_samples=consumed_samples,
-        micro_batch_size=micro_batch_size,
-        global_batch_size=global_batch_size,
-        data_parallel_rank=data_parallel_rank,
-        data_parallel_size=data_parallel_size,
-        skipped=skipped,
-    )
+    ranks = {"data_parallel_rank": data_parallel_rank, "data_parallel_size": data_parallel_size}
+    begin = {"consumed_samples": consumed_samples, "micro_batch_size": micro_batch_size, **ranks}
+    number: int = len(dataset)  # type: ignore[arg-type]
+    if sizes is None:
+        ids = sample_ids(number, global_batch_size=global_batch_size, skipped=skipped, **begin)
+    else:
+        ids = scheduled_ids(number, sizes, **begin)
     loader = DataLoader(
         _Reads(dataset),
         batch_sampler=_Once(ids),

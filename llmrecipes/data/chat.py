@@ -62,12 +62,12 @@ class Template:
             import transformers.utils.chat_template_utils  # noqa: F401 - which takes seconds, before they are counted
 
             require_ends(
-                lambda: (_render(self, prompt), _render(self, prompt, add_generation_prompt=True)),
+                lambda: (render(self, prompt), render(self, prompt, add_generation_prompt=True)),
                 TEMPLATE_SECONDS,
                 f"data.chat.chat_template: {self.origin}",
                 "a chat template renders a conversation of one message within seconds",
             )
-            _render(self, prompt)
+            render(self, prompt)
         except UserError:
             raise
         except ImportError as error:
@@ -91,10 +91,10 @@ class Template:
             UserError: the template refuses these messages.
         """
         try:
-            return _render(self, messages, add_generation_prompt=True)[0]
+            return render(self, messages, add_generation_prompt=True)[0]
         except Exception as error:  # of the template
             raise UserError(
-                f"the chat template refuses this: {_reason(error)}", where=self.origin, fix="give other messages"
+                f"the chat template refuses this: {reason(error)}", where=self.origin, fix="give other messages"
             ) from error
 
     def spans(self, messages: Messages, limit: int) -> tuple[str, list[tuple[int, int]]]:
@@ -112,14 +112,14 @@ class Template:
             Exception: whatever the template raises.
         """
         if self.marks_answers:
-            return _render(self, messages, marked=True)
-        text, _ = _render(self, messages)
+            return render(self, messages, marked=True)
+        text, _ = render(self, messages)
         spans = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before, _ = _render(self, messages[:number], add_generation_prompt=True)
-            rendered, _ = _render(self, messages[: number + 1])
+            before, _ = render(self, messages[:number], add_generation_prompt=True)
+            rendered, _ = render(self, messages[: number + 1])
             if not (rendered.startswith(before) and text.startswith(rendered)):
                 raise UserError(
                     f"it renders the first {number + 1} of {len(messages)} messages differently from these messages "
@@ -136,9 +136,14 @@ class Template:
         return text, spans
 
 
-def _render(
+def render(
     template: Template, messages: Messages, *, add_generation_prompt: bool = False, marked: bool = False
 ) -> tuple[str, list[tuple[int, int]]]:
+    """A conversation's text, and with `marked` the character ranges of answers.
+
+    Raises:
+        Exception: whatever the template raises.
+    """
     from transformers.utils.chat_template_utils import render_jinja_template
 
     made: Any = render_jinja_template(
@@ -160,11 +165,13 @@ class ChatSpec:
         template: of the tokenizer.
         max_length: tokens that a conversation may have.
         truncate: cut longer ones; else they are dropped.
+        pairs: documents are pairs of answers (`data.pairs`), each of which has the length with its prompt.
     """
 
     template: Template
     max_length: int
     truncate: bool
+    pairs: bool = False
 
 
 @dataclass(frozen=True)
@@ -189,7 +196,7 @@ class Conversations(Encoded):
 
 
 def chat_encoder(tokenizer_json: str, dtype: str, spec: ChatSpec) -> Callable[[list[bytes]], Conversations]:
-    """Make the function that turns conversations (`sources.conversation`) into ids.
+    """Make the function that turns conversations (`rows.conversation`) into ids.
 
     Args:
         tokenizer_json: the tokenizer's `tokenizer.json`.
@@ -223,7 +230,7 @@ def chat_encoder(tokenizer_json: str, dtype: str, spec: ChatSpec) -> Callable[[l
                     raise
                 except Exception as error:  # of the template, which may raise anything
                     tally[REJECTED] += 1
-                    refusal = refusal or _reason(error)
+                    refusal = refusal or reason(error)
             texts.append(text[:limit])
             every.append(spans)
         lengths: list[int] = []
@@ -280,5 +287,6 @@ def _marks(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> Iter
         yield start <= place < end
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """What a template's error says, in a line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
-import glob
 import json
+import lzma
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from llmrecipes.data.copies import shingles
+from llmrecipes.data.eval_files import files, task_files
 from llmrecipes.data.steps import Step
 from llmrecipes.errors import UserError
 
-_ROWS = (".jsonl", ".json")
+_ROWS = tuple(f".{name}{end}" for name in ("jsonl", "json") for end in ("", ".gz", ".zst", ".xz", ".bz2"))
 
 
-def decontaminate(paths: list[str], ngram_words: int) -> Step:
+def decontaminate(paths: list[str] | None, ngram_words: int, tasks: dict[str, list[str]] | None = None) -> Step:
     """Drop documents that have a sequence of `ngram_words` words in common with a text of the files.
 
     Words are in lower case, without punctuation. GPT-3's sequences have 13 (Brown et al. 2020, arXiv 2005.14165,
     appendix C), and what is around them is removed; this step drops the document. Texts with fewer words are not
-    looked for. Counted by the name of the file. Every process holds the hashes of all sequences: some 100 bytes a word.
+    looked for. Counted by the name of the file or task. Every process holds the hashes of all sequences: some 100 bytes
+    a word.
 
     Args:
-        paths: files or globs: of JSON lines every string of a row is a text, any other file is one.
+        paths: files or globs: of JSON lines and Parquet every string of a row is a text, of samples that
+            lm-evaluation-harness logs those of the document and its answer; a YAML file is a task of it whose data are
+            local files; any other file is one text.
         ngram_words: words of a sequence.
+        tasks: files of tasks of lm-evaluation-harness, by name.
     """
     names: dict[int, str] = {}
-    for file in files(paths):
+    every = [(file.name, file) for file in files(paths or [])]
+    every += [(name, Path(file)) for name, of_task in (tasks or {}).items() for file in of_task]
+    for name, file in every:
         for text in _texts(file):
             for gram in shingles(text, ngram_words):
                 if gram.count(" ") == ngram_words - 1:
-                    names.setdefault(hash(gram), file.name)
+                    names.setdefault(hash(gram), name)
 
     def step(texts: list[str]) -> list[str] | str:
         for gram in shingles("\n".join(texts), ngram_words):
@@ -42,40 +50,54 @@ def decontaminate(paths: list[str], ngram_words: int) -> Step:
     return step
 
 
-def files(paths: list[str]) -> list[Path]:
-    """The files of paths and globs, sorted.
-
-    Raises:
-        UserError: a path that has none.
-    """
-    every: set[Path] = set()
-    for path in paths:
-        matches = {Path(name) for name in glob.glob(str(Path(path).expanduser()), recursive=True)}  # noqa: PTH207
-        here = {file for file in matches if file.is_file()}
-        if not here:
-            raise UserError(
-                f"no file {path!r}",
-                where="data.steps[].paths",
-                rule="paths of decontaminate are files or globs",
-                fix=f"name files that exist; looked in {Path.cwd()}",
-            )
-        every |= here
-    return sorted(every)
-
-
 def _texts(file: Path) -> Iterator[str]:
+    name = file.name.lower()
+    if name.endswith((".yaml", ".yml")):
+        for each in task_files(file):
+            yield from _texts(each)
+    elif name.endswith(".parquet"):
+        yield from _columns(file)
+    elif name.endswith(_ROWS):
+        yield from _rows(file)
+    else:
+        try:
+            yield file.read_text("utf-8")
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot read: {error}", where=str(file)) from error
+
+
+def _rows(file: Path) -> Iterator[str]:
+    import fsspec  # type: ignore[import-untyped]
+
     line = 0
     try:
-        if file.suffix not in _ROWS:
-            yield file.read_text("utf-8")
-            return
-        with file.open(encoding="utf-8") as stream:
+        with fsspec.open(str(file), "rb", compression="infer") as stream:
             for row in stream:
                 line += 1
                 if row.strip():
-                    yield from _strings(json.loads(row))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read: {error}", where=f"{file}:{line}" if line else str(file)) from error
+                    yield from _strings(_question(json.loads(row)))
+    except (OSError, ValueError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise UserError(f"cannot read: {error}", where=f"{file}:{line}") from error
+
+
+def _question(row: Any) -> Any:
+    """Of a row that lm-evaluation-harness writes with `--log_samples` the document and its answer: the rest is examples
+    of other documents and what a model said."""
+    if isinstance(row, dict) and {"doc_id", "doc", "arguments"} <= set(row):
+        return [row["doc"], row.get("target")]
+    return row
+
+
+def _columns(file: Path) -> Iterator[str]:
+    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+    try:
+        with pq.ParquetFile(file) as table:
+            for batch in table.iter_batches(batch_size=1000):
+                yield from _strings(batch.to_pylist())
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"cannot read: {str(error).splitlines()[0]}", where=str(file)) from error
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -2,35 +2,106 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 import re
+import tempfile
 import unicodedata
+from pathlib import Path
+from typing import IO
+from weakref import finalize
 
 import numpy as np
+import numpy.typing as npt
+
+from llmrecipes.units import GIB
 
 _DIGITS, _NOT_WORDS = re.compile(r"\d"), re.compile(r"[\W_]+")
 
 
+_SENTENCE = re.compile(r"(?<=[.!?])[\"'”’)\]]*\s+|\n+")
+
+
 class Duplicates:
-    """Drops documents that are equal to an earlier one but for case, digits, punctuation, accents and white space.
+    """Drops documents that are equal to an earlier one but for case, digits, punctuation, accents and white space, or
+    made of spans of sentences that kept documents have; or cuts such spans out.
 
     The normalization is that of CCNet (Wenzek et al. 2020, arXiv 1911.00359, section 3.1), which applies it to
-    paragraphs. 16 bytes of BLAKE2b are kept of a document.
+    paragraphs. C4 cuts out all but one of spans of three sentences that occur again (Raffel et al. 2020, arXiv
+    1910.10683, section 2.2), as `cut_spans` does; without it, a document is dropped where they are more than a share
+    of its spans, and else left whole. 16 bytes of BLAKE2b are kept of a document, and 8 of each span.
+
+    Args:
+        span_sentences: sentences or lines of a span; None: whole documents only. A shorter text has no spans.
+        max_repeated_spans: largest share of spans that kept documents have.
+        cut_spans: remove the sentences of spans that are in kept documents or earlier in this one.
+        min_words: of what is left of a document that was cut, without which it is dropped.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        span_sentences: int | None = None,
+        max_repeated_spans: float = 0.5,
+        cut_spans: bool = False,
+        min_words: int = 50,
+    ) -> None:
         self._seen: set[bytes] = set()
+        self._span, self._most = span_sentences, max_repeated_spans
+        self._cuts, self._min_words = cut_spans, min_words
 
     def mark(self, text: str) -> bytes:
-        """The hash of the normalized text."""
-        return hashlib.blake2b(normalized(text).encode(), digest_size=16).digest()
+        """The hash of the normalized text: 16 bytes; then 8 bytes of each span."""
+        whole = hashlib.blake2b(normalized(text).encode(), digest_size=16).digest()
+        if self._span is None:
+            return whole
+        sentences = [each for _, each in _sentences(text)]
+        spans = zip(*(sentences[k:] for k in range(self._span)), strict=False)
+        return whole + b"".join(hashlib.blake2b("\n".join(s).encode(), digest_size=8).digest() for s in spans)
 
     def add(self, mark: bytes) -> bool:
-        """Whether it is the first of its kind."""
-        if mark in self._seen:
+        """Whether it is kept: the first of its kind, with enough that is new; cutting keeps what is new."""
+        whole, spans = _whole_and_spans(mark)
+        if whole in self._seen:
             return False
-        self._seen.add(mark)
+        if not self._cuts and sum(span in self._seen for span in spans) > self._most * len(spans):
+            return False
+        self._seen.add(whole)
+        if not self._cuts:
+            self._seen.update(spans)
         return True
+
+    def cut(self, mark: bytes, text: str) -> tuple[str, list[str]]:
+        """What is left of a document that was added, and the pieces that are cut out of it; what is left is empty if it
+        has fewer than `min_words` words and something was cut."""
+        _, spans = _whole_and_spans(mark)
+        repeated, new = set[int](), set[bytes]()
+        for first, span in enumerate(spans):
+            if span in self._seen or span in new:
+                repeated.update(range(first, first + (self._span or 0)))
+            new.add(span)
+        if not repeated:
+            self._seen |= new
+            return text, []
+        # What has no words, such as a rule of dashes, belongs to the sentence before it.
+        starts = [start for start, _ in _sentences(text)]
+        pieces = [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
+        left = text[: starts[0]] + "".join(piece for n, piece in enumerate(pieces) if n not in repeated)
+        if len(left.split()) < self._min_words:
+            return "", [text]
+        self._seen |= new
+        return left, [piece for n, piece in enumerate(pieces) if n in repeated]
+
+
+def _whole_and_spans(mark: bytes) -> tuple[bytes, list[bytes]]:
+    return mark[:16], [mark[start : start + 8] for start in range(16, len(mark), 8)]
+
+
+def _sentences(text: str) -> list[tuple[int, str]]:
+    """Where the sentences and lines of a text begin, and each normalized; none without a word."""
+    starts = [0, *(match.end() for match in _SENTENCE.finditer(text))]
+    every = zip(starts, [*starts[1:], len(text)], strict=True)
+    return [(start, words) for start, end in every if (words := normalized(text[start:end]))]
 
 
 def normalized(text: str) -> str:
@@ -87,7 +158,8 @@ class NearDuplicates:
     A document is only compared with kept ones, of which no two are therefore similar: whatever splits they are in, no
     held-out text has a near-copy in training text, and every cluster of copies is represented once, in one split.
 
-    Held for a kept document: 4 to 8 bytes a permutation, and 24 to 48 a band.
+    Held for a kept document: 4 to 8 bytes a permutation, and 24 to 48 a band; with `spill_to` at most `MEMORY`, and on
+    disk 4 bytes a permutation and 16 a band.
 
     Args:
         threshold: Jaccard index from which on documents are near-duplicates.
@@ -99,7 +171,11 @@ class NearDuplicates:
         self._permutations, self._words = permutations, shingle_words
         self._bands, self._rows = bands_of(threshold, permutations)
         self._least = (threshold - margin(threshold, permutations)) * permutations
-        self._index = SignatureIndex(permutations, self._bands, self._rows)
+        self._index: SignatureIndex | SpillingIndex = SignatureIndex(permutations, self._bands, self._rows)
+
+    def spill_to(self, folder: Path) -> None:
+        """Keep what is beyond `MEMORY` in files there, which no name leads to; before the first document."""
+        self._index = SpillingIndex(self._permutations, self._bands, self._rows, folder)
 
     def mark(self, text: str) -> bytes:
         """The signature: `permutations` values of 4 bytes."""
@@ -113,6 +189,11 @@ class NearDuplicates:
             return False
         self._index.add(values, keys)
         return True
+
+    def similar(self, mark: bytes) -> bool:
+        """Whether a kept document is similar."""
+        values = np.frombuffer(mark, np.uint32)
+        return self._index.equal(values, self._index.keys(values)) >= self._least
 
 
 class SignatureIndex:
@@ -141,6 +222,23 @@ class SignatureIndex:
         mixed = ((bands + np.uint64(1)) * self._factors).sum(axis=1, dtype=np.uint64)
         mixed ^= mixed >> np.uint64(32)
         return (mixed * self._factors[:, 0]) | np.uint64(1)
+
+    def sorted(self) -> tuple[np.ndarray, np.ndarray]:
+        """All keys in order, and the numbers of their signatures: uint64[n], uint32[n]."""
+        used = self._table != 0
+        keys, numbers = self._table[used], self._numbers[used]
+        order = np.argsort(keys, kind="stable")
+        return keys[order], numbers[order]
+
+    @property
+    def signatures(self) -> np.ndarray:
+        """uint32[signatures, permutations]."""
+        return self._signatures[: self._count]
+
+    @property
+    def full(self) -> bool:
+        """Whether the next signature doubles an array."""
+        return self._count == len(self._signatures) or 2 * (self._count + 1) * self._bands > len(self._table)
 
     def candidates(self, keys: np.ndarray) -> np.ndarray:
         """Numbers of the signatures that have a band in common."""
@@ -189,3 +287,171 @@ class SignatureIndex:
         size = 2 * len(self._table)
         self._table, self._numbers = np.zeros(size, np.uint64), np.zeros(size, np.uint32)
         self._insert(keys, numbers)
+
+
+MEMORY = GIB
+"""Bytes of signatures and keys that `SpillingIndex` holds."""
+_BLOCK = 512
+"""Keys of a run that are read at once: 4 KiB. The first of each is in memory."""
+_FAN_IN = 4
+"""Runs of a level that are merged into one of the next."""
+_MERGED = 1 << 21
+"""About as many keys are merged at once."""
+
+
+class SpillingIndex:
+    """Signatures by their bands in bounded memory, with the answers of `SignatureIndex`.
+
+    As in a log-structured merge tree, a `SignatureIndex` that has `memory` bytes becomes a run of sorted keys on disk,
+    and `_FAN_IN` runs of a level are merged into one. To look up a key costs one read of 4 KiB in each run: of N
+    signatures in runs of n, three times log4(N / n) at most. In memory stays one key of each block, 0.35 bytes a
+    document with 21 bands.
+
+    Args:
+        folder: has the files, which are deleted when they are created and vanish with this process.
+        memory: bytes of the arrays of signatures that are not on disk; None: `MEMORY`.
+    """
+
+    def __init__(self, permutations: int, bands: int, rows: int, folder: Path, memory: int | None = None) -> None:
+        self._shape, self._folder = (permutations, bands, rows), folder
+        self._memory = MEMORY if memory is None else memory
+        self._recent = SignatureIndex(*self._shape)
+        self._spilled = 0
+        self._signatures = _temporary(self, folder)
+        self._levels: list[list[_Run]] = []
+
+    def __len__(self) -> int:
+        return self._spilled + len(self._recent)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return self._recent.nbytes + sum(run.fences.nbytes for level in self._levels for run in level)
+
+    @property
+    def runs(self) -> int:
+        """Runs on disk."""
+        return sum(map(len, self._levels))
+
+    def keys(self, values: np.ndarray) -> np.ndarray:
+        """See `SignatureIndex.keys`."""
+        return self._recent.keys(values)
+
+    def equal(self, values: np.ndarray, keys: np.ndarray) -> int:
+        """See `SignatureIndex.equal`.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        most, seen = self._recent.equal(values, keys), set[int]()
+        for run in (run for level in self._levels for run in level):
+            for number in run.numbers(keys):
+                if number not in seen:
+                    seen.add(number)
+                    stored = _read(self._signatures, np.uint32, len(values), number * values.nbytes)
+                    most = max(most, int((stored == values).sum()))
+        return most
+
+    def add(self, values: np.ndarray, keys: np.ndarray) -> None:
+        """Append a signature.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        if self._recent.full and 2 * self._recent.nbytes > self._memory and len(self._recent):
+            self._spill()
+        self._recent.add(values, keys)
+
+    def _spill(self) -> None:
+        self._signatures.write(self._recent.signatures.data)
+        self._signatures.flush()
+        keys, numbers = self._recent.sorted()
+        new = _Run(self._folder)
+        new.append(keys, numbers + np.uint64(self._spilled))
+        self._spilled += len(self._recent)
+        self._recent = SignatureIndex(*self._shape)
+        for level in range(len(self._levels) + 1):
+            if level == len(self._levels):
+                self._levels.append([])
+            self._levels[level].append(new)
+            if len(self._levels[level]) < _FAN_IN:
+                return
+            new = _merged(self._levels[level], self._folder)
+            self._levels[level] = []
+
+
+class _Run:
+    """Keys in order, and the number of the signature of each, in two files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._keys, self._numbers = _temporary(self, folder), _temporary(self, folder)
+        self._count = 0
+        self.fences = np.empty(0, np.uint64)
+        """Every `_BLOCK`-th key."""
+
+    def __len__(self) -> int:
+        return self._count
+
+    def append(self, keys: np.ndarray, numbers: np.ndarray) -> None:
+        """Add keys that are not before its last one."""
+        self._keys.write(keys.data)
+        self._numbers.write(numbers.astype(np.uint64).data)
+        self._keys.flush()
+        self._numbers.flush()
+        self.fences = np.concatenate([self.fences, keys[-self._count % _BLOCK :: _BLOCK]])
+        self._count += len(keys)
+
+    def numbers(self, keys: np.ndarray) -> list[int]:
+        """Of the signatures that have one of these keys."""
+        made: list[int] = []
+        firsts, lasts = (np.searchsorted(self.fences, keys, side) for side in ("left", "right"))
+        for key, first, last in zip(keys, firsts, lasts, strict=True):
+            start = max(int(first) - 1, 0) * _BLOCK
+            block = _read(self._keys, np.uint64, min(int(last) * _BLOCK, self._count) - start, 8 * start)
+            low, high = (int(np.searchsorted(block, key, side)) for side in ("left", "right"))
+            if high > low:
+                made += _read(self._numbers, np.uint64, high - low, 8 * (start + low)).tolist()
+        return made
+
+    def part(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and numbers of some places."""
+        return _read(self._keys, np.uint64, last - first, 8 * first), _read(
+            self._numbers, np.uint64, last - first, 8 * first
+        )
+
+    def place(self, key: int) -> int:
+        """How many keys are smaller."""
+        start = max(int(np.searchsorted(self.fences, np.uint64(key))) - 1, 0) * _BLOCK
+        block = _read(self._keys, np.uint64, min(_BLOCK, self._count - start), 8 * start)
+        return start + int(np.searchsorted(block, np.uint64(key)))
+
+
+def _merged(runs: list[_Run], folder: Path) -> _Run:
+    """All keys of the runs in order. Keys are hashes, so equal ranges of them have about equally many."""
+    made, parts = _Run(folder), max(1, sum(map(len, runs)) // _MERGED)
+    bounds = [(part << 64) // parts for part in range(1, parts)]
+    places = [[0, *(run.place(bound) for bound in bounds), len(run)] for run in runs]
+    for part in range(parts):
+        pieces = [run.part(at[part], at[part + 1]) for run, at in zip(runs, places, strict=True)]
+        keys, numbers = (np.concatenate(each) for each in zip(*pieces, strict=True))
+        order = np.argsort(keys, kind="stable")
+        made.append(keys[order], numbers[order])
+    return made
+
+
+def _temporary(owner: object, folder: Path) -> IO[bytes]:
+    """A file that is closed, and thereby gone, when its owner is."""
+    file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed with its owner)
+    finalize(owner, file.close)
+    return file
+
+
+def _read(file: IO[bytes], dtype: npt.DTypeLike, count: int, offset: int) -> np.ndarray:
+    size, parts = count * np.dtype(dtype).itemsize, list[bytes]()
+    while size:
+        part = os.pread(file.fileno(), size, offset)
+        if not part:
+            raise OSError(errno.EIO, "a file of near-duplicates is shorter than what was written")
+        parts.append(part)
+        size, offset = size - len(part), offset + len(part)
+    return np.frombuffer(b"".join(parts), dtype)

@@ -16,10 +16,14 @@ from functools import cache
 from itertools import chain, islice
 from pathlib import Path
 
+import numpy as np
+
 from llmrecipes.data import sources
 from llmrecipes.data.chat import ChatSpec, chat_encoder
 from llmrecipes.data.encode import Encode, Encoded, encoder
-from llmrecipes.data.sources import contents
+from llmrecipes.data.infilling import ORDERS, FimSpec, cut, encode_cut
+from llmrecipes.data.pairs import pair_encoder
+from llmrecipes.data.rows import contents
 from llmrecipes.data.steps import Document, Dropped, Seen, StepSpec, pipeline
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Chat, Source
@@ -35,6 +39,8 @@ class Tally:
     """Counts of a source: documents read, dropped by reason, by `step.rule`, and changed by step."""
 
     read: int = 0
+    failure: str = ""
+    """The first file that could not be read, and why."""
     dropped: Counter[str] = field(default_factory=Counter)
     rules: Counter[str] = field(default_factory=Counter)
     changed: Counter[str] = field(default_factory=Counter)
@@ -59,25 +65,33 @@ class Batch:
         self.size += 1 + len(text or "")
 
 
-def batches(every: tuple[Source, ...], chat: Chat | None = None, full: Collection[int] = ()) -> Iterator[Batch]:
+def batches(
+    every: tuple[Source, ...], chat: Chat | None = None, full: Collection[int] = (), *, skip: bool = False
+) -> Iterator[Batch]:
     """All documents, source by source.
 
     Args:
         every: sources, by number.
         chat: the documents are conversations.
         full: numbers of sources that have reached their `max_tokens` and are read no further; grows meanwhile.
+        skip: files that cannot be read.
     """
     for number, source in enumerate(every):
-        batch = Batch(number)
-        for text in sources.documents(source, chat):
-            if number in full:
-                break
-            batch.add(text)
-            if batch.size >= _BATCH_CHARACTERS:
-                yield batch
-                batch = Batch(number)
-        if batch.texts and number not in full:
+        yield from batches_of(number, sources.documents(source, chat, skip=skip), full)
+
+
+def batches_of(number: int, documents: Iterable[str | None], full: Collection[int] = ()) -> Iterator[Batch]:
+    """These documents of the source with that number."""
+    batch = Batch(number)
+    for text in documents:
+        if number in full:
+            break
+        batch.add(text)
+        if batch.size >= _BATCH_CHARACTERS:
             yield batch
+            batch = Batch(number)
+    if batch.texts and number not in full:
+        yield batch
 
 
 def kept(source: Source, seen: Seen, chat: Chat | None = None) -> Iterator[Document]:
@@ -89,10 +103,12 @@ def kept(source: Source, seen: Seen, chat: Chat | None = None) -> Iterator[Docum
         chat: the documents are conversations.
     """
     run = pipeline(seen.spec)
-    for text in sources.documents(source, chat):
+    for text in sources.documents(source, chat, skip=seen.spec.max_unreadable > 0):
         document = run(text)
-        if isinstance(document, Document) and seen.add(document) is None:
-            yield document
+        if isinstance(document, Document):
+            judged = seen.add(document)
+            if not isinstance(judged, Dropped):
+                yield document if judged is None else judged.document
 
 
 def training_sample(
@@ -124,6 +140,7 @@ class EncoderSpec:
         identity: SHA-256 of that file; a process may later see a different file under the same name.
         steps: what happens to a document before.
         chat: the documents are conversations.
+        fim: how documents are rearranged.
     """
 
     tokenizer: Path
@@ -133,6 +150,7 @@ class EncoderSpec:
     by_word: bool
     steps: StepSpec
     chat: ChatSpec | None = None
+    fim: FimSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -168,7 +186,7 @@ def encode_all(batches: Iterable[Batch], spec: EncoderSpec, workers: int) -> Gen
         return
     # Spawned, not forked: a fork would copy locks held by threads of loaded libraries.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_live_with_parent)
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=live_with_parent)
     try:
         waiting: deque[Future[Worked]] = deque()
         for batch in chain([following], every):
@@ -188,7 +206,7 @@ def encode_all(batches: Iterable[Batch], spec: EncoderSpec, workers: int) -> Gen
         pool.shutdown(cancel_futures=True)
 
 
-def _live_with_parent() -> None:
+def live_with_parent() -> None:
     """In a worker: ignore signals that the parent handles, and exit with the parent if it is killed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
@@ -206,12 +224,46 @@ def _end_after(parent: multiprocessing.process.BaseProcess) -> None:
 def _work(spec: EncoderSpec, batch: Batch) -> Worked:
     run = _pipeline(spec.steps)
     outcomes = [run(text) for text in batch.texts]
-    texts = [outcome.text for outcome in outcomes if isinstance(outcome, Document)]
-    encoded = _encoder(spec)(texts)
-    for place, outcome in enumerate(outcomes):  # only what is written goes back to the process that writes
-        if isinstance(outcome, Document) and (outcome.split == "train" or spec.chat is not None):
+    encoded = _encoded(spec, batch.source, outcomes)
+    cuts, talks = spec.steps.cuts, spec.chat is not None
+    for place, outcome in enumerate(outcomes):  # only what is written, or cut, goes back to the process that writes
+        if isinstance(outcome, Document) and not cuts and (outcome.split == "train" or talks):
             outcomes[place] = replace(outcome, text=b"")
     return Worked(batch.source, outcomes, encoded)
+
+
+def _encoded(spec: EncoderSpec, source: int, outcomes: list[Document | Dropped]) -> Encoded:
+    """The ids of the documents; one that is rearranged is replaced by one that says so."""
+    if spec.fim is not None and spec.fim.rates[source]:
+        return _infilled(spec.fim, source, outcomes, _encoder(spec))
+    return _encoder(spec)([outcome.text for outcome in outcomes if isinstance(outcome, Document)])
+
+
+def encode_again(spec: EncoderSpec, source: int, document: Document) -> tuple[Document, np.ndarray]:
+    """A document of a source whose text has changed since its batch was encoded, and its ids."""
+    changed = tuple(name for name in document.changed if name not in ORDERS)
+    outcomes: list[Document | Dropped] = [replace(document, changed=changed)]
+    ids = np.frombuffer(_encoded(spec, source, outcomes).ids, spec.dtype)
+    [made] = [outcome for outcome in outcomes if isinstance(outcome, Document)]
+    return made, ids
+
+
+def _infilled(fim: FimSpec, source: int, outcomes: list[Document | Dropped], encode: Encode) -> Encoded:
+    """Ids of the documents, of which those of the train split are rearranged at the source's rate; they count as
+    changed."""
+    texts, cuts = [], []
+    for place, outcome in enumerate(outcomes):
+        if isinstance(outcome, Dropped):
+            continue
+        where = None
+        if outcome.split == "train":
+            length = len(outcome.text.decode())
+            where = cut(length, outcome.digest, fim.rates[source], fim.spm_rate, fim.seed)
+        if where is not None:
+            outcomes[place] = replace(outcome, changed=(*outcome.changed, where.order))
+        texts.append(outcome.text)
+        cuts.append(where)
+    return encode_cut(texts, cuts, fim.ids, encode)
 
 
 _pipeline = cache(pipeline)
@@ -220,6 +272,8 @@ _pipeline = cache(pipeline)
 @cache
 def _encoder(spec: EncoderSpec) -> Encode:
     content = spec.tokenizer.read_text(encoding="utf-8")
+    if spec.chat is not None and spec.chat.pairs:
+        return pair_encoder(content, spec.dtype, spec.eod, spec.chat)
     if spec.chat is not None:
         return chat_encoder(content, spec.dtype, spec.chat)
     return encoder(content, spec.eod, spec.dtype, by_word=spec.by_word)

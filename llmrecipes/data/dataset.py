@@ -27,7 +27,8 @@ from torch.utils.data import Dataset
 
 from llmrecipes.data import checked
 from llmrecipes.data.documents import TokenFile
-from llmrecipes.data.manifest import LISTING, File, listing_text, open_array, stem
+from llmrecipes.data.manifest import LISTING, File, listing_text, open_array, stem, valid_stem
+from llmrecipes.data.pair_samples import PairDataset
 from llmrecipes.data.prepared import (
     TOKENIZER,
     Prepared,
@@ -36,14 +37,17 @@ from llmrecipes.data.prepared import (
     index_folder,
     index_usable,
     require_training,
+    train_weights,
 )
 from llmrecipes.data.split import SPLITS, Split
+from llmrecipes.recipe.data_steps import STEPS
+from llmrecipes.recipe.preference_rules import rows_of_a_pair
 from llmrecipes.recipe.schema import Recipe
 
 logger = logging.getLogger(__name__)
 
 
-def build(recipe: Recipe, prepared: Prepared, split: Split) -> GPTDataset | BlendedDataset | ConversationDataset | None:
+def build(recipe: Recipe, prepared: Prepared, split: Split) -> GPTDataset | BlendedDataset | Talks | None:
     """Open a split for training: nothing is built, and no rank waits for another except while files are checked.
 
     Args:
@@ -71,22 +75,43 @@ def load(
     """As `build`, with the indices in `cache`; `fresh` builds them in `cache` (for `build_order`)."""
     if split == "train":
         require_training(recipe, prepared)
-    usable = prepared.usable(split, recipe.model.seq_length)
+    shares = train_weights(recipe, prepared) if split == "train" else prepared.weights
+    usable = [n for n in prepared.usable(split, recipe.model.seq_length) if shares[n]]
     if not usable:
         return None
-    total = sum(prepared.weights[n] for n in usable)
-    weights = [prepared.weights[n] / total for n in usable]
+    total = sum(shares[n] for n in usable)
+    weights = [shares[n] / total for n in usable]
     config = _config(recipe, prepared, split, [stem(n, split) for n in usable], weights, cache)
     size = drawn_samples(recipe, split)
     # megatron-core would open arrays with `allow_pickle`: it only provides the names, and `open_array` opens them.
     config.defer_npy_index_mmap = not fresh
     if len(usable) == 1:
-        opened: GPTDataset | BlendedDataset = _source(prepared, usable[0], split, size, config)
+        opened: GPTDataset | BlendedDataset = _source(prepared, stem(usable[0], split), split, size, config)
     else:
         # The blend draws each source's share, rounded up by one sample.
-        shares = [math.ceil(size * weight) + 1 for weight in weights]
-        parts = [_source(prepared, n, split, share, config) for n, share in zip(usable, shares, strict=True)]
+        sizes = [math.ceil(size * weight) + 1 for weight in weights]
+        parts = [_source(prepared, stem(n, split), split, part, config) for n, part in zip(usable, sizes, strict=True)]
         opened = _blend(parts, weights, size, config, fresh=fresh)
+    config.defer_npy_index_mmap = False
+    return opened
+
+
+def build_set(recipe: Recipe, prepared: Prepared, label: str) -> GPTDataset:
+    """Open a set of `data.valid_sources`, as `build` opens a split.
+
+    Raises:
+        UserError: tokens or indices are not prepared or are damaged.
+    """
+    prepared.check([TOKENIZER, *prepared.tokens_of_set(label)], logger.info)
+    return load_set(recipe, prepared, label, check_index(recipe, prepared, logger.info), fresh=False)
+
+
+def load_set(recipe: Recipe, prepared: Prepared, label: str, cache: Path, *, fresh: bool) -> GPTDataset:
+    """As `build_set`, with the indices in `cache`; `fresh` builds them there."""
+    name = valid_stem(label)
+    config = _config(recipe, prepared, "valid", [name], [1.0], cache)
+    config.defer_npy_index_mmap = not fresh
+    opened = _source(prepared, name, "valid", drawn_samples(recipe, "valid"), config)
     config.defer_npy_index_mmap = False
     return opened
 
@@ -107,8 +132,7 @@ def _config(
     )
 
 
-def _source(prepared: Prepared, number: int, split: Split, size: int, config: GPTDatasetConfig) -> GPTDataset:
-    name = stem(number, split)
+def _source(prepared: Prepared, name: str, split: Split, size: int, config: GPTDatasetConfig) -> GPTDataset:
     tokens = IndexedDataset(str(prepared.path / name), mmap=False)
     tokens.bin_reader = TokenFile(prepared.path / f"{name}.bin")
     documents = np.arange(len(tokens), dtype=np.int32)
@@ -168,6 +192,11 @@ def build_order(recipe: Recipe, prepared: Prepared, log: Callable[[str], None]) 
         return
     for split in SPLITS:
         _say_what_is_short(recipe, prepared, split, log)
+    if any(STEPS[step.type].weighs for step in recipe.data.steps):
+        drawn = drawn_samples(recipe, "train") * recipe.model.seq_length / sum(prepared.weights)
+        for source, weight in zip(prepared.manifest.sources, prepared.weights, strict=True):
+            passes = weight * drawn / source.splits["train"].tokens
+            log(f"{source.label}: {weight:.1%} of the samples, {passes:.2g} passes")
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     try:
@@ -177,6 +206,8 @@ def build_order(recipe: Recipe, prepared: Prepared, log: Callable[[str], None]) 
                 load(recipe, prepared, split, part, fresh=True)
             else:
                 write_order(recipe, prepared, split, part, log)
+        for label in prepared.manifest.valid_sources:
+            load_set(recipe, prepared, label, part, fresh=True)
         contents = checked.describe(part, prepared.ids)
         files = {name: File(bytes=content.bytes, sha256=content.sha256) for name, content in contents.items()}
         (part / LISTING).write_text(listing_text(files), encoding="utf-8")
@@ -275,6 +306,9 @@ class ConversationDataset(Dataset[dict[str, torch.Tensor]]):
         }
 
 
+Talks = ConversationDataset | PairDataset
+
+
 def write_order(recipe: Recipe, prepared: Prepared, split: Split, folder: Path, log: Callable[[str], None]) -> None:
     """Write which conversations share a sequence, and the order of samples: once, in `prepare`.
 
@@ -292,18 +326,20 @@ def write_order(recipe: Recipe, prepared: Prepared, split: Split, folder: Path, 
     sequences, tokens, talks = [], 0, 0
     for number in usable:
         file = ConversationFile(prepared.path / stem(number, split), prepared.manifest.dtype)
-        positions = file.lengths.astype(np.int64) - 1
+        positions = file.lengths.astype(np.int64) - (1 if chat.preference is None else 2)
         packed = best_fit(positions, length, seed) if chat.packing else unpacked(len(positions))
         np.save(folder / f"{stem(number, split)}-members.npy", packed.members)
         np.save(folder / f"{stem(number, split)}-bounds.npy", packed.bounds)
         sequences.append(len(packed))
         tokens, talks = tokens + int(positions.sum()), talks + len(positions)
     weights = [prepared.weights[number] for number in usable]
-    order = _order(sequences, weights, drawn_samples(recipe, split), (seed, SPLITS.index(split)))
+    rows = rows_of_a_pair(recipe)
+    order = _order(sequences, weights, -(-drawn_samples(recipe, split) // rows), (seed, SPLITS.index(split)))
     np.save(folder / f"{split}-order.npy", order)
-    filled = tokens / (sum(sequences) * length)
+    filled = tokens / (rows * sum(sequences) * length)
     how = "packed" if chat.packing else "padded, one in each (data.chat.packing is false)"
-    log(f"{split}: {talks:,} conversations in {sum(sequences):,} sequences of {length:,}, {how}; {filled:.1%} filled")
+    what = "conversations" if chat.preference is None else "pairs"
+    log(f"{split}: {talks:,} {what} in {rows * sum(sequences):,} sequences of {length:,}, {how}; {filled:.1%} filled")
 
 
 def _order(sequences: list[int], weights: list[float], samples: int, seed: tuple[int, int]) -> np.ndarray:
@@ -336,7 +372,7 @@ def _order(sequences: list[int], weights: list[float], samples: int, seed: tuple
     return order
 
 
-def load_conversations(recipe: Recipe, prepared: Prepared, split: Split, folder: Path) -> ConversationDataset | None:
+def load_conversations(recipe: Recipe, prepared: Prepared, split: Split, folder: Path) -> Talks | None:
     """Open a split: its arrays are mapped into memory, no array is read completely.
 
     Args:
@@ -360,7 +396,10 @@ def load_conversations(recipe: Recipe, prepared: Prepared, split: Split, folder:
         for number in usable
     ]
     order = open_array(folder / f"{split}-order.npy")
-    return ConversationDataset(files, packed, order, recipe.model.seq_length, prepared.manifest.tokenizer.eod)
+    chat, pad = recipe.data.chat, prepared.manifest.tokenizer.eod
+    if chat is not None and chat.preference is not None:
+        return PairDataset(files, packed, order, recipe.model.seq_length, pad, packing=chat.packing)
+    return ConversationDataset(files, packed, order, recipe.model.seq_length, pad)
 
 
 @dataclass(frozen=True)

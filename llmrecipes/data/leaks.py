@@ -12,6 +12,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from llmrecipes.data.copies import SignatureIndex, bands_of, margin, shingles, signature
 from llmrecipes.data.documents import token_files, without_end
+from llmrecipes.data.infilling import restored
 from llmrecipes.data.prepared import Prepared
 from llmrecipes.data.split import Split
 from llmrecipes.errors import UserError
@@ -69,7 +70,8 @@ def check_near_copies(prepared: Prepared, most: int = MOST) -> NearCopies | None
     tokenizer, eod = prepared.tokenizer(), prepared.manifest.tokenizer.eod
 
     def grams(tokens: IndexedDataset, number: int) -> frozenset[str]:
-        return frozenset(shingles(tokenizer.decode(without_end(tokens[number], eod)), words))
+        ids = restored(without_end(tokens[number], eod), prepared.manifest.tokenizer.fim)
+        return frozenset(shingles(tokenizer.decode(ids), words))
 
     held = [(tokens, number) for split in HELD_OUT for tokens, number in _documents(prepared, split)]
     held_grams = lru_cache(1024)(lambda place: grams(*held[place]))

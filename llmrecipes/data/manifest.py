@@ -24,9 +24,9 @@ FORMAT = 1
 _AGAIN = "delete the folder and prepare again"
 
 # The .idx header of megatron-core's IndexedDataset: magic, version, dtype code, sequences, documents + 1.
-_IDX_HEADER = struct.Struct("<9sQBQQ")
-_IDX_MAGIC = b"MMIDIDX\x00\x00"
-_IDX_DTYPES = {4: "int32", 8: "uint16"}
+IDX_HEADER = struct.Struct("<9sQBQQ")
+IDX_MAGIC = b"MMIDIDX\x00\x00"
+IDX_DTYPES = {4: "int32", 8: "uint16"}
 
 
 class Record(BaseModel):
@@ -71,7 +71,9 @@ class SourceRecord(Record):
     rules: dict[str, int] = Field(default_factory=dict, exclude_if=lambda dropped: not dropped)
     """Those of them that a step with several rules dropped, by `step.rule`."""
     changed: dict[str, int] = Field(default_factory=dict, exclude_if=lambda changed: not changed)
-    """Kept, but changed, by the step; a document may count for several."""
+    """Kept, but changed, by the step or the order of `infilling.ORDERS`; a document may count for several."""
+    unreadable: int = Field(default=0, exclude_if=lambda count: not count)
+    """Files that could not be read to their end."""
     splits: dict[Split, Counts]
     files: SourceFiles | None
 
@@ -84,6 +86,8 @@ class TokenizerRecord(Record):
     eod: int
     sha256: str
     trained_on_bytes: int | None
+    fim: dict[str, int] = Field(default_factory=dict, exclude_if=lambda ids: not ids)
+    """Ids of the special tokens of fill-in-the-middle, by part (`infilling.PARTS`)."""
 
 
 class HeldOut(Record):
@@ -143,6 +147,24 @@ class DataManifest(Record):
     held_out: dict[Split, HeldOut]
     files: dict[str, File]
     chat: ChatRecord | None = None
+    valid_sources: dict[str, Counts] = Field(default_factory=dict, exclude_if=lambda sets: not sets)
+    """Held-out sets of `data.valid_sources`, by label."""
+
+    @property
+    def decontaminated(self) -> dict[str, int] | None:
+        """Documents that the step `decontaminate` dropped, by the evaluation file whose text they have.
+
+        Files without any are missing; None: there was no such step.
+        """
+        if not any("decontaminate" in source.steps for source in self.sources):
+            return None
+        dropped: dict[str, int] = {}
+        for source in self.sources:
+            for rule, count in source.rules.items():
+                step, _, file = rule.partition(".")
+                if step == "decontaminate":
+                    dropped[file] = dropped.get(file, 0) + count
+        return dropped
 
     def counts(self, split: Split) -> Counts:
         """Sums over the sources."""
@@ -160,6 +182,11 @@ def stem(source: int, split: Split) -> str:
     `.bin` tokens, `.idx` index, `.sha256` document digests, `.answers` a byte for each token of a conversation.
     """
     return f"{source:02d}-{split}"
+
+
+def valid_stem(label: str) -> str:
+    """File name, without suffix, of a set of `data.valid_sources`."""
+    return f"valid-{label}"
 
 
 def sha256(file: Path) -> str:
@@ -209,6 +236,8 @@ def check_sizes(folder: Path, manifest: DataManifest) -> None:
         for split, counts in source.splits.items():
             if counts.documents:
                 _check_index(folder / f"{stem(number, split)}.idx", counts, manifest.dtype)
+    for label, counts in manifest.valid_sources.items():
+        _check_index(folder / f"{valid_stem(label)}.idx", counts, manifest.dtype)
 
 
 def document_of(file: Path, place: int) -> tuple[int, int]:
@@ -216,8 +245,8 @@ def document_of(file: Path, place: int) -> tuple[int, int]:
     import numpy as np
 
     with file.open("rb") as stream:
-        *_, documents, _ = _IDX_HEADER.unpack(stream.read(_IDX_HEADER.size))
-    pointers = np.memmap(file, "<i8", "r", _IDX_HEADER.size + 4 * documents, (documents,))
+        *_, documents, _ = IDX_HEADER.unpack(stream.read(IDX_HEADER.size))
+    pointers = np.memmap(file, "<i8", "r", IDX_HEADER.size + 4 * documents, (documents,))
     number = int(np.searchsorted(pointers, place, side="right")) - 1
     return number, place - int(pointers[number])
 
@@ -227,19 +256,19 @@ def _check_index(file: Path, counts: Counts, dtype: str) -> None:
     itemsize = {"uint16": 2, "int32": 4}[dtype]
     documents = counts.documents
     with open_file(file) as stream:
-        header = stream.read(_IDX_HEADER.size)
+        header = stream.read(IDX_HEADER.size)
         try:
-            magic, version, code, sequences, ends = _IDX_HEADER.unpack(header)
+            magic, version, code, sequences, ends = IDX_HEADER.unpack(header)
             # lengths: int32 each; pointers: int64 each
-            stream.seek(_IDX_HEADER.size + 4 * (documents - 1))
+            stream.seek(IDX_HEADER.size + 4 * (documents - 1))
             (length,) = struct.unpack("<i", stream.read(4))
-            stream.seek(_IDX_HEADER.size + 4 * documents + 8 * (documents - 1))
+            stream.seek(IDX_HEADER.size + 4 * documents + 8 * (documents - 1))
             (pointer,) = struct.unpack("<q", stream.read(8))
         except struct.error:
             magic = b""
-    if magic != _IDX_MAGIC or version != 1:
+    if magic != IDX_MAGIC or version != 1:
         raise UserError("is not a megatron-core index", where=str(file), fix=_AGAIN)
-    indexed = (_IDX_DTYPES.get(code), sequences, ends, pointer // itemsize + length)
+    indexed = (IDX_DTYPES.get(code), sequences, ends, pointer // itemsize + length)
     if indexed != (dtype, documents, documents + 1, counts.tokens):
         raise UserError(
             f"indexes {sequences:,} documents and {indexed[3]:,} tokens of {indexed[0]}; "

@@ -6,19 +6,25 @@ import json
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from llmrecipes import untrusted
-from llmrecipes.data.documents import TokenFile, token_files
+from llmrecipes.data import sources
+from llmrecipes.data.documents import TokenFile, token_files, without_end
+from llmrecipes.data.infilling import ORDERS, order_of, restored
 from llmrecipes.data.prepared import Prepared
 from llmrecipes.data.split import SPLITS, Split
 from llmrecipes.data.write import SAMPLES
 from llmrecipes.errors import UserError
+from llmrecipes.recipe.schema import Source
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +47,18 @@ class ShownToken:
 
 @dataclass(frozen=True)
 class ShownDocument:
-    """A document as it is in the token files."""
+    """A document as it is in the token files.
+
+    Args:
+        fim: how it was rearranged for fill-in-the-middle, one of `infilling.ORDERS`; None: it was not.
+    """
 
     source: str
     split: Split
     number: int
     text: str
     tokens: list[ShownToken]
+    fim: str | None = None
 
 
 def random_documents(prepared: Prepared, split: Split, count: int, seed: int) -> Iterator[ShownDocument]:
@@ -78,9 +89,9 @@ def random_documents(prepared: Prepared, split: Split, count: int, seed: int) ->
                 ShownToken(token, _text(tokenizer.backend, token), loss, token == eod)
                 for token, loss in zip(ids, counted, strict=True)
             ]
-            yield ShownDocument(
-                label, split, number, str(tokenizer.backend.decode(ids, skip_special_tokens=False)), shown
-            )
+            text = str(tokenizer.backend.decode(ids, skip_special_tokens=False))
+            order = order_of(ids, prepared.manifest.tokenizer.fim)
+            yield ShownDocument(label, split, number, text, shown, order)
         first += len(tokens)
 
 
@@ -95,7 +106,11 @@ def _counted(prepared: Prepared, tokens: IndexedDataset, number: int) -> list[bo
         return [True] * int(lengths[number])
     answers = TokenFile(Path(f"{tokens.path_prefix}.answers"))
     start = int(lengths[:number].sum(dtype=np.int64))
-    return [bool(value) for value in answers.read(np.uint8, int(lengths[number]), start)]
+    return [value == 1 for value in answers.read(np.uint8, int(lengths[number]), start)]
+
+
+def _rearranged(changed: Mapping[str, int]) -> list[str]:
+    return [order for order in ORDERS if order in changed]
 
 
 @dataclass(frozen=True)
@@ -136,11 +151,36 @@ class SourceStats:
 
 
 @dataclass(frozen=True)
+class Languages:
+    """Languages of evenly spaced documents of all splits: documents by code, the most frequent first."""
+
+    documents: int
+    by_code: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Domains:
+    """Hosts in the column `url` of a source's first rows: rows by host, the most frequent first."""
+
+    source: str
+    rows: int
+    hosts: int
+    by_host: dict[str, int]
+
+
+@dataclass(frozen=True)
 class DataStats:
-    """Figures of a prepared folder."""
+    """Figures of a prepared folder.
+
+    Args:
+        languages: None: the package of the step `language` is not installed, or they were not asked for.
+        domains: of the sources that have the column and are on this machine.
+    """
 
     sources: list[SourceStats]
     lengths: list[Lengths]
+    languages: Languages | None = None
+    domains: list[Domains] = field(default_factory=list)
 
 
 def stats(prepared: Prepared) -> DataStats:
@@ -166,7 +206,7 @@ def stats(prepared: Prepared) -> DataStats:
                 source.changed.get(step, 0),
                 examples.get((source.label, step)),
             )
-            for step, count in {**counts, **source.steps}.items()
+            for step, count in {**counts, **source.steps, **dict.fromkeys(_rearranged(source.changed), 0)}.items()
         ]
         every = source.splits.values()
         documents, tokens, size = (sum(getattr(c, key) for c in every) for key in ("documents", "tokens", "bytes"))
@@ -182,3 +222,54 @@ def stats(prepared: Prepared) -> DataStats:
     return DataStats(
         made, [Lengths(1 << power, documents_of[power], tokens_of[power]) for power in sorted(documents_of)]
     )
+
+
+LANGUAGE_SAMPLE, LANGUAGE_CHARACTERS = 500, 2000
+"""Documents whose language is detected, and characters of each."""
+URL_KEY, URL_ROWS, MOST_HOSTS = "url", 100_000, 20
+
+
+def languages(prepared: Prepared) -> Languages | None:
+    """Detect the language of some documents, from their tokens, by the model of the step `language`."""
+    if find_spec("py3langid") is None:
+        return None
+    from llmrecipes.data.quality import classifier_of_languages
+
+    classify, tokenizer, record = classifier_of_languages(), prepared.tokenizer(), prepared.manifest.tokenizer
+    total = sum(prepared.manifest.counts(split).documents for split in SPLITS)
+    stride, order, codes = max(1, total // LANGUAGE_SAMPLE), 0, Counter[str]()
+    for split in SPLITS:
+        for file in token_files(prepared, split):
+            for number in range(-order % stride, len(file), stride):
+                # No character has more than four tokens: `LANGUAGE_CHARACTERS` are in these.
+                tokens = restored(without_end(file[number], record.eod), record.fim)[: 4 * LANGUAGE_CHARACTERS]
+                codes[classify(tokenizer.decode(tokens)[:LANGUAGE_CHARACTERS])[0]] += 1
+            order += len(file)
+    return Languages(sum(codes.values()), dict(codes.most_common()))
+
+
+def domains(every: Iterable[Source]) -> list[Domains]:
+    """Count hosts in the first rows of sources that have a column `url`; sources elsewhere are left out."""
+    made = []
+    for source in every:
+        if source.type not in ("jsonl", "parquet"):
+            continue
+        hosts, rows = Counter[str](), 0
+        try:
+            for url in islice(sources.documents(source.model_copy(update={"text_key": URL_KEY})), URL_ROWS):
+                rows += 1
+                hosts[_host(url or "")] += 1
+        except UserError:
+            if not rows:
+                continue  # no such column, or the source is not on this machine
+        hosts.pop("", None)
+        if hosts:
+            made.append(Domains(sources.label(source), rows, len(hosts), dict(hosts.most_common(MOST_HOSTS))))
+    return made
+
+
+def _host(url: str) -> str:
+    try:
+        return (urlsplit(url).hostname or "").removeprefix("www.")
+    except ValueError:
+        return ""

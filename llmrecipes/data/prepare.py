@@ -12,11 +12,12 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import llmrecipes
-from llmrecipes.data import checked, sources
+from llmrecipes.data import card, checked, sources
 from llmrecipes.data import manifest as manifests
 from llmrecipes.data.manifest import ChatRecord, DataManifest, File, TokenizerRecord
 from llmrecipes.data.prepared import (
@@ -35,10 +36,13 @@ from llmrecipes.hardware.builds import import_megatron
 from llmrecipes.hardware.cluster import cpu_cores
 from llmrecipes.io import sync, write_synced
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.stage_runs import stage_recipes
 from llmrecipes.units import MIB
 
 if TYPE_CHECKING:
     from llmrecipes.data.chat import ChatSpec
+    from llmrecipes.data.corpus import EncoderSpec
+    from llmrecipes.data.shards import Shards
 
 __all__ = ["Prepared", "fingerprint", "open_prepared", "prepare"]
 
@@ -48,14 +52,18 @@ def prepare(
     data_dir: Path,
     *,
     workers: int | None = None,
+    tasks: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Prepared:
-    """Ensure that the recipe's tokens and sample indices exist. Runs in one process, without a process group.
+    """Ensure that the recipe's tokens and sample indices exist. Runs without a process group.
 
     Args:
         recipe: whose data.
         data_dir: folder of all prepared data; created if missing.
         workers: tokenizing processes, unless there is little text; None: one for each CPU this process may use.
+        tasks: encode shards of the sources with so many processes, together with other calls for the same folder, on
+            this and other nodes; what a killed call has encoded is kept. None: by `workers`, as so many tasks if the
+            sources have many shards and tasks can join them, else in one piece.
         progress: receives progress messages.
 
     Returns:
@@ -70,33 +78,95 @@ def prepare(
         prepared = open_prepared(recipe, data_dir)
         prepared.check(prepared.manifest.files, log)
         _warn_if_changed(recipe, prepared, log)
-        if index_usable(recipe, prepared):  # also where the folder is read-only
-            check_index(recipe, prepared, log)
+        stages = stage_recipes(recipe)
+        if all(index_usable(each, prepared) for each in stages):  # also where the folder is read-only
+            for each in stages:
+                check_index(each, prepared, log)
             log(f"data is prepared in {target}")
             return prepared
     import_megatron()
+    shards = None
+    processes = workers or max(1, int(cpu_cores()))
+    if tasks is None and not target.is_dir() and _has_many_shards(recipe, processes):
+        tasks = processes
+    if tasks is not None:
+        from llmrecipes.data.tasks import encode_shards  # imports tokenizers
+
+        with _writable(data_dir):
+            shards = _shards(recipe, target, log)
+            if shards is not None:
+                encode_shards(shards, tasks, log)
     with _writable(data_dir), _lock(data_dir, target.name, log):
         if not target.is_dir():
-            _build(recipe, target, workers or max(1, int(cpu_cores())), log)
+            _build(recipe, target, processes, log, shards)
         prepared = open_prepared(recipe, data_dir)
         # Loads megatron-core, which costs seconds where all is prepared.
         from llmrecipes.data.dataset import build_order
 
-        build_order(recipe, prepared, log)
+        for each in stage_recipes(recipe):
+            build_order(each, prepared, log)
     return prepared
 
 
-def _build(recipe: Recipe, target: Path, workers: int, log: Callable[[str], None]) -> None:
+SHARDS_OF_A_PROCESS = 4
+"""With fewer, processes would wait for the last shards longer than a killed call loses."""
+
+
+def _has_many_shards(recipe: Recipe, processes: int) -> bool:
+    """Whether tasks are as fast as one process with workers, so that a killed call need not start over."""
+    from llmrecipes.data.shards import can_join, cut
+
+    data = recipe.data
+    require_usable(data)  # before the sources are listed
+    if not can_join(data.sources, data.chat, step_spec(data)):
+        return False
+    return len(cut(data.sources)) >= SHARDS_OF_A_PROCESS * processes
+
+
+def _shards(recipe: Recipe, target: Path, log: Callable[[str], None]) -> Shards | None:
+    """The shards of a recipe, with the tokenizer; made by the first call. None if the data is prepared."""
+    from llmrecipes.data.shards import PLAN, Shards, plan, read_plan, uncut
+
+    folder = target.with_name(f".{target.name}.shards")
+    with _lock(target.parent, target.name, log):
+        if target.is_dir():
+            return None
+        if not (folder / PLAN).exists():
+            part = target.with_name(f".{target.name}.part")
+            shutil.rmtree(part, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
+            try:
+                part.mkdir()
+                tokenizer, dtype, _ = _encoding(recipe, part, log)
+                made = plan(recipe.data.sources, dtype, tokenizer)
+                for line in uncut(recipe.data.sources):
+                    log(f"note: {line}")
+                write_synced(part / PLAN, f"{made.model_dump_json(indent=1)}\n".encode())
+                sync(part)
+                part.rename(folder)
+                sync(folder.parent)
+            finally:
+                shutil.rmtree(part, ignore_errors=True)
+        made = read_plan(folder, recipe.data.sources)
+        spec = _encoder_spec(recipe, folder, made.tokenizer, made.dtype)
+        return Shards(folder, recipe.data.sources, spec, tuple(made.shards), recipe.data.chat)
+
+
+def _build(
+    recipe: Recipe, target: Path, workers: int, log: Callable[[str], None], shards: Shards | None = None
+) -> None:
     started = time.monotonic()
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # from a killed run; the lock is ours
     try:
         part.mkdir()
-        manifest, contents = _fill(recipe, part, target.name, workers, log)
+        manifest, contents = _fill(recipe, part, target.name, workers, log, shards)
         write_synced(part / manifests.NAME, f"{manifest.model_dump_json(indent=1)}\n".encode())
         sync(part)
         part.rename(target)
         sync(target.parent)
+        if shards is not None:
+            shutil.rmtree(shards.folder, ignore_errors=True)  # first: it has second names of the files that are checked
         checked.remember(target, contents)
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -104,29 +174,60 @@ def _build(recipe: Recipe, target: Path, workers: int, log: Callable[[str], None
     log(f"data is prepared in {target}: {total / MIB:.1f} MiB, {time.monotonic() - started:.1f} s")
 
 
-def _fill(
-    recipe: Recipe, part: Path, name: str, workers: int, log: Callable[[str], None]
-) -> tuple[DataManifest, dict[str, checked.Content]]:
+def _encoding(recipe: Recipe, part: Path, log: Callable[[str], None]) -> tuple[TokenizerRecord, str, EncoderSpec]:
+    """Tokenizer, type of ids, and how documents are encoded; tokenizer and template are written into the folder."""
     from megatron.core.datasets.indexed_dataset import DType
 
     from llmrecipes.data import templates
-    from llmrecipes.data.corpus import EncoderSpec
-    from llmrecipes.data.write import write
 
-    every, steps = recipe.data.sources, step_spec(recipe.data)
+    steps = step_spec(recipe.data)
     require_usable(recipe.data)
-    for source in every:
+    for source in (*recipe.data.valid_sources, *recipe.data.sources):
         sources.files(source)  # report a missing source before minutes of work
     if recipe.data.chat is not None:
-        templates.of_recipe(recipe)  # and a missing template
+        template = templates.of_recipe(recipe)  # and a missing template
+        (part / templates.NAME).write_text(template.source, encoding="utf-8")
     tokenizer = _tokenizer(recipe, steps, part, log)
-    spec_of_chat = _chat(recipe, part)
     dtype = DType.optimal_dtype(tokenizer.vocab_size).__name__
+    return tokenizer, dtype, _encoder_spec(recipe, part, tokenizer, dtype)
+
+
+def _encoder_spec(recipe: Recipe, folder: Path, tokenizer: TokenizerRecord, dtype: str) -> EncoderSpec:
+    """How documents are encoded with the tokenizer of a folder."""
+    from llmrecipes.data import corpus, infilling
+
     by_word = recipe.data.tokenizer.type == "bpe"
-    spec = EncoderSpec(part / TOKENIZER, tokenizer.sha256, tokenizer.eod, dtype, by_word, steps, spec_of_chat)
-    records, held_out, talks = write(part, every, spec, workers, log, recipe.data.chat)
+    steps, chat, fim = step_spec(recipe.data), _chat(recipe), infilling.fim_spec(recipe.data, tokenizer.fim)
+    return corpus.EncoderSpec(folder / TOKENIZER, tokenizer.sha256, tokenizer.eod, dtype, by_word, steps, chat, fim)
+
+
+def _fill(
+    recipe: Recipe, part: Path, name: str, workers: int, log: Callable[[str], None], shards: Shards | None
+) -> tuple[DataManifest, dict[str, checked.Content]]:
+    from llmrecipes.data import join, templates
+    from llmrecipes.data.shards import read_plan
+    from llmrecipes.data.tasks import new_token
+    from llmrecipes.data.valid_sets import write_sets
+    from llmrecipes.data.write import write
+
+    if shards is None:
+        tokenizer, dtype, spec = _encoding(recipe, part, log)
+        made = None
+    else:
+        kept = read_plan(shards.folder, recipe.data.sources)
+        tokenizer, dtype, spec = kept.tokenizer, kept.dtype, shards.spec
+        for file in (TOKENIZER, *([] if recipe.data.chat is None else [templates.NAME])):
+            shutil.copyfile(shards.folder / file, part / file)
+        made = partial(shards.worked, token=new_token())
+    spec_of_chat = spec.chat
+    if shards is not None and shards.parallel:
+        records, held_out, talks = join.collect(part, shards, log)
+    else:
+        records, held_out, talks = write(part, recipe.data.sources, spec, workers, log, recipe.data.chat, made)
+    sets = write_sets(part, recipe.data.valid_sources, spec, recipe.model.seq_length)
+    for label, counts in sets.items():
+        log(f"{label}: {counts.documents:,} held-out documents, {counts.tokens:,} tokens")
     packages = ("megatron-core", "numpy", "tokenizers", "datasets", "transformers")
-    contents = checked.describe(part, checked.Ids(dtype, tokenizer.vocab_size))
     manifest = DataManifest(
         format=manifests.FORMAT,
         fingerprint=name,
@@ -140,7 +241,8 @@ def _fill(
         tokenizer=tokenizer,
         sources=records,
         held_out=held_out,
-        files={name: File(bytes=content.bytes, sha256=content.sha256) for name, content in contents.items()},
+        valid_sources=sets,
+        files={},
         chat=None
         if spec_of_chat is None
         else ChatRecord(
@@ -149,24 +251,27 @@ def _fill(
             sources=talks,
         ),
     )
-    return manifest, contents
+    (part / card.NAME).write_text(card.card(manifest), encoding="utf-8")
+    contents = checked.describe(part, checked.Ids(dtype, tokenizer.vocab_size))
+    files = {name: File(bytes=content.bytes, sha256=content.sha256) for name, content in contents.items()}
+    return manifest.model_copy(update={"files": files}), contents
 
 
-def _chat(recipe: Recipe, part: Path) -> ChatSpec | None:
-    """How conversations are encoded; their template is written beside the tokens."""
+def _chat(recipe: Recipe) -> ChatSpec | None:
+    """How conversations are encoded."""
     chat = recipe.data.chat
     if chat is None:
         return None
     from llmrecipes.data import templates
     from llmrecipes.data.chat import ChatSpec
 
-    template = templates.of_recipe(recipe)
-    (part / templates.NAME).write_text(template.source, encoding="utf-8")
-    return ChatSpec(template, max_length(recipe), chat.overlong == "truncate")
+    return ChatSpec(
+        templates.of_recipe(recipe), max_length(recipe), chat.overlong == "truncate", chat.preference is not None
+    )
 
 
 def _tokenizer(recipe: Recipe, steps: StepSpec, part: Path, log: Callable[[str], None]) -> TokenizerRecord:
-    from llmrecipes.data import corpus, tokenizer
+    from llmrecipes.data import corpus, infilling, tokenizer
     from llmrecipes.data.templates import special_tokens
 
     section, sample_bytes = recipe.data.tokenizer, None
@@ -176,12 +281,14 @@ def _tokenizer(recipe: Recipe, steps: StepSpec, part: Path, log: Callable[[str],
         sample = corpus.training_sample(recipe.data.sources, steps, chat=chat)
         sample_bytes = sum(len(text.encode()) for text in sample)
         log(f"training a byte-level BPE of {recipe.model.vocab_size:,} tokens on {sample_bytes / MIB:.1f} MiB")
-        backend, eod = tokenizer.train(sample, recipe.model.vocab_size, special_tokens(chat))
+        fim_tokens = tuple(infilling.token_texts(recipe.data).values())
+        backend, eod = tokenizer.train(sample, recipe.model.vocab_size, special_tokens(chat), fim_tokens)
         seconds = time.monotonic() - started
         size = tokenizer.vocabulary(backend)
         log(f"trained a byte-level BPE of {size:,} tokens on {sample_bytes / MIB:.1f} MiB in {seconds:.1f} s")
     else:
         backend, eod = tokenizer.load_huggingface(section, recipe.model.vocab_size)
+    fim = infilling.require_tokens(backend, recipe.data)
     file = part / TOKENIZER
     file.write_text(backend.to_str(), encoding="utf-8")
     return TokenizerRecord(
@@ -190,12 +297,15 @@ def _tokenizer(recipe: Recipe, steps: StepSpec, part: Path, log: Callable[[str],
         eod=eod,
         sha256=manifests.sha256(file),
         trained_on_bytes=sample_bytes,
+        fim=fim,
     )
 
 
 def _warn_if_changed(recipe: Recipe, prepared: Prepared, log: Callable[[str], None]) -> None:
     """Warn if the sources exist and have changed; the prepared data is still used."""
     for source, record in zip(recipe.data.sources, prepared.manifest.sources, strict=True):
+        if sources.in_store(source):
+            continue  # no run waits for a store
         try:
             now = sources.listing(source)
         except (UserError, OSError):

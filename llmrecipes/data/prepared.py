@@ -21,13 +21,17 @@ from typing import Any, Literal
 from llmrecipes.commandline import command_line
 from llmrecipes.data import checked
 from llmrecipes.data import manifest as manifests
+from llmrecipes.data.infilling import infills
 from llmrecipes.data.manifest import LISTING, DataManifest, listings, read_listing, require_listed
 from llmrecipes.data.split import SPLITS, Split, check_disjoint
 from llmrecipes.data.steps import selected
 from llmrecipes.data.tokenizer import TextTokenizer, read
 from llmrecipes.errors import UserError
-from llmrecipes.recipe.plugins import DataStep, declared
+from llmrecipes.recipe.batch_schedule import samples_of
+from llmrecipes.recipe.data_steps import STEPS
+from llmrecipes.recipe.plugins import DataStep, declared, resolve
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.stages import span_of
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +99,10 @@ class Prepared:
         suffixes = (".idx", ".bin") if self.manifest.chat is None else (".idx", ".bin", ".answers")
         return [f"{stem}{suffix}" for stem in stems for suffix in suffixes]
 
+    def tokens_of_set(self, label: str) -> list[str]:
+        """Files of the tokens of a set of `data.valid_sources`."""
+        return [f"{manifests.valid_stem(label)}{suffix}" for suffix in (".idx", ".bin")]
+
     def verify(self) -> int:
         """Check the hash of every file, including all sample orders, and that no document is in two splits.
 
@@ -129,26 +137,51 @@ def content(recipe: Recipe) -> dict[str, object]:
     for source in data["sources"]:
         if source["max_tokens"] is None:
             del source["max_tokens"]  # data prepared before this key existed keeps its fingerprint
+    for source in (*data["sources"], *data["valid_sources"]):
+        if not source["fim_rate"]:
+            del source["fim_rate"]  # likewise
+        if source["label_key"] is None:
+            del source["label_key"], source["label_value"]  # likewise
+    if not infills(recipe.data):
+        del data["fim"]  # likewise
+    if not recipe.data.max_unreadable:
+        del data["max_unreadable"]  # likewise
     chosen = selected(recipe.data)
     for name in declared(type(recipe.data), DataStep):
         if name not in chosen:
             del data[name]  # likewise before this step existed
-    if recipe.data.steps:
-        data["steps"] = [{"type": step.type, **step.settings} for step in recipe.data.steps]
+    if steps := [step for step in recipe.data.steps if not STEPS[step.type].weighs]:
+        data["steps"] = [{"type": step.type, **step.settings} for step in steps]
+        for each in data["steps"]:
+            if each.get("cut_spans") is False:
+                del each["cut_spans"], each["min_words"]  # likewise
+            if each.get("tasks", 0) is None:
+                del each["tasks"]  # likewise
     else:
         del data["steps"]
+    if recipe.data.valid_sources:
+        for source in data["valid_sources"]:
+            del source["weight"]
+    else:
+        del data["valid_sources"]  # likewise before this key existed
     if recipe.data.chat is None:
         del data["chat"]  # likewise before conversations
     else:
         data["chat"]["max_length"] = max_length(recipe)
         if recipe.data.chat.template is None:
             del data["chat"]["template"]  # likewise before named templates
+        if recipe.data.chat.preference is None:
+            del data["chat"]["preference"]  # likewise before pairs
     return {**data, "vocab_size": recipe.model.vocab_size}
 
 
 def max_length(recipe: Recipe) -> int:
-    """Most tokens of a conversation: those of a sequence and the label of its last one."""
-    return (recipe.data.chat and recipe.data.chat.max_length) or recipe.model.seq_length + 1
+    """Most tokens of a conversation: those of a sequence and the label of its last one; of a prompt with one of its two
+    answers, half of them if both are in one sequence."""
+    chat, holds = recipe.data.chat, recipe.model.seq_length + 1
+    if chat is not None and chat.preference is not None and chat.packing:
+        holds = recipe.model.seq_length // 2 + 1
+    return (chat and chat.max_length) or holds
 
 
 def fingerprint(recipe: Recipe) -> str:
@@ -186,7 +219,17 @@ def open_prepared(recipe: Recipe, data_dir: Path) -> Prepared:
             fix="delete the folder and prepare again",
         )
     manifests.check_sizes(path, manifest)
-    return Prepared(path, manifest, tuple(source.weight for source in recipe.data.sources))
+    return Prepared(path, manifest, _weights(recipe, manifest))
+
+
+def _weights(recipe: Recipe, manifest: DataManifest) -> tuple[float, ...]:
+    weights = tuple(source.weight for source in recipe.data.sources)
+    for step in recipe.data.steps:
+        if STEPS[step.type].weighs:
+            tokens = [source.splits["train"].tokens for source in manifest.sources]
+            drawn = drawn_samples(recipe, "train") * recipe.model.seq_length
+            weights = tuple(resolve(STEPS[step.type].target)(tokens, weights, drawn, **step.settings))
+    return weights
 
 
 HeldOutSplit = Literal["valid", "test"]
@@ -249,7 +292,15 @@ def deflate_bits_per_byte(text: bytes, window: int) -> float:
 def drawn_samples(recipe: Recipe, split: Split) -> int:
     """Samples a run draws from a split; every evaluation uses the same ones."""
     train = recipe.train
-    return (train.train_iters if split == "train" else train.eval_iters) * train.global_batch_size
+    if split == "train":
+        return samples_of(recipe)
+    return train.eval_iters * train.global_batch_size
+
+
+def train_weights(recipe: Recipe, prepared: Prepared) -> tuple[float, ...]:
+    """Weights of the sources in training: those of the stage, if it has some."""
+    span = span_of(recipe)
+    return prepared.weights if span is None or span.weights is None else span.weights
 
 
 def index_folder(recipe: Recipe, prepared: Prepared) -> Path:
@@ -261,6 +312,8 @@ def index_folder(recipe: Recipe, prepared: Prepared) -> Path:
         "weights": prepared.weights,
         "megatron-core": importlib.metadata.version("megatron-core"),
     }
+    if (weights := train_weights(recipe, prepared)) != prepared.weights:
+        identity["train_weights"] = weights
     if recipe.data.chat is not None:
         identity["packing"] = recipe.data.chat.packing
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
@@ -305,8 +358,9 @@ def require_training(recipe: Recipe, prepared: Prepared) -> None:
         UserError: the first one that does not.
     """
     usable = prepared.usable("train", recipe.model.seq_length)
+    weights = train_weights(recipe, prepared)
     for n, source in enumerate(prepared.manifest.sources):
-        if n not in usable:
+        if n not in usable and weights[n]:
             raise UserError(
                 f"source {source.label!r} has {source.splits['train'].tokens:,} training tokens",
                 where=f"data.sources[{n}]",

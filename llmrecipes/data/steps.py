@@ -11,11 +11,13 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 from llmrecipes.data.split import Split, SplitRule, digest
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.data_steps import STEPS
+from llmrecipes.recipe.data_steps import Step as Step_
 from llmrecipes.recipe.plugins import DataStep, declared, resolve
 from llmrecipes.recipe.schema import Data
 
@@ -23,11 +25,22 @@ Step = Callable[[list[str]], list[str] | str | None]
 """Takes the texts of a document, of a conversation those of its messages, and returns as many. None drops it; a string
 does so too, and names the rule."""
 
-UNDECODABLE, EMPTY, DUPLICATES = "undecodable", "empty", "duplicates"
-"""Reasons for dropping a document besides steps. `duplicates` are equal to an earlier document in every byte, or as the
-step of that name sees it."""
+UNDECODABLE, EMPTY, DUPLICATES, UNREADABLE = "undecodable", "empty", "duplicates", "unreadable"
+"""Reasons for dropping a document besides steps; `unreadable` is the rest of a file. `duplicates` are equal to an
+earlier document in every byte, or as the step of that name sees it."""
+CUT_PIECES, TOO_SHORT = "cut_sentences", "too_short"
+"""Rules of a step that cuts: the sentences that it cut out, and the documents of which too little was left."""
+VALID_SOURCES = "valid_sources"
+"""The step that keeps documents of `data.valid_sources` out of training, in front of all others."""
+_EXCLUDING = "llmrecipes.data.valid_sets:excluding"
 EXCERPT = 1000
 """Characters of a dropped document that are kept as a sample."""
+
+
+class Unreadable(str):
+    """In place of a document: the rest of a file cannot be read, and why."""
+
+    __slots__ = ()
 
 
 class Comparison(Protocol):
@@ -38,6 +51,22 @@ class Comparison(Protocol):
 
     def add(self, mark: bytes) -> bool:
         """Whether the document is kept, because no earlier one that was is like it."""
+
+
+@runtime_checkable
+class Cutting(Protocol):
+    """A comparison that can cut out of a document what earlier ones have."""
+
+    def cut(self, mark: bytes, text: str) -> tuple[str, list[str]]:
+        """What is left of a document that was added, empty if that is too little, and what is cut out of it."""
+
+
+@runtime_checkable
+class Spilling(Protocol):
+    """A comparison that can keep what it knows on disk."""
+
+    def spill_to(self, folder: Path) -> None:
+        """Where; called before the first document."""
 
 
 @dataclass(frozen=True)
@@ -69,20 +98,44 @@ class Dropped:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """A document that is kept in part: by which step, what is left, the pieces that were cut out, how those begin."""
+
+    reason: str
+    document: Document
+    pieces: int
+    excerpt: str
+
+
+@dataclass(frozen=True)
 class StepSpec:
     """All a worker process needs to make the steps.
 
     Args:
         rule: assigns the split.
-        chat: the documents are conversations (`sources.conversation`).
+        chat: the documents are conversations (`rows.conversation`).
         steps: key or type, `module:name`, and its value or keys as JSON, in order.
         comparisons: the same of the steps that compare documents.
+        max_unreadable: share of the files of a source that are skipped where they cannot be read.
     """
 
     rule: SplitRule
     chat: bool = False
     steps: tuple[tuple[str, str, str], ...] = ()
     comparisons: tuple[tuple[str, str, str], ...] = ()
+    max_unreadable: float = 0.0
+
+    @property
+    def only_equal(self) -> bool:
+        """Whether documents are compared for equality only, of their texts and of their marks: then one is dropped if
+        any earlier one is equal to it, kept or not."""
+        every = [(name, json.loads(value)) for name, _, value in self.comparisons]
+        return all(name == DUPLICATES and settings.get("span_sentences") is None for name, settings in every)
+
+    @property
+    def cuts(self) -> bool:
+        """Whether a comparison cuts documents, whose texts are needed for that."""
+        return any(json.loads(value).get("cut_spans") for _, _, value in self.comparisons)
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -102,13 +155,31 @@ def step_spec(data: Data) -> StepSpec:
     targets = {name: step.target for name, step in declared(type(data), DataStep).items()}
     values = data.model_dump(mode="json", include=set(selected(data)))
     keys = [(name, targets[name], json.dumps(values[name])) for name in selected(data)]
-    typed = [(step.type, STEPS[step.type].target, json.dumps(step.settings)) for step in data.steps]
+    typed = [
+        (step.type, STEPS[step.type].target, json.dumps(_settings(step)))
+        for step in data.steps
+        if not STEPS[step.type].weighs
+    ]
+    if data.valid_sources:
+        near = next((step.settings for step in data.steps if step.type == "near_duplicates"), None)
+        sets = [each.model_dump(mode="json") for each in data.valid_sources]
+        keys.insert(0, (VALID_SOURCES, _EXCLUDING, json.dumps({"sets": sets, "near": near})))
     return StepSpec(
         SplitRule(data.split),
         data.chat is not None,
         (*keys, *(each for each in typed if not STEPS[each[0]].compares)),
         tuple(each for each in typed if STEPS[each[0]].compares),
+        data.max_unreadable,
     )
+
+
+def _settings(step: Step_) -> dict[str, Any]:
+    """The settings of a step for its processes: of tasks of lm-evaluation-harness their files."""
+    if not step.tasks:
+        return step.settings
+    from llmrecipes.data.eval_files import files_of_tasks
+
+    return step.settings | {"tasks": {name: list(map(str, of)) for name, of in files_of_tasks(step.tasks).items()}}
 
 
 def require_usable(data: Data) -> None:
@@ -126,8 +197,8 @@ def require_usable(data: Data) -> None:
                 rule=f"the step {step.type} is optional: its package is in the extra {kind.extra}",
                 fix=f"pip install 'llmrecipes[{kind.extra}]', or take the step out",
             )
-        if step.paths:
-            resolve(kind.target)(**step.settings)  # reads them
+        if step.paths or step.model or step.tasks:
+            resolve(kind.target)(**_settings(step))  # reads them
 
 
 def _made(steps: tuple[tuple[str, str, str], ...]) -> Iterator[tuple[str, Any]]:
@@ -144,6 +215,8 @@ def pipeline(spec: StepSpec) -> Callable[[str | None], Document | Dropped]:
     def run(text: str | None) -> Document | Dropped:
         if text is None:
             return Dropped(UNDECODABLE)
+        if isinstance(text, Unreadable):
+            return Dropped(UNREADABLE, excerpt=str(text))
         if not text or text.isspace():
             return Dropped(EMPTY)
         changed: list[str] = []
@@ -179,24 +252,57 @@ def _excerpt(texts: list[str]) -> str:
 
 @dataclass
 class Seen:
-    """The documents that were kept so far, of all sources, and what the steps that compare know of them."""
+    """The documents that were kept so far, of all sources, and what the steps that compare know of them.
+
+    Args:
+        folder: on whose disk they may keep what does not fit into memory; None: all is held.
+    """
 
     spec: StepSpec
+    folder: Path | None = None
     _digests: set[bytes] = field(default_factory=set)
     _comparisons: list[tuple[str, Comparison]] = field(init=False)
+    _cuts: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self._comparisons = list(_made(self.spec.comparisons))
+        self._comparisons, self._cuts = list(_made(self.spec.comparisons)), self.spec.cuts
+        for _, comparison in self._comparisons:
+            if self.folder is not None and isinstance(comparison, Spilling):
+                comparison.spill_to(self.folder)
 
-    def add(self, document: Document) -> Dropped | None:
-        """None if the document is kept; it is then one of them."""
+    def add(self, document: Document) -> Dropped | Cut | None:
+        """None if the document is kept; it is then one of them. Of one that is cut, what is left of it is."""
         if document.digest in self._digests:
             return Dropped(DUPLICATES)
         self._digests.add(document.digest)
-        for (name, comparison), mark in zip(self._comparisons, document.marks, strict=True):
-            if not comparison.add(mark):
+        cut: Cut | None = None
+        marks = document.marks
+        for place, (name, comparison) in enumerate(self._comparisons):
+            if not comparison.add(marks[place]):
                 return Dropped(name, excerpt=document.excerpt)
-        return None
+            if not (self._cuts and isinstance(comparison, Cutting)):
+                continue
+            text, pieces = comparison.cut(marks[place], document.text.decode())
+            if pieces and not text:
+                return Dropped(name, TOO_SHORT, document.excerpt)
+            if pieces:
+                data = text.encode()
+                identity = digest(data)
+                if identity in self._digests:
+                    return Dropped(DUPLICATES)
+                self._digests.add(identity)
+                marks = tuple(each.mark(text) for _, each in self._comparisons)
+                left = Document(
+                    data,
+                    identity,
+                    self.spec.rule.of(identity),
+                    len(data),
+                    (*document.changed, name),
+                    marks,
+                    text[:EXCERPT],
+                )
+                cut = Cut(name, left, len(pieces), "".join(pieces)[:EXCERPT])
+        return cut
 
 
 def length(min_characters: int | None, max_characters: int | None) -> Step:

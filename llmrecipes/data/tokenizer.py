@@ -94,21 +94,24 @@ def vocabulary(backend: tokenizers.Tokenizer) -> int:
     return 1 + max(backend.get_vocab(with_added_tokens=True).values())
 
 
-def train(texts: Iterable[str], vocab_size: int, more_special: Sequence[str] = ()) -> tuple[tokenizers.Tokenizer, int]:
+def train(
+    texts: Iterable[str], vocab_size: int, more_special: Sequence[str] = (), infilling: Sequence[str] = ()
+) -> tuple[tokenizers.Tokenizer, int]:
     """Train a byte-level BPE (arXiv 1508.07909, GPT-2's bytes) with `tokenizers`; decoding is lossless for any text.
 
     Args:
         texts: documents of the train split only.
         vocab_size: maximum ids, including the 256 bytes and `<|endoftext|>`; fewer if the texts have fewer pairs.
         more_special: special tokens of a chat template; the last one ends an answer.
+        infilling: special tokens of fill-in-the-middle.
 
     Returns:
-        The tokenizer and the id of the last special token: without others that of `<|endoftext|>` (0).
+        The tokenizer and the id of the last token of the template: without one that of `<|endoftext|>` (0).
 
     Raises:
         UserError: `vocab_size` below 257.
     """
-    special = [EOD, *more_special]
+    special = [EOD, *infilling, *more_special]
     if vocab_size < _BYTES + len(special):
         raise UserError(
             f"a vocabulary of {vocab_size} is too small",
@@ -133,7 +136,7 @@ def train(texts: Iterable[str], vocab_size: int, more_special: Sequence[str] = (
             show_progress=False,
         ),
     )
-    return backend, len(special) - 1  # special tokens come first
+    return backend, len(special) - 1 if more_special else 0  # special tokens come first
 
 
 def load_huggingface(section: Section, vocab_size: int) -> tuple[tokenizers.Tokenizer, int]:

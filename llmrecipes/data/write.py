@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from llmrecipes.console import duration
 from llmrecipes.data import sources
 from llmrecipes.data.chat import REJECTED, Conversations
-from llmrecipes.data.corpus import EncoderSpec, Tally, Worked, batches, encode_all
+from llmrecipes.data.corpus import EncoderSpec, Tally, Worked, batches, encode_again, encode_all
+from llmrecipes.data.infilling import ORDERS
 from llmrecipes.data.manifest import ChatCounts, Counts, HeldOut, SourceFiles, SourceRecord, stem
-from llmrecipes.data.prepared import held_out_name
+from llmrecipes.data.parts import parts_of
+from llmrecipes.data.prepared import HeldOutSplit, held_out_name
 from llmrecipes.data.split import SPLITS, Split, digest
-from llmrecipes.data.steps import DUPLICATES, EMPTY, UNDECODABLE, Document, Dropped, Seen, StepSpec
+from llmrecipes.data.steps import (
+    CUT_PIECES,
+    DUPLICATES,
+    EMPTY,
+    UNDECODABLE,
+    UNREADABLE,
+    Cut,
+    Document,
+    Dropped,
+    Seen,
+    StepSpec,
+)
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Chat, Source
 from llmrecipes.units import MIB
@@ -39,8 +54,12 @@ def write(
     workers: int,
     log: Callable[[str], None],
     chat: Chat | None = None,
+    shards: Callable[[Collection[int]], Generator[Worked, None, None]] | None = None,
 ) -> tuple[list[SourceRecord], dict[Split, HeldOut], list[ChatCounts]]:
     """Read, tokenize and write all sources; the files do not depend on the number of workers.
+
+    Args:
+        shards: returns the batches that tasks have encoded, without sources that are full; None: they are encoded now.
 
     Returns:
         A record of each source, the held-out texts (none of conversations), and counts of each source's conversations.
@@ -52,17 +71,34 @@ def write(
     talks = [ChatCounts() for _ in every] if chat else []
     tokens, sizes = [0 for _ in every], [0 for _ in every]
     full: set[int] = set()
+    share = spec.steps.max_unreadable
     with ExitStack() as stack:
-        output = _Output(folder, spec, stack)
+
+        def part(number: int, split: Split) -> _WrittenPart:
+            written[number, split] = _WrittenPart(
+                folder / stem(number, split), spec.dtype, stack, answers=chat is not None
+            )
+            return written[number, split]
+
+        written: dict[tuple[int, Split], _WrittenPart] = {}
+        texts: dict[HeldOutSplit, TextToWrite] = {}
+
+        def add_text(split: HeldOutSplit, text: bytes) -> None:
+            if split not in texts:
+                texts[split] = TextToWrite(folder / held_out_name(split), stack)
+            texts[split].add(text)
+
+        output = Output(spec, Seen(spec.steps, folder), part, add_text)
         started = reported = time.monotonic()
-        reading = batches(every, chat, full)
-        for worked in stack.enter_context(closing(encode_all(reading, spec, workers))):
+        made = encode_all(batches(every, chat, full, skip=share > 0), spec, workers) if shards is None else shards(full)
+        for worked in stack.enter_context(closing(made)):
             number = worked.source
             if number in full:
                 continue
             most = every[number].max_tokens
             room = None if most is None else most - tokens[number]
             added = output.add(worked, room, tallies[number])
+            require_readable(number, every[number], tallies[number], share)
             tokens[number] += added.tokens
             sizes[number] += added.size
             if talks:
@@ -73,14 +109,14 @@ def write(
                 reported = time.monotonic()
                 log(_progress(every, number, sizes, tokens, reported - started))
         reasons = spec.steps.reasons
-        records = [_record(n, source, tallies[n], reasons, output.parts, talks) for n, source in enumerate(every)]
-        for n, record in enumerate(records):
-            log(_summary(record) + (f"; read up to max_tokens {every[n].max_tokens:,}" if n in full else ""))
+        counts = {key: each.counts for key, each in written.items()}
+        records = [record(n, source, tallies[n], reasons, counts, talks) for n, source in enumerate(every)]
+        for n, made_of in enumerate(records):
+            log(summary(made_of) + (f"; read up to max_tokens {every[n].max_tokens:,}" if n in full else ""))
             if talks:
-                log(_answers(record.label, talks[n]))
-        for part in output.parts.values():
-            part.finish()
-        texts = output.texts
+                log(_answers(made_of.label, talks[n]))
+        for each in written.values():
+            each.finish()
     output.samples.write(folder / SAMPLES, [sources.label(source) for source in every])
     held_out: dict[Split, HeldOut] = {
         split: HeldOut(bytes=t.bytes, gzip_bytes=t.file.stat().st_size) for split, t in texts.items()
@@ -101,14 +137,14 @@ class _WrittenPart:
         self._answers = stack.enter_context(prefix.with_suffix(".answers").open("wb")) if answers else None
         self.counts = Counts()
 
-    def add(self, document: Document, ids: np.ndarray, answers: bytes) -> None:
-        self._builder.add_document(ids, [len(ids)])
+    def add(self, document: Document, length: int, ids: np.ndarray, answers: bytes) -> None:
+        self._builder.add_document(ids, [length])
         self._digests.write(document.digest)
         if self._answers is not None:
             self._answers.write(answers)
         self.counts = Counts(
             documents=self.counts.documents + 1,
-            tokens=self.counts.tokens + len(ids),
+            tokens=self.counts.tokens + length,
             bytes=self.counts.bytes + document.size,
         )
 
@@ -116,17 +152,37 @@ class _WrittenPart:
         self._builder.finalize(self._idx)
 
 
-class _TextToWrite:
+MEMBER_BYTES = 64 * MIB
+"""Text of a member of a gzip file: tasks compress members independently of each other."""
+
+
+class TextToWrite:
     """The text of a held-out split, compressed with `gzip -9` for comparison with the model's bits per byte."""
 
     def __init__(self, file: Path, stack: ExitStack) -> None:
         self.file, self.bytes = file, 0
-        raw = stack.enter_context(file.open("wb"))
-        self._stream = stack.enter_context(gzip.GzipFile("", "wb", compresslevel=9, fileobj=raw, mtime=0))
+        self._raw = stack.enter_context(file.open("wb"))
+        self._member = bytearray()
+        stack.callback(self._write)
 
     def add(self, text: bytes) -> None:
-        self._stream.write(text)
         self.bytes += len(text)
+        self._member += text
+        while len(self._member) >= MEMBER_BYTES:
+            self._write()
+
+    def _write(self) -> None:
+        if self._member:
+            self._raw.write(compressed(self._member[:MEMBER_BYTES]))
+            del self._member[:MEMBER_BYTES]
+
+
+def compressed(text: bytes | bytearray) -> bytes:
+    """A member of a gzip file, the same whoever writes it and when."""
+    made = io.BytesIO()
+    with gzip.GzipFile("", "wb", compresslevel=9, fileobj=made, mtime=0) as stream:
+        stream.write(text)
+    return made.getvalue()
 
 
 def _progress(every: tuple[Source, ...], number: int, sizes: list[int], tokens: list[int], seconds: float) -> str:
@@ -142,25 +198,56 @@ def _progress(every: tuple[Source, ...], number: int, sizes: list[int], tokens: 
     return f"{line}; about {duration(left / rate)} left"
 
 
-class _Output:
-    """Writer of documents in the order in which they were read, without duplicates."""
+class Part(Protocol):
+    """Where the kept documents of one split of one source go."""
 
-    def __init__(self, folder: Path, spec: EncoderSpec, stack: ExitStack) -> None:
-        self.parts: dict[tuple[int, Split], _WrittenPart] = {}
-        self.texts: dict[Split, _TextToWrite] = {}
-        self.samples = _Samples(spec.steps)
-        self._folder, self._dtype, self._stack = folder, spec.dtype, stack
-        self._seen = Seen(spec.steps)
+    def add(self, document: Document, length: int, ids: np.ndarray, answers: bytes) -> None:
+        """The next one, of `length` tokens; `ids` is empty if the batch came without."""
+        ...
+
+
+class Judge(Protocol):
+    """Says whether a document is kept."""
+
+    def add(self, document: Document) -> Dropped | Cut | None:
+        """None if it is; called for every document in the order in which they were read."""
+        ...
+
+
+class Output:
+    """Hands on documents in the order in which they were read, without those that are dropped; one that is cut is
+    tokenized again, in this process.
+
+    Args:
+        seen: drops duplicates.
+        part: makes what takes the documents of a source and split.
+        text: takes the texts of held-out splits.
+    """
+
+    def __init__(
+        self,
+        spec: EncoderSpec,
+        seen: Judge,
+        part: Callable[[int, Split], Part],
+        text: Callable[[HeldOutSplit, bytes], None],
+    ) -> None:
+        self.samples = Samples(spec.steps)
+        self._parts: dict[tuple[int, Split], Part] = {}
+        self._spec, self._seen, self._part, self._text = spec, seen, part, text
 
     def add(self, worked: Worked, room: int | None, tally: Tally) -> _Added:
         """Write the documents of a batch until there are `room` tokens; those behind them count as not read."""
         encoded, added = worked.encoded, _Added()
         talks = encoded if isinstance(encoded, Conversations) else None
-        ids = np.frombuffer(encoded.ids, self._dtype)
+        ids = np.frombuffer(encoded.ids, self._spec.dtype)
         number = start = 0
         for outcome in worked.outcomes:
             if room is not None and added.tokens >= room:
                 break
+            if isinstance(outcome, Dropped) and outcome.reason == UNREADABLE:
+                tally.dropped[UNREADABLE] += 1
+                tally.failure = tally.failure or outcome.excerpt
+                continue
             tally.read += 1
             if isinstance(outcome, Dropped):
                 self._drop(worked.source, outcome, tally)
@@ -168,18 +255,24 @@ class _Output:
             length = encoded.lengths[number]
             place, chosen = number, slice(start, start + length)
             number, start = number + 1, start + length
-            if dropped := self._seen.add(outcome):
-                self._drop(worked.source, dropped, tally)
+            judged, kept, its_ids = self._seen.add(outcome), outcome, ids[chosen]
+            if isinstance(judged, Dropped):
+                self._drop(worked.source, judged, tally)
                 continue
-            tally.changed.update(outcome.changed)
+            if judged is not None:
+                kept, its_ids = encode_again(self._spec, worked.source, judged.document)
+                length = len(its_ids)
+                tally.rules[f"{judged.reason}.{CUT_PIECES}"] += judged.pieces
+                self.samples.add(worked.source, Dropped(judged.reason, CUT_PIECES, judged.excerpt))
+            tally.changed.update(kept.changed)
             answers = b""
             if talks is not None:
                 answers = talks.answers[chosen]
                 added.conversation(talks.tallies[place], answers, talks.refusal)
             if length:
                 added.tokens += length
-                added.size += outcome.size
-                self._write(worked.source, outcome, ids[chosen], None if talks is None else answers)
+                added.size += kept.size
+                self._write(worked.source, kept, length, its_ids, None if talks is None else answers)
         return added
 
     def _drop(self, source: int, dropped: Dropped, tally: Tally) -> None:
@@ -188,20 +281,16 @@ class _Output:
             tally.rules[f"{dropped.reason}.{dropped.rule}"] += 1
         self.samples.add(source, dropped)
 
-    def _write(self, source: int, document: Document, ids: np.ndarray, answers: bytes | None) -> None:
+    def _write(self, source: int, document: Document, length: int, ids: np.ndarray, answers: bytes | None) -> None:
         key = (source, document.split)
-        if key not in self.parts:
-            prefix = self._folder / stem(*key)
-            self.parts[key] = _WrittenPart(prefix, self._dtype, self._stack, answers=answers is not None)
-        self.parts[key].add(document, ids, answers or b"")
+        if key not in self._parts:
+            self._parts[key] = self._part(*key)
+        self._parts[key].add(document, length, ids, answers or b"")
         if document.split != "train" and answers is None:
-            if document.split not in self.texts:
-                file = self._folder / held_out_name(document.split)
-                self.texts[document.split] = _TextToWrite(file, self._stack)
-            self.texts[document.split].add(document.text)
+            self._text(document.split, document.text)
 
 
-class _Samples:
+class Samples:
     """Samples of what each step dropped, for people to look at: those whose text has the smallest hashes, so a random
     choice that depends neither on the order nor on the number of processes."""
 
@@ -215,6 +304,11 @@ class _Samples:
             kept[digest(dropped.excerpt.encode())] = (source, dropped)
             if len(kept) > _SAMPLES:
                 del kept[max(kept)]
+
+    def kept(self) -> Iterator[Dropped]:
+        """Those of all steps."""
+        for kept in self._kept.values():
+            yield from (dropped for _, dropped in kept.values())
 
     def write(self, file: Path, labels: list[str]) -> None:
         """A JSON object a line, in the order of the steps; no file where nothing was dropped."""
@@ -248,18 +342,23 @@ class _Added:
         return counts.model_copy(update={**update, "refusal": counts.refusal or self.refusal})
 
 
-def _record(
+def record(
     number: int,
     source: Source,
     tally: Tally,
     reasons: tuple[str, ...],
-    parts: dict[tuple[int, Split], _WrittenPart],
+    parts: Mapping[tuple[int, Split], Counts],
     talks: list[ChatCounts],
 ) -> SourceRecord:
+    """The record of a source.
+
+    Raises:
+        UserError: it keeps nothing for training.
+    """
     where = f"data.sources[{number}]"
-    kept = {split: parts[number, split].counts if (number, split) in parts else Counts() for split in SPLITS}
+    kept = {split: parts.get((number, split), Counts()) for split in SPLITS}
     listing = sources.listing(source)
-    record = SourceRecord(
+    made = SourceRecord(
         label=sources.label(source),
         read=tally.read,
         empty=tally.dropped[EMPTY],
@@ -267,7 +366,8 @@ def _record(
         duplicates=tally.dropped[DUPLICATES],
         steps={reason: tally.dropped[reason] for reason in reasons},
         rules=dict(sorted(tally.rules.items())),
-        changed={name: tally.changed[name] for name in reasons if tally.changed[name]},
+        changed={name: tally.changed[name] for name in (*reasons, DUPLICATES, *ORDERS) if tally.changed[name]},
+        unreadable=tally.dropped[UNREADABLE],
         splits=kept,
         files=SourceFiles(files=listing.files, bytes=listing.bytes, sha256=listing.sha256) if listing else None,
     )
@@ -280,7 +380,7 @@ def _record(
                 fix="look at the rows and the template, or raise max_length (at most model.seq_length + 1)",
             )
         raise UserError(
-            f"source {sources.label(source)!r} has no documents: {_dropped(record)} of {record.read:,}",
+            f"source {sources.label(source)!r} has no documents: {_dropped(made)} of {made.read:,}",
             where=where,
             rule="a source has text that no earlier source has",
             fix="point it at other files, or take it out",
@@ -292,7 +392,19 @@ def _record(
             rule="the split is drawn by document hash; few documents may all fall outside",
             fix="add documents, or give train a larger share in data.split",
         )
-    return record
+    return made
+
+
+def require_readable(number: int, source: Source, tally: Tally, share: float) -> None:
+    """UserError if more than a share of a source's files cannot be read."""
+    damaged = tally.dropped[UNREADABLE]
+    if damaged and damaged > share * (total := sum(1 for _ in parts_of(source.type, sources.files(source)))):
+        raise UserError(
+            f"{damaged:,} of {total:,} files of source {sources.label(source)!r} cannot be read; {tally.failure}",
+            where=f"data.sources[{number}]",
+            rule=f"data.max_unreadable={share}",
+            fix="repair or remove these files, or raise data.max_unreadable",
+        )
 
 
 def _dropped(record: SourceRecord) -> str:
@@ -300,13 +412,15 @@ def _dropped(record: SourceRecord) -> str:
     return f"{record.duplicates:,} duplicate, {record.empty:,} empty, {record.undecodable:,} not UTF-8{by_steps}"
 
 
-def _summary(record: SourceRecord) -> str:
+def summary(record: SourceRecord) -> str:
+    """What was kept of a source, as a line."""
     every = record.splits.values()
     documents, tokens, size = (sum(getattr(c, key) for c in every) for key in ("documents", "tokens", "bytes"))
     splits = ", ".join(f"{split} {counts.tokens:,}" for split, counts in record.splits.items())
+    damaged = f"; {record.unreadable:,} damaged files, skipped from the damage on" if record.unreadable else ""
     return (
         f"{record.label}: {documents:,} of {record.read:,} documents kept (dropped: {_dropped(record)}), "
-        f"{size / MIB:.1f} MiB, {tokens:,} tokens ({splits})"
+        f"{size / MIB:.1f} MiB, {tokens:,} tokens ({splits}){damaged}"
     )
 
 

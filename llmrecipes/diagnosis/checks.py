@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from llmrecipes.diagnosis.finding import Check, Record, RunFacts, RunFinding, Sighting
 from llmrecipes.diagnosis.gradients import DeadExperts, GradientNorm, Layers, LossScale
-from llmrecipes.diagnosis.loss import Divergence, LearningRateHigh, LearningRateLow, Overfitting, Plateau
+from llmrecipes.diagnosis.loss import Divergence, LearningRateHigh, LearningRateLow, Overfitting, Plateau, TrainValidGap
 from llmrecipes.diagnosis.machine import Clocks, MemoryCreep, SlowRank, Storage, Use
 from llmrecipes.diagnosis.rules import ALARMS, CHECKED, finding, order
 
@@ -20,10 +20,13 @@ class Checks:
 
     def __init__(self, facts: RunFacts) -> None:
         self._checks: tuple[Check, ...] = (
-            Divergence(), LearningRateHigh(), LearningRateLow(facts), Plateau(facts), Overfitting(),
-            GradientNorm(facts), Layers(), DeadExperts(facts), LossScale(),
-            Use(facts), SlowRank(), Clocks(), MemoryCreep(), Storage(),
+            Divergence(), LearningRateHigh(), LearningRateLow(facts), Plateau(facts), Overfitting(), TrainValidGap(),
+            GradientNorm(facts), Use(facts), SlowRank(facts), MemoryCreep(), Storage(),
         )  # fmt: skip
+        self._of_key: tuple[tuple[str, Check], ...] = (
+            ("layers", Layers()), ("experts", DeadExperts(facts)), ("loss_scale", LossScale()), ("nodes", Clocks()),
+        )  # fmt: skip
+        """Those that read one key, which most records of a long run do not have."""
         self._seen: dict[str, tuple[Sighting, Sighting, int]] = {}
         """First and last sighting of each rule, and their number."""
 
@@ -49,6 +52,9 @@ class Checks:
             yield _of_alarm(record)
         for check in self._checks:
             yield from check.add(record)
+        for key, check in self._of_key:
+            if key in record:
+                yield from check.add(record)
 
 
 def _of_alarm(record: Record) -> Sighting:

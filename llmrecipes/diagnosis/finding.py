@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from math import inf, isfinite
+from operator import sub
 from typing import Any, Literal, Protocol
 
 from llmrecipes.recipe.schema import Recipe
@@ -73,6 +73,10 @@ class RunFacts:
     adapters: bool = False
     one_batch: bool = False
     micro_batch_tokens: int = 0
+    pipeline_stages: int = 0
+    experts: bool = False
+    straggler: float = inf
+    """Own time of a rank, over that of its peers, from which it is an alarm of the training."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> RunFacts:
@@ -87,6 +91,9 @@ class RunFacts:
             adapters=recipe.lora is not None,
             one_batch=recipe.name.endswith(ONE_BATCH),
             micro_batch_tokens=train.micro_batch_size * recipe.model.seq_length,
+            pipeline_stages=recipe.parallelism.pipeline_model_parallel_size,
+            experts=recipe.model.num_moe_experts is not None,
+            straggler=1 / limit if (limit := recipe.faults.straggler_threshold) else inf,
         )
 
 
@@ -100,31 +107,30 @@ class Check(Protocol):
 
 def value(record: Mapping[str, Any], key: str) -> float | None:
     """A finite number of a record; None if there is none."""
-    return number(record.get(key))
+    found = record.get(key)
+    return found if type(found) is float and isfinite(found) else number(found)
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A quantity of all ranks in one step, with the ranks of the extremes."""
+    """A quantity over ranks or nodes, and the rank or node that has the most."""
 
     least: float
     median: float
     most: float
-    least_rank: int | None
-    most_rank: int | None
+    where: str
 
 
-def spread(record: Record, name: str) -> Spread | None:
-    """A quantity of all ranks; None if the record does not have it."""
-    ranks = record.get("ranks")
-    of_name = ranks.get(name) if isinstance(ranks, Mapping) else None
+def spread(record: Record, group: Literal["ranks", "nodes"], name: str) -> Spread | None:
+    """A quantity of all ranks or nodes, as `tracking.spread` makes it; None if the record does not have it."""
+    of_group = record.get(group)
+    of_name = of_group.get(name) if isinstance(of_group, Mapping) else None
     if not isinstance(of_name, Mapping):
         return None
     least, median, most = (value(of_name, key) for key in ("min", "median", "max"))
     if least is None or median is None or most is None:
         return None
-    low, high = of_name.get("min_rank"), of_name.get("max_rank")
-    return Spread(least, median, most, low if type(low) is int else None, high if type(high) is int else None)
+    return Spread(least, median, most, str(of_name.get(f"max_{group[:-1]}")))
 
 
 def steps_only(record: Record) -> bool:
@@ -160,5 +166,13 @@ TO_STANDARD_DEVIATION = 1.4826 / 2**0.5
 
 def noise(values: Iterable[float]) -> float:
     """Robust standard deviation of values around a slow trend, from the differences of neighbours; 0 for one value."""
-    differences: Iterator[float] = (abs(later - earlier) for earlier, later in pairwise(values))
-    return TO_STANDARD_DEVIATION * statistics.median([*differences] or [0.0])
+    known = [*values]
+    differences = [*map(abs, map(sub, known[1:], known))]
+    return TO_STANDARD_DEVIATION * median_of(differences or [0.0])
+
+
+def median_of(values: Iterable[float]) -> float:
+    """Of at least one value; the module statistics takes twice as long for the few of a window."""
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2

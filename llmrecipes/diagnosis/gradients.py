@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from llmrecipes.diagnosis.finding import Lasting, Record, RunFacts, Sighting, steps_only, value
+from llmrecipes.diagnosis.finding import Lasting, Record, RunFacts, Sighting, median_of, steps_only, value
 
 WINDOW = 20
 """Gradient norms of a median."""
@@ -29,18 +28,20 @@ class GradientNorm:
         self._clip, self._one_batch = facts.clip, facts.one_batch
         self._norms: deque[float] = deque(maxlen=WINDOW)
         self._lowest, self._first = math.inf, 0.0
+        self._median: float | None = None
         self._spikes = deque[bool](maxlen=AMONG)
 
     def add(self, record: Record) -> Iterator[Sighting]:
         norm, step = value(record, "grad_norm"), record["step"]
         if norm is None or not steps_only(record):
             return
-        usual = statistics.median(self._norms) if len(self._norms) == WINDOW else None
+        usual = self._median if len(self._norms) == WINDOW else None
         self._norms.append(norm)
-        if usual is None:
+        self._median = median_of(self._norms) if len(self._norms) == WINDOW else None
+        if usual is None or self._median is None:
             return
+        median = self._median
         self._spikes.append(norm > EXPLODES * usual and norm > self._clip)
-        median = statistics.median(self._norms)
         if median > EXPLODES * self._lowest and median > max(self._clip, NO_GRADIENT):
             text = f"the median gradient norm rose from {self._lowest:.3g} to {median:.3g}"
             evidence = {"grad_norm": median, "lowest": self._lowest, "clip_grad": self._clip}
@@ -74,7 +75,7 @@ class Layers:
             norms = of_layers(record, kind)
             if len(norms) < 2:
                 continue
-            usual = statistics.median(norms.values())
+            usual = median_of(norms.values())
             for name, norm in norms.items():
                 idle = norm == 0.0 if kind == "update_norm" else norm < OF_OTHERS * usual
                 self._seen[kind, name] = self._seen[kind, name] + 1 if idle and usual > 0 else 0
@@ -89,12 +90,19 @@ class Layers:
 
 
 def of_layers(record: Record, kind: str) -> dict[str, float]:
-    """A norm of each layer; empty if the record does not have it."""
+    """A norm of each layer and kind of parameter; empty if the record does not have it."""
     layers = record.get("layers")
     norms = layers.get(kind) if isinstance(layers, Mapping) else None
     if not isinstance(norms, Mapping):
         return {}
-    return {str(name): norm for name in norms if (norm := value(norms, name)) is not None}
+    found: dict[str, float] = {}
+    for name, of_layers in norms.items():
+        if isinstance(of_layers, list | tuple):
+            by_number = {f"layer {number} {name}": each for number, each in enumerate(of_layers, 1)}
+            found |= {place: norm for place in by_number if (norm := value(by_number, place)) is not None}
+        elif (norm := value(norms, name)) is not None:
+            found[str(name)] = norm
+    return found
 
 
 LEAST_LOAD = 0.01
@@ -117,11 +125,12 @@ class DeadExperts:
             return
         dead: dict[str, list[int]] = {}
         for layer in layers:
-            number, tokens = _loads(layer)
+            number, tokens, lowest, total = _loads(layer)
             if number is None:
                 continue
-            mean = statistics.fmean(tokens)
-            idle = {expert for expert, count in enumerate(tokens) if count < LEAST_LOAD * mean}
+            least = LEAST_LOAD * total / len(tokens)
+            # Most layers have none.
+            idle = {expert for expert, count in enumerate(tokens) if count < least} if lowest < least else set()
             still = idle & self._idle.get(number, idle)
             self._idle[number] = still or idle
             self._times[number] = self._times[number] + 1 if still else int(bool(idle))
@@ -133,13 +142,19 @@ class DeadExperts:
             yield Sighting("dead_experts", record["step"], text, {"experts": dead})
 
 
-def _loads(layer: Any) -> tuple[int | None, list[float]]:
-    if not isinstance(layer, Mapping) or type(layer.get("layer")) is not int:
-        return None, []
-    tokens = layer.get("tokens_per_expert")
-    counts = [*tokens] if isinstance(tokens, list | tuple) else []
-    whole = len(counts) > 1 and all(type(count) is int and count >= 0 for count in counts) and sum(counts) > 0
-    return (layer["layer"], counts) if whole else (None, [])
+def _loads(layer: Any) -> tuple[int | None, Sequence[int], int, int]:
+    """A layer's number and loads, the lowest and their sum; a run may have millions of them, so few passes in C."""
+    nothing = None, (), 0, 0
+    if not isinstance(layer, dict | Mapping) or type(layer.get("layer")) is not int:
+        return nothing
+    counts = layer.get("tokens_per_expert")
+    if not isinstance(counts, list | tuple) or len(counts) < 2:
+        return nothing
+    try:
+        lowest, total = min(counts), sum(counts)
+    except TypeError:  # not all are numbers
+        return nothing
+    return (layer["layer"], counts, lowest, total) if type(total) is int and lowest >= 0 < total else nothing
 
 
 SETTLED, OVERFLOWS = 100, 0.1

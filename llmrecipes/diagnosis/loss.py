@@ -7,7 +7,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterator
 
-from llmrecipes.diagnosis.finding import Record, RunFacts, Sighting, noise, steps_only, value
+from llmrecipes.diagnosis.finding import Record, RunFacts, Sighting, median_of, noise, steps_only, value
 
 WINDOW = 20
 """Losses of a median."""
@@ -32,7 +32,7 @@ class Divergence:
         self._losses.append(loss)
         if len(self._losses) < WINDOW:
             return
-        median = statistics.median(self._losses)
+        median = median_of(self._losses)
         self._noise = min(self._noise, noise(self._losses))
         if median < self._lowest:
             self._lowest, self._where = median, step
@@ -76,11 +76,11 @@ class LearningRateHigh:
         self._bucket.append(loss)
         if len(self._bucket) < BUCKET:
             return
-        median = statistics.median(self._bucket)
+        median = median_of(self._bucket)
         self._noises.append(noise(self._bucket))
         self._bucket = []
         if len(self._noises) == CALM:
-            self._noise = min(self._noise, statistics.median(self._noises))
+            self._noise = min(self._noise, median_of(self._noises))
         last, self._last = self._last, median
         if last is None or not math.isfinite(self._noise):
             return
@@ -98,7 +98,7 @@ class LearningRateHigh:
 
     def _jumped(self, record: Record, loss: float) -> Iterator[Sighting]:
         if len(self._losses) == WINDOW and math.isfinite(self._noise):
-            limit = statistics.median(self._losses) + max(NATS, DEVIATIONS * self._noise)
+            limit = median_of(self._losses) + max(NATS, DEVIATIONS * self._noise)
             self._jumps.append(loss > limit)
             if self._jumps[-1] and (jumps := sum(self._jumps)) >= JUMPS:
                 text = (
@@ -138,12 +138,12 @@ class LearningRateLow:
         self._losses.append(loss)
         self._norms.append(norm)
         if step == WINDOW and len(self._losses) == WINDOW:
-            self._first = statistics.median(self._losses), statistics.median(self._norms)
+            self._first = median_of(self._losses), median_of(self._norms)
         if step == (self._at + WINDOW) // 2:
-            self._middle = statistics.median(self._losses)
+            self._middle = median_of(self._losses)
         if step != self._at or self._first is None or not self._first[0] > LOW_SHARE * self._guessing:
             return
-        now, norm_now = statistics.median(self._losses), statistics.median(self._norms)
+        now, norm_now = median_of(self._losses), median_of(self._norms)
         first, norm_first = self._first
         falls = first - self._middle > 0 and self._middle - now > 0.3 * (first - self._middle)
         if falls and now > LOW_SHARE * self._guessing and norm_now > 0.5 * norm_first:
@@ -254,3 +254,43 @@ class Overfitting:
                 "loss_then": self._loss_then,
             }  # fmt: skip
             yield Sighting("overfitting", record["step"], text, evidence)
+
+
+GAP = 0.1
+"""Share of the training loss by which the gap to the held-out loss may grow beyond the smallest that it was."""
+
+
+class TrainValidGap:
+    """The gap between training and held-out loss grows: the model learns its training text by heart.
+
+    Held-out text may be harder from the start, so only the growth counts; the held-out loss may still fall.
+    """
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=50)
+        self._smallest, self._smallest_at, self._wide = math.inf, 0, 0
+
+    def add(self, record: Record) -> Iterator[Sighting]:
+        loss = value(record, "loss")
+        if loss is not None and steps_only(record):
+            self._losses.append(loss)
+        held_out = value(record, "valid_loss")
+        if held_out is None or len(self._losses) < WINDOW:
+            return
+        now = statistics.fmean(self._losses)
+        gap = held_out - now
+        if gap < self._smallest:
+            self._smallest, self._smallest_at = gap, record["step"]
+        # Before the model knows anything, the mean of the last training losses is behind: the gap is below zero.
+        grown = gap - max(self._smallest, 0.0)
+        self._wide = self._wide + 1 if grown > GAP * now else 0
+        if self._wide >= EVALUATIONS:
+            text = (
+                f"held-out loss {held_out:.3f} is {gap:.3f} above the training loss {now:.3f}; at step "
+                f"{self._smallest_at} it was {self._smallest:.3f}"
+            )
+            evidence = {
+                "valid_loss": held_out, "loss": now, "gap": gap, "smallest": self._smallest,
+                "smallest_at": self._smallest_at,
+            }  # fmt: skip
+            yield Sighting("train_valid_gap", record["step"], text, evidence)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from itertools import pairwise
 
 from llmrecipes.diagnosis.finding import Lasting, Record, RunFacts, Sighting, Spread, spread, steps_only, value
 from llmrecipes.units import GIB, MIB
 
+STARTED = "started"
+"""`tracking.events.STARTED`, which is of a package above this one."""
 FIRST = 10
 """Steps of a run that compile, connect and fill caches."""
-WINDOW, MOST = 20, 0.8
-"""Steps, and the share of them in which something must hold."""
+WINDOW, REPORTS, MOST = 20, 5, 0.8
+"""Steps and reports of ranks and nodes, and the share of them in which something must hold."""
 LOW_USE, LOW_MFU = 0.6, 0.15
 """Share of the time in which a GPU computes, and of its peak."""
 WAITING, SENDING = 0.1, 0.35
@@ -21,39 +23,59 @@ FEW_TOKENS = 2048
 """Tokens of a micro-batch below which kernels do not fill a GPU."""
 
 
+PARTS = ("data", "compute", "communication")
+"""Of a step of a rank."""
+
+
 class Use:
-    """GPUs compute for a small part of the time; and why: data, communication, or too little work at a time."""
+    """GPUs compute for a small part of the time; and why: data, communication, or too little work at a time.
+
+    Ranks and nodes are in about every tenth step, about the steps since. MFU is in every step, and judged where no GPU
+    says how busy it is.
+    """
 
     def __init__(self, facts: RunFacts) -> None:
         self._tokens = facts.micro_batch_tokens
-        self._low, self._late = Lasting(WINDOW, MOST), Lasting(WINDOW, MOST)
+        self._late, self._idle = Lasting(REPORTS, MOST), Lasting(REPORTS, MOST)
+        self._low = Lasting(WINDOW, MOST)
+        self._waited: float | None = None
+        self._sent: float | None = None
+        self._measured = False
 
     def add(self, record: Record) -> Iterator[Sighting]:
-        seconds = value(record, "step_seconds")
-        if not steps_only(record) or not seconds or record["step"] <= FIRST:
+        if not steps_only(record) or record["step"] <= FIRST:
             return
-        waited = _share(spread(record, "data_seconds"), seconds)
-        if waited is not None and self._late.add(waited > WAITING):
-            text = f"a step of {seconds:.3g} s waits {waited:.0%} of it for data"
-            yield Sighting("loader_bound", record["step"], text, {"waiting": waited, "step_seconds": seconds})
-        used, mfu = spread(record, "gpu_use"), value(record, "mfu")
-        low = used.median < LOW_USE if used is not None else mfu is not None and mfu < LOW_MFU
-        if (used is None and mfu is None) or not self._low.add(low):
-            return
-        sent = _share(spread(record, "communication_seconds"), seconds)
-        reason, why = self._reason(waited, sent)
-        what = f"GPUs compute {used.median:.0%} of the time" if used is not None else f"MFU is {mfu:.1%}"
-        evidence = {
-            "gpu_use": None if used is None else used.median, "mfu": mfu, "reason": reason, "waiting": waited,
-            "communication": sent, "micro_batch_tokens": self._tokens,
-        }  # fmt: skip
-        yield Sighting("gpu_use_low", record["step"], f"{what}: {why}", evidence)
+        parts = {name: spread(record, "ranks", f"{name}_seconds") for name in PARTS} if "ranks" in record else {}
+        seconds = sum(part.median for part in parts.values() if part is not None) if parts else 0.0
+        if seconds > 0:
+            self._waited = _share(parts["data"], seconds)
+            self._sent = _share(parts["communication"], seconds)
+            if self._waited is not None and self._late.add(self._waited > WAITING):
+                text = f"ranks wait {self._waited:.0%} of a step of {seconds:.3g} s for data"
+                evidence = {"waiting": self._waited, "step_seconds": seconds}
+                yield Sighting("loader_bound", record["step"], text, evidence)
+        used, mfu = spread(record, "nodes", "gpu_use"), value(record, "mfu")
+        if used is not None:
+            self._measured = True
+            if self._idle.add(used.median < LOW_USE):
+                text = f"the least busy GPU of the median node computes {used.median:.0%} of the time"
+                yield self._sighting(record, text, used.median, mfu)
+        elif not self._measured and mfu is not None and self._low.add(mfu < LOW_MFU):
+            yield self._sighting(record, f"MFU is {mfu:.1%}", None, mfu)
 
-    def _reason(self, waited: float | None, sent: float | None) -> tuple[str, str]:
-        if waited is not None and waited > WAITING:
-            return "data", f"they wait {waited:.0%} of a step for data"
-        if sent is not None and sent > SENDING:
-            return "communication", f"communication takes {sent:.0%} of a step"
+    def _sighting(self, record: Record, what: str, used: float | None, mfu: float | None) -> Sighting:
+        reason, why = self._reason()
+        evidence = {
+            "gpu_use": used, "mfu": mfu, "reason": reason, "waiting": self._waited, "communication": self._sent,
+            "micro_batch_tokens": self._tokens,
+        }  # fmt: skip
+        return Sighting("gpu_use_low", record["step"], f"{what}: {why}", evidence)
+
+    def _reason(self) -> tuple[str, str]:
+        if self._waited is not None and self._waited > WAITING:
+            return "data", f"ranks wait {self._waited:.0%} of a step for data"
+        if self._sent is not None and self._sent > SENDING:
+            return "communication", f"communication takes {self._sent:.0%} of a step"
         if 0 < self._tokens < FEW_TOKENS:
             return "small batch", f"a micro-batch has {self._tokens:,} tokens, too few to fill a GPU"
         return "unknown", "no cause is recorded; --profile 3 shows where the time goes"
@@ -63,52 +85,56 @@ def _share(seconds: Spread | None, of: float) -> float | None:
     return None if seconds is None else seconds.median / of
 
 
-SLOWER = 1.15
-"""Seconds of the slowest rank, as a multiple of the median."""
-
-
-class SlowRank:
-    """The same rank computes longer than the others, which wait for it: by its time before a collective."""
-
-    def __init__(self) -> None:
-        self._ranks: deque[int | None] = deque(maxlen=WINDOW)
-        self._counts: Counter[int | None] = Counter()
-
-    def add(self, record: Record) -> Iterator[Sighting]:
-        computed = spread(record, "compute_seconds")
-        if computed is None or not steps_only(record) or record["step"] <= FIRST or computed.median <= 0:
-            return
-        if len(self._ranks) == WINDOW:
-            self._counts[self._ranks[0]] -= 1
-        slow = computed.most_rank if computed.most > SLOWER * computed.median else None
-        self._ranks.append(slow)
-        self._counts[slow] += 1
-        if slow is not None and self._counts[slow] >= MOST * WINDOW:
-            times = computed.most / computed.median
-            text = f"rank {slow} computes {computed.most:.3g} s a step, {times:.2f} times the median of all ranks"
-            evidence = {"rank": slow, "seconds": computed.most, "median": computed.median, "times": times}
-            yield Sighting("slow_rank", record["step"], text, evidence)
-
-
 class Clocks:
     """A GPU lowers its clock: heat, power, or a fault of the board."""
 
     def __init__(self) -> None:
-        self._throttled = Lasting(WINDOW, MOST)
+        self._throttled = Lasting(REPORTS, MOST)
 
     def add(self, record: Record) -> Iterator[Sighting]:
-        throttled = spread(record, "throttled")
+        throttled = spread(record, "nodes", "throttled")
         if throttled is None or not self._throttled.add(throttled.most > 0):
             return
-        clock, heat = spread(record, "sm_clock_mhz"), spread(record, "temperature_c")
+        clock, heat = spread(record, "nodes", "sm_clock_mhz"), spread(record, "nodes", "temperature_c")
         evidence = {
-            "rank": throttled.most_rank,
+            "node": throttled.where,
+            "share": throttled.most,
             "sm_clock_mhz": None if clock is None else clock.least,
             "temperature_c": None if heat is None else heat.most,
         }
-        at = "" if clock is None else f", the lowest clock is {clock.least:.0f} MHz"
-        text = f"the GPU of rank {throttled.most_rank} is throttled in {MOST:.0%} of the last {WINDOW} samples{at}"
+        at = "" if clock is None else f"; the slowest clock is {clock.least:.0f} MHz"
+        text = f"{throttled.most:.0%} of the GPUs of {throttled.where} are throttled{at}"
         yield Sighting("clock_throttling", record["step"], text, evidence)
+
+
+SLOW, SLOW_REPORTS = 1.2, 10
+"""Own time of a rank over that of its peers, and the reports of which it must be so in most."""
+
+
+class SlowRank:
+    """The same rank is slower than its peers in most reports, by less than makes the alarm `straggler`.
+
+    Silent where peers have other work: with experts, whose load decides, and on pipeline stages of a single rank.
+    """
+
+    def __init__(self, facts: RunFacts) -> None:
+        self._limit, self._stages, self._experts = facts.straggler, facts.pipeline_stages, facts.experts
+        self._ranks: float | None = None
+        self._slow, self._rank = Lasting(SLOW_REPORTS, MOST), ""
+
+    def add(self, record: Record) -> Iterator[Sighting]:
+        if record.get("event") == STARTED and isinstance(details := record.get("details"), dict):
+            self._ranks, self._slow = value(details, "ranks"), Lasting(SLOW_REPORTS, MOST)
+        if "ranks" not in record or self._experts or self._stages == self._ranks:
+            return
+        slowness = spread(record, "ranks", "slowness")
+        if slowness is None:
+            return
+        if slowness.where != self._rank:
+            self._rank, self._slow = slowness.where, Lasting(SLOW_REPORTS, MOST)
+        if self._slow.add(SLOW < slowness.most <= self._limit):
+            text = f"rank {self._rank} takes {slowness.most:.2f} times as long as its peers for its own work"
+            yield Sighting("slow_rank", record["step"], text, {"rank": self._rank, "slowness": slowness.most})
 
 
 GROUP, GROUPS = 20, 10

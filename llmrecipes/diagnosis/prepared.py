@@ -1,4 +1,4 @@
-"""Checks of prepared data, from the manifest of its folder: duplicates, and text that is in training and held out."""
+"""Checks of prepared data, from the manifest of its folder: duplicates."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from llmrecipes.diagnosis.finding import Sighting, value
 
 MANY = 0.1
 """Share of a source's documents that another document of the data repeats."""
+NEAR = "near_duplicates"
+"""The step that drops near-copies, of which `prepare --verify` finds none in held-out text."""
 LEAST = 10
 """Documents that are too few to judge by."""
 
@@ -23,13 +25,14 @@ def of_data(manifest: Mapping[str, Any]) -> Iterator[Sighting]:
     for source in sources if isinstance(sources, list) else []:
         if not isinstance(source, Mapping):
             continue
-        read, duplicates = value(source, "read"), value(source, "duplicates")
-        label = str(source.get("label"))
-        if read and duplicates is not None and read >= LEAST and duplicates > MANY * read:
-            text = f"{duplicates:,} of {read:,} documents of source {label} repeat others ({duplicates / read:.0%})"
-            evidence = {"source": label, "duplicates": duplicates, "read": read}
+        steps = source.get("steps")
+        near = value(steps, NEAR) if isinstance(steps, Mapping) else None
+        read, equal = value(source, "read"), value(source, "duplicates")
+        if not read or equal is None or read < LEAST:
+            continue
+        repeated = equal + (near or 0)
+        if repeated > MANY * read:
+            label = str(source.get("label"))
+            text = f"{repeated:,} of {read:,} documents of source {label} repeat others ({repeated / read:.0%})"
+            evidence = {"source": label, "equal": equal, "near": near, "read": read}
             yield Sighting("duplicate_data", None, text, evidence)
-        leaking = value(source, "leaking")
-        if leaking:
-            text = f"{leaking:,} held-out documents of source {label} are also in training, but for case and spaces"
-            yield Sighting("leaking_data", None, text, {"source": label, "leaking": leaking})

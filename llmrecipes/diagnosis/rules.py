@@ -48,7 +48,14 @@ CHECKED = {
     "overfitting": Rule(
         "warning",
         "Overfitting",
-        "Use the checkpoint of the lowest held-out loss; add data or take fewer steps; raise dropout or weight decay.",
+        "Use the checkpoint of the lowest held-out loss (checkpoint.keep_best, RUN@best); add data or take fewer steps "
+        "(train.early_stop); raise dropout or weight decay.",
+    ),
+    "train_valid_gap": Rule(
+        "info",
+        "Training loss leaves held-out loss behind",
+        "Watch whether the held-out loss still falls: train.early_stop ends the run when it does not, and "
+        "checkpoint.keep_best keeps its best state. More data, fewer passes over it, or regularisation close the gap.",
     ),
     "exploding_gradients": Rule(
         "warning",
@@ -88,15 +95,15 @@ CHECKED = {
         "Waiting for data",
         "Raise data.num_workers and data.prefetch_factor, and put prepared data on a local disk.",
     ),
-    "slow_rank": Rule(
-        "warning",
-        "One rank is slow",
-        "llmrecipes doctor on its node: clocks, ECC, PCIe, other processes. Leave the node out if it stays slow.",
-    ),
     "clock_throttling": Rule(
         "warning",
         "Clocks are throttled",
         "llmrecipes doctor on its node names the reason: heat (cooling, air flow), power limit, a fault of the board.",
+    ),
+    "slow_rank": Rule(
+        "warning",
+        "A rank is a little slower, always",
+        "All others wait for it. llmrecipes doctor on its node: clocks, temperature, PCIe, other processes.",
     ),
     "slow_storage": Rule(
         "warning",
@@ -112,12 +119,8 @@ CHECKED = {
     "duplicate_data": Rule(
         "warning",
         "Duplicate documents",
-        "They were left out. Check whether a source is listed twice or has copies: less text is left than it seems.",
-    ),
-    "leaking_data": Rule(
-        "warning",
-        "Held-out text is in the training text",
-        "The held-out loss is too good. Remove near-duplicates from the source before preparing it.",
+        "They were left out. Check whether a source is listed twice or has copies: less text is left than it seems. "
+        "Near-copies may be held out and in training: the step near_duplicates of data.steps, then prepare --verify.",
     ),
 }
 """Rules that checks of records apply, live and after the fact."""

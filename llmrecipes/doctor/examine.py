@@ -423,7 +423,7 @@ def check_data(recipe: Recipe, data_dir: Path) -> Iterator[Finding]:
 
 
 def _sources(recipe: Recipe) -> Iterator[Finding]:
-    from llmrecipes.data.sources import files, label
+    from llmrecipes.data.sources import files, label, size_of
 
     for source in recipe.data.sources:
         check_name = f"source {label(source)}"
@@ -431,7 +431,7 @@ def _sources(recipe: Recipe) -> Iterator[Finding]:
             yield warn(check_name, "is on the Hugging Face Hub", "llmrecipes prepare on a node with internet access")
             continue
         try:
-            sizes = [file.stat().st_size for file in files(source)]
+            sizes = [size_of(file) for file in files(source)]
         except (UserError, OSError) as error:
             yield fail(check_name, str(error).splitlines()[0].removeprefix("error: "), "data.sources in the recipe")
             continue

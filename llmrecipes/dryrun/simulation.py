@@ -28,8 +28,11 @@ from llmrecipes.engine.base import Batch, Engine, MetaBackend, Progress
 from llmrecipes.faults.signals import end_with_parent
 from llmrecipes.plan.activations import most_activations, peak
 from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.plan.kernels import own_layers
 from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.memory import of_stage
+from llmrecipes.recipe.adversarial import passes as passes_of
+from llmrecipes.recipe.preference_rules import rows_of_a_pair
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape
 from llmrecipes.redact import guard_streams
@@ -47,7 +50,7 @@ def dry_run(spec: DryRunSpec, rank: int, log: Callable[[str], None] = lambda lin
     plan = derive(spec.recipe, spec.world_size, spec.cluster)
     engines = cast(MetaBackend, backend(spec.recipe))
     started = time.monotonic()
-    kernels = "cuda, local" if plan.device == "cuda" and spec.recipe.lora is not None else plan.device
+    kernels = "cuda, local" if plan.device == "cuda" and own_layers(spec.recipe, plan.device) else plan.device
     platform = engines.meta_platform(rank, spec.world_size, kernels, spec.skew)
     storages = Storages()
     recorder = Recorder(storages, _chosen(plan))
@@ -114,6 +117,8 @@ def batches(plan: Plan) -> Iterator[Batch]:
     size, length = plan.recipe.train.micro_batch_size, plan.recipe.model.seq_length
     tokens = torch.zeros(size, length, dtype=torch.long)
     positions = torch.arange(length).expand(size, -1).contiguous()
+    if plan.recipe.dpo is not None and rows_of_a_pair(plan.recipe) == 1:
+        positions[:, length // 2 :] = torch.arange(length - length // 2)
     while True:
         yield {
             "tokens": tokens,
@@ -126,7 +131,7 @@ def batches(plan: Plan) -> Iterator[Batch]:
 def _progress(plan: Plan, chunks: int, log: Callable[[str], None]) -> Callable[[int], None]:
     """Called with the passes that have begun; logs every few seconds."""
     started = reported = time.monotonic()
-    passes = 2 * plan.num_microbatches * chunks
+    passes = 2 * plan.num_microbatches * chunks * passes_of(plan.recipe.train)
 
     def begun(count: int) -> None:
         nonlocal reported
@@ -145,13 +150,15 @@ def _of_step(plan: Plan, stage: int) -> tuple[Recipe, Shape, Layout, int, int, s
 
 def _planned(plan: Plan, stage: int) -> dict[str, int]:
     memory, moment = of_stage(*_of_step(plan, stage)), peak(*_of_step(plan, stage))
+    # The comparison with a teacher keeps its gradient only after it has held the most.
+    kept = moment.kept_logits if plan.recipe.distill is None else 0
     return {
         "weights": memory.weights,
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
-        "activations": moment.activations + moment.kept_logits,
+        "activations": moment.activations + kept,
         "communication": moment.outputs + memory.buffers,
-        "temporary": moment.logits - moment.kept_logits,
+        "temporary": moment.logits - kept + memory.teacher + memory.movements,
     }
 
 

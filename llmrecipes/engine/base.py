@@ -17,13 +17,20 @@ import torch.distributed as dist
 
 from llmrecipes.checkpoint.state_format import CheckpointFormat, StateDict, Written
 from llmrecipes.checkpoint.store import Entry
+from llmrecipes.engine.meters import (
+    AccuracyMeter,
+    BalanceCounter,
+    Importance,
+    LayerMeasurements,
+    LayerMeter,
+    RewardMeter,
+)
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.faults.numerics import BadParameter
 from llmrecipes.hardware.profile import Group
 from llmrecipes.hf.safetensors import TensorSource
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.tracking.events import LayerBalance
 
 Batch = dict[str, torch.Tensor]
 """`tokens`, `labels`, `loss_mask` and `position_ids` of a micro-batch, each [micro_batch_size, seq_length]."""
@@ -131,6 +138,8 @@ class StepResult:
     """What was computed first, if that was not finite and the step was computed again (`faults.rerun_mode`)."""
     is_local: bool = False
     """Of a result that is not finite: whether this rank's loss, or its gradients before they were reduced, are not."""
+    layers: LayerMeasurements | None = None
+    """None: no step was measured since the last result."""
 
 
 @dataclass(frozen=True)
@@ -147,25 +156,6 @@ class ReplicaFault:
     """Parameters that differ."""
     is_outvoted: bool
     """Most replicas agree against this one; of two replicas, either may be the wrong one."""
-
-
-@dataclass(frozen=True)
-class Balance:
-    """Expert routing of one step, over all ranks."""
-
-    layers: tuple[LayerBalance, ...]
-    aux_loss: float | None
-    """See `StepMetrics.moe_aux_loss`."""
-
-
-class BalanceCounter(Protocol):
-    """Counts routed tokens between `start` and `collect`; no cost otherwise."""
-
-    def start(self) -> None:
-        """Start counting."""
-
-    def collect(self) -> Balance:
-        """Stop counting, and sum the counts over ranks; a collective of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -206,6 +196,18 @@ class Engine(Protocol):
         """None for a dense model."""
 
     @property
+    def accuracy(self) -> AccuracyMeter | None:
+        """None if the engine does not measure it."""
+
+    @property
+    def rewards(self) -> RewardMeter | None:
+        """None if the recipe does not compare pairs."""
+
+    @property
+    def layers(self) -> LayerMeter | None:
+        """None if the engine does not measure layers, or the recipe does not want it."""
+
+    @property
     def modules(self) -> Sequence[torch.nn.Module]:
         """This rank's parts of the model: one, or one for each virtual pipeline stage."""
 
@@ -214,16 +216,18 @@ class Engine(Protocol):
         """Learning rate of the next step."""
 
     def train_step(
-        self, batches: Iterator[Batch], *, stop: StopCheck | None = None, accept: Accept | None = None
-    ) -> StepResult:
+        self, batches: Iterator[Batch], *, num_microbatches: int | None = None, stop: StopCheck | None = None,
+        accept: Accept | None = None, redo: Callable[[], None] | None = None,
+    ) -> StepResult:  # fmt: skip
         """One optimizer step on the next global batch.
 
         Args:
             batches: micro-batches of this data-parallel rank.
-            stop: called when the batches are used up. The answer is reduced with the loss, so that agreeing costs
-                nothing.
+            num_microbatches: of this step; None: the plan's.
+            stop: called when the batches are used up; the answer is reduced with the loss, which costs nothing.
             accept: called before the update, if loss and gradient norm are finite; None: every update is made.
                 An engine that updates before it knows both ignores it (`recipe/zero_rules.py`).
+            redo: called before each micro-batch of a step that is computed again.
         """
 
     def evaluate(self, batches: Iterator[Batch], global_batches: int, stop: StopCheck | None = None) -> float | None:
@@ -231,8 +235,7 @@ class Engine(Protocol):
 
         Args:
             batches: micro-batches of this data-parallel rank, of the validation split.
-            global_batches: how many global batches to read.
-            stop: called once per global batch.
+            global_batches: how many global batches to read; `stop` is called once in each.
 
         Returns:
             The loss, or None on all ranks if one of them had to stop: a partial mean is not a result.
@@ -244,7 +247,7 @@ class Engine(Protocol):
     def replica_fault(self) -> ReplicaFault | None:
         """First weight that differs between data-parallel replicas, the same on all ranks; a collective of all.
 
-        With the distributed optimizer, call it in `params_synced`.
+        With the distributed optimizer, call it in `params_synced`, or between the passes of a step and its update.
         """
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -263,10 +266,7 @@ class Engine(Protocol):
         """The state for a checkpoint; tensors are referenced, not copied, and there is no communication."""
 
     def load_state(self, entry: Entry) -> Progress:
-        """Restore weights, optimizer, schedule and random states; a collective of all ranks.
-
-        Returns:
-            Progress of the run.
+        """Restore weights, optimizer, schedule and random states; a collective of all ranks. Returns the progress.
 
         Raises:
             UserError: the checkpoint has a different architecture, or is not plain data.
@@ -282,6 +282,16 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Release the model and its memory."""
+
+
+class PartEngine(Engine, Protocol):
+    """An engine with local checkpoints."""
+
+    def part_format(self) -> CheckpointFormat:
+        """A new format for what `part` returns, of which only this rank reads the files, by `load_state`."""
+
+    def part(self, progress: Progress) -> StateDict:
+        """The state that this rank needs to go on, whatever other ranks have; as `state`."""
 
 
 class TextModel(Protocol):
@@ -362,6 +372,9 @@ class Backend(Protocol):
 
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> Engine:
         """An MoE engine whose experts are copies of a dense checkpoint's MLP; in one process."""
+
+    def importance(self, plan: Plan, platform: Platform, entry: Entry, batches: Iterable[torch.Tensor]) -> Importance:
+        """How much the parts of a checkpoint's model contribute on batches [b, s] of token ids; in one process."""
 
     def write_weights(self, plan: Plan, weights: WeightSource, directory: Path) -> tuple[Written, dict[str, str]]:
         """Write weights as the files of a checkpoint of step 0, in one process that does not hold the model.

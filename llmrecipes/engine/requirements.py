@@ -8,6 +8,7 @@ from pkgutil import resolve_name
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.builds import require_gpu_build
 from llmrecipes.recipe.engines import ENGINES, engine_name
+from llmrecipes.recipe.optimizer_kinds import require_optimizer
 from llmrecipes.recipe.schema import Recipe
 
 
@@ -26,10 +27,10 @@ def require_packages(recipe: Recipe) -> None:
 
 
 def require_installed(recipe: Recipe) -> None:
-    """Refuse a recipe whose engine is not installed.
+    """Refuse a recipe whose engine or optimizer is not installed.
 
     Raises:
-        UserError: a package is missing.
+        UserError: a package is missing, or megatron-core is too old for the optimizer.
     """
     name = engine_name(recipe)
     engine = ENGINES[name]
@@ -41,3 +42,4 @@ def require_installed(recipe: Recipe) -> None:
             rule=f"the engine {name} is optional: its packages are in the extra {engine.extra}",
             fix=f"make setup-{engine.extra} in the checkout, or pip install 'llmrecipes[{engine.extra}]'",
         )
+    require_optimizer(recipe)

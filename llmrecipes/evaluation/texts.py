@@ -17,6 +17,7 @@ from llmrecipes.recipe.schema import Source
 
 OPTION = "--data"
 TYPES = get_args(Source.model_fields["type"].annotation)
+_PATHLESS = ("stdlib", "machine")
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Texts:
 
     @classmethod
     def parse(cls, name: str, *, text_key: str = "text", limit: int | None = None) -> Texts:
-        """Documents by name: `valid`, `test`, `train`, `stdlib`, or `TYPE:PATH` with the type of a recipe's source.
+        """Documents by name: `valid`, `test`, `train`, `stdlib`, `machine`, or `TYPE:PATH` with a source's type.
 
         Raises:
             UserError: it is neither.
@@ -53,12 +54,12 @@ class Texts:
         if name in SPLITS:
             return cls(name, name, None, limit)
         kind, _, path = name.partition(":")
-        if kind not in TYPES or bool(path) == (kind == "stdlib"):
+        if kind not in TYPES or bool(path) == (kind in _PATHLESS):
             raise UserError(
                 f"{name!r}",
                 where=OPTION,
-                rule=f"a split of the run ({', '.join(SPLITS)}), stdlib, or TYPE:PATH, where TYPE is a source's: "
-                + ", ".join(each for each in TYPES if each != "stdlib"),
+                rule=f"a split of the run ({', '.join(SPLITS)}), {', '.join(_PATHLESS)}, or TYPE:PATH, with TYPE of: "
+                + ", ".join(each for each in TYPES if each not in _PATHLESS),
                 fix=f"{OPTION} text:{name}" if Path(name).exists() else f"{OPTION} valid",
             )
         source = Source.model_validate({"type": kind, "path": path or None, "text_key": text_key})

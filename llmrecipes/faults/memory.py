@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import os
+from dataclasses import replace
 
 from llmrecipes.errors import ExitCode, UserError
-from llmrecipes.plan.kernels import keeps_scores
+from llmrecipes.hardware.cluster import detect
+from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.plan.speed import ladder
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.shape import shape
 
 _GPU_MEMORY = "GPU memory"
 _CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
@@ -44,71 +47,71 @@ def trim_heap() -> None:
         trim(0)
 
 
-def memory_hints(recipe: Recipe, *, data_parallel_size: int, device: str) -> list[str]:
-    """What to change for less memory, cheapest first.
+def memory_hints(plan: Plan, *, allocator: str = "") -> list[str]:
+    """What to change for less memory, the cheapest kind first, with predicted memory and time.
+
+    The prediction was too low for a run that ran out of memory, but its differences hold.
 
     Args:
-        data_parallel_size: ranks that share the batch.
+        plan: of the run.
+        allocator: the value of PYTORCH_ALLOC_CONF.
 
     Returns:
         One line per hint, with a key and its new value; without those the recipe already has.
     """
-    train, parallelism = recipe.train, recipe.parallelism
-    hints = []
-    if (smaller := _largest_proper_divisor(train.micro_batch_size)) is not None:
-        accumulation = train.global_batch_size // (smaller * data_parallel_size)
-        hints.append(
-            f"train.micro_batch_size={smaller} (now {train.micro_batch_size}): less activation memory, the same "
-            f"training with {accumulation} accumulated micro-batches"
-        )
-    if train.recompute_granularity is None and keeps_scores(recipe, shape(recipe.model), device):
-        hints.append(
-            "train.recompute_granularity=selective: attention is recomputed in the backward pass, a few % slower"
-        )
-    if train.recompute_granularity != "full":
-        hints.append(
-            "train.recompute_granularity=full train.recompute_method=uniform train.recompute_num_layers=1: only layer "
-            "inputs are kept, about a third slower"
-        )
-    if data_parallel_size > 1 and not parallelism.use_distributed_optimizer:
-        hints.append(
-            "parallelism.use_distributed_optimizer=true: optimizer state is divided by "
-            f"{data_parallel_size} data-parallel ranks"
-        )
+    hints = ladder.lines(plan, ladder.ladder(plan, allocator), fits=False)
+    train, model = plan.recipe.train, plan.recipe.model
     if train.precision == "fp32":
         hints.append("train.precision=bf16: activations take half the memory (a different training: start a new run)")
-    elif parallelism.grad_reduce_in_fp32:
+    elif plan.recipe.parallelism.grad_reduce_in_fp32:
         hints.append("parallelism.grad_reduce_in_fp32=false: gradients take 2 bytes a parameter instead of 4")
-    if recipe.model.seq_length > 1:
+    if model.seq_length > 1:
         hints.append(
-            f"model.seq_length={recipe.model.seq_length // 2} (now {recipe.model.seq_length}): a different training "
-            "(start a new run)"
+            f"model.seq_length={model.seq_length // 2} (now {model.seq_length}): a different training (start a new run)"
         )
     return hints
 
 
-def out_of_memory(
-    error: BaseException, recipe: Recipe, *, data_parallel_size: int, where: str = ""
-) -> UserError | None:
+def out_of_memory(error: BaseException, recipe: Recipe, *, ranks: int, nodes: int, where: str = "") -> UserError | None:
     """The error to end a run with, or None if `error` is not about memory.
 
     Args:
+        ranks: of the run.
+        nodes: that they are on, all like this one.
         where: rank and step.
     """
     described = describe_oom(error)
     if described is None:
         return None
-    device = "cuda" if described.startswith(_GPU_MEMORY) else "cpu"
-    hints = memory_hints(recipe, data_parallel_size=data_parallel_size, device=device)
+    machine = detect().times(nodes)
+    # As before the run, which holds what is no longer free.
+    gpus = tuple(replace(gpu, memory_free_bytes=gpu.memory_bytes) for gpu in machine.gpus)
+    machine = replace(machine, gpus=gpus, memory_available_bytes=machine.memory_bytes)
+    try:
+        if described.startswith(_GPU_MEMORY) or not gpus:
+            variables = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+            allocator = next((os.environ[name] for name in variables if name in os.environ), "")
+            hints = memory_hints(derive(recipe, ranks, machine), allocator=allocator)
+        else:
+            hints = _of_the_host(recipe)
+    except UserError:  # there is no plan for these ranks, as in a measurement of one layer
+        hints = ["train.micro_batch_size=1, train.recompute_granularity=auto, or more ranks"]
     steps = "\n".join(f"    {number}. {hint}" for number, hint in enumerate(hints, 1))
     return UserError(
         f"out of {described}",
         where=where,
-        fix=f"change the recipe, in this order, until it fits:\n{steps}",
+        fix=f"change the recipe, in this order, until it fits; each is predicted as the only change:\n{steps}",
         code=ExitCode.STOP,
     )
 
 
-def _largest_proper_divisor(number: int) -> int | None:
-    # A divisor keeps the global batch divisible.
-    return next((number // factor for factor in range(2, number + 1) if number % factor == 0), None)
+def _of_the_host(recipe: Recipe) -> list[str]:
+    """What a run on GPUs keeps in main memory."""
+    hints = []
+    if recipe.data.num_workers:
+        hints.append(f"data.num_workers=0 (now {recipe.data.num_workers}): each is a process with its own memory")
+    if recipe.checkpoint.async_save:
+        hints.append("checkpoint.async_save=false: no copy of the state in main memory; each save stops the training")
+    if recipe.zero is not None and (recipe.zero.offload_optimizer, recipe.zero.offload_param) != ("none", "none"):
+        hints.append("more nodes, each of which then keeps a smaller share of what zero offloads")
+    return hints or ["more main memory for the job: --mem of Slurm, or the limit of the pod"]

@@ -91,3 +91,7 @@ class StragglerWatch:
         return factors, [
             Straggler(rank, float(factors[rank]), float(own[rank]), float(own[rank] / factors[rank])) for rank in new
         ]
+
+    def slow_for(self, reports: int) -> list[int]:
+        """Ranks that were slow in so many reports in a row, to the last one."""
+        return sorted(rank for rank, count in self._slow.items() if count >= max(reports, REPORTS))

@@ -25,12 +25,13 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from llmrecipes.faults.collectives import waits
 from llmrecipes.faults.signals import end_with_parent
 from llmrecipes.io import write_atomic
 
@@ -48,6 +49,8 @@ STACK_SECONDS = 3.0
 """For the rank to write its stacks."""
 GATHER_SECONDS = 10.0
 """For the other ranks' watchdogs to notice the same hang; so long again if the first rank does not notice it."""
+ANSWER_SECONDS = 1.0
+"""For a thread of it to say which collectives it has called, once the stacks are there; less where limits are short."""
 STACKS = signal.SIGUSR2
 _STATE = struct.Struct("=ddqq")
 """Since when, until when (0: no limit), step, number of the phase."""
@@ -132,25 +135,33 @@ class Hang:
     innermost: str
     """The innermost frame of the main thread."""
     stacks: str = ""
+    collectives: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The last one of each of its process groups; empty where they could not be asked for."""
 
 
 @contextmanager
-def watched(limits: HangLimits, folder: Path, *, rank: int, world_size: int) -> Iterator[RankHeartbeat]:
+def watched(
+    limits: HangLimits, folder: Path, *, rank: int, world_size: int, collectives: Callable[[], str] | None = None
+) -> Iterator[RankHeartbeat]:
     """Watch this process while the block runs.
 
     Args:
         folder: for reports, the same for all ranks and of this start only; made when a rank hangs.
         rank: of this process.
         world_size: ranks of the run.
+        collectives: what the report says of this rank's, as JSON; called in a thread when it hangs. None: nothing.
     """
-    state, stacks = os.memfd_create("heartbeat"), os.memfd_create("stacks")
+    state, stacks, last = (os.memfd_create(name) for name in ("heartbeat", "stacks", "collectives"))
+    asked, ask = os.pipe()
     os.ftruncate(state, _STATE.size)
     memory = mmap.mmap(state, _STATE.size)
     beat = RankHeartbeat(limits, memory)
     faulthandler.register(STACKS, file=stacks, all_threads=True)
-    arguments = [str(each) for each in (os.getpid(), state, stacks, rank, world_size, folder)]
+    answer = (lambda: "{}") if collectives is None else collectives
+    threading.Thread(target=_answer, args=(asked, last, answer), daemon=True).start()
+    arguments = [str(each) for each in (os.getpid(), state, stacks, last, ask, rank, world_size, folder)]
     process = subprocess.Popen(
-        [sys.executable, "-m", __name__, *arguments], pass_fds=(state, stacks), stdin=subprocess.DEVNULL
+        [sys.executable, "-m", __name__, *arguments], pass_fds=(state, stacks, last, ask), stdin=subprocess.DEVNULL
     )
     try:
         yield beat
@@ -160,11 +171,30 @@ def watched(limits: HangLimits, folder: Path, *, rank: int, world_size: int) -> 
         process.wait()
         faulthandler.unregister(STACKS)
         memory.close()
-        os.close(state)
-        os.close(stacks)
+        os.close(ask)  # which ends the thread
+        for each in (state, stacks):
+            os.close(each)
 
 
-def watch(pid: int, memory: mmap.mmap, stacks: int, rank: int, world_size: int, folder: Path) -> None:
+def _answer(asked: int, last: int, collectives: Callable[[], str]) -> None:
+    """Wait, without Python's lock, until the watchdog asks."""
+    if os.read(asked, 1):
+        with suppress(Exception):
+            os.pwrite(last, f"{collectives()}\n".encode(), 0)
+    os.close(asked)
+    os.close(last)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Descriptors of what a rank says when it hangs."""
+
+    stacks: int
+    last: int
+    ask: int
+
+
+def watch(pid: int, memory: mmap.mmap, evidence: Evidence, rank: int, world_size: int, folder: Path) -> None:
     """Return when the process has ended, or was killed because it hung."""
     process = os.pidfd_open(pid)
     ended = select.poll()
@@ -184,7 +214,7 @@ def watch(pid: int, memory: mmap.mmap, stacks: int, rank: int, world_size: int, 
             # What the rank waits for, a file system for example, may also hold up or fail its report.
             latest = threading.Timer(STACK_SECONDS + 3 * _gathering(until - since), _kill, (process,))
             latest.start()
-            hang = _examined(pid, process, stacks, rank, step, PHASES[phase], (now - since, until - since))
+            hang = _examined(pid, process, evidence, rank, step, PHASES[phase], (now - since, until - since))
             with suppress(OSError):
                 folder.mkdir(parents=True, exist_ok=True)
                 write_atomic(folder / f"rank-{rank}.json", json.dumps(asdict(hang)))
@@ -229,6 +259,7 @@ def report(found: Mapping[int, Hang], world_size: int) -> str:
     absent = sorted(rank for rank, hang in found.items() if _place(hang) != usual)
     if absent and len(found) > 1:
         lines.append(f"    not where most ranks wait: {', '.join(map(str, absent[:16]))}")
+    lines += waits({rank: hang.collectives for rank, hang in found.items()})
     missing = sorted(set(range(world_size)) - found.keys())
     if missing:
         lines.append(f"    did not report a hang: {', '.join(map(str, missing[:16]))}{' …' if missing[16:] else ''}")
@@ -246,23 +277,33 @@ def _place(hang: Hang) -> tuple[int, str, str]:
 
 
 def _examined(
-    pid: int, process: int, stacks: int, rank: int, step: int, phase: str, times: tuple[float, float]
+    pid: int, process: int, evidence: Evidence, rank: int, step: int, phase: str, times: tuple[float, float]
 ) -> Hang:
-    state = _state(pid)
+    stacks = evidence.stacks
+    state, node = _state(pid), socket.gethostname()
+    if state == "T":
+        # Continued for its stacks, it would train on, and the other ranks with it, until it is killed.
+        return Hang(rank, node, step, phase, *times, state, "?", "(no stacks: the process is stopped)\n")
     before = os.fstat(stacks).st_size
     with suppress(ProcessLookupError):
         signal.pidfd_send_signal(process, STACKS)
-        if state == "T":
-            signal.pidfd_send_signal(process, signal.SIGCONT)
-    end, size = time.monotonic() + STACK_SECONDS, before
+    with suppress(OSError):
+        os.write(evidence.ask, b"?")
+    end, size, complete = time.monotonic() + STACK_SECONDS, before, 0.0
     while time.monotonic() < end:
         time.sleep(0.1)
         size, last = os.fstat(stacks).st_size, size
         if size == last > before:
-            break
+            if os.fstat(evidence.last).st_size:
+                break
+            complete = complete or time.monotonic()
+            end = min(end, complete + min(ANSWER_SECONDS, max(0.0, _gathering(times[1]) - 1) / 4))
     text = os.pread(stacks, size - before, before).decode("utf-8", "replace")
     text = text or "(no stacks: the process did not answer)\n"
-    return Hang(rank, socket.gethostname(), step, phase, *times, state, _innermost(text), text)
+    collectives: dict[str, dict[str, Any]] = {}
+    with suppress(OSError, ValueError):
+        collectives = json.loads(os.pread(evidence.last, os.fstat(evidence.last).st_size, 0) or "{}")
+    return Hang(rank, node, step, phase, *times, state, _innermost(text), text, collectives)
 
 
 def _innermost(stacks: str) -> str:
@@ -320,11 +361,11 @@ def _reports(folder: Path) -> dict[int, Path]:
 
 def main(arguments: list[str]) -> None:
     """The process beside a rank."""
-    pid, state, stacks, rank, world_size = map(int, arguments[:5])
+    pid, state, stacks, last, ask, rank, world_size = map(int, arguments[:7])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # those of a scheduler or terminal are for the rank
     end_with_parent(pid)
-    watch(pid, mmap.mmap(state, _STATE.size), stacks, rank, world_size, Path(arguments[5]))
+    watch(pid, mmap.mmap(state, _STATE.size), Evidence(stacks, last, ask), rank, world_size, Path(arguments[7]))
 
 
 if __name__ == "__main__":

@@ -10,10 +10,12 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from llmrecipes.hardware import nvidia
 from llmrecipes.units import MIB
+
+Fact = TypeVar("Fact")
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -36,6 +38,12 @@ PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     ("V100", 125.0),  # V100 data sheet, SXM2
     ("T4", 65.0),  # T4 data sheet
 )
+
+COMPUTE_CAPABILITY: tuple[tuple[str, tuple[int, int]], ...] = (
+    ("GB200", (10, 0)), ("B200", (10, 0)), ("H200", (9, 0)), ("H100", (9, 0)), ("A100", (8, 0)), ("A10", (8, 6)),
+    ("L40S", (8, 9)), ("RTX 4090", (8, 9)), ("V100", (7, 0)), ("T4", (7, 5)),
+)  # fmt: skip
+"""Of the same GPUs, from developer.nvidia.com/cuda-gpus."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +115,17 @@ def detect(directory: Path | None = None) -> Cluster:
 
 def peak_tflops(name: str) -> float | None:
     """Dense bf16 peak of a GPU by its nvidia-smi name, in TFLOP/s; None if unknown."""
+    return _by_name(PEAK_TFLOPS, name)
+
+
+def compute_capability(name: str) -> tuple[int, int] | None:
+    """That of a GPU by its nvidia-smi name; None if unknown."""
+    return _by_name(COMPUTE_CAPABILITY, name)
+
+
+def _by_name(table: Sequence[tuple[str, Fact]], name: str) -> Fact | None:
     words = set(name.replace("-", " ").split())
-    return next((peak for key, peak in PEAK_TFLOPS if set(key.split()) <= words), None)
+    return next((fact for key, fact in table if set(key.split()) <= words), None)
 
 
 FIELDS = ("index", "uuid", "name", "memory.total", "memory.free")

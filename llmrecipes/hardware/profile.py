@@ -233,7 +233,7 @@ class MeasuredLinks(Section):
 
 
 class Costs(Section):
-    """Costs of a GPU, for `llmrecipes plan`."""
+    """Costs of a GPU, for `llmrecipes plan` and the energy of runs."""
 
     usd_per_gpu_hour: PosFloat | None = None
     """Price of a GPU for an hour, in US dollars."""
@@ -243,6 +243,10 @@ class Costs(Section):
     """Power of the building divided by that of its machines."""
     kg_co2_per_kwh: PosFloat | None = None
     """Carbon intensity of its electricity."""
+
+
+COSTS = "LLMRECIPES_COSTS"
+"""Variable of the environment with `Costs` as JSON, of a start without a profile: pods get their site's."""
 
 
 class Failures(Section):

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from llmrecipes.hf.megatron import weights
 from llmrecipes.recipe.schema import Model
 from llmrecipes.recipe.section import Section
 from llmrecipes.recipe.shape import shape
+from llmrecipes.recipe.weight_names import weights
 
 
 class Transform(Protocol):
@@ -302,7 +302,7 @@ class Family:
         """What one of megatron-core's tensors becomes.
 
         Args:
-            name: as in `hf.megatron.weights`.
+            name: as in `recipe.weight_names.weights`.
 
         Raises:
             KeyError: the family has no such tensor.

@@ -109,7 +109,7 @@ class Planned:
 
     @property
     def recipe(self) -> Recipe:
-        return self.plan.recipe
+        return self.plan.run_recipe
 
 
 @dataclass(frozen=True)

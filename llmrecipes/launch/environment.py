@@ -153,6 +153,10 @@ def gpu_variables(plan: Plan, gpu: str) -> dict[str, tuple[str, str]]:
         margin = (NORM_MARGIN, "multiprocessors that TransformerEngine's norms leave to overlapped NCCL kernels; "
                   "Megatron-Bridge sets it on H100")  # fmt: skip
         values |= {f"NVTE_{direction}_LAYERNORM_SM_MARGIN": margin for direction in ("FWD", "BWD")}
+    if value(plan.features, "cuda_graph_impl"):
+        values["NCCL_GRAPH_REGISTER"] = (
+            "0", "NCCL would register buffers of CUDA graphs that expandable segments move; megatron-core asks for it"
+        )  # fmt: skip
     if value(plan.features, "deterministic_mode"):
         reason = "speed.deterministic_mode"
         values |= {name: (setting, reason) for name, setting in DETERMINISTIC.items()}

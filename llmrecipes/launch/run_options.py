@@ -54,6 +54,9 @@ class RunOptions(BaseModel):
         bool, Option("With --max-restarts, keep a process per rank that has imported everything.")
     ] = True
     """It takes host memory only. Without it a restart imports torch and megatron-core again."""
+    from_best: Annotated[
+        bool, Option("Delete the checkpoints after the one of the lowest held-out loss, and resume from that.")
+    ] = False
     from_scratch: Annotated[bool, Option("Move the run's earlier output aside and restart at step 0.")] = False
 
     def words(self, true: str | None = None) -> tuple[str, ...]:

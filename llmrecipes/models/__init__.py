@@ -1,1 +1,1 @@
-"""Models made of others, written for others, and served: import, convert, upcycle, merge, finetune, export, serve."""
+"""Models made of others, written for others, and served: import, convert, upcycle, grow, merge, finetune, export."""

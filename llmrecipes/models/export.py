@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from llmrecipes import __version__
 from llmrecipes.errors import UserError
 from llmrecipes.models.create import published, require_absent
+from llmrecipes.recipe.optimizer_kinds import named
 from llmrecipes.recipe.schema import Recipe, Source
 from llmrecipes.rundir import Run
 from llmrecipes.workflow.model_source import base_of, find_checkpoint, lora_of, open_run, require_merge
@@ -20,10 +21,11 @@ if TYPE_CHECKING:
     from llmrecipes.data.manifest import DataManifest
     from llmrecipes.data.prepared import Prepared
     from llmrecipes.recipe.schema import Recipe
+    from llmrecipes.tracking.energy import Energy
     from llmrecipes.tracking.progress import Counted
 
 
-FORMS = ("hf", "peft")
+FORMS = ("hf", "peft", "onnx", "torch-export", "gguf")
 ELEMENT_TYPES = ("fp32", "bf16", "fp16")
 
 
@@ -115,7 +117,7 @@ def export(
     require_merge(Run(run).recipe(), run, requested=options.merge_adapter)
     opened = open_run(run, entry, options.family, averaged=options.averaged)
     recipe = opened.recipe
-    prepared = _prepared(recipe, data_dir) if options.tokenizer else None
+    prepared = prepared_of(recipe, data_dir) if options.tokenizer else None
     dtype = options.dtype or recipe.train.precision
     notes = _notes(recipe, averaged=options.averaged)
     with published(out) as folder:
@@ -154,7 +156,13 @@ def _notes(recipe: Recipe, *, averaged: bool) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _prepared(recipe: Recipe, data_dir: Path) -> Prepared:
+def prepared_of(recipe: Recipe, data_dir: Path) -> Prepared:
+    """The data of a recipe, with its tokenizer.
+
+    Raises:
+        UserError: it is not prepared.
+    """
+
     from llmrecipes.data.prepared import open_prepared
 
     try:
@@ -165,7 +173,8 @@ def _prepared(recipe: Recipe, data_dir: Path) -> Prepared:
 
 
 def _measured(run: Path, entry: Entry) -> Losses:
-    """The losses of metrics.jsonl up to the checkpoint."""
+    """What metrics.jsonl says up to the checkpoint."""
+    from llmrecipes.tracking.energy import Energy
     from llmrecipes.tracking.jsonl import parse
     from llmrecipes.untrusted import lines
 
@@ -178,6 +187,7 @@ def _measured(run: Path, entry: Entry) -> Losses:
         records = []
     for record in records:
         if record.get("step", 0) <= entry.step:
+            losses["energy"] = Energy.of(record) or losses.get("energy")
             if "valid_loss" in record:
                 losses |= {"valid_loss": record["valid_loss"], "bits_per_byte": record.get("valid_bits_per_byte")}
             elif "loss" in record:
@@ -269,6 +279,7 @@ class Losses:
         loss: of the last step.
         valid_loss: of the last evaluation; None if there was none.
         bits_per_byte: of the same, on the held-out text.
+        energy: that all starts of the run have used until then; None: unknown.
     """
 
     step: int
@@ -276,6 +287,7 @@ class Losses:
     loss: float | None = None
     valid_loss: float | None = None
     bits_per_byte: float | None = None
+    energy: Energy | None = None
 
 
 def card(
@@ -292,7 +304,9 @@ def card(
         notes: what users of the model must know.
     """
     text = [
-        front_matter("llmrecipes", "megatron-core", task="text-generation"),
+        front_matter(
+            "llmrecipes", "megatron-core", task="text-generation", emissions=_emissions(recipe, measured.energy)
+        ),
         f"# {recipe.name}\n",
         f"{recipe.description}\n" if recipe.description else "",
         f"A model of type `{family}` with {parameters:,} parameters, {_how(recipe)} with llmrecipes {__version__} on "
@@ -308,6 +322,8 @@ def card(
         _sources(recipe, data),
         "## Losses\n",
         _losses(measured),
+        "## Environmental impact\n",
+        _impact(recipe, measured),
         "## Use\n",
         f"{_use(recipe)} It has the gaps and biases of its data. No license is stated: whoever publishes this model "
         "adds one that is compatible with the licenses of its data, its tokenizer and its base model, if any.\n",
@@ -315,12 +331,37 @@ def card(
     return "\n".join(part for part in text if part)
 
 
-def front_matter(*tags: str, task: str | None = None) -> str:
+def front_matter(*tags: str, task: str | None = None, emissions: Mapping[str, Any] | None = None) -> str:
     """Metadata at the head of a model card, which the Hub reads."""
     from huggingface_hub import ModelCardData
 
-    data = ModelCardData(library_name="transformers", pipeline_tag=task, tags=list(tags))
+    carbon = {"co2_eq_emissions": dict(emissions)} if emissions else {}
+    data = ModelCardData(library_name="transformers", pipeline_tag=task, tags=list(tags), **carbon)
     return f"---\n{data}\n---\n"
+
+
+def _emissions(recipe: Recipe, energy: Energy | None) -> dict[str, Any] | None:
+    """As the Hub reads it, in grams: https://huggingface.co/docs/hub/model-cards-co2. None: unknown."""
+    if energy is None or energy.kg_co2 is None:
+        return None
+    kind = "pre-training" if recipe.train.pretrained is None else "fine-tuning"
+    return {
+        "emissions": float(f"{1000 * energy.kg_co2:.4g}"),
+        "source": f"llmrecipes, energy {energy.how()}",
+        "training_type": kind,
+    }
+
+
+def _impact(recipe: Recipe, measured: Losses) -> str:
+    energy = measured.energy
+    if energy is None:
+        return "The energy of the training is not known.\n"
+    rows = {"energy": f"{energy.kwh:,.4g} kWh, {energy.how()}"}
+    if energy.kg_co2 is not None:
+        rows["carbon"] = f"{energy.kg_co2:,.4g} kg CO2"
+    rows["tokens a joule"] = f"{measured.tokens / energy.joules:,.3g}"
+    begun = "" if recipe.train.pretrained is None else "\nThat of the weights it began from is not in it.\n"
+    return _table(rows) + begun
 
 
 def _how(recipe: Recipe) -> str:
@@ -360,8 +401,8 @@ def _training(recipe: Recipe, measured: Losses) -> dict[str, str]:
         "tokens": f"{measured.tokens:,}",
         "batch": f"{train.global_batch_size:,} × {recipe.model.seq_length:,} tokens",
         "precision": train.precision,
-        "optimizer": f"AdamW, peak learning rate {optimizer.lr:g}, betas {optimizer.adam_beta1:g} and "
-        f"{optimizer.adam_beta2:g}, weight decay {optimizer.weight_decay:g}",
+        "optimizer": f"{named(optimizer)}, peak learning rate {optimizer.lr:g}, "
+        f"weight decay {optimizer.weight_decay:g}",
         "schedule": f"{recipe.scheduler.lr_decay_style}, {recipe.scheduler.lr_warmup_iters:,} steps of warm-up",
         "seed": str(train.seed),
     }
@@ -387,6 +428,8 @@ def _name(source: Source) -> str:
         return f"{source.path} (Hugging Face dataset)"
     if source.type == "stdlib":
         return "source code of Python's standard library"
+    if source.type == "machine":
+        return "documentation and code of a machine, with planted junk"
     return f"{source.type} files {_public(source.path)}"
 
 

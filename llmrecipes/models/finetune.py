@@ -164,7 +164,7 @@ def steps(request: Finetuning, paths: Paths) -> list[FinetuneStep]:
         "train": command_line("train", request.recipe, options={"run-id": RUN_ID}, runs_dir=paths.runs_dir, **where),
         "export": command_line("export", f"{request.name}/{RUN_ID}", options=options, runs_dir=paths.runs_dir, **where),
     }
-    trained = recipe is not None and Run(run).is_finished(recipe.train.train_iters)
+    trained = recipe is not None and Run(run).is_finished(recipe.train)
     done = {
         "recipe": recipe is not None,
         "prepare": recipe is not None and is_prepared(recipe, paths.data_dir),

@@ -259,7 +259,7 @@ def merge_runs(
     require_different(names, names)
     checkpoints = {name: find_checkpoint(name, runs_dir) for name in names}
     require_different(names, [str(entry.path.resolve()) for _, entry in checkpoints.values()])
-    recipes = {name: Run(run).recipe() for name, (run, _) in checkpoints.items()}
+    recipes = {name: Run(run).recipe_of(entry.step) for name, (run, entry) in checkpoints.items()}
     _require_same_models(recipes)
     inputs = {name: Input(name, backend(recipes[name]).tensors(entry)) for name, (_, entry) in checkpoints.items()}
     merged = MergedTensors(numbers, [inputs[name] for name in models], None if base is None else inputs[base])

@@ -19,6 +19,7 @@ from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.pending import fullest
 from llmrecipes.recipe.adapters import adapted, is_target
 from llmrecipes.recipe.features import resolve, value
+from llmrecipes.recipe.fp8 import in_bf16
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape
 
@@ -121,7 +122,7 @@ def _chunk(recipe: Recipe, per: _PerToken, numbers: range) -> tuple[float, float
         kept, most = 0.0, 0.0
         for number in numbers:
             # The layers after it are freed by the time one is recomputed.
-            discarded = per.discarded(experts=per.has_experts(number))
+            discarded = per.of(number).discarded(experts=per.has_experts(number))
             size = per.layer(number) - discarded.total
             most = max(most - size, discarded.most)
             kept += size
@@ -180,10 +181,19 @@ class _PerToken:
     device: str
     inputs_only: bool = False
     """Whether core attention keeps its inputs only, because it is recomputed."""
+    bf16: bool = False
+    """Whether the layer's products are in bf16 although those of others are in fp8."""
 
     @cached_property
     def element(self) -> int:
         return 4 if self.recipe.train.precision == "fp32" else 2
+
+    @cached_property
+    def _input(self) -> float:
+        """Bytes of a value that a product keeps as its input: in fp8 one, and a scale of 32 values in a byte, or of 128
+        in four."""
+        in_fp8 = self.recipe.speed.fp8 is not None and self.device == "cuda" and not self.bf16
+        return 1 + 1 / 32 if in_fp8 else self.element
 
     @cached_property
     def edge(self) -> float:
@@ -220,7 +230,16 @@ class _PerToken:
 
     def layer(self, number: int) -> float:
         """One of the decoder's layers, from 0."""
-        return self.expert_layer if self.has_experts(number) else self.dense_layer
+        per = self.of(number)
+        return per.expert_layer if self.has_experts(number) else per.dense_layer
+
+    def of(self, number: int) -> _PerToken:
+        """The parts of one of the decoder's layers, from 0."""
+        return self._in_bf16 if in_bf16(self.recipe, number) else self
+
+    @cached_property
+    def _in_bf16(self) -> _PerToken:
+        return replace(self, bf16=True)
 
     def has_experts(self, number: int) -> bool:
         """Whether one of the decoder's layers, from 0, has experts."""
@@ -270,20 +289,29 @@ class _PerToken:
     @cached_property
     def dense_layer(self) -> float:
         """A layer with a dense MLP."""
-        edge = self.edge * keeps_input(self.recipe, "linear_fc1")
+        edge = self._edge_as_input * keeps_input(self.recipe, "linear_fc1")
         adapters = kept_by_adapters(*self._of, experts=False)
         return self._attention + self.norm + edge + self._dense_inner + self.mask + adapters
 
     @cached_property
     def _dense_inner(self) -> float:
-        wide = self._wide - 1 + keeps_input(self.recipe, "linear_fc2")
-        return self.element * wide * self.shape.ffn_hidden_size / self.layout.tensor_model_parallel_size
+        each = self.element * (self._wide - 1) + self._input * keeps_input(self.recipe, "linear_fc2")
+        return each * self.shape.ffn_hidden_size / self.layout.tensor_model_parallel_size
+
+    @cached_property
+    def _edge_as_input(self) -> float:
+        """The residual stream, normalised, as the input of a product."""
+        return self.edge * self._input / self.element
 
     @cached_property
     def expert_layer(self) -> float:
         """A layer with experts: router, dispatched tokens, the experts' and the shared experts' MLPs."""
         adapters = kept_by_adapters(*self._of, experts=True)
-        return self._attention + self.norm + self.edge + self.mask + adapters + sum(self._expert_parts)
+        # The router's input; in fp8 shared experts have a copy.
+        edge = self.edge + self._edge_as_input * (
+            self._input < self.element and self.shape.moe_shared_ffn_hidden_size > 0
+        )
+        return self._attention + self.norm + edge + self.mask + adapters + sum(self._expert_parts)
 
     @cached_property
     def _expert_parts(self) -> tuple[float, float, float, float]:
@@ -294,10 +322,11 @@ class _PerToken:
             visits *= model.moe_expert_capacity_factor
         # The router's scores and its map; for each assignment two indices and two scores.
         router = (1 + (8 if model.moe_router_dtype == "fp64" else 4)) * s.num_moe_experts + 24 * visits
-        moved = visits * element * s.hidden_size * keeps_input(self.recipe, "experts.linear_fc1")
-        wide = self._scored - 1 + keeps_input(self.recipe, "experts.linear_fc2")
-        experts = visits * element * wide * s.moe_ffn_hidden_size
-        shared = element * (self._wide - 1 + keeps_input(self.recipe, "linear_fc2")) * s.moe_shared_ffn_hidden_size
+        moved = visits * self._input * s.hidden_size * keeps_input(self.recipe, "experts.linear_fc1")
+        wide = element * (self._scored - 1) + self._input * keeps_input(self.recipe, "experts.linear_fc2")
+        experts = visits * wide * s.moe_ffn_hidden_size
+        wide = element * (self._wide - 1) + self._input * keeps_input(self.recipe, "linear_fc2")
+        shared = wide * s.moe_shared_ffn_hidden_size
         moved *= self.layout.expert_tensor_parallel_size  # whose ranks have each other's tokens too
         ranks = self._sequence_ranks
         return router / ranks, moved / ranks, experts / ranks, shared / self.layout.tensor_model_parallel_size
@@ -366,7 +395,9 @@ class _PerToken:
         tensor = self.layout.tensor_model_parallel_size
         # Inputs of the norm and the projection, then the tensors split by heads, with the output projection's input.
         down = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj")
-        outside = self.norm + self.edge * max(keeps_input(self.recipe, name) for name in down) + self.mask
+        outside = self.norm + self._edge_as_input * max(keeps_input(self.recipe, name) for name in down) + self.mask
+        if self._input < element and model.q_lora_rank and model.multi_latent_attention:
+            outside += self._edge_as_input  # each of the two projections down keeps its copy in fp8
         split = self.layout.context_parallel_size > 1 and own_layers(self.recipe, self.device)
         gathered = split and not self._in_parts and not self.inputs_only
         rope = model.position_embedding_type != "learned_absolute"
@@ -428,7 +459,7 @@ class _PerToken:
         size = self.element * (sum(ranks) + model.qk_pos_emb_head_dim)
         if model.qk_layernorm:
             size += sum(self._norm(rank) for rank in ranks)
-        return size
+        return size - (self.element - self._input) * sum(ranks)  # the inputs of the products up
 
     def _norm(self, width: int) -> int:
         composite = self.device == "cpu" and self.recipe.model.normalization == "RMSNorm"

@@ -11,12 +11,15 @@ from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.plan.derive import LEAST_HEADROOM, Plan, derive, most_recomputation, num_microbatches, with_chunks
 from llmrecipes.plan.layout import layout
 from llmrecipes.plan.memory import estimate
+from llmrecipes.plan.speed import ladder
 from llmrecipes.plan.speed.device import device
 from llmrecipes.plan.speed.search import nearest
 from llmrecipes.recipe import rules
-from llmrecipes.recipe.degrees import model_parallel_size, smallest_world
+from llmrecipes.recipe.batch_schedule import without_ramp
+from llmrecipes.recipe.degrees import elastic_worlds, model_parallel_size, smallest_world
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape
+from llmrecipes.recipe.stages import span_of
 from llmrecipes.units import GIB
 from llmrecipes.units import gib as gib
 
@@ -45,13 +48,69 @@ def check(plan: Plan, cluster: Cluster, advise: bool = True) -> None:
     needed = ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in parts.items())
     place = f"on {cluster.name}" if cluster.name else "on this machine"
     where = place if ranks == 1 else f"for each of {ranks} ranks {place}"
+    span = span_of(plan.recipe)
+    stage = "" if span is None else f"in stage {span.name}: "
     raise UserError(
-        f"does not fit: a rank needs {gib(plan.memory.total)} ({needed}), "
+        f"{stage}does not fit: a rank needs {gib(plan.memory.total)} ({needed}), "
         f"{gib(plan.memory_capacity_bytes)} available {where} ({_machine(cluster)})",
         where=f"recipe {name}",
         fix=f"make smoke RECIPE={name} rehearses a small version on this machine; "
-        f"{_advice(plan, cluster) if advise else recommend(plan.recipe, plan.shape, cluster)}",
+        f"{_advice(plan, cluster) if advise else recommend(plan.recipe, plan.shape, cluster)}{_ladder(plan)}",
     )
+
+
+def require_elastic_world(recipe: Recipe, ranks: int) -> None:
+    """Refuse a number of ranks that a recipe's `train.elastic` does not allow.
+
+    Raises:
+        UserError: with the nearest that it does.
+    """
+    (least, most), worlds = recipe.train.elastic or (0, 0), elastic_worlds(recipe)
+    if ranks in worlds:
+        return
+    near = [*[n for n in worlds if n < ranks][-1:], *[n for n in worlds if n > ranks][:1]]
+    dense = model_parallel_size(recipe.parallelism)
+    raise UserError(
+        f"{ranks} ranks, with [{least}, {most}] replicas of {dense} rank{'s' * (dense > 1)}",
+        where="train.elastic",
+        rule="the number of replicas is in the range, and shares the global batch evenly",
+        fix=f"{' or '.join(map(str, near))} ranks",
+    )
+
+
+def check_fewer(recipe: Recipe, ranks: int, cluster: Cluster) -> None:
+    """Check the smaller numbers of ranks with which `train.elastic` lets a run go on; the nearest first.
+
+    Args:
+        ranks: of the start, which is known to fit.
+        cluster: that it runs on.
+
+    Raises:
+        UserError: the recipe does not fit one of them.
+    """
+    (_, most), fitting = recipe.train.elastic or (0, 0), ranks
+    for fewer in reversed([n for n in elastic_worlds(recipe) if n < ranks]):
+        try:
+            check(derive(recipe, fewer, cluster), cluster, advise=False)
+        except UserError as error:
+            least = fitting // model_parallel_size(recipe.parallelism)
+            raise UserError(
+                f"allows {fewer} rank{'s' * (fewer > 1)}: {error.what}",
+                where="train.elastic",
+                rule="a run fits every number of ranks with which it may go on",
+                fix=f"elastic [{least}, {most}]",
+            ) from error
+        fitting = fewer
+
+
+def _ladder(plan: Plan) -> str:
+    """Every single change with less memory, in order, for GPUs, or where one of them fits."""
+    rungs = ladder.ladder(plan)
+    if plan.device != "cuda" and not any(rung.fits for rung in rungs):
+        return ""
+    numbered = (f"\n    {number}. {line}" for number, line in enumerate(ladder.lines(plan, rungs), 1))
+    rest = ladder.others(rungs)
+    return f"\n    one change at a time:{''.join(numbered)}{f'{chr(10)}    no change: {rest}' if rest else ''}"
 
 
 def _advice(plan: Plan, cluster: Cluster) -> str:
@@ -181,7 +240,7 @@ def _candidates(recipe: Recipe, cluster: Cluster, ranks: int) -> Iterator[Recipe
                 for micro in reversed(_powers(min(each, MOST_MICRO_BATCH))):
                     if each % micro == 0:
                         batch = {"micro_batch_size": micro, "global_batch_size": each * replicas}
-                        train = recipe.train.model_copy(update={**recompute, **batch})
+                        train = without_ramp(recipe.train, **recompute, **batch)
                         yield recipe.model_copy(update={"parallelism": parallelism, "train": train})
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
 from typing import Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.features import expected
-from llmrecipes.plan.kernels import modules, recompute_granularity
+from llmrecipes.plan.kernels import modules, own_layers, recompute_granularity
 from llmrecipes.plan.layout import Layout, layout
 from llmrecipes.plan.losses import logits
 from llmrecipes.plan.memory import Memory, checkpoint_bytes, estimate, of_stage
@@ -19,21 +19,33 @@ from llmrecipes.plan.parameters import (
     count,
     count_adapters,
     count_adapters_on_rank,
+    count_frozen,
     count_on_rank,
     flops_per_token,
 )
 from llmrecipes.plan.sharding import check_zeropp
+from llmrecipes.plan.trained import require_trained
 from llmrecipes.recipe import recompute
-from llmrecipes.recipe.degrees import model_parallel_size, multiples, smallest_world
+from llmrecipes.recipe.adversarial import passes
+from llmrecipes.recipe.batch_rules import require_divisible
+from llmrecipes.recipe.batch_schedule import BatchSchedule, batch_schedule, common, tokens_of, varies
+from llmrecipes.recipe.degrees import elastic_worlds, model_parallel_size, multiples, smallest_world
+from llmrecipes.recipe.distill_rules import teacher_model
 from llmrecipes.recipe.features import FeatureChoice, SpeedTarget, require, resolve, value
+from llmrecipes.recipe.optimizer_rules import require_fused_adam
+from llmrecipes.recipe.preference_rules import has_reference
 from llmrecipes.recipe.rules import obstacle_to_chunks
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape, shape
-from llmrecipes.units import GIB
+from llmrecipes.recipe.stage_runs import in_stage, stage_recipes
+from llmrecipes.recipe.stages import decay_iters, whole
+from llmrecipes.units import GIB, MIB
 
 MOST_LOGITS, LOGITS_OF_CHUNK = 1 / 16, 1 / 64
 """Shares of a GPU's memory: with more logits than the first the loss is computed in chunks, whose logits in fp32 take
 at most the second."""
+MOST_CPU_LOGITS, CPU_LOGITS_OF_CHUNK = 256 * MIB, 64 * MIB
+"""The same on a CPU, in bytes: its memory is shared, and chunks take no longer (benchmarks/RESULTS.md)."""
 
 LEAST_HEADROOM = 0.05
 """Share of a rank's memory that should stay free, because the need is an estimate and allocators fragment."""
@@ -47,7 +59,8 @@ _SHAPE = ("ffn_hidden_size", "num_query_groups", "kv_channels", "max_position_em
 class Plan:
     """The layout of a recipe on a machine's ranks, and every number derived from it.
 
-    `tokens_per_step` and `total_tokens` count training tokens; FLOPs are per token, forward and backward, without
+    `batches` has the global batch of each step; if it grows, `num_microbatches` and `tokens_per_step` are of the last
+    one. `tokens_per_step` and `total_tokens` count training tokens; FLOPs are per token, forward and backward, without
     recomputation (`full`: all attention positions, `causal`: half of them). `num_parameters_on_rank` and `memory` are
     those of the rank with the most. `memory_capacity_bytes` is available to one rank: its GPU's free memory, or an
     equal share of the machine's available memory. `fits` compares it with `memory.total`, and `memory_headroom` is the
@@ -64,6 +77,7 @@ class Plan:
     layout: Layout
     cluster: Cluster
     device: str
+    batches: BatchSchedule
     num_microbatches: int
     tokens_per_step: int
     total_tokens: int
@@ -77,6 +91,13 @@ class Plan:
     host_memory_bytes: int
     host_capacity_bytes: int
     checkpoint_bytes: int
+    stages: tuple[Plan, ...] = ()
+    """Of a recipe with stages, the plan of each; this is then that of the one that needs the most memory."""
+
+    @property
+    def run_recipe(self) -> Recipe:
+        """The recipe of the run; of one with stages without what was derived for a stage."""
+        return whole(self.recipe)
 
     def __str__(self) -> str:
         """The table of `llmrecipes show --plan`."""
@@ -97,7 +118,17 @@ class Plan:
             "recompute_granularity": self.recompute_granularity,
             "recompute_modules": list(self.recompute_modules),
             "loss_chunk_tokens": self.loss_chunk_tokens,
+            **({"stages": [each.facts() for each in self.stages]} if self.stages else {}),
         }
+
+    def num_microbatches_of(self, steps: int) -> int:
+        """Micro-batches of one data-parallel rank in the step that follows this many steps."""
+        return self.batches.of_step(steps) // (self.recipe.train.micro_batch_size * self.layout.data_parallel_size)
+
+    @property
+    def full_steps(self) -> float:
+        """Steps of `global_batch_size` with as many tokens as the run."""
+        return self.total_tokens / self.tokens_per_step
 
     @property
     def loss_chunk_tokens(self) -> int:
@@ -179,7 +210,9 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for plan.json and `show --json`, with names that stay compatible with older runs."""
-        held = {"recipe", "shape", "layout", "cluster", "device", "num_microbatches"}
+        from llmrecipes.plan.table import stage_facts
+
+        held = {"recipe", "shape", "layout", "cluster", "device", "batches", "num_microbatches", "stages"}
         held |= set() if self.num_adapter_parameters else {"num_adapter_parameters"}
         return {
             "recipe": self.recipe.name,
@@ -188,6 +221,7 @@ class Plan:
             "degrees": asdict(self.layout),
             "data_parallel_size": self.layout.data_parallel_size,
             "num_microbatches": self.num_microbatches,
+            **({} if self.batches.is_constant else {"batches": [asdict(each) for each in self.batches.stretches]}),
             "padded_vocab_size": self.shape.vocab_size,
             **{name: getattr(self.shape, name) for name in _SHAPE},
             "lr_decay_iters": self.lr_decay_iters,
@@ -200,6 +234,7 @@ class Plan:
             "memory": self.memory.as_dict(),
             "memory_headroom": round(self.memory_headroom, 4),
             "fits": self.fits,
+            **({"stages": [stage_facts(each) for each in self.stages]} if self.stages else {}),
             "warnings": list(self.warnings),
         }
 
@@ -208,19 +243,18 @@ def default_world_size(recipe: Recipe, cluster: Cluster) -> int:
     """Number of ranks if the user gives none.
 
     On GPUs as many of the machine's as layout and batch divide over; on a CPU the fewest that the layout needs (one
-    for a recipe without one), and twice as many where gradients are sharded: with one replica nothing would be.
+    for a recipe without one), and twice as many where gradients are sharded: with one replica nothing would be. Where
+    `train.elastic` is set, of the numbers that it allows.
     """
+    if recipe.train.elastic is not None:
+        worlds = elastic_worlds(recipe)
+        return max((ranks for ranks in worlds if ranks <= len(cluster.gpus)), default=worlds[0])
     least = smallest_world(recipe.parallelism)
-    micro_batches = recipe.train.global_batch_size // recipe.train.micro_batch_size
+    micro_batches = common(recipe) // recipe.train.micro_batch_size
     shards = recipe.zero is not None and recipe.zero.stage >= 2
     most = len(cluster.gpus) // least * least if cluster.gpus else least * (1 + shards)
     dense = model_parallel_size(recipe.parallelism)
     return next((ranks for ranks in range(most, least, -least) if micro_batches % (ranks // dense) == 0), least)
-
-
-def decay_iters(recipe: Recipe) -> int:
-    """Step at which the learning rate reaches its minimum."""
-    return recipe.scheduler.lr_decay_iters or recipe.train.train_iters
 
 
 def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
@@ -229,22 +263,26 @@ def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
     Raises:
         UserError: the layout does not fit the ranks or the machine, or the global batch does not divide over them.
     """
+    if recipe.stages:
+        return _of_stages(recipe, world_size, cluster)
     laid_out = layout(recipe, world_size, cluster)
     check_zeropp(recipe, world_size, cluster)
     require(resolve(recipe, expected(recipe, cluster.device, laid_out, cluster)))
+    require_fused_adam(recipe, cluster.device)
     micro_batches = num_microbatches(recipe, laid_out)
     stages = range(laid_out.pipeline_model_parallel_size)
     sizes = shape(recipe.model)
-    if cluster.gpus:
-        recipe = with_chunks(recipe, sizes, laid_out, _gpu_memory(cluster, world_size))
+    recipe = with_chunks(recipe, sizes, laid_out, gpu_memory(cluster, world_size) if cluster.gpus else None)
     automatic = recipe.train.recompute_granularity == "auto"
     if automatic:
         recipe = _least_recomputation(recipe, sizes, laid_out, micro_batches, cluster)
     parameters = count(recipe.model, sizes)
     added, _ = count_adapters(recipe.lora, recipe.model, sizes)
-    _require_adapters(recipe, sizes, laid_out)
+    still, _ = count_frozen(recipe)
+    require_trained(recipe, sizes, laid_out, cluster.device)
     memory = estimate(recipe, sizes, laid_out, micro_batches, cluster.device)
     tokens_per_step = recipe.train.global_batch_size * recipe.model.seq_length
+    batches = batch_schedule(recipe)
     return Plan(
         recipe=recipe,
         recompute_auto=automatic,
@@ -252,39 +290,54 @@ def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
         layout=laid_out,
         cluster=cluster,
         device=cluster.device,
+        batches=batches,
         num_microbatches=micro_batches,
         tokens_per_step=tokens_per_step,
-        total_tokens=tokens_per_step * recipe.train.train_iters,
+        total_tokens=tokens_of(recipe),
         num_parameters=parameters,
         num_adapter_parameters=added,
         num_parameters_on_rank=max(_on_rank(recipe, sizes, laid_out, stage, cluster.device) for stage in stages),
-        flops_per_token_full=flops_per_token(recipe.model, sizes, causal=False, lora=recipe.lora),
-        flops_per_token_causal=flops_per_token(recipe.model, sizes, causal=True, lora=recipe.lora),
+        flops_per_token_full=_flops(recipe, sizes, causal=False),
+        flops_per_token_causal=_flops(recipe, sizes, causal=True),
         memory=memory,
         memory_capacity_bytes=capacity(cluster, world_size),
         host_memory_bytes=memory.host * min(world_size, len(cluster.gpus) // cluster.nodes),
         host_capacity_bytes=cluster.memory_available_bytes // cluster.nodes,
-        checkpoint_bytes=checkpoint_bytes(recipe, added or parameters.total),
+        checkpoint_bytes=checkpoint_bytes(recipe, sizes, added or parameters.total, still),
     )
 
 
-def with_chunks(recipe: Recipe, s: Shape, laid_out: Layout, memory: int) -> Recipe:
+def _of_stages(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
+    """The plan of the stage that needs the most memory, with all others; the tokens are those of the run."""
+    plans = []
+    for stage in stage_recipes(recipe):
+        with in_stage(stage):
+            plans.append(derive(stage, world_size, cluster))
+    largest = max(plans, key=lambda plan: plan.memory.total)
+    return replace(largest, stages=tuple(plans), total_tokens=sum(plan.total_tokens for plan in plans))
+
+
+def with_chunks(recipe: Recipe, s: Shape, laid_out: Layout, memory: int | None) -> Recipe:
     """The recipe with the chunks of its loss, if their size is left to the plan and the logits take too much.
 
-    Not where they are fewer bytes than the output weight's gradient in fp32, which chunks keep instead.
+    Not where they are fewer bytes than the output weight's gradient in fp32, which chunks keep instead. A z-loss is
+    computed by the loss in chunks only, of which one may have all tokens.
 
     Args:
-        memory: bytes of a GPU, free or not.
+        memory: bytes of a GPU, free or not; None: on a CPU.
     """
+    most, of_chunk = MOST_CPU_LOGITS, CPU_LOGITS_OF_CHUNK
+    if memory is not None:
+        most, of_chunk = int(MOST_LOGITS * memory), int(LOGITS_OF_CHUNK * memory)
     if recipe.train.loss_chunk_tokens is not None or obstacle_to_chunks(recipe):
         return recipe
     whole = logits(recipe, s, laid_out)
-    if whole <= MOST_LOGITS * memory:
+    if whole <= most and not recipe.train.z_loss_coeff:
         return recipe
-    tokens = LOGITS_OF_CHUNK * memory / (4 * s.vocab_size / laid_out.tensor_model_parallel_size)
+    tokens = of_chunk / (4 * s.vocab_size / laid_out.tensor_model_parallel_size)
     chunk = 1 << max(int(tokens).bit_length() - 1, 6)
     in_chunks = recipe.model_copy(update={"train": recipe.train.model_copy(update={"loss_chunk_tokens": chunk})})
-    return in_chunks if logits(in_chunks, s, laid_out) < whole else recipe
+    return in_chunks if recipe.train.z_loss_coeff or logits(in_chunks, s, laid_out) < whole else recipe
 
 
 def _least_recomputation(recipe: Recipe, s: Shape, laid_out: Layout, micro_batches: int, cluster: Cluster) -> Recipe:
@@ -294,7 +347,7 @@ def _least_recomputation(recipe: Recipe, s: Shape, laid_out: Layout, micro_batch
     """
     most = capacity(cluster, laid_out.world_size)
     if cluster.gpus:
-        most = _gpu_memory(cluster, laid_out.world_size)
+        most = gpu_memory(cluster, laid_out.world_size)
 
     def fits(tried: Recipe) -> bool:
         stages = range(laid_out.pipeline_model_parallel_size)  # the first is usually the fullest
@@ -317,6 +370,9 @@ def most_recomputation(recipe: Recipe) -> Recipe:
     if recipe.speed.overlap_moe_expert_parallel_comm:  # its schedule runs the parts of a layer one by one
         names = recompute.possible(recipe)
         return _recomputing(recipe, "selective", modules=tuple(n for n in names if n not in ("moe_act", "mlp")))
+    if recipe.speed.cuda_graph_impl is not None:  # a recorded layer is not recomputed as a whole
+        parts = tuple(name for name in recompute.possible(recipe) if name != "moe_act")
+        return _recomputing(recipe, "selective", modules=parts) if parts else _recomputing(recipe)
     return _recomputing(recipe, "full", method="uniform", num_layers=1)
 
 
@@ -380,6 +436,11 @@ def num_microbatches(recipe: Recipe, laid_out: Layout) -> int:
             fix=f"global_batch_size {multiples(whole, together)}{fewer}",
         )
     number = whole // together
+    if varies(recipe):
+        words, group = f"micro_batch_size {micro} × data-parallel size {ranks}", 1
+        if laid_out.virtual_pipeline_model_parallel_size > 1:
+            words, group = f"{words} × pipeline_model_parallel_size {stages}", stages
+        require_divisible(recipe, together * group, words)
     if laid_out.virtual_pipeline_model_parallel_size > 1 and number % stages:
         raise UserError(
             f"{number} micro-batches do not divide over pipeline_model_parallel_size {stages}",
@@ -392,26 +453,25 @@ def num_microbatches(recipe: Recipe, laid_out: Layout) -> int:
 
 
 def _on_rank(recipe: Recipe, s: Shape, laid_out: Layout, stage: int, device: str) -> int:
-    parameters = count_on_rank(recipe.model, s, laid_out, stage, device, local=recipe.lora is not None).total
+    parameters = count_on_rank(recipe.model, s, laid_out, stage, device, local=own_layers(recipe, device)).total
     if recipe.lora is None:
         return parameters
     return parameters + count_adapters_on_rank(recipe.lora, recipe.model, s, laid_out, stage).total
 
 
-def _require_adapters(recipe: Recipe, s: Shape, laid_out: Layout) -> None:
-    if recipe.lora is None:
-        return
-    for stage in range(laid_out.pipeline_model_parallel_size):
-        if not count_adapters_on_rank(recipe.lora, recipe.model, s, laid_out, stage).total:
-            raise UserError(
-                f"pipeline stage {stage} has no layer with one of them",
-                where="lora.target_modules",
-                rule="every pipeline stage trains something",
-                fix="fewer stages, or target_modules that every layer has",
-            )
+def _flops(recipe: Recipe, s: Shape, *, causal: bool) -> float:
+    """Of a token in all passes of a step, with the forward pass of a teacher or a reference."""
+    _, still = count_frozen(recipe)
+    own = passes(recipe.train) * (flops_per_token(recipe.model, s, causal=causal, lora=recipe.lora) - 2.0 * still)
+    if has_reference(recipe):
+        own += flops_per_token(recipe.model, s, causal=causal) / 3
+    if recipe.distill is None:
+        return own
+    model = teacher_model(recipe)
+    return own + flops_per_token(model, shape(model), causal=causal) / 3
 
 
-def _gpu_memory(cluster: Cluster, world_size: int) -> int:
+def gpu_memory(cluster: Cluster, world_size: int) -> int:
     """All memory of a GPU, free or not: the same for all ranks, and in the next run."""
     return min(gpu.memory_bytes for gpu, _ in groupby(cluster.gpus[:world_size]))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmrecipes.hardware.cluster import Cluster
+from llmrecipes.hardware.cluster import Cluster, compute_capability
 from llmrecipes.plan.layout import Layout, expected_layers
 from llmrecipes.recipe.features import SpeedTarget
 from llmrecipes.recipe.schema import Recipe
@@ -23,6 +23,7 @@ def expected(
         layers_reason=reason,
         ranks=1 if laid_out is None else laid_out.world_size,
         spans_nodes=laid_out is not None and cluster is not None and spans_nodes(laid_out, cluster),
+        capability=compute_capability(cluster.gpus[0].name) if cluster is not None and cluster.gpus else None,
     )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from llmrecipes.plan.layout import expected_layers
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape
 
 
 def own_layers(recipe: Recipe, device: str) -> bool:
-    """Whether layers are megatron-core's own, with our attention: on a CPU, and with adapters everywhere."""
-    return device == "cpu" or recipe.lora is not None
+    """Whether layers are megatron-core's own, with our attention: on a CPU, and with some adapters everywhere."""
+    return device == "cpu" or (recipe.lora is not None and not expected_layers(recipe, device)[0])
 
 
 def has_fused_kernel(s: Shape, device: str) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
+from llmrecipes.recipe.adapters import needs_local_layers
 from llmrecipes.recipe.degrees import divisors, model_parallel_size, multiples, smallest_world
 from llmrecipes.recipe.engines import DEEPSPEED, engine_name
 from llmrecipes.recipe.layout_rules import shared_sizes
@@ -170,8 +171,8 @@ def _check_machine(parallel: Parallelism, world_size: int, cluster: Cluster) -> 
 
 def only_in_local_layers(recipe: Recipe) -> str | None:
     """What a recipe has that only megatron-core's own layers have; None if it has nothing of that kind."""
-    if recipe.lora is not None:
-        return "adapters are inserted into megatron-core's own layers"
+    if reason := needs_local_layers(recipe):
+        return reason
     if recipe.data.chat is not None and recipe.data.chat.packing and packs_in_local_layers(recipe):
         return "keeps packed conversations apart"
     return None

@@ -22,6 +22,10 @@ def kept_and_most(recipe: Recipe, s: Shape, layout: Layout) -> tuple[int, int]:
         return _of_chunks(recipe, s, layout, recipe.train.loss_chunk_tokens)
     rows = s.vocab_size // layout.tensor_model_parallel_size
     logits = tokens_of_a_micro_batch(recipe, layout) * rows
+    if recipe.distill is not None:
+        # Kept is the gradient; before it, the logits of both, and in fp32 both distributions and the shares of one.
+        element = 4 if recipe.train.precision == "fp32" else 2
+        return int(element * logits), int((12 + 2 * element + 4 * (element == 2)) * logits)
     kept = 4 * logits * (1 + s.mtp_num_layers)
     if layout.tensor_model_parallel_size == 1:
         return int(kept), int(kept + 8 * logits)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import ceil
 
 from llmrecipes.plan import parameters
 from llmrecipes.plan.activations import peak
-from llmrecipes.plan.layout import Layout
-from llmrecipes.plan.parameters import count_on_rank, largest_gathered
+from llmrecipes.plan.kernels import own_layers
+from llmrecipes.plan.layout import Layout, layers_per_stage
+from llmrecipes.plan.losses import tokens_of_a_micro_batch
+from llmrecipes.plan.parameters import count_on_rank, count_vectors, largest_gathered, vectors_on_rank
 from llmrecipes.plan.sharding import States, sharded
+from llmrecipes.recipe.distill_rules import teacher_recipe
 from llmrecipes.recipe.engines import ENGINES, engine_name
+from llmrecipes.recipe.graphs import covered
+from llmrecipes.recipe.optimizer_kinds import matrix_bytes, other_bytes
+from llmrecipes.recipe.preference_rules import has_reference, has_second_model
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.shape import Shape
+from llmrecipes.recipe.shape import Shape, shape
 from llmrecipes.units import GIB, MIB
 
 # Resident after importing everything that a CPU run imports: 0.5 GiB with megatron-core 0.16, 0.84 GiB with 0.19. A
@@ -36,10 +42,13 @@ _CPU_REST = {"fp32": 0.9, "bf16": 1.4, "fp16": 1.4}
 class Memory:
     """Bytes of one rank at the peak of a step.
 
+    With `speed.fp8`, `weights` has copies in fp8 too.
     `logits` are what the loss derives from the output layer's result, where that is the peak; `checkpoint_copy` is the
     snapshot of an asynchronous save (in a CPU run it uses the ranks' memory); `workspace` is the process without a
-    model; `buffers` are those in which ZeRO gathers weights and reduces gradients, and TransformerEngine's user
-    buffers.
+    model; `buffers` are those in which ZeRO gathers weights and reduces gradients, TransformerEngine's user buffers,
+    and what recorded layers take and return (`speed.cuda_graph_impl`); `teacher` are the weights of a teacher
+    (`distill`) or of a reference (`dpo`), and what is kept of its passes; `movements` are those of embeddings, and
+    their gradients (`train.adversarial`).
     """
 
     weights: int
@@ -50,6 +59,8 @@ class Memory:
     checkpoint_copy: int
     workspace: int
     buffers: int = 0
+    teacher: int = 0
+    movements: int = 0
     host: int = 0
     """Offloaded from a GPU to the node's main memory; not in `total`."""
 
@@ -62,7 +73,8 @@ class Memory:
         return {**self._parts(), "total": self.total}
 
     def _parts(self) -> dict[str, int]:
-        return {name: size for name, size in asdict(self).items() if name != "host"}
+        rare = {"teacher", "movements"}  # left out where there is none
+        return {name: size for name, size in asdict(self).items() if name != "host" and (size or name not in rare)}
 
 
 def estimate(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, device: str) -> Memory:
@@ -95,9 +107,60 @@ def of_stage(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, st
         logits=moment.logits,
         checkpoint_copy=copy,
         workspace=process + int(rest * moment.total),
-        buffers=states.buffers + (user_buffers(recipe, s, layout) if device == "cuda" else 0),
+        buffers=states.buffers
+        + (
+            user_buffers(recipe, s, layout) + graph_buffers(recipe, s, layout, num_microbatches, stage)
+            if device == "cuda"
+            else 0
+        ),
+        teacher=teacher_bytes(recipe, layout, num_microbatches, stage, device),
+        movements=movements(recipe, s, layout, num_microbatches) if stage == 0 else 0,
         host=host.total,
     )
+
+
+def teacher_bytes(recipe: Recipe, layout: Layout, num_microbatches: int, stage: int, device: str) -> int:
+    """Bytes of a teacher on a rank of one stage: its weights, and on the last stage the last hidden states, of all
+    micro-batches of a step where there are stages.
+
+    Its passes keep nothing for a backward pass, and no activations of the student exist then.
+    """
+    if has_reference(recipe):
+        return _reference_bytes(recipe, layout, num_microbatches, stage, device)
+    if recipe.distill is None:
+        return 0
+    teacher = teacher_recipe(recipe)
+    s, stages = shape(teacher.model), layout.pipeline_model_parallel_size
+    layout = replace(layout, layers_per_stage=layers_per_stage(teacher))
+    weights = count_on_rank(teacher.model, s, layout, stage, device, local=own_layers(teacher, device)).total
+    hidden = 0.0
+    if stage == stages - 1:
+        tokens = tokens_of_a_micro_batch(recipe, layout) * (num_microbatches if stages > 1 else 1)
+        ranks = layout.tensor_model_parallel_size if layout.sequence_parallel else 1
+        hidden = tokens * s.hidden_size / ranks
+    return int((4 if recipe.train.precision == "fp32" else 2) * (weights + hidden))
+
+
+def movements(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int) -> int:
+    """Bytes of the movements of a step's embeddings on a rank that has some, and of their gradients; with one movement
+    from nothing, its gradient becomes it."""
+    section = recipe.train.adversarial
+    if section is None:
+        return 0
+    ranks = layout.tensor_model_parallel_size if layout.sequence_parallel else 1
+    elements = num_microbatches * tokens_of_a_micro_batch(recipe, layout) * s.hidden_size / ranks
+    return int((4 if recipe.train.precision == "fp32" else 2) * elements * (1 if section.type == "fgm" else 2))
+
+
+def _reference_bytes(recipe: Recipe, layout: Layout, num_microbatches: int, stage: int, device: str) -> int:
+    """As `teacher_bytes`, of a reference (`dpo`): weights of a second model, and log-probabilities in fp32."""
+    model, stages, weights = recipe.model, layout.pipeline_model_parallel_size, 0
+    if has_second_model(recipe):
+        weights = count_on_rank(model, shape(model), layout, stage, device, local=own_layers(recipe, device)).total
+    kept = 0.0
+    if stage == stages - 1:
+        kept = tokens_of_a_micro_batch(recipe, layout) * (num_microbatches if stages > 1 else 1)
+    return int((4 if recipe.train.precision == "fp32" else 2) * weights + 4 * kept)
 
 
 USER_BUFFERS = 10
@@ -113,6 +176,34 @@ def user_buffers(recipe: Recipe, s: Shape, layout: Layout) -> int:
         return 0
     tokens = recipe.model.seq_length * recipe.train.micro_batch_size // layout.context_parallel_size
     return USER_BUFFERS * tokens * s.hidden_size * 2
+
+
+STATIC = 4
+"""Tensors of a micro-batch's width at a fixed address for each recorded layer: input, output, and their gradients.
+What it keeps for the backward pass is `activations`, as without. An estimate, not measured: TransformerEngine shares
+some between layers, and a graph's kernels take memory of the driver."""
+
+
+def graph_buffers(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, stage: int) -> int:
+    """Bytes of what layers recorded as CUDA graphs take and return on one stage.
+
+    With pipeline stages there is a graph for each micro-batch, whose buffers are shared once a micro-batch's backward
+    pass is over: as many are in flight as in 1F1B. Without `gradient_accumulation_fusion` each has the gradients of
+    its weights, too.
+    """
+    parts = covered(recipe)
+    if not parts:
+        return 0
+    layers = sum(layout.layers_per_stage[stage])
+    in_flight = min(num_microbatches, layout.pipeline_model_parallel_size - stage)
+    shared = layout.context_parallel_size
+    if recipe.parallelism.sequence_parallel:
+        shared *= layout.tensor_model_parallel_size
+    tokens = recipe.model.seq_length * recipe.train.micro_batch_size // shared
+    buffers = STATIC * layers * in_flight * tokens * s.hidden_size * 2
+    if recipe.speed.gradient_accumulation_fusion is False:
+        buffers += in_flight * 2 * parameters.count_products_on_rank(recipe, s, layout, stage)
+    return buffers
 
 
 def communicators(recipe: Recipe, s: Shape, layout: Layout) -> dict[str, int]:
@@ -147,42 +238,57 @@ def communicators(recipe: Recipe, s: Shape, layout: Layout) -> dict[str, int]:
 def _states(recipe: Recipe, s: Shape, layout: Layout, stage: int, device: str) -> tuple[States, States]:
     """Model states of a rank on its device, and in host memory."""
     zero = recipe.zero
-    n = count_on_rank(recipe.model, s, layout, stage, device, local=recipe.lora is not None)
-    frozen = 0
+    n = count_on_rank(recipe.model, s, layout, stage, device, local=own_layers(recipe, device))
+    trained = parameters.count_trained_on_rank(recipe, s, layout, stage, device, local=own_layers(recipe, device))
+    frozen, n = n.total - trained.total, trained
     if recipe.lora is not None:
-        frozen, n = n.total, parameters.count_adapters_on_rank(recipe.lora, recipe.model, s, layout, stage)
+        frozen, n = frozen + n.total, parameters.count_adapters_on_rank(recipe.lora, recipe.model, s, layout, stage)
     if zero is not None and zero.stage >= 1 and ENGINES[engine_name(recipe)].all_of_zero:
         share = ceil(n.dense / layout.data_parallel_size) + ceil(n.experts / layout.expert_data_parallel_size)
         layer = largest_gathered(recipe.model, s, layout)
         return sharded(recipe, zero, n.total, share, layer, layout.data_parallel_size, device)
     half = recipe.train.precision != "fp32"
     element = 2 if half else 4
-    # Adam's two moments in fp32, fp32 master weights if the model's weights are not fp32, and their average.
-    state = (12 if half else 8) + (4 if recipe.optimizer.ema_decay is not None else 0)
+    # AdamW's two moments or another momentum, fp32 master weights if the model's weights are not fp32, their average.
+    state = matrix_bytes(recipe.optimizer) + 4 * half + (4 if recipe.optimizer.ema_decay is not None else 0)
+    if recipe.tracking.layers_interval is not None:
+        state += 4  # the weights before the update that is measured
     if recipe.parallelism.use_distributed_optimizer:
         # Dense parameters are replicated on all data- and context-parallel ranks, experts only on some of them.
         dense_ranks = layout.data_parallel_size * layout.context_parallel_size
         optimizer = state * n.dense // dense_ranks + state * n.experts // layout.expert_data_parallel_size
     else:
         optimizer = state * n.total
+    if more := other_bytes(recipe.optimizer) - matrix_bytes(recipe.optimizer):
+        optimizer += more * vectors_on_rank(recipe.model, s, layout, stage)
     reduced = 4 if recipe.parallelism.grad_reduce_in_fp32 or not half else element
-    return States(weights=element * (frozen + n.total), gradients=reduced * n.total, optimizer=optimizer), States()
+    weights = element * (frozen + n.total)
+    if device == "cuda" and recipe.speed.fp8 is not None:
+        weights += int(_FP8_COPIES * parameters.count_products_on_rank(recipe, s, layout, stage))
+    return States(weights=weights, gradients=reduced * n.total, optimizer=optimizer), States()
 
 
-# Master weight and Adam's two moments in fp32, per parameter; a checkpoint has the master weight in fp32 runs too.
-_SAVED_STATE = 12
+_FP8_COPIES = 2 * (1 + 1 / 32)
+"""Bytes of a weight in fp8 for as long as it is not updated: by rows and by columns, with scales, for products forward
+and backward. megatron-core's layers let TransformerEngine keep them between micro-batches."""
+# The master weight in fp32, per parameter; a checkpoint has it in fp32 runs too.
+_SAVED_MASTER = 4
 # The moving average of the weights.
 _SAVED_AVERAGE = 4
 
 
-def checkpoint_bytes(recipe: Recipe, parameters: int) -> int:
+def checkpoint_bytes(recipe: Recipe, s: Shape, parameters: int, frozen: int = 0) -> int:
     """Bytes of one checkpoint: weights in their training precision, and the optimizer state.
 
     Every tensor is written once, whatever the layout. Random states and metadata (20 KiB a rank or less) are left out.
 
     Args:
         recipe: for the precision of the weights.
+        s: of its model.
         parameters: of the full model, or of the adapters if only they are trained.
+        frozen: those of them that have no optimizer state.
     """
-    average = _SAVED_AVERAGE if recipe.optimizer.ema_decay is not None else 0
-    return parameters * (_SAVED_STATE + average + (4 if recipe.train.precision == "fp32" else 2))
+    matrix, other = matrix_bytes(recipe.optimizer), other_bytes(recipe.optimizer)
+    state = _SAVED_MASTER + matrix + (_SAVED_AVERAGE if recipe.optimizer.ema_decay is not None else 0)
+    size = parameters * (4 if recipe.train.precision == "fp32" else 2) + (parameters - frozen) * state
+    return size + (other - matrix) * count_vectors(recipe.model, s) if other != matrix else size

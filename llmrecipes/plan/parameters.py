@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 
 from llmrecipes.plan.layout import Layout
-from llmrecipes.recipe.adapters import Matrix, adapted
-from llmrecipes.recipe.schema import Lora, Model
+from llmrecipes.recipe.adapters import Matrix, adapted, matrices
+from llmrecipes.recipe.fp8 import in_bf16
+from llmrecipes.recipe.freezing import frozen
+from llmrecipes.recipe.schema import Lora, Model, Recipe
 from llmrecipes.recipe.shape import Shape
 
 
@@ -115,6 +119,169 @@ def count_on_rank(
         dense=part.shared // layout.tensor_model_parallel_size + part.whole,
         experts=part.experts // (layout.expert_model_parallel_size * layout.expert_tensor_parallel_size),
     )
+
+
+def count_vectors(model: Model, s: Shape) -> int:
+    """Parameters of the model that are not of a matrix between hidden layers: what Muon leaves to AdamW."""
+    layers = _layer_vectors(model, s, 0, s.num_layers, 1) + _norms(model, s.hidden_size) + _mtp_vectors(model, s, 1)
+    return count(model, s).embedding + layers
+
+
+def vectors_on_rank(model: Model, s: Shape, layout: Layout, stage: int) -> int:
+    """As `count_vectors`, on a rank of one pipeline stage."""
+    ranks = layout.tensor_model_parallel_size
+    total = 0
+    for chunk, layers in enumerate(layout.layers_per_stage[stage]):
+        first = layout.first_layer(stage, chunk)
+        total += _layer_vectors(model, s, first, first + layers, ranks)
+    last = stage == layout.pipeline_model_parallel_size - 1
+    has_embedding = stage == 0 or (last and s.mtp_num_layers > 0)
+    words = s.vocab_size * s.hidden_size // ranks
+    total += has_embedding * (words + _positions(model, s))
+    total += (stage == layout.final_norm(s.mtp_num_layers)[0]) * _norms(model, s.hidden_size)
+    if last:
+        tied = model.share_embeddings_and_output_weights and has_embedding
+        total += _mtp_vectors(model, s, ranks) + (0 if tied else words)
+    return total
+
+
+def _layer_vectors(model: Model, s: Shape, first: int, last: int, ranks: int) -> int:
+    """Norms and biases of the layers `first` to `last` - 1 on one of their tensor-parallel ranks."""
+    h, bias = s.hidden_size, model.add_bias_linear
+    each = 2 * _norms(model, h) + h * bias
+    if not model.multi_latent_attention:
+        each += (bias or model.add_qkv_bias) * (s.query_size + s.key_size + s.value_size) // ranks
+        each += 2 * _norms(model, s.query_channels) * model.qk_layernorm
+    elif model.qk_layernorm:
+        each += _norms(model, model.kv_lora_rank) + (_norms(model, model.q_lora_rank) if model.q_lora_rank else 0)
+    dense = last - first - s.moe_layers(first, last)
+    up = s.ffn_hidden_size * (2 if model.gated_linear_unit else 1)
+    return each * (last - first) + dense * bias * (up // ranks + h)
+
+
+def _mtp_vectors(model: Model, s: Shape, ranks: int) -> int:
+    if not s.mtp_num_layers:
+        return 0
+    layer = _layer_vectors(model, s, s.num_layers - 1, s.num_layers, ranks)
+    return (layer + 3 * _norms(model, s.hidden_size)) * s.mtp_num_layers
+
+
+def count_trained_on_rank(
+    recipe: Recipe, s: Shape, layout: Layout, stage: int, device: str, *, local: bool = False
+) -> RankParameters:
+    """`count_on_rank` without the frozen parameters of `train.freeze`."""
+    every = count_on_rank(recipe.model, s, layout, stage, device, local=local)
+    if not recipe.train.freeze:
+        return every
+    still = count_frozen_on_rank(frozen(recipe), recipe.model, s, layout, stage, split_down=local or device == "cpu")
+    return RankParameters(every.dense - still.dense, every.experts - still.experts)
+
+
+def count_frozen_on_rank(
+    named: Mapping[str, tuple[int, ...]], model: Model, s: Shape, layout: Layout, stage: int, *, split_down: bool
+) -> RankParameters:
+    """Parameters of some names and whole shapes on a rank of one pipeline stage.
+
+    Args:
+        split_down: the down-projections of latent attention are split over tensor-parallel ranks.
+    """
+    part = _Part()
+    for name, size in _on_stage(named, model, s, layout, stage):
+        part += _part_of(name, prod(size), split_down=split_down)
+    return RankParameters(
+        dense=part.shared // layout.tensor_model_parallel_size + part.whole,
+        experts=part.experts // (layout.expert_model_parallel_size * layout.expert_tensor_parallel_size),
+    )
+
+
+def count_frozen_whole(
+    recipe: Recipe, s: Shape, layout: Layout, stage: int, within: tuple[str, ...] = ("decoder.",)
+) -> int:
+    """Frozen parameters of a stage's layers and final norm that each tensor-parallel rank has all of.
+
+    Args:
+        within: one of these is in the names that count.
+    """
+    named = _on_stage(frozen(recipe), recipe.model, s, layout, stage)
+    return sum(
+        _part_of(name, prod(size), split_down=False).whole
+        for name, size in named
+        if any(each in name for each in within)
+    )
+
+
+def _on_stage(
+    named: Mapping[str, tuple[int, ...]], model: Model, s: Shape, layout: Layout, stage: int
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    last = layout.pipeline_model_parallel_size - 1
+    layers: set[int] = set()
+    for chunk, number in enumerate(layout.layers_per_stage[stage]):
+        first = layout.first_layer(stage, chunk)
+        layers |= set(range(first, first + number))
+    for name, size in named.items():
+        match = _LAYER_NAME.match(name)
+        if match is not None:
+            here = int(match[1]) in layers
+        elif name.startswith("embedding."):
+            copied = name == WORDS and model.share_embeddings_and_output_weights
+            here = stage == 0 or (stage == last and copied)
+        else:
+            here = stage == (last if name == "output_layer.weight" else layout.final_norm(s.mtp_num_layers)[0])
+        if here:
+            yield name, size
+
+
+WORDS = "embedding.word_embeddings.weight"
+_LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.")
+_SHARED = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_qkv.bias",
+           "linear_proj.weight", "linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight", "linear_q_proj.weight",
+           "linear_q_up_proj.weight", "linear_kv_up_proj.weight")  # fmt: skip
+
+
+def _part_of(name: str, number: int, *, split_down: bool) -> _Part:
+    if ".local_experts." in name:
+        return _Part(experts=number)
+    if name.endswith(_SHARED) or (split_down and name.endswith("_down_proj.weight")):
+        return _Part(shared=number)
+    return _Part(whole=number)
+
+
+def count_frozen(recipe: Recipe) -> tuple[int, int]:
+    """Frozen parameters of the model, and those of its frozen matrices that one token is multiplied by."""
+    total = products = 0
+    for name, size in frozen(recipe).items():
+        number = prod(size)
+        total += number
+        if len(size) > 1 and (not name.startswith("embedding.") or _is_output(name, recipe.model)):
+            share = 1.0
+            if ".local_experts." in name:
+                share = recipe.model.moe_router_topk / (recipe.model.num_moe_experts or 1)
+            products += int(number * share)
+    return total, products
+
+
+def _is_output(name: str, model: Model) -> bool:
+    return name == WORDS and model.share_embeddings_and_output_weights
+
+
+def count_products_on_rank(recipe: Recipe, s: Shape, layout: Layout, stage: int) -> int:
+    """Parameters of the matrices that are multiplied in fp8 on a rank of one pipeline stage."""
+    numbers: list[int] = []
+    for chunk, layers in enumerate(layout.layers_per_stage[stage]):
+        first = layout.first_layer(stage, chunk)
+        numbers += range(first, first + layers)
+    numbers = [number for number in numbers if not in_bf16(recipe, number)]
+    if stage == layout.pipeline_model_parallel_size - 1:
+        numbers += [s.num_layers - 1] * s.mtp_num_layers  # layers like the last one
+    total = 0
+    for number in numbers:
+        for each in matrices(recipe.model, s, experts=s.moe_layers(number, number + 1) > 0):
+            ranks, copies = layout.tensor_model_parallel_size, 1
+            if each.of_experts:
+                ranks, copies = layout.expert_tensor_parallel_size, s.num_moe_experts
+                ranks *= layout.expert_model_parallel_size
+            total += copies * each.width * each.height // ranks
+    return total
 
 
 def largest_gathered(model: Model, s: Shape, layout: Layout) -> int:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from llmrecipes.hardware.cluster import Cluster
+from llmrecipes.plan.parameters import count, count_frozen
+from llmrecipes.recipe.distill_rules import teacher_model
+from llmrecipes.recipe.preference_rules import has_reference, has_second_model
 from llmrecipes.recipe.proxy import with_zero
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.shape import mup
+from llmrecipes.recipe.shape import mup, shape
+from llmrecipes.recipe.stage_section import Span
+from llmrecipes.recipe.stages import span_of
 from llmrecipes.units import gib
 
 if TYPE_CHECKING:
@@ -37,6 +42,10 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
     if lora := plan.recipe.lora:
         share = f"{plan.num_adapter_parameters / parameters.total:.2%} in adapters of rank {lora.rank}"
         lines.append(("trained parameters", f"{plan.num_adapter_parameters:,}", share))
+    if plan.recipe.train.freeze:
+        still, _ = count_frozen(plan.recipe)
+        share = f"{1 - still / parameters.total:.2%}; {still:,} are frozen (train.freeze)"
+        lines.append(("trained parameters", f"{parameters.total - still:,}", share))
     if plan.num_parameters_on_rank != parameters.total:
         lines.append(("parameters of a rank", f"{plan.num_parameters_on_rank:,}", "of the rank that has most"))
     lines += [
@@ -54,15 +63,17 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
         *_recomputed(plan),
         *_chunks(plan),
         ("micro-batches a step", f"{plan.num_microbatches}", "global_batch_size / micro_batch_size / data parallel"),
+        *_of_run(plan),
+        *_batches(plan),
         ("tokens a step", f"{plan.tokens_per_step:,}", "global_batch_size × seq_length"),
-        ("tokens in all", f"{plan.total_tokens:,}", "× train_iters"),
+        ("tokens in all", f"{plan.total_tokens:,}", "× train_iters" if plan.batches.is_constant else "of all steps"),
         ("learning rate decays until", f"{plan.lr_decay_iters:,}", "lr_decay_iters"),
         (
             "FLOPs a token",
             f"{plan.flops_per_token_full:.4g}",
             f"{plan.flops_per_token_causal:.4g} with causal attention",
         ),
-        ("FLOPs in all", f"{plan.flops_per_token_full * plan.total_tokens:.4g}", "forward and backward"),
+        ("FLOPs in all", f"{_flops(plan):.4g}", "forward and backward"),
     ]
     lines += [(f"memory: {name.replace('_', ' ')}", gib(size), "") for name, size in memory.as_dict().items() if size]
     share = "free on one GPU" if cluster.gpus else "available memory / ranks"
@@ -74,17 +85,75 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
 
 
 def _start(recipe: Recipe) -> list[tuple[str, str, str]]:
-    pretrained = recipe.train.pretrained
-    return [] if pretrained is None else [("starts from the weights of", pretrained, "train.pretrained")]
+    pretrained, distill = recipe.train.pretrained, recipe.distill
+    rows = [] if pretrained is None else [("starts from the weights of", pretrained, "train.pretrained")]
+    if distill is not None:
+        teacher = teacher_model(recipe)
+        size = f"{count(teacher, shape(teacher)).total:,} parameters, forward only"
+        rows.append(("learns from", distill.teacher, f"distill.teacher: {size}"))
+    if recipe.dpo is not None:
+        rows.append(("pairs are compared with", _reference(recipe), "dpo.reference"))
+    return rows
+
+
+def _reference(recipe: Recipe) -> str:
+    if not has_reference(recipe):
+        return "nothing"
+    if not has_second_model(recipe):
+        return "the model without its adapters"
+    named = recipe.dpo and recipe.dpo.reference
+    return f"{named or 'the weights of the start'}, a second model, forward only"
 
 
 def _disk(recipe: Recipe, plan: Plan) -> list[tuple[str, str, str]]:
     kept = recipe.checkpoint.most_recent_k
+    best = " and the best" if recipe.checkpoint.keep_best else ""
     newest = "the newest is kept" if kept == 1 else f"the newest {kept} are kept"
     # One more is on disk while it is written: the oldest is deleted when the new one is complete.
-    most = f"at most {gib((kept + 1) * plan.checkpoint_bytes)}"
+    most = f"at most {gib((kept + 1 + bool(best)) * plan.checkpoint_bytes)}"
     more = f", and each of step {recipe.checkpoint.keep_interval:,} × n" if recipe.checkpoint.keep_interval else ""
-    return [("checkpoint", gib(plan.checkpoint_bytes), f"{newest}: {most} on disk{more}")]
+    return [("checkpoint", gib(plan.checkpoint_bytes), f"{newest}{best}: {most} on disk{more}")]
+
+
+def _flops(plan: Plan) -> float:
+    return sum(each.flops_per_token_full * each.total_tokens for each in plan.stages or (plan,))
+
+
+def stage_facts(plan: Plan) -> dict[str, Any]:
+    """What a stage is, as JSON values."""
+    span = cast(Span, span_of(plan.recipe))
+    return {
+        "name": span.name,
+        "first_step": span.first_step,
+        "last_step": span.last_step,
+        "tokens": plan.total_tokens,
+        "seq_length": plan.recipe.model.seq_length,
+        "global_batch_size": plan.recipe.train.global_batch_size,
+        "micro_batch_size": plan.recipe.train.micro_batch_size,
+        "memory_bytes": plan.memory.total,
+    }
+
+
+def _of_run(plan: Plan) -> list[tuple[str, str, str]]:
+    """The stages of a run, and which one the other lines are of."""
+    rows = []
+    for each in map(stage_facts, plan.stages):
+        name = f"stage {each['name']}"
+        steps = f"steps {each['first_step'] + 1:,} to {each['last_step']:,}"
+        sizes = f"{each['global_batch_size']:,} × {each['seq_length']:,}"
+        rows.append((name, steps, f"{sizes}, {each['tokens']:,} tokens, {gib(each['memory_bytes'])} a rank"))
+    if plan.stages:
+        rows.append(("largest stage", cast(Span, span_of(plan.recipe)).name, "all other lines are of it"))
+    return rows
+
+
+def _batches(plan: Plan) -> list[tuple[str, str, str]]:
+    """The global batches of a run whose batch grows."""
+    if plan.batches.is_constant:
+        return []
+    used = plan.batches.until(plan.recipe.train.train_iters)
+    sizes = f"{used[0].global_batch_size:,} to {used[-1].global_batch_size:,}"
+    return [("global batches", sizes, f"{len(used)} sizes, the last from step {used[-1].first_step + 1:,} on")]
 
 
 def _mup(plan: Plan) -> list[tuple[str, str, str]]:

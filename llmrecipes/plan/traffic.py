@@ -14,10 +14,19 @@ from typing import Literal, NamedTuple
 
 from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.kernels import own_layers, recomputed_layers
-from llmrecipes.plan.parameters import adapted_on_stage, count_adapters_on_rank, count_on_rank, unsharded_adapters
+from llmrecipes.plan.parameters import (
+    WORDS,
+    adapted_on_stage,
+    count_adapters_on_rank,
+    count_frozen_whole,
+    count_trained_on_rank,
+    unsharded_adapters,
+)
 from llmrecipes.plan.sharding import OWNERS
 from llmrecipes.recipe.adapters import adapted
+from llmrecipes.recipe.adversarial import passes
 from llmrecipes.recipe.engines import ENGINES, engine_name
+from llmrecipes.recipe.freezing import frozen
 from llmrecipes.recipe.zero import Zero
 
 SMALL = 4096
@@ -61,14 +70,15 @@ def calls(plan: Plan, stage: int) -> Iterator[Call]:
         stage: from 0.
     """
     once, at_end = list(_of_micro_batch(plan, stage)), list(_gradients(plan, stage))
-    yield from (call for _, call in once * plan.num_microbatches + at_end if call.ranks > 1)
+    times = plan.num_microbatches * passes(plan.recipe.train)
+    yield from (call for _, call in once * times + at_end if call.ranks > 1)
 
 
 def counted(plan: Plan, stage: int) -> Counter[tuple[GroupName, Call]]:
     """How often each of `calls` happens in a step, with who takes part; as quick for many micro-batches as for one."""
     calls = Counter(each for each in _of_micro_batch(plan, stage) if each[1].ranks > 1)
     for each in calls:
-        calls[each] *= plan.num_microbatches
+        calls[each] *= plan.num_microbatches * passes(plan.recipe.train)
     calls.update(each for each in _gradients(plan, stage) if each[1].ranks > 1)
     return calls
 
@@ -303,7 +313,7 @@ def _gradients(plan: Plan, stage: int) -> Iterator[tuple[GroupName, Call]]:
     layout, s, model = plan.layout, plan.shape, plan.recipe.model
     parallel = plan.recipe.parallelism
     lora = plan.recipe.lora
-    parameters = count_on_rank(model, s, layout, stage, plan.device)
+    parameters = count_trained_on_rank(plan.recipe, s, layout, stage, plan.device)
     if lora is not None:
         parameters = count_adapters_on_rank(lora, model, s, layout, stage)
     reduced = 4 if parallel.grad_reduce_in_fp32 else _element(plan)
@@ -326,7 +336,7 @@ def _gradients(plan: Plan, stage: int) -> Iterator[tuple[GroupName, Call]]:
             dense = (each for each in adapted_on_stage(lora, model, s, layout, stage) if not each.of_experts)
             yield "tensor", Call("all-reduce", tensor, reduced * unsharded_adapters(lora, dense))
         return
-    shared = model.share_embeddings_and_output_weights or s.mtp_num_layers
+    shared = (model.share_embeddings_and_output_weights or s.mtp_num_layers) and WORDS not in frozen(plan.recipe)
     if stages > 1 and shared and stage in (0, stages - 1):
         yield "embedding", Call("all-reduce", 2, reduced * s.vocab_size * s.hidden_size // tensor)
     # DeepSpeed cuts gradients once a backward pass has them: they are summed before, in each micro-batch, as they are.
@@ -336,10 +346,12 @@ def _gradients(plan: Plan, stage: int) -> Iterator[tuple[GroupName, Call]]:
         layers = sum(layout.layers_per_stage[stage])
         final = _norm(plan, s.hidden_size) if stage == layout.final_norm(s.mtp_num_layers)[0] else 0
         whole = layers * _whole(plan) + _routers(plan, stage) + final
+        whole -= count_frozen_whole(plan.recipe, s, layout, stage)
         yield from _in("tensor", [Call("all-reduce", tensor, width * whole)] * times)
     elif model.qk_layernorm and not model.multi_latent_attention:
         heads = 2 * _norm(plan, s.query_channels)
         whole = sum(layout.layers_per_stage[stage]) * heads
+        whole -= count_frozen_whole(plan.recipe, s, layout, stage, ("q_layernorm.", "k_layernorm."))
         yield from _in("tensor", [Call("all-reduce", tensor, width * whole)] * times)
 
 

@@ -27,6 +27,7 @@ from llmrecipes.punish import faults
 from llmrecipes.punish.faults import ALARMS, COMPARED, FAULTS, ORDERS, Fault
 from llmrecipes.punish.report import Injection, Punished
 from llmrecipes.punish.signs import Signs
+from llmrecipes.recipe.batch_schedule import without_ramp
 from llmrecipes.recipe.engines import engine_name
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Recipe
@@ -57,9 +58,10 @@ def punished_recipe(recipe: Recipe, ranks: int, steps: int) -> Recipe:
     return recipe.model_copy(
         update={
             "name": f"{recipe.name}.punish",
-            "train": train.model_copy(
-                update={"train_iters": steps, "micro_batch_size": micro, "eval_interval": 20, "eval_iters": 1,
-                        "log_interval": 20}
+            "stages": (),
+            "train": without_ramp(
+                train.without_stops(), train_iters=steps, micro_batch_size=micro, eval_interval=20, eval_iters=1,
+                log_interval=20,
             ),
             "scheduler": recipe.scheduler.model_copy(
                 update={"lr_decay_iters": max(steps, recipe.scheduler.lr_decay_iters or steps)}

@@ -57,8 +57,8 @@ def install(folder: Path, rank: int) -> None:
             _have(fault, engine)
         result = train_step(engine, _digested(batches, digest), **options)
         values = {"step": step, "began": began, "ended": time.monotonic(), "batch": digest.hexdigest()}
-        # The distributed optimizer gathers all weights in a step: only a bit that flips after that differs.
-        if step % faults.COMPARED == 0 and (fault := taken(BEFORE_COMPARISON)):
+        # Replicas are compared before the next update, with which the distributed optimizer gathers all weights again.
+        if (step + 1) % faults.COMPARED == 0 and (fault := taken(BEFORE_COMPARISON)):
             _have(fault, engine)
         record.write(json.dumps(values) + "\n")
         return result

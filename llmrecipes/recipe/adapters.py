@@ -74,6 +74,21 @@ def is_target(lora: Lora, name: str) -> bool:
     return name in lora.target_modules
 
 
+def needs_local_layers(recipe: Recipe) -> str | None:
+    """Why adapters are inserted into megatron-core's own layers; None if TransformerEngine's can have them.
+
+    Those have the matrices of all experts in one module, and latent attention's down-projections whole on each rank.
+    """
+    lora, model = recipe.lora, recipe.model
+    if lora is None:
+        return None
+    if model.multi_latent_attention:
+        return "adapters of latent attention are inserted into megatron-core's own layers"
+    if any(name.startswith(EXPERTS) for name in lora.target_modules or ()):
+        return "adapters of routed experts are inserted into megatron-core's own layers"
+    return None
+
+
 def rules(recipe: Recipe) -> Iterator[Problem]:
     """What adapters go with."""
     lora = recipe.lora
@@ -131,6 +146,12 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
             "adapters are those of the decoder's layers; frozen layers of multi-token prediction would not follow them",
             "model.mtp_num_layers null",
         ),
+        "train.keep_zeros": (
+            recipe.train.keep_zeros,
+            "true with lora",
+            "adapters start with a matrix of zeros, and the weights below them are frozen",
+            "train.keep_zeros false",
+        ),
         "model.use_mup": (
             model.use_mup,
             "true with lora",
@@ -138,10 +159,9 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
             "model.use_mup false",
         ),
         "model.transformer_impl": (
-            model.transformer_impl == "transformer_engine",
+            model.transformer_impl == "transformer_engine" and needs_local_layers(recipe) is not None,
             "transformer_engine with lora",
-            "adapters are inserted into megatron-core's own layers: TransformerEngine's fused ones do not show the "
-            "input of their matrices",
+            f"{needs_local_layers(recipe)}",
             "model.transformer_impl auto or local",
         ),
     }

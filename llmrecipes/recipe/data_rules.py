@@ -6,9 +6,113 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
-from llmrecipes.recipe.data_steps import LANGUAGES, REQUIRED, STEPS
+from llmrecipes.recipe.data_steps import JUDGES, LANGUAGES, REQUIRED, STEPS, Step
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.schema import Recipe
+
+
+def held_out_sets(recipe: Recipe) -> Iterator[Problem]:
+    """Labels that appear twice, weights, and sets of conversations."""
+    sets = recipe.data.valid_sources
+    counts = Counter(each.label for each in sets)
+    for number, each in enumerate(sets):
+        key = f"data.valid_sources.{number}"
+        if counts[each.label] > 1:
+            yield Problem(
+                f"{key}.label",
+                f"{each.label!r} appears {counts[each.label]} times",
+                "the label of a set names its metrics, so it is unique",
+                "rename one of them",
+            )
+        if each.weight != 1.0:
+            yield Problem(
+                f"{key}.weight", "set", "a held-out set is evaluated by itself and has no weight", "leave weight out"
+            )
+    if sets and recipe.data.chat is not None:
+        yield Problem(
+            "data.valid_sources",
+            "set with data.chat",
+            "held-out sets are texts; of conversations the valid split is held out",
+            "leave valid_sources out",
+        )
+
+
+def row_labels(recipe: Recipe) -> Iterator[Problem]:
+    """A column of labels without a label, and of sources without columns."""
+    for section in ("sources", "valid_sources"):
+        for number, source in enumerate(getattr(recipe.data, section)):
+            key = f"data.{section}.{number}"
+            if (source.label_key is None) != (source.label_value is None):
+                missing, other = ("label_key", "label_value")[:: 1 if source.label_key is None else -1]
+                yield Problem(
+                    f"{key}.{missing}",
+                    f"missing, and {other} is set",
+                    "label_key is the column, and label_value what the rows that are read have in it",
+                    f"set {missing}, or leave {other} out",
+                )
+            elif source.label_key is not None and source.type not in ("jsonl", "parquet", "hub"):
+                yield Problem(
+                    f"{key}.label_key",
+                    f"set with type {source.type}",
+                    "jsonl, parquet and hub have columns",
+                    "leave label_key and label_value out",
+                )
+
+
+def monitored(recipe: Recipe) -> Iterator[Problem]:
+    """What a run that goes by its held-out loss needs."""
+    train, labels = recipe.train, [each.label for each in recipe.data.valid_sources]
+    users = {
+        "train.early_stop": train.early_stop is not None,
+        "train.target_loss": train.target_loss is not None,
+        "checkpoint.keep_best": recipe.checkpoint.keep_best,
+    }
+    used = [key for key, is_used in users.items() if is_used]
+    if train.monitor is not None and train.monitor not in labels:
+        yield Problem(
+            "train.monitor",
+            f"{train.monitor!r} is not the label of a set",
+            f"a label of data.valid_sources: {', '.join(labels) or 'there is none'}",
+            "one of them, or leave monitor out for the valid split",
+        )
+    if train.monitor is not None and not used:
+        yield Problem(
+            "train.monitor", "set without a key that uses it", f"used by {', '.join(users)}", "set one, or leave it out"
+        )
+    if used and not labels and not recipe.data.split[1]:
+        yield Problem(
+            used[0],
+            "set, and data.split has no valid split",
+            "it goes by a held-out loss",
+            "data.split 98,1,1, or sets in data.valid_sources",
+        )
+
+
+def fill_in_the_middle(recipe: Recipe) -> Iterator[Problem]:
+    """Settings without a rate, conversations, and special tokens that are the same."""
+    data = recipe.data
+    every = [("sources", n, each) for n, each in enumerate(data.sources)]
+    every += [("valid_sources", n, each) for n, each in enumerate(data.valid_sources)]
+    used = [f"data.{section}.{n}.fim_rate" for section, n, each in every if each.fim_rate]
+    if data.fim != type(data.fim)() and not used:
+        yield Problem(
+            "data.fim",
+            "set, but no source has fim_rate",
+            "data.fim says how the documents of data.sources[].fim_rate are rearranged",
+            "set fim_rate of a source, or leave fim out",
+        )
+    if used and data.chat is not None:
+        yield Problem(
+            used[0], "set with data.chat", "conversations are not rearranged", "leave fim_rate out, or data.chat"
+        )
+    texts = (data.fim.prefix_token, data.fim.middle_token, data.fim.suffix_token)
+    if used and (len(set(texts)) < len(texts) or "" in texts):
+        yield Problem(
+            "data.fim",
+            f"the tokens are {', '.join(map(repr, texts))}",
+            "prefix_token, middle_token and suffix_token are three different tokens",
+            "name the three of the tokenizer",
+        )
 
 
 def characters(recipe: Recipe) -> Iterator[Problem]:
@@ -23,12 +127,21 @@ def characters(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
+_LIMITS = (
+    ("min_characters", "max_characters"),
+    ("min_words", "max_words"),
+    ("max_mean_line_length", "max_line_length"),
+)
+
+
 def steps(recipe: Recipe) -> Iterator[Problem]:
     """Keys of other types, limits that contradict, types that appear twice, comparisons that do not come last."""
     steps = recipe.data.steps
     for number, step in enumerate(steps):
         key, takes = f"data.steps.{number}", STEPS[step.type].takes
-        for name in step.model_fields_set - {"type", *takes}:
+        for name in sorted(step.model_fields_set - {"type", *takes}):
+            if getattr(step, name) is None:
+                continue  # as a resolved recipe has it
             choices = f"its keys are {', '.join(takes)}" if takes else "it has no keys"
             of = [kind for kind, each in STEPS.items() if name in each.takes]
             yield Problem(
@@ -37,9 +150,18 @@ def steps(recipe: Recipe) -> Iterator[Problem]:
                 f"{name} is a key of {', '.join(of)}; of {step.type}, {choices}",
                 f"leave {name} out",
             )
-        if getattr(step, REQUIRED.get(step.type, "type")) is None:
-            name = REQUIRED[step.type]
-            yield Problem(f"{key}.{name}", "missing", f"{step.type} needs {name}", f"set {name}, or take the step out")
+        for name in REQUIRED.get(step.type, ()):
+            if getattr(step, name) is None:
+                yield Problem(
+                    f"{key}.{name}", "missing", f"{step.type} needs {name}", f"set {name}, or take the step out"
+                )
+        if step.type == "decontaminate" and step.paths is None and step.tasks is None:
+            yield Problem(
+                f"{key}.paths",
+                "missing, and tasks too",
+                "decontaminate compares documents with files (paths) or with the data of evaluation tasks (tasks)",
+                "set paths or tasks, or take the step out",
+            )
         for code in sorted(set(step.languages or ()) - set(LANGUAGES)):
             short = code[:2].lower()
             yield Problem(
@@ -48,16 +170,18 @@ def steps(recipe: Recipe) -> Iterator[Problem]:
                 f"the codes are those of ISO 639: {', '.join(LANGUAGES)}",
                 short if short in LANGUAGES else "",
             )
-        for unit in ("characters", "words"):
+        for low, high in _LIMITS:
             values = step.settings
-            least, most = values.get(f"min_{unit}"), values.get(f"max_{unit}")
+            least, most = values.get(low), values.get(high)
             if least is not None and most is not None and least > most:
                 yield Problem(
-                    f"{key}.min_{unit}",
-                    f"{least} is more than max_{unit} {most}",
-                    f"min_{unit} is at most max_{unit}",
-                    f"lower min_{unit} or raise max_{unit}",
+                    f"{key}.{low}",
+                    f"{least} is more than {high} {most}",
+                    f"{low} is at most {high}",
+                    f"lower {low} or raise {high}",
                 )
+        if step.type == "duplicates":
+            yield from _spans(recipe, key, step)
         if step.type == "length" and step.min_characters is None and step.max_characters is None:
             yield Problem(
                 key, "length without a limit", "length has min_characters or max_characters", "set one, or take it out"
@@ -70,11 +194,84 @@ def steps(recipe: Recipe) -> Iterator[Problem]:
                 "a type appears once: its documents are counted by it",
                 f"keep one step of type {kind}",
             )
+    yield from _contradictions(recipe)
     for number, (before, after) in enumerate(pairwise(steps), start=1):
-        if STEPS[before.type].compares and not STEPS[after.type].compares:
+        if STEPS[before.type].weighs:
+            yield Problem(
+                f"data.steps.{number}",
+                f"{after.type} after {before.type}",
+                f"{before.type} weighs sources by what all other steps keep",
+                f"move {before.type} to the end",
+            )
+        elif STEPS[before.type].compares and not (STEPS[after.type].compares or STEPS[after.type].weighs):
             yield Problem(
                 f"data.steps.{number}",
                 f"{after.type} after {before.type}",
                 f"{before.type} compares the documents that all other steps keep",
                 f"move {after.type} in front of {before.type}",
             )
+
+
+def _spans(recipe: Recipe, key: str, step: Step) -> Iterator[Problem]:
+    """Keys of spans of sentences without spans, limits that have no effect, and conversations that are cut."""
+    cuts = bool(step.cut_spans)
+    needs = {
+        "max_repeated_spans": ("span_sentences", step.span_sentences is not None),
+        "cut_spans": ("span_sentences", step.span_sentences is not None),
+        "min_words": ("cut_spans", cuts),
+    }
+    for name, (other, present) in needs.items():
+        if getattr(step, name) not in (None, False) and not present:
+            yield Problem(
+                f"{key}.{name}",
+                f"set without {other}",
+                f"{name} says what happens to the spans of {other}",
+                f"set {other}, or leave it out",
+            )
+    if cuts and step.max_repeated_spans is not None:
+        yield Problem(
+            f"{key}.max_repeated_spans",
+            "set with cut_spans",
+            "max_repeated_spans drops whole documents, from which cut_spans cuts the spans instead",
+            "leave one of them out",
+        )
+    if cuts and recipe.data.chat is not None:
+        yield Problem(
+            f"{key}.cut_spans", "set with data.chat", "conversations are kept or dropped whole", "leave cut_spans out"
+        )
+
+
+def _contradictions(recipe: Recipe) -> Iterator[Problem]:
+    """Steps of which one drops what another one keeps, or judges what another one has not made yet."""
+    places = {step.type: number for number, step in enumerate(recipe.data.steps)}
+    of = {step.type: step for step in recipe.data.steps}
+    if "c4" in of and "code" in of:
+        yield Problem(
+            f"data.steps.{places['code']}.type",
+            "code with c4",
+            "c4 drops documents with a curly bracket, so nearly all code",
+            "take out c4 or code, and prepare code by a recipe of its own",
+        )
+    if "language" in of and "gopher" in of and "en" not in (of["language"].languages or ("en",)):
+        yield Problem(
+            f"data.steps.{places['gopher']}.type",
+            f"gopher with the languages {', '.join(of['language'].languages or ())}",
+            "gopher drops documents without English stop words",
+            "add en to the languages, or take gopher out",
+        )
+    early = [kind for kind in JUDGES if kind in of and places[kind] < places.get("html", -1)]
+    if early:
+        yield Problem(
+            f"data.steps.{places['html']}.type",
+            f"html after {early[0]}",
+            f"{early[0]} judges text, and html makes it of web pages",
+            f"move html in front of {early[0]}",
+        )
+    least, length = recipe.data.min_characters, of.get("length")
+    if least is not None and length is not None and least > (length.max_characters or least):
+        yield Problem(
+            f"data.steps.{places['length']}.max_characters",
+            f"{length.max_characters} is less than data.min_characters {least}",
+            "data.min_characters is at most max_characters of length",
+            "lower data.min_characters or raise max_characters",
+        )

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from llmrecipes.recipe.plugins import DataStep
-from llmrecipes.recipe.section import PosInt, Section
+from llmrecipes.recipe.section import PosFloat, PosInt, Section
 
 NAMESPACE = "llmrecipes.data"
 STEPS: dict[str, DataStep] = {
@@ -24,11 +24,24 @@ STEPS: dict[str, DataStep] = {
     ),
     "gopher": DataStep(target=f"{NAMESPACE}.quality:gopher", takes={"min_words": 50, "max_words": 100_000}),
     "repetition": DataStep(target=f"{NAMESPACE}.quality:repetition"),
+    "c4": DataStep(target=f"{NAMESPACE}.quality:c4", takes={"terminal_punctuation": True, "min_sentences": 5}),
+    "fineweb": DataStep(target=f"{NAMESPACE}.quality:fineweb", extra="corpora", package="regex"),
+    "code": DataStep(target=f"{NAMESPACE}.quality:code", takes={"max_line_length": 1000, "max_mean_line_length": 100}),
+    "classifier": DataStep(
+        target=f"{NAMESPACE}.quality:classifier",
+        takes={"model": None, "labels": None, "min_probability": 0.5},
+        extra="corpora",
+        package="fasttext",
+    ),
     "personal_data": DataStep(target=f"{NAMESPACE}.cleaning:personal_data"),
     "decontaminate": DataStep(
-        target=f"{NAMESPACE}.contamination:decontaminate", takes={"paths": None, "ngram_words": 13}
+        target=f"{NAMESPACE}.contamination:decontaminate", takes={"paths": None, "tasks": None, "ngram_words": 13}
     ),
-    "duplicates": DataStep(target=f"{NAMESPACE}.copies:Duplicates", compares=True),
+    "duplicates": DataStep(
+        target=f"{NAMESPACE}.copies:Duplicates",
+        takes={"span_sentences": None, "max_repeated_spans": 0.5, "cut_spans": False, "min_words": 50},
+        compares=True,
+    ),
     "near_duplicates": DataStep(
         target=f"{NAMESPACE}.copies:NearDuplicates",
         takes={"threshold": 0.8, "permutations": 128, "shingle_words": 5},
@@ -36,10 +49,15 @@ STEPS: dict[str, DataStep] = {
         extra="corpora",
         package="rensa",
     ),
+    "balance": DataStep(
+        target=f"{NAMESPACE}.balance:balanced", takes={"temperature": 1.0, "max_epochs": 4.0}, weighs=True
+    ),
 }
 """What `data.steps[].type` may be. A step that compares documents comes after those that look at one."""
-REQUIRED = {"language": "languages", "decontaminate": "paths"}
-"""The key that a type does not work without."""
+REQUIRED = {"language": ("languages",), "classifier": ("model", "labels")}
+"""The keys that a type does not work without."""
+JUDGES = ("language", "gopher", "repetition", "c4", "fineweb", "code", "classifier")
+"""Types that judge text, which must not be a web page any more."""
 _CODES = """
 ace af am an ar ary arz as az ba bcl be bg bn br bs ca crh cs cy da de dz el en eo es et eu ext fa
 fi fo fr fuv fy ga gcf gcr gd gl gom grc gu gug guw ha hbo he hi hr ht hu hy id ig is it ja jv ka
@@ -61,18 +79,25 @@ class Step(Section):
         "language",
         "gopher",
         "repetition",
+        "c4",
+        "fineweb",
+        "code",
+        "classifier",
         "personal_data",
         "decontaminate",
         "duplicates",
         "near_duplicates",
+        "balance",
     ]
     """`html`: the text of documents that are web pages. `unicode`: repair text that was decoded wrongly (ftfy).
     `length`: limits of characters. `language`: drop documents in other languages. `gopher`, `repetition`: the quality
-    and repetition rules of Gopher. `personal_data`: mask e-mail addresses and public IP addresses. `decontaminate`:
+    and repetition rules of Gopher. `c4`, `fineweb`: those of C4, which also take lines out, and of FineWeb. `code`:
+    StarCoder2's rules for source code. `classifier`: keep documents that a fastText model gives certain labels.
+    `personal_data`: mask e-mail addresses and public IP addresses. `decontaminate`:
     drop documents that have a sequence of words in common with files, such as those of evaluation tasks. `duplicates`:
     drop documents that differ from an earlier one only in case, digits, punctuation, accents or white space.
     `near_duplicates`: drop documents that are nearly equal to an earlier one that was kept (MinHash); no copy of a
-    training text is then held out."""
+    training text is then held out. `balance`: draw from sources by the tokens that are kept of them."""
     main_content: bool | None = None
     """`html`: leave out navigation, headers, footers and forms; unset: true."""
     min_characters: PosInt | None = None
@@ -82,22 +107,48 @@ class Step(Section):
     languages: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
     """`language`: codes of ISO 639, such as `[en, de]`, to keep."""
     min_probability: Annotated[float | None, Field(ge=0, lt=1)] = None
-    """`language`: drop documents whose language is less probable; unset: 0.5."""
+    """`language`: drop documents whose language is less probable; `classifier`: whose labels are; unset: 0.5."""
     min_words: PosInt | None = None
-    """`gopher`: drop documents with fewer words; unset: 50."""
+    """`gopher`: drop documents with fewer words; `duplicates` with `cut_spans`: of which fewer are left; unset: 50."""
     max_words: PosInt | None = None
     """`gopher`: drop documents with more words; unset: 100,000."""
-
+    terminal_punctuation: bool | None = None
+    """`c4`: take out lines that do not end with a punctuation mark; unset: true. FineWeb sets it to false."""
+    min_sentences: PosInt | None = None
+    """`c4`: drop documents with fewer sentences in the lines that stay; unset: 5."""
+    max_line_length: PosInt | None = None
+    """`code`: drop files with a longer line, in characters; unset: 1,000."""
+    max_mean_line_length: PosInt | None = None
+    """`code`: drop files whose lines are longer on average; unset: 100."""
+    model: str | None = None
+    """`classifier`: file of a supervised fastText model, `.bin` or `.ftz`, relative to the working directory."""
+    labels: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
+    """`classifier`: labels of the documents to keep, without `__label__`."""
     paths: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
-    """`decontaminate`: files or globs, of text or JSON lines, relative to the working directory."""
+    """`decontaminate`: files or globs, of text, JSON lines or Parquet, samples that lm-evaluation-harness logged, or
+    YAML files of its tasks whose data are local files; relative to the working directory."""
+    tasks: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
+    """`decontaminate`: names of tasks, groups or tags of lm-evaluation-harness (extra eval), whose data are local files
+    or in the Hub's cache on this machine."""
     ngram_words: Annotated[int | None, Field(ge=4)] = None
     """`decontaminate`: words of a sequence in common; unset: 13."""
+    span_sentences: PosInt | None = None
+    """`duplicates`: also drop documents made of spans of so many sentences that kept documents have; C4's have 3.
+    Unset: compare whole documents only."""
+    max_repeated_spans: Annotated[float | None, Field(ge=0, lt=1)] = None
+    """`duplicates` with `span_sentences`: drop documents with a larger share of such spans; unset: 0.5."""
+    cut_spans: bool | None = None
+    """`duplicates` with `span_sentences`: cut such spans out of documents, as C4 does, instead; unset: false."""
     threshold: Annotated[float | None, Field(ge=0.1, lt=1)] = None
     """`near_duplicates`: share of their shingles that two documents have in common (Jaccard); unset: 0.8."""
     permutations: Annotated[int | None, Field(ge=16, le=1024)] = None
     """`near_duplicates`: hash values of a signature; more are more exact; unset: 128."""
     shingle_words: PosInt | None = None
     """`near_duplicates`: words of a shingle; unset: 5."""
+    temperature: Annotated[float | None, Field(ge=1)] = None
+    """`balance`: sources are drawn from in proportion to weight × tokens^(1/temperature); unset: 1, by tokens."""
+    max_epochs: PosFloat | None = None
+    """`balance`: most passes over a source in the run; the others are drawn from more often instead. Unset: 4."""
 
     @property
     def settings(self) -> dict[str, Any]:

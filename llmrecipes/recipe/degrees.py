@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
-from llmrecipes.recipe.schema import Parallelism
+from llmrecipes.recipe.batch_schedule import common
+from llmrecipes.recipe.schema import Parallelism, Recipe
+from llmrecipes.recipe.stage_runs import stage_recipes
 
 
 def model_parallel_size(parallel: Parallelism) -> int:
@@ -23,6 +25,33 @@ def smallest_world(parallel: Parallelism) -> int:
     )
     dense = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     return parallel.pipeline_model_parallel_size * math.lcm(dense, experts)
+
+
+def elastic_worlds(recipe: Recipe) -> tuple[int, ...]:
+    """Numbers of ranks that `train.elastic` allows, ascending: those over which layout and global batch divide."""
+    if recipe.train.elastic is None:
+        raise ValueError("train.elastic is not set")
+    if recipe.stages:
+        every = [set(elastic_worlds(each)) for each in stage_recipes(recipe)]
+        return tuple(sorted(set.intersection(*every)))
+    least, most = recipe.train.elastic
+    parallel, dense = recipe.parallelism, model_parallel_size(recipe.parallelism)
+    micro_batches = common(recipe) // recipe.train.micro_batch_size
+    interleaved = (parallel.virtual_pipeline_model_parallel_size or 1) > 1
+    group = parallel.pipeline_model_parallel_size if interleaved else 1
+    return tuple(
+        replicas * dense
+        for replicas in range(least, min(most, micro_batches) + 1)
+        if micro_batches % (replicas * group) == 0 and replicas * dense % smallest_world(parallel) == 0
+    )
+
+
+def elastic_nodes(recipe: Recipe, nodes: int, ranks_per_node: int) -> tuple[int, ...]:
+    """Numbers of nodes up to `nodes` that the ranks of `train.elastic` fill, ascending; `nodes` only without it."""
+    if recipe.train.elastic is None:
+        return (nodes,)
+    worlds = (ranks for ranks in elastic_worlds(recipe) if ranks % ranks_per_node == 0)
+    return tuple(ranks // ranks_per_node for ranks in worlds if ranks <= nodes * ranks_per_node)
 
 
 def multiples(value: int, of: int) -> str:

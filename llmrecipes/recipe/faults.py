@@ -22,10 +22,13 @@ class Faults(Section):
     initial_rank_heartbeat_timeout: PosFloat = 3600.0
     """The same for the first of each kind, which may compile and connect."""
     check_weight_hash_across_dp_replicas_interval: PosInt | None = None
-    """Steps between comparisons of the weights of data-parallel replicas, by their hashes; before each save too. A
-    difference stops the run (exit code 93). Unset: none."""
+    """Steps between comparisons of the weights of data-parallel replicas, by their hashes: before an update, and before
+    each save too. A difference stops the run (exit code 93). Unset: none."""
     straggler_threshold: Beta | None = 0.65
     """Speed of a rank's own work, as part of that of its peers, below which it is an alarm in two reports in a row."""
+    straggler_exclude_reports: PosInt | None = None
+    """Reports in a row in which a rank is that slow, after which a Slurm job of several nodes saves and is requeued
+    without its node. Unset: it stays an alarm."""
     loss_spike_action: Literal["none", "skip", "rewind"] = "none"
     """A spike of the loss or of the gradient norm: `skip` leaves out its update; `rewind` loads a checkpoint from
     before it and leaves out the batches that led to it. `none`: an alarm if the loss stays high."""

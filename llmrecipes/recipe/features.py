@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from llmrecipes.errors import UserError
+from llmrecipes.recipe import obstacles
 from llmrecipes.recipe.document import Problem
-from llmrecipes.recipe.engines import MEGATRON, engine_name
+from llmrecipes.recipe.fp8 import FP8, VERSION, obstacle_of_gpu
+from llmrecipes.recipe.graphs import GRAPHS
+from llmrecipes.recipe.graphs import VERSION as GRAPHS_VERSION
 from llmrecipes.recipe.overlap import OVERLAP
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.shape import shape
 from llmrecipes.recipe.speed import Speed, Switch
 
 Version = tuple[int, int]
@@ -37,6 +39,8 @@ class SpeedTarget:
         no_deep_ep: why DeepEP or HybridEP cannot be used; None if it can.
         ranks: of the run.
         spans_nodes: whether data-parallel ranks are on several nodes.
+        capability: of the GPU; None: unknown, taken for new enough.
+        cuda: with which torch was built; None: unknown, taken for new enough.
     """
 
     device: Literal["cpu", "cuda"]
@@ -47,6 +51,8 @@ class SpeedTarget:
     no_deep_ep: str | None = None
     ranks: int = 1
     spans_nodes: bool = False
+    capability: Version | None = None
+    cuda: Version | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,7 @@ class Feature:
         recipe: what of a recipe rules it out; None if nothing does.
         target: what of a machine rules it out.
         default: the value that a rule chooses where nothing rules it out, and why.
+        of_value: what of a machine rules one value out.
     """
 
     field: str
@@ -100,122 +107,7 @@ class Feature:
     recipe: Callable[[Recipe], str | None]
     target: Callable[[SpeedTarget], str | None]
     default: Callable[[Recipe, SpeedTarget], Default]
-
-
-# -- what a recipe rules out -----------------------------------------------------------------------------------------
-
-
-def _anything(_recipe: Recipe) -> None:
-    return None
-
-
-def _swiglu(recipe: Recipe) -> str | None:
-    model = recipe.model
-    if model.activation_func == "silu" and model.gated_linear_unit:
-        return None
-    return "only SwiGLU (activation_func silu, gated_linear_unit true): its fused GELU is the tanh approximation"
-
-
-def _rotation(recipe: Recipe) -> str | None:
-    model = recipe.model
-    if model.multi_latent_attention:
-        return None if model.rope_type == "yarn" else "the kernel of latent attention needs rope_type yarn"
-    return None if model.position_embedding_type == "rope" else "only position_embedding_type rope"
-
-
-def _megatron(recipe: Recipe) -> str | None:
-    return None if engine_name(recipe) == MEGATRON else "the gradient buffers are those of the engine megatron"
-
-
-def _own_engine(recipe: Recipe) -> str | None:
-    return None if engine_name(recipe) == MEGATRON else "only the engine megatron has it"
-
-
-def _buckets(recipe: Recipe) -> str | None:
-    if recipe.parallelism.overlap_grad_reduce:
-        return _megatron(recipe)
-    return "without overlap_grad_reduce there is one bucket"
-
-
-def _sharded(recipe: Recipe) -> str | None:
-    if recipe.parallelism.use_distributed_optimizer:
-        return _megatron(recipe)
-    return "only buckets of use_distributed_optimizer are padded and scattered"
-
-
-def _interleaved(recipe: Recipe) -> str | None:
-    parallel = recipe.parallelism
-    if parallel.overlap_param_gather and parallel.virtual_pipeline_model_parallel_size:
-        return None
-    return "only with virtual pipeline stages and overlap_param_gather"
-
-
-def _short_gradients(recipe: Recipe) -> str | None:
-    if recipe.parallelism.grad_reduce_in_fp32 or recipe.train.precision == "fp32":
-        return "gradients are sent in fp32 (grad_reduce_in_fp32, precision)"
-    return _sharded(recipe)
-
-
-def _experts(recipe: Recipe) -> str | None:
-    return None if recipe.model.num_moe_experts else "the model has no experts"
-
-
-def _fused_router(recipe: Recipe) -> str | None:
-    if not (reason := _experts(recipe)) and recipe.model.moe_router_dtype != "fp32":
-        return "the fused router computes in fp32 (moe_router_dtype)"
-    return reason
-
-
-def _shared_experts(recipe: Recipe) -> str | None:
-    model, train = recipe.model, recipe.train
-    if not model.num_moe_experts or not model.moe_shared_expert_intermediate_size:
-        return "the model has no shared experts"
-    if model.moe_token_dispatcher_type != "alltoall":  # noqa: S105 - no password
-        return "only the dispatcher alltoall calls shared experts between its messages"
-    if {"shared_experts", "moe"} & set(train.recompute_modules or ()):
-        return "recompute_modules has them"
-    if recipe.speed.overlap_moe_expert_parallel_comm:
-        return "overlap_moe_expert_parallel_comm hides the same messages"
-    return None
-
-
-def _flex(recipe: Recipe) -> str | None:
-    if recipe.model.num_moe_experts and recipe.model.moe_token_dispatcher_type == "flex":  # noqa: S105 - no password
-        return None
-    return "belongs to moe_token_dispatcher_type flex"
-
-
-def _context(recipe: Recipe) -> str | None:
-    parallel, model, kind = recipe.parallelism, recipe.model, recipe.speed.cp_comm_type
-    size, tensor = parallel.context_parallel_size, parallel.tensor_model_parallel_size
-    if size == 1:
-        return "context_parallel_size is 1"
-    if kind is None or kind == "p2p":
-        return None
-    if model.multi_latent_attention:
-        return "latent attention, whose keys and values differ in width, exchanges them in a ring only"
-    sizes = recipe.speed.hierarchical_context_parallel_sizes
-    if kind == "a2a+p2p":
-        if sizes is None:
-            return "a2a+p2p needs hierarchical_context_parallel_sizes"
-        size = sizes[0]
-    heads = shape(model).num_query_groups // tensor
-    if kind != "all_gather" and heads % size:
-        return f"{heads} query groups of a tensor-parallel rank do not divide over {size} ranks that exchange heads"
-    return None
-
-
-def _hierarchy(recipe: Recipe) -> str | None:
-    sizes = recipe.speed.hierarchical_context_parallel_sizes
-    if recipe.speed.cp_comm_type != "a2a+p2p":
-        return "belongs to cp_comm_type a2a+p2p"
-    if sizes is not None and sizes[0] * sizes[1] != recipe.parallelism.context_parallel_size:
-        return f"their product is context_parallel_size {recipe.parallelism.context_parallel_size}"
-    return None
-
-
-def _collections(recipe: Recipe) -> str | None:
-    return "manual_gc is off" if recipe.speed.manual_gc is False else None
+    of_value: Callable[[Any, SpeedTarget], str | None] | None = None
 
 
 # -- what a machine rules out ----------------------------------------------------------------------------------------
@@ -244,6 +136,14 @@ def _since(least: Version) -> Callable[[SpeedTarget], str | None]:
         return reason
 
     return new_enough
+
+
+def _eight_bits(target: SpeedTarget) -> str | None:
+    return _since(VERSION)(target) or obstacle_of_gpu(target)
+
+
+def _recorded(target: SpeedTarget) -> str | None:
+    return "graphs are recorded on a GPU" if target.device != "cuda" else _since(GRAPHS_VERSION)(target)
 
 
 def _compiler(target: SpeedTarget) -> str | None:
@@ -317,91 +217,98 @@ FEATURES: Mapping[str, Feature] = {
     "bias_activation_fusion": Feature(
         "TransformerConfig.bias_activation_fusion",
         "3% of gpt-1b's step, 10% of mixtral-8x7b's; keeps 3 widths of the MLP for the backward pass instead of 5",
-        _swiglu, _compiler, _compiled,
+        obstacles.swiglu, _compiler, _compiled,
     ),
     "bias_dropout_fusion": Feature(
         "TransformerConfig.bias_dropout_fusion", "one pass over the residual stream instead of three",
-        _anything, _compiler, _compiled_if_needed,
+        obstacles.anything, _compiler, _compiled_if_needed,
     ),
     "apply_rope_fusion": Feature(
         "TransformerConfig.apply_rope_fusion", "with fused norms 4% of gpt-1b's step",
-        _rotation, _transformer_engine, _rotated,
+        obstacles.rotation, _transformer_engine, _rotated,
     ),
     "gradient_accumulation_fusion": Feature(
         "TransformerConfig.gradient_accumulation_fusion",
         "2.4% of llama3-8b's step, 2 to 4% with experts; gradients are added without rounding",
-        _megatron, _transformer_engine, _with_layers,
+        obstacles.weight_gradients, _transformer_engine, _with_layers,
     ),
     "attention_backend": Feature(
         "TransformerConfig.attention_backend", "another kernel where TransformerEngine's choice is slow",
-        _anything, _transformer_engine, _value(None, "TransformerEngine chooses by shape and GPU"),
+        obstacles.anything, _transformer_engine, _value(None, "TransformerEngine chooses by shape and GPU"),
     ),
     "cp_comm_type": Feature(
         "TransformerConfig.cp_comm_type", "a2a sends less than a ring where heads divide over the ranks",
-        _context, _transformer_engine, _value(None, "a ring, TransformerEngine's default"),
+        obstacles.context, _transformer_engine, _value(None, "a ring, TransformerEngine's default"),
     ),
     "hierarchical_context_parallel_sizes": Feature(
         "initialize_model_parallel.hierarchical_context_parallel_sizes", "heads are exchanged inside a node",
-        _hierarchy, _transformer_engine, _value(None, "cp_comm_type needs none"),
+        obstacles.hierarchy, _transformer_engine, _value(None, "cp_comm_type needs none"),
     ),
     "ddp_bucket_size": Feature(
         "DistributedDataParallelConfig.bucket_size", "fewer, larger messages; Megatron-Bridge has 128Mi on H100",
-        _buckets, _everywhere, _value(None, "megatron-core's: max(40M, 1M × data-parallel size)"),
+        obstacles.buckets, _everywhere, _value(None, "megatron-core's: max(40M, 1M × data-parallel size)"),
     ),
     "ddp_pad_buckets_for_high_nccl_busbw": Feature(
         "DistributedDataParallelConfig.pad_buckets_for_high_nccl_busbw", "bus bandwidth at large data-parallel sizes",
-        _sharded, _everywhere, _padded,
+        obstacles.sharded, _everywhere, _padded,
     ),
     "align_param_gather": Feature(
         "DistributedDataParallelConfig.align_param_gather", "stages do not wait for each other's gathers",
-        _interleaved, _everywhere, _value(True, "virtual pipeline stages with overlap_param_gather"),
+        obstacles.interleaved, _everywhere, _value(True, "virtual pipeline stages with overlap_param_gather"),
     ),
     "reduce_scatter_with_fp32_accumulation": Feature(
         "DistributedDataParallelConfig.reduce_scatter_with_fp32_accumulation",
         "half the bytes of fp32 gradients, with their sum in fp32",
-        _short_gradients, _everywhere, _value(False, "sums are rounded otherwise, so only by name"),
+        obstacles.short_gradients, _everywhere, _value(False, "sums are rounded otherwise, so only by name"),
     ),
     "moe_permute_fusion": Feature(
         "TransformerConfig.moe_permute_fusion", "fewer passes over dispatched tokens",
-        _experts, _since((2, 1)), _with_layers,
+        obstacles.experts, _since((2, 1)), _with_layers,
     ),
     "moe_router_fusion": Feature(
         "TransformerConfig.moe_router_fusion", "fewer launches for each layer with experts",
-        _fused_router, _since((2, 7)), _with_layers,
+        obstacles.fused_router, _since((2, 7)), _with_layers,
     ),
     "moe_shared_expert_overlap": Feature(
         "TransformerConfig.moe_shared_expert_overlap", "hides the smaller of shared experts and all-to-all",
-        _shared_experts, _everywhere, _overlapped,
+        obstacles.shared_experts, _everywhere, _overlapped,
     ),
     "moe_flex_dispatcher_backend": Feature(
         "TransformerConfig.moe_flex_dispatcher_backend",
         "all-to-all of deepseek-v3: 10.7 s of a step with NCCL on 128 nodes, which kernels of DeepEP shorten",
-        _flex, _deep_ep, _value("deepep", "moe_token_dispatcher_type flex"),
+        obstacles.flex, _deep_ep, _value("deepep", "moe_token_dispatcher_type flex"),
     ),
     "manual_gc": Feature(
-        "", "no step in which one rank collects and the others wait", _anything, _everywhere, _together,
+        "", "no step in which one rank collects and the others wait", obstacles.anything, _everywhere, _together,
     ),
     "manual_gc_interval": Feature(
         "", "rarer collections; memory of reference cycles stays longer",
-        _collections, _everywhere, _every_hundredth,
+        obstacles.collections, _everywhere, _every_hundredth,
     ),
     "deterministic_mode": Feature(
         "TransformerConfig.deterministic_mode", "nothing: it costs speed for a result that repeats bit for bit",
-        _own_engine, _everywhere, _value(False, "slower"),
+        obstacles.own_engine, _everywhere, _value(False, "slower"),
     ),
     "high_priority_stream_groups": Feature(
         "initialize_model_parallel.high_priority_stream_groups", "overlapped messages start at once",
-        _anything, _gpu, _value(None, "only by name"),
+        obstacles.anything, _gpu, _value(None, "only by name"),
     ),
     "nccl_communicator_config_path": Feature(
         "initialize_model_parallel.nccl_communicator_config_path", "fewer multiprocessors for overlapped messages",
-        _anything, _gpu, _value(None, "only by name"),
+        obstacles.anything, _gpu, _value(None, "only by name"),
     ),
     **{
         name: Feature(
             key.field, key.gain, key.recipe, _since(key.version) if key.version else _everywhere, _value(*key.default)
         )
         for name, key in OVERLAP.items()
+    },
+    **{
+        name: Feature(f"TransformerConfig.{name}", key.gain, key.recipe, _eight_bits, key.default, key.of_value)
+        for name, key in FP8.items()
+    },
+    **{
+        name: Feature(key.field, key.gain, key.recipe, _recorded, key.default) for name, key in GRAPHS.items()
     },
 }  # fmt: skip
 """Keys of `speed` by name. Gains are calculated from bytes and FLOPs, within a factor of 1.5, not measured."""
@@ -418,6 +325,8 @@ def _choice(name: str, feature: Feature, recipe: Recipe, target: SpeedTarget) ->
     off = False if isinstance(wanted, bool) or Speed.model_fields[name].annotation == Switch else None
     missing = feature.recipe(recipe)
     obstacle = missing or feature.target(target)
+    if not obstacle and wanted is not None and feature.of_value is not None:
+        obstacle = feature.of_value(wanted, target)
     if wanted is None:
         # The dispatcher is the request.
         asked = name == "moe_flex_dispatcher_backend" and missing is None
@@ -474,24 +383,3 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
         wanted = getattr(recipe.speed, name)
         if wanted not in SWITCHED_OFF and (obstacle := feature.recipe(recipe)):
             yield Problem(f"speed.{name}", "true" if wanted is True else f"{wanted}", obstacle, f"leave {name} out")
-    yield from _dispatcher(recipe)
-
-
-def _dispatcher(recipe: Recipe) -> Iterator[Problem]:
-    """What `moe_token_dispatcher_type: flex` needs in megatron-core."""
-    if _flex(recipe):
-        return
-    model, parallel = recipe.model, recipe.parallelism
-    key, backend = "model.moe_token_dispatcher_type", recipe.speed.moe_flex_dispatcher_backend or "deepep"
-    tensor = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
-    if parallel.expert_model_parallel_size * tensor == 1:
-        yield Problem(key, "flex with experts that no ranks share", "flex needs expert or expert-tensor parallelism",
-                      "alltoall, or expert_model_parallel_size 2")  # fmt: skip
-    if backend == "deepep" and model.moe_pad_expert_input_to_capacity:
-        yield Problem(key, "flex with moe_pad_expert_input_to_capacity true", "DeepEP does not pad",
-                      "alltoall, or moe_pad_expert_input_to_capacity false")  # fmt: skip
-    if model.moe_router_dtype != "fp32":
-        yield Problem(key, f"flex with moe_router_dtype {model.moe_router_dtype}", "its kernels send scores in fp32",
-                      "moe_router_dtype fp32")  # fmt: skip
-    if engine_name(recipe) != MEGATRON:
-        yield Problem(key, "flex with engine deepspeed", "flex is not tested with DeepSpeed's experts", "alltoall")

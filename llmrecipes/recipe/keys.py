@@ -214,7 +214,10 @@ def _takes(node: dict[str, Any], defs: dict[str, Any]) -> str:
     if not node:
         return "any value"
     if "anyOf" in node:
-        return " or ".join(_takes(_resolve(option, defs), defs) for option in node["anyOf"])
+        options = [_resolve(option, defs) for option in node["anyOf"]]
+        # Without the comma, `or null` would seem to be of the items.
+        word = ", or " if any("prefixItems" in option for option in options) else " or "
+        return word.join(_takes(option, defs) for option in options)
     if "enum" in node:
         return "one of " + ", ".join(str(value) for value in node["enum"])
     match node.get("type"):
@@ -228,7 +231,10 @@ def _takes(node: dict[str, Any], defs: dict[str, Any]) -> str:
         case "null":
             return "null"
         case "array" if "prefixItems" in node:
-            return "a list of " + ", ".join(_takes(_resolve(item, defs), defs) for item in node["prefixItems"])
+            items = [_takes(_resolve(item, defs), defs) for item in node["prefixItems"]]
+            if len(set(items)) == 1:
+                return f"a list of {len(items)} values, each {items[0]}"
+            return "a list of " + ", ".join(items)
         case "array":
             return (
                 f"a list with at least {node.get('minItems', 0)} item of {_takes(_resolve(node['items'], defs), defs)}"
@@ -329,7 +335,7 @@ def reference() -> str:
     lines = [
         "# Recipe keys",
         "",
-        "Generated from `llmrecipes/recipe/schema.py` by `llmrecipes docs`; do not edit. Key names are Megatron's.",
+        "Generated from `llmrecipes/recipe/` by `llmrecipes docs`; do not edit. Key names are Megatron's.",
         "`N` stands for an index, counted from 0, in files a list item and in overrides a number.",
     ]
     top = [key for key in keys().values() if "." not in key.name and not key.section]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from llmrecipes.recipe import stage_layout
-from llmrecipes.recipe.degrees import divisors, multiples
+from llmrecipes.recipe.degrees import divisors, elastic_worlds, model_parallel_size, multiples
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import shape
@@ -237,4 +237,28 @@ def expert(recipe: Recipe) -> Iterator[Problem]:
             f"{inner} does not divide moe_ffn_hidden_size {s.moe_ffn_hidden_size}",
             "the ranks of one expert share its MLP evenly",
             f"expert_tensor_parallel_size {divisors(s.moe_ffn_hidden_size, inner)}",
+        )
+
+
+def elastic(recipe: Recipe) -> Iterator[Problem]:
+    """Some number of replicas that `train.elastic` names shares the global batch evenly."""
+    if recipe.train.elastic is None:
+        return
+    (least, most), micro = recipe.train.elastic, recipe.train.micro_batch_size
+    if least > most:
+        yield Problem(
+            "train.elastic", f"[{least}, {most}]", "the least number of replicas is at most the most",
+            f"elastic [{most}, {least}]",
+        )  # fmt: skip
+    elif recipe.train.global_batch_size % micro == 0 and not elastic_worlds(recipe):
+        widest = recipe.train.model_copy(update={"elastic": (1, recipe.train.global_batch_size // micro)})
+        worlds = elastic_worlds(recipe.model_copy(update={"train": widest}))
+        replicas = [ranks // model_parallel_size(recipe.parallelism) for ranks in worlds]
+        near = sorted(replicas, key=lambda number: abs(number - least))[:4]
+        yield Problem(
+            "train.elastic",
+            f"no number of replicas from {least} to {most} shares global_batch_size {recipe.train.global_batch_size} "
+            f"of micro_batch_size {micro}",
+            "global_batch_size is a multiple of micro_batch_size × data-parallel size",
+            f"a range with one of {', '.join(map(str, sorted(near)))}" if near else "another global_batch_size",
         )

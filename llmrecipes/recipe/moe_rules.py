@@ -7,6 +7,7 @@ from typing import Any
 
 from llmrecipes.recipe.degrees import divisors
 from llmrecipes.recipe.document import Problem
+from llmrecipes.recipe.engines import MEGATRON, engine_name
 from llmrecipes.recipe.schema import Model, Recipe
 
 LATENT_YARN = ("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
@@ -193,3 +194,23 @@ def belongs(model: Model, names: tuple[str, ...], what: str, switch: str) -> Ite
                 f"{name} belongs to {what}",
                 f"model.{switch}, or leave {name} out",
             )
+
+
+def dispatcher(recipe: Recipe) -> Iterator[Problem]:
+    """What `moe_token_dispatcher_type: flex` needs in megatron-core."""
+    model, parallel = recipe.model, recipe.parallelism
+    if not model.num_moe_experts or model.moe_token_dispatcher_type != "flex":  # noqa: S105 - no password
+        return
+    key, backend = "model.moe_token_dispatcher_type", recipe.speed.moe_flex_dispatcher_backend or "deepep"
+    tensor = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    if parallel.expert_model_parallel_size * tensor == 1:
+        yield Problem(key, "flex with experts that no ranks share", "flex needs expert or expert-tensor parallelism",
+                      "alltoall, or expert_model_parallel_size 2")  # fmt: skip
+    if backend == "deepep" and model.moe_pad_expert_input_to_capacity:
+        yield Problem(key, "flex with moe_pad_expert_input_to_capacity true", "DeepEP does not pad",
+                      "alltoall, or moe_pad_expert_input_to_capacity false")  # fmt: skip
+    if model.moe_router_dtype != "fp32":
+        yield Problem(key, f"flex with moe_router_dtype {model.moe_router_dtype}", "its kernels send scores in fp32",
+                      "moe_router_dtype fp32")  # fmt: skip
+    if engine_name(recipe) != MEGATRON:
+        yield Problem(key, "flex with engine deepspeed", "flex is not tested with DeepSpeed's experts", "alltoall")

@@ -1,4 +1,4 @@
-"""Keys of `speed` that hide communication inside layers, and graphs of kernels: what of a recipe rules each out.
+"""Keys of `speed` that hide communication inside layers: what of a recipe rules each out.
 
 `recipe.features` adds what they need of a machine.
 """
@@ -41,6 +41,10 @@ def _tensor(recipe: Recipe) -> str | None:
         return "tensor_model_parallel_size is 1"
     if not parallel.sequence_parallel:
         return "only sequence_parallel gathers and scatters, which is what hides"
+    if recipe.lora is not None:
+        return "adapters communicate beside their layers (lora)"
+    if recipe.train.freeze:
+        return "products of frozen weights are missing that messages hide behind (train.freeze)"
     if recipe.train.precision == "fp32":
         return "user buffers have 16 bits (precision)"
     if model.multi_latent_attention:
@@ -79,6 +83,8 @@ def _experts(recipe: Recipe) -> str | None:
         return "one layer of multi-token prediction at most, and only with pipeline stages"
     if recipe.lora is not None:
         return "not with adapters"
+    if recipe.train.freeze:
+        return "not with frozen weights (train.freeze)"
     return None
 
 

@@ -47,6 +47,8 @@ class DataStep:
     """Keys of `data_steps.Step` that the type reads, with their defaults."""
     compares: bool = False
     """Whether it compares documents with earlier ones."""
+    weighs: bool = False
+    """Whether it only decides how often sources are drawn from, so that tokens do not depend on it."""
     extra: str | None = None
     """Extra of pyproject.toml that has its package; None: the project's dependencies are enough."""
     package: str | None = None

@@ -7,11 +7,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from llmrecipes.recipe import stage_layout
+from llmrecipes.recipe import freezing, stage_layout
+from llmrecipes.recipe.batch_schedule import without_ramp
 from llmrecipes.recipe.degrees import model_parallel_size, smallest_world
+from llmrecipes.recipe.distill_rules import rehearsed
 from llmrecipes.recipe.engines import ENGINES, engine_name
 from llmrecipes.recipe.features import needing_a_gpu
+from llmrecipes.recipe.optimizer_rules import plain
 from llmrecipes.recipe.plugins import DataStep, MetricSink, declared, settings
+from llmrecipes.recipe.preference_rules import rehearsed_chat
 from llmrecipes.recipe.rules import MIN_BPE_VOCAB
 from llmrecipes.recipe.schema import (
     Checkpoint,
@@ -251,13 +255,10 @@ def _even(width: float, limit: int) -> int:
     return max(8, min(MAX_HIDDEN, limit, round(width / 8) * 8))
 
 
-SUFFIX = "-smoke"
-ITERS = 20
+SUFFIX, ITERS = "-smoke", 20
+NOT_IN_REHEARSALS = "keep_interval", "keep_best", "non_persistent_save_interval", "non_persistent_local_ckpt_dir"
 # Elements: of a reduction, of what ZeRO-3 gathers at a time, and of parameters that it leaves whole.
-MAX_BUCKET = 1_000_000
-MAX_GATHERED = 100_000
-MAX_WHOLE = 100
-MAX_RANK = 4
+MAX_BUCKET, MAX_GATHERED, MAX_WHOLE, MAX_RANK = 1_000_000, 100_000, 100, 4
 
 
 def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
@@ -267,7 +268,8 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
     attention, dropout, initialisation, precision, recomputation, every kind of parallelism, optimizer, shape of the
     schedule, gradient accumulation, local sources. Scaled: sizes, degrees, batch, lengths. Replaced: Hub sources by
     the standard library, the tokenizer by a small BPE, given weights by initial ones, features of GPUs by what rules
-    choose, NVMe by main memory. Disabled: torch.compile, ZeRO++ but for quantized weights, sinks of experiments.
+    choose, moments in bf16 by fp32, NVMe by main memory. Disabled: torch.compile, ZeRO++ but for quantized weights,
+    sinks of experiments.
 
     Args:
         device: of the ranks; on a CPU experts are not split (`expert_tensor_parallel_size` 1).
@@ -283,12 +285,16 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
             "zero": recipe.zero and _zero(recipe, recipe.zero, device),
             "train": _train(recipe.train, model, parallel),
             "speed": recipe.speed.model_copy(update=dict.fromkeys(needing_a_gpu())),
+            "optimizer": plain(recipe.optimizer),
             "scheduler": _scheduler(recipe.scheduler, recipe.train.train_iters),
             "data": _data(recipe.data, model),
             "checkpoint": _checkpoint(recipe.checkpoint),
             "faults": recipe.faults.without_spikes(),  # too short for one, and with other checkpoints
             "tracking": _tracking(recipe.tracking),
             "lora": recipe.lora and _lora(recipe.lora),
+            "stages": (),
+            "dpo": recipe.dpo and recipe.dpo.model_copy(update={"reference": None}),
+            "distill": rehearsed(recipe, model, lambda teacher: small_model(teacher, parallel)),
         }
     )
 
@@ -316,38 +322,35 @@ def _zero(recipe: Recipe, zero: Zero, device: Device) -> Zero:
 
 def _lora(lora: Lora) -> Lora:
     """The same matrices and scale, with a rank that every small matrix has."""
-    rank = min(lora.rank, MAX_RANK)
-    return lora.model_copy(update={"rank": rank, "alpha": lora.scale * rank})
+    return lora.model_copy(update={"rank": (rank := min(lora.rank, MAX_RANK)), "alpha": lora.scale * rank})
 
 
 def _train(train: Train, model: Model, parallel: Parallelism) -> Train:
     micro = min(train.micro_batch_size, 2)
-    ranks = smallest_world(parallel)
-    replicas = ranks // model_parallel_size(parallel)
-    # Four micro-batches if gradients are accumulated or ranks share a batch: it divides over 1, 2 and 4 ranks. A
-    # pipeline has two for each stage, times the number of replicas.
+    replicas = (ranks := smallest_world(parallel)) // model_parallel_size(parallel)
+    # Four micro-batches if gradients are accumulated or ranks share a batch, which 1, 2 and 4 ranks divide; a pipeline
+    # has two for each stage, times the number of replicas. Rehearsals are too short for a batch that grows.
     accumulated = train.global_batch_size > train.micro_batch_size or ranks > 1
     whole = micro * max(4, 2 * parallel.pipeline_model_parallel_size * replicas) if accumulated else micro
-    layers = train.recompute_num_layers
-    return train.model_copy(
-        update={
-            "pretrained": None,
-            "train_iters": ITERS,
-            "micro_batch_size": micro,
-            "global_batch_size": whole,
-            "eval_interval": ITERS // 2,
-            "eval_iters": 1,
-            "log_interval": 1,
-            "recompute_num_layers": None if layers is None else min(layers, model.num_layers),
-            "torch_compile": False,
-        }
+    return without_ramp(
+        train.without_stops(),
+        pretrained=None,
+        freeze=freezing.kept(train.freeze, model),
+        train_iters=ITERS,
+        micro_batch_size=micro,
+        global_batch_size=whole,
+        eval_interval=ITERS // 2,
+        eval_iters=1,
+        log_interval=1,
+        recompute_num_layers=train.recompute_num_layers and min(train.recompute_num_layers, model.num_layers),
+        elastic=None,
+        torch_compile=False,
     )
 
 
 def _scheduler(scheduler: Scheduler, iters: int) -> Scheduler:
     """The same shape over fewer steps: warm-up and decay keep their share of the run, at least one step each."""
-    decay = scheduler.lr_decay_iters
-    scale = ITERS / iters
+    decay, scale = scheduler.lr_decay_iters, ITERS / iters
     small_decay = None if decay is None else max(3, math.ceil(decay * scale))
     end = small_decay or ITERS
     warmup = min(math.ceil(scheduler.lr_warmup_iters * scale), end - 2)
@@ -363,25 +366,22 @@ def _scheduler(scheduler: Scheduler, iters: int) -> Scheduler:
 
 def _data(data: Data, model: Model) -> Data:
     local = tuple(source for source in data.sources if source.type != "hub")
-    longest = data.chat and data.chat.max_length
-    # A file's template may have special tokens that a small tokenizer lacks.
-    small = {"max_length": longest and min(longest, model.seq_length + 1), "chat_template": None}
-    tokenizer = data.tokenizer.model_copy(update={"type": "bpe", "path": None, "revision": None})
-    # Steps are set for the recipe's sources.
-    steps = () if local else ("steps", *declared(type(data), DataStep))
+    steps = () if local else ("steps", "fim", *declared(type(data), DataStep))  # set for the recipe's sources
     return data.model_copy(
         update={
             **{name: type(data).model_fields[name].default for name in steps},
+            "valid_sources": tuple(source for source in data.valid_sources if source.type != "hub"),
             "sources": local or (Source(type="docstrings" if data.chat else "stdlib"),),
-            "chat": data.chat and data.chat.model_copy(update={**small, "overlong": "truncate"}),
-            "tokenizer": tokenizer,
+            "chat": data.chat and rehearsed_chat(data.chat, model.seq_length),
+            "tokenizer": data.tokenizer.model_copy(update={"type": "bpe", "path": None, "revision": None}),
             "num_workers": min(data.num_workers, 1),
         }
     )
 
 
 def _checkpoint(checkpoint: Checkpoint) -> Checkpoint:
-    return checkpoint.model_copy(update={"save_interval": ITERS // 2, "keep_interval": None})
+    unused = {name: type(checkpoint).model_fields[name].default for name in NOT_IN_REHEARSALS}
+    return checkpoint.model_copy(update={**unused, "save_interval": ITERS // 2})
 
 
 def _tracking(tracking: Tracking) -> Tracking:
@@ -389,7 +389,7 @@ def _tracking(tracking: Tracking) -> Tracking:
     for name, sink in declared(section, MetricSink).items():
         if not sink.rehearsal:
             off |= {name: False, **{key: section.model_fields[key].default for key in settings(section, name)}}
-    return tracking.model_copy(update={**off, "system_metrics_interval": None})
+    return tracking.model_copy(update={**off, "system_metrics_interval": None, "layers_interval": None})
 
 
 SHORT = {

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from llmrecipes.recipe.document import Problem
+from llmrecipes.recipe.freezing import frozen_weights
+from llmrecipes.recipe.graphs import not_recomputed
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import shape
 
@@ -102,6 +104,7 @@ def possible(recipe: Recipe) -> list[str]:
     """Modules that may be recomputed in the recipe, if nothing else is."""
     overlapped = {"shared_experts", "moe"} if recipe.speed.moe_shared_expert_overlap else set()
     overlapped |= {"moe"} if recipe.speed.overlap_moe_expert_parallel_comm else set()
+    overlapped |= not_recomputed(recipe)
     return [name for name in MODULES if name not in overlapped and next(_modules(recipe, (name,)), None) is None]
 
 
@@ -140,8 +143,8 @@ def obstacle_to_modules(recipe: Recipe) -> tuple[str, str] | None:
     """A key with which core attention is the only module that can be recomputed, and the reason."""
     if recipe.train.torch_compile:
         return "train.torch_compile true", "compiled layers recompute as a whole or their core attention"
-    if recipe.lora is not None:
-        return "lora", "the input of a frozen layer has no gradient that would start the recomputation"
+    if key := frozen_weights(recipe):
+        return key, "the input of a frozen layer has no gradient that would start the recomputation"
     if recipe.zero is not None and recipe.zero.stage == 3:
         return "zero.stage 3", "ZeRO 3 has the weights of a module in its own forward and backward pass only"
     return None

@@ -7,20 +7,28 @@ from collections.abc import Callable, Iterator
 from llmrecipes.nested import leaves
 from llmrecipes.recipe import (
     adapters,
+    batch_rules,
     data_rules,
+    distill_rules,
     features,
+    freezing,
     layout_rules,
     moe_rules,
+    optimizer_kinds,
+    optimizer_rules,
+    preference_rules,
     recompute,
+    regularisation_rules,
     search_rules,
     shape,
+    stage_rules,
     zero_rules,
 )
 from llmrecipes.recipe.degrees import divisors, multiples
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.engines import DEEPSPEED, engine_name, unknown_engine
 from llmrecipes.recipe.plugins import MetricSink, declared, settings
-from llmrecipes.recipe.schema import Model, Recipe
+from llmrecipes.recipe.schema import EMBEDDED, Model, Recipe
 from llmrecipes.redact import has_secret
 
 CONVERSATIONS = ("docstrings", "jsonl", "parquet", "hub")
@@ -61,11 +69,15 @@ def chat_length(recipe: Recipe) -> Iterator[Problem]:
     chat, holds = recipe.data.chat, recipe.model.seq_length + 1
     if chat is None or chat.max_length is None:
         return
+    rule = "a conversation has at least two tokens, and at most model.seq_length + 1"
+    if chat.preference is not None and chat.packing:
+        holds = recipe.model.seq_length // 2 + 1
+        rule = "both answers of a pair are in one sequence, with the prompt each: half of it, or packing false"
     if not 1 < chat.max_length <= holds:
         yield Problem(
             "data.chat.max_length",
             f"{chat.max_length} tokens, and a sequence holds {holds}",
-            "a conversation has at least two tokens, and at most model.seq_length + 1",
+            rule,
             f"max_length {holds}, or leave it out",
         )
 
@@ -142,7 +154,11 @@ MIN_BPE_VOCAB = 257
 
 def check(recipe: Recipe) -> list[Problem]:
     """All violated rules, each with the values, the rule as text and the nearest valid value."""
-    return [problem for rule in _RULES for problem in rule(recipe)]
+    base = recipe.model_copy(update={"stages": ()})
+    found = [problem for rule in _RULES for problem in rule(base)] + distill_rules.of_teacher(base, check)
+    if not recipe.stages or found:
+        return found
+    return stage_rules.check(recipe) or list(stage_rules.in_stages(recipe, _RULES))
 
 
 def _heads(recipe: Recipe) -> Iterator[Problem]:
@@ -229,65 +245,6 @@ def _yarn(model: Model) -> Iterator[Problem]:
         )
 
 
-def _learning_rate(recipe: Recipe) -> Iterator[Problem]:
-    optimizer = recipe.optimizer
-    if optimizer.min_lr > optimizer.lr:
-        yield Problem(
-            "optimizer.min_lr",
-            f"{optimizer.min_lr:g} is above lr {optimizer.lr:g}",
-            "min_lr is at most lr",
-            f"min_lr {optimizer.lr / 10:g}",
-        )
-
-
-def _schedule(recipe: Recipe) -> Iterator[Problem]:
-    schedule = recipe.scheduler
-    decay = schedule.lr_decay_iters or recipe.train.train_iters
-    decay_name = "lr_decay_iters" if schedule.lr_decay_iters else "train.train_iters"
-    warmup = schedule.lr_warmup_iters
-    if warmup >= decay:
-        yield Problem(
-            "scheduler.lr_warmup_iters",
-            f"{warmup} is not less than {decay_name} {decay}",
-            "the warm-up ends before the decay does",
-            f"lr_warmup_iters {decay // 10}",
-        )
-    wsd = schedule.lr_wsd_decay_iters
-    if schedule.lr_decay_style != "WSD":
-        if wsd is not None:
-            yield Problem(
-                "scheduler.lr_wsd_decay_iters",
-                f"set with lr_decay_style {schedule.lr_decay_style}",
-                "lr_wsd_decay_iters is only used with lr_decay_style WSD",
-                "leave it out, or lr_decay_style WSD",
-            )
-    elif wsd is None:
-        yield Problem(
-            "scheduler.lr_decay_style",
-            "WSD without lr_wsd_decay_iters",
-            "WSD needs the length of its final decay",
-            f"lr_wsd_decay_iters {max(1, (decay - warmup) // 5)}",
-        )
-    elif wsd > decay - warmup > 0:
-        yield Problem(
-            "scheduler.lr_wsd_decay_iters",
-            f"{wsd} is more than {decay_name} {decay} less lr_warmup_iters {warmup}",
-            "WSD's final decay begins after the warm-up",
-            f"at most {decay - warmup}",
-        )
-
-
-def _batch(recipe: Recipe) -> Iterator[Problem]:
-    micro, whole = recipe.train.micro_batch_size, recipe.train.global_batch_size
-    if whole % micro:
-        yield Problem(
-            "train.global_batch_size",
-            f"{whole} is not a multiple of micro_batch_size {micro}",
-            "global_batch_size is a multiple of micro_batch_size × data-parallel size",
-            f"global_batch_size {multiples(whole, micro)}",
-        )
-
-
 def _loss_scale(recipe: Recipe) -> Iterator[Problem]:
     train = recipe.train
     if train.min_loss_scale > train.initial_loss_scale:
@@ -314,14 +271,14 @@ def _overlap(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _sources(recipe: Recipe) -> Iterator[Problem]:
-    for index, source in enumerate(recipe.data.sources):
-        key = f"data.sources.{index}"
-        embedded = source.type in ("stdlib", "docstrings")
+    lists = {"sources": recipe.data.sources, "valid_sources": recipe.data.valid_sources}
+    for key, source in ((f"data.{name}.{n}", each) for name, every in lists.items() for n, each in enumerate(every)):
+        embedded = source.type in EMBEDDED
         if embedded and source.path is not None:
             yield Problem(
                 f"{key}.path",
                 f"{source.path!r} with type {source.type}",
-                f"{source.type} has no path: it is the running Python's own library",
+                f"{source.type} has no path: it is what this machine has",
                 "type text for a folder of files, or leave path out",
             )
         if not embedded and not source.path:
@@ -378,6 +335,11 @@ def _retention(recipe: Recipe) -> Iterator[Problem]:
             "only steps that are saved can be kept: keep_interval is a multiple of save_interval",
             f"keep_interval {multiples(keep, save)}",
         )
+    both = "non_persistent_save_interval", "non_persistent_local_ckpt_dir"
+    here, other = sorted(both, key=lambda name: getattr(recipe.checkpoint, name) is None)
+    if getattr(recipe.checkpoint, here) is not None and getattr(recipe.checkpoint, other) is None:
+        fix = f"checkpoint.{other}, or leave {here} out"
+        yield Problem(f"checkpoint.{here}", f"set without {other}", "local checkpoints need both", fix)
 
 
 def _spikes(recipe: Recipe) -> Iterator[Problem]:
@@ -444,6 +406,10 @@ def _secrets(recipe: Recipe) -> Iterator[Problem]:
 
 def obstacle_to_chunks(recipe: Recipe) -> tuple[str, str] | None:
     """A key with which the loss cannot be computed in chunks, and the reason."""
+    if recipe.distill:
+        return "distill", "the distance to a teacher is computed from all logits of a micro-batch"
+    if recipe.dpo:
+        return "dpo", "the weight of an answer's tokens depends on all of them"
     if recipe.zero is not None and recipe.zero.stage == 3:
         return "zero.stage 3", "ZeRO 3 has the output weight in the output layer's own forward and backward pass only"
     return None
@@ -452,11 +418,15 @@ def obstacle_to_chunks(recipe: Recipe) -> tuple[str, str] | None:
 def _loss_chunks(recipe: Recipe) -> Iterator[Problem]:
     obstacle = obstacle_to_chunks(recipe)
     if recipe.train.loss_chunk_tokens and obstacle is not None:
+        what = f"{recipe.train.loss_chunk_tokens} with {obstacle[0]}"
+        yield Problem("train.loss_chunk_tokens", what, obstacle[1], "leave loss_chunk_tokens out")
+    unchunked = recipe.train.loss_chunk_tokens == 0 or obstacle is not None
+    if recipe.train.z_loss_coeff and unchunked:
         yield Problem(
-            "train.loss_chunk_tokens",
-            f"{recipe.train.loss_chunk_tokens} with {obstacle[0]}",
-            obstacle[1],
-            "leave loss_chunk_tokens out, or zero.stage 2",
+            "train.z_loss_coeff",
+            f"{recipe.train.z_loss_coeff:g} with {obstacle[0] if obstacle else 'train.loss_chunk_tokens 0'}",
+            "a z-loss is computed by the loss in chunks",
+            "leave z_loss_coeff out" if obstacle else "leave loss_chunk_tokens out",
         )
 
 
@@ -479,15 +449,18 @@ def _sink_settings(recipe: Recipe) -> Iterator[Problem]:
 
 
 _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
-    unknown_engine, _heads, _positions, _learning_rate, _schedule, _batch, recompute.rules,
-    _loss_chunks, _loss_scale, _overlap, _sources, data_rules.characters, data_rules.steps,
+    unknown_engine, _heads, _positions, optimizer_rules.learning_rate, optimizer_rules.schedule, optimizer_rules.groups,
+    batch_rules.rules, recompute.rules,
+    _loss_chunks, _loss_scale, _overlap, _sources, data_rules.characters, data_rules.steps, data_rules.held_out_sets,
+    data_rules.fill_in_the_middle, data_rules.row_labels, data_rules.monitored,
     _tokenizer, _retention, _spikes, _watchdog, _secrets, _sink_settings,
-    moe_rules.experts, moe_rules.latent_attention, moe_rules.multi_token_prediction,
-    shape.mup_rules, adapters.rules, chat_sources, chat_template, chat_length,
-    chat_packing, chat_objectives,
+    moe_rules.experts, moe_rules.dispatcher, moe_rules.latent_attention, moe_rules.multi_token_prediction,
+    shape.mup_rules, adapters.rules, freezing.rules, distill_rules.rules, preference_rules.rules, chat_sources,
+    chat_template, chat_length, chat_packing, chat_objectives, regularisation_rules.adversarial,
+    regularisation_rules.layer_drop,
     layout_rules.tensor, layout_rules.sequence, layout_rules.yarn, layout_rules.pipeline,
-    layout_rules.expert,
+    layout_rules.expert, layout_rules.elastic,
     zero_rules.engine, zero_rules.optimizer_sharding, zero_rules.pipeline, zero_rules.unsupported, zero_rules.offload,
     zero_rules.stages, zero_rules.zeropp, zero_rules.precision, zero_rules.extra, search_rules.check,
-    features.rules,
+    features.rules, optimizer_rules.types, optimizer_kinds.rules,
 )  # fmt: skip

@@ -5,17 +5,23 @@ Key names are Megatron's. Every key has an effect; none is reserved for later.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
+from llmrecipes.recipe.adversarial import Adversarial
 from llmrecipes.recipe.data_steps import Steps
+from llmrecipes.recipe.distill import Distill
 from llmrecipes.recipe.faults import Faults
+from llmrecipes.recipe.model_section import TRAINING_ONLY as TRAINING_ONLY
+from llmrecipes.recipe.model_section import Model as Model
+from llmrecipes.recipe.optimizer import Optimizer as Optimizer
+from llmrecipes.recipe.optimizer import Scheduler as Scheduler
 from llmrecipes.recipe.plugins import DataStep, MetricSink
+from llmrecipes.recipe.preference import Dpo, Preference
 from llmrecipes.recipe.search_section import Search
 from llmrecipes.recipe.section import (
     AlarmVariable,
-    Beta,
     NonNegFloat,
     NonNegInt,
     PosFloat,
@@ -23,7 +29,10 @@ from llmrecipes.recipe.section import (
     Probability,
     Section,
 )
+from llmrecipes.recipe.source import EMBEDDED as EMBEDDED
+from llmrecipes.recipe.source import Fim, Source, ValidSources
 from llmrecipes.recipe.speed import Speed
+from llmrecipes.recipe.stage_section import Span, Stage
 from llmrecipes.recipe.zero import Zero
 
 
@@ -38,6 +47,15 @@ class EvalTasks(Section):
     """Documents of each task; unset: all."""
     num_fewshot: NonNegInt | None = None
     """Examples in the context; unset: the task's default."""
+
+
+class EarlyStop(Section):
+    """End the run when the monitored held-out loss has stopped to improve; the last state is saved."""
+
+    patience: PosInt
+    """Evaluations in a row without an improvement after which the run ends."""
+    min_delta: NonNegFloat = 0.0
+    """What a loss has to be below the lowest by, and more, to be an improvement, in nats per token."""
 
 
 class Chat(Section):
@@ -61,6 +79,8 @@ class Chat(Section):
     packing: bool = True
     """Several conversations in one sequence, none of which sees another; else one conversation in a sequence, and
     padding."""
+    preference: Preference | None = None
+    """Rows are pairs of a better and a worse answer to a prompt, for `dpo`. Unset: conversations."""
 
 
 Target = Literal[
@@ -89,197 +109,6 @@ class Lora(Section):
     def scale(self) -> float:
         """Factor of B · A."""
         return (self.rank if self.alpha is None else self.alpha) / self.rank
-
-
-class Model(Section):
-    """Shape and arithmetic of the transformer (megatron-core `TransformerConfig` and `GPTModel`)."""
-
-    num_layers: PosInt
-    """Transformer layers."""
-    hidden_size: PosInt
-    """Width of the residual stream."""
-    num_attention_heads: PosInt
-    """Query heads; must divide `hidden_size` unless `kv_channels` is set."""
-    seq_length: PosInt
-    """Tokens in one training sequence."""
-    vocab_size: PosInt
-    """Token ids of the tokenizer: the size a `bpe` tokenizer is trained to, an upper bound for a Hugging Face
-    one. The embedding is padded up to `make_vocab_size_divisible_by`."""
-    ffn_hidden_size: PosInt | None = None
-    """Width of the MLP; unset: 4 × `hidden_size`."""
-    num_query_groups: PosInt | None = None
-    """Key/value heads of grouped-query attention (arXiv 2305.13245); unset: one for every query head."""
-    kv_channels: PosInt | None = None
-    """Channels of one head; unset: `hidden_size` / `num_attention_heads`."""
-    max_position_embeddings: PosInt | None = None
-    """Largest number of positions; unset: `seq_length`."""
-    position_embedding_type: Literal["learned_absolute", "rope", "yarn"] = "learned_absolute"
-    """Position embedding: a learned table, rotary embeddings (arXiv 2104.09864), or rotary embeddings scaled to longer
-    contexts by YaRN (arXiv 2309.00071). Latent attention has `rope` here, and YaRN as `rope_type`."""
-    rotary_base: PosFloat = 10000.0
-    """Base period of the rotary embedding."""
-    rotary_percent: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of a head's channels that is rotated."""
-    rope_scaling: bool = False
-    """Llama 3.1's frequency scaling of the rotary embedding for longer contexts."""
-    rope_scaling_factor: PosFloat = 8.0
-    """Factor of `rope_scaling`."""
-    rotary_seq_len_interpolation_factor: PosFloat | None = None
-    """Positions are divided by this before the rotary embedding (linear interpolation, arXiv 2306.15595)."""
-    yarn_rotary_scaling_factor: PosFloat | None = None
-    """YaRN: the context is this many times longer; needs `position_embedding_type: yarn`, as the keys below."""
-    yarn_original_max_position_embeddings: PosInt | None = None
-    """YaRN: longest sequences before the extension."""
-    yarn_beta_fast: PosFloat = 32.0
-    """YaRN: channels that turn more often than this in the original context are left as they are."""
-    yarn_beta_slow: PosFloat = 1.0
-    """YaRN: channels that turn less often than this in the original context are fully interpolated."""
-    yarn_mscale: NonNegFloat = 1.0
-    """YaRN: queries and keys are multiplied by m(`yarn_mscale`) / m(`yarn_mscale_all_dim`), where m(x) = 0.1 x
-    ln(`yarn_rotary_scaling_factor`) + 1."""
-    yarn_mscale_all_dim: NonNegFloat = 0.0
-    """YaRN: the divisor of `yarn_mscale`."""
-    yarn_correction_range_round_to_int: bool = True
-    """YaRN: round the bounds that follow from `yarn_beta_fast` and `yarn_beta_slow` to whole channels."""
-    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
-    """Normalisation in front of attention, MLP and output layer."""
-    layernorm_epsilon: PosFloat = 1e-5
-    """Added to the variance before the root."""
-    activation_func: Literal["gelu", "gelu_tanh", "silu", "squared_relu"] = "gelu"
-    """Activation of the MLP; `gelu_tanh` is the approximation that GPT-2 was trained with."""
-    gated_linear_unit: bool = False
-    """Gate the MLP (arXiv 2002.05202); with `activation_func: silu` this is SwiGLU."""
-    add_bias_linear: bool = True
-    """Biases in all linear layers."""
-    add_qkv_bias: bool = False
-    """Bias in the query-key-value projection only (`add_bias_linear` includes it)."""
-    qk_layernorm: bool = False
-    """Normalise queries and keys before their dot product."""
-    share_embeddings_and_output_weights: bool = True
-    """Tie the output layer to the word embedding."""
-    attention_dropout: Probability = 0.0
-    """Dropout of attention probabilities."""
-    hidden_dropout: Probability = 0.0
-    """Dropout of the residual branches and the embedding."""
-    init_method: Literal["normal", "xavier_uniform", "kaiming_normal"] = "normal"
-    """Initialisation of weight matrices; output projections are always scaled by 1/sqrt(2 × `num_layers`)
-    (GPT-2). Embeddings are normal."""
-    init_method_std: PosFloat = 0.02
-    """Standard deviation of `normal` and of the embeddings."""
-    use_mup: bool = False
-    """Maximal-update parametrisation (arXiv 2203.03466): initialisation, learning rates, Adam's epsilon, attention
-    scores and logits are scaled by width, so that a learning rate found on a narrow model serves a wide one."""
-    mup_base_hidden_size: PosInt | None = None
-    """`hidden_size` of the narrow model that was tuned; unset: this model's own."""
-    mup_embedding_mult: PosFloat = 1.0
-    """Factor of the embedding's output."""
-    mup_output_mult: PosFloat = 1.0
-    """Factor of the logits; 1: `mup_base_hidden_size` / `hidden_size`."""
-    mup_base_head_dim: PosFloat | None = None
-    """Channels of a head of the narrow model: attention scores are scaled by sqrt(`mup_base_head_dim`) /
-    `kv_channels`^`mup_attn_scale_power`, which is the usual scale at that width; unset: 1."""
-    mup_attn_scale_power: PosFloat = 1.0
-    """Power of `kv_channels` in the scale of attention scores; 0.5 is the usual one."""
-    num_moe_experts: PosInt | None = None
-    """Experts of a mixture-of-experts layer (arXiv 1701.06538), over all ranks; unset: a dense model."""
-    moe_router_topk: PosInt = 2
-    """Experts per token."""
-    moe_ffn_hidden_size: PosInt | None = None
-    """Width of one expert; unset: `ffn_hidden_size`."""
-    moe_shared_expert_intermediate_size: PosInt | None = None
-    """Total width of the shared experts, which process every token in addition to the routed ones (DeepSeekMoE, arXiv
-    2401.06066); unset: none."""
-    moe_layer_freq: PosInt | Annotated[list[Literal[0, 1]], Field(min_length=1)] = 1
-    """Which layers have experts: every N-th, from the first; or a list with 1 (experts) or 0 (dense) for each layer."""
-    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"] = "aux_loss"
-    """Tokens over which the auxiliary balancing loss is computed: a micro-batch (`aux_loss`; GShard, arXiv
-    2006.16668), each sequence (`seq_aux_loss`; DeepSeek-V3, arXiv 2412.19437, section 2.1.2), the global batch
-    so far (`global_aux_loss`; arXiv 2501.11873); or `none`."""
-    moe_aux_loss_coeff: NonNegFloat = 0.0
-    """Weight of the auxiliary loss; Switch Transformer (arXiv 2101.03961) uses 0.01."""
-    moe_z_loss_coeff: NonNegFloat | None = None
-    """Weight of the router z-loss, which keeps its logits small (ST-MoE, arXiv 2202.08906, which uses 0.001); unset:
-    none."""
-    moe_router_enable_expert_bias: bool = False
-    """Balance without a loss: a bias per expert, used only for the top-k selection, is increased for underloaded and
-    decreased for overloaded experts (arXiv 2408.15664); needs `moe_router_score_function: sigmoid`."""
-    moe_router_bias_update_rate: PosFloat = 1e-3
-    """Update step of the expert bias."""
-    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
-    """Maps router logits to scores; sigmoid as in DeepSeek-V3."""
-    moe_router_pre_softmax: bool = False
-    """Apply the softmax over all experts before the top-k selection, not over the selected ones after it."""
-    moe_router_topk_scaling_factor: PosFloat | None = None
-    """Factor of the selected scores; unset: none."""
-    moe_router_num_groups: PosInt | None = None
-    """Groups of experts for group-limited routing (DeepSeek-V2, arXiv 2405.04434, section 2.2.2)."""
-    moe_router_group_topk: PosInt | None = None
-    """Groups from which a token's experts are selected; needs `moe_router_num_groups`."""
-    moe_router_dtype: Literal["fp32", "fp64"] | None = "fp32"
-    """Precision of routing and of combining the experts' outputs; null: the model's."""
-    moe_input_jitter_eps: Probability | None = None
-    """Multiply the router's input by random factors from 1 - eps to 1 + eps in training (Switch Transformer)."""
-    moe_expert_capacity_factor: PosFloat | None = None
-    """Capacity of an expert, as a multiple of an even share of tokens; tokens beyond it are dropped (GShard). Unset: no
-    token is dropped."""
-    moe_pad_expert_input_to_capacity: bool = False
-    """Pad every expert's input to its capacity, so that all shapes are known before routing."""
-    moe_token_drop_policy: Literal["probs", "position"] = "probs"  # noqa: S105 - no password
-    """Which tokens a full expert drops: those with the smallest scores, or the last ones."""
-    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"  # noqa: S105 - no password
-    """How tokens reach experts on other ranks: each is sent to its experts only, or all are gathered everywhere; `flex`
-    sends them with DeepEP's kernels (`speed.moe_flex_dispatcher_backend`), which the image must have."""
-    multi_latent_attention: bool = False
-    """Multi-head latent attention: keys and values from a compressed vector (DeepSeek-V2, arXiv 2405.04434, section
-    2.1). Its heads have their own sizes, below; needs `position_embedding_type: rope`."""
-    q_lora_rank: PosInt | None = None
-    """Width of the compressed query; unset: queries are not compressed."""
-    kv_lora_rank: PosInt = 512
-    """Width of the compressed keys and values."""
-    qk_head_dim: PosInt = 128
-    """Channels of a query or key head without position embedding."""
-    qk_pos_emb_head_dim: PosInt = 64
-    """Rotated channels of a query head, and of the rotated key that all heads share."""
-    v_head_dim: PosInt = 128
-    """Channels of a value head."""
-    rope_type: Literal["rope", "yarn"] = "rope"
-    """Rotation of latent attention: unscaled, or scaled to longer contexts by YaRN (arXiv 2309.00071)."""
-    rotary_scaling_factor: PosFloat = 40.0
-    """YaRN of latent attention: the context is this many times longer; needs `rope_type: yarn`, as the keys below."""
-    original_max_position_embeddings: PosInt = 4096
-    """YaRN of latent attention: longest sequences before the extension."""
-    beta_fast: PosFloat = 32.0
-    """YaRN of latent attention: as `yarn_beta_fast`."""
-    beta_slow: PosFloat = 1.0
-    """YaRN of latent attention: as `yarn_beta_slow`."""
-    mscale: NonNegFloat = 1.0
-    """YaRN of latent attention: rotated queries and keys are multiplied by m(`mscale`) / m(`mscale_all_dim`), where
-    m(x) = 0.1 x ln(`rotary_scaling_factor`) + 1."""
-    mscale_all_dim: NonNegFloat = 0.0
-    """YaRN of latent attention: attention scores are multiplied by m(`mscale_all_dim`)²."""
-    mtp_num_layers: PosInt | None = None
-    """Multi-token prediction: extra layers after the last that each predict one token further, in training only
-    (DeepSeek-V3, arXiv 2412.19437, section 2.2); unset: none."""
-    mtp_loss_scaling_factor: PosFloat = 0.1
-    """Weight of the mean loss of the multi-token prediction layers."""
-    make_vocab_size_divisible_by: PosInt = 128
-    """Rows of the embedding are rounded up to a multiple of this, which keeps GEMMs aligned."""
-    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Layer implementation: `auto` is TransformerEngine if it is installed and the GPU supports it, but `local` with
-    DeepSpeed and in fp32, which TransformerEngine multiplies in TF32. The one in use is printed and recorded."""
-
-
-TRAINING_ONLY = frozenset(
-    {
-        "seq_length", "make_vocab_size_divisible_by", "hidden_dropout", "attention_dropout", "init_method",
-        "init_method_std", "transformer_impl", "mtp_loss_scaling_factor", "moe_router_load_balancing_type",
-        "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate", "moe_router_dtype",
-        "moe_input_jitter_eps", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity",
-        "moe_token_drop_policy", "moe_token_dispatcher_type",
-    }
-)  # fmt: skip
-"""Keys of `Model` that say how it is trained, not what its weights compute: a model that is imported or exported may
-have any value. Every other key needs an account in `hf/families/` and in `recipe/megatron_lm.py`."""
 
 
 class Parallelism(Section):
@@ -339,9 +168,18 @@ class Train(Section):
     global_batch_size: PosInt
     """Sequences in one optimizer step; a multiple of `micro_batch_size` × data-parallel size. The quotient is the
     gradient-accumulation count."""
+    rampup_batch_size: Annotated[tuple[PosInt, PosInt, PosInt], Field(strict=False)] | None = None
+    """First global batch, increment, and samples over which it grows to `global_batch_size`; learning rates then change
+    with samples. Unset: all steps have one size."""
+    step_batch_size_schedule: str | None = None
+    """Global batches from numbers of tokens on, in the notation of megatron-core 0.19: `0:768 250B:1536`; the last is
+    `global_batch_size`. In place of `rampup_batch_size`."""
     pretrained: Annotated[str, Field(min_length=1)] | None = None
     """Start from the weights of a Hugging Face model: a folder, or `NAME` or `NAME@REVISION` on the Hub; unset: from
     initial values. `model` has to describe it, but may have a larger vocabulary."""
+    freeze: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
+    """Parameters that are not trained, by patterns of their names as in `optimizer.groups`: they have no gradient and
+    no optimizer state. A stage may have others. Tied embeddings are one parameter."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Type of weights and activations. bf16 and fp16 keep fp32 master weights; fp16 scales the loss dynamically."""
     seed: NonNegInt = 1234
@@ -350,12 +188,24 @@ class Train(Section):
     """Steps between evaluations on the validation split; the last step is always evaluated."""
     eval_iters: PosInt = 10
     """Global batches of one evaluation."""
+    monitor: str | None = None
+    """Held-out set whose loss the next two keys and `checkpoint.keep_best` go by: a label of `data.valid_sources`.
+    Unset: the valid split, or without one the first set."""
+    early_stop: EarlyStop | None = None
+    target_loss: PosFloat | None = None
+    """End the run after an evaluation with this loss or less, in nats per token; unset: never."""
     eval_tasks: EvalTasks | None = None
     """Tasks of lm-evaluation-harness during training; unset: none. Needs the extra `eval`."""
     log_interval: PosInt = 1
     """Steps between lines on the terminal and points in MLflow and TensorBoard; metrics.jsonl has every step."""
     label_smoothing: Probability = 0.0
     """Probability mass spread over the vocabulary in the training loss; the validation loss is never smoothed."""
+    z_loss_coeff: NonNegFloat = 0.0
+    """Weight of the squared log-sum-exp of a token's logits in the training loss, which keeps them small (arXiv
+    2204.02311, section 5: 1e-4); the validation loss is without it."""
+    adversarial: Adversarial | None = None
+    keep_zeros: bool = False
+    """Weights of the layers' matrices that are exactly zero stay zero, those that `llmrecipes prune` removed."""
     recompute_granularity: Literal["selective", "full", "auto"] | None = None
     """Recompute parts of layers (`selective`, see `recompute_modules`) or whole layers (`full`) in the backward pass
     instead of keeping activations (arXiv 2205.05198). Core attention is not recomputed where its kernel keeps no
@@ -374,7 +224,7 @@ class Train(Section):
     loss_chunk_tokens: NonNegInt | None = None
     """Tokens of which the output layer and the loss are computed at a time, with their gradients, so that the logits of
     a micro-batch are never in memory together; 0: all. Unset: all, unless their logits would take more than 1/16 of a
-    GPU's memory."""
+    GPU's memory, or 256 MiB on a CPU."""
     initial_loss_scale: PosFloat = 65536.0
     """First loss scale of fp16."""
     min_loss_scale: PosFloat = 1.0
@@ -383,71 +233,21 @@ class Train(Section):
     """Steps without overflow after which the fp16 loss scale doubles."""
     hysteresis: PosInt = 2
     """Overflows after which the fp16 loss scale halves."""
+    elastic: Annotated[tuple[PosInt, PosInt], Field(strict=False)] | None = None
+    """Least and most data-parallel replicas; a start, and a restart where ranks are gone, takes as many as there are.
+    Global batch and order of the data stay the same. Unset: the number of ranks changes only by hand."""
     exit_grace_seconds: PosFloat = 240.0
     """Seconds after a signal until ranks that have not saved and exited are killed; should be less than the scheduler's
     grace period (Kubernetes pods have 300 here) and more than a step and a save take. Slurm kills its tasks itself."""
 
+    def without_stops(self) -> Train:
+        """The same without what ends a run before its last step."""
+        return self.model_copy(update={"monitor": None, "early_stop": None, "target_loss": None})
 
-class Optimizer(Section):
-    """AdamW (arXiv 1711.05101); norms and biases have no weight decay."""
-
-    lr: PosFloat
-    """Peak learning rate."""
-    min_lr: NonNegFloat = 0.0
-    """Learning rate at the end of the decay."""
-    weight_decay: NonNegFloat = 0.1
-    """Decoupled weight decay."""
-    adam_beta1: Beta = 0.9
-    """Decay of the first moment."""
-    adam_beta2: Beta = 0.95
-    """Decay of the second moment."""
-    adam_eps: PosFloat = 1e-8
-    """Added to the root of the second moment."""
-    clip_grad: NonNegFloat = 1.0
-    """Global gradient norm above which gradients are scaled down; 0 disables clipping."""
-    ema_decay: Beta | None = None
-    """Keep a moving average of the weights in fp32, which has this weight after each update, and the new weights the
-    rest; saved in checkpoints, for `export --ema` and `generate --ema`. Unset: none."""
-
-
-class Scheduler(Section):
-    """Learning rate over steps: linear warm-up, then decay (megatron-core `OptimizerParamScheduler`)."""
-
-    lr_decay_style: Literal["cosine", "linear", "constant", "WSD"] = "cosine"
-    """Shape of the decay; WSD (arXiv 2404.06395) holds the peak and decays in the last `lr_wsd_decay_iters`."""
-    lr_warmup_iters: NonNegInt = 0
-    """Steps of linear warm-up from zero."""
-    lr_decay_iters: PosInt | None = None
-    """Step at which `optimizer.min_lr` is reached; unset: `train.train_iters`."""
-    lr_wsd_decay_iters: PosInt | None = None
-    """Length of WSD's final decay; needed for WSD."""
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "minus_sqrt"
-    """Shape of WSD's final decay."""
-
-
-class Source(Section):
-    """One source of documents. Several are blended by weight."""
-
-    type: Literal["stdlib", "docstrings", "text", "jsonl", "parquet", "hub"]
-    """`stdlib`: the source code of Python's standard library, one document per file, no network. `docstrings`: its
-    functions and what they do, as questions and answers (`data.chat`). `text`: one document per file. `jsonl`,
-    `parquet`: one document per row. `hub`: a Hugging Face dataset."""
-    path: str | None = None
-    """File, folder or glob (`text`, `jsonl`, `parquet`), relative to the working directory; dataset name (`hub`)."""
-    name: str | None = None
-    """Configuration of a `hub` dataset."""
-    split: str | None = None
-    """Split of a `hub` dataset; unset: `train`. It is divided into our own train, valid and test splits by document
-    hash."""
-    revision: str | None = None
-    """Commit of a `hub` dataset."""
-    text_key: str = "text"
-    """Column that holds the text (`jsonl`, `parquet`, `hub`)."""
-    weight: PosFloat = 1.0
-    """Share of training samples drawn from this source, relative to the other sources' weights."""
-    max_tokens: PosInt | None = None
-    """Tokens, of all splits, after which the source is not read further; a `hub` dataset is then streamed, not
-    downloaded whole. Unset: all of it."""
+    @property
+    def stop_rules(self) -> dict[str, Any]:
+        """What ends a run before its last step."""
+        return self.model_dump(mode="json", include={"monitor", "early_stop", "target_loss"})
 
 
 class Tokenizer(Section):
@@ -467,9 +267,12 @@ class Data(Section):
 
     sources: Annotated[tuple[Source, ...], Field(min_length=1, strict=False)] = (Source(type="stdlib"),)
     """Sources of documents."""
+    valid_sources: ValidSources = ()
+    """Held-out sets besides the valid split: each is evaluated by itself, and its documents are not trained on."""
     tokenizer: Tokenizer = Tokenizer()
     """Tokenizer of all sources."""
     chat: Chat | None = None
+    fim: Fim = Fim()
     split: Annotated[tuple[PosFloat, NonNegFloat, NonNegFloat], Field(strict=False)] = (98.0, 1.0, 1.0)
     """Relative sizes of the train, valid and test splits. A document's split depends only on the hash of its text."""
     min_characters: Annotated[PosInt | None, DataStep(target="llmrecipes.data.steps:min_characters")] = None
@@ -478,6 +281,9 @@ class Data(Section):
     """Drop documents with more text, of a conversation that of all its messages; unset: none."""
     steps: Steps = ()
     """What happens to a document before it is tokenized, in order; behind `min_characters` and `max_characters`."""
+    max_unreadable: Probability = 0.0
+    """Share of the files of a source that may be damaged: what follows the damage in a file is skipped, and the file is
+    counted. With more of them, `prepare` ends; 0: with the first."""
     num_workers: NonNegInt = 1
     """Loader processes per rank; 0 reads in the training process."""
     prefetch_factor: PosInt = 4
@@ -497,8 +303,16 @@ class Checkpoint(Section):
     """Newest checkpoints to keep, at least two, because one may turn out to be corrupt."""
     keep_interval: PosInt | None = None
     """Checkpoints whose step is a multiple of this are kept permanently."""
+    keep_best: bool = False
+    """Keep the checkpoint of the lowest held-out loss too (`train.monitor`), of those after whose step was an
+    evaluation; `RUN@best` names it."""
     max_failed_saves: PosInt = 3
     """Failed saves in a row after which a run ends (exit code 93); each of them is an alarm."""
+    non_persistent_save_interval: PosInt | None = None
+    """Steps between local checkpoints: each rank writes what it needs to a disk of its node, with a copy on the next
+    node, and a restart begins with the newest that is complete. The newest two are kept. Unset: none."""
+    non_persistent_local_ckpt_dir: str | None = None
+    """Folder for them on a disk of each node; `{node}` in it is the number of the node."""
 
 
 class Tracking(Section):
@@ -517,13 +331,10 @@ class Tracking(Section):
     wandb: Annotated[
         bool,
         MetricSink(
-            target="llmrecipes.tracking.wandb:WandbSink",
-            rehearsal=False,
-            keeps_steps=True,
-            extra="wandb",
-            package="wandb",
+            target="llmrecipes.tracking.wandb:WandbSink", rehearsal=False, keeps_steps=True,
+            extra="wandb", package="wandb",
         ),
-    ] = False
+    ] = False  # fmt: skip
     """Log to Weights & Biases. Needs the extra `wandb`; the API key comes from `WANDB_API_KEY`, never from a recipe."""
     wandb_project: str | None = None
     """W&B project; unset: the recipe's name."""
@@ -533,6 +344,16 @@ class Tracking(Section):
     """W&B user or team; unset: that of the API key."""
     wandb_save_dir: str | None = None
     """Folder for W&B's own files; unset: the run directory."""
+    prometheus: Annotated[
+        bool,
+        MetricSink(
+            target="llmrecipes.tracking.prometheus:PrometheusSink", rehearsal=False, keeps_steps=False,
+            extra="prometheus", package="prometheus_client",
+        ),
+    ] = False  # fmt: skip
+    """Serve the newest values to Prometheus at 127.0.0.1, from the first rank. Needs the extra `prometheus`."""
+    prometheus_port: Annotated[int, Field(ge=1, le=65535)] = 9464
+    """Port of `http://127.0.0.1:PORT/metrics`; a second run on the machine needs another one."""
     alarms: Annotated[
         bool, MetricSink(target="llmrecipes.tracking.alarms:AlarmSink", rehearsal=False, keeps_steps=False)
     ] = True
@@ -544,8 +365,15 @@ class Tracking(Section):
     is run without a shell; null: none."""
     alarms_interval: PosFloat = 300.0
     """Seconds between two messages; alarms in between are gathered into the next."""
+    energy_model: Literal["codecarbon"] | None = None
+    """Model of the energy of memory, and of processors without a counter, from the extra `energy`; unset: none."""
+    kg_co2_per_kwh: PosFloat | None = None
+    """Carbon intensity of the electricity, where no cluster profile has one in `costs`; unset: no carbon then."""
     system_metrics_interval: PosFloat | None = 10.0
     """Seconds between samples of CPU, memory, disk, network and GPU load in MLflow and W&B; null disables them."""
+    layers_interval: PosInt | None = None
+    """Steps between measurements of every layer: norms of gradients, weights and updates by kind of parameter, size of
+    its output, largest attention logit; and histograms. Rounded up to a multiple of `train.log_interval`."""
 
 
 NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
@@ -565,6 +393,8 @@ class Recipe(Section):
     parallelism: Parallelism = Parallelism()
     zero: Zero | None = None
     lora: Lora | None = None
+    distill: Distill | None = None
+    dpo: Dpo | None = None
     train: Train
     speed: Speed = Speed()
     optimizer: Optimizer
@@ -574,3 +404,6 @@ class Recipe(Section):
     faults: Faults = Faults()
     tracking: Tracking = Tracking()
     search: Search | None = None
+    stages: Annotated[tuple[Stage, ...], Field(strict=False)] = ()
+    """Parts of the run with other values of some keys, in order; unset: one."""
+    _span: Span | None = PrivateAttr(default=None)  # of a stage's recipe, which `stage_runs` makes

@@ -1,4 +1,4 @@
-"""The section `speed`: features of megatron-core that change how fast a run trains, not what it trains.
+"""The section `speed`: features of megatron-core that change how fast a run trains, not what it trains (`fp8` rounds).
 
 Names are Megatron's. A key that is unset is chosen by rule for the machine (`recipe.features`); one that is set and
 cannot be had is refused.
@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from llmrecipes.recipe.section import PosInt, Section
+from llmrecipes.recipe.section import NonNegInt, PosInt, Section
 
 Switch = bool | None
 ProcessGroup = Literal["tp", "cp", "pp", "dp", "dp_cp", "tp_cp", "ep", "ep_dp", "ep_tp", "hcp"]
@@ -90,3 +90,29 @@ class Speed(Section):
     delay_wgrad_compute: Switch = None
     """With `overlap_moe_expert_parallel_comm`: compute gradients of weights apart from those of inputs, where there is
     something to hide (TransformerEngine 2.8). Unset: off."""
+    fp8: Literal["e4m3", "hybrid"] | None = None
+    """Multiply in 8 bits in TransformerEngine's layers, on GPUs since Hopper: `e4m3`, or `hybrid` with gradients in
+    `e5m2`. It rounds otherwise than bf16, so it is another training. Unset: off."""
+    fp8_recipe: Literal["blockwise", "tensorwise", "mxfp8", "delayed"] | None = None
+    """With `fp8`, what shares a scale: blocks of 128 values, a tensor, or 32 values (Blackwell). `delayed`, with scales
+    of earlier steps, is refused. Unset: `mxfp8` on Blackwell, else `blockwise`."""
+    first_last_layers_bf16: Switch = None
+    """With `fp8`: the first and the last layers multiply in bf16. Unset: off."""
+    num_layers_at_start_in_bf16: NonNegInt | None = None
+    """Number of the first, with `first_last_layers_bf16`. Unset: 1."""
+    num_layers_at_end_in_bf16: NonNegInt | None = None
+    """Number of the last, with `first_last_layers_bf16`. Unset: 1."""
+    cuda_graph_impl: Literal["transformer_engine", "local", "full_iteration"] | None = None
+    """Record the kernels of each layer, so that the GPU starts them without the host: `transformer_engine` (2.7). The
+    other two of megatron-core are refused. Unset: off."""
+    cuda_graph_modules: (
+        Annotated[
+            tuple[Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess"], ...],
+            Field(min_length=1, strict=False),
+        ]
+        | None
+    ) = None
+    """With `cuda_graph_impl`: parts of layers to record, `attn` and `mlp`; those of experts are refused. Unset: whole
+    layers, or `attn` of models with experts. `cuda_graph_scope` in megatron-core 0.16."""
+    cuda_graph_warmup_steps: PosInt | None = None
+    """With `cuda_graph_impl`: steps before kernels are recorded. Unset: 3."""

@@ -40,6 +40,7 @@ SAME: dict[str, str] = {
     "model.add_bias_linear": "mlp_bias bias use_bias disable_bias_linear",
     "model.qk_layernorm": "qk_norm use_qk_norm",
     "model.attention_dropout": "attn_pdrop attn_dropout attention_probs_dropout_prob",
+    "model.layer_drop": "layerdrop drop_path_rate stochastic_depth",
     "model.hidden_dropout": "resid_pdrop embd_pdrop dropout hidden_dropout_prob resid_dropout embd_dropout",
     "model.init_method_std": "initializer_range init_std",
     "model.use_mup": "mup mu_p use_mu_p",
@@ -93,6 +94,7 @@ SAME: dict[str, str] = {
     "train.global_batch_size": "gbs train_batch_size total_batch_size global_train_batch_size batch_size "
     "gradient_accumulation_steps gradient_accumulation grad_accum accumulate_grad_batches "
     "batch_accumulation_per_replica",
+    "train.rampup_batch_size": "batch_size_rampup batch_size_warmup batch_warmup global_batch_size_rampup rampup",
     "train.precision": "torch_dtype dtype params_dtype model_dtype mixed_precision mixed_precision_param "
     "bf16 fp16 fp32",
     "train.seed": "random_seed manual_seed",
@@ -100,9 +102,12 @@ SAME: dict[str, str] = {
     "train.eval_iters": "eval_batches limit_val_batches",
     "train.log_interval": "logging_steps log_freq log_every log_every_n_steps print_freq",
     "train.label_smoothing": "label_smoothing_factor",
+    "train.z_loss_coeff": "z_loss_multiplier z_loss_weight",
     "train.recompute_granularity": "gradient_checkpointing activation_checkpointing activation_checkpoint "
     "recompute_activations checkpoint_activations recompute_layer",
     "train.torch_compile": "compile use_torch_compile",
+    "speed.cuda_graph_impl": "enable_cuda_graph external_cuda_graph use_cuda_graph",
+    "speed.cuda_graph_modules": "cuda_graph_scope",
     "optimizer.lr": "learning_rate max_lr peak_lr base_lr",
     "optimizer.min_lr": "min_learning_rate end_lr min_lr_ratio min_lr_factor",
     "optimizer.weight_decay": "wd",

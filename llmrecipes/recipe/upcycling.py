@@ -34,7 +34,7 @@ def load_upcycled(path: Path, overrides: Sequence[str]) -> tuple[Recipe, Recipe]
     name = f"name={suffixed(dense.name, SUFFIX)}"
     loaded = load(str(path), [name, *overrides])
     if problems := list(check(dense, loaded.recipe)):
-        raise _error(problems, loaded)
+        raise problems_error(problems, loaded, "this run cannot be upcycled")
     return dense, loaded.recipe
 
 
@@ -128,25 +128,35 @@ def _unchanged(dense: Recipe, moe: Recipe) -> Iterator[Problem]:
             "everything but the experts stays as the dense model has it",
             f"leave it out, or train the dense model with model.{name}={str(after).lower()}",
         )
+    yield from unchanged_tokens(dense, moe, "upcycle a run with a tokenizer from Hugging Face")
+
+
+def unchanged_tokens(before: Recipe, after: Recipe, otherwise: str) -> Iterator[Problem]:
+    """Differences that change which token a number stands for.
+
+    Args:
+        otherwise: what else the user may do than leave the change out.
+    """
     same = ["tokenizer"]
-    if moe.data.tokenizer.type == "bpe":
+    if after.data.tokenizer.type == "bpe":
         same += ["sources", "split"]  # it is trained on them
     for name in same:
-        if getattr(dense.data, name) != getattr(moe.data, name):
+        if getattr(before.data, name) != getattr(after.data, name):
             yield Problem(
                 f"data.{name}",
-                "another one than the dense run's",
+                "another one than that of the run",
                 "token ids keep their meaning, so the tokenizer and what it was trained on stay",
-                "leave it out, or upcycle a run with a tokenizer from Hugging Face",
+                f"leave it out, or {otherwise}",
             )
 
 
-def _error(problems: list[Problem], loaded: Loaded) -> UserError:
+def problems_error(problems: list[Problem], loaded: Loaded, title: str) -> UserError:
+    """One error of all problems, with their places in the recipe."""
     errors = [
         UserError(each.what, where=f"{loaded.where(each.key)}: {each.key}", rule=each.rule, fix=each.fix)
         for each in problems
     ]
     if len(errors) == 1:
         return errors[0]
-    what = "\n".join([f"{len(errors)} problems: this run cannot be upcycled", *(str(error) for error in errors)])
+    what = "\n".join([f"{len(errors)} problems: {title}", *(str(error) for error in errors)])
     return UserError(what, where=str(loaded.path), parts=errors)

@@ -164,11 +164,29 @@ def unsupported(recipe: Recipe) -> Iterator[Problem]:
             "the replicas of the engine deepspeed are not compared",
             "leave check_weight_hash_across_dp_replicas_interval out",
         ),
+        "checkpoint.non_persistent_save_interval": (
+            recipe.checkpoint.non_persistent_save_interval is not None,
+            recipe.checkpoint.non_persistent_save_interval,
+            "local checkpoints have the state of the engine megatron",
+            "leave it and non_persistent_local_ckpt_dir out",
+        ),
         "optimizer.ema_decay": (
             recipe.optimizer.ema_decay is not None,
             recipe.optimizer.ema_decay,
             "the engine deepspeed keeps no average of the weights",
             "leave ema_decay out",
+        ),
+        "train.keep_zeros": (
+            train.keep_zeros,
+            "true",
+            "zeros are kept by the engine megatron",
+            "leave keep_zeros out",
+        ),
+        "tracking.layers_interval": (
+            recipe.tracking.layers_interval is not None,
+            recipe.tracking.layers_interval,
+            "the engine deepspeed measures no layers",
+            "leave layers_interval out",
         ),
         "train.torch_compile": (
             train.torch_compile,

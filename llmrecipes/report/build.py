@@ -10,7 +10,8 @@ from llmrecipes import webpage
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.io import write_atomic
-from llmrecipes.report import charts, machine, training
+from llmrecipes.plan import drawing
+from llmrecipes.report import charts, machine, model, training
 from llmrecipes.report.material import Material
 from llmrecipes.rundir import Run
 
@@ -52,8 +53,9 @@ SECTIONS: tuple[tuple[str, str, Section], ...] = (
     ("plan", "Plan beside measured", machine.planned),
     ("stragglers", "Stragglers", machine.stragglers),
     ("nodes", "Nodes", machine.nodes),
+    ("model", "Model", model.picture),
     ("experts", "Experts", machine.experts),
-    ("layers", "Layers", machine.layers),
+    ("layers", "Layers", model.layers),
     ("energy", "Energy and carbon", machine.energy),
     ("cost", "Cost", machine.cost),
     ("environment", "Environment", machine.environment),
@@ -87,7 +89,7 @@ def page(material: Material, refresh: int | None = None) -> str:
     about = f"{state}; last report {training.when(summary.updated)}{machine.age(material)}"
     body = [
         f"<h1>{webpage.text(run.name)}</h1>",
-        f"<p>The run is {webpage.text(about)}.{f' It goes on: {again}.' if material.running else ''}</p>",
+        f"<p>The run is {webpage.text(about)}.{f' Training continues: {again}.' if material.running else ''}</p>",
     ]
     if material.recipe is not None and material.recipe.description:
         body.append(f'<p class="muted">{webpage.text(material.recipe.description)}</p>')
@@ -102,7 +104,9 @@ def page(material: Material, refresh: int | None = None) -> str:
     body.append("<main>")
     body += [f'<section id="{name}"><h2>{title}</h2>\n{make(material)}</section>' for name, title, make in SECTIONS]
     body.append(f'</main><p class="muted">Written {training.when(material.now)} from {webpage.text(run.path)}.</p>')
-    return webpage.page(f"Report of {run.name}", "\n".join(body), style=charts.STYLE + STYLE, refresh=refresh)
+    return webpage.page(
+        f"Report of {run.name}", "\n".join(body), style=charts.STYLE + drawing.STYLE + STYLE, refresh=refresh
+    )
 
 
 def as_dict(material: Material) -> dict[str, Any]:
@@ -117,7 +121,9 @@ def as_dict(material: Material) -> dict[str, Any]:
         "seconds": {"wall": past.wall, **past.causes},
         "starts": [vars(start) for start in past.starts],
         "rank_hours": past.rank_hours,
+        "energy": {} if (used := machine.used_energy(material)) is None else used.values(),
         "events": dict(material.records.events),
+        "doctor": material.examined[-1] if material.examined else None,
     }
 
 

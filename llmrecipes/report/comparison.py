@@ -12,14 +12,16 @@ import numpy as np
 
 from llmrecipes import webpage
 from llmrecipes.console import duration, number
+from llmrecipes.errors import UserError
 from llmrecipes.hardware.profile import Profile
-from llmrecipes.report import charts, training
+from llmrecipes.report import build, charts, training
 from llmrecipes.report.build import STYLE
 from llmrecipes.report.charts import Line
 from llmrecipes.report.history import CAUSES
-from llmrecipes.report.machine import flat
+from llmrecipes.report.machine import flat, used_energy
 from llmrecipes.report.material import Material
 from llmrecipes.rundir import Run
+from llmrecipes.tracking.energy import energy_rows
 from llmrecipes.units import GIB, gib
 from llmrecipes.workflow.compare import Curve, RunComparison, compare
 
@@ -33,6 +35,36 @@ FIGURES = {
     "step_seconds": ("seconds a step, median", "{:.3g}"),
     "mfu": ("MFU, median", "{:.1%}"),
 }
+
+
+MOST_RUNS = 6
+
+
+def write(
+    runs: Sequence[Run], path: Path | None, data_dir: Path, profile: Profile | None = None, refresh: int | None = None
+) -> tuple[dict[str, Any], bool]:
+    """Write the page of a run, or that of several; the arguments are those of `build.report`.
+
+    Args:
+        path: of the page; None: `build.default_path`.
+
+    Returns:
+        Its numbers and `page`, its path; and whether the run still trains.
+
+    Raises:
+        UserError: too many runs, the page cannot be written, or as `report`.
+    """
+    if len(runs) > MOST_RUNS:
+        raise UserError(f"{len(runs)} runs", where="RUN", rule=f"a page compares at most {MOST_RUNS} runs")
+    running = False
+    if len(runs) > 1:
+        html, values = report([run.path for run in runs], data_dir, profile)
+    else:
+        html, material = build.report(runs[0], data_dir, profile, refresh)
+        values, running = build.as_dict(material), material.running
+    path = build.default_path(runs) if path is None else path
+    build.write(path, html)
+    return {"page": str(path), **values}, running
 
 
 def report(run_dirs: Sequence[Path], data_dir: Path, profile: Profile | None = None) -> tuple[str, dict[str, Any]]:
@@ -103,6 +135,9 @@ def _figures(names: Sequence[str], compared: RunComparison, materials: Sequence[
     rows.append(("interruptions", *(str(each.history.interruptions) for each in materials)))
     hours = [each.history.rank_hours for each in materials]
     rows.append(("hours of all ranks", *("unknown" if each is None else f"{each:,.3g}" for each in hours)))
+    every = [used_energy(each) for each in materials]
+    tokens = [run.figures["tokens"] or 0 for run in compared.runs]
+    rows += [row for row in energy_rows(every, tokens, "unknown") if any(cell != "unknown" for cell in row[1:])]
     return webpage.table(("figure", *names), rows, numbers=range(1, len(names) + 1))
 
 

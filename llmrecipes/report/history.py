@@ -114,7 +114,7 @@ def _noted(records: Records, events: list[tuple[float, int]], times: Any, second
                      and records.steps[0] <= int(notes[0]["step"])):  # fmt: skip
         return []  # its first starts were of a version without such notes
     starts: list[Start] = []
-    moments = np.array([at for at, _ in events])
+    moments, reached = np.array([at for at, _ in events]), np.array([step for _, step in events])
     for place, note in enumerate(notes):
         opened, details = float(note["time"]), note["details"]
         until = float(notes[place + 1]["time"]) if place + 1 < len(notes) else np.inf
@@ -125,7 +125,7 @@ def _noted(records: Records, events: list[tuple[float, int]], times: Any, second
         end = float(moments[mine].max()) if mine.any() else opened
         steps = (times >= opened) & (times < until)
         first = float((times[steps] - seconds[steps])[0]) if steps.any() else end
-        to_step = max((step for at, step in events if opened <= at < until), default=int(note["step"]))
+        to_step = int(reached[mine].max()) if mine.any() else int(note["step"])
         ranks, host = number(details.get("ranks")), details.get("host")
         start = Start(
             begin, max(begin, first if np.isfinite(first) else opened), end, int(note["step"]), to_step, rewound=same,

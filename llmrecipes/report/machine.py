@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -11,18 +11,18 @@ import numpy as np
 
 from llmrecipes import webpage
 from llmrecipes.console import duration
+from llmrecipes.data.manifest import DataManifest
 from llmrecipes.report import charts
 from llmrecipes.report.material import Material, at
 from llmrecipes.report.records import Values
 from llmrecipes.report.training import nothing, series, when
+from llmrecipes.tracking.energy import Energy
 from llmrecipes.units import GIB, gib
 from llmrecipes.untrusted import number
 
 MOST_EVENTS = 300
 MOST_EXPERT_ROWS = 128
 LONGEST_DETAIL = 400
-LAYER = re.compile(r"(?P<before>(?:.*/)?)layer_(?P<layer>\d{1,6})/(?P<after>.+)")
-"""A number of one layer, by its name."""
 
 
 def memory(material: Material) -> str:
@@ -95,7 +95,7 @@ def experts(material: Material) -> str:
     imbalance: dict[int, dict[int, float]] = {}
     entropy: dict[int, dict[int, float]] = {}
     dropped = np.zeros(len(steps))
-    last: dict[int, list[float]] = {}
+    last: dict[int, list[Any]] = {}
     for place, (_, layers) in enumerate(material.records.experts.kept):
         for layer in layers:
             name = number(at(layer, "layer"))
@@ -106,8 +106,8 @@ def experts(material: Material) -> str:
                     values.setdefault(int(name), {})[place] = float(value)
             dropped[place] += number(at(layer, "dropped")) or 0.0
             tokens = at(layer, "tokens_per_expert")
-            if isinstance(tokens, list) and tokens and all(number(each) is not None for each in tokens):
-                last[int(name)] = [float(each) for each in tokens]
+            if isinstance(tokens, list) and tokens:
+                last[int(name)] = tokens
     columns = [f"{step:,}" for step in steps]
     drawn = [
         charts.heat(f"{title} by layer", [f"layer {name}" for name in values], columns, _grid(values, len(steps)))
@@ -117,8 +117,10 @@ def experts(material: Material) -> str:
         )
         if values
     ]
-    if last:
-        drawn.append(_load(last, columns[-1]))
+    loads = {name: [float(each) for each in tokens] for name, tokens in last.items()
+             if all(number(each) is not None for each in tokens)}  # fmt: skip
+    if loads:
+        drawn.append(_load(loads, columns[-1]))
     if dropped.any():
         drawn.append(
             charts.curves("Dropped token-expert assignments", [charts.Line("dropped", np.array(steps, float), dropped)])
@@ -231,71 +233,34 @@ def _ending(name: str) -> str:
     return max((end for end in UNITS if name.endswith(end)), key=len, default="")
 
 
-def layers(material: Material) -> str:
-    """Numbers by layer, where they were recorded."""
-    records, drawn = material.records, []
-    for name, samples in sorted(records.samples.items()):
-        rows = [(step, value) for step, value in samples.kept if isinstance(value, list) and value
-                and all(each is None or number(each) is not None for each in value)]  # fmt: skip
-        if rows:
-            cells = np.full((max(len(value) for _, value in rows), len(rows)), np.nan)
-            for column, (_, value) in enumerate(rows):
-                cells[: len(value), column] = [np.nan if each is None else float(each) for each in value]
-            titles = [f"layer {n + 1}" for n in range(len(cells))]
-            drawn.append(charts.heat(_words(name), titles, [f"{step:,}" for step, _ in rows], cells))
-    by_name: dict[str, dict[int, str]] = {}
-    for one in records.names():
-        if match := LAYER.fullmatch(one):
-            by_name.setdefault(match["before"] + match["after"], {})[int(match["layer"])] = one
-    for name, columns in sorted(by_name.items()):
-        values = np.stack([records[columns[layer]] for layer in sorted(columns)])
-        known = np.flatnonzero(np.isfinite(values).any(axis=0))
-        steps = [f"{records.steps[place]:,}" for place in known]
-        drawn.append(
-            charts.heat(_words(name), [f"layer {layer}" for layer in sorted(columns)], steps, values[:, known])
-        )
-    if not any(drawn):
-        return nothing("Nothing was recorded by layer.")
-    return f'<div class="charts">{"".join(drawn)}</div>'
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ").replace("/", ", ").capitalize()
-
-
 def energy(material: Material) -> str:
     """Energy and carbon: what the run has recorded, else by the power of a cluster profile."""
-    records = material.records
-    joules, carbon, tokens = records["energy/joules"], None, records.last("energy/tokens_per_joule")
-    if records.has("energy/joules"):
-        kwh = float(np.nansum(joules)) / 3.6e6
-        costs = material.costs
-        carbon = None if costs is None or costs.kg_co2_per_kwh is None else kwh * costs.kg_co2_per_kwh
-        how = f"measured by {', '.join(records.texts.get('energy/method', ())) or 'unknown'}, without the time between"
-        how += " a start and its second report"
-    elif (estimate := _estimated(material)) is not None:
-        kwh, carbon, tokens = estimate
-        how = "estimated: hours of all ranks × costs.watts_per_gpu × costs.pue"
-    else:
+    used = used_energy(material)
+    if used is None:
         return nothing(
             "No energy was measured. With --cluster NAME it is estimated, if that profile has costs.watts_per_gpu."
         )
-    rows = [("energy", f"{kwh:,.3g} kWh")]
-    rows += [] if carbon is None else [("carbon", f"{carbon:,.3g} kg CO₂")]
-    rows += [] if tokens is None else [("tokens a joule", f"{tokens:,.3g}")]
+    rows = [("energy", f"{used.kwh:,.3g} kWh")]
+    rows += [] if used.kg_co2 is None else [("carbon", f"{used.kg_co2:,.3g} kg CO₂")]
+    tokens = material.records.last("consumed_tokens")
+    rows += [] if tokens is None else [("tokens a joule", f"{tokens / used.joules:,.3g}")]
+    missing = material.records.last("energy/nodes_missing")
+    rows += [] if missing is None else [("nodes that could not be read, and are not in it", f"{missing:,.0f}")]
     drawn = series(material, "Tokens a joule", [("energy/tokens_per_joule", "of all nodes")])
-    return webpage.table(("quantity", "value"), rows, numbers=(1,)) + nothing(f"Energy is {how}.") + drawn
+    return webpage.table(("quantity", "value"), rows, numbers=(1,)) + nothing(f"Energy was {used.how()}.") + drawn
 
 
-def _estimated(material: Material) -> tuple[float, float | None, float | None] | None:
-    """kWh, kg CO₂ and tokens a joule by the power of a profile; None: it has none."""
-    hours, costs = material.history.rank_hours, material.costs
+def used_energy(material: Material) -> Energy | None:
+    """Of all starts, by the profile if one is named; estimated by its power if none was recorded. None: unknown."""
+    records, costs, hours = material.records, material.costs, material.history.rank_hours
+    if records.energy is not None:
+        return records.energy.by(costs)
+    if records.has("energy/joules"):  # of a version that did not add it up
+        joules = float(np.nansum(records["energy/joules"]))
+        return Energy().plus(joules, records.texts.get("energy/method", ()), costs) if joules else None
     if costs is None or costs.watts_per_gpu is None or not hours:
         return None
-    kwh = hours * costs.watts_per_gpu * costs.pue / 1000
-    carbon = None if costs.kg_co2_per_kwh is None else kwh * costs.kg_co2_per_kwh
-    tokens = material.records.last("consumed_tokens")
-    return kwh, carbon, None if tokens is None else tokens / (kwh * 3.6e6)
+    return Energy().plus(hours * 3600 * costs.watts_per_gpu, ["profile"], costs)
 
 
 def cost(material: Material) -> str:
@@ -349,7 +314,10 @@ def flat(values: Any, name: str = "") -> Iterator[tuple[str, str]]:
         yield name, "none" if values is None else str(values)
 
 
-DOCTOR = ("network", "hardware_suspect", "hang", "replicas_differ", "straggler", "straggler_excluded", "xid")
+DOCTOR = (
+    "network", "hardware_suspect", "hang", "replicas_differ", "straggler", "straggler_left_out", "straggler_kept",
+    "xid",
+)  # fmt: skip
 
 
 def doctor(material: Material) -> str:
@@ -369,11 +337,46 @@ def doctor(material: Material) -> str:
     except OSError:
         bad = []
     rows += [("left out by the Slurm job", "", "", line) for line in bad]
-    if not rows:
+    noted = webpage.table(("what", "step", "when", "details"), rows[:MOST_EVENTS], numbers=(1,)) if rows else nothing(
+        "No check of nodes, network or replicas has left a note while the run trained."
+    )  # fmt: skip
+    return _examined(material) + noted
+
+
+def _examined(material: Material) -> str:
+    """What the doctor said before the newest start."""
+    if not material.examined:
         return nothing(
-            "Nothing: no check of nodes, network or replicas has left a note. `llmrecipes doctor` checks a machine."
+            "What the doctor says before a start is kept by jobs, and by `llmrecipes doctor RECIPE --run-id ID`; "
+            "for this run there is nothing."
         )
-    return webpage.table(("what", "step", "when", "details"), rows[:MOST_EVENTS], numbers=(1,))
+    newest = material.examined[-1]
+    findings = [each for each in newest["findings"] if isinstance(each, Mapping)]
+    rows = [
+        (*(str(each.get(key, "")) for key in ("status", "check", "what", "fix")), _named(each)) for each in findings
+    ]
+    head, counts = ("result", "check", "what", "fix", "nodes"), Counter(row[0] for row in rows)
+    said = ", ".join(f"{counts[name]:,} {name}" for name in ("fail", "warn", "skip", "ok") if counts[name])
+    bad = newest.get("bad_nodes")
+    left = f"; bad nodes: {', '.join(map(str, bad))}" if isinstance(bad, list) and bad else ""
+    earlier = len(material.examined) - 1
+    failed = sum(each.get("ok") is False for each in material.examined[:-1])
+    before = f" Of {earlier:,} checks before, {failed:,} failed." if earlier else ""
+    of = number(newest.get("nodes"))
+    nodes = f", {of:,} nodes" if of is not None and of > 1 else ""
+    about = f"The doctor, {when(number(newest.get('time')))}{nodes}: {said or 'nothing'}{left}.{before}"
+    wrong = [row for row in rows if row[0] in ("fail", "warn")]
+    fine = [row for row in rows if row[0] not in ("fail", "warn")]
+    shown = webpage.table(head, wrong) if wrong else ""
+    folded = f"<details><summary>other checks</summary>{webpage.table(head, fine)}</details>" if fine else ""
+    return f"<p>{webpage.text(about)}</p>{shown}{folded}"
+
+
+def _named(finding: Mapping[str, Any]) -> str:
+    names, count = finding.get("nodes"), number(finding.get("number"))
+    known = [str(each) for each in names if each] if isinstance(names, list) else []
+    more = 0 if count is None else int(count) - len(known)
+    return ", ".join(known) + (f" and {more:,} more" if known and more > 0 else "")
 
 
 def data(material: Material) -> str:
@@ -409,7 +412,19 @@ def data(material: Material) -> str:
         passes = nothing(
             f"The run has consumed {charts.short(float(tokens[-1]))} tokens: {tokens[-1] / whole:.3g} passes."
         )
-    return webpage.table(head, rows, numbers=(1, 3, 4, 5)) + passes + nothing(about)
+    return webpage.table(head, rows, numbers=(1, 3, 4, 5)) + passes + contamination(material.data) + nothing(about)
+
+
+def contamination(data: DataManifest) -> str:
+    """Whether training text was compared with evaluation files, and which of them it had text of."""
+    dropped = data.decontaminated
+    if dropped is None:
+        return nothing("Training text was not compared with evaluation tasks (step decontaminate of data.steps).")
+    if not dropped:
+        return nothing("No document had text of the evaluation files of the step decontaminate.")
+    rows = [(file, f"{count:,}") for file, count in sorted(dropped.items(), key=lambda item: -item[1])]
+    head = ("evaluation file", "documents with its text, dropped")
+    return webpage.table(head, rows, numbers=(1,), caption="Contamination of evaluation tasks")
 
 
 def recipe(material: Material) -> str:

@@ -13,6 +13,7 @@ from llmrecipes import untrusted
 from llmrecipes.data.manifest import DataManifest
 from llmrecipes.data.prepared import open_prepared
 from llmrecipes.diagnosis.finding import RunFinding
+from llmrecipes.doctor import record
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation import history as task_history
 from llmrecipes.recipe.schema import Recipe
@@ -42,6 +43,7 @@ class Material:
         plan, environment: of the newest start; empty: missing or corrupt.
         environments: of earlier starts, oldest first, by the step until which they counted.
         tasks: records of evaluations.jsonl.
+        examined: what the doctor said before the newest starts, oldest first.
         data: manifest of the prepared data; None: not on this machine.
         profile: of the cluster, for prices; None: not named.
         unread: what could not be read, and why.
@@ -61,6 +63,7 @@ class Material:
     tasks: list[dict[str, Any]]
     data: DataManifest | None
     logs: list[tuple[str, list[str]]]
+    examined: list[dict[str, Any]] = field(default_factory=list)
     profile: Profile | None = None
     unread: list[str] = field(default_factory=list)
     now: float = field(default_factory=time.time)
@@ -100,6 +103,7 @@ class Material:
             tasks=tasks,
             data=data,
             logs=list(_logs(run)),
+            examined=record.read(run),
             profile=profile,
             unread=unread,
         )

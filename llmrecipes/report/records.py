@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from llmrecipes.tracking.energy import Energy
 from llmrecipes.untrusted import number
 
 Values = npt.NDArray[np.float64]
@@ -22,7 +23,7 @@ MOST_NOTES = 2000
 """Notes of one event that are kept; the others are counted."""
 MOST_COLUMNS = 4096
 """Names of numbers; those that come later are left out."""
-_NOT_SERIES = {"step", "experts", "skipped", "non_finite"}
+_NOT_SERIES = {"step", "experts", "histograms", "skipped", "non_finite"}
 
 
 @dataclass
@@ -53,9 +54,11 @@ class Records:
         notes: lines with `event`, at most `MOST_NOTES` of each.
         events: how often there was each.
         experts: balance of the layers with experts (`tracking.events.LayerBalance`), in samples.
+        histograms: of gradients and weights (`StepMetrics.histograms`), in samples.
         samples: other lists by name, in samples.
         texts: how often a name had each text, such as the node of an extreme.
         skipped: steps whose update was left out.
+        energy: what the run has used, by the newest line that says so; None: none does.
         missing: why there is no step.
     """
 
@@ -64,9 +67,11 @@ class Records:
     notes: list[dict[str, Any]] = field(default_factory=list)
     events: Counter[str] = field(default_factory=Counter)
     experts: Samples = field(default_factory=Samples)
+    histograms: Samples = field(default_factory=Samples)
     samples: dict[str, Samples] = field(default_factory=dict)
     texts: dict[str, Counter[str]] = field(default_factory=dict)
     skipped: list[int] = field(default_factory=list)
+    energy: Energy | None = None
     missing: str = "metrics.jsonl has no step yet"
     _columns: dict[str, array[float]] = field(default_factory=dict)
 
@@ -103,6 +108,7 @@ class Records:
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Take in a line."""
+        self.energy = Energy.of(record) or self.energy
         if "event" in record:
             self._note(dict(record))
         elif "valid_loss" in record:
@@ -129,6 +135,8 @@ class Records:
                 self._nested(name, place, step, value)
         if isinstance(balance := record.get("experts"), list) and balance:
             self.experts.add(step, balance)
+        if isinstance(histograms := record.get("histograms"), dict):
+            self.histograms.add(step, histograms)
 
     def _nested(self, name: str, place: int, step: int, value: Any) -> None:
         if isinstance(value, dict):

@@ -17,7 +17,7 @@ from llmrecipes.report import charts
 from llmrecipes.report.charts import Line, Spans
 from llmrecipes.report.history import CAUSES, Start
 from llmrecipes.report.material import Material
-from llmrecipes.tracking.events import TASKS_EVALUATED
+from llmrecipes.tracking.events import ENDED_EARLY, TASKS_EVALUATED
 from llmrecipes.units import GIB, gib
 from llmrecipes.untrusted import number
 
@@ -58,7 +58,7 @@ def problems(material: Material) -> str:
     items = [_finding(each) for each in material.findings]
     state = material.summary.state
     if state in ("failed", "interrupted"):
-        advice = f"To go on from the newest checkpoint: {resume_command(material.run.path)}"
+        advice = f"To continue from the newest checkpoint: {resume_command(material.run.path)}"
         what = "The last lines of its logs are at the end of this page." if material.logs else "It left no logs."
         items.insert(0, _item("error", f"The run is {STATES[state]}", "", what, advice))
     items += [_item("warning", "Not readable", "", text, "") for text in material.unread]
@@ -95,6 +95,8 @@ def figures(material: Material) -> list[tuple[str, str]]:
     step = summary.step if summary.step is not None else (records.steps[-1] if len(records) else None)
     total = "" if summary.total is None else f" of {summary.total:,}"
     rows = [("step", "none yet" if step is None else f"{step:,}{total}")]
+    for note in records.of(ENDED_EARLY):
+        rows += [("ended early", str(note["details"].get("text", "")))] if note["step"] == step else []
     if len(records):
         tokens = records.last("consumed_tokens")
         rows += [("tokens", charts.short(tokens))] if tokens is not None else []
@@ -142,9 +144,15 @@ def loss(material: Material) -> str:
     if not len(material.records):
         return nothing(f"No curve: {material.records.missing}.")
     lines = [line for line in (_series(material, "loss", "training"), _held_out(material, "valid_loss")) if line]
+    accuracy = [
+        line
+        for line in (_series(material, "token_accuracy", "training"), _held_out(material, "valid_token_accuracy"))
+        if line
+    ]
     options = {"note": f"{len(material.records.skipped):,} updates were left out."} if material.records.skipped else {}
     drawn = [
         charts.curves("Loss", lines, unit="nats a token", **options),
+        charts.curves("Tokens predicted right", accuracy, unit="share") if accuracy else "",
         series(material, "Gradient norm before clipping", [("grad_norm", "gradient norm")]),
         series(material, "Learning rate", [("lr", "learning rate")]),
         series(material, "Loss scale (fp16)", [("loss_scale", "loss scale")]),

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from llmrecipes import rundir
 from llmrecipes.errors import UserError
 from llmrecipes.plan.parameters import count
+from llmrecipes.recipe.batch_schedule import batch_schedule
 from llmrecipes.recipe.schema import Model
 from llmrecipes.recipe.shape import shape
 from llmrecipes.scaling.law import Point
@@ -52,8 +53,8 @@ def from_directory(run_dir: Path) -> Tracked:
     """A run by its files. Its last evaluation is that of its last step."""
     recipe = rundir.Run(run_dir).recipe()
     known = summary(run_dir)
-    tokens_per_step = recipe.train.global_batch_size * recipe.model.seq_length
-    tokens = None if known.step is None else known.step * tokens_per_step
+    samples = None if known.step is None else batch_schedule(recipe).samples(known.step)
+    tokens = None if samples is None else samples * recipe.model.seq_length
     return Tracked(f"{known.recipe}/{known.run_id}", flatten(recipe), known.state, tokens, known.valid_loss)
 
 

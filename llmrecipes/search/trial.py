@@ -17,7 +17,7 @@ from llmrecipes.launch.base import JobHandle, JobState, JobStatus
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search_section import Objective
-from llmrecipes.search.metrics import Reader, TrialProgress
+from llmrecipes.search.metrics import Reader, TrialEvaluation, TrialProgress
 from llmrecipes.search.space import Values, evaluation, evaluations
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class Running:
         return self._out_of_memory(status) or status.reason or where
 
     def _has_no_finite_loss(self, progress: TrialProgress) -> bool:
-        last = progress.evaluations.get(self.recipe.train.train_iters)
+        last = self._final(progress)
         return last is not None and last.valid_loss is None
 
     def _out_of_memory(self, status: JobStatus) -> str:
@@ -192,8 +192,18 @@ class Running:
                     return match[1].decode(errors="replace")
         return ""
 
+    def _final(self, progress: TrialProgress) -> TrialEvaluation | None:
+        """The evaluation of a complete trial that counts: of its best checkpoint, if that is kept, else the last."""
+        train, every = self.recipe.train, progress.evaluations
+        ends_early = train.early_stop is not None or train.target_loss is not None
+        last = every.get(train.train_iters) or (every[max(every)] if ends_early and every else None)
+        finite = [each for each in every.values() if each.valid_loss is not None]
+        if last is None or not self.recipe.checkpoint.keep_best or not finite:
+            return last
+        return min(finite, key=lambda each: (each.valid_loss or 0.0, each.step))
+
     def _objectives(self, progress: TrialProgress, names: tuple[Objective, ...]) -> list[float] | None:
-        last = progress.evaluations.get(self.recipe.train.train_iters)
+        last = self._final(progress)
         if last is None:
             return None
         values_by: dict[Objective, float | None] = {

@@ -198,10 +198,21 @@ def _webhook(variable: str | None, say: Callable[[str], None]) -> _Sender | None
         return None
     remember(url)
     name = f"the webhook of {variable}"
-    if urlsplit(url).scheme not in ("http", "https"):
-        say(f"alarms: {name} is not a URL that begins with https://; no alarms are sent to it")
+    if not _is_web(url):
+        say(f"alarms: {name} is not a URL that begins with https:// and has no spaces; no alarms are sent to it")
         return None
     return _Sender(name, lambda message: _post(url, message), say)
+
+
+def _is_web(url: str) -> bool:
+    """False for what urllib would refuse with part of the URL, a secret, in its text."""
+    if any(c <= " " or c == "\x7f" for c in url):
+        return False
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:  # an address in brackets without its end, a port that is not a number
+        return False
 
 
 def _command(variable: str | None, say: Callable[[str], None]) -> _Sender | None:

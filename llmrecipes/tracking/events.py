@@ -27,10 +27,35 @@ MEASURED = "measured"
 """Event of the note at the end of a start: `measured/…` beside `predicted/…` of the plan."""
 STARTED = "started"
 """Event of the note that a start, or going back to a checkpoint, begins with: what the earlier attempt had reached."""
-METRIC_NOTES = (TASKS_EVALUATED, MEASURED)
-"""Events of notes whose details are metrics: trackers have them as such."""
-VALID = ("valid_loss", "valid_bits_per_byte")
+DECONTAMINATED = "decontaminated"
+"""Event of the note with `decontaminated/<file>`: documents dropped, because they have text of an evaluation file."""
+ENERGY = "energy"
+"""Event of the note at the end of a start: what the run has used (`tracking.energy`)."""
+ENDED_EARLY = "ended_early"
+"""Event of the note of a run that ends before its last step by its held-out loss."""
+METRIC_NOTES = (TASKS_EVALUATED, MEASURED, DECONTAMINATED, ENERGY)
+"""Events of notes whose details are metrics: trackers have their numbers as such."""
+VALID = ("valid_loss", "valid_bits_per_byte", "valid_token_accuracy")
 """Metrics of an evaluation that trackers show as a group."""
+
+
+BY_SOURCE = (
+    "valid_source_loss", "valid_source_bits_per_byte", "valid_source_token_accuracy", "rewards", "valid_rewards",
+)  # fmt: skip
+"""Metrics by the label of a held-out set, and rewards of pairs by TRL's names."""
+
+
+def source_metrics(values: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics by name: `valid_source_loss/code`, `rewards/margins` …
+
+    Args:
+        values: a line of metrics.jsonl, or the fields of `StepMetrics` or `EvalMetrics`.
+    """
+    return {
+        f"{key}/{label}": float("nan") if value is None else float(value)
+        for key in BY_SOURCE
+        for label, value in (values.get(key) or {}).items()
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,16 +93,27 @@ class StepMetrics:
         step_seconds: wall-clock seconds of this step.
         tokens_per_second: tokens of the global batch over `step_seconds`.
         loss_scale: fp16 loss scale; None for other types.
+        global_batch_size: samples of the step; None: all steps of the run have the recipe's.
+        stage: its number, from 1; None: the run has none.
         skipped: the update was left out: the fp16 gradients overflowed (then `grad_norm` is NaN), or at a spike.
         memory_bytes: peak bytes on the GPU, or resident bytes of the process on a CPU.
         mfu: model FLOPs utilisation, 0 to 1, counting full attention; None if the peak is unknown.
         mfu_causal: the same counting only the causal half of attention.
         moe_aux_loss: auxiliary balancing loss without its coefficient, mean over layers; None if there is none.
         experts: balance of each layer with experts; None if it was not counted.
+        token_accuracy: share of the tokens whose label was the likeliest token, 0 to 1; None if it was not counted.
+        rewards: of pairs (`dpo`), means over the global batch: `chosen` and `rejected`, beta times what an answer has
+            gained on the reference, `margins` between them, and `accuracies`, the share of pairs with a positive one.
         ranks: spread of each number over ranks (`tracking.spread`), by its name; of the steps since the last report up
             to the one before this; None: no report.
         nodes: the same over nodes.
-        energy: joules of these steps, and kWh, kg CO2 and tokens a joule; None: nothing is known.
+        energy: joules and tokens a joule of these steps, and of the run so far joules, kWh and kg CO2
+            (`tracking.energy`); None: nothing is known.
+        layers: `grad_norm` (before clipping), `weight_norm` (before the update), `update_norm`, `activation_rms` and
+            `attention_logit` of the step before this one: of each kind of parameter a value for each layer, None where
+            there is none, and of `embedding`, `output`, `final_norm` a value; None: they were not measured.
+        histograms: of the same step, `gradient` (before clipping) and `weight` (before the update): of each kind over
+            all layers, counts by sign and power of two (`negative`, `zero`, `positive`, the first of 2^`low`).
         time: seconds since the epoch.
     """
 
@@ -90,15 +126,21 @@ class StepMetrics:
     step_seconds: float
     tokens_per_second: float
     loss_scale: float | None = None
+    global_batch_size: int | None = None
+    stage: int | None = None
     skipped: bool = False
     memory_bytes: int = 0
     mfu: float | None = None
     mfu_causal: float | None = None
     moe_aux_loss: float | None = None
     experts: tuple[LayerBalance, ...] | None = None
+    token_accuracy: float | None = None
+    rewards: Mapping[str, float] | None = None
     ranks: Mapping[str, Mapping[str, Any]] | None = None
     nodes: Mapping[str, Mapping[str, Any]] | None = None
     energy: Mapping[str, Any] | None = None
+    layers: Mapping[str, Mapping[str, Any]] | None = None
+    histograms: Mapping[str, Mapping[str, Mapping[str, Any]]] | None = None
     time: float = field(default_factory=time.time)
 
 
@@ -110,6 +152,12 @@ class EvalMetrics:
         valid_loss: nats per token.
         valid_bits_per_byte: bits per byte of the text, comparable between tokenizers; None if the bytes are unknown.
         eval_seconds: wall-clock seconds of the evaluation.
+        valid_source_loss: nats per token of each set of `data.valid_sources`, by label. Without a valid split the first
+            of them is `valid_loss` too.
+        valid_source_bits_per_byte: the same in bits per byte.
+        valid_token_accuracy: share of the tokens whose label was the likeliest token; None: the engine does not count.
+        valid_source_token_accuracy: the same of each set.
+        valid_rewards: as `StepMetrics.rewards`.
     """
 
     step: int
@@ -118,6 +166,11 @@ class EvalMetrics:
     consumed_tokens: int
     eval_seconds: float
     valid_bits_per_byte: float | None = None
+    valid_source_loss: Mapping[str, float] | None = None
+    valid_source_bits_per_byte: Mapping[str, float] | None = None
+    valid_token_accuracy: float | None = None
+    valid_source_token_accuracy: Mapping[str, float] | None = None
+    valid_rewards: Mapping[str, float] | None = None
     time: float = field(default_factory=time.time)
 
 
@@ -211,6 +264,12 @@ def is_measured(step: int, recipe: Recipe) -> bool:
     return step % every == 0 or step in (shown, last)
 
 
+def is_sampled(step: int, recipe: Recipe) -> bool:
+    """Whether layers are measured in a step, for the record of the next: one that is logged, as in `is_measured`."""
+    interval, shown = recipe.tracking.layers_interval, recipe.train.log_interval
+    return interval is not None and (step + 1) % (-(-interval // shown) * shown) == 0
+
+
 def expert_metrics(layers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Metrics by name: `moe/imbalance_max`, `moe/dropped`, `moe/layer_01/entropy`, `moe/layer_01/expert_00/tokens` …
 
@@ -237,6 +296,11 @@ def expert_metrics(layers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def _number(value: float | str) -> float:
     # JSON has no NaN: metrics.jsonl has its name instead.
     return float(value)
+
+
+def note_metrics(details: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics by name of a note of `METRIC_NOTES`, without its words."""
+    return {name: float(value) for name, value in details.items() if isinstance(value, int | float)}
 
 
 class Tracker(Protocol):

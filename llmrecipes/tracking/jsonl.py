@@ -15,19 +15,21 @@ import math
 import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.io import write_atomic
 from llmrecipes.runfiles import RunFiles
-from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, StepMetrics
+from llmrecipes.tracking.energy import Energy
+from llmrecipes.tracking.events import BY_SOURCE, EvalMetrics, Note, RunStatus, StepMetrics
 from llmrecipes.units import MIB
-from llmrecipes.untrusted import lines, number, parse_json, read_json
+from llmrecipes.untrusted import lines, number, parse_line, read_json
 
 logger = logging.getLogger(__name__)
 
-NESTED = {"experts", "ranks", "nodes", "energy"}
+NESTED = {"experts", "ranks", "nodes", "energy", "layers", "histograms", *BY_SOURCE}
 """Keys of a step whose values are not numbers."""
 _NUMBERS = {each.name for kind in (StepMetrics, EvalMetrics) for each in fields(kind)} - {"skipped"} - NESTED
 BACKLOG_BYTES = 64 * MIB
@@ -64,7 +66,7 @@ def _finite(value: Any) -> Any:
 def parse(line: bytes) -> dict[str, Any] | None:
     """The record on a line; None if the line is truncated, or not what `record` makes."""
     try:
-        value = parse_json(line)
+        value = parse_line(line)
     except ValueError:
         return None
     if not isinstance(value, dict) or type(step := value.get("step")) is not int or not 0 <= step < 1 << 62:
@@ -72,7 +74,11 @@ def parse(line: bytes) -> dict[str, Any] | None:
     if "event" in value:
         valid = isinstance(value["event"], str) and isinstance(value.get("details", {}), dict)
     else:
-        valid = all(value[key] is None or number(value[key]) is not None for key in value.keys() & _NUMBERS)
+        valid = all(
+            (type(each) is float and isfinite(each)) or each is None or number(each) is not None
+            for key, each in value.items()
+            if key in _NUMBERS
+        )
     return value if valid else None
 
 
@@ -147,6 +153,8 @@ class Rewound:
     dropped: int = 0
     reached: dict[str, Any] = field(default_factory=dict)
     """`step` and `time` of the last step that was dropped; empty: none was."""
+    energy: Energy = field(default_factory=Energy)
+    """That all starts have used, also for steps that were dropped."""
     sums: Sums = field(default_factory=Sums)
     problems: list[str] = field(default_factory=list)
 
@@ -174,6 +182,8 @@ def rewind(path: Path, step: int, recorded: Sums | None = None) -> Rewound:
                     values = None if torn else parse(line)
                     if values is None and not torn:
                         steps.problems.append((place, f"line {place} cannot be read"))
+                    if values is not None:
+                        rewound.energy = Energy.of(values) or rewound.energy
                     if values is not None and values["step"] <= step:
                         new.write(line)
                         rewound.sums.add(line)
@@ -238,7 +248,8 @@ class JsonlSink:
     """Appends events to metrics.jsonl.
 
     A full disk does not stop the training: lines are kept in memory and written once there is space.
-    `problems` lists earlier lines that are lost or changed; `reached` is the last step that was dropped.
+    `problems` lists earlier lines that are lost or changed; `reached` is the last step that was dropped; `energy` is
+    what earlier starts have used.
 
     Args:
         path: the file; created if missing.
@@ -261,6 +272,7 @@ class JsonlSink:
                 fix="make the directory writable or choose another one with --runs-dir",
             ) from error
         self.problems, self.reached, self._sums = rewound.problems, rewound.reached, rewound.sums
+        self.energy = rewound.energy
         self._sums.step = resumed_step
         self._write_sums()
         self._waiting = bytearray()

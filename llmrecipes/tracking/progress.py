@@ -17,7 +17,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 
 from llmrecipes.console import duration, number
-from llmrecipes.tracking.events import MEASURED, STARTED, EvalMetrics, Note, RunStart, RunStatus, Sink, StepMetrics
+from llmrecipes.tracking.events import (
+    ENDED_EARLY,
+    ENERGY,
+    MEASURED,
+    STARTED,
+    EvalMetrics,
+    Note,
+    RunStart,
+    RunStatus,
+    Sink,
+    StepMetrics,
+)
 from llmrecipes.units import GIB
 
 SECONDS_BETWEEN_LINES = 1.0
@@ -97,7 +108,7 @@ class ProgressSink(Sink):
         self._print(eval_line(metrics, self._total))
 
     def note(self, note: Note) -> None:
-        if note.event in (MEASURED, STARTED):  # the summary and the lines above have them
+        if note.event in (ENDED_EARLY, ENERGY, MEASURED, STARTED):  # the summary and the lines above have them
             return
         self._print(note_line(note, self._total), style="bold red" if note.alarm else None)
 
@@ -198,9 +209,10 @@ def step_parts(metrics: StepMetrics, total: int, seconds_a_step: float) -> dict[
 def eval_line(metrics: EvalMetrics, total: int) -> str:
     """One evaluation as text."""
     bits = "" if metrics.valid_bits_per_byte is None else f"  {metrics.valid_bits_per_byte:.4f} bits/byte"
-    return (
-        f"eval {metrics.step}/{total}  valid loss {metrics.valid_loss:.4f}{bits}  in {duration(metrics.eval_seconds)}"
-    )
+    sets = "".join(f"  {label} {loss:.4f}" for label, loss in (metrics.valid_source_loss or {}).items())
+    pairs = "".join(f"  {name} {value:.3f}" for name, value in (metrics.valid_rewards or {}).items())
+    losses = f"valid loss {metrics.valid_loss:.4f}{bits}{sets}{pairs}"
+    return f"eval {metrics.step}/{total}  {losses}  in {duration(metrics.eval_seconds)}"
 
 
 def note_line(note: Note, total: int) -> str:

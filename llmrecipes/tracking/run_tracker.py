@@ -44,19 +44,22 @@ def opened_by(recipe: Recipe) -> dict[str, MetricSink]:
     return {"status.json": STATUS, **enabled, "progress": PROGRESS}
 
 
-def require_packages_of_sinks(recipe: Recipe) -> None:
-    """Refuse a recipe with a sink whose package is not installed.
+def require_packages_of_tracking(recipe: Recipe) -> None:
+    """Refuse a recipe with a key of `tracking` whose package is not installed.
 
     Raises:
         UserError: the package is missing.
     """
-    for name, sink in opened_by(recipe).items():
-        if sink.package is not None and find_spec(sink.package) is None:
+    needed = {name: (sink.package, sink.extra) for name, sink in opened_by(recipe).items() if sink.package is not None}
+    if recipe.tracking.energy_model is not None:
+        needed["tracking.energy_model"] = (recipe.tracking.energy_model, "energy")
+    for name, (package, extra) in needed.items():
+        if find_spec(package) is None:
             raise UserError(
-                f"true, but the package {sink.package} is not installed",
+                f"set, but the package {package} is not installed",
                 where=name,
-                rule=f"{sink.package} is optional: it is in the extra {sink.extra}",
-                fix=f"pip install -e '.[{sink.extra}]' in the checkout, or {name}=false",
+                rule=f"{package} is optional: it is in the extra {extra}",
+                fix=f"pip install -e '.[{extra}]' in the checkout, or leave it out",
             )
 
 
@@ -68,6 +71,7 @@ class RunTracker:
 
     What looks wrong by the checks of `diagnosis` becomes a note, the first time in a start.
     `reached` has `step` and `time` of the last step that an earlier attempt has lost; empty: none was lost.
+    `energy` is what all earlier attempts have used.
     """
 
     def __init__(self, record: JsonlSink, others: Mapping[str, Sink], checks: Checks) -> None:
@@ -75,7 +79,7 @@ class RunTracker:
         self._others = dict(others)
         self._checks: Checks | None = checks
         self._closed = False
-        self.reached = record.reached
+        self.reached, self.energy = record.reached, record.energy
 
     @classmethod
     def open(
@@ -105,7 +109,7 @@ class RunTracker:
         Raises:
             UserError: the run directory cannot be written, or a library that the recipe needs is missing.
         """
-        require_packages_of_sinks(recipe)
+        require_packages_of_tracking(recipe)
         documents = (
             redact(to_yaml(recipe)),
             json.dumps(redacted(plan), indent=2) + "\n",

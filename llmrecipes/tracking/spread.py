@@ -46,4 +46,29 @@ def spread_metrics(values: Mapping[str, Any]) -> dict[str, float]:
         for which in SHOWN
     }
     energy = values.get("energy") or {}
-    return metrics | {f"energy/{name}": float(value) for name, value in energy.items() if name != "method"}
+    metrics |= {f"energy/{name}": float(value) for name, value in energy.items() if name != "method"}
+    return metrics | _layer_metrics(values.get("layers") or {})
+
+
+MOST_LAYERS = 32
+"""Up to this many layers have a curve each; of more, trackers get least, median and most."""
+
+
+def _layer_metrics(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """`layers/grad_norm/layer_01/mlp_fc1`, `layers/grad_norm/embedding` …, or `layers/grad_norm/mlp_fc1_max` …"""
+    metrics: dict[str, float] = {}
+    for measure, kinds in layers.items():
+        for kind, value in kinds.items():
+            if not isinstance(value, list | tuple):
+                metrics[f"layers/{measure}/{kind}"] = float(value)
+                continue
+            known = {number: float(each) for number, each in enumerate(value, 1) if each is not None}
+            if len(value) <= MOST_LAYERS:
+                metrics |= {f"layers/{measure}/layer_{number:02d}/{kind}": each for number, each in known.items()}
+            else:
+                numbers = [*known.values()]
+                extremes = min(numbers), float(np.median(numbers)), max(numbers)
+                metrics |= {
+                    f"layers/{measure}/{kind}_{which}": each for which, each in zip(SHOWN, extremes, strict=True)
+                }
+    return metrics

@@ -13,7 +13,7 @@ from typing import Any, Self
 from llmrecipes.hardware.process import MachineIdentity, process_seconds, start_ticks, this_machine
 from llmrecipes.io import write_atomic
 from llmrecipes.runfiles import RunFiles
-from llmrecipes.tracking.events import EvalMetrics, Note, RunStart, RunStatus, Sink, StepMetrics
+from llmrecipes.tracking.events import ENDED_EARLY, EvalMetrics, Note, RunStart, RunStatus, Sink, StepMetrics
 from llmrecipes.untrusted import RECORD, read_json
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,8 @@ class StatusSink(Sink):
             **this_machine().as_dict(),
             "started": earlier.get("started", now),
             "valid_loss": earlier.get("valid_loss") if resumed_step else None,
+            # The rules by which the run ended before its last step, until it goes on.
+            "ended_by": earlier.get("ended_by") if resumed_step and resumed_step == earlier.get("step") else None,
             # Evidence that there was a checkpoint, even if none is found.
             "checkpoint": resumed_step if resumed_step or type(earlier.get("checkpoint")) is int else None,
         }
@@ -74,7 +76,7 @@ class StatusSink(Sink):
         return cls(start.run_dir, resumed_step=start.resumed_step, total_steps=start.total_steps)
 
     def step(self, metrics: StepMetrics) -> None:
-        self._values["step"] = metrics.step
+        self._values |= {"step": metrics.step, "ended_by": None}
         if time.monotonic() - self._written >= SECONDS_BETWEEN_WRITES:
             self._write()
 
@@ -86,6 +88,8 @@ class StatusSink(Sink):
         if note.event == "checkpoint_saved":
             self._values["checkpoint"] = note.step
             self._write()
+        elif note.event == ENDED_EARLY:
+            self._values["ended_by"] = note.details["rules"]
 
     def close(self, status: RunStatus) -> None:
         self._values["state"] = STATES[status]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from llmrecipes.tracking.events import (
     METRIC_NOTES,
@@ -16,6 +17,8 @@ from llmrecipes.tracking.events import (
     Sink,
     StepMetrics,
     expert_metrics,
+    note_metrics,
+    source_metrics,
 )
 from llmrecipes.tracking.spread import spread_metrics
 
@@ -26,11 +29,21 @@ TRAIN = (
     "step_seconds",
     "tokens_per_second",
     "loss_scale",
+    "global_batch_size",
+    "stage",
     "memory_bytes",
     "mfu",
     "mfu_causal",
     "moe_aux_loss",
+    "token_accuracy",
 )
+
+
+def edges(bins: Mapping[str, Any]) -> tuple[list[float], list[int]]:
+    """Upper ends of the bins of `StepMetrics.histograms`, from the lowest, and their counts."""
+    powers = [2.0 ** (bins["low"] + place) for place in range(len(bins["positive"]) + 1)]
+    limits = [*(-power for power in powers[-2::-1]), powers[0], *powers[1:]]
+    return limits, [*bins["negative"][::-1], bins["zero"], *bins["positive"]]
 
 
 class TensorBoardSink(Sink):
@@ -56,16 +69,40 @@ class TensorBoardSink(Sink):
         if metrics.step % self._log_interval == 0:
             self._write("train", TRAIN, metrics)
             experts = expert_metrics([asdict(layer) for layer in metrics.experts or ()])
-            others = spread_metrics({"ranks": metrics.ranks, "nodes": metrics.nodes, "energy": metrics.energy})
-            for key, value in (experts | others).items():
+            nested = ("ranks", "nodes", "energy", "layers")
+            others = spread_metrics({name: getattr(metrics, name) for name in nested})
+            rewards = source_metrics({"rewards": metrics.rewards})
+            for key, value in (experts | others | rewards).items():
                 self._writer.add_scalar(key, value, metrics.step, metrics.time)
+            for measure, kinds in (metrics.histograms or {}).items():
+                for kind, bins in kinds.items():
+                    self._histogram(f"histograms/{measure}/{kind}", bins, metrics)
+
+    def _histogram(self, key: str, bins: Mapping[str, Any], metrics: StepMetrics) -> None:
+        limits, counts = edges(bins)
+        least = 2 * limits[0] if bins["negative"] else -limits[0]
+        centres = [(low + high) / 2 for low, high in zip([least, *limits], limits, strict=False)]
+        self._writer.add_histogram_raw(
+            key,
+            min=least,
+            max=limits[-1],
+            num=sum(counts),
+            sum=sum(count * at for count, at in zip(counts, centres, strict=True)),
+            sum_squares=sum(count * at * at for count, at in zip(counts, centres, strict=True)),
+            bucket_limits=limits,
+            bucket_counts=counts,
+            global_step=metrics.step,
+            walltime=metrics.time,
+        )
 
     def eval(self, metrics: EvalMetrics) -> None:
         self._write("valid", VALID, metrics)
+        for key, value in source_metrics(asdict(metrics)).items():
+            self._writer.add_scalar(key, value, metrics.step, metrics.time)
 
     def note(self, note: Note) -> None:
         if note.event in METRIC_NOTES:
-            for key, value in note.details.items():
+            for key, value in note_metrics(note.details).items():
                 self._writer.add_scalar(key, value, note.step, note.time)
         elif note.alarm:
             self._writer.add_text(note.event, str(dict(note.details)), note.step, note.time)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from llmrecipes.io import write_atomic
 from llmrecipes.redact import redacted
-from llmrecipes.tracking.events import METRIC_NOTES, RunStart, expert_metrics
+from llmrecipes.tracking.events import METRIC_NOTES, RunStart, expert_metrics, note_metrics, source_metrics
 from llmrecipes.tracking.mirror import Mirror, MirrorConfig, numbers, serve
 from llmrecipes.tracking.mirror_sink import MirrorSink
 from llmrecipes.tracking.spread import spread_metrics
@@ -107,11 +107,16 @@ class WandbRun:
     def log(self, values: dict[str, Any]) -> None:
         """Send a line of metrics.jsonl to W&B; only the last note of each kind is kept."""
         if values.get("event") in METRIC_NOTES:
-            self.run.log({"step": values["step"], **values["details"]})
+            self.run.log({"step": values["step"], **note_metrics(values["details"])})
         elif "event" in values:
             self.run.summary[f"note/{values['event']}"] = {"step": values["step"], **(values.get("details") or {})}
         else:
-            points = expert_metrics(values.get("experts", ())) | spread_metrics(values) | numbers(values)
+            points = (
+                expert_metrics(values.get("experts", ()))
+                | spread_metrics(values)
+                | source_metrics(values)
+                | numbers(values)
+            )
             self.run.log({"step": values["step"], **points})
         self._sent[_kind(values)] = values["step"]
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
+from llmrecipes.checkpoint.manifest import Monitored
 from llmrecipes.data.tokenizer import TextTokenizer
-from llmrecipes.engine.base import Engine, World
+from llmrecipes.engine.base import Engine, Progress, World
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation import history
 from llmrecipes.evaluation.lead import Interrupted, RankZeroScorer
@@ -24,8 +27,10 @@ from llmrecipes.evaluation.request import EvaluationResult
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.faults.watchdog import Beat, unwatched
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.tracking.events import TASKS_EVALUATED, Note, Tracker
+from llmrecipes.tracking.events import TASKS_EVALUATED, EvalMetrics, Note, Tracker
 from llmrecipes.tracking.jsonl import parse
+from llmrecipes.train.loaders import DataLoaders, HeldOutBatches, first_failure
+from llmrecipes.train.stopping import SPLIT, monitors
 from llmrecipes.untrusted import lines
 
 if TYPE_CHECKING:
@@ -75,14 +80,14 @@ class TaskEvaluations:
     metrics: Path
     beat: Beat = unwatched
 
-    def due(self, step: int) -> bool:
-        """Whether the tasks are evaluated after this step."""
+    def due(self, step: int, ended: bool = False) -> bool:
+        """Whether the tasks are evaluated after this step; `ended`: it is the last by the held-out loss."""
         wanted = self.recipe.train.eval_tasks
-        return wanted is not None and (step % wanted.interval == 0 or step == self.recipe.train.train_iters)
+        return wanted is not None and (step % wanted.interval == 0 or step == self.recipe.train.train_iters or ended)
 
-    def missing(self, step: int) -> bool:
+    def missing(self, step: int, ended: bool = False) -> bool:
         """Whether the evaluation after the step to resume from was interrupted; a collective if the step has one."""
-        if step == 0 or not self.due(step):
+        if step == 0 or not self.due(step, ended):
             return False
         answer: list[Any] = [self.world.is_first and not _has(self.metrics, step)]
         dist.broadcast_object_list(answer, src=0)
@@ -139,7 +144,7 @@ def is_evaluated(step: int, recipe: Recipe) -> bool:
     return step % recipe.train.eval_interval == 0 or step == recipe.train.train_iters
 
 
-def evaluation_due(step: int, recipe: Recipe, metrics: Path, world: World) -> bool:
+def evaluation_due(step: int, recipe: Recipe, metrics: Path, world: World, monitored: Monitored) -> bool:
     """Whether the evaluation of the step to resume from is missing; the same on every rank.
 
     Args:
@@ -147,9 +152,12 @@ def evaluation_due(step: int, recipe: Recipe, metrics: Path, world: World) -> bo
         recipe: the resolved recipe.
         metrics: the run's metrics.jsonl, read on the first rank.
         world: this rank.
+        monitored: of the checkpoint; a run that goes by it needs the evaluation there too.
     """
     if step == 0 or not is_evaluated(step, recipe):
         return False
+    if monitors(recipe) and monitored.step != step:
+        return True
     answer: list[Any] = [world.is_first and not _has_evaluation(metrics, step)]
     dist.broadcast_object_list(answer, src=0)
     return bool(answer[0])
@@ -160,3 +168,79 @@ def _has_evaluation(metrics: Path, step: int) -> bool:
         evaluations = (parse(line) for line in lines(metrics, root=metrics.parent) if b'"valid_loss"' in line)
         return any(values is not None and values["step"] == step for values in evaluations)
     return False
+
+
+class HeldOut(NamedTuple):
+    """Of a held-out set."""
+
+    loss: float
+    """Mean, in nats per token."""
+    accuracy: float | None
+    """See `EvalMetrics.valid_token_accuracy`."""
+    rewards: Mapping[str, float] | None = None
+    """See `EvalMetrics.valid_rewards`."""
+
+
+def held_out_losses(
+    engine: Engine, loaders: DataLoaders, recipe: Recipe, stop: StopRequest, beat: Beat
+) -> tuple[dict[str, HeldOut] | None, UserError | None]:
+    """Mean losses of the valid split (`SPLIT`) and of each set of `data.valid_sources`, and their token accuracy.
+
+    A collective of all ranks, with the same result on each.
+
+    Returns:
+        Both, None if a rank was asked to stop meanwhile or could not read its data; and why it could not.
+    """
+    every = ({} if loaders.valid is None else {SPLIT: loaders.valid}) | dict(loaders.valid_sources)
+    losses: dict[str, HeldOut] = {}
+    for name, read in every.items():
+        batches = HeldOutBatches(read(), (recipe.train.micro_batch_size, recipe.model.seq_length))
+
+        def interrupted(batches: HeldOutBatches = batches) -> bool:
+            beat("evaluate")
+            return stop.requested or batches.failure is not None
+
+        if engine.accuracy is not None:
+            engine.accuracy.start()
+        if engine.rewards is not None:
+            engine.rewards.start()
+        loss = engine.evaluate(batches, recipe.train.eval_iters, interrupted)
+        accuracy = None if engine.accuracy is None else engine.accuracy.take()
+        unread = first_failure(batches.failure, engine.platform.device)
+        if loss is None or unread is not None:
+            return None, unread
+        losses[name] = HeldOut(loss, accuracy, None if engine.rewards is None else engine.rewards.take())
+    return losses, None
+
+
+def held_out_metrics(losses: dict[str, HeldOut], loaders: DataLoaders) -> dict[str, Any]:
+    """The fields of `EvalMetrics` that are measured. Without a valid split, the first set stands for it."""
+    sets = {name: each for name, each in losses.items() if name != SPLIT}
+    bits = {name: loaders.bits_per_byte_of(name, each.loss) for name, each in sets.items()}
+    counted = {name: each.accuracy for name, each in sets.items() if each.accuracy is not None}
+    if SPLIT in losses:
+        split = losses[SPLIT]
+        whole = loaders.bits_per_byte and loaders.bits_per_byte(split.loss)
+    else:
+        first, split = next(iter(sets.items()))
+        whole = bits[first]
+    return {
+        "valid_loss": split.loss,
+        "valid_bits_per_byte": whole,
+        "valid_token_accuracy": split.accuracy,
+        "valid_rewards": split.rewards,
+        "valid_source_loss": {name: each.loss for name, each in sets.items()} or None,
+        "valid_source_bits_per_byte": bits or None,
+        "valid_source_token_accuracy": counted or None,
+    }
+
+
+def evaluated(progress: Progress, losses: dict[str, HeldOut], loaders: DataLoaders, started: float) -> EvalMetrics:
+    """What is reported of an evaluation that began at `started`, by `time.perf_counter`."""
+    return EvalMetrics(
+        step=progress.step,
+        consumed_samples=progress.consumed_samples,
+        consumed_tokens=progress.consumed_tokens,
+        eval_seconds=time.perf_counter() - started,
+        **held_out_metrics(losses, loaders),
+    )

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 import torch.distributed as dist
 
 from llmrecipes.data.batches import after_skipped, sample_ids
-from llmrecipes.engine.base import Engine, Progress, StepResult, World
+from llmrecipes.engine.base import Accept, Engine, Progress, ReplicaFault, StepResult, World
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.numerics import BadParameter, NonFinite, SpikeRule, StepSpike, first_bad_parameter
 from llmrecipes.plan.derive import Plan
@@ -65,7 +65,7 @@ class SpikeGuard:
 
 def first_sample(progress: Progress, plan: Plan) -> int:
     """Where the batch of the step after `progress` begins."""
-    return after_skipped(progress.consumed_samples, plan.recipe.train.global_batch_size, progress.skipped_samples)
+    return after_skipped(progress.consumed_samples, plan.batches.of_step(progress.step), progress.skipped_samples)
 
 
 def require_finite(progress: Progress, result: StepResult, engine: Engine, world: World) -> None:
@@ -139,19 +139,40 @@ def require_loss_scale(step: int, result: StepResult, train: Train) -> None:
 
 
 def require_equal_replicas(step: int, engine: Engine, notes: Notes) -> None:
-    """Compare the weights of data-parallel replicas; a collective of all ranks.
+    """Compare the weights of data-parallel replicas after a step; a collective of all ranks.
 
     Raises:
         UserError: on every rank, with `ExitCode.STOP`: some differ.
     """
     with engine.params_synced():
-        fault = engine.replica_fault()
+        _require_none(engine.replica_fault(), step, f"after step {step}", notes)
+
+
+def acceptance(step: int, engine: Engine, notes: Notes, spikes: SpikeGuard | None) -> Accept | None:
+    """What decides about the update of a step; None: it is made.
+
+    Where replicas are compared, that is before the update, with which the distributed optimizer gathers all weights: a
+    bit that has flipped since the last gather is gone after it, and only a gradient remains of it.
+    """
+    accept = None if spikes is None else spikes.accept
+    interval = engine.recipe.faults.check_weight_hash_across_dp_replicas_interval
+    if interval is None or step % interval:
+        return accept
+
+    def accepted(loss: float, norm: float) -> bool:
+        _require_none(engine.replica_fault(), step, f"before the update of step {step}", notes)
+        return accept is None or accept(loss, norm)
+
+    return accepted
+
+
+def _require_none(fault: ReplicaFault | None, step: int, when: str, notes: Notes) -> None:
     if fault is None:
         return
     notes.note(Note(step=step, event="replicas_differ", details=asdict(fault), alarm=True))
     which = "most others" if fault.is_outvoted else "the only other replica, which may be the wrong one"
     raise UserError(
-        f"after step {step}, {fault.differing} parameters differ from those of rank {fault.other} ({which}); the first "
+        f"{when}, {fault.differing} parameters differ from those of rank {fault.other} ({which}); the first "
         f"is {fault.parameter}",
         where=f"rank {fault.rank} on {fault.node}",
         rule="data-parallel replicas have the same weights, bit for bit "
@@ -163,12 +184,12 @@ def require_equal_replicas(step: int, engine: Engine, notes: Notes) -> None:
 
 def samples_of(consumed: int, plan: Plan, data_parallel_rank: int) -> list[int]:
     """Ids of a data-parallel rank's samples in the global batch that begins after `consumed` samples."""
-    train = plan.recipe.train
+    size = plan.batches.of_sample(consumed)
     micro_batches = sample_ids(
-        consumed + train.global_batch_size,
+        consumed + size,
         consumed_samples=consumed,
-        micro_batch_size=train.micro_batch_size,
-        global_batch_size=train.global_batch_size,
+        micro_batch_size=plan.recipe.train.micro_batch_size,
+        global_batch_size=size,
         data_parallel_rank=data_parallel_rank,
         data_parallel_size=plan.layout.data_parallel_size,
     )

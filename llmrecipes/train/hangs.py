@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 import torch.distributed as dist
 
 from llmrecipes.engine.base import World
+from llmrecipes.faults.collectives import last_collectives
 from llmrecipes.faults.watchdog import REPORT, Beat, HangLimits, unwatched, watched
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.runfiles import RunFiles
@@ -34,7 +35,8 @@ def watchdog(recipe: Recipe, files: RunFiles, world: World) -> Iterator[Beat]:
         return
     token = [secrets.token_hex(4)]  # reports of an earlier start are not those of this one
     dist.broadcast_object_list(token, src=0)
-    with watched(wanted, files.hang(token[0]), rank=world.rank, world_size=world.size) as beat:
+    folder = files.hang(token[0])
+    with watched(wanted, folder, rank=world.rank, world_size=world.size, collectives=last_collectives) as beat:
         yield beat
 
 

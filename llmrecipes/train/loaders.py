@@ -5,25 +5,28 @@ A read may fail on one rank: all ranks learn of it between two steps, when the s
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
+from llmrecipes.data import valid_sets
 from llmrecipes.data.batches import Ranges, ReaderLost, batches, read_error
-from llmrecipes.data.dataset import build
+from llmrecipes.data.dataset import build, build_set
 from llmrecipes.data.prepared import Prepared, bits_per_byte
 from llmrecipes.engine.base import Batch, World
 from llmrecipes.errors import UserError
 from llmrecipes.faults.watchdog import Beat, unwatched
+from llmrecipes.recipe.batch_schedule import batch_schedule
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.stages import span_of
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,22 @@ class DataLoaders:
         train: micro-batches from a number of consumed samples on; the caller closes the generator, which ends the
             data loader processes.
         valid: the validation micro-batches, the same ones at every call; None without a validation split.
+        valid_sources: those of the sets of `data.valid_sources`, by label.
         bits_per_byte: converts a validation loss in nats per token into bits per byte of the held-out text; None for
             conversations, where the loss counts only a part of the text.
+        bits_per_byte_of: the same of a set, by its label.
     """
 
     train: Callable[..., Generator[Batch, None, None]]
     valid: Callable[[], Iterator[Batch]] | None
     bits_per_byte: Callable[[float], float] | None
+    valid_sources: Mapping[str, Callable[[], Iterator[Batch]]] = field(default_factory=dict)
+    bits_per_byte_of: Callable[[str, float], float] = lambda label, loss: math.nan
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is held-out text."""
+        return self.valid is not None or bool(self.valid_sources)
 
     def leaving_out(self, skipped: Ranges) -> DataLoaders:
         """Loaders without the global batches that have a sample in these ranges."""
@@ -64,6 +76,10 @@ def open_loaders(recipe: Recipe, prepared: Prepared, world: World, *, pin_memory
             fix="more text in data.sources, or a smaller model.seq_length",
         )
     valid = build(recipe, prepared, "valid")
+    sets = {each.label: build_set(recipe, prepared, each.label) for each in recipe.data.valid_sources}
+    span, sizes = span_of(recipe), batch_schedule(recipe)
+    first = 0 if span is None else span.order[0]  # of the order of samples, whose numbers begin with 0
+    earlier, sizes = sizes.samples(first), sizes.since(first)
     read = partial(
         _read,
         recipe,
@@ -78,10 +94,18 @@ def open_loaders(recipe: Recipe, prepared: Prepared, world: World, *, pin_memory
     # A few batches every hundred steps are not worth a worker process.
     return DataLoaders(
         train=lambda consumed, skipped=(): read(
-            train, consumed_samples=consumed, num_workers=recipe.data.num_workers, skipped=skipped
+            train,
+            consumed_samples=consumed - earlier,
+            num_workers=recipe.data.num_workers,
+            skipped=skipped,
+            sizes=None if sizes.is_constant else sizes,
         ),
         valid=None if valid is None else lambda: read(valid, consumed_samples=0, num_workers=0),
         bits_per_byte=None if recipe.data.chat else partial(_bits_per_byte, prepared, recipe.model.seq_length),
+        valid_sources={
+            label: partial(read, dataset, consumed_samples=0, num_workers=0) for label, dataset in sets.items()
+        },
+        bits_per_byte_of=lambda label, loss: valid_sets.bits_per_byte(loss, prepared, label),
     )
 
 
@@ -117,17 +141,19 @@ class ReadAhead:
 
     Args:
         batches: micro-batches from the next step on.
-        per_step: micro-batches in a step.
-        steps: remaining steps.
+        per_step: micro-batches in each of the remaining steps.
         beat: called when a read begins, and when the step goes on.
     """
 
-    def __init__(self, batches: Iterator[Batch], per_step: int, steps: int, beat: Beat = unwatched) -> None:
+    def __init__(self, batches: Iterator[Batch], per_step: Iterable[int], beat: Beat = unwatched) -> None:
         self.failure: UserError | None = None
         self._beat = beat
-        self._source = islice(batches, per_step * steps)
+        self._source = batches
         self._ready: deque[Batch] = deque()
-        for _ in range(per_step):
+        self._per_step = iter(per_step)
+        self._left = next(self._per_step, 0)
+        self._following = next(self._per_step, 0)
+        for _ in range(self._left):
             self._read()
 
     def __iter__(self) -> Iterator[Batch]:
@@ -137,7 +163,13 @@ class ReadAhead:
         if not self._ready:
             raise self.failure or StopIteration
         batch = self._ready.popleft()
-        self._read()
+        self._left -= 1
+        if len(self._ready) - self._left < self._following:
+            self._read()
+        if self._left == 0:  # a following step that is larger needs more than one for each
+            while len(self._ready) < self._following and self.failure is None:
+                self._read()
+            self._left, self._following = self._following, next(self._per_step, 0)
         return batch
 
     def _read(self) -> None:
@@ -145,7 +177,9 @@ class ReadAhead:
             return
         self._beat("data")
         try:
-            self._ready.extend(islice(self._source, 1))
+            self._ready.append(next(self._source))
+        except StopIteration as end:
+            raise RuntimeError("the training data ends before the run does") from end
         except UserError as failure:
             self.failure = failure
         self._beat("step")

@@ -5,25 +5,31 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
+from typing import Any
 
+from llmrecipes.checkpoint.manifest import Monitored
 from llmrecipes.checkpoint.saver import AsyncSaver
-from llmrecipes.engine.base import Balance, Engine, Progress, StepResult, World
+from llmrecipes.engine.base import Engine, Progress, StepResult, World
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.memory import trim_heap
 from llmrecipes.faults.numerics import LossWatch, StepSpike
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.faults.watchdog import Beat, unwatched
 from llmrecipes.plan.derive import Plan
-from llmrecipes.tracking.events import EvalMetrics, Note, StepMetrics, Tracker, is_measured
+from llmrecipes.recipe.stages import span_of
+from llmrecipes.tracking.events import Note, StepMetrics, Tracker
 from llmrecipes.train import guard
-from llmrecipes.train.evaluations import TaskEvaluations, is_evaluated
-from llmrecipes.train.loaders import DataLoaders, HeldOutBatches, ReadAhead, first_failure
+from llmrecipes.train.evaluations import TaskEvaluations, evaluated, held_out_losses, is_evaluated
+from llmrecipes.train.loaders import DataLoaders, ReadAhead, first_failure
+from llmrecipes.train.local import LocalCheckpoints
+from llmrecipes.train.measured import start_counting
 from llmrecipes.train.rewind import Rewinds
 from llmrecipes.train.saves import Saves
+from llmrecipes.train.stopping import SPLIT, after_evaluation, ended_early, monitors, stop_reason
 from llmrecipes.train.telemetry import ClusterReport, Telemetry
 
 logger = logging.getLogger(__name__)
@@ -62,10 +68,12 @@ class Loop:
         beat: told the phase that begins, and its step; see `faults.watchdog`.
         telemetry: measures the ranks; None: nothing but this loop's own numbers.
         rewinds: of a run that goes back from spikes; None: their updates are left out.
+        local: local checkpoints of this rank; None: the recipe wants none.
         losses: training loss of every step of this start.
         steady: seconds of its steps, without the first `FIRST_STEPS` and those during which a save was written.
         valid_loss: the last one, in nats per token.
         unread: why the last evaluation could not read its data, on some rank.
+        monitored: the held-out loss that decides when the run ends; of the checkpoint that it starts from.
     """
 
     plan: Plan
@@ -85,10 +93,12 @@ class Loop:
     telemetry: Telemetry | None = None
     rewinds: Rewinds | None = None
     beat: Beat = unwatched
+    local: LocalCheckpoints | None = None
     losses: list[float] = field(default_factory=list)
     steady: list[float] = field(default_factory=list)
     valid_loss: float | None = None
     unread: UserError | None = None
+    monitored: Monitored = field(default_factory=Monitored)
     spikes: guard.SpikeGuard | None = field(default=None, init=False)
 
     def run(self, progress: Progress) -> LoopOutcome:
@@ -105,31 +115,33 @@ class Loop:
             self.spikes = guard.SpikeGuard(faults, progress)
         loaders = self.loaders.leaving_out(progress.skipped_samples)
         with closing(loaders.train(progress.consumed_samples)) as batches:
-            ahead = ReadAhead(batches, self.plan.num_microbatches, train.train_iters - progress.step, self.beat)
+            numbers = map(self.plan.num_microbatches_of, range(progress.step, train.train_iters))
+            ahead = ReadAhead(batches, numbers, self.beat)
             self._require_read(progress.step, ahead.failure)
             outcome, last = self._run(progress, ahead)
             self.beat("rest")
             self._require_read(last, ahead.failure or self.unread)
             return outcome
 
-    def again(self, tracker: Tracker, evaluation_due: bool) -> Loop:
+    def again(self, tracker: Tracker, evaluation_due: bool, monitored: Monitored) -> Loop:
         """The loop from an earlier step of the same engine on."""
         tasks = None if self.tasks is None else replace(self.tasks, tracker=tracker)
-        return replace(
-            self, tracker=tracker, tasks=tasks, evaluation_due=evaluation_due, watch=LossWatch(), losses=[], steady=[]
-        )
+        new = {"watch": LossWatch(), "losses": [], "steady": [], "monitored": monitored}
+        return replace(self, tracker=tracker, tasks=tasks, evaluation_due=evaluation_due, **new)  # type: ignore[arg-type]
 
     def _run(self, progress: Progress, batches: ReadAhead) -> tuple[LoopOutcome, int]:
         train = self.plan.recipe.train
-        saves = Saves(self.plan, self.engine, self.saver, self.tracker, self.recipe_hash)
+        saves = Saves(self.plan, self.engine, self.saver, self.tracker, self.recipe_hash, self.local, self)
         if self.evaluation_due:
-            with self.engine.params_synced():
-                if not self._evaluate(progress):
-                    return self._stopped(progress)
-        if self.tasks is not None and self.tasks.missing(progress.step) and not self.tasks.run(progress.step):
+            if not self._evaluate(progress):
+                return self._stopped(progress)
+            if monitors(self.plan.recipe):
+                saves.save(progress)  # once more: the checkpoint does not have this evaluation
+        ended = stop_reason(self.monitored, train) is not None
+        if self.tasks is not None and self.tasks.missing(progress.step, ended) and not self.tasks.run(progress.step):
             return self._stopped(progress)
         first = progress.step
-        while progress.step < train.train_iters:
+        while progress.step < train.train_iters and not ended:
             began = guard.first_sample(progress, self.plan)
             steady = progress.step >= first + FIRST_STEPS and not saves.writing
             progress, stopping = self._step(progress, batches, steady=steady)
@@ -138,19 +150,21 @@ class Loop:
             if progress.step == first + 1 and self.engine.platform.name == "cuda":
                 saves.reserve(progress)
             last = progress.step == train.train_iters
-            evaluating = self.loaders.valid is not None and is_evaluated(progress.step, self.plan.recipe)
+            evaluating = self.loaders.evaluates and is_evaluated(progress.step, self.plan.recipe)
             saving = last or progress.step % self.plan.recipe.checkpoint.save_interval == 0
-            interval = self.plan.recipe.faults.check_weight_hash_across_dp_replicas_interval
-            if interval is not None and (saving or stopping or progress.step % interval == 0):
+            if self.plan.recipe.faults.check_weight_hash_across_dp_replicas_interval and (saving or stopping):
                 guard.require_equal_replicas(progress.step, self.engine, self.tracker)
             if evaluating and not stopping:
-                with self.engine.params_synced():
-                    stopping = evaluating = not self._evaluate(progress)
-            if self.tasks is not None and self.tasks.due(progress.step):
+                stopping = evaluating = not self._evaluate(progress)
+            ended = stop_reason(self.monitored, train) is not None
+            last, saving = last or ended, saving or ended
+            if self.tasks is not None and self.tasks.due(progress.step, ended):
                 stopping = evaluating = stopping or not self.tasks.run(progress.step)
             if saving or stopping:
                 self.beat("save")
                 saves.save(progress)
+            if not last and not stopping:
+                saves.save_locally(progress, self.beat)
             saves.poll()
             if (evaluating or saving) and self.engine.platform.device.type == "cpu":
                 trim_heap()
@@ -175,23 +189,23 @@ class Loop:
             raise failure
 
     def _step(self, progress: Progress, batches: ReadAhead, *, steady: bool) -> tuple[Progress, bool]:
-        counter = self.engine.balance if is_measured(progress.step + 1, self.plan.recipe) else None
-        if counter is not None:
-            counter.start()
+        counted = start_counting(self.engine, progress.step + 1)
         started = time.perf_counter()
         self.beat("step", progress.step + 1)
         result = self.engine.train_step(
             batches,
+            num_microbatches=self.plan.num_microbatches_of(progress.step),
             stop=lambda: self.stop.requested or batches.failure is not None,
-            accept=None if self.spikes is None else self.spikes.accept,
+            accept=guard.acceptance(progress.step + 1, self.engine, self.tracker, self.spikes),
+            redo=lambda: self.beat("step"),
         )
         seconds = time.perf_counter() - started
-        balance = None if counter is None else counter.collect()
-        before = progress
+        counts = counted()
+        before, batch = progress, self.plan.batches.of_step(progress.step)
         progress = Progress(
             step=progress.step + 1,
-            consumed_samples=guard.first_sample(progress, self.plan) + self.plan.recipe.train.global_batch_size,
-            consumed_tokens=progress.consumed_tokens + self.plan.tokens_per_step,
+            consumed_samples=guard.first_sample(progress, self.plan) + batch,
+            consumed_tokens=progress.consumed_tokens + batch * self.plan.recipe.model.seq_length,
             skipped_steps=progress.skipped_steps + (result.skipped or result.rejected),
             skipped_samples=progress.skipped_samples,
             **({} if self.spikes is None else self.spikes.recent()),
@@ -200,7 +214,7 @@ class Loop:
         if steady:
             self.steady.append(seconds)
         cluster = ClusterReport() if self.telemetry is None else self.telemetry.after_step(progress.step, seconds)
-        self._report(progress, result, seconds, balance, cluster)
+        self._report(progress, result, seconds, cluster, counts)
         guard.require_finite(before, result, self.engine, self.world)
         if suspect := guard.hardware_suspect(before, result, self.engine, self.world):
             self.tracker.note(suspect)
@@ -213,20 +227,24 @@ class Loop:
         if self.rewinds is not None:
             self.beat("save")  # which may have to end first; then the first rank deletes checkpoints
             saves.settle()
+            if self.local is not None:
+                self.local.forget()
             self.rewinds.require(spike, progress, began)
         details = {**asdict(spike), "samples": [began, progress.consumed_samples]}
         self.tracker.note(Note(step=progress.step, event="spike_skipped", details=details, alarm=True))
 
     def _report(
-        self, progress: Progress, result: StepResult, seconds: float, balance: Balance | None, cluster: ClusterReport
+        self, progress: Progress, result: StepResult, seconds: float, cluster: ClusterReport, counts: Mapping[str, Any]
     ) -> None:
-        rate = self.plan.tokens_per_step / seconds
+        rate = (batch := self.plan.batches.of_step(progress.step - 1)) * self.plan.recipe.model.seq_length / seconds
         self.tracker.step(
             StepMetrics(
                 step=progress.step,
                 loss=result.loss,
                 grad_norm=math.nan if result.grad_norm is None else result.grad_norm,
                 lr=result.lr,
+                global_batch_size=None if self.plan.batches.is_constant else batch,
+                stage=None if (span := span_of(self.plan.recipe)) is None else span.number + 1,
                 consumed_samples=progress.consumed_samples,
                 consumed_tokens=progress.consumed_tokens,
                 step_seconds=seconds,
@@ -236,11 +254,11 @@ class Loop:
                 memory_bytes=self.engine.platform.peak_memory(),
                 mfu=self._utilisation(rate, self.plan.flops_per_token_full),
                 mfu_causal=self._utilisation(rate, self.plan.flops_per_token_causal),
-                moe_aux_loss=None if balance is None else balance.aux_loss,
-                experts=None if balance is None else balance.layers,
                 ranks=cluster.ranks,
                 nodes=cluster.nodes,
                 energy=cluster.energy,
+                **(result.layers._asdict() if result.layers else {}),
+                **counts,
             )
         )
         for note in cluster.notes:
@@ -262,30 +280,18 @@ class Loop:
 
     def _evaluate(self, progress: Progress) -> bool:
         """Evaluate and report; False if a rank was asked to stop meanwhile, or could not read its data."""
-        if self.loaders.valid is None:
+        if not self.loaders.evaluates:
             return True
         started = time.perf_counter()
-        train = self.plan.recipe.train
-        batches = HeldOutBatches(self.loaders.valid(), (train.micro_batch_size, self.plan.recipe.model.seq_length))
-
-        def stop() -> bool:
-            self.beat("evaluate")
-            return self.stop.requested or batches.failure is not None
-
         self.beat("evaluate", progress.step)
-        loss = self.engine.evaluate(batches, train.eval_iters, stop)
-        self.unread = first_failure(batches.failure, self.engine.platform.device)
-        if loss is None or self.unread is not None:
+        with self.engine.params_synced():
+            losses, self.unread = held_out_losses(self.engine, self.loaders, self.plan.recipe, self.stop, self.beat)
+        if losses is None:
             return False
-        self.valid_loss = loss
-        self.tracker.eval(
-            EvalMetrics(
-                step=progress.step,
-                valid_loss=loss,
-                consumed_samples=progress.consumed_samples,
-                consumed_tokens=progress.consumed_tokens,
-                eval_seconds=time.perf_counter() - started,
-                valid_bits_per_byte=self.loaders.bits_per_byte and self.loaders.bits_per_byte(loss),
-            )
-        )
+        self.valid_loss = losses[SPLIT].loss if SPLIT in losses else None
+        by_set = {name: each.loss for name, each in losses.items()}
+        self.monitored = after_evaluation(self.monitored, progress.step, by_set, self.plan.recipe.train)
+        self.tracker.eval(evaluated(progress, losses, self.loaders, started))
+        for note in ended_early(self.monitored, self.plan.recipe.train):
+            self.tracker.note(note)
         return True

@@ -1,16 +1,47 @@
-"""Measured step time and memory of a start, beside those that were predicted before it."""
+"""What is counted in a step, and step time and memory of a start beside those that were predicted before it."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from llmrecipes.engine.base import Platform
+from llmrecipes.engine.base import Engine, Platform
+from llmrecipes.tracking.events import is_measured, is_sampled
 from llmrecipes.units import GIB
+
+
+def start_counting(engine: Engine, step: int) -> Callable[[], dict[str, Any]]:
+    """Begin to count what is due in a step (`tracking.events`); all ranks have to.
+
+    Returns:
+        Called after the step, its fields of `StepMetrics`. A collective of all ranks with experts.
+    """
+    if engine.layers is not None and is_sampled(step, engine.recipe):
+        engine.layers.start()
+    rewards = engine.rewards
+    if rewards is not None:
+        rewards.start()
+    if not is_measured(step, engine.recipe):
+        return dict if rewards is None else lambda: {"rewards": rewards.take()}
+    balance, accuracy = engine.balance, engine.accuracy
+    for meter in (balance, accuracy):
+        if meter is not None:
+            meter.start()
+
+    def counted() -> dict[str, Any]:
+        fields: dict[str, Any] = {} if accuracy is None else {"token_accuracy": accuracy.take()}
+        if rewards is not None:
+            fields["rewards"] = rewards.take()
+        if balance is not None:
+            routed = balance.collect()
+            fields |= {"moe_aux_loss": routed.aux_loss, "experts": routed.layers}
+        return fields
+
+    return counted
 
 
 def measured(steady: Sequence[float], platform: Platform, predicted: Mapping[str, Any] | None) -> dict[str, float]:

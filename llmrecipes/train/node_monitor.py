@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
@@ -42,7 +42,7 @@ GAUGES = (
     "infiniband_bytes_per_second",
 )
 """Reported as means over an interval."""
-TOTALS = ("infiniband_errors", "gpu_joules", "cpu_joules", "xid_count", "xid_code")
+TOTALS = ("infiniband_errors", "gpu_joules", "cpu_joules", "codecarbon_joules", "xid_count", "xid_code")
 """Counters since the process began; the last one is a code."""
 COLUMNS = (*GAUGES, *TOTALS)
 _FORMAT = struct.Struct(f"={1 + 2 * len(GAUGES) + len(TOTALS)}d")
@@ -58,10 +58,11 @@ class NodeReadings:
 
     Args:
         memory: that the other process writes.
+        wake: event on which it takes a sample at once; None: there is none.
     """
 
-    def __init__(self, memory: mmap.mmap) -> None:
-        self._memory = memory
+    def __init__(self, memory: mmap.mmap, wake: int | None = None) -> None:
+        self._memory, self._wake = memory, wake
         self._before = (0.0,) * (2 * len(GAUGES))
         self._totals: dict[str, float] = {}
         self._last: dict[str, float] = {}
@@ -85,6 +86,19 @@ class NodeReadings:
         self._totals = totals
         return self._last | grown_by
 
+    def refresh(self, within: float) -> None:
+        """Have a new sample taken, and wait for it, but not in a driver that hangs.
+
+        Args:
+            within: seconds.
+        """
+        if self._wake is None:
+            return
+        samples, end = self._read()[0], time.monotonic() + within
+        os.eventfd_write(self._wake, 1)
+        while self._read()[0] == samples and time.monotonic() < end:
+            time.sleep(0.001)
+
     def _read(self) -> tuple[float, ...]:
         # The other process may be writing: two equal readings are whole.
         for _ in range(3):
@@ -95,19 +109,22 @@ class NodeReadings:
 
 
 @contextmanager
-def monitored(folder: Path) -> Iterator[NodeReadings]:
+def monitored(folder: Path, *, model: Literal["codecarbon"] | None = None) -> Iterator[NodeReadings]:
     """Read this node while the block runs.
 
     Args:
         folder: on the file system whose use is reported.
+        model: of the energy of processors and memory; None: only counters are read.
     """
     file = os.memfd_create("node")
     os.ftruncate(file, _FORMAT.size)
-    memory = mmap.mmap(file, _FORMAT.size)
-    command = [sys.executable, "-m", __name__, str(os.getpid()), str(file), str(folder)]
-    process = subprocess.Popen(command, pass_fds=(file,), stdin=subprocess.DEVNULL)
+    memory, wake = mmap.mmap(file, _FORMAT.size), os.eventfd(0)
+    command = [sys.executable, "-m", __name__, *map(str, (os.getpid(), file, wake, folder)), model or ""]
+    # In a Slurm job codecarbon would run scontrol, on every node at the same time.
+    environment = {name: value for name, value in os.environ.items() if name not in ("SLURM_JOB_ID", "SLURM_JOBID")}
+    process = subprocess.Popen(command, pass_fds=(file, wake), stdin=subprocess.DEVNULL, env=environment)
     try:
-        yield NodeReadings(memory)
+        yield NodeReadings(memory, wake)
     finally:
         process.kill()
         # In a driver that hangs it does not even die of SIGKILL.
@@ -115,6 +132,7 @@ def monitored(folder: Path) -> Iterator[NodeReadings]:
             process.wait(timeout=1)
         memory.close()
         os.close(file)
+        os.close(wake)
 
 
 class Sampler:
@@ -123,10 +141,13 @@ class Sampler:
     Args:
         folder: on the file system whose use is reported.
         gpus: NVML's side; None: no GPU, driver or nvidia-ml-py.
+        model: of processors and memory; None: only counters are read.
     """
 
-    def __init__(self, folder: Path, gpus: Gpus | None, powercap: Path = POWERCAP) -> None:
-        self._folder, self._gpus, self._powercap = folder, gpus, powercap
+    def __init__(
+        self, folder: Path, gpus: Gpus | None, powercap: Path = POWERCAP, model: Modelled | None = None
+    ) -> None:
+        self._folder, self._gpus, self._powercap, self._model = folder, gpus, powercap, model
         self._sums = dict.fromkeys(GAUGES, 0.0)
         self._counts = dict.fromkeys(GAUGES, 0)
         self._samples = 0
@@ -151,6 +172,10 @@ class Sampler:
         if self._gpus is not None:
             gauges |= self._gpus.sample(self._totals)
         self._joules()
+        if self._model is not None:
+            watts = self._model.watts(processors=math.isnan(self._totals["cpu_joules"]))
+            used = watts * (now - self._at) if self._samples else 0.0
+            self._totals["codecarbon_joules"] = used + (self._totals["codecarbon_joules"] if self._samples else 0.0)
         for name, value in gauges.items():
             if not math.isnan(value):
                 self._sums[name] += value
@@ -190,6 +215,37 @@ class Sampler:
         self._counters[key] = counter
         grown = counter - before if counter >= before else counter - before + wraps
         self._totals[total] = (0.0 if math.isnan(self._totals[total]) else self._totals[total]) + max(0.0, grown)
+
+
+class Modelled:
+    """Power of processors and memory by codecarbon, for a node without counters: by the load, and by the memory's size.
+
+    Only its models are used: its tracker would read a configuration, take a lock, start threads and write files.
+    """
+
+    def __init__(self) -> None:
+        import logging
+
+        from codecarbon.core.cpu import TDP
+        from codecarbon.core.util import count_physical_cpus
+        from codecarbon.external.hardware import CPU, MODE_CPU_LOAD
+        from codecarbon.external.ram import RAM
+
+        logging.getLogger("codecarbon").setLevel(logging.ERROR)
+        processor = TDP()
+        most = None if processor.tdp is None else processor.tdp * count_physical_cpus()
+        self._processors = CPU.from_utils("", MODE_CPU_LOAD, processor.model, most)
+        self._processors.start()
+        self._memory = RAM()
+
+    def watts(self, *, processors: bool) -> float:
+        """Mean power since the last call.
+
+        Args:
+            processors: without a counter, so that they are modelled, too.
+        """
+        memory = self._memory.total_power().W
+        return float(memory + (self._processors.total_power().W if processors else 0.0))
 
 
 class Gpus:
@@ -298,18 +354,23 @@ def _mean(values: list[float]) -> float:
 
 def main(arguments: list[str]) -> None:
     """The process."""
-    pid, file = map(int, arguments[:2])
+    pid, file, wake = map(int, arguments[:3])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # those of a scheduler or terminal are for the rank
     end_with_parent(pid)
     memory = mmap.mmap(file, _FORMAT.size)
-    ended = select.poll()
-    ended.register(os.pidfd_open(pid), select.POLLIN)
-    sampler = Sampler(Path(arguments[2]), Gpus.find())
+    waiting = select.poll()
+    rank = os.pidfd_open(pid)
+    for event in (rank, wake):
+        waiting.register(event, select.POLLIN)
+    sampler = Sampler(Path(arguments[3]), Gpus.find(), model=Modelled() if arguments[4] else None)
     while True:
         memory[: _FORMAT.size] = sampler.sample()
-        if ended.poll(SECONDS * 1000):
+        events = [event for event, _ in waiting.poll(SECONDS * 1000)]
+        if rank in events:
             return
+        if wake in events:
+            os.eventfd_read(wake)
 
 
 if __name__ == "__main__":

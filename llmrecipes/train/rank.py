@@ -179,7 +179,7 @@ def _explained(error: Exception, recipe: Recipe) -> UserError | None:
         return None
     from llmrecipes.faults.memory import out_of_memory
 
-    return out_of_memory(error, recipe, data_parallel_size=int(os.environ.get("WORLD_SIZE", "1")))
+    return out_of_memory(error, recipe, ranks=int(os.environ.get("WORLD_SIZE", "1")), nodes=nodes())
 
 
 def _report_user_error(error: UserError) -> int:

@@ -6,15 +6,18 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch.distributed as dist
 
 from llmrecipes.checkpoint.compatibility import require_readable
+from llmrecipes.checkpoint.manifest import InvalidCheckpoint, inspect
 from llmrecipes.checkpoint.rank_groups import serve, survey
-from llmrecipes.checkpoint.store import CheckpointStore, Damaged, Entry
-from llmrecipes.engine.base import Engine, Progress, World
+from llmrecipes.checkpoint.store import CheckpointStore, Damaged, Entry, require_best
+from llmrecipes.engine.base import Engine, Progress, WeightSource, World
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.preference_rules import frozen_model, has_second_model, named, needs_start_weights
 from llmrecipes.runfiles import run_of
 from llmrecipes.tracking.events import Note
 from llmrecipes.train.completeness import move_aside, require_none_saved
@@ -25,6 +28,13 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+
+class Taught(Protocol):
+    """The frozen model of an engine; see `engine.megatron.frozen.FrozenModel`."""
+
+    def load(self, weights: Entry | WeightSource | None = None) -> None:
+        """Build it."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +86,48 @@ def resume(engine: Engine, entry: Entry, world: World) -> Progress:
             fix=f"train.train_iters={progress.step} or more, or a new run id",
         )
     return progress
+
+
+def resized(start: Start, plan: Plan) -> tuple[Note, ...]:
+    """The note of a run that goes on with another number of ranks."""
+    if start.entry is None:
+        return ()
+    before, now = start.entry.manifest.layout, plan.layout.as_dict()
+    names = ("world_size", "data_parallel_size")
+    if all(before.get(name, now[name]) == now[name] for name in names):
+        return ()
+    logger.info("resumed on %d ranks, after %d", now["world_size"], before["world_size"])
+    details = {"before": {name: before.get(name) for name in names}, "now": {name: now[name] for name in names}}
+    return (Note(step=start.entry.step, event="resized", details=details),)
+
+
+def back_to_best(store: CheckpointStore, world: World) -> Note:
+    """Delete the checkpoints after the one of the lowest held-out loss; a collective of all ranks.
+
+    Returns:
+        What was deleted.
+
+    Raises:
+        UserError: on every rank: there is none, or a newer one cannot be deleted.
+    """
+    shared: list[Any] = [_withdrawn(store) if world.is_first else None]
+    dist.broadcast_object_list(shared, src=0)
+    if isinstance(shared[0], UserError):
+        raise shared[0]
+    step, deleted = shared[0]
+    if deleted:
+        logger.warning("checkpoints of steps %s are deleted: the run goes back to step %d", deleted, step)
+    return Note(step=step, event="went_back_to_best", details={"deleted": deleted})
+
+
+def _withdrawn(store: CheckpointStore) -> tuple[int, list[int]] | UserError:
+    try:
+        entry = require_best(store)
+        return entry.step, store.withdraw(entry.step)
+    except UserError as error:
+        return error
+    except OSError as error:
+        return UserError(f"a newer checkpoint cannot be deleted: {error.strerror}", where=str(store.directory))
 
 
 def _chosen(store: CheckpointStore, from_scratch: bool) -> tuple[Entry | None, tuple[Note, ...]] | dict[str, Any]:
@@ -131,7 +183,7 @@ def initial_weights(spec: RunSpec, *, resumed: bool = False) -> Iterator[FolderW
     Raises:
         UserError: they are not those of the recipe's model.
     """
-    if spec.recipe.train.pretrained is None or (resumed and spec.recipe.lora is None):
+    if spec.recipe.train.pretrained is None or (resumed and not needs_start_weights(spec.recipe)):
         yield None
         return
     from llmrecipes.hf.reading import resolve
@@ -142,5 +194,40 @@ def initial_weights(spec: RunSpec, *, resumed: bool = False) -> Iterator[FolderW
     weights = open_weights(path, spec.recipe.model)
     try:
         yield weights
+    finally:
+        weights.close()
+
+
+def teach(engine: Engine, spec: RunSpec) -> None:
+    """Load the teacher of a run with `distill`, or the reference of one with `dpo`; a collective of all ranks.
+
+    Raises:
+        UserError: it is gone, corrupt, or not of the shape that the recipe says.
+    """
+    recipe = spec.recipe
+    if recipe.distill is None and not has_second_model(recipe):
+        return
+    frozen: Taught = cast(Any, engine).teacher or cast(Any, engine).preference  # rules require the engine that has one
+    key = named(recipe)
+    if key is None:
+        with initial_weights(spec, resumed=True) as start:
+            frozen.load(start)
+        return
+    if spec.teacher is None:
+        raise UserError(
+            "the rank was started without it", where=key, rule="llmrecipes train locates the model",
+            fix="llmrecipes train, or llmrecipes submit",
+        )  # fmt: skip
+    if not (spec.teacher / "config.json").is_file():
+        try:
+            frozen.load(inspect(spec.teacher, full=False))
+        except InvalidCheckpoint as problem:
+            raise UserError(f"this checkpoint is corrupt: {problem}", where=str(spec.teacher)) from problem
+        return
+    from llmrecipes.hf.weights import open_weights
+
+    weights = open_weights(spec.teacher, frozen_model(recipe))
+    try:
+        frozen.load(weights)
     finally:
         weights.close()

@@ -6,12 +6,14 @@ import logging
 import time
 from typing import Protocol
 
-from llmrecipes.checkpoint.manifest import CheckpointInfo
+from llmrecipes.checkpoint.manifest import CheckpointInfo, Monitored
 from llmrecipes.checkpoint.saver import AsyncSaver, SaveReport
 from llmrecipes.engine.base import Engine, Progress
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.faults.watchdog import Beat
 from llmrecipes.plan.derive import Plan
 from llmrecipes.tracking.events import Note
+from llmrecipes.train.local import LocalCheckpoints
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +22,12 @@ class Notes(Protocol):
     """Receives notes."""
 
     def note(self, note: Note) -> None: ...
+
+
+class Monitoring(Protocol):
+    """Follows the held-out loss."""
+
+    monitored: Monitored
 
 
 class Saves:
@@ -35,9 +43,21 @@ class Saves:
         saver: writes it.
         notes: receives `checkpoint_saved` and `save_failed`.
         recipe_hash: goes into the manifests.
+        local: local checkpoints of this rank; None: it has none.
+        held_out: has the monitored loss so far, for the manifests; None: the run is not evaluated.
     """
 
-    def __init__(self, plan: Plan, engine: Engine, saver: AsyncSaver, notes: Notes, recipe_hash: str) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        engine: Engine,
+        saver: AsyncSaver,
+        notes: Notes,
+        recipe_hash: str,
+        local: LocalCheckpoints | None = None,
+        held_out: Monitoring | None = None,
+    ) -> None:
+        self._local, self._held_out = local, held_out
         self._plan, self._engine, self._saver, self._notes, self._hash = plan, engine, saver, notes, recipe_hash
         self._failed: dict[int, str] = {}
         """Steps whose save has failed since the last one that has not, and why."""
@@ -105,17 +125,26 @@ class Saves:
 
     def _start(self, progress: Progress) -> None:
         started = time.perf_counter()
-        info = CheckpointInfo(
+        self._saver.save(self._engine.state(progress), self._info(progress))
+        self._waited[progress.step] = time.perf_counter() - started
+
+    def save_locally(self, progress: Progress, beat: Beat) -> None:
+        """Save the state of a step on this node, if it is due."""
+        if self._local is not None and progress.step % self._local.interval == 0:
+            beat("save")
+            self._local.save(progress, self._info(progress))
+
+    def _info(self, progress: Progress) -> CheckpointInfo:
+        return CheckpointInfo(
             step=progress.step,
             consumed_samples=progress.consumed_samples,
             consumed_tokens=progress.consumed_tokens,
             layout=self._plan.layout.as_dict(),
             recipe_hash=self._hash,
             engine=self._engine.name,
-            recipe=self._plan.recipe.model_dump(mode="json"),
+            recipe=self._plan.run_recipe.model_dump(mode="json"),
+            monitored=None if self._held_out is None else self._held_out.monitored,
         )
-        self._saver.save(self._engine.state(progress), info)
-        self._waited[progress.step] = time.perf_counter() - started
 
     def _report(self, reports: list[SaveReport]) -> None:
         for report in reports:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from llmrecipes.hardware.profile import Costs
 from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.rundir import Run
@@ -28,6 +29,8 @@ class RunSpec(RunOptions, RankSpec):
     runs_dir: Path
     pretrained: Path | None = None
     """Folder of the weights that `train.pretrained` names, for a run that has no checkpoint yet, or adapters."""
+    teacher: Path | None = None
+    """Checkpoint, or folder in Hugging Face's form, that `distill.teacher` names."""
     on_gpus: bool = False
     """Whether the run was planned for GPUs, so that a rank without one must not train."""
     planned: dict[str, Any] | None = None
@@ -36,6 +39,8 @@ class RunSpec(RunOptions, RankSpec):
     """GPUs of an NVLink domain of several nodes, which a profile knows and no rank detects."""
     predicted: dict[str, Any] | None = None
     """`Forecast.record` of that plan; None: nothing is known of the machine's speed."""
+    costs: Costs | None = None
+    """Of the profile; None: energy has no carbon, and is not estimated."""
     stop_after: Annotated[int, Field(gt=0)] | None = None
     """Save and stop after this step, as after a signal."""
     restart: Annotated[int, Field(ge=0)] = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import socket
 import statistics
 from collections.abc import Callable, Iterator
@@ -14,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from llmrecipes.checkpoint.store import LEAST_KEPT
+from llmrecipes.checkpoint.manifest import Monitored
+from llmrecipes.checkpoint.store import LEAST_KEPT, best
 from llmrecipes.commandline import command_line
 from llmrecipes.console import console, number
 from llmrecipes.data.dataset import build
@@ -37,14 +39,18 @@ from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.hardware.process import process_seconds
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan
+from llmrecipes.plan.parameters import count_frozen
+from llmrecipes.recipe.batch_schedule import batch_schedule
 from llmrecipes.recipe.proxy import with_zero
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.tracking.events import STARTED, Note, NoTracker, Tracker
+from llmrecipes.recipe.stages import span_of
+from llmrecipes.tracking.events import DECONTAMINATED, STARTED, Note, NoTracker, Tracker
 from llmrecipes.tracking.jsonl import parse
 from llmrecipes.tracking.run_environment import capture
 from llmrecipes.tracking.run_tracker import RunTracker
 from llmrecipes.train.loop import Loop
 from llmrecipes.train.spec import RunSpec
+from llmrecipes.train.stopping import explained, stop_reason
 from llmrecipes.untrusted import lines
 
 PROMPTS = {"stdlib": "def ", "docstrings": "What does shutil.movefile(src, dst) do?"}
@@ -62,19 +68,35 @@ def print_summary(spec: RunSpec, prepared: Prepared, loop: Loop) -> None:
     if spec.overfit_batch:
         console().print(overfit_verdict(loop.losses, loop.plan.recipe.model.hidden_dropout), markup=False)
         return
-    if loop.valid_loss is not None and spec.recipe.data.chat is not None:
+    if loop.valid_loss is not None and spec.recipe.dpo is not None:
+        console().print(f"\nheld-out pairs: loss {loop.valid_loss:.4f} a pair", markup=False)
+    elif loop.valid_loss is not None and spec.recipe.data.chat is not None:
         perplexity = math.exp(loop.valid_loss)
         text = f"\nheld-out answers: loss {loop.valid_loss:.4f} nats per token, perplexity {perplexity:.2f}"
         console().print(text, markup=False)
     elif loop.valid_loss is not None:
         for line in learnt(prepared, loop, loop.valid_loss):
             console().print(line, markup=False)
+    for line in held_out_lines(spec, loop.monitored):
+        console().print(line, markup=False, soft_wrap=True)
     if (answered := decisions(spec.run.metrics)) is not None:
         console().print(answered, markup=False, soft_wrap=True)
     if spec.sample and loop.world.holds_whole_model:
         _sample(spec, prepared, loop)
     console().print(f"\nagain: {generate_command(spec)}", markup=False)
     console().print(f"report: {report_command(spec)}", markup=False)
+
+
+def held_out_lines(spec: RunSpec, now: Monitored) -> list[str]:
+    """Why the run ended before its last step, and how its best checkpoint is exported."""
+    train, lines = spec.recipe.train, []
+    reason = stop_reason(now, train)
+    if reason is not None and now.step < train.train_iters:
+        lines.append(f"\nended at step {now.step:,} of {train.train_iters:,}: {explained(reason, now, train)}")
+    if spec.recipe.checkpoint.keep_best and (entry := best(spec.run.store().entries())) is not None:
+        export = command_line("export", f"{spec.run_dir}@best", data_dir=spec.data_dir)
+        lines.append(f"best: step {entry.step:,}, held-out loss {entry.held_out_loss:.4f}: {export}")
+    return lines
 
 
 DECISIONS = ("hardware_suspect", "spike_skipped", "rewound", "hang")
@@ -112,9 +134,12 @@ def learnt(prepared: Prepared, loop: Loop, loss: float) -> list[str]:
         return []
     others = cheap(loop.plan.recipe, prepared, bits)
     notes: list[str] = []
-    if loop.engine.platform.name == "cpu":
+    if span_of(loop.plan.recipe) is not None:
+        notes = ["n-gram models are compared for runs without stages only"]
+    elif loop.engine.platform.name == "cpu":
         try:
-            others += counting(loop.plan.recipe, prepared, bits)
+            done = None if stop_reason(loop.monitored, loop.plan.recipe.train) is None else loop.monitored.step
+            others += counting(loop.plan.recipe, prepared, bits, done)
         except (UserError, OSError) as error:  # the run is finished and saved; this is no reason to fail it
             notes = [f"note: no n-grams were counted: {error}"]
     else:
@@ -226,13 +251,16 @@ def cheap(recipe: Recipe, prepared: Prepared, bits_per_byte: Callable[[float], f
     return [*baselines, Baseline("gzip -9 of the whole text (window 32 KiB)", whole)]
 
 
-def counting(recipe: Recipe, prepared: Prepared, bits_per_byte: Callable[[float], float]) -> list[Baseline]:
+def counting(
+    recipe: Recipe, prepared: Prepared, bits_per_byte: Callable[[float], float], done: int | None = None
+) -> list[Baseline]:
     """N-gram models of the sequences that the finished run was trained on, on those that it was evaluated on.
 
     Reads at most `COUNTED_TOKENS`, the first ones, and says so.
 
     Args:
         recipe, prepared, bits_per_byte: as `cheap`.
+        done: steps of a run that has ended before its last one.
 
     Raises:
         UserError: the vocabulary is too large or the sequence too short for trigrams; or, as OSError, the data
@@ -244,10 +272,11 @@ def counting(recipe: Recipe, prepared: Prepared, bits_per_byte: Callable[[float]
             f"{vocab:,} token ids, sequences of {recipe.model.seq_length}",
             rule=f"trigrams are counted for at most {MAX_VOCAB[3]:,} ids, in sequences of at least 2 tokens",
         )
-    seen = _first_samples(recipe, prepared, "train", COUNTED_TOKENS)
+    trained = drawn_samples(recipe, "train") if done is None else batch_schedule(recipe).samples(done)
+    seen = _first_samples(recipe, prepared, "train", min(COUNTED_TOKENS, trained * recipe.model.seq_length))
     held_out = _first_samples(recipe, prepared, "valid", SCORED_TOKENS)
     length = recipe.model.seq_length
-    every = "the same" if len(seen) == drawn_samples(recipe, "train") else "the first"
+    every = "the same" if len(seen) == trained else "the first"
     tokens = f"{every} {len(seen) * length:,} training tokens"
     names = {1: f"unigrams of {tokens}", 3: f"trigrams of {tokens}"}
     return [
@@ -294,7 +323,8 @@ def describe(
     if talks is not None:
         chat_tokens = sum(source.tokens for source in talks.sources)
         answers = sum(source.answer_tokens for source in talks.sources) / max(chat_tokens, 1)
-        data = f"{counts.documents:,} conversations, {number(tokens)} tokens, {answers:.0%} of them answers"
+        what = "conversations" if recipe.dpo is None else "pairs"
+        data = f"{counts.documents:,} {what}, {number(tokens)} tokens, {answers:.0%} of them answers"
     layers = f"{implementation.name} layers ({implementation.reason})"
     rows = {
         "run": str(run_dir),
@@ -307,6 +337,8 @@ def describe(
         "data": data,
         "steps": f"{progress.step} done, {train.train_iters - progress.step} to go",
     }
+    if (span := span_of(recipe)) is not None:
+        rows["stage"] = f"{span.name}, steps {span.first_step + 1} to {span.last_step}"
     if network is not None:
         rows["network"] = network
     if recipe.checkpoint.most_recent_k < LEAST_KEPT:
@@ -319,7 +351,7 @@ def describe(
 
 @contextmanager
 def open_tracker(
-    spec: RunSpec, plan: Plan, implementation: Implementation, world: World, progress: Progress
+    spec: RunSpec, plan: Plan, implementation: Implementation, world: World, progress: Progress, prepared: Prepared
 ) -> Iterator[Tracker]:
     """The tracker of this rank: a real one on rank 0, a `NoTracker` elsewhere."""
     if not world.is_first:
@@ -345,12 +377,23 @@ def open_tracker(
             "pid": os.getpid(),
             "process_seconds": round(process_seconds(), 3),
             **{f"reached_{key}": value for key, value in tracker.reached.items()},
+            **({"energy": used} if (used := tracker.energy.values()) else {}),
         }
-        if progress.step < spec.recipe.train.train_iters:  # a finished run that is started again stays as it is
+        train = spec.recipe.train
+        is_ended = progress.step >= train.train_iters or spec.run.status().get("ended_by") == train.stop_rules
+        if not is_ended:  # a finished run that is started again stays as it is
             tracker.note(Note(step=progress.step, event=STARTED, details=started))
+        if progress.step == 0 and (dropped := prepared.manifest.decontaminated) is not None:
+            tracker.note(Note(step=0, event=DECONTAMINATED, details=decontaminated_metrics(dropped)))
         if spec.restart:
             tracker.note(Note(step=progress.step, event="restarted", details={"restart": spec.restart, **spec.tags}))
         yield tracker
+
+
+def decontaminated_metrics(dropped: dict[str, int]) -> dict[str, float]:
+    """Metrics by name, of characters that MLflow takes, and the sum."""
+    names = {f"{DECONTAMINATED}/{re.sub(r'[^A-Za-z0-9_. -]', '_', file)}": float(n) for file, n in dropped.items()}
+    return {f"{DECONTAMINATED}/documents": float(sum(dropped.values())), **names}
 
 
 def _tags(spec: RunSpec, world: World) -> dict[str, str]:
@@ -360,6 +403,9 @@ def _tags(spec: RunSpec, world: World) -> dict[str, str]:
 
 def _adapters(plan: Plan) -> dict[str, str]:
     lora, added = plan.recipe.lora, plan.num_adapter_parameters
+    if plan.recipe.train.freeze:
+        still, total = count_frozen(plan.recipe)[0], plan.num_parameters.total
+        return {"trained": f"{number(total - still)} parameters, {1 - still / total:.2%} of the model"}
     if lora is None:
         return {}
     share = f"{added / plan.num_parameters.total:.2%}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -24,9 +25,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from llmrecipes.engine.base import Platform, World
+from llmrecipes.faults.signals import StopRequest
 from llmrecipes.faults.stragglers import Straggler, StragglerWatch
 from llmrecipes.faults.watchdog import Beat
+from llmrecipes.hardware.profile import Costs
 from llmrecipes.plan.derive import Plan
+from llmrecipes.tracking.energy import Energy
 from llmrecipes.tracking.events import Note, is_measured
 from llmrecipes.tracking.spread import spread
 from llmrecipes.train.node_monitor import COLUMNS, GAUGES, NodeReadings, monitored
@@ -46,6 +50,14 @@ SETTLING_STEPS = 2
 """First steps of a start, which compile, connect and allocate."""
 LEAST_STEPS = 5
 """On a CPU, whose cores other processes use too, ranks are compared by no fewer."""
+BAD_NODES = "LLMRECIPES_BAD_NODES"
+"""Environment variable with the file of the nodes that a Slurm job leaves out when it is requeued."""
+NODES_TO_SPARE = "LLMRECIPES_NODES_TO_SPARE"
+"""Environment variable with how many nodes such a job could leave out when it started; unset: unknown."""
+LAST_SAMPLE_SECONDS = 1.0
+"""That the end of a start waits for a sample of its nodes, at most; it takes a millisecond."""
+METERS = {"nvml": "gpu_joules", "rapl": "cpu_joules", "codecarbon": "codecarbon_joules"}
+"""Columns of nodes with joules, by how they are known."""
 XID = "https://docs.nvidia.com/deploy/xid-errors"
 
 
@@ -87,13 +99,26 @@ class Telemetry:
         clock: counts its waits.
         beat: is told each phase, which is measured here.
         readings: of this node, on its first rank; None: on the others.
+        stop: of this rank, which all agree on at the next step; None: stragglers stay.
+        costs: of the cluster; None: unknown.
+        energy: what the run has used before this start; None: nothing.
     """
 
     def __init__(
-        self, plan: Plan, platform: Platform, world: World, clock: WaitClock, beat: Beat, readings: NodeReadings | None
+        self,
+        plan: Plan,
+        platform: Platform,
+        world: World,
+        clock: WaitClock,
+        beat: Beat,
+        readings: NodeReadings | None,
+        *,
+        stop: StopRequest | None = None,
+        costs: Costs | None = None,
+        energy: Energy | None = None,
     ) -> None:
         self._plan, self._platform, self._world, self._clock, self._beat = plan, platform, world, clock, beat
-        self._readings = readings
+        self._readings, self._stop = readings, stop
         self._phase, self._since = "", time.perf_counter()
         self._phases: dict[str, float] = {}
         self._reported_phases: dict[str, float] = {}
@@ -108,7 +133,11 @@ class Telemetry:
         self._read = torch.zeros(size, dtype=torch.float32, pin_memory=True) if on_gpu else self._table
         self._names = node_names(platform, world)
         self._stragglers = straggler_watch(plan)
-        self._reported_step: int | None = None
+        self._kept: set[str] = set()
+        self._costs, self.energy = costs, energy or Energy()
+        self._energy_step: int | None = None
+        self._energy_at = time.monotonic()
+        self._is_measured = False
 
     def beat(self, phase: str, step: int | None = None) -> None:
         """A phase begins (`faults.watchdog.Beat`); the one before is measured."""
@@ -137,14 +166,24 @@ class Telemetry:
             self._steps.data.append(data)
             self._steps.waited.append(waited)
             self._steps.own.append(max(0.0, seconds - data - waited))
+        if self._energy_step is None:
+            self._energy_step = step
         report = self._finish(step)
         if is_measured(step + 1, self._plan.recipe):
             self._begin()
         return report
 
-    def settle(self) -> None:
-        """Take part in what was begun, before the process group is left."""
-        self._finish(0)
+    def end(self, step: int) -> None:
+        """Take part in what was begun, and add up the energy of the last steps; a collective of all ranks.
+
+        Args:
+            step: the last one.
+        """
+        self._finish(step + 1, ended=True)
+        if self._readings is not None:
+            self._readings.refresh(LAST_SAMPLE_SECONDS)
+        self._begin()
+        self._finish(step + 1, ended=True)
 
     def _begin(self) -> None:
         values = dict.fromkeys((*RANK_COLUMNS, *COLUMNS), float("nan")) | self._steps.row() | self._memory()
@@ -165,44 +204,67 @@ class Telemetry:
             if self._world.is_first:
                 self._read.copy_(self._table, non_blocking=True)
 
-    def _finish(self, step: int) -> ClusterReport:
+    def _finish(self, step: int, *, ended: bool = False) -> ClusterReport:
         if self._pending is None:
             return ClusterReport()
         self._wait(self._pending)
         self._pending = None
         if not self._world.is_first:
             return ClusterReport()
-        return self._report(step, self._read.numpy().astype(np.float64))
+        if self._on_gpu and ended:
+            torch.cuda.synchronize(self._platform.device)
+        return self._report(step, self._read.numpy().astype(np.float64), ended=ended)
 
     def _wait(self, work: dist.Work) -> None:
         counting, self._clock.counting = self._clock.counting, False
         work.wait()
         self._clock.counting = counting
 
-    def _report(self, step: int, table: NDArray[np.float64]) -> ClusterReport:
+    def _report(self, step: int, table: NDArray[np.float64], *, ended: bool) -> ClusterReport:
         columns = dict(zip(RANK_COLUMNS, table[:, : len(RANK_COLUMNS)].T, strict=True))
         own = columns.pop(OWN)
         notes: list[Note] = []
         if self._stragglers is not None and not np.isnan(own).any():
             columns["slowness"], slow = self._stragglers.add(own)
             notes = [self._straggler(step, each) for each in slow]
+            if (left_out := self._left_out(step)) is not None:
+                notes.append(left_out)
         ranks = {name: each for name, values in columns.items() if (each := spread(values, "rank"))}
         of_nodes = dict(zip(COLUMNS, table[:, len(RANK_COLUMNS) :].T, strict=True))
         notes += self._xids(step, of_nodes)
         shown = (*GAUGES, "infiniband_errors")
         nodes = {name: each for name in shown if (each := spread(of_nodes[name], "node", self._names))}
-        return ClusterReport(ranks=ranks, nodes=nodes or None, energy=self._energy(step, of_nodes), notes=tuple(notes))
+        energy = self._used(step, of_nodes, ended=ended)
+        return ClusterReport(ranks=ranks, nodes=nodes or None, energy=energy, notes=tuple(notes))
 
-    def _energy(self, step: int, of_nodes: dict[str, NDArray[np.float64]]) -> dict[str, Any] | None:
-        """Of all nodes since the last report; None: no node can measure it, or it is the first report."""
-        before, self._reported_step = self._reported_step, step
-        joules = {name: float(np.nansum(of_nodes[name])) for name in ("gpu_joules", "cpu_joules")}
+    def _used(self, step: int, of_nodes: dict[str, NDArray[np.float64]], *, ended: bool) -> dict[str, Any] | None:
+        """Energy of all nodes since the last record of it; None: there is nothing new, or no way to know it."""
+        meters = {name: of_nodes[column] for name, column in METERS.items() if not np.isnan(of_nodes[column]).all()}
+        self._is_measured = self._is_measured or bool(meters)
+        if self._is_measured:
+            joules = {name: float(np.nansum(values)) for name, values in meters.items()}
+        elif ended or self._readings is None or not np.isnan(of_nodes["memory_use"]).all():  # not before a first sample
+            joules = {"profile": self._estimated()}
+        else:
+            joules = {}
         total = sum(joules.values())
-        if before is None or not total:
+        if not total or self._energy_step is None:
             return None
-        method = "+".join(word for word, name in (("nvml", "gpu_joules"), ("rapl", "cpu_joules")) if joules[name])
-        tokens = (step - before) * self._plan.tokens_per_step
-        return {"joules": total, "tokens_per_joule": tokens / total, "method": method}
+        batches = self._plan.batches
+        tokens = (batches.samples(step) - batches.samples(self._energy_step)) * self._plan.recipe.model.seq_length
+        self._energy_step = step
+        self.energy = self.energy.plus(total, [name for name, value in joules.items() if value], self._costs)
+        unmetered = [np.isnan(values) for values in meters.values()]
+        missing = int(np.logical_and.reduce([~np.isnan(of_nodes["memory_use"]), *unmetered]).sum()) if meters else 0
+        incomplete = {"nodes_missing": missing} if missing else {}
+        return {"joules": total, "tokens_per_joule": tokens / total, **incomplete, **self.energy.values()}
+
+    def _estimated(self) -> float:
+        """Joules of all ranks since the last time, by the cluster profile; 0 without one."""
+        if self._costs is None or self._costs.watts_per_gpu is None:
+            return 0.0
+        before, self._energy_at = self._energy_at, time.monotonic()
+        return (self._energy_at - before) * self._costs.watts_per_gpu * self._world.size
 
     def _xids(self, step: int, of_nodes: dict[str, NDArray[np.float64]]) -> list[Note]:
         notes = []
@@ -226,6 +288,30 @@ class Telemetry:
         }
         return Note(step=step, event="straggler", details=details, alarm=True)
 
+    def _left_out(self, step: int) -> Note | None:
+        """Have the nodes of lasting stragglers left out, where several nodes and a job that can do so run this."""
+        reports, path = self._plan.recipe.faults.straggler_exclude_reports, os.environ.get(BAD_NODES)
+        if reports is None or not path or self._stragglers is None or self._stop is None or self._stop.requested:
+            return None
+        nodes = sorted({self._names[rank] for rank in self._stragglers.slow_for(reports)})
+        if not nodes or len(nodes) == len(set(self._names)):  # none, or the only one
+            return None
+        to_spare = os.environ.get(NODES_TO_SPARE, "")
+        if to_spare.isdecimal() and len(nodes) > int(to_spare):
+            if self._kept.issuperset(nodes):
+                return None
+            self._kept.update(nodes)
+            text = (
+                f"{', '.join(nodes)}: slow in {reports} reports in a row; not left out, because the job can do without "
+                f"{to_spare} of the nodes that there are"
+            )
+            return Note(step=step, event="straggler_kept", details={"nodes": nodes, "text": text}, alarm=True)
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.writelines(f"{int(time.time())} {node}\n" for node in nodes)
+        self._stop.signal = signal.SIGTERM
+        text = f"slow in {reports} reports in a row; the job saves and goes on without {', '.join(nodes)}"
+        return Note(step=step, event="straggler_left_out", details={"nodes": nodes, "text": text}, alarm=True)
+
     def _memory(self) -> dict[str, float]:
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if not self._on_gpu:
@@ -236,17 +322,29 @@ class Telemetry:
 
 
 @contextmanager
-def measured_ranks(plan: Plan, platform: Platform, world: World, beat: Beat, folder: Path) -> Iterator[Telemetry]:
+def measured_ranks(
+    plan: Plan,
+    platform: Platform,
+    world: World,
+    beat: Beat,
+    folder: Path,
+    *,
+    stop: StopRequest | None = None,
+    costs: Costs | None = None,
+    energy: Energy | None = None,
+) -> Iterator[Telemetry]:
     """Measure this rank, and on the first rank of a node the node, while the block runs; a collective of all ranks.
 
     Args:
         folder: on the file system whose use is reported.
+        stop, costs, energy: see `Telemetry`.
     """
+    tracking = plan.recipe.tracking
     with ExitStack() as stack:
         clock = stack.enter_context(waits_counted(on_gpu=platform.name == "cuda"))
-        is_read = plan.recipe.tracking.system_metrics_interval is not None and os.environ.get("LOCAL_RANK", "0") == "0"
-        readings = stack.enter_context(monitored(folder)) if is_read else None
-        yield Telemetry(plan, platform, world, clock, beat, readings)
+        is_read = tracking.system_metrics_interval is not None and os.environ.get("LOCAL_RANK", "0") == "0"
+        readings = stack.enter_context(monitored(folder, model=tracking.energy_model)) if is_read else None
+        yield Telemetry(plan, platform, world, clock, beat, readings, stop=stop, costs=costs, energy=energy)
 
 
 def straggler_watch(plan: Plan) -> StragglerWatch | None:

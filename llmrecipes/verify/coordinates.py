@@ -123,7 +123,9 @@ def measure(recipes: Sequence[Recipe], iters: int, data_dir: Path) -> Coordinate
 
 def _with_logits(recipe: Recipe) -> Recipe:
     """The recipe with a loss that has the logits of a micro-batch together, to be watched."""
-    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"loss_chunk_tokens": 0})})
+    return recipe.model_copy(
+        update={"train": recipe.train.model_copy(update={"loss_chunk_tokens": 0, "z_loss_coeff": 0.0})}
+    )
 
 
 @contextmanager

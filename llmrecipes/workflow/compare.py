@@ -14,6 +14,7 @@ from llmrecipes.checkpoint.compatibility import differences
 from llmrecipes.errors import UserError
 from llmrecipes.rundir import Run
 from llmrecipes.tracking import status
+from llmrecipes.tracking.energy import Energy
 from llmrecipes.tracking.jsonl import parse
 from llmrecipes.untrusted import lines
 
@@ -61,6 +62,8 @@ class Compared:
     train: Curve
     valid: Curve
     figures: dict[str, float | None]
+    energy: Energy | None = None
+    """None: nothing says what it has used."""
 
     @property
     def name(self) -> str:
@@ -73,6 +76,7 @@ class Compared:
             "path": str(self.path),
             "state": self.state,
             "figures": self.figures,
+            "energy": {} if self.energy is None else self.energy.values(self.train.tokens[-1]),
             "train": self.train.as_list(),
             "valid": self.valid.as_list(),
         }
@@ -120,11 +124,13 @@ def _read(run_dir: Path) -> Compared:
     speeds, seconds, used = array("d"), array("d"), array("d")
     memory: float | None = None
     bits: float | None = None
+    energy: Energy | None = None
     try:
         for line in lines(Run(run_dir).metrics, root=run_dir):
             record = parse(line)  # the last line of a run that is still training may be incomplete
             if record is None:
                 continue
+            energy = Energy.of(record) or energy
             if "loss" in record:
                 train.add(record, "loss")
                 for numbers, key in ((speeds, "tokens_per_second"), (seconds, "step_seconds"), (used, "mfu")):
@@ -159,7 +165,7 @@ def _read(run_dir: Path) -> Compared:
     }
     # How its values were found is not a property of a run; the runs of a search's trials have no such section.
     recipe = Run(run_dir).recipe().model_dump(mode="json", exclude={"search"})
-    return Compared(run_dir, recipe, str(state.get("state", "unknown")), train, valid, figures)
+    return Compared(run_dir, recipe, str(state.get("state", "unknown")), train, valid, figures, energy)
 
 
 def _last(curve: Curve) -> float | None:

@@ -24,6 +24,7 @@ from llmrecipes.launch.environment import detected_environment
 from llmrecipes.launch.local import run_ranks
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.recipe.batch_schedule import without_ramp
 from llmrecipes.recipe.engines import without_zero
 from llmrecipes.recipe.load import load_values
 from llmrecipes.recipe.schema import Parallelism, Recipe
@@ -108,7 +109,7 @@ def evaluate_run(
     if _is_folder(Path(name)):
         return _evaluate_folder(Path(name), request, data_dir, layout, progress=progress)
     run_dir, entry = find_checkpoint(name, runs_dir)
-    recipe = Run(run_dir).recipe()
+    recipe = Run(run_dir).recipe_of(entry.step)
     _require_intact(run_dir, entry)
     spec = EvaluationSpec(
         recipe=on_ranks(recipe, layout),
@@ -256,7 +257,7 @@ def on_ranks(recipe: Recipe, layout: EvaluationLayout) -> Recipe:
         sequence_parallel=tensor > 1 and recipe.model.num_moe_experts is not None,  # experts need it
         use_distributed_optimizer=recipe.parallelism.use_distributed_optimizer,
     )
-    train = recipe.train.model_copy(update={"micro_batch_size": 1, "global_batch_size": ranks // tensor})
+    train = without_ramp(recipe.train, micro_batch_size=1, global_batch_size=ranks // tensor)
     return without_zero(recipe).model_copy(update={"parallelism": parallel, "train": train})
 
 

@@ -11,16 +11,20 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.launch.environment import explained
-from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.plan.derive import MOST_LOGITS, Plan, derive, gpu_memory, with_chunks
 from llmrecipes.plan.layout import expected_layers
 from llmrecipes.plan.speed.forecast import forecast
 from llmrecipes.recipe.features import FEATURES, FeatureChoice
-from llmrecipes.recipe.rules import check
+from llmrecipes.recipe.rules import check, obstacle_to_chunks
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.units import GIB
 
-PLANNED = ("bias_activation_fusion", "tp_comm_overlap", "overlap_moe_expert_parallel_comm")
+PLANNED = ("bias_activation_fusion", "tp_comm_overlap", "overlap_moe_expert_parallel_comm", "fp8", "cuda_graph_impl")
 """Keys whose effect the planner knows."""
+BY_NAME = {"fp8": "e4m3", "cuda_graph_impl": "transformer_engine"}
+"""Values that switch on what no rule chooses."""
+CHUNK = 1024
+"""Tokens of a chunk of the loss that the report compares with all tokens at once."""
 FIGURE = re.compile(r"[0-9](%| s )")
 
 
@@ -79,9 +83,12 @@ def _of(choice: FeatureChoice, plan: Plan, profile: Profile | None) -> FeatureRo
     if not isinstance(choice.value, bool):
         change = None if choice.ruled_out else f"{choice.key}=VALUE"
     if name in PLANNED and not choice.ruled_out:
-        other = _with(plan.recipe, {choice.key: not choice.value})
-        if effect := _effect(plan, other, profile):
-            gives = f"{gives}; here, with {choice.key}={_text(not choice.value)}: {effect}"
+        switched: Any = not choice.value
+        if name in BY_NAME:
+            switched = None if choice.value else BY_NAME[name]
+            change = f"{choice.key}={_text(switched)}"
+        if effect := _effect(plan, _with(plan.recipe, {choice.key: switched}), profile):
+            gives = f"{gives}; here, with {choice.key}={_text(switched)}: {effect}"
             source = "calculated; planned for this run"
     return FeatureRow(choice.key, choice.value, choice.reason, gives, source, change)
 
@@ -110,6 +117,11 @@ def _elsewhere(plan: Plan, profile: Profile | None) -> Iterator[FeatureRow]:
         "fuses the rest of megatron-core's own layers", "expected",
         f"train.torch_compile={_text(not recipe.train.torch_compile)}",
     )  # fmt: skip
+    chunks, fixed = plan.loss_chunk_tokens, obstacle_to_chunks(recipe) or recipe.train.z_loss_coeff
+    yield _planned(
+        plan, profile, "train.loss_chunk_tokens", chunks, _why_chunks(plan),
+        None if fixed else {"loss_chunk_tokens": 0 if chunks else CHUNK}, prefix="train.",
+    )  # fmt: skip
     for name in ("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer", "grad_reduce_in_fp32"):
         value = getattr(recipe.parallelism, name)
         default = type(recipe.parallelism).model_fields[name].default
@@ -122,6 +134,24 @@ def _elsewhere(plan: Plan, profile: Profile | None) -> Iterator[FeatureRow]:
             plan, profile, f"parallelism.{name}", value, "default" if value == default else "set in the recipe",
             change, prefix="parallelism.",
         )  # fmt: skip
+
+
+def _why_chunks(plan: Plan) -> str:
+    """Why the loss is computed in chunks, or at once."""
+    recipe, cluster = plan.recipe, plan.cluster
+    if obstacle := obstacle_to_chunks(recipe):
+        return obstacle[1]
+    if recipe.train.z_loss_coeff:
+        return "train.z_loss_coeff is computed by the loss in chunks"
+    if recipe.train.loss_chunk_tokens is None:
+        return "chosen on GPUs only" if plan.device == "cpu" else f"logits take at most {MOST_LOGITS:.0%} of the GPU"
+    unset = _with(recipe, {"train.loss_chunk_tokens": None})
+    if (
+        cluster.gpus
+        and with_chunks(unset, plan.shape, plan.layout, gpu_memory(cluster, plan.layout.world_size)) == recipe
+    ):
+        return f"the logits of a micro-batch would take more than {MOST_LOGITS:.0%} of the GPU"
+    return "set in the recipe"
 
 
 def _planned(

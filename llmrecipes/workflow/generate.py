@@ -53,8 +53,8 @@ def samples(run_dir: Path, data_dir: Path, request: GenerationRequest) -> Iterat
     from llmrecipes.data.templates import question
     from llmrecipes.engine.backends import backend
 
-    recipe = Run(run_dir).recipe()
     entry = Run(run_dir).require_checkpoint(data_dir)
+    recipe = Run(run_dir).recipe_of(entry.step)
     plan = derive(on_one_rank(recipe), 1, detect())
     require_packages(plan.recipe)
     _require_memory(plan)

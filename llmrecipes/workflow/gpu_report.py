@@ -16,6 +16,7 @@ from pathlib import Path
 
 from llmrecipes.bench.report import STAGES, Row, append, read
 from llmrecipes.errors import UserError
+from llmrecipes.hardware.builds import compiler_obstacle
 from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.workflow.run import Log
 
@@ -31,12 +32,21 @@ class Planned:
 
 ITEMS = (
     Planned("right", "parity", 120),
+    Planned("right", "resume", 120),
+    Planned("right", "waits gpt-125m", 60),
+    Planned("right", "breaks", 60),
     Planned("fast", "gemm", 30),
-    Planned("fast", "model gpt-125m", 90),
-    Planned("fast", "model gpt-1b", 120),
+    *(
+        Planned("fast", f"{kind} {name}", seconds)
+        for name in ("gpt-125m", "gpt-1b")
+        for kind, seconds in (("dryrun", 30), ("model", 90), ("plain", 60), ("hf-trainer", 60), ("torchtitan", 60))
+    ),
     *(Planned("big", f"layers {name}", 120) for name in ("llama3-8b", "mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3")),
+    *(Planned("big", f"fusions {name}", 120) for name in ("llama3-8b", "mixtral-8x7b")),
     Planned("state", "saves gpt-125m", 60),
     Planned("state", "saves gpt-1b", 120),
+    Planned("state", "offload gpt-125m", 60),
+    Planned("fp8", "scalings llama3-8b", 240),
 )
 """In the order in which they are measured; each in a process of its own."""
 GRACE = 15
@@ -86,6 +96,9 @@ def _rows(stages: Sequence[str], folder: Path, device: str, ends: float, log: Lo
     for item in ITEMS:
         if item.stage not in stages or (item.stage, item.name) in done:
             continue
+        if obstacle := _obstacle(item.name.partition(" ")[0], device):
+            yield Row(stage=item.stage, item=item.name, quantity="item", status="skipped", note=obstacle)
+            continue
         left = ends - time.monotonic() - GRACE
         if left < item.seconds:
             note = f"{max(0, left):.0f} s left, {item.seconds} s needed; the same command continues"
@@ -93,14 +106,18 @@ def _rows(stages: Sequence[str], folder: Path, device: str, ends: float, log: Lo
             continue
         log(f"{item.stage}: {item.name}")
         yield from _measured(item, folder, device, left)
-    if "fp8" in stages:
-        yield _fp8()
 
 
-def _fp8() -> Row:
-    missing = find_spec("transformer_engine") is None
-    note = "transformer_engine is not importable" if missing else "no recipe key selects fp8 yet"
-    return Row(stage="fp8", item="fp8", quantity="item", status="skipped", note=note)
+def _obstacle(kind: str, device: str) -> str | None:
+    """Why an item that needs another project cannot be measured."""
+    package = {"hf-trainer": "transformers", "torchtitan": "torchtitan", "offload": "deepspeed"}.get(kind)
+    if package is not None and find_spec(package) is None:
+        return f"{package} is not importable"
+    if kind == "torchtitan":
+        return "its loop is not driven: the configuration of a model changes with each release"
+    if kind == "plain" and (obstacle := compiler_obstacle("cpu" if device == "cpu" else "cuda")):
+        return f"it is compiled, and {obstacle}"
+    return None
 
 
 def _measured(item: Planned, folder: Path, device: str, limit: float) -> Iterator[Row]:

@@ -80,7 +80,7 @@ def open_run(run: Path, entry: Entry, family: str | None = None, *, averaged: bo
     from llmrecipes.hf.family import config_of, family_of
     from llmrecipes.hf.weights import AsHuggingFace
 
-    recipe = Run(run).recipe()
+    recipe = Run(run).recipe_of(entry.step)
     chosen = family_of(recipe.model, family)
     if recipe.lora is not None:
         weights: TensorSource = merged(run, entry, recipe, averaged=averaged)
@@ -91,7 +91,7 @@ def open_run(run: Path, entry: Entry, family: str | None = None, *, averaged: bo
 
 
 def find_checkpoint(reference: str, runs_dir: Path) -> tuple[Path, Entry]:
-    """The run and the checkpoint of `RUN` (its newest) or `RUN@STEP`.
+    """The run and the checkpoint of `RUN` (its newest), `RUN@STEP` or `RUN@best` (of the lowest held-out loss).
 
     Names, sizes and the manifest are checked; hashing all files would read the optimizer's state too, most of a
     checkpoint.
@@ -100,6 +100,7 @@ def find_checkpoint(reference: str, runs_dir: Path) -> tuple[Path, Entry]:
         UserError: there is none, or it is incomplete.
     """
     from llmrecipes.checkpoint.manifest import InvalidCheckpoint, inspect
+    from llmrecipes.checkpoint.store import require_best
 
     name, _, step = reference.rpartition("@")
     if not name or Path(reference).exists():
@@ -112,8 +113,11 @@ def find_checkpoint(reference: str, runs_dir: Path) -> tuple[Path, Entry]:
             return run, entries[-1]
         corrupt = "; ".join(map(str, store.incomplete()))
         raise UserError(f"no valid checkpoint{': ' + corrupt if corrupt else ''}", where=str(store.directory))
+    if step == "best":
+        return run, require_best(store)
     if not step.isdecimal():
-        raise UserError(f"step {step!r}", where=reference, rule="RUN@STEP, with the step of a checkpoint")
+        rule = "RUN@STEP with the step of a checkpoint, or RUN@best"
+        raise UserError(f"step {step!r}", where=reference, rule=rule)
     steps = ", ".join(str(entry.step) for entry in entries)
     fix = f"one of the steps {steps}" if steps else ""
     path = store.path(int(step))

@@ -14,8 +14,9 @@ from llmrecipes.io import write_atomic
 from llmrecipes.plan.check import fitted
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.plan.parameters import count
+from llmrecipes.recipe.batch_schedule import GROWING, tokens_of
 from llmrecipes.recipe.load import DEFAULTS_NOTE, load, load_values, names, short
-from llmrecipes.recipe.schema import Recipe, Source, Tokenizer
+from llmrecipes.recipe.schema import EMBEDDED, Recipe, Source, Tokenizer
 from llmrecipes.recipe.shape import shape
 
 TOKENS_PER_PARAMETER = 20
@@ -114,7 +115,7 @@ def source_of(text: str, option: str, *, chat: bool = False) -> Source:
     kind, colon, path = text.partition(":")
     if not colon:
         kind, path = SUFFIXES.get(Path(text).suffix, "text" if Path(text).is_dir() and not chat else text), text
-    embedded = kind in ("stdlib", "docstrings")
+    embedded = kind in EMBEDDED
     if kind not in types or (embedded and colon) or not path:
         raise UserError(
             f"{text!r}",
@@ -138,7 +139,7 @@ def nearest(params: int) -> str:
             recipe = load(name).recipe
         except UserError:  # one invalid file must not hide the others
             continue
-        plain = not (recipe.lora or recipe.zero or recipe.data.chat or recipe.model.num_moe_experts)
+        plain = not (recipe.lora or recipe.zero or recipe.data.chat or recipe.distill or recipe.model.num_moe_experts)
         if plain and recipe.train.pretrained is None:
             ratio = abs(math.log(count(recipe.model, shape(recipe.model)).total / params))
             candidates.append((round(ratio, 6), len(name), name))
@@ -175,6 +176,9 @@ def make(wanted: Wanted) -> Made:
         "model": model,
         "parallelism": {name: True for name in overlaps if getattr(base.parallelism, name)},
     }
+    values.pop("stages", None)
+    for key in GROWING:  # made for the tokens and the ranks of the other recipe
+        values["train"].pop(key, None)
     data = values.setdefault("data", {})
     if wanted.data:
         data["sources"] = [as_values(source_of(text, "--data")) for text in wanted.data]
@@ -183,7 +187,7 @@ def make(wanted: Wanted) -> Made:
     machine = planned(wanted.cluster, wanted.nodes or (1 if wanted.cluster else None), 1)
     sized = load_values(values, path, wanted.overrides).recipe
     default = TOKENS_PER_PARAMETER * count(sized.model, shape(sized.model)).total
-    same = base.train.train_iters * base.train.global_batch_size * base.model.seq_length
+    same = tokens_of(base)
     tokens = wanted.tokens or (same if wanted.like else default)
     batch = max(1, round(base.train.global_batch_size * base.model.seq_length / sized.model.seq_length))
     while batch > 1 and tokens < LEAST_STEPS * batch * sized.model.seq_length:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.io import write_atomic
+from llmrecipes.recipe.preference_rules import needs_start_weights
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.rundir import Run
 from llmrecipes.train.spec import RunSpec
@@ -68,7 +69,7 @@ def with_pretrained(spec: RunSpec, log: Log) -> RunSpec:
     if recipe.train.pretrained is None:
         return spec
     if not spec.from_scratch and _has_checkpoint(spec.run_dir):
-        if recipe.lora is None:
+        if not needs_start_weights(recipe):
             return spec
         return spec.model_copy(update={"pretrained": base_folder(spec.run_dir, recipe, log).absolute()})
     from llmrecipes.hf.reading import resolve
@@ -85,7 +86,7 @@ def with_pretrained(spec: RunSpec, log: Log) -> RunSpec:
 
 
 def base_folder(run_dir: Path, recipe: Recipe, log: Log = logger.info) -> Path:
-    """Folder of the model that the adapters of a run belong to.
+    """Folder of the model that the adapters of a run belong to, or that its answers are compared with (`dpo`).
 
     Args:
         run_dir: the run.
@@ -102,7 +103,7 @@ def base_folder(run_dir: Path, recipe: Recipe, log: Log = logger.info) -> Path:
         raise UserError(
             f"{RECORD} is missing or corrupt",
             where=str(run_dir),
-            rule="it records which model the adapters of this run belong to",
+            rule="it records which model this run starts from, whose weights every start of it reads",
             fix="restore it, or start a new run",
         )
     path = resolve(record["pinned"]).path
@@ -110,7 +111,7 @@ def base_folder(run_dir: Path, recipe: Recipe, log: Log = logger.info) -> Path:
         raise UserError(
             f"{recipe.train.pretrained} has changed since this run was started",
             where=str(path),
-            rule="the adapters of a run belong to the weights that they were trained on",
+            rule="the adapters and the reference of a run are those of the weights that it started from",
             fix="restore that model, or start a new run with another run id",
         )
     return path
@@ -141,7 +142,7 @@ def _require_fit(path: Path, recipe: Recipe, log: Log) -> str:
     from llmrecipes.hf.weights import open_weights
 
     open_weights(path, recipe.model).close()
-    return "" if recipe.lora is None else fingerprint(open_folder(path), log)
+    return "" if not needs_start_weights(recipe) else fingerprint(open_folder(path), log)
 
 
 def _pinned(run_dir: Path, pretrained: str) -> str:

@@ -6,10 +6,12 @@ import json
 import logging
 from typing import Any
 
+from llmrecipes.checkpoint.local_parts import folder_of, newest_complete, parts_in
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.io import write_atomic
+from llmrecipes.recipe.schema import Recipe
 from llmrecipes.rundir import Run
-from llmrecipes.untrusted import RECORD, read_json
+from llmrecipes.untrusted import RECORD, Refused, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,26 @@ def require_progress(run: Run, job: str, restart: int, step: int, max_restarts: 
             "with the same --run-id",
             code=ExitCode.STOP,
         )
+
+
+def newest_step(run: Run, recipe: Recipe, ranks: int) -> int:
+    """Step of the newest checkpoint, or local one: that of the last start, or one that this machine has whole.
+
+    Args:
+        ranks: that are started; local checkpoints of another number of ranks cannot be loaded, and do not count.
+    """
+    step, directory = run.newest_step(), recipe.checkpoint.non_persistent_local_ckpt_dir
+    if directory is None:
+        return step
+    try:
+        values = read_json(run.local_checkpoints, root=run.path, most=RECORD)
+        resumed, token = int(values["resumed"]), str(values["token"])
+        if values.get("ranks") != ranks:
+            resumed = 0
+    except (OSError, ValueError, KeyError, TypeError, Refused):
+        return step
+    parts = [part for part in parts_in(folder_of(directory, run.recipe_name, token, node=0)) if part.ranks == ranks]
+    return max(step, resumed, *(local for local, _ in newest_complete(parts)))
 
 
 def _read(run: Run) -> list[dict[str, Any]]:

@@ -18,11 +18,13 @@ from llmrecipes.faults.signals import StoppedEarly
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.launch.ranks import Node
 from llmrecipes.launch.run_options import RunOptions
-from llmrecipes.plan.check import check
-from llmrecipes.plan.derive import Plan, decay_iters, default_world_size, derive
+from llmrecipes.plan.check import check, check_fewer, require_elastic_world
+from llmrecipes.plan.derive import Plan, default_world_size, derive
+from llmrecipes.recipe.batch_schedule import batch_schedule
 from llmrecipes.recipe.engines import engine_name, without_zero
 from llmrecipes.recipe.schema import Parallelism, Recipe
 from llmrecipes.recipe.speed import Speed
+from llmrecipes.recipe.stages import decay_iters
 from llmrecipes.rundir import Run
 from llmrecipes.runfiles import checked_run_id
 from llmrecipes.train.completeness import require_complete
@@ -50,6 +52,9 @@ class TrainOptions:
     cluster: str | None = None
     node: Node | None = None
     """Which of several machines this is; None: the only one."""
+    min_nodes: int | None = None
+    """Nodes with which a start goes on if others do not come within `join_seconds`; None: it waits for all."""
+    join_seconds: float = 0.0
     separate_process: bool = False
     """Start a process even for a single rank."""
     run: RunOptions = field(default_factory=RunOptions)
@@ -64,10 +69,17 @@ def plan_run(recipe: Recipe, cluster: Cluster, ranks: int | None = None) -> Plan
         ranks: of all nodes; None: `default_world_size`.
 
     Raises:
-        UserError: the layout or the batch does not fit the ranks, or the run does not fit the machine.
+        UserError: the layout or the batch does not fit the ranks, or the run does not fit the machine; or it would not
+            with fewer ranks that `train.elastic` allows.
     """
-    plan = derive(recipe, default_world_size(recipe, cluster) if ranks is None else ranks, cluster)
+    ranks = default_world_size(recipe, cluster) if ranks is None else ranks
+    elastic = recipe.train.elastic is not None
+    if elastic:
+        require_elastic_world(recipe, ranks)
+    plan = derive(recipe, ranks, cluster)
     check(plan, cluster)
+    if elastic:
+        check_fewer(recipe, ranks, cluster)
     return plan
 
 
@@ -221,7 +233,7 @@ def _order_change(now: Recipe, then: Recipe, data_dir: Path) -> tuple[str, str]:
     weights = [prepared.weights[n] for n in usable]
 
     def order(iters: int) -> Order:
-        return sample_order(tokens, weights, length, iters * then.train.global_batch_size)
+        return sample_order(tokens, weights, length, batch_schedule(then).samples(iters))
 
     first, last = then.train.train_iters, now.train.train_iters
     if order(first) == order(last):

@@ -22,6 +22,7 @@ from typing import NoReturn
 from pydantic import BaseModel, ConfigDict
 
 from llmrecipes.console import setup_logging
+from llmrecipes.doctor.record import adopt
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware import binding
 from llmrecipes.hardware.cluster import detect
@@ -35,7 +36,7 @@ from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.redact import guard_streams
 from llmrecipes.train.spec import RunSpec
-from llmrecipes.workflow.restarts import require_progress
+from llmrecipes.workflow.restarts import newest_step, require_progress
 from llmrecipes.workflow.run import Paths, TrainOptions, is_prepared
 from llmrecipes.workflow.start import Finished, Machine, prepare_start
 
@@ -79,8 +80,11 @@ def begin(arguments: argparse.Namespace, variables: Mapping[str, str]) -> Path |
     options = TrainOptions(run_id=arguments.run_id, run=RunOptions.parsed(arguments))
     restart, job_id = int(variables.get("SLURM_RESTART_COUNT") or 0), variables.get("SLURM_JOB_ID", "")
 
+    examined = paths.runs_dir / f".doctor-{job_id}.jsonl"  # by train.sbatch, which does not know the recipe's name
+
     def check(spec: RunSpec, plan: Plan) -> None:
-        require_progress(spec.run, job_id, restart, spec.run.newest_step(), arguments.max_restarts)
+        step = newest_step(spec.run, spec.recipe, plan.layout.world_size)
+        require_progress(spec.run, job_id, restart, step, arguments.max_restarts)
         if plan.device == "cuda" and not arguments.prepare:
             require_prepared(recipe, paths.data_dir)
 
@@ -88,6 +92,7 @@ def begin(arguments: argparse.Namespace, variables: Mapping[str, str]) -> Path |
     try:
         ready = prepare_start(recipe, paths, options, place, _to_stderr, skip_finished=True, check=check)
     except Finished:
+        examined.unlink(missing_ok=True)
         return None
     tags = {
         "slurm.job_id": job_id,
@@ -102,6 +107,7 @@ def begin(arguments: argparse.Namespace, variables: Mapping[str, str]) -> Path |
         bind=arguments.bind,
     )
     logs = ready.spec.run.logs
+    adopt(examined, ready.spec.run)
     (logs / OUTCOME).unlink(missing_ok=True)
     path = (logs / JOB).resolve()
     path.write_text(job.model_dump_json(indent=2) + "\n", "utf-8")

@@ -5,22 +5,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
+from pydantic import ValidationError
+
 from llmrecipes.engine.requirements import require_packages
+from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
-from llmrecipes.hardware.profile import Profile
+from llmrecipes.hardware.profile import COSTS, Costs, Profile
 from llmrecipes.launch.environment import detected_environment, environment
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.rundir import Run
-from llmrecipes.tracking.run_tracker import require_packages_of_sinks
+from llmrecipes.tracking.run_tracker import require_packages_of_tracking
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow.forecast import record_of
 from llmrecipes.workflow.pretrained import with_pretrained
 from llmrecipes.workflow.run import Log, Paths, TrainOptions, new_spec, plan_run, prepare_data
+from llmrecipes.workflow.teacher import record_teacher, with_teacher
 
 Check = Callable[[RunSpec, Plan], None]
 
@@ -64,8 +69,33 @@ class PreparedStart:
             "planned": plan.facts(),
             "nvlink_domain": plan.cluster.nvlink_domain,
             "predicted": record_of(plan, machine.profile),
+            "costs": costs(plan.run_recipe, machine.profile),
         }
         return cls(spec.model_copy(update=known), plan, machine, variables)
+
+
+def costs(recipe: Recipe, profile: Profile | None) -> Costs | None:
+    """Factors of the run's energy: of the profile, or of the site that started this pod; carbon also of the recipe.
+
+    Raises:
+        UserError: the environment has something else than costs.
+    """
+    known = profile.costs if profile is not None else None
+    if profile is None and (text := os.environ.get(COSTS)):
+        try:
+            known = Costs.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise UserError(
+                f"{'.'.join(map(str, first['loc'])) or text!r}: {first['msg']}",
+                where=COSTS,
+                rule="it has the costs of a cluster profile as JSON",
+                fix=f"unset it, or {COSTS}='{Costs(pue=1.2, kg_co2_per_kwh=0.35).model_dump_json(exclude_unset=True)}'",
+            ) from error
+    factor = recipe.tracking.kg_co2_per_kwh
+    if factor is None or (known is not None and known.kg_co2_per_kwh is not None):
+        return known
+    return (known or Costs()).model_copy(update={"kg_co2_per_kwh": factor})
 
 
 class Finished(Exception):
@@ -98,14 +128,15 @@ def prepare_start(
         UserError: nothing was started. A directory that was created for it is removed.
     """
     plan = plan_run(recipe, machine.cluster, machine.ranks)
-    recipe = plan.recipe  # what `recompute_granularity: auto` has become: the ranks do not choose again
+    recipe = plan.run_recipe  # what `recompute_granularity: auto` has become: the ranks do not choose again
     require_packages(recipe)
-    require_packages_of_sinks(recipe)
+    require_packages_of_tracking(recipe)
     spec = new_spec(recipe, paths, options)
-    if skip_finished and spec.run.is_finished(recipe.train.train_iters):
+    if skip_finished and spec.run.is_finished(recipe.train):
         raise Finished(spec.run)
     if check is not None:
         check(spec, plan)
-    spec = with_pretrained(spec, log)
+    spec = with_teacher(with_pretrained(spec, log), log)
     prepare_data(recipe, paths.data_dir, log, spec)
+    record_teacher(spec)
     return PreparedStart.of(spec, plan, machine)

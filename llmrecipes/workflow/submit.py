@@ -270,7 +270,8 @@ def preview(submitted: Submitted) -> Preview:
         place=dict(rendering.place),
         time_limit=rendering.time_limit,
         checkpoint_bytes=plan.checkpoint_bytes,
-        checkpoints_bytes=(planned.recipe.checkpoint.most_recent_k + 1) * plan.checkpoint_bytes,
+        checkpoints_bytes=(planned.recipe.checkpoint.most_recent_k + 1 + planned.recipe.checkpoint.keep_best)
+        * plan.checkpoint_bytes,
         gated=gated_names(planned.recipe),
         has_token=rendering.has_token,
         warnings=(*plan.warnings, *rendering.warnings),

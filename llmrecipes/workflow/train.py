@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +16,15 @@ from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.launch.environment import missing
 from llmrecipes.launch.environment import threads as share
+from llmrecipes.launch.gathering import gathered
 from llmrecipes.launch.local import Grace, Spares, run_ranks
 from llmrecipes.launch.ranks import Node
+from llmrecipes.launch.rendezvous import TOKEN, token_of
 from llmrecipes.plan.derive import default_world_size
-from llmrecipes.recipe.degrees import multiples
+from llmrecipes.recipe.batch_schedule import without_ramp
+from llmrecipes.recipe.degrees import elastic_nodes, elastic_worlds, multiples
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.workflow.restarts import require_progress
+from llmrecipes.workflow.restarts import newest_step, require_progress
 from llmrecipes.workflow.run import Log, Paths, TrainOptions, plan_run
 from llmrecipes.workflow.start import Finished, Machine, PreparedStart, prepare_start
 
@@ -42,6 +47,52 @@ def train(recipe: Recipe, paths: Paths, options: TrainOptions, log: Log) -> int:
     _require_consistent(options)
     if options.run.overfit_batch:
         recipe = one_batch_recipe(recipe)
+    if options.node is not None and options.min_nodes is not None:
+        return _train_with_those_here(recipe, paths, options, options.node, log)
+    return _train(recipe, paths, options, log)
+
+
+MOST_PORT = 65535
+
+
+def _train_with_those_here(recipe: Recipe, paths: Paths, options: TrainOptions, node: Node, log: Log) -> int:
+    """Train on the nodes that have come, of those that may come."""
+    ranks = options.nproc or max(node.nodes, default_world_size(recipe, detect().times(node.nodes)))
+    _require_even_nodes(ranks, node.nodes)
+    each, least = ranks // node.nodes, options.min_nodes or 1
+    allowed = elastic_nodes(recipe, node.nodes, each)
+    counts = tuple(count for count in allowed if count >= least)
+    if recipe.train.elastic is None or not counts:
+        numbers = ", ".join(map(str, allowed)) or "no number"
+        raise UserError(
+            f"{least} of {node.nodes} nodes",
+            where="--min-nodes",
+            rule="a start with fewer nodes takes train.elastic"
+            if recipe.train.elastic is None
+            else f"with {each} ranks a node, train.elastic allows {numbers} of at most {node.nodes} nodes",
+            fix="leave --min-nodes out, or set train.elastic",
+        )
+    if node.master_port == MOST_PORT:
+        raise UserError(f"port {MOST_PORT}", where="--rdzv", rule="with --min-nodes the port above it is used too",
+                        fix="a lower port")  # fmt: skip
+    token = token_of(os.environ)
+    os.environ.pop(TOKEN)  # the ranks do not need it
+
+    def grow() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)  # all ranks save at the same step, and the pods start again
+
+    with gathered(node, counts, token, join_seconds=options.join_seconds, grow=grow, log=log) as here:
+        if here.node is not None:
+            chosen = replace(options, node=here.node, nproc=each * here.node.nodes, min_nodes=None)
+            try:
+                here.code = _train(recipe, paths, chosen, log)
+            except UserError as error:
+                here.code = int(error.code)
+                raise
+        return here.code
+
+
+def _train(recipe: Recipe, paths: Paths, options: TrainOptions, log: Log) -> int:
     nodes = 1 if options.node is None else options.node.nodes
     cluster = detect().times(nodes)
     ranks = max(nodes, default_world_size(recipe, cluster)) if options.nproc is None else options.nproc
@@ -58,31 +109,63 @@ def train(recipe: Recipe, paths: Paths, options: TrainOptions, log: Log) -> int:
         log(str(finished))
         return int(ExitCode.DONE)
     if options.run.max_restarts:
-        return start_with_restarts(ready, options.run.max_restarts, log)
+        return start_with_restarts(ready, options.run.max_restarts, log, recipe)
     return start(ready, options.node, separate_process=options.separate_process)
 
 
-def start_with_restarts(ready: PreparedStart, max_restarts: int, log: Log) -> int:
+def start_with_restarts(ready: PreparedStart, max_restarts: int, log: Log, recipe: Recipe) -> int:
     """Start the ranks, and after a fault restart all of them from the newest checkpoint.
+
+    With `train.elastic` on as many as there are GPUs for, and on fewer after two ends in a row without a checkpoint.
+
+    Args:
+        recipe: as it was loaded; that of `ready` is resolved for its number of ranks.
 
     Raises:
         UserError: three restarts in a row found the same checkpoint, with `ExitCode.STOP`.
     """
     spec, job = ready.spec, f"process {os.getpid()}"
-    require_progress(spec.run, job, 0, spec.run.newest_step(), max_restarts)
+    ranks = ready.plan.layout.world_size
+    require_progress(spec.run, job, 0, newest_step(spec.run, spec.recipe, ranks), max_restarts)
+    ends: list[tuple[int, int]] = []  # ranks, and the newest step then
     with ExitStack() as stack:
         spares = stack.enter_context(Spares()) if spec.warm_spares else None
         for restart in range(max_restarts + 1):
             if spares is not None:
                 spares.last = restart == max_restarts
-            update = {"restart": restart, "from_scratch": spec.from_scratch and restart == 0}
-            code = start(replace(ready, spec=spec.model_copy(update=update)), separate_process=True, spares=spares)
+            update = {"restart": restart, "from_scratch": spec.from_scratch and restart == 0,
+                      "from_best": spec.from_best and restart == 0}  # fmt: skip
+            started = replace(ready, spec=ready.spec.model_copy(update=update))
+            code = start(started, separate_process=True, spares=spares)
             if code in tuple(ExitCode) or restart == max_restarts:
                 return code
-            step = spec.run.newest_step()
+            step = newest_step(spec.run, spec.recipe, ranks)
             require_progress(spec.run, job, restart + 1, step, max_restarts)
-            log(f"the ranks ended with {code}; restart {restart + 1} of {max_restarts}, from step {step}")
+            ends.append((ranks, step))
+            resized, machine = "", ready.machine
+            if recipe.train.elastic is not None:
+                cluster = replace(detect(), nvlink_domain=machine.cluster.nvlink_domain)
+                plan = plan_run(recipe, cluster, elastic_size(recipe, len(cluster.gpus) or None, ends))
+                spec = spec.model_copy(update={"recipe": plan.run_recipe})
+                ready = PreparedStart.of(spec, plan, replace(machine, cluster=cluster))
+                ranks = plan.layout.world_size
+                resized, step = f" on {ranks} ranks", newest_step(spec.run, spec.recipe, ranks)
+            log(f"the ranks ended with {code}; restart {restart + 1} of {max_restarts}{resized}, from step {step}")
     raise AssertionError("the last restart returns")
+
+
+def elastic_size(recipe: Recipe, gpus: int | None, ends: Sequence[tuple[int, int]]) -> int:
+    """Number of ranks of the next start: never more than before, because nothing says that what failed is back.
+
+    Args:
+        recipe: with `train.elastic`.
+        gpus: that this machine has now; None: the ranks are on CPUs.
+        ends: of the starts so far: ranks, and the step of the newest checkpoint after it.
+    """
+    ranks, worlds = ends[-1][0], elastic_worlds(recipe)
+    without_progress = len(ends) > 1 and ends[-1] == ends[-2]
+    most = min(ranks - without_progress, ranks if gpus is None else gpus)
+    return max((allowed for allowed in worlds if allowed <= most), default=worlds[0])
 
 
 def start(
@@ -139,14 +222,21 @@ def _require_consistent(options: TrainOptions) -> None:
             "missing for several nodes", where="--run-id", rule="all nodes work in one directory",
             fix="--run-id my-run-1",
         )  # fmt: skip
+    if options.min_nodes is not None and options.node is None:
+        raise UserError("needs --nnodes", where="--min-nodes", rule="--min-nodes is of several nodes",
+                        fix="leave it out")  # fmt: skip
     if options.node is not None and options.run.max_restarts:
         raise UserError(
             f"{options.run.max_restarts} on several nodes", where="--max-restarts",
             rule="--max-restarts works on a single node only", fix="Slurm or Kubernetes, which restart all",
         )  # fmt: skip
-    if options.run.from_scratch and options.run_id is None:
-        raise UserError("needs --run-id", where="--from-scratch", rule="a run without an id is a new one",
+    backwards = {"--from-scratch": options.run.from_scratch, "--from-best": options.run.from_best}
+    chosen = [name for name, is_chosen in backwards.items() if is_chosen]
+    if chosen and options.run_id is None:
+        raise UserError("needs --run-id", where=chosen[0], rule="a run without an id is a new one",
                         fix="leave it out")  # fmt: skip
+    if len(chosen) > 1:
+        raise UserError(f"with {chosen[0]}", where=chosen[1], rule="a run starts again at one step", fix="one of them")
 
 
 def _require_even_nodes(ranks: int, nodes: int) -> None:
@@ -194,11 +284,12 @@ def one_batch_recipe(recipe: Recipe) -> Recipe:
     return recipe.model_copy(
         update={
             "name": f"{recipe.name}{ONE_BATCH}",
-            "train": recipe.train.model_copy(update={"train_iters": iters, "eval_interval": iters}),
+            "stages": (),
+            "train": without_ramp(recipe.train.without_stops(), train_iters=iters, eval_interval=iters),
             "optimizer": recipe.optimizer.model_copy(update={"weight_decay": 0.0}),
             "scheduler": recipe.scheduler.model_copy(
                 update={"lr_decay_style": "constant", "lr_warmup_iters": min(10, iters - 1), "lr_decay_iters": None}
             ),
-            "checkpoint": recipe.checkpoint.model_copy(update={"save_interval": iters}),
+            "checkpoint": recipe.checkpoint.model_copy(update={"save_interval": iters, "keep_best": False}),
         }
     )

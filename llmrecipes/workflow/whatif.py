@@ -14,6 +14,7 @@ from llmrecipes.hardware.load import load_profile
 from llmrecipes.plan.parameters import count
 from llmrecipes.plan.speed.forecast import device_of
 from llmrecipes.plan.speed.whatif import Option, cheapest, options
+from llmrecipes.recipe.batch_schedule import tokens_of
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.shape import shape
 from llmrecipes.scaling.law import Law
@@ -109,7 +110,7 @@ def what_if(
         raise UserError(what, where="--clusters", rule=f"at most {MOST_SEARCHES}", fix="fewer of --clusters or --gpus")
     law, source = _law(wanted, runs_dir)
     size = float(count(recipe.model, shape(recipe.model)).active)
-    tokens = float(recipe.train.train_iters * recipe.train.global_batch_size * recipe.model.seq_length)
+    tokens = float(tokens_of(recipe))
     if wanted.tokens is not None:
         tokens = wanted.tokens
     elif wanted.loss is not None:

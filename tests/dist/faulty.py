@@ -65,8 +65,8 @@ def _loss_over_micro_batches(patch: Patch) -> None:
 
     whole = engine._sum_over_tokens
 
-    def part(mask: torch.Tensor, losses: torch.Tensor) -> Any:
-        total, tokens, report = whole(mask, losses)
+    def part(*arguments: Any) -> Any:
+        total, tokens, report = whole(*arguments)
         return total / 2, tokens, report
 
     patch.setattr(engine, "_sum_over_tokens", part)
@@ -132,16 +132,16 @@ def _own_gradient(weight: torch.nn.Parameter) -> None:
 
 
 def _twice_the_rate(patch: Patch) -> None:
-    from llmrecipes.engine.megatron import engine
+    from llmrecipes.engine.megatron import optimizer
 
-    plain = engine.optimizer_config
+    plain = optimizer.optimizer_config
 
     def faster(recipe: Recipe) -> Any:
         config = plain(recipe)
         config.lr *= 2
         return config
 
-    patch.setattr(engine, "optimizer_config", faster)
+    patch.setattr(optimizer, "optimizer_config", faster)
 
 
 def _replica_drifts(patch: Patch) -> None:

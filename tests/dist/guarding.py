@@ -13,7 +13,7 @@ import torch.distributed as dist
 from llmrecipes.engine.base import Engine, Progress
 from llmrecipes.errors import UserError
 from llmrecipes.tracking.events import Note, NoTracker
-from llmrecipes.train.guard import hardware_suspect, require_equal_replicas, require_finite
+from llmrecipes.train.guard import acceptance, hardware_suspect, require_equal_replicas, require_finite
 from llmrecipes.verify import observe
 from tests.dist.table import Row
 from tests.dist.training import loaders, training
@@ -29,6 +29,8 @@ class Trained:
     numbers: list[tuple[float, float | None, float | None]]
     digests: list[list[tuple[str, tuple[int, ...], bytes]]]
     notes: list[Note]
+    again: float
+    """Steps of which all micro-batches were announced because they are computed again."""
 
 
 def trained(row: Row, fault: Literal["gradient", "loss"] | None) -> Trained:
@@ -39,9 +41,9 @@ def trained(row: Row, fault: Literal["gradient", "loss"] | None) -> Trained:
         if fault is not None and world.rank == world.size - 1:
             _break(engine, fault, lambda: step == FAULTY)
         batches, progress = loaders(recipe, world), Progress()
-        numbers, notes = [], []
+        numbers, notes, again = [], [], list[None]()
         for step in range(1, STEPS + 1):
-            result = engine.train_step(batches)
+            result = engine.train_step(batches, redo=lambda: again.append(None))
             require_finite(progress, result, engine, world)
             if note := hardware_suspect(progress, result, engine, world):
                 notes.append(note)
@@ -50,7 +52,7 @@ def trained(row: Row, fault: Literal["gradient", "loss"] | None) -> Trained:
             progress = Progress(step, samples, samples * recipe.model.seq_length)
         with engine.params_synced():
             digests = observe.gathered(observe.digests(engine.weights()))
-    return Trained(numbers, digests, notes)
+    return Trained(numbers, digests, notes, len(again) / engine.plan.num_microbatches)
 
 
 def drifted(row: Row, rank: int | None) -> list[str]:
@@ -66,6 +68,31 @@ def drifted(row: Row, rank: int | None) -> list[str]:
         tracker = Notes()
         try:
             require_equal_replicas(1, engine, tracker)
+        except UserError as error:
+            said = f"{error.code} {error.where}: {error.what}"
+            assert [note.event for note in tracker.notes] == ["replicas_differ"]
+        everyones = [""] * world.size
+        dist.all_gather_object(everyones, said)
+        return everyones
+
+
+def drifted_in_a_pass(row: Row, rank: int | None) -> list[str]:
+    """What each rank says when one bit of a weight has changed in the forward pass of the second step."""
+    faults = row.recipe.faults.model_copy(update={"check_weight_hash_across_dp_replicas_interval": 2})
+    with training(row.recipe.model_copy(update={"faults": faults})) as (engine, world):
+        batches, tracker, said = loaders(row.recipe, world), Notes(), ""
+        engine.train_step(batches)
+        if world.rank == rank:
+            last: Any = engine.modules[-1]
+
+            def flip(*_: Any) -> None:
+                hook.remove()
+                weight = next(p for name, p in last.named_parameters() if name.endswith(CHANGED))
+                weight.data.view(-1).view(torch.int16)[-1] ^= 1  # unseen by autograd, as in memory
+
+            hook = last.register_forward_hook(flip)
+        try:
+            engine.train_step(batches, accept=acceptance(2, engine, tracker, None))
         except UserError as error:
             said = f"{error.code} {error.where}: {error.what}"
             assert [note.event for note in tracker.notes] == ["replicas_differ"]

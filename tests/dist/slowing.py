@@ -12,9 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch.distributed as dist
+
+from llmrecipes.faults.signals import StopRequest
 from llmrecipes.faults.watchdog import unwatched
 from llmrecipes.tracking.events import Note
-from llmrecipes.train.telemetry import SETTLING_STEPS, measured_ranks
+from llmrecipes.train.telemetry import BAD_NODES, NODES_TO_SPARE, SETTLING_STEPS, measured_ranks
 from tests.dist.table import Row
 from tests.dist.training import loaders, training
 
@@ -52,20 +56,29 @@ class Seen:
     seconds: list[float]
     """Mean of the steps of each report."""
     notes: list[Note]
+    stopped: bool = False
+    """Whether it asks all ranks to stop."""
 
 
 STEPS = 20
 """Two reports."""
 
 
-def measured(row: Row, slow: int | None) -> Seen:
-    """Train, with one rank slowed down."""
+def measured(row: Row, slow: int | None, bad_nodes: Path | None = None, to_spare: int = 4) -> Seen:
+    """Train, with one rank slowed down; with `bad_nodes` as a Slurm job of one rank a node, n0 to n3."""
+    if bad_nodes is not None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(BAD_NODES, str(bad_nodes))
+            patch.setenv(NODES_TO_SPARE, str(to_spare))
+            patch.setenv("SLURMD_NODENAME", f"n{dist.get_rank()}")
+            return measured(row, slow)
+    stop = StopRequest()
     reports: list[dict[str, Any]] = []
     notes: list[Note] = []
     times: list[float] = []
     means: list[float] = []
     with training(row.recipe) as (engine, world):  # noqa: SIM117
-        with measured_ranks(engine.plan, engine.platform, world, unwatched, Path("/")) as telemetry:
+        with measured_ranks(engine.plan, engine.platform, world, unwatched, Path("/"), stop=stop) as telemetry:
             batches = loaders(row.recipe, world)
 
             def train() -> None:
@@ -82,11 +95,11 @@ def measured(row: Row, slow: int | None) -> Seen:
                     if step > SETTLING_STEPS:
                         times.append(seconds)
                     notes.extend(report.notes)
-                telemetry.settle()
+                telemetry.end(STEPS)
 
             if world.rank == slow:
                 with slowed(os.getpid(), os.getpid()):
                     train()
             else:
                 train()
-    return Seen(reports, means, notes)
+    return Seen(reports, means, notes, stop.requested)

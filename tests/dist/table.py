@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
+from llmrecipes.recipe.optimizer_kinds import PACKAGE
 from llmrecipes.recipe.schema import Recipe
 
 Sections = dict[str, dict[str, Any]]
@@ -78,7 +80,57 @@ _EXPERTS_LORA: Sections = {
     "optimizer": {"lr": 2e-2},
 }
 
+_WIDER: dict[str, Any] = {"num_layers": 8, "hidden_size": 96}
+_TAUGHT: Sections = {
+    # What the teacher of a rehearsal starts with is flat: a large weight makes it count.
+    "distill": {"teacher": "none", "model": {**_WIDER, "init_method_std": 0.2}, "temperature": 2.0, "top_k": 40},
+}
+_TAUGHT_MSE: Sections = {
+    "distill": {
+        "teacher": "none", "loss": "mse", "alpha": 0.9,
+        "model": {**_WIDER, "num_moe_experts": None, "add_bias_linear": True, "init_method_std": 0.2},
+    },
+}  # fmt: skip
+
+_FGM: Sections = {"train": {"adversarial": {"type": "fgm", "epsilon": 0.5}}}
+_PGD: Sections = {"train": {"adversarial": {"type": "pgd", "epsilon": 0.5, "alpha": 0.4, "steps": 2}}}
+_FREELB: Sections = {
+    "train": {"adversarial": {"type": "freelb", "epsilon": 0.02, "alpha": 0.015, "steps": 3, "norm": "linf"}},
+}
+_UNSHARDED: Sections = {"parallelism": {"use_distributed_optimizer": False}}
+_SGD: Sections = {"optimizer": {"optimizer": "sgd", "lr": 0.05}, **_UNSHARDED}
+_MUON: Sections = {
+    "optimizer": {"optimizer": "muon", "lr": 2e-3, "muon_fp32_matmul_prec": "highest", "muon_nesterov": True},
+    **_UNSHARDED,
+}
+_LION: Sections = {"optimizer": {"optimizer": "lion", "lr": 2e-3}, **_UNSHARDED}
+
+EMERGING = find_spec(PACKAGE) is not None
+"""Whether there are the optimizers that megatron-core has from 0.19 on; without them their rows are not there."""
+
+_EMERGING: dict[str, Sections] = {
+    "gpt with muon": _MUON,
+    "gpt with distributed muon": {
+        **_MUON, "optimizer": {**_MUON["optimizer"], "muon_tp_mode": "distributed", "muon_split_qkv": False},
+    },
+    "llama with muon": {"model": _LLAMA, **_MUON},
+    "mla with muon": {"model": _MLA, **_MUON},
+    "moe with muon": {"model": _MOE, **_MUON},
+    "gpt with lion": _LION,
+}  # fmt: skip
+
+_DROP: Sections = {"model": {"layer_drop": 0.6}}
+
 _PACKED: Sections = {"data": {"sources": [{"type": "docstrings"}], "chat": {}}}
+_PAIRS: Sections = {
+    "data": {"sources": [{"type": "docstrings"}], "chat": {"packing": False, "preference": {}}},
+    "dpo": {"beta": 1.0},
+    "train": {"micro_batch_size": 2},
+}
+_PACKED_PAIRS: Sections = {
+    "data": {"sources": [{"type": "docstrings"}], "chat": {"preference": {}}},
+    "dpo": {"beta": 1.0, "loss_type": "ipo"},
+}
 
 VARIANTS: dict[str, Sections] = {
     "gpt": {},
@@ -87,8 +139,14 @@ VARIANTS: dict[str, Sections] = {
     "gpt of width 128": {"model": {"hidden_size": 128}},
     "gpt without weight tying": {"model": {"share_embeddings_and_output_weights": False}},
     "gpt with label smoothing": {"train": {"label_smoothing": 0.1}},
+    "gpt with z-loss": {"train": {"z_loss_coeff": 0.05, "label_smoothing": 0.1}},
     "gpt with more weights": {"model": _MORE},
     "gpt with muP": {"model": _MUP},
+    "gpt with a growing batch": {"train": {"rampup_batch_size": [4, 2, 8]}},
+    "gpt with sgd": _SGD,
+    "gpt with sgd without momentum": {"optimizer": {**_SGD["optimizer"], "sgd_momentum": 0.0}, **_UNSHARDED},
+    "moe with sgd": {"model": _MOE, **_SGD},
+    **(_EMERGING if EMERGING else {}),
     "gpt in bf16": {"train": {"precision": "bf16"}},
     "gpt in fp16": {"train": {"precision": "fp16", "initial_loss_scale": 1024.0}},
     "llama": {"model": _LLAMA},
@@ -134,9 +192,29 @@ VARIANTS: dict[str, Sections] = {
     "moe with lora": {**_EXPERTS_LORA, "model": {**_LLAMA, **_MOE}},
     "mla with lora": {**_LORA, "model": _MLA},
     "lora in bf16": {**_LORA, "train": {"precision": "bf16"}},
+    "taught gpt": _TAUGHT,
+    "taught llama": {"model": _LLAMA, **_TAUGHT},
+    "taught moe": {"model": _MOE, **_TAUGHT},
+    "moe with a dense teacher": {"model": _MOE, **_TAUGHT_MSE},
+    "attacked gpt": _PGD,
+    "attacked llama": {"model": _LLAMA, **_FGM},
+    "gpt with freelb": _FREELB,
+    "attacked gpt with lora": {**_LORA, **_PGD},
+    "gpt without some layers": _DROP,
+    # What is frozen of tied embeddings has a copy on the last stage, and a layer may be frozen in part.
+    "gpt with frozen weights": {"train": {"freeze": ["embedding.*", "decoder.layers.0.*", "decoder.layers.2.mlp.*"]}},
+    "gpt with a frozen half": {"train": {"freeze": ["embedding.*", "decoder.layers.[01].*"]}},
+    "gpt with frozen ends": {"train": {"freeze": ["embedding.*", "decoder.layers.[23].*", "decoder.final*"]}},
+    "moe with frozen weights": {
+        "model": {**_LLAMA, **_MOE},
+        "train": {"freeze": ["decoder.layers.1.*", "decoder.layers.*.local_experts.[13].*", "*.router.weight"]},
+    },
     "packed gpt": _PACKED,
     "packed llama": {"model": _LLAMA, **_PACKED},
     "packed mla": {"model": _MLA, **_PACKED},
+    "pairs": _PAIRS,
+    "packed pairs": _PACKED_PAIRS,
+    "pairs with lora": {**_PAIRS, **_LORA},
 }
 
 _DEGREES = {
@@ -280,9 +358,17 @@ def _rows() -> Iterator[Row]:
     for changes in (_WHOLE, _OVERLAP, _OVERLAP_BOTH):
         yield Row("gpt", "dp2", {"parallelism": changes})
     yield Row("gpt", "tp2 sp dp2", {"parallelism": _OVERLAP_BOTH})
+    for layout in ("dp2", "tp2 sp pp2", "cp2 dp2"):
+        yield Row("gpt with sgd", layout)
+    yield Row("gpt with sgd without momentum", "tp2")
+    yield Row("moe with sgd", "dp2 ep2")
     yield Row("gpt", "pp2 dp2", {"parallelism": _OVERLAP_BOTH})
     yield Row("gpt", "pp2 vpp2 dp2", {"parallelism": _OVERLAP_BOTH})
     yield Row("gpt", "tp2 pp2", {"parallelism": _WHOLE})
+    # -- batches of 4, 6, 8 and 8 --
+    for layout in ("dp2", "tp2 sp pp2", "pp2 vpp2 cp2"):
+        yield Row("gpt with a growing batch", layout)
+    yield Row("gpt with a growing batch", "dp2", _zero(2), engine="deepspeed")
     # -- each degree, all pairs and products of a dense model --
     for layout in (
         "tp2", "tp4", "tp2 sp", "tp4 sp", "pp2", "pp4", "pp2 vpp2", "cp2", "cp4", "tp2 dp2", "tp2 pp2", "tp2 sp pp2",
@@ -297,6 +383,9 @@ def _rows() -> Iterator[Row]:
     yield Row("gpt without weight tying", "tp2 sp pp2")
     for layout in ("tp2", "tp4 sp", "pp2"):
         yield Row("gpt with label smoothing", layout)
+    for layout in ("tp2 sp pp2", "tp2 pp2 dp2", "cp2"):
+        yield Row("gpt with z-loss", layout)
+    yield Row("gpt with z-loss", "tp4 sp", _CHUNKS)
     # -- the loss in chunks --
     for variant, layout in (
         ("gpt", "tp2 sp pp2"), ("gpt", "tp2 pp2 dp2"), ("gpt", "pp2 vpp2 cp2 dp2"), ("llama", "tp2 sp cp2"),
@@ -416,6 +505,39 @@ def _rows() -> Iterator[Row]:
     for layout in ("tp2", "tp2 sp"):
         yield Row("mla with lora", layout)
     yield Row("lora in bf16", "tp2 sp", bound=BF16_BOUND, why=_BF16)
+    # -- frozen weights --
+    for layout in ("tp2 sp pp2", "tp2 dp2", "pp2 vpp2 dp2"):
+        yield Row("gpt with frozen weights", layout)
+    for layout in ("pp2", "pp2 dp2"):
+        yield Row("gpt with a frozen half", layout)
+        yield Row("gpt with frozen ends", layout)
+    yield Row("gpt with frozen weights", "dp2", {"parallelism": _WHOLE})
+    yield Row("gpt with frozen weights", "dp2", {"parallelism": _OVERLAP_BOTH, "train": _FULL})
+    for layout in ("dp2 ep2", "tp2 sp pp2 dp2 ep2 etp1"):
+        yield Row("moe with frozen weights", layout)
+    # -- a teacher in the same layout --
+    for layout in ("dp2", "tp2", "tp2 sp", "tp4 sp", "pp2", "cp2", "tp2 sp pp2", "pp2 vpp2 cp2 dp2"):
+        yield Row("taught gpt", layout)
+    yield Row("taught gpt", "pp2", {"train": _FULL})
+    yield Row("taught gpt", "tp2 sp dp2", {"parallelism": _OVERLAP_BOTH})
+    yield Row("taught llama", "tp2 sp cp2")
+    for layout in ("dp2 ep2", "tp2 sp ep2 etp1", "tp2 sp pp2 dp2 ep2 etp1"):
+        yield Row("taught moe", layout)
+    for layout in ("dp2 ep2", "tp2 sp pp2 dp2 ep2 etp1"):
+        yield Row("moe with a dense teacher", layout)
+    # -- embeddings that are moved: the random start and the norm of a sequence are the same in parts --
+    for layout in ("tp2", "tp2 sp cp2", "pp2 vpp2 cp2 dp2"):
+        yield Row("attacked gpt", layout)
+    yield Row("attacked gpt", "tp2 sp dp2", {"parallelism": _OVERLAP_BOTH})
+    yield Row("attacked llama", "tp2 sp pp2", {"parallelism": _OVERLAP, "train": _FULL})
+    yield Row("gpt with freelb", "tp2 sp pp2 vpp2")
+    yield Row("gpt with freelb", "cp2 dp2", _CHUNKS)
+    yield Row("attacked gpt with lora", "tp2 sp pp2")
+    # -- layers that are left out: the same by every rank --
+    for layout in ("tp2 sp cp2", "pp2 vpp2 dp2"):
+        yield Row("gpt without some layers", layout)
+    yield Row("gpt without some layers", "pp2 dp2", {"train": _FULL})
+    yield Row("gpt without some layers", "tp2 pp2", {"train": _BLOCK})
     # -- conversations that share a sequence --
     for layout in ("dp2", "pp2 vpp2"):
         yield Row("packed gpt", layout)
@@ -423,6 +545,16 @@ def _rows() -> Iterator[Row]:
     yield Row("packed llama", "tp2 dp2")
     yield Row("packed mla", "tp2 sp")
     yield Row("packed gpt", "dp2", _zero(2), engine="deepspeed")
+    # -- pairs, and their reference --
+    for layout in ("dp2", "cp2", "tp2 sp pp2", "tp2 sp cp2", "pp2 vpp2 dp2"):
+        yield Row("pairs", layout)
+    yield Row("pairs", "tp2 dp2", {"parallelism": _OVERLAP_BOTH})
+    yield Row("pairs", "dp2", {"parallelism": _WHOLE})
+    for layout in ("tp2 sp dp2", "pp2"):
+        yield Row("packed pairs", layout)
+    for layout in ("tp2 sp", "pp2 vpp2 dp2", "cp2"):
+        yield Row("pairs with lora", layout)
+    yield Row("pairs with lora", "dp2", {"parallelism": _OVERLAP_BOTH})
     # -- ZeRO by DeepSpeed --
     for stage in (0, 1, 2, 3):
         yield Row("gpt", "dp2", _zero(stage), engine="deepspeed")
@@ -465,7 +597,17 @@ def _rows() -> Iterator[Row]:
     yield NVME_ROW
 
 
-ROWS = tuple(_rows())
+EMERGING_ROWS = (
+    Row("gpt with muon", "dp2", {"parallelism": _OVERLAP}),
+    Row("gpt with muon", "tp2 sp pp2"),
+    Row("gpt with distributed muon", "tp2"),
+    Row("llama with muon", "tp2 sp dp2"),
+    Row("mla with muon", "tp2 sp"),
+    Row("moe with muon", "tp2 sp ep2 etp1"),
+    Row("gpt with lion", "tp2 sp pp2"),
+)
+
+ROWS = (*_rows(), *(EMERGING_ROWS if EMERGING else ()))
 
 CORE = frozenset(
     (
@@ -502,12 +644,26 @@ CORE = frozenset(
         "moe with lora: dp2 ep2",
         "llama with lora: tp2 sp to pp2 dp2",
         "gpt with muP: tp2 sp pp2",
+        "gpt with frozen weights: tp2 sp pp2",
+        "gpt with frozen weights: tp2 sp pp2 to dp2",
+        "taught gpt: tp2 sp pp2",
+        "attacked gpt: tp2 sp cp2",
+        "gpt with freelb: tp2 sp pp2 vpp2",
+        "gpt without some layers: pp2 vpp2 dp2",
         "packed gpt: dp2",
+        "pairs: tp2 sp pp2",
+        "pairs with lora: cp2",
+        "pairs: dp2 to tp2 sp",
         "packed llama: tp2 sp pp2, recompute_granularity=full, recompute_method=uniform, recompute_num_layers=1",
         "deepseek: pp2 vpp2 dp2 ep2, pipeline_model_parallel_layout=Et|t|tt|mL",
         "gpt: pp2 vpp2 to cp2 dp2",
         "gpt: tp2, whole optimizer to dp2",
+        "gpt with a growing batch: tp2 sp pp2",
+        "gpt with a growing batch: dp2 to tp2 sp",
         "moe: dp1 to tp2 sp ep2 etp1",
+        "gpt with sgd: tp2 sp pp2",
+        "gpt with sgd: tp2 sp to pp2 dp2",
+        *(("gpt with muon: tp2 sp pp2", "moe with muon: dp2 ep2 to tp2 sp ep2 etp1") if EMERGING else ()),
     )
 )
 """Names of the rows and resumes of `make test`; the others are left to `make test-deep`."""
@@ -515,11 +671,16 @@ CORE = frozenset(
 
 SIMILAR = {
     "gpt of 6 layers", "gpt of width 128", "gpt without weight tying", "gpt with label smoothing",
+    "gpt with z-loss",
     "gpt with more weights", "gpt in bf16", "gpt in fp16", "deepseek in bf16", "moe with muP",
     "moe with shared experts", "moe in every second layer", "moe in the last layer", "moe in bf16",
     "moe with room for all", "moe with padded capacity", "mixtral", "mtp", "mla with lora", "lora in bf16",
     "packed mla", "moe with padded room for all", "moe with padded room for all and lora", "llama with yarn",
-    "mla with yarn",
+    "mla with yarn", "taught llama", "taught moe", "moe with a dense teacher",
+    "attacked llama", "attacked gpt with lora", "packed pairs", "moe with frozen weights",
+    "gpt with frozen ends", "gpt with a frozen half",
+    "gpt with sgd without momentum",
+    "moe with sgd", *(set(_EMERGING) - {"gpt with muon"} if EMERGING else ()),
 }  # fmt: skip
 """Models that differ little from one of the core, for a layout."""
 
@@ -598,12 +759,21 @@ class Resume:
         return f"{self.saved_row.name} to {self.resumed_row.name.removeprefix(f'{self.variant}: ')}"
 
 
+EMERGING_RESUMES = (
+    Resume("gpt with muon", "tp2 sp", "pp2"),
+    Resume("llama with muon", "dp2", "tp2 sp"),
+    Resume("moe with muon", "dp2 ep2", "tp2 sp ep2 etp1"),
+)
+
 RESUMES = (
+    Resume("gpt with sgd", "tp2 sp", "pp2 dp2"),
     Resume("gpt", "dp1", "tp2 sp"),
+    Resume("pairs", "dp2", "tp2 sp"),
     Resume("gpt", "tp2 sp", "pp2"),
     Resume("gpt", "pp2", "pp2 vpp2"),
     Resume("gpt", "pp2 vpp2", "cp2 dp2"),
     Resume("gpt", "cp2 dp2", "dp1"),
+    Resume("gpt with a growing batch", "dp2", "tp2 sp"),
     Resume("gpt", "tp2 sp pp2 dp2", "dp2"),
     Resume("gpt", "dp4", "tp2 pp2"),
     Resume("gpt of 5 layers", "dp2", "pp2", {}, {"parallelism": {"account_for_embedding_in_pipeline_split": True}}),
@@ -630,6 +800,11 @@ RESUMES = (
     Resume("deepseek", "dp2 ep2", "tp2 sp pp2 ep2 etp1"),
     Resume("llama with lora", "tp2 sp", "pp2 dp2"),
     Resume("lora", "dp2", "tp2", {}, {"parallelism": _WHOLE}),
+    Resume("gpt with frozen weights", "tp2 sp pp2", "dp2"),
+    Resume("gpt with a frozen half", "pp2", "dp2"),
+    Resume("gpt with a frozen half", "dp2", "pp2 dp2"),
+    Resume("gpt with frozen weights", "dp2", "pp2 vpp2", {"parallelism": _WHOLE}),
+    Resume("moe with frozen weights", "tp2 sp ep2 etp1", "dp2 ep2"),
     Resume("moe with lora", "dp2 ep2", "tp2 sp ep2 etp1"),
     # -- ZeRO by DeepSpeed, and from and to megatron-core --
     Resume("gpt", "dp2", "dp4", _zero(1), _zero(3)),
@@ -649,4 +824,5 @@ RESUMES = (
     Resume("moe", "dp2 ep2", "dp2", {}, _zero(3)),
     Resume("moe", "dp1", "dp2 ep2", {}, _zero(2)),
     Resume("moe", "dp4 ep2", "dp2 ep2", _zero(2)),
+    *(EMERGING_RESUMES if EMERGING else ()),
 )

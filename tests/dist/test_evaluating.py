@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import random
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from llmrecipes.data.prepare import prepare
+from llmrecipes.data.prepared import open_prepared
 from llmrecipes.data.tokenizer import TextTokenizer, train
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.evaluation.lead import Interrupted, RankZeroScorer
+from llmrecipes.faults.signals import StopRequest
+from llmrecipes.faults.watchdog import unwatched
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.train.evaluations import SPLIT, held_out_losses
+from llmrecipes.train.loaders import open_loaders
 from tests.dist.table import BOUND, Row
 from tests.dist.training import loaders, training
 from tests.dist.worlds import GlooWorld
@@ -159,3 +169,41 @@ def too_much(row: Row) -> bool:
 
 def test_a_row_that_is_too_long_is_no_silent_cut(worlds: dict[int, GlooWorld]) -> None:
     assert worlds[1].run(too_much, Row("gpt", "dp1"))
+
+
+def with_sets(recipe: Recipe, folder: Path) -> Recipe:
+    """The recipe on small files, with two held-out sets, and two batches of an evaluation."""
+    draw, sources = random.Random(2), {}
+    for name, words in (("train", "a b c d e f g h"), ("near", "a b c d"), ("far", "w x y z")):
+        sources[name] = folder / f"{name}.jsonl"
+        rows = [{"text": " ".join(draw.choices(words.split(), k=200)) + f" {n}"} for n in range(60)]
+        sources[name].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {
+        "sources": [{"type": "jsonl", "path": str(sources["train"])}],
+        "valid_sources": [{"type": "jsonl", "path": str(sources[each]), "label": each} for each in ("near", "far")],
+        "split": [80.0, 20.0, 0.0],
+        "num_workers": 0,  # ranks are daemons, which have no children
+    }
+    train = {**recipe.train.model_dump(), "eval_iters": 2}
+    return Recipe.model_validate({**recipe.model_dump(), "data": data, "train": train})
+
+
+def held_out(recipe: Recipe, data_dir: Path) -> dict[str, float] | None:
+    """Losses of the valid split and the sets, after a step of training."""
+    with training(recipe) as (engine, world):
+        opened = open_loaders(recipe, open_prepared(recipe, data_dir), world, pin_memory=False)
+        with closing(opened.train(0)) as batches:
+            engine.train_step(batches)
+        with engine.params_synced():
+            measured, _ = held_out_losses(engine, opened, recipe, StopRequest(), unwatched)
+            return None if measured is None else {name: each.loss for name, each in measured.items()}
+
+
+@pytest.mark.parametrize("row", [Row("gpt", "tp2"), Row("gpt", "pp2 dp2")], ids=lambda row: row.name)
+def test_held_out_sets_have_the_losses_of_one_process(row: Row, worlds: dict[int, GlooWorld], tmp_path: Path) -> None:
+    recipe, alone = (with_sets(each, tmp_path) for each in (row.recipe, row.reference_recipe))
+    prepare(recipe, tmp_path / "data", workers=1)
+    losses = worlds[row.ranks].run(held_out, recipe, tmp_path / "data")
+    expected = worlds[1].run(held_out, alone, tmp_path / "data")
+    assert list(losses) == [SPLIT, "near", "far"] and len({round(loss, 3) for loss in losses.values()}) == 3
+    assert losses == pytest.approx(expected, rel=BOUND)

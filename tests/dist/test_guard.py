@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from tests.dist.guarding import CHANGED, FAULTY, drifted, trained
+from tests.dist.guarding import CHANGED, FAULTY, drifted, drifted_in_a_pass, trained
 from tests.dist.table import Row
 from tests.dist.worlds import GlooWorld
 
@@ -35,6 +35,7 @@ def test_a_fault_that_does_not_come_again_changes_nothing_and_names_its_rank(
     assert with_fault.numbers == without.numbers
     assert with_fault.digests == without.digests
     assert not without.notes
+    assert (with_fault.again, without.again) == (1, 0)
     (note,) = with_fault.notes
     assert (note.step, note.event, note.alarm) == (FAULTY, "hardware_suspect", True)
     assert row.ranks - 1 in note.details["ranks"]
@@ -68,4 +69,21 @@ def test_one_bit_of_a_weight_that_replicas_do_not_share_is_found_and_named(
     (said,) = set(worlds[row.ranks].run(drifted, row, rank))
     assert said.startswith(f"93 rank {rank} on ")
     assert " 1 parameters " in said
+    assert CHANGED in said
+
+
+BEFORE_GATHER = [
+    pytest.param(Row("gpt", "dp2", OVERLAP), 1),
+    pytest.param(Row("gpt in bf16", "tp2 dp2"), 3, marks=pytest.mark.rotating),
+    pytest.param(Row("moe", "dp4 ep2"), 3, marks=pytest.mark.rotating),
+]
+
+
+@pytest.mark.parametrize(("row", "rank"), BEFORE_GATHER)
+def test_one_bit_that_the_next_gather_overwrites_is_found_before_it(
+    row: Row, rank: int, worlds: dict[int, GlooWorld]
+) -> None:
+    assert set(worlds[row.ranks].run(drifted_in_a_pass, row, None)) == {""}
+    (said,) = set(worlds[row.ranks].run(drifted_in_a_pass, row, rank))
+    assert said.startswith(f"93 rank {rank} on ")
     assert CHANGED in said

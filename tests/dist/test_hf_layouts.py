@@ -14,10 +14,10 @@ from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.engine.backends import backend
 from llmrecipes.engine.base import Progress
 from llmrecipes.hf.family import config_of, family_of
-from llmrecipes.hf.megatron import weights
 from llmrecipes.hf.safetensors import SafetensorsFolder, write
 from llmrecipes.hf.weights import AsHuggingFace
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.weight_names import weights
 from tests.dist.training import training
 from tests.dist.worlds import GlooWorld
 

@@ -21,7 +21,12 @@ pytestmark = pytest.mark.dist
 SAVED = Row("gpt in bf16", "tp2 sp")
 OTHERS = (Row("gpt in bf16", "dp2"), Row("gpt in bf16", "pp2", {"parallelism": {"use_distributed_optimizer": False}}))
 DROPOUT = {"model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}}
-SAME = (Row("gpt", "tp2 sp pp2", DROPOUT), Row("llama", "cp2 dp2", DROPOUT), Row("moe", "tp2 sp ep2 etp1", DROPOUT))
+SAME = (
+    Row("gpt", "tp2 sp pp2", DROPOUT),
+    Row("llama", "cp2 dp2", DROPOUT),
+    Row("moe", "tp2 sp ep2 etp1", DROPOUT),
+    Row("gpt with frozen weights", "tp2 sp pp2"),
+)
 FIRST = SAME[0]  # the others are left to make test-deep
 ZERO = (
     Row("gpt in bf16", "dp2", {**DROPOUT, "zero": {"stage": 1}}, engine="deepspeed"),

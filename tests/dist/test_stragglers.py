@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import pytest
 
 from tests.dist.slowing import STEPS, measured
@@ -32,6 +35,29 @@ def test_a_slow_rank_is_reported_within_two_reports(layout: str, slow: int, worl
     for report in seen.reports:
         assert report["compute_seconds"]["max_rank"] == slow, "the others wait for it, which is not their own time"
         assert report["communication_seconds"]["min_rank"] == slow
+
+
+def test_the_node_of_a_lasting_straggler_is_left_out_by_its_job(worlds: dict[int, GlooWorld], tmp_path: Path) -> None:
+    changes = {**CHANGES, "faults": {"straggler_threshold": 0.75, "straggler_exclude_reports": 2}}
+    record = tmp_path / "bad-nodes"
+    seen = worlds[4].run(measured, Row("gpt", "dp4", changes), 1, record)
+    (note,) = [note for note in seen.notes if note.event == "straggler_left_out"]
+    assert "n1" in note.details["nodes"]
+    assert seen.stopped
+    # As slurm/train.sbatch reads it.
+    words = [line.split() for line in record.read_text().splitlines()]
+    assert [node for _, node in words] == note.details["nodes"]
+    assert all(0 <= time.time() - int(seconds) < 600 for seconds, _ in words)
+
+
+def test_a_job_without_nodes_to_spare_keeps_a_straggler(worlds: dict[int, GlooWorld], tmp_path: Path) -> None:
+    changes = {**CHANGES, "faults": {"straggler_threshold": 0.75, "straggler_exclude_reports": 1}}
+    record = tmp_path / "bad-nodes"
+    seen = worlds[4].run(measured, Row("gpt", "dp4", changes), 1, record, 0)
+    assert not seen.stopped
+    assert not record.exists()
+    assert not [note for note in seen.notes if note.event == "straggler_left_out"]
+    assert "n1" in {node for note in seen.notes if note.event == "straggler_kept" for node in note.details["nodes"]}
 
 
 def test_healthy_ranks_are_not_reported_and_their_times_add_up_to_the_step(worlds: dict[int, GlooWorld]) -> None:

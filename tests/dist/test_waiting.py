@@ -34,6 +34,11 @@ def test_a_step_waits_for_the_device_once(name: str, worlds: dict[int, GlooWorld
         assert freed and all(before > 1 and after == 1 for before, after in freed)
 
 
+def test_layers_are_measured_without_another_wait(worlds: dict[int, GlooWorld]) -> None:
+    recipe = tiny(tracking={"layers_interval": 1}, train={"micro_batch_size": 1, "global_batch_size": 4})
+    assert worlds[2].run(waits_of_a_step, recipe)[0] == ["tolist"]
+
+
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_around_deepspeeds_own_a_step_waits_once(stage: int, worlds: dict[int, GlooWorld]) -> None:

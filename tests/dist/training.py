@@ -25,6 +25,7 @@ from llmrecipes.engine.base import Batch, Engine, Progress, Slice, World
 from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.core.world import model_parallel
 from llmrecipes.plan.derive import derive
+from llmrecipes.recipe.preference_rules import needs_start_weights
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.resume import choose, resume
 from llmrecipes.verify import observe
@@ -117,9 +118,9 @@ def train(recipe: Recipe) -> Outcome | None:
     with training(recipe) as (engine, world):
         kept: list[list[Slice]] = []
         if recipe.train.precision != "fp32":
-            return _run(engine, world, STEPS)
+            return _run(engine, world)
         engine.watch_gradients(lambda _, gradients: kept.append(gradients))
-        outcome = _run(engine, world, STEPS)
+        outcome = _run(engine, world)
         whole = _whole_tensors(kept[0], world)
     if outcome is None:
         return None
@@ -130,9 +131,9 @@ def save_midway(recipe: Recipe, folder: Path) -> None:
     """Train the first steps and write a checkpoint."""
     with training(recipe) as (engine, world):
         batches = loaders(recipe, world)
-        for _ in range(SAVED_AT):
-            engine.train_step(batches)
-        samples = SAVED_AT * recipe.train.global_batch_size
+        for step in range(SAVED_AT):
+            engine.train_step(batches, num_microbatches=engine.plan.num_microbatches_of(step))
+        samples = engine.plan.batches.samples(SAVED_AT)
         progress = Progress(SAVED_AT, samples, samples * recipe.model.seq_length)
         info = CheckpointInfo(
             step=progress.step,
@@ -141,6 +142,7 @@ def save_midway(recipe: Recipe, folder: Path) -> None:
             layout=engine.plan.layout.as_dict(),
             recipe_hash="parity",
             engine=engine.name,
+            recipe=recipe.model_dump(mode="json"),
         )
         with AsyncSaver(CheckpointStore(folder), saver_group(), engine.checkpoint_format()) as saver:
             saver.save(engine.state(progress), info)
@@ -154,7 +156,7 @@ def save_midway(recipe: Recipe, folder: Path) -> None:
 def go_on(recipe: Recipe, folder: Path) -> Outcome | None:
     """Train the steps after a checkpoint, from a model that started elsewhere."""
     different: dict[str, float] = {"initial_loss_scale": recipe.train.initial_loss_scale * 4}
-    if recipe.lora is None:  # the frozen base, which no checkpoint has, follows from the seed
+    if not needs_start_weights(recipe):  # frozen weights, which no checkpoint has, follow from the seed
         different["seed"] = 99
     elsewhere = recipe.model_copy(update={"train": recipe.train.model_copy(update=different)})
     with training(elsewhere) as (engine, world):
@@ -163,7 +165,7 @@ def go_on(recipe: Recipe, folder: Path) -> Outcome | None:
         progress = resume(engine, entry, world)
         assert progress.step == SAVED_AT
         loaded = everything(engine, world)
-        outcome = _run(engine, world, STEPS - SAVED_AT, progress.consumed_samples)
+        outcome = _run(engine, world, progress)
     return None if outcome is None else replace(outcome, lost=_changed(loaded, _beside(folder)))
 
 
@@ -185,9 +187,10 @@ def loaders(recipe: Recipe, world: World, consumed: int = 0) -> Iterator[Batch]:
     return random_batches(recipe, consumed=consumed, rank=world.data_parallel_rank, ranks=world.data_parallel_size)
 
 
-def _run(engine: Engine, world: World, steps: int, consumed: int = 0) -> Outcome | None:
-    batches = loaders(engine.recipe, world, consumed)
-    results = [engine.train_step(batches) for _ in range(steps)]
+def _run(engine: Engine, world: World, progress: Progress = Progress()) -> Outcome | None:  # noqa: B008 - frozen
+    batches = loaders(engine.recipe, world, progress.consumed_samples)
+    numbers = map(engine.plan.num_microbatches_of, range(progress.step, STEPS))
+    results = [engine.train_step(batches, num_microbatches=number) for number in numbers]
     with engine.params_synced():
         valid = engine.evaluate(loaders(engine.recipe, world), 1)
         assert valid is not None

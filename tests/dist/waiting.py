@@ -24,7 +24,11 @@ def waits_of_a_step(recipe: Recipe, package: str = "") -> tuple[list[str], list[
     with training(recipe) as (engine, world), pytest.MonkeyPatch.context() as patch:
         batches = loaders(recipe, world)
         ready = iter([next(batches) for _ in range(2 * engine.plan.num_microbatches)])  # loaders read on the host
+        if engine.layers is not None:
+            engine.layers.start()
         engine.train_step(ready)
+        if engine.layers is not None:
+            engine.layers.start()
         patch.setattr(schedules, "deallocate_output_tensor", counted)
         with waits(package) as found:
             engine.train_step(ready)

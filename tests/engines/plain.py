@@ -90,7 +90,10 @@ class PlainEngine:
 
     name = "plain"
     implementation = Implementation("torch", "there is nothing else")
+    accuracy = None
     balance = None
+    layers = None
+    rewards = None
 
     def __init__(self, plan: Plan, platform: Platform) -> None:
         self.recipe, self.plan, self.platform = plan.recipe, plan, platform
@@ -108,11 +111,17 @@ class PlainEngine:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def train_step(
-        self, batches: Iterator[Batch], *, stop: StopCheck | None = None, accept: Accept | None = None
+        self,
+        batches: Iterator[Batch],
+        *,
+        num_microbatches: int | None = None,
+        stop: StopCheck | None = None,
+        accept: Accept | None = None,
+        redo: Callable[[], None] | None = None,
     ) -> StepResult:
         self.optimizer.zero_grad()
         total, tokens = torch.zeros(()), torch.zeros(())
-        for _ in range(self.plan.num_microbatches):
+        for _ in range(num_microbatches or self.plan.num_microbatches):
             loss, count = self._loss(next(batches))
             total, tokens = total + loss, tokens + count
         (total / tokens).backward()

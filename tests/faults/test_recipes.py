@@ -56,7 +56,7 @@ def require_answers(number: int, seed: int, folder: Path) -> tuple[int, int]:
 
 
 def test_generated_recipes_get_no_traceback(tmp_path: Path) -> None:
-    read, refused = require_answers(150, 1, tmp_path)
+    read, refused = require_answers(300, 1, tmp_path)
     assert read > 3 and refused > 50
 
 

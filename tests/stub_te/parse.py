@@ -41,6 +41,12 @@ FUNCTIONS = {
     },
     "pytorch.cross_entropy": {"cross_entropy": ["parallel_cross_entropy"]},
     "pytorch.fp8": {"quantization": ["fp8_autocast", "fp8_model_init"]},
+    "pytorch.graph": {
+        "graph": [
+            "make_graphed_callables", "save_fp8_tensors", "restore_fp8_tensors", "set_capture_start", "set_capture_end",
+        ]
+    },
+    "pytorch.utils": {"utils": ["make_weak_ref"]},
     "pytorch.module.base": {"module/base": ["get_dummy_wgrad", "initialize_ub", "destroy_ub"]},
 }  # fmt: skip
 """What megatron-core imports: public module → file below `pytorch/` that defines it → names."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import random
+import signal
 from pathlib import Path
 
 from llmrecipes.data.steps import Step
@@ -47,3 +50,22 @@ def corpus(folder: Path, documents: int = 200, seed: int = 0, word: str = "word"
         lines = [f"{word} {rng.randrange(10**6)} döcument {n}.{line}" for line in range(rng.randrange(4, 12))]
         (folder / f"{n:04d}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return Source(type="text", path=str(folder))
+
+
+def fused(folder: str) -> Step:
+    """A step that kills its task, as `kill -9` does, at each document that begins with the name of a file in the
+    folder: once, because the file is deleted."""
+
+    def step(texts: list[str]) -> list[str]:
+        if multiprocessing.parent_process() is not None:
+            try:
+                (Path(folder) / texts[0].split()[1]).unlink()
+            except FileNotFoundError:
+                return texts
+            os.kill(os.getpid(), signal.SIGKILL)
+        return texts
+
+    return step
+
+
+FUSED = DataStep(target="tests.unit.data_recipes:fused")

@@ -144,6 +144,10 @@ def worker(recipe: Recipe, folder: Path, *, workers: int = 1, resume: bool = Fal
 
 @pytest.fixture
 def curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_curves(monkeypatch)
+
+
+def use_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher of curves is one line of the table."""
     quiet()
     monkeypatch.setitem(registry.LAUNCHERS, "curves", f"{__name__}:Curves")

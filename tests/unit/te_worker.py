@@ -7,23 +7,34 @@ of each model's weights in a checkpoint: by model, then by layer implementation.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 
 torch.cuda.is_available = lambda: True
 torch.cuda.get_device_capability = lambda *_device: (9, 0)
 
+import transformer_engine as te_stub  # noqa: E402
+import transformer_engine.pytorch as te  # noqa: E402
+from megatron.core.fp8_utils import get_fp8_recipe, is_first_last_bf16_layer  # noqa: E402
+from megatron.core.transformer import cuda_graphs  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 
 from llmrecipes.engine.backends import backend  # noqa: E402
+from llmrecipes.engine.core.checkpoint.slices import is_extra_state, other_state  # noqa: E402
 from llmrecipes.engine.core.model.attention import apart  # noqa: E402
 from llmrecipes.engine.core.model.gpt import construct  # noqa: E402
 from llmrecipes.engine.core.model.init import parameter_slices  # noqa: E402
 from llmrecipes.engine.core.platform.rendezvous import TIMEOUT  # noqa: E402
+from llmrecipes.engine.core.versions import GRAPH_MODULES  # noqa: E402
 from llmrecipes.engine.core.world import model_parallel  # noqa: E402
-from llmrecipes.engine.megatron.engine import create_user_buffers, data_parallel_config  # noqa: E402
+from llmrecipes.engine.megatron.engine import data_parallel, data_parallel_config  # noqa: E402
+from llmrecipes.engine.megatron.graphs import RecordedLayers  # noqa: E402
+from llmrecipes.engine.megatron.user_buffers import create_user_buffers  # noqa: E402
 from llmrecipes.errors import UserError  # noqa: E402
 from llmrecipes.hardware.cluster import DetectedGpu  # noqa: E402
 from llmrecipes.plan.derive import derive  # noqa: E402
@@ -47,6 +58,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "latent attention without norms": {**LATENT, "qk_layernorm": False},
     "deepseek": DEEPSEEK,
 }
+ADAPTED = {
+    "gpt with adapters": {},
+    "llama with adapters": LLAMA,
+    "experts with adapters": {
+        **LLAMA, **EXPERTS, "num_layers": 3, "moe_layer_freq": [0, 1, 1], "moe_shared_expert_intermediate_size": 96,
+    },
+}  # fmt: skip
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
     "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -57,19 +75,22 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def weights(layout: dict[str, Any], platform: Any) -> dict[str, dict[str, dict[str, list[int]]]]:
     """By model and implementation: the global shape of each weight of which rank 0 of a layout has a part."""
     shapes: dict[str, dict[str, dict[str, list[int]]]] = {}
-    for name, model in MODELS.items():
+    for name, model in {**MODELS, **ADAPTED}.items():
         # Experts are split over ranks in one layout, everything else in the other.
         if layout and ("num_moe_experts" in model) != ("expert_model_parallel_size" in layout):
             continue
         shapes[name] = {}
         for implementation in ("local", "transformer_engine"):
+            adapters: dict[str, Any] = {"lora": {"rank": 4}} if name in ADAPTED else {}
             recipe = tiny(
-                model={**model, "transformer_impl": implementation}, train={"precision": "bf16"}, parallelism=layout
-            )
+                model={**model, "transformer_impl": implementation},
+                train={"precision": "bf16"}, parallelism=layout, **adapters,
+            )  # fmt: skip
             built = construct(derive(recipe, WORLD, ROOMY), platform)
             assert built.implementation == implementation
             # Where APEX is missing, megatron-core's output layer raises unless its gradient is added by autograd.
-            assert built.config.gradient_accumulation_fusion is (implementation == "transformer_engine")
+            added = implementation == "transformer_engine" and not adapters
+            assert built.config.gradient_accumulation_fusion is added
             assert built.module.output_layer.gradient_accumulation_fusion is False
             parts = parameter_slices(built.module.sharded_state())
             shapes[name][implementation] = {part.name: list(part.shape) for part in parts}
@@ -138,6 +159,146 @@ def late_weight_gradients(platform: Any) -> list[bool]:
     return [*delayed, data_parallel_config(plan).delay_wgrad_compute]
 
 
+def _normed(layer: Any, inputs: torch.Tensor) -> torch.Tensor:
+    """What a layer multiplies."""
+    if not hasattr(layer, "layer_norm_weight"):
+        return inputs
+    size, weight = inputs.shape[-1:], layer.layer_norm_weight
+    if hasattr(layer, "layer_norm_bias"):
+        return F.layer_norm(inputs, size, weight, layer.layer_norm_bias, layer.eps)
+    return F.rms_norm(inputs, size, weight, layer.eps)
+
+
+def _computed(layer: Any, inputs: torch.Tensor, **_options: Any) -> Any:
+    """As TransformerEngine returns it: output, bias and the norm's result, of these what is asked for."""
+    normed, bias = _normed(layer, inputs), layer.bias if layer.use_bias else None
+    outputs: list[Any] = [F.linear(normed, layer.weight, None if layer.te_return_bias else bias)]
+    outputs += [bias] * layer.te_return_bias + [normed] * getattr(layer, "return_layernorm_output", False)
+    return tuple(outputs) if len(outputs) > 1 else outputs[0]
+
+
+def adapted_layers(platform: Any) -> dict[str, dict[str, float]]:
+    """By model and layer: how far what a layer with an adapter returns is from (W + 2 B A) n, where n is what the layer
+    multiplies."""
+    result: dict[str, dict[str, float]] = {}
+    for name in ("gpt with adapters", "llama with adapters"):
+        recipe = tiny(
+            model={**ADAPTED[name], "transformer_impl": "transformer_engine"},
+            train={"precision": "bf16"},
+            lora={"rank": 4, "alpha": 8.0},
+        )
+        layer = construct(derive(recipe, WORLD, ROOMY), platform).module.decoder.layers[0].to_empty(device="cpu")
+        generator = torch.Generator().manual_seed(1)
+        for parameter in layer.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator)
+        result[name] = {}
+        for parent, key in (
+            (layer.self_attention, "linear_qkv"), (layer.self_attention, "linear_proj"),
+            (layer.mlp, "linear_fc1"), (layer.mlp, "linear_fc2"),
+        ):  # fmt: skip
+            base, adapter = getattr(parent, key), getattr(parent, f"{key}_lora")
+            inputs = torch.randn(5, 2, base.in_features, generator=generator)
+            output, bias = base(inputs)
+            assert (bias is not None) is base.te_return_bias
+            normed = _normed(base, inputs)
+            expected = F.linear(normed, base.weight, base.bias if base.use_bias and bias is None else None)
+            expected = expected + 2 * normed @ adapter.a.weight.t() @ adapter.b.weight.t()
+            result[name][key] = float((output - expected).abs().max() / expected.abs().max())
+    return result
+
+
+def eight_bits(platform: Any) -> dict[str, Any]:
+    """By scaling: TransformerEngine's recipe, its options, and what the model with it has of layers and of state."""
+    result: dict[str, Any] = {}
+    for scaling, gpu in {"blockwise": "H100", "tensorwise": "H200", "mxfp8": "B200"}.items():
+        node = replace(ROOMY, gpus=(DetectedGpu(f"NVIDIA {gpu}", 1 << 40, 1 << 40, None),) * WORLD)
+        recipe = tiny(
+            model={
+                **DEEPSEEK, "q_lora_rank": 64, "qk_head_dim": 32, "qk_pos_emb_head_dim": 32, "v_head_dim": 32,
+                "ffn_hidden_size": 192,
+            },
+            train={"precision": "bf16"},
+            speed={"fp8": "hybrid", "fp8_recipe": scaling, "first_last_layers_bf16": True},
+        )  # fmt: skip
+        made = construct(derive(recipe, WORLD, node), platform)
+        chosen = get_fp8_recipe(made.config)
+        state = made.module.sharded_state()
+        result[scaling] = {
+            "recipe": type(chosen).__name__,
+            "options": {name: getattr(option, "name", option) for name, option in chosen.options.items()},
+            "in bf16": [is_first_last_bf16_layer(made.config, layer) for layer in range(recipe.model.num_layers)],
+            "weights": sorted({str(parameter.dtype) for parameter in made.module.parameters()}),
+            "extra states": sum(is_extra_state(each) for each in state.values()),
+            "saved extra states": sum(is_extra_state(each) for each in other_state(state)),
+        }
+    return result
+
+
+def recorded_layers(platform: Any) -> dict[str, Any]:
+    """By model: what TransformerEngine is asked to record, in which step, and what is left after the end."""
+    result: dict[str, Any] = {}
+    models: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "llama": (LLAMA, {"cuda_graph_warmup_steps": 2}),
+        "llama, attention": (LLAMA, {"cuda_graph_modules": ["attn"]}),
+        "experts": ({**LLAMA, **EXPERTS, "num_layers": 3, "moe_layer_freq": [0, 1, 1]}, {}),
+    }
+    for name, (model, keys) in models.items():
+        speed = {"cuda_graph_impl": "transformer_engine", **keys}
+        overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True, "use_distributed_optimizer": True}
+        recipe = tiny(model=model, train={"precision": "bf16"}, parallelism=overlap, speed=speed)
+        plan = derive(recipe, WORLD, GPUS)
+        made = construct(plan, platform)
+        chunks = [data_parallel(plan, made, 0)]
+        calls: list[dict[str, Any]] = []
+
+        def record(modules: Any, samples: Any, calls: list[dict[str, Any]] = calls, **options: Any) -> Any:
+            bound = te_stub.SIGNATURES["pytorch.graph.make_graphed_callables"].bind(modules, samples, **options)
+            assert not any(module._forward_pre_hooks for module in modules), "TransformerEngine takes none with hooks"
+            asked = {"layers": len(modules), "inputs": [list(each.shape) for (each,) in samples]}
+            calls.append(asked | {"fp8": bound.arguments["fp8_enabled"]})
+            return [Recording() for _ in modules]
+
+        class Optimizer:
+            def zero_grad(self) -> None: ...
+
+        with (
+            patch.object(cuda_graphs, "make_graphed_callables", record),
+            patch.object(torch.cuda, "current_device", lambda: "meta"),
+            patch.object(torch.cuda, "synchronize", lambda *_device: None),
+            patch.dict(os.environ, {"NCCL_GRAPH_REGISTER": "0", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ):
+            layers = RecordedLayers(plan, chunks, Optimizer())
+            steps = 0
+            while not layers.recorded and steps < 10:
+                layers.before_step()
+                steps += 1
+            first: Any = made.module.decoder.layers[0]
+            hooks = len(first.cuda_graph_manual_hooks)
+            graphs = list(first.cuda_graphs)
+            layers.close()
+        result[name] = {
+            "recorded": calls, "in step": steps, "hooks that gather": hooks > 0,
+            "deleted": all(graph.deleted for graph in graphs) and not first.cuda_graphs,
+        }  # fmt: skip
+        result[name]["parts"] = [part.name for part in getattr(made.config, GRAPH_MODULES)]
+        result[name]["generators"] = made.config.use_te_rng_tracker
+    with patch.dict(os.environ, {"NCCL_GRAPH_REGISTER": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}):
+        try:
+            RecordedLayers(plan, chunks, Optimizer())
+        except UserError as error:
+            result["refused"] = error.where
+    return result
+
+
+class Recording:
+    """A graph, as TransformerEngine returns it."""
+
+    deleted = False
+
+    def reset(self) -> None:
+        self.deleted = True
+
+
 if __name__ == "__main__":
     chosen: Any = backend(tiny())
     platform = chosen.meta_platform(0, WORLD, "cpu", 1.0)
@@ -148,9 +309,16 @@ if __name__ == "__main__":
             result[name] = weights(layout, platform)
             if not layout:
                 result["packed"] = packed_arguments(platform)
+                result["recorded"] = recorded_layers(platform)
             if name == "tp2":
                 result["hidden communication"] = hidden_communication(platform)
             if name == "ep2":
                 result["late weight gradients"] = late_weight_gradients(platform)
+                result["fp8"] = eight_bits(platform)
+                with (
+                    patch.object(te.Linear, "forward", _computed),
+                    patch.object(te.LayerNormLinear, "forward", _computed),
+                ):
+                    result["adapters"] = adapted_layers(platform)
         torch.distributed.destroy_process_group()
     print(json.dumps(result))

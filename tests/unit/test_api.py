@@ -150,6 +150,12 @@ def test_runs_are_listed_and_compared(tmp_path: Path, capsys: pytest.CaptureFixt
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(found.as_dict()))
     with refused("RUN"):
         llmrecipes.compare_runs(listed[0])
+    page = llmrecipes.report_run(listed[0], out=tmp_path / "page.html", data_dir=tmp_path)
+    assert page["run"] in ("tiny/one", "tiny/two") and Path(page["page"]).read_text().startswith("<!doctype html>")
+    both = llmrecipes.report_run("tiny/one", listed[0], runs_dir=tmp_path, data_dir=tmp_path)
+    assert both["page"] == str(tmp_path / "tiny/one/comparison.html") and len(both["runs"]) == 2
+    with refused("report_run"):
+        llmrecipes.report_run()
 
 
 def test_data_is_prepared_once(corpus: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -177,9 +177,9 @@ def test_a_step_ends_when_its_update_has_run(monkeypatch: pytest.MonkeyPatch) ->
             pending.clear()
 
     class Queueing(PlainEngine):
-        def train_step(self, batches: Any, *, stop: Any = None, accept: Any = None) -> Any:
+        def train_step(self, batches: Any, **options: Any) -> Any:
             pending.append("update")
-            return super().train_step(batches, stop=stop)
+            return super().train_step(batches, **options)
 
     class Clock:
         @staticmethod

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.contenders import count, transformers_model
 from benchmarks.gpu_throughput import first_gpu
-from benchmarks.plain_gpt import PlainGPT
+from llmrecipes.bench.plain_gpt import PlainGPT
+from llmrecipes.bench.rivals import count, transformers_model
 from llmrecipes.plan.derive import derive
 from tests.helpers import LLAMA, ROOMY, tiny
 

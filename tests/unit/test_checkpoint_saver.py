@@ -259,13 +259,16 @@ def test_kill_nine_at_any_moment_leaves_a_complete_newest_checkpoint(
 def kill_at_random(store: CheckpointStore, worlds: dict[int, GlooWorld], times: int) -> tuple[int, int]:
     """Kill processes that save, one after the other; returns the last announced step and how many saves were cut.
 
-    Each first loads what the one before it has left, and checks every value.
+    Each first loads what the one before it has left, and checks every value. Further ones are killed while chance has
+    not let some saves end and cut others, which depends on how busy the machine is.
     """
     chance = random.Random(20)
     announced = 0
     leftovers = 0
     window = 0.0
-    for number in range(times):
+    for number in range(4 * times):
+        if number >= times and min(announced, leftovers) > 5:
+            break
         job = worlds[1].start(save_until_killed, store.directory)
         _, (event, step) = job.said()
         assert event == "resumed"

@@ -189,7 +189,7 @@ def test_help_has_every_command_once_with_a_whole_sentence(capsys: pytest.Captur
     assert not [line for line in shown if line.endswith("...")], "a summary is too long for one line"
 
 
-GROUPS = {"bench": ("collectives", "fabric", "step", "data"), "data": ("show", "stats")}
+GROUPS = {"bench": ("collectives", "fabric", "step", "data", "inference"), "data": ("show", "stats")}
 
 
 def leaves() -> list[list[str]]:
@@ -240,7 +240,7 @@ def test_a_closed_pipe_needs_no_words() -> None:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == ""
-        assert process.wait(timeout=60) == 1
+        assert process.wait(timeout=240) == 1
 
 
 def _commands(group: Any) -> Iterator[Any]:

@@ -42,7 +42,14 @@ def test_names_of_commands_recipes_and_clusters(complete: Complete) -> None:
     assert complete("completion", "") == ["bash", "zsh", "fish"]
     for command in ("train", "show", "layout", "prepare", "smoke", "verify", "submit", "doctor"):
         assert complete(command, "") == recipe_names()
-    assert complete("bench", "step", "gpt-tiny-") == ["gpt-tiny-3d", "gpt-tiny-zero"]
+    assert complete("bench", "step", "gpt-tiny-") == [
+        "gpt-tiny-3d",
+        "gpt-tiny-clean",
+        "gpt-tiny-distil",
+        "gpt-tiny-minitron",
+        "gpt-tiny-stages",
+        "gpt-tiny-zero",
+    ]
     for command in ("show", "train"):
         assert complete(command, "gpt-1b", "--cluster", "") == cluster_names()
     assert complete("train", "recipes/gpt") == []  # paths are the shell's own

@@ -11,7 +11,9 @@ import pytest
 
 from llmrecipes.cli import app as cli
 from llmrecipes.cli.comparison import Series, plot
+from llmrecipes.hardware.profile import Costs
 from llmrecipes.recipe.load import to_yaml
+from llmrecipes.tracking.energy import Energy
 from llmrecipes.tracking.events import EvalMetrics, StepMetrics
 from llmrecipes.tracking.jsonl import JsonlSink
 from llmrecipes.tracking.status import StatusSink
@@ -83,6 +85,7 @@ def test_runs_of_several_recipes_in_any_state(runs_dir: Path, capsys: pytest.Cap
         "steps": 4, "steps_planned": 12, "tokens": 2048, "loss": 5.0, "valid_loss": 5.5, "valid_loss_best": 5.5,
         "bits_per_byte": 2.0, "tokens_per_second": 1000.0, "step_seconds": 0.5, "memory_bytes": 4 << 30, "mfu": None,
     }  # fmt: skip
+    assert (one["energy"], wide["energy"]) == ({}, {})
     assert two["figures"]["loss"] is None and two["train"][-1] == [3, 3072, None]
     assert wide["train"] == [[1, 512, 8.0], [2, 1024, 6.0], [3, 1536, 4.0]]
 
@@ -97,6 +100,19 @@ def test_people_see_differences_curves_and_figures(runs_dir: Path, capsys: pytes
     assert "training loss over tokens" in out  # the batches differ
     assert "training loss over steps" in run(capsys, runs_dir, "one", "two", "--x", "step")[1]
     assert "the recipes are the same" in run(capsys, runs_dir, "one", "one")[1]
+
+
+def test_energy_is_compared_with_how_it_is_known(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    used = Energy().plus(3.6e6, ["nvml"], Costs(kg_co2_per_kwh=0.5)).details(2048)
+    with (runs_dir / "tiny/one/metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "event": "energy", "details": used}) + "\n")
+    _, out, _ = run(capsys, runs_dir, "one", "two")
+    rows = {line.split("  ")[0]: line.split() for line in out.splitlines() if line}
+    assert [rows[name][-2:] for name in ("energy, kWh", "carbon, kg CO2")] == [["1", "-"], ["0.5", "-"]]
+    assert rows["energy is"][-2:] == ["nvml", "-"]
+    one, two = json.loads(run(capsys, runs_dir, "one", "two", "--json")[1])["runs"]
+    assert one["energy"]["kwh"] == 1 and one["energy"]["run_tokens_per_joule"] == 2048 / 3.6e6 and two["energy"] == {}
+    assert "energy" not in run(capsys, runs_dir, "two", "other")[1], "no row without a value"
 
 
 def test_how_values_were_found_is_no_difference_between_runs(

@@ -23,7 +23,7 @@ from llmrecipes.data.chat import ChatSpec, Conversations, Template, chat_encoder
 from llmrecipes.data.dataset import best_fit, build
 from llmrecipes.data.prepare import Prepared, prepare
 from llmrecipes.data.prepared import fingerprint
-from llmrecipes.data.sources import conversation
+from llmrecipes.data.rows import conversation
 from llmrecipes.data.templates import CHATML, SPECIAL, TEMPLATES, question
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Chat, Recipe, Source, Tokenizer

@@ -355,8 +355,8 @@ def test_a_stopped_prepare_leaves_no_part_and_no_process(
         add(*arguments)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    add = write._Output.add
-    monkeypatch.setattr(write._Output, "add", stopped)
+    add = write.Output.add
+    monkeypatch.setattr(write.Output, "add", stopped)
     monkeypatch.setattr(corpus_module, "_ALONE", 0)
     monkeypatch.setattr(corpus_module, "_BATCH_CHARACTERS", 4096)
     with pytest.raises(SystemExit) as caught:
@@ -375,8 +375,8 @@ def test_a_process_of_prepare_that_is_killed_is_one_message(
             child.kill()
         return add(*arguments)
 
-    add = write._Output.add
-    monkeypatch.setattr(write._Output, "add", kill)
+    add = write.Output.add
+    monkeypatch.setattr(write.Output, "add", kill)
     monkeypatch.setattr(corpus_module, "_ALONE", 0)
     monkeypatch.setattr(corpus_module, "_BATCH_CHARACTERS", 4096)
     with refused("--workers", rule="--workers 2"):

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llmrecipes.data import copies
 from llmrecipes.data import corpus as corpus_module
-from llmrecipes.data.copies import NearDuplicates, SignatureIndex, bands_of, shingles
+from llmrecipes.data.copies import NearDuplicates, SignatureIndex, SpillingIndex, bands_of, shingles
 from llmrecipes.data.leaks import check_near_copies
 from llmrecipes.data.prepare import prepare
 from llmrecipes.data.prepared import Prepared
@@ -130,3 +131,43 @@ def test_no_near_copy_of_training_text_is_held_out(
     claims = plain.manifest.model_copy(update={"data": {**plain.manifest.data, "steps": one.manifest.data["steps"]}})
     with refused(plain.path, rule="0.7"):
         check_near_copies(Prepared(plain.path, claims, plain.weights))
+
+
+def test_an_index_on_disk_answers_as_the_one_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for bands that a hundred signatures have, whose keys fill several blocks of a run."""
+    monkeypatch.setattr(copies, "_BLOCK", 16)
+    monkeypatch.setattr(copies, "_MERGED", 3000)
+    shape, rng, former = (16, 8, 2), np.random.default_rng(0), list[np.ndarray]()
+    inside, spilling = SignatureIndex(*shape), SpillingIndex(*shape, tmp_path, memory=0)
+    for number in range(6000):
+        values = rng.integers(0, 2**32, 16, np.uint32)
+        if number % 9 == 0:
+            values[:2] = number % 4  # the first band of one in nine
+        if number > 3000 and number % 5 == 0:
+            values = former[number % len(former)].copy()
+            values[rng.integers(0, 16, number % 9)] += np.uint32(1)
+        keys = inside.keys(values)
+        if number % 10 == 0:
+            assert spilling.equal(values, keys) == inside.equal(values, keys)
+        inside.add(values, keys)
+        spilling.add(values, keys)
+        former.append(values)
+    assert len(spilling) == len(inside) == 6000
+    assert spilling.runs == 2  # of five spilled ones four are merged
+    assert spilling.nbytes < inside.nbytes / 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_prepare_makes_the_same_with_bands_on_disk(
+    copied: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = with_steps(copied, NEAR)
+    expected = prepare(used, tmp_path / "memory", workers=1)
+    monkeypatch.setattr(copies, "MEMORY", 0)
+    spilled: list[int] = []
+    monkeypatch.setattr(SignatureIndex, "full", property(lambda index: len(index) >= 5))
+    monkeypatch.setattr(SpillingIndex, "_spill", lambda index, spill=SpillingIndex._spill: spilled.append(spill(index)))
+    made = prepare(used, tmp_path / "disk", workers=1)
+    assert len(spilled) >= 5
+    assert made.manifest.files == expected.manifest.files
+    assert made.manifest.sources == expected.manifest.sources

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
 from llmrecipes.cli import app as cli
+from llmrecipes.data import card, overview
 from llmrecipes.data.overview import ShownDocument, random_documents, stats
 from llmrecipes.data.prepare import prepare
 from llmrecipes.data.prepared import Prepared
@@ -110,3 +112,52 @@ def test_a_split_without_documents_is_refused(tmp_path: Path) -> None:
     whole = prepare(recipe(corpus(tmp_path / "text", 30), split=(1.0, 0.0, 0.0)), tmp_path / "data", workers=1)
     with refused("--split"):
         list(random_documents(whole, "valid", 1, 0))
+
+
+def test_the_page_has_every_figure_and_needs_no_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    english = "the weather of this day is such that people of the town <b>go</b> out into the fields, number"
+    hosts = ["seldom.example", "often.example", "often.example"]
+    rows: list[dict[str, str | None]] = [
+        {"text": f"{english} {n}", "url": f"https://www.{hosts[n % 3]}/{n}"} for n in range(90)
+    ]
+    rows += [{"text": f"short {n}", "url": None} for n in range(9)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    used = with_steps(Source(type="jsonl", path=str(tmp_path / "a.jsonl")), {"type": "length", "min_characters": 50})
+    folder = prepare(used, tmp_path / "data", workers=1)
+    (domains,) = overview.domains(used.data.sources)
+    assert domains.by_host == {"often.example": 60, "seldom.example": 30}
+    assert (domains.rows, domains.hosts) == (99, 2)
+    languages = overview.languages(folder)
+    assert languages is not None
+    assert languages.documents == 90
+    assert languages.by_code == {"en": 90}
+
+    recipe_file, page = tmp_path / "t.yaml", tmp_path / "data.html"
+    recipe_file.write_text(yaml.safe_dump(used.model_dump(mode="json", exclude_defaults=True)))
+    command = ["data", "stats", str(recipe_file), "--data-dir", str(tmp_path / "data"), "--html"]
+    assert cli.run([*command, str(page)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(page)
+    html = page.read_text("utf-8")
+    for text in ("often.example", "60.6%", "short ", "min_characters 9", "90.9%", "en"):
+        assert text in html
+    assert "<script" not in html
+    assert not re.search(r'(src|href)="(?!#)', html)
+    assert cli.run([*command, str(tmp_path)]) == 2
+    require_message(capsys.readouterr().err, tmp_path)
+
+
+def test_a_folder_has_a_card(prepared: Prepared) -> None:
+    text, manifest = (prepared.path / card.NAME).read_text("utf-8"), prepared.manifest
+    assert manifest.files[card.NAME].bytes == len(text.encode())
+    for split in SPLITS:
+        counts = manifest.counts(split)
+        assert f"| {split} | {counts.documents:,} | {counts.tokens:,} | {counts.bytes:,} |" in text
+    dropped = manifest.sources[0].steps["length"]
+    assert f'| length | `{{"min_characters": 100, "max_characters": 350}}` | {dropped:,} | 0 |' in text
+    assert "not masked" not in text
+    assert "was not compared" in text
+    assert card.card(manifest) == text
+    strange = manifest.sources[0].model_copy(update={"label": "text a|b`c\n# d"})
+    lines = card.card(manifest.model_copy(update={"sources": [strange]})).splitlines()
+    row = next(line for line in lines if "# d" in line)
+    assert row.count("|") == row.count("\\|") + 6

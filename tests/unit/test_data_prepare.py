@@ -149,6 +149,9 @@ def test_preparing_again_does_nothing_and_warns_if_sources_have_changed(tmp_path
     (tmp_path / "text" / "new.txt").write_text("something new")
     prepare(used, tmp_path / "data", workers=1, progress=lines.append)
     assert any("has changed since it was prepared (200 files, now 201)" in line for line in lines)
+    shutil.rmtree(tmp_path / "text")
+    longer = used.model_copy(update={"train": used.train.model_copy(update={"train_iters": 9})})
+    assert prepare(longer, tmp_path / "data", workers=1) == first, "another order needs no source"
 
 
 def test_the_files_do_not_depend_on_the_number_of_workers(
@@ -276,10 +279,16 @@ def test_the_fingerprint_names_what_tokens_depend_on(tmp_path: Path) -> None:
 
 
 FINGERPRINTS = {
-    "deepseek-v3": "6505063ec341ff63", "gpt-125m": "e8748d117c2e12bc", "gpt-175b": "70595a14fd208982",
+    "deepseek-v3": "6505063ec341ff63", "dpo-tiny": "9331fda8bd260a62",
+    "gpt-125m": "e8748d117c2e12bc", "gpt-175b": "70595a14fd208982",
     "gpt-1b": "50cf77ce8bf4dab8", "gpt-1b-offload": "ce6552c55a273260", "gpt-1b-zero3": "50cf77ce8bf4dab8",
     "gpt-350m": "28e410495dbe5aa3", "gpt-7b": "eb00ecaeac22369b", "gpt-tiny": "619f01c5c4e786c3",
-    "gpt-tiny-3d": "619f01c5c4e786c3", "gpt-tiny-zero": "619f01c5c4e786c3", "llama3-405b": "e9a04ce9369b4268",
+    "gpt-tiny-3d": "619f01c5c4e786c3", "gpt-tiny-clean": "c6505aabb91ef674",
+    "gpt-tiny-distil": "619f01c5c4e786c3",
+    "gpt-tiny-minitron": "619f01c5c4e786c3",
+    "gpt-tiny-stages": "162945c0d582c7a4",
+    "gpt-tiny-zero": "619f01c5c4e786c3", "llama3-405b": "e9a04ce9369b4268",
+    "llama3-405b-stages": "e9a04ce9369b4268",
     "llama3-70b": "a88fa0fbce25a57a", "llama3-70b-lora": "2e20199d94211cd3", "llama3-8b": "05d63dc73c412c24",
     "llama3-8b-sft": "da6555392b4551b1", "llama3-8b-zero2": "05d63dc73c412c24", "lora-tiny": "e93af2d959391b57",
     "mixtral-8x7b": "1029466590c9fb7d", "moe-tiny": "619f01c5c4e786c3", "qwen3-30b-a3b": "5579a4ed6ca3a4c5",
@@ -398,7 +407,7 @@ def die(*args):
     add(*args)
     os.kill(os.getpid(), signal.SIGKILL)  # the workers wait for more
 
-add, write._Output.add = write._Output.add, die
+add, write.Output.add = write.Output.add, die
 corpus_module._ALONE = 0
 if __name__ == "__main__":
     os.chdir(sys.argv[1])
@@ -431,7 +440,7 @@ def test_a_failing_prepare_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device", str(tmp_path / "data" / "00-train.bin"))
 
-    monkeypatch.setattr(write._Output, "add", full)
+    monkeypatch.setattr(write.Output, "add", full)
     with refused(tmp_path / "data" / "00-train.bin"):
         prepare(recipe(corpus(tmp_path / "text")), tmp_path / "data", workers=1)
     assert [f.name for f in (tmp_path / "data").iterdir() if not f.name.endswith(".lock")] == []

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Literal
 
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 
-from llmrecipes.data import sources
+from llmrecipes.data import parts, sources
+from llmrecipes.data.machine import machine_documents
 from llmrecipes.recipe.schema import Source
 from tests.refusals import refused
 
@@ -20,9 +22,13 @@ def _jsonl(path: Path, lines: list[str]) -> Source:
     return Source(type="jsonl", path=str(path))
 
 
+def on_disk(source: Source) -> list[Path]:
+    return [file for file in sources.files(source) if isinstance(file, Path)]
+
+
 def test_stdlib_is_sorted_source_without_installed_packages() -> None:
     source = Source(type="stdlib")
-    files = sources.files(source)
+    files = on_disk(source)
     assert files == sorted(files)
     assert len(files) > 500
     assert not any("site-packages" in file.parts or "dist-packages" in file.parts for file in files)
@@ -147,3 +153,72 @@ def test_an_unreachable_hub_is_one_message(monkeypatch: pytest.MonkeyPatch) -> N
     with refused("data.sources", rule=("'no-such/set'", "HF_ENDPOINT")) as caught:
         list(sources.documents(Source(type="hub", path="no-such/set")))
     assert len(str(caught.value).splitlines()) <= 3
+
+
+def test_the_corpus_of_this_machine_has_everything_that_steps_are_for(tmp_path: Path) -> None:
+    """Of a few files: a page, wrongly decoded text, copies, junk; the same documents every time."""
+    for number in range(40):
+        words = " ".join(f"word{number}x{place}" for place in range(400))
+        (tmp_path / f"{number:02d}.txt").write_text(f"It's the text {number}.\n\n{words}\n")
+    (tmp_path / "40.txt.gz").write_bytes(gzip.compress(b"packed"))
+    (tmp_path / "41.txt").write_bytes(b"\xff")
+    files = sorted(tmp_path.iterdir())
+    made = list(machine_documents(files))
+    assert made == list(machine_documents(files)) and len(made) == 42 + 3 * 4
+    texts = [text for text in made if text]
+    assert sum(text.startswith("<!DOCTYPE html>") and "<nav>" in text for text in texts) == 4
+    assert sum("â€™" in text for text in texts) == 4
+    assert [text.lower() for text in texts if text.isupper()] == [files[n].read_text().lower() for n in (3, 13, 23, 33)]
+    edited = [text for text in texts if " The text" in text or (text.startswith("It's the text") and "\n" not in text)]
+    assert [len(text.split()) for text in edited] == [404] * 4
+    assert {"packed", None} <= set(made) and any(text.startswith("Buy cheap") for text in texts)
+
+
+def test_this_machine_has_such_a_corpus() -> None:
+    found = on_disk(Source(type="machine"))
+    assert found == on_disk(Source(type="machine")) and len(found) > 200
+    assert sum(file.stat().st_size for file in found) < 6 * (8 << 20)
+    assert {".py", ""} <= {file.suffix for file in found}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("size", [50, 333, 4000])
+def test_the_parts_of_a_file_have_its_documents_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Literal["jsonl", "parquet"], size: int
+) -> None:
+    """Wherever a border falls: in a line, at its end, in one that is longer than a part."""
+    texts = [f"row {n} " + "ü" * (n * n % 37) for n in range(60)]
+    texts[7] = "long " * 100
+    file = tmp_path / f"a.{kind}"
+    if kind == "jsonl":
+        lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+        file.write_text("\n".join([*lines[:20], "", *lines[20:]]), encoding="utf-8")
+    else:
+        pq.write_table(pa.table({"text": texts}), file, row_group_size=7)
+    source = Source(type=kind, path=str(file))
+    monkeypatch.setattr(parts, "PART_BYTES", size)
+    made = list(parts.parts_of(kind, sources.files(source)))
+    assert len(made) == -(-file.stat().st_size // size)
+    by_part = [list(sources.documents(source, parts=[part])) for part in made]
+    assert [text for part in by_part for text in part] == texts == list(sources.documents(source))
+    if size == 333:
+        assert sum(map(bool, by_part)) > 3
+        with gzip.open(tmp_path / "b.jsonl.gz", "wt") as stream:
+            stream.write('{"text": "packed"}\n' * 500)
+        assert [part.end for part in parts.parts_of("jsonl", [tmp_path / "b.jsonl.gz"])] == [None]
+
+
+def test_a_border_between_two_lines_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [f"{n:03}" for n in range(60)]
+    source = _jsonl(tmp_path / "a.jsonl", [json.dumps({"text": text}) for text in texts])
+    monkeypatch.setattr(parts, "PART_BYTES", (tmp_path / "a.jsonl").stat().st_size // 10)
+    made = list(parts.parts_of("jsonl", sources.files(source)))
+    by_part = [list(sources.documents(source, parts=[part])) for part in made]
+    assert by_part == [texts[first : first + 6] for first in range(0, 60, 6)]
+
+
+def test_the_place_of_a_bad_row_in_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = _jsonl(tmp_path / "a.jsonl", [json.dumps({"text": "x" * 90})] * 5 + ["{not json"])
+    monkeypatch.setattr(parts, "PART_BYTES", 300)
+    with refused(f"{tmp_path / 'a.jsonl'}: byte 515"):
+        list(sources.documents(source))

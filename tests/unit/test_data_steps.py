@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import gzip
+import importlib.machinery
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
+from tokenizers import Tokenizer
 
+from llmrecipes.data import contamination
 from llmrecipes.data import corpus as corpus_module
 from llmrecipes.data.copies import normalized
+from llmrecipes.data.eval_files import files_of_tasks
 from llmrecipes.data.prepare import prepare
 from llmrecipes.data.prepared import fingerprint, held_out_text
-from llmrecipes.data.split import SplitRule
+from llmrecipes.data.split import SplitRule, digest
 from llmrecipes.data.steps import Dropped, pipeline, step_spec
 from llmrecipes.data.write import SAMPLES
 from llmrecipes.recipe.data_steps import LANGUAGES, STEPS, Step
@@ -155,6 +163,22 @@ def test_every_type_has_its_function_and_its_keys() -> None:
         ("[{type: language}]", "data.steps.0.languages", "language"),
         ("[{type: decontaminate}]", "data.steps.0.paths", "decontaminate"),
         ("[{type: duplicates}, {type: unicode}]", "data.steps.1", "duplicates"),
+        ("[{type: balance}, {type: unicode}]", "data.steps.1", "balance"),
+        ("[{type: balance, temperature: 0.5}]", "data.steps.0.temperature", "1"),
+        ("[{type: classifier, labels: [good]}]", "data.steps.0.model", "classifier"),
+        ("[{type: classifier, model: a.bin}]", "data.steps.0.labels", "classifier"),
+        ("[{type: code, max_mean_line_length: 2000}]", "data.steps.0.max_mean_line_length", "1000"),
+        ("[{type: duplicates, max_repeated_spans: 0.1}]", "data.steps.0.max_repeated_spans", "span_sentences"),
+        ("[{type: duplicates, cut_spans: true}]", "data.steps.0.cut_spans", "span_sentences"),
+        ("[{type: duplicates, span_sentences: 3, min_words: 9}]", "data.steps.0.min_words", "cut_spans"),
+        (
+            "[{type: duplicates, span_sentences: 3, cut_spans: true, max_repeated_spans: 0.1}]",
+            "data.steps.0.max_repeated_spans",
+            "cut_spans",
+        ),
+        ("[{type: c4}, {type: code}]", "data.steps.1.type", "c4"),
+        ("[{type: language, languages: [de]}, {type: gopher}]", "data.steps.1.type", "en"),
+        ("[{type: fineweb}, {type: html}]", "data.steps.1.type", "fineweb"),
     ],
 )
 def test_a_list_that_cannot_be_meant_is_refused(steps: str, where: str, value: str) -> None:
@@ -163,13 +187,25 @@ def test_a_list_that_cannot_be_meant_is_refused(steps: str, where: str, value: s
     assert has_token(str(caught.value), value)
 
 
+def test_a_resolved_recipe_has_all_keys_of_all_steps() -> None:
+    steps = load("gpt-tiny", ["data.steps=[{type: unicode}, {type: length, min_characters: 3}]"]).recipe.data.steps
+    written = [step.model_dump(mode="json") for step in steps]
+    assert written[0]["min_words"] is None
+    assert load("gpt-tiny", [f"data.steps={json.dumps(written)}"]).recipe.data.steps == steps
+
+
+def test_a_limit_that_the_first_steps_have_made_impossible_is_refused() -> None:
+    with refused("data.steps.0.max_characters", rule="data.min_characters"):
+        load("gpt-tiny", ["data.min_characters=9", "data.steps=[{type: length, max_characters: 8}]"])
+
+
 def test_a_missing_package_is_named_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmrecipes.data.steps.find_spec", lambda name: None)
     source = Source(type="text", path=str(tmp_path / "nowhere"))
     with refused("data.steps.0.type") as caught:
         prepare(with_steps(source, {"type": "unicode"}), tmp_path / "data", workers=1)
     assert has_token(str(caught.value), "ftfy") and "llmrecipes[corpora]" in str(caught.value)
-    assert not [path for path in (tmp_path / "data").iterdir() if path.suffix != ".lock"]
+    assert not (tmp_path / "data").exists()
 
 
 def test_documents_with_text_of_an_evaluation_are_dropped(tmp_path: Path) -> None:
@@ -184,6 +220,85 @@ def test_documents_with_text_of_an_evaluation_are_dropped(tmp_path: Path) -> Non
     assert run(other, step | {"ngram_words": 12}) == ("decontaminate", "task.jsonl")
 
 
+@pytest.mark.parametrize("kind", ["samples", "gz", "parquet", "task"])
+def test_evaluations_are_read_in_the_forms_of_the_harness(kind: str, tmp_path: Path) -> None:
+    said = " ".join(f"the model said {n}" for n in range(9))
+    doc, others = {"question": {"stem": PROSE}}, {"arguments": {"gen_args_0": {"arg_0": said}}, "resps": [[said]]}
+    name = {"samples": "samples_a.jsonl", "gz": "a.jsonl.gz", "parquet": "a.parquet", "task": "task.yaml"}[kind]
+    if kind == "samples":
+        (tmp_path / name).write_text(json.dumps({"doc_id": 0, "doc": doc, "target": "B", **others}))
+    elif kind == "gz":
+        (tmp_path / name).write_bytes(gzip.compress(json.dumps(doc).encode()))
+    elif kind == "parquet":
+        pq.write_table(pa.Table.from_pylist([doc, {"question": None}]), tmp_path / name)
+    else:
+        (tmp_path / "data.jsonl").write_text(json.dumps(doc))
+        (tmp_path / name).write_text(
+            "task: mine\ndataset_path: json\nprocess_docs: !function utils.f\n"
+            f"dataset_kwargs:\n  data_files: {{test: ['{tmp_path / 'data.jsonl'}']}}\n"
+        )
+    step = {"type": "decontaminate", "paths": [str(tmp_path / name)]}
+    assert run(f"so {PROSE}", step) == ("decontaminate", name)
+    assert run(said, step) == said
+
+
+def test_a_task_on_the_hub_has_no_local_files(tmp_path: Path) -> None:
+    (tmp_path / "task.yaml").write_text("task: arc\ndataset_path: allenai/ai2_arc\n")
+    with refused(tmp_path / "task.yaml", rule=("allenai/ai2_arc", "dataset_kwargs.data_files")):
+        contamination.decontaminate([str(tmp_path / "task.yaml")], 13)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with refused(tmp_path / "a.parquet"):
+        contamination.decontaminate([str(tmp_path / "a.parquet")], 13)
+
+
+def test_evaluations_by_the_names_of_tasks_groups_and_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The data of a task are local files or in the cache of the Hub, of one configuration and the splits that are
+    evaluated; what is not there is one message, before any source is read."""
+    tasks = tmp_path / "lm_eval" / "tasks"
+    tasks.mkdir(parents=True)
+    (tmp_path / "lm_eval" / "__init__.py").touch()
+    (tmp_path / "local.jsonl").write_text(json.dumps({"question": PROSE}))
+    (tasks / "base").write_text("dataset_path: org/exams\ntest_split: test\nprocess_docs: !function utils.f\n")
+    (tasks / "history.yaml").write_text('"include": base\n"task": "history"\ndataset_name: old\ntag: exams_all\n')
+    (tasks / "mine.yaml").write_text(
+        f"task: mine\ndataset_path: json\ndataset_kwargs: {{data_files: '{tmp_path / 'local.jsonl'}'}}\n"
+    )
+    (tasks / "group.yaml").write_text("group: both\ntask:\n  - mine\n  - task: history\n")
+    (tasks / "away.yaml").write_text("task: away\ndataset_path: org/away\n")
+    spec = importlib.machinery.PathFinder.find_spec("lm_eval", [str(tmp_path)])
+    monkeypatch.setattr("llmrecipes.data.eval_files.find_spec", lambda name: spec)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    cached = tmp_path / "hub" / "datasets--org--exams"
+    for part, text in (
+        ("old/test-0.parquet", "old test"),
+        ("old/train-0.parquet", "train"),
+        ("new/test-0.parquet", "n"),
+    ):
+        file = cached / "snapshots" / "abc" / part
+        file.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table({"question": [" ".join(f"{text} {k}" for k in range(20))]}), file)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+
+    def first(*names: str) -> list[str | tuple[str, str]]:
+        texts = (PROSE, *(" ".join(f"{text} {k}" for k in range(20)) for text in ("old test", "train", "n")))
+        outcomes = [run(text, {"type": "decontaminate", "tasks": list(names)}) for text in texts]
+        return [each[1] if isinstance(each, tuple) else "" for each in outcomes]
+
+    assert first("history") == ["", "history", "", ""]
+    assert first("exams_all") == ["", "exams_all", "", ""]
+    assert first("mine", "both") == ["mine", "both", "", ""]
+    nowhere = Source(type="text", path=str(tmp_path / "nowhere"))
+    for name, said in (("away", "org/away"), ("histori", "histori")):
+        with refused("data.steps[].tasks") as caught:
+            prepare(with_steps(nowhere, {"type": "decontaminate", "tasks": [name]}), tmp_path / "data")
+        assert has_token(str(caught.value), said)
+    files_of_tasks.cache_clear()
+    monkeypatch.setattr("llmrecipes.data.eval_files.find_spec", lambda name: None)
+    with refused("data.steps[].tasks", rule="lm_eval"):
+        prepare(with_steps(nowhere, {"type": "decontaminate", "tasks": ["mine"]}), tmp_path / "data")
+
+
 def test_evaluation_files_are_read_before_anything_else(tmp_path: Path) -> None:
     nowhere = Source(type="text", path=str(tmp_path / "nowhere"))
     (tmp_path / "bad.jsonl").write_text("{}\n{")
@@ -196,3 +311,60 @@ def test_the_languages_are_those_of_the_model() -> None:
     from py3langid.langid import MODEL_FILE, LanguageIdentifier  # type: ignore[import-untyped]
 
     assert sorted(LanguageIdentifier.from_model_file(MODEL_FILE).labels) == list(LANGUAGES)
+
+
+def test_what_evaluations_were_found_is_in_the_manifest_the_report_and_mlflow(tmp_path: Path) -> None:
+    from mlflow.utils.validation import _validate_metric_name
+
+    from llmrecipes.report.machine import contamination
+    from llmrecipes.tracking.events import DECONTAMINATED, METRIC_NOTES
+    from llmrecipes.train.summary import decontaminated_metrics
+
+    rows = [f"{PROSE} Entry {'abcdefghij'[n % 10] * (n // 10 + 1)}." for n in range(60)]
+    (tmp_path / "other.txt").write_text(" ".join(f"other{n}" for n in range(30)))
+    leak = [f"{n} {' '.join(f'other{k}' for k in range(15))}" for n in range(3)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"text": row}) + "\n" for row in [*rows, *leak]))
+    source = Source(type="jsonl", path=str(file))
+    step = {"type": "decontaminate", "paths": [str(tmp_path / "*.txt")], "ngram_words": 13}
+    made = prepare(with_steps(source, step), tmp_path / "data", workers=1).manifest
+    assert made.decontaminated == {"other.txt": 3}
+    assert decontaminated_metrics({"task (1).txt": 2, "other.txt": 3}) == {
+        "decontaminated/documents": 5.0, "decontaminated/task _1_.txt": 2.0, "decontaminated/other.txt": 3.0,
+    }  # fmt: skip
+    for name in decontaminated_metrics({"a(b)?ä.jsonl": 1}):
+        _validate_metric_name(name)
+    assert DECONTAMINATED in METRIC_NOTES
+    assert "other.txt" in contamination(made)
+    plain = prepare(with_steps(source), tmp_path / "data", workers=1).manifest
+    assert plain.decontaminated is None and "decontaminate" in contamination(plain)
+
+
+def test_documents_of_which_spans_are_cut_out_are_tokenized_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one process and by tasks; near-duplicates are those of what is left, which has its own hash and split."""
+    shared = "The same notice is here. It has three sentences. Nobody reads it any more."
+    letters = str.maketrans("0123456789", "abcdefghij")  # digits are all the same to the step
+    own = [" ".join(str(1000 + n * 40 + k).translate(letters) for k in range(40)) + "." for n in range(30)]
+    rows = [f"{text} {shared}" for text in own] + [own[3] + " Added words are few.", f"{shared} Too short."]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    used = with_steps(
+        Source(type="jsonl", path=str(tmp_path / "rows.jsonl")),
+        {"type": "duplicates", "span_sentences": 3, "cut_spans": True, "min_words": 20},
+        {"type": "near_duplicates", "threshold": 0.7},
+    )
+    one = prepare(used, tmp_path / "one", workers=1)
+    [record] = one.manifest.sources
+    assert (record.duplicates, record.steps["near_duplicates"], record.changed["duplicates"]) == (1, 1, 29)
+    assert record.rules == {"duplicates.cut_sentences": 3 * 29, "duplicates.too_short": 1}
+    hashes = b"".join(path.read_bytes() for path in one.path.glob("*.sha256"))
+    kept = {hashes[start : start + 32] for start in range(0, len(hashes), 32)}
+    assert kept == {digest(text.encode()) for text in (f"{own[0]} {shared}", *(f"{text} " for text in own[1:]))}
+    tokenizer = Tokenizer.from_file(str(one.path / "tokenizer.json"))
+    ids = np.fromfile(one.path / "00-train.bin", one.manifest.dtype)
+    assert tokenizer.decode(ids.tolist(), skip_special_tokens=True).count("notice") <= 1
+    samples = [json.loads(line) for line in (one.path / SAMPLES).read_text().splitlines()]
+    assert shared in [row["text"] for row in samples if row["rule"] == "cut_sentences"]
+    two = prepare(used, tmp_path / "two", tasks=2)
+    assert two.manifest.files == one.manifest.files and two.manifest.sources == one.manifest.sources

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from llmrecipes.cli.app import run
+from llmrecipes.data.stores import StoreFile
 from llmrecipes.doctor import examine, fabric, gpus, nodes
 from llmrecipes.doctor.finding import Finding
 from llmrecipes.hardware.load import load_profile
@@ -301,12 +302,12 @@ def test_too_low_limits_are_reported() -> None:
 
 def test_limits_are_those_of_this_process() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))  # not fewer, of which a worker may have more open
     try:
         here = fabric.read_limits()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert here.open_files == 300
+    assert here.open_files == soft - 1
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     unlimited = locked == resource.RLIM_INFINITY or fabric._may_lock(fabric.PROCESS)
     assert here.memlock_bytes == (None if unlimited else locked)
@@ -367,6 +368,12 @@ def test_data_that_is_missing_or_unequal(tmp_path: Path) -> None:
     assert any("200 times the median size" in what for what in found.values())
 
 
+def test_files_in_a_store_have_the_size_that_it_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmrecipes.data.sources.files", lambda _source: [StoreFile("s3://b/x.jsonl", 5 << 20)])
+    found = examine.check_data(tiny_on(tmp_path), tmp_path)
+    assert any(each.status == "ok" and "5.0 MiB" in each.what for each in found)
+
+
 # -- several nodes ---------------------------------------------------------------------------------------------------
 
 
@@ -385,7 +392,7 @@ def node(
 
 
 def answers(processes: list[subprocess.Popen[str]]) -> list[dict[str, str]]:
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    outputs = [process.communicate(timeout=240)[0] for process in processes]
     told = [json.loads(output) for output in outputs]
     assert not any(findings for findings, _ in told[1:]), "the first node prints for all"
     assert len({str(bad) for _, bad in told}) == 1, "every node knows which ones are bad"
@@ -429,7 +436,7 @@ def test_no_node_of_a_job_starts_beside_a_bad_one(tmp_path: Path, unused_port: i
         node(number, HOSTS[:2], unused_port, tmp_path, verdict=verdict)
         for number, verdict in enumerate(("ok('own', 'fine')", broken))
     ]
-    outputs = [json.loads(process.communicate(timeout=120)[0]) for process in processes]
+    outputs = [json.loads(process.communicate(timeout=240)[0]) for process in processes]
     assert [bad for _, bad in outputs] == [["127.0.0.2"], ["127.0.0.2"]]
 
 

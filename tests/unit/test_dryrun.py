@@ -138,6 +138,10 @@ SMALL_WORLDS = {
     ),
     "average of weights": spec("gpt-tiny", "train.precision=bf16", "optimizer.ema_decay=0.99", world=2),
     "tensor, pipeline": spec("gpt-tiny-3d", world=8, ranks=(0, 4)),
+    "moved embeddings": spec(
+        "gpt-tiny-3d", "train.adversarial={type: pgd, epsilon: 0.5, alpha: 0.2, steps: 2}",
+        "train.global_batch_size=64", world=4, ranks=(0, 2),
+    ),
     "context": spec("gpt-tiny", "parallelism.context_parallel_size=2", world=2),
     "experts": spec("moe-tiny", world=2),
     "adapters": spec(
@@ -315,9 +319,11 @@ def test_the_stages_of_a_recipe_are_planned(name: str, process: GlooWorld) -> No
     recipe = load(name, []).recipe
     world, stages = smallest_world(recipe.parallelism), recipe.parallelism.pipeline_model_parallel_size
     replicas = plan_of(spec(name, world=world)).layout.data_parallel_size
-    batch = f"train.global_batch_size={recipe.train.micro_batch_size * replicas * 2 * stages}"
+    changes = [f"train.global_batch_size={recipe.train.micro_batch_size * replicas * 2 * stages}"]
+    if recipe.stages:  # their ends follow from the batch
+        changes += ["stages=[]", "train.rampup_batch_size=null", "train.step_batch_size_schedule=null"]
     for stage in sorted({0, min(1, stages - 1), stages - 1}):
-        text = spec(name, batch, world=world, ranks=(stage * world // stages,))
+        text = spec(name, *changes, world=world, ranks=(stage * world // stages,))
         (report,) = run(process, text)
         require_planned(report)
         if not recipe.model.mtp_num_layers or stage < stages - 1:  # no formulas for the layers there
@@ -459,3 +465,14 @@ def test_the_command_runs_the_stages_of_a_world(capfd: pytest.CaptureFixture[str
     }  # fmt: skip
     assert cli.run(asked) == 0
     assert "stage 1" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("recipe", ["gpt-tiny-distil", "gpt-tiny-minitron"])
+def test_a_teacher_is_in_the_dry_run_as_planned(process: GlooWorld, recipe: str) -> None:
+    (report,) = run(process, spec(recipe))
+    assert sum(report["planned"].values()) == pytest.approx(sum(report["memory"].values()), rel=0.05)
+
+
+def test_a_reference_is_in_the_dry_run_as_planned(process: GlooWorld) -> None:
+    (report,) = run(process, spec("dpo-tiny"))
+    assert sum(report["planned"].values()) == pytest.approx(sum(report["memory"].values()), rel=0.05)

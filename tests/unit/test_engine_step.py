@@ -54,6 +54,13 @@ SCHEDULES: dict[str, tuple[dict[str, Any], Callable[[int], float]]] = {
     "WSD minus_sqrt": (
         {"lr_decay_style": "WSD", "lr_wsd_decay_style": "minus_sqrt"}, at_end_of_wsd(lambda x: 1 - math.sqrt(x))
     ),
+    "polynomial": ({"lr_decay_style": "polynomial", "lr_polynomial_power": 3.0}, decaying(lambda x: (1 - x) ** 3)),
+    "inverse-square-root": (
+        {"lr_decay_style": "inverse-square-root"}, lambda done: max(LOW, PEAK * math.sqrt(WARMUP / done))
+    ),
+    "exponential warm-up": (
+        {"lr_decay_style": "linear", "lr_warmup_style": "exponential", "lr_warmup_init": LOW}, decaying(lambda x: 1 - x)
+    ),
 }  # fmt: skip
 
 
@@ -71,7 +78,7 @@ def test_learning_rate_follows_its_closed_form(name: str) -> None:
     )
     for done in range(DECAY + 10):
         if done <= WARMUP:
-            rate = PEAK * done / WARMUP
+            rate = PEAK * done / WARMUP if name != "exponential warm-up" else LOW * (PEAK / LOW) ** (done / WARMUP)
         elif done <= DECAY:
             rate = expected(done)
         else:

@@ -11,47 +11,48 @@ import torch
 
 from llmrecipes.errors import ExitCode
 from llmrecipes.faults.memory import describe_oom, memory_hints, out_of_memory
+from llmrecipes.hardware.cluster import Cluster, DetectedGpu
+from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.units import GIB
 
 
 def recipe(**train: Any) -> Recipe:
     document: dict[str, Any] = {
         "name": "tiny",
-        "model": {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 64, "vocab_size": 64},
+        "model": {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 512, "vocab_size": 4096},
         "train": {"train_iters": 4, "micro_batch_size": 4, "global_batch_size": 32, "precision": "bf16"} | train,
         "optimizer": {"lr": 1e-3},
     }
     return Recipe.model_validate(document)
 
 
-def keys(hints: list[str]) -> list[str]:
-    return [hint.split("=")[0] for hint in hints]
+MACHINE = Cluster((), 2, 8 * GIB, 8 * GIB, GIB)
 
 
-def test_the_ladder_starts_with_the_cheapest_change() -> None:
-    scores = recipe()
-    scores = scores.model_copy(update={"model": scores.model.model_copy(update={"attention_dropout": 0.1})})
-    hints = memory_hints(scores, data_parallel_size=2, device="cpu")
-    assert hints[0].startswith("train.micro_batch_size=2 (now 4)")
-    assert "8 accumulated micro-batches" in hints[0]
-    assert keys(hints) == [
+def hints(made: Recipe, ranks: int = 2) -> list[str]:
+    return memory_hints(derive(made, ranks, MACHINE))
+
+
+def test_hints_have_the_keys_and_their_predicted_memory_in_order() -> None:
+    made = hints(recipe())
+    assert [hint.split("=")[0] for hint in made] == [
         "train.micro_batch_size",
         "train.recompute_granularity",
-        "train.recompute_granularity",
+        "parallelism.tensor_model_parallel_size",
+        "parallelism.pipeline_model_parallel_size",
         "parallelism.grad_reduce_in_fp32",
         "model.seq_length",
     ]
-    fused = [memory_hints(recipe(), data_parallel_size=2, device="cpu")]
-    fused.append(memory_hints(scores, data_parallel_size=2, device="cuda"))
-    assert not any("selective" in hint for found in fused for hint in found), "these kernels keep no scores"
+    assert made[0].startswith("train.micro_batch_size=2: ")
+    assert "a rank (-" in made[0]
+    assert not any(hint.endswith("fits") for hint in made), "the plan said so before"
 
 
 def test_rungs_already_taken_are_left_out() -> None:
     tight = recipe(micro_batch_size=1, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    assert keys(memory_hints(tight, data_parallel_size=1, device="cpu")) == [
-        "parallelism.grad_reduce_in_fp32",
-        "model.seq_length",
-    ]
+    keys = [hint.split("=")[0] for hint in hints(tight, ranks=1)]
+    assert keys == ["parallelism.grad_reduce_in_fp32", "model.seq_length"]
 
 
 def test_precision_and_the_distributed_optimizer_are_offered_where_they_help() -> None:
@@ -59,18 +60,15 @@ def test_precision_and_the_distributed_optimizer_are_offered_where_they_help() -
     plain = base.model_copy(
         update={"parallelism": base.parallelism.model_copy(update={"use_distributed_optimizer": False})}
     )
-    hints = memory_hints(plain, data_parallel_size=4, device="cpu")
-    assert hints[0].startswith("train.micro_batch_size=3 (now 9)"), "a divisor, so that the batch still divides"
-    assert any(hint.startswith("parallelism.use_distributed_optimizer=true") for hint in hints)
-    assert any(hint.startswith("train.precision=bf16") for hint in hints)
-    assert not any(
-        "use_distributed_optimizer" in hint for hint in memory_hints(plain, data_parallel_size=1, device="cpu")
-    )
+    for ranks, offered in ((4, True), (1, False)):
+        made = hints(plain, ranks)
+        assert any(hint.startswith("parallelism.use_distributed_optimizer=true") for hint in made) == offered
+        assert any(hint.startswith("train.precision=bf16") for hint in made)
 
 
-def test_each_rung_is_a_valid_recipe() -> None:
-    """What the memory_hints advises can be typed on the command line: keys exist and values pass the schema."""
-    for hint in memory_hints(recipe(), data_parallel_size=2, device="cuda"):
+def test_each_hint_is_a_valid_recipe() -> None:
+    """What is advised can be typed on the command line: keys exist and values pass the schema."""
+    for hint in hints(recipe()):
         document = recipe().model_dump()
         for assignment in hint.split(" (")[0].split(": ")[0].split():
             key, value = assignment.split("=")
@@ -88,10 +86,10 @@ def test_a_real_failed_allocation_is_recognised() -> None:
     described = describe_oom(caught.value)
     assert described is not None
     assert described.startswith("host memory")
-    error = out_of_memory(caught.value, recipe(), data_parallel_size=1, where="rank 0, step 3")
+    error = out_of_memory(caught.value, recipe(), ranks=1, nodes=1, where="rank 0, step 3")
     assert error is not None
     assert error.code is ExitCode.STOP
-    assert "1. train.micro_batch_size=2" in str(error)
+    assert "1. train.micro_batch_size=" in str(error)
     assert "rank 0, step 3" in str(error)
 
 
@@ -101,7 +99,7 @@ def test_other_errors_are_not_about_memory() -> None:
         "GPU memory: CUDA out of memory. Tried to allocate 2 GiB"
     )
     assert describe_oom(RuntimeError("shape mismatch")) is None
-    assert out_of_memory(ValueError("memory"), recipe(), data_parallel_size=1) is None
+    assert out_of_memory(ValueError("memory"), recipe(), ranks=1, nodes=1) is None
 
 
 def test_pages_between_blocks_in_use_return_to_the_kernel() -> None:
@@ -126,3 +124,15 @@ print(before - resident())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) >= 24
+
+
+def test_main_memory_of_a_run_on_gpus_has_other_hints(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = DetectedGpu("NVIDIA H100 80GB HBM3", 79 * GIB, GIB, 989.4)
+    monkeypatch.setattr("llmrecipes.faults.memory.detect", lambda: Cluster((gpu,) * 2, 2, 8 * GIB, GIB, GIB))
+    error = out_of_memory(MemoryError(), recipe(), ranks=2, nodes=1)
+    assert error is not None
+    assert "data.num_workers=0" in error.fix
+    assert "micro_batch" not in error.fix
+    full = out_of_memory(torch.OutOfMemoryError("CUDA out of memory."), recipe(), ranks=2, nodes=1)
+    assert full is not None
+    assert "train.micro_batch_size=" in full.fix

@@ -43,7 +43,7 @@ def start(setup: str = "", then: str = "") -> subprocess.Popen[str]:
 def test_a_signal_asks_to_stop_and_ends_with_75(number: signal.Signals) -> None:
     process = start()
     process.send_signal(number)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=240)
     assert (out, err) == (f"{number.name}\n", "")
     assert process.returncode == 75
 
@@ -54,7 +54,7 @@ def test_second_ctrl_c_leaves_at_once_and_names_the_newest_checkpoint() -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "SIGINT\n"
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=240)
     assert process.returncode == INTERRUPTED
     assert "step-00000100" in err
     assert "Traceback" not in err
@@ -71,7 +71,7 @@ def test_second_ctrl_c_within_a_print_leaves_too() -> None:
     )
     process = start(setup="signals.PRESS_INTERVAL = 0.0", then="\n    ".join(within))
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=240)
     assert process.returncode == INTERRUPTED
     assert "step-00000100" in err
     assert "Traceback" not in err

@@ -63,3 +63,18 @@ def test_a_spread_names_its_extremes_and_leaves_absent_values_out() -> None:
         "nodes/power_watts_max": 3.0,
         "energy/kwh": 2.0,
     }
+
+
+def test_a_layer_has_a_curve_unless_there_are_too_many() -> None:
+    few = {"layers": {"grad_norm": {"mlp_fc1": [1.0, None, 3.0], "embedding": 2.0}}}
+    assert spread_metrics(few) == {
+        "layers/grad_norm/layer_01/mlp_fc1": 1.0,
+        "layers/grad_norm/layer_03/mlp_fc1": 3.0,
+        "layers/grad_norm/embedding": 2.0,
+    }
+    many = {"layers": {"grad_norm": {"mlp_fc1": [float(number) for number in range(101)]}}}
+    assert spread_metrics(many) == {
+        "layers/grad_norm/mlp_fc1_min": 0.0,
+        "layers/grad_norm/mlp_fc1_median": 50.0,
+        "layers/grad_norm/mlp_fc1_max": 100.0,
+    }

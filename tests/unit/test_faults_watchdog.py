@@ -11,11 +11,14 @@ import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llmrecipes.faults import watchdog
+from llmrecipes.faults.collectives import waits
 from llmrecipes.faults.watchdog import FACTOR, LEAST, Hang, HangLimits, RankHeartbeat, report
+from llmrecipes.launch.local.processes import reserved_port
 
 LIMIT = 1.0
 RANK = """
@@ -31,8 +34,7 @@ def leave_out():
     threading.Event().wait()
 
 def stop():
-    while True:
-        os.kill(os.getpid(), 19)
+    os.kill(os.getpid(), 19)  # continued, it would end as if nothing had been
 
 def slow_evaluation():
     for _ in range(4):
@@ -52,8 +54,8 @@ with watched(HangLimits(limit, limit), folder, rank=rank, world_size=world) as b
 """
 
 
-def start(what: str, folder: Path, rank: int = 0, world: int = 1) -> subprocess.Popen[str]:
-    words = [sys.executable, "-c", RANK, str(LIMIT), what, str(folder), str(rank), str(world)]
+def start(what: str, folder: Path, rank: int = 0, world: int = 1, limit: float = LIMIT) -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", RANK, str(limit), what, str(folder), str(rank), str(world)]
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -63,7 +65,7 @@ def test_a_hang_is_reported_with_stacks_and_ended(what: str, tmp_path: Path) -> 
     process = start(what, folder)
     assert process.stdout is not None
     began = float(process.stdout.readline())
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=240)
     assert process.returncode == -signal.SIGKILL
     assert "rank 0 hangs" in errors
     assert what in errors, "the stacks"
@@ -77,7 +79,7 @@ def test_a_hang_is_reported_with_stacks_and_ended(what: str, tmp_path: Path) -> 
 
 def test_a_slow_evaluation_with_signs_of_progress_is_left_alone(tmp_path: Path) -> None:
     process = start("slow_evaluation", tmp_path / "hang")
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=240)
     assert (process.returncode, errors) == (0, "")
     assert not (tmp_path / "hang").exists()
 
@@ -85,12 +87,71 @@ def test_a_slow_evaluation_with_signs_of_progress_is_left_alone(tmp_path: Path) 
 def test_the_rank_that_is_not_where_the_others_wait_is_named(tmp_path: Path) -> None:
     """Two wait for the third, which left out what they wait for."""
     doing = ("leave_out", "hold_the_lock", "leave_out")
-    processes = [start(what, tmp_path, rank, 3) for rank, what in enumerate(doing)]
+    # Half of the limit is how long they wait for each other's reports.
+    processes = [start(what, tmp_path, rank, 3, limit=4 * LIMIT) for rank, what in enumerate(doing)]
     for process in processes:
-        process.communicate(timeout=60)
+        process.communicate(timeout=240)
     found = json.loads((tmp_path / "report.json").read_text())
     assert {rank["rank"] for rank in found["ranks"]} == {0, 1, 2}
     assert "not where most ranks wait: 1\n" in found["text"] + "\n"
+
+
+def test_the_collective_that_ranks_wait_in_and_who_has_not_called_it_are_named() -> None:
+    def last(number: int, ended: bool) -> dict[str, Any]:
+        return {"number": number, "ended": ended, "what": "gloo:all_reduce of [[3]]"}
+
+    of_ranks: dict[int, dict[str, dict[str, Any]]] = {
+        0: {"0 (world)": last(4, True), "5 (tp)": last(9, False)},
+        1: {"0 (world)": last(4, True), "5 (tp)": last(8, True)},
+        2: {"0 (world)": last(4, True), "6 (tp)": last(8, True)},
+    }
+    (line,) = waits(of_ranks)
+    assert "9 of group 5 (tp)" in line
+    assert line.index("0 wait") < line.index("not called by 1")
+    hangs = {
+        rank: Hang(rank, "a", 7, "step", 2.0, 1.0, "S", "wait (x.py:1)", collectives=each)
+        for rank, each in of_ranks.items()
+    }
+    assert line in report(hangs, 3)
+
+
+GLOO = """
+import os, sys, threading
+from pathlib import Path
+import torch, torch.distributed as dist
+from llmrecipes.faults.collectives import last_collectives, record_collectives
+from llmrecipes.faults.watchdog import HangLimits, watched
+
+record_collectives()
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+dist.all_reduce(torch.ones(3))
+limits = HangLimits(4.0, 4.0)
+with watched(limits, Path(sys.argv[1]), rank=rank, world_size=2, collectives=last_collectives) as beat:
+    for step in (6, 7):
+        beat("step", step)
+    if rank == 0:
+        dist.all_reduce(torch.ones(5))
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.slow
+def test_gloo_knows_which_rank_has_left_out_a_collective(tmp_path: Path) -> None:
+    with reserved_port() as port:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", GLOO, str(tmp_path / "hang")],
+                env={**os.environ, **address, "RANK": str(rank)}, stderr=subprocess.PIPE,
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        for process in ranks:
+            process.communicate(timeout=240)
+    text = json.loads((tmp_path / "hang/report.json").read_text())["text"]
+    (line,) = [line for line in text.splitlines() if "wait in it" in line]
+    assert "gloo:all_reduce of [[5]]: 0 wait in it; not called by 1" in line
 
 
 def test_a_rank_is_ended_although_its_report_is_held_up(tmp_path: Path) -> None:
@@ -103,7 +164,7 @@ def test_a_rank_is_ended_although_its_report_is_held_up(tmp_path: Path) -> None:
     words = [sys.executable, "-c", RANK, str(LIMIT), "leave_out", str(tmp_path), "0", "1"]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=writer)
     os.close(writer)
-    assert process.wait(timeout=60) == -signal.SIGKILL
+    assert process.wait(timeout=240) == -signal.SIGKILL
     os.close(reader)
 
 
@@ -153,8 +214,8 @@ def test_a_rank_that_ends_takes_its_watchdog_with_it(tmp_path: Path) -> None:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert len(children) == 1
     process.kill()
-    process.communicate(timeout=60)
-    end = time.monotonic() + 30
+    process.communicate(timeout=240)
+    end = time.monotonic() + 240
     while Path(f"/proc/{children[0]}").exists() and time.monotonic() < end:
         os.sched_yield()
     assert not Path(f"/proc/{children[0]}").exists()

@@ -156,7 +156,7 @@ def test_a_server_of_the_exported_model_answers(tuned: Path, unused_port: int) -
             assert (choice["message"]["content"], choice["finish_reason"]) == (ANSWER, "stop")
         finally:
             process.terminate()
-            process.communicate(timeout=60)
+            process.communicate(timeout=240)
 
 
 def test_adapters_are_merged_into_the_exported_model(folder: Path) -> None:

@@ -65,6 +65,22 @@ def test_the_seed_decides_and_the_training_mode_is_restored() -> None:
 
 
 @pytest.mark.usefixtures("world")
+def test_texts_are_computed_in_bf16_where_training_is_in_fp8() -> None:
+    """Whose products need multiples of 16 tokens, and copies of weights that training steps renew."""
+    recipe = tiny()
+    whole = built(recipe)
+    seen: list[str | None] = []
+    whole.module.register_forward_pre_hook(lambda module, _inputs: seen.append(module.config.fp8))
+    whole.config.fp8 = "e4m3"
+    continuation(whole.module, max_new_tokens=1)
+    scorer = GPTScorer(whole.modules, derive(recipe, 1, ROOMY), select())
+    scorer.extend([PROMPT], [1], [0], GREEDY, lambda _new: False)
+    scorer.score(torch.tensor([PROMPT]))
+    assert seen == [None] * 3
+    assert whole.config.fp8 == "e4m3"
+
+
+@pytest.mark.usefixtures("world")
 def test_rows_of_the_padded_vocabulary_are_never_drawn() -> None:
     module = model()
     with torch.no_grad():

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from llmrecipes.bench import parity
+from llmrecipes.bench import parity, right
+from llmrecipes.bench.parity import recipe_of
 from llmrecipes.bench.report import ROWS, Row, append, page, read
-from llmrecipes.bench.report_worker import BIG, DEPTHS, cut, whole
+from llmrecipes.bench.report_worker import BIG, DEPTHS, FOLDER, STEPS, WARMUP, Item, cut, offloaded, whole
 from llmrecipes.cli.app import run
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.machine import machine
 from llmrecipes.plan.derive import derive
+from llmrecipes.recipe.rules import check
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.workflow.gpu_report import ITEMS
+from tests.helpers import ROOMY
 
 
 def test_what_does_not_fit_the_budget_is_skipped_and_measured_by_the_next_call(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("llmrecipes.workflow.gpu_report.ITEMS", ITEMS[:1])
     command = ["gpu-report", "right", "--device", "cpu", "--out", str(tmp_path)]
     assert run([*command, "--budget", "60"]) == 0
     (skipped,) = read(tmp_path)
@@ -72,3 +81,91 @@ def test_large_models_fit_on_one_gpu_at_both_depths(name: str) -> None:
 def test_a_stage_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["gpu-report", "slow", "--device", "cpu", "--out", str(tmp_path)]) == 2
     assert "STAGE" in capsys.readouterr().err
+
+
+def test_another_loop_is_measured_beside_the_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setattr(torch, "compile", lambda module, **_options: module)
+    append(tmp_path, Row(stage="fast", item="gemm", quantity="products", value=0.1, unit="TFLOP/s"), [])
+    rows = {row.quantity: row for row in Item("fast", "plain gpt-125m", "cpu").rows()}
+    step, speed, share = (rows[name] for name in ("step", "speed", "share of measured products"))
+    assert step.value and speed.value and share.value
+    tokens = step.value * speed.value / 1e3
+    recipe = whole("gpt-125m", "cpu")
+    assert tokens == pytest.approx(recipe.train.global_batch_size * recipe.model.seq_length)
+    flops = derive(recipe, 1, ROOMY).flops_per_token_causal
+    assert share.value == pytest.approx(100 * speed.value * flops / 0.1e12)
+    assert speed.expected is None  # the aim is this project's
+    assert WARMUP + STEPS < 20
+
+
+def test_a_loop_that_is_not_installed_is_skipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmrecipes.workflow.gpu_report.find_spec", lambda _name: None)
+    assert run(["gpu-report", "fast", "--device", "cpu", "--out", str(tmp_path), "--budget", "20"]) == 0
+    notes = {row.item: row.note for row in read(tmp_path)}
+    assert "transformers" in notes["hf-trainer gpt-125m"] and "torchtitan" in notes["torchtitan gpt-1b"]
+    assert "s left" in notes["model gpt-125m"]
+    capsys.readouterr()
+
+
+def test_the_optimizer_of_the_measured_offload_is_in_the_hosts_memory() -> None:
+    h200 = machine(load_profile("h200-ib"), 1)
+    recipes = [offloaded("gpt-125m", "cuda", where) for where in ("none", "cpu")]
+    assert not [problem for recipe in recipes for problem in check(recipe)]
+    there, here = (derive(recipe, 1, h200).memory for recipe in recipes)
+    assert here.host > 0 == there.host and here.optimizer < there.optimizer
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_and_checkpoints_cross(tmp_path: Path) -> None:
+    rows = {row.quantity: row for row in right.resume(Item("right", "resume", "cpu").row, "cpu")}
+    assert len(rows) == 4 and not any(row.off for row in rows.values())
+    assert "resumed at 2" in rows["loss after a kill"].note
+
+
+def test_a_checkpoint_with_other_weights_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(folder: Path, _steps: int, place: str, kill_after: int | None = None) -> dict[str, Any]:
+        losses = [1.0] * (right.STEPS if folder.name == "whole" else 2)
+        loaded = {"a": (1.0, 2.0 if place == "cpu" else 2.1)}
+        return {"losses": losses, "weights": {"a": (1.0, 2.0)}, "loaded": loaded}
+
+    monkeypatch.setattr(right, "_said", said)
+    rows = {row.quantity: row for row in right.resume(Item("right", "resume", "cuda").row, "cuda")}
+    assert rows["weights, CPU to cuda"].off and not rows["weights, cuda to CPU"].off
+
+
+@pytest.mark.slow
+def test_compiled_layers_are_whole_graphs_and_a_dry_run_says_how_often_the_host_waits() -> None:
+    item = Item("right", "breaks", "cpu")
+    rows = {row.quantity: row for row in right.breaks(item.row, "cpu")}
+    assert rows["graph breaks"].value == 0 and rows["graphs"].value
+    (waits,) = right.waits(item.row, recipe_of("llama"), "cpu")
+    assert waits.status == "skipped" and waits.note.endswith("1 in a dry run")
+
+
+def test_a_fusion_is_measured_the_other_way_and_one_that_is_not_there_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[Recipe] = []
+
+    def speed(_item: Item, recipe: Recipe, _suffix: str, median: list[float]) -> Iterator[Row]:
+        measured.append(recipe)
+        median.append(1.0 if recipe.speed.bias_activation_fusion is None else 0.8)
+        yield Row(stage="big", item="fusions llama3-8b", quantity="step", value=1e3 * median[0], unit="ms")
+
+    monkeypatch.setattr(Item, "_speed", speed)
+    rows = {row.quantity: row for row in Item("big", "fusions llama3-8b", "cpu").rows()}
+    assert [each.speed.bias_activation_fusion for each in measured] == [None, True, None]
+    assert rows["what bias_activation_fusion gives"].value == pytest.approx(20)
+    assert "TransformerEngine" in rows["step without apply_rope_fusion"].note
+
+
+@pytest.mark.slow
+def test_scalings_of_fp8_say_what_they_lack_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["gpu-report", "fp8", "--device", "cpu", "--out", str(tmp_path), "--budget", "500"]) == 0
+    rows = {row.quantity: row for row in read(tmp_path)}
+    assert rows["step (bf16)"].status == "measured"
+    for scaling in ("blockwise", "tensorwise", "mxfp8"):
+        row = rows[f"step ({scaling})"]
+        assert row.status == "skipped" and "TransformerEngine" in row.note
+    capsys.readouterr()

@@ -18,6 +18,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from huggingface_hub import ModelCard
 from rich.console import Console
 from safetensors import safe_open
 
@@ -30,6 +31,7 @@ from llmrecipes.data.templates import CHATML, SPECIAL, of_prepared
 from llmrecipes.data.tokenizer import EOD
 from llmrecipes.data.tokenizer import train as train_tokenizer
 from llmrecipes.engine.sampling import Sampling
+from llmrecipes.hardware.profile import Costs
 from llmrecipes.hf.family import FAMILIES, family_named, family_of, model_of
 from llmrecipes.hf.safetensors import SafetensorsFolder, write
 from llmrecipes.hf.tokenizer_files import write_tokenizer
@@ -37,6 +39,7 @@ from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.models.create import published
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Model
+from llmrecipes.tracking.energy import Energy
 from llmrecipes.tracking.progress import Counted
 from llmrecipes.workflow.generate import GenerationRequest, samples
 from llmrecipes.workflow.model_source import open_tensors
@@ -122,6 +125,25 @@ def test_a_run_is_a_model_of_transformers(
     assert "license" not in front and "library_name: transformers" in front
     assert str(corpus) not in body and corpus.name in body, "a card is published; folders of a machine are not"
     assert f"{sum(p.numel() for p in model.parameters()):,}" in body
+    assert "co2" not in front and "energy of the training is not known" in body
+
+
+def test_the_card_has_the_energy_up_to_the_checkpoint(trained: Path, paths: Paths, tmp_path: Path) -> None:
+    metrics = trained / "metrics.jsonl"
+    before = metrics.read_bytes()
+    try:
+        with metrics.open("a") as file:
+            for step, joules in ((2, 3.6e6), (4, 7.2e6)):
+                details = Energy().plus(joules, ["nvml"], Costs(kg_co2_per_kwh=0.5)).details(100)
+                file.write(json.dumps({"step": step, "event": "energy", "details": details}) + "\n")
+        assert run(command(f"{trained}@2", "--no-tokenizer", "--out", tmp_path / "out", paths=paths)) == 0
+    finally:
+        metrics.write_bytes(before)
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.to_dict()["co2_eq_emissions"] == {
+        "emissions": 500.0, "source": "llmrecipes, energy measured by nvml", "training_type": "pre-training",
+    }  # fmt: skip
+    assert "1 kWh, measured by nvml" in card.text
 
 
 def test_a_step_a_type_and_python(trained: Path, paths: Paths, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -15,10 +16,11 @@ import pytest
 import yaml
 
 from llmrecipes.hardware.load import load_profile
+from llmrecipes.hardware.profile import COSTS, Costs
 from llmrecipes.launch.base import PlannedForCluster
 from llmrecipes.launch.kubernetes.launcher import objects_of
 from llmrecipes.launch.kubernetes.objects import jobset_rules, render, to_yaml
-from llmrecipes.launch.kubernetes.pod import Object, PodRun
+from llmrecipes.launch.kubernetes.pod import Object, PodRun, variables
 from llmrecipes.launch.kubernetes.settings import FLAVORS, KubernetesOptions, Secret, object_name, parse_secrets
 from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.recipe.load import load
@@ -125,6 +127,37 @@ def test_golden(golden: Callable[[str, Any], None], name: str, flavor: str, clus
     golden(f"k8s-{name}.yaml", to_yaml(applied))
 
 
+def test_golden_of_an_elastic_run(golden: Callable[[str, Any], None]) -> None:
+    applied = elastic("jobset", "h100-ib")
+    for thing in applied:
+        require_valid(thing)
+    workload = applied[-1]["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert workload["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
+    words = container_of(applied)["args"]
+    assert words[words.index("--min-nodes") + 1] == "2"
+    assert "LLMRECIPES_RENDEZVOUS_TOKEN" in {each["name"] for each in container_of(applied)["env"]}
+    (check,) = pod_of(applied)["spec"]["initContainers"]
+    assert "--nodes" not in check["args"], "it would wait for pods that have no node"
+    hashed = applied[-1]["metadata"]["annotations"]["llmrecipes/recipe-hash"]
+    golden("k8s-jobset-elastic.yaml", to_yaml(applied[-1:]).replace(hashed, "0" * 64))
+
+
+def test_pods_may_be_missing_only_where_all_start_again() -> None:
+    for flavor in ("job", "trainjob"):
+        applied = elastic(flavor, "h100-ib")
+        assert "--min-nodes" not in container_of(applied)["args"]
+        assert "successPolicy" not in to_yaml(applied)
+    with refused("train.elastic", rule="--flavor"):
+        elastic("jobset", "gb200-nvl72")
+
+
+def elastic(flavor: str, cluster: str) -> list[Object]:
+    """Two or four nodes."""
+    each = load_profile(cluster).gpus_per_node
+    planned = plan_for("gpt-1b", [f"train.elastic=[{2 * each},{4 * each}]"], cluster, 4)
+    return objects_of(planned, KubernetesOptions(image=IMAGE, flavor=flavor, namespace="llmrecipes"), "run-1")
+
+
 def test_devices_and_memory_follow_the_profile() -> None:
     container = container_of(rendered("job", cluster="aws-p5-efa"))
     limits = container["resources"]["limits"]
@@ -164,6 +197,14 @@ def test_operators_are_compiled_on_the_node_and_not_in_the_shared_home() -> None
     [volume] = [each for each in container_of(applied)["volumeMounts"] if inside.is_relative_to(each["mountPath"])]
     assert {"name": volume["name"], "emptyDir": {}} in pod_of(applied)["spec"]["volumes"]
     assert "TORCH_EXTENSIONS_DIR" not in to_yaml(rendered("job"))
+
+
+def test_the_costs_of_the_site_reach_the_pods() -> None:
+    run, options = _run(), KubernetesOptions(image=IMAGE, flavor="jobset", namespace="llmrecipes")
+    priced = run.profile.model_copy(update={"costs": Costs(pue=1.2, kg_co2_per_kwh=0.35)})
+    assert COSTS not in {each["name"] for each in variables(run, options, "")}
+    given = {each["name"]: each["value"] for each in variables(replace(run, profile=priced), options, "")}
+    assert Costs.model_validate_json(given[COSTS]) == priced.costs
 
 
 def test_accepted_changes_reach_the_pods() -> None:

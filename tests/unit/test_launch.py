@@ -40,7 +40,7 @@ if orders.get("code_on_signal") is not None:
 print(f"words of rank {rank}", flush=True)
 (folder / f"environment-{rank}").write_text(json.dumps(dict(os.environ)))
 (folder / f"pid-{rank}").write_text(str(os.getpid()))
-deadline = time.monotonic() + 60
+deadline = time.monotonic() + 240
 while orders.get("wait") and not (folder / orders["wait"]).exists() and time.monotonic() < deadline:
     time.sleep(0.01)
 if orders.get("stop"):
@@ -120,7 +120,7 @@ def signalled(folder: Path, number: signal.Signals, stopped: bool = False) -> It
         return len(pids) == 2 and all(pids) and (not stopped or psutil.Process(int(pids[1])).status() == "stopped")
 
     def send() -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 240
         while not ready() and time.monotonic() < deadline:
             time.sleep(0.01)
         os.kill(os.getpid(), number)

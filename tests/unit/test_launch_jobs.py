@@ -427,7 +427,7 @@ def test_a_local_job_is_cancelled_and_resumed(
         path = RunFiles(tmp_path / "runs/tiny/r").lease
         path.write_text(json.dumps({**json.loads(path.read_text()), "boot_id": "another boot"}))
     assert run(["cancel", "r"]) == 0
-    assert job.wait(timeout=60) == JobState.CANCELLED
+    assert job.wait(timeout=240) == JobState.CANCELLED
     result = job.result()
     assert (result.exit_code, result.total) == (75, 400) and result.step
     capsys.readouterr()

@@ -14,7 +14,17 @@ import pytest
 from llmrecipes.cli import app as cli
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.launch.programs import tell
-from llmrecipes.launch.slurm.sbatch import LONGEST, SHORTEST, SlurmOptions, SlurmRequest, as_text, command, notice
+from llmrecipes.launch.slurm.sbatch import (
+    LONGEST,
+    SHORTEST,
+    SlurmOptions,
+    SlurmRequest,
+    as_text,
+    command,
+    notice,
+    prepare_command,
+    script_text,
+)
 from llmrecipes.workflow.submit import plan_for
 from tests.refusals import refused, require_message
 
@@ -26,9 +36,14 @@ HOSTILE = [
 
 
 def rendered(
-    cluster: str = "h100-ib", nodes: int = 4, recipe: str = "gpt-7b", *changes: str, **options: Any
+    cluster: str = "h100-ib",
+    nodes: int = 4,
+    recipe: str = "gpt-7b",
+    *changes: str,
+    elastic: bool = False,
+    **options: Any,
 ) -> tuple[str, ...]:
-    planned = plan_for(recipe, [], cluster, nodes)
+    planned = plan_for(recipe, list(changes) if elastic else [], cluster, nodes)
     runs = Path("/shared/runs")
     request = SlurmRequest(
         (recipe, *changes), cluster, nodes, "run-1", runs, Path("/shared/data"), runs / recipe / "run-1"
@@ -50,11 +65,46 @@ def test_golden(
     golden(f"slurm-{name}.sh", as_text(rendered(cluster, nodes, "gpt-7b", "train.train_iters=10", **options)) + "\n")
 
 
+def test_golden_of_an_array_that_tokenizes(golden: Callable[[str, Any], None]) -> None:
+    planned = plan_for("gpt-7b", [], "h100-ib", 4)
+    runs = Path("/shared/runs")
+    request = SlurmRequest(
+        ("gpt-7b",), "h100-ib", 4, "run-1", runs, Path("/shared/data"), runs / planned.recipe.name / "run-1"
+    )
+    options = SlurmOptions(warning=180, prepare_partition="cpu", prepare_tasks=3)
+    first = prepare_command(request, planned.profile, options, Path("slurm/prepare.sbatch"))
+    words = command(request, planned.plan, planned.profile, options, SCRIPT)
+    golden("slurm-prepare-array.sh", script_text(request.run_dir / "logs", words, first, 3))
+
+
 def shell_words(text: str, folder: Path) -> list[str]:
     """What a shell hands to sbatch."""
     script = f"sbatch() {{ printf '%s\\0' \"$@\"; }}\n{text}\n"
     done = subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, text=True, check=True)
     return done.stdout.split("\0")[:-1]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "elastic", "counts", "least"),
+    [
+        (4, "[4,16]", "1,2,4", "1"),  # 3 nodes have 12 replicas, which do not divide 1024 / 4 micro-batches
+        (2, "[4,64]", "1-2", "1"),
+        (4, "[8,64]", "2,4", "2"),
+        (4, "[16,64]", "4", None),
+    ],
+)
+def test_an_elastic_job_takes_the_numbers_of_nodes_that_its_ranks_fill(
+    nodes: int, elastic: str, counts: str, least: str | None
+) -> None:
+    words = rendered("h100-ib", nodes, "gpt-7b", f"train.elastic={elastic}", elastic=True)
+    assert f"--nodes={counts}" in words
+    assert (words[words.index("--min-nodes") + 1] if "--min-nodes" in words else None) == least
+    assert words[words.index("--ranks-per-node") + 1] == "8"
+
+
+def test_golden_of_an_elastic_job(golden: Callable[[str, Any], None]) -> None:
+    words = rendered("gb200-nvl72", 32, "gpt-7b", "train.elastic=[16,64]", elastic=True)
+    golden("slurm-elastic.sh", as_text(words) + "\n")
 
 
 @pytest.mark.parametrize("value", HOSTILE)
@@ -259,6 +309,23 @@ def test_what_a_dry_run_prints_can_be_pasted(programs: Path, capsys: pytest.Capt
     assert any(word.endswith("/slurm/prepare.sbatch") for word in prepare)
     assert {"--dependency=afterok:1", "--kill-on-invalid-dep=yes"} <= set(train)
     assert not any("$" in word for word in train)
+
+
+def test_a_run_waits_for_the_first_success_of_an_array(programs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Submitted, or pasted from a dry run."""
+    submit = ["submit", "gpt-7b", "--cluster", "h100-ib", "--run-id", "mine", "--prepare-tasks", "3"]
+    for pasted in (False, True):
+        sbatch_that(programs)
+        assert cli.run([*submit, *(["--dry-run"] if pasted else [])]) == 0
+        if pasted:
+            subprocess.run(["bash", "-euc", capsys.readouterr().out], capture_output=True, check=True)
+        prepare, train = jobs(programs)
+        assert "--array=0-2" in prepare
+        assert "--dependency=afterok:1_0?afterok:1_1?afterok:1_2" in train
+        (programs / "jobs").unlink()
+        capsys.readouterr()
+    assert cli.run(["submit", "gpt-tiny", "--to", "local", "--prepare-tasks", "2"]) == 2
+    require_message(capsys.readouterr().err, "--prepare-tasks")
 
 
 def test_tokenizing_is_a_job_of_its_own_without_gpus(programs: Path, capsys: pytest.CaptureFixture[str]) -> None:

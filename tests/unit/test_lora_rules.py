@@ -32,12 +32,25 @@ def planned(name: str, *overrides: str, ranks: int = 1) -> Plan:
         (["engine=deepspeed", "zero.stage=1"], "engine", "zero.stage"),
         (["model.mtp_num_layers=1"], "model.mtp_num_layers", "1"),
         (["model.use_mup=true"], "model.use_mup", ()),
-        (["model.transformer_impl=transformer_engine"], "model.transformer_impl", "model.transformer_impl"),
     ],
 )
 def test_what_adapters_do_not_go_with_is_refused(overrides: list[str], where: str, rule: str | tuple[str, ...]) -> None:
     with refused(where, rule=rule):
         load("gpt-tiny", ["lora.rank=4", *overrides])
+
+
+def test_adapters_that_transformer_engine_has_no_place_for_have_local_layers() -> None:
+    experts = ["lora.rank=4", "lora.target_modules=[linear_qkv,experts.linear_fc1]"]
+    with refused("model.transformer_impl"):
+        load("moe-tiny", [*experts, "model.transformer_impl=transformer_engine"])
+    assert not planned("moe-tiny", *experts, "train.precision=bf16", ranks=2).target.transformer_engine
+    attention = ["lora.rank=4", "train.precision=bf16"]
+    for name, ranks in (("moe-tiny", 2), ("llama3-70b-lora", 8)):
+        plan = planned(name, *attention, ranks=ranks)
+        assert plan.target.transformer_engine
+        # Frozen weights have no gradient, and adapters communicate by themselves.
+        on = {choice.key for choice in plan.features if choice.on}
+        assert not on & {"speed.gradient_accumulation_fusion", "speed.moe_shared_expert_overlap"}
 
 
 def test_a_stage_without_adapters_is_refused() -> None:

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 from megatron.core.package_info import MAJOR, MINOR
+from packaging.version import Version
 
 from llmrecipes.engine.core.model.config import transformer_config
-from llmrecipes.engine.megatron.engine import data_parallel_config, optimizer_config
+from llmrecipes.engine.megatron.engine import data_parallel_config
+from llmrecipes.engine.megatron.optimizer import optimizer_config
 from llmrecipes.hardware.cluster import DetectedGpu
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.degrees import smallest_world
@@ -25,6 +27,10 @@ from llmrecipes.recipe.schema import Recipe
 from tests.helpers import ROOMY, TRANSFORMER_ENGINES
 
 GIB = 1 << 30
+IN_FP8 = ("llama3-8b", "mixtral-8x7b", "deepseek-v3")
+"""Recipes whose configuration with `speed.fp8` is in the golden file, too."""
+RECORDED = ("llama3-8b", "mixtral-8x7b")
+"""The same of CUDA graphs."""
 GPUS = {"H100": (79, 989.4), "H200": (139, 989.4), "B200": (178, 2250.0)}
 
 
@@ -72,18 +78,22 @@ def test_every_field_of_every_recipe(golden: Callable[[str, Any], None], monkeyp
     # megatron-core asks whether TransformerEngine has it.
     for name in TRANSFORMER_ENGINES:
         monkeypatch.setattr(f"megatron.core.{name}", configured, raising=False)
+    monkeypatch.setattr("megatron.core.utils.get_te_version", lambda: Version("2.9"))
+    recipes = {name: load(name, []).recipe for name in names()}
+    recipes |= {f"{name}, fp8": load(name, ["speed.fp8=e4m3"]).recipe for name in IN_FP8}
+    recipes |= {f"{name}, graphs": load(name, ["speed.cuda_graph_impl=transformer_engine"]).recipe for name in RECORDED}
     variants = {
         name: {
-            f"{gpu}, {implementation}": configured(load(name, []).recipe, gpu, implementation != "local")
+            f"{gpu}, {implementation}": configured(recipe, gpu, implementation != "local")
             for gpu in GPUS
             for implementation in ("local", "transformer_engine")
         }
-        for name in names()
+        for name, recipe in recipes.items()
     }
-    recipes = {name: shared(list(of.values())) for name, of in variants.items()}
-    common = shared(list(recipes.values()))
+    alike = {name: shared(list(of.values())) for name, of in variants.items()}
+    common = shared(list(alike.values()))
     result: dict[str, Any] = {"common": common}
     for name, of in variants.items():
-        differing = {variant: without(document, recipes[name]) for variant, document in of.items()}
-        result[name] = without(recipes[name], common) | {key: each for key, each in differing.items() if each}
+        differing = {variant: without(document, alike[name]) for variant, document in of.items()}
+        result[name] = without(alike[name], common) | {key: each for key, each in differing.items() if each}
     golden(f"configuration-{MAJOR}.{MINOR}.json", result)

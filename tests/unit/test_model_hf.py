@@ -18,13 +18,13 @@ from llmrecipes.engine.core.model.gpt import RecipeGPTModel, build
 from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.hf.family import FAMILIES, config_of, family_of, model_of
-from llmrecipes.hf.megatron import weights
 from llmrecipes.hf.safetensors import write
 from llmrecipes.hf.table import Family, resolved
 from llmrecipes.hf.weights import AsHuggingFace
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.moe_rules import LATENT_YARN
 from llmrecipes.recipe.schema import Model, Recipe
+from llmrecipes.recipe.weight_names import weights
 from tests.helpers import ROOMY, another
 from tests.refusals import refused
 

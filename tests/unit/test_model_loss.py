@@ -11,7 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmrecipes.engine.core.model.gpt import RecipeGPTModel
 from llmrecipes.engine.core.model.loss import Chunking, Split, chunked_losses, exponentials, gradient
+from llmrecipes.recipe.load import load
 from tests.helpers import LLAMA, built, engine_of, steps, tiny
+from tests.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -143,7 +145,7 @@ def test_a_chunk_takes_the_bytes_per_logit_that_are_planned(dtype: torch.dtype, 
     """Whether gradients are computed in the forward pass (the weights are known) or in the backward pass."""
     hidden, weight = (torch.randn(*size, dtype=dtype, requires_grad=True) for size in ((LENGTH, 2, 8), (VOCABULARY, 8)))
     ids, _, mask = batch()
-    how = Chunking(32, Split(), 0.0, exponentials, gradient, torch.nn.Identity())
+    how = Chunking(32, Split(), 0.0, 0.0, exponentials, gradient, torch.nn.Identity(), lambda *_: None)
     with _Alive(32 * VOCABULARY) as alive:
         (chunked_losses(hidden, weight, ids, mask if known else None, how) * mask).sum().backward()
     assert alive.most == most * 32 * VOCABULARY
@@ -181,3 +183,44 @@ def test_a_compiled_loss_in_chunks_is_the_same() -> None:
     expected = results(module)
     module.compile_layers(backend="eager")
     require_close(results(module), expected, 1e-6)
+
+
+Z_LOSS = 0.05
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])  # one pass, and one whose backward pass computes logits again
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("tokens", [None, 48])
+def test_z_loss_is_that_of_all_logits_in_pytorch(tokens: int | None, smoothing: float, precision: str) -> None:
+    """The squared log-sum-exp of the logits (arXiv 2204.02311, section 5), of unmasked tokens only."""
+    train = {"label_smoothing": smoothing, "precision": precision}
+    found = results(chunked(tokens, train={**train, "z_loss_coeff": Z_LOSS}), 8.0)
+    module = chunked(0, train=train)
+    ids, positions, mask = batch()
+    module.zero_grad()
+    logits = module(ids, positions, None).float()
+    labels = ids.roll(-1, 1)
+    entropy = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing
+    ).view(ids.shape)
+    losses = entropy + Z_LOSS * logits.logsumexp(-1).square()
+    (losses * mask * 8.0).sum().backward()
+    gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
+    bound = 1e-5 if precision == "fp32" else 1e-2
+    torch.testing.assert_close(found["losses"], losses.detach(), rtol=bound, atol=bound)
+    require_close(found, {"losses": losses.detach(), **gradients}, bound)
+
+
+def test_the_validation_loss_has_no_z_loss() -> None:
+    ids, positions, _ = batch()
+    with torch.no_grad():
+        expected, found = (
+            chunked(48, train={"z_loss_coeff": coeff}).eval()(ids, positions, None, labels=ids) for coeff in (0, Z_LOSS)
+        )
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("other", ["train.loss_chunk_tokens=0", "zero={stage: 3}"])
+def test_a_z_loss_without_chunks_is_refused(other: str) -> None:
+    with refused("train.z_loss_coeff"):
+        load("gpt-tiny", ["train.z_loss_coeff=1e-4", other])

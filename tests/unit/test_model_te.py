@@ -89,3 +89,48 @@ def test_linear_layers_communicate_through_user_buffers(printed: dict[str, Any])
 def test_weight_gradients_of_all_linear_layers_come_later(printed: dict[str, Any]) -> None:
     delayed = printed["late weight gradients"]
     assert len(delayed) > 4 and all(delayed)
+
+
+def test_each_scaling_of_fp8_is_transformer_engines(printed: dict[str, Any]) -> None:
+    made = printed["fp8"]
+    assert {scaling: each["recipe"] for scaling, each in made.items()} == {
+        "blockwise": "Float8BlockScaling",
+        "tensorwise": "Float8CurrentScaling",
+        "mxfp8": "MXFP8BlockScaling",
+    }
+    for each in made.values():
+        assert each["options"]["fp8_format"] == "HYBRID"
+        assert each["in bf16"] == [True, False, True]
+        assert each["weights"] == ["torch.bfloat16"]
+
+
+def test_no_checkpoint_has_what_transformer_engine_pickles(printed: dict[str, Any]) -> None:
+    for each in printed["fp8"].values():
+        assert each["extra states"] > 0 and each["saved extra states"] == 0
+
+
+def test_layers_are_recorded_once_after_the_first_steps_and_deleted_at_the_end(printed: dict[str, Any]) -> None:
+    """Without hooks meanwhile, which TransformerEngine refuses; the layers gather their parameters themselves."""
+    recorded = printed["recorded"]
+    assert recorded.pop("refused") == "speed.cuda_graph_impl"  # NCCL registers buffers that the allocator moves
+    for each in recorded.values():
+        (call,) = each["recorded"]
+        assert call["inputs"] == [[64, 2, 64]] * call["layers"] and call["fp8"] is False
+        assert each["hooks that gather"] and each["deleted"] and each["generators"]
+    assert [each["in step"] for each in recorded.values()] == [3, 4, 4]
+    assert [each["recorded"][0]["layers"] for each in recorded.values()] == [2, 2, 3]
+    assert [each["parts"] for each in recorded.values()] == [[], ["attn"], ["attn"]]
+
+
+def test_adapters_multiply_what_their_layers_multiply(printed: dict[str, Any]) -> None:
+    """Of a layer with a norm inside, the norm's result."""
+    for model, layers in printed["adapters"].items():
+        assert max(layers.values()) < 1e-5, model
+
+
+def test_layers_with_adapters_have_their_weights_in_every_layout(built: dict[str, Weights]) -> None:
+    for layout, name in (("tp2", "llama with adapters"), ("ep2", "experts with adapters")):
+        weights = built[layout][name]["transformer_engine"]
+        assert weights == built[layout][name]["local"]
+        matrices = {part.rpartition("_lora.")[0].rpartition(".")[2] for part in weights if "_lora." in part}
+        assert matrices == {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}

@@ -121,7 +121,7 @@ def test_on_a_terminal_it_asks(folder: Path) -> None:
                 printed += part
         except OSError:  # the other end is closed
             pass
-        assert process.wait(timeout=60) == 0, printed.decode()
+        assert process.wait(timeout=240) == 0, printed.decode()
     os.close(terminal)
     recipe = load("mine.yaml").recipe
     assert [source.type for source in recipe.data.sources] == ["jsonl", "stdlib"]

@@ -19,7 +19,10 @@ from tests.helpers import ROOT
 ROW = re.compile(r"^\| `([A-Za-z]+|initialize_model_parallel)\.(\w+)` \| (?:`([\w.]+)`|none) \|", re.MULTILINE)
 PAGE = (ROOT / "docs/guide/performance.md").read_text("utf-8")
 ROWS = [(f"{owner}.{field}", key or None) for owner, field, key in ROW.findall(PAGE)]
-RENAMED = {(0, 19): {"TransformerConfig.moe_router_padding_for_fp8"}}
+RENAMED = {
+    (0, 16): {"TransformerConfig.cuda_graph_modules"},
+    (0, 19): {"TransformerConfig.moe_router_padding_for_fp8"},
+}
 """Fields of the page that a version of megatron-core has under another name."""
 
 

@@ -100,6 +100,7 @@ def test_flops_agree_with_the_published_formula() -> None:
 
 SITES = {
     "deepseek-v3": ("h100-ib", 64, 671e9),
+    "dpo-tiny": ("laptop", 1, None),
     "gpt-125m": ("h100-ib", 1, 125e6),
     "gpt-175b": ("h100-ib", 16, 174.6e9),
     "gpt-1b": ("h100-ib", 1, 1.3e9),
@@ -109,8 +110,13 @@ SITES = {
     "gpt-7b": ("h100-ib", 1, 7.5e9),
     "gpt-tiny": ("laptop", 1, None),
     "gpt-tiny-3d": ("laptop", 4, None),
+    "gpt-tiny-clean": ("laptop", 1, None),
+    "gpt-tiny-distil": ("laptop", 1, None),
+    "gpt-tiny-minitron": ("laptop", 1, None),
+    "gpt-tiny-stages": ("laptop", 1, None),
     "gpt-tiny-zero": ("laptop", 2, None),
     "llama3-405b": ("h100-ib", 32, 405e9),
+    "llama3-405b-stages": ("h100-ib", 128, 405e9),
     "llama3-70b": ("h100-ib", 8, 70.6e9),
     "llama3-70b-lora": ("h100-ib", 1, 70.6e9),
     "llama3-8b": ("h100-ib", 1, 8.03e9),
@@ -138,9 +144,8 @@ def test_shipped_recipes_fit_where_they_are_meant_to_run(name: str) -> None:
     check(plan, site)
     assert plan.fits
     assert plan.shape.vocab_size >= shipped.model.vocab_size
-    assert plan.layout.data_parallel_size * plan.num_microbatches * shipped.train.micro_batch_size == (
-        shipped.train.global_batch_size
-    )
+    train = plan.recipe.train
+    assert plan.layout.data_parallel_size * plan.num_microbatches * train.micro_batch_size == train.global_batch_size
     if size is not None:
         # deepseek-v3's source counts its model without the layer for multi-token prediction.
         assert plan.num_parameters.total - plan.num_parameters.mtp == pytest.approx(size, rel=0.015)
@@ -289,7 +294,13 @@ def test_the_loss_is_in_chunks_where_its_logits_take_too_much() -> None:
     plans = [derive(each, 8, NODE) for each in (auto, whole, of_64)]
     assert [plan.loss_chunk_tokens for plan in plans] == [4096, 0, 64]
     assert plans[2].memory.logits < plans[0].memory.logits < plans[1].memory.logits / 10
-    assert derive(auto, 1, ROOMY).loss_chunk_tokens == 0, "on a CPU only if it is set"
+    assert derive(auto, 1, ROOMY).loss_chunk_tokens == 256, "64 MiB of logits on a CPU"
+    assert derive(whole, 1, ROOMY).loss_chunk_tokens == 0
+    for name in names():
+        if "tiny" in name:
+            cpu = recipe(name)
+            plan = derive(cpu, smallest_world(cpu.parallelism), ROOMY)
+            assert plan.loss_chunk_tokens == (cpu.train.loss_chunk_tokens or 0), "recipes for CPUs stay as they are"
     small = replace(NODE, gpus=tuple(replace(gpu, memory_bytes=8 * GIB) for gpu in NODE.gpus))
     nodes = replace(small, gpus=small.gpus * 4, nodes=4)
     assert derive(recipe("llama3-70b"), 32, nodes).loss_chunk_tokens == 0, "its logits take less than the gradient"

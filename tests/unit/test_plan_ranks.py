@@ -5,6 +5,7 @@ The ranks are built one after another in one process, over torch's process group
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -60,6 +61,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def vectors(module: Any) -> Iterator[Any]:
+    """Parameters of embeddings, the output layer, norms and biases."""
+    for name, parameter in module.named_parameters():
+        if parameter.dim() != 2 or name.startswith(("embedding.", "output_layer.")):
+            yield parameter
+
+
 def measure() -> Measured:
     """Layers of each chunk and parameters, planned and real, of a rank of each stage: job of a rank without a group."""
     import torch.distributed as dist
@@ -71,7 +79,7 @@ def measure() -> Measured:
     from llmrecipes.engine.core.world import RANK_ORDER, seed_random_states
     from llmrecipes.hardware.cluster import Cluster
     from llmrecipes.plan.derive import derive
-    from llmrecipes.plan.parameters import count_on_rank
+    from llmrecipes.plan.parameters import count_on_rank, vectors_on_rank
     from llmrecipes.recipe.rules import check
     from llmrecipes.recipe.schema import Recipe
 
@@ -105,6 +113,8 @@ def measure() -> Measured:
                     "layers": [len(module.decoder.layers) for module in modules],
                     "planned_layers": list(plan.layout.layers_per_stage[stage]),
                     "parameters": sum(each.numel() for module in modules for each in module.parameters()),
+                    "vectors": sum(each.numel() for module in modules for each in vectors(module)),
+                    "planned_vectors": vectors_on_rank(recipe.model, plan.shape, plan.layout, stage),
                     "planned_parameters": count_on_rank(recipe.model, plan.shape, plan.layout, stage, "cpu").total,
                 }
             )
@@ -125,3 +135,4 @@ def test_layers_and_parameters_of_every_stage_are_exact(name: str, measured: Mea
     for stage in measured[name]:
         assert stage["planned_layers"] == stage["layers"]
         assert stage["planned_parameters"] == stage["parameters"]
+        assert stage["planned_vectors"] == stage["vectors"]

@@ -6,20 +6,23 @@ import copy
 import gc
 import io
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from pydantic import create_model
 from rich.console import Console
 
-from llmrecipes.checkpoint.saver import SaveReport
+from llmrecipes.checkpoint.manifest import Monitored
+from llmrecipes.checkpoint.saver import SaveReport, saver_group
 from llmrecipes.data.prepare import prepare
 from llmrecipes.data.prepared import fingerprint, index_folder, open_prepared
 from llmrecipes.engine import backends
@@ -31,30 +34,40 @@ from llmrecipes.engine.core.update import learning_rate
 from llmrecipes.engine.core.world import model_parallel
 from llmrecipes.engine.deepspeed.configuration import deepspeed_config
 from llmrecipes.engine.megatron.engine import data_parallel_config
+from llmrecipes.engine.megatron.optimizer import keys_of_kind, optimizer_config
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.numerics import StepSpike
 from llmrecipes.faults.signals import StopRequest
+from llmrecipes.faults.watchdog import unwatched
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu
-from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.plan.derive import Plan, default_world_size, derive
 from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.engines import ENGINES, EngineEntry
 from llmrecipes.recipe.keys import ITEM, keys
+from llmrecipes.recipe.optimizer_kinds import OF_MATRICES, PACKAGE
 from llmrecipes.recipe.plugins import resolve
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Model, Recipe
+from llmrecipes.recipe.stage_runs import stage_recipes
+from llmrecipes.recipe.stages import span_of
+from llmrecipes.rundir import Run
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking import run_tracker
-from llmrecipes.train import evaluations, loaders, worker
+from llmrecipes.tracking.events import is_sampled
+from llmrecipes.train import evaluations, loaders, stage, telemetry, worker
 from llmrecipes.train.evaluations import TaskEvaluations
 from llmrecipes.train.hangs import limits as watch_limits
 from llmrecipes.train.loaders import DataLoaders
+from llmrecipes.train.local import open_local
 from llmrecipes.train.loop import Loop
 from llmrecipes.train.resume import Start, initial_weights
 from llmrecipes.train.rewind import Rewind, Rewinds
 from llmrecipes.train.spec import RunSpec
-from llmrecipes.train.telemetry import straggler_watch
+from llmrecipes.train.stopping import after_evaluation
 from llmrecipes.workflow import train as workflow
 from llmrecipes.workflow.start import Machine, PreparedStart
+from llmrecipes.workflow.teacher import located, named_model
+from tests.fused_adam import install
 from tests.helpers import (
     MODEL,
     ROOMY,
@@ -64,6 +77,7 @@ from tests.helpers import (
     built,
     engine_of,
     random_batches,
+    steps,
     tiny,
 )
 from tests.unit.search_seen import BASE as SEARCH
@@ -126,6 +140,36 @@ def adapted(recipe: Recipe, *_: Any) -> Any:
     return made.module.train()(ids, ids, None, labels=ids, loss_mask=torch.ones_like(ids).float()).tolist()
 
 
+def first_loss(recipe: Recipe, *_: Any) -> float:
+    """The loss of a step."""
+    return engine_of(recipe).train_step(random_batches(recipe)).loss
+
+
+def compared(recipe: Recipe, *_: Any) -> float:
+    """The loss of the third step on random pairs, after which the weights are no longer those of the reference."""
+    engine, batches = engine_of(recipe), random_batches(recipe)
+    return [engine.train_step(batches).loss for _ in range(3)][-1]
+
+
+def zeros_after_a_step(recipe: Recipe, *_: Any) -> int:
+    """Zeros of a matrix that had some in its first row."""
+    engine = engine_of(recipe)
+    weight = engine.modules[0].decoder.layers[0].mlp.linear_fc1.weight
+    weight.data[0] = 0
+    engine.train_step(random_batches(recipe))
+    return int((weight == 0).sum())
+
+
+def located_teacher(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where a start takes the teacher from."""
+    monkeypatch.chdir(folder)
+    for name in ("a", "b"):
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "config.json").write_text("{}")
+    reference = named_model(recipe)
+    return "" if reference is None else located(reference, folder).name
+
+
 def implementation(recipe: Recipe, *_: Any) -> tuple[str, str]:
     made = built(recipe)
     return made.implementation, made.reason
@@ -141,6 +185,24 @@ def optimizer(recipe: Recipe, *_: Any) -> dict[str, Any]:
         }
     finally:
         engine.close()
+
+
+def kind(recipe: Recipe, *_: Any) -> tuple[Any, ...]:
+    """What megatron-core is given for an optimizer, and the update of one it has in this version."""
+    given = keys_of_kind(recipe.optimizer)
+    if recipe.optimizer.optimizer in OF_MATRICES and find_spec(PACKAGE) is None:
+        return (recipe.optimizer.optimizer, given)
+    engine = engine_of(recipe)
+    steps(engine, 2)
+    found = [value.double().abs().sum().item() for name, value in engine.named_tensors() if not name.endswith(".grad")]
+    engine.close()
+    return (found, given.get("muon_tp_mode"))
+
+
+def moments(recipe: Recipe, _: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """megatron-core looks for TransformerEngine's Adam."""
+    install(monkeypatch)
+    return vars(optimizer_config(recipe))
 
 
 def gradients(recipe: Recipe, *_: Any) -> dict[str, Any]:
@@ -159,7 +221,7 @@ def groups(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dic
 def garbage(recipe: Recipe, _: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[bool, int]:
     """Whether Python collects by itself, and collections in 200 steps."""
     seen: list[None] = []
-    with worker.garbage_collected(planned(recipe)) as after_step:
+    with stage.garbage_collected(planned(recipe)) as after_step:
         monkeypatch.setattr("gc.collect", lambda: seen.append(None))
         enabled = gc.isenabled()
         for _step in range(200):
@@ -169,6 +231,16 @@ def garbage(recipe: Recipe, _: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[b
 
 def schedule(recipe: Recipe, *_: Any) -> list[float]:
     return [learning_rate(recipe, step) for step in range(1, recipe.train.train_iters + 1)]
+
+
+def of_stages(recipe: Recipe, *_: Any) -> list[Any]:
+    """Weights of the sources and learning rates of each stage."""
+    every = [(span_of(each), each) for each in stage_recipes(recipe)]
+    return [
+        (span.weights, [learning_rate(each, step) for step in range(span.first_step + 1, span.last_step + 1)])
+        for span, each in every
+        if span is not None
+    ]
 
 
 def tokens(recipe: Recipe, *_: Any) -> str:
@@ -210,7 +282,7 @@ def tracking(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> d
         if name != "status.json":  # which has the time
             sink = resolve(declared.target)
             monkeypatch.setattr(sink, "__init__", lambda _, *a, name=name, **told: found.update({name: (a, told)}))
-    monkeypatch.setattr(run_tracker, "require_packages_of_sinks", lambda _: None)
+    monkeypatch.setattr(run_tracker, "require_packages_of_tracking", lambda _: None)
     monkeypatch.setattr("llmrecipes.tracking.mlflow.sink.flatten", lambda _: {})  # its parameters have every key
     for name in ("to_yaml", "recipe_hash"):
         monkeypatch.setattr(run_tracker, name, lambda _: "")
@@ -225,19 +297,42 @@ def tracking(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> d
     }
 
 
+def metered(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What the process that reads a node is told."""
+    told: list[dict[str, Any]] = []
+
+    def monitored(_: Path, **options: Any) -> Any:
+        told.append(options)
+        return nullcontext()
+
+    monkeypatch.setattr(telemetry, "monitored", monitored)
+    monkeypatch.setattr(telemetry, "Telemetry", lambda *_, **__: None)
+    platform: Any = SimpleNamespace(name="cpu")
+    world: Any = None
+    with telemetry.measured_ranks(planned(recipe), platform, world, unwatched, folder):
+        return told
+
+
+def factors(recipe: Recipe, folder: Path, _: pytest.MonkeyPatch) -> Any:
+    (folder / "r" / "logs").mkdir(parents=True, exist_ok=True)
+    spec = RunSpec(recipe=recipe, data_dir=folder, run_dir=folder / "r", runs_dir=folder)
+    return PreparedStart.of(spec, derive(recipe, 1, ROOMY), Machine(ROOMY, 1)).spec.costs
+
+
 def saver(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr("llmrecipes.checkpoint.saver.AsyncSaver", recorder)
+    monkeypatch.setattr("llmrecipes.train.stage.AsyncSaver", recorder)
     for name in ("checkpoint.saver.saver_group", "checkpoint.saver.claim"):
         monkeypatch.setattr(f"llmrecipes.{name}", lambda *_: None)
-    monkeypatch.setattr("llmrecipes.train.resume.choose", lambda *_, **__: Start(None))
+    monkeypatch.setattr("llmrecipes.train.local.choose", lambda *_, **__: Start(None))
     engine = SimpleNamespace(close=lambda: None, checkpoint_format=lambda: None)
     backend = SimpleNamespace(
         platform=lambda _: SimpleNamespace(name="cpu"),
         join=lambda *_: nullcontext(SimpleNamespace(size=1, is_first=True)),
         build=lambda *_: engine,
     )
-    monkeypatch.setattr("llmrecipes.train.worker.backend", lambda _: backend)
-    for name in ("data.prepared.open_prepared", "train.loaders.open_loaders"):
+    for name in ("worker", "stage"):
+        monkeypatch.setattr(f"llmrecipes.train.{name}.backend", lambda _: backend)
+    for name in ("data.prepared.open_prepared", "train.stage.open_loaders"):
         monkeypatch.setattr(f"llmrecipes.{name}", lambda *_, **__: None)
     with pytest.raises(Recorded) as found:
         worker.run(RunSpec(recipe=recipe, data_dir=folder, run_dir=folder / "r", runs_dir=folder))
@@ -259,6 +354,18 @@ def backend_of(recipe: Recipe, *_: Any) -> str:
 
 def deepspeed(recipe: Recipe, *_: Any) -> dict[str, Any]:
     return deepspeed_config(derive(recipe, 2, TWO_NODES))
+
+
+def ranks_of_a_start(recipe: Recipe, *_: Any) -> int:
+    return default_world_size(recipe, ROOMY)
+
+
+def left_out(recipe: Recipe, *_: Any) -> list[int]:
+    watch = telemetry.straggler_watch(derive(recipe, 4, NODE))
+    assert watch is not None
+    for _report in range(3):
+        watch.add(np.array([1.0, 1.0, 1.0, 5.0]))
+    return watch.slow_for(recipe.faults.straggler_exclude_reports or 10)
 
 
 def grace(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> float:
@@ -307,6 +414,42 @@ def loop(recipe: Recipe, *_: Any) -> dict[str, Any]:
     ).run(Progress())  # fmt: skip
     engine.close()
     return asdict(ran)
+
+
+def updated_groups(recipe: Recipe, *_: Any) -> list[tuple[float, float, int]]:
+    engine: Any = engine_of(recipe)
+    groups = [
+        (group["max_lr"], group["wd_mult"], sum(each.numel() for each in group["params"]))
+        for group in engine.optimizer.param_groups
+    ]
+    engine.close()
+    return groups
+
+
+def watched_set(recipe: Recipe, *_: Any) -> float | None:
+    losses = {"near": 1.0, "other": 2.0}
+    return after_evaluation(Monitored(), 1, losses, recipe.train).loss
+
+
+def sampled(recipe: Recipe) -> Iterator[int]:
+    """Steps whose record has norms of layers."""
+    engine: Any = engine_of(recipe)
+    batches = random_batches(recipe)
+    for step in range(1, 6):
+        if engine.layers is not None and is_sampled(step, recipe):
+            engine.layers.start()
+        if engine.train_step(batches).layers is not None:
+            yield step
+    engine.close()
+
+
+def local(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str] | None:
+    """When and where a run saves on its nodes."""
+    monkeypatch.chdir(folder)
+    run = Run(folder / "r")
+    run.path.mkdir(exist_ok=True)
+    opened = open_local(derive(recipe, 1, ROOMY), run, saver_group())
+    return None if opened is None else (opened.interval, opened.folder.parent.name)
 
 
 def full_disk(recipe: Recipe, *_: Any) -> list[int]:
@@ -421,6 +564,7 @@ class Case:
     along: Mapping[str, Any] = field(default_factory=dict)
 
 
+LOCAL = {"checkpoint.non_persistent_save_interval": 3, "checkpoint.non_persistent_local_ckpt_dir": "one"}
 SWIGLU = {"model.activation_func": "silu", "model.gated_linear_unit": True}
 ROPE = {"model.position_embedding_type": "rope"}
 SCALED = {**ROPE, "model.rope_scaling": True}
@@ -445,6 +589,9 @@ HIERARCHY = {
 OVERLAP = {"parallelism.overlap_grad_reduce": True, "parallelism.overlap_param_gather": True}
 CHUNKS = {"parallelism.virtual_pipeline_model_parallel_size": 2}
 LORA = {"lora.rank": 4}
+DISTILL = {"distill.teacher": "a"}
+ATTACK = {"train.adversarial": {"type": "pgd", "epsilon": 0.5, "alpha": 0.3, "steps": 2}}
+DPO = {"dpo": {}, "data.sources.N.type": "docstrings", "data.chat": {"preference": {}, "packing": False}}
 MTP = {**ROPE, "model.mtp_num_layers": 1}
 TP = {"parallelism.tensor_model_parallel_size": 2}
 PP = {"parallelism.pipeline_model_parallel_size": 2, "model.num_layers": 8, "train.global_batch_size": 8}
@@ -454,15 +601,43 @@ FULL = {
     "train.recompute_granularity": "full", "train.recompute_method": "uniform", "train.recompute_num_layers": 1,
 }  # fmt: skip
 FP16 = {"train.precision": "fp16"}
+BF16 = {"train.precision": "bf16"}
+FP8 = {**BF16, "speed.fp8": "e4m3"}
+GRAPHS = {**BF16, "speed.cuda_graph_impl": "transformer_engine"}
+STAGE = {"stages.N.name": "s"}
+LISTS = ("groups", "stages", "steps", "valid_sources")
+"""Keys that are lists of sections, of which a case has one."""
+GROUPED = {
+    "optimizer.groups.N.pattern": "embedding.*", "optimizer.groups.N.lr_mult": 0.5, "optimizer.groups.N.wd_mult": 0.5,
+}  # fmt: skip
+MONITORED = {
+    "train.target_loss": 1.0, "train.monitor": "near",
+    "data.valid_sources": [{"type": "text", "path": label, "label": label} for label in ("near", "other")],
+}  # fmt: skip
 TASKS = {"train.eval_tasks": {"tasks": ["arc_easy"], "interval": 4}}
 WSD = {"scheduler.lr_decay_style": "WSD", "scheduler.lr_wsd_decay_iters": 4}
 HUB = {"data.sources.N.type": "hub", "data.sources.N.path": "allenai/c4"}
+LABEL = {"data.sources.N.label_key": "a", "data.sources.N.label_value": "de"}
 FILES = {"data.sources.N.type": "jsonl", "data.sources.N.path": "a"}
+HELD_OUT = {
+    f"data.valid_sources.N.{key}": value for key, value in {"type": "jsonl", "path": "a", "label": "code"}.items()
+}
+HELD_OUT_LABEL = HELD_OUT | {"data.valid_sources.N.label_key": "a", "data.valid_sources.N.label_value": "de"}
+HELD_OUT_HUB = HELD_OUT | {"data.valid_sources.N.type": "hub"}
+FIM = {"data.sources.N.fim_rate": 0.5}
 CHAT = {"data.sources.N.type": "docstrings", "data.chat": {}}
 TOKENIZER = {"data.tokenizer.type": "huggingface", "data.tokenizer.path": "gpt2"}
 NEAR = {"data.steps.N.type": "near_duplicates"}
+CLASSIFIER = {
+    "data.steps.N.type": "classifier",
+    "data.steps.N.model": "a.bin",
+    "data.steps.N.labels": ["good"],
+}
 WANDB = {"tracking.wandb": True}
 
+UNSHARDED = {"parallelism.use_distributed_optimizer": False}
+MUON = {**UNSHARDED, "optimizer.optimizer": "muon"}
+PRECISE = {"train.precision": "bf16", "optimizer.use_precision_aware_optimizer": True}
 TP_OVERLAP = {
     "train.precision": "bf16", "parallelism.tensor_model_parallel_size": 2, "parallelism.sequence_parallel": True,
 }  # fmt: skip
@@ -515,6 +690,7 @@ CASES: dict[str, Case] = {
     "model.share_embeddings_and_output_weights": Case(False, plan),
     "model.attention_dropout": Case(0.5, config),
     "model.hidden_dropout": Case(0.5, config),
+    "model.layer_drop": Case(0.9, first_loss),
     "model.init_method": Case("xavier_uniform", model),
     "model.init_method_std": Case(0.1, model),
     "model.use_mup": Case(True, config),
@@ -586,6 +762,17 @@ CASES: dict[str, Case] = {
     "lora.alpha": Case(32.0, adapted, LORA),
     "lora.dropout": Case(0.5, adapted, LORA),
     "lora.target_modules": Case(["linear_qkv"], plan, LORA),
+    "distill.teacher": Case("b", located_teacher, DISTILL),
+    "distill.model": Case({"num_layers": 3}, plan, DISTILL),
+    "distill.alpha": Case(0.9, first_loss, DISTILL),
+    "distill.loss": Case("mse", first_loss, DISTILL),
+    "distill.temperature": Case(2.0, first_loss, DISTILL),
+    "distill.top_k": Case(3, first_loss, DISTILL),
+    "dpo.beta": Case(0.5, compared, DPO),
+    "dpo.loss_type": Case("ipo", compared, DPO),
+    "dpo.label_smoothing": Case(0.2, compared, {**DPO, "dpo": {"loss_type": "robust"}}),
+    "dpo.reference": Case("b", located_teacher, {**DPO, "dpo": {"reference": "a"}}),
+    "dpo.reference_free": Case(True, compared, DPO),
     "zero.stage": Case(3, deepspeed, ZERO1),
     "zero.offload_optimizer": Case("cpu", deepspeed, ZERO2),
     "zero.offload_param": Case("cpu", deepspeed, ZERO3),
@@ -635,9 +822,19 @@ CASES: dict[str, Case] = {
     "speed.delay_wgrad_compute": Case(
         True, config_on_gpu, {**EP_OVERLAP, "speed.overlap_moe_expert_parallel_comm": True}
     ),
+    "speed.fp8": Case("e4m3", config_on_gpu, BF16),
+    "speed.fp8_recipe": Case("tensorwise", config_on_gpu, FP8),
+    "speed.first_last_layers_bf16": Case(True, config_on_gpu, FP8),
+    "speed.num_layers_at_start_in_bf16": Case(2, config_on_gpu, {**FP8, "speed.first_last_layers_bf16": True}),
+    "speed.num_layers_at_end_in_bf16": Case(2, config_on_gpu, {**FP8, "speed.first_last_layers_bf16": True}),
+    "speed.cuda_graph_impl": Case("transformer_engine", config_on_gpu, BF16),
+    "speed.cuda_graph_modules": Case(["attn"], config_on_gpu, GRAPHS),
+    "speed.cuda_graph_warmup_steps": Case(5, config_on_gpu, GRAPHS),
     "train.train_iters": Case(4, loop),
     "train.micro_batch_size": Case(4, plan),
     "train.global_batch_size": Case(4, loop),
+    "train.rampup_batch_size": Case([4, 2, 16], loop),
+    "train.step_batch_size_schedule": Case("0:4 1K:8", loop),
     "train.pretrained": Case("./model", given),
     "train.precision": Case("bf16", config),
     "train.seed": Case(7, model),
@@ -647,8 +844,20 @@ CASES: dict[str, Case] = {
     "train.eval_tasks.interval": Case(5, harness_asked, TASKS),
     "train.eval_tasks.limit": Case(10, harness_asked, TASKS),
     "train.eval_tasks.num_fewshot": Case(3, harness_asked, TASKS),
+    "train.monitor": Case("other", watched_set, MONITORED),
+    "train.early_stop.patience": Case(3, loop, {"train.early_stop": {"patience": 1, "min_delta": 99.0}}),
+    "train.early_stop.min_delta": Case(99.0, loop, {"train.early_stop": {"patience": 1}}),
+    "train.target_loss": Case(99.0, loop),
     "train.log_interval": Case(5, tracking),
     "train.label_smoothing": Case(0.5, model),
+    "train.z_loss_coeff": Case(0.5, model),
+    "train.adversarial.type": Case("freelb", first_loss, ATTACK),
+    "train.adversarial.epsilon": Case(0.1, first_loss, ATTACK),
+    "train.adversarial.alpha": Case(0.1, first_loss, ATTACK),
+    "train.adversarial.steps": Case(3, first_loss, ATTACK),
+    "train.adversarial.norm": Case("linf", first_loss, ATTACK),
+    "train.keep_zeros": Case(True, zeros_after_a_step),
+    "train.freeze": Case(["embedding.*"], plan),
     "train.recompute_granularity": Case("selective", config_on_cpu, {"model.attention_dropout": 0.1}),
     "train.recompute_modules": Case(["layernorm"], config_on_cpu, {"train.recompute_granularity": "selective"}),
     "train.recompute_method": Case("block", config, FULL),
@@ -659,17 +868,40 @@ CASES: dict[str, Case] = {
     "train.min_loss_scale": Case(2.0, optimizer, FP16),
     "train.loss_scale_window": Case(7, optimizer, FP16),
     "train.hysteresis": Case(1, optimizer, FP16),
+    "train.elastic": Case([2, 4], ranks_of_a_start),
     "train.exit_grace_seconds": Case(1.0, grace),
     "optimizer.lr": Case(1e-2, schedule),
     "optimizer.min_lr": Case(1e-4, schedule),
     "optimizer.weight_decay": Case(0.0, optimizer),
+    "optimizer.optimizer": Case("sgd", kind, UNSHARDED),
+    "optimizer.sgd_momentum": Case(0.5, kind, {**UNSHARDED, "optimizer.optimizer": "sgd"}),
+    "optimizer.muon_momentum": Case(0.5, kind, MUON),
+    "optimizer.muon_nesterov": Case(True, kind, MUON),
+    "optimizer.muon_num_ns_steps": Case(4, kind, MUON),
+    "optimizer.muon_coefficient_type": Case("polar_express", kind, MUON),
+    "optimizer.muon_scale_mode": Case("unit_rms_norm", kind, MUON),
+    "optimizer.muon_extra_scale_factor": Case(0.2, kind, MUON),
+    "optimizer.muon_split_qkv": Case(False, kind, MUON),
+    "optimizer.muon_fp32_matmul_prec": Case("highest", kind, MUON),
+    "optimizer.muon_tp_mode": Case("distributed", kind, MUON),
     "optimizer.adam_beta1": Case(0.5, optimizer),
     "optimizer.adam_beta2": Case(0.5, optimizer),
     "optimizer.adam_eps": Case(1e-4, optimizer),
     "optimizer.clip_grad": Case(0.5, optimizer),
     "optimizer.ema_decay": Case(0.5, plan),
+    "optimizer.use_precision_aware_optimizer": Case(True, moments, {"train.precision": "bf16"}),
+    "optimizer.exp_avg_dtype": Case("bf16", moments, PRECISE),
+    "optimizer.exp_avg_sq_dtype": Case("bf16", moments, PRECISE),
+    "optimizer.groups.N.pattern": Case("decoder.*", updated_groups, GROUPED),
+    "optimizer.groups.N.lr_mult": Case(0.0, updated_groups, GROUPED),
+    "optimizer.groups.N.wd_mult": Case(0.0, updated_groups, GROUPED),
     "scheduler.lr_decay_style": Case("linear", schedule),
     "scheduler.lr_warmup_iters": Case(3, schedule),
+    "scheduler.lr_warmup_init": Case(1e-4, schedule, {"scheduler.lr_warmup_iters": 4}),
+    "scheduler.lr_warmup_style": Case(
+        "exponential", schedule, {"scheduler.lr_warmup_iters": 4, "scheduler.lr_warmup_init": 1e-5}
+    ),
+    "scheduler.lr_polynomial_power": Case(3.0, schedule, {"scheduler.lr_decay_style": "polynomial"}),
     "scheduler.lr_decay_iters": Case(6, schedule),
     "scheduler.lr_wsd_decay_iters": Case(6, schedule, WSD),
     "scheduler.lr_wsd_decay_style": Case("linear", schedule, WSD),
@@ -681,6 +913,25 @@ CASES: dict[str, Case] = {
     "data.sources.N.text_key": Case("body", tokens, FILES),
     "data.sources.N.weight": Case(3.0, order),
     "data.sources.N.max_tokens": Case(1000, tokens),
+    "data.sources.N.fim_rate": Case(0.5, tokens),
+    "data.sources.N.label_key": Case("language", tokens, FILES | LABEL),
+    "data.sources.N.label_value": Case("en", tokens, FILES | LABEL),
+    "data.fim.spm_rate": Case(0.1, tokens, FIM),
+    "data.fim.seed": Case(1, tokens, FIM),
+    "data.fim.prefix_token": Case("<p>", tokens, FIM),
+    "data.fim.middle_token": Case("<m>", tokens, FIM),
+    "data.fim.suffix_token": Case("<s>", tokens, FIM),
+    "data.valid_sources.N.fim_rate": Case(0.5, tokens, HELD_OUT),
+    "data.valid_sources.N.label_key": Case("language", tokens, HELD_OUT_LABEL),
+    "data.valid_sources.N.label_value": Case("en", tokens, HELD_OUT_LABEL),
+    "data.valid_sources.N.type": Case("parquet", tokens, HELD_OUT),
+    "data.valid_sources.N.path": Case("b", tokens, HELD_OUT),
+    "data.valid_sources.N.name": Case("en", tokens, HELD_OUT_HUB),
+    "data.valid_sources.N.split": Case("test", tokens, HELD_OUT_HUB),
+    "data.valid_sources.N.revision": Case("0" * 40, tokens, HELD_OUT_HUB),
+    "data.valid_sources.N.text_key": Case("body", tokens, HELD_OUT),
+    "data.valid_sources.N.max_tokens": Case(1000, tokens, HELD_OUT),
+    "data.valid_sources.N.label": Case("prose", tokens, HELD_OUT),
     "data.chat.messages_key": Case("talk", tokens, CHAT),
     "data.chat.prompt_key": Case("question", tokens, CHAT),
     "data.chat.completion_key": Case("answer", tokens, CHAT),
@@ -689,10 +940,13 @@ CASES: dict[str, Case] = {
     "data.chat.max_length": Case(32, tokens, CHAT),
     "data.chat.overlong": Case("drop", tokens, CHAT),
     "data.chat.packing": Case(False, batch_mask, CHAT),
+    "data.chat.preference.chosen_key": Case("good", tokens, DPO),
+    "data.chat.preference.rejected_key": Case("bad", tokens, DPO),
     "data.tokenizer.type": Case("huggingface", tokens, along={"data.tokenizer.path": "gpt2"}),
     "data.tokenizer.path": Case("gpt3", tokens, TOKENIZER),
     "data.tokenizer.revision": Case("0" * 40, tokens, TOKENIZER),
     "data.min_characters": Case(9, tokens),
+    "data.max_unreadable": Case(0.1, tokens),
     "data.max_characters": Case(9, tokens),
     "data.steps.N.type": Case("repetition", tokens, {"data.steps.N.type": "unicode"}),
     "data.steps.N.main_content": Case(False, tokens, {"data.steps.N.type": "html"}),
@@ -703,9 +957,23 @@ CASES: dict[str, Case] = {
         0.9, tokens, {"data.steps.N.type": "language", "data.steps.N.languages": ["en"]}
     ),
     "data.steps.N.paths": Case(["b"], tokens, {"data.steps.N.type": "decontaminate", "data.steps.N.paths": ["a"]}),
+    "data.steps.N.tasks": Case(["b"], tokens, {"data.steps.N.type": "decontaminate", "data.steps.N.tasks": ["a"]}),
     "data.steps.N.ngram_words": Case(8, tokens, {"data.steps.N.type": "decontaminate", "data.steps.N.paths": ["a"]}),
     "data.steps.N.min_words": Case(9, tokens, {"data.steps.N.type": "gopher"}),
     "data.steps.N.max_words": Case(9999, tokens, {"data.steps.N.type": "gopher"}),
+    "data.steps.N.terminal_punctuation": Case(False, tokens, {"data.steps.N.type": "c4"}),
+    "data.steps.N.min_sentences": Case(3, tokens, {"data.steps.N.type": "c4"}),
+    "data.steps.N.max_line_length": Case(500, tokens, {"data.steps.N.type": "code"}),
+    "data.steps.N.max_mean_line_length": Case(80, tokens, {"data.steps.N.type": "code"}),
+    "data.steps.N.model": Case("b.bin", tokens, CLASSIFIER),
+    "data.steps.N.labels": Case(["bad"], tokens, CLASSIFIER),
+    "data.steps.N.span_sentences": Case(3, tokens, {"data.steps.N.type": "duplicates"}),
+    "data.steps.N.max_repeated_spans": Case(
+        0.2, tokens, {"data.steps.N.type": "duplicates", "data.steps.N.span_sentences": 3}
+    ),
+    "data.steps.N.cut_spans": Case(True, tokens, {"data.steps.N.type": "duplicates", "data.steps.N.span_sentences": 3}),
+    "data.steps.N.temperature": Case(5.0, order, {"data.steps.N.type": "balance"}),
+    "data.steps.N.max_epochs": Case(1.5, order, {"data.steps.N.type": "balance", "data.sources.N.weight": 1e6}),
     "data.steps.N.threshold": Case(0.7, tokens, NEAR),
     "data.steps.N.permutations": Case(64, tokens, NEAR),
     "data.steps.N.shingle_words": Case(3, tokens, NEAR),
@@ -717,12 +985,16 @@ CASES: dict[str, Case] = {
     "checkpoint.async_save": Case(False, saver),
     "checkpoint.most_recent_k": Case(5, saver),
     "checkpoint.keep_interval": Case(2000, saver),
+    "checkpoint.keep_best": Case(True, saver),
     "checkpoint.max_failed_saves": Case(1, full_disk, {"checkpoint.save_interval": 2}),
+    "checkpoint.non_persistent_save_interval": Case(5, local, LOCAL),
+    "checkpoint.non_persistent_local_ckpt_dir": Case("other", local, LOCAL),
     "faults.rerun_mode": Case("disabled", faulty),
     "faults.rank_heartbeat_timeout": Case(1.0, lambda recipe, *_: watch_limits(recipe)),
     "faults.initial_rank_heartbeat_timeout": Case(1.0, lambda recipe, *_: watch_limits(recipe)),
     "faults.check_weight_hash_across_dp_replicas_interval": Case(3, faulty),
-    "faults.straggler_threshold": Case(0.5, lambda recipe, *_: vars(straggler_watch(planned(recipe)))),
+    "faults.straggler_threshold": Case(0.5, lambda recipe, *_: vars(telemetry.straggler_watch(planned(recipe)))),
+    "faults.straggler_exclude_reports": Case(3, left_out),
     "faults.loss_spike_action": Case("skip", faulty, along={"faults.loss_spike_window": 8}),
     "faults.loss_spike_window": Case(8, faulty, {"faults.loss_spike_action": "skip"}),
     "faults.loss_spike_sigmas": Case(1e9, faulty, {"faults.loss_spike_action": "skip", "faults.loss_spike_window": 8}),
@@ -740,7 +1012,12 @@ CASES: dict[str, Case] = {
     "tracking.alarms_webhook": Case("LLMRECIPES_ALARM_CHAT", tracking),
     "tracking.alarms_command": Case(None, tracking),
     "tracking.alarms_interval": Case(60.0, tracking),
+    "tracking.prometheus": Case(True, tracking),
+    "tracking.prometheus_port": Case(9465, tracking, {"tracking.prometheus": True}),
+    "tracking.energy_model": Case("codecarbon", metered),
+    "tracking.kg_co2_per_kwh": Case(0.35, factors),
     "tracking.system_metrics_interval": Case(None, tracking, WANDB),
+    "tracking.layers_interval": Case(2, lambda recipe, *_: [*sampled(recipe)]),
     "search.space.N.key": Case("optimizer.min_lr", search, SEARCH),
     "search.space.N.low": Case(1e-3, search, SEARCH),
     "search.space.N.high": Case(0.1, search, SEARCH),
@@ -793,6 +1070,14 @@ CASES: dict[str, Case] = {
     "search.heartbeat_interval": Case(1, search, SEARCH),
     "search.grace_period": Case(90, search, SEARCH),
     "search.keep_checkpoints": Case("none", search, SEARCH),
+    "stages.N.name": Case("t", plan, STAGE),
+    "stages.N.train_iters": Case(6, plan, {**STAGE, "stages.N.train_iters": 12}, {"train.train_iters": 6}),
+    "stages.N.tokens": Case(6 * 8 * 64, plan, {**STAGE, "stages.N.tokens": 12 * 8 * 64}, {"train.train_iters": 6}),
+    "stages.N.model": Case({"seq_length": 32}, plan, STAGE),
+    "stages.N.train": Case({"global_batch_size": 4}, plan, STAGE),
+    "stages.N.optimizer": Case({"lr": 1e-4}, of_stages, STAGE),
+    "stages.N.scheduler": Case({"lr_warmup_iters": 3}, of_stages, STAGE),
+    "stages.N.data.weights": Case([2.0], of_stages, STAGE),
 }
 """One line for each key. A new key gets one here, or it has no effect that anybody has seen."""
 
@@ -801,6 +1086,10 @@ NAMES = {
     "description": "documentation alone",
     "data.sources": "its items have lines of their own",
     "data.steps": "its items have lines of their own",
+    "data.valid_sources": "its items have lines of their own",
+    "data.valid_sources.N.weight": "refused",
+    "stages": "its items have lines of their own",
+    "optimizer.groups": "its items have lines of their own",
     "search.space": "its items have lines of their own",
 }
 """Keys without a line, and why."""
@@ -817,7 +1106,7 @@ def made(*changes: Mapping[str, Any]) -> Recipe:
         *sections, key = name.split(".")
         inside: Any = values
         for section in sections:
-            inside = inside[0] if section == ITEM else inside.setdefault(section, [{}] if section == "steps" else {})
+            inside = inside[0] if section == ITEM else inside.setdefault(section, [{}] if section in LISTS else {})
         inside[key] = copy.deepcopy(value)  # a longer key may change it
     return Recipe.model_validate({"name": "tiny", **values})
 
@@ -879,9 +1168,10 @@ def _on_two_sources(recipe: Recipe, folder: Path) -> Recipe:
     sources = []
     for name, kept in (("one", recipe.data.sources[0].weight), ("two", 1.0)):
         (folder / name).mkdir(exist_ok=True)
-        for number in range(20):
+        for number in range(20 if name == "one" else 30):
             (folder / name / f"{number}.txt").write_text(f"{name} {number} " + "some words of a text " * 40)
         sources.append({"type": "text", "path": str(folder / name), "weight": kept})
-    both = tiny(data={"sources": sources, "split": [90.0, 5.0, 5.0]})
+    steps = [step.model_dump(mode="json") for step in recipe.data.steps]
+    both = tiny(data={"sources": sources, "split": [90.0, 5.0, 5.0], "steps": steps})
     prepare(both, folder / "data", workers=1)
     return both

@@ -33,14 +33,16 @@ DEGREES = (
 MAY_CHANGE = {
     "name", "description", "data.sources", "data.tokenizer.type", "data.tokenizer.path", "data.tokenizer.revision",
     "data.num_workers", "checkpoint.save_interval", "checkpoint.keep_interval", "scheduler.lr_decay_iters",
+    "checkpoint.non_persistent_save_interval", "checkpoint.non_persistent_local_ckpt_dir",
     "scheduler.lr_warmup_iters", "scheduler.lr_wsd_decay_iters", "tracking.system_metrics_interval",
-    "train.eval_interval", "train.eval_iters",
+    "train.eval_interval", "train.eval_iters", "train.rampup_batch_size", "train.step_batch_size_schedule", "stages",
     "train.global_batch_size", "train.log_interval", "train.micro_batch_size", "train.train_iters",
-    "train.pretrained", "lora.rank", "lora.alpha", "data.chat.chat_template",
+    "distill.model.hidden_size", "train.pretrained", "lora.rank", "lora.alpha", "data.chat.chat_template",
     "train.recompute_num_layers", "train.torch_compile", *(f"parallelism.{name}" for name in DEGREES),
     "parallelism.expert_tensor_parallel_size", "parallelism.num_layers_in_first_pipeline_stage",
     "parallelism.num_layers_in_last_pipeline_stage", "parallelism.pipeline_model_parallel_layout",
     *(f"speed.{name}" for name in needing_a_gpu()),
+    *(f"optimizer.{name}" for name in ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype")),
     *(f"zero.{name}" for name in (
         "offload_optimizer", "offload_param", "nvme_path", "reduce_bucket_size", "allgather_bucket_size",
         "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters",
@@ -134,10 +136,11 @@ def test_what_a_cpu_cannot_run_is_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    "section", [name for name in Recipe.model_fields if name not in ("name", "description", "engine")]
+    "section", [name for name in Recipe.model_fields if name not in ("name", "description", "engine", "stages")]
 )
 def test_a_new_key_reaches_the_rehearsal(section: str) -> None:
-    elsewhere = {"search": load("gpt-tiny").recipe.search, "lora": load("lora-tiny").recipe.lora}
+    elsewhere: dict[str, Any] = {"search": load("gpt-tiny").recipe.search, "lora": load("lora-tiny").recipe.lora}
+    elsewhere |= {"distill": load("gpt-tiny-distil").recipe.distill, "dpo": load("dpo-tiny").recipe.dpo}
     whole = load("gpt-tiny-zero").recipe.model_copy(update=elsewhere)
     old = getattr(whole, section)
     longer = create_model("WithNewKey", __base__=type(old), new_key=(int, 0)).model_validate(

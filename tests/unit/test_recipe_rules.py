@@ -108,6 +108,16 @@ def make(**sections: dict[str, Any]) -> Recipe:
             "checkpoint.keep_interval", "10", "9 or 12",
         ),
         (
+            {"checkpoint": {"non_persistent_save_interval": 3}},
+            "checkpoint.non_persistent_save_interval", "non_persistent_local_ckpt_dir",
+            "checkpoint.non_persistent_local_ckpt_dir",
+        ),
+        (
+            {"zero": {"stage": 2},
+             "checkpoint": {"non_persistent_save_interval": 3, "non_persistent_local_ckpt_dir": "/nvme"}},
+            "checkpoint.non_persistent_save_interval", "deepspeed", "megatron",
+        ),
+        (
             {"faults": {"rank_heartbeat_timeout": None, "initial_rank_heartbeat_timeout": 9.0}},
             "faults.initial_rank_heartbeat_timeout", "null", "rank_heartbeat_timeout",
         ),

@@ -31,8 +31,8 @@ activation_function attn_pdrop embd_pdrop layer_norm_epsilon n_ctx n_embd n_head
 
 def test_the_table_names_keys_that_exist_and_none_of_a_recipes_own() -> None:
     assert set(SAME) <= set(keys())
-    # A mapping in config.json, true or false here; and keys of data, data.chat and lora, which mean more in others.
-    assert not set(SYNONYMS) & LEAVES - {"rope_scaling", "max_length", "dropout", "steps"}
+    # A mapping in config.json, true or false here; and keys of data, distill, lora and train.adversarial.
+    assert not set(SYNONYMS) & LEAVES - {"rope_scaling", "max_length", "dropout", "steps", "top_k", "norm"}
     noted = [name for names, _ in NOTES for name in names.split()]
     assert len(noted) == len(set(noted))
     assert all(found.keys or found.note for found in SYNONYMS.values())

@@ -11,16 +11,18 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from llmrecipes.bench.report import Row
 from llmrecipes.bench.report import page as gpu_page
 from llmrecipes.cli import app as cli
 from llmrecipes.recipe.load import load, to_yaml
-from llmrecipes.report import build, charts
+from llmrecipes.report import build, charts, comparison
 from llmrecipes.report.history import history
 from llmrecipes.report.records import Records
 from llmrecipes.rundir import Run
+from llmrecipes.tracking.energy import Energy
 
 TOKEN = "hf_" + "a1B2" * 9
 HOSTILE = "<script>alert(1)</script>\"'&<img src=x onerror=alert(2)>"
@@ -273,8 +275,14 @@ def test_experts_layers_and_ranks_are_drawn(tmp_path: Path) -> None:
         return [{"layer": layer, "tokens_per_expert": [n, 0, 8], "imbalance": 1.5, "dropped": 1, "entropy": 0.5}
                 for layer in (1, 2)]  # fmt: skip
 
+    def histograms(n: int) -> dict[str, Any]:
+        bins = {"low": -10, "negative": [n, 0], "zero": 9, "positive": [1, 4]}
+        return {"gradient": {"mlp_fc1": bins, "norm": bins | {"low": "x"}}, "weight": {"embedding": bins}}
+
     lines = [
-        step(n, BEGAN + n, experts=balance(n), norms={"gradient": [0.1 * n, None]}, updates={"layer_01/q": 0.5 * n},
+        step(n, BEGAN + n, experts=balance(n), token_accuracy=0.125 * n,
+             layers={"attention_logit": {"max": [2.0 * n, None]}}, histograms=histograms(n),
+             norms={"gradient": [0.1 * n, None]}, updates={"layer_01/q": 0.5 * n},
              nodes={"power_watts": {"min": 1.0, "median": 2.0, "max": 3.0, "min_node": "n0", "max_node": "n9"}},
              energy={"joules": 0.9e6, "tokens_per_joule": 7.5, "method": "nvml"},
              ranks={"compute_seconds": {"min": 1.0, "median": 1.5, "max": 2.0, "min_rank": 0, "max_rank": 7}})
@@ -283,11 +291,19 @@ def test_experts_layers_and_ranks_are_drawn(tmp_path: Path) -> None:
     make(tmp_path, "one", lines)
     html = written(tmp_path, "one")
     for name, *shown in (
+        ("loss", "Tokens predicted right, share", "training: first 0.125, last 0.375"),
         ("experts", "layer 1: 1 of 3, layer 2: 1 of 3"),
-        ("layers", "Norms, gradient", "Updates, q"),
+        ("layers", "Norms, gradient", "Updates, q", "Layers, attention logit, max"),
+        (
+            "layers",
+            "Gradients by size at step 3, share of each kind",
+            "mlp fc1",
+            "Weights by size, share of all",
+            "2^-9",
+        ),
         ("stragglers", "rank 7", "Compute"),
         ("nodes", "n9", "Power, W"),
-        ("energy", "0.75 kWh", "measured by nvml", "7.5"),
+        ("energy", "0.75 kWh", "measured by nvml", "Tokens a joule"),
     ):
         section = html.split(f'<section id="{name}">')[1].split("</section>")[0]
         assert "<svg" in section and all(words in section for words in shown), (name, section)
@@ -313,6 +329,28 @@ def test_prices_and_power_of_a_profile_are_used(tmp_path: Path) -> None:
     hours = 2 * 46 / 3600
     for text in (f"{2 * hours:.2f} USD", f"{1.5 * hours:.3g} kWh", f"{0.75 * hours:.3g} kg"):
         assert text in words
+
+
+def test_recorded_energy_is_shown_and_compared_by_the_factors_of_a_profile_that_is_named(tmp_path: Path) -> None:
+    from llmrecipes.hardware.load import load_profile
+    from llmrecipes.hardware.profile import Costs
+
+    recorded = Energy().plus(3.6e6, ["nvml"], Costs(kg_co2_per_kwh=0.5)).plus(7.2e6, ["codecarbon"], None)
+    lines = [*interrupted(), {"step": 99, "time": BEGAN + 99, "event": "energy", "details": recorded.details(10)}]
+    one, two = (Run(make(tmp_path, name, each)) for name, each in (("one", lines), ("two", interrupted())))
+    html, material = build.report(one, tmp_path)
+    section = html.split('<section id="energy">')[1].split("</section>")[0]
+    assert "3 kWh" in section and "measured by nvml, modelled by codecarbon" in section
+    assert "CO₂" not in section, "the factor of a start is not known"
+    assert build.as_dict(material)["energy"] == recorded.values()
+    costs = Costs(watts_per_gpu=1000.0, pue=1.5, kg_co2_per_kwh=0.5)
+    profile = load_profile("h100-ib").model_copy(update={"costs": costs})
+    assert "2.25 kg" in Pages(build.report(one, tmp_path, profile)[0]).words
+    page = Pages(comparison.report([one.path, two.path], tmp_path, profile)[0]).words
+    assert "energy, kWh" in page and "estimated from a cluster profile" in page
+    page = Pages(comparison.report([one.path, two.path], tmp_path)[0]).words
+    assert "energy, kWh" in page and "estimated" not in page
+    assert "energy, kWh" not in Pages(comparison.report([two.path, two.path], tmp_path)[0]).words
 
 
 def test_a_comparison_names_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -375,3 +413,8 @@ def test_the_page_of_a_gpu_report_is_escaped_too() -> None:
     page = Pages(gpu_page([Row(stage="right", item=HOSTILE, quantity="q", status="failed", note=TOKEN)], [HOSTILE]))
     assert HOSTILE in page.words and TOKEN not in page.words
     assert "script" not in {tag for tag, _ in page.tags}
+
+
+def test_the_line_of_a_long_curve_is_the_median_of_each_column() -> None:
+    y = np.array([3.0, 1.0, 2.0, 9.0, 7.0, 5.0])
+    assert charts._medians(y, np.array([0, 3, 5])) == [2.0, 8.0, 5.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import multiprocessing
 import os
 import signal
@@ -25,7 +26,7 @@ from llmrecipes.search.budget import used
 from llmrecipes.search.trials import WORKER, own_trials
 from llmrecipes.search.worker import Worker
 from tests.refusals import refused
-from tests.unit.search_lab import LR, Curves, bowl, curves, ran, searched, states, worker
+from tests.unit.search_lab import LR, Curves, bowl, curves, ran, searched, states, use_curves, worker
 
 __all__ = ["curves"]
 
@@ -135,7 +136,7 @@ def test_a_killed_search_is_continued_and_its_trial_resumed(
     monkeypatch.setattr(Curves, "loss", staticmethod(dies_at(3)))
     process = FORK.Process(target=search_in_a_process, args=(recipe, tmp_path))
     process.start()
-    process.join(60)
+    process.join(240)
     assert process.exitcode == -signal.SIGKILL
     monkeypatch.setattr(Curves, "loss", staticmethod(bowl))
     again = ran(recipe, tmp_path, resume=True)
@@ -173,23 +174,33 @@ def dies_at_write(recipe: Recipe, folder: Path, number: int) -> None:
     search_in_a_process(recipe, folder)
 
 
-@pytest.mark.parametrize("kind", ["journal", pytest.param("sqlite", marks=pytest.mark.slow)])
-def test_a_search_may_be_killed_at_any_write(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Again and again, later each time: no trial is lost, none is trained twice, and their number is exact."""
-    monkeypatch.setattr("llmrecipes.search.worker.IDLE_SECONDS", 0.05)
-    monkeypatch.setattr(study, "FILLED_WITHIN", 0.1)
+def killed_again_and_again(recipe: Recipe, folder: Path, stride: int) -> None:
+    """Write the exit codes of a search that is killed again and again, later each time: before or after a write."""
+    with pytest.MonkeyPatch.context() as patch:
+        use_curves(patch)
+        patch.setattr("llmrecipes.search.worker.IDLE_SECONDS", 0.05)
+        patch.setattr(study, "FILLED_WITHIN", 0.1)
+        codes: list[int | None] = []
+        while len(codes) < 150 and 0 not in codes:
+            process = FORK.Process(target=dies_at_write, args=(recipe, folder, stride * len(codes) + 1))
+            process.start()
+            process.join(300)
+            codes.append(process.exitcode)
+    (folder / "codes.json").write_text(json.dumps(codes))
+
+
+@pytest.mark.parametrize(("kind", "stride"), [("journal", 1), pytest.param("sqlite", 3, marks=pytest.mark.slow)])
+def test_a_search_may_be_killed_at_any_write(kind: str, stride: int, tmp_path: Path) -> None:
+    """No trial is lost, none is trained twice, and their number is exact."""
     recipe = searched(
         n_trials=5, enqueue_trials=[{"optimizer.lr": 0.5}], pruner={"type": "NopPruner"}, max_retry=150,
         grace_period=1, **kept(kind, tmp_path),
     )  # fmt: skip
-    codes = []
-    for number in range(1, 150):
-        process = FORK.Process(target=dies_at_write, args=(recipe, tmp_path, number))
-        process.start()
-        process.join(300)
-        codes.append(process.exitcode)
-        if codes[-1] == 0:
-            break
+    # Its children would inherit the threads' locks of whatever ran before in this process, and crashed of them.
+    clean = multiprocessing.get_context("spawn").Process(target=killed_again_and_again, args=(recipe, tmp_path, stride))
+    clean.start()
+    clean.join()
+    codes = json.loads((tmp_path / "codes.json").read_text())
     assert codes[-1] == 0
     assert set(codes[:-1]) == {-signal.SIGKILL}
     assert len(codes) > 10

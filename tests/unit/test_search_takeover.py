@@ -158,13 +158,13 @@ def test_a_job_ends_when_its_run_is_given_to_another(boot: str, tmp_path: Path) 
         process.send_signal(signal.SIGSTOP)
         lease.take(tmp_path / "run", "newer")
         process.send_signal(signal.SIGCONT)
-        assert process.wait(60) == 137
+        assert process.wait(240) == 137
 
 
 def test_a_job_of_another_machine_is_cancelled(tmp_path: Path) -> None:
     with job_elsewhere(tmp_path / "run") as (process, ref):
         handle(ref).cancel()
-        assert process.wait(60) == ExitCode.REQUEUE
+        assert process.wait(240) == ExitCode.REQUEUE
         assert handle(ref).state == JobState.CANCELLED
 
 
@@ -214,7 +214,7 @@ def test_the_job_of_a_trial_that_is_given_up_is_cancelled_first(tmp_path: Path, 
     with job_elsewhere(made.place.run_dir("lab-0000")) as (process, _):
         lose(made, now)
         assert states(made.study) == ["FAIL"]
-        assert process.wait(60) == ExitCode.REQUEUE
+        assert process.wait(240) == ExitCode.REQUEUE
 
 
 @pytest.mark.parametrize("max_retry", [0, 1])

@@ -182,7 +182,7 @@ def test_transformers_own_server_answers_with_greedy_text(tmp_path: Path, unused
         with urllib.request.urlopen(asked, timeout=120) as answer:  # noqa: S310
             assert json.load(answer)["choices"][0]["text"] == expected
         process.send_signal(signal.SIGINT)
-        printed, _ = process.communicate(timeout=60)
+        printed, _ = process.communicate(timeout=240)
         assert process.returncode == 0, printed
     finally:
         process.kill()
@@ -199,9 +199,9 @@ def test_the_server_ends_with_the_command(
     assert answer["arguments"] == arguments
     child = psutil.Process(answer["process"])
     process.send_signal(number)
-    printed, _ = process.communicate(timeout=60)
+    printed, _ = process.communicate(timeout=240)
     assert process.returncode == (-signal.SIGKILL if number is signal.SIGKILL else 0), printed
-    child.wait(timeout=60)
+    child.wait(timeout=240)
     assert "Traceback" not in printed
 
 
@@ -216,7 +216,7 @@ def test_llama_cpp_gets_a_converted_file(model: Path, standins: Path, unused_por
         str(unused_port),
     ]
     process.terminate()
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     assert (model / "model.gguf").read_text("utf-8") == "converted" and not (model / ".model.gguf.part").exists()
 
 

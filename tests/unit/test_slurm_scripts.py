@@ -136,7 +136,9 @@ def test_scripts_pass_on_what_they_are_given(lab: Lab, value: str) -> None:
 
 
 def test_the_doctor_gets_the_nodes_because_a_container_has_no_scontrol(lab: Lab) -> None:
-    assert value_after(lab.train().calls[0], "--nodes") == "n1,n2"
+    call = lab.train().calls[0]
+    assert value_after(call, "--nodes") == "n1,n2"
+    assert value_after(call, "--record") == f"{value_after(call, '--runs-dir')}/.doctor-7.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -180,10 +182,39 @@ def test_it_stays_out_until_its_time_is_over_and_the_users_own_nodes_stay_out(la
     assert ended.scontrol == ["requeuehold 7", "update JobId=7 ExcNodeList=", "release 7"]
 
 
+def test_ranks_add_slow_nodes_which_the_requeued_job_leaves_out(lab: Lab) -> None:
+    slow = 'echo "$(date +%s) n2" >> "$LLMRECIPES_BAD_NODES";'
+    ended = lab.train("--bad-nodes", f"{lab.folder}/bad", TRAINING=slow, OUTCOME="75")
+    assert (ended.code, ended.scontrol) == (75, ["requeuehold 7", "update JobId=7 ExcNodeList=n2", "release 7"]), (
+        ended.said
+    )
+
+
+def test_slow_nodes_stay_where_too_few_are_left_without_them(lab: Lab) -> None:
+    """A node was lost since the start, when the ranks were told that one could be left out."""
+    record = lab.folder / "bad"
+    bad = f"{int(time.time())} n5"
+    record.write_text(f"{bad}\n")
+    slow = f'echo "$LLMRECIPES_NODES_TO_SPARE" > {lab.folder}/spare; echo "$(date +%s) n2" >> "$LLMRECIPES_BAD_NODES";'
+    gone = f'printf "#!/bin/sh\\necho n1; echo n2" > {lab.programs}/sinfo;'
+    ended = lab.train("--bad-nodes", str(record), TRAINING=slow + gone, OUTCOME="75", USABLE="n1 n2 n3 n5")
+    assert (lab.folder / "spare").read_text() == "1\n", "n1, n2 and n3, of which two are needed"
+    assert (ended.code, ended.scontrol) == (75, ["requeuehold 7", "update JobId=7 ExcNodeList=n5", "release 7"]), (
+        ended.said
+    )
+    assert record.read_text().splitlines() == [bad]
+    assert "n2 stays" in ended.said
+
+
 def test_a_job_is_held_when_too_few_nodes_are_left(lab: Lab) -> None:
     ended = lab.train(DOCTOR="1", BAD="n2", USABLE="n1 n2")
     assert (ended.code, ended.scontrol) == (93, ["requeuehold 7"]), ended.said
     assert "scontrol release 7" in ended.said
+
+
+def test_an_elastic_job_goes_on_with_the_nodes_that_are_left(lab: Lab) -> None:
+    ended = lab.train("--min-nodes", "1", DOCTOR="1", BAD="n2", USABLE="n1 n2")
+    assert (ended.code, ended.scontrol[-1]) == (75, "release 7"), ended.said
 
 
 def test_a_job_whose_nodes_cannot_be_changed_stays_held(lab: Lab) -> None:
@@ -431,17 +462,23 @@ def test_scripts_refuse_what_they_do_not_know(lab: Lab, arguments: list[str], wh
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--ranks-per-node", "0"), ("--max-restarts", "x"), ("--exclude-hours", "-1"), ("--bind", "maybe")],
+    [
+        ("--ranks-per-node", "0"),
+        ("--max-restarts", "x"),
+        ("--exclude-hours", "-1"),
+        ("--min-nodes", "0"),
+        ("--bind", "maybe"),
+    ],
 )
 def test_values_that_are_no_numbers_are_refused(lab: Lab, option: str, value: str) -> None:
     ended = lab.train(option, value)
     assert (ended.code, ended.calls) == (2, []) and option in ended.said
 
 
-def test_arrays_and_heterogeneous_jobs_are_refused(lab: Lab) -> None:
-    for script in ("train.sbatch", "prepare.sbatch"):
-        ended = lab.run(script, "x", SLURM_ARRAY_JOB_ID="5")
-        assert (ended.code, ended.calls) == (2, []) and "array" in ended.said
+def test_arrays_share_the_preparation_and_are_refused_otherwise(lab: Lab) -> None:
+    assert lab.run("train.sbatch", "x", SLURM_ARRAY_JOB_ID="5").code == 2
+    [prepare] = lab.run("prepare.sbatch", "x", SLURM_ARRAY_JOB_ID="5", SLURM_CPUS_PER_TASK="6").calls
+    assert value_after(prepare, "--tasks") == "6" and prepare[-1] == "x"
     for script in ("train.sbatch", "prepare.sbatch", "search.sbatch"):
         ended = lab.run(script, "x", SLURM_HET_SIZE="2", SLURM_JOB_NUM_NODES="1")
         assert (ended.code, ended.calls) == (2, []) and "heterogeneous" in ended.said

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from llmrecipes.cli.app import run
+from llmrecipes.launch.kubernetes.objects import to_yaml
 from tests.kubernetes_schemas import require_valid
 from tests.refusals import require_message
 
@@ -258,6 +261,18 @@ def test_without_data_the_run_is_not_created(cluster: Path, capsys: pytest.Captu
 def test_pods_without_gpus_tokenize_themselves(cluster: Path) -> None:
     assert run(COMMAND) == 0
     assert prepares(applied(cluster)) == []
+
+
+def test_several_pods_tokenize_together(golden: Callable[[str, Any], None], capsys: pytest.CaptureFixture[str]) -> None:
+    """An indexed Job, each pod of which encodes shards with a task for each of its cores."""
+    assert run([*ON_GPUS, "--prepare-tasks", "4", "--run-id", "first", "--dry-run", "--json"]) == 0
+    _, job = json.loads(capsys.readouterr().out)["prepare_objects"]
+    require_valid(job)
+    spec = job["spec"]
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 4, 4)
+    [container] = spec["template"]["spec"]["containers"]
+    assert container["command"][-2:] == ["--tasks", container["resources"]["requests"]["cpu"]]
+    golden("k8s-prepare-indexed.yaml", to_yaml([job]))
 
 
 @pytest.mark.parametrize("queue", [None, "research"])

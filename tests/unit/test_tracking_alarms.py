@@ -199,6 +199,21 @@ def test_targets_that_cannot_work_are_said_once(
     assert said.empty()
 
 
+@pytest.mark.parametrize(
+    "url", ["https://host/s3cret path", "https://host/s3cret\r", "http://[s3cret/x", "http://host:s3cret/x"]
+)
+def test_a_malformed_url_is_said_once_without_its_text(
+    tmp_path: Path, said: SimpleQueue[str], monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    sent = sink(tmp_path, said, monkeypatch, url=url)
+    sent.note(alarm(1))
+    sent.close("FINISHED")
+    line = said.get(timeout=WAIT)
+    assert "HOOK" in line
+    assert "s3cret" not in line
+    assert said.empty()
+
+
 def test_nothing_is_started_without_a_target(
     tmp_path: Path, said: SimpleQueue[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,11 +18,15 @@ from llmrecipes.tracking.events import LayerBalance, StepMetrics, expert_metrics
 from llmrecipes.tracking.mlflow.client import METRICS_IN_A_BATCH
 from llmrecipes.tracking.mlflow.database import tracking_uri
 from llmrecipes.tracking.run_tracker import RunTracker
+from llmrecipes.tracking.tensorboard import edges
 
 
 def layer(number: int, *tokens: int, **changes: Any) -> LayerBalance:
     values: dict[str, Any] = {"imbalance": 1.5, "dropped": 3, "entropy": 1.25, "z_loss": 4.0}
     return LayerBalance(layer=number, tokens_per_expert=tokens, **(values | changes))
+
+
+BINS = {"low": -2, "negative": [5, 0], "zero": 1, "positive": [2, 3]}
 
 
 def step(number: int, experts: tuple[LayerBalance, ...] | None) -> StepMetrics:
@@ -37,6 +41,9 @@ def step(number: int, experts: tuple[LayerBalance, ...] | None) -> StepMetrics:
         tokens_per_second=80.0,
         moe_aux_loss=None if experts is None else 1.1,
         experts=experts,
+        token_accuracy=None if experts is None else 0.25,
+        layers=None if experts is None else {"attention_logit": {"max": [3.5]}},
+        histograms=None if experts is None else {"weight": {"mlp_fc1": BINS}},
     )
 
 
@@ -69,7 +76,7 @@ def test_a_step_names_every_layer(tmp_path: Path) -> None:
     broken = layer(4, 0, 8, entropy=math.nan)
     run_dir = record(tmp_path, step(1, None), step(2, (layer(2, 5, 3), broken)), mlflow=False)
     lines = [json.loads(line, parse_constant=pytest.fail) for line in (run_dir / "metrics.jsonl").open()]
-    assert lines[0].keys().isdisjoint({"experts", "moe_aux_loss"})
+    assert lines[0].keys().isdisjoint({"experts", "moe_aux_loss", "token_accuracy"})
     assert lines[1]["moe_aux_loss"] == 1.1
     assert lines[1]["experts"][0] == {
         "layer": 2,
@@ -83,7 +90,17 @@ def test_a_step_names_every_layer(tmp_path: Path) -> None:
     board = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in board.Scalars("moe/layer_02/imbalance")] == [(2, 1.5)]
     assert [event.value for event in board.Scalars("moe/dropped")] == [6.0]
+    assert [(event.step, event.value) for event in board.Scalars("train/token_accuracy")] == [(2, 0.25)]
+    assert [event.value for event in board.Scalars("layers/attention_logit/layer_01/max")] == [3.5]
+    assert lines[1]["histograms"] == {"weight": {"mlp_fc1": BINS}}
+    (drawn,) = (event.histogram_value for event in board.Histograms("histograms/weight/mlp_fc1"))
+    assert (drawn.min, drawn.max, drawn.num) == (-1.0, 1.0, 11)
+    assert list(drawn.bucket_limit) == [-0.5, -0.25, 0.25, 0.5, 1.0] and list(drawn.bucket) == [0, 5, 1, 2, 3]
     assert math.isnan(board.Scalars("moe/layer_04/entropy")[0].value)
+
+
+def test_a_histogram_of_zeros_has_one_bin() -> None:
+    assert edges({"low": -48, "negative": [], "zero": 4, "positive": []}) == ([2.0**-48], [4])
 
 
 def test_experts_have_curves_of_their_own_as_long_as_they_are_few() -> None:
@@ -114,6 +131,8 @@ def test_a_step_with_more_values_than_one_mlflow_request_allows(
     assert metrics["moe/imbalance_max"] == 60.0 and metrics["moe/dropped"] == 180.0
     assert metrics["moe/layer_60/expert_15/tokens"] == 15.0
     assert metrics["train/loss"] == 5.0 and metrics["train/moe_aux_loss"] == 1.1
+    assert metrics["train/token_accuracy"] == 0.25 and metrics["layers/attention_logit/layer_01/max"] == 3.5
+    assert not [name for name in metrics if "histogram" in name]
     assert sum(name.startswith("moe/layer_") for name in metrics) == 60 * (16 + len(NUMBERS))
 
 

@@ -232,7 +232,7 @@ def die(_connection, _cursor, statement, *_):
 
 require_database({uri!r}, {str(tmp_path)!r})
 """
-    killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False, timeout=120)
+    killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False, timeout=240)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not (tmp_path / "mlflow.db").exists()
     require_database(uri, str(tmp_path))

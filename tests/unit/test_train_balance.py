@@ -16,12 +16,12 @@ from llmrecipes.faults.signals import StopRequest
 from llmrecipes.train.loaders import DataLoaders
 from llmrecipes.train.loop import Loop
 from tests.dist.worlds import GlooWorld
+from tests.helpers import engine_of
 from tests.unit.balance_worker import (
     EXPERTS,
     SEQUENCE,
     TOPK,
     balances,
-    make_engine,
     micro_batches,
     moe_recipe,
     one_step,
@@ -46,7 +46,7 @@ def indifferent(engine: MegatronEngine) -> None:
 
 
 def test_counts_are_those_of_all_micro_batches(world: World) -> None:
-    engine = make_engine(moe_recipe())
+    engine = engine_of(moe_recipe())
     chosen = [torch.zeros(EXPERTS, dtype=torch.long) for _ in routers(engine)]
     for seen, router in zip(chosen, routers(engine), strict=True):
 
@@ -67,7 +67,7 @@ def test_jitter_disturbs_the_input_of_routers_by_eps_and_only_in_training(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     eps = 0.25
-    engine = make_engine(moe_recipe(moe_input_jitter_eps=eps))
+    engine = engine_of(moe_recipe(moe_input_jitter_eps=eps))
     gating = TopKRouter.gating
     given: list[torch.Tensor] = []
     factors: list[torch.Tensor] = []
@@ -109,7 +109,7 @@ def test_jitter_disturbs_the_input_of_routers_by_eps_and_only_in_training(
     ],
 )
 def test_a_router_that_has_no_preference(world: World, model: dict[str, Any], each: int, dropped: int) -> None:
-    engine = make_engine(moe_recipe(**model))
+    engine = engine_of(moe_recipe(**model))
     indifferent(engine)
     layer = one_step(engine).layers[0]
     assert sorted(layer.tokens_per_expert) == [0, 0, each, each]
@@ -121,8 +121,8 @@ def test_a_router_that_has_no_preference(world: World, model: dict[str, Any], ea
 
 def test_recomputation_and_evaluation_are_not_counted(world: World) -> None:
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    plain = one_step(make_engine(moe_recipe()))
-    engine = make_engine(moe_recipe(train=full))
+    plain = one_step(engine_of(moe_recipe()))
+    engine = engine_of(moe_recipe(train=full))
     assert engine.balance is not None
     engine.balance.start()
     engine.evaluate(micro_batches(), 1)
@@ -131,7 +131,7 @@ def test_recomputation_and_evaluation_are_not_counted(world: World) -> None:
 
 
 def test_steps_that_are_not_counted_leave_no_trace(world: World) -> None:
-    engine = make_engine(moe_recipe(moe_aux_loss_coeff=0.01))
+    engine = engine_of(moe_recipe(moe_aux_loss_coeff=0.01))
     indifferent(engine)
     engine.optimizer.param_groups[0]["lr"] = 0.0
     first = one_step(engine)
@@ -142,7 +142,7 @@ def test_steps_that_are_not_counted_leave_no_trace(world: World) -> None:
 
 
 def test_a_run_measures_some_of_its_steps(world: World) -> None:
-    engine = make_engine(moe_recipe(train={"train_iters": 12}))
+    engine = engine_of(moe_recipe(train={"train_iters": 12}))
     measured: list[int] = []
     sink: Any = SimpleNamespace(
         step=lambda metrics: measured.append(metrics.step) if metrics.experts else None,
@@ -163,7 +163,7 @@ def test_a_run_measures_some_of_its_steps(world: World) -> None:
 
 @pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss", "global_aux_loss"])
 def test_auxiliary_loss_is_the_mean_of_layers_and_micro_batches(world: World, kind: str) -> None:
-    engine = make_engine(moe_recipe(moe_aux_loss_coeff=0.01, moe_router_load_balancing_type=kind))
+    engine = engine_of(moe_recipe(moe_aux_loss_coeff=0.01, moe_router_load_balancing_type=kind))
     # All tokens on two of four experts, each expert with probability 1/4: 4 · (2 · 1/2 · 1/4) = 1, in every step.
     for _ in range(2):
         indifferent(engine)
@@ -171,17 +171,17 @@ def test_auxiliary_loss_is_the_mean_of_layers_and_micro_batches(world: World, ki
 
 
 def test_there_is_no_auxiliary_loss_without_its_coefficient(world: World) -> None:
-    assert one_step(make_engine(moe_recipe())).aux_loss is None
+    assert one_step(engine_of(moe_recipe())).aux_loss is None
 
 
 def test_dense_layers_and_dense_models_have_no_balance(world: World) -> None:
-    (layer,) = one_step(make_engine(moe_recipe(moe_layer_freq=[0, 1]))).layers
+    (layer,) = one_step(engine_of(moe_recipe(moe_layer_freq=[0, 1]))).layers
     assert layer.layer == 2
-    assert make_engine(moe_recipe(num_moe_experts=None)).balance is None
+    assert engine_of(moe_recipe(num_moe_experts=None)).balance is None
 
 
 def test_prediction_layers_follow_the_others(world: World) -> None:
-    layers = one_step(make_engine(moe_recipe(mtp_num_layers=1, position_embedding_type="rope"))).layers
+    layers = one_step(engine_of(moe_recipe(mtp_num_layers=1, position_embedding_type="rope"))).layers
     assert [layer.layer for layer in layers] == [1, 2, 3]
     assert all(sum(layer.tokens_per_expert) == TOKENS * TOPK for layer in layers)
 
@@ -194,7 +194,7 @@ def test_expert_bias_turns_tokens_away_from_crowded_experts(world: World) -> Non
         moe_router_load_balancing_type="none",
     )
     # The bias alone has to do it: the weights stay.
-    engine = make_engine(recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"lr": 1e-12})}))
+    engine = engine_of(recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"lr": 1e-12})}))
     crooked = [0.3, 0.0, 0.0, -0.3]
     for router in routers(engine):
         router.expert_bias.copy_(torch.tensor(crooked))
@@ -223,7 +223,7 @@ def test_two_ranks_count_what_one_does(world: World, worlds: dict[int, GlooWorld
             "expert_tensor_parallel_size": 1,
         },
     }
-    alone = one_step(make_engine(moe_recipe(moe_aux_loss_coeff=0.01)))
+    alone = one_step(engine_of(moe_recipe(moe_aux_loss_coeff=0.01)))
     found = worlds[2].run(balances, layouts)
     assert list(found) == list(layouts)
     for name, balance in found.items():

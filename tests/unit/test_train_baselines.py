@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llmrecipes.checkpoint.manifest import Monitored
 from llmrecipes.data.dataset import build
 from llmrecipes.data.ngram import KneserNey
 from llmrecipes.data.prepare import Prepared, prepare
@@ -25,6 +26,8 @@ from llmrecipes.data.prepared import (
 )
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.stage_runs import stage_recipes
+from llmrecipes.recipe.stage_section import Stage
 from llmrecipes.train import summary
 from llmrecipes.train.summary import Baseline, cheap, counting, table
 from tests.unit.data_recipes import corpus, recipe
@@ -129,9 +132,16 @@ def test_a_finished_run_does_not_fail_over_its_baselines(
     assert "00-train.bin" in lines[-1]
 
 
+def test_a_stage_has_seen_fewer_tokens_than_its_run(made: tuple[Recipe, Prepared]) -> None:
+    (stage,) = stage_recipes(made[0].model_copy(update={"stages": (Stage(name="all"),)}))
+    lines = summary.learnt(made[1], _loop((stage, made[1]), "cpu"), loss=2.0)
+    assert not any("trigrams" in line for line in lines) and "stages" in lines[-1]
+
+
 def _loop(made: tuple[Recipe, Prepared], platform: str) -> Any:
     return SimpleNamespace(
         plan=SimpleNamespace(recipe=made[0]),
+        monitored=Monitored(),
         loaders=SimpleNamespace(bits_per_byte=bits_of(made)),
         engine=SimpleNamespace(platform=SimpleNamespace(name=platform)),
     )

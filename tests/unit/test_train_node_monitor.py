@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from llmrecipes.train.node_monitor import Gpus, NodeReadings, Sampler, monitored
+from llmrecipes.train.node_monitor import SECONDS, Gpus, NodeReadings, Sampler, monitored
 
 
 class NvmlError(Exception):
@@ -143,10 +143,15 @@ def test_the_process_reads_this_machine_and_ends_with_its_block(tmp_path: Path) 
     seen: dict[str, float] = {}
     before = set(psutil.Process().children())
     with monitored(tmp_path) as readings:
-        end = time.monotonic() + 120
+        end = time.monotonic() + 240
         while not seen and time.monotonic() < end:
             seen = readings.take()
             time.sleep(0.05)
+        samples, asked = readings._read()[0], time.monotonic()
+        for _ in range(2):
+            readings.refresh(60)
+        assert readings._read()[0] >= samples + 2
+        assert time.monotonic() - asked < SECONDS, "at once, not when the next ones are due"
     assert set(psutil.Process().children()) == before
     assert 0 < seen["memory_use"] <= 1
     assert 0 < seen["disk_use"] <= 1

@@ -78,6 +78,29 @@ def test_json_that_would_be_a_traceback_is_refused(folder: Path, text: bytes) ->
 def test_json_at_the_limits_is_read() -> None:
     assert untrusted.parse_json(b"[" * 64 + b"]" * 64)
     assert untrusted.parse_json(b'"\\ud83d\\ude00"') == "\U0001f600"
+    assert untrusted.parse_line(b"[" * 64 + b"]" * 64)
+
+
+LINES = (
+    b'{"a": [1, -2.5e-3, true, null, "\\u00e9"], "b": {"c": []}}\n',
+    b'{"a": NaN, "b": [Infinity, -Infinity]}', b"12" * 40,
+    b'{"a": 1, "a": 2}', b"\xef\xbb\xbf{}", b'"\\ud83d\\ude00"', b"1e999",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", LINES)
+def test_a_line_has_the_value_of_json(text: bytes) -> None:
+    assert repr(untrusted.parse_line(text)) == repr(untrusted.parse_json(text))
+
+
+@pytest.mark.parametrize(
+    "text", [b"{", b"", b'"\xff"', b'"\\ud83d"', b"[" * 65 + b"]" * 65, b"[" * 10**6, b"[1]" + b"[" * 70, b"9" * 5000]
+)
+def test_a_line_is_refused_as_other_json_is(text: bytes) -> None:
+    with pytest.raises(untrusted.Refused):
+        untrusted.parse_json(text)
+    with pytest.raises(untrusted.Refused):
+        untrusted.parse_line(text)
     with pytest.raises(ValueError):
         untrusted.parse_json(b"{")
 

@@ -66,6 +66,7 @@ def test_a_wheel_has_its_recipes_and_renders_jobs(installed: Program) -> None:
     script = next(word for word in installed(*job, "--to", "slurm").stdout.split() if word.endswith("/train.sbatch"))
     assert Path(script).read_text("utf-8") == (ROOT / "slurm" / "train.sbatch").read_text("utf-8")
     base = Path(script).parents[1] / "k8s" / "job" / "job.yaml"
+    assert (Path(script).parents[2] / "tracking" / "grafana.json").is_file()
     assert base.read_text("utf-8") == (ROOT / "k8s" / "job" / "job.yaml").read_text("utf-8")
     image = f"registry.example.com/llmrecipes@sha256:{'0' * 64}"
     objects = yaml.safe_load_all(installed(*job, "--to", "k8s", "--image", image).stdout.partition("\n---\n")[2])

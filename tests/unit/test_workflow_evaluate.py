@@ -224,7 +224,7 @@ def test_a_signal_leaves_no_half_result(run_dir: Path, data_dir: Path) -> None:
         if "perplexity" in line:
             break
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     assert process.returncode != 0
     after = (other / "evaluations.jsonl").read_bytes() if (other / "evaluations.jsonl").exists() else b""
     assert after == before

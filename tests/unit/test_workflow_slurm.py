@@ -121,6 +121,9 @@ def test_a_rank_blocks_its_signals_before_it_loads_torch() -> None:
     assert done.stdout.split() == ["True", "False", "True", "closed"], done.stderr
 
 
+STOPS = tiny(train={"train_iters": 10, "early_stop": {"patience": 2}}).train
+
+
 @pytest.mark.parametrize(
     ("status", "is_finished"),
     [
@@ -129,11 +132,14 @@ def test_a_rank_blocks_its_signals_before_it_loads_torch() -> None:
         ({"state": "saved", "step": 10}, False),
         ({}, False),
         ({"state": "finished", "step": "10"}, False),
+        ({"state": "finished", "step": 9, "ended_by": STOPS.stop_rules}, True),
+        ({"state": "finished", "step": 9, "ended_by": {**STOPS.stop_rules, "target_loss": 2.0}}, False),
+        ({"state": "saved", "step": 9, "ended_by": STOPS.stop_rules}, False),
     ],
 )
 def test_finished(status: dict[str, object], is_finished: bool, tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text(json.dumps(status))
-    assert Run(tmp_path).is_finished(10) is is_finished
+    assert Run(tmp_path).is_finished(STOPS) is is_finished
 
 
 def test_restarts_without_progress_stop(tmp_path: Path) -> None:
@@ -168,7 +174,11 @@ def test_ranks_on_detected_gpus_get_their_environment(
     # Tokenizing would keep 16 GPUs waiting.
     assert slurm.main([*asked, "--", recipe]) == 2
     require_message(capsys.readouterr().err, "data", rule=("--prepare", "slurm/prepare.sbatch"))
+    # What the doctor said in this job, on whose start the run's directory was not known yet.
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    (tmp_path / "runs" / ".doctor-7.jsonl").write_text('{"findings": []}\n')
     assert slurm.main([*asked, "--prepare", "--bind", "--", recipe]) == 0
+    assert (tmp_path / "runs/tiny/mine/logs/doctor.jsonl").read_text() == '{"findings": []}\n'
     job = SlurmJob.model_validate_json(Path(capsys.readouterr().out.strip()).read_text("utf-8"))
     assert job.run.on_gpus and job.bind
     assert job.environment["OMP_NUM_THREADS"] == "16"

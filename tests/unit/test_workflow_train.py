@@ -17,6 +17,8 @@ import torch
 
 from llmrecipes.cli import app as cli
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu, detect
+from llmrecipes.hardware.load import load_profile
+from llmrecipes.hardware.profile import COSTS, Costs
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.rundir import Run
@@ -25,7 +27,7 @@ from llmrecipes.train import worker
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow import run
 from llmrecipes.workflow import train as workflow
-from llmrecipes.workflow.start import Machine, PreparedStart
+from llmrecipes.workflow.start import Machine, PreparedStart, costs
 from llmrecipes.workflow.train import one_batch_recipe
 from tests.helpers import checkpoint_values, lines, tiny, tiny_on, train_lines, write_recipe
 from tests.refusals import refused, require_message
@@ -341,6 +343,23 @@ def test_a_rank_refuses_another_plan_than_the_one_that_was_checked(
         assert workflow.start(replace(ready, spec=other)) == 2
         require_message(capfd.readouterr().err, f"rank 0 on {socket.gethostname()}", rule=(name, str(value)))
     assert not ready.spec.run.exists()
+
+
+def test_carbon_is_by_the_profile_then_by_the_site_of_a_pod_then_by_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = tiny(tracking={"kg_co2_per_kwh": 0.1})
+    laptop = load_profile("laptop")
+    priced = laptop.model_copy(update={"costs": Costs(pue=1.2, kg_co2_per_kwh=0.4)})
+    assert costs(tiny(), laptop) is None
+    assert costs(named, laptop) == costs(named, None) == Costs(kg_co2_per_kwh=0.1)
+    assert costs(named, priced) == priced.costs
+    assert costs(named, laptop.model_copy(update={"costs": Costs(pue=1.2)})) == Costs(pue=1.2, kg_co2_per_kwh=0.1)
+    monkeypatch.setenv(COSTS, '{"pue": 1.3, "kg_co2_per_kwh": 0.2}')
+    assert costs(named, None) == Costs(pue=1.3, kg_co2_per_kwh=0.2)
+    assert costs(named, priced) == priced.costs
+    for text in ("{", '{"pue": 0.5}', '{"watts": 3}', "3"):
+        monkeypatch.setenv(COSTS, text)
+        with refused(COSTS, rule="kg_co2_per_kwh"):
+            costs(named, None)
 
 
 def test_ranks_know_the_nvlink_domain_of_the_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

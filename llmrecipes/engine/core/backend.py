@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from llmrecipes.checkpoint.state_format import Written
@@ -16,13 +17,16 @@ from llmrecipes.engine.core import ema, generation, update, world
 from llmrecipes.engine.core.checkpoint import initial
 from llmrecipes.engine.core.checkpoint.loader import load, read_index
 from llmrecipes.engine.core.checkpoint.tensors import StoredWeights
+from llmrecipes.engine.core.importance import measure
 from llmrecipes.engine.core.model.gpt import BuiltModel, build, construct
 from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.core.score import GPTScorer
 from llmrecipes.engine.core.weights import load_model, model_state
+from llmrecipes.engine.meters import Importance
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.hardware.profile import Group
 from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.graphs import GRAPHS
 from llmrecipes.recipe.overlap import OVERLAP
 from llmrecipes.recipe.schema import Recipe
 
@@ -61,6 +65,10 @@ class CoreBackend:
     def write_weights(self, plan: Plan, weights: WeightSource, directory: Path) -> tuple[Written, dict[str, str]]:
         return initial.write(plan, weights, directory)
 
+    def importance(self, plan: Plan, platform: Platform, entry: Entry, batches: Iterable[torch.Tensor]) -> Importance:
+        built = loaded(plan, platform, entry)
+        return measure(built.module, batches, plan.shape, platform.device)
+
     def learning_rate(self, recipe: Recipe, step: int) -> float:
         return update.learning_rate(recipe, step)
 
@@ -86,8 +94,8 @@ class TextGPT:
 
 
 def _for_any_shape(plan: Plan) -> Plan:
-    """Without user buffers, which have the shape of a micro-batch of training."""
-    none = {name: None for name in OVERLAP if name.startswith("tp_comm")}
+    """Without user buffers and CUDA graphs, which have the shape of a micro-batch of training."""
+    none = {name: None for name in (*OVERLAP, *GRAPHS) if name.startswith(("tp_comm", "cuda_graph"))}
     speed = plan.recipe.speed.model_copy(update=none)
     return replace(plan, recipe=plan.recipe.model_copy(update={"speed": speed}))
 

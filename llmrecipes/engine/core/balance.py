@@ -12,9 +12,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.transformer.moe.router import TopKRouter
 
-from llmrecipes.engine.base import Balance
 from llmrecipes.engine.core.model.gpt import RecipeGPTModel
 from llmrecipes.engine.core.versions import auxiliary_losses, auxiliary_values
+from llmrecipes.engine.meters import Balance
 from llmrecipes.plan.derive import Plan
 from llmrecipes.tracking.events import LayerBalance
 
@@ -35,7 +35,8 @@ class RouterBalance:
         model = plan.recipe.model
         self._topk = model.moe_router_topk
         self._has_aux_loss = model.moe_aux_loss_coeff > 0
-        self._micro_batches = plan.num_microbatches
+        self.micro_batches = plan.num_microbatches
+        """Of the step that is counted."""
         # megatron-core already sums the global loss over all ranks of a stage, the others over those of a sequence.
         over_all = model.moe_router_load_balancing_type == "global_aux_loss"
         self._copies_of_loss = 1 if over_all else plan.layout.data_parallel_size
@@ -71,7 +72,7 @@ class RouterBalance:
         dist.all_reduce(self._sums)
         rows = self._sums.tolist()
         layers = tuple(self._layer(number, row) for number, row in enumerate(rows[:-1], start=1) if row[-3])
-        aux_loss = rows[-1][0] / (len(layers) * self._micro_batches * self._copies_of_loss)
+        aux_loss = rows[-1][0] / (len(layers) * self.micro_batches * self._copies_of_loss)
         return Balance(layers, aux_loss if self._has_aux_loss else None)
 
     def _layer(self, number: int, row: list[float]) -> LayerBalance:

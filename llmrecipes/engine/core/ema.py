@@ -18,7 +18,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.core.checkpoint.index import Index
-from llmrecipes.engine.core.checkpoint.slices import OPTIMIZER_STATE, OptimizerSlice
+from llmrecipes.engine.core.checkpoint.slices import MASTER, OPTIMIZER_STATE, OptimizerSlice
 from llmrecipes.errors import UserError
 
 NAME = "ema"
@@ -98,4 +98,4 @@ def _states(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.Tensor, dict[s
     """Master weights of this rank, fp32, and their state."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if part.optimizer is not None:  # a stage may have no parameters of a kind
-            yield from part.optimizer.state.items()
+            yield from ((state.get(MASTER, weight), state) for weight, state in part.optimizer.state.items())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
@@ -50,9 +50,7 @@ def generate(
     random = torch.Generator().manual_seed(sampling.seed)
     limit = min(longest, len(prompt) + max_new_tokens)
     step = _cached(model, limit) if use_cache else _uncached(model)
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating([model]):
         tokens = list(prompt)
         for _ in range(limit - len(prompt)):
             token = draw(step(tokens)[:vocab_size], sampling, random)
@@ -60,8 +58,25 @@ def generate(
                 return
             yield token
             tokens.append(token)
+
+
+@contextmanager
+def evaluating(modules: Sequence[RecipeGPTModel]) -> Iterator[None]:
+    """A block with the chunks of a model in evaluation mode, and with its products in bf16.
+
+    Texts of any length have other numbers of tokens than products in fp8 take, and copies of weights in fp8 are renewed
+    by training steps only.
+    """
+    before = [(module, module.training, module.config.fp8) for module in modules]
+    try:
+        for module in modules:
+            module.eval()
+            module.config.fp8 = None  # which all layers of a chunk share
+        yield
     finally:
-        model.train(was_training)
+        for module, training, fp8 in before:
+            module.train(training)
+            module.config.fp8 = fp8
 
 
 def _cached(model: RecipeGPTModel, limit: int) -> Callable[[list[int]], torch.Tensor]:

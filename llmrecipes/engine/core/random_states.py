@@ -59,7 +59,10 @@ def load_random_states(loaded: dict[str, torch.Tensor] | None, seed: int) -> Non
 
 def random_states() -> dict[str, torch.Tensor]:
     """States of all generators that training uses, as byte tensors."""
-    states = {f"tracker.{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
+    states = {
+        f"tracker.{name}": state.get_state() if isinstance(state, torch.Generator) else state
+        for name, state in get_cuda_rng_tracker().get_states().items()
+    }
     states["device"] = torch.cuda.get_rng_state()  # patched by the platform on a CPU
     states["cpu"] = torch.get_rng_state()
     return states
@@ -68,7 +71,14 @@ def random_states() -> dict[str, torch.Tensor]:
 def set_random_states(states: dict[str, torch.Tensor]) -> None:
     """Set what `random_states` returned."""
     tracker = {name.removeprefix("tracker."): state for name, state in states.items() if name.startswith("tracker.")}
-    get_cuda_rng_tracker().set_states(tracker)
+    generators = {
+        name: generator
+        for name, generator in get_cuda_rng_tracker().get_states().items()
+        if isinstance(generator, torch.Generator)  # of CUDA graphs, which refer to it
+    }
+    for name, generator in generators.items():
+        generator.set_state(tracker[name])
+    get_cuda_rng_tracker().set_states(tracker | generators)
     torch.cuda.set_rng_state(states["device"])
     torch.set_rng_state(states["cpu"])
 

@@ -13,7 +13,8 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from llmrecipes.engine.base import Batch, Platform, Scores
-from llmrecipes.engine.core.generation import without_plans
+from llmrecipes.engine.core.accuracy import likeliest
+from llmrecipes.engine.core.generation import evaluating, without_plans
 from llmrecipes.engine.core.model.attention import own_chunks
 from llmrecipes.engine.core.model.gpt import RecipeGPTModel
 from llmrecipes.engine.sampling import Sampling, draw
@@ -101,7 +102,7 @@ class GPTScorer:
         replicas, replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         own = texts[replica::replicas]
         if own:
-            with _evaluating(self._modules):
+            with evaluating(self._modules):
                 self._by_cache(own, sampling, ended)
         if replicas == 1:
             return [text.new for text in texts]
@@ -166,7 +167,7 @@ class GPTScorer:
     def _passes(self, batches: list[Batch], size: int, width: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Losses and likeliest tokens of each micro-batch, [b, s / context-parallel size]; on the last stage."""
         several = len(self._modules) > 1
-        with _evaluating(self._modules):
+        with evaluating(self._modules):
             hook = self._modules[-1].logits.register_forward_hook(self._see)
             try:
                 reports = get_forward_backward_func()(
@@ -214,17 +215,7 @@ class GPTScorer:
         first = parallel_state.get_tensor_model_parallel_rank() * rows
         if first + rows > self._rows:
             logits[..., max(0, self._rows - first) :] = LOWEST
-        best, place = logits.max(-1)
-        best, place = best.float(), place + first
-        size = parallel_state.get_tensor_model_parallel_world_size()
-        if size > 1:
-            own = torch.stack([best.double(), place.double()])
-            every = [torch.empty_like(own) for _ in range(size)]
-            dist.all_gather(every, own, group=parallel_state.get_tensor_model_parallel_group())
-            gathered = torch.stack(every)  # [tensor-parallel size, 2, ...]
-            winner = gathered[:, 0].argmax(0, keepdim=True)
-            place = gathered[:, 1].gather(0, winner)[0].long()
-        self._places.append(place)
+        self._places.append(likeliest(logits, self._rows))
         return logits
 
 
@@ -241,22 +232,6 @@ class _Continuation:
         self.new.append(token)
         self.all.append(token)
         self.done = len(self.all) >= self.end or ended(self.new)
-
-
-class _evaluating:
-    """A block with the modules in evaluation mode."""
-
-    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
-        self._modules = modules
-
-    def __enter__(self) -> None:
-        self._before = [module.training for module in self._modules]
-        for module in self._modules:
-            module.eval()
-
-    def __exit__(self, *_error: object) -> None:
-        for module, training in zip(self._modules, self._before, strict=True):
-            module.train(training)
 
 
 def _batch(pair: torch.Tensor) -> Batch:

@@ -24,8 +24,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from llmrecipes.engine.core.versions import gradients_for_norm
-from llmrecipes.plan.derive import decay_iters
+from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.batch_schedule import batch_schedule
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.stages import decay_iters, span_of
 
 
 def finalize(chunks: Sequence[Any], tokens: torch.Tensor | None, **options: Any) -> None:
@@ -93,13 +95,14 @@ def squared_norm(optimizer: MegatronOptimizer, device: torch.device) -> torch.Te
         device: of the result.
     """
     by_group: dict[Any, list[torch.Tensor]] = defaultdict(list)
-    for part in _parts(optimizer):
+    for part in parts(optimizer):
         by_group[part.get_grad_stats_parallel_group()] += gradients_for_norm(part)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for group, gradients in by_group.items():
         square = torch.zeros((), dtype=torch.float64, device=device)
         if gradients:
-            square += torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+            # Decoupled gradients may be in bf16, in which their norms would be too.
+            square += torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)).double().square().sum()
         dist.all_reduce(square, group=group)
         total += square
     return total
@@ -148,10 +151,16 @@ def clip(optimizer: MegatronOptimizer, bound: float, norm: float) -> None:
     factor = bound / (norm + 1e-6)
     if not factor < 1.0:
         return
-    for part in _parts(optimizer):
-        gradients = [each.grad for each in part.get_parameters() if each.grad is not None]
+    for part in parts(optimizer):
+        gradients = [each for each in map(gradient, part.get_parameters()) if each is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
+
+
+def gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """What the optimizer updates a parameter with: gradients of another type than its own are apart from `grad`."""
+    decoupled: torch.Tensor | None = getattr(parameter, "decoupled_grad", None)
+    return parameter.grad if decoupled is None else decoupled
 
 
 def step(optimizer: MegatronOptimizer, chunks: Sequence[Any]) -> None:
@@ -163,7 +172,7 @@ def step(optimizer: MegatronOptimizer, chunks: Sequence[Any]) -> None:
         optimizer: with clipped gradients.
         chunks: megatron-core's data-parallel wrappers.
     """
-    for part in _parts(optimizer):
+    for part in parts(optimizer):
         if isinstance(part, DistributedOptimizer):
             super(DistributedOptimizer, part).step_with_ready_grads()
         else:
@@ -183,7 +192,7 @@ def states(optimizer: MegatronOptimizer, weights: Sequence[torch.nn.Parameter]) 
     """
     own = {parameter.untyped_storage()._cdata for parameter in weights}
     tensors: list[torch.Tensor] = []
-    for part in _parts(optimizer):
+    for part in parts(optimizer):
         if part.optimizer is None:
             continue
         tensors += [each.data for each in part.get_parameters() if each.untyped_storage()._cdata not in own]
@@ -191,26 +200,61 @@ def states(optimizer: MegatronOptimizer, weights: Sequence[torch.nn.Parameter]) 
     return tensors
 
 
-def _parts(optimizer: MegatronOptimizer) -> list[Any]:
+def parts(optimizer: MegatronOptimizer) -> list[Any]:
     """The optimizers of dense parameters and of experts; empty on a stage without experts."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-def scheduler(recipe: Recipe, optimizer: Any) -> OptimizerParamScheduler:
-    """The scheduler of a recipe.
+class Schedule(OptimizerParamScheduler):
+    """megatron-core's, with a polynomial decay and an exponential warm-up.
+
+    Args:
+        warmup_style: `linear` or `exponential`.
+        power: of the polynomial.
+        options: megatron-core's.
+    """
+
+    def __init__(self, optimizer: Any, *, warmup_style: str, power: float, **options: Any) -> None:
+        self._warmup_style, self._power = warmup_style, power
+        super().__init__(optimizer, **options)
+
+    def get_lr(self, param_group: dict[str, Any]) -> float:
+        """Learning rate of the next step of a parameter group, which may have its own limits."""
+        highest: Any = param_group.get("max_lr", self.max_lr)
+        lowest: Any = param_group.get("min_lr", self.min_lr)
+        done, warmup = self.num_steps, self.lr_warmup_steps
+        if warmup > 0 and done <= warmup:
+            first = self.init_lr * (highest / self.max_lr)
+            if self._warmup_style == "exponential":
+                return float(highest * (self.init_lr / self.max_lr) ** (1 - done / warmup))
+            return float(first + (highest - first) * float(done) / float(warmup))
+        if self.lr_decay_style == "polynomial":
+            left = max(0.0, 1 - (done - warmup) / (self.lr_decay_steps - warmup))
+            return float(lowest + (highest - lowest) * left**self._power)
+        return float(super().get_lr(param_group))
+
+
+def scheduler(recipe: Recipe, optimizer: Any) -> Schedule:
+    """The scheduler of a recipe: over steps, or over samples where the global batch grows, as in Megatron-LM.
+
+    Keys that count steps then stand for the samples of these steps.
 
     Args:
         recipe: defines the curve.
         optimizer: its parameter groups are updated.
     """
-    schedule = recipe.scheduler
-    return OptimizerParamScheduler(
+    schedule, decay = recipe.scheduler, decay_iters(recipe)
+    length = _length(recipe)
+    wsd = schedule.lr_wsd_decay_iters
+    return Schedule(
         optimizer,
-        init_lr=0.0,
+        warmup_style=schedule.lr_warmup_style,
+        power=schedule.lr_polynomial_power,
+        init_lr=schedule.lr_warmup_init,
         max_lr=recipe.optimizer.lr,
         min_lr=recipe.optimizer.min_lr,
-        lr_warmup_steps=schedule.lr_warmup_iters,
-        lr_decay_steps=decay_iters(recipe),
+        lr_warmup_steps=length(schedule.lr_warmup_iters),
+        lr_decay_steps=length(decay),
         lr_decay_style=schedule.lr_decay_style,
         start_wd=recipe.optimizer.weight_decay,
         end_wd=recipe.optimizer.weight_decay,
@@ -219,15 +263,41 @@ def scheduler(recipe: Recipe, optimizer: Any) -> OptimizerParamScheduler:
         # A resumed run follows the current recipe; the checkpoint only provides the step.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
-        wsd_decay_steps=schedule.lr_wsd_decay_iters,
+        wsd_decay_steps=None if wsd is None else length(decay) - length(decay - wsd),
         lr_wsd_decay_style=schedule.lr_wsd_decay_style,
     )
+
+
+def _length(recipe: Recipe) -> Callable[[int], int]:
+    """What the scheduler counts of the first steps of its schedule: these steps, or their samples."""
+    batches, span = batch_schedule(recipe), span_of(recipe)
+    if batches.is_constant:
+        return lambda steps: steps
+    return batches.since(0 if span is None else span.schedule[0]).samples
+
+
+def load_schedule(curve: OptimizerParamScheduler, state: dict[str, Any], recipe: Recipe, step: int) -> None:
+    """Go on with the schedule of a checkpoint, unless it is of the stage before one that begins another."""
+    curve.num_steps = 0  # megatron-core adds the loaded steps to those of a run that goes back
+    span = span_of(recipe)
+    if span is not None and 0 < step == span.schedule[0]:
+        curve.step(increment=0)
+    else:
+        curve.load_state_dict(state)
+
+
+def increment(plan: Plan, num_microbatches: int) -> int:
+    """What a step with this many micro-batches of a rank adds to the scheduler."""
+    if plan.batches.is_constant:
+        return 1
+    return num_microbatches * plan.recipe.train.micro_batch_size * plan.layout.data_parallel_size
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
     """Learning rate of a step, counted from 1, if no step was skipped."""
     curve = scheduler(recipe, SimpleNamespace(param_groups=[]))
-    curve.num_steps = step - 1
+    span = span_of(recipe)
+    curve.num_steps = _length(recipe)(step - 1 - (0 if span is None else span.schedule[0]))
     return float(curve.get_lr({}))
 
 

@@ -27,6 +27,9 @@ SENDS_BEFORE_FREEING = _VERSION >= (0, 19)
 """With virtual pipeline stages, whose messages overlap with computation, an output is freed after it was sent; before,
 while it was being sent."""
 
+GRAPH_MODULES = "cuda_graph_modules" if _VERSION >= (0, 19) else "cuda_graph_scope"
+"""Field with the parts of layers of which CUDA graphs are recorded."""
+
 
 def gradients_for_norm(optimizer: Any) -> list[torch.Tensor]:
     """Gradients of an optimizer's parameters, each on one of the ranks that have the same."""

@@ -113,6 +113,10 @@ def model_parallel(
         create_gloo_process_groups=False,
     )
     with _torn_down(_take_away_groups, after_errors=after_errors):
+        # A graph records a generator, not the state that it has at that moment.
+        tensor_parallel.random.initialize_rng_tracker(
+            use_te_rng_tracker=speed.cuda_graph_impl is not None, force_reset=True
+        )
         seed_random_states(seed)
         yield World(
             rank=dist.get_rank(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from math import prod
@@ -17,6 +17,7 @@ from llmrecipes.engine.base import Platform, Slice, WeightSource
 from llmrecipes.engine.core.checkpoint.slices import ShardedParameter, flat_slices
 from llmrecipes.engine.core.model import gpt
 from llmrecipes.engine.core.model.config import hidden_group, is_hidden
+from llmrecipes.engine.core.model.groups import group_of, group_options, names_of, require_matches
 from llmrecipes.engine.core.model.init import buffers, draw, fill, initialise, parameter_slices, slice_of
 from llmrecipes.engine.deepspeed.configuration import deepspeed_config
 from llmrecipes.engine.deepspeed.experts import EXPERTS, is_expert
@@ -99,14 +100,15 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {clip(' '.join(str(error).split()))}"
 
 
-def optimizer(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Optimizer:
+def optimizer(recipe: Recipe, model: torch.nn.Module, sharded: Sequence[ShardedParameter]) -> torch.optim.Optimizer:
     """AdamW; norms and biases, the parameters of one dimension, have no weight decay, as in megatron-core.
 
     With the maximal-update parametrisation hidden matrices have a group of their own. The learning rate is set by the
     scheduler before each step.
     """
     settings = recipe.optimizer
-    groups = _groups(recipe, [pair for pair in model.named_parameters() if pair[1].requires_grad])
+    trained = [pair for pair in model.named_parameters() if pair[1].requires_grad]
+    groups = _groups(recipe, trained, names_of(sharded) if settings.groups else {})
     options: dict[str, Any] = {
         "lr": 0.0,
         "betas": (settings.adam_beta1, settings.adam_beta2),
@@ -120,21 +122,26 @@ def optimizer(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Optimizer:
     return DeepSpeedCPUAdam(groups, **options, adamw_mode=True)
 
 
-def _groups(recipe: Recipe, parameters: list[tuple[str, torch.nn.Parameter]]) -> list[dict[str, Any]]:
+def _groups(
+    recipe: Recipe, parameters: list[tuple[str, torch.nn.Parameter]], names: Mapping[int, str]
+) -> list[dict[str, Any]]:
     factors = mup(recipe.model)
-    groups: dict[tuple[bool, bool, bool], list[torch.nn.Parameter]] = {}
+    found: dict[tuple[bool, bool, bool, int | None], list[torch.nn.Parameter]] = {}
+    require_matches(names.values(), recipe.optimizer)
     for name, parameter in parameters:
         dimensions = len(full_shape(parameter))
         hidden = factors is not None and is_hidden(name, dimensions)
-        groups.setdefault((dimensions > 1, hidden, is_expert(parameter)), []).append(parameter)
+        number = group_of(names.get(id(parameter), ""), recipe.optimizer)
+        found.setdefault((dimensions > 1, hidden, is_expert(parameter), number), []).append(parameter)
     return [
         {
             "params": grouped,
-            "wd_mult": float(decays),
+            "wd_mult": float(decays) * (1.0 if number is None else recipe.optimizer.groups[number].wd_mult),
             **(hidden_group(recipe.optimizer, factors) if factors and hidden else {}),
             **(EXPERTS if experts else {}),
+            **({} if number is None else group_options(recipe.optimizer, number)),
         }
-        for (decays, hidden, experts), grouped in groups.items()
+        for (decays, hidden, experts, number), grouped in found.items()
     ]
 
 

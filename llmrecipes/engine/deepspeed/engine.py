@@ -33,7 +33,7 @@ from llmrecipes.engine.core.model.attention import masks
 from llmrecipes.engine.core.model.gpt import BuiltModel
 from llmrecipes.engine.core.model.init import slice_of
 from llmrecipes.engine.core.score import GPTScorer
-from llmrecipes.engine.core.update import is_summed, mean_over_tokens, scheduler
+from llmrecipes.engine.core.update import increment, is_summed, mean_over_tokens, scheduler
 from llmrecipes.engine.core.weights import weight_slices
 from llmrecipes.engine.deepspeed import state
 from llmrecipes.engine.deepspeed.build import accepted, optimizer, zero
@@ -74,9 +74,11 @@ class DeepSpeedEngine:
         self.recipe, self.plan, self.platform = plan.recipe, plan, platform
         self._mask = masks(plan.recipe, platform.device)
         self.modules = built.modules
+        self.accuracy = built.module.accuracy
         self.module = built.module
         self.sharded_parameters = sharded_parameters
         self.implementation = Implementation(built.implementation, built.reason)
+        self.layers = self.rewards = None
         self.balance: RouterBalance | None = None
         if plan.recipe.model.num_moe_experts:
             self.balance = RouterBalance(self.modules, plan, platform.device)
@@ -84,7 +86,7 @@ class DeepSpeedEngine:
         with accepted(plan), expert_groups(self.module, plan.layout.expert_model_parallel_size):
             self._engine, self.optimizer, _, _ = deepspeed.initialize(
                 model=self.module,
-                optimizer=optimizer(plan.recipe, self.module),
+                optimizer=optimizer(plan.recipe, self.module, sharded_parameters),
                 config=deepspeed_config(plan),
                 mpu=mpu(),
                 dist_init_required=False,
@@ -95,14 +97,27 @@ class DeepSpeedEngine:
         self.partition = Partition(self.optimizer, sharded_parameters)
         self.scheduler = scheduler(plan.recipe, self.optimizer)
         self.local_loss = 0.0
+        self._right = torch.zeros((), dtype=torch.float64, device=platform.device)
         self._see: Callable[[list[Slice], list[Slice]], None] | None = None
 
     def train_step(
-        self, batches: Iterator[Batch], *, stop: StopCheck | None = None, accept: Accept | None = None
+        self,
+        batches: Iterator[Batch],
+        *,
+        num_microbatches: int | None = None,
+        stop: StopCheck | None = None,
+        accept: Accept | None = None,
+        redo: Callable[[], None] | None = None,
     ) -> StepResult:
-        """`accept` is ignored: with ZeRO, DeepSpeed updates before the norm can be read (`recipe/zero_rules.py`)."""
+        """`accept` is ignored: with ZeRO, DeepSpeed updates before the norm can be read (`recipe/zero_rules.py`).
+
+        So is `redo`: a step is computed once.
+        """
         self._engine.train()
-        of_this_step = list(islice(batches, self.plan.num_microbatches))
+        number = num_microbatches or self.plan.num_microbatches
+        if self.balance is not None:
+            self.balance.micro_batches = number
+        of_this_step = list(islice(batches, number))
         # DeepSpeed averages gradients over ranks, each micro-batch for itself, so the tokens of the global batch are
         # needed before the first backward pass.
         counts = self._agree(sum(float(batch["loss_mask"].sum()) for batch in of_this_step), stop)
@@ -110,8 +125,8 @@ class DeepSpeedEngine:
         self._scale_router_losses(factor)
         loss = torch.zeros((), dtype=torch.float64, device=self.platform.device)
         scale = float(self.optimizer.loss_scale) if self.recipe.train.precision == "fp16" else None
-        for number, batch in enumerate(of_this_step):
-            last = number == len(of_this_step) - 1
+        for place, batch in enumerate(of_this_step):
+            last = place == len(of_this_step) - 1
             self._engine.set_gradient_accumulation_boundary(last)
             total = self._loss(self._engine, batch)
             loss += total.detach().double()
@@ -137,7 +152,7 @@ class DeepSpeedEngine:
         if not self._engine.was_step_applied():
             # Without a loss scale this is not an overflow that a smaller scale cures: the run has to stop.
             return StepResult(mean, math.nan if scale is None else None, lr, scale, scale is not None, stopping)
-        self.scheduler.step(increment=1)
+        self.scheduler.step(increment=increment(self.plan, number))
         return StepResult(mean, norm, lr, scale, False, stopping)
 
     @torch.no_grad()
@@ -224,6 +239,7 @@ class DeepSpeedEngine:
             labels=on_device["labels"],
             loss_mask=on_device["loss_mask"],
         )
+        self._right = self._right + self.accuracy.right(on_device["loss_mask"])
         total: torch.Tensor = (losses.float() * on_device["loss_mask"]).sum()
         return total
 
@@ -237,7 +253,7 @@ class DeepSpeedEngine:
     def _read(
         self, loss: torch.Tensor, counts: torch.Tensor, norm: torch.Tensor | float | None = None
     ) -> tuple[float, float, bool, float]:
-        """Mean loss, its tokens, whether to stop, and the norm.
+        """Mean loss, its tokens, whether to stop, and the norm. Tokens predicted right go to `accuracy`.
 
         It is the one time in a step that the host waits here for the device.
 
@@ -246,13 +262,16 @@ class DeepSpeedEngine:
             counts: from `_agree`.
             norm: on the device, or already read by DeepSpeed; None: there is none.
         """
-        total = loss.clone()
-        dist.all_reduce(total)
-        numbers = [total[None], loss[None], counts]
+        totals = torch.stack([loss, self._right])
+        self._right = torch.zeros_like(self._right)
+        dist.all_reduce(totals)
+        numbers = [totals, loss[None], counts]
         if isinstance(norm, torch.Tensor) and norm.device == loss.device:
             numbers.append(norm.double().reshape(1))
-        whole, self.local_loss, tokens, stops, *norms = torch.cat(numbers).tolist()
-        mean = whole / self.plan.layout.tensor_model_parallel_size / max(tokens, 1.0)
+        whole, right, self.local_loss, tokens, stops, *norms = torch.cat(numbers).tolist()
+        size = self.plan.layout.tensor_model_parallel_size
+        mean = whole / size / max(tokens, 1.0)
+        self.accuracy.add(right / size, tokens)
         return mean, tokens, stops > 0, norms[0] if norms else math.nan if norm is None else float(norm)
 
     def _norm_without_zero(self) -> torch.Tensor:

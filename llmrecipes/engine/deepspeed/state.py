@@ -17,6 +17,7 @@ from llmrecipes.engine.base import Progress
 from llmrecipes.engine.core.checkpoint.loader import load, read_index, rehearse
 from llmrecipes.engine.core.checkpoint.slices import OptimizerSlice
 from llmrecipes.engine.core.random_states import load_random_states, same_random_states, sharded_random_states
+from llmrecipes.engine.core.update import load_schedule
 from llmrecipes.engine.core.weights import load_model, model_state
 from llmrecipes.engine.deepspeed.build import zero
 from llmrecipes.engine.deepspeed.partition import drop_second_copy, other_state, own_partition
@@ -58,8 +59,8 @@ def _restore(engine: DeepSpeedEngine, loaded: dict[str, Any], owned: list[Optimi
     engine.partition.write_back(owned)
     engine.partition.updates = loaded["optimizer"]["step"]
     _load_scaler(engine, loaded["optimizer"]["grad_scaler"])
-    engine.scheduler.load_state_dict(loaded["scheduler"])
     progress = Progress(**loaded["progress"])
+    load_schedule(engine.scheduler, loaded["scheduler"], engine.recipe, progress.step)
     load_random_states(loaded.get("random"), engine.recipe.train.seed + progress.step)
     return progress
 

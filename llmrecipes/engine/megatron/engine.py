@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
@@ -34,11 +33,12 @@ from llmrecipes.engine.base import (
     StopCheck,
 )
 from llmrecipes.engine.core import ema, update
+from llmrecipes.engine.core.accuracy import TokenAccuracy
 from llmrecipes.engine.core.balance import RouterBalance
 from llmrecipes.engine.core.checkpoint.format import ShardedFormat
+from llmrecipes.engine.core.checkpoint.part import PartFormat
 from llmrecipes.engine.core.generation import generate
 from llmrecipes.engine.core.model.attention import apart, own_chunks, prediction_weights
-from llmrecipes.engine.core.model.config import DTYPES, optimizer_overrides
 from llmrecipes.engine.core.model.gpt import BuiltModel, RecipeGPTModel
 from llmrecipes.engine.core.platform import patching
 from llmrecipes.engine.core.replicas import first_difference
@@ -48,12 +48,19 @@ from llmrecipes.engine.core.update import mean_over_tokens, scheduler
 from llmrecipes.engine.core.versions import auxiliary_losses
 from llmrecipes.engine.core.weights import gradient_slices, weight_slices
 from llmrecipes.engine.megatron import state
+from llmrecipes.engine.megatron.adversary import adversary
+from llmrecipes.engine.megatron.distillation import Teacher
+from llmrecipes.engine.megatron.graphs import RecordedLayers
+from llmrecipes.engine.megatron.layer_drop import layer_drop
+from llmrecipes.engine.megatron.layer_norms import LayerNorms
+from llmrecipes.engine.megatron.optimizer import create_optimizer
+from llmrecipes.engine.megatron.preference import COUNTS, PreferenceLoss, RewardMeter, find_answers
+from llmrecipes.engine.megatron.user_buffers import create_user_buffers, destroy_user_buffers
+from llmrecipes.engine.megatron.zeros import KeptZeros
 from llmrecipes.engine.sampling import Sampling
-from llmrecipes.errors import UserError
 from llmrecipes.faults.numerics import first_bad_parameter, named_gradients
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.features import value, values
-from llmrecipes.recipe.schema import Recipe
 
 GRADIENT_BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
 
@@ -76,6 +83,7 @@ class MegatronEngine:
         self.modules: tuple[RecipeGPTModel, ...] = built.modules
         self.implementation = Implementation(built.implementation, built.reason)
         self._config = built.config
+        self.accuracy = built.modules[-1].accuracy  # of the one with the loss, on ranks that have it
         self._apart = apart(recipe, platform.device, built.implementation)
         self.balance: RouterBalance | None = None
         if recipe.model.num_moe_experts:
@@ -89,22 +97,18 @@ class MegatronEngine:
         self._user_buffers = built.config.tp_comm_overlap and platform.device.type == "cuda"
         if self._user_buffers:
             create_user_buffers(plan)
-        self.chunks = [_data_parallel(plan, built, number) for number in range(len(built.modules))]
-        options = optimizer_config(recipe)
-        self.optimizer: MegatronOptimizer = get_megatron_optimizer(
-            options,
-            self.chunks,
-            config_overrides=optimizer_overrides(options, recipe.model, recipe.optimizer),
-            use_gloo_process_groups=False,
-        )
-        _allocate_optimizer_state(self.optimizer)
+        self.chunks = [data_parallel(plan, built, number) for number in range(len(built.modules))]
+        self.optimizer: MegatronOptimizer = create_optimizer(recipe, self.modules, self.chunks)
         if recipe.optimizer.ema_decay is not None:
             ema.start(self.optimizer)
         self.scheduler = scheduler(recipe, self.optimizer)
-        self.local_loss = 0.0
+        self._zeros = KeptZeros(self.modules if recipe.train.keep_zeros else ())
+        measured = recipe.tracking.layers_interval is not None
+        self.layers = LayerNorms(self.modules, recipe, platform.device) if measured else None
+        self.updates = 0  # so far; a rank may have no parameter that counts them
+        self.local_loss, self._micro_batches = 0.0, plan.num_microbatches
         config = built.config
-        config.grad_scale_func = self.optimizer.scale_loss
-        config.finalize_model_grads_func = update.finalize
+        config.grad_scale_func, config.finalize_model_grads_func = self.optimizer.scale_loss, update.finalize
         self._local_sums: list[torch.Tensor] = []
         self._reruns = recipe.faults.rerun_mode != "disabled"
         if self._reruns:
@@ -116,12 +120,31 @@ class MegatronEngine:
             # Without effect in evaluation, which gathers the parameters first.
             config.param_sync_func = [chunk.start_param_sync for chunk in self.chunks]
         self._forward_backward = get_forward_backward_func()
+        self.teacher = None if recipe.distill is None else Teacher(plan, platform, self.modules)
+        self.steps = 0  # that have begun, which the random numbers of a step depend on
+        self.adversary = adversary(plan, self.modules, self.chunks)
+        self.preference: PreferenceLoss | None = None
+        if recipe.dpo is not None:
+            self.preference = PreferenceLoss(plan, platform, self.modules, self.chunks, built.implementation)
+        self.drop = layer_drop(plan, self.modules, platform)
+        self._recorded: RecordedLayers | None = None
+        if built.config.cuda_graph_impl != "none" and platform.device.type == "cuda":
+            self._recorded = RecordedLayers(plan, self.chunks, self.optimizer)
 
     def train_step(
-        self, batches: Iterator[Batch], *, stop: StopCheck | None = None, accept: Accept | None = None
+        self,
+        batches: Iterator[Batch],
+        *,
+        num_microbatches: int | None = None,
+        stop: StopCheck | None = None,
+        accept: Accept | None = None,
+        redo: Callable[[], None] | None = None,
     ) -> StepResult:
-        before = RerunState(self.modules, self.optimizer)
-        used: list[Batch] = []
+        self.steps += 1
+        self._micro_batches = num_microbatches or self.plan.num_microbatches
+        if self.balance is not None:
+            self.balance.micro_batches = self._micro_batches
+        before, used = RerunState(self.modules, self.optimizer), list[Batch]()
         result = self._attempt(_kept(batches, used), stop, accept)
         if result.rejected:
             before.restore_expert_bias()
@@ -137,40 +160,59 @@ class MegatronEngine:
         before.restore()
         if self.balance is not None:
             self.balance.restart()
-        again = self._attempt(iter(used), stop, accept)
-        if again.rejected:
+        if self.accuracy.counting:
+            self.accuracy.start()
+        if self.preference is not None:
+            self.preference.rewards.start()
+        if self.layers is not None and self.layers.measuring:
+            self.layers.start()
+        second = self._attempt(iter(used) if redo is None else _announced(used, redo), stop, accept)
+        if second.rejected:
             before.restore_expert_bias()
-        return replace(again, stop=again.stop or result.stop, first_attempt=first)
+        return replace(second, stop=second.stop or result.stop, first_attempt=first, layers=result.layers)
 
     def _attempt(self, batches: Iterator[Batch], stop: StopCheck | None, accept: Accept | None) -> StepResult:
         for chunk in self.chunks:
             chunk.train()
+        if self._recorded is not None:
+            self._recorded.before_step()
+        for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._local_sums.clear()
+        if self.drop is not None:
+            self.drop.start(self.steps, self._micro_batches)
         outputs = self._passes(batches, forward_only=False)
         half = self.recipe.train.precision == "fp16"
         scale = self.optimizer.get_loss_scale().double().clone() if half else None
         overflow = self.optimizer.prepare_grads()
+        self._zeros.before_update(self.optimizer)
         square = update.squared_norm(self.optimizer, self.platform.device)
         loss, _, stopping, (norm, scale_then, local) = self._agree(
             outputs, stop, square.sqrt(), scale, update.total(self._local_sums, self.platform.device)
         )
+        layers = None if self.layers is None else self.layers.take()
         lr = self.learning_rate
         if overflow:
-            return StepResult(loss, None, lr, scale_then, True, stopping)
+            return StepResult(loss, None, lr, scale_then, True, stopping, layers=layers)
         if not _is_finite(loss, norm):
             # The update would spread it to every weight and hide where it started. All ranks have the same numbers.
             is_local = not (math.isfinite(self.local_loss) and math.isfinite(local))
-            return StepResult(loss, norm, lr, scale_then, False, stopping, is_local=is_local)
+            return StepResult(loss, norm, lr, scale_then, False, stopping, is_local=is_local, layers=layers)
         if accept is not None and not accept(loss, norm):
-            return StepResult(loss, norm, lr, scale_then, False, stopping, rejected=True)
+            return StepResult(loss, norm, lr, scale_then, False, stopping, rejected=True, layers=layers)
+        measured = self.layers if self.layers is not None and self.layers.measuring else None
+        if measured is not None:
+            measured.before(self.optimizer)
         update.clip(self.optimizer, self.recipe.optimizer.clip_grad or math.inf, norm)
         update.step(self.optimizer, self.chunks)
+        self.updates += 1
+        if measured is not None:
+            measured.after()
         if self.recipe.optimizer.ema_decay is not None:
             ema.update(self.optimizer, self.recipe.optimizer.ema_decay)
-        self.scheduler.step(increment=1)
-        return StepResult(loss, norm, lr, scale_then, False, stopping)
+        self.scheduler.step(increment=update.increment(self.plan, self._micro_batches))
+        return StepResult(loss, norm, lr, scale_then, False, stopping, layers=layers)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], global_batches: int, stop: StopCheck | None = None) -> float | None:
@@ -178,6 +220,7 @@ class MegatronEngine:
             chunk.eval()
         losses: list[tuple[float, float]] = []
         stopping = False
+        self._micro_batches = self.plan.num_microbatches
         while len(losses) < global_batches and not stopping:
             loss, tokens, stopping, _ = self._agree(self._passes(batches, forward_only=True), stop)
             losses.append((loss, tokens))
@@ -234,14 +277,24 @@ class MegatronEngine:
         self._config.finalize_model_grads_func = finalize_and_see
 
     def checkpoint_format(self) -> ShardedFormat:
-        written_by = {"device": self.platform.name, "layers": self.implementation.name}
-        return ShardedFormat(written_by, pinned=self.plan.device == "cuda")
+        return ShardedFormat(self._written_by(), pinned=self.plan.device == "cuda", frozen=self.recipe.train.freeze)
+
+    def _written_by(self) -> dict[str, str]:
+        return {"device": self.platform.name, "layers": self.implementation.name}
 
     def state(self, progress: Progress) -> dict[str, Any]:
         return state.sharded_state(self, progress)
 
+    def part_format(self) -> PartFormat:
+        return PartFormat(self._written_by(), pinned=self.plan.device == "cuda")
+
+    def part(self, progress: Progress) -> dict[str, Any]:
+        return state.needed_by_rank(self, progress)
+
     def load_state(self, entry: Entry) -> Progress:
-        return state.load_state(self, entry)
+        progress = state.load_state(self, entry)
+        self.steps = progress.step
+        return progress
 
     def rehearse_load(self) -> list[int]:
         return state.rehearse_load(self)
@@ -268,6 +321,8 @@ class MegatronEngine:
         config.param_sync_func = None
         if self._user_buffers:
             destroy_user_buffers()
+        if self._recorded is not None:
+            self._recorded.close()
         torch.use_deterministic_algorithms(self._deterministic)
         # megatron-core replaces it for the whole process (reduce_scatter_with_fp32_accumulation).
         patching.replace(GRADIENT_BUFFERS, "dist_reduce_scatter_func", dist.reduce_scatter_tensor)
@@ -278,22 +333,38 @@ class MegatronEngine:
         auxiliary_losses().clear()
 
     @property
+    def rewards(self) -> RewardMeter | None:
+        return None if self.preference is None else self.preference.rewards
+
+    @property
     def learning_rate(self) -> float:
         """Learning rate of the next step: the recipe's, which a parameter group may scale."""
         return float(self.scheduler.get_lr({}))
 
     def _passes(self, batches: Iterator[Batch], *, forward_only: bool) -> list[dict[str, torch.Tensor]]:
-        """All micro-batches of a step through the pipeline; what `_sum_over_tokens` reports, on the last stage."""
-        outputs: list[dict[str, torch.Tensor]] = self._forward_backward(
+        """All micro-batches of a step through the pipeline, once in each pass; what `_sum_over_tokens` reports, on the
+        last stage."""
+        if self.teacher is not None and not forward_only:
+            batches = self.teacher.ahead(batches, self._micro_batches)
+        if self.preference is not None:
+            batches = self.preference.ahead(batches, self._micro_batches)
+        once = partial(
+            self._forward_backward,
             forward_step_func=self._forward_step,
-            data_iterator=self._for_chunks(batches),
             model=self.chunks,
-            num_microbatches=self.plan.num_microbatches,
+            num_microbatches=self._micro_batches,
             seq_length=self.recipe.model.seq_length,
             micro_batch_size=self.recipe.train.micro_batch_size,
             decoder_seq_length=self.recipe.model.seq_length,
             forward_only=forward_only,
         )
+        outputs: list[dict[str, torch.Tensor]]
+        if self.adversary is None or forward_only:
+            outputs = once(data_iterator=self._for_chunks(batches))
+        else:
+            outputs = self.adversary.passes(
+                batches, self._micro_batches, lambda each: once(data_iterator=self._for_chunks(each)), self.steps
+            )
         return outputs
 
     def _agree(
@@ -306,23 +377,27 @@ class MegatronEngine:
     ) -> tuple[float, float, bool, tuple[float, float | None, float]]:
         """Mean loss of the global batch, its tokens, whether a rank has to stop, and three numbers of this device.
 
-        The tokens are those that the loss counts, times tensor-parallel ranks.
+        The tokens are those that the loss counts, times tensor-parallel ranks. Those predicted right go to `accuracy`.
 
         The host waits for the device here and nowhere else in a step: everything it has to know comes in one transfer.
         """
-        # Summed loss, tokens, and whether to stop. Only the last stage has losses; its tensor-parallel ranks have the
-        # same ones, which cancels out.
+        # Summed loss, tokens, those predicted right, and whether to stop. Only the last stage has losses; its
+        # tensor-parallel ranks have the same ones, which cancels out.
         device = self.platform.device
-        totals = torch.zeros(3, dtype=torch.float64, device=device)
+        totals = torch.zeros(4 + (COUNTS if self.preference else 0), dtype=torch.float64, device=device)
         for output in outputs:
-            totals[:2] += output["loss"]
+            totals[:-1] += output["loss"]
         own = totals[:2].clone()
-        totals[2] = float(stop is not None and stop())
+        totals[-1] = float(stop is not None and stop())
         dist.all_reduce(totals)
-        nothing = torch.zeros(1, dtype=torch.float64, device=device)
-        more = [nothing if each is None else each.reshape(1) for each in (norm, scale, local)]
+        more = [totals.new_zeros(1) if each is None else each.reshape(1) for each in (norm, scale, local)]
         numbers = torch.cat([own, totals, *more]).tolist()
-        own_loss, own_tokens, loss, tokens, stops, the_norm, the_scale, the_local = numbers
+        own_loss, own_tokens, loss, tokens, right, *rewards, stops, the_norm, the_scale, the_local = numbers
+        if self.preference is None:
+            self.accuracy.add(right, tokens)
+        else:  # what the loss counts are pairs
+            self.accuracy.add(right, rewards[0])
+            self.preference.rewards.add(tokens, *rewards[1:])
         self.local_loss = own_loss / max(own_tokens, 1.0)
         scalars = the_norm, None if scale is None else the_scale, the_local
         return loss / max(tokens, 1.0), tokens, stops > 0, scalars
@@ -331,7 +406,7 @@ class MegatronEngine:
         if len(self.chunks) == 1:
             return batches
         # Each virtual stage iterates over all micro-batches independently.
-        of_this_step = list(islice(batches, self.plan.num_microbatches))
+        of_this_step = list(islice(batches, self._micro_batches))
         return [iter(of_this_step) for _ in self.chunks]
 
     def _forward_step(
@@ -346,6 +421,9 @@ class MegatronEngine:
         number = parallel_state.get_context_parallel_rank()
         depths = self.recipe.model.mtp_num_layers
         weights = prediction_weights(batch["loss_mask"], depths, parts, number) if depths else []
+        answers = None if self.preference is None else find_answers(in_host["position_ids"], in_host["loss_mask"])
+        if answers is not None:
+            batch["answers"] = answers.of_token.to(self.platform.device, non_blocking=True)
         batch = own_chunks(batch, parts, number)
         losses = (model.build_schedule_plan if return_schedule_plan else model)(
             batch["tokens"],
@@ -355,13 +433,21 @@ class MegatronEngine:
             loss_mask=torch.ones_like(batch["loss_mask"]) if weights else batch["loss_mask"],
             prediction_weights=weights,
         )
-        return losses, partial(_sum_over_tokens, batch["loss_mask"])
+        if self.preference is not None and answers is not None:
+            return losses, self.preference.counter(batch["answers"], answers.count, batch["loss_mask"], self.accuracy)
+        return losses, partial(_sum_over_tokens, batch["loss_mask"], self.accuracy)
 
 
 def _kept(batches: Iterator[Batch], used: list[Batch]) -> Iterator[Batch]:
     """The batches, of which those that are read are kept."""
     for batch in batches:
         used.append(batch)
+        yield batch
+
+
+def _announced(batches: list[Batch], announce: Callable[[], None]) -> Iterator[Batch]:
+    for batch in batches:
+        announce()
         yield batch
 
 
@@ -377,55 +463,18 @@ def _as_in_the_whole_model(module: RecipeGPTModel) -> Iterator[tuple[str, torch.
 
 
 def _sum_over_tokens(
-    mask: torch.Tensor, losses: torch.Tensor
+    mask: torch.Tensor, accuracy: TokenAccuracy, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Summed loss and token count of a micro-batch; megatron-core divides by the count of the global batch."""
+    """Summed loss, token count, and tokens predicted right of a micro-batch; megatron-core divides by the count of the
+    global batch."""
     total = (losses.float() * mask).sum()
     tokens = mask.sum()
-    report = torch.stack([total.detach(), tokens]).double()
+    report = torch.stack([total.detach().double(), tokens.double(), accuracy.right(mask)])
     return total, tokens.to(torch.int), {"loss": report}
 
 
-def create_user_buffers(plan: Plan) -> None:
-    """Allocate what TransformerEngine's layers communicate through (`speed.tp_comm_overlap`); all ranks call it.
-
-    For micro-batches of one shape, as in Megatron-LM's `training/initialize.py`. TransformerEngine takes ranks of
-    consecutive numbers for tensor-parallel ones, which they are here.
-
-    Raises:
-        UserError: the GPUs cannot.
-    """
-    from transformer_engine.pytorch.module import base  # only where its layers are
-
-    recipe = plan.recipe
-    tokens = recipe.model.seq_length * recipe.train.micro_batch_size // plan.layout.context_parallel_size
-    try:
-        base.initialize_ub(
-            shape=[tokens, recipe.model.hidden_size],
-            tp_size=plan.layout.tensor_model_parallel_size,
-            quantization_modes=[base.UserBufferQuantizationMode.NONE],
-            dtype=DTYPES[recipe.train.precision],
-            ub_cfgs={},
-            # gloo would connect every rank with every other by TCP.
-            bootstrap_backend="nccl",
-        )
-    except RuntimeError as error:
-        raise UserError(
-            " ".join(str(error).split()),
-            where="speed.tp_comm_overlap",
-            rule="its user buffers need NVLink with multicast between the tensor-parallel ranks, or UB_SKIPMC=1",
-            fix="speed.tp_comm_overlap=null",
-        ) from error
-
-
-def destroy_user_buffers() -> None:
-    """Free them; a later model can have others."""
-    from transformer_engine.pytorch.module import base
-
-    base.destroy_ub()
-
-
-def _data_parallel(plan: Plan, built: BuiltModel, number: int) -> DistributedDataParallel:
+def data_parallel(plan: Plan, built: BuiltModel, number: int) -> DistributedDataParallel:
+    """One of this rank's chunks with its gradient buffers."""
     config = data_parallel_config(plan)
     # The first chunk's gradients are computed last; the other chunks need no buckets to overlap.
     return DistributedDataParallel(built.config, config, built.modules[number], disable_bucketing=number > 0)
@@ -444,35 +493,3 @@ def data_parallel_config(plan: Plan) -> DistributedDataParallelConfig:
         delay_wgrad_compute=bool(value(plan.features, "delay_wgrad_compute")),
         **values(plan.features, "DistributedDataParallelConfig"),
     )
-
-
-def optimizer_config(recipe: Recipe) -> OptimizerConfig:
-    """megatron-core's configuration of the optimizer."""
-    optimizer, train = recipe.optimizer, recipe.train
-    return OptimizerConfig(
-        optimizer="adam",
-        lr=optimizer.lr,
-        min_lr=optimizer.min_lr,
-        weight_decay=optimizer.weight_decay,
-        adam_beta1=optimizer.adam_beta1,
-        adam_beta2=optimizer.adam_beta2,
-        adam_eps=optimizer.adam_eps,
-        clip_grad=optimizer.clip_grad,
-        bf16=train.precision == "bf16",
-        fp16=train.precision == "fp16",
-        params_dtype=DTYPES[train.precision],
-        initial_loss_scale=train.initial_loss_scale,
-        min_loss_scale=train.min_loss_scale,
-        loss_scale_window=train.loss_scale_window,
-        hysteresis=train.hysteresis,
-        use_distributed_optimizer=recipe.parallelism.use_distributed_optimizer,
-        overlap_param_gather=recipe.parallelism.overlap_param_gather,
-    )
-
-
-def _allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
-    # Otherwise the moments are allocated at the first update: too late for a save before it (every step can overflow in
-    # fp16), and too late to detect that memory does not suffice.
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if part.optimizer is not None:  # a stage may have no parameters of a kind
-            part.init_state_fn(part.optimizer, part.config)

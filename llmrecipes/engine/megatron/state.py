@@ -21,16 +21,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import Progress
 from llmrecipes.engine.core import ema
+from llmrecipes.engine.core.checkpoint.index import Index
 from llmrecipes.engine.core.checkpoint.loader import load, read_index, rehearse
-from llmrecipes.engine.core.checkpoint.slices import OptimizerSlice, ShardedParameter, other_state, sharded_parameters
+from llmrecipes.engine.core.checkpoint.slices import (
+    MASTER,
+    OptimizerSlice,
+    ShardedParameter,
+    other_state,
+    sharded_parameters,
+)
+from llmrecipes.engine.core.model.init import global_name, whole_name
 from llmrecipes.engine.core.random_states import load_random_states, same_random_states, sharded_random_states
+from llmrecipes.engine.core.update import load_schedule
 from llmrecipes.engine.core.weights import saved_states
+from llmrecipes.recipe.freezing import is_frozen, patterns_of
 
 if TYPE_CHECKING:
     from llmrecipes.engine.megatron.engine import MegatronEngine
@@ -49,9 +60,16 @@ def sharded_state(engine: MegatronEngine, progress: Progress) -> dict[str, Any]:
         progress: of the run.
     """
     model = saved_states(engine.modules)
-    owned = saved_state(engine.optimizer, _sharded_parameters(model))
+    parameters = _sharded_parameters(model)
+    owned = saved_state(engine.optimizer, [each for each in parameters if each.parameter.requires_grad])
     weights = [each.weight_shards(exclusive=True) for part in owned.values() for each in part]
+    weights += [each.weight_shards(exclusive=True) for each in saved_frozen(parameters)]
     return _state(engine, model, weights, owned, progress, exclusive=True, random=True)
+
+
+def needed_by_rank(engine: MegatronEngine, progress: Progress) -> dict[str, Any]:
+    """What `load_state` reads on this rank, whatever other ranks have; as `sharded_state`."""
+    return _wanted(engine, random=True, averaged=True, progress=progress)
 
 
 def load_state(engine: MegatronEngine, entry: Entry) -> Progress:
@@ -66,7 +84,8 @@ def load_state(engine: MegatronEngine, entry: Entry) -> Progress:
     index = read_index(entry)
     random = same_random_states(engine.recipe, entry, index)
     averaged = ema.is_in(index)
-    progress = _restore(engine, load(entry, _wanted(engine, random=random, averaged=averaged), index))
+    wanted = _wanted(engine, random=random, averaged=averaged, missing=Missing(entry, index))
+    progress = _restore(engine, load(entry, wanted, index))
     if engine.recipe.optimizer.ema_decay is not None and not averaged:
         ema.start(engine.optimizer)
         if dist.get_rank() == 0:
@@ -81,26 +100,41 @@ def rehearse_load(engine: MegatronEngine) -> list[int]:
     return sizes
 
 
-def _wanted(engine: MegatronEngine, *, random: bool, averaged: bool) -> dict[str, Any]:
-    """What this rank needs of a checkpoint; it is read into the engine's tensors."""
+def _wanted(
+    engine: MegatronEngine,
+    *,
+    random: bool,
+    averaged: bool,
+    progress: Progress | None = None,
+    missing: Missing | None = None,
+) -> dict[str, Any]:
+    """What this rank needs of a checkpoint; it is read into the engine's tensors.
+
+    Args:
+        missing: state that the checkpoint may be without; None: it has all.
+    """
     distributed = engine.recipe.parallelism.use_distributed_optimizer
     model = saved_states(engine.modules)
-    needed = needed_state(engine.optimizer, _sharded_parameters(model))
+    parameters = _sharded_parameters(model)
+    needed = needed_state(engine.optimizer, parameters)
     if not averaged:
         needed = {number: ema.left_out(part) for number, part in needed.items()}
     weights = [] if distributed else [each.weight_shards(exclusive=False) for part in needed.values() for each in part]
-    return _state(engine, model, weights, needed, Progress(), exclusive=distributed, random=random)
+    weights += [each.weight_shards(exclusive=False) for each in _frozen(parameters)]
+    if missing is not None:
+        needed = {number: [missing.without(each) for each in part] for number, part in needed.items()}
+    return _state(engine, model, weights, needed, progress or Progress(), exclusive=distributed, random=random)
 
 
 def _restore(engine: MegatronEngine, loaded: dict[str, Any]) -> Progress:
     """Set what is not read in place."""
-    finish_load(engine.optimizer, loaded["optimizer"]["step"], loaded["optimizer"]["grad_scaler"])
+    engine.updates = loaded["optimizer"]["step"]
+    finish_load(engine.optimizer, engine.updates, loaded["optimizer"]["grad_scaler"])
     if engine.recipe.parallelism.use_distributed_optimizer:
         for chunk in engine.chunks:
             chunk.start_param_sync(force_sync=True)
-    engine.scheduler.num_steps = 0  # megatron-core adds the loaded steps to those of a run that goes back
-    engine.scheduler.load_state_dict(loaded["scheduler"])
     progress = Progress(**loaded["progress"])
+    load_schedule(engine.scheduler, loaded["scheduler"], engine.recipe, progress.step)
     load_random_states(loaded.get("random"), engine.recipe.train.seed + progress.step)
     return progress
 
@@ -126,7 +160,7 @@ def _state(
                 number: {index: each.optimizer_shards(exclusive=exclusive) for index, each in enumerate(part)}
                 for number, part in owned.items()
             },
-            "step": update_count(engine.optimizer),
+            "step": engine.updates,
             "grad_scaler": scaler_state(engine.optimizer),
         },
         "scheduler": engine.scheduler.state_dict(),
@@ -169,18 +203,67 @@ def saved_state(optimizer: Any, parameters: list[ShardedParameter]) -> dict[int,
     }
 
 
+def saved_frozen(parameters: Sequence[ShardedParameter]) -> list[OptimizerSlice]:
+    """Frozen weights that this rank writes, as `param` of a state; together data-parallel ranks write all once."""
+    balancer = _ReplicaBalancer()
+    return [each for whole in _frozen(parameters) for each in balancer.own(whole)]
+
+
+def _frozen(parameters: Sequence[ShardedParameter]) -> list[OptimizerSlice]:
+    return [
+        OptimizerSlice(each, 0, {"param": each.parameter.detach().view(-1)})
+        for each in parameters
+        if not each.parameter.requires_grad
+    ]
+
+
+class Missing:
+    """State that a checkpoint does not have, because its weights were frozen when it was saved.
+
+    Their moments begin with 0, and master weights with the weights.
+
+    Args:
+        entry: the checkpoint; its recipe says what may have been frozen.
+        index: of the checkpoint.
+    """
+
+    def __init__(self, entry: Entry, index: Index) -> None:
+        self._index, self._patterns = index, patterns_of(entry.manifest.recipe)
+
+    def without(self, needed: OptimizerSlice) -> OptimizerSlice:
+        """What is to be read of a state."""
+        name = whole_name(global_name(needed.sharded.slices[0].shard))
+        if not is_frozen(name, self._patterns) or self._has(needed):
+            return needed
+        for kind, tensor in needed.tensors.items():
+            if kind != "param":
+                tensor.zero_()
+        return WeightOnly(needed.sharded, needed.start, {"param": needed.tensors["param"]})
+
+    def _has(self, needed: OptimizerSlice) -> bool:
+        for shard in chain(*needed.optimizer_shards(exclusive=False).values()):
+            stored = self._index.tensors.get(shard.key)
+            if stored is None:
+                return False
+            try:
+                stored.slices(shard.global_offset, shard.local_shape)
+            except ValueError:
+                return False
+        return True
+
+
+class WeightOnly(OptimizerSlice):
+    """State whose master weights are read from the weights."""
+
+    def optimizer_shards(self, *, exclusive: bool) -> dict[str, list[ShardedTensor]]:
+        """See `OptimizerSlice`."""
+        return {"param": self.sharded.shards("", self.start, self.tensors["param"], exclusive=exclusive)}
+
+
 def needed_state(optimizer: Any, parameters: list[ShardedParameter]) -> dict[int, list[OptimizerSlice]]:
     """State that this rank has, and needs from a checkpoint; arguments and result as `saved_state`."""
     by_parameter = {sharded.parameter: sharded for sharded in parameters}
     return {number: list(_optimizer_slices(part, by_parameter)) for number, part in enumerate(_parts(optimizer))}
-
-
-def update_count(optimizer: Any) -> int:
-    """Updates so far: torch counts them per parameter, TransformerEngine and Apex per group."""
-    inner = [part.optimizer for part in _parts(optimizer)]
-    of_parameters = (float(state["step"]) for each in inner for state in each.state.values() if "step" in state)
-    of_groups = (group["step"] for each in inner for group in each.param_groups if "step" in group)
-    return int(next(chain(of_parameters, of_groups), 0))
 
 
 def scaler_state(optimizer: Any) -> dict[str, Any] | None:
@@ -202,8 +285,17 @@ def finish_load(optimizer: Any, updates: int, scaler: dict[str, Any] | None) -> 
         _set_updates(part.optimizer, updates)
         if isinstance(part, DistributedOptimizer):
             part._copy_main_params_to_model_params()
+            _copy_own_masters(part)
     for each in _scalers(optimizer):
         each.load_state_dict(scaler)
+
+
+@torch.no_grad()
+def _copy_own_masters(part: DistributedOptimizer) -> None:
+    """As `_copy_main_params_to_model_params`, which does nothing where the optimizer's kernel does it in an update."""
+    for weight, state in part.optimizer.state.items():
+        if MASTER in state:
+            weight.copy_(state[MASTER])
 
 
 def _parts(optimizer: Any) -> list[Any]:
@@ -228,11 +320,34 @@ def _optimizer_slices(part: Any, by_parameter: dict[torch.nn.Parameter, ShardedP
     """State that this rank has."""
     if isinstance(part, DistributedOptimizer):
         for parameter, start in _own_ranges(part):
-            tensors = part._get_main_param_and_optimizer_states(parameter)
-            yield OptimizerSlice(by_parameter[parameter], start, _flat(tensors))
+            yield OptimizerSlice(by_parameter[parameter], start, _flat(_of_range(part, parameter)))
         return
     for parameter, main in _main_parameters(part):
         yield OptimizerSlice(by_parameter[parameter], 0, _flat({"param": main, **part.optimizer.state[main]}))
+
+
+def _of_range(part: DistributedOptimizer, parameter: torch.nn.Parameter) -> dict[str, Any]:
+    """Master weights and moments of this rank's range of a parameter.
+
+    What megatron-core returns for it are copies where the moments are not in fp32: a load into them would be lost.
+    """
+    group, place = part.model_param_group_index_map[parameter]
+    own = part.optimizer.param_groups[group]["params"][place]
+    state = dict(part.optimizer.state[own])
+    return {"param": state.pop(MASTER, own), **state}
+
+
+def updated(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor]]:
+    """Parameters of which this rank updates a range: the parameter, what has the range's gradient, master weights."""
+    if part.optimizer is None:  # a stage may have no parameters of a kind
+        return
+    if not isinstance(part, DistributedOptimizer):
+        yield from ((parameter, main, main) for parameter, main in _main_parameters(part))
+        return
+    for parameter, _ in _own_ranges(part):
+        group, place = part.model_param_group_index_map[parameter]
+        own = part.optimizer.param_groups[group]["params"][place]
+        yield parameter, own, part.optimizer.state[own].get(MASTER, own)
 
 
 def _own_ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int]]:
@@ -299,6 +414,7 @@ def _set_updates(inner: torch.optim.Optimizer, updates: int) -> None:
     counts = [state["step"] for state in inner.state.values() if "step" in state]
     for count in counts:
         count.fill_(updates)
-    if not counts:
+    # Only AdamW counts: a count in a group of momenta would stay where it is, and be read for AdamW's.
+    if not counts and all("exp_avg_sq" in state for state in inner.state.values()):
         for group in inner.param_groups:
             group["step"] = updates

@@ -21,9 +21,9 @@ from llmrecipes.hf.families.parts import (
     gated,
     in_layer,
 )
-from llmrecipes.hf.megatron import moe_layers
 from llmrecipes.hf.table import SAME, Config, Family, Fixed, Key, Unsupported, resolved
 from llmrecipes.recipe.schema import Model
+from llmrecipes.recipe.weight_names import moe_layers
 
 _EPSILON = 1e-6
 

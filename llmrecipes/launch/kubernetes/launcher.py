@@ -60,7 +60,7 @@ class KubernetesLauncher:
     takes: ClassVar = frozenset(
         {
             "image", "flavor", "namespace", "claim", "queue", "topology", "secret", "tracking-uri", "service-account",
-            "pull-secret", "host-network", "max-restarts", "prepared",
+            "pull-secret", "host-network", "max-restarts", "prepared", "prepare-tasks",
         }
     )  # fmt: skip
     needs_cluster: ClassVar = True
@@ -294,7 +294,10 @@ def preparation_name(run: str) -> str:
 
 
 def preparation_job(run: PodRun, options: KubernetesOptions) -> Object:
-    """One pod on CPUs, with the run's recipe and claim. It does nothing if the data is prepared.
+    """Pods on CPUs, with the run's recipe and claim. They do nothing if the data is prepared.
+
+    One pod tokenizes by itself; several encode shards with a task for each core they ask for, and a pod that replaces
+    another goes on with what is missing.
 
     The profile's node selector, its patch and paths of its nodes are left out, because they belong to GPU nodes; its
     tolerations are kept, for clusters that have no others.
@@ -308,7 +311,7 @@ def preparation_job(run: PodRun, options: KubernetesOptions) -> Object:
         "metadata": {"name": name, "namespace": options.namespace, "labels": {**labels, **queue}},
         "spec": {
             **({"suspend": True} if options.queue else {}),
-            "backoffLimit": RETRIES,
+            **_indexed(options.prepare_tasks),
             "podReplacementPolicy": "Failed",
             "ttlSecondsAfterFinished": KEEP_SECONDS,
             "podFailurePolicy": {
@@ -329,12 +332,19 @@ def preparation_job(run: PodRun, options: KubernetesOptions) -> Object:
     }
 
 
+def _indexed(pods: int) -> Object:
+    if pods == 1:
+        return {"backoffLimit": RETRIES}
+    return {"completionMode": "Indexed", "completions": pods, "parallelism": pods, "backoffLimit": RETRIES * pods}
+
+
 def _preparation_pod(run: PodRun, options: KubernetesOptions) -> Object:
     claims = [each for each in run.profile.kubernetes.volumes if each.claim is not None]
     own = run.profile.kubernetes.model_copy(update={"volumes": tuple(claims)})
     kept = {"recipe", "workspace", *(each.name for each in claims)}
     placement = pod.placement(run.profile, options)
     cores = min(MOST_CORES, max(1, int(run.profile.cpu_cores * pod.NODE_SHARE)))
+    tasks = ["--tasks", str(cores)] if options.prepare_tasks > 1 else []
     memory = f"{min(MOST_MEMORY_GIB, max(1, int(run.profile.memory_gib * pod.NODE_SHARE)))}Gi"
     return {
         **pod.frame(options.grace_seconds),
@@ -343,7 +353,7 @@ def _preparation_pod(run: PodRun, options: KubernetesOptions) -> Object:
             {
                 "name": CONTAINER,
                 "image": options.image,
-                "command": ["llmrecipes", "prepare", str(pod.RECIPE)],
+                "command": ["llmrecipes", "prepare", str(pod.RECIPE), *tasks],
                 "env": pod.variables(run, options, master=""),
                 "resources": {"requests": {"cpu": str(cores), "memory": memory}},
                 "securityContext": pod.container_security(),

@@ -1,5 +1,10 @@
 """The objects of a run: an Indexed Job, a JobSet or a TrainJob, and the objects each depends on.
 
+Elastic runs (`train.elastic`) are JobSets whose pods may be missing. Whatever ends one pod ends its Job, and the JobSet
+creates all pods again, the first one first; those that get a node agree on the world (`launch.gathering`). An Elastic
+Indexed Job (a smaller `completions`) would need an API token in a pod or a person, and PyTorchJob's elastic policy
+torchrun's agent, whose restarts have no exit code that says whether to restart.
+
 Restarts. A pod that saved after a signal exits with 75, one that was evicted or whose node failed is marked
 `DisruptionTarget`: both restart without being counted. 2 and 93 mean that a restart would fail the same way, so the run
 fails immediately. Anything else counts against `max_restarts`.
@@ -28,6 +33,8 @@ FAILING = [int(ExitCode.BAD_INPUT), int(ExitCode.STOP)]
 SAVED = [int(ExitCode.REQUEUE)]
 AMBIGUOUS = re.compile(r"[-+]?\.?\d|[-+]?\.(inf|nan)|[yYnN]$", re.IGNORECASE)
 """Plain scalars that some YAML parsers do not read as strings."""
+FIRST_SUCCEEDS: Object = {"successPolicy": {"rules": [{"succeededIndexes": "0"}]}}
+"""Pods that have no node never succeed: an elastic run has ended when its first pod has."""
 GROUP = "node"
 """Name of the only replicated Job of a JobSet or a TrainJob."""
 
@@ -174,6 +181,14 @@ def _job(run: PodRun, options: KubernetesOptions) -> Object:
 
 
 def _jobset(run: PodRun, options: KubernetesOptions) -> Object:
+    is_elastic = pod.least_nodes(run, options) is not None
+    if is_elastic and run.channel is not None:
+        raise UserError(
+            f"{run.profile.name} has kubernetes.compute_domain",
+            where="train.elastic",
+            rule="the IMEX domain of a run waits for all of its nodes",
+            fix="--flavor job, which always starts all of them, or train.elastic=null",
+        )
     template = pod.template(run, options, stem=f"{run.name}-{GROUP}-0")
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -191,6 +206,7 @@ def _jobset(run: PodRun, options: KubernetesOptions) -> Object:
                     "template": {
                         "spec": {
                             **_indexed(run.nodes),
+                            **(FIRST_SUCCEEDS if is_elastic else {}),
                             **all_or_nothing(),
                             "template": patched(template, run.profile.kubernetes.patch, run.profile.name),
                         }

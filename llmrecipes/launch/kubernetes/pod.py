@@ -8,13 +8,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from llmrecipes.hardware.nics import CHOICE
-from llmrecipes.hardware.profile import Profile
+from llmrecipes.hardware.profile import COSTS, Profile
 from llmrecipes.launch.environment import environment
 from llmrecipes.launch.kubernetes import site
 from llmrecipes.launch.kubernetes.settings import KubernetesOptions
 from llmrecipes.launch.rendezvous import TOKEN
 from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.degrees import elastic_nodes
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.runfiles import LOGS
 
@@ -105,8 +106,10 @@ def template(run: PodRun, options: KubernetesOptions, stem: str) -> Object:
     checked = _container(run, options, master)
     # In the profile already; as a variable it would be the user's own choice.
     checked["env"] = [each for each in checked["env"] if each["name"] != CHOICE]
-    if run.nodes > 1 and TOKEN not in options.secrets:
-        checked["env"].append(RENDEZVOUS_TOKEN)
+    training = _container(run, options, master)
+    needs_token = () if run.nodes == 1 or TOKEN in options.secrets else (checked, training)
+    for container in needs_token[: 2 if least_nodes(run, options) else 1]:
+        container["env"].append(RENDEZVOUS_TOKEN)
     claims = site.claims(kubernetes, run.channel)
     return {
         "metadata": metadata(run, options),
@@ -119,7 +122,7 @@ def template(run: PodRun, options: KubernetesOptions, stem: str) -> Object:
                 {
                     "name": DOCTOR,
                     "command": ["llmrecipes", "doctor", str(RECIPE)],
-                    "args": _examination(run, stem),
+                    "args": _examination(run, options, stem),
                     **checked,
                 },
                 *site.sidecars(kubernetes),  # after the check, which wants idle GPUs
@@ -128,9 +131,9 @@ def template(run: PodRun, options: KubernetesOptions, stem: str) -> Object:
                 {
                     "name": CONTAINER,
                     "command": command(),
-                    "args": arguments(run),
+                    "args": arguments(run, least_nodes(run, options)),
                     "ports": [{"name": "rendezvous", "containerPort": PORT}],
-                    **_container(run, options, master),
+                    **training,
                 }
             ],
             "volumes": [*volumes(run, options), {"name": "tmp", "emptyDir": {}}],
@@ -138,13 +141,20 @@ def template(run: PodRun, options: KubernetesOptions, stem: str) -> Object:
     }
 
 
-def _examination(run: PodRun, stem: str) -> list[str]:
-    """Arguments of the check of the nodes; the range keeps them short on thousands of nodes."""
-    words = ["--quiet", "--cluster", str(CLUSTERS / f"{run.profile.name}.yaml")]
-    if run.nodes > 1:
+def least_nodes(run: PodRun, options: KubernetesOptions) -> int | None:
+    """Pods with which a start goes on; None: all of them. Only a JobSet starts all pods again when one fails."""
+    counts = elastic_nodes(run.plan.run_recipe, run.nodes, run.ranks_per_node)
+    return counts[0] if options.flavor == "jobset" and len(counts) > 1 else None
+
+
+def _examination(run: PodRun, options: KubernetesOptions, stem: str) -> list[str]:
+    """Arguments of the check of the nodes; the range keeps them short on thousands of nodes.
+
+    Where pods may be missing, each node is checked by itself.
+    """
+    words = ["--quiet", "--cluster", str(CLUSTERS / f"{run.profile.name}.yaml"), "--run-id", run.run_id]
+    if run.nodes > 1 and least_nodes(run, options) is None:
         words += [
-            "--run-id",
-            run.run_id,
             "--nodes",
             f"{stem}-[0-{run.nodes - 1}].{run.name}",
             "--patience",
@@ -208,9 +218,14 @@ def command() -> list[str]:
     return ["llmrecipes", "train", str(RECIPE)]
 
 
-def arguments(run: PodRun) -> list[str]:
-    """The same for all pods; each reads its node rank from the environment that its controller sets."""
+def arguments(run: PodRun, least: int | None = None) -> list[str]:
+    """The same for all pods; each reads its node rank from the environment that its controller sets.
+
+    Args:
+        least: pods with which a start goes on; None: all.
+    """
     more = ["--nnodes", str(run.nodes)] if run.nodes > 1 else []
+    more += [] if least is None else ["--min-nodes", str(least)]
     more += run.options.words()
     return [
         literal(word)
@@ -231,6 +246,9 @@ def variables(run: PodRun, options: KubernetesOptions, master: str) -> list[Obje
         "LLMRECIPES_DATA": str(WORKSPACE / "data"),
         "LLMRECIPES_IMAGE_DIGEST": options.image.partition("@")[2],
     }
+    if run.profile.costs is not None:
+        # Pods plan for the machine they find, without the profile.
+        values[COSTS] = run.profile.costs.model_dump_json(exclude_unset=True)
     if options.tracking_uri:
         values["MLFLOW_TRACKING_URI"] = options.tracking_uri
     else:

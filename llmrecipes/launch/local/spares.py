@@ -110,8 +110,10 @@ class Spares:
         """Make ranks of the spares; those that do not answer are ended, and left out of the result.
 
         Args:
-            variables: of each rank.
+            variables: of each rank; there may be fewer than spares.
         """
+        for rank in self._spares.keys() - variables.keys():
+            self._spares.pop(rank).end()
         with selectors.DefaultSelector() as selector:
             for rank, spare in self._spares.items():
                 with suppress(OSError):

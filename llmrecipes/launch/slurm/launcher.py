@@ -53,6 +53,7 @@ class SlurmLauncher:
             "max-restarts",
             "sbatch",
             "prepare-partition",
+            "prepare-tasks",
         }
     )
     needs_cluster: ClassVar = True
@@ -80,13 +81,19 @@ class SlurmLauncher:
                 if chosen.get("prepare-partition") or planned.profile.slurm.cpu_partition
                 else ("; --prepare-partition NAME for one without GPUs")
             )
-            notes["tokenize"] = f"the data is not prepared: another job does it first, on one node{where}"
+            tasks = options.prepare_tasks
+            on = "on one node" if tasks == 1 else f"an array of {tasks:,} tasks, on a node for each"
+            notes["tokenize"] = f"the data is not prepared: another job does it first, {on}{where}"
         given_last = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
         return Rendering(
             words,
             first=first,
-            shown=script_text(RunFiles(submission.run_dir).logs, words, first),
-            details={"command": list(words), "prepare_command": list(first) or None},
+            shown=script_text(RunFiles(submission.run_dir).logs, words, first, options.prepare_tasks),
+            details={
+                "command": list(words),
+                "prepare_command": list(first) or None,
+                "prepare_tasks": options.prepare_tasks,
+            },
             notes=notes,
             place={"partition": given_last.get("partition")},
             time_limit=given_last.get("time"),
@@ -102,7 +109,7 @@ class SlurmLauncher:
         words, prepare = rendering.command, ""
         if rendering.first:
             prepare = tell(rendering.first, fix=f"--prepare-partition NAME; {DRY_RUN}")
-            words = after(words, prepare.partition(";")[0])
+            words = after(words, prepare.partition(";")[0], rendering.details["prepare_tasks"])
         try:
             job = tell(words, rendering.text, DRY_RUN)
         except UserError:
@@ -213,6 +220,7 @@ def _options(submission: Submission, chosen: LauncherOptions, warning_seconds: i
         python=chosen.get("python") or (None if image else sys.executable),
         warning=warning_seconds,
         prepare_partition=chosen.get("prepare-partition"),
+        prepare_tasks=chosen.get("prepare-tasks") or 1,
         max_restarts=chosen.get("max-restarts"),
         run=submission.options,
         more=tuple(chosen.get("sbatch") or ()),

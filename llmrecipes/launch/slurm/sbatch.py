@@ -17,6 +17,7 @@ from llmrecipes.hardware.profile import Profile, Slurm
 from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.degrees import elastic_nodes
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking.run_list import MeasuredRun, measured
 
@@ -81,7 +82,7 @@ class SlurmOptions:
 
     `image` is for srun's `--container-image` or Apptainer. The run saves `warning` seconds before the time limit.
     `more` are further options of sbatch, each as one `--name=value`. `python` runs the ranks. `prepare_partition` is
-    that of the job that tokenizes. `run` is passed on to the ranks.
+    that of the job that tokenizes, an array if it has several `prepare_tasks`. `run` is passed on to the ranks.
     """
 
     partition: str | None = None
@@ -93,6 +94,7 @@ class SlurmOptions:
     python: str | None = None
     warning: int | None = None
     prepare_partition: str | None = None
+    prepare_tasks: int = 1
     max_restarts: int | None = None
     run: RunOptions = field(default_factory=RunOptions)
     more: tuple[str, ...] = ()
@@ -132,9 +134,10 @@ def command(
     check(request, profile, options)
     site = profile.slurm
     runtime = options.runtime or (site.container_runtime if options.image else "none")
+    counts = elastic_nodes(plan.run_recipe, request.nodes, plan.layout.world_size // request.nodes)
     wanted = {
         "job-name": plan.recipe.name,
-        "nodes": str(request.nodes),
+        "nodes": _node_counts(counts),
         "partition": options.partition or site.partition,
         "account": options.account,
         "qos": options.qos,
@@ -142,7 +145,7 @@ def command(
         "gres": site.gres,
         "constraint": site.constraint,
         "switches": _switches(request.nodes, site),
-        "segment": None if site.segment is None else str(_segment(request.nodes, site.segment)),
+        "segment": None if site.segment is None else str(_segment(math.gcd(*counts), site.segment)),
         # B: to the batch script, which passes it on.
         "signal": None if options.warning is None else f"B:USR1@{options.warning}",
         "output": _output(request, "slurm"),
@@ -158,6 +161,7 @@ def command(
         "data-dir": str(request.data_dir),
         "exit-file": str(RunFiles(request.run_dir).exit_code),
         "bad-nodes": str(RunFiles(request.run_dir).bad_nodes),
+        "min-nodes": str(counts[0]) if len(counts) > 1 else None,
         "max-restarts": None if options.max_restarts is None else str(options.max_restarts),
     }
     return (
@@ -174,7 +178,7 @@ def command(
 
 
 def prepare_command(request: SlurmRequest, profile: Profile, options: SlurmOptions, script: Path) -> tuple[str, ...]:
-    """The words of the sbatch command of a job that tokenizes, on one node without GPUs.
+    """The words of the sbatch command of a job that tokenizes, on one node without GPUs, or on a node for each task.
 
     Args:
         request, profile, options: of the run that needs the data, already checked.
@@ -187,6 +191,7 @@ def prepare_command(request: SlurmRequest, profile: Profile, options: SlurmOptio
         "partition": options.prepare_partition or site.cpu_partition or options.partition or site.partition,
         "account": options.account,
         "mem": "0",
+        "array": f"0-{options.prepare_tasks - 1}" if options.prepare_tasks > 1 else None,
         "output": _output(request, "prepare"),
     }
     own = {
@@ -207,24 +212,32 @@ def prepare_command(request: SlurmRequest, profile: Profile, options: SlurmOptio
     )
 
 
-def after(words: Sequence[str], job: str) -> tuple[str, ...]:
-    """A command of sbatch whose job starts when another has succeeded, and is cancelled when that fails."""
-    return (*words[:2], f"--dependency=afterok:{job}", "--kill-on-invalid-dep=yes", *words[2:])
+def after(words: Sequence[str], job: str, tasks: int = 1) -> tuple[str, ...]:
+    """A command of sbatch whose job starts when another has succeeded, and is cancelled when that fails.
+
+    An array has succeeded with the first of its tasks: a task ends when no shard is missing and the data is prepared,
+    whoever encoded it. With `afterok` of the whole array, one that is killed would cancel the run.
+    """
+    jobs = [job] if tasks == 1 else [f"{job}_{number}" for number in range(tasks)]
+    dependency = "?".join(f"afterok:{each}" for each in jobs)
+    return (*words[:2], f"--dependency={dependency}", "--kill-on-invalid-dep=yes", *words[2:])
 
 
-def script_text(folder: Path, words: Sequence[str], first: Sequence[str]) -> str:
+def script_text(folder: Path, words: Sequence[str], first: Sequence[str], tasks: int = 1) -> str:
     """The command for a shell, which does the same as `submit`.
 
     Args:
         folder: of the logs; Slurm does not create it.
         words: of the run's sbatch.
         first: of the sbatch that tokenizes; empty: none.
+        tasks: of that one.
     """
     lines = [f"mkdir -p {shlex.quote(str(folder))}"]
     if first:
         lines.append(f"prepare=$({as_text(first)})")
-        variable = "--dependency=afterok:${prepare%%;*}"
-        lines.append(as_text(after(words, "ID")).replace("--dependency=afterok:ID", variable, 1))
+        waiting = after(words, "ID", tasks)
+        variable = waiting[2].replace(":ID", ":${prepare%%;*}")
+        lines.append(as_text(waiting).replace(shlex.quote(waiting[2]), f'"{variable}"' if tasks > 1 else variable, 1))
     else:
         lines.append(as_text(words))
     return "\n".join(lines) + "\n"
@@ -311,6 +324,13 @@ def _output(request: SlurmRequest, name: str) -> str:
 
 def _mounts(profile: Profile, runtime: str) -> list[str]:
     return [word for mount in profile.slurm.mounts for word in ("--mount", _mount(mount))] if runtime != "none" else []
+
+
+def _node_counts(counts: tuple[int, ...]) -> str:
+    """The value of --nodes: a number, a range, or a list, which Slurm knows since 23.02."""
+    if len(counts) > 1 and counts == tuple(range(counts[0], counts[-1] + 1)):
+        return f"{counts[0]}-{counts[-1]}"
+    return ",".join(map(str, counts))
 
 
 def _switches(nodes: int, site: Slurm) -> str | None:

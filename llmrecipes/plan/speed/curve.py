@@ -10,6 +10,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware.machine import machine
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.plan.speed.search import Found, fastest
+from llmrecipes.recipe.batch_schedule import without_ramp
 from llmrecipes.recipe.schema import Recipe
 
 COUNTS = tuple(8 << exponent for exponent in range(12))
@@ -57,7 +58,7 @@ def curve(recipe: Recipe, profile: Profile, reference: int, counts: Iterable[int
 
 
 def _point(recipe: Recipe, profile: Profile, kind: Kind, gpus: int, batch: int) -> CurvePoint:
-    train = recipe.train.model_copy(update={"global_batch_size": batch})
+    train = without_ramp(recipe.train, global_batch_size=batch)
     nodes = -(-gpus // max(1, profile.gpus_per_node))
     try:
         found = fastest(recipe.model_copy(update={"train": train}), machine(profile, nodes), gpus, profile, 1)[0]

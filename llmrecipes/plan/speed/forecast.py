@@ -9,13 +9,17 @@ from llmrecipes.console import duration
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.profile import Calibration, Profile, Rates
 from llmrecipes.plan.derive import Plan
+from llmrecipes.plan.frozen import reference_plan, teacher_plan
 from llmrecipes.plan.kernels import recomputed_layers
 from llmrecipes.plan.memory import Memory, of_stage
 from llmrecipes.plan.speed.device import Device, Stack, device, kernels_on, stack, stack_of
 from llmrecipes.plan.speed.saving import Saving, as_dict, saving
-from llmrecipes.plan.speed.step import Step, predict
+from llmrecipes.plan.speed.step import Step, forward_seconds, predict, with_attack
 from llmrecipes.plan.speed.work import Work
+from llmrecipes.recipe.adversarial import passes
 from llmrecipes.recipe.engines import DEEPSPEED, engine_name
+from llmrecipes.recipe.fp8 import bf16_layers
+from llmrecipes.recipe.preference_rules import has_reference
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.units import GIB
 
@@ -53,7 +57,7 @@ class Forecast:
     @property
     def seconds(self) -> float:
         """Of all steps."""
-        return self.step.seconds * self.plan.recipe.train.train_iters
+        return self.step.seconds * self.plan.full_steps
 
     @property
     def gpu_hours(self) -> float:
@@ -168,6 +172,7 @@ class Forecast:
 
 def _parts(memory: Memory) -> dict[str, float]:
     other = memory.logits + memory.workspace + memory.buffers + memory.checkpoint_copy
+    other += memory.teacher + memory.movements
     parts = {
         "weights": memory.weights,
         "gradients": memory.gradients,
@@ -361,7 +366,8 @@ def work(plan: Plan) -> Work:
         vpp=layout.virtual_pipeline_model_parallel_size,
         ep=layout.expert_model_parallel_size,
         etp=layout.expert_tensor_parallel_size if s.num_moe_experts else 1,
-        precision=train.precision if train.precision == "fp32" else "bf16",
+        precision="fp8" if plan.recipe.speed.fp8 else train.precision if train.precision == "fp32" else "bf16",
+        bf16_layers=sum(bf16_layers(plan.recipe)),
         recomputed=_recomputed(plan),
         recomputed_modules=plan.recompute_modules,
         stage_layers=layout.layers_per_stage,
@@ -380,11 +386,20 @@ def forecast(plan: Plan, profile: Profile | None) -> Forecast:
     """
     found = gpu(plan, profile)
     step = predict(found, software(plan, found), work(plan))
+    if plan.recipe.distill is not None:
+        teacher = teacher_plan(plan)
+        ahead = predict(found, software(teacher, found), work(teacher))
+        step = replace(step, teacher=forward_seconds(ahead, plan.num_microbatches))
+    if has_reference(plan.recipe):
+        reference = reference_plan(plan)
+        ahead = predict(found, software(reference, found), work(reference))
+        step = replace(step, teacher=forward_seconds(ahead, plan.num_microbatches))
+    step = with_attack(step, passes(plan.recipe.train))
     stages = range(plan.layout.pipeline_model_parallel_size)
     memory = tuple(
         of_stage(plan.recipe, plan.shape, plan.layout, plan.num_microbatches, stage, plan.device) for stage in stages
     )
-    hours = step.seconds * plan.recipe.train.train_iters * plan.layout.world_size / 3600
+    hours = step.seconds * plan.full_steps * plan.layout.world_size / 3600
     costs = None if profile is None else profile.costs
     usd = energy = carbon = None
     if costs is not None:

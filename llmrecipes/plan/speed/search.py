@@ -113,10 +113,10 @@ def _sharded(recipe: Recipe, offload: bool) -> Iterator[Recipe]:
             )
         return
     for stage in sorted({1, 2, 3, zero.stage} - ({0} if offload else set())):
-        yield _with_zero(recipe, zero, stage, offload)
+        yield with_zero(recipe, zero, stage, offload)
 
 
-def _with_zero(recipe: Recipe, zero: Zero, stage: int, offload: bool) -> Recipe:
+def with_zero(recipe: Recipe, zero: Zero, stage: int, offload: bool) -> Recipe:
     moved = "none" if not offload else "cpu" if zero.offload_optimizer == "none" else zero.offload_optimizer
     kept = {"offload_param": "none", "nvme_path": None} if not offload else {}
     changed = zero.model_copy(update={"stage": stage, "offload_optimizer": moved, **kept})
@@ -135,7 +135,7 @@ def _degrees(recipe: Recipe, ranks: int, near: int) -> Iterator[Recipe]:
     stages = sorted({*_powers(min(MOST_PIPELINE, model.num_layers)), recipe.parallelism.pipeline_model_parallel_size})
     if engine_name(recipe) == DEEPSPEED:  # which has neither
         contexts = stages = [1]
-    cuts = {stage: list(_cuts(recipe, stage)) for stage in stages}
+    cuts = {stage: list(stage_cuts(recipe, stage)) for stage in stages}
     for tensor in _powers(near):
         # Without expert parallelism experts are split as the dense layers are.
         shares = [(e, inner) for e in experts for inner in (sorted({1, tensor}) if e > 1 else [None])]
@@ -165,7 +165,7 @@ def _degrees(recipe: Recipe, ranks: int, near: int) -> Iterator[Recipe]:
                                 yield recipe.model_copy(update={"parallelism": parallelism, "train": train})
 
 
-def _cuts(recipe: Recipe, stages: int) -> Iterator[dict[str, Any]]:
+def stage_cuts(recipe: Recipe, stages: int) -> Iterator[dict[str, Any]]:
     """Chunks of the stages, and what is on each: the same number of layers, or fewer where the loss is."""
     layers = recipe.model.num_layers
     even = {"account_for_embedding_in_pipeline_split": False, "account_for_loss_in_pipeline_split": False,
@@ -240,8 +240,15 @@ def fastest(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | Non
     update on the CPU is not known.
 
     Raises:
-        UserError: none does, with the least number of GPUs found for which one does.
+        UserError: none does, with the least number of GPUs found for which one does; or the recipe has stages.
     """
+    if recipe.stages:
+        raise UserError(
+            "a recipe with stages has no one step to compare layouts by",
+            where="--search",
+            rule="the layout of a run is the same in all stages",
+            fix="stages=[] with the model and train keys of the longest stage",
+        )
     found = _fitting(recipe, candidates(recipe, ranks, cluster.gpus_per_domain), cluster, ranks, profile, number)
     if not found and recipe.zero is not None:
         offloaded = candidates(recipe, ranks, cluster.gpus_per_domain, offload=True)
@@ -268,10 +275,10 @@ def _by_zero(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | No
     if recipe.zero is not None:
         return ""
     for offload in (False, True):
-        sharded = _with_zero(recipe, Zero(stage=3, extra={}), 3, offload)
+        sharded = with_zero(recipe, Zero(stage=3, extra={}), 3, offload)
         every = _degrees(sharded, ranks, cluster.gpus_per_domain)
         for found in _fitting(sharded, every, cluster, ranks, profile, 1):
-            keys = " ".join(chain.from_iterable(_changed(recipe, found.recipe).values()))
+            keys = " ".join(chain.from_iterable(changes(recipe, found.recipe).values()))
             unknown = " (the time of offload is not known)" if offload else ""
             return f"; or DeepSpeed on these GPUs: {keys}{unknown}"
     return ""
@@ -292,7 +299,7 @@ def _fitting(
         if made is None:
             if not (candidate.train.recompute_granularity or _may_fit(candidate, cluster, ranks)):
                 continue
-            plan = _plan(candidate, cluster, ranks)
+            plan = plan_of(candidate, cluster, ranks)
             if plan is None or not plan.fits or plan.memory_headroom < LEAST_HEADROOM:
                 continue
             # What chooses by itself to recompute nothing is in the queue without a choice, too.
@@ -318,12 +325,12 @@ def nearest(plan: Plan, number: int) -> list[tuple[str, Forecast]]:
     offload = recipe.zero is not None and recipe.zero.offload_optimizer != "none"
     every = [_as_before(each, recipe) for each in candidates(recipe, ranks, cluster.gpus_per_domain, offload=offload)]
     for most in (1, 2):
-        few = [each for each in every if len(_changed(recipe, each)) <= most]
+        few = [each for each in every if len(changes(recipe, each)) <= most]
         if found := _fitting(recipe, few, cluster, ranks, None, number):
             break
     else:
         found = fastest(recipe, cluster, ranks, None, number)
-    return [(" ".join(chain.from_iterable(_changed(recipe, each.recipe).values())), each.forecast) for each in found]
+    return [(" ".join(chain.from_iterable(changes(recipe, each.recipe).values())), each.forecast) for each in found]
 
 
 _TOGETHER = {
@@ -341,27 +348,27 @@ _TOGETHER = {
 """Keys that change as one with another."""
 
 
-def _changed(recipe: Recipe, candidate: Recipe) -> dict[str, list[str]]:
+def changes(recipe: Recipe, candidate: Recipe) -> dict[str, list[str]]:
     """Overrides that make a candidate of the recipe, those that change together under one name."""
-    changes: dict[str, list[str]] = {}
+    made: dict[str, list[str]] = {}
     for section in ("parallelism", "train"):
         before, after = getattr(recipe, section), getattr(candidate, section)
         for name in type(before).model_fields:
             value = getattr(after, name)
             if value != getattr(before, name):
                 shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-                changes.setdefault(_TOGETHER.get(name, name), []).append(shlex.quote(f"{section}.{name}={shown}"))
+                made.setdefault(_TOGETHER.get(name, name), []).append(shlex.quote(f"{section}.{name}={shown}"))
     # Its other keys follow from these when the recipe is loaded.
     before, after = recipe.zero, candidate.zero
     if after is not None:
         if before is None or after.stage != before.stage:
-            changes.setdefault("stage", []).append(f"zero.stage={after.stage}")
+            made.setdefault("stage", []).append(f"zero.stage={after.stage}")
         for name in ("offload_optimizer", "offload_param", "nvme_path"):
             value = getattr(after, name)
             if value != ("none" if before is None and name != "nvme_path" else getattr(before, name, None)):
                 shown = "null" if value is None else value
-                changes.setdefault("offload_optimizer", []).append(shlex.quote(f"zero.{name}={shown}"))
-    return changes
+                made.setdefault("offload_optimizer", []).append(shlex.quote(f"zero.{name}={shown}"))
+    return made
 
 
 def _as_before(candidate: Recipe, recipe: Recipe) -> Recipe:
@@ -389,7 +396,7 @@ def _smallest(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | N
                 continue
             if parallel.virtual_pipeline_model_parallel_size or parallel.tensor_model_parallel_size < near:
                 continue
-            plan = _plan(candidate, larger, more)
+            plan = plan_of(candidate, larger, more)
             if plan is not None and plan.fits and plan.memory_headroom >= LEAST_HEADROOM:
                 return f"{nodes} nodes, {more} GPUs ({Found(candidate, forecast(plan, profile)).key})"
     return "a smaller global batch, a shorter sequence, or GPUs with more memory"
@@ -403,7 +410,7 @@ def _may_fit(candidate: Recipe, cluster: Cluster, ranks: int) -> bool:
     return first.total <= capacity(cluster, ranks) * (1 - LEAST_HEADROOM)
 
 
-def _plan(candidate: Recipe, cluster: Cluster, ranks: int) -> Plan | None:
+def plan_of(candidate: Recipe, cluster: Cluster, ranks: int) -> Plan | None:
     if rules.check(candidate):
         return None
     try:
@@ -419,7 +426,7 @@ def _timed(
     near, offload = cluster.gpus_per_domain, recipe.zero is not None
     of_shape = chain(candidates(recipe, ranks, near), candidates(recipe, ranks, near, offload=True) if offload else ())
     base = next(
-        (plan for each in of_shape if (plan := _plan(each, cluster, ranks))),
+        (plan for each in of_shape if (plan := plan_of(each, cluster, ranks))),
         None,
     )
     if base is None:

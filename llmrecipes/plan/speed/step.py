@@ -35,6 +35,10 @@ class Step:
     """Seconds of a micro-batch forward and backward on each stage, on each of its chunks."""
     hop: float = 0.0
     """Seconds of a message between stages."""
+    teacher: float = 0.0
+    """The passes of a teacher (`distill`), its communication included."""
+    attack: float = 0.0
+    """All passes but the last on moved embeddings (`train.adversarial`), with their communication."""
 
     @property
     def seconds(self) -> float:
@@ -48,7 +52,8 @@ class Step:
 
     def parts(self) -> dict[str, float]:
         """Seconds by name."""
-        return {name: getattr(self, name) for name in _PARTS}
+        rare = {"teacher": self.teacher, "attack": self.attack}
+        return {name: getattr(self, name) for name in _PARTS} | {name: each for name, each in rare.items() if each}
 
 
 _PARTS = ("compute", "tensor", "expert", "context", "bubble", "gradients", "optimizer")
@@ -131,6 +136,18 @@ def stage_parameters(work: Work) -> tuple[list[float], list[float]]:
 @lru_cache(maxsize=1024)
 def _with_links(device: Device, share: float, rails: float, crowd: float, nic: float) -> Device:
     return replace(device, links=device.links * share, rails=rails, crowd=crowd, nic=device.nic * nic)
+
+
+def forward_seconds(step: Step, microbatches: int) -> float:
+    """Of the forward passes of a step by themselves: those of the slowest stage, after the others have their first."""
+    stages = [sum(ahead) for ahead, _ in step.passes]
+    return microbatches * max(stages) + sum(stages) - max(stages)
+
+
+def with_attack(step: Step, passes: int) -> Step:
+    """A step that passes all its micro-batches several times."""
+    once = step.compute + step.tensor + step.expert + step.context + step.bubble
+    return replace(step, attack=(passes - 1) * once)
 
 
 def predict(device: Device, stack: Stack, work: Work, *, at_least: bool = False) -> Step:

@@ -7,7 +7,7 @@ idle; a short inner dimension pays more for the beginning and the end of a tile.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil
 
@@ -49,6 +49,8 @@ class Work:
     etp: int = 1
     """Ranks over which an expert is split."""
     precision: str = "bf16"
+    bf16_layers: int = 0
+    """Layers whose products are in bf16 although `precision` has others in fp8."""
     recomputed: float = 0.0
     """Share of the layers whose whole forward pass is repeated in the backward pass."""
     recomputed_modules: tuple[str, ...] = ()
@@ -222,7 +224,20 @@ def _linear(
 
 
 def layer(device: Device, stack: Stack, work: Work, *, experts: bool) -> Kernels:
-    """One layer of a micro-batch on one rank, communication left out."""
+    """One layer of a micro-batch on one rank, communication left out; the mean of those in fp8 and in bf16."""
+    kernels = _layer(device, stack, work, experts=experts)
+    if not work.bf16_layers or _kind(work) != "fp8":
+        return kernels
+    plain = _layer(device, stack, replace(work, precision="bf16"), experts=experts)
+    share = work.bf16_layers / work.layers
+    return Kernels(
+        kernels.forward + share * (plain.forward - kernels.forward),
+        kernels.backward + share * (plain.backward - kernels.backward),
+        kernels.launches,
+    )
+
+
+def _layer(device: Device, stack: Stack, work: Work, *, experts: bool) -> Kernels:
     kind, speed, tokens = _kind(work), device.gemm_speed(stack.gemm), work.tokens
     if "rowwise" in work.precision:
         # A scale a row is computed, and applied, for every product.

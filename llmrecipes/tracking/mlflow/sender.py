@@ -6,7 +6,7 @@ import json
 import time
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from llmrecipes.tracking.events import METRIC_NOTES, expert_metrics
+from llmrecipes.tracking.events import METRIC_NOTES, expert_metrics, note_metrics, source_metrics
 from llmrecipes.tracking.mirror import Ending, Mirror, numbers, serve
 from llmrecipes.tracking.mlflow.database import TRAINING_VIEW, redact
 from llmrecipes.tracking.mlflow.sink import MlflowConfig
@@ -91,7 +91,9 @@ def entities(values: dict[str, Any]) -> tuple[list[Metric], list[RunTag]]:
 
     if values.get("event") in METRIC_NOTES:
         when = int(values.get("time", 0) * 1000)
-        return [Metric(key, value, when, values["step"]) for key, value in values["details"].items()], []
+        details = values["details"]
+        words = [RunTag(key.replace("/", "."), value) for key, value in details.items() if isinstance(value, str)]
+        return [Metric(key, value, when, values["step"]) for key, value in note_metrics(details).items()], words
     if "event" in values:
         text = json.dumps({"step": values["step"], **(values.get("details") or {})})
         tags = [RunTag(f"note.{values['event']}"[:250], text[:5000])]
@@ -100,7 +102,9 @@ def entities(values: dict[str, Any]) -> tuple[list[Metric], list[RunTag]]:
         return [], tags
     when = int(values.get("time", 0) * 1000)
     # Experts first: a step counts as delivered once its loss has arrived.
-    points = expert_metrics(values.get("experts", ())) | spread_metrics(values) | numbers(values)
+    points = (
+        expert_metrics(values.get("experts", ())) | spread_metrics(values) | source_metrics(values) | numbers(values)
+    )
     return [Metric(key, value, when, values["step"]) for key, value in points.items()], []
 
 

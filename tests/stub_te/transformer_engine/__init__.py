@@ -109,6 +109,7 @@ class _Linear(_Module):
 
 class Linear(_Linear):
     public = "pytorch.Linear"
+    save_original_input = False
 
 
 class LayerNormLinear(_Linear):
@@ -124,6 +125,7 @@ class LayerNormLinear(_Linear):
 
 class GroupedLinear(_Linear):
     public = "pytorch.GroupedLinear"
+    save_original_input = False
 
     def create(self, **options: Any) -> None:
         self.num_gemms = options["num_gemms"]
@@ -162,6 +164,14 @@ class DotProductAttention(_Module):
     public = "pytorch.DotProductAttention"
 
 
+class Fp8Padding(_Module):
+    public = "pytorch.Fp8Padding"
+
+
+class Fp8Unpadding(_Module):
+    public = "pytorch.Fp8Unpadding"
+
+
 class FusedAdam(torch.optim.Optimizer):
     """Refuses parameters that are not on a GPU, where it creates its buffers."""
 
@@ -172,7 +182,7 @@ class FusedAdam(torch.optim.Optimizer):
         super().__init__(groups, {"lr": bound.arguments.get("lr", 1e-3)})
 
 
-_CLASSES = (Linear, LayerNormLinear, GroupedLinear, RMSNorm, LayerNorm, DotProductAttention)
+_CLASSES = (Linear, LayerNormLinear, GroupedLinear, RMSNorm, LayerNorm, DotProductAttention, Fp8Padding, Fp8Unpadding)
 for _name in SIGNATURES:
     _public, _, _last = _name.rpartition(".")
     # A class that no test builds is one that only exists.
@@ -207,8 +217,17 @@ class Format(enum.Enum):
 
 _recipe = _module("common.recipe")
 _recipe.Format = Format
+
+
+class _Scaling:
+    """How values in fp8 are scaled; it keeps its options."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+
 for _last in ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling"):
-    setattr(_recipe, _last, type(_last, (), {}))
+    setattr(_recipe, _last, type(_last, (_Scaling,), {}))
 # megatron-core 0.16 evaluates annotations with these names.
 for _last in ("Sequential", "FusibleOperation"):
     setattr(_module("pytorch.ops"), _last, type(_last, (), {}))

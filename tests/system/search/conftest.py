@@ -42,7 +42,7 @@ class Server:
         command = [program, *words[1:]]
         if os.geteuid() == 0:
             command = ["setpriv", "--reuid=postgres", "--regid=postgres", "--init-groups", *command]
-        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
     def start(self) -> None:

@@ -221,7 +221,7 @@ def test_the_dashboard_shows_the_study_until_ctrl_c(made: Worker, tmp_path: Path
         assert [each for each in browser.get_log("browser") if each["level"] == "SEVERE"] == []
         assert all(each.startswith(address) for each in requests(browser))
         os.kill(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=240)
         assert process.returncode == 0, errors
         assert "Traceback" not in errors
         with pytest.raises(OSError, match="refused"):

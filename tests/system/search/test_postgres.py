@@ -34,7 +34,7 @@ def test_processes_share_a_study_and_never_a_trial(postgres: Server, tmp_path: P
     for process in processes:
         process.start()
     for process in processes:
-        process.join(120)
+        process.join(240)
     assert [process.exitcode for process in processes] == [0, 0, 0, 0]
     trials = list(own_trials(worker(recipe, tmp_path, resume=True).study))
     assert len(trials) == len({trial.user_attrs["run_id"] for trial in trials}) == 20
@@ -51,7 +51,7 @@ def test_a_killed_search_is_continued(postgres: Server, tmp_path: Path, monkeypa
     monkeypatch.setattr(Curves, "loss", staticmethod(dies))
     process = FORK.Process(target=search_in_a_process, args=(recipe, tmp_path))
     process.start()
-    process.join(60)
+    process.join(240)
     assert process.exitcode == -signal.SIGKILL
     monkeypatch.setattr(Curves, "loss", staticmethod(bowl))
     again = ran(recipe, tmp_path, resume=True)

@@ -112,7 +112,7 @@ class Site:
     def sbatch(self, *arguments: str, code: int = 0) -> str:
         """Run sbatch by hand; returns what it printed."""
         done = subprocess.run(
-            ["sbatch", *arguments], env=self.variables, cwd=self.folder, capture_output=True, text=True, timeout=60,
+            ["sbatch", *arguments], env=self.variables, cwd=self.folder, capture_output=True, text=True, timeout=240,
             check=False,
         )  # fmt: skip
         assert done.returncode == code, done.stdout + done.stderr

@@ -83,7 +83,7 @@ class Lab:
     def run(self, *command: str, cwd: Path | None = None, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run a client program."""
         done = subprocess.run(
-            command, env=self.variables, cwd=cwd, capture_output=True, text=True, timeout=60, check=False
+            command, env=self.variables, cwd=cwd, capture_output=True, text=True, timeout=240, check=False
         )
         assert not check or done.returncode == 0, f"{command}: {done.returncode} {done.stdout}{done.stderr}"
         return done

@@ -205,6 +205,33 @@ def test_interrupted(
         assert resumed % 20 == 0
 
 
+@pytest.mark.usefixtures("repaired")
+def test_a_job_goes_on_with_more_nodes_and_with_those_that_are_left(
+    site: Site, recipe: Recipe, reference: dict[str, list[tuple[Any, ...]]]
+) -> None:
+    """One node while the other is drained, two when it is back, and one again when a node is lost."""
+    elastic = recipe.model_copy(update={"train": recipe.train.model_copy(update={"elastic": (1, 2)})})
+    site.lab.run("scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=repair")
+    job, run_dir = site.submit(elastic, "elastic", "--sbatch=--exclude=n3")
+    site.wait_for_step(job, run_dir, 10)
+    assert site.lab.job(job)["NodeList"] == "n1"
+    site.lab.run("scontrol", "update", "NodeName=n2", "State=RESUME")
+    site.lab.run("scontrol", "requeue", job)
+    site.wait_for_restart(job, 1)
+    site.wait_for_step(job, run_dir, train_lines(run_dir)[-1]["step"] + 10)
+    assert site.lab.job(job)["NodeList"] == "n[1-2]"
+    lose_other(site, job, run_dir)
+    fields = site.finish(job, run_dir)
+    assert (fields["NumNodes"], fields["ExcNodeList"]) == ("1", "n3"), site.log(run_dir, job)
+
+    notes = [line["details"] for line in lines(run_dir) if line.get("event") == "resized"]
+    assert [(note["before"]["world_size"], note["now"]["world_size"]) for note in notes] == [(1, 2), (2, 1)]
+    found, expected = curve(run_dir), reference["1"]
+    assert [step[0] for step in found] == [step[0] for step in expected]
+    losses = [[line[1] for line in steps if line[1] is not None] for steps in (found, expected)]
+    assert largest_difference(*losses) < 1e-5  # ranks sum in another order
+
+
 def test_time_limit_whose_warning_comes_before_the_ranks_are_started(
     site: Site, recipe: Recipe, reference: dict[str, list[tuple[Any, ...]]]
 ) -> None:

@@ -10,7 +10,7 @@ import copy
 import hashlib
 import io
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -58,6 +58,7 @@ from llmrecipes.engine.core.checkpoint.index import (
     merge_tables,
     slices_of,
 )
+from llmrecipes.engine.core.checkpoint.slices import OPTIMIZER_STATE
 from llmrecipes.io import sync, write_synced
 from llmrecipes.nested import leaves
 from llmrecipes.units import GIB, MIB
@@ -85,7 +86,10 @@ class ShardedFormat:
         pinned: whether snapshots are copied from a GPU, to pinned memory.
     """
 
-    def __init__(self, written_by: Mapping[str, str] | None = None, *, pinned: bool = False) -> None:
+    def __init__(
+        self, written_by: Mapping[str, str] | None = None, *, pinned: bool = False, frozen: Sequence[str] = ()
+    ) -> None:
+        self._frozen = frozen
         self._written_by = dict(written_by or {})
         self._staging = PinnedStaging() if pinned else Staging()
         self._checked = False
@@ -145,7 +149,7 @@ class ShardedFormat:
 
     def finish(self, directory: Path, indexes: list[bytes]) -> None:
         index = merge_tables([decode(each) for each in indexes if each])
-        require_whole(index)
+        require_whole(index, frozen=bool(self._frozen))
         write_synced(directory / INDEX_NAME, encode(index))
         if len(index.columns[0]) <= MOST_PARTS:
             write_synced(directory / METADATA_NAME, pickled_metadata(index))
@@ -204,16 +208,30 @@ def _saved(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def require_whole(index: Table) -> None:
+_STATE = OPTIMIZER_STATE.partition("{")[0]
+
+
+def require_whole(index: Table, *, frozen: bool = False) -> None:
     """Every element of every tensor was written once.
+
+    Args:
+        frozen: some weights have no optimizer state; of every weight all kinds of state have as many elements.
 
     Raises:
         RuntimeError: it was not: a bug in who writes what.
     """
+    elements: dict[str, dict[str, int]] = {}
     for tensor, rows in zip(index.tensors, index.rows, strict=True):
         offsets, sizes = slices_of([column[rows] for column in index.columns], len(tensor.shape))
+        if frozen and tensor.name.startswith(_STATE):
+            kind, _, weight = tensor.name.removeprefix(_STATE).partition(".")
+            elements.setdefault(weight, {})[kind] = int(sizes.prod(1).sum())
+            continue
         if not covered(tensor.shape, offsets, sizes):
             raise RuntimeError(f"{tensor.name}, {tensor.shape}: some elements were not written, or were written twice")
+    for weight, kinds in elements.items():
+        if len(set(kinds.values())) > 1:
+            raise RuntimeError(f"{weight}: elements of its state are {kinds}")
 
 
 class Staging:

@@ -21,17 +21,19 @@ from llmrecipes.checkpoint.state_format import Written
 from llmrecipes.engine.base import Progress, WeightSource
 from llmrecipes.engine.core.checkpoint.format import HashedFile, ShardedFormat
 from llmrecipes.engine.core.checkpoint.index import Described, ObjectRecord, encode, make_table
-from llmrecipes.engine.core.checkpoint.slices import other_state, sharded_parameters
+from llmrecipes.engine.core.checkpoint.slices import OPTIMIZER_STATE, other_state, sharded_parameters
 from llmrecipes.engine.core.model.config import DTYPES
 from llmrecipes.engine.core.model.gpt import construct_without_memory
 from llmrecipes.engine.core.model.init import READ_AT_ONCE, global_name, slice_of, split_rows, whole_name
 from llmrecipes.engine.core.update import scheduler
 from llmrecipes.io import sync
 from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.optimizer_kinds import state_names
 from llmrecipes.recipe.schema import Recipe
 
 FILE = "__0_0.distcp"
-MOMENTS = ("exp_avg", "exp_avg_sq")
+OUTSIDE = ("embedding.", "output_layer.")
+"""Beginnings of the names of matrices that are not between hidden layers."""
 _Row = list[int]
 
 
@@ -56,8 +58,9 @@ def write(plan: Plan, weights: WeightSource, directory: Path) -> tuple[Written, 
             table.add("optimizer.state.param.", part, dtype, place)
             if part.size not in zeros:
                 zeros[part.size] = stream.store(torch.zeros(1).expand(part.size), views=True)
-            for moment in MOMENTS:
-                table.add(f"optimizer.state.{moment}.", part, torch.float32, zeros[part.size])
+            of_matrix = len(part.size) - part.depth == 2 and not part.name.startswith(OUTSIDE)
+            for name in state_names(plan.recipe.optimizer, of_matrix=of_matrix):
+                table.add(OPTIMIZER_STATE.format(name), part, torch.float32, zeros[part.size])
         for shard in other_state(state):
             if isinstance(shard, ShardedTensor) and shard.data.is_floating_point():
                 for part in _stacked_slices([shard]):

@@ -50,7 +50,7 @@ INDEXES = (INDEX_NAME, JSON_NAME, _PICKLED_INDEX)
 """Files that an index may be in."""
 _COMMON_FILE = "common.pt"
 """File in which megatron-core 0.16 stores everything that is not sharded."""
-_COMMON_OBJECT = ShardedObject("common_state", None, (1,), (0,)).unique_key
+COMMON_OBJECT = ShardedObject("common_state", None, (1,), (0,)).unique_key
 """The same in megatron-core 0.19."""
 
 
@@ -194,11 +194,11 @@ def _unpickled(stream: io.BufferedReader, path: Path) -> Table:
 
 def _read_common(entry: Entry, index: Index) -> dict[str, Any]:
     """Values that are not sharded: the same on every rank."""
-    place = index.objects.get(_COMMON_OBJECT)
+    place = index.objects.get(COMMON_OBJECT)
     name = _COMMON_FILE if place is None else place[0]
     path = entry.path / name
     if place is None and _COMMON_FILE not in entry.manifest.files:
-        raise unfit(entry.path, f"it has neither {_COMMON_FILE} nor {_COMMON_OBJECT}")
+        raise unfit(entry.path, f"it has neither {_COMMON_FILE} nor {COMMON_OBJECT}")
     with open_inside(entry.path, name) as stream:
         view = stream if place is None else _create_file_view(stream, *place[1:])
         common = load_plain(view, path)

@@ -18,6 +18,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 
 EXTRA_STATE = "_extra_state"
 """End of the names of what layers keep besides tensors."""
+MASTER = "master_param"
+"""TransformerEngine's name of a master weight in the optimizer's state, where the optimizer's parameter is the model's
+weight: with `optimizer.use_precision_aware_optimizer`."""
 OPTIMIZER_STATE = "optimizer.state.{}."
 """Start of the names of the optimizer's state of a kind; a weight's name follows."""
 
@@ -70,8 +73,8 @@ class OptimizerSlice:
     sharded: ShardedParameter
     start: int
     tensors: dict[str, torch.Tensor]
-    """`param` (the fp32 master weights), `exp_avg`, `exp_avg_sq`, and `ema` if it is kept, each [n]; writing to them
-    changes the state."""
+    """`param` (the fp32 master weights), `exp_avg`, `exp_avg_sq` or what another optimizer keeps (`momentum_buffer`),
+    and `ema` if it is kept, each [n]; writing to them changes the state."""
 
     def copy(self) -> OptimizerSlice:
         """A copy that shares no memory."""

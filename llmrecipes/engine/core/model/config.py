@@ -7,6 +7,7 @@ with the numbers of megatron-core 0.19. Its initial values are in `init` for all
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from llmrecipes.engine.core import versions
+from llmrecipes.engine.core.model import groups
 from llmrecipes.engine.core.versions import ROUTER_LOSSES_COUNT_LAYOUT, SENDS_BEFORE_FREEING
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.features import SpeedTarget, resolve, values
@@ -139,6 +141,9 @@ def _speed(recipe: Recipe, target: SpeedTarget) -> dict[str, Any]:
     chosen = values(resolve(recipe, target), "TransformerConfig")
     if "attention_backend" in chosen:
         chosen["attention_backend"] = AttnBackend[chosen["attention_backend"]]
+    if "cuda_graph_impl" in chosen:
+        chosen[versions.GRAPH_MODULES] = list(chosen.pop("cuda_graph_modules", ()))  # empty: whole layers
+        chosen["use_te_rng_tracker"] = True
     return chosen
 
 
@@ -217,17 +222,26 @@ def hidden_group(optimizer: Optimizer, factors: Mup) -> dict[str, float]:
     }
 
 
-def optimizer_overrides(config: OptimizerConfig, model: Model, optimizer: Optimizer) -> dict[ParamKey, Any] | None:
-    """Overrides of megatron-core's parameter groups; None without the parametrisation.
+def optimizer_overrides(config: OptimizerConfig, recipe: Recipe, modules: Iterable[Any]) -> dict[ParamKey, Any] | None:
+    """Overrides of megatron-core's parameter groups; None without muP and `optimizer.groups`, which exclude each other.
+
+    A collective of all ranks if the recipe has groups.
 
     Args:
         config: of the optimizer.
-        model, optimizer: sections of the recipe.
+        recipe: of the run.
+        modules: this rank's chunks.
+
+    Raises:
+        UserError: see `groups.overrides`.
     """
-    factors = mup(model)
-    if factors is None:
+    optimizer, factors = recipe.optimizer, mup(recipe.model)
+    by_pattern = groups.overrides(modules, optimizer)
+    if factors is None and not by_pattern:
         return None
-    overrides: dict[ParamKey, Any] = megatron_optimizer.get_standard_config_overrides(config)
+    overrides: dict[ParamKey, Any] = megatron_optimizer.get_standard_config_overrides(config) | by_pattern
+    if factors is None:
+        return overrides
     if versions.MUP_IS_BUILT_IN:
         return overrides | megatron_optimizer.get_mup_config_overrides(config, factors.width_mult)
     if factors.width_mult == 1.0:

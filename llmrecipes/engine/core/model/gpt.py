@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import Any, Literal
@@ -17,8 +17,10 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from llmrecipes.engine.base import WeightSource
+from llmrecipes.engine.core.accuracy import TokenAccuracy
 from llmrecipes.engine.core.checkpoint.slices import other_state
 from llmrecipes.engine.core.model.config import own_mup, scale_activations, transformer_config
+from llmrecipes.engine.core.model.freezing import freeze
 from llmrecipes.engine.core.model.init import buffers, fill, initialise, parameter_slices
 from llmrecipes.engine.core.model.lora import ADAPTER, insert
 from llmrecipes.engine.core.model.loss import Chunking, Split, chunked_losses, exponentials, gradient
@@ -41,12 +43,20 @@ class RecipeGPTModel(GPTModel):
     does with the logits in between is a product with a number (muP's), which is the same on its input.
     """
 
+    has_adapters = False
+    """Whether the model itself is frozen, and checkpoints have the adapters only."""
     label_smoothing: float = 0.0
+    z_loss_coeff: float = 0.0
     loss_chunk_tokens: int = 0
     """Tokens whose logits are in memory together; 0: all of a micro-batch."""
+    accuracy: TokenAccuracy
+    """Sees the logits of each loss."""
     logits: torch.nn.Identity
     """Passes the scaled logits on, to be watched by a hook like other activations: with a loss in chunks in evaluations
     only, chunk by chunk, [tokens, padded vocabulary / tensor-parallel size]."""
+    compared: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    """In place of the cross entropy in training, the loss that compares with a teacher; arguments and result as
+    `_token_losses`."""
     _weights: Iterator[torch.Tensor] = iter(())
     _loss_weights: Iterator[torch.Tensor | None] = iter(())
     _in_chunks = False
@@ -127,7 +137,10 @@ class RecipeGPTModel(GPTModel):
         if self._in_chunks:
             losses = self._chunked_losses(labels, logits)
         else:
-            losses = self._token_losses(labels, self.logits(logits))
+            logits = self.logits(logits)
+            self.accuracy.see(logits, labels.t())
+            compare = self.training and self.compared
+            losses = compare(labels, logits) if compare else self._token_losses(labels, logits)
         weight = next(self._weights, None)
         return losses if weight is None else losses * weight
 
@@ -138,9 +151,11 @@ class RecipeGPTModel(GPTModel):
             self.loss_chunk_tokens,
             Split(parallel_state.get_tensor_model_parallel_group() if split else None, self.config.sequence_parallel),
             self.label_smoothing if self.training else 0.0,
+            self.z_loss_coeff if self.training else 0.0,
             self._exponentials,
             self._gradient,
             self.logits,
+            self.accuracy.see,
         )
         (weight,) = self._output_weight
         return chunked_losses(hidden, weight, labels, next(self._loss_weights), how)
@@ -171,11 +186,6 @@ class RecipeGPTModel(GPTModel):
             metadata={"dp_cp_group": group, "singleton_local_shards": False}
         )
         return state
-
-    @property
-    def has_adapters(self) -> bool:
-        """Whether the model itself is frozen."""
-        return any(not parameter.requires_grad for parameter in self.parameters())
 
     def saved_state(self) -> dict[str, Any]:
         """`sharded_state` of what checkpoints have: all weights, or only the adapters."""
@@ -309,7 +319,16 @@ def detected(plan: Plan, platform: Platform, *, transformer_engine: bool, reason
         version=transformer_engine_version(),
         no_compiler=None if platform.device.type == "meta" else compiler_obstacle(device),
         no_deep_ep=deep_ep_obstacle(plan.recipe.speed.moe_flex_dispatcher_backend == "hybridep"),
+        **_gpu(platform),
     )
+
+
+def _gpu(platform: Platform) -> dict[str, Any]:
+    """What this rank's GPU and torch can do; nothing without one."""
+    if platform.device.type != "cuda":
+        return {}
+    major, minor = (torch.version.cuda or "0.0").split(".")[:2]
+    return {"capability": torch.cuda.get_device_capability(platform.device), "cuda": (int(major), int(minor))}
 
 
 def _missing(recipe: Recipe, target: SpeedTarget, choices: Sequence[FeatureChoice]) -> str:
@@ -377,10 +396,14 @@ def _chunk(plan: Plan, config: TransformerConfig, implementation: Any, stage: in
         vp_stage=stage,
     )
     module.label_smoothing = plan.recipe.train.label_smoothing
+    module.z_loss_coeff = plan.recipe.train.z_loss_coeff
     module.logits = torch.nn.Identity()
+    module.accuracy = TokenAccuracy(model.vocab_size)
     module.chunk_loss(plan.loss_chunk_tokens)
     if factors := own_mup(model):
         scale_activations(module, factors)
     if plan.recipe.lora is not None:
         insert(module, plan.recipe.lora)
+    if plan.recipe.train.freeze:
+        freeze(module, plan.recipe)
     return module

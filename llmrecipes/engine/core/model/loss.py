@@ -59,15 +59,25 @@ class Split:
 class Chunking:
     """How the losses are computed; `exponentials` and `gradient` are those below, compiled or not.
 
-    `evaluated` sees the logits [n, rows] of each chunk if no gradients are computed, and may return others.
+    With `z_loss` its multiple of the squared log-sum-exp Z of a token's logits is added to its loss. The gradient of
+    z·Z² is 2 z Z times the probabilities, so those of the loss get the factor 1 + 2 z Z.
+
+    `evaluated` sees the logits [n, rows] of each chunk if no gradients are computed, and may return others. `seen` is
+    called with those of each chunk and its labels [n], before they are overwritten.
     """
 
     tokens: int
     split: Split
     smoothing: float
+    z_loss: float
     exponentials: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     gradient: Callable[..., torch.Tensor]
     evaluated: Callable[[torch.Tensor], torch.Tensor]
+    seen: Callable[[torch.Tensor, torch.Tensor], None]
+
+    def share(self, total: torch.Tensor) -> torch.Tensor | None:
+        """[n, 1] factor of the probabilities in the gradient, from the log-sum-exp [n, 1]; None: 1."""
+        return 1 + 2 * self.z_loss * total if self.z_loss else None
 
     def chunks(self, number: int) -> Iterator[slice]:
         """Parts of a number of tokens."""
@@ -162,6 +172,7 @@ def _of_chunk(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Losses [n], log-sum-exp [n, 1], exponentials and the largest logit of this rank."""
     rows = logits.size(-1)
+    how.seen(logits, labels)
     local, has = how.split.local(labels, rows)
     values, most, parts = how.exponentials(logits, local, has, how.smoothing)
     if how.split.group is not None:
@@ -173,6 +184,8 @@ def _of_chunk(
     losses = total[:, 0] - (1 - how.smoothing) * parts[:, 1]
     if how.smoothing:
         losses = losses - how.smoothing / (rows * how.split.ranks) * parts[:, 2]
+    if how.z_loss:
+        losses = losses + how.z_loss * total[:, 0].square()
     return losses, total, values, most
 
 
@@ -198,7 +211,8 @@ class _ChunkedLosses(torch.autograd.Function):
             losses.append(loss)
             totals.append(total)
             if grads is not None and weights is not None:
-                grads.add(part, values, (most - total).exp(), labels[part], weights[part])
+                share, more = (most - total).exp(), how.share(total)
+                grads.add(part, values, share if more is None else share * more, labels[part], weights[part])
             del values
         if grads is not None:
             ctx.save_for_backward(weights, grads.hidden, grads.weight)
@@ -224,7 +238,7 @@ class _ChunkedLosses(torch.autograd.Function):
             grads = _Gradients(tokens, weight, ctx.needs_input_grad, how)
             for part in how.chunks(len(labels)):
                 values = _less(tokens[part] @ weight.t(), totals[part]).exp_()
-                grads.add(part, values, None, labels[part], incoming[part])
+                grads.add(part, values, how.share(totals[part]), labels[part], incoming[part])
                 del values
             of_hidden, of_weight = grads.hidden, grads.weight
         of_hidden = None if of_hidden is None else how.split.summed(of_hidden)
@@ -251,7 +265,7 @@ class _Gradients:
 
         Args:
             values: [n, rows], overwritten.
-            share: [n, 1], the probabilities by `values`; None: 1.
+            share: [n, 1], the probabilities by `values`, with the factor of `Chunking.share`; None: 1.
             weights: [n] of the losses.
         """
         rows, smoothing = self._weight.size(0), self._how.smoothing

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from copy import copy
 from functools import wraps
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -37,12 +38,14 @@ from torch.optim.adamw import adamw
 
 from llmrecipes.engine.core.platform.patching import replace, resolve
 from llmrecipes.hardware.builds import transformer_engine_obstacle
+from llmrecipes.recipe.optimizer_kinds import PACKAGE
 
 
 def install_substitutes() -> None:
     """Fix evaluation, and provide what megatron-core imports from TransformerEngine if that is not installed."""
     install_jitter()
     install_adam()
+    install_lion()
     replace("megatron.core.tensor_parallel.layers", "get_tensor_model_parallel_group_if_none", default_group)
     install_restoring()
     replace("megatron.core.tensor_parallel", "ColumnParallelLinear", OutputLayer)
@@ -197,6 +200,15 @@ class GroupStepAdamW(torch.optim.Optimizer):
                 maximize=False,
             )
         return loss
+
+
+def install_lion() -> None:
+    """Let emerging-optimizers' Lion update without torch.compile, which would need a compiler where there is no GPU."""
+    if find_spec(PACKAGE) is None or torch.cuda.is_available():
+        return
+    lion = f"{PACKAGE}.scalar_optimizers.lion"
+    compiled = resolve(lion).calculate_lion_update
+    replace(lion, "calculate_lion_update", getattr(compiled, "_torchdynamo_orig_callable", compiled))
 
 
 def install_adam() -> None:

@@ -1,0 +1,84 @@
+"""`prune`: parsing and printing only."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmrecipes.cli.options import (
+    DATA,
+    RUNS,
+    DataOption,
+    JsonOption,
+    NewRunIdOption,
+    OverridesArgument,
+    RunArgument,
+    RunsOption,
+)
+from llmrecipes.faults.signals import early_signals
+
+
+@early_signals()
+def prune(
+    run: RunArgument,
+    overrides: OverridesArgument = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            "--method", metavar="NAME", help="Remove depth, width or experts, or weights by magnitude or wanda."
+        ),
+    ] = None,
+    ratio: Annotated[float | None, typer.Option("--ratio", metavar="R", help="Remove this share.")] = None,
+    axes: Annotated[
+        str, typer.Option("--axes", metavar="A,...", help="Prune these widths: ffn, heads, hidden.")
+    ] = "ffn,heads",
+    pattern: Annotated[
+        str | None,
+        typer.Option("--pattern", metavar="2:4", help="Remove 2 of 4 neighbouring weights (magnitude, wanda)."),
+    ] = None,
+    into: Annotated[
+        str | None, typer.Option("--into", metavar="RECIPE", help="Prune to the sizes of this recipe.")
+    ] = None,
+    data: Annotated[
+        str,
+        typer.Option("--data", metavar="DATA", help="Measure on train, valid or test data of the run, or TYPE:PATH."),
+    ] = "train",
+    sequences: Annotated[int, typer.Option("--sequences", metavar="N", min=1, help="Measure on N sequences.")] = 128,
+    run_id: NewRunIdOption = None,
+    as_json: JsonOption = False,
+    runs_dir: RunsOption = RUNS,
+    data_dir: DataOption = DATA,
+) -> None:
+    """Turn a run into a smaller or sparser run.
+
+    It starts from the parts of the model that contribute most on some text.
+    """
+    from llmrecipes.commandline import resume_command
+    from llmrecipes.console import number, setup_logging
+    from llmrecipes.models.prune import Calibration
+    from llmrecipes.models.prune import prune as make
+    from llmrecipes.recipe.pruning import PruneOptions
+    from llmrecipes.rundir import Run
+    from llmrecipes.runfiles import checked_run_id
+
+    setup_logging()
+    run_id = checked_run_id(run_id)
+    options = PruneOptions(method, ratio, tuple(name.strip() for name in axes.split(",")), pattern, into)
+    made = make(
+        Run.find(run, runs_dir).path, options, Calibration(data, sequences), overrides or [], runs_dir, data_dir, run_id
+    )
+    if as_json:
+        print(json.dumps(made.as_dict()))
+        return
+    origin = made.origin
+    before, after = number(origin["parameters_before"]), number(origin["parameters"])
+    text = f" on {origin['tokens']:,} tokens" if "tokens" in origin else ""
+    print(f"pruned {origin['run']}, step {origin['step']}, {before} parameters, by {origin['method']}{text}")
+    if "layers" in origin:
+        print(f"kept   layers {', '.join(map(str, origin['layers']))}")
+    zeros = f", {origin['zeros']:.1%} of the layers' weights are zero" if "zeros" in origin else ""
+    print(f"to     {made.run_dir}, {after} parameters{zeros}")
+    print(f"train: {resume_command(Path(made.run_dir))}")

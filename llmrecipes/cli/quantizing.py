@@ -1,0 +1,239 @@
+"""`quantize` and `bench inference`: parsing and printing only."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from llmrecipes.cli import completion
+from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, RunsOption
+from llmrecipes.cli.tables import TextTable, show
+from llmrecipes.faults.signals import early_signals
+from llmrecipes.units import MIB
+
+if TYPE_CHECKING:
+    from llmrecipes.models.inference import Row
+
+SourceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        metavar="SOURCE",
+        help="Measure bits per byte on valid, test, train, stdlib, or TYPE:PATH; default for a run: valid.",
+    ),
+]
+LimitOption = Annotated[
+    int, typer.Option("--limit", metavar="N", min=1, help="Measure bits per byte on at most N documents.")
+]
+TextKeyOption = Annotated[
+    str, typer.Option("--text-key", metavar="NAME", help="Read the text of a jsonl or parquet source from this column.")
+]
+PromptOption = Annotated[int, typer.Option("--prompt-tokens", metavar="N", min=1, help="Time a prompt of N tokens.")]
+NewOption = Annotated[int, typer.Option("--new-tokens", metavar="N", min=2, help="Generate N tokens, greedily.")]
+RepeatsOption = Annotated[
+    int, typer.Option("--repeats", metavar="N", min=1, help="Repeat the generation N times, and take the median.")
+]
+ThreadsOption = Annotated[
+    int | None, typer.Option("--threads", metavar="N", min=1, help="Compute with N threads; default: all cores.")
+]
+
+
+@early_signals()
+def quantize(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN[@STEP]|DIR",
+            help="Run, or folder of a Hugging Face model.",
+            autocompletion=completion.runs,
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Write to this new folder.")],
+    scheme: Annotated[
+        str,
+        typer.Option(
+            "--scheme",
+            metavar="NAME",
+            help="Quantize weights to int8, int4 or nvfp4, or weights and activations to w8a8 (integers) or fp8.",
+        ),
+    ] = "int8",
+    method: Annotated[
+        str,
+        typer.Option(
+            "--method",
+            metavar="NAME",
+            help="Round to nearest (rtn), or calibrate: gptq, awq, smoothquant.",
+        ),
+    ] = "rtn",
+    calibrate: Annotated[
+        str | None,
+        typer.Option(
+            "--calibrate",
+            metavar="SOURCE",
+            help="Calibrate on this text: train, stdlib, or TYPE:PATH; default for a run: train.",
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option("--samples", metavar="N", min=1, help="Calibrate on N rows of text.")] = 128,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            "--length",
+            metavar="N",
+            min=2,
+            help="Calibrate on rows of N tokens; default: 512, or the model's positions.",
+        ),
+    ] = None,
+    group_size: Annotated[
+        int | None,
+        typer.Option("--group-size", metavar="N", min=8, help="Scale groups of N weights of int4; default: 128."),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", metavar="TYPE", help="Write all else as fp32 or bf16; default: as it is."),
+    ] = None,
+    measure: Annotated[bool, typer.Option(help="Compare size, quality and speed with those of the original.")] = True,
+    data: SourceOption = None,
+    text_key: TextKeyOption = "text",
+    limit: LimitOption = 16,
+    new_tokens: NewOption = 64,
+    threads: ThreadsOption = None,
+    as_json: JsonOption = False,
+    runs_dir: RunsOption = RUNS,
+    data_dir: DataOption = DATA,
+) -> None:
+    """Quantize a model to 8 or 4 bits, for transformers and vLLM.
+
+    Linear layers are quantized; embeddings, norms and the output layer stay. rtn needs no text, and one matrix in
+    memory at a time. Both models are then measured.
+    """
+    from llmrecipes.console import number, setup_logging
+    from llmrecipes.models.inference import InferenceOptions, compare_folders
+    from llmrecipes.models.quantize import QuantizeOptions
+    from llmrecipes.models.quantize import quantize as make
+    from llmrecipes.tracking.progress import Counted
+
+    setup_logging()
+    options = QuantizeOptions(scheme, method, calibrate, text_key, samples, length, group_size, dtype)
+    wanted = InferenceOptions(data, text_key, limit, new_tokens=new_tokens, threads=threads)
+    rows: list[Row] = []
+
+    def compare(original: Path, quantized: Path) -> None:
+        rows.extend(compare_folders(model, original, quantized, options.scheme, runs_dir, data_dir, wanted))
+
+    made = make(
+        model, out, runs_dir, data_dir, options, None if as_json else Counted(), compare if measure else None
+    )  # fmt: skip
+    if as_json:
+        print(json.dumps({**asdict(made), "measured": [asdict(row) for row in rows]}))
+        return
+    share = made.quantized_parameters / made.parameters
+    print(f"quantized {made.source}: {made.matrices} matrices, {share:.0%} of {number(made.parameters)} parameters")
+    print(f"to       {made.path}")
+    read = "" if not made.calibration_tokens else f", calibrated on {made.calibration_tokens:,} tokens"
+    print(f"         {made.scheme} by {made.method}{read}; compressed-tensors {made.form}, {made.seconds:.1f} s")
+    print(f"         {made.bytes_before / MIB:,.1f} MiB before, {made.bytes / MIB:,.1f} MiB now")
+    grown = made.peak_memory_bytes - made.memory_before_bytes
+    largest = made.largest_matrix_bytes / MIB
+    print(
+        f"memory   {made.peak_memory_bytes / MIB:,.0f} MiB, {grown / MIB:,.1f} of them for the model; "
+        f"its largest matrix has {largest:,.1f}"
+    )
+    if rows:
+        print()
+        show(*lines(rows))
+
+
+def inference(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN|DIR...",
+            help="Runs, and folders of export, quantize or transformers.",
+            autocompletion=completion.runs,
+        ),
+    ],
+    formats: Annotated[
+        str | None,
+        typer.Option(
+            "--formats",
+            metavar="LIST",
+            help="Measure these: fp32, bf16, int8, w8a8, int4, fp8, nvfp4, onnx, torch-export, gguf-fp32, gguf-fp16, "
+            "gguf-bf16, gguf-q8_0. Default: fp32,bf16.",
+        ),
+    ] = None,
+    data: SourceOption = None,
+    text_key: TextKeyOption = "text",
+    limit: LimitOption = 16,
+    prompt_tokens: PromptOption = 64,
+    new_tokens: NewOption = 64,
+    repeats: RepeatsOption = 3,
+    threads: ThreadsOption = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw size, quality and speed: .svg, .png or .pdf.")
+    ] = None,
+    as_json: JsonOption = False,
+    runs_dir: RunsOption = RUNS,
+    data_dir: DataOption = DATA,
+) -> None:
+    """Measure size, quality and speed of models by format, on this machine."""
+    from llmrecipes.console import setup_logging
+    from llmrecipes.models.inference import InferenceOptions, bench_inference, draw
+    from llmrecipes.scaling.plot import require_file
+
+    setup_logging()
+    if plot is not None:
+        require_file(plot)
+    options = InferenceOptions(data, text_key, limit, prompt_tokens, new_tokens, repeats, threads)
+    names = None if formats is None else [name.strip() for name in formats.split(",") if name.strip()]
+
+    def say(line: str) -> None:
+        if not as_json:
+            print(line, file=sys.stderr, flush=True)
+
+    rows = bench_inference(models, names, runs_dir, data_dir, options, say)
+    if plot is not None:
+        draw(rows, plot)
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+        return
+    show(*lines(rows))
+    if plot is not None:
+        print(f"drawn in {plot}")
+
+
+def lines(rows: Sequence[Row]) -> list[str | TextTable]:
+    """A row for each format, and why some were skipped."""
+    several = len({row.model for row in rows}) > 1
+    head = ["format", "program", "MiB", "bits/byte", "perplexity", "first token", "tokens/s", "memory", "same text"]
+    table = [["model", *head] if several else head]
+    for row in rows:
+        cells: list[str] = [row.format, row.program, f"{row.bytes / MIB:,.1f}"]
+        measured = row.measured
+        if measured is None:
+            cells += ["-"] * 6
+        else:
+            cells += [
+                _digits(measured.bits_per_byte, 4),
+                _digits(measured.perplexity, 2),
+                f"{1000 * measured.first_token_seconds:,.1f} ms",
+                f"{measured.tokens_per_second:,.1f}{'' if measured.cache else '*'}",
+                f"{measured.peak_memory_bytes / MIB:,.0f} MiB",
+                f"{row.same_tokens}/{len(measured.tokens)}",
+            ]
+        table.append([row.model, *cells] if several else cells)
+    first = 3 if several else 2
+    printed: list[str | TextTable] = [TextTable(table, right=range(first, len(table[0])))]
+    printed += [f"skipped  {row.format}: {row.skipped}" for row in rows if row.measured is None]
+    if any(row.measured is not None and not row.measured.cache for row in rows):
+        printed.append("*        without a cache of keys and values: each token is computed from all before it")
+    return printed
+
+
+def _digits(value: Any, digits: int) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"

@@ -1,0 +1,191 @@
+"""Files of evaluation sets: by path, by a task file of lm-evaluation-harness, and by the name of one of its tasks.
+
+The harness is not started, and nothing is downloaded. Which dataset a task has is read from the YAML files in the
+installed package, without the Python code that they name; the files of a dataset of the Hub are those in its cache on
+this machine.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llmrecipes.errors import UserError
+
+WHERE = "data.steps[].tasks"
+_DATA = re.compile(r"\.(parquet|csv|tsv|txt|jsonl?(\.(gz|zst|xz|bz2))?)$", re.IGNORECASE)
+_SPLITS = ("test_split", "validation_split")
+
+
+class _TaskLoader(yaml.SafeLoader):
+    """Of a task file only names are used: tags such as `!function` are nothing."""
+
+
+_TaskLoader.add_constructor(None, lambda loader, node: None)
+
+
+def files(paths: list[str]) -> list[Path]:
+    """The files of paths and globs, sorted.
+
+    Raises:
+        UserError: a path that has none.
+    """
+    every: set[Path] = set()
+    for path in paths:
+        matches = {Path(name) for name in glob.glob(str(Path(path).expanduser()), recursive=True)}  # noqa: PTH207
+        here = {file for file in matches if file.is_file()}
+        if not here:
+            raise UserError(
+                f"no file {path!r}",
+                where="data.steps[].paths",
+                rule="paths of decontaminate are files or globs",
+                fix=f"name files that exist; looked in {Path.cwd()}",
+            )
+        every |= here
+    return sorted(every)
+
+
+def task_files(task: Path) -> list[Path]:
+    """The files of the data of a task of lm-evaluation-harness, as its YAML file names them in `dataset_kwargs`.
+
+    Raises:
+        UserError: it cannot be read, or its data is a dataset of the Hub.
+    """
+    settings = _settings(task)
+    every = _data_files(settings)
+    if not every or any("://" in path for path in every):
+        origin = settings.get("dataset_path")
+        raise UserError(
+            f"a task whose data are not local files{f', but {origin!r}' if origin else ''}",
+            where=str(task),
+            rule="of a task file, dataset_kwargs.data_files names the files of the data",
+            fix="name the dataset's files in paths, such as the Parquet files in $HF_HOME/hub/datasets--ORG--NAME",
+        )
+    return files(every)
+
+
+def _data_files(settings: dict[str, Any]) -> list[str]:
+    keys = settings.get("dataset_kwargs")
+    named = keys.get("data_files") if isinstance(keys, dict) else None
+    by_split = list(named.values()) if isinstance(named, dict) else [named]
+    return [path for each in by_split for path in _listed(each)]
+
+
+@lru_cache(maxsize=4)
+def files_of_tasks(names: tuple[str, ...]) -> dict[str, tuple[Path, ...]]:
+    """The files of the data of tasks, groups and tags of the harness, by name.
+
+    Raises:
+        UserError: the harness is not installed, it has no such task, or its data is not on this machine.
+    """
+    package = find_spec("lm_eval")
+    if package is None or not package.submodule_search_locations:
+        raise UserError(
+            f"task {names[0]!r}, but the package lm_eval is not installed",
+            where=WHERE,
+            rule="names of tasks are those of lm-evaluation-harness, which is in the extra eval",
+            fix="pip install 'llmrecipes[eval]', or name files in paths",
+        )
+    texts = {}
+    for file in sorted(Path(package.submodule_search_locations[0], "tasks").rglob("*.yaml")):
+        texts[file] = file.read_text("utf-8", errors="replace")
+    made: dict[str, tuple[Path, ...]] = {}
+    for name in names:
+        every = [path for settings in _tasks(name, texts, set()) for path in _files(name, settings)]
+        made[name] = tuple(dict.fromkeys(every))
+    return made
+
+
+def _tasks(name: str, texts: dict[Path, str], seen: set[str]) -> Iterator[dict[str, Any]]:
+    """The settings of all tasks that a name stands for."""
+    if name in seen:
+        return
+    seen.add(name)
+    quoted = rf"['\"]?{re.escape(name)}['\"]?\s*(#.*)?$"
+    named = re.compile(rf"^['\"]?(task|group)['\"]?:\s*{quoted}", re.MULTILINE)
+    tagged = re.compile(rf"^\s*(-\s*|['\"]?tag['\"]?:\s*){quoted}", re.MULTILINE)
+    found = [settings for file, text in texts.items() if named.search(text) for settings in [_settings(file)]]
+    if not found:
+        every = (_settings(file) for file, text in texts.items() if tagged.search(text))
+        found = [settings for settings in every if name in _listed(settings.get("tag"))]
+    if not found:
+        raise UserError(
+            f"{name!r} is not a task of the installed lm-evaluation-harness",
+            where=WHERE,
+            rule="tasks are names of its tasks, groups and tags; files are in paths",
+            fix="`lm-eval ls tasks` lists them",
+        )
+    for settings in found:
+        parts = settings.get("task")
+        if not isinstance(parts, list):
+            yield settings
+            continue
+        for part in parts:
+            inner = part.get("task") if isinstance(part, dict) else part
+            if isinstance(inner, str) and not (isinstance(part, dict) and "dataset_path" in part):
+                yield from _tasks(inner, texts, seen)
+            elif isinstance(part, dict):
+                yield {**settings, **part}
+
+
+def _listed(value: Any) -> list[str]:
+    return [str(each) for each in value] if isinstance(value, list) else [] if value is None else [str(value)]
+
+
+def _settings(file: Path, depth: int = 0) -> dict[str, Any]:
+    """The values of a task file with those of the files that it includes."""
+    try:
+        values = yaml.load(file.read_text("utf-8"), Loader=_TaskLoader)  # noqa: S506 (a SafeLoader)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"cannot read: {str(error).splitlines()[0]}", where=str(file)) from error
+    if not isinstance(values, dict):
+        return {}
+    made: dict[str, Any] = {}
+    for included in _listed(values.pop("include", None)) if depth < 8 else ():
+        made |= _settings(file.parent / included, depth + 1)
+    return made | values
+
+
+def _files(name: str, settings: dict[str, Any]) -> Sequence[Path]:
+    dataset, task = settings.get("dataset_path"), settings.get("task", name)
+    if named := _data_files(settings):
+        return files(named)
+    folder = None if not isinstance(dataset, str) else _cached(dataset)
+    found = [] if folder is None else [path for path in sorted(folder.rglob("*")) if _DATA.search(path.name)]
+    if not found:
+        raise UserError(
+            f"the data of task {task!r}, dataset {dataset!r}, is not on this machine",
+            where=WHERE,
+            rule="prepare reads datasets of tasks from the cache of the Hub (HF_HOME), as Parquet, JSON, CSV or text",
+            fix=f"`hf download --repo-type dataset {dataset}` where there is network, or name its files in paths",
+        )
+    return _of_splits(_of_configuration(found, folder, settings.get("dataset_name")), settings)
+
+
+def _cached(dataset: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(dataset, repo_type="dataset", local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+
+
+def _of_configuration(found: list[Path], folder: Path | None, name: Any) -> list[Path]:
+    """Of a dataset with several configurations the files in the folder of one, if it has a folder; else all."""
+    inside = [path for path in found if folder is not None and str(name) in path.relative_to(folder).parts[:-1]]
+    return inside or found
+
+
+def _of_splits(found: list[Path], settings: dict[str, Any]) -> list[Path]:
+    """The files whose names begin with a split that is evaluated, if there are any; else all."""
+    splits = tuple(str(settings[key]) for key in _SPLITS if settings.get(key))
+    return [path for path in found if splits and path.name.startswith(splits)] or found

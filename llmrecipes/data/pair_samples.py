@@ -1,0 +1,70 @@
+"""Samples of pairs: both answers, each behind the prompt, in one sequence or in two that follow each other.
+
+So a pair never leaves its micro-batch: a sequence is in one, and a micro-batch without packing has an even number.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from llmrecipes.data.pairs import ANSWER, SECOND
+
+if TYPE_CHECKING:
+    from llmrecipes.data.dataset import ConversationFile, Packed
+
+
+class PairDataset(Dataset[dict[str, torch.Tensor]]):
+    """Samples of a split, in the order that `dataset.write_order` wrote.
+
+    Positions begin at 0 in every answer's sequence of prompt and answer, and in the padding.
+
+    Args:
+        files: of the sources that the split has.
+        packed: the sequences of each.
+        order: [samples, 2]: source and sequence of each sample, or of each two if a sample is one answer.
+        length: of a sequence.
+        pad: id of the padding.
+        packing: both answers of a pair, and several pairs, are in one sequence.
+    """
+
+    def __init__(
+        self, files: list[ConversationFile], packed: list[Packed], order: np.ndarray, length: int, pad: int,
+        *, packing: bool,
+    ) -> None:  # fmt: skip
+        self._files, self._packed, self._order, self._length, self._pad = files, packed, order, length, pad
+        self._packing = packing
+
+    def __len__(self) -> int:
+        return len(self._order) * (1 if self._packing else 2)
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        place, side = (number, None) if self._packing else divmod(number, 2)
+        source, sequence = (int(each) for each in self._order[place])
+        packed = self._packed[source]
+        tokens = np.full(self._length, self._pad, np.int64)
+        labels = tokens.copy()
+        mask = np.zeros(self._length, np.float32)
+        positions = np.empty(self._length, np.int64)
+        start = 0
+        for member in packed.members[packed.bounds[sequence] : packed.bounds[sequence + 1]]:
+            ids, marks = self._files[source][int(member)]
+            second = int(np.flatnonzero(marks == SECOND)[0])
+            both = list(pairwise((0, second, len(ids))))
+            for first, last in both if side is None else [both[side]]:
+                end = start + last - first - 1
+                tokens[start:end], labels[start:end] = ids[first : last - 1], ids[first + 1 : last]
+                mask[start:end] = marks[first + 1 : last] == ANSWER
+                positions[start:end] = np.arange(end - start)
+                start = end
+        positions[start:] = np.arange(self._length - start)
+        return {
+            "tokens": torch.from_numpy(tokens),
+            "labels": torch.from_numpy(labels),
+            "loss_mask": torch.from_numpy(mask),
+            "position_ids": torch.from_numpy(positions),
+        }

@@ -1,0 +1,117 @@
+"""Token ids of pairs of a better and a worse answer to a prompt.
+
+A prepared document is a pair: the ids of prompt and better answer, then those of prompt and worse answer, with a byte
+for each id (`ANSWER`, `SECOND`). What is an answer is decided as in TRL's DPOTrainer: the prompt ends where the ids of
+the prompt without an answer differ from those with one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+
+import numpy as np
+import tokenizers
+
+from llmrecipes.data.chat import (
+    CUT,
+    FORGED,
+    LONG,
+    UNANSWERED,
+    ChatSpec,
+    Conversations,
+    Messages,
+    reason,
+    render,
+)
+from llmrecipes.data.chat import REJECTED as REFUSED
+from llmrecipes.data.rows import CHOSEN, PROMPT, REJECTED
+from llmrecipes.errors import UserError
+
+ANSWER, SECOND = 1, 2
+"""Marks of a token: of an answer; and the first one of the second sequence, which is never a label."""
+SHOWN = 80
+"""Characters of a prompt that a message has."""
+
+
+def pair_encoder(tokenizer_json: str, dtype: str, eod: int, spec: ChatSpec) -> Callable[[list[bytes]], Conversations]:
+    """Make the function that turns pairs (`rows.pair`) into ids.
+
+    Args:
+        tokenizer_json: the tokenizer's `tokenizer.json`.
+        dtype: NumPy name of the ids' type.
+        eod: id that ends an answer of a pair of texts; templates end messages themselves.
+        spec: template, and the longest prompt with its answer.
+    """
+    backend = tokenizers.Tokenizer.from_str(tokenizer_json)
+    special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
+    forged = re.compile("|".join(map(re.escape, special)) or "(?!)")
+
+    def ids_of(messages: Messages, *, prompt: bool) -> list[int]:
+        if not messages or messages[0]["role"]:
+            text = render(spec.template, messages, add_generation_prompt=prompt)[0]
+            return list(backend.encode(text, add_special_tokens=False).ids)
+        ids = backend.encode("".join(each["content"] for each in messages), add_special_tokens=False).ids
+        return ids if prompt else [*ids, eod]
+
+    def of_a_pair(messages: Messages, tally: Counter[str]) -> tuple[list[int], bytes] | None:
+        if any(forged.search(message["content"]) for message in messages):
+            tally[FORGED] += 1
+            return None
+        parts: dict[str, Messages] = {PROMPT: [], CHOSEN: [], REJECTED: []}
+        for message in messages:
+            parts[message["part"]].append({"role": message["role"], "content": message["content"]})
+        question = parts[PROMPT]
+        prompt = ids_of(question, prompt=True)
+        both = [ids_of([*question, *parts[part]], prompt=False) for part in (CHOSEN, REJECTED)]
+        asked = min(common(prompt, each) for each in both)
+        if asked >= spec.max_length and spec.truncate:
+            start = question[0]["content"][:SHOWN] if question else ""
+            raise UserError(
+                f"a prompt of {asked:,} tokens: {start!r}",
+                where="data.chat.max_length",
+                rule=f"a prompt leaves room for an answer: prompt and answer have {spec.max_length:,} tokens at most",
+                fix="a larger model.seq_length, or data.chat.overlong: drop",
+            )
+        beyond = [max(0, len(each) - spec.max_length) for each in both]
+        if any(beyond) and not spec.truncate:
+            tally[LONG] += 1
+            return None
+        kept = [each[: spec.max_length] for each in both]
+        if min(map(len, kept)) <= max(asked, 1) or kept[0] == kept[1]:
+            tally[UNANSWERED] += 1
+            return None
+        if any(beyond):
+            tally[CUT] += 1
+            tally[f"{CUT}_tokens"] += sum(beyond)
+        marks = [bytes(asked) + bytes([ANSWER]) * (len(each) - asked) for each in kept]
+        return kept[0] + kept[1], marks[0] + bytes([SECOND]) + marks[1][1:]
+
+    def encode(documents: list[bytes]) -> Conversations:
+        tallies: list[Counter[str]] = [Counter() for _ in documents]
+        lengths, refusal = list[int](), ""
+        ids, answers = list[bytes](), list[bytes]()
+        for document, tally in zip(documents, tallies, strict=True):
+            made = None
+            try:
+                made = of_a_pair(json.loads(document), tally)
+            except UserError:
+                raise
+            except Exception as error:  # of the template, which may raise anything
+                tally[REFUSED] += 1
+                refusal = refusal or reason(error)
+            lengths.append(0 if made is None else len(made[0]))
+            if made is not None:
+                ids.append(np.asarray(made[0], dtype).tobytes())
+                answers.append(made[1])
+        return Conversations(b"".join(ids), lengths, b"".join(answers), [dict(tally) for tally in tallies], refusal)
+
+    return encode
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the beginning that both have."""
+    return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))

@@ -1,0 +1,103 @@
+"""Parts of large files: ranges of bytes that tasks read independently of each other.
+
+A file of more than `part_bytes` is cut into equal ranges, without reading it. A line of JSON belongs to the range of
+its first byte, a row group of Parquet to the one in which it would begin if all rows had the same size. So every
+document is in one part, and the parts in their order have the documents of the file in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from llmrecipes.data.stores import StoreFile
+from llmrecipes.units import MIB
+
+PART_BYTES = 256 * MIB
+"""Largest part of a file that can be cut, in a source that is not very large. A minute and a half of a core."""
+MOST_PARTS = 10_000
+"""Of a source, about: every claim of a task lists them all. From 2.4 TiB on the parts are larger instead."""
+
+SourceFile = Path | StoreFile
+
+
+def size_of(file: SourceFile) -> int:
+    """Bytes of a file."""
+    return file.size if isinstance(file, StoreFile) else file.stat().st_size
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file, or the documents of one that begin in `begin <= byte < end`; `end` is None for a whole file."""
+
+    file: SourceFile
+    begin: int = 0
+    end: int | None = None
+
+    def __str__(self) -> str:
+        return str(self.file) if self.end is None else f"{self.file}, bytes {self.begin:,} to {self.end:,}"
+
+    def open(self) -> BinaryIO:
+        """The file, at its beginning."""
+        return self.file.open("rb") if isinstance(self.file, Path) else self.file.open()
+
+    def lines(self, stream: BinaryIO) -> Iterator[tuple[str, bytes]]:
+        """The lines that begin in the part, each with its place for messages: the number, in a range the first byte."""
+        if self.end is None:
+            for number, line in enumerate(stream, start=1):
+                yield f"{self.file}:{number}", line
+            return
+        if self.begin:  # the line of the byte in front of the range belongs to the part before
+            stream.seek(self.begin - 1)
+            stream.readline()
+        at = stream.tell()
+        while at < self.end and (line := stream.readline()):
+            yield f"{self.file}: byte {at}", line
+            at += len(line)
+
+    def row_groups(self, metadata: Any) -> tuple[list[int], int]:
+        """The row groups of a Parquet file that belong to the part, and the rows in front of them."""
+        rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        if self.end is None:
+            return list(range(len(rows))), 0
+        chosen: list[int] = []
+        before, first, size = 0, 0, size_of(self.file)
+        for group, count in enumerate(rows):
+            if self.begin <= size * before // max(1, metadata.num_rows) < self.end:
+                first = first if chosen else before
+                chosen.append(group)
+            before += count
+        return chosen, first
+
+
+def can_cut(kind: str, file: SourceFile) -> bool:
+    """Whether the documents of a file can be read from its middle: Parquet, and JSON lines that are not compressed."""
+    from fsspec.utils import infer_compression  # type: ignore[import-untyped]
+
+    return kind == "parquet" or (kind == "jsonl" and infer_compression(file.name) is None)
+
+
+def part_bytes(files: Sequence[SourceFile]) -> int:
+    """Largest part of a file of a source that has these files."""
+    return max(PART_BYTES, -(-sum(map(size_of, files)) // MOST_PARTS))
+
+
+def parts_of(kind: str, files: Sequence[SourceFile], most: int | None = None) -> Iterator[Part]:
+    """All parts of files, in order.
+
+    Args:
+        kind: type of their source.
+        files: of a source.
+        most: bytes of a part; None: `part_bytes` of these files.
+    """
+    most = part_bytes(files) if most is None else most
+    for file in files:
+        size = size_of(file)
+        count = -(-size // most) if can_cut(kind, file) else 1
+        if count <= 1:
+            yield Part(file)
+            continue
+        for number in range(count):
+            yield Part(file, size * number // count, size * (number + 1) // count)

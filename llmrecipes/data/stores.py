@@ -1,0 +1,197 @@
+"""Files in stores that fsspec reads: S3 and what speaks its protocol, Google Cloud Storage, Azure, HTTP.
+
+They are read by ranges, never copied to a disk. A store that does not answer is asked again for `PATIENCE_SECONDS`.
+Credentials are those that the store's library finds: environment, profile or role of the machine. A recipe has none.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any, BinaryIO, TypeVar, cast
+from urllib.parse import urlsplit
+
+from llmrecipes.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+PATIENCE_SECONDS = 300.0
+_RANGE = 8 << 20
+_LONGEST_PAUSE = 20.0
+_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "TokenRetrievalError"}
+"""Of botocore, which need not be installed."""
+_FIX = "check the URL, and the credentials and the endpoint in the environment or the profile of the store's library"
+
+
+@dataclass(frozen=True)
+class StoreFile:
+    """A file in a store, by its URL; `size` in bytes, as the store listed it."""
+
+    url: str
+    size: int
+
+    @property
+    def name(self) -> str:
+        return PurePosixPath(urlsplit(self.url).path).name
+
+    @property
+    def suffix(self) -> str:
+        return PurePosixPath(self.name).suffix
+
+    def __str__(self) -> str:
+        return self.url
+
+    def open(self) -> BinaryIO:
+        """A stream of its bytes, which can seek."""
+        return cast(BinaryIO, io.BufferedReader(_Ranges(self), _RANGE))
+
+
+def is_url(path: str) -> bool:
+    """Whether a path of a source names a store."""
+    return re.match(r"[a-z][a-z0-9+.-]+://", path) is not None
+
+
+def find(url: str, suffixes: tuple[str, ...], where: str) -> list[StoreFile]:
+    """The files of a URL, sorted by name: it names a file, or files by a glob; or ends with `/`, or is a folder.
+
+    Args:
+        url: such as `s3://bucket/folder/`.
+        suffixes: of the files of a folder.
+        where: the key of the recipe.
+
+    Raises:
+        UserError: the store refuses, does not answer, or is of an unknown kind; the URL has credentials in it.
+    """
+    import fsspec  # type: ignore[import-untyped]
+    from fsspec.core import has_magic  # type: ignore[import-untyped]
+    from fsspec.utils import glob_translate  # type: ignore[import-untyped]
+
+    parts = urlsplit(url)
+    if parts.username or parts.password or (parts.query and not has_magic(url)) or "=" in parts.query:
+        raise UserError(
+            "a URL with credentials or a query",
+            where=where,
+            rule="a recipe, and the manifest with its data, have no credentials",
+            fix="a plain URL, and credentials in the environment or the profile of the store's library",
+        )
+    try:
+        fs, root = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        # Releases of s3fs and gcsfs go with the release of fsspec that has their version.
+        package = {"s3": "s3fs", "gs": "gcsfs"}.get(parts.scheme)
+        extra = f"pip install {package}=={fsspec.__version__}" if package else f"install what reads {parts.scheme}://"
+        raise UserError(f"cannot read {parts.scheme}://: {error}", where=where, fix=extra) from error
+
+    def listed() -> list[dict[str, Any]]:
+        fs.invalidate_cache()
+        if has_magic(root):
+            matches = re.compile(glob_translate(root)).match
+            entries = [each for each in _walk(fs, _without_magic(root)) if matches(each["name"])]
+        elif url.endswith("/") or (info := fs.info(root))["type"] == "directory":
+            entries = [each for each in _walk(fs, root) if each["name"].endswith(suffixes)]
+        else:
+            entries = [info]
+        return [each if each.get("size") is not None else fs.info(each["name"]) for each in entries]
+
+    entries = [each for each in _patiently(listed, url) if each["type"] == "file"]
+    if unknown := next((each for each in entries if each.get("size") is None), None):
+        raise UserError("the server does not say how long it is", where=str(unknown["name"]), fix="download it")
+    files = [StoreFile(fs.unstrip_protocol(each["name"]), int(each["size"])) for each in entries]
+    return sorted(files, key=lambda file: file.url)
+
+
+def _walk(fs: Any, folder: str) -> Iterator[dict[str, Any]]:
+    """The files below a folder but hidden ones. fsspec's own walk leaves out what it cannot list."""
+    for entry in fs.ls(folder, detail=True):
+        name = PurePosixPath(entry["name"]).name
+        if name.startswith("."):
+            continue
+        if entry["type"] != "directory":
+            yield entry
+        elif entry["name"].rstrip("/") != folder.rstrip("/"):
+            yield from _walk(fs, entry["name"])
+
+
+def _without_magic(root: str) -> str:
+    first = re.search(r"[*?\[]", root)
+    return root[: root.rindex("/", 0, first.start() if first else None) + 1]
+
+
+class _Ranges(io.RawIOBase):
+    """The bytes of a file of a store, range by range."""
+
+    def __init__(self, file: StoreFile) -> None:
+        import fsspec
+
+        self._file, self._at = file, 0
+        self._fs, self._path = fsspec.core.url_to_fs(file.url)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        end = min(self._at + len(buffer), self._file.size)
+        if end <= self._at:
+            return 0
+        content = _patiently(lambda: self._fs.cat_file(self._path, start=self._at, end=end), self._file.url)
+        if len(content) != end - self._at:
+            raise UserError(
+                f"{len(content):,} bytes instead of {end - self._at:,}",
+                where=self._file.url,
+                rule="a store returns ranges of files, and files do not change meanwhile",
+                fix="download the files, or run it again if they were replaced",
+            )
+        buffer[: len(content)] = content
+        self._at = end
+        return len(content)
+
+
+def _patiently(ask: Callable[[], T], url: str) -> T:
+    """Ask a store until it answers.
+
+    Raises:
+        UserError: it refuses, or has not answered for `PATIENCE_SECONDS`.
+    """
+    began, pause = time.monotonic(), 0.5
+    while True:
+        try:
+            return ask()
+        except UserError:
+            raise
+        except Exception as error:  # each library below has errors of its own
+            reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+            if _is_final(error):
+                raise UserError(f"the store refuses: {reason}", where=url, fix=_FIX) from error
+            away = time.monotonic() - began
+            if away + pause > PATIENCE_SECONDS:
+                raise UserError(
+                    f"the store has not answered for {away:.0f} s: {reason}", where=url, fix=_FIX
+                ) from error
+            logger.warning("%s: %s; again in %.1f s", url, reason, pause)
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether asking again would not help: no such file or bucket, no rights, no credentials."""
+    status = getattr(error, "status", None)
+    if isinstance(status, int):
+        return 400 <= status < 500 and status not in (408, 425, 429)
+    kinds = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, ImportError, ValueError)
+    return isinstance(error, kinds) or type(error).__name__ in _CREDENTIALS

@@ -1,0 +1,134 @@
+"""Held-out sets of `data.valid_sources`: their tokens, and the step that keeps their documents out of training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmrecipes.data import sources
+from llmrecipes.data.copies import Duplicates, NearDuplicates
+from llmrecipes.data.corpus import EncoderSpec
+from llmrecipes.data.encode import encoder
+from llmrecipes.data.infilling import cut, encode_cut
+from llmrecipes.data.manifest import Counts, valid_stem
+from llmrecipes.data.prepared import Prepared
+from llmrecipes.data.split import digest
+from llmrecipes.data.steps import Step
+from llmrecipes.errors import UserError
+from llmrecipes.recipe.source import ValidSource
+
+_BATCH = 256  # documents that are tokenized at once
+
+
+def excluding(sets: list[dict[str, Any]], near: dict[str, Any] | None) -> Step:
+    """Drop documents of held-out sets, counted by the set's label.
+
+    They are equal but for case, digits, punctuation, accents and white space or, with the settings of a step
+    `near_duplicates`, near-copies. Every process reads the sets.
+
+    Args:
+        sets: items of `data.valid_sources`.
+        near: settings of `NearDuplicates`.
+    """
+    equal = Duplicates()
+    labels: dict[bytes, str] = {}
+    copies = {each["label"]: NearDuplicates(**near) for each in sets} if near else {}
+    for each in sets:
+        for text in _texts(ValidSource.model_validate(each)):
+            labels.setdefault(equal.mark(text), each["label"])
+            if near:
+                copies[each["label"]].add(copies[each["label"]].mark(text))
+
+    def step(texts: list[str]) -> list[str] | str:
+        text = "\n".join(texts)
+        if label := labels.get(equal.mark(text)):
+            return label
+        if copies:
+            mark = next(iter(copies.values())).mark(text)
+            return next((label for label, index in copies.items() if index.similar(mark)), texts)
+        return texts
+
+    return step
+
+
+def write_sets(folder: Path, sets: tuple[ValidSource, ...], spec: EncoderSpec, seq_length: int) -> dict[str, Counts]:
+    """Tokenize the sets, in this process; documents stay as they are.
+
+    Args:
+        folder: receives `valid-LABEL.bin` and `.idx`, and `.sha256` with a hash of each document.
+        sets: to write.
+        spec: how documents are tokenized.
+        seq_length: tokens of a sample.
+
+    Returns:
+        What was written, by label.
+
+    Raises:
+        UserError: a set is shorter than one sequence.
+    """
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    encode = encoder(spec.tokenizer.read_text(encoding="utf-8"), spec.eod, spec.dtype, by_word=spec.by_word)
+    written: dict[str, Counts] = {}
+    for number, each in enumerate(sets):
+        prefix = folder / valid_stem(each.label)
+        documents = tokens = size = 0
+        with ExitStack() as stack:
+            builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.dtype(spec.dtype).type)
+            stack.callback(builder.data_file.close)
+            digests = stack.enter_context(Path(f"{prefix}.sha256").open("wb"))
+            for batch in _batches(_texts(each)):
+                start = 0
+                if spec.fim is not None and each.fim_rate:
+                    fim = spec.fim
+                    cuts = [cut(len(t.decode()), digest(t), each.fim_rate, fim.spm_rate, fim.seed) for t in batch]
+                    encoded = encode_cut(batch, cuts, fim.ids, encode)
+                else:
+                    encoded = encode(batch)
+                ids = np.frombuffer(encoded.ids, spec.dtype)
+                for text, length in zip(batch, encoded.lengths, strict=True):
+                    if each.max_tokens is not None and tokens >= each.max_tokens:
+                        break
+                    builder.add_document(ids[start : start + length], [length])
+                    digests.write(digest(text))
+                    documents, tokens, size, start = documents + 1, tokens + length, size + len(text), start + length
+                if each.max_tokens is not None and tokens >= each.max_tokens:
+                    break
+            builder.finalize(f"{prefix}.idx")
+        if tokens <= seq_length:
+            raise UserError(
+                f"the held-out set {each.label!r} has {tokens:,} tokens",
+                where=f"data.valid_sources[{number}]",
+                rule=f"one sequence takes {seq_length + 1:,} (model.seq_length + 1)",
+                fix="add text to the set, take it out, or lower model.seq_length",
+            )
+        written[each.label] = Counts(documents=documents, tokens=tokens, bytes=size)
+    return written
+
+
+def bits_per_byte(loss: float, prepared: Prepared, label: str) -> float:
+    """A mean loss on a held-out set, in nats per token, as bits per byte of its text."""
+    counts = prepared.manifest.valid_sources[label]
+    return loss / math.log(2) * counts.tokens / counts.bytes
+
+
+def _texts(source: ValidSource) -> Iterator[str]:
+    for text in sources.documents(source):
+        if text and not text.isspace():
+            yield text
+
+
+def _batches(texts: Iterator[str]) -> Iterator[list[bytes]]:
+    batch: list[bytes] = []
+    for text in texts:
+        batch.append(text.encode())
+        if len(batch) == _BATCH:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

@@ -1,0 +1,31 @@
+"""Parameters that are not trained (`train.freeze`), in every layout."""
+
+from __future__ import annotations
+
+from llmrecipes.engine.core.checkpoint.slices import sharded_parameters
+from llmrecipes.engine.core.model.groups import names_of
+from llmrecipes.engine.core.model.lora import with_gradient
+from llmrecipes.recipe.freezing import is_frozen
+from llmrecipes.recipe.schema import Recipe
+
+
+def freeze(module: object, recipe: Recipe) -> None:
+    """Freeze the parameters of one chunk that the recipe's patterns match.
+
+    Below the lowest layer that is trained no backward pass is computed, unless it has to be: a recomputed layer has
+    gradients only if its input has, and a pipeline stage waits for those that the next one sends back.
+
+    Args:
+        module: a `RecipeGPTModel`.
+    """
+    state = module.sharded_state()  # type: ignore[attr-defined]
+    parameters = sharded_parameters(state)
+    names = names_of(parameters)
+    for each in parameters:
+        if is_frozen(names[id(each.parameter)], recipe.train.freeze):
+            each.parameter.requires_grad_(False)
+    embedding = getattr(module, "embedding", None)
+    if embedding is None or any(each.requires_grad for each in embedding.parameters()):
+        return
+    if recipe.train.recompute_granularity or recipe.parallelism.pipeline_model_parallel_size > 1:
+        embedding.register_forward_hook(with_gradient)

@@ -1,0 +1,177 @@
+"""A frozen teacher in the layout of its student, and the loss that compares the two without gathering logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.autograd.function import once_differentiable
+
+from llmrecipes.engine.base import Platform
+from llmrecipes.engine.core.model.gpt import RecipeGPTModel
+from llmrecipes.engine.megatron.frozen import FrozenModel
+from llmrecipes.plan.derive import Plan
+from llmrecipes.plan.frozen import teacher_plan
+from llmrecipes.recipe.distill import Distill
+from llmrecipes.recipe.distill_rules import section
+
+
+class Teacher(FrozenModel):
+    """The teacher's passes, before those of the student, whose loss it replaces.
+
+    Kept between the two are the last hidden states of a micro-batch, not its logits, which are several times as many
+    bytes: they are computed when the student's loss needs them.
+
+    Args:
+        plan, platform: of the student.
+        student: this rank's chunks.
+    """
+
+    def __init__(self, plan: Plan, platform: Platform, student: Sequence[RecipeGPTModel]) -> None:
+        super().__init__(teacher_plan(plan), platform, ("tokens", "position_ids"))
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        group = parallel_state.get_tensor_model_parallel_group() if size > 1 else None
+        self._how = Comparison(section(plan.recipe), plan.recipe.model.vocab_size, group)
+        for module in student:
+            module.compared = self._losses
+
+    def use(self, modules: tuple[RecipeGPTModel, ...], implementation: str) -> None:
+        """Take a model that exists, and stop its passes at the hidden states."""
+        super().use(modules, implementation)
+        last = self.modules[-1]
+        if last.post_process:
+            self._project = last.output_layer.forward
+            self._weight: torch.Tensor | None = None
+            last.output_layer.forward = self._stop_at_hidden
+
+    def _stop_at_hidden(self, hidden: torch.Tensor, weight: torch.Tensor | None = None, **_: Any) -> Any:
+        self._weight = weight
+        return hidden, None
+
+    @torch.no_grad()
+    def _logits(self) -> torch.Tensor:
+        """[s, b, padded vocabulary / tensor-parallel size] of the next micro-batch."""
+        hidden = self.kept.popleft().transpose(0, 1).contiguous()
+        logits: torch.Tensor = self._project(hidden, weight=self._weight)[0]
+        return logits
+
+    def _losses(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """[b, s] in fp32, as `RecipeGPTModel.compute_language_model_loss`."""
+        rows = logits.size(-1)
+        losses = compared_losses(
+            logits.reshape(-1, rows), self._logits().reshape(-1, rows), labels.t().reshape(-1), self._how
+        )
+        return losses.view(labels.size(1), labels.size(0)).t().contiguous()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How a student is compared with its teacher.
+
+    Args:
+        distill: of the recipe.
+        vocabulary: tokens without padding; only they are compared.
+        group: ranks that share the vocabulary; None: one has all of it.
+    """
+
+    distill: Distill
+    vocabulary: int
+    group: Any = None
+
+    def first(self, rows: int) -> int:
+        """Token of this rank's first row."""
+        return 0 if self.group is None else dist.get_rank(self.group) * rows
+
+    def gathered(self, own: torch.Tensor) -> torch.Tensor:
+        """[ranks, ...] from one of each rank."""
+        if self.group is None:
+            return own[None]
+        every = own.new_empty(dist.get_world_size(self.group), *own.shape)
+        dist.all_gather_into_tensor(every.view(-1, *own.shape[1:]), own.contiguous(), group=self.group)
+        return every
+
+
+def compared_losses(logits: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, how: Comparison) -> torch.Tensor:
+    """(1 - alpha) × cross entropy + alpha × distance to the teacher, of each token.
+
+    Args:
+        logits, teacher: [n, rows] of this rank, of any precision; the teacher's have no gradient.
+        labels: [n] token ids.
+
+    Returns:
+        [n] in fp32. Ranks exchange three numbers a token and two sums, and with `top_k` the largest `top_k` of each.
+    """
+    losses: torch.Tensor = _ComparedLosses.apply(logits, teacher, labels, how)
+    return losses
+
+
+class _ComparedLosses(torch.autograd.Function):
+    """Keeps the gradient of the logits, in their precision, which takes less than what autograd would keep."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, how: Comparison
+    ) -> torch.Tensor:
+        """Arguments and result as `compared_losses`."""
+        distill, rows = how.distill, logits.size(-1)
+        first = how.first(rows)
+        own = max(0, min(rows, how.vocabulary - first))  # rows that are tokens
+        local = labels - first
+        has = (local >= 0) & (local < rows)
+        local = local.clamp(0, rows - 1)[:, None]
+        student = logits.float()
+        # Both are new tensors, which are overwritten below.
+        divided, taught = student[:, :own] / distill.temperature, teacher[:, :own].float() / distill.temperature
+        if distill.top_k is not None:
+            taught = taught.masked_fill(taught < _threshold(taught, distill.top_k, how), -torch.inf)
+        # A rank without a token adds nothing to a sum over tokens.
+        sums = how.gathered(torch.stack([_log_sum(student), _log_sum(divided), _log_sum(taught)])).logsumexp(0)
+        total, of_student, of_teacher = sums[..., None]
+        label = student.gather(-1, local)[:, 0] * has
+        if distill.loss == "kl":
+            p, q = divided.sub_(of_student), taught.sub_(of_teacher)
+            shares = q.exp()
+            # A token without a share adds nothing: 0 × log 0 is 0.
+            distance = q.sub_(p).masked_fill_(shares == 0, 0.0).mul_(shares).sum(-1) * distill.temperature**2
+            difference = p.exp_().sub_(shares).mul_(distill.temperature)
+            del q, shares
+        else:
+            difference = divided.sub_(taught)
+            distance = difference.square().sum(-1) / how.vocabulary
+            difference.mul_(2 / how.vocabulary)
+        del taught
+        label, distance = how.gathered(torch.stack([label, distance])).sum(0)
+        alpha = distill.alpha
+        gradient = (student - total).exp_()
+        gradient.scatter_add_(-1, local, -has.float()[:, None]).mul_(1 - alpha)
+        gradient[:, :own].add_(difference, alpha=alpha)
+        ctx.save_for_backward(gradient.to(logits.dtype))
+        return (1 - alpha) * (total[:, 0] - label) + alpha * distance
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradient of the logits."""
+        (gradient,) = ctx.saved_tensors
+        return gradient * gradients[0][:, None].to(gradient.dtype), None, None, None
+
+
+def _log_sum(values: torch.Tensor) -> torch.Tensor:
+    """Log-sum-exp of [n, rows]; minus infinity without rows."""
+    if values.size(-1) == 0:
+        return values.new_full(values.shape[:1], -torch.inf)
+    return values.logsumexp(-1)
+
+
+def _threshold(values: torch.Tensor, count: int, how: Comparison) -> torch.Tensor:
+    """[n, 1], the `count`-th largest value of [n, rows] on all ranks."""
+    own = values.topk(min(count, values.size(-1)), dim=-1).values
+    missing = count - own.size(-1)
+    if missing:
+        own = torch.nn.functional.pad(own, (0, missing), value=-torch.inf)
+    every = how.gathered(own).movedim(0, 1).flatten(1)
+    return every.topk(count, dim=-1).values[:, -1:]

@@ -1,0 +1,95 @@
+"""Stochastic depth (arXiv 1603.09382): a micro-batch leaves out layers at random, in training only.
+
+Whether it leaves out a layer is a function of the seed, the step, the layer and the micro-batch's place in the global
+batch: ranks that share the micro-batch, or hold the layer, decide alike without a message, and so does a resumed run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from llmrecipes.engine.base import Platform
+from llmrecipes.engine.core.model.gpt import RecipeGPTModel
+from llmrecipes.plan.derive import Plan
+
+
+def rate(last: float, layer: int, layers: int) -> float:
+    """Probability that a layer, counted from 1, is left out: it grows linearly up to that of the last."""
+    return last * layer / layers
+
+
+def keeps(seed: int, step: int, layer: int, micro_batch: int, rate: float) -> bool:
+    """Whether a micro-batch of a step, both counted over the run and the global batch, has a layer."""
+    digest = hashlib.sha256(f"{seed}:layer_drop:{step}:{layer}:{micro_batch}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >= rate * 2**64
+
+
+class LayerDrop:
+    """Leaves layers out of training passes.
+
+    What a layer that is there adds is divided by its probability to be there, as dropout does, so that the whole model
+    is the expectation.
+
+    Args:
+        plan: of the run.
+        modules: this rank's chunks of the model.
+    """
+
+    def __init__(self, plan: Plan, modules: Sequence[RecipeGPTModel]) -> None:
+        self._plan, self._step, self._number = plan, 0, plan.num_microbatches
+        self._seen = [0] * len(modules)
+        self._waiting: list[deque[bool]] = []
+        model = plan.recipe.model
+        for chunk, module in enumerate(modules):
+            module.register_forward_pre_hook(partial(self._counted, chunk))
+            for layer in module.decoder.layers:
+                self._waiting.append(deque())
+                each = rate(model.layer_drop, layer.layer_number, model.num_layers)
+                layer.forward = partial(self._pass, layer, layer.forward, chunk, each, self._waiting[-1])
+
+    def start(self, step: int, micro_batches: int) -> None:
+        """Begin a step, counted from 1, with this many micro-batches of a rank."""
+        self._step, self._number = step, micro_batches
+        self._seen = [0] * len(self._seen)
+        for decisions in self._waiting:
+            decisions.clear()
+
+    def _counted(self, chunk: int, module: torch.nn.Module, _inputs: Any) -> None:
+        if module.training:
+            self._seen[chunk] += 1
+
+    def _pass(
+        self, layer: Any, forward: Callable[..., Any], chunk: int, rate: float, waiting: deque[bool], **inputs: Any
+    ) -> Any:
+        """In place of a layer's `forward`, which megatron-core calls by keywords."""
+        if not layer.training:
+            return forward(**inputs)
+        if torch.is_grad_enabled() and waiting:  # computed again, in the order of the first passes
+            kept = waiting.popleft()
+        else:
+            # Several passes of a step (`train.adversarial`) leave the same layers out.
+            number = (self._seen[chunk] - 1) % self._number
+            replica = parallel_state.get_data_parallel_rank()
+            place = number * self._plan.layout.data_parallel_size + replica
+            kept = keeps(self._plan.recipe.train.seed, self._step, layer.layer_number, place, rate)
+            if not torch.is_grad_enabled():  # the first pass of a layer that is recomputed
+                waiting.append(kept)
+        hidden = inputs["hidden_states"]
+        if not kept:
+            return hidden.clone(), inputs.get("context")  # a stage frees what it has sent
+        output, context = forward(**inputs)
+        return torch.lerp(hidden, output, 1 / (1 - rate)), context
+
+
+def layer_drop(plan: Plan, modules: Sequence[RecipeGPTModel], platform: Platform) -> LayerDrop | None:
+    """That of a recipe, if it leaves layers out. A dry run has all layers, as the plan."""
+    if not plan.recipe.model.layer_drop or platform.device.type == "meta":
+        return None
+    return LayerDrop(plan, modules)

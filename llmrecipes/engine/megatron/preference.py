@@ -1,0 +1,236 @@
+"""Direct preference optimization (arXiv 2305.18290) in any layout: the reference's passes and the loss of pairs.
+
+A micro-batch has sequences of a prompt and an answer, the better and the worse one of a pair after each other, in rows
+of their own or several in a row. Their log-probabilities are sums over tokens, which context-parallel ranks have parts
+of: they exchange a number for each answer, and each goes backward through its own tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+
+from llmrecipes.checkpoint.store import Entry
+from llmrecipes.engine.base import Batch, Platform, WeightSource
+from llmrecipes.engine.core.accuracy import TokenAccuracy
+from llmrecipes.engine.core.model.gpt import RecipeGPTModel
+from llmrecipes.engine.core.model.lora import adapters
+from llmrecipes.engine.megatron.frozen import FrozenModel
+from llmrecipes.plan.derive import Plan
+from llmrecipes.plan.frozen import reference_plan
+from llmrecipes.recipe.preference import Dpo
+from llmrecipes.recipe.preference_rules import has_reference, has_second_model
+
+COUNTS = 4
+"""Numbers that a micro-batch reports besides loss, pairs and right tokens: tokens, rewards of both answers, and pairs
+whose better answer has the larger reward."""
+
+
+@dataclass(frozen=True)
+class Gains:
+    """What the answers of pairs have gained on the reference, in nats: [pairs] each, fp64.
+
+    Args:
+        chosen, rejected: log-probability of the better and the worse answer minus the reference's.
+        chosen_tokens, rejected_tokens: of these answers.
+    """
+
+    chosen: torch.Tensor
+    rejected: torch.Tensor
+    chosen_tokens: torch.Tensor
+    rejected_tokens: torch.Tensor
+
+
+def pair_losses(gains: Gains, dpo: Dpo) -> torch.Tensor:
+    """[pairs], the loss of each, as TRL 1.16's DPOTrainer has it; the papers are those of `Dpo.loss_type`."""
+    beta, chosen, rejected = dpo.beta, gains.chosen, gains.rejected
+    margin, per_token = chosen - rejected, chosen / gains.chosen_tokens - rejected / gains.rejected_tokens
+    log = F.logsigmoid
+    match dpo.loss_type:
+        case "sigmoid":
+            return -log(beta * margin)
+        case "hinge":
+            return torch.relu(1 - beta * margin)
+        case "ipo":
+            return (per_token - 1 / (2 * beta)) ** 2
+        case "robust":
+            wrong = dpo.label_smoothing
+            return (wrong * log(-beta * margin) - (1 - wrong) * log(beta * margin)) / (1 - 2 * wrong)
+        case "exo_pair":
+            likely, unlikely = (torch.tensor(each, dtype=torch.float64).log()
+                            for each in (1 - dpo.label_smoothing, dpo.label_smoothing))  # fmt: skip
+            q = torch.sigmoid(beta * margin)
+            return q * (log(beta * margin) - likely) + (1 - q) * (log(-beta * margin) - unlikely)
+        case "nca_pair":
+            return -log(beta * chosen) - 0.5 * log(-beta * chosen) - 0.5 * log(-beta * rejected)
+        case "bco_pair":
+            return -log(beta * chosen) - log(-beta * rejected)
+        case "sppo_hard":
+            return (chosen - 0.5 / beta) ** 2 + (rejected + 0.5 / beta) ** 2
+        case "apo_zero":
+            return 1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected)
+        case "apo_down":
+            return torch.sigmoid(beta * chosen) + 1 - torch.sigmoid(beta * margin)
+        case "sigmoid_norm":
+            return -log(beta * per_token)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Where the answers of a micro-batch are.
+
+    Args:
+        of_token: [b, s], number of the answer that a label is of; `count` for other tokens.
+        count: of answers, the better one of each pair before the worse.
+    """
+
+    of_token: torch.Tensor
+    count: int
+
+
+def find_answers(positions: torch.Tensor, mask: torch.Tensor) -> Answers:
+    """The answers of a micro-batch in host memory.
+
+    Args:
+        positions: [b, s], 0 where the prompt of an answer, or padding, begins.
+        mask: [b, s], 1 where a label is of an answer.
+
+    Raises:
+        ValueError: a pair is not complete.
+    """
+    begins = positions.numpy() == 0
+    begins[:, 0] = True
+    counted = mask.numpy() > 0
+    segments = begins.ravel().cumsum().reshape(begins.shape)
+    with_answer, numbers = np.unique(segments[counted], return_inverse=True)
+    if len(with_answer) % 2:
+        raise ValueError(f"{len(with_answer)} answers in a micro-batch: a pair has two")
+    of_token = np.full(segments.shape, len(with_answer), np.int64)
+    of_token[counted] = numbers
+    return Answers(torch.from_numpy(of_token), len(with_answer))
+
+
+class RewardMeter:
+    """Rewards of pairs, by TRL's names. Implements `engine.meters.RewardMeter`."""
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * COUNTS
+
+    def start(self) -> None:
+        self._sums = [0.0] * COUNTS
+
+    def add(self, pairs: float, chosen: float, rejected: float, right: float) -> None:
+        """Count sums over all ranks."""
+        new = pairs, chosen, rejected, right
+        self._sums = [one + other for one, other in zip(self._sums, new, strict=True)]
+
+    def take(self) -> dict[str, float] | None:
+        pairs, chosen, rejected, right = self._sums
+        if not pairs:
+            return None
+        chosen, rejected = chosen / pairs, rejected / pairs
+        return {"chosen": chosen, "rejected": rejected, "margins": chosen - rejected, "accuracies": right / pairs}
+
+
+class PreferenceLoss:
+    """The reference's passes, before those of the trained model, and the loss that compares the two.
+
+    Args:
+        plan, platform: of the trained model.
+        modules: its chunks on this rank.
+        chunks: the same as its schedule takes them.
+        implementation: how its layers are built.
+    """
+
+    def __init__(
+        self, plan: Plan, platform: Platform, modules: tuple[RecipeGPTModel, ...], chunks: Sequence[Any],
+        implementation: str,
+    ) -> None:  # fmt: skip
+        recipe = plan.recipe
+        if recipe.dpo is None:
+            raise ValueError(f"recipe {recipe.name} has no section dpo")
+        self._dpo, self._device = recipe.dpo, platform.device
+        self.rewards = RewardMeter()
+        self._own: tuple[RecipeGPTModel, ...] = ()  # the trained model's chunks, if they are the reference too
+        self._reference: FrozenModel | None = None
+        if has_reference(recipe):
+            self._reference = FrozenModel(reference_plan(plan), platform, ("tokens", "position_ids", "labels"))
+            if not has_second_model(recipe):
+                self._own = modules
+                self._reference.use(tuple(chunks), implementation)
+
+    def load(self, weights: Entry | WeightSource | None = None) -> None:
+        """Build the reference, if there is a second model; see `FrozenModel.load`."""
+        if self._reference is not None and not self._own:
+            self._reference.load(weights)
+
+    def ahead(self, batches: Iterator[Batch], number: int) -> Iterator[Batch]:
+        """The micro-batches of a step, each after the reference's pass over it; `number` of them."""
+        if self._reference is None:
+            return batches
+        return self._reference.ahead(batches, number, self._as_reference if self._own else nullcontext)
+
+    @contextmanager
+    def _as_reference(self) -> Iterator[None]:
+        """A block in which the trained model is the one without adapters."""
+        training = [module.training for module in self._own]
+        every = [adapter for module in self._own for adapter in adapters(module)]
+        for module in self._own:
+            module.eval()
+        for adapter in every:
+            adapter.is_off = True
+        try:
+            yield
+        finally:
+            for adapter in every:
+                adapter.is_off = False
+            for module, was in zip(self._own, training, strict=True):
+                module.train(was)
+
+    def counter(
+        self, answers: torch.Tensor, count: int, mask: torch.Tensor, accuracy: TokenAccuracy
+    ) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]:
+        """What sums the losses of a micro-batch's tokens, [b, s] of this rank; megatron-core divides by the pairs of
+        the global batch.
+
+        Args:
+            answers, mask: this rank's part of `Answers.of_token` and of the loss mask, on the device.
+            count: of answers.
+        """
+
+        def summed(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+            kept = None if self._reference is None else self._reference.kept.popleft()
+            gains = self._gains(losses, kept, answers, count, mask)
+            total = pair_losses(gains, self._dpo).sum()
+            # Context-parallel ranks have the same sums, of which one is counted; each goes back through its own tokens.
+            first = float(parallel_state.get_context_parallel_rank() == 0)
+            chosen, rejected = self._dpo.beta * gains.chosen.detach(), self._dpo.beta * gains.rejected.detach()
+            pairs = torch.tensor(count // 2, dtype=torch.float64, device=losses.device)
+            sums = torch.stack([chosen.sum(), rejected.sum(), (chosen > rejected).double().sum()])
+            report = torch.stack([total.detach() * first, pairs * first, accuracy.right(mask), mask.sum().double()])
+            report = torch.cat([report, sums * first])
+            return total.float(), (pairs * first).int(), {"loss": report}
+
+        return summed
+
+    def _gains(
+        self, losses: torch.Tensor, kept: torch.Tensor | None, answers: torch.Tensor, count: int, mask: torch.Tensor
+    ) -> Gains:
+        gained = losses.double() if kept is None else losses.double() - kept.double()
+        sums = losses.new_zeros(2, count + 1, dtype=torch.float64)
+        weight = mask.double().flatten()
+        sums = sums.index_add(1, answers.flatten(), torch.stack([-gained.flatten() * weight, weight]))[:, :count]
+        if parallel_state.get_context_parallel_world_size() > 1:
+            whole = sums.detach().clone()
+            dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
+            sums = sums + (whole - sums.detach())
+        (chosen, rejected), (tokens, others) = (each.view(-1, 2).unbind(1) for each in sums)
+        return Gains(chosen, rejected, tokens.detach(), others.detach())

@@ -1,0 +1,90 @@
+"""What an engine measures in a step on request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from llmrecipes.tracking.events import LayerBalance
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Expert routing of one step, over all ranks."""
+
+    layers: tuple[LayerBalance, ...]
+    aux_loss: float | None
+    """See `StepMetrics.moe_aux_loss`."""
+
+
+class LayerMeasurements(NamedTuple):
+    """Of one step."""
+
+    layers: Mapping[str, Mapping[str, Any]]
+    """See `StepMetrics.layers`."""
+    histograms: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    """See `StepMetrics.histograms`."""
+
+
+class LayerMeter(Protocol):
+    """Measures layers in a step after `start`; the result of a later step has it. No cost otherwise."""
+
+    def start(self) -> None:
+        """Measure the next step; all ranks have to."""
+
+
+class AccuracyMeter(Protocol):
+    """Counts tokens that are predicted right between `start` and `take`; no cost otherwise."""
+
+    def start(self) -> None:
+        """Count the next step or evaluation; all ranks have to."""
+
+    def take(self) -> float | None:
+        """Stop counting. The share of the tokens that the loss counts whose label was the likeliest token, of the
+        global batches since `start`, the same on all ranks; None: there were none."""
+
+
+class RewardMeter(Protocol):
+    """Sums rewards of pairs (`dpo`)."""
+
+    def start(self) -> None:
+        """Begin with nothing; all ranks have to."""
+
+    def take(self) -> dict[str, float] | None:
+        """`StepMetrics.rewards` of the global batches since `start`, the same on all ranks; None: there were none."""
+
+
+class BalanceCounter(Protocol):
+    """Counts routed tokens between `start` and `collect`; no cost otherwise."""
+
+    def start(self) -> None:
+        """Start counting."""
+
+    def collect(self) -> Balance:
+        """Stop counting, and sum the counts over ranks; a collective of all ranks."""
+
+
+@dataclass
+class Importance:
+    """Sums over tokens; larger is more important.
+
+    Attributes:
+        tokens: that were read.
+        layers: [layers], 1 - cosine of a layer's input and output (block influence, arXiv 2403.03853).
+        groups: by layer [groups], norm of the heads' outputs of a group.
+        neurons: by MLP, such as `decoder.layers.3.mlp`, [width], size of the input of its second matrix.
+        hidden: [channels], size of the outputs of all norms.
+        experts: by layer [experts], probabilities that its router gave to the experts it chose.
+        inputs: by matrix [columns], square of its input.
+    """
+
+    tokens: int = 0
+    layers: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    groups: dict[int, torch.Tensor] = field(default_factory=dict)
+    neurons: dict[str, torch.Tensor] = field(default_factory=dict)
+    hidden: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    experts: dict[int, torch.Tensor] = field(default_factory=dict)
+    inputs: dict[str, torch.Tensor] = field(default_factory=dict)

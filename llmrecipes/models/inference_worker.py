@@ -1,0 +1,274 @@
+"""One process that loads a model in one form and measures it, so that its peak memory is that of this form only."""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, suppress
+from dataclasses import asdict, dataclass
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pydantic import BaseModel
+
+from llmrecipes.io import write_atomic
+
+if TYPE_CHECKING:
+    import torch
+
+    from llmrecipes.data.tokenizer import TextTokenizer
+
+ROWS = 4
+"""Rows of a forward pass of perplexity."""
+
+
+class InferenceSpec(BaseModel):
+    """A measurement."""
+
+    folder: Path
+    """With the model."""
+    program: str
+    """`transformers`, `onnxruntime`, `torch.export` or `llama.cpp`."""
+    dtype: str = "auto"
+    """Of transformers: `fp32`, `bf16`, or `auto`, as stored."""
+    texts: Path | None = None
+    """Lines {"tokens": [...], "bytes": N}, a document each; None: neither perplexity nor a prompt of text."""
+    window: int
+    """Tokens that perplexity reads at once."""
+    eod: int = 0
+    prompt_tokens: int
+    new_tokens: int
+    repeats: int
+    threads: int
+    out: Path
+    """File for the result."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a form of a model does on this machine.
+
+    Attributes:
+        first_token_seconds: from the prompt to the first new token, median of the repeats.
+        tokens_per_second: new tokens a second after the first, one text at a time; median of the repeats.
+        peak_memory_bytes: of the process until it had written them, at most; program and libraries are in it.
+        memory_before_bytes: of the process before it loaded the model.
+        cache: whether keys and values are kept; else each token is computed from all before it.
+        tokens: the greedy continuation of the prompt.
+        bits_per_byte: of the texts; None without them.
+        perplexity: e to the loss in nats a token; None without texts.
+    """
+
+    first_token_seconds: float
+    tokens_per_second: float
+    peak_memory_bytes: int
+    memory_before_bytes: int
+    cache: bool
+    tokens: list[int]
+    bits_per_byte: float | None = None
+    perplexity: float | None = None
+
+
+class Program(Protocol):
+    """A loaded model."""
+
+    positions: int
+    cache: bool
+    vocabulary: int
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits [rows, length, vocabulary] of token ids [rows, length]."""
+
+    def greedy(self, prompt: list[int]) -> Iterator[int]:
+        """Most likely tokens, without end."""
+
+
+class _Transformers:
+    cache = True
+
+    def __init__(self, spec: InferenceSpec) -> None:
+        import torch
+        import transformers
+
+        kinds = {"fp32": torch.float32, "bf16": torch.bfloat16}
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(
+            spec.folder, dtype=kinds.get(spec.dtype, "auto"), trust_remote_code=False
+        ).eval()
+        self.positions = int(self._model.config.max_position_embeddings)
+        self.vocabulary = int(self._model.config.vocab_size)
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self._model(input_ids=ids, use_cache=False).logits
+        return made
+
+    def greedy(self, prompt: list[int]) -> Iterator[int]:
+        import torch
+
+        ids, past = torch.tensor([prompt]), None
+        while True:
+            answer = self._model(input_ids=ids, past_key_values=past, use_cache=True, logits_to_keep=1)
+            past, token = answer.past_key_values, int(answer.logits[0, -1].argmax())
+            ids = torch.tensor([[token]])
+            yield token
+
+
+class _WithoutCache:
+    """A program of `llmrecipes export`: token ids to logits."""
+
+    cache = False
+
+    def __init__(self, spec: InferenceSpec) -> None:
+        import torch
+
+        config = json.loads((spec.folder / "config.json").read_text("utf-8"))
+        self.positions, self.vocabulary = int(config["max_position_embeddings"]), int(config["vocab_size"])
+        if spec.program == "onnxruntime":
+            import onnxruntime
+
+            options = onnxruntime.SessionOptions()
+            options.intra_op_num_threads = spec.threads
+            session = onnxruntime.InferenceSession(
+                str(spec.folder / "model.onnx"), options, providers=["CPUExecutionProvider"]
+            )
+            self._run = lambda ids: torch.from_numpy(session.run(["logits"], {"input_ids": ids.numpy()})[0])
+        else:
+            self._run = torch.export.load(spec.folder / "model.pt2").module()
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self._run(ids)
+        return made
+
+    def greedy(self, prompt: list[int]) -> Iterator[int]:
+        import torch
+
+        ids = list(prompt)
+        while True:
+            ids.append(int(self.logits(torch.tensor([ids]))[0, -1].argmax()))
+            yield ids[-1]
+
+
+class _LlamaCpp:
+    cache = True
+
+    def __init__(self, spec: InferenceSpec) -> None:
+        import llama_cpp
+
+        self._program = llama_cpp.Llama(
+            str(spec.folder / "model.gguf"), n_ctx=0, verbose=False, n_threads=spec.threads, logits_all=True
+        )
+        self.positions, self.vocabulary = int(self._program.n_ctx()), int(self._program.n_vocab())
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        made = []
+        for row in ids.tolist():
+            self._program.reset()
+            self._program.eval(row)
+            made.append(torch.from_numpy(self._program.scores[: len(row)].copy()))
+        return torch.stack(made)
+
+    def greedy(self, prompt: list[int]) -> Iterator[int]:
+        self._program.reset()
+        yield from self._program.generate(prompt, temp=0.0, reset=True)
+
+
+PROGRAMS: dict[str, Callable[[InferenceSpec], Program]] = {
+    "transformers": _Transformers, "onnxruntime": _WithoutCache, "torch.export": _WithoutCache, "llama.cpp": _LlamaCpp,
+}  # fmt: skip
+
+
+def measure(spec: InferenceSpec) -> Measured:
+    """Load a model and measure it."""
+    import torch
+
+    torch.set_num_threads(spec.threads)
+    texts = [] if spec.texts is None else [json.loads(line) for line in spec.texts.read_text("utf-8").splitlines()]
+    before = peak_memory()
+    with torch.no_grad(), redirect_stderr(StringIO()):
+        program = PROGRAMS[spec.program](spec)
+        length = max(1, min(spec.prompt_tokens, program.positions - spec.new_tokens - 1))
+        known = [token for text in texts for token in text["tokens"]][:length]
+        draw = torch.Generator().manual_seed(0)
+        prompt = known or torch.randint(0, program.vocabulary, (length,), generator=draw).tolist()
+        new = max(2, min(spec.new_tokens, program.positions - len(prompt) - 1))
+        firsts, speeds, tokens = [], [], list[int]()
+        for _ in range(spec.repeats + 1):  # the first one warms up, and unpacks what is packed
+            started = time.perf_counter()
+            stream = program.greedy(prompt)
+            tokens = [next(stream)]
+            first = time.perf_counter()
+            tokens += [next(stream) for _ in range(new - 1)]
+            ended = time.perf_counter()
+            firsts.append(first - started)
+            speeds.append((new - 1) / (ended - first))
+        peak = peak_memory()
+        scored = _perplexity(spec, program, texts) if texts else {}
+    return Measured(
+        first_token_seconds=statistics.median(firsts[1:]), tokens_per_second=statistics.median(speeds[1:]),
+        peak_memory_bytes=peak, memory_before_bytes=before, cache=program.cache, tokens=tokens,
+        bits_per_byte=scored.get("bits_per_byte"), perplexity=scored.get("perplexity"),
+    )  # fmt: skip
+
+
+def _perplexity(spec: InferenceSpec, program: Program, texts: list[dict[str, Any]]) -> dict[str, float]:
+    """As `llmrecipes eval --data` measures it."""
+    from llmrecipes.data.tokenizer import TextTokenizer
+    from llmrecipes.evaluation.lead import RankZeroScorer
+    from llmrecipes.evaluation.logits_scorer import ALONE, LogitsScorer
+    from llmrecipes.evaluation.perplexity import perplexity
+    from llmrecipes.evaluation.texts import Text
+
+    window = min(spec.window, program.positions)
+    tokenizer = TextTokenizer(None, spec.eod, "")  # type: ignore[arg-type]  # texts are tokens already
+    lead = RankZeroScorer(LogitsScorer(program.logits, program.positions), ALONE, tokenizer, ROWS)
+    documents = [Text(each["tokens"], each["bytes"]) for each in texts]
+    return dict(perplexity(lead, "texts", documents, length=window, stride=max(1, window // 2)).metrics)
+
+
+def folder_tokenizer(folder: Path) -> TextTokenizer:
+    """The tokenizer in the folder of a model.
+
+    Raises:
+        UserError: there is none, or it has no end-of-text token.
+    """
+    from llmrecipes.data.tokenizer import TextTokenizer, load_huggingface
+    from llmrecipes.errors import UserError
+    from llmrecipes.recipe.schema import Tokenizer
+
+    if not (folder / "tokenizer.json").is_file():
+        raise UserError(
+            "no tokenizer.json", where=str(folder), rule="text is read with the model's own tokenizer",
+            fix="copy the tokenizer's files to that folder",
+        )  # fmt: skip
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    section = Tokenizer.model_validate({"type": "huggingface", "path": str(folder.absolute())})
+    backend, eod = load_huggingface(section, int(config["vocab_size"]))
+    return TextTokenizer(backend, eod, "")
+
+
+def peak_memory() -> int:
+    """Bytes that this process had at once, at most.
+
+    Linux hands `ru_maxrss` down to a started program: it would be at least that of the parent.
+    """
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text("utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main(argument: str) -> None:
+    """Measure what a file says, and write the result to the file that it names."""
+    spec = InferenceSpec.model_validate_json(Path(argument).read_text("utf-8"))
+    write_atomic(spec.out, json.dumps(asdict(measure(spec))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

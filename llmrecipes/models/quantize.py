@@ -1,0 +1,383 @@
+"""`llmrecipes quantize`: a run or a folder with weights of 8 or 4 bits, which transformers and vLLM load."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmrecipes.errors import UserError
+from llmrecipes.models.create import published, require_absent
+from llmrecipes.models.inference_worker import peak_memory
+from llmrecipes.rundir import Run
+
+if TYPE_CHECKING:
+    import torch
+
+    from llmrecipes.data.prepared import Prepared
+    from llmrecipes.data.tokenizer import TextTokenizer
+    from llmrecipes.models.quantized_weights import Changed, Scheme
+    from llmrecipes.tracking.progress import Counted
+
+SAMPLES, LENGTH = 128, 512
+"""Rows of calibration text, and tokens of a row at most."""
+PACKAGE = "compressed_tensors"
+
+
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """Options of a quantisation.
+
+    Attributes:
+        scheme: a key of `quantized_weights.SCHEMES`.
+        method: `rtn`, or one with calibration.
+        calibrate: source of text (`evaluation.texts.Texts.parse`); None: the split `train` of a run.
+        text_key: column of a source in jsonl or parquet.
+        samples: rows of calibration text.
+        length: tokens of a row; None: 512, or the model's positions if these are fewer.
+        group: input channels that share a scale; None: the scheme's.
+        dtype: `fp32` or `bf16`, of scales and of what is not quantised; None: that of the weights.
+    """
+
+    scheme: str
+    method: str = "rtn"
+    calibrate: str | None = None
+    text_key: str = "text"
+    samples: int = SAMPLES
+    length: int | None = None
+    group: int | None = None
+    dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """What was written.
+
+    Attributes:
+        path: the folder.
+        source: folder or run.
+        scheme: of the matrices.
+        method: how they were rounded.
+        form: `format` of compressed-tensors.
+        matrices: that were quantised.
+        parameters: of the model.
+        quantized_parameters: of these matrices.
+        bytes: of all tensors.
+        bytes_before: of all tensors of the source.
+        calibration_tokens: 0 without calibration.
+        largest_matrix_bytes: of the largest one, as stored in the source.
+        memory_before_bytes: of this process before it read a weight, at most.
+        peak_memory_bytes: of this process, until the folder was written.
+        seconds: duration.
+    """
+
+    path: str
+    source: str
+    scheme: str
+    method: str
+    form: str
+    matrices: int
+    parameters: int
+    quantized_parameters: int
+    bytes: int
+    bytes_before: int
+    calibration_tokens: int
+    largest_matrix_bytes: int
+    memory_before_bytes: int
+    peak_memory_bytes: int
+    seconds: float
+
+
+def quantize(
+    reference: str,
+    out: Path,
+    runs_dir: Path,
+    data_dir: Path,
+    options: QuantizeOptions,
+    progress: Counted | None = None,
+    then: Callable[[Path, Path], None] | None = None,
+) -> Quantized:
+    """Write a model whose linear layers have fewer bits; embeddings, norms and the output layer stay as they are.
+
+    Without calibration (`rtn`), matrices are read, rounded and written one by one. Calibration holds the model, its
+    text, and the inputs of one layer.
+
+    Args:
+        reference: `RUN`, `RUN@STEP`, or a folder in Hugging Face's form.
+        out: the new folder.
+        runs_dir: where runs are kept.
+        data_dir: where prepared data is kept, with the tokenizer.
+        options: how.
+        progress: shows tensors, or layers of a calibration.
+        then: called with the original and the quantised folder before the latter is published, to measure them.
+
+    Raises:
+        UserError: the package is missing; a scheme, method or group size that do not go together or with the model; a
+            model that is quantised already, or has experts; too little text. Nothing is left behind.
+    """
+    from llmrecipes.hf.safetensors import SafetensorsFolder, write, write_json
+
+    started = time.monotonic()
+    _require_options(options)
+    require_absent(out, "another OUT")
+    with published(out, "another OUT") as folder, _original(reference, folder, runs_dir, data_dir, options) as original:
+        source = SafetensorsFolder(original)
+        layers = linear_layers(original, source.names(), source.shape)
+        scheme = _scheme(options, layers)
+        element = _element(options.dtype or ("bf16" if options.scheme == "nvfp4" else None))
+        memory_before = peak_memory()
+        from llmrecipes.models.quantized_weights import QuantizedSource
+
+        QuantizedSource(source, scheme, layers.quantized, element)  # refuses what the scheme cannot divide
+        text = partial(_rows, original, reference, runs_dir, data_dir, options)
+        changed, tokens = _calibrated(original, text, options, scheme, layers, element, progress)
+        made = QuantizedSource(source, scheme, layers.quantized, element, changed)
+        config = {**source.config, "quantization_config": scheme.config()}
+        kind = next(source.dtype(name) for name in source.names() if name in layers.quantized)
+        written = write(made, config, folder, progress=progress)
+        # What computes is in this type; `write` has said which one most bytes have.
+        write_json(folder / "config.json", {**config, "dtype": str(element or kind).removeprefix("torch.")})
+        _copy_others(original, folder)
+        peak = peak_memory()
+        if then is not None:
+            then(original, folder)
+    sizes = {name: _count(source.shape(name)) for name in source.names()}
+    return Quantized(
+        path=str(out), source=reference, scheme=options.scheme, method=options.method, form=scheme.kind.form,
+        matrices=len(layers.quantized), parameters=sum(sizes.values()),
+        quantized_parameters=sum(sizes[name] for name in layers.quantized), bytes=written.bytes,
+        bytes_before=sum(size * source.dtype(name).itemsize for name, size in sizes.items()),
+        calibration_tokens=tokens,
+        largest_matrix_bytes=max(sizes[name] * source.dtype(name).itemsize for name in layers.quantized),
+        memory_before_bytes=memory_before, peak_memory_bytes=peak, seconds=round(time.monotonic() - started, 3),
+    )  # fmt: skip
+
+
+def _require_options(options: QuantizeOptions) -> None:
+    if find_spec(PACKAGE) is None:
+        raise UserError(
+            "the package compressed-tensors is not installed", where="llmrecipes quantize",
+            rule="formats and arithmetic are its", fix="pip install 'llmrecipes[quantize]'",
+        )  # fmt: skip
+    from llmrecipes.models.quantized_weights import METHODS, SCHEMES
+
+    if options.scheme not in SCHEMES:
+        raise UserError(f"{options.scheme!r}", where="--scheme", rule=f"one of {', '.join(SCHEMES)}")
+    if options.method not in METHODS:
+        raise UserError(f"{options.method!r}", where="--method", rule=f"one of {', '.join(METHODS)}")
+    methods = SCHEMES[options.scheme].methods
+    if options.method not in methods:
+        others = [name for name, kind in SCHEMES.items() if options.method in kind.methods]
+        raise UserError(
+            f"{options.method} with {options.scheme}", where="--method", rule=f"{options.method} goes with "
+            f"{', '.join(others)}, and {options.scheme} with {', '.join(methods)}", fix=f"--method {methods[0]}",
+        )  # fmt: skip
+    if options.method == "rtn" and options.calibrate is not None:
+        raise UserError(
+            f"{options.calibrate} with --method rtn", where="--calibrate", rule="rtn reads no text",
+            fix=f"leave it out, or --method {methods[-1]}",
+        )  # fmt: skip
+    if options.scheme == "nvfp4" and options.dtype == "fp32":
+        raise UserError("fp32 with nvfp4", where="--dtype", rule="nvfp4 computes in bf16", fix="--dtype bf16")
+    if options.dtype not in (None, "fp32", "bf16"):
+        raise UserError(f"{options.dtype!r}", where="--dtype", rule="fp32 or bf16")
+
+
+@contextmanager
+def _original(reference: str, folder: Path, runs_dir: Path, data_dir: Path, options: QuantizeOptions) -> Iterator[Path]:
+    """The folder of a model in Hugging Face's form: itself, or the export of a run, until the block ends."""
+    from llmrecipes.models.export import ExportOptions, export
+
+    path = Path(reference)
+    if (path / "config.json").is_file() and not Run(path).exists():
+        yield path
+        return
+    source = folder.with_name(f"{folder.name}-source")
+    shutil.rmtree(source, ignore_errors=True)
+    try:
+        export(reference, source, runs_dir, data_dir, ExportOptions(dtype=options.dtype))
+        yield source
+    finally:
+        shutil.rmtree(source, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class LinearLayers:
+    """Linear layers of a model.
+
+    Attributes:
+        quantized: names of their matrices, with `.weight`, in the order of the model.
+        ignored: names of the layers that stay: the output layer.
+    """
+
+    quantized: tuple[str, ...]
+    ignored: tuple[str, ...]
+
+
+def linear_layers(folder: Path, names: Any, shape: Callable[[str], tuple[int, ...]]) -> LinearLayers:
+    """The linear layers of a model in Hugging Face's form, without its weights.
+
+    Args:
+        folder: with config.json.
+        names: of the tensors in its files.
+        shape: of a tensor.
+
+    Raises:
+        UserError: transformers does not know the model, or it has matrices that are not linear layers.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # unknown types and keys: transformers raises several kinds
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(
+            f"transformers cannot build this model: {reason[:300]}", where=str(folder / "config.json"),
+            rule="a model_type of transformers, without code of its own",
+        ) from error  # fmt: skip
+    output = model.get_output_embeddings()
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    ignored = tuple(name for name, module in linear.items() if module is output)
+    quantized = tuple(f"{name}.weight" for name in linear if name not in ignored)
+    kept = {f"{name}.weight" for name in ignored}
+    kept |= {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding)}
+    present = set(names)
+    others = [name for name in names if len(shape(name)) > 1 and name not in quantized and name not in kept]
+    missing = [name for name in quantized if name not in present]
+    if others or missing:
+        raise UserError(
+            f"{(others or missing)[0]} is not the matrix of a linear layer", where=str(folder),
+            rule="models whose matrices are linear layers: experts are not, in transformers", fix="--to gguf or onnx",
+        )  # fmt: skip
+    return LinearLayers(quantized, ignored)
+
+
+def _scheme(options: QuantizeOptions, layers: LinearLayers) -> Scheme:
+    from llmrecipes.models.quantized_weights import Scheme
+
+    return Scheme(options.scheme, options.group, layers.ignored)
+
+
+def _element(dtype: str | None) -> torch.dtype | None:
+    from llmrecipes.hf.safetensors import ELEMENT_TYPES
+
+    return None if dtype is None else ELEMENT_TYPES[dtype]
+
+
+def _calibrated(
+    folder: Path,
+    text: Callable[[], torch.Tensor],
+    options: QuantizeOptions,
+    scheme: Scheme,
+    layers: LinearLayers,
+    element: torch.dtype | None,
+    progress: Counted | None,
+) -> tuple[Mapping[str, Changed], int]:
+    """What a calibration changes, and the tokens that it read."""
+    if options.method == "rtn":
+        return {}, 0
+    import transformers
+
+    from llmrecipes.models.calibrate import Calibration, calibrate
+
+    rows = text()
+    transformers.utils.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    widest = max(module.in_features for name, module in model.named_modules() if f"{name}.weight" in layers.quantized)
+    if options.method == "gptq" and rows.numel() < widest:
+        raise UserError(
+            f"{rows.numel():,} tokens", where="--samples",
+            rule=f"gptq needs as many as the widest layer has inputs, {widest:,}",
+            fix=f"--samples {-(-widest // rows.size(1))}",
+        )  # fmt: skip
+    changed = calibrate(
+        options.method, Calibration(model, rows, scheme, frozenset(layers.quantized), element, progress)
+    )
+    return changed, rows.numel()
+
+
+def _rows(folder: Path, reference: str, runs_dir: Path, data_dir: Path, options: QuantizeOptions) -> torch.Tensor:
+    """Calibration text as token ids [rows, length]: documents one after another, with an end token between them.
+
+    Raises:
+        UserError: no source is named, or it has too little text.
+    """
+    import torch
+
+    from llmrecipes.evaluation.texts import Texts
+
+    tokenizer, prepared, positions = text_of(folder, reference, runs_dir, data_dir)
+    if options.calibrate is None and prepared is None:
+        raise UserError(
+            "not set", where="--calibrate", rule=f"{options.method} passes text through the model",
+            fix="--calibrate text:FILE, jsonl:FILE or stdlib; or --method rtn",
+        )  # fmt: skip
+    length = options.length or min(LENGTH, positions)
+    if length > positions:
+        raise UserError(f"{length}", where="--length", rule=f"at most the model's {positions} positions")
+    texts = Texts.parse(options.calibrate or "train", text_key=options.text_key)
+    texts.require(prepared)
+    wanted = options.samples * length
+    ids: list[int] = []
+    for text in texts.documents(tokenizer, prepared):
+        ids += [*text.tokens, tokenizer.eod]
+        if len(ids) >= wanted:
+            break
+    rows = len(ids) // length
+    if rows < options.samples:
+        raise UserError(
+            f"{texts.name} has {rows} rows of {length} tokens", where="--calibrate",
+            rule=f"--samples {options.samples} rows", fix=f"more text, or --samples {max(1, rows)}"
+            + ("" if rows else f" --length {max(2, len(ids))}"),
+        )  # fmt: skip
+    return torch.tensor(ids[:wanted]).view(options.samples, length)
+
+
+def text_of(folder: Path, reference: str, runs_dir: Path, data_dir: Path) -> tuple[TextTokenizer, Prepared | None, int]:
+    """The tokenizer of a model, the data of its run (None for a folder), and its positions.
+
+    Args:
+        folder: of the model in Hugging Face's form.
+        reference: the run, or the folder.
+        runs_dir: where runs are kept.
+        data_dir: where prepared data is kept.
+
+    Raises:
+        UserError: there is no tokenizer.
+    """
+    from llmrecipes.data.prepared import open_prepared
+    from llmrecipes.models.inference_worker import folder_tokenizer
+    from llmrecipes.workflow.model_source import find_checkpoint
+
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    positions = int(config["max_position_embeddings"])
+    if (Path(reference) / "config.json").is_file() and not Run(Path(reference)).exists():
+        return folder_tokenizer(folder), None, positions
+    run, entry = find_checkpoint(reference, runs_dir)
+    prepared = open_prepared(Run(run).recipe_of(entry.step), data_dir)
+    return prepared.tokenizer(), prepared, positions
+
+
+def _copy_others(original: Path, folder: Path) -> None:
+    """Tokenizer, model card and what else is beside the weights, without code."""
+    for path in sorted(original.iterdir()):
+        skipped = path.suffix in (".safetensors", ".py") or path.name.endswith(".index.json")
+        if path.is_file() and not skipped and not (folder / path.name).exists() and not path.name.startswith("."):
+            shutil.copyfile(path, folder / path.name)
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for side in shape:
+        count *= side
+    return count

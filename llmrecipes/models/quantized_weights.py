@@ -1,0 +1,284 @@
+"""Weights in fewer bits, in the form of compressed-tensors: transformers and vLLM read it.
+
+Formats, ranges, scales and packing are those of the package compressed-tensors, of vLLM's authors. A matrix is
+quantised in pieces of its rows, which do not depend on each other: memory holds it, its result and one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from llmrecipes.errors import UserError
+
+if TYPE_CHECKING:
+    from llmrecipes.hf.safetensors import TensorSource
+
+PIECE = 1 << 19
+"""Elements that are quantised at once, in fp32."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A scheme by its name in `--scheme`.
+
+    Attributes:
+        preset: its name in compressed-tensors.
+        bits: of a weight.
+        group: input channels that share a scale; None: all of a row.
+        activations: quantised too, when they are computed, with a scale for each token.
+        methods: that go with it, the default first.
+        form: `format` in config.json.
+    """
+
+    preset: str
+    bits: int
+    group: int | None
+    activations: bool
+    methods: tuple[str, ...]
+    form: str
+
+
+SCHEMES: Mapping[str, Kind] = {
+    "int8": Kind("W8A16", 8, None, False, ("rtn", "gptq", "awq"), "pack-quantized"),
+    "w8a8": Kind("W8A8", 8, None, True, ("rtn", "gptq", "smoothquant"), "int-quantized"),
+    "int4": Kind("W4A16", 4, 128, False, ("rtn", "gptq", "awq"), "pack-quantized"),
+    "fp8": Kind("FP8_DYNAMIC", 8, None, True, ("rtn", "smoothquant"), "float-quantized"),
+    "nvfp4": Kind("NVFP4A16", 4, 16, False, ("rtn", "awq"), "nvfp4-pack-quantized"),
+}
+METHODS = ("rtn", "gptq", "awq", "smoothquant")
+
+
+class Scheme:
+    """The arithmetic of a scheme, on one matrix [out, in] at a time.
+
+    Args:
+        name: a key of `SCHEMES`.
+        group: input channels that share a scale; None: the scheme's.
+        ignored: names of linear layers that stay as they are.
+
+    Raises:
+        UserError: the scheme has no groups, or only its own.
+    """
+
+    def __init__(self, name: str, group: int | None = None, ignored: Sequence[str] = ()) -> None:
+        self.name, self.kind, self.ignored = name, SCHEMES[name], tuple(ignored)
+        if group is not None and name != "int4":
+            what = "scales of a whole row" if self.kind.group is None else f"groups of {self.kind.group}"
+            raise UserError(f"{group} with {name}", where="--group-size", rule=f"{name} has {what}", fix="leave it out")
+        self.group = group or self.kind.group
+
+    @cached_property
+    def spec(self) -> Any:
+        """A `QuantizationScheme` of compressed-tensors."""
+        from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
+
+        spec = preset_name_to_scheme(self.kind.preset, ["Linear"])
+        values = spec.model_dump()
+        weights = values["weights"]
+        if self.kind.group is None and weights["strategy"] == "group":
+            weights |= {"strategy": "channel", "group_size": None}
+        elif weights["strategy"] == "group":
+            weights["group_size"] = self.group
+        return type(spec).model_validate({**values, "weights": weights, "format": self.kind.form})
+
+    def config(self) -> dict[str, Any]:
+        """`quantization_config` of config.json."""
+        from compressed_tensors import __version__
+        from compressed_tensors.quantization import QuantizationConfig
+
+        whole = QuantizationConfig(
+            config_groups={"group_0": self.spec}, format=self.kind.form, ignore=list(self.ignored),
+            quantization_status="compressed",
+        )  # fmt: skip
+        values: dict[str, Any] = whole.model_dump(mode="json", exclude_none=True)
+        return {**values, "version": __version__}
+
+    def require(self, name: str, shape: Sequence[int]) -> None:
+        """Refuse a matrix whose rows the scheme cannot divide.
+
+        Raises:
+            UserError: it cannot.
+        """
+        if self.group is None or shape[-1] % self.group == 0:
+            return
+        smaller = next((size for size in (128, 64, 32, 16, 8) if shape[-1] % size == 0), None)
+        fix = f"--group-size {smaller}" if smaller is not None and self.name == "int4" else "--scheme int8"
+        raise UserError(
+            f"{name} has rows of {shape[-1]}", where="--scheme" if self.name == "nvfp4" else "--group-size",
+            rule=f"{self.name} has a scale for {self.group} numbers of a row, which its length is a multiple of",
+            fix=fix,
+        )  # fmt: skip
+
+    def parts(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], Any]]:
+        """Names, shapes and types of the tensors that a matrix becomes.
+
+        Args:
+            name: of the matrix, with `.weight`.
+            shape: [out, in].
+            dtype: of its elements, and of its scales.
+        """
+        rows, columns = shape
+        groups = columns // self.group if self.group else 1
+        layer = name.removesuffix("weight")
+        if self.kind.form == "nvfp4-pack-quantized":
+            return {
+                f"{layer}weight_packed": ((rows, columns // 2), torch.uint8),
+                f"{layer}weight_scale": ((rows, groups), torch.float8_e4m3fn),
+                f"{layer}weight_global_scale": ((1,), torch.float32),
+            }
+        scale = {f"{layer}weight_scale": ((rows, groups), dtype)}
+        if self.kind.form == "pack-quantized":
+            packed = {f"{layer}weight_packed": ((rows, -(-columns * self.kind.bits // 32)), torch.int32)}
+            return {**packed, **scale, f"{layer}weight_shape": ((2,), torch.int64)}
+        stored = torch.int8 if self.kind.form == "int-quantized" else torch.float8_e4m3fn
+        return {name: ((rows, columns), stored), **scale}
+
+    def scale(self, weight: torch.Tensor, whole: torch.Tensor | None = None) -> torch.Tensor:
+        """Scales [out, groups] of a matrix, or of some of its rows.
+
+        Args:
+            weight: [out, in].
+            whole: scale of the whole matrix (`whole_scale`).
+        """
+        from compressed_tensors.quantization.utils import calculate_qparams
+
+        values = weight.float().unflatten(-1, (-1, self.group or weight.size(-1)))
+        scale: torch.Tensor = calculate_qparams(values.amin(-1), values.amax(-1), self.spec.weights, whole)[0]
+        return scale if self.kind.form == "nvfp4-pack-quantized" else scale.to(weight.dtype)
+
+    def whole_scale(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """The scale [1] of scales, fp32; None in schemes without."""
+        if self.kind.form != "nvfp4-pack-quantized":
+            return None
+        from compressed_tensors.quantization.utils import generate_gparam
+
+        made: torch.Tensor = generate_gparam(weight.amin().float(), weight.amax().float())
+        return made
+
+    def rounded(self, weight: torch.Tensor) -> torch.Tensor:
+        """The values [out, in] that a matrix has after it is quantised, fp32."""
+        from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+
+        whole = self.whole_scale(weight)
+        scale = self.scale(weight, whole).float()
+        made: torch.Tensor = fake_quantize(
+            weight.float(), scale, torch.zeros_like(scale), self.spec.weights, global_scale=whole
+        )
+        return made
+
+    def compress(self, name: str, weight: torch.Tensor, scale: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        """The tensors that a matrix becomes, by their names in the file.
+
+        Args:
+            name: of the matrix, with `.weight`.
+            weight: [out, in].
+            scale: [out, groups]; None: from the largest value of each group.
+        """
+        from compressed_tensors.compressors import BaseCompressor
+
+        compressor = BaseCompressor.get_value_from_registry(self.kind.form)
+        whole = self.whole_scale(weight)
+        made: dict[str, list[torch.Tensor]] = {}
+        step = max(1, PIECE // weight.size(-1))
+        for start in range(0, weight.size(0), step):
+            rows = slice(start, start + step)
+            part = weight[rows]
+            state: dict[str, torch.Tensor] = {"weight_scale": self.scale(part, whole) if scale is None else scale[rows]}
+            if whole is not None:
+                state["weight_global_scale"] = whole
+            # In fp32: a quotient that is rounded in bf16 would be another integer.
+            for key, value in compressor.compress({"weight": part.float(), **state}, self.spec).items():
+                made.setdefault(key, []).append(value)
+        layer = name.removesuffix("weight")
+        joined = {f"{layer}{key}": parts[0] if len(parts) == 1 else torch.cat(parts) for key, parts in made.items()}
+        if "weight_shape" in made:
+            joined[f"{layer}weight_shape"] = torch.tensor(weight.shape)
+        if whole is not None:
+            joined[f"{layer}weight_global_scale"] = whole
+        return joined
+
+
+@dataclass(frozen=True)
+class Changed:
+    """What a calibration has made of a tensor.
+
+    Attributes:
+        value: its new values.
+        scale: of a quantised matrix, [out, groups]; None: from the largest values.
+    """
+
+    value: torch.Tensor
+    scale: torch.Tensor | None = None
+
+
+class QuantizedSource:
+    """A model whose matrices are quantised when they are read; see `hf.safetensors.TensorSource`.
+
+    Args:
+        source: the model.
+        scheme: of its matrices.
+        linears: names of the matrices, with `.weight`.
+        dtype: of scales, and of what is not quantised; None: as stored.
+        changed: tensors with other values than those of the source.
+
+    Raises:
+        UserError: a matrix that the scheme cannot divide.
+    """
+
+    def __init__(
+        self,
+        source: TensorSource,
+        scheme: Scheme,
+        linears: Sequence[str],
+        dtype: torch.dtype | None = None,
+        changed: Mapping[str, Changed] | None = None,
+    ) -> None:
+        self._source, self._scheme, self._dtype = source, scheme, dtype
+        self._changed = changed or {}
+        quantised = set(linears)
+        self._parts: dict[str, tuple[str, tuple[int, ...], torch.dtype]] = {}
+        for name in source.names():
+            shape, kind = source.shape(name), self._kind(source.dtype(name))
+            if name in quantised:
+                scheme.require(name, shape)
+                for part, (size, element) in scheme.parts(name, shape, kind).items():
+                    self._parts[part] = name, size, element
+            else:
+                self._parts[name] = name, tuple(shape), kind
+        self._quantised = quantised
+        self._last: tuple[str, dict[str, torch.Tensor]] = "", {}
+
+    def _kind(self, stored: torch.dtype) -> torch.dtype:
+        return self._dtype if self._dtype is not None and stored.is_floating_point else stored
+
+    def names(self) -> Sequence[str]:
+        """See `TensorSource`."""
+        return list(self._parts)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `TensorSource`."""
+        return self._parts[name][1]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """See `TensorSource`."""
+        return self._parts[name][2]
+
+    def read(self, name: str) -> torch.Tensor:
+        """See `TensorSource`."""
+        origin = self._parts[name][0]
+        changed = self._changed.get(origin)
+        if origin not in self._quantised:
+            value = self._source.read(origin) if changed is None else changed.value
+            return value.to(self._kind(self._source.dtype(origin)))
+        if self._last[0] != origin:
+            self._last = "", {}
+            weight = self._source.read(origin) if changed is None else changed.value
+            kind = self._kind(self._source.dtype(origin))
+            scale = None if changed is None or changed.scale is None else changed.scale.to(kind)
+            self._last = origin, self._scheme.compress(origin, weight.to(kind) if scale is None else weight, scale)
+        return self._last[1].pop(name)

@@ -1,0 +1,30 @@
+"""The section `distill`: a teacher whose predictions a run learns from."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from llmrecipes.recipe.section import JsonObject, PosFloat, PosInt, Section
+
+
+class Distill(Section):
+    """Knowledge distillation (arXiv 1503.02531): the loss is (1 - `alpha`) × cross entropy + `alpha` × the distance to
+    the predictions of a frozen teacher, which the same ranks compute in the same layout. Validation losses are without
+    it."""
+
+    teacher: str
+    """A run (`RUN` or `RUN@STEP`), a folder with a Hugging Face model or its name on the Hub, with the same tokens."""
+    model: JsonObject = Field(default_factory=dict)
+    """Keys of `model` in which the teacher differs from this recipe."""
+    alpha: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Weight of the distance to the teacher; the rest is that of the data's next token."""
+    loss: Literal["kl", "mse"] = "kl"
+    """Distance: `kl`, the Kullback-Leibler divergence of the student's probabilities from the teacher's, times
+    `temperature`²; or `mse`, the mean squared difference of the logits."""
+    temperature: PosFloat = 1.0
+    """The logits of both are divided by it before the softmax; with `loss: kl`."""
+    top_k: PosInt | None = None
+    """Tokens of the teacher's distribution that count, those of the largest probability, which is scaled to sum to one;
+    with `loss: kl`. Unset: all."""

@@ -1,0 +1,167 @@
+"""The recipe of a teacher, and the rules of the section `distill`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pydantic import ValidationError
+
+from llmrecipes.recipe.distill import Distill
+from llmrecipes.recipe.document import Problem
+from llmrecipes.recipe.engines import MEGATRON, engine_name
+from llmrecipes.recipe.schema import Model, Recipe
+
+SHARED = ("seq_length", "vocab_size", "make_vocab_size_divisible_by")
+"""Keys of `model` that teacher and student have alike: the same tokens are read, and the same ones predicted."""
+OF_TEACHERS: dict[str, Any] = {
+    "attention_dropout": 0.0, "hidden_dropout": 0.0, "layer_drop": 0.0, "moe_input_jitter_eps": None,
+    "mtp_num_layers": None,
+}  # fmt: skip
+"""Keys of `model` that say how a model is trained: a teacher is not."""
+
+
+def section(recipe: Recipe) -> Distill:
+    """The section of a recipe that has one."""
+    if recipe.distill is None:
+        raise ValueError(f"recipe {recipe.name} has no teacher")
+    return recipe.distill
+
+
+def teacher_model(recipe: Recipe) -> Model:
+    """The section `model` of the teacher.
+
+    Raises:
+        ValidationError: `distill.model` has another key or value than such a section.
+    """
+    different = section(recipe).model
+    values = {**recipe.model.model_dump(), **different, **OF_TEACHERS}
+    if values["num_moe_experts"] is None:
+        # What the student says of its experts is nothing to a dense teacher.
+        values = {key: value for key, value in values.items()
+                  if not key.startswith("moe_") or key in different}  # fmt: skip
+    return type(recipe.model).model_validate(values)
+
+
+def teacher_recipe(recipe: Recipe) -> Recipe:
+    """The recipe of the teacher's passes: its model in the layout, precision and batch of the student."""
+    off = {"label_smoothing": 0.0, "loss_chunk_tokens": 0, "torch_compile": False, "freeze": ()}
+    train = recipe.train.model_copy(update=off)
+    model, parallel = teacher_model(recipe), recipe.parallelism
+    if not model.num_moe_experts:  # the ranks that share the student's experts have the same dense teacher
+        dense = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
+        parallel = parallel.model_copy(update=dense)
+    update = {"model": model, "parallelism": parallel, "train": train, "distill": None, "lora": None}
+    return recipe.model_copy(update=update)
+
+
+def differing(student: Model, teacher: Model) -> dict[str, Any]:
+    """What `distill.model` has to be for a teacher of this section `model`, as JSON values."""
+    now, then = student.model_dump(mode="json"), teacher.model_dump(mode="json")
+    skipped = {*SHARED, *OF_TEACHERS, "transformer_impl"}
+    if teacher.num_moe_experts is None:
+        skipped |= {key for key in then if key.startswith("moe_")}
+    return {key: value for key, value in then.items() if now[key] != value and key not in skipped}
+
+
+def rehearsed(recipe: Recipe, student: Model, small: Callable[[Recipe], Model]) -> Distill | None:
+    """The section of a rehearsal, whose teacher has random weights.
+
+    Args:
+        student: the small model.
+        small: makes a small model of a recipe.
+    """
+    distill = recipe.distill
+    if distill is None:
+        return None
+    top_k = distill.top_k and min(distill.top_k, student.vocab_size)
+    teacher = small(teacher_recipe(recipe))
+    values = teacher.model_dump(mode="json")
+    different = {key: values[key] for key in distill.model} | differing(student, teacher)
+    return distill.model_copy(update={"model": different, "top_k": top_k})
+
+
+def rules(recipe: Recipe) -> Iterator[Problem]:
+    """What a teacher goes with."""
+    distill = recipe.distill
+    if distill is None:
+        return
+    for key in ("temperature", "top_k"):
+        default = type(distill).model_fields[key].default
+        if distill.loss == "mse" and getattr(distill, key) != default:
+            yield Problem(
+                f"distill.{key}", f"{getattr(distill, key)} with loss mse", "only the loss kl has probabilities",
+                f"leave {key} out, or loss kl",
+            )  # fmt: skip
+    if distill.top_k is not None and distill.top_k > recipe.model.vocab_size:
+        yield Problem(
+            "distill.top_k", f"{distill.top_k} of {recipe.model.vocab_size} tokens", "at most model.vocab_size",
+            "leave top_k out",
+        )  # fmt: skip
+    yield from _combinations(recipe)
+    for key in SHARED:
+        if key in distill.model:
+            yield Problem(
+                f"distill.model.{key}", f"{distill.model[key]!r}",
+                "teacher and student read and predict the same tokens", f"leave it out, or change model.{key}",
+            )  # fmt: skip
+    try:
+        teacher_model(recipe)
+    except ValidationError as error:
+        for each in error.errors():
+            yield Problem(
+                ".".join(["distill.model", *map(str, each["loc"])]), each["msg"], "keys and values are those of model"
+            )
+
+
+def _combinations(recipe: Recipe) -> Iterator[Problem]:
+    speed = recipe.speed
+    obstacles = {
+        "engine": (
+            engine_name(recipe) != MEGATRON,
+            "the engine megatron computes the teacher's passes",
+            "engine megatron without zero.stage 2, 3 and offload",
+        ),
+        "train.label_smoothing": (
+            recipe.train.label_smoothing > 0,
+            "the teacher says how probability is spread over other tokens",
+            "label_smoothing 0",
+        ),
+        "model.mtp_num_layers": (
+            recipe.model.mtp_num_layers is not None,
+            "a teacher predicts the next token only",
+            "leave mtp_num_layers out",
+        ),
+        "speed.tp_comm_overlap": (
+            bool(speed.tp_comm_overlap), "user buffers have the width of one model", "leave tp_comm_overlap out",
+        ),
+        "speed.cuda_graph_impl": (
+            speed.cuda_graph_impl is not None, "the teacher's passes are not recorded", "leave cuda_graph_impl out",
+        ),
+        "speed.overlap_moe_expert_parallel_comm": (
+            bool(speed.overlap_moe_expert_parallel_comm),
+            "its schedule has no place for a teacher's pass",
+            "leave overlap_moe_expert_parallel_comm out",
+        ),
+    }  # fmt: skip
+    for key, (wrong, rule, fix) in obstacles.items():
+        if wrong:
+            yield Problem(key, "set with distill", rule, fix)
+
+
+def of_teacher(recipe: Recipe, check: Callable[[Recipe], list[Problem]]) -> list[Problem]:
+    """What keeps the teacher from being a model that fits the layout, if the section itself has no problem.
+
+    Args:
+        check: the rules of a recipe.
+    """
+    if recipe.distill is None or any(problem.key.startswith("distill.model") for problem in rules(recipe)):
+        return []
+    found = []
+    for problem in check(teacher_recipe(recipe)):
+        what = f"the teacher: {problem.what} ({problem.key})"
+        if problem.key.startswith("model."):
+            found.append(Problem(f"distill.{problem.key}", what, problem.rule, problem.fix))
+        elif problem.key.startswith("parallelism."):
+            found.append(Problem("distill.model", what, problem.rule, problem.fix))
+    return found

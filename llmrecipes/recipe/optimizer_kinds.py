@@ -1,0 +1,134 @@
+"""The optimizers besides AdamW: what each keeps of a parameter, what it goes with, and what it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import metadata
+from importlib.util import find_spec
+
+from llmrecipes.errors import UserError
+from llmrecipes.recipe.document import Problem
+from llmrecipes.recipe.engines import MEGATRON, engine_name
+from llmrecipes.recipe.schema import Optimizer, Recipe
+
+KEY = "optimizer.optimizer"
+OF_MATRICES = ("muon", "lion")
+"""Those that update matrices between hidden layers only, and leave the other parameters to AdamW."""
+PACKAGE = "emerging_optimizers"
+_FIRST_VERSION = (0, 19)
+_MOMENT_BYTES = {"fp32": 4, "bf16": 2}
+
+
+def named(optimizer: Optimizer) -> str:
+    """The optimizer and its momenta, as a sentence has them."""
+    adam = f"AdamW, betas {optimizer.adam_beta1:g} and {optimizer.adam_beta2:g}"
+    match optimizer.optimizer:
+        case "sgd":
+            return f"SGD, momentum {optimizer.sgd_momentum:g}"
+        case "muon":
+            return f"Muon, momentum {optimizer.muon_momentum:g}, for matrices and {adam} for the rest"
+        case "lion":
+            return f"Lion for matrices and {adam}"
+        case _:
+            return adam
+
+
+def matrix_bytes(optimizer: Optimizer) -> int:
+    """Bytes of what is kept of a parameter of a matrix between hidden layers, besides its master weight."""
+    match optimizer.optimizer:
+        case "sgd":
+            return 4 if optimizer.sgd_momentum else 0
+        case "muon" | "lion":
+            return 4
+        case _:
+            return _MOMENT_BYTES[optimizer.exp_avg_dtype] + _MOMENT_BYTES[optimizer.exp_avg_sq_dtype]
+
+
+def other_bytes(optimizer: Optimizer) -> int:
+    """As `matrix_bytes`, of a parameter of an embedding, the output layer, a norm or a bias."""
+    return 8 if optimizer.optimizer in OF_MATRICES else matrix_bytes(optimizer)
+
+
+def state_names(optimizer: Optimizer, *, of_matrix: bool) -> tuple[str, ...]:
+    """Names in a checkpoint of what is kept of a parameter, besides its master weight.
+
+    Args:
+        optimizer: section of the recipe.
+        of_matrix: the parameter is a matrix between hidden layers.
+    """
+    match optimizer.optimizer:
+        case "sgd":
+            return ("momentum_buffer",) if optimizer.sgd_momentum else ()
+        case "muon" if of_matrix:
+            return ("momentum_buffer",)
+        case "lion" if of_matrix:
+            return ("exp_avg",)
+        case _:
+            return ("exp_avg", "exp_avg_sq")
+
+
+def rules(recipe: Recipe) -> Iterator[Problem]:
+    """What an optimizer goes with."""
+    optimizer, kind = recipe.optimizer, recipe.optimizer.optimizer
+    yield from _keys_of_others(optimizer)
+    if kind == "adam":
+        return
+    if engine_name(recipe) != MEGATRON:
+        yield Problem(KEY, f"{kind} with engine {engine_name(recipe)}",
+                      "the engine megatron has the optimizers besides adam",
+                      "optimizer.optimizer adam, or zero.stage 0 without offload")  # fmt: skip
+    elif recipe.parallelism.use_distributed_optimizer:
+        yield Problem("parallelism.use_distributed_optimizer", f"true with optimizer.optimizer {kind}",
+                      "megatron-core's distributed optimizer cuts parameters anywhere, and is AdamW only",
+                      "parallelism.use_distributed_optimizer false, or optimizer.optimizer adam")  # fmt: skip
+    if recipe.model.use_mup:
+        yield Problem("model.use_mup", f"true with optimizer.optimizer {kind}",
+                      "the factors of the maximal-update parametrisation are those of AdamW",
+                      "model.use_mup false, or optimizer.optimizer adam")  # fmt: skip
+    if kind not in OF_MATRICES:
+        return
+    if kind == "muon" and recipe.train.keep_zeros:
+        yield Problem("train.keep_zeros", "true with optimizer.optimizer muon",
+                      "muon's update of a weight depends on the gradients of the whole matrix",
+                      "train.keep_zeros false, or optimizer.optimizer adam")  # fmt: skip
+    if recipe.train.precision == "fp16":
+        yield Problem("train.precision", f"fp16 with optimizer.optimizer {kind}",
+                      f"megatron-core has {kind} for fp32 and bf16", "train.precision bf16")  # fmt: skip
+    if recipe.lora is not None:
+        yield Problem(KEY, f"{kind} with lora",
+                      "an adapter is the product of two matrices, neither of which is one between hidden layers",
+                      "optimizer.optimizer adam or sgd")  # fmt: skip
+
+
+def _keys_of_others(optimizer: Optimizer) -> Iterator[Problem]:
+    for name, field in Optimizer.model_fields.items():
+        of, separator, _ = name.partition("_")
+        if not separator or of not in ("sgd", "muon") or of == optimizer.optimizer:
+            continue
+        if (value := getattr(optimizer, name)) != field.default:
+            yield Problem(f"optimizer.{name}", f"{value} with optimizer.optimizer {optimizer.optimizer}",
+                          f"{name} is only used with optimizer.optimizer {of}",
+                          f"leave {name} out, or optimizer.optimizer {of}")  # fmt: skip
+
+
+def require_optimizer(recipe: Recipe) -> None:
+    """Refuse an optimizer that the megatron-core of this environment does not have.
+
+    Raises:
+        UserError: it is older than 0.19, or emerging-optimizers is not installed.
+    """
+    kind = recipe.optimizer.optimizer
+    if kind not in OF_MATRICES:
+        return
+    version = metadata.version("megatron-core")
+    rule = f"{kind} needs megatron-core 0.19 or newer and emerging-optimizers, both for Python 3.12 or newer"
+    if tuple(int(part) for part in version.split(".")[:2]) < _FIRST_VERSION:
+        raise UserError(
+            f"{kind} with megatron-core {version}", where=KEY, rule=rule,
+            fix="make setup PYTHON=python3.12, or optimizer.optimizer adam",
+        )  # fmt: skip
+    if find_spec(PACKAGE) is None:
+        raise UserError(
+            f"{kind}, but the package {PACKAGE} is not installed", where=KEY, rule=rule,
+            fix="make setup PYTHON=python3.12, or pip install 'llmrecipes[optimizers]'",
+        )  # fmt: skip

@@ -1,0 +1,175 @@
+"""Rules of optimizer and schedule, and what an optimizer whose state has several types needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from llmrecipes.errors import UserError
+from llmrecipes.recipe.document import Problem
+from llmrecipes.recipe.engines import MEGATRON, engine_name
+from llmrecipes.recipe.schema import Optimizer, Recipe
+from llmrecipes.recipe.stages import decay_iters
+
+KEY = "optimizer.use_precision_aware_optimizer"
+
+
+def plain(optimizer: Optimizer) -> Optimizer:
+    """The same with moments in fp32, which every machine has."""
+    return optimizer.model_copy(
+        update={"use_precision_aware_optimizer": False, "exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32"}
+    )
+
+
+def types(recipe: Recipe) -> Iterator[Problem]:
+    """What no machine can give."""
+    optimizer = recipe.optimizer
+    if not optimizer.use_precision_aware_optimizer:
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+            if (value := getattr(optimizer, name)) != "fp32":
+                yield Problem(f"optimizer.{name}", f"{value} with use_precision_aware_optimizer false",
+                              "other optimizers keep moments in fp32",
+                              "use_precision_aware_optimizer true, or fp32")  # fmt: skip
+        return
+    off = "use_precision_aware_optimizer false"
+    if optimizer.optimizer != "adam":
+        yield Problem(KEY, f"true with optimizer.optimizer {optimizer.optimizer}",
+                      "only AdamW has moments of several types", off)  # fmt: skip
+    if engine_name(recipe) != MEGATRON:
+        yield Problem(KEY, "true with engine deepspeed", "DeepSpeed has optimizers of its own", off)
+    elif not recipe.parallelism.use_distributed_optimizer:
+        yield Problem(KEY, "true with use_distributed_optimizer false",
+                      "only the distributed optimizer of megatron-core has it",
+                      f"use_distributed_optimizer true, or {off}")  # fmt: skip
+    if recipe.train.precision != "bf16":
+        yield Problem(KEY, f"true with precision {recipe.train.precision}",
+                      "its master weights are those of weights in bf16", f"precision bf16, or {off}")  # fmt: skip
+
+
+def require_fused_adam(recipe: Recipe, device: Literal["cpu", "cuda"]) -> None:
+    """Refuse a machine that has no FusedAdam of TransformerEngine, which computes on GPUs.
+
+    Raises:
+        UserError: it has none, and the recipe needs it.
+    """
+    if recipe.optimizer.use_precision_aware_optimizer and device == "cpu":
+        raise UserError(
+            "on a CPU", where=KEY, rule="TransformerEngine's FusedAdam needs a GPU", fix=f"{KEY}=false",
+        )  # fmt: skip
+
+
+def learning_rate(recipe: Recipe) -> Iterator[Problem]:
+    optimizer = recipe.optimizer
+    if optimizer.min_lr > optimizer.lr:
+        yield Problem(
+            "optimizer.min_lr",
+            f"{optimizer.min_lr:g} is above lr {optimizer.lr:g}",
+            "min_lr is at most lr",
+            f"min_lr {optimizer.lr / 10:g}",
+        )
+
+
+def schedule(recipe: Recipe) -> Iterator[Problem]:
+    keys = recipe.scheduler
+    decay = decay_iters(recipe)
+    decay_name = "lr_decay_iters" if keys.lr_decay_iters else "train.train_iters"
+    warmup = keys.lr_warmup_iters
+    if warmup >= decay:
+        yield Problem(
+            "scheduler.lr_warmup_iters",
+            f"{warmup} is not less than {decay_name} {decay}",
+            "the warm-up ends before the decay does",
+            f"lr_warmup_iters {decay // 10}",
+        )
+    wsd = keys.lr_wsd_decay_iters
+    if keys.lr_decay_style != "WSD":
+        if wsd is not None:
+            yield Problem(
+                "scheduler.lr_wsd_decay_iters",
+                f"set with lr_decay_style {keys.lr_decay_style}",
+                "lr_wsd_decay_iters is only used with lr_decay_style WSD",
+                "leave it out, or lr_decay_style WSD",
+            )
+    elif wsd is None:
+        yield Problem(
+            "scheduler.lr_decay_style",
+            "WSD without lr_wsd_decay_iters",
+            "WSD needs the length of its final decay",
+            f"lr_wsd_decay_iters {max(1, (decay - warmup) // 5)}",
+        )
+    elif wsd > decay - warmup > 0:
+        yield Problem(
+            "scheduler.lr_wsd_decay_iters",
+            f"{wsd} is more than {decay_name} {decay} less lr_warmup_iters {warmup}",
+            "WSD's final decay begins after the warm-up",
+            f"at most {decay - warmup}",
+        )
+    yield from _warmup(recipe)
+    if (
+        keys.lr_decay_style != "polynomial"
+        and keys.lr_polynomial_power != type(keys).model_fields["lr_polynomial_power"].default
+    ):
+        yield Problem(
+            "scheduler.lr_polynomial_power",
+            f"{keys.lr_polynomial_power:g} with lr_decay_style {keys.lr_decay_style}",
+            "lr_polynomial_power is only used with lr_decay_style polynomial",
+            "leave it out, or lr_decay_style polynomial",
+        )
+    if keys.lr_decay_style == "inverse-square-root" and not warmup:
+        yield Problem(
+            "scheduler.lr_warmup_iters",
+            "0 with lr_decay_style inverse-square-root",
+            "the inverse square root begins at the end of the warm-up: without one the rate falls by half in 4 steps",
+            f"lr_warmup_iters {max(1, decay // 10)}",
+        )
+
+
+def groups(recipe: Recipe) -> Iterator[Problem]:
+    """What parameter groups go with."""
+    every = recipe.optimizer.groups
+    if every and recipe.model.use_mup:
+        yield Problem(
+            "optimizer.groups",
+            "set with model.use_mup",
+            "the maximal-update parametrisation sets the learning rates of hidden matrices",
+            "leave one of them out",
+        )
+    for number, each in enumerate(every):
+        if each.lr_mult == each.wd_mult == 1.0:
+            yield Problem(
+                f"optimizer.groups.{number}",
+                "lr_mult and wd_mult are 1",
+                "a group has another learning rate or weight decay",
+                "set one of them, or leave the group out",
+            )
+        if [other.pattern for other in every].index(each.pattern) != number:
+            yield Problem(
+                f"optimizer.groups.{number}.pattern",
+                f"{each.pattern!r} appears twice",
+                "a parameter belongs to the first group that it matches",
+                "leave it out",
+            )
+
+
+def _warmup(recipe: Recipe) -> Iterator[Problem]:
+    keys = recipe.scheduler
+    for name in ("lr_warmup_init", "lr_warmup_style"):
+        value = getattr(keys, name)
+        if not keys.lr_warmup_iters and value != type(keys).model_fields[name].default:
+            yield Problem(
+                f"scheduler.{name}", f"{value} without a warm-up", f"{name} is of the warm-up", "set lr_warmup_iters"
+            )
+    if keys.lr_warmup_init > recipe.optimizer.lr:
+        yield Problem(
+            "scheduler.lr_warmup_init",
+            f"{keys.lr_warmup_init:g} is above optimizer.lr {recipe.optimizer.lr:g}",
+            "the warm-up ends at optimizer.lr and does not fall",
+            f"lr_warmup_init {recipe.optimizer.lr / 100:g}",
+        )
+    if keys.lr_warmup_style == "exponential" and not keys.lr_warmup_init:
+        yield Problem(
+            "scheduler.lr_warmup_style",
+            "exponential from 0",
+            "an exponential warm-up multiplies, so it begins above 0",
+            f"lr_warmup_init {recipe.optimizer.lr / 100:g}",
+        )

@@ -1,0 +1,143 @@
+"""The rules of the sections `dpo` and `data.chat.preference`, and which model is the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llmrecipes.recipe.distill_rules import OF_TEACHERS, teacher_model
+from llmrecipes.recipe.document import Problem
+from llmrecipes.recipe.engines import MEGATRON, engine_name
+from llmrecipes.recipe.preference import SMOOTHED, Dpo
+from llmrecipes.recipe.schema import Chat, Model, Recipe
+
+
+def has_reference(recipe: Recipe) -> bool:
+    """Whether each step has forward passes of a reference model."""
+    return recipe.dpo is not None and not recipe.dpo.reference_free
+
+
+def has_second_model(recipe: Recipe) -> bool:
+    """Whether the reference is in memory beside the model that is trained; with adapters that model has it."""
+    return has_reference(recipe) and (recipe.lora is None or _section(recipe).reference is not None)
+
+
+def reference_recipe(recipe: Recipe) -> Recipe:
+    """The recipe of the reference's passes: the same model without adapters and dropout, in the same layout."""
+    train = recipe.train.model_copy(update={"loss_chunk_tokens": 0, "torch_compile": False})
+    model = recipe.model.model_copy(update=OF_TEACHERS)
+    update = {"model": model, "train": train, "dpo": None, "lora": None if has_second_model(recipe) else recipe.lora}
+    return recipe.model_copy(update=update)
+
+
+def needs_start_weights(recipe: Recipe) -> bool:
+    """Whether every start of a run reads the weights that the first one started from (`train.pretrained`)."""
+    return recipe.lora is not None or (has_second_model(recipe) and _section(recipe).reference is None)
+
+
+def named(recipe: Recipe) -> str | None:
+    """The key that names the frozen model of a run, a teacher or a reference; None: it has none, or it is the start."""
+    if recipe.distill is not None:
+        return "distill.teacher"
+    return "dpo.reference" if recipe.dpo is not None and recipe.dpo.reference is not None else None
+
+
+def frozen_model(recipe: Recipe) -> Model:
+    """The section `model` of that model."""
+    return recipe.model.model_copy(update=OF_TEACHERS) if recipe.distill is None else teacher_model(recipe)
+
+
+def _section(recipe: Recipe) -> Dpo:
+    if recipe.dpo is None:
+        raise ValueError(f"recipe {recipe.name} has no section dpo")
+    return recipe.dpo
+
+
+def rows_of_a_pair(recipe: Recipe) -> int:
+    """Sequences of a pair: both answers in one, or one each (`data.chat.packing` false)."""
+    chat = recipe.data.chat
+    return 2 if chat is not None and chat.preference is not None and not chat.packing else 1
+
+
+def rehearsed_chat(chat: Chat, seq_length: int) -> Chat:
+    """The section of a rehearsal with sequences of this length and other tokens: pairs that are longer are dropped."""
+    pairs = chat.preference is not None
+    holds = seq_length // 2 + 1 if pairs and chat.packing else seq_length + 1
+    longest = chat.max_length and min(chat.max_length, holds)
+    update = {"max_length": longest, "chat_template": None, "overlong": "drop" if pairs else "truncate"}
+    return chat.model_copy(update=update)
+
+
+def rules(recipe: Recipe) -> Iterator[Problem]:
+    """What preference tuning goes with."""
+    chat, dpo = recipe.data.chat, recipe.dpo
+    pairs = chat is not None and chat.preference is not None
+    if dpo is None:
+        if pairs:
+            yield Problem("data.chat.preference", "set without dpo", "pairs are compared by the section dpo",
+                          "dpo: {}, or leave preference out")  # fmt: skip
+        return
+    if not pairs:
+        yield Problem("dpo", "set without data.chat.preference", "its loss is of pairs of answers",
+                      "data.chat.preference: {}, or leave dpo out")  # fmt: skip
+    if dpo.label_smoothing and dpo.loss_type not in SMOOTHED:
+        yield Problem("dpo.label_smoothing", f"{dpo.label_smoothing:g} with loss_type {dpo.loss_type}",
+                      f"label_smoothing is only used with {' and '.join(SMOOTHED)}",
+                      "leave label_smoothing out, or loss_type: robust")  # fmt: skip
+    if dpo.loss_type == "exo_pair" and not dpo.label_smoothing:
+        yield Problem("dpo.label_smoothing", "0 with loss_type exo_pair", "exo_pair has the logarithm of it",
+                      "label_smoothing: 1e-3")  # fmt: skip
+    if dpo.reference_free and dpo.reference is not None:
+        yield Problem("dpo.reference", f"{dpo.reference!r} with reference_free", "a reference is compared, or none",
+                      "leave one of them out")  # fmt: skip
+    for key in ("micro_batch_size", "global_batch_size"):
+        size = getattr(recipe.train, key)
+        if size % rows_of_a_pair(recipe):
+            yield Problem(f"train.{key}", f"{size} with data.chat.packing false",
+                          "the answers of a pair are two sequences of one micro-batch",
+                          f"{key}: {size + 1}, or data.chat.packing true")  # fmt: skip
+    yield from _combinations(recipe)
+
+
+def _combinations(recipe: Recipe) -> Iterator[Problem]:
+    speed, train, model = recipe.speed, recipe.train, recipe.model
+    count = "the loss is divided by pairs, and this by tokens"
+    obstacles = {
+        "engine": (
+            engine_name(recipe) != MEGATRON, "the engine megatron computes the loss of pairs",
+            "engine megatron without zero.stage 2, 3 and offload",
+        ),
+        "distill": (recipe.distill is not None, "a run learns from a teacher or from pairs", "leave distill out"),
+        "train.label_smoothing": (
+            train.label_smoothing > 0, "log-probabilities of answers are not smoothed", "dpo.label_smoothing",
+        ),
+        "train.adversarial": (
+            train.adversarial is not None, "a step has one pass over the pairs", "leave adversarial out",
+        ),
+        "train.z_loss_coeff": (train.z_loss_coeff > 0, count, "leave z_loss_coeff out"),
+        "train.rampup_batch_size": (
+            train.rampup_batch_size is not None and rows_of_a_pair(recipe) > 1,
+            "a batch that grows may cut a pair", "leave it out, or data.chat.packing true",
+        ),
+        "model.mtp_num_layers": (
+            model.mtp_num_layers is not None, "the loss is of the next token only", "leave mtp_num_layers out",
+        ),
+        "model.moe_aux_loss_coeff": (
+            bool(model.num_moe_experts) and model.moe_aux_loss_coeff > 0, count, "moe_aux_loss_coeff 0",
+        ),
+        "model.moe_z_loss_coeff": (
+            bool(model.num_moe_experts) and bool(model.moe_z_loss_coeff), count, "leave moe_z_loss_coeff out",
+        ),
+        "speed.tp_comm_overlap": (
+            bool(speed.tp_comm_overlap), "user buffers are those of one model", "leave tp_comm_overlap out",
+        ),
+        "speed.cuda_graph_impl": (
+            speed.cuda_graph_impl is not None, "the reference's passes are not recorded", "leave cuda_graph_impl out",
+        ),
+        "speed.overlap_moe_expert_parallel_comm": (
+            bool(speed.overlap_moe_expert_parallel_comm), "its schedule has no place for a reference's pass",
+            "leave overlap_moe_expert_parallel_comm out",
+        ),
+    }  # fmt: skip
+    for key, (wrong, rule, fix) in obstacles.items():
+        if wrong:
+            yield Problem(key, "set with dpo", rule, fix)

@@ -1,0 +1,76 @@
+"""Where documents come from: sources that are blended for training, and held-out sets."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from llmrecipes.recipe.section import NonNegInt, PosFloat, PosInt, Section
+
+EMBEDDED = ("stdlib", "docstrings", "machine")
+"""Types of sources that have no path: what is on every machine."""
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Source(Section):
+    """One source of documents. Several are blended by weight."""
+
+    type: Literal["stdlib", "docstrings", "machine", "text", "jsonl", "parquet", "hub"]
+    """`stdlib`: the source code of Python's standard library, one document per file, no network. `docstrings`: its
+    functions and what they do, as questions and answers (`data.chat`). `machine`: documentation, licences, manual pages
+    and code of this machine, with planted copies and junk, to try `data.steps`. `text`: one document per file. `jsonl`,
+    `parquet`: one document per row. `hub`: a Hugging Face dataset."""
+    path: str | None = None
+    """File, folder or glob (`text`, `jsonl`, `parquet`), relative to the working directory, or its URL in a store that
+    fsspec reads (`s3://`, `gs://`, `https://`), a folder with `/` at its end; dataset name (`hub`)."""
+    name: str | None = None
+    """Configuration of a `hub` dataset."""
+    split: str | None = None
+    """Split of a `hub` dataset; unset: `train`. It is divided into our own train, valid and test splits by document
+    hash."""
+    revision: str | None = None
+    """Commit of a `hub` dataset."""
+    text_key: str = "text"
+    """Column that holds the text (`jsonl`, `parquet`, `hub`)."""
+    label_key: str | None = None
+    """Column of labels, such as the language of a document (`jsonl`, `parquet`, `hub`): only rows with `label_value`
+    are read. Sources of the same files with other labels are blended, or balanced, by label."""
+    label_value: str | None = None
+    """Label of the rows that are read; of a number or a truth value its text in Python, such as `3` or `True`."""
+    weight: PosFloat = 1.0
+    """Share of training samples drawn from this source, relative to the other sources' weights."""
+    max_tokens: PosInt | None = None
+    """Tokens, of all splits, after which the source is not read further; a `hub` dataset is then streamed, not
+    downloaded whole. Unset: all of it."""
+    fim_rate: Share = 0.0
+    """Share of the training documents, of a held-out set that of its documents, that are rearranged for
+    fill-in-the-middle (`data.fim`)."""
+
+
+class ValidSource(Source):
+    """A held-out set, evaluated on `train.eval_iters` batches. It has no weight, and `data.steps` do not change it."""
+
+    label: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=40)]
+    """Its name in metrics: `valid_source_loss` by label."""
+
+
+class Fim(Section):
+    """Fill-in-the-middle: of the share `fim_rate` of a source's documents, the middle comes last.
+
+    A `bpe` tokenizer is trained with the special tokens; another one must have them."""
+
+    spm_rate: Share = 0.5
+    """Share of the order suffix, prefix, middle among the rearranged documents; the others have prefix, suffix,
+    middle."""
+    seed: NonNegInt = 1234
+    """Seed of the choice of documents and cuts."""
+    prefix_token: str = "<fim_prefix>"  # noqa: S105
+    """Special token in front of the prefix."""
+    middle_token: str = "<fim_middle>"  # noqa: S105
+    """Special token in front of the middle."""
+    suffix_token: str = "<fim_suffix>"  # noqa: S105
+    """Special token in front of the suffix."""
+
+
+ValidSources = Annotated[tuple[ValidSource, ...], Field(strict=False)]

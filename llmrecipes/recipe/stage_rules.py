@@ -1,0 +1,122 @@
+"""Rules of the stages themselves; those of other keys are checked in each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+from pydantic import ValidationError
+
+from llmrecipes.recipe.batch_schedule import ends
+from llmrecipes.recipe.document import Problem
+from llmrecipes.recipe.explain import explain
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.stage_runs import stage_recipes
+from llmrecipes.recipe.stages import CHANGES, changed
+
+Rule = Callable[[Recipe], Iterator[Problem]]
+
+
+def check(recipe: Recipe) -> list[Problem]:
+    """What is wrong with the stages; a later kind of problem only if there is none of an earlier one."""
+    found = list(_structure(recipe)) or list(_values(recipe))
+    return found or list(_length(recipe))
+
+
+def in_stages(recipe: Recipe, rules: Iterable[Rule]) -> Iterator[Problem]:
+    """Violations of the rules in the first stage that has some."""
+    for stage, each in zip(recipe.stages, stage_recipes(recipe), strict=True):
+        found = [problem for rule in rules for problem in rule(each)]
+        for problem in found:
+            yield replace(problem, what=f"in stage {stage.name}: {problem.what}")
+        if found:
+            return
+
+
+def _structure(recipe: Recipe) -> Iterator[Problem]:
+    """Names, ends, keys, and what does not go with stages."""
+    names = [stage.name for stage in recipe.stages]
+    for number, stage in enumerate(recipe.stages):
+        where = f"stages.{number}"
+        if names.index(stage.name) != number:
+            yield Problem(f"{where}.name", f"{stage.name!r} is the name of an earlier stage", "stages have a name each",
+                          "another name")  # fmt: skip
+        last = number == len(names) - 1
+        ends = (stage.train_iters is not None) + (stage.tokens is not None)
+        if ends > 1 or (not ends and not last):
+            yield Problem(where, f"stage {stage.name} has {'two ends' if ends else 'no end'}",
+                          "a stage ends after train_iters steps, or after tokens",
+                          "train_iters or tokens")  # fmt: skip
+        for section, allowed in CHANGES.items():
+            for key in getattr(stage, section):
+                if key not in allowed:
+                    yield Problem(f"{where}.{section}.{key}", f"in stage {stage.name}", f"a stage changes {section}: "
+                                  + ", ".join(allowed), "leave it out, or set it for the run")  # fmt: skip
+        weights = stage.data.weights
+        if weights is not None and (len(weights) != len(recipe.data.sources) or not any(weights)):
+            yield Problem(f"{where}.data.weights", f"{list(weights)} in stage {stage.name}",
+                          f"a weight for each of the {len(recipe.data.sources)} sources, not all of them 0",
+                          f"{[1.0] * len(recipe.data.sources)}")  # fmt: skip
+    if recipe.data.chat is not None:
+        yield Problem("stages", "with data.chat", "stages are of text", "leave stages or data.chat out")
+    if recipe.faults.loss_spike_action == "rewind":
+        yield Problem("faults.loss_spike_action", "rewind with stages", "a run with stages does not go back",
+                      "loss_spike_action: skip")  # fmt: skip
+    if recipe.checkpoint.non_persistent_save_interval is not None:
+        yield Problem("checkpoint.non_persistent_save_interval", "set with stages",
+                      "a stage begins with a checkpoint that all ranks read", "leave it out")  # fmt: skip
+    for key, value in (
+        ("train.early_stop", recipe.train.early_stop),
+        ("train.target_loss", recipe.train.target_loss),
+        ("checkpoint.keep_best", recipe.checkpoint.keep_best or None),
+        ("distill", recipe.distill),
+    ):
+        if value is not None:
+            yield Problem(key, "set with stages", "held-out losses of stages are of different sequences, and a "
+                          "teacher has one length", "leave it out, or stages")  # fmt: skip
+    if recipe.search is not None:
+        yield Problem("search", "with stages", "trials have equal steps", "leave search out")
+    if recipe.model.position_embedding_type == "learned_absolute" and recipe.model.max_position_embeddings is None:
+        longest = max((stage.model.get("seq_length", 0) for stage in recipe.stages), key=_number)
+        if _number(longest) > recipe.model.seq_length:
+            yield Problem("model.max_position_embeddings", f"unset, and a stage has sequences of {longest}",
+                          "a learned table has a row for each position of the run",
+                          f"model.max_position_embeddings={longest}")  # fmt: skip
+
+
+def _values(recipe: Recipe) -> Iterator[Problem]:
+    """Values that are not ones of their key, of the first stage that has some."""
+    current = recipe.model_copy(update={"stages": ()})
+    for number, stage in enumerate(recipe.stages):
+        try:
+            current = Recipe.model_validate(changed(current.model_dump(mode="json"), stage))
+        except ValidationError as error:
+            for each in explain(error, {}):
+                yield Problem(f"stages.{number}.{each.key}", f"{each.what}, in stage {stage.name}", each.rule, each.fix)
+            return
+
+
+def _length(recipe: Recipe) -> Iterator[Problem]:
+    """Whether the stages are as long as the run."""
+    last, whole = ends(recipe), recipe.train.train_iters
+    stage = recipe.stages[-1]
+    if last[-1] == whole and all(a < b for a, b in zip([0, *last], last, strict=False)):
+        return
+    if stage.train_iters is None and stage.tokens is None:
+        yield Problem(
+            f"stages.{len(last) - 1}",
+            f"stage {stage.name} would begin at step {last[-2] if len(last) > 1 else 0:,} of {whole:,}",
+            "a last stage without an end has what is left of train.train_iters",
+            f"train.train_iters of more than {last[-2] if len(last) > 1 else 0}",
+        )
+        return
+    yield Problem(
+        "train.train_iters",
+        f"{whole:,}, and the stages have {last[-1]:,} steps",
+        "stages add up to train.train_iters",
+        f"train.train_iters={last[-1]}",
+    )
+
+
+def _number(value: object) -> int:
+    return value if isinstance(value, int) else 0

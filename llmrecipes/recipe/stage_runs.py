@@ -1,0 +1,74 @@
+"""Steps and recipes of a run's stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from llmrecipes.errors import UserError
+from llmrecipes.recipe.batch_schedule import batch_schedule, ends
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.stage_section import Span
+from llmrecipes.recipe.stages import begins, merged, span_of
+
+
+def stage_recipes(recipe: Recipe) -> tuple[Recipe, ...]:
+    """The recipe of each stage with its span, or the recipe itself if it has none.
+
+    Their `train_iters` are the last step of the stage, counted from the beginning of the run.
+    """
+    if not recipe.stages:
+        return (recipe,)
+    batches, last = batch_schedule(recipe), ends(recipe)
+    first = [0, *last[:-1]]
+    begun = [begins(stage) for stage in recipe.stages]
+    orders = _groups([order for order, _, _ in begun])
+    schedules = _groups([schedule for _, _, schedule in begun])
+    weights, made = None, []
+    for number, (stage, each) in enumerate(zip(recipe.stages, merged(recipe), strict=True)):
+        weights = weights if stage.data.weights is None else stage.data.weights
+        order, schedule = ((first[groups[number][0]], last[groups[number][1]]) for groups in (orders, schedules))
+        train = each.train.model_copy(update={"train_iters": last[number]})
+        mine = each.model_copy(update={"train": train})
+        mine._span = Span(number, stage.name, first[number], last[number], order, schedule, weights, batches, recipe)
+        made.append(mine)
+    return tuple(made)
+
+
+def stage_of(recipe: Recipe, step: int, *, ending: bool = False) -> Recipe:
+    """The recipe of the stage that the step after this many belongs to; after the last one, that of the last stage.
+
+    Args:
+        ending: of two stages that meet here the first.
+    """
+    every = stage_recipes(recipe)
+    for each in every[:-1]:
+        span = span_of(each)
+        if span is not None and (step < span.last_step or (ending and step == span.last_step)):
+            return each
+    return every[-1]
+
+
+@contextmanager
+def in_stage(recipe: Recipe) -> Iterator[None]:
+    """A block whose errors name the stage of a recipe."""
+    try:
+        yield
+    except UserError as error:
+        span = span_of(recipe)
+        if span is None:
+            raise
+        raise UserError(
+            f"in stage {span.name}: {error.what}", where=error.where, rule=error.rule, fix=error.fix, code=error.code
+        ) from error
+
+
+def _groups(begin: list[bool]) -> list[tuple[int, int]]:
+    """For each stage the first and the last of those that share something, of which `begin` says where another is."""
+    starts = [number for number, new in enumerate(begin) if new or number == 0]
+    groups = []
+    for number in range(len(begin)):
+        first = max(start for start in starts if start <= number)
+        last = min((start for start in starts if start > number), default=len(begin)) - 1
+        groups.append((first, last))
+    return groups

@@ -1,0 +1,77 @@
+"""The recipes of a run's stages, each with the values that hold in it: a pure function of the recipe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmrecipes.recipe.schema import Recipe, Scheduler
+from llmrecipes.recipe.stage_section import Span, Stage
+
+BATCH = ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule")
+POSITIONS = (
+    "seq_length", "max_position_embeddings", "position_embedding_type", "rotary_base", "rope_scaling",
+    "rope_scaling_factor", "rotary_seq_len_interpolation_factor", "yarn_rotary_scaling_factor",
+    "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim",
+    "yarn_correction_range_round_to_int", "rope_type", "rotary_scaling_factor", "original_max_position_embeddings",
+    "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+)  # fmt: skip
+CHANGES = {
+    "model": POSITIONS,
+    "train": (
+        *BATCH, "micro_batch_size", "recompute_granularity", "recompute_method", "recompute_num_layers",
+        "recompute_modules", "loss_chunk_tokens", "freeze",
+    ),
+    "optimizer": ("lr", "min_lr"),
+    "scheduler": tuple(Scheduler.model_fields),
+}  # fmt: skip
+"""Keys that a stage may change: the weights have the same form with them, and what was not frozen its state."""
+
+
+def span_of(recipe: Recipe) -> Span | None:
+    """Where the recipe of a stage is in its run; None: it is not one of a stage."""
+    span: Span | None = recipe._span
+    return span
+
+
+def whole(recipe: Recipe) -> Recipe:
+    """The recipe of the run that a stage's recipe belongs to."""
+    span = span_of(recipe)
+    return recipe if span is None else span.whole
+
+
+def merged(recipe: Recipe) -> tuple[Recipe, ...]:
+    """A recipe for each stage, with all that earlier stages changed; as long as the run, and without a span.
+
+    Raises:
+        ValidationError: a value is not one of its key.
+    """
+    current, made = recipe.model_copy(update={"stages": ()}), []
+    for stage in recipe.stages:
+        values = changed(current.model_dump(mode="json"), stage)
+        current = Recipe.model_validate(values)
+        made.append(current)
+    return tuple(made)
+
+
+def decay_iters(recipe: Recipe) -> int:
+    """Step at which the learning rate reaches its minimum, in a stage counted from where its schedule begins."""
+    span = span_of(recipe)
+    whole_length = recipe.train.train_iters if span is None else span.schedule[1] - span.schedule[0]
+    return recipe.scheduler.lr_decay_iters or whole_length
+
+
+def begins(stage: Stage) -> tuple[bool, bool, bool]:
+    """Whether a stage begins another order of samples, another global batch, and another schedule."""
+    order = "seq_length" in stage.model or stage.data.weights is not None
+    return order, any(name in stage.train for name in BATCH), bool(stage.scheduler or stage.optimizer)
+
+
+def changed(values: dict[str, Any], stage: Stage) -> dict[str, Any]:
+    for section in CHANGES:
+        values[section] |= getattr(stage, section)
+    if any(name in stage.train for name in BATCH):  # another batch is constant, unless the stage says how it grows
+        values["train"] |= {name: stage.train.get(name) for name in BATCH[1:]}
+    if stage.scheduler or stage.optimizer:
+        values["scheduler"] |= {name: stage.scheduler.get(name) for name in ("lr_decay_iters", "lr_wsd_decay_iters")}
+        values["scheduler"]["lr_warmup_iters"] = stage.scheduler.get("lr_warmup_iters", 0)
+    return values

@@ -1,0 +1,201 @@
+"""The frozen model that a run names (`distill.teacher`, `dpo.reference`), checked before anything is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmrecipes.errors import UserError
+from llmrecipes.io import write_atomic
+from llmrecipes.recipe.distill_rules import OF_TEACHERS, SHARED, differing
+from llmrecipes.recipe.preference_rules import frozen_model, named
+from llmrecipes.recipe.schema import Model, Recipe, Tokenizer
+from llmrecipes.rundir import Run
+from llmrecipes.runfiles import run_of
+from llmrecipes.train.spec import RunSpec
+from llmrecipes.untrusted import RECORD as MOST
+from llmrecipes.untrusted import read_json
+from llmrecipes.workflow.model_source import find_checkpoint
+from llmrecipes.workflow.run import Log
+
+if TYPE_CHECKING:
+    from llmrecipes.data.tokenizer import TextTokenizer
+
+RECORD = "teacher.json"
+SHOWN = 3
+"""Differing tokens that a message has."""
+
+
+def named_model(recipe: Recipe) -> str | None:
+    """The value of the key that names a frozen model."""
+    if recipe.distill is not None:
+        return recipe.distill.teacher
+    return None if recipe.dpo is None else recipe.dpo.reference
+
+
+def with_teacher(spec: RunSpec, log: Log) -> RunSpec:
+    """The spec of a run with the folder of its teacher: a checkpoint, or a model in Hugging Face's form.
+
+    Raises:
+        UserError: there is no such teacher, or it is another model than the recipe says.
+    """
+    reference, key = named_model(spec.recipe), named(spec.recipe)
+    if reference is None or key is None:
+        return spec
+    try:
+        path = _recorded(spec) or located(reference, spec.runs_dir, key)
+        _require_fit(path, spec.recipe)
+    except UserError:
+        spec.run.remove_if_empty()
+        raise
+    log(f"{key}: {path}")
+    return spec.model_copy(update={"teacher": path})
+
+
+def record_teacher(spec: RunSpec) -> None:
+    """Check that every token id has the same meaning for teacher and student, and record the teacher: a run that is
+    started again learns from the same weights although its teacher has trained on.
+
+    Args:
+        spec: of a run whose data is prepared.
+
+    Raises:
+        UserError: ids differ; the message has some.
+    """
+    reference = named_model(spec.recipe)
+    if spec.teacher is None or reference is None:
+        return
+    from llmrecipes.data.prepared import open_prepared
+
+    student = open_prepared(spec.recipe, spec.data_dir).tokenizer().backend.get_vocab(with_added_tokens=True)
+    teacher = _vocabulary(spec, spec.teacher)
+    if teacher is None or teacher == student:
+        record = {"teacher": reference, "path": str(spec.teacher)}
+        write_atomic(spec.run_dir / RECORD, json.dumps(record, indent=2) + "\n")
+        return
+    tokens = {number: token for token, number in student.items()}
+    others = {number: token for token, number in teacher.items()}
+    apart = sorted(number for number in tokens.keys() | others.keys() if tokens.get(number) != others.get(number))
+    some = "; ".join(
+        f"{number} is {others.get(number, 'no token')!r} to it, {tokens.get(number, 'no token')!r} here"
+        for number in apart[:SHOWN]
+    )
+    spec.run.remove_if_empty()
+    raise UserError(
+        f"{len(apart)} of {len(tokens.keys() | others.keys())} token ids differ: {some}",
+        where=f"{named(spec.recipe)}: {reference}",
+        rule="both models are compared token by token, so they have one tokenizer",
+        fix="data.tokenizer of that model (for a folder type huggingface, path FOLDER), or another model",
+    )
+
+
+def _recorded(spec: RunSpec) -> Path | None:
+    if spec.from_scratch:
+        return None
+    try:
+        record: dict[str, Any] = read_json(spec.run_dir / RECORD, root=spec.run_dir, most=MOST)
+    except (OSError, ValueError):
+        return None
+    known = record.get("teacher") == named_model(spec.recipe) and isinstance(record.get("path"), str)
+    path = Path(record["path"]) if known else None
+    if path is not None and not path.is_dir():
+        raise UserError(
+            "is gone", where=str(path), rule="a run that is started again learns from the same weights",
+            fix="restore it, or start a new run",
+        )  # fmt: skip
+    return path
+
+
+def located(reference: str, runs_dir: Path, key: str = "distill.teacher") -> Path:
+    """The checkpoint, or the folder in Hugging Face's form, that the value of a key names.
+
+    Raises:
+        UserError: there is none.
+    """
+    if (Path(reference) / "config.json").is_file():
+        return Path(reference).absolute()
+    where, rule = f"{key}: {reference}", "a run, a folder with config.json, or a name on the Hub"
+    try:
+        _, entry = find_checkpoint(reference, runs_dir)
+    except UserError as no_run:
+        if "/" not in reference or Path(reference).exists() or (runs_dir / reference).exists():
+            raise UserError(no_run.what, where=where, rule=no_run.rule, fix=no_run.fix, code=no_run.code) from no_run
+        from llmrecipes.hf.reading import resolve
+
+        try:
+            return resolve(reference).path.absolute()
+        except UserError as no_model:
+            raise UserError(
+                f"no run ({no_run.what}) and no model ({no_model.what})", where=where, rule=rule
+            ) from no_model
+    return entry.path.absolute()
+
+
+def _require_fit(path: Path, recipe: Recipe) -> None:
+    """Refuse a teacher of another shape than `distill.model` says, or a reference of another than `model`."""
+    expected, run = frozen_model(recipe), run_of_teacher(path)
+    if run is None:
+        from llmrecipes.hf.weights import open_weights
+
+        open_weights(path, expected).close()
+        return
+    recorded = run.recipe()
+    key = named(recipe)
+    where = f"{key}: {named_model(recipe)}"
+    if recorded.lora is not None:
+        raise UserError(
+            "this run trained only adapters", where=where, rule="a frozen model is a whole model",
+            fix=f"llmrecipes export RUN --merge-adapter, and the folder as {key}",
+        )  # fmt: skip
+    if wrong := [key for key in SHARED if getattr(recorded.model, key) != getattr(recipe.model, key)]:
+        raise UserError(
+            ", ".join(f"{getattr(recorded.model, key)} in its model.{key}" for key in wrong), where=where,
+            rule="both models read and predict the same tokens",
+            fix=" ".join(f"model.{key}={getattr(recorded.model, key)}" for key in wrong),
+        )  # fmt: skip
+    if _plain(recorded.model) != _plain(expected) and recipe.distill is None:
+        raise UserError(
+            f"another model: {json.dumps(differing(recipe.model, recorded.model))}", where=where,
+            rule="a reference is the model that is trained, with other weights", fix="another run, or its model keys",
+        )  # fmt: skip
+    if _plain(recorded.model) != _plain(expected):
+        raise UserError(
+            "another model than distill.model says", where=where,
+            rule="distill.model has the keys of model in which the teacher differs from the recipe",
+            fix=f"distill.model={json.dumps(differing(recipe.model, recorded.model))}",
+        )  # fmt: skip
+
+
+def _plain(model: Model) -> dict[str, Any]:
+    """What its weights and passes depend on."""
+    values = model.model_copy(update=OF_TEACHERS).model_dump()
+    dense = model.num_moe_experts is None
+    skipped = ("transformer_impl", "mtp_loss_scaling_factor", "init_method", "init_method_std")
+    return {key: each for key, each in values.items() if key not in skipped and not (dense and key.startswith("moe_"))}
+
+
+def run_of_teacher(path: Path) -> Run | None:
+    """The run that a checkpoint belongs to; None: it is a model in Hugging Face's form."""
+    return None if (path / "config.json").is_file() else Run(run_of(path.parent).path)
+
+
+def _vocabulary(spec: RunSpec, path: Path) -> dict[str, int] | None:
+    """Ids of the teacher's tokens; None: they are the student's, from the same data or the same name."""
+    from llmrecipes.data.prepared import fingerprint, open_prepared
+    from llmrecipes.data.tokenizer import load_huggingface
+
+    run = run_of_teacher(path)
+    if run is None:
+        named = Tokenizer(type="huggingface", path=str(path))
+        return dict(load_huggingface(named, spec.recipe.model.vocab_size)[0].get_vocab(with_added_tokens=True))
+    recipe = run.recipe()
+    named = recipe.data.tokenizer
+    if named.type == "huggingface" and named == spec.recipe.data.tokenizer:
+        return None
+    if named.type == "huggingface":
+        return dict(load_huggingface(named, recipe.model.vocab_size)[0].get_vocab(with_added_tokens=True))
+    if fingerprint(recipe) == fingerprint(spec.recipe):
+        return None
+    tokenizer: TextTokenizer = open_prepared(recipe, spec.data_dir).tokenizer()
+    return dict(tokenizer.backend.get_vocab(with_added_tokens=True))

@@ -1,0 +1,296 @@
+"""Joining shards by several tasks: the bytes of one process, whoever is killed and whatever is made twice."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import shutil
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmrecipes.data import join, parts
+from llmrecipes.data import shards as shards_module
+from llmrecipes.data.prepare import Prepared, _shards, fingerprint, prepare
+from llmrecipes.data.shards import Shards
+from llmrecipes.data.tasks import run
+from llmrecipes.recipe.data_steps import Step
+from llmrecipes.recipe.schema import Recipe, Source
+from tests.refusals import refused
+from tests.unit.data_recipes import corpus, recipe
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Source, ...]:
+    """Text and JSON lines with copies in a shard, in other shards and in another source, and documents to drop."""
+    root = tmp_path_factory.mktemp("sources")
+    text = corpus(root / "text")
+    texts = [path.read_text() for path in sorted((root / "text").iterdir())]
+    (root / "jsonl").mkdir()
+    for n in range(12):
+        rows = [texts[3 * n], f"Row {n} is new. " * 9, f"Row {n} is new. " * 9, f"Row {n // 2} is older. " * 9, "", "x"]
+        lines = [json.dumps({"text": row}) for row in rows]
+        (root / "jsonl" / f"{n:02}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return text, Source(type="jsonl", path=str(root / "jsonl"))
+
+
+def of(sources: tuple[Source, ...]) -> Recipe:
+    made = recipe(*sources)
+    steps = (Step.model_validate({"type": "length", "min_characters": 3}),)
+    data = made.data.model_copy(update={"split": (80.0, 10.0, 10.0), "steps": steps})
+    return made.model_copy(update={"data": data})
+
+
+@pytest.fixture(scope="module")
+def expected(sources: tuple[Source, ...], tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    return prepare(of(sources), tmp_path_factory.mktemp("one"), workers=1)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "PART_BYTES", 4000)
+
+
+def content(prepared: Prepared) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in prepared.path.iterdir() if path.is_file() and path.name[0] != "."}
+
+
+def begun(used: Recipe, data: Path) -> Shards:
+    data.mkdir()
+    made = _shards(used, data / fingerprint(used), lambda line: None)
+    assert made is not None and made.parallel
+    return made
+
+
+@pytest.mark.usefixtures("small")
+def test_tasks_join_to_the_bytes_of_one_process(
+    sources: tuple[Source, ...], expected: Prepared, tmp_path: Path
+) -> None:
+    [text, rows] = expected.manifest.sources
+    assert rows.duplicates == 30 and rows.steps == {"length": 12} and rows.empty == 12 and text.splits["valid"].tokens
+    lines: list[str] = []
+    several = prepare(of(sources), tmp_path / "data", tasks=2, progress=lines.append)
+    assert content(several) == content(expected)
+    assert (several.path / "dropped.jsonl").exists()
+    assert [line for line in lines if "documents kept" in line]
+    assert [path.name for path in (tmp_path / "data").iterdir() if path.name.endswith("shards")] == []
+    several.verify()
+
+
+@pytest.mark.usefixtures("small")
+def test_tasks_join_what_is_equal_but_for_case(sources: tuple[Source, ...], tmp_path: Path) -> None:
+    """Documents that repeat an earlier one in every byte, and those that the step drops, which have samples."""
+    used = of(sources)
+    steps = (*used.data.steps, Step(type="duplicates"))
+    text = Path(sources[0].path or "", "0003.txt").read_text()
+    rows = [json.dumps({"text": each}) for each in (text.upper(), text, "a new one " * 99)]
+    (tmp_path / "more.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    more = Source(type="jsonl", path=str(tmp_path / "more.jsonl"))
+    change = {"steps": steps, "sources": (*used.data.sources, more), "split": (98.0, 1.0, 1.0)}
+    data = used.data.model_copy(update=change)
+    used = used.model_copy(update={"data": data})
+    one = prepare(used, tmp_path / "one", workers=99)
+    several = prepare(used, tmp_path / "several", tasks=2)
+    assert content(several) == content(one)
+    assert [each.duplicates for each in several.manifest.sources] == [85, 45, 2]
+    samples = [json.loads(line) for line in (several.path / "dropped.jsonl").read_text().splitlines()]
+    assert sum(row["step"] == "duplicates" for row in samples) == 20
+
+
+@pytest.mark.usefixtures("small")
+def test_held_out_texts_are_compressed_in_members(
+    sources: tuple[Source, ...], expected: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which do not begin where shards do, and are the same by one process."""
+    for module in ("write", "join"):
+        monkeypatch.setattr(f"llmrecipes.data.{module}.MEMBER_BYTES", 700)
+    used = of(sources)
+    shards = begun(used, tmp_path / "data")
+    join._read_layout.cache_clear()
+    run(shards)
+    for stage in join.stages(shards):
+        run(stage)
+    assert len(list(shards.folder.glob("*.packed"))) > 5
+    several = prepare(used, tmp_path / "data", tasks=1)
+    assert content(several) == content(prepare(used, tmp_path / "one", workers=99))
+    for split in ("valid", "test"):
+        texts = [gzip.decompress((each.path / f"{split}.txt.gz").read_bytes()) for each in (several, expected)]
+        assert texts[0] == texts[1] and several.manifest.held_out[split].bytes == len(texts[0]) > 700
+
+
+@pytest.mark.usefixtures("small")
+def test_a_large_file_is_several_shards(sources: tuple[Source, ...], tmp_path: Path) -> None:
+    """Of JSON lines and Parquet; of a compressed file one, and the output says so. The bytes are those of one process
+    that reads whole files."""
+    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+    rows = [json.loads(line) for file in sorted(Path(sources[1].path or "").iterdir()) for line in file.open()]
+    one = Source(type="jsonl", path=str(tmp_path / "one.jsonl"))
+    table = Source(type="parquet", path=str(tmp_path / "one.parquet"))
+    packed = Source(type="jsonl", path=str(tmp_path / "packed.jsonl.gz"))
+    (tmp_path / "one.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    texts = [f"{n} of a table, {random.Random(n).random()}" for n in range(400)]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "one.parquet", row_group_size=50)
+    noise = (json.dumps({"text": f"packed {random.Random(n).random()}"}) for n in range(900))
+    (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress("\n".join(noise).encode()))
+    used, lines = of((one, table, packed)), list[str]()
+    data = tmp_path / "data"
+    several = prepare(used, data, tasks=2, progress=lines.append)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "PART_BYTES", 1 << 30)
+        whole = prepare(used, tmp_path / "whole", workers=1)
+    assert content(several) == content(whole)
+    assert [line for line in lines if "packed.jsonl.gz" in line and line.startswith("note")]
+    cut = shards_module.cut(used.data.sources)
+    assert [sum(shard.source == n for shard in cut) > 2 for n in range(3)] == [True, True, False]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_killed_call_without_tasks_goes_on_where_there_are_many_shards(
+    sources: tuple[Source, ...], expected: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used, lines = of(sources), list[str]()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("llmrecipes.data.prepare._build", interrupted)
+        prepare(used, tmp_path / "data", workers=1)
+    assert content(prepare(used, tmp_path / "data", workers=1, progress=lines.append)) == content(expected)
+    assert not any("trained" in line for line in lines)
+    prepare(used, tmp_path / "few", workers=99, progress=lines.append)
+    assert any("trained" in line for line in lines)
+
+
+@pytest.mark.usefixtures("small")
+def test_what_is_made_twice_and_half_made_changes_nothing(
+    sources: tuple[Source, ...], expected: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Items of every stage are lost in turn, and made again behind the others; then the call itself is killed."""
+    used = of(sources)
+    shards = begun(used, tmp_path / "data")
+    run(shards)
+    chance = random.Random(os.urandom(8))
+    join._read_layout.cache_clear()
+    for stage in join.stages(shards):
+        run(stage)
+        files = sorted(shards.folder.glob(f"*.{stage.name}"))
+        lost = chance.sample(files, min(3, len(files)))
+        before = {path: path.read_bytes() for path in lost}
+        for path in lost:
+            path.unlink()
+        assert len(stage.needed()) == len(lost)
+        stage.work(stage.needed()[0], "lost", lambda: True)
+        run(stage)
+        assert {path: path.read_bytes() for path in lost} == before
+    # A task that was believed to be dead goes on behind all others.
+    shards.work(1, "late", lambda: False)
+    join.stages(shards)[4].work(0, "late", lambda: False)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("llmrecipes.data.checked.describe", interrupted)
+        prepare(used, tmp_path / "data", tasks=1)
+    assert content(prepare(used, tmp_path / "data", tasks=1)) == content(expected)
+
+
+def interrupted(*arguments: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.usefixtures("small")
+def test_a_task_ends_when_others_have_published(sources: tuple[Source, ...], tmp_path: Path) -> None:
+    """Whatever it is at: the shards are deleted then."""
+    shards = begun(of(sources), tmp_path / "data")
+    run(shards)
+    repeats, *_ = join.stages(shards)
+
+    def publish() -> bool:
+        shutil.rmtree(shards.folder, ignore_errors=True)
+        return False
+
+    late = replace(repeats, make=lambda shards, item, token, _: repeats.make(shards, item, token, publish))
+    run(late)
+    run(shards)
+    for stage in join.stages(shards):
+        run(stage)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small")
+def test_killed_while_they_join(sources: tuple[Source, ...], expected: Prepared, tmp_path: Path) -> None:
+    """Up to three of four tasks, with SIGKILL, while a stage is under way; the others go on, and the call succeeds."""
+    import psutil
+
+    data, killed, ended = tmp_path / "data", set[int](), threading.Event()
+    used = of(sources)
+
+    def kill() -> None:
+        for stage in ("repeats", "counts", "placed"):
+            while not ended.wait(0.002):
+                claims = sorted(data.glob(f".*.shards/*.{stage}.claim/**/lease.json"))
+                try:
+                    pid = int(json.loads(claims[0].read_text())["token"].split("-")[0])
+                    if psutil.Process(pid).ppid() == os.getpid():
+                        os.kill(pid, signal.SIGKILL)
+                        killed.add(pid)
+                        break
+                except (IndexError, OSError, ValueError, psutil.Error):
+                    continue
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        several = prepare(used, data, tasks=4)
+    finally:
+        ended.set()
+        killer.join()
+    assert killed
+    assert content(several) == content(expected)
+
+
+@pytest.mark.usefixtures("small")
+def test_damaged_digests_and_shards_are_refused(sources: tuple[Source, ...], tmp_path: Path) -> None:
+    used = of(sources)
+    shards = begun(used, tmp_path / "data")
+    run(shards)
+    digests = shards.folder / "000003.digests"
+    right = digests.read_bytes()
+    for wrong in (right[:-1], right[:-1] + bytes([right[-1] ^ 1]), b""):
+        digests.write_bytes(wrong)
+        with refused(digests):
+            for number in range(shards.ranges):
+                shards.keys(3, number)
+    digests.write_bytes(right)
+    for stage in join.stages(shards)[:3]:
+        run(stage)
+    shard = shards.published()[2][0]
+    ids = bytearray(shard.read_bytes())
+    header = int(np.frombuffer(ids[:8], "<u8")[0])
+    ids[48 + header] ^= 1  # the first byte of the ids, which counting does not read
+    shard.write_bytes(ids)
+    with refused(shard):
+        prepare(used, tmp_path / "data", tasks=1)
+    shard.unlink()
+    assert prepare(used, tmp_path / "data", tasks=1).manifest.sources[0].read == 200
+
+
+@pytest.mark.usefixtures("small")
+def test_what_depends_on_the_documents_before_is_joined_by_one_process(
+    sources: tuple[Source, ...], tmp_path: Path
+) -> None:
+    used = of(sources)
+    changes: tuple[dict[str, Any], ...] = (
+        {"steps": (Step(type="near_duplicates"),)},
+        {"steps": (Step(type="duplicates", span_sentences=3),)},
+        {"sources": (sources[0].model_copy(update={"max_tokens": 9}),)},
+    )
+    for number, change in enumerate(changes):
+        data = used.data.model_copy(update=change)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        made = _shards(used.model_copy(update={"data": data}), folder / "x", lambda line: None)
+        assert made is not None and not made.parallel and join.stages(made) == ()

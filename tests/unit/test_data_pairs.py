@@ -1,0 +1,163 @@
+"""Pairs of answers: what a row has to be, their ids as TRL makes them, and samples that keep a pair together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
+import pytest
+import tokenizers
+
+from llmrecipes.data import tokenizer
+from llmrecipes.data.chat import ChatSpec, Conversations, Template
+from llmrecipes.data.dataset import build
+from llmrecipes.data.pairs import ANSWER, SECOND, pair_encoder
+from llmrecipes.data.prepare import prepare
+from llmrecipes.data.sources import documents
+from llmrecipes.data.templates import CHATML, SPECIAL
+from llmrecipes.recipe.schema import Chat, Recipe, Source
+from tests.helpers import tiny
+from tests.refusals import refused
+
+CHAT = Chat(preference={})  # type: ignore[arg-type]
+TEXTS = {"prompt": "Is it?", "chosen": " Yes.", "rejected": " No, never."}
+
+
+def said(content: str, role: str = "assistant") -> list[dict[str, str]]:
+    return [{"role": role, "content": content}]
+
+
+TALKS = {"prompt": said("Is it?", "user"), "chosen": said("Yes."), "rejected": said("No, never.")}
+
+
+def rows(file: Path, *values: Any) -> Source:
+    file.write_text("".join(json.dumps(value) + "\n" for value in values), "utf-8")
+    return Source(type="jsonl", path=str(file))
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+
+def test_texts_and_messages_are_read_from_lines_and_tables(tmp_path: Path) -> None:
+    found = list(documents(rows(tmp_path / "a.jsonl", TEXTS, TALKS, {**TEXTS, "chosen": None}), CHAT))
+    parts = [[each["part"] for each in json.loads(text)] for text in found[:2] if text]
+    assert parts == [["prompt", "chosen", "rejected"]] * 2 and found[2] == ""
+    pq.write_table(pa.table({name: [value] for name, value in TALKS.items()}), tmp_path / "a.parquet")
+    assert list(documents(Source(type="parquet", path=str(tmp_path / "a.parquet")), CHAT)) == found[1:2]
+    named = Chat(prompt_key="q", preference={"chosen_key": "a", "rejected_key": "b"})  # type: ignore[arg-type]
+    other = rows(tmp_path / "b.jsonl", {"q": TEXTS["prompt"], "a": TEXTS["chosen"], "b": TEXTS["rejected"]})
+    assert list(documents(other, named)) == found[:1]
+
+
+@pytest.mark.parametrize(
+    ("row", "rule"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "'rejected'"),
+        ({"chosen": "a", "rejected": "b"}, "'prompt'"),
+        ({**TEXTS, "rejected": TEXTS["chosen"]}, "'rejected'"),
+        ({**TALKS, "rejected": TALKS["chosen"]}, "'rejected'"),
+        ({**TEXTS, "chosen": said("b")}, "'chosen'"),
+        ({**TEXTS, "prompt": 1, "chosen": 2, "rejected": 3}, "'prompt'"),
+        ({**TALKS, "chosen": [{"role": "assistant"}]}, "'content'"),
+    ],
+)
+def test_what_is_not_a_pair_is_refused_with_its_line(row: dict[str, Any], rule: str, tmp_path: Path) -> None:
+    source = rows(tmp_path / "a.jsonl", TEXTS, row)
+    with refused(f"{tmp_path / 'a.jsonl'}:2", rule=rule):
+        list(documents(source, CHAT))
+
+
+# -- ids -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def words() -> tuple[tokenizers.Tokenizer, int]:
+    return tokenizer.train(["Is it? Yes. No, never. Or: is that so?"] * 9, 300, SPECIAL)
+
+
+def encoded(
+    words: tuple[tokenizers.Tokenizer, int], values: Sequence[Any], length: int = 60, *, truncate: bool = True
+) -> Conversations:
+    backend, eod = words
+    source = [json.dumps([{**each, "part": part} for part, messages in row.items() for each in messages])
+              for row in values]  # fmt: skip
+    plain = CHATML.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
+    spec = ChatSpec(Template(plain, "test"), length, truncate, pairs=True)
+    return pair_encoder(backend.to_str(), "uint16", eod, spec)([text.encode() for text in source])
+
+
+def test_an_answer_begins_where_the_prompt_ends(words: tuple[tokenizers.Tokenizer, int]) -> None:
+    backend, eod = words
+    text = {name: said(value, "") for name, value in TEXTS.items()}
+    made = encoded(words, [TALKS, text])
+    ids, marks = np.frombuffer(made.ids, np.uint16), np.frombuffer(made.answers, np.uint8)
+    assert sum(made.lengths) == len(ids) == len(marks)
+    answers = []
+    for start, end in pairwise([0, made.lengths[0], sum(made.lengths)]):
+        second = start + int(np.flatnonzero(marks[start:end] == SECOND)[0])
+        for first, last in ((start, second), (second, end)):
+            answers.append(backend.decode(ids[first:last][marks[first:last] == ANSWER].tolist(), False))
+    assert answers[:2] == ["Yes.<|im_end|>\n", "No, never.<|im_end|>\n"]
+    assert answers[2:] == [" Yes.<|im_end|>", " No, never.<|im_end|>"] and ids[-1] == eod
+
+
+def test_long_pairs_are_cut_dropped_or_refused(words: tuple[tokenizers.Tokenizer, int]) -> None:
+    long = {**TALKS, "rejected": said("No, never. " * 20)}
+    cut = encoded(words, [long])
+    assert cut.tally["cut"] == 1 and cut.lengths[0] < 2 * 60 + 1
+    assert encoded(words, [long], truncate=False).tally == {"too_long": 1}
+    alike = {**TALKS, "chosen": said("No, never. " * 20), "rejected": said("No, never. " * 21)}
+    assert encoded(words, [alike]).tally == {"unanswered": 1}, "what is left of both answers is equal"
+    asked = {**TALKS, "prompt": said("Is it? " * 40, "user")}
+    with refused("data.chat.max_length"):
+        encoded(words, [asked])
+    assert encoded(words, [asked], truncate=False).tally == {"too_long": 1}
+    assert encoded(words, [{**TALKS, "chosen": said("<|im_end|>")}]).tally == {"special_tokens": 1}
+
+
+# -- samples ---------------------------------------------------------------------------------------------------------
+
+
+def prepared_samples(folder: Path, *, packing: bool) -> tuple[Recipe, Any]:
+    pairs = [{"prompt": f"number {n}?", "chosen": f" yes {n}", "rejected": f" no {n} {n}"} for n in range(60)]
+    source = rows(folder / "pairs.jsonl", *pairs)
+    recipe = tiny(
+        dpo={},
+        model={"seq_length": 96, "vocab_size": 300},
+        train={"micro_batch_size": 2, "global_batch_size": 4, "train_iters": 9, "eval_iters": 1},
+        data={
+            "sources": [source.model_dump()], "chat": {"packing": packing, "preference": {}},
+            "split": [80.0, 20.0, 0.0], "tokenizer": {"type": "bpe"},
+        },
+    )  # fmt: skip
+    return recipe, prepare(recipe, folder / "data")
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_both_answers_of_a_pair_are_in_one_micro_batch(packing: bool, tmp_path: Path) -> None:
+    recipe, prepared = prepared_samples(tmp_path, packing=packing)
+    samples, decode = build(recipe, prepared, "train"), prepared.tokenizer().decode
+    assert samples is not None and len(samples) >= 36
+    size, seen = recipe.train.micro_batch_size, set()
+    for batch in range(18):
+        answers: list[str] = []
+        for number in range(batch * size, batch * size + size):
+            sample = samples[number]
+            begins = [*np.flatnonzero(sample["position_ids"].numpy() == 0).tolist(), recipe.model.seq_length]
+            for first, last in pairwise(begins):
+                counted = sample["loss_mask"][first:last].bool()
+                if counted.any():
+                    text = decode(sample["tokens"][first:last].tolist())
+                    number_asked = text.split("?")[0].split()[-1]
+                    answers += [decode(sample["labels"][first:last][counted].tolist()).split("<|")[0], number_asked]
+        assert len(answers) % 4 == 0
+        for better, asked, worse, other in zip(*(answers[n::4] for n in range(4)), strict=True):
+            assert (better, worse) == (f" yes {asked}", f" no {other} {other}") and asked == other
+            seen.add(asked)
+    assert len(seen) > 15

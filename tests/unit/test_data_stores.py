@@ -1,0 +1,190 @@
+"""Sources in stores: listed and read by ranges over real HTTP, through outages; S3 against a server where one is."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
+from pathlib import Path
+
+import fsspec  # type: ignore[import-untyped]
+import pytest
+
+from llmrecipes.data import sources, stores
+from llmrecipes.data.prepare import Prepared, prepare
+from llmrecipes.recipe.schema import Source
+from tests.refusals import refused
+from tests.unit.data_recipes import recipe
+
+
+class Handler(SimpleHTTPRequestHandler):
+    """Folders as lists of links, as web servers have them; and ranges of files, which Python's server has not."""
+
+    def do_GET(self) -> None:
+        file = Path(self.translate_path(self.path))
+        if "forbidden" in self.path:
+            self.send_error(403)
+        elif file.is_file():
+            content, asked = file.read_bytes(), self.headers.get("Range")
+            first, last = asked.removeprefix("bytes=").split("-") if asked else ("0", "")
+            part = content[int(first) : int(last) + 1 if last else None]
+            self.send_response(206 if asked else 200)
+            self.send_header("Content-Length", str(len(part)))
+            self.end_headers()
+            self.wfile.write(part)
+        else:
+            super().do_GET()
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@contextmanager
+def serving(folder: Path, port: int = 0) -> Iterator[int]:
+    server = ThreadingHTTPServer(("127.0.0.1", port), partial(Handler, directory=str(folder)))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """JSON lines, some of them compressed, and Parquet."""
+    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+    root = tmp_path / "corpus"
+    (root / "rows").mkdir(parents=True)
+    for n in range(6):
+        rows = "\n".join(json.dumps({"text": f"Document {n} {k}: " + f"{k * k + n:x} " * 40}) for k in range(30))
+        if n % 2:
+            (root / f"rows/{n}.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
+        else:
+            (root / f"rows/{n}.jsonl").write_text(rows)
+    pq.write_table(pa.table({"text": [f"row {n} of parquet, {n * n}" for n in range(300)]}), root / "table.parquet")
+    return root
+
+
+def both(root: str) -> tuple[Source, ...]:
+    return Source(type="jsonl", path=f"{root}/rows/"), Source(type="parquet", path=f"{root}/table.parquet")
+
+
+def tokens(prepared: Prepared) -> dict[str, str]:
+    """Hashes of the files that do not name the source."""
+    return {name: file.sha256 for name, file in prepared.manifest.files.items() if not name.endswith(".md")}
+
+
+def test_a_store_gives_the_tokens_of_the_files(corpus: Path, tmp_path: Path) -> None:
+    local = prepare(recipe(*both(str(corpus))), tmp_path / "local", workers=1)
+    with serving(corpus) as port:
+        remote = both(f"http://127.0.0.1:{port}")
+        made = prepare(recipe(*remote), tmp_path / "remote", tasks=1)
+    assert tokens(made) == tokens(local)
+    assert [each.files for each in made.manifest.sources] == [each.files for each in local.manifest.sources]
+    prepare(recipe(*remote), tmp_path / "remote")  # prepared: nobody asks the store, which is away
+
+
+def test_files_of_a_store_by_folder_name_and_glob(corpus: Path) -> None:
+    (corpus / "rows/deeper").mkdir()
+    (corpus / "rows/deeper/7.jsonl").write_text('{"text": "x"}')
+    (corpus / "rows/.hidden.jsonl").write_text("no JSON")
+    (corpus / "rows/notes.txt").write_text("no JSON")
+    with serving(corpus) as port:
+        for path in ("rows/", "rows/1.jsonl.gz", "rows/*.jsonl", "rows/**/*.jsonl", "rows/[0-2].jsonl*"):
+            names = [
+                [
+                    (file.name, sources.size_of(file))
+                    for file in sources.files(Source(type="jsonl", path=f"{root}/{path}"))
+                ]
+                for root in (str(corpus), f"http://127.0.0.1:{port}")
+            ]
+            assert names[0] == names[1], path
+
+
+def test_a_store_that_is_away_is_asked_again(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a file; it comes back when it has been missed."""
+    monkeypatch.setattr(stores, "_RANGE", 512)
+    expected = list(sources.documents(both(str(corpus))[0]))
+    missed = threading.Event()
+    monkeypatch.setattr(stores.logger, "warning", lambda *_: missed.set())
+    with serving(corpus) as port:
+        reading = sources.documents(both(f"http://127.0.0.1:{port}")[0])
+        read = [next(reading) for _ in range(40)]
+
+    def return_when_missed() -> None:
+        assert missed.wait(60)
+        with serving(corpus, port):
+            ended.wait(60)
+
+    ended = threading.Event()
+    thread = threading.Thread(target=return_when_missed)
+    thread.start()
+    try:
+        read += reading
+    finally:
+        ended.set()
+        thread.join()
+    assert missed.is_set() and read == expected
+
+
+def test_what_a_store_refuses_is_one_message(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "PATIENCE_SECONDS", 1.0)
+    with serving(corpus) as port:
+        root = f"http://127.0.0.1:{port}"
+        for path in (f"{root}/none.jsonl", f"{root}/forbidden/"):
+            with refused(path):
+                sources.files(Source(type="jsonl", path=path))
+        with refused("data.sources"):
+            sources.files(Source(type="parquet", path=f"{root}/rows/"))
+        for path in (f"http://me:secret@127.0.0.1:{port}/rows/", f"{root}/rows/?X-Amz-Signature=secret"):
+            with refused("data.sources") as caught:
+                sources.files(Source(type="jsonl", path=path))
+            assert "secret" not in str(caught.value)
+    with refused(f"{root}/rows/"):
+        sources.files(Source(type="jsonl", path=f"{root}/rows/"))
+    with refused("data.sources"):
+        sources.files(Source(type="jsonl", path="nostore://bucket/"))
+    if find_spec("s3fs") is None:
+        with refused("data.sources", rule=f"s3fs=={fsspec.__version__}"):
+            sources.files(Source(type="jsonl", path="s3://bucket/"))
+
+
+@pytest.mark.stores
+@pytest.mark.skipif(not (find_spec("s3fs") and find_spec("moto")), reason="pip install s3fs 'moto[server]'")
+def test_s3(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unused_port: int) -> None:
+    import s3fs  # type: ignore[import-not-found]
+
+    server = subprocess.Popen([sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(unused_port)])
+    try:
+        for name, value in {"ENDPOINT_URL": f"http://127.0.0.1:{unused_port}", "ACCESS_KEY_ID": "a"}.items():
+            monkeypatch.setenv(f"AWS_{name}", value)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "very-secret")
+        store = s3fs.S3FileSystem()
+        stores._patiently(lambda: store.mkdir("corpus"), "s3://corpus")
+        store.put(f"{corpus}/", "corpus/web/", recursive=True)
+        local = prepare(recipe(*both(str(corpus))), tmp_path / "local", workers=1)
+        made = prepare(recipe(*both("s3://corpus/web")), tmp_path / "remote", tasks=2)
+        assert tokens(made) == tokens(local)
+        assert not any(b"very-secret" in path.read_bytes() for path in made.path.rglob("*") if path.is_file())
+        with refused("s3://none/"):
+            sources.files(Source(type="jsonl", path="s3://none/"))
+        for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
+            monkeypatch.delenv(f"AWS_{name}")
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        s3fs.S3FileSystem.clear_instance_cache()
+        with refused("s3://corpus/"):
+            sources.files(Source(type="jsonl", path="s3://corpus/"))
+    finally:
+        server.kill()
+        server.wait()

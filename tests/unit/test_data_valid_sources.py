@@ -1,0 +1,196 @@
+"""Held-out sets of `data.valid_sources`: their tokens, what is kept out of training, and their losses and curves."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmrecipes.data import corpus as corpus_module
+from llmrecipes.data.dataset import build, build_set
+from llmrecipes.data.documents import without_end
+from llmrecipes.data.prepare import prepare
+from llmrecipes.data.prepared import Prepared, fingerprint, held_out_text
+from llmrecipes.data.sources import documents
+from llmrecipes.data.valid_sets import bits_per_byte
+from llmrecipes.recipe.data_steps import Step
+from llmrecipes.recipe.load import load
+from llmrecipes.recipe.schema import Recipe, Source
+from llmrecipes.recipe.source import ValidSource
+from llmrecipes.tracking.events import EvalMetrics, source_metrics
+from llmrecipes.tracking.jsonl import parse, record
+from llmrecipes.tracking.mlflow.sender import entities
+from llmrecipes.tracking.progress import eval_line
+from llmrecipes.train.evaluations import SPLIT, HeldOut, held_out_metrics
+from llmrecipes.train.loaders import DataLoaders
+from tests.refusals import refused
+from tests.unit.data_recipes import recipe
+
+WORDS = [f"word{n}" for n in range(500)]
+
+
+def rows(file: Path, texts: list[str]) -> str:
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(file)
+
+
+def with_sets(source: Source, *sets: dict[str, Any], steps: tuple[dict[str, Any], ...] = ()) -> Recipe:
+    used = recipe(source)
+    update = {
+        "valid_sources": tuple(ValidSource.model_validate(each) for each in sets),
+        "steps": tuple(Step.model_validate(step) for step in steps),
+    }
+    return used.model_copy(update={"data": used.data.model_copy(update=update)})
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    rng = random.Random(5)
+    return [" ".join(rng.choices(WORDS, k=120)) for _ in range(200)]
+
+
+@pytest.fixture(scope="module")
+def made(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, Prepared]:
+    """Training text has 10 documents of the one set in other letters, and near-copies of 5 of the other."""
+    folder = tmp_path_factory.mktemp("sets")
+    near = [text.replace(text.split()[60], "another") for text in texts[100:105]]
+    training = [*texts[:80], *(text.upper() for text in texts[80:90]), *near]
+    sets = (
+        {"type": "jsonl", "path": rows(folder / "equal.jsonl", ["", *texts[80:100]]), "label": "equal"},
+        {"type": "jsonl", "path": rows(folder / "near.jsonl", texts[100:140]), "label": "near", "max_tokens": 2000},
+    )
+    source = Source(type="jsonl", path=rows(folder / "train.jsonl", training))
+    used = with_sets(source, *sets, steps=({"type": "near_duplicates", "threshold": 0.7},))
+    return used, prepare(used, folder / "data", workers=1)
+
+
+def test_documents_of_the_sets_are_not_trained_on(made: tuple[Recipe, Prepared]) -> None:
+    source = made[1].manifest.sources[0]
+    assert source.steps == {"valid_sources": 15, "near_duplicates": 0}
+    assert source.rules == {"valid_sources.equal": 10, "valid_sources.near": 5}
+    assert sum(counts.documents for counts in source.splits.values()) == 80
+    assert made[1].verify() == 80
+
+
+def test_a_set_is_written_as_it_is(made: tuple[Recipe, Prepared], texts: list[str]) -> None:
+    """Up to its `max_tokens`, apart from the valid split, and in the listing of checked files."""
+    used, prepared = made
+    sets = prepared.manifest.valid_sources
+    assert list(sets) == ["equal", "near"] and sets["equal"].documents == 20
+    assert sets["equal"].bytes == sum(len(text) for text in texts[80:100])
+    assert 2000 <= sets["near"].tokens < 2000 + sets["near"].tokens / sets["near"].documents * 2
+    samples = build_set(used, prepared, "equal")
+    dataset = samples.dataset
+    eod, tokenizer = prepared.manifest.tokenizer.eod, prepared.tokenizer()
+    assert [tokenizer.decode(without_end(dataset[n], eod)) for n in range(20)] == texts[80:100]
+    assert len(samples) >= used.train.eval_iters * used.train.global_batch_size
+    assert {"valid-equal.bin", "valid-near.idx", "valid-near.sha256"} <= set(prepared.manifest.files)
+    assert all(text.encode() not in held_out_text(prepared) for text in texts[80:140])
+    assert bits_per_byte(np.log(2), prepared, "equal") == sets["equal"].tokens / sets["equal"].bytes
+    valid, again = build(used, prepared, "valid"), build_set(used, prepared, "near")
+    assert valid is not None and not np.array_equal(valid[0]["tokens"], again[0]["tokens"])
+
+
+def test_the_number_of_processes_changes_nothing(
+    made: tuple[Recipe, Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus_module, "_ALONE", 1)
+    monkeypatch.setattr(corpus_module, "_BATCH_CHARACTERS", 8192)
+    files = prepare(made[0], tmp_path, workers=2).manifest.files
+    assert {n: f.sha256 for n, f in files.items()} == {n: f.sha256 for n, f in made[1].manifest.files.items()}
+
+
+def test_the_fingerprint_has_the_sets(made: tuple[Recipe, Prepared]) -> None:
+    used = made[0]
+    data = used.data.model_dump(mode="json")
+    without = Recipe.model_validate(used.model_dump() | {"data": data | {"valid_sources": []}})
+    assert len({fingerprint(used), fingerprint(without)}) == 2
+    assert "valid_sources" not in prepared_content(without) and "valid_sources" in prepared_content(used)
+
+
+def prepared_content(of: Recipe) -> dict[str, object]:
+    from llmrecipes.data.prepared import content
+
+    return content(of)
+
+
+@pytest.mark.parametrize(
+    ("recipe_name", "sets", "where"),
+    [
+        (
+            "gpt-tiny",
+            "[{type: text, path: a, label: x}, {type: text, path: b, label: x}]",
+            "data.valid_sources.1.label",
+        ),
+        ("gpt-tiny", "[{type: text, path: a, label: x, weight: 2}]", "data.valid_sources.0.weight"),
+        ("gpt-tiny", "[{type: text, path: a, label: A/b}]", "data.valid_sources.0.label"),
+        ("gpt-tiny", "[{type: text, label: x}]", "data.valid_sources.0.type"),
+        ("gpt-tiny", "[{type: text, path: a}]", "data.valid_sources.0.label"),
+        ("sft-tiny", "[{type: stdlib, label: code}]", "data.valid_sources"),
+    ],
+)
+def test_sets_that_cannot_be_meant_are_refused(recipe_name: str, sets: str, where: str) -> None:
+    with refused(where):
+        load(recipe_name, [f"data.valid_sources={sets}"])
+
+
+@pytest.mark.parametrize(("content", "where"), [(None, "data.valid_sources"), (["too short"], "data.valid_sources[0]")])
+def test_a_set_without_a_sequence_is_refused(content: list[str] | None, where: str, tmp_path: Path) -> None:
+    file = tmp_path / "set.jsonl"
+    if content:
+        rows(file, content)
+    train = Source(type="jsonl", path=rows(tmp_path / "train.jsonl", [f"{' '.join(WORDS)} {n}" for n in range(40)]))
+    with refused(where, rule=() if content else "data.valid_sources[].path"):
+        prepare(with_sets(train, {"type": "jsonl", "path": str(file), "label": "x"}), tmp_path / "data", workers=1)
+    assert not [path for path in (tmp_path / "data").iterdir() if path.is_dir()]
+
+
+def test_each_set_has_a_curve() -> None:
+    loaders = DataLoaders(
+        train=lambda *_, **__: iter(()),  # type: ignore[arg-type]
+        valid=None,
+        bits_per_byte=lambda loss: loss / 2,
+        valid_sources={"code": lambda: iter(()), "prose": lambda: iter(())},
+        bits_per_byte_of=lambda label, loss: loss * {"code": 2, "prose": 3}[label],
+    )
+    assert loaders.evaluates
+    losses = {SPLIT: HeldOut(4.0, 0.5), "code": HeldOut(1.0, 0.75), "prose": HeldOut(2.0, 0.25)}
+    metrics = held_out_metrics(losses, loaders)
+    assert metrics == {
+        "valid_loss": 4.0,
+        "valid_bits_per_byte": 2.0,
+        "valid_rewards": None,
+        "valid_source_loss": {"code": 1.0, "prose": 2.0},
+        "valid_source_bits_per_byte": {"code": 2.0, "prose": 6.0},
+        "valid_token_accuracy": 0.5,
+        "valid_source_token_accuracy": {"code": 0.75, "prose": 0.25},
+    }
+    # Without a valid split the first set is the validation loss, which searches and reports look at.
+    first = {"valid_loss": 1.0, "valid_token_accuracy": 0.75}
+    assert held_out_metrics({name: losses[name] for name in ("code", "prose")}, loaders) == metrics | first
+    without = held_out_metrics({SPLIT: HeldOut(4.0, None), "code": HeldOut(1.0, None)}, loaders)
+    assert without["valid_token_accuracy"] is None and without["valid_source_token_accuracy"] is None
+    event = EvalMetrics(step=3, consumed_samples=1, consumed_tokens=1, eval_seconds=1.0, **metrics)
+    values = parse(json.dumps(record(event)).encode())
+    assert values is not None and values["valid_source_loss"] == {"code": 1.0, "prose": 2.0}
+    assert source_metrics(values)["valid_source_bits_per_byte/prose"] == 6.0
+    points = {metric.key: metric.value for metric in entities(values)[0]}
+    assert (points["valid/valid_loss"], points["valid_source_loss/code"]) == (4.0, 1.0)
+    assert (points["valid/valid_token_accuracy"], points["valid_source_token_accuracy/code"]) == (0.5, 0.75)
+    assert "code 1.0000  prose 2.0000" in eval_line(event, 9)
+
+
+@pytest.mark.parametrize(("row", "key"), [({"body": "a"}, "text"), ({"text": 1}, "text"), ({"text": "a"}, "body")])
+def test_a_column_of_a_set_is_named_by_its_own_key(row: dict[str, Any], key: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    where = {"type": "jsonl", "path": str(tmp_path / "a.jsonl"), "text_key": key}
+    for source, name in (
+        (ValidSource.model_validate({**where, "label": "a"}), "data.valid_sources[].text_key"),
+        (Source.model_validate(where), "data.sources[].text_key"),
+    ):
+        with refused(f"{tmp_path / 'a.jsonl'}:1", rule=name):
+            list(documents(source))

@@ -1,0 +1,164 @@
+"""`llmrecipes export --to onnx|torch-export|gguf`: programs that others run, with the text of transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+import transformers
+
+from llmrecipes.cli.app import run
+from llmrecipes.models import programs
+from tests.helpers import LLAMA, tiny_on, write_recipe
+from tests.refusals import require_message
+
+NEW, PROMPT = 12, "word 1"
+WIDE = {**LLAMA, "ffn_hidden_size": 192}
+"""Rows of every matrix are whole blocks of q8_0."""
+TRAIN = {"train_iters": 2, "eval_interval": 2, "eval_iters": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("programs")
+
+
+Command = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def command(folder: Path, data_dir: Path, capfd: pytest.CaptureFixture[str]) -> Command:
+    def call(*arguments: str) -> tuple[int, str]:
+        code = run([*arguments, "--runs-dir", str(folder / "runs"), "--data-dir", str(data_dir)])
+        captured = capfd.readouterr()
+        assert "Traceback" not in captured.err
+        return code, captured.out if code == 0 else captured.err
+
+    return call
+
+
+@pytest.fixture
+def llama(folder: Path, corpus: Path, command: Command) -> str:
+    """A trained run, and its folder for transformers as `hf`."""
+    if not (folder / "hf").exists():
+        recipe = tiny_on(corpus, "llama", model={**WIDE, "init_method_std": 0.2}, train=TRAIN)
+        assert command("train", write_recipe(recipe, folder), "--run-id", "one")[0] == 0
+        assert command("export", "llama", "--out", str(folder / "hf"))[0] == 0
+    return "llama"
+
+
+def reference(folder: Path) -> tuple[list[int], list[int], torch.Tensor]:
+    """The prompt's ids, those that transformers continues it with, and the logits of the prompt."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    prompt = transformers.AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt").input_ids
+    with torch.no_grad():
+        text = model.generate(prompt, max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        return prompt[0].tolist(), text[0, prompt.size(1) :].tolist(), model(prompt).logits[0]
+
+
+def greedy(logits: Callable[[Sequence[int]], Any], prompt: list[int]) -> list[int]:
+    ids = list(prompt)
+    for _ in range(NEW):
+        ids.append(int(np.argmax(logits(ids)[-1])))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("form", programs.FILES)
+def test_a_program_continues_as_transformers_does(form: str, llama: str, folder: Path, command: Command) -> None:
+    out = folder / form
+    code, printed = command("export", llama, "--to", form, "--out", str(out), "--json")
+    assert code == 0
+    report = json.loads(printed)
+    assert report["largest_difference"] < 1e-4 and report["bytes"] == (out / programs.FILES[form]).stat().st_size
+    assert {path.name for path in out.iterdir()} >= {"config.json", "tokenizer.json", "README.md"}
+    assert not list(out.glob("**/*.safetensors")), "the weights are in the program"
+    prompt, expected, logits = reference(folder / "hf")
+    if form == "onnx":
+        session = onnxruntime.InferenceSession(str(out / "model.onnx"), providers=["CPUExecutionProvider"])
+
+        def forward(ids: Sequence[int]) -> Any:
+            return session.run(["logits"], {"input_ids": np.array([ids], dtype=np.int64)})[0][0]
+    else:
+        program = torch.export.load(out / "model.pt2").module()
+
+        def forward(ids: Sequence[int]) -> Any:
+            return program(torch.tensor([ids]))[0].detach().numpy()
+
+    np.testing.assert_allclose(forward(prompt), logits, atol=1e-4)
+    assert greedy(forward, prompt) == expected
+
+
+LLAMA_CPP = find_spec("llama_cpp") is not None
+"""PyPI has llama-cpp-python as source only, which builds for half an hour on two busy cores: no lock file has it."""
+
+
+@pytest.mark.parametrize(("dtype", "bound"), {"fp32": 1e-4, "fp16": 0.02, "bf16": 0.1, "q8_0": 0.1}.items())
+def test_a_gguf_file_is_the_model(dtype: str, bound: float, llama: str, folder: Path, command: Command) -> None:
+    out = folder / dtype
+    assert command("export", llama, "--to", "gguf", "--dtype", dtype, "--out", str(out))[0] == 0
+    prompt, expected, logits = reference(folder / "hf")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(out, gguf_file="model.gguf", dtype=torch.float32).eval()
+    with torch.no_grad():
+        found = loaded(torch.tensor([prompt])).logits[0]
+    np.testing.assert_allclose(found, logits, atol=bound * float(logits.abs().max()))
+    if LLAMA_CPP:
+        import llama_cpp
+
+        program = llama_cpp.Llama(str(out / "model.gguf"), n_ctx=64, verbose=False, n_threads=1)
+        try:
+            assert program.tokenize(PROMPT.encode(), add_bos=False) == prompt
+            if dtype == "fp32":
+                assert list(islice(program.generate(prompt, temp=0.0), NEW)) == expected
+        finally:
+            program.close()
+
+
+def test_what_a_form_lacks_is_refused(
+    llama: str, folder: Path, corpus: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    narrow = tiny_on(corpus, "narrow", model={**LLAMA, "ffn_hidden_size": 176}, train=TRAIN)
+    other = {**LLAMA, "gated_linear_unit": False, "qk_layernorm": True}
+    gateless = tiny_on(corpus, "gateless", model=other, train=TRAIN)
+    for recipe in (narrow, gateless):
+        assert command("train", write_recipe(recipe, folder), "--run-id", "one")[0] == 0
+    out = ("--out", str(folder / "refused"))
+    cases: dict[tuple[str, ...], tuple[str, str]] = {
+        ("narrow", "--to", "gguf", "--dtype", "q8_0"): ("--dtype", "176"),
+        ("narrow", "--to", "gguf", "--dtype", "q3"): ("--dtype", "q8_0"),
+        ("gateless", "--to", "gguf"): ("--to", "--family"),
+        ("narrow", "--to", "onnx", "--dtype", "bf16"): ("--dtype", "fp32"),
+        ("narrow", "--dtype", "q8_0"): ("--dtype", "fp32"),
+        ("narrow", "--to", "coreml"): ("--to", "torch-export"),
+    }
+    for arguments, (where, token) in cases.items():
+        code, printed = command("export", *arguments, *out)
+        assert code == 2, arguments
+        require_message(printed, where, rule=token)
+    monkeypatch.setattr(programs, "find_spec", lambda _: None)
+    code, printed = command("export", "narrow", "--to", "onnx", *out)
+    assert code == 2
+    require_message(printed, "--to", rule="llmrecipes[runtimes]")
+    assert not list(folder.glob("*refused*")) and not list(folder.glob(".*.part"))
+
+
+def test_an_operation_that_a_form_lacks_is_one_message(
+    llama: str, folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module that torch cannot trace, in place of one of the model's."""
+
+    def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * float(hidden.sum())
+
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaRMSNorm.forward", forward)
+    code, printed = command("export", llama, "--to", "onnx", "--out", str(folder / "untraced"))
+    assert code == 2
+    require_message(printed, "--to")
+    assert not list(folder.glob("*untraced*"))
