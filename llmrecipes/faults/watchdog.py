@@ -287,17 +287,16 @@ def _examined(
     before = os.fstat(stacks).st_size
     with suppress(ProcessLookupError):
         signal.pidfd_send_signal(process, STACKS)
-    with suppress(OSError):
-        os.write(evidence.ask, b"?")
-    end, size, complete = time.monotonic() + STACK_SECONDS, before, 0.0
-    while time.monotonic() < end:
+    end, size, complete = time.monotonic() + STACK_SECONDS, before, False
+    while time.monotonic() < end and not os.fstat(evidence.last).st_size:
         time.sleep(0.1)
         size, last = os.fstat(stacks).st_size, size
-        if size == last > before:
-            if os.fstat(evidence.last).st_size:
-                break
-            complete = complete or time.monotonic()
-            end = min(end, complete + min(ANSWER_SECONDS, max(0.0, _gathering(times[1]) - 1) / 4))
+        if size == last > before and not complete:
+            complete = True
+            end = min(end, time.monotonic() + min(ANSWER_SECONDS, max(0.0, _gathering(times[1]) - 1) / 4))
+            # Only now: faulthandler reads all frames without Python's lock, and one that runs meanwhile may crash it.
+            with suppress(OSError):
+                os.write(evidence.ask, b"?")
     text = os.pread(stacks, size - before, before).decode("utf-8", "replace")
     text = text or "(no stacks: the process did not answer)\n"
     collectives: dict[str, dict[str, Any]] = {}

@@ -22,7 +22,7 @@ from llmrecipes.launch.local.processes import reserved_port
 
 LIMIT = 1.0
 RANK = """
-import ctypes, os, sys, threading, time
+import ctypes, json, os, sys, threading, time
 from pathlib import Path
 from llmrecipes.faults.watchdog import HangLimits, watched
 
@@ -45,8 +45,13 @@ def thread_that_holds_the_lock():
     threading.Thread(target=hold_the_lock).start()
     time.sleep(600)
 
+def written():
+    opened = list(Path("/proc/self/fd").iterdir())  # and what it was listed through, which is closed
+    (stacks,) = [path for path in opened if path.is_symlink() and "memfd:stacks" in os.readlink(path)]
+    return json.dumps({"0 (world)": {"number": os.stat(stacks).st_size, "ended": True, "what": "stacks"}})
+
 limit, what, folder, rank, world = float(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), *map(int, sys.argv[4:])
-with watched(HangLimits(limit, limit), folder, rank=rank, world_size=world) as beat:
+with watched(HangLimits(limit, limit), folder, rank=rank, world_size=world, collectives=written) as beat:
     for step in (6, 7):
         beat("step", step)
     print(time.monotonic(), flush=True)
@@ -94,6 +99,9 @@ def test_the_rank_that_is_not_where_the_others_wait_is_named(tmp_path: Path) -> 
     found = json.loads((tmp_path / "report.json").read_text())
     assert {rank["rank"] for rank in found["ranks"]} == {0, 1, 2}
     assert "not where most ranks wait: 1\n" in found["text"] + "\n"
+    # Asked while faulthandler reads the frames of all threads, the thread that answers could crash it.
+    asked = [rank["collectives"] for rank in found["ranks"] if rank["rank"] != 1]
+    assert all(each["0 (world)"]["number"] > 0 for each in asked), "the stacks come before the question"
 
 
 def test_the_collective_that_ranks_wait_in_and_who_has_not_called_it_are_named() -> None:
