@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from llmrecipes.recipe.rules import check
 from llmrecipes.report import charts
 from llmrecipes.report.material import Material
 from llmrecipes.report.training import nothing
+from llmrecipes.tracking.histograms import sizes
 from llmrecipes.untrusted import number
 
 LAYER = re.compile(r"(?P<before>(?:.*/)?)layer_(?P<layer>\d{1,6})/(?P<after>.+)")
@@ -76,43 +76,20 @@ def _words(name: str) -> str:
     return name.replace("_", " ").replace("/", ", ").capitalize()
 
 
-LEAST_EXPONENT, MOST_EXPONENT = -200, 200
-"""Of bins that are drawn; a file may say anything."""
-
-
 def histograms(material: Material) -> str:
     """Gradients and weights by size, in the newest measurement by kind and over the steps of all together."""
     drawn = []
     for name in ("gradient", "weight"):
         samples = [(step, kinds) for step, value in material.records.histograms.kept
                    if isinstance(value, Mapping) and isinstance(kinds := value.get(name), Mapping)]  # fmt: skip
-        by_kind = {kind: bins for kind, each in samples[-1][1].items() if (bins := _sizes(each))} if samples else {}
+        by_kind = {kind: bins for kind, each in samples[-1][1].items() if (bins := sizes(each))} if samples else {}
         if not by_kind:
             continue
         step = f"{samples[-1][0]:,}"
         drawn.append(_shares(f"{name.capitalize()}s by size at step {step}, share of each kind", by_kind, wide=True))
-        over = {f"{at:,}": sum(map(_sizes, kinds.values()), Counter()) for at, kinds in samples}
+        over = {f"{at:,}": sum(map(sizes, kinds.values()), Counter()) for at, kinds in samples}
         drawn.append(_shares(f"{name.capitalize()}s by size, share of all", over, wide=False))
     return f'<div class="charts">{"".join(drawn)}</div>' if any(drawn) else ""
-
-
-def _sizes(histogram: Any) -> Counter[int]:
-    """Values by the exponent of their magnitude, without those that count as zero; of either sign."""
-    counts: Counter[int] = Counter()
-    for place, value in _bins(histogram):
-        counts[place] += value
-    return counts
-
-
-def _bins(histogram: Any) -> Iterator[tuple[int, int]]:
-    low = number(histogram.get("low")) if isinstance(histogram, Mapping) else None
-    if low is None:
-        return
-    for side in ("negative", "positive"):
-        values = histogram.get(side)
-        for place, value in enumerate(values if isinstance(values, list) else [], int(low)):
-            if LEAST_EXPONENT <= place <= MOST_EXPONENT and (known := number(value)) is not None and known > 0:
-                yield place, int(known)
 
 
 def _shares(title: str, counts: Mapping[str, Counter[int]], *, wide: bool) -> str:

@@ -83,6 +83,7 @@ class AlarmSink(Sink):
         self._step = 0
         self._queue: Queue[Alarm | None] = Queue(MOST_WAITING)
         self._unsent = 0
+        self._sending: _Sender | None = None
         self._ending = threading.Event()
         self._senders = [sender for sender in (_webhook(webhook, say), _command(command, say)) if sender is not None]
         self._thread: threading.Thread | None = None
@@ -123,8 +124,11 @@ class AlarmSink(Sink):
 
     def close(self, status: RunStatus) -> None:
         self.end(status)
-        if self._thread is not None:
-            self._thread.join(self._close_seconds)
+        if self._thread is None:
+            return
+        self._thread.join(self._close_seconds)
+        if self._thread.is_alive() and (sender := self._sending) is not None:
+            sender.complain(f"no answer within {self._close_seconds:g} s of the end of the run")
 
     def _put(self, line: str) -> None:
         if self._thread is None:
@@ -147,7 +151,9 @@ class AlarmSink(Sink):
             unsent, self._unsent = self._unsent, 0
             message = redact(self._message(gathered, unsent))
             for sender in self._senders:
+                self._sending = sender
                 sender.send(message)
+            self._sending = None
             self._ending.wait(self._interval)
 
     def _next(self) -> Alarm | None:
@@ -186,10 +192,13 @@ class _Sender:
         try:
             self._send(message)
         except Exception as error:  # of a server or a program of the user: must not end the thread
-            if not self._failed:
-                reason = redact(f"{type(error).__name__}: {error}".splitlines()[0])[:200]
-                self._say(f"alarms: {self._name} did not take a message ({reason}); metrics.jsonl has all alarms")
-            self._failed = True
+            self.complain(redact(f"{type(error).__name__}: {error}".splitlines()[0])[:200])
+
+    def complain(self, reason: str) -> None:
+        """Say once that it does not work."""
+        if not self._failed:
+            self._say(f"alarms: {self._name} did not take a message ({reason}); metrics.jsonl has all alarms")
+        self._failed = True
 
 
 def _webhook(variable: str | None, say: Callable[[str], None]) -> _Sender | None:

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 Where = Literal["rank", "node"]
 SHOWN = ("min", "median", "max")
-"""What trackers get of a spread; metrics.jsonl has the places too."""
+"""What trackers get of a spread, and the ranks of the extremes; names of nodes are in metrics.jsonl only."""
+_RANKS = ("min_rank", "max_rank")
 
 
 def spread(values: NDArray[np.float64], where: Where, names: Sequence[str] | None = None) -> dict[str, Any] | None:
@@ -43,7 +44,8 @@ def spread_metrics(values: Mapping[str, Any]) -> dict[str, float]:
         f"{group}/{name}_{which}": float(each[which])
         for group in ("ranks", "nodes")
         for name, each in (values.get(group) or {}).items()
-        for which in SHOWN
+        for which in (*SHOWN, *_RANKS)
+        if which in each
     }
     energy = values.get("energy") or {}
     metrics |= {f"energy/{name}": float(value) for name, value in energy.items() if name != "method"}

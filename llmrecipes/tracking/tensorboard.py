@@ -20,6 +20,7 @@ from llmrecipes.tracking.events import (
     note_metrics,
     source_metrics,
 )
+from llmrecipes.tracking.histograms import edges, lowest
 from llmrecipes.tracking.spread import spread_metrics
 
 TRAIN = (
@@ -37,13 +38,6 @@ TRAIN = (
     "moe_aux_loss",
     "token_accuracy",
 )
-
-
-def edges(bins: Mapping[str, Any]) -> tuple[list[float], list[int]]:
-    """Upper ends of the bins of `StepMetrics.histograms`, from the lowest, and their counts."""
-    powers = [2.0 ** (bins["low"] + place) for place in range(len(bins["positive"]) + 1)]
-    limits = [*(-power for power in powers[-2::-1]), powers[0], *powers[1:]]
-    return limits, [*bins["negative"][::-1], bins["zero"], *bins["positive"]]
 
 
 class TensorBoardSink(Sink):
@@ -80,7 +74,7 @@ class TensorBoardSink(Sink):
 
     def _histogram(self, key: str, bins: Mapping[str, Any], metrics: StepMetrics) -> None:
         limits, counts = edges(bins)
-        least = 2 * limits[0] if bins["negative"] else -limits[0]
+        least = lowest(bins, limits)
         centres = [(low + high) / 2 for low, high in zip([least, *limits], limits, strict=False)]
         self._writer.add_histogram_raw(
             key,

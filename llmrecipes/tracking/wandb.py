@@ -9,7 +9,7 @@ import json
 import os
 import shlex
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 from llmrecipes.io import write_atomic
 from llmrecipes.redact import redacted
 from llmrecipes.tracking.events import METRIC_NOTES, RunStart, expert_metrics, note_metrics, source_metrics
+from llmrecipes.tracking.histograms import edges, lowest
 from llmrecipes.tracking.mirror import Mirror, MirrorConfig, numbers, serve
 from llmrecipes.tracking.mirror_sink import MirrorSink
 from llmrecipes.tracking.spread import spread_metrics
@@ -117,7 +118,7 @@ class WandbRun:
                 | source_metrics(values)
                 | numbers(values)
             )
-            self.run.log({"step": values["step"], **points})
+            self.run.log({"step": values["step"], **points, **histograms(values.get("histograms") or {})})
         self._sent[_kind(values)] = values["step"]
 
     def remember(self) -> None:
@@ -147,6 +148,20 @@ class WandbRun:
 
     def _save(self, known: dict[str, Any]) -> None:
         write_atomic(self._file, json.dumps(known, indent=2) + "\n")
+
+
+def histograms(measures: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """W&B's histograms by name, of `StepMetrics.histograms`: `histograms/gradient/mlp_fc1` …"""
+    import numpy as np
+    import wandb
+
+    made = {}
+    for measure, kinds in measures.items():
+        for kind, bins in kinds.items():
+            limits, counts = edges(bins)
+            drawn = np.array(counts), np.array([lowest(bins, limits), *limits])
+            made[f"histograms/{measure}/{kind}"] = wandb.Histogram(np_histogram=drawn)
+    return made
 
 
 class WandbMirror(Mirror[WandbConfig, WandbRun]):

@@ -63,6 +63,8 @@ def test_a_spread_names_its_extremes_and_leaves_absent_values_out() -> None:
         "nodes/power_watts_max": 3.0,
         "energy/kwh": 2.0,
     }
+    of_ranks = spread_metrics({"ranks": {"slowness": spread(values, "rank")}})
+    assert (of_ranks["ranks/slowness_min_rank"], of_ranks["ranks/slowness_max_rank"]) == (2.0, 1.0)
 
 
 def test_a_layer_has_a_curve_unless_there_are_too_many() -> None:

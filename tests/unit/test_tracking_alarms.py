@@ -162,6 +162,7 @@ def test_a_webhook_that_hangs_delays_nothing(
         sent.note(alarm(number))
     sent.close("FINISHED")
     assert time.monotonic() - began < WAIT / 2, "neither notes nor the end wait for it"
+    assert "HOOK" in said.get_nowait() and said.empty(), "the end of the run says it"
 
 
 def test_what_never_answers_is_said(

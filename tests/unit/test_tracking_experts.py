@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from llmrecipes.recipe.schema import Model, Optimizer, Recipe, Tracking, Train
 from llmrecipes.tracking.events import LayerBalance, StepMetrics, expert_metrics, is_measured
+from llmrecipes.tracking.histograms import MOST_SAMPLES, HistogramFiles, edges
 from llmrecipes.tracking.mlflow.client import METRICS_IN_A_BATCH
 from llmrecipes.tracking.mlflow.database import tracking_uri
 from llmrecipes.tracking.run_tracker import RunTracker
-from llmrecipes.tracking.tensorboard import edges
 
 
 def layer(number: int, *tokens: int, **changes: Any) -> LayerBalance:
@@ -101,6 +102,18 @@ def test_a_step_names_every_layer(tmp_path: Path) -> None:
 
 def test_a_histogram_of_zeros_has_one_bin() -> None:
     assert edges({"low": -48, "negative": [], "zero": 4, "positive": []}) == ([2.0**-48], [4])
+
+
+def test_files_of_histograms_do_not_grow_with_the_run() -> None:
+    files = HistogramFiles(pytest.fail)
+    many = 100 * MOST_SAMPLES + 7
+    for number in [*range(1, many + 1), many - 1]:  # a batch that could not be sent is read again
+        files.add({"step": number, "histograms": {"weight": {"mlp_fc1": BINS}}})
+    steps = list(files.samples())
+    assert steps == sorted(steps) and (steps[0], steps[-1]) == (1, many)
+    assert MOST_SAMPLES / 2 <= len(steps) <= MOST_SAMPLES + 1
+    apart = [after - before for before, after in pairwise(steps[:-1])]
+    assert len(set(apart)) == 1, "spread evenly over the run"
 
 
 def test_experts_have_curves_of_their_own_as_long_as_they_are_few() -> None:

@@ -27,6 +27,7 @@ from urllib.parse import unquote, urlsplit
 import psutil
 import pytest
 import yaml
+from matplotlib.image import imread
 from mlflow.tracking import MlflowClient
 from rich.console import Console
 
@@ -40,6 +41,7 @@ from tests.helpers import ROOT, not_waiting_for
 from tests.refusals import refused
 
 TOTAL = 1000
+HISTOGRAMS = {"gradient": {"mlp_fc1": {"low": -9, "zero": 7, "negative": [5, 1], "positive": [2, 3]}}}
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +127,7 @@ def test_a_run_is_recorded_with_all_that_belongs_to_it(runs_dir: Path, tmp_path:
     made_from = recipe(experiment, description=long, system_metrics_interval=0.2)
     with start(runs_dir, made_from, "full") as tracker:
         tracker.step(step(1, loss=float("nan"), grad_norm=float("inf"), consumed_tokens=10**25))
-        tracker.step(step(2, loss_scale=1024.0, skipped=True))
+        tracker.step(step(2, loss_scale=1024.0, skipped=True, histograms=HISTOGRAMS))
         tracker.eval(evaluation(2))
         tracker.note(Note(step=2, event="checkpoint_saved", details={"seconds": 1.5}))
         wait_for(lambda: (runs_dir / "mlflow.db").exists() and "run_id" in identity(runs_dir / "tiny" / "full"))
@@ -160,7 +162,18 @@ def test_a_run_is_recorded_with_all_that_belongs_to_it(runs_dir: Path, tmp_path:
         "recipe.yaml",
         "plan.json",
         "env.json",
+        "histograms",
     }
+    require_histograms(uri, run.info.run_id, tmp_path, [2])
+
+
+def require_histograms(uri: str, run_id: str, folder: Path, steps: list[int]) -> None:
+    folder = Path(MlflowClient(uri).download_artifacts(run_id, "histograms", str(folder)))
+    assert {path.name for path in folder.iterdir()} == {"histograms.json", "gradient.png"}
+    kinds = json.loads((folder / "histograms.json").read_text())["gradient"]
+    assert kinds == {"mlp_fc1": [{"step": number, **HISTOGRAMS["gradient"]["mlp_fc1"]} for number in steps]}
+    picture = imread(folder / "gradient.png")
+    assert picture.shape[1] > 500 and picture[..., 0].std() > 0.01, "something is drawn"
 
 
 def identity(run_dir: Path) -> dict[str, str]:
@@ -405,7 +418,7 @@ def test_a_dead_server_neither_stops_nor_delays_training_and_gets_missed_points_
         ]
         with not_waiting_for(mirror):
             for number in range(12, 31):
-                tracker.step(step(number))
+                tracker.step(step(number, histograms=HISTOGRAMS if number in (20, 30) else None))
         wait_for(lambda: "retrying in the background" in caplog.text)
         tracker.close("KILLED")
         assert caplog.text.count("retrying") == 1  # said once
@@ -421,8 +434,9 @@ def test_a_dead_server_neither_stops_nor_delays_training_and_gets_missed_points_
         monkeypatch.setattr(mirror_sink, "CLOSE_SECONDS", 200.0)  # this one is alive, however busy the machine
         with start(runs, recipe(experiment, system_metrics_interval=None), "r", resumed_step=25) as tracker:
             for number in range(26, 41):
-                tracker.step(step(number))
+                tracker.step(step(number, histograms=HISTOGRAMS if number == 40 else None))
         run = only_run(address, experiment)
+        require_histograms(address, run.info.run_id, tmp_path, [20, 40])  # 30 was after the checkpoint
         losses = history(address, run.info.run_id, "train/loss")
         assert [number for number, _ in losses] == list(range(1, 41))
         assert math.isnan(losses[2][1])

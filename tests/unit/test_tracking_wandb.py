@@ -43,10 +43,10 @@ def start(runs_dir: Path, resumed_step: int = 0, **tracking: Any) -> RunTracker:
     )
 
 
-def step(number: int) -> StepMetrics:
+def step(number: int, **changes: Any) -> StepMetrics:
     return StepMetrics(
         step=number, loss=9.0 - number, grad_norm=1.0, lr=1e-3, consumed_samples=number, consumed_tokens=64 * number,
-        step_seconds=0.1, tokens_per_second=640.0,
+        step_seconds=0.1, tokens_per_second=640.0, **changes,
     )  # fmt: skip
 
 
@@ -110,8 +110,9 @@ def test_a_resumed_run_is_the_same_wandb_run_and_leaves_no_process(
 ) -> None:
     run_dir = tmp_path / "tiny" / "r1"
     with start(tmp_path, wandb_project="mine", wandb_exp_name="first try") as tracker:
+        counts = {"low": -2, "negative": [5, 0], "zero": 1, "positive": [2, 3]}
         for number in (1, 2, 3):
-            tracker.step(step(number))
+            tracker.step(step(number, histograms={"weight": {"mlp_fc1": counts}} if number == 2 else None))
         tracker.eval(EvalMetrics(step=3, valid_loss=4.5, consumed_samples=3, consumed_tokens=192, eval_seconds=0.1))
         tracker.note(Note(step=3, event="checkpoint_saved", details={"seconds": 0.1}))
         wait_for(lambda: sent(run_dir).get("event") == 3)
@@ -132,6 +133,14 @@ def test_a_resumed_run_is_the_same_wandb_run_and_leaves_no_process(
     assert config["recipe"]["model"]["hidden_size"] == 64
     assert points(first, "train/loss") == [(1, 8.0), (2, 7.0), (3, 6.0)]
     assert points(first, "valid/valid_loss") == [(3, 4.5)]
+    parts = {
+        item.nested_key[1]: json.loads(item.value_json)
+        for record in first
+        for item in record.history.item
+        if len(item.nested_key) > 1 and item.nested_key[0] == "histograms/weight/mlp_fc1"
+    }
+    bins = {"values": [0, 5, 1, 2, 3], "bins": [-1.0, -0.5, -0.25, 0.25, 0.5, 1.0]}
+    assert parts == {"_type": "histogram", **bins}
     assert points(second, "train/loss") == [(4, 5.0)]
     assert "note/restarted" in summary_keys(second) and "note/checkpoint_saved" in summary_keys(first)
     assert [each.exit.exit_code for each in first if each.HasField("exit")] == [0]

@@ -51,7 +51,7 @@ class MlflowRun:
             restore(config.uri, Path(config.kept_database))
         if is_local(config.uri):
             require_database(config.uri, config.artifact_root or "")
-        self._client = MlflowClient(config.uri)
+        self.client = MlflowClient(config.uri)
         experiment_id = self._experiment()
         run = self._find(experiment_id)
         self.run_id: str = run.info.run_id
@@ -61,28 +61,24 @@ class MlflowRun:
 
     def _experiment(self) -> str:
         """Its id; it is marked as one of training, for UIs that choose their pages by an experiment's kind."""
-        experiment = self._client.get_experiment_by_name(self._config.experiment)
+        experiment = self.client.get_experiment_by_name(self._config.experiment)
         if experiment is None:
             kind = {KIND_TAG: TRAINING_KIND}
-            return str(self._client.create_experiment(self._config.experiment, self._config.artifact_root, kind))
+            return str(self.client.create_experiment(self._config.experiment, self._config.artifact_root, kind))
         if KIND_TAG not in experiment.tags:  # made by somebody else; another kind is the user's choice
-            self._client.set_experiment_tag(experiment.experiment_id, KIND_TAG, TRAINING_KIND)
+            self.client.set_experiment_tag(experiment.experiment_id, KIND_TAG, TRAINING_KIND)
         return str(experiment.experiment_id)
 
     def _find(self, experiment_id: str) -> Run:
         identity = self._identity()
         run = self._existing(identity.get("run_id"))
         if run is None:
-            matches = self._client.search_runs(
-                [experiment_id], f"tags.`{KEY_TAG}` = '{identity['key']}'", max_results=1
-            )
+            matches = self.client.search_runs([experiment_id], f"tags.`{KEY_TAG}` = '{identity['key']}'", max_results=1)
             run = matches[0] if matches else None
         if run is None:
-            run = self._client.create_run(
-                experiment_id, run_name=self._config.run_name, tags={KEY_TAG: identity["key"]}
-            )
+            run = self.client.create_run(experiment_id, run_name=self._config.run_name, tags={KEY_TAG: identity["key"]})
         elif run.info.status != "RUNNING":
-            self._client.update_run(run.info.run_id, status="RUNNING")
+            self.client.update_run(run.info.run_id, status="RUNNING")
         self._save({**identity, "experiment_id": run.info.experiment_id, "run_id": run.info.run_id})
         return run
 
@@ -90,7 +86,7 @@ class MlflowRun:
         if run_id is None:
             return None
         try:
-            run = self._client.get_run(run_id)
+            run = self.client.get_run(run_id)
         except MlflowException as error:
             if error.error_code == ErrorCode.Name(RESOURCE_DOES_NOT_EXIST):
                 return None
@@ -124,19 +120,19 @@ class MlflowRun:
             if known.get(key, value) != value
         }
         for start in range(0, len(new), PARAMS_IN_A_BATCH):
-            self._client.log_batch(self.run_id, params=new[start : start + PARAMS_IN_A_BATCH])
+            self.client.log_batch(self.run_id, params=new[start : start + PARAMS_IN_A_BATCH])
         tags = [RunTag(key, value) for key, value in (self._config.tags | changed).items()]
         for start in range(0, len(tags), PARAMS_IN_A_BATCH):
-            self._client.log_batch(self.run_id, tags=tags[start : start + PARAMS_IN_A_BATCH])
+            self.client.log_batch(self.run_id, tags=tags[start : start + PARAMS_IN_A_BATCH])
         for name in self._config.artifacts:
             try:
-                self._client.log_artifact(self.run_id, str(Path(self._config.run_dir) / name))
+                self.client.log_artifact(self.run_id, str(Path(self._config.run_dir) / name))
             except Exception:  # an artifact store without its library or permissions must not block metrics
                 logger.warning("MLflow run %s: %s was not uploaded", self.run_id, name, exc_info=True)
 
     def last_step(self, key: str) -> int:
         """The last step of a metric in MLflow, -1 if none."""
-        return max((metric.step for metric in self._client.get_metric_history(self.run_id, key)), default=-1)
+        return max((metric.step for metric in self.client.get_metric_history(self.run_id, key)), default=-1)
 
     def has(self, values: dict[str, Any]) -> bool:
         """Whether an earlier attempt at this run has sent this point. MLflow cannot delete points."""
@@ -145,12 +141,12 @@ class MlflowRun:
     def log(self, metrics: list[Metric], tags: list[RunTag]) -> None:
         """Send points in order, in one transaction if they are few enough; idempotent."""
         while len(metrics) > METRICS_IN_A_BATCH:  # one step of a deep model with many experts
-            self._client.log_batch(self.run_id, metrics=metrics[:METRICS_IN_A_BATCH])
+            self.client.log_batch(self.run_id, metrics=metrics[:METRICS_IN_A_BATCH])
             metrics = metrics[METRICS_IN_A_BATCH:]
-        self._client.log_batch(self.run_id, metrics=metrics, tags=tags)
+        self.client.log_batch(self.run_id, metrics=metrics, tags=tags)
 
     def finish(self, status: str) -> None:
         """Set the final status and the end time, and keep the database if the pod's disk goes away."""
-        self._client.set_terminated(self.run_id, status)
+        self.client.set_terminated(self.run_id, status)
         if self._config.kept_database is not None:
             keep(self._config.uri, Path(self._config.kept_database))

@@ -7,7 +7,8 @@ import time
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from llmrecipes.tracking.events import METRIC_NOTES, expert_metrics, note_metrics, source_metrics
-from llmrecipes.tracking.mirror import Ending, Mirror, numbers, serve
+from llmrecipes.tracking.histograms import HistogramFiles
+from llmrecipes.tracking.mirror import LONGEST_MESSAGE, Ending, Mirror, numbers, serve
 from llmrecipes.tracking.mlflow.database import TRAINING_VIEW, redact
 from llmrecipes.tracking.mlflow.sink import MlflowConfig
 from llmrecipes.tracking.spread import spread_metrics
@@ -29,6 +30,7 @@ class MlflowMirror(Mirror[MlflowConfig, "MlflowRun"]):
         self._monitor: SystemMetricsMonitor | None = None
         self._system_step = 0
         self._next_sample = 0.0
+        self._histograms = HistogramFiles(self._no_histograms)
 
     def _connect(self) -> tuple[MlflowRun, str | None]:
         from llmrecipes.tracking.mlflow.client import MlflowRun
@@ -47,6 +49,7 @@ class MlflowMirror(Mirror[MlflowConfig, "MlflowRun"]):
         tags: dict[str, RunTag] = {}
         complete = self._offset
         for end, values in self._points(self._offset):
+            self._histograms.add(values)
             new_metrics, new_tags = ([], []) if run.has(values) else entities(values)
             if len(metrics) + len(new_metrics) > VALUES_IN_A_BATCH:
                 self._deliver(run, metrics, tags, complete)
@@ -62,6 +65,10 @@ class MlflowMirror(Mirror[MlflowConfig, "MlflowRun"]):
         self._offset = end
 
     def _sample(self, run: MlflowRun) -> None:
+        self._histograms.upload(run.client, run.run_id)
+        self._sample_system(run)
+
+    def _sample_system(self, run: MlflowRun) -> None:
         """Sample system metrics with MLflow's collectors, without their thread and retries."""
         from mlflow.entities import Metric
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
@@ -83,6 +90,11 @@ class MlflowMirror(Mirror[MlflowConfig, "MlflowRun"]):
 
     def _finish(self, run: MlflowRun, status: str) -> None:
         run.finish(status)
+        self._histograms.upload(run.client, run.run_id, last=True)
+
+    def _no_histograms(self, reason: str) -> None:
+        text = next(iter(self._hide(reason).splitlines()), "")[:LONGEST_MESSAGE]
+        self._tell(warning=f"{self._where} does not take the files of histograms ({text}); metrics.jsonl has them")
 
 
 def entities(values: dict[str, Any]) -> tuple[list[Metric], list[RunTag]]:
