@@ -65,10 +65,11 @@ def grow(
     from llmrecipes.models.grow import grow as make
     from llmrecipes.recipe.growing import Growth
     from llmrecipes.runfiles import checked_run_id
+    from llmrecipes.tracking.progress import Counted
 
     setup_logging()
     growth = Growth(layers, by, hidden_size, ffn_hidden_size, moe_ffn_hidden_size, heads, experts)
-    made = make(run, growth, overrides or [], runs_dir, checked_run_id(run_id))
+    made = make(run, growth, overrides or [], runs_dir, checked_run_id(run_id), None if as_json else Counted())
     if as_json:
         print(json.dumps(made.as_dict()))
         return

@@ -116,8 +116,10 @@ def _merge_runs(
     from llmrecipes.commandline import resume_command
     from llmrecipes.models.merge import merge_runs
     from llmrecipes.runfiles import checked_run_id
+    from llmrecipes.tracking.progress import Counted
 
-    made = merge_runs(models, options, runs_dir, checked_run_id(run_id), base)
+    progress = None if as_json else Counted()
+    made = merge_runs(models, options, runs_dir, checked_run_id(run_id), base, progress)
     if as_json:
         print(json.dumps(made.as_dict()))
         return

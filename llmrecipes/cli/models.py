@@ -248,6 +248,7 @@ def _import_megatron(
 ) -> None:
     from llmrecipes.console import number
     from llmrecipes.models.importing import import_megatron as make
+    from llmrecipes.tracking.progress import Counted
 
     if of != "megatron":
         raise UserError(f"{of!r}", where="--from", rule="one of hf, megatron")
@@ -258,7 +259,7 @@ def _import_megatron(
             rule="a checkpoint of Megatron-LM has weights and arguments only, no description of data and training",
             fix="--recipe FILE.yaml, whose model section describes the trained model",
         )
-    made = make(Path(source), recipe, overrides, runs_dir, run_id)
+    made = make(Path(source), recipe, overrides, runs_dir, run_id, None if as_json else Counted())
     if as_json:
         print(json.dumps(made.as_dict()))
         return

@@ -63,12 +63,20 @@ def prune(
     from llmrecipes.recipe.pruning import PruneOptions
     from llmrecipes.rundir import Run
     from llmrecipes.runfiles import checked_run_id
+    from llmrecipes.tracking.progress import Counted
 
     setup_logging()
     run_id = checked_run_id(run_id)
     options = PruneOptions(method, ratio, tuple(name.strip() for name in axes.split(",")), pattern, into)
     made = make(
-        Run.find(run, runs_dir).path, options, Calibration(data, sequences), overrides or [], runs_dir, data_dir, run_id
+        Run.find(run, runs_dir).path,
+        options,
+        Calibration(data, sequences),
+        overrides or [],
+        runs_dir,
+        data_dir,
+        run_id,
+        None if as_json else Counted(),
     )
     if as_json:
         print(json.dumps(made.as_dict()))

@@ -185,6 +185,7 @@ def inference(
     from llmrecipes.console import setup_logging
     from llmrecipes.models.inference import InferenceOptions, bench_inference, draw
     from llmrecipes.scaling.plot import require_file
+    from llmrecipes.tracking.progress import Counted
 
     setup_logging()
     if plot is not None:
@@ -196,7 +197,7 @@ def inference(
         if not as_json:
             print(line, file=sys.stderr, flush=True)
 
-    rows = bench_inference(models, names, runs_dir, data_dir, options, say)
+    rows = bench_inference(models, names, runs_dir, data_dir, options, say, None if as_json else Counted())
     if plot is not None:
         draw(rows, plot)
     if as_json:

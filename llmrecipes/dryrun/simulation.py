@@ -254,10 +254,15 @@ def main() -> None:
     warnings.filterwarnings("ignore", module=r"llmrecipes\.dryrun\.recorder")
     path = Path(sys.argv[1])
     spec = DryRunSpec.model_validate_json(path.read_text("utf-8"))
+    began, ranks = time.monotonic(), len(spec.ranks)
     for number, rank in enumerate(spec.ranks, start=1):
         which = f"rank {rank}" + (f" ({number} of {len(spec.ranks)})" if len(spec.ranks) > 1 else "")
         report = dry_run(spec, rank, partial(_say, which))
         (path.parent / report_name(rank)).write_text(report.model_dump_json() + "\n", "utf-8")
+        if number < ranks:
+            taken = time.monotonic() - began
+            left = f"about {duration(taken / number * (ranks - number))} left for the others"
+            _say(which, f"done, {duration(taken / number)} a rank, {left}")
 
 
 def _say(which: str, line: str) -> None:

@@ -25,8 +25,11 @@ from llmrecipes.tracking.status import StatusSink
 from llmrecipes.workflow.run import on_one_rank
 
 if TYPE_CHECKING:
+    import torch
+
     from llmrecipes.checkpoint.manifest import CheckpointInfo
     from llmrecipes.engine.base import WeightSource
+    from llmrecipes.tracking.progress import Counted
 
 IMPORTED = "imported.json"
 _LOCK = ".lock"
@@ -167,11 +170,16 @@ def require_unused(run_dir: Path) -> None:
 
 
 def write_checkpoint(
-    recipe: Recipe, weights: WeightSource, run_dir: Path, check: Callable[[Plan], None] | None = None
+    recipe: Recipe,
+    weights: WeightSource,
+    run_dir: Path,
+    progress: Counted | None = None,
+    check: Callable[[Plan], None] | None = None,
 ) -> None:
     """Write a checkpoint of step 0 box by box, in one process that does not hold the model.
 
     Args:
+        progress: shows how many parameters are written.
         check: called with the plan for one rank before anything is written, in a world of one that has been joined.
     """
     from llmrecipes.engine.backends import backend
@@ -186,11 +194,27 @@ def write_checkpoint(
         with engines.join(single, engines.platform()):
             if check is not None:
                 check(plan)
-            written, versions = engines.write_weights(plan, weights, temporary)
+            shown = weights if progress is None else _Shown(weights, progress, plan.num_parameters.total)
+            written, versions = engines.write_weights(plan, shown, temporary)
         info = first_checkpoint(recipe, plan, engine_name(single))
         store.publish(temporary, info, versions=versions, known=written.files)
     finally:
+        if progress is not None:
+            progress.close()
         store.release()
+
+
+class _Shown:
+    """Weights whose reading is shown."""
+
+    def __init__(self, weights: WeightSource, progress: Counted, parameters: int) -> None:
+        self._weights, self._progress = weights, progress
+        progress.begin("parameters", parameters)
+
+    def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        value = self._weights.read(name, offset, shape)
+        self._progress.add(value.numel())
+        return value
 
 
 def first_checkpoint(recipe: Recipe, plan: Plan, engine: str) -> CheckpointInfo:

@@ -18,6 +18,7 @@ from llmrecipes.models.create import published, require_absent
 from llmrecipes.models.export import ExportOptions
 from llmrecipes.models.programs import ExportedProgram, require_runtimes
 from llmrecipes.rundir import Run
+from llmrecipes.tracking.progress import Counted
 from llmrecipes.workflow.model_source import find_checkpoint, open_run, require_merge
 
 if TYPE_CHECKING:
@@ -153,6 +154,8 @@ def _write(opened: OpenedRun, file: Path, dtype: str, tokens: Mapping[str, Any])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
+    progress = Counted()
+    progress.begin("tensors", len(names))
     for name in names:
         values = source.read(name).to(torch.float32)
         if architecture.name in ROTATES_PAIRS and ".q_proj." in name:
@@ -160,6 +163,8 @@ def _write(opened: OpenedRun, file: Path, dtype: str, tokens: Mapping[str, Any])
         elif architecture.name in ROTATES_PAIRS and ".k_proj." in name:
             values = _pairs(values, groups)
         writer.write_tensor_data(gguf.quants.quantize(values.contiguous().numpy(), of_type[name]))
+        progress.add(1)
+    progress.close()
     writer.close()
     return parameters
 

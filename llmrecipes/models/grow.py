@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from llmrecipes.hf.safetensors import TensorSource
+    from llmrecipes.tracking.progress import Counted
 
 
 RECORD = "grown.json"
@@ -30,7 +31,14 @@ What is left after at least a half has been taken is exact in every floating-poi
 copies of a weight sum to it in the precision of the checkpoint."""
 
 
-def grow(reference: str, growth: Growth, overrides: Sequence[str], runs_dir: Path, run_id: str) -> CreatedRun:
+def grow(
+    reference: str,
+    growth: Growth,
+    overrides: Sequence[str],
+    runs_dir: Path,
+    run_id: str,
+    progress: Counted | None = None,
+) -> CreatedRun:
     """Create a run directory that `llmrecipes train <run_dir>/recipe.yaml --run-id <run_id>` resumes.
 
     One process without a GPU reads one tensor of the small model at a time. The optimizer state is new, and data starts
@@ -42,6 +50,7 @@ def grow(reference: str, growth: Growth, overrides: Sequence[str], runs_dir: Pat
         overrides: keys of the new recipe, such as its length and learning rate.
         runs_dir: where runs are kept.
         run_id: of the new run.
+        progress: shows how much is written.
 
     Returns:
         With the origin: `from_run` and its `step`; `sizes`, each as it was and is; `by`, how layers were added (None:
@@ -60,7 +69,8 @@ def grow(reference: str, growth: Growth, overrides: Sequence[str], runs_dir: Pat
     def write(folder: Path) -> dict[str, Any]:
         from llmrecipes.engine.backends import backend
 
-        write_checkpoint(grown, GrownWeights(backend(small).tensors(entry), small.model, grown.model, growth), folder)
+        weights = GrownWeights(backend(small).tensors(entry), small.model, grown.model, growth)
+        write_checkpoint(grown, weights, folder, progress)
         before, after = shape(small.model), shape(grown.model)
         added = [number for number, each in enumerate(made) if each.added]
         return {

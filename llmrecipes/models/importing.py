@@ -23,9 +23,6 @@ from llmrecipes.workflow.pretrained import recipe_name, recipe_values, require_t
 from llmrecipes.workflow.run import on_one_rank
 
 if TYPE_CHECKING:
-    import torch
-
-    from llmrecipes.engine.base import WeightSource
     from llmrecipes.tracking.progress import Counted
 
 
@@ -94,8 +91,7 @@ def import_model(
     plan = _planned(recipe, runs_dir)
 
     def write(folder: Path) -> dict[str, Any]:
-        shown = weights if progress is None else _Shown(weights, progress, plan.num_parameters.total)
-        write_checkpoint(recipe, shown, folder)
+        write_checkpoint(recipe, weights, folder, progress)
         weights.close()
         return {
             "source": model.name,
@@ -110,19 +106,6 @@ def import_model(
         }
 
     return create_run(run_dir, recipe, write, text=short(recipe, COMMENTS, DEFAULTS_NOTE))
-
-
-class _Shown:
-    """Weights whose reading is shown."""
-
-    def __init__(self, weights: WeightSource, progress: Counted, parameters: int) -> None:
-        self._weights, self._progress = weights, progress
-        progress.begin("parameters", parameters)
-
-    def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        value = self._weights.read(name, offset, shape)
-        self._progress.add(value.numel())
-        return value
 
 
 def _recipe(values: Mapping[str, Any], where: Path, overrides: Sequence[str]) -> Recipe:
@@ -161,7 +144,14 @@ def _cost(folder: Path, started: float) -> dict[str, Any]:
     }
 
 
-def import_megatron(source: Path, recipe: str, overrides: Sequence[str], runs_dir: Path, run_id: str) -> CreatedRun:
+def import_megatron(
+    source: Path,
+    recipe: str,
+    overrides: Sequence[str],
+    runs_dir: Path,
+    run_id: str,
+    progress: Counted | None = None,
+) -> CreatedRun:
     """Create a run directory that `llmrecipes train <run_dir>/recipe.yaml --run-id <run_id>` resumes.
 
     Only weights are taken: the optimizer, the schedule and the data start from the beginning. One process reads and
@@ -173,6 +163,7 @@ def import_megatron(source: Path, recipe: str, overrides: Sequence[str], runs_di
         overrides: `key.path=value` of the recipe.
         runs_dir: where runs are kept.
         run_id: of the new run.
+        progress: shows how much is written.
 
     Returns:
         With the origin: `source` (folder of the checkpoint), `iteration` (None if it does not say), `parameters` with
@@ -195,7 +186,7 @@ def import_megatron(source: Path, recipe: str, overrides: Sequence[str], runs_di
     plan = _planned(loaded.recipe, runs_dir)
 
     def write(folder: Path) -> dict[str, Any]:
-        write_checkpoint(loaded.recipe, weights, folder, weights.require_fit)
+        write_checkpoint(loaded.recipe, weights, folder, progress, weights.require_fit)
         return {
             "source": str(saved.path),
             "iteration": saved.iteration,

@@ -10,12 +10,14 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmrecipes.console import duration
 from llmrecipes.errors import UserError
 from llmrecipes.models.inference_worker import InferenceSpec, Measured
 from llmrecipes.models.quantize import PACKAGE, QuantizeOptions, quantize, text_of
@@ -24,6 +26,8 @@ from llmrecipes.rundir import Run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from llmrecipes.tracking.progress import Counted
 
 PLAIN = ("fp32", "bf16")
 GGUF = ("gguf-fp32", "gguf-fp16", "gguf-bf16", "gguf-q8_0")
@@ -87,6 +91,7 @@ def bench_inference(
     data_dir: Path,
     options: InferenceOptions,
     say: Callable[[str], None] = lambda _line: None,
+    progress: Counted | None = None,
 ) -> list[Row]:
     """Measure models in formats.
 
@@ -97,7 +102,8 @@ def bench_inference(
         runs_dir: where runs are kept.
         data_dir: where prepared data is kept.
         options: what is measured.
-        say: receives a line before each format.
+        say: receives a line before each format is measured.
+        progress: shows how much of a format is written.
 
     Raises:
         UserError: an unknown format or model, one that a folder cannot be written in, or a process that fails.
@@ -105,12 +111,14 @@ def bench_inference(
     if unknown := [name for name in formats or () if name not in FORMATS]:
         raise UserError(f"{unknown[0]!r}", where="--formats", rule=f"of {', '.join(FORMATS)}")
     rows: list[Row] = []
+    total = sum(1 if _own_form(Path(model)) else len(formats or PLAIN) for model in models)
+    began = time.monotonic()
     for model in models:
         with tempfile.TemporaryDirectory() as temporary:
             place = Path(temporary)
             first: Measured | None = None
-            for name, folder, program, size in _forms(model, formats, runs_dir, data_dir, place):
-                say(f"{model}  {name}")
+            for name, folder, program, size in _forms(model, formats, runs_dir, data_dir, place, progress):
+                say(f"{model}  {name}  {_how_far(len(rows), total, time.monotonic() - began)}")
                 needs = NEEDS.get(program)
                 if needs is not None and find_spec(needs) is None:
                     rows.append(Row(model, name, program, size, None, f"the package {needs} is not installed"))
@@ -123,26 +131,33 @@ def bench_inference(
     return rows
 
 
+def _how_far(done: int, total: int, seconds: float) -> str:
+    left = f", about {duration(seconds / done * (total - done))} left" if done else ""
+    return f"({done + 1} of {total}{left})"
+
+
 def _same(one: Sequence[int], other: Sequence[int]) -> int:
     pairs = zip(one, other, strict=False)
     return next((number for number, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _forms(
-    model: str, formats: Sequence[str] | None, runs_dir: Path, data_dir: Path, place: Path
+    model: str,
+    formats: Sequence[str] | None,
+    runs_dir: Path,
+    data_dir: Path,
+    place: Path,
+    progress: Counted | None,
 ) -> Iterator[tuple[str, Path, str, int]]:
     """Format, folder, program and bytes of the weights, of each format of a model; made when it is asked for."""
     from llmrecipes.models.export import ExportOptions, export
 
     folder = Path(model)
     is_folder = folder.is_dir() and not Run(folder).exists()
-    own = next((kind for file, kind in FILES.items() if (folder / file).is_file()), None) if is_folder else None
-    if own is not None:
-        yield own, folder, _program(own), _bytes(folder)
-        return
-    if is_folder and (scheme := scheme_of(folder)) is not None:
-        _require_package(scheme)
-        yield scheme, folder, "transformers", _bytes(folder)
+    if (own := _own_form(folder)) is not None:
+        if own not in FILES.values():
+            _require_package(own)
+        yield own, folder, _program(own) if own in FILES.values() else "transformers", _bytes(folder)
         return
     exported = [name for name in formats or () if name in EXPORTED]
     if is_folder and exported:
@@ -153,17 +168,25 @@ def _forms(
     source = folder
     if not is_folder:
         source = place / "hf"
-        export(model, source, runs_dir, data_dir, ExportOptions())
+        export(model, source, runs_dir, data_dir, ExportOptions(), progress)
     for name in formats or PLAIN:
         if name in PLAIN:
             yield name, source, "transformers", _stored_bytes(source, name)
         elif name in SCHEMES:
             _require_package(name)
-            quantize(str(source), place / name, runs_dir, data_dir, QuantizeOptions(name))
+            quantize(str(source), place / name, runs_dir, data_dir, QuantizeOptions(name), progress)
             yield name, place / name, "transformers", _bytes(place / name)
         else:
             _export_program(model, name, place / name, runs_dir, data_dir)
             yield name, place / name, _program(name), _bytes(place / name)
+
+
+def _own_form(folder: Path) -> str | None:
+    """The format of a folder that has one only, because it is quantised or another program's; None: of all others."""
+    if not folder.is_dir() or Run(folder).exists():
+        return None
+    kind = next((kind for file, kind in FILES.items() if (folder / file).is_file()), None)
+    return scheme_of(folder) if kind is None else kind
 
 
 def _export_program(model: str, name: str, out: Path, runs_dir: Path, data_dir: Path) -> None:

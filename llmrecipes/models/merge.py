@@ -230,7 +230,12 @@ def _named(model: str) -> str:
 
 
 def merge_runs(
-    models: Sequence[str], options: MergeOptions, runs_dir: Path, run_id: str, base: str | None = None
+    models: Sequence[str],
+    options: MergeOptions,
+    runs_dir: Path,
+    run_id: str,
+    base: str | None = None,
+    progress: Counted | None = None,
 ) -> CreatedRun:
     """Merge checkpoints of runs into a run that `llmrecipes train`, `generate` and `eval` take like any other.
 
@@ -243,6 +248,7 @@ def merge_runs(
         runs_dir: where runs are kept.
         run_id: of the new run.
         base: the run that the others were fine-tuned from, likewise.
+        progress: shows how much is written.
 
     Returns:
         With the origin: `models` and `base` as they were named, `merge` (method and numbers), and `seconds`.
@@ -267,7 +273,7 @@ def merge_runs(
     run_dir = Run.of(runs_dir, recipe.name, run_id).path
 
     def write(folder: Path) -> dict[str, Any]:
-        write_checkpoint(recipe, Boxes(merged), folder)
+        write_checkpoint(recipe, Boxes(merged), folder, progress)
         seconds = round(time.monotonic() - started, 3)
         return {"models": tuple(models), "base": base, "merge": numbers.as_dict(), "seconds": seconds}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import Entry
     from llmrecipes.engine.meters import Importance
     from llmrecipes.models.pruned_weights import SmallerWeights
+    from llmrecipes.tracking.progress import Counted
 
 RECORD = "pruned.json"
 
@@ -50,6 +51,7 @@ def prune(
     runs_dir: Path,
     data_dir: Path,
     run_id: str,
+    progress: Counted | None = None,
 ) -> CreatedRun:
     """Create a run directory that `llmrecipes train <run_dir>/recipe.yaml --run-id <run_id>` resumes.
 
@@ -64,6 +66,7 @@ def prune(
         runs_dir: where runs are kept.
         data_dir: where prepared data is kept.
         run_id: of the new run.
+        progress: shows how much is measured and written.
 
     Returns:
         With the origin: `run`, `step`, `method`, `parameters_before`, `parameters`, `tokens` of calibration, the
@@ -89,10 +92,10 @@ def prune(
     found = None
     if options.method != "magnitude":
         _require_memory(plan)
-        found = _measured(plan, entry, calibration_rows(before, data_dir, calibration))
+        found = _measured(plan, entry, calibration_rows(before, data_dir, calibration), progress)
 
     def write(folder: Path) -> dict[str, Any]:
-        return {**origin, **_write(entry, before, after, options, found, folder)}
+        return {**origin, **_write(entry, before, after, options, found, folder, progress)}
 
     return create_run(run_dir, after, write, text=short(after, None, DEFAULTS_NOTE), record=RECORD)
 
@@ -154,7 +157,7 @@ def calibration_rows(recipe: Recipe, data_dir: Path, calibration: Calibration) -
     return torch.tensor(stream[:needed]).view(calibration.sequences, length)
 
 
-def _measured(plan: Plan, entry: Entry, rows: torch.Tensor) -> Importance:
+def _measured(plan: Plan, entry: Entry, rows: torch.Tensor, progress: Counted | None) -> Importance:
     from llmrecipes.engine.backends import backend
 
     engines = backend(plan.recipe)
@@ -162,11 +165,31 @@ def _measured(plan: Plan, entry: Entry, rows: torch.Tensor) -> Importance:
     size = plan.recipe.train.micro_batch_size
 
     with engines.join(plan.recipe, platform):
-        return engines.importance(plan, platform, entry, rows.split(size))
+        return engines.importance(plan, platform, entry, _shown(rows, size, progress))
+
+
+def _shown(rows: torch.Tensor, size: int, progress: Counted | None) -> Iterator[torch.Tensor]:
+    """Batches of `size` rows, whose measuring is shown."""
+    if progress is None:
+        yield from rows.split(size)
+        return
+    progress.begin("sequences", len(rows))
+    try:
+        for batch in rows.split(size):
+            yield batch
+            progress.add(len(batch))
+    finally:
+        progress.close()
 
 
 def _write(
-    entry: Entry, before: Recipe, after: Recipe, options: PruneOptions, found: Importance | None, folder: Path
+    entry: Entry,
+    before: Recipe,
+    after: Recipe,
+    options: PruneOptions,
+    found: Importance | None,
+    folder: Path,
+    progress: Counted | None,
 ) -> dict[str, Any]:
     from llmrecipes.engine.backends import backend
     from llmrecipes.models.merge import Boxes
@@ -176,12 +199,12 @@ def _write(
     tokens = {} if found is None else {"tokens": found.tokens}
     if options.unstructured:
         sparse = SparseWeights(tensors, options, None if found is None else found.inputs)
-        write_checkpoint(after, Boxes(sparse), folder)
+        write_checkpoint(after, Boxes(sparse), folder, progress)
         return {**tokens, "zeros": round(sparse.zeros / max(1, sparse.weights), 4)}
     if found is None:
         raise ValueError(f"{METHODS[options.method or 'depth']} without importance")
     smaller = SmallerWeights(tensors, before.model, after.model, found)
-    write_checkpoint(after, Boxes(smaller), folder)
+    write_checkpoint(after, Boxes(smaller), folder, progress)
     return {**tokens, **_layers(smaller, found, before, after)}
 
 

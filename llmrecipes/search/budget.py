@@ -119,11 +119,19 @@ class Budget:
             return f"search.max_tokens {number(search.max_tokens)} is used up"
         return ""
 
-    def left(self, now: Used) -> str:
-        """The remaining limits as text."""
+    def left(self, now: Used, ended: int = 0) -> str:
+        """The remaining limits as text.
+
+        Args:
+            now: what has been used.
+            ended: trials that ended since this process started, by whose rate the rest takes so long; 0: unknown.
+        """
         search, parts = self.search, []
         if search.n_trials is not None:
-            parts.append(f"{max(0, search.n_trials - now.trials)} of {search.n_trials} trials")
+            left = max(0, search.n_trials - now.trials)
+            seconds = (left + now.running) * (time.monotonic() - self.started) / ended if ended else 0.0
+            about = f" (about {duration(seconds)})" if seconds else ""
+            parts.append(f"{left} of {search.n_trials} trials{about}")
         if search.timeout is not None:
             parts.append(duration(max(0.0, search.timeout - (time.monotonic() - self.started))))
         if search.max_gpu_hours is not None:

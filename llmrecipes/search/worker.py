@@ -129,6 +129,7 @@ class Worker:
     tracker: StudyTracker
     running: list[Running] = field(default_factory=list)
     failures: int = 0
+    ended: int = 0
 
     def __post_init__(self) -> None:
         self.search: Search = require_section(self.recipe)
@@ -400,7 +401,8 @@ class Worker:
             parts.append(reason)
         if now.best is not None and len(self.search.objectives) == 1:
             parts.append(f"best {now.best:.5g}")
-        if left := self.budget.left(now):
+        self.ended += 1
+        if left := self.budget.left(now, self.ended):
             parts.append(f"left {left}")
         self.log("  ".join(parts))
 

@@ -427,11 +427,15 @@ def test_checkpoints_of_a_run_are_averaged(paths: Paths, tmp_path: Path) -> None
         llmrecipes.merge_models(["runs/one@3", "runs/one"], tmp_path / "twice", method="linear", **places)
 
 
-def test_checkpoints_of_a_run_become_a_run(paths: Paths, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_of_a_run_become_a_run(
+    paths: Paths, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is the average, training resumes from it, and other models are refused."""
     places = ["--runs-dir", str(paths.runs_dir), "--data-dir", str(paths.data_dir)]
     command = ["merge", "runs/one@2", "runs/one@3", "--method", "linear", *places]
+    monkeypatch.setattr("llmrecipes.tracking.progress.SECONDS_BEFORE_COUNTING", 0.0)
     assert run([*command, "--to", "run", "--run-id", "mean"]) == 0
+    assert "parameters  " in capsys.readouterr().err
     assert run([*command, "--out", str(tmp_path / "mean")]) == 0
     opened = llmrecipes.open_run("runs/mean", runs_dir=paths.runs_dir, data_dir=paths.data_dir)
     assert [each.step for each in opened.checkpoints] == [0] and opened.status.step == 0

@@ -115,10 +115,12 @@ def rows_in(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def test_neurons_and_heads_that_are_removed_are_all_that_is_missing(
-    whole: Path, folder: Path, data_dir: Path, command: Command
+    whole: Path, folder: Path, data_dir: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("llmrecipes.tracking.progress.SECONDS_BEFORE_COUNTING", 0.0)
     code, printed = command("prune", "whole", "--method", "width", "--ratio", "0.5", "--run-id", "w", *FEW)
     assert code == 0
+    assert "sequences  " in printed and "parameters  " in printed, "long work shows its progress"
     run = folder / "runs/whole-pruned/w"
     assert f"llmrecipes train {run}/recipe.yaml --run-id w" in printed
     model = load(str(run / "recipe.yaml")).recipe.model

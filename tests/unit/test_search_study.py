@@ -471,6 +471,7 @@ def test_what_a_study_has_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     made.run()
     now = used(own_trials(made.study), made.budget.trial_tokens)
     assert (now.trials, now.tokens, now.best) == (2, 2 * 6 * 8 * 64, None)
+    assert any("1 of 2 trials (about " in line for line in said), "as long as those that ended"
     assert "0 of 2 trials" in said[-2]
     assert "993.9k tokens" in said[-2]
 

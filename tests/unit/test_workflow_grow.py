@@ -42,7 +42,7 @@ def small_run(tmp_path: Path, corpus: Path) -> Path:
 
 
 def test_training_continues_from_the_grown_run(
-    small_run: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
+    small_run: Path, data_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = small_run.parents[1]
     command = ["grow", "tiny/small@0", "--runs-dir", str(runs), "--layers", "4"]
@@ -56,8 +56,10 @@ def test_training_continues_from_the_grown_run(
     assert run([*train, "--data-dir", str(data_dir)]) == 0
     assert CheckpointStore(folder / "checkpoints").entries()[-1].step == 2
     capsys.readouterr()
+    monkeypatch.setattr("llmrecipes.tracking.progress.SECONDS_BEFORE_COUNTING", 0.0)
     assert run([*command, "--by", "stack", "--run-id", "deep"]) == 0
-    assert "llmrecipes train" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "llmrecipes train" in printed.out and "parameters  " in printed.err
     before = sorted(runs.rglob("*"))
     assert run([*command, "--run-id", "deep"]) == 2
     require_message(capsys.readouterr().err, runs / "tiny-grown" / "deep", rule="--run-id")
