@@ -30,8 +30,11 @@ class GradientNorm:
         self._lowest, self._first = math.inf, 0.0
         self._median: float | None = None
         self._spikes = deque[bool](maxlen=AMONG)
+        self._layers: tuple[int, dict[str, float]] | None = None
 
     def add(self, record: Record) -> Iterator[Sighting]:
+        if norms := of_layers(record, "grad_norm"):
+            self._layers = record["step"], norms
         norm, step = value(record, "grad_norm"), record["step"]
         if norm is None or not steps_only(record):
             return
@@ -43,18 +46,32 @@ class GradientNorm:
         median = self._median
         self._spikes.append(norm > EXPLODES * usual and norm > self._clip)
         if median > EXPLODES * self._lowest and median > max(self._clip, NO_GRADIENT):
-            text = f"the median gradient norm rose from {self._lowest:.3g} to {median:.3g}"
-            evidence = {"grad_norm": median, "lowest": self._lowest, "clip_grad": self._clip}
+            text = f"the median gradient norm rose from {self._lowest:.3g} to {median:.3g}{self._where()}"
+            evidence = {"grad_norm": median, "lowest": self._lowest, "clip_grad": self._clip, **self._largest()}
             yield Sighting("exploding_gradients", step, text, evidence)
         elif self._spikes[-1] and sum(self._spikes) >= SPIKES:
             spikes, last = sum(self._spikes), len(self._spikes)
             text = f"in {spikes} of the last {last} steps the gradient norm was over {EXPLODES:.0f} times its median"
+            text += self._where()
             evidence = {"spikes": spikes, "steps": last, "grad_norm": norm, "median": usual, "clip_grad": self._clip}
+            evidence |= self._largest()
             yield Sighting("exploding_gradients", step, text, evidence)
         if median < max(VANISHES * self._first, NO_GRADIENT) and not self._one_batch:
             text = f"the median gradient norm is {median:.3g}; it was {self._first:.3g} at the start"
             yield Sighting("vanishing_gradients", step, text, {"grad_norm": median, "first": self._first})
         self._lowest, self._first = min(self._lowest, median), self._first or median
+
+    def _largest(self) -> dict[str, Any]:
+        """The layer and kind of parameter with the largest norm when layers were last measured."""
+        if self._layers is None:
+            return {}
+        step, norms = self._layers
+        name = max(norms, key=lambda name: norms[name])
+        return {"layer": name, "layer_grad_norm": norms[name], "layer_step": step}
+
+    def _where(self) -> str:
+        most = self._largest()
+        return f"; the largest was {most['layer_grad_norm']:.3g}, of {most['layer']}" if most else ""
 
 
 OF_OTHERS = 1e-4

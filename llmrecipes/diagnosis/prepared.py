@@ -1,4 +1,4 @@
-"""Checks of prepared data, from the manifest of its folder: duplicates."""
+"""Checks of prepared data, from the manifest of its folder: duplicates, and text of evaluation files."""
 
 from __future__ import annotations
 
@@ -36,3 +36,10 @@ def of_data(manifest: Mapping[str, Any]) -> Iterator[Sighting]:
             text = f"{repeated:,} of {read:,} documents of source {label} repeat others ({repeated / read:.0%})"
             evidence = {"source": label, "equal": equal, "near": near, "read": read}
             yield Sighting("duplicate_data", None, text, evidence)
+    dropped = manifest.get("decontaminated")
+    if isinstance(dropped, Mapping):
+        counts = {str(file): number for file in dropped if (number := value(dropped, file))}
+        if counts:
+            most = max(counts, key=lambda file: counts[file])
+            text = f"{sum(counts.values()):,.0f} documents had text of evaluation files, most of them of {most}"
+            yield Sighting("leaking_data", None, text, {"documents": sum(counts.values()), "file": most})

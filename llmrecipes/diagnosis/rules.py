@@ -122,6 +122,11 @@ CHECKED = {
         "They were left out. Check whether a source is listed twice or has copies: less text is left than it seems. "
         "Near-copies may be held out and in training: the step near_duplicates of data.steps, then prepare --verify.",
     ),
+    "leaking_data": Rule(
+        "info",
+        "Training text had text of evaluation files",
+        "These documents were left out. Paraphrases are not noticed: trust scores on these files less.",
+    ),
 }
 """Rules that checks of records apply, live and after the fact."""
 

@@ -70,10 +70,9 @@ def write(
 def report(run_dirs: Sequence[Path], data_dir: Path, profile: Profile | None = None) -> tuple[str, dict[str, Any]]:
     """The page of several runs, and its numbers as JSON values.
 
-    Raises:
-        UserError: the recipe of a run is corrupt, or it has no step.
+    What cannot be read of a run is named, and left out.
     """
-    compared = compare(run_dirs)
+    compared = compare(run_dirs, partial=True)
     materials = [Material.read(Run(run_dir), data_dir, profile) for run_dir in run_dirs]
     names = _names(run_dirs)
     body = [f"<h1>{webpage.text(' and '.join(names) if len(names) == 2 else f'{len(names)} runs')}</h1>"]
@@ -106,6 +105,9 @@ def _problems(names: Sequence[str], materials: Sequence[Material]) -> str:
         for name, material in zip(names, materials, strict=True)
         for each in material.findings
     ]  # fmt: skip
+    for name, material in zip(names, materials, strict=True):
+        absent = material.unread if len(material.records) else [material.records.missing, *material.unread]
+        rows += [(name, "note", "Missing or unreadable", "", text) for text in dict.fromkeys(absent)]
     if not rows:
         return training.nothing("Nothing: no check has seen anything in these runs.")
     return webpage.table(("run", "severity", "what", "where", "details"), rows)
@@ -113,7 +115,10 @@ def _problems(names: Sequence[str], materials: Sequence[Material]) -> str:
 
 def _differences(names: Sequence[str], compared: RunComparison) -> str:
     if not compared.differences:
-        return training.nothing("The recipes are the same.")
+        unread = [name for name, run in zip(names, compared.runs, strict=True) if run.recipe is None]
+        but = f" The recipe of {', '.join(unread)} cannot be read." if unread else ""
+        known = "The recipes are the same." if len(names) - len(unread) > 1 else "There are no two recipes to compare."
+        return training.nothing(known + but)
     rows = [(key, *(value if isinstance(value, str) else json.dumps(value) for value in values))
             for key, values in compared.differences.items()]  # fmt: skip
     return webpage.table(("key", *names), rows)

@@ -50,14 +50,14 @@ class Curve:
 
 @dataclass
 class Compared:
-    """One run.
+    """One run. `recipe` is None if it cannot be read.
 
     `figures` by name; None if the run has no such number. Speed and step time are medians; `memory_bytes` is the
     maximum over steps, on the first rank.
     """
 
     path: Path
-    recipe: dict[str, Any]
+    recipe: dict[str, Any] | None
     state: str
     train: Curve
     valid: Curve
@@ -76,7 +76,7 @@ class Compared:
             "path": str(self.path),
             "state": self.state,
             "figures": self.figures,
-            "energy": {} if self.energy is None else self.energy.values(self.train.tokens[-1]),
+            "energy": {} if self.energy is None else self.energy.values(*self.train.tokens[-1:]),
             "train": self.train.as_list(),
             "valid": self.valid.as_list(),
         }
@@ -97,29 +97,32 @@ class RunComparison:
         }
 
 
-def compare(run_dirs: Sequence[Path]) -> RunComparison:
+def compare(run_dirs: Sequence[Path], *, partial: bool = False) -> RunComparison:
     """Read and compare runs, which may still be running.
 
+    Args:
+        partial: also those without any step or with a recipe that cannot be read.
+
     Raises:
-        UserError: fewer than two runs, or one without any step.
+        UserError: fewer than two runs; or, unless `partial`, one without any step or with a corrupt recipe.
     """
     if len(run_dirs) < 2:
         raise UserError("one run", where="RUN", rule="compare needs two runs or more", fix="llmrecipes runs lists them")
-    runs = tuple(_read(run_dir) for run_dir in run_dirs)
+    runs = tuple(_read(run_dir, partial=partial) for run_dir in run_dirs)
     return RunComparison(runs, _differences([run.recipe for run in runs]))
 
 
-def _differences(recipes: Sequence[dict[str, Any]]) -> dict[str, tuple[Any, ...]]:
-    first, *others = recipes
+def _differences(recipes: Sequence[dict[str, Any] | None]) -> dict[str, tuple[Any, ...]]:
+    known = [(number, recipe) for number, recipe in enumerate(recipes) if recipe is not None]
     by_key: dict[str, list[Any]] = {}
-    for number, other in enumerate(others, start=1):
-        for difference in differences(other, first):
-            values = by_key.setdefault(difference.key, [difference.then] * len(recipes))
-            values[number] = difference.now
+    for number, other in known[1:]:
+        for difference in differences(other, known[0][1]):
+            same = ["unknown" if recipe is None else difference.then for recipe in recipes]
+            by_key.setdefault(difference.key, same)[number] = difference.now
     return {key: tuple(by_key[key]) for key in sorted(by_key)}
 
 
-def _read(run_dir: Path) -> Compared:
+def _read(run_dir: Path, *, partial: bool) -> Compared:
     train, valid = Curve(), Curve()
     speeds, seconds, used = array("d"), array("d"), array("d")
     memory: float | None = None
@@ -142,7 +145,10 @@ def _read(run_dir: Path) -> Compared:
                 bits = record.get("valid_bits_per_byte")
     except OSError:
         pass  # no first step yet
-    if not train.steps:
+    except UserError:
+        if not partial:
+            raise
+    if not train.steps and not partial:
         raise UserError(
             "no metrics yet",
             where=str(run_dir),
@@ -151,9 +157,9 @@ def _read(run_dir: Path) -> Compared:
         )
     state = status.read(run_dir)
     figures: dict[str, float | None] = {
-        "steps": train.steps[-1],
+        "steps": train.steps[-1] if train.steps else 0,
         "steps_planned": state.get("total"),
-        "tokens": train.tokens[-1],
+        "tokens": train.tokens[-1] if train.steps else 0,
         "loss": _last(train),
         "valid_loss": _last(valid),
         "valid_loss_best": min((loss for loss in valid.losses if math.isfinite(loss)), default=None),
@@ -164,7 +170,12 @@ def _read(run_dir: Path) -> Compared:
         "mfu": statistics.median(used) if used else None,
     }
     # How its values were found is not a property of a run; the runs of a search's trials have no such section.
-    recipe = Run(run_dir).recipe().model_dump(mode="json", exclude={"search"})
+    recipe = None
+    try:
+        recipe = Run(run_dir).recipe().model_dump(mode="json", exclude={"search"})
+    except (UserError, OSError):
+        if not partial:
+            raise
     return Compared(run_dir, recipe, str(state.get("state", "unknown")), train, valid, figures, energy)
 
 

@@ -184,6 +184,12 @@ def test_a_rank_is_slow_only_if_it_is_always_the_same() -> None:
     assert found(records) == {}
 
 
+def test_the_layer_of_the_largest_gradients_is_named() -> None:
+    rising = changed(steps(lambda r: layers(r["step"], "") | {"grad_norm": 0.5 * 1.02 ** (r["step"] - 100)}))
+    exploding = found(rising)["exploding_gradients"]
+    assert exploding.evidence["layer"] == "layer 4 mlp_fc1" and "layer 4 mlp_fc1" in exploding.text
+
+
 def test_a_layer_without_gradient_is_named() -> None:
     seen = found(changed(steps(lambda r: layers(r["step"], "grad_norm"))))
     assert seen["vanishing_gradients"].evidence["layers"] == ["layer 2 mlp_fc1"]
@@ -221,7 +227,9 @@ def test_prepared_data() -> None:
         (seen,) = of_data({"sources": [{"label": "a", "read": 100, **dropped}]})
         assert seen.rule == "duplicate_data"
     assert list(of_data({"sources": [{"label": "a", "read": 100, "duplicates": 1}, None, 3]})) == []
-    assert list(of_data({"sources": 5})) == []
+    assert list(of_data({"sources": 5, "decontaminated": {"a.jsonl": 0}})) == []
+    (seen,) = of_data({"decontaminated": {"a.jsonl": 3, "b.jsonl": 40, "c.jsonl": "x"}})
+    assert (seen.rule, seen.evidence) == ("leaking_data", {"documents": 43, "file": "b.jsonl"})
 
 
 def test_every_rule_has_a_section() -> None:

@@ -23,6 +23,8 @@ from llmrecipes.report.history import history
 from llmrecipes.report.records import Records
 from llmrecipes.rundir import Run
 from llmrecipes.tracking.energy import Energy
+from llmrecipes.workflow.compare import compare
+from tests.refusals import refused
 
 TOKEN = "hf_" + "a1B2" * 9
 HOSTILE = "<script>alert(1)</script>\"'&<img src=x onerror=alert(2)>"
@@ -363,6 +365,19 @@ def test_a_comparison_names_what_differs(tmp_path: Path, capsys: pytest.CaptureF
     assert cli.run(["report", "one", "two", "--json", "--out", str(out), "--runs-dir", str(tmp_path)]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["page"] == str(out) and [run["figures"]["loss"] for run in values["runs"]] == [5.0, 4.0]
+
+
+def test_a_comparison_has_what_there_is(tmp_path: Path) -> None:
+    make(tmp_path, "one", interrupted())
+    make(tmp_path, "new", [], state="running")
+    (make(tmp_path, "bad", interrupted()) / "recipe.yaml").write_text("model: [")
+    (make(tmp_path, "torn", []) / "metrics.jsonl").write_bytes(b"\xff\x00{\n[]\n")
+    page = Pages(written(tmp_path, "one", "new", "bad", "torn")).words
+    problems = page.split("What looks wrong")[1].split("Figures")[0]
+    assert "no step yet" in problems and "recipe.yaml" in problems and "2 lines are damaged" in problems
+    one, new = (Run.find(name, tmp_path).path for name in ("one", "new"))
+    with refused(new):  # on a terminal there would be no curves
+        compare([one, new])
 
 
 def test_json_has_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
