@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from math import ceil
 
@@ -14,6 +15,7 @@ from llmrecipes.plan.parameters import count_on_rank, count_vectors, largest_gat
 from llmrecipes.plan.sharding import States, sharded
 from llmrecipes.recipe.distill_rules import teacher_recipe
 from llmrecipes.recipe.engines import ENGINES, engine_name
+from llmrecipes.recipe.fp8 import in_bf16
 from llmrecipes.recipe.graphs import covered
 from llmrecipes.recipe.optimizer_kinds import matrix_bytes, other_bytes
 from llmrecipes.recipe.preference_rules import has_reference, has_second_model
@@ -79,10 +81,31 @@ class Memory:
 
 def estimate(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, device: str) -> Memory:
     """Estimate the memory of a rank of the pipeline stage that needs the most; `device` is `cuda` or `cpu`."""
-    stages = range(layout.pipeline_model_parallel_size)
     return max(
-        (of_stage(recipe, s, layout, num_microbatches, stage, device) for stage in stages), key=lambda each: each.total
+        (of_stage(recipe, s, layout, num_microbatches, stage, device) for stage in _candidates(recipe, s, layout)),
+        key=lambda each: each.total,
     )
+
+
+def _candidates(recipe: Recipe, s: Shape, layout: Layout) -> Iterator[int]:
+    """Stages of which one needs the most memory: without those that are like an earlier one.
+
+    Of two inner stages with the same layers the later one has fewer micro-batches in flight, so that a plan of 64
+    stages examines three.
+    """
+    last, seen = layout.pipeline_model_parallel_size - 1, set()
+    differ = bool(recipe.train.freeze) or recipe.distill is not None  # by the layers' numbers
+    apart = {0, last, layout.final_norm(s.mtp_num_layers)[0]}
+    for stage in range(last + 1):
+        kinds = []
+        for chunk, layers in enumerate(layout.layers_per_stage[stage]):
+            first = layout.first_layer(stage, chunk)
+            numbers = range(first, first + layers)
+            kinds.append(tuple((s.moe_layers(each, each + 1), in_bf16(recipe, each)) for each in numbers))
+        if differ or stage in apart or not all(kinds) or tuple(kinds) not in seen:
+            yield stage
+        if stage not in apart:
+            seen.add(tuple(kinds))
 
 
 def of_stage(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, stage: int, device: str) -> Memory:

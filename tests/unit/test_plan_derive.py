@@ -17,7 +17,7 @@ from llmrecipes.plan.check import check
 from llmrecipes.plan.derive import LEAST_HEADROOM, Plan, default_world_size, derive
 from llmrecipes.plan.kernels import recomputed_layers
 from llmrecipes.plan.layout import layout
-from llmrecipes.plan.memory import GIB, Memory, estimate
+from llmrecipes.plan.memory import GIB, Memory, estimate, of_stage
 from llmrecipes.plan.parameters import count, flops_per_token
 from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.load import load, names
@@ -159,6 +159,36 @@ def test_shipped_recipes_fit_where_they_are_meant_to_run(name: str) -> None:
         key = "parallelism" if smallest_world(parallel) > ranks else f"recipe {name}"
         with refused("parallelism.expert_model_parallel_size" if experts else key):
             check(derive(shipped, ranks, fewer), fewer)
+
+
+FOUR_STAGES = ("parallelism.pipeline_model_parallel_size=4", "parallelism.tensor_model_parallel_size=2")
+RECOMPUTED = (
+    "train.recompute_granularity=full", "train.recompute_method=uniform", "train.recompute_num_layers=1",
+)  # fmt: skip
+SHORT_ENDS = (
+    "parallelism.num_layers_in_first_pipeline_stage=2", "parallelism.num_layers_in_last_pipeline_stage=2",
+    "train.loss_chunk_tokens=256",
+)  # fmt: skip
+FROZEN = "train.freeze=['decoder.layers.[2-9].*', 'decoder.layers.1[01].*']"  # of the second stage
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama3-405b", ()),
+        ("deepseek-v3", ()),
+        ("llama3-8b", (*FOUR_STAGES, *RECOMPUTED)),  # where the logits are decides
+        ("llama3-8b", (*FOUR_STAGES, *RECOMPUTED, *SHORT_ENDS, FROZEN)),  # the third, whose layers are trained
+    ],
+)
+def test_stages_that_are_like_an_earlier_one_do_not_decide(name: str, changes: tuple[str, ...]) -> None:
+    changed = recipe(name, *changes)
+    ranks = 8 * smallest_world(changed.parallelism)
+    placed, s = layout(changed, ranks, gpus(ranks)), shape(changed.model)
+    stages = range(placed.pipeline_model_parallel_size)
+    each = [of_stage(changed, s, placed, 64, stage, "cuda") for stage in stages]
+    assert len(stages) >= 4 and len(set(each)) > 2
+    assert estimate(changed, s, placed, 64, "cuda") == max(each, key=lambda memory: memory.total)
 
 
 # Dense with tensor, pipeline and context parallelism; experts with latent attention; data parallelism alone.
@@ -326,6 +356,7 @@ def test_what_fits_passes_and_what_does_not_is_refused_with_a_way_out() -> None:
         check(plan, LAPTOP)
 
 
+@pytest.mark.rotating
 def test_a_recipe_that_fits_on_no_number_of_gpus_is_refused() -> None:
     huge = recipe("llama3-8b", "model.num_layers=400")
     with refused("recipe llama3-8b", rule="H100") as caught:
