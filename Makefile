@@ -94,7 +94,8 @@ ui: setup ## open the MLflow UI
 PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python tools/with_args.py $(BIN)/python -m pytest -q --durations=10
 WORKERS = -n 4 --dist loadscope --no-loadscope-reorder
 
-test: setup ## run the tests for every change: each part, each kind of parallelism, signals, one crash
+test: export TESTS_COMMIT ?= $(shell git rev-parse HEAD 2>/dev/null)
+test: setup ## run the tests for every change: each part, each kind of parallelism, signals, one crash; long ones take turns
 	@$(PYTEST) $(WORKERS) -m "not slow and not system and not fabric and not kubernetes and not gpu8 and not stores"
 
 test-deep: setup-zero ## run the tests that `make test` leaves out: all layouts, many interruptions
@@ -108,7 +109,8 @@ test-system: setup ## run the tests against real daemons (Slurm, containers); in
 	@tools/system_packages.sh
 	@$(PYTEST) $(WORKERS) -rs -m system tests/system
 
-test-all: test test-deep test-system ## run test, test-deep and test-system: nothing takes turns, as it does in .ci/run
+test-all: ## run test, test-deep and test-system whole: nothing takes turns
+	@$(MAKE) test test-deep test-system TESTS_COMMIT=
 
 test-fabric: setup ## test the doctor and bench fabric on emulated machines with soft-RoCE; LAB=DIR keeps what is built
 	@tools/system_packages.sh fabric

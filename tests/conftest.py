@@ -65,9 +65,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         name = row.name if isinstance(row, Row) else ""
         if selection.of_the_version(path, slow, zero, name):
             item.add_marker(pytest.mark.version)
-        # The other megatron-core repeats what the first has passed, so there whatever is slow takes turns.
-        rotates = item.get_closest_marker("rotating") is not None or (slow and of_a_version)
-        if commit and ((rotates and not selection.has_turn(item.nodeid, commit)) or selection.recorded(path)):
+        # Rows that have something new always run; the other megatron-core repeats what the first has passed.
+        marker = item.get_closest_marker("rotating")
+        rotates = marker is not None or (slow and (of_a_version or not name))
+        turn = marker.args[0] if marker is not None and marker.args else item.nodeid
+        if commit and ((rotates and not selection.has_turn(turn, commit)) or selection.recorded(path)):
             later.add(item)
     if later:
         config.hook.pytest_deselected(items=list(later))

@@ -87,6 +87,7 @@ def held_and_sent(recipe: Recipe, folder: Path) -> list[tuple[int, int, int]] | 
     [("dp4", LARGE), ("dp4", {**LARGE, **WHOLE}), ("tp2 dp2", {**LARGE, **OVERLAPPED})],
     ids=["distributed optimizer", "whole optimizer", "overlapped"],
 )
+@pytest.mark.rotating
 def test_a_rank_holds_what_it_writes_and_sends_only_names(
     worlds: dict[int, GlooWorld], tmp_path: Path, layout: str, changes: dict[str, dict[str, Any]]
 ) -> None:
@@ -194,6 +195,7 @@ def resumed_after_damage(recipe: Recipe, folder: Path) -> list[Any] | None:
         return found if world.is_first else None
 
 
+@pytest.mark.rotating
 def test_each_file_is_hashed_by_one_rank_and_damage_is_known_to_all(
     worlds: dict[int, GlooWorld], tmp_path: Path
 ) -> None:

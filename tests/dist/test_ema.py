@@ -44,6 +44,7 @@ def require_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray])
 
 
 @pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: row.name)
+@pytest.mark.rotating
 def test_it_is_the_one_of_a_single_process(row: Row, worlds: dict[int, GlooWorld]) -> None:
     alone = worlds[1].run(averages, Row(row.variant, "dp1", AVERAGED).recipe)
     require_close(worlds[2].run(averages, row.recipe), alone)

@@ -75,6 +75,7 @@ def evaluated(row: Row, alone: bool) -> Any:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.rotating
 def test_a_layout_finds_what_one_process_finds(row: Row, worlds: dict[int, GlooWorld]) -> None:
     logprobs, greedy, written = worlds[row.ranks].run(evaluated, row, False)
     expected = worlds[1].run(evaluated, row, True)
@@ -200,6 +201,7 @@ def held_out(recipe: Recipe, data_dir: Path) -> dict[str, float] | None:
 
 
 @pytest.mark.parametrize("row", [Row("gpt", "tp2"), Row("gpt", "pp2 dp2")], ids=lambda row: row.name)
+@pytest.mark.rotating
 def test_held_out_sets_have_the_losses_of_one_process(row: Row, worlds: dict[int, GlooWorld], tmp_path: Path) -> None:
     recipe, alone = (with_sets(each, tmp_path) for each in (row.recipe, row.reference_recipe))
     prepare(recipe, tmp_path / "data", workers=1)

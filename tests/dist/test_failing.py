@@ -14,6 +14,7 @@ from tests.dist.worlds import GlooWorld
 @pytest.mark.parametrize(
     ("what", "code", "text"), [("defect", 1, "RuntimeError"), ("mistake", 93, "error: "), ("stuck", 1, "RuntimeError")]
 )
+@pytest.mark.rotating
 def test_a_rank_that_fails_reports_and_leaves_without_waiting_for_the_others(
     worlds: dict[int, GlooWorld], tmp_path: Path, what: str, code: int, text: str
 ) -> None:

@@ -28,6 +28,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("row", "fault"), ROWS)
+@pytest.mark.rotating
 def test_a_fault_that_does_not_come_again_changes_nothing_and_names_its_rank(
     row: Row, fault: Literal["gradient", "loss"], worlds: dict[int, GlooWorld]
 ) -> None:
@@ -62,6 +63,7 @@ REPLICAS = [
 
 
 @pytest.mark.parametrize(("row", "rank"), REPLICAS)
+@pytest.mark.rotating
 def test_one_bit_of_a_weight_that_replicas_do_not_share_is_found_and_named(
     row: Row, rank: int, worlds: dict[int, GlooWorld]
 ) -> None:

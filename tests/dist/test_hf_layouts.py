@@ -89,6 +89,7 @@ def exported(recipe: Recipe, checkpoints: Path, folder: Path) -> dict[str, torch
     [(GPT2, TP2_PP2), (LLAMA, TP2_PP2), (MIXTRAL, EXPERTS), (DEEPSEEK, EXPERTS)],
     ids=["gpt2 tp2 pp2", "llama tp2 pp2", "mixtral tp2 pp2 ep2", "deepseek-v3 tp2 pp2 ep2"],
 )
+@pytest.mark.rotating
 def test_an_export_does_not_depend_on_the_layout(
     worlds: dict[int, GlooWorld], tmp_path: Path, model: dict[str, Any], parallelism: dict[str, Any]
 ) -> None:

@@ -89,6 +89,7 @@ def require_equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> N
 
 
 @pytest.mark.parametrize(("kind", "ranks", "layout"), CASES)
+@pytest.mark.rotating
 def test_every_layout_starts_from_the_weights_of_one_process(
     kind: str, ranks: int, layout: dict[str, Any], models: Path, worlds: dict[int, GlooWorld], tmp_path: Path
 ) -> None:

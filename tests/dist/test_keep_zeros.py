@@ -60,6 +60,7 @@ def trained(degrees: dict[str, object], precision: str) -> tuple[list[float], fl
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.rotating
 def test_zeros_stay_and_losses_are_those_of_one_process(layout: str, worlds: dict[int, GlooWorld]) -> None:
     alone, share = worlds[1].run(trained, {}, "fp32")
     assert 0.3 < share < 0.7

@@ -143,6 +143,7 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("layout", "changes"), [("tp2 pp2", {}), ("dp4", {}), ("dp4", WHOLE)])
+@pytest.mark.rotating
 def test_a_lost_node_or_part_is_restored_from_its_copy(
     worlds: dict[int, GlooWorld], tmp_path: Path, layout: str, changes: dict[str, Any]
 ) -> None:

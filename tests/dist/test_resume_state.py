@@ -51,6 +51,7 @@ def checkpoint(worlds: dict[int, GlooWorld], tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize("row", [SAVED, *OTHERS], ids=lambda row: row.name)
+@pytest.mark.rotating
 def test_masters_and_moments_are_those_that_were_saved(
     row: Row, checkpoint: Path, worlds: dict[int, GlooWorld]
 ) -> None:
@@ -82,6 +83,7 @@ def test_a_different_layout_logs_that_random_states_are_reseeded(
     assert "random states are re-seeded" in said
 
 
+@pytest.mark.rotating
 def test_masters_that_are_rebuilt_from_bf16_weights_are_found(checkpoint: Path, worlds: dict[int, GlooWorld]) -> None:
     right: Outcome = worlds[2].run(go_on, SAVED.recipe, checkpoint)
     wrong: Outcome = worlds[2].run(resume_without_masters, SAVED.recipe, checkpoint)

@@ -172,6 +172,7 @@ def on_full_disk(recipe: Recipe, folder: Path, full: int) -> list[tuple[str, lis
 
 
 @pytest.mark.parametrize(("full", "asynchronous"), [(0, True), (3, False)])
+@pytest.mark.rotating
 def test_all_ranks_end_after_as_many_failed_saves_of_one(
     full: int, asynchronous: bool, worlds: dict[int, GlooWorld], tmp_path: Path
 ) -> None:

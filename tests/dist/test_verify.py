@@ -143,6 +143,7 @@ FOUND = (
 
 
 @pytest.mark.parametrize("case", FOUND, ids=lambda case: case.fault)
+@pytest.mark.rotating
 def test_a_fault_is_caught_and_named(case: Caught, checked: Verify) -> None:
     result = checked(case.model, case.parallelism, 2, case.fault)
     found = result.first_difference

@@ -21,6 +21,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.rotating
 def test_a_step_waits_for_the_device_once(name: str, worlds: dict[int, GlooWorld]) -> None:
     ranks, parallelism = LAYOUTS[name]
     recipe = tiny(
@@ -41,6 +42,7 @@ def test_layers_are_measured_without_another_wait(worlds: dict[int, GlooWorld]) 
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.rotating
 def test_around_deepspeeds_own_a_step_waits_once(stage: int, worlds: dict[int, GlooWorld]) -> None:
     recipe = tiny(
         zero={"stage": stage},

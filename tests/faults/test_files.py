@@ -105,6 +105,7 @@ def test_a_process_that_is_killed_between_publishing_and_retention_leaves_one_mo
 
 
 @pytest.mark.parametrize("trouble", [fill, read_only], ids=["full", "read-only"])
+@pytest.mark.rotating
 def test_a_disk_that_cannot_be_written_for_three_saves_loses_nothing(
     train: Command,
     run_dir: Path,

@@ -16,6 +16,7 @@ STOPS = (3, 5, 9)
 """In the ramp, between two sizes, and after it."""
 
 
+@pytest.mark.rotating
 def test_a_run_with_a_growing_batch_goes_on_bit_for_bit(
     tmp_path: Path, corpus: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

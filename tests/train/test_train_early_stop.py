@@ -49,6 +49,7 @@ def monitored(run_dir: Path, step: int) -> Monitored | None:
     return read_manifest(CheckpointStore(run_dir / "checkpoints").path(step)).monitored
 
 
+@pytest.mark.rotating
 def test_early_stop_is_the_end_of_a_run(train: Command, runs: Path) -> None:
     code, printed = train("r", early_stop=NEVER_BETTER)
     assert code == 0
@@ -75,6 +76,7 @@ def test_early_stop_is_the_end_of_a_run(train: Command, runs: Path) -> None:
     assert len(train_lines(runs / "r")) == 12
 
 
+@pytest.mark.rotating
 def test_a_killed_run_decides_as_one_that_was_not(train: Command, runs: Path, tmp_path: Path) -> None:
     assert train("whole", early_stop=NEVER_BETTER)[0] == 0
     whole = runs / "whole"

@@ -292,6 +292,7 @@ def test_a_killed_process_that_reads_is_saved_and_started_again(
 
 
 @pytest.mark.parametrize("split", ["train", "valid"])
+@pytest.mark.rotating
 def test_tokens_that_are_cut_off_under_a_run_end_it_with_the_last_step_saved(
     tmp_path: Path,
     corpus: Path,
@@ -324,6 +325,7 @@ def test_tokens_that_are_cut_off_under_a_run_end_it_with_the_last_step_saved(
 ONE_BATCH: dict[str, dict[str, Any]] = {"train": {"global_batch_size": 2, "train_iters": 200}}
 
 
+@pytest.mark.rotating
 def test_one_batch_is_overfitted(train: Command, tmp_path: Path) -> None:
     code, printed = train("--overfit-batch", optimizer={"lr": 1e-2}, **ONE_BATCH)
     assert code == 0, printed
@@ -343,6 +345,7 @@ def test_one_batch_is_overfitted(train: Command, tmp_path: Path) -> None:
     ],
     ids=["too low", "too high", "too short", "dropout"],
 )
+@pytest.mark.rotating
 def test_one_batch_that_is_not_learnt_gets_a_diagnosis(
     train: Command, sections: dict[str, dict[str, Any]], diagnosis: str | tuple[str, ...]
 ) -> None:
@@ -352,6 +355,7 @@ def test_one_batch_that_is_not_learnt_gets_a_diagnosis(
     assert "loss 6." in printed
 
 
+@pytest.mark.rotating
 def test_a_profile_is_a_table_of_kernels_and_a_trace_where_asked_for(train: Command, run_dir: Path) -> None:
     code, printed = train("--profile", "2", "--profile-trace")
     assert code == 0, printed
@@ -366,6 +370,7 @@ def test_a_profile_is_a_table_of_kernels_and_a_trace_where_asked_for(train: Comm
     assert len([name for name in names if str(name).startswith("ProfilerStep#")]) == 2
 
 
+@pytest.mark.rotating
 def test_routers_are_measured_in_some_steps_only(train: Command, run_dir: Path) -> None:
     experts = {"num_moe_experts": 4, "moe_router_topk": 2, "add_bias_linear": False}
     code, printed = train(model=experts, train={"log_interval": 1})
@@ -436,6 +441,7 @@ def test_two_starts_are_one_run_in_the_files_and_in_mlflow(
     assert [metric.value for metric in history] == [line["loss"] for line in train_lines(whole)]
 
 
+@pytest.mark.rotating
 def test_an_evaluation_that_is_interrupted_is_done_first_when_the_run_is_resumed(
     tmp_path: Path, corpus: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -468,6 +474,7 @@ def test_an_evaluation_that_is_interrupted_is_done_first_when_the_run_is_resumed
     assert (cut / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.rotating
 def test_a_finished_run_has_nothing_to_do_and_may_be_made_longer(train: Command, run_dir: Path) -> None:
     assert train()[0] == 0
     before = (run_dir / "metrics.jsonl").read_bytes()

@@ -107,6 +107,7 @@ def events(run_dir: Path, event: str) -> list[dict[str, Any]]:
         (lose_checkpoints_and_metrics, ["lost/r/checkpoints"]),
     ],
 )
+@pytest.mark.rotating
 def test_a_run_that_has_lost_all_its_checkpoints_is_refused(
     train: Callable[..., Any], run_dir: Path, damage: Callable[[Path], None], said: list[str]
 ) -> None:

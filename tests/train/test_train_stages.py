@@ -66,6 +66,7 @@ def whole(recipe: Recipe, data_dir: Path, tmp_path_factory: pytest.TempPathFacto
     return folder / "runs/tiny/r"
 
 
+@pytest.mark.rotating("stages")  # all read what one run leaves
 def test_a_run_has_its_stages(whole: Path) -> None:
     steps = train_lines(whole)
     assert [line["stage"] for line in steps] == [1] * 5 + [2] * 4 + [3] * 4
@@ -80,6 +81,7 @@ def test_a_run_has_its_stages(whole: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.rotating("stages")  # all read what one run leaves
 def test_a_run_that_is_stopped_at_every_step_goes_on_bit_for_bit(
     recipe: Recipe, whole: Path, data_dir: Path, tmp_path: Path
 ) -> None:
@@ -90,6 +92,7 @@ def test_a_run_that_is_stopped_at_every_step_goes_on_bit_for_bit(
     require_same(tmp_path / "runs/tiny/r", whole)
 
 
+@pytest.mark.rotating("stages")  # all read what one run leaves
 def test_a_run_that_is_killed_in_every_stage_goes_on_bit_for_bit(
     recipe: Recipe, whole: Path, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -274,6 +274,7 @@ def test_directory_that_cannot_be_made(tmp_path: Path) -> None:
         CheckpointStore(tmp_path / "checkpoints").claim()
 
 
+@pytest.mark.rotating
 def test_a_reader_beside_retention_always_finds_a_valid_one(store: CheckpointStore) -> None:
     publish(store, 1)
     stop = threading.Event()

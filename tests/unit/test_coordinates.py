@@ -22,6 +22,7 @@ def arguments(corpus: Path, data_dir: Path, tmp_path: Path) -> list[str]:
     return [write_recipe(recipe, tmp_path), "--data-dir", str(data_dir)]
 
 
+@pytest.mark.rotating
 def test_flat_with_it_and_growing_without(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     def growth(code: int, *more: str) -> dict[str, float]:
         assert run(["coordinates", *arguments, *more, "--widths", "32,64,128,256", "--iters", "4", "--json"]) == code

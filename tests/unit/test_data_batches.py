@@ -240,6 +240,7 @@ def test_the_seed_decides_the_order(made: tuple[Recipe, Prepared], tmp_path: Pat
     assert not all(_same(a, b) for a, b in zip(_batches(mine), _batches(other), strict=True))
 
 
+@pytest.mark.rotating
 def test_more_steps_keep_the_data_order_if_the_resume_check_says_so(
     made: tuple[Recipe, Prepared], tmp_path: Path
 ) -> None:

@@ -105,6 +105,7 @@ def test_shingles(text: str, expected: list[str]) -> None:
     assert shingles(text, 3) == expected
 
 
+@pytest.mark.rotating
 def test_no_near_copy_of_training_text_is_held_out(
     copied: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +134,7 @@ def test_no_near_copy_of_training_text_is_held_out(
         check_near_copies(Prepared(plain.path, claims, plain.weights))
 
 
+@pytest.mark.rotating
 def test_an_index_on_disk_answers_as_the_one_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for bands that a hundred signatures have, whose keys fill several blocks of a run."""
     monkeypatch.setattr(copies, "_BLOCK", 16)

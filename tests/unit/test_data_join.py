@@ -85,6 +85,7 @@ def test_tasks_join_to_the_bytes_of_one_process(
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.rotating
 def test_tasks_join_what_is_equal_but_for_case(sources: tuple[Source, ...], tmp_path: Path) -> None:
     """Documents that repeat an earlier one in every byte, and those that the step drops, which have samples."""
     used = of(sources)
@@ -105,6 +106,7 @@ def test_tasks_join_what_is_equal_but_for_case(sources: tuple[Source, ...], tmp_
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.rotating
 def test_held_out_texts_are_compressed_in_members(
     sources: tuple[Source, ...], expected: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +128,7 @@ def test_held_out_texts_are_compressed_in_members(
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.rotating
 def test_a_large_file_is_several_shards(sources: tuple[Source, ...], tmp_path: Path) -> None:
     """Of JSON lines and Parquet; of a compressed file one, and the output says so. The bytes are those of one process
     that reads whole files."""
@@ -154,6 +157,7 @@ def test_a_large_file_is_several_shards(sources: tuple[Source, ...], tmp_path: P
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.rotating
 def test_a_killed_call_without_tasks_goes_on_where_there_are_many_shards(
     sources: tuple[Source, ...], expected: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +172,7 @@ def test_a_killed_call_without_tasks_goes_on_where_there_are_many_shards(
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.rotating
 def test_what_is_made_twice_and_half_made_changes_nothing(
     sources: tuple[Source, ...], expected: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,6 +258,7 @@ def test_killed_while_they_join(sources: tuple[Source, ...], expected: Prepared,
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.rotating
 def test_damaged_digests_and_shards_are_refused(sources: tuple[Source, ...], tmp_path: Path) -> None:
     used = of(sources)
     shards = begun(used, tmp_path / "data")

@@ -174,6 +174,7 @@ def test_the_corpus_of_this_machine_has_everything_that_steps_are_for(tmp_path: 
     assert {"packed", None} <= set(made) and any(text.startswith("Buy cheap") for text in texts)
 
 
+@pytest.mark.rotating
 def test_this_machine_has_such_a_corpus() -> None:
     found = on_disk(Source(type="machine"))
     assert found == on_disk(Source(type="machine")) and len(found) > 200

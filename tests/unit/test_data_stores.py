@@ -85,6 +85,7 @@ def tokens(prepared: Prepared) -> dict[str, str]:
     return {name: file.sha256 for name, file in prepared.manifest.files.items() if not name.endswith(".md")}
 
 
+@pytest.mark.rotating
 def test_a_store_gives_the_tokens_of_the_files(corpus: Path, tmp_path: Path) -> None:
     local = prepare(recipe(*both(str(corpus))), tmp_path / "local", workers=1)
     with serving(corpus) as port:

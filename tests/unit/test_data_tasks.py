@@ -102,6 +102,7 @@ def test_killed_tasks_leave_the_bytes_of_an_uninterrupted_one(
         assert not list(data.glob(".*.shards"))
 
 
+@pytest.mark.rotating
 def test_a_second_call_encodes_only_what_is_missing(
     sources: tuple[Source, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,6 +135,7 @@ def interrupted(*arguments: Any) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.rotating
 def test_conversations_are_the_same(tmp_path: Path) -> None:
     rows = [{"prompt": f"What is {n}?", "completion": f"A number, {n * n}."} for n in range(200)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, [*rows, rows[0]])))
@@ -145,6 +147,7 @@ def test_conversations_are_the_same(tmp_path: Path) -> None:
     assert two.manifest == one.manifest and content(two) == content(one)
 
 
+@pytest.mark.rotating
 def test_sources_that_change_meanwhile_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     used = recipe(corpus(tmp_path / "text"))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -184,6 +187,7 @@ def test_a_lease_of_another_machine_is_taken_over_only_when_it_is_not_renewed(
     assert (lease := leases.read(claim)) is not None and lease.token == "mine"
 
 
+@pytest.mark.rotating
 def test_damaged_files_are_skipped_up_to_a_share(tmp_path: Path) -> None:
     """From the damage on, and the same by whoever reads them."""
     (tmp_path / "jsonl").mkdir()
@@ -208,6 +212,7 @@ def test_damaged_files_are_skipped_up_to_a_share(tmp_path: Path) -> None:
     assert content(two) == content(one)
 
 
+@pytest.mark.rotating
 def test_a_file_system_that_takes_no_more_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is half-published, and the next call goes on."""
     used = recipe(corpus(tmp_path / "text"))

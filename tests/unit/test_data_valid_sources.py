@@ -95,6 +95,7 @@ def test_a_set_is_written_as_it_is(made: tuple[Recipe, Prepared], texts: list[st
     assert valid is not None and not np.array_equal(valid[0]["tokens"], again[0]["tokens"])
 
 
+@pytest.mark.rotating
 def test_the_number_of_processes_changes_nothing(
     made: tuple[Recipe, Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

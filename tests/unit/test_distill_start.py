@@ -57,6 +57,7 @@ def losses(folder: Path, run: str) -> list[float]:
     return [line["loss"] for line in train_lines(folder / "runs" / "student" / run)]
 
 
+@pytest.mark.rotating
 def test_a_run_learns_from_a_run_and_from_its_export_alike(student: str, folder: Path, command: Command) -> None:
     assert command("train", student, "--run-id", "of-run")[0] == 0
     record = json.loads((folder / "runs/student/of-run/teacher.json").read_text("utf-8"))
@@ -69,6 +70,7 @@ def test_a_run_learns_from_a_run_and_from_its_export_alike(student: str, folder:
     assert losses(folder, "alone")[0] != pytest.approx(losses(folder, "of-run")[0], rel=1e-3)
 
 
+@pytest.mark.rotating
 def test_a_restarted_run_keeps_its_teacher(student: str, folder: Path, corpus: Path, command: Command) -> None:
     assert command("train", student, "--run-id", "whole")[0] == 0
     shutil.copytree(folder / "runs/student/whole", folder / "runs/student/again")

@@ -288,6 +288,7 @@ def test_progress_counts_every_pass_of_a_step(monkeypatch: pytest.MonkeyPatch) -
     assert "1 of 16" in lines[0] and "16 of 16, about 0.0s" in lines[1]
 
 
+@pytest.mark.rotating
 def test_a_rank_of_gpt_175b_takes_seconds_and_no_memory(process: GlooWorld) -> None:
     """Eight micro-batches of the first of eight stages, on 1,024 ranks."""
     text = spec("gpt-175b", "train.global_batch_size=256", world=1024)

@@ -86,6 +86,7 @@ def plain(engine: MegatronEngine, section: Adversarial, step: int) -> tuple[floa
 
 
 @pytest.mark.parametrize("keys", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.rotating
 def test_a_step_is_that_of_plain_pytorch(keys: dict[str, Any]) -> None:
     recipe = attacked(keys)
     engine = engine_of(recipe)

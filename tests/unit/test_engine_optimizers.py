@@ -138,6 +138,7 @@ def test_updates_are_those_of_plain_pytorch(kind: str) -> None:
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.rotating
 def test_a_resumed_run_goes_on_bit_for_bit_and_again(kind: str, precision: str, tmp_path: Path) -> None:
     """Twice, because a count of updates that a load leaves behind is only read by the next save."""
     chosen = recipe(kind, precision, ema_decay=0.5)

@@ -33,6 +33,7 @@ def losses(run_dir: Path) -> list[tuple[Any, ...]]:
     return [line for line in curve(run_dir) if line[1] is not None]
 
 
+@pytest.mark.rotating
 def test_a_resumed_run_is_the_uninterrupted_one(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -156,6 +156,7 @@ def test_moments_decay_by_the_betas_of_the_recipe() -> None:
 
 
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-6), ("bf16", 5e-3)])
+@pytest.mark.rotating
 def test_the_micro_batch_size_changes_no_number(precision: str, bound: float) -> None:
     """bf16 rounds every gradient of a micro-batch to 8 bits, so there the norms agree to half a percent only."""
 
@@ -211,6 +212,7 @@ def test_an_interrupted_evaluation_stops_after_the_batch_without_a_result() -> N
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.rotating
 def test_half_precision_follows_fp32(precision: str) -> None:
     def run(kind: str) -> list[float]:
         train = {"precision": kind, "initial_loss_scale": 1024.0, "train_iters": 20}

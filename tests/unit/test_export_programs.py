@@ -72,6 +72,7 @@ def greedy(logits: Callable[[Sequence[int]], Any], prompt: list[int]) -> list[in
 
 
 @pytest.mark.parametrize("form", programs.FILES)
+@pytest.mark.rotating
 def test_a_program_continues_as_transformers_does(form: str, llama: str, folder: Path, command: Command) -> None:
     out = folder / form
     code, printed = command("export", llama, "--to", form, "--out", str(out), "--json")

@@ -162,6 +162,7 @@ def test_gloo_knows_which_rank_has_left_out_a_collective(tmp_path: Path) -> None
     assert "gloo:all_reduce of [[5]]: 0 wait in it; not called by 1" in line
 
 
+@pytest.mark.rotating
 def test_a_rank_is_ended_although_its_report_is_held_up(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

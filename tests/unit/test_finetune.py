@@ -99,6 +99,7 @@ def tuned(folder: Path, request: pytest.FixtureRequest) -> Path:
     return folder / "tuned" / "model"
 
 
+@pytest.mark.rotating
 def test_an_exported_model_ends_its_answers(tuned: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(tuned)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tuned)

@@ -24,6 +24,7 @@ from llmrecipes.workflow.gpu_report import ITEMS
 from tests.helpers import ROOMY
 
 
+@pytest.mark.rotating
 def test_what_does_not_fit_the_budget_is_skipped_and_measured_by_the_next_call(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

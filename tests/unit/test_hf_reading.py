@@ -71,6 +71,7 @@ def changed(folder: Path, **values: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "deepseek_v3"])
+@pytest.mark.rotating
 def test_any_value_of_any_key_is_taken_or_refused(kind: str, originals: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(originals / kind, tmp_path / kind)
     opened(folder)

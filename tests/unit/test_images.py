@@ -182,6 +182,7 @@ def test_a_package_that_is_not_locked_is_named() -> None:
     assert done.stderr.startswith("requirements/py312.txt ") and "no-such-package" in done.stderr
 
 
+@pytest.mark.rotating
 def test_the_inventory_is_cyclonedx() -> None:
     from cyclonedx.schema import SchemaVersion  # takes seconds, and every process of a test run imports this module
     from cyclonedx.validation.json import JsonStrictValidator

@@ -321,6 +321,7 @@ RENDERED = [(name, flavor) for name in names() for flavor in FLAVORS if flavor !
 
 
 @pytest.mark.parametrize(("cluster", "flavor"), RENDERED)
+@pytest.mark.rotating
 def test_rights_of_pods_follow_from_the_fabric(cluster: str, flavor: str) -> None:
     """InfiniBand, RoCE and EFA work without a right of the pod; the container runtime allows locked memory."""
     where = planned(cluster)

@@ -379,6 +379,7 @@ def test_the_exit_code_of_a_jobset_is_that_of_its_job(
 # -- this machine ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotating
 def test_a_local_job_leaves_its_exit_code_and_a_killed_one_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -116,6 +116,7 @@ def theirs(model: torch.nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", CASES)
+@pytest.mark.rotating
 def test_peft_computes_the_same(kind: str, tmp_path: Path) -> None:
     base = tmp_path / "base"
     saved(kind, base)

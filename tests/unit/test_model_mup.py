@@ -114,6 +114,7 @@ def test_every_parameter_has_the_rate_and_epsilon_of_its_kind(name: str, impleme
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.rotating
 def test_losses_are_those_of_megatron_cores_own(name: str, implementation: bool) -> None:
     with running(recipe(name)) as engine:
         assert [step.loss for step in steps(engine, 4)] == pytest.approx(LOSSES[name], rel=5e-6)

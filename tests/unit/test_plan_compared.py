@@ -24,6 +24,7 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.rotating
 def test_what_if_compares_machines_and_names_the_cheapest_in_time(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["gpt-7b", "--what-if", "--clusters", "h100-ib,a100-roce", "--gpus", "32,64"]
     asked += ["--usd-per-gpu-hour", "h100-ib=3,a100-roce=1", "--tokens", "1e11"]

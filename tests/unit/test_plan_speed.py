@@ -314,6 +314,7 @@ def test_plan_searches_layouts_and_writes_the_fastest(capsys: pytest.CaptureFixt
     assert written["recipe"] == "wide" and written["parallelism"] == layouts[0]["parallelism"]
 
 
+@pytest.mark.rotating
 def test_a_search_cuts_stages_by_what_loss_and_predictions_take(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -402,6 +403,7 @@ def test_a_plan_that_does_not_fit_names_changes_with_which_it_does(
         check(plan, machine)
 
 
+@pytest.mark.rotating
 def test_where_no_layout_fits_the_nodes_of_one_that_does_are_named() -> None:
     alone = [f"parallelism.{name}_model_parallel_size=1" for name in ("tensor", "pipeline")]
     alone += ["parallelism.sequence_parallel=false", "parallelism.virtual_pipeline_model_parallel_size=null"]

@@ -54,6 +54,7 @@ def test_every_module_whose_torch_is_replaced_has_one() -> None:
 # -- import of megatron-core ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotating
 def test_megatron_core_is_imported_without_the_compiler_and_sinks_of_metrics() -> None:
     code = (
         "import importlib, sys; from llmrecipes.hardware.builds import import_megatron; import_megatron();"

@@ -227,6 +227,7 @@ def test_the_smallest_scores_are_removed(options: PruneOptions, expected: list[l
     assert removed(scores, options).int().tolist() == expected
 
 
+@pytest.mark.rotating
 def test_zeros_stay_in_training_and_after_a_restart(whole: Path, folder: Path, command: Command) -> None:
     assert command("prune", "whole", "--method", "wanda", "--pattern", "2:4", "--run-id", "z", *FEW)[0] == 0
     run = folder / "runs/whole-pruned/z"

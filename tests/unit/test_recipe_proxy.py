@@ -187,6 +187,7 @@ def test_rehearsals_of_shipped_recipes(name: str) -> None:
     assert_rehearses(load(name).recipe)
 
 
+@pytest.mark.rotating
 def test_rehearsals_of_random_recipes() -> None:
     draw = random.Random(0)
     found: dict[str, int] = {}

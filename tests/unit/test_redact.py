@@ -130,6 +130,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory, corpus: Path, data_dir: Pa
 
 
 @pytest.mark.parametrize("name", CANARIES)
+@pytest.mark.rotating("secrets")  # all read what one run leaves
 def test_a_secret_is_in_no_output_of_a_run(outputs: dict[str, bytes], name: str) -> None:
     canary = CANARIES[name].encode()
     assert not [place for place, content in outputs.items() if canary in content]
@@ -313,6 +314,7 @@ def test_results_of_an_evaluation_are_kept_without_secrets(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("where", ["journal.log", "sqlite:///{}/study.db"])
+@pytest.mark.rotating
 def test_a_study_is_kept_and_reported_without_secrets(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str
 ) -> None:

@@ -49,6 +49,7 @@ def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.rotating
 def test_a_trial_is_a_kubernetes_job(
     kubectl: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,7 @@ def test_a_study_that_is_resumed_runs_no_code_of_its_storage(kind: str, with_mar
 
 
 @MARGINS
+@pytest.mark.rotating
 def test_evolution_continues_as_if_it_had_not_been_interrupted(with_margin: bool, tmp_path: Path) -> None:
     """In another process, between two generations and within one; the storage has numbers only."""
     whole = ran(evolution(n_trials=11, with_margin=with_margin), tmp_path / "whole")

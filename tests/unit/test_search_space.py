@@ -113,6 +113,7 @@ NUMBERS = (LR, LAYERS, STEPS)
     ],
     ids=lambda value: value.get("type") if isinstance(value, dict) else "",
 )
+@pytest.mark.rotating
 def test_samplers(sampler: dict[str, Any], space: tuple[dict[str, Any], ...], tmp_path: Path) -> None:
     """Each samples the keys that the rules let it: in range, on their steps, and where their condition holds."""
     recipe = searched(*space, n_trials=8, sampler={**sampler, "seed": 1}, pruner={"type": "NopPruner"})
@@ -142,6 +143,7 @@ def test_samplers(sampler: dict[str, Any], space: tuple[dict[str, Any], ...], tm
     ],
     ids=lambda value: value["type"],
 )
+@pytest.mark.rotating
 def test_pruners(pruner: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each ends some of the trials whose curve is the worst, and not the best one."""
     points = [{"optimizer.lr": lr} for lr in (1e-2, 1.0, 0.5, 0.8, 0.6, 0.7, 0.9, 0.4)]

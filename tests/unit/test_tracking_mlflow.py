@@ -183,6 +183,7 @@ def identity(run_dir: Path) -> dict[str, str]:
         return {}
 
 
+@pytest.mark.rotating
 def test_resumed_runs_are_one_mlflow_run_without_duplicate_points(
     runs_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +227,7 @@ def test_resumed_runs_are_one_mlflow_run_without_duplicate_points(
         assert [path.name for path in (tmp_path / disk).glob("tiny/r/*.db")] == ["mlflow.db"]
 
 
+@pytest.mark.rotating
 def test_a_process_that_is_killed_while_it_creates_the_database_leaves_none(tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     code = f"""
@@ -253,6 +255,7 @@ require_database({uri!r}, {str(tmp_path)!r})
     assert not list(tmp_path.glob("*.part*"))
 
 
+@pytest.mark.rotating
 def test_a_run_continues_in_its_mlflow_run(runs_dir: Path) -> None:
     uri, run_dir = tracking_uri(runs_dir), runs_dir / "tiny" / "old"
     run_dir.mkdir(parents=True)
@@ -443,6 +446,7 @@ def test_a_dead_server_neither_stops_nor_delays_training_and_gets_missed_points_
         assert run.info.status == "FINISHED"
 
 
+@pytest.mark.rotating
 def test_an_unreachable_server_costs_a_warning_without_its_password(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

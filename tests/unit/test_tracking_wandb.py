@@ -105,6 +105,7 @@ def words(process: psutil.Process) -> str:
         return ""
 
 
+@pytest.mark.rotating
 def test_a_resumed_run_is_the_same_wandb_run_and_leaves_no_process(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,6 +168,7 @@ sys.stdin.read()
 """  # without torch, which takes longer to load than all that is tested here
 
 
+@pytest.mark.rotating
 def test_a_run_killed_outright_leaves_no_process_and_is_preempted(tmp_path: Path) -> None:
     run_dir = tmp_path / "tiny" / "r1"
     with subprocess.Popen(
@@ -182,6 +184,7 @@ def test_a_run_killed_outright_leaves_no_process_and_is_preempted(tmp_path: Path
     assert any(each.HasField("preempting") for each in found)
 
 
+@pytest.mark.rotating
 def test_no_network_and_no_key_cost_a_warning_and_no_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -200,6 +203,7 @@ def test_no_network_and_no_key_cost_a_warning_and_no_time(
     assert len((tmp_path / "tiny/r1/metrics.jsonl").read_text().splitlines()) == 50
 
 
+@pytest.mark.rotating
 def test_a_key_is_written_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = "0123456789abcdef" * 2 + "deadbeef"
     monkeypatch.setenv("WANDB_API_KEY", key)

@@ -186,6 +186,7 @@ def test_prediction_layers_follow_the_others(world: World) -> None:
     assert all(sum(layer.tokens_per_expert) == TOKENS * TOPK for layer in layers)
 
 
+@pytest.mark.rotating
 def test_expert_bias_turns_tokens_away_from_crowded_experts(world: World) -> None:
     recipe = moe_recipe(
         moe_router_score_function="sigmoid",
@@ -211,6 +212,7 @@ def test_expert_bias_turns_tokens_away_from_crowded_experts(world: World) -> Non
 
 
 @pytest.mark.dist
+@pytest.mark.rotating
 def test_two_ranks_count_what_one_does(world: World, worlds: dict[int, GlooWorld]) -> None:
     layouts = {
         "data": {},

@@ -78,6 +78,7 @@ def test_training_is_the_same_with_tasks_and_reports_them(run_dir: Path) -> None
     assert all({"eval/words/acc", "eval/words/acc_norm"} <= note["details"].keys() for note in notes)
 
 
+@pytest.mark.rotating
 def test_a_run_is_evaluated_as_it_was_in_training_and_everything_is_kept(
     run_dir: Path, folder: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

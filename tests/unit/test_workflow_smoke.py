@@ -24,6 +24,7 @@ def smoke(corpus: Path, data_dir: Path, folder: Path, *options: str) -> int:
     return cli.run(["smoke", write_recipe(recipe, folder), *options, *paths])
 
 
+@pytest.mark.rotating
 def test_a_rehearsal_trains_saves_resumes_and_compares(
     corpus: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
