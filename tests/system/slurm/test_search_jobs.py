@@ -8,6 +8,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.search.command import quiet
@@ -45,6 +47,7 @@ def outcomes(site: Site, recipe: Recipe) -> tuple[Counter[str], list[str]]:
     return Counter(trial.state.name for trial in trials), [trial.user_attrs["run_id"] for trial in trials]
 
 
+@pytest.mark.rotating
 def test_each_trial_is_a_job(site: Site, corpus: Path) -> None:
     """Two at a time; the job of one that is pruned is cancelled."""
     points = [{"optimizer.lr": 1e-2}, {"optimizer.lr": 1e-4}]

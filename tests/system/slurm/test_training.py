@@ -51,6 +51,7 @@ def test_two_nodes(site: Site, recipe: Recipe, ranks: str, reference: dict[str, 
 
 
 @pytest.mark.deepspeed
+@pytest.mark.rotating
 def test_zero_trains_as_one_process_of_the_other_engine(site: Site, corpus: Path) -> None:
     """ZeRO-3 on two nodes; a warning in between, so that its checkpoint is loaded."""
     sharded = load(
@@ -106,6 +107,7 @@ def test_the_controller_is_away_while_a_job_trains(
     assert curve(waiting.run_dir) == reference["1"]
 
 
+@pytest.mark.rotating
 def test_requeued_three_times(site: Site, recipe: Recipe, reference: dict[str, list[tuple[Any, ...]]]) -> None:
     """One run, one MLflow run, which knows how often it was restarted; and one job for who waits for it."""
     with site.waiting(recipe, "requeued", "tracking.mlflow=true") as waiting:
@@ -183,6 +185,7 @@ def repaired(site: Site) -> Iterator[None]:
 
 @pytest.mark.usefixtures("repaired")
 @pytest.mark.parametrize("interrupt", [warn, preempt, lose_head, lose_other], ids=lambda function: function.__name__)
+@pytest.mark.rotating
 def test_interrupted(
     site: Site,
     recipe: Recipe,
@@ -206,6 +209,7 @@ def test_interrupted(
 
 
 @pytest.mark.usefixtures("repaired")
+@pytest.mark.rotating
 def test_a_job_goes_on_with_more_nodes_and_with_those_that_are_left(
     site: Site, recipe: Recipe, reference: dict[str, list[tuple[Any, ...]]]
 ) -> None:
@@ -232,6 +236,7 @@ def test_a_job_goes_on_with_more_nodes_and_with_those_that_are_left(
     assert largest_difference(*losses) < 1e-5  # ranks sum in another order
 
 
+@pytest.mark.rotating
 def test_time_limit_whose_warning_comes_before_the_ranks_are_started(
     site: Site, recipe: Recipe, reference: dict[str, list[tuple[Any, ...]]]
 ) -> None:

@@ -35,6 +35,7 @@ def result(port: int, expression: str) -> list[Any]:
     return [] if data is None else list(data["result"])
 
 
+@pytest.mark.rotating
 def test_prometheus_answers_every_query_of_the_dashboard(tmp_path: Path, corpus: Path, data_dir: Path) -> None:
     if shutil.which("prometheus") is None or shutil.which("promtool") is None:
         pytest.skip("prometheus and promtool are missing: apt-get install prometheus")
