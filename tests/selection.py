@@ -18,6 +18,7 @@ TESTS = Path(__file__).parent
 VERSION = (
     "dist/test_accuracy", "dist/test_checkpoint_scale", "dist/test_ema", "dist/test_evaluating", "dist/test_hf_",
     "dist/test_keep_zeros", "dist/test_layouts", "dist/test_layer_norms", "dist/test_local_checkpoints",
+    "dist/test_precomputed",
     "dist/test_megatron_lm", "dist/test_older_checkpoints", "dist/test_resume_state", "dist/test_waiting",
     "dist/test_zero", "unit/test_checkpoint_", "unit/test_coordinates", "unit/test_data_batches",
     "unit/test_data_prepare", "unit/test_dryrun", "unit/test_engine_", "unit/test_generate", "unit/test_hf_export",
@@ -37,7 +38,7 @@ NOT_VERSION = (
     "unit/test_data_steps",
     "unit/test_data_stores", "unit/test_data_tasks", "unit/test_deepspeed_config", "unit/test_distill_start",
     "unit/test_evaluation", "unit/test_export_programs", "unit/test_faults_", "unit/test_finetune",
-    "unit/test_hf_reading", "unit/test_prune", "unit/test_quantize",
+    "unit/test_hf_reading", "unit/test_precompute", "unit/test_prune", "unit/test_quantize",
     "unit/test_layout_names", "unit/test_merge_", "unit/test_gpu_report", "unit/test_network", "unit/test_rendezvous",
     "unit/test_workflow_lr_range", "unit/test_workflow_train",
 )  # fmt: skip

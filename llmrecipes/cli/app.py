@@ -54,6 +54,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     "Training": {
         "prepare": "training.prepare",
         "data": "data.app",
+        "precompute": "precomputing.precompute",
         "train": "training.train",
         "search": "search.search",
         "lr-range": "training.lr_range",

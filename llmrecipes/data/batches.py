@@ -25,6 +25,8 @@ from llmrecipes.recipe.schema import Recipe
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+PRECOMPUTED = ("reference",)
+"""Further keys of samples with what a frozen model says of them (`data.precomputed`)."""
 _SECONDS_TO_END = 5.0
 """Seconds that a process may take to exit after its connection closes."""
 
@@ -167,7 +169,7 @@ def batches(
         _Reads(dataset),
         batch_sampler=_Once(ids),
         num_workers=num_workers,
-        collate_fn=_collate if pinned else _collate_arrays,
+        collate_fn=collate if pinned else _collate_arrays,
         prefetch_factor=prefetch_factor if num_workers else None,
         pin_memory=pinned,
         worker_init_fn=partial(_begin_worker, os.getpid()),
@@ -247,20 +249,22 @@ class _Once:
         return self._ids
 
 
-def _collate(samples: list[Any]) -> dict[str, torch.Tensor] | OSError | UserError:
+def collate(samples: list[Any]) -> dict[str, torch.Tensor] | OSError | UserError:
+    """A micro-batch of samples, or the exception that is in place of one."""
     for sample in samples:
         if isinstance(sample, OSError | UserError):
             return sample
-    return {key: torch.stack([sample[key] for sample in samples]) for key in KEYS}
+    keys = (*KEYS, *(key for key in PRECOMPUTED if key in samples[0]))
+    return {key: torch.stack([sample[key] for sample in samples]) for key in keys}
 
 
 def _collate_arrays(samples: list[Any]) -> dict[str, np.ndarray] | OSError | UserError:
-    """`_collate` for a process without a thread that pins: a worker sends arrays in its message.
+    """`collate` for a process without a thread that pins: a worker sends arrays in its message.
 
     Each tensor is a file descriptor over a socket, and the training thread waits 2 ms for the four of a micro-batch,
     0.2 ms for arrays.
     """
-    batch = _collate(samples)
+    batch = collate(samples)
     return {key: value.numpy() for key, value in batch.items()} if isinstance(batch, dict) else batch
 
 

@@ -25,7 +25,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split as MegatronSplit
 from torch.utils.data import Dataset
 
-from llmrecipes.data import checked
+from llmrecipes.data import checked, precomputed
 from llmrecipes.data.documents import TokenFile
 from llmrecipes.data.manifest import LISTING, File, listing_text, open_array, stem, valid_stem
 from llmrecipes.data.pair_samples import PairDataset
@@ -398,7 +398,10 @@ def load_conversations(recipe: Recipe, prepared: Prepared, split: Split, folder:
     order = open_array(folder / f"{split}-order.npy")
     chat, pad = recipe.data.chat, prepared.manifest.tokenizer.eod
     if chat is not None and chat.preference is not None:
-        return PairDataset(files, packed, order, recipe.model.seq_length, pad, packing=chat.packing)
+        values = None if recipe.dpo is None else recipe.dpo.reference_log_probs
+        counts, names = [len(each.members) for each in packed], [stem(number, split) for number in usable]
+        known = None if values is None else precomputed.log_probs(Path(values), names, counts)
+        return PairDataset(files, packed, order, recipe.model.seq_length, pad, packing=chat.packing, reference=known)
     return ConversationDataset(files, packed, order, recipe.model.seq_length, pad)
 
 

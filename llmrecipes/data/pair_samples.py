@@ -30,14 +30,39 @@ class PairDataset(Dataset[dict[str, torch.Tensor]]):
         length: of a sequence.
         pad: id of the padding.
         packing: both answers of a pair, and several pairs, are in one sequence.
+        reference: [pairs, 2] of each source: log-probabilities of both answers under the reference of `dpo`. Samples
+            then have `reference`, fp64: minus that of an answer where its first label is, else 0.
     """
 
     def __init__(
         self, files: list[ConversationFile], packed: list[Packed], order: np.ndarray, length: int, pad: int,
-        *, packing: bool,
+        *, packing: bool, reference: list[np.ndarray] | None = None,
     ) -> None:  # fmt: skip
         self._files, self._packed, self._order, self._length, self._pad = files, packed, order, length, pad
-        self._packing = packing
+        self._packing, self._reference = packing, reference
+
+    def in_file_order(self) -> PairDataset:
+        """Every sequence once, source after source."""
+        every = [np.stack([np.full(len(packed), source), np.arange(len(packed))], 1)
+                 for source, packed in enumerate(self._packed)]  # fmt: skip
+        return PairDataset(
+            self._files, self._packed, np.concatenate(every), self._length, self._pad, packing=self._packing
+        )
+
+    def pairs(self, first: int, end: int) -> np.ndarray:
+        """[pairs, 2], source and number of the pairs that samples `first` to `end` - 1 have; whole pairs."""
+        rows = 1 if self._packing else 2
+        found = []
+        for source, sequence in self._order[first // rows : end // rows]:
+            packed = self._packed[source]
+            members = packed.members[packed.bounds[sequence] : packed.bounds[sequence + 1]]
+            found.append(np.stack([np.full(len(members), source), members], 1))
+        return np.concatenate(found)
+
+    @property
+    def counts(self) -> list[int]:
+        """Pairs of each source."""
+        return [len(packed.members) for packed in self._packed]
 
     def __len__(self) -> int:
         return len(self._order) * (1 if self._packing else 2)
@@ -50,21 +75,26 @@ class PairDataset(Dataset[dict[str, torch.Tensor]]):
         labels = tokens.copy()
         mask = np.zeros(self._length, np.float32)
         positions = np.empty(self._length, np.int64)
+        reference = np.zeros(0 if self._reference is None else self._length, np.float64)
         start = 0
         for member in packed.members[packed.bounds[sequence] : packed.bounds[sequence + 1]]:
             ids, marks = self._files[source][int(member)]
             second = int(np.flatnonzero(marks == SECOND)[0])
             both = list(pairwise((0, second, len(ids))))
-            for first, last in both if side is None else [both[side]]:
+            for answer in (0, 1) if side is None else (side,):
+                first, last = both[answer]
                 end = start + last - first - 1
                 tokens[start:end], labels[start:end] = ids[first : last - 1], ids[first + 1 : last]
                 mask[start:end] = marks[first + 1 : last] == ANSWER
                 positions[start:end] = np.arange(end - start)
+                if self._reference is not None:
+                    reference[start + int(mask[start:end].argmax())] = -self._reference[source][member, answer]
                 start = end
         positions[start:] = np.arange(self._length - start)
-        return {
+        sample = {
             "tokens": torch.from_numpy(tokens),
             "labels": torch.from_numpy(labels),
             "loss_mask": torch.from_numpy(mask),
             "position_ids": torch.from_numpy(positions),
         }
+        return sample if self._reference is None else {**sample, "reference": torch.from_numpy(reference)}

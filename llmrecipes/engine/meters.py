@@ -1,8 +1,8 @@
-"""What an engine measures in a step on request."""
+"""What an engine measures on request, in a step or of a frozen model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -88,3 +88,22 @@ class Importance:
     hidden: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
     experts: dict[int, torch.Tensor] = field(default_factory=dict)
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Precomputation(Protocol):
+    """A frozen model whose results are written to disk, in any layout. The engine megatron has it."""
+
+    def load(self, weights: Any = None) -> None:
+        """Build the model, a collective of all ranks; arguments as `engine.megatron.frozen.FrozenModel`."""
+
+    @property
+    def together(self) -> int:
+        """Of how many micro-batches a multiple is passed in each call of `values`."""
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank has the values of its samples, and is the one of those to write them."""
+
+    def values(self, batches: Sequence[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+        """What is written of each micro-batch, in host memory; nothing on ranks that have none. Every data-parallel
+        rank passes as many."""

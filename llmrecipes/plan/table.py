@@ -97,6 +97,8 @@ def _start(recipe: Recipe) -> list[tuple[str, str, str]]:
 
 
 def _reference(recipe: Recipe) -> str:
+    if recipe.dpo is not None and recipe.dpo.reference_log_probs is not None:
+        return f"log-probabilities in {recipe.dpo.reference_log_probs}, 16 bytes a pair"
     if not has_reference(recipe):
         return "nothing"
     if not has_second_model(recipe):

@@ -44,3 +44,6 @@ class Dpo(Section):
     tokens. Unset: the weights that the run starts from, with adapters the model without them."""
     reference_free: bool = False
     """Compare the log-probabilities with nothing: no reference model."""
+    reference_log_probs: Annotated[str, Field(min_length=1)] | None = None
+    """Folder that `llmrecipes precompute` writes and training reads: the reference's log-probabilities of all pairs, in
+    place of the reference. Unset: the reference is in memory, and passes every micro-batch."""

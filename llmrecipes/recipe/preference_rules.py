@@ -13,7 +13,8 @@ from llmrecipes.recipe.schema import Chat, Model, Recipe
 
 def has_reference(recipe: Recipe) -> bool:
     """Whether each step has forward passes of a reference model."""
-    return recipe.dpo is not None and not recipe.dpo.reference_free
+    dpo = recipe.dpo
+    return dpo is not None and not dpo.reference_free and dpo.reference_log_probs is None
 
 
 def has_second_model(recipe: Recipe) -> bool:
@@ -38,7 +39,21 @@ def named(recipe: Recipe) -> str | None:
     """The key that names the frozen model of a run, a teacher or a reference; None: it has none, or it is the start."""
     if recipe.distill is not None:
         return "distill.teacher"
-    return "dpo.reference" if recipe.dpo is not None and recipe.dpo.reference is not None else None
+    return "dpo.reference" if has_reference(recipe) and _section(recipe).reference is not None else None
+
+
+def precomputed_place(recipe: Recipe) -> tuple[str, str] | None:
+    """The key that names the folder of what a frozen model says of the samples, and the folder; None: it is unset."""
+    if recipe.dpo is not None and recipe.dpo.reference_log_probs is not None:
+        return "dpo.reference_log_probs", recipe.dpo.reference_log_probs
+    return None
+
+
+def with_frozen_model(recipe: Recipe) -> Recipe:
+    """The recipe with the frozen model in place of what was computed with it."""
+    if precomputed_place(recipe) is None:
+        return recipe
+    return recipe.model_copy(update={"dpo": _section(recipe).model_copy(update={"reference_log_probs": None})})
 
 
 def frozen_model(recipe: Recipe) -> Model:
@@ -89,6 +104,9 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
     if dpo.reference_free and dpo.reference is not None:
         yield Problem("dpo.reference", f"{dpo.reference!r} with reference_free", "a reference is compared, or none",
                       "leave one of them out")  # fmt: skip
+    if dpo.reference_free and dpo.reference_log_probs is not None:
+        yield Problem("dpo.reference_log_probs", f"{dpo.reference_log_probs!r} with reference_free",
+                      "a reference is compared, or none", "leave one of them out")  # fmt: skip
     for key in ("micro_batch_size", "global_batch_size"):
         size = getattr(recipe.train, key)
         if size % rows_of_a_pair(recipe):

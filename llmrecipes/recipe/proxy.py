@@ -293,7 +293,7 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
             "tracking": _tracking(recipe.tracking),
             "lora": recipe.lora and _lora(recipe.lora),
             "stages": (),
-            "dpo": recipe.dpo and recipe.dpo.model_copy(update={"reference": None}),
+            "dpo": recipe.dpo and recipe.dpo.model_copy(update={"reference": None, "reference_log_probs": None}),
             "distill": rehearsed(recipe, model, lambda teacher: small_model(teacher, parallel)),
         }
     )

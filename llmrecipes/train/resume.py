@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from llmrecipes.engine.base import Engine, Progress, WeightSource, World
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.preference_rules import frozen_model, has_second_model, named, needs_start_weights
+from llmrecipes.recipe.schema import Model
 from llmrecipes.runfiles import run_of
 from llmrecipes.tracking.events import Note
 from llmrecipes.train.completeness import move_aside, require_none_saved
@@ -218,15 +220,28 @@ def teach(engine: Engine, spec: RunSpec) -> None:
             "the rank was started without it", where=key, rule="llmrecipes train locates the model",
             fix="llmrecipes train, or llmrecipes submit",
         )  # fmt: skip
-    if not (spec.teacher / "config.json").is_file():
+    load_frozen(frozen, spec.teacher, frozen_model(recipe))
+
+
+def load_frozen(frozen: Taught, path: Path, model: Model) -> None:
+    """Load a frozen model; a collective of all ranks.
+
+    Args:
+        path: a checkpoint, or a folder in Hugging Face's form.
+        model: section of the frozen model.
+
+    Raises:
+        UserError: as `teach`.
+    """
+    if not (path / "config.json").is_file():
         try:
-            frozen.load(inspect(spec.teacher, full=False))
+            frozen.load(inspect(path, full=False))
         except InvalidCheckpoint as problem:
-            raise UserError(f"this checkpoint is corrupt: {problem}", where=str(spec.teacher)) from problem
+            raise UserError(f"this checkpoint is corrupt: {problem}", where=str(path)) from problem
         return
     from llmrecipes.hf.weights import open_weights
 
-    weights = open_weights(spec.teacher, frozen_model(recipe))
+    weights = open_weights(path, model)
     try:
         frozen.load(weights)
     finally:

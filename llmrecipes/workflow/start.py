@@ -23,6 +23,7 @@ from llmrecipes.rundir import Run
 from llmrecipes.tracking.run_tracker import require_packages_of_tracking
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow.forecast import record_of
+from llmrecipes.workflow.precomputed import require_precomputed
 from llmrecipes.workflow.pretrained import with_pretrained
 from llmrecipes.workflow.run import Log, Paths, TrainOptions, new_spec, plan_run, prepare_data
 from llmrecipes.workflow.teacher import record_teacher, with_teacher
@@ -139,4 +140,5 @@ def prepare_start(
     spec = with_teacher(with_pretrained(spec, log), log)
     prepare_data(recipe, paths.data_dir, log, spec)
     record_teacher(spec)
+    require_precomputed(spec, log)
     return PreparedStart.of(spec, plan, machine)

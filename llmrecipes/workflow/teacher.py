@@ -31,7 +31,7 @@ def named_model(recipe: Recipe) -> str | None:
     """The value of the key that names a frozen model."""
     if recipe.distill is not None:
         return recipe.distill.teacher
-    return None if recipe.dpo is None else recipe.dpo.reference
+    return None if recipe.dpo is None or named(recipe) is None else recipe.dpo.reference
 
 
 def with_teacher(spec: RunSpec, log: Log) -> RunSpec:
@@ -45,7 +45,7 @@ def with_teacher(spec: RunSpec, log: Log) -> RunSpec:
         return spec
     try:
         path = _recorded(spec) or located(reference, spec.runs_dir, key)
-        _require_fit(path, spec.recipe)
+        require_fit(path, spec.recipe)
     except UserError:
         spec.run.remove_if_empty()
         raise
@@ -132,7 +132,7 @@ def located(reference: str, runs_dir: Path, key: str = "distill.teacher") -> Pat
     return entry.path.absolute()
 
 
-def _require_fit(path: Path, recipe: Recipe) -> None:
+def require_fit(path: Path, recipe: Recipe) -> None:
     """Refuse a teacher of another shape than `distill.model` says, or a reference of another than `model`."""
     expected, run = frozen_model(recipe), run_of_teacher(path)
     if run is None:
@@ -154,12 +154,12 @@ def _require_fit(path: Path, recipe: Recipe) -> None:
             rule="both models read and predict the same tokens",
             fix=" ".join(f"model.{key}={getattr(recorded.model, key)}" for key in wrong),
         )  # fmt: skip
-    if _plain(recorded.model) != _plain(expected) and recipe.distill is None:
+    if plain(recorded.model) != plain(expected) and recipe.distill is None:
         raise UserError(
             f"another model: {json.dumps(differing(recipe.model, recorded.model))}", where=where,
             rule="a reference is the model that is trained, with other weights", fix="another run, or its model keys",
         )  # fmt: skip
-    if _plain(recorded.model) != _plain(expected):
+    if plain(recorded.model) != plain(expected):
         raise UserError(
             "another model than distill.model says", where=where,
             rule="distill.model has the keys of model in which the teacher differs from the recipe",
@@ -167,7 +167,7 @@ def _require_fit(path: Path, recipe: Recipe) -> None:
         )  # fmt: skip
 
 
-def _plain(model: Model) -> dict[str, Any]:
+def plain(model: Model) -> dict[str, Any]:
     """What its weights and passes depend on."""
     values = model.model_copy(update=OF_TEACHERS).model_dump()
     dense = model.num_moe_experts is None

@@ -176,6 +176,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "smoothing of sigmoid": (["dpo.label_smoothing=0.1"], "dpo.label_smoothing"),
     "exo without": (["dpo.loss_type=exo_pair"], "dpo.label_smoothing"),
     "two answers": (["dpo.reference_free=true", "dpo.reference=a"], "dpo.reference"),
+    "nothing to read": (["dpo.reference_free=true", "dpo.reference_log_probs=a"], "dpo.reference_log_probs"),
     "smoothed tokens": (["train.label_smoothing=0.1"], "train.label_smoothing"),
     "chunks": (["train.loss_chunk_tokens=64"], "train.loss_chunk_tokens"),
     "predictions": (["model.mtp_num_layers=1"], "model.mtp_num_layers"),

@@ -773,6 +773,7 @@ CASES: dict[str, Case] = {
     "dpo.label_smoothing": Case(0.2, compared, {**DPO, "dpo": {"loss_type": "robust"}}),
     "dpo.reference": Case("b", located_teacher, {**DPO, "dpo": {"reference": "a"}}),
     "dpo.reference_free": Case(True, compared, DPO),
+    "dpo.reference_log_probs": Case("there", plan, DPO),
     "zero.stage": Case(3, deepspeed, ZERO1),
     "zero.offload_optimizer": Case("cpu", deepspeed, ZERO2),
     "zero.offload_param": Case("cpu", deepspeed, ZERO3),

@@ -434,7 +434,9 @@ class MegatronEngine:
             prediction_weights=weights,
         )
         if self.preference is not None and answers is not None:
-            return losses, self.preference.counter(batch["answers"], answers.count, batch["loss_mask"], self.accuracy)
+            return losses, self.preference.counter(
+                batch["answers"], answers.count, batch["loss_mask"], self.accuracy, batch.get("reference")
+            )
         return losses, partial(_sum_over_tokens, batch["loss_mask"], self.accuracy)
 
 

@@ -79,18 +79,19 @@ class FrozenModel:
         step = list(islice(batches, number))
         self.kept.clear()
         with within():
-            self._passes(step)
+            self.passes(step)
         return iter(step)
 
     def _one_by_one(self, batches: Iterator[Batch], within: Within) -> Iterator[Batch]:
         for batch in batches:
             self.kept.clear()
             with within():
-                self._passes([batch])
+                self.passes([batch])
             yield batch
 
     @torch.no_grad()
-    def _passes(self, batches: Sequence[Batch]) -> None:
+    def passes(self, batches: Sequence[Batch]) -> None:
+        """One over each of these micro-batches."""
         model = self.plan.recipe.model
         reports = self._forward(
             forward_step_func=self._forward_step,

@@ -196,18 +196,21 @@ class PreferenceLoss:
                 module.train(was)
 
     def counter(
-        self, answers: torch.Tensor, count: int, mask: torch.Tensor, accuracy: TokenAccuracy
-    ) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]:
+        self, answers: torch.Tensor, count: int, mask: torch.Tensor, accuracy: TokenAccuracy,
+        reference: torch.Tensor | None = None,
+    ) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]:  # fmt: skip
         """What sums the losses of a micro-batch's tokens, [b, s] of this rank; megatron-core divides by the pairs of
         the global batch.
 
         Args:
             answers, mask: this rank's part of `Answers.of_token` and of the loss mask, on the device.
             count: of answers.
+            reference: this rank's part of what was computed before training: [b, s], whose sums over the tokens of an
+                answer are its negative log-probability.
         """
 
         def summed(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-            kept = None if self._reference is None else self._reference.kept.popleft()
+            kept = reference if self._reference is None else self._reference.kept.popleft()
             gains = self._gains(losses, kept, answers, count, mask)
             total = pair_losses(gains, self._dpo).sum()
             # Context-parallel ranks have the same sums, of which one is counted; each goes back through its own tokens.

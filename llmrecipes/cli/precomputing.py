@@ -1,0 +1,69 @@
+"""`precompute`: parsing and printing only."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Annotated
+
+import typer
+
+from llmrecipes.cli.options import (
+    DATA,
+    RUNS,
+    DataOption,
+    JsonOption,
+    OverridesArgument,
+    RanksOption,
+    RecipeArgument,
+    RunsOption,
+)
+from llmrecipes.faults.signals import early_signals
+
+
+@early_signals()
+def precompute(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    nproc: RanksOption = None,
+    nnodes: Annotated[
+        int, typer.Option("--nnodes", metavar="N", min=1, help="Compute on N nodes; start the command on every one.")
+    ] = 1,
+    node_rank: Annotated[
+        int | None,
+        typer.Option(
+            "--node-rank", metavar="K", help="Start as node K, counted from 0; default in pods: the pod's index."
+        ),
+    ] = None,
+    rdzv: Annotated[
+        str | None,
+        typer.Option(
+            "--rdzv", metavar="HOST:PORT", help="Meet at this address of node 0; default in pods: the first pod."
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+    runs_dir: RunsOption = RUNS,
+    data_dir: DataOption = DATA,
+) -> int:
+    """Compute what a recipe's frozen model says of its data.
+
+    Training then reads that, and does not hold the model. The recipe names the folder: dpo.reference_log_probs. A
+    command that was killed goes on when it is repeated.
+    """
+    from llmrecipes.console import duration, setup_logging
+    from llmrecipes.launch.ranks import node
+    from llmrecipes.recipe.load import load
+    from llmrecipes.workflow.precompute import precompute as compute
+    from llmrecipes.workflow.run import Paths
+
+    setup_logging()
+    here = node(nnodes, node_rank, rdzv, os.environ) if nnodes > 1 else None
+    resolved = load(recipe, overrides or []).recipe
+    done = compute(resolved, Paths(runs_dir, data_dir), nproc, here, lambda line: typer.echo(line, err=as_json))
+    if isinstance(done, int):
+        return done
+    if as_json:
+        print(json.dumps(done.as_dict()))
+    else:
+        print(f"{done.folder}: {done.pairs:,} pairs, {done.bytes:,} bytes, in {duration(done.seconds)}")
+    return 0

@@ -1,0 +1,166 @@
+"""Log-probabilities of a reference that are computed before training: the same run without the reference."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmrecipes.cli import app as cli
+from llmrecipes.plan.derive import derive
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.workflow import precompute
+from llmrecipes.workflow.precompute import work_folder
+from tests.helpers import ROOMY, tiny, train_lines, write_recipe
+from tests.refusals import require_message
+
+Command = Callable[..., tuple[int, str]]
+ANSWERS = "no", "yes"
+
+
+def pairs(folder: Path) -> Path:
+    """60 pairs of texts."""
+    path = folder / "pairs.jsonl"
+    rows = [{"prompt": f"Is {n} odd?", "chosen": f" {ANSWERS[n % 2]}.", "rejected": f" It is {n}, so {n % 7}."}
+            for n in range(60)]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return path
+
+
+def preferring(source: Path, folder: Path | None = None, *, packing: bool = True, **sections: Any) -> Recipe:
+    data = {
+        "sources": [{"type": "jsonl", "path": str(source)}], "split": [80.0, 20.0, 0.0],
+        "chat": {"packing": packing, "preference": {}}, "num_workers": 0,
+    }  # fmt: skip
+    train = {"train_iters": 4, "eval_interval": 2, "eval_iters": 1, "log_interval": 1, "global_batch_size": 4}
+    return tiny(
+        "pairs", data=data, optimizer={"lr": 1e-2},
+        model={"hidden_size": 32, "vocab_size": 300, **sections.pop("model", {})},
+        dpo={"beta": 0.5, "reference_log_probs": None if folder is None else str(folder)},
+        train={**train, **sections.pop("train", {})}, **sections,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("precomputed")
+
+
+@pytest.fixture(scope="module")
+def source(folder: Path) -> Path:
+    return pairs(folder)
+
+
+@pytest.fixture
+def command(folder: Path, data_dir: Path, capfd: pytest.CaptureFixture[str]) -> Command:
+    def run(*arguments: str) -> tuple[int, str]:
+        code = cli.run([*arguments, "--runs-dir", str(folder / "runs"), "--data-dir", str(data_dir)])
+        captured = capfd.readouterr()
+        assert "Traceback" not in captured.err
+        return code, captured.out + captured.err
+
+    return run
+
+
+def numbers(folder: Path, run: str) -> list[tuple[Any, ...]]:
+    lines = train_lines(folder / "runs/pairs" / run)
+    return [(line["loss"], line["grad_norm"], line["rewards"]) for line in lines]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_run_is_the_one_with_the_reference(source: Path, folder: Path, command: Command, packing: bool) -> None:
+    values = folder / f"values-{packing}"
+    live = write_recipe(preferring(source, packing=packing), folder)
+    assert command("train", live, "--run-id", f"live-{packing}")[0] == 0
+    recipe = write_recipe(preferring(source, values, packing=packing), folder)
+    code, printed = command("train", recipe)
+    assert code == 2
+    require_message(printed, "dpo.reference_log_probs")
+    assert command("precompute", recipe)[0] == 0
+    record = json.loads((values / "precomputed.json").read_text("utf-8"))
+    arrays = [np.load(values / name, allow_pickle=False) for name in record["files"]]
+    assert sum(map(len, arrays)) == 60 and all((array < 0).all() for array in arrays)
+    assert not work_folder(values).exists()
+    assert command("train", recipe, "--run-id", f"read-{packing}")[0] == 0
+    assert numbers(folder, f"read-{packing}") == numbers(folder, f"live-{packing}")
+    if packing:  # another order of pairs in sequences, with adapters: the same values serve
+        again = ("lora={rank: 2, alpha: 4.0}", "train.micro_batch_size=1", "optimizer.lr=5e-3")
+        assert command("train", recipe, *again, "--run-id", "lora")[0] == 0
+        assert command("train", live, *again, "dpo.reference_log_probs=null", "--run-id", "lora-live")[0] == 0
+        for one, other in zip(numbers(folder, "lora"), numbers(folder, "lora-live"), strict=True):
+            assert one[:2] == pytest.approx(other[:2], rel=1e-5)
+
+
+def test_a_killed_computation_goes_on(
+    source: Path, folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, parts = folder / "whole", folder / "parts"
+    recipe = write_recipe(preferring(source, whole), folder)
+    assert command("precompute", recipe)[0] == 0
+    written: list[str] = []
+
+    def write(path: Path, *arguments: Any) -> None:
+        if len(written) == 3:
+            raise KeyboardInterrupt
+        written.append(path.name)
+        real(path, *arguments)
+
+    real = precompute._write_part
+    with monkeypatch.context() as patch:
+        patch.setattr(precompute, "_write_part", write)
+        assert command("precompute", recipe, f"dpo.reference_log_probs={parts}")[0] != 0
+    assert not parts.exists()
+    assert sorted(path.name for path in (work_folder(parts) / "parts").iterdir()) == sorted(written)
+    with monkeypatch.context() as patch:
+        patch.setattr(precompute, "_write_part", lambda path, *rest: (written.append(path.name), real(path, *rest)))
+        assert command("precompute", recipe, f"dpo.reference_log_probs={parts}")[0] == 0
+    assert len(written) == len(set(written)) > 3
+    for path in whole.glob("*.npy"):
+        assert path.read_bytes() == (parts / path.name).read_bytes()
+    code, printed = command("precompute", recipe, f"dpo.reference_log_probs={parts}", "--json")
+    assert code == 0 and '"seconds": 0.0' in printed
+
+
+def test_values_of_something_else_start_nothing(source: Path, folder: Path, command: Command) -> None:
+    values = folder / "of-one"
+    recipe = write_recipe(preferring(source, values), folder)
+    assert command("precompute", recipe)[0] == 0
+    before = sorted((folder / "runs/pairs").glob("*"))
+    for override, name in {
+        "train.seed=5": "model.weights", "model.num_layers=1": "model.num_layers",
+        "data.split=[70,30,0]": "data.folder", "train.precision=bf16": "train.precision",
+    }.items():  # fmt: skip
+        for which in ("train", "precompute"):
+            code, printed = command(which, recipe, override)
+            assert code == 2, printed
+            require_message(printed, "dpo.reference_log_probs", rule=name)
+    array = next(values.glob("*.npy"))
+    content = bytearray(array.read_bytes())
+    content[-1] ^= 1
+    array.write_bytes(content)
+    code, printed = command("train", recipe)
+    assert code == 2
+    require_message(printed, str(array))
+    assert sorted((folder / "runs/pairs").glob("*")) == before
+    code, printed = command("precompute", recipe, "dpo.reference_log_probs=null")
+    assert code == 2
+    require_message(printed, "recipe pairs", rule="dpo.reference_log_probs=DIR")
+
+
+def test_a_plan_is_without_the_reference(source: Path, folder: Path) -> None:
+    read, none = (
+        derive(recipe, 1, ROOMY)
+        for recipe in (preferring(source, folder), tiny_without_reference(source))
+    )  # fmt: skip
+    assert read.memory == none.memory and read.memory.teacher == 0
+    assert read.flops_per_token_full == none.flops_per_token_full
+
+
+def tiny_without_reference(source: Path) -> Recipe:
+    recipe = preferring(source)
+    assert recipe.dpo is not None
+    return recipe.model_copy(update={"dpo": recipe.dpo.model_copy(update={"reference_free": True})})
