@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
 from llmrecipes.engine.base import Scores, World
 from llmrecipes.engine.sampling import Sampling, draw
+from llmrecipes.errors import UserError
 
 ALONE = World(rank=0, size=1, data_parallel_rank=0, data_parallel_size=1, holds_whole_model=True)
 """The world of one process."""
@@ -24,6 +27,36 @@ class LogitsScorer:
 
     def __init__(self, forward: Callable[[torch.Tensor], torch.Tensor], positions: int) -> None:
         self.positions, self._forward = positions, forward
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> LogitsScorer:
+        """A model as transformers computes it, such as one whose weights are quantised.
+
+        Args:
+            folder: in Hugging Face's form; it has been checked (`hf.reading.open_folder`).
+
+        Raises:
+            UserError: transformers cannot load it, or a package that it needs is missing.
+        """
+        import transformers
+
+        if find_spec("compressed_tensors") is None:
+            raise UserError(
+                "the package compressed-tensors is not installed", where=str(folder),
+                rule="it unpacks quantised weights", fix="pip install 'llmrecipes[quantize]'",
+            )  # fmt: skip
+        transformers.utils.logging.disable_progress_bar()
+        try:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype="auto", trust_remote_code=False, local_files_only=True
+            ).eval()
+        except Exception as error:  # transformers and compressed-tensors raise several kinds
+            said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            raise UserError(
+                f"transformers cannot load it: {said[:300]}", where=str(folder),
+                rule="a quantised model of transformers, without code of its own",
+            ) from error  # fmt: skip
+        return cls(lambda ids: model(input_ids=ids, use_cache=False).logits, int(model.config.max_position_embeddings))
 
     @torch.no_grad()
     def score(self, tokens: torch.Tensor) -> Scores:

@@ -143,14 +143,22 @@ class Folder:
     tensors: Mapping[str, Held]
 
 
-def open_folder(path: Path) -> Folder:
+COMPRESSED = "compressed-tensors"
+"""`quant_method` of what `llmrecipes quantize` writes."""
+
+
+def open_folder(path: Path, quantised: str | None = None) -> Folder:
     """Open a folder: its config.json, and the headers of its weights.
+
+    Args:
+        path: the folder.
+        quantised: as `read_config`.
 
     Raises:
         UserError: no folder, no config.json, weights that are missing, corrupt, pickled or quantised, or files outside
             of the folder.
     """
-    config = read_config(path)
+    config = read_config(path, quantised)
     files = _weight_files(path)
     tensors: dict[str, Held] = {}
     for file, names in files.items():
@@ -164,11 +172,15 @@ def open_folder(path: Path) -> Folder:
     return Folder(path, config, tensors)
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path, quantised: str | None = None) -> dict[str, Any]:
     """config.json of a folder.
 
+    Args:
+        path: the folder.
+        quantised: a `quant_method` that is accepted; None: only weights as they are.
+
     Raises:
-        UserError: no folder, no such file, not a JSON object, or the weights are quantised.
+        UserError: no folder, no such file, not a JSON object, or the weights are quantised in another way.
     """
     if not path.is_dir():
         raise UserError("no such folder", where=str(path), rule="a folder with config.json and model.safetensors")
@@ -180,15 +192,22 @@ def read_config(path: Path) -> dict[str, Any]:
             fix=_adapter_fix(path),
         )
     config = read_json(path, CONFIG)
-    quantised = config.get("quantization_config")
-    if quantised is not None:
-        method = quantised.get("quant_method", "unnamed") if isinstance(quantised, dict) else quantised
+    section = config.get("quantization_config")
+    if section is None:
+        return config
+    method = section.get("quant_method", "unnamed") if isinstance(section, dict) else section
+    if quantised is None:
         raise UserError(
             f"quantised weights: quantization_config has {str(method)[:40]!r}",
             where=str(path / CONFIG),
             rule="training starts from weights in fp32, bf16 or fp16",
             fix="use the original weights, or a copy converted back to bf16",
         )
+    if method != quantised:
+        raise UserError(
+            f"quantised weights: quantization_config has {str(method)[:40]!r}", where=str(path / CONFIG),
+            rule=f"{quantised}, as llmrecipes quantize writes it", fix="the original weights",
+        )  # fmt: skip
     return config
 
 

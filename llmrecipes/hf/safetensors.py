@@ -7,11 +7,11 @@ memory holds one tensor, not a shard, whatever the size of the model.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, runtime_checkable
 
 import torch
 
@@ -41,6 +41,18 @@ class TensorSource(Protocol):
         """
 
 
+@runtime_checkable
+class PiecewiseSource(TensorSource, Protocol):
+    """A source of tensors that need not be in memory as a whole."""
+
+    def pieces(self, name: str, elements: int) -> Iterator[torch.Tensor]:
+        """The rows of a tensor in order, in pieces of about so many elements; a row is not divided.
+
+        Raises:
+            UserError: as `read`.
+        """
+
+
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -50,7 +62,7 @@ DTYPES = {
 
 
 class SafetensorsFolder:
-    """The weights in a folder; see `TensorSource`. Headers are read when it is opened, values when asked for.
+    """The weights in a folder; see `PiecewiseSource`. Headers are read when it is opened, values when asked for.
 
     Args:
         path: the folder, which is untrusted: see `open_folder`.
@@ -83,13 +95,26 @@ class SafetensorsFolder:
 
     def read(self, name: str) -> torch.Tensor:
         """See `TensorSource`."""
+        return self._read(name, slice(None))
+
+    def pieces(self, name: str, elements: int) -> Iterator[torch.Tensor]:
+        """See `PiecewiseSource`."""
+        shape = self.shape(name)
+        if not shape:
+            yield self.read(name)
+            return
+        step = max(1, elements // max(1, prod(shape[1:])))
+        for start in range(0, shape[0], step):
+            yield self._read(name, slice(start, start + step))
+
+    def _read(self, name: str, rows: slice) -> torch.Tensor:
         from safetensors import SafetensorError, safe_open
 
         path = self._held[name].file
         try:
-            # Opened for each tensor: pages of a file that stays mapped count as memory of this process.
+            # Opened each time: pages of a file that stays mapped count as memory of this process.
             with safe_open(path, framework="pt", device="cpu") as file:
-                tensor: torch.Tensor = file.get_tensor(name)
+                tensor: torch.Tensor = file.get_slice(name)[rows] if self.shape(name) else file.get_tensor(name)
                 return tensor.clone()
         except (OSError, SafetensorError) as problem:
             raise UserError(f"{name} cannot be read: {problem}", where=str(path), fix="copy it again") from problem
@@ -104,7 +129,8 @@ KEPT = "e_score_correction_bias"
 """End of the names of tensors that stay as they are: a small difference would change which experts are selected."""
 
 _NAMES = {kind: name for name, kind in DTYPES.items()}
-_CHUNK = 1 << 26
+_CHUNK = 1 << 24
+"""Bytes that are converted and written at once."""
 
 
 @dataclass(frozen=True)
@@ -203,27 +229,34 @@ def _write_shard(path: Path, source: TensorSource, kinds: Mapping[str, torch.dty
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for name, kind in kinds.items():
-            _write_tensor(file, name, source.read(name), source.shape(name), kind)
+            _write_tensor(file, source, name, kind)
             if progress is not None:
                 progress.add(1)
     sync(path)
 
 
-def _write_tensor(file: IO[bytes], name: str, value: torch.Tensor, shape: Sequence[int], kind: torch.dtype) -> None:
-    if tuple(value.shape) != tuple(shape):
-        raise RuntimeError(f"{name} has the shape {tuple(value.shape)}, and its header says {tuple(shape)}")
-    flat = value.contiguous().view(-1)
-    step = _CHUNK // max(kind.itemsize, flat.element_size())
-    for start in range(0, flat.numel(), step):
-        # Converted in pieces: a second copy of the largest tensor would be most of the memory.
-        piece = flat[start : start + step]
-        converted = piece.to(kind)
-        if kind.itemsize < piece.element_size() and not torch.equal(converted.isfinite(), piece.isfinite()):
-            element = next(name for name, candidate in ELEMENT_TYPES.items() if candidate == kind)
-            raise UserError(
-                f"{name} has values too large for {element}",
-                where="--dtype",
-                rule=f"{element} holds numbers up to {torch.finfo(kind).max:g}",
-                fix="--dtype bf16" if kind == torch.float16 else "--dtype fp32",
-            )
-        file.write(converted.view(torch.uint8).numpy().data)
+def _write_tensor(file: IO[bytes], source: TensorSource, name: str, kind: torch.dtype) -> None:
+    shape, elements = source.shape(name), _CHUNK // max(kind.itemsize, source.dtype(name).itemsize)
+    written = 0
+    for part in source.pieces(name, elements) if isinstance(source, PiecewiseSource) else [source.read(name)]:
+        if tuple(part.shape[1:]) != tuple(shape[1:]):
+            raise RuntimeError(f"{name} has the shape {tuple(part.shape)}, and its header says {tuple(shape)}")
+        # A row may be longer than a piece.
+        for piece in part.contiguous().view(-1).split(elements):
+            file.write(_converted(name, piece, kind).view(torch.uint8).numpy().data)
+        written += part.numel()
+    if written != prod(shape):
+        raise RuntimeError(f"{name} has {written} elements, and its header says {tuple(shape)}")
+
+
+def _converted(name: str, piece: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    """In pieces: a second copy of the largest tensor would be most of the memory."""
+    converted = piece.to(kind)
+    if kind.itemsize < piece.element_size() and not torch.equal(converted.isfinite(), piece.isfinite()):
+        element = next(name for name, candidate in ELEMENT_TYPES.items() if candidate == kind)
+        raise UserError(
+            f"{name} has values too large for {element}", where="--dtype",
+            rule=f"{element} holds numbers up to {torch.finfo(kind).max:g}",
+            fix="--dtype bf16" if kind == torch.float16 else "--dtype fp32",
+        )  # fmt: skip
+    return converted

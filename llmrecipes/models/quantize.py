@@ -262,6 +262,25 @@ def linear_layers(folder: Path, names: Any, shape: Callable[[str], tuple[int, ..
     return LinearLayers(quantized, ignored)
 
 
+def fitting_group(folder: Path) -> int | None:
+    """The largest group of int4, at most the scheme's, that divides the rows of all matrices of a folder.
+
+    None: no group does, and `quantize` says which matrix has no such rows.
+
+    Args:
+        folder: in Hugging Face's form.
+
+    Raises:
+        UserError: as `linear_layers`.
+    """
+    from llmrecipes.hf.safetensors import SafetensorsFolder
+    from llmrecipes.models.quantized_weights import GROUPS
+
+    source = SafetensorsFolder(folder)
+    rows = [source.shape(name)[-1] for name in linear_layers(folder, source.names(), source.shape).quantized]
+    return next((size for size in GROUPS if all(row % size == 0 for row in rows)), None)
+
+
 def _scheme(options: QuantizeOptions, layers: LinearLayers) -> Scheme:
     from llmrecipes.models.quantized_weights import Scheme
 

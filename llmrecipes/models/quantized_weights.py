@@ -1,12 +1,12 @@
 """Weights in fewer bits, in the form of compressed-tensors: transformers and vLLM read it.
 
 Formats, ranges, scales and packing are those of the package compressed-tensors, of vLLM's authors. A matrix is
-quantised in pieces of its rows, which do not depend on each other: memory holds it, its result and one piece.
+read and quantised in pieces of its rows, which do not depend on each other: memory holds its result and one piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,10 @@ import torch
 from llmrecipes.errors import UserError
 
 if TYPE_CHECKING:
-    from llmrecipes.hf.safetensors import TensorSource
+    from llmrecipes.hf.safetensors import PiecewiseSource
 
+READ = 1 << 22
+"""Elements that are read at once: a file is opened for each piece."""
 PIECE = 1 << 19
 """Elements that are quantised at once, in fp32."""
 
@@ -50,6 +52,8 @@ SCHEMES: Mapping[str, Kind] = {
     "fp8": Kind("FP8_DYNAMIC", 8, None, True, ("rtn", "smoothquant"), "float-quantized"),
     "nvfp4": Kind("NVFP4A16", 4, 16, False, ("rtn", "awq"), "nvfp4-pack-quantized"),
 }
+GROUPS = (128, 64, 32, 16, 8)
+"""Sizes of groups that are suggested."""
 METHODS = ("rtn", "gptq", "awq", "smoothquant")
 
 
@@ -106,7 +110,7 @@ class Scheme:
         """
         if self.group is None or shape[-1] % self.group == 0:
             return
-        smaller = next((size for size in (128, 64, 32, 16, 8) if shape[-1] % size == 0), None)
+        smaller = next((size for size in GROUPS if shape[-1] % size == 0), None)
         fix = f"--group-size {smaller}" if smaller is not None and self.name == "int4" else "--scheme int8"
         raise UserError(
             f"{name} has rows of {shape[-1]}", where="--scheme" if self.name == "nvfp4" else "--group-size",
@@ -151,56 +155,66 @@ class Scheme:
         scale: torch.Tensor = calculate_qparams(values.amin(-1), values.amax(-1), self.spec.weights, whole)[0]
         return scale if self.kind.form == "nvfp4-pack-quantized" else scale.to(weight.dtype)
 
-    def whole_scale(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """The scale [1] of scales, fp32; None in schemes without."""
+    def whole_scale(self, pieces: Iterable[torch.Tensor]) -> torch.Tensor | None:
+        """The scale [1] of scales, fp32; None in schemes without, which read nothing.
+
+        Args:
+            pieces: rows of a matrix.
+        """
         if self.kind.form != "nvfp4-pack-quantized":
             return None
         from compressed_tensors.quantization.utils import generate_gparam
 
-        made: torch.Tensor = generate_gparam(weight.amin().float(), weight.amax().float())
+        ends = torch.stack([torch.stack(piece.aminmax()).float() for piece in pieces])
+        made: torch.Tensor = generate_gparam(ends[:, 0].amin(), ends[:, 1].amax())
         return made
 
     def rounded(self, weight: torch.Tensor) -> torch.Tensor:
         """The values [out, in] that a matrix has after it is quantised, fp32."""
         from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 
-        whole = self.whole_scale(weight)
+        whole = self.whole_scale([weight])
         scale = self.scale(weight, whole).float()
         made: torch.Tensor = fake_quantize(
             weight.float(), scale, torch.zeros_like(scale), self.spec.weights, global_scale=whole
         )
         return made
 
-    def compress(self, name: str, weight: torch.Tensor, scale: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    def compress(
+        self, name: str, rows: int, pieces: Callable[[], Iterable[torch.Tensor]], scale: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
         """The tensors that a matrix becomes, by their names in the file.
 
         Args:
             name: of the matrix, with `.weight`.
-            weight: [out, in].
+            rows: of the matrix.
+            pieces: begins to return its rows [some, in]; called twice if the scheme has a scale of the whole matrix.
             scale: [out, groups]; None: from the largest value of each group.
         """
         from compressed_tensors.compressors import BaseCompressor
 
         compressor = BaseCompressor.get_value_from_registry(self.kind.form)
-        whole = self.whole_scale(weight)
-        made: dict[str, list[torch.Tensor]] = {}
-        step = max(1, PIECE // weight.size(-1))
-        for start in range(0, weight.size(0), step):
-            rows = slice(start, start + step)
-            part = weight[rows]
-            state: dict[str, torch.Tensor] = {"weight_scale": self.scale(part, whole) if scale is None else scale[rows]}
+        whole = self.whole_scale(pieces())
+        made: dict[str, torch.Tensor] = {}
+        start = columns = 0
+        for part in (part for piece in pieces() for part in piece.split(max(1, PIECE // piece.size(-1)))):
+            end, columns = start + part.size(0), part.size(1)
+            state = {"weight_scale": self.scale(part, whole) if scale is None else scale[start:end]}
             if whole is not None:
                 state["weight_global_scale"] = whole
             # In fp32: a quotient that is rounded in bf16 would be another integer.
             for key, value in compressor.compress({"weight": part.float(), **state}, self.spec).items():
-                made.setdefault(key, []).append(value)
-        layer = name.removesuffix("weight")
-        joined = {f"{layer}{key}": parts[0] if len(parts) == 1 else torch.cat(parts) for key, parts in made.items()}
-        if "weight_shape" in made:
-            joined[f"{layer}weight_shape"] = torch.tensor(weight.shape)
+                if key in ("weight_shape", "weight_global_scale"):
+                    continue
+                if key not in made:  # joined at the end, the results would be in memory twice
+                    made[key] = value.new_empty(rows, *value.shape[1:])
+                made[key][start:end] = value
+            start = end
+        if self.kind.form == "pack-quantized":
+            made["weight_shape"] = torch.tensor([rows, columns])
         if whole is not None:
-            joined[f"{layer}weight_global_scale"] = whole
-        return joined
+            made["weight_global_scale"] = whole
+        return {f"{name.removesuffix('weight')}{key}": value for key, value in made.items()}
 
 
 @dataclass(frozen=True)
@@ -217,7 +231,7 @@ class Changed:
 
 
 class QuantizedSource:
-    """A model whose matrices are quantised when they are read; see `hf.safetensors.TensorSource`.
+    """A model whose matrices are quantised when they are read; see `hf.safetensors.PiecewiseSource`.
 
     Args:
         source: the model.
@@ -232,7 +246,7 @@ class QuantizedSource:
 
     def __init__(
         self,
-        source: TensorSource,
+        source: PiecewiseSource,
         scheme: Scheme,
         linears: Sequence[str],
         dtype: torch.dtype | None = None,
@@ -271,14 +285,32 @@ class QuantizedSource:
     def read(self, name: str) -> torch.Tensor:
         """See `TensorSource`."""
         origin = self._parts[name][0]
-        changed = self._changed.get(origin)
+        kind = self._kind(self._source.dtype(origin))
         if origin not in self._quantised:
-            value = self._source.read(origin) if changed is None else changed.value
-            return value.to(self._kind(self._source.dtype(origin)))
+            changed = self._changed.get(origin)
+            return (self._source.read(origin) if changed is None else changed.value).to(kind)
         if self._last[0] != origin:
             self._last = "", {}
-            weight = self._source.read(origin) if changed is None else changed.value
-            kind = self._kind(self._source.dtype(origin))
-            scale = None if changed is None or changed.scale is None else changed.scale.to(kind)
-            self._last = origin, self._scheme.compress(origin, weight.to(kind) if scale is None else weight, scale)
+            self._last = origin, self._compressed(origin, kind)
         return self._last[1].pop(name)
+
+    def pieces(self, name: str, elements: int) -> Iterator[torch.Tensor]:
+        """See `PiecewiseSource`."""
+        origin = self._parts[name][0]
+        if origin in self._quantised or origin in self._changed:
+            yield self.read(name)
+            return
+        kind = self._kind(self._source.dtype(origin))
+        for piece in self._source.pieces(origin, elements):
+            yield piece.to(kind)
+
+    def _compressed(self, name: str, kind: torch.dtype) -> dict[str, torch.Tensor]:
+        changed, rows = self._changed.get(name), self._source.shape(name)[0]
+        if changed is None:
+            return self._scheme.compress(
+                name, rows, lambda: (piece.to(kind) for piece in self._source.pieces(name, READ))
+            )  # fmt: skip
+        value, scale = changed.value, changed.scale
+        if scale is None:
+            return self._scheme.compress(name, rows, lambda: [value.to(kind)])
+        return self._scheme.compress(name, rows, lambda: [value], scale.to(kind))

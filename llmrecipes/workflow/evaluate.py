@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,7 +40,7 @@ from llmrecipes.workflow.pretrained import base_weights
 if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import Entry
     from llmrecipes.data.tokenizer import TextTokenizer
-    from llmrecipes.engine.base import Backend, Platform, TextModel
+    from llmrecipes.engine.base import Backend, Platform, Scorer, TextModel, World
     from llmrecipes.plan.derive import Plan
     from llmrecipes.recipe.schema import Recipe
 
@@ -133,14 +134,20 @@ def _evaluate_folder(
 ) -> Evaluation:
     """Evaluate a folder of a Hugging Face model, which is only read."""
     from llmrecipes.hf.match import section_of, validated
-    from llmrecipes.hf.reading import CONFIG, open_folder, read_config, resolve
+    from llmrecipes.hf.reading import COMPRESSED, CONFIG, open_folder, read_config, resolve
     from llmrecipes.workflow.pretrained import TOKENIZER_FILE, recipe_name, recipe_values
 
     source = resolve(str(path))
-    config = read_config(source.path)
+    config = read_config(source.path, COMPRESSED)
+    quantised = config.pop("quantization_config", None) is not None
+    if quantised and (layout.ranks or layout.tensor) > 1:
+        raise UserError(
+            f"{layout.ranks or layout.tensor} ranks for quantised weights", where="--tp, --nproc",
+            rule="transformers computes with them, in one process", fix="--tp 1 and no --nproc",
+        )  # fmt: skip
     section = section_of(config, source.path)[1]
     validated(section, 1, str(source.path / CONFIG))
-    open_folder(source.path)  # refuses pickles and missing files before anything is loaded
+    open_folder(source.path, COMPRESSED)  # refuses pickles and missing files before anything is loaded
     if not (source.path / TOKENIZER_FILE).is_file():
         raise UserError(
             "no tokenizer.json", where=str(source.path), rule="text is evaluated with the model's own tokenizer",
@@ -153,6 +160,7 @@ def _evaluate_folder(
         recipe=on_ranks(recipe, layout),
         data_dir=data_dir,
         folder=source.path.absolute(),
+        quantised=quantised,
         request=request,
         progress=progress,
     )
@@ -311,6 +319,8 @@ class EvaluationSpec(RankSpec):
     """Directory of the checkpoint, whose files have been checked."""
     folder: Path | None = None
     """Folder of the Hugging Face model; None with a checkpoint."""
+    quantised: bool = False
+    """The folder's weights are; transformers computes with them."""
     request: EvaluationRequest
     progress: bool = False
     """Show on stderr how much is done."""
@@ -342,7 +352,6 @@ def evaluate(spec: EvaluationSpec) -> list[EvaluationResult]:
     # Imported here so that a rank with an invalid spec fails before torch is loaded.
 
     from llmrecipes.data.prepared import fingerprint, open_prepared
-    from llmrecipes.engine.backends import backend
     from llmrecipes.evaluation.lead import RankZeroScorer
     from llmrecipes.evaluation.measurements import Prepare
     from llmrecipes.hardware.cluster import detect
@@ -359,17 +368,30 @@ def evaluate(spec: EvaluationSpec) -> list[EvaluationResult]:
     if os.environ.get("RANK", "0") == "0":
         positions = plan.shape.max_position_embeddings
         work = Prepare.of(spec.request, prepared, tokenizer, recipe.model.seq_length, positions)
-    engines = backend(recipe)
-    platform = engines.platform(int(os.environ.get("LOCAL_RANK", "0")))
-    with engines.join(recipe, platform) as world, failure_reported(recipe):
-        model = _model(spec, engines, plan, platform)
+    with _scorer(spec, plan) as (scorer, world):
         progress = Counted() if spec.progress and work is not None else None
-        lead = RankZeroScorer(model.scorer(), world, tokenizer, spec.request.batch_size, progress=progress)
+        lead = RankZeroScorer(scorer, world, tokenizer, spec.request.batch_size, progress=progress)
         try:
             return lead.run(lambda one: work.run(one) if work is not None else []) or []
         finally:
             if progress is not None:
                 progress.close()
+
+
+@contextmanager
+def _scorer(spec: EvaluationSpec, plan: Plan) -> Iterator[tuple[Scorer, World]]:
+    """The model of this rank, and the rank's world until the block ends."""
+    if spec.quantised:
+        from llmrecipes.evaluation.logits_scorer import ALONE, LogitsScorer
+
+        yield LogitsScorer.of_folder(spec.folder or Path()), ALONE
+        return
+    from llmrecipes.engine.backends import backend
+
+    engines = backend(spec.recipe)
+    platform = engines.platform(int(os.environ.get("LOCAL_RANK", "0")))
+    with engines.join(spec.recipe, platform) as world, failure_reported(spec.recipe):
+        yield _model(spec, engines, plan, platform).scorer(), world
 
 
 def _model(spec: EvaluationSpec, engines: Backend, plan: Plan, platform: Platform) -> TextModel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 import torch
 
 from llmrecipes.cli import app as cli
+from llmrecipes.data.prepared import open_prepared
 from llmrecipes.engine.backends import backend
+from llmrecipes.models import prune as prune_module
 from llmrecipes.models.merge import Boxes
 from llmrecipes.models.prune import Calibration, calibration_rows
 from llmrecipes.models.pruned_weights import LINEAR, removed
@@ -132,6 +135,9 @@ def test_neurons_and_heads_that_are_removed_are_all_that_is_missing(
     )
     before, after, columns = read(whole), read(run), {}
     assert {name: tuple(tensor.shape) for name, tensor in after.items()} == weights(model)
+    origin = json.loads((run / "pruned.json").read_text())
+    for key, values in (("parameters_before", before), ("parameters", after)):
+        assert origin[key] == sum(tensor.numel() for tensor in values.values())
     chosen = set()
     for layer in range(4):
         front = f"decoder.layers.{layer}."
@@ -233,6 +239,7 @@ def test_zeros_stay_in_training_and_after_a_restart(whole: Path, folder: Path, c
     run = folder / "runs/whole-pruned/z"
     before = {name: tensor for name, tensor in read(run).items() if LINEAR.fullmatch(name.removesuffix(".weight"))}
     assert len(before) == 16
+    assert json.loads((run / "pruned.json").read_text())["zeros"] == 0.5
     for tensor in before.values():
         assert ((tensor == 0).view(tensor.size(0), -1, 4).sum(-1) == 2).all()
     recipe = str(run / "recipe.yaml")
@@ -283,6 +290,22 @@ def test_what_cannot_be_pruned_is_refused(
     assert code == 2
     require_message(printed, where, rule=rule)
     assert sorted(folder.rglob("*")) == before
+
+
+def test_calibration_rows_are_documents_with_an_end(whole: Path, folder: Path, data_dir: Path) -> None:
+    recipe = load(str(whole / "recipe.yaml")).recipe
+    (folder / "two.jsonl").write_text(f'{{"text": "{"word " * 20}"}}\n' * 2)
+    (row,) = calibration_rows(recipe, data_dir, Calibration(f"jsonl:{folder / 'two.jsonl'}", 1))
+    assert open_prepared(recipe, data_dir).tokenizer().eod in row
+
+
+def test_a_model_that_does_not_fit_is_not_measured(
+    whole: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prune_module, "detect", lambda: replace(ROOMY, memory_available_bytes=1 << 10))
+    code, printed = command("prune", "whole", "--method", "depth", "--ratio", "0.5", "--run-id", "large", *FEW)
+    assert code == 2
+    require_message(printed, "recipe", rule="magnitude")
 
 
 def test_adapters_and_a_run_without_a_checkpoint_are_refused(whole: Path, folder: Path, command: Command) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,15 @@ import transformers
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from llmrecipes.cli.app import run
+from llmrecipes.hf import safetensors
+from llmrecipes.hf.safetensors import SafetensorsFolder, write
+from llmrecipes.models import inference, inference_worker, quantized_weights
 from llmrecipes.models import quantize as quantizing
-from llmrecipes.models.calibrate import Calibration, calibrate, gptq
-from llmrecipes.models.quantized_weights import SCHEMES, Scheme
+from llmrecipes.models.calibrate import BLOCK, Calibration, calibrate, gptq
+from llmrecipes.models.quantized_weights import SCHEMES, QuantizedSource, Scheme
 from tests.helpers import LLAMA, tiny_on, write_recipe
 from tests.refusals import require_message
 
@@ -145,12 +150,14 @@ def correlated(columns: int) -> torch.Tensor:
 @pytest.mark.parametrize("group", [None, 32])
 def test_gptq_keeps_the_products(group: int | None) -> None:
     scheme = Scheme("int4", group)
-    inputs, weight = correlated(128), torch.randn(24, 128, generator=torch.Generator().manual_seed(1))
+    assert scheme.group is not None
+    columns = 2 * BLOCK
+    inputs, weight = correlated(columns), torch.randn(24, columns, generator=torch.Generator().manual_seed(1))
     made, scale = gptq(weight, inputs.t() @ inputs, scheme)
-    assert scale.shape == (24, 128 // (group or 128))
+    assert scale.shape == (24, columns // scheme.group)
     changed = (inputs @ (made - weight).t()).square().sum()
     assert changed < 0.5 * (inputs @ (scheme.rounded(weight) - weight).t()).square().sum()
-    parts = scheme.compress("layer.weight", made, scale)
+    parts = scheme.compress("layer.weight", 24, lambda: made.split(5), scale)
     whole = BaseCompressor.get_value_from_registry(scheme.kind.form).decompress(
         {key.removeprefix("layer."): value for key, value in parts.items()}, scheme.spec
     )
@@ -171,66 +178,185 @@ def test_moved_scales_change_nothing_before_rounding(method: str, scheme: str, l
     torch.testing.assert_close(logits(model), exact, atol=1e-3, rtol=1e-3)
 
 
-def test_smoothquant_tames_outliers(llama: Path, folder: Path, command: Command) -> None:
-    """A channel of large activations and small weights, as large models have them."""
+@pytest.mark.parametrize("kind", ["gpt_neox", "gemma"])
+def test_scales_move_into_other_norms(kind: str) -> None:
+    """With a bias (GPT-NeoX), and with a weight that one is added to (Gemma)."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 32}
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **sizes, **heads)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            value.add_(0.3 * torch.randn_like(value) if "norm" in name else 0)
+    exact, output = logits(model), model.get_output_embeddings()
+    linears = frozenset(
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not output
+    )
+    changed = calibrate("smoothquant", Calibration(model, IDS, Scheme("w8a8"), linears))
+    assert any("norm" in name for name in changed)
+    torch.testing.assert_close(logits(model), exact, atol=1e-3, rtol=1e-3)
+
+
+@pytest.fixture
+def outliers(llama: Path, folder: Path) -> Path:
+    """The model with a channel of large activations and small weights, as large models have them."""
+    source = folder / "outliers"
+    if source.exists():
+        return source
     model = loaded(llama)
     with torch.no_grad():
         for layer in model.model.layers:
             layer.input_layernorm.weight[3] *= 200
             for name in ("q_proj", "k_proj", "v_proj"):
                 getattr(layer.self_attn, name).weight[:, 3] /= 200
-    source = folder / "outliers"
     model.save_pretrained(source)
     for path in llama.glob("tokenizer*"):
         (source / path.name).write_bytes(path.read_bytes())
+    return source
+
+
+def test_smoothquant_tames_outliers(outliers: Path, folder: Path, command: Command) -> None:
     errors = {}
     for method in ("rtn", "smoothquant"):
         text = ("--calibrate", f"text:{folder / 'text.txt'}", *TEXT) if method != "rtn" else ()
         out = folder / f"outliers-{method}"
         arguments = ("--scheme", "w8a8", "--method", method, *text, "--no-measure")
-        assert command("quantize", str(source), str(out), *arguments)[0] == 0
-        errors[method] = error(loaded(out), model)
+        assert command("quantize", str(outliers), str(out), *arguments)[0] == 0
+        errors[method] = error(loaded(out), loaded(outliers))
     assert errors["smoothquant"] < 0.2 * errors["rtn"]
 
 
-def test_formats_are_measured_on_the_same_text(llama: Path, folder: Path, command: Command) -> None:
-    out, plot = folder / "measured", folder / "plot.svg"
-    assert command("quantize", "llama", str(out), "--scheme", "w8a8", "--no-measure")[0] == 0
-    few = ("--limit", "2", "--new-tokens", "4", "--prompt-tokens", "8", "--repeats", "1", "--threads", "1")
+def test_awq_tames_outliers(outliers: Path) -> None:
+    """Compared where it scales: at the matrices that read the channel."""
+    scheme, errors = Scheme("int4", 64), []
+    readers = [f"model.layers.{layer}.self_attn.{name}_proj" for layer in range(2) for name in "qkv"]
+    for calibrated in (False, True):
+        model = loaded(outliers)
+        if calibrated:
+            calibrate("awq", Calibration(model, IDS, scheme, frozenset(f"{name}.weight" for name in readers)))
+        with torch.no_grad():
+            for name in readers:
+                weight = model.get_submodule(name).weight
+                weight.copy_(scheme.rounded(weight))
+        errors.append(error(model, loaded(outliers)))
+    assert errors[1] < 0.6 * errors[0], errors
+
+
+def test_calibration_rows_are_documents_with_an_end(llama: Path, folder: Path, data_dir: Path) -> None:
+    (folder / "two.jsonl").write_text('{"text": "word 1 word 2"}\n{"text": "word 3 word 4"}\n')
+    options = quantizing.QuantizeOptions("int8", "gptq", f"jsonl:{folder / 'two.jsonl'}", samples=2, length=4)
+    rows = quantizing._rows(llama, str(llama), folder / "runs", data_dir, options)
+    tokenizer = inference_worker.folder_tokenizer(llama)
+    first, second = (tokenizer.encode(f"word {n} word {n + 1}") for n in (1, 3))
+    assert rows.flatten().tolist() == [*first, tokenizer.eod, *second, tokenizer.eod][:8]
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Formats are measured without a new process for each, which imports everything again; a slow test starts them."""
+
+    def measure(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        inference_worker.main(command[-1])
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(inference.subprocess, "run", measure)
+
+
+def test_formats_are_measured_as_eval_does(llama: Path, folder: Path, command: Command, in_this_process: None) -> None:
+    out = folder / "measured"
+    few = ("--limit", "2", "--new-tokens", "4", "--threads", "1")
     (folder / "held-out.txt").write_text("word 3 word 1\n" * 60)
     text = ("--data", f"text:{folder / 'held-out.txt'}")
+    code, printed = command("quantize", str(llama), str(out), "--scheme", "w8a8", "--json", *few, *text)
+    assert code == 0
+    table = [row["measured"] for row in json.loads(printed)["measured"]]
     code, printed = command(
-        "bench", "inference", str(llama), str(out), "--formats", "fp32", "--plot", str(plot), "--json", *few, *text
+        "bench", "inference", str(llama), str(out), "--formats", "fp32", "--json", *few,
+        "--prompt-tokens", "8", "--repeats", "1", *text,
     )  # fmt: skip
     assert code == 0
     rows = json.loads(printed)
-    assert [row["format"] for row in rows] == ["fp32", "w8a8"] and plot.stat().st_size > 1000
-    code, printed = command("eval", str(llama), *text, "--limit", "2", "--json")
-    assert code == 0
-    expected = json.loads(printed)["results"][0]["metrics"]
-    first, second = (row["measured"] for row in rows)
-    assert first["bits_per_byte"] == pytest.approx(expected["bits_per_byte"], rel=1e-4)
-    assert second["bits_per_byte"] == pytest.approx(expected["bits_per_byte"], rel=0.02)
-    assert second["bits_per_byte"] != first["bits_per_byte"]
+    assert [row["format"] for row in rows] == ["fp32", "w8a8"]
     assert rows[1]["bytes"] < 0.7 * rows[0]["bytes"]
-    assert all(each["tokens_per_second"] > 0 and each["peak_memory_bytes"] > 2**20 for each in (first, second))
+    for row, before_or_after, model in zip(rows, table, (llama, out), strict=True):
+        code, printed = command("eval", str(model), *text, "--limit", "2", "--json")
+        assert code == 0
+        expected = json.loads(printed)["results"][0]["metrics"]
+        # Of the original, eval computes with our own layers.
+        assert row["measured"]["bits_per_byte"] == pytest.approx(expected["bits_per_byte"], rel=1e-5)
+        assert before_or_after["bits_per_byte"] == pytest.approx(expected["bits_per_byte"], rel=1e-5)
+        assert row["measured"]["tokens_per_second"] > 0 and row["measured"]["peak_memory_bytes"] > 2**20
+    before, after = (row["measured"]["bits_per_byte"] for row in rows)
+    assert after != before and after == pytest.approx(before, rel=0.02)
+
+
+def test_eval_refuses_quantised_weights_that_it_cannot_compute(llama: Path, folder: Path, command: Command) -> None:
+    out, source = folder / "for-eval", ("--data", f"text:{folder / 'text.txt'}")
+    assert command("quantize", str(llama), str(out), "--no-measure")[0] == 0
+    code, printed = command("eval", str(out), *source, "--tp", "2")
+    assert code == 2
+    require_message(printed, "--tp", rule="--nproc")
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"]["quant_method"] = "gptq"
+    (out / "config.json").write_text(json.dumps(config))
+    code, printed = command("eval", str(out), *source)
+    assert code == 2
+    require_message(printed, str(out / "config.json"), rule="compressed-tensors")
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_pieces_change_nothing(name: str) -> None:
+    weight = torch.randn(20, 128, generator=torch.Generator().manual_seed(0))
+    weight[13] *= 5
+    whole = Scheme(name).compress("w.weight", 20, lambda: [weight])
+    parts = Scheme(name).compress("w.weight", 20, lambda: weight.split(6))
+    assert whole.keys() == parts.keys() and all(value.equal(parts[key]) for key, value in whole.items())
+
+
+def test_memory_holds_pieces_and_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, columns, scheme = 8192, 2048, Scheme("int4")
+    matrix = 4 * rows * columns
+    for name in ("in", "out"):
+        (tmp_path / name).mkdir()
+    tensors = {"layer.weight": torch.randn(rows, columns), "embedding.weight": torch.randn(rows, columns)}
+    save_file(tensors, tmp_path / "in/model.safetensors")
+    (tmp_path / "in/config.json").write_text("{}")
+    source = QuantizedSource(SafetensorsFolder(tmp_path / "in"), scheme, ["layer.weight"])
+    scheme.compress("warm.weight", 2, lambda: [tensors["layer.weight"][:2]])  # imports what it needs
+    monkeypatch.setattr(quantized_weights, "READ", 1 << 20)
+    monkeypatch.setattr(safetensors, "_CHUNK", 1 << 22)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what there is
+    before = inference_worker.peak_memory()
+    write(source, {}, tmp_path / "out")
+    assert inference_worker.peak_memory() - before < 0.75 * matrix
+    with safe_open(tmp_path / "out/model.safetensors", framework="pt") as file:
+        assert file.get_tensor("embedding.weight").equal(tensors["embedding.weight"])
 
 
 @pytest.mark.slow
 def test_programs_are_measured_too(llama: Path, folder: Path, command: Command) -> None:
     few = ("--limit", "2", "--new-tokens", "4", "--prompt-tokens", "8", "--repeats", "1", "--threads", "1")
-    code, printed = command("bench", "inference", "llama", "--formats", "int4", *few)
-    assert code == 2
-    require_message(printed, "--group-size", rule="128")
-    names = "fp32,int8,onnx,torch-export,gguf-q8_0"
-    code, printed = command("bench", "inference", "llama", "--formats", names, "--json", *few)
-    assert code == 0
+    names, plot = "fp32,int4,onnx-int8,torch-export,gguf-q4_0", folder / "plot.svg"
+    code, printed = command("bench", "inference", "llama", "--formats", names, "--plot", str(plot), "--json", *few)
+    assert code == 0 and plot.stat().st_size > 1000
     rows = json.loads(printed)
-    assert [row["format"] for row in rows] == ["fp32", "int8", "onnx", "torch-export", "gguf-q8_0"]
+    assert [row["format"] for row in rows] == names.split(",")
     measured = {row["format"]: row["measured"] for row in rows}
-    assert measured["onnx"]["bits_per_byte"] == pytest.approx(measured["fp32"]["bits_per_byte"], rel=1e-4)
-    assert measured["onnx"]["tokens"] == measured["torch-export"]["tokens"] == measured["fp32"]["tokens"]
-    assert (not measured["onnx"]["cache"] and rows[4]["skipped"]) or measured["gguf-q8_0"]
+    expected = measured["fp32"]["bits_per_byte"]
+    assert measured["torch-export"]["bits_per_byte"] == pytest.approx(expected, rel=1e-4)
+    assert measured["torch-export"]["tokens"] == measured["fp32"]["tokens"]
+    for name in ("int4", "onnx-int8"):
+        assert measured[name]["bits_per_byte"] != expected
+        assert measured[name]["bits_per_byte"] == pytest.approx(expected, rel=0.02)
+    assert measured["onnx-int8"]["cache"] and not measured["torch-export"]["cache"]
+    assert rows[4]["skipped"] or measured["gguf-q4_0"]
+
+
+def test_the_largest_group_that_divides_is_taken(llama: Path) -> None:
+    assert quantizing.fitting_group(llama) == 64  # rows of 64 and 192
 
 
 def test_what_cannot_be_quantised_is_refused(
