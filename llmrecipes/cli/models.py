@@ -43,7 +43,8 @@ def export(
         typer.Option(
             "--dtype",
             metavar="TYPE",
-            help="Write weights as fp32, bf16 or fp16, or q8_0 (gguf); default: the run's precision.",
+            help="Write weights as fp32, bf16 or fp16, q8_0, q5_1, q5_0, q4_1 or q4_0 (gguf) or int8 (onnx); default: "
+            "the run's precision.",
         ),
     ] = None,
     out: Annotated[
@@ -71,6 +72,9 @@ def export(
     merge_adapter: Annotated[
         bool, typer.Option("--merge-adapter", help="Merge the adapters of a LoRA run into its base model.")
     ] = False,
+    cache: Annotated[
+        bool, typer.Option("--cache", help="Give an ONNX program keys and values as inputs and outputs.")
+    ] = False,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
@@ -91,7 +95,9 @@ def export(
     if to == "peft":
         _export_adapter(run, out, runs_dir, as_json=as_json)
         return
-    options = ExportOptions(dtype, _bytes(max_shard_size), family, tokenizer, ema, merge_adapter)
+    options = ExportOptions(dtype, _bytes(max_shard_size), family, tokenizer, ema, merge_adapter, cache)
+    if to != "onnx" and cache:
+        raise UserError(f"--to {to}", where="--cache", rule="ONNX programs have a cache or none", fix="--to onnx")
     if to != "hf":
         _export_program(run, to, out, runs_dir, data_dir, options, as_json=as_json)
         return

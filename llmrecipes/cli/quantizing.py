@@ -163,8 +163,9 @@ def inference(
         typer.Option(
             "--formats",
             metavar="LIST",
-            help="Measure these: fp32, bf16, int8, w8a8, int4, fp8, nvfp4, onnx, torch-export, gguf-fp32, gguf-fp16, "
-            "gguf-bf16, gguf-q8_0. Default: fp32,bf16.",
+            help="Measure these: fp32, bf16, int8, w8a8, int4, fp8, nvfp4, onnx, onnx-cache, onnx-int8, torch-export, "
+            "gguf-fp32, gguf-fp16, gguf-bf16, gguf-q8_0, gguf-q5_1, gguf-q5_0, gguf-q4_1, gguf-q4_0. "
+            "Default: fp32,bf16.",
         ),
     ] = None,
     data: SourceOption = None,

@@ -40,6 +40,7 @@ class ExportOptions:
         tokenizer: also write the tokenizer.
         averaged: write the moving average of the weights in their place.
         merge_adapter: add the adapters of a run with LoRA to the weights of its base model.
+        cache: an ONNX program has a cache of keys and values.
     """
 
     dtype: str | None = None
@@ -48,6 +49,7 @@ class ExportOptions:
     tokenizer: bool = True
     averaged: bool = False
     merge_adapter: bool = False
+    cache: bool = False
 
 
 @dataclass(frozen=True)

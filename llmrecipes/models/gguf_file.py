@@ -27,8 +27,14 @@ if TYPE_CHECKING:
     from llmrecipes.workflow.model_source import OpenedRun
 
 FILE = "model.gguf"
-TYPES = ("fp32", "fp16", "bf16", "q8_0")
-"""Of matrices; vectors are fp32, as in llama.cpp's own files."""
+TYPES: Mapping[str, str] = {
+    "fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q5_1": "Q5_1", "q5_0": "Q5_0", "q4_1": "Q4_1",
+    "q4_0": "Q4_0",
+}  # fmt: skip
+"""llama.cpp's types of matrices, those that the package can write; vectors are fp32, as in llama.cpp's own files."""
+FEW_BITS = ("q5_1", "q5_0", "q4_1", "q4_0")
+WIDER = ("token_embd", "output")
+"""Matrices that are Q8_0 where the others have 4 or 5 bits; llama.cpp's own files have them in Q6_K or Q8_0."""
 FAMILIES: Mapping[str, str] = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
 """llama.cpp's architecture of a family."""
 ROTATES_PAIRS = ("LLAMA",)
@@ -67,7 +73,10 @@ def export_gguf(
     opened = open_run(run, entry, options.family, averaged=options.averaged)
     dtype = options.dtype or opened.recipe.train.precision
     if dtype not in TYPES:
-        raise UserError(f"{dtype!r} with --to gguf", where="--dtype", rule=f"one of {', '.join(TYPES)}")
+        raise UserError(
+            f"{dtype!r} with --to gguf", where="--dtype", rule=f"one of {', '.join(TYPES)}",
+            fix="--dtype fp16, then llama.cpp's program llama-quantize, which has the other types (Q4_K_M)",
+        )  # fmt: skip
     _require_form(opened)
     notes: tuple[str, ...] = ()
     with published(out) as folder:
@@ -102,11 +111,7 @@ def _write(opened: OpenedRun, file: Path, dtype: str, tokens: Mapping[str, Any])
     import numpy as np
     import torch
 
-    types = {
-        "fp32": gguf.GGMLQuantizationType.F32, "fp16": gguf.GGMLQuantizationType.F16,
-        "bf16": gguf.GGMLQuantizationType.BF16, "q8_0": gguf.GGMLQuantizationType.Q8_0,
-    }  # fmt: skip
-    kind, config, source = types[dtype], opened.config, opened.source
+    kind, config, source = gguf.GGMLQuantizationType[TYPES[dtype]], opened.config, opened.source
     architecture = gguf.MODEL_ARCH[FAMILIES[opened.family.name]]
     known = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
@@ -135,6 +140,8 @@ def _write(opened: OpenedRun, file: Path, dtype: str, tokens: Mapping[str, Any])
         if theirs is None:
             raise UserError(f"the tensor {name}", where="--to gguf", rule="llama.cpp has a name for every tensor")
         of_type[name] = kind if len(shape) > 1 else gguf.GGMLQuantizationType.F32
+        if dtype in FEW_BITS and theirs.removesuffix(".weight") in WIDER:
+            of_type[name] = gguf.GGMLQuantizationType.Q8_0
         block, size = gguf.GGML_QUANT_SIZES[of_type[name]]
         if shape[-1] % block:
             raise UserError(

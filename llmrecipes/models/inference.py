@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING
 
 from llmrecipes.console import duration
 from llmrecipes.errors import UserError
+from llmrecipes.models.export import ExportOptions, export
+from llmrecipes.models.gguf_file import TYPES as GGUF_TYPES
 from llmrecipes.models.inference_worker import InferenceSpec, Measured
-from llmrecipes.models.quantize import PACKAGE, QuantizeOptions, quantize, text_of
+from llmrecipes.models.quantize import PACKAGE, QuantizeOptions, fitting_group, quantize, text_of
 from llmrecipes.models.quantized_weights import SCHEMES
 from llmrecipes.rundir import Run
 
@@ -30,8 +32,13 @@ if TYPE_CHECKING:
     from llmrecipes.tracking.progress import Counted
 
 PLAIN = ("fp32", "bf16")
-GGUF = ("gguf-fp32", "gguf-fp16", "gguf-bf16", "gguf-q8_0")
-EXPORTED = ("onnx", "torch-export", *GGUF)
+GGUF = tuple(f"gguf-{name}" for name in GGUF_TYPES)
+ONNX = {
+    "onnx": ExportOptions(),
+    "onnx-cache": ExportOptions(cache=True),
+    "onnx-int8": ExportOptions("int8", cache=True),
+}
+EXPORTED = (*ONNX, "torch-export", *GGUF)
 FORMATS = (*PLAIN, *SCHEMES, *EXPORTED)
 FILES = {"model.onnx": "onnx", "model.pt2": "torch-export", "model.gguf": "gguf"}
 """What says the format of a folder that is not one of transformers."""
@@ -150,8 +157,6 @@ def _forms(
     progress: Counted | None,
 ) -> Iterator[tuple[str, Path, str, int]]:
     """Format, folder, program and bytes of the weights, of each format of a model; made when it is asked for."""
-    from llmrecipes.models.export import ExportOptions, export
-
     folder = Path(model)
     is_folder = folder.is_dir() and not Run(folder).exists()
     if (own := _own_form(folder)) is not None:
@@ -174,7 +179,8 @@ def _forms(
             yield name, source, "transformers", _stored_bytes(source, name)
         elif name in SCHEMES:
             _require_package(name)
-            quantize(str(source), place / name, runs_dir, data_dir, QuantizeOptions(name), progress)
+            group = fitting_group(source) if name == "int4" else None
+            quantize(str(source), place / name, runs_dir, data_dir, QuantizeOptions(name, group=group), progress)
             yield name, place / name, "transformers", _bytes(place / name)
         else:
             _export_program(model, name, place / name, runs_dir, data_dir)
@@ -190,19 +196,20 @@ def _own_form(folder: Path) -> str | None:
 
 
 def _export_program(model: str, name: str, out: Path, runs_dir: Path, data_dir: Path) -> None:
-    from llmrecipes.models.export import ExportOptions
     from llmrecipes.models.gguf_file import export_gguf
     from llmrecipes.models.programs import export_program
 
     if name in GGUF:
         options = ExportOptions(dtype=name.removeprefix("gguf-"), tokenizer=False)
         export_gguf(model, out, runs_dir, data_dir, options)
+    elif name in ONNX:
+        export_program(model, "onnx", out, runs_dir, data_dir, ONNX[name])
     else:
         export_program(model, name, out, runs_dir, data_dir, ExportOptions())
 
 
 def _program(name: str) -> str:
-    return {"onnx": "onnxruntime", "torch-export": "torch.export"}.get(name, "llama.cpp")
+    return "onnxruntime" if name in ONNX else {"torch-export": "torch.export"}.get(name, "llama.cpp")
 
 
 def _require_package(scheme: str) -> None:
@@ -295,9 +302,11 @@ def written_texts(
         UserError: no such source, or it is empty.
     """
     from llmrecipes.evaluation.texts import Texts as Source
+    from llmrecipes.workflow.pretrained import SEQ_LENGTH
 
     tokenizer, prepared, positions = text_of(folder, model, runs_dir, data_dir)
-    window = positions if prepared is None else min(positions, prepared_window(model, runs_dir))
+    # As `llmrecipes eval` reads a folder, and a run.
+    window = min(positions, SEQ_LENGTH if prepared is None else prepared_window(model, runs_dir))
     if not file.exists():
         texts = Source.parse(options.data or "valid", text_key=options.text_key, limit=options.limit)
         texts.require(prepared)

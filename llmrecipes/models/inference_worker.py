@@ -117,39 +117,60 @@ class _Transformers:
             yield token
 
 
-class _WithoutCache:
-    """A program of `llmrecipes export`: token ids to logits."""
-
+class _TorchExport:
     cache = False
 
     def __init__(self, spec: InferenceSpec) -> None:
         import torch
 
-        config = json.loads((spec.folder / "config.json").read_text("utf-8"))
-        self.positions, self.vocabulary = int(config["max_position_embeddings"]), int(config["vocab_size"])
-        if spec.program == "onnxruntime":
-            import onnxruntime
-
-            options = onnxruntime.SessionOptions()
-            options.intra_op_num_threads = spec.threads
-            session = onnxruntime.InferenceSession(
-                str(spec.folder / "model.onnx"), options, providers=["CPUExecutionProvider"]
-            )
-            self._run = lambda ids: torch.from_numpy(session.run(["logits"], {"input_ids": ids.numpy()})[0])
-        else:
-            self._run = torch.export.load(spec.folder / "model.pt2").module()
+        self.positions, self.vocabulary = _sizes(spec.folder)
+        self._run = torch.export.load(spec.folder / "model.pt2").module()
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = self._run(ids)
         return made
 
     def greedy(self, prompt: list[int]) -> Iterator[int]:
+        return _without_cache(self.logits, prompt)
+
+
+class _Onnx:
+    def __init__(self, spec: InferenceSpec) -> None:
+        from llmrecipes.models.programs import OnnxProgram
+
+        self.positions, self.vocabulary = _sizes(spec.folder)
+        self._program = OnnxProgram(spec.folder / "model.onnx", spec.threads)
+        self.cache = self._program.cache
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._program.run(ids)[0]
+
+    def greedy(self, prompt: list[int]) -> Iterator[int]:
         import torch
 
-        ids = list(prompt)
+        if not self.cache:
+            yield from _without_cache(self.logits, prompt)
+        ids, past = torch.tensor([prompt]), None
         while True:
-            ids.append(int(self.logits(torch.tensor([ids]))[0, -1].argmax()))
-            yield ids[-1]
+            logits, past = self._program.run(ids, past)
+            token = int(logits[0, -1].argmax())
+            ids = torch.tensor([[token]])
+            yield token
+
+
+def _sizes(folder: Path) -> tuple[int, int]:
+    """Positions and vocabulary of a model."""
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    return int(config["max_position_embeddings"]), int(config["vocab_size"])
+
+
+def _without_cache(logits: Callable[[torch.Tensor], torch.Tensor], prompt: list[int]) -> Iterator[int]:
+    import torch
+
+    ids = list(prompt)
+    while True:
+        ids.append(int(logits(torch.tensor([ids]))[0, -1].argmax()))
+        yield ids[-1]
 
 
 class _LlamaCpp:
@@ -179,7 +200,7 @@ class _LlamaCpp:
 
 
 PROGRAMS: dict[str, Callable[[InferenceSpec], Program]] = {
-    "transformers": _Transformers, "onnxruntime": _WithoutCache, "torch.export": _WithoutCache, "llama.cpp": _LlamaCpp,
+    "transformers": _Transformers, "onnxruntime": _Onnx, "torch.export": _TorchExport, "llama.cpp": _LlamaCpp,
 }  # fmt: skip
 
 

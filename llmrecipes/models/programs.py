@@ -1,8 +1,9 @@
 """`llmrecipes export --to onnx|torch-export`: a checkpoint as a program that runs without transformers.
 
 The program has token ids [batch, sequence] as input and logits [batch, sequence, vocabulary] as output, for any batch
-and any length that the model has positions for; it has no cache of keys and values. It is made of transformers' model,
-run once on real ids, and compared with it.
+and any length that the model has positions for. An ONNX program may have a cache: keys and values of the tokens
+before are inputs too, and those of all tokens outputs, by the names of Hugging Face Optimum. A program is made of
+transformers' model, run once on real ids, and compared with it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import shutil
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 FILES = {"onnx": "model.onnx", "torch-export": "model.pt2"}
 """What each form's program is called, in its folder."""
 PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch-export": ()}
+TYPES = {"onnx": ("fp32", "int8"), "torch-export": ("fp32",)}
+"""Of the weights of linear layers."""
 MOST_ONNX = 2 * 10**9
 """Bytes of weights in one ONNX file: a protocol buffer has at most 2 GiB. Larger ones are in a file beside it."""
 
@@ -84,9 +87,10 @@ def export_program(
     """
     started = time.monotonic()
     require_runtimes("--to", form, PACKAGES[form])
-    if options.dtype not in (None, "fp32"):
+    dtype = options.dtype or "fp32"
+    if dtype not in TYPES[form]:
         raise UserError(
-            f"{options.dtype} with --to {form}", where="--dtype", rule="programs compute in fp32", fix="--dtype fp32"
+            f"{dtype} with --to {form}", where="--dtype", rule=f"one of {', '.join(TYPES[form])}", fix="--dtype fp32"
         )
     run, entry = find_checkpoint(reference, runs_dir)
     out = run / form / f"step-{entry.step:08d}{'-ema' if options.averaged else ''}" if out is None else out
@@ -95,14 +99,14 @@ def export_program(
         source = folder / "source"
         made = export(reference, source, runs_dir, data_dir, replace(options, dtype="fp32"), Counted())
         file = folder / FILES[form]
-        difference = _write(source, file, form, made.bytes)
+        difference = _write(source, file, form, dtype, made.bytes, cache=options.cache)
         for each in source.iterdir():
             if each.suffix != ".safetensors" and not each.name.endswith(".index.json"):
                 each.rename(folder / each.name)
         shutil.rmtree(source)
         size = sum(each.stat().st_size for each in folder.glob(f"{file.name}*"))
     return ExportedProgram(
-        path=str(out), run=made.run, step=made.step, form=form, family=made.family, dtype="fp32",
+        path=str(out), run=made.run, step=made.step, form=form, family=made.family, dtype=dtype,
         parameters=made.parameters, bytes=size, largest_difference=difference, notes=made.notes,
         seconds=round(time.monotonic() - started, 3),
     )  # fmt: skip
@@ -121,7 +125,16 @@ def require_runtimes(where: str, form: str, packages: tuple[str, ...]) -> None:
         )  # fmt: skip
 
 
-def _write(source: Path, file: Path, form: str, weights: int) -> float:
+def cache_names(layers: int) -> tuple[list[str], list[str]]:
+    """Inputs and outputs of a cache, by their names in Optimum: a key and a value of each layer.
+
+    Each is [batch, heads, tokens, channels].
+    """
+    kinds = [f"{layer}.{kind}" for layer in range(layers) for kind in ("key", "value")]
+    return [f"past_key_values.{kind}" for kind in kinds], [f"present.{kind}" for kind in kinds]
+
+
+def _write(source: Path, file: Path, form: str, dtype: str, weights: int, *, cache: bool) -> float:
     """Write the program of a folder in Hugging Face's form; the largest difference of its logits."""
     import torch
     import transformers
@@ -136,26 +149,43 @@ def _write(source: Path, file: Path, form: str, weights: int) -> float:
             super().__init__()
             self.model = model
 
-        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-            logits: torch.Tensor = self.model(input_ids=input_ids, use_cache=False).logits
-            return logits
+        def forward(self, input_ids: torch.Tensor, *past: torch.Tensor) -> Any:
+            if not cache:
+                return self.model(input_ids=input_ids, use_cache=False).logits
+            known = transformers.DynamicCache(config=config)
+            for layer, key, value in zip(known.layers, past[::2], past[1::2], strict=True):
+                layer.lazy_initialization(key, value)
+                layer.keys, layer.values = key, value
+            made = self.model(input_ids=input_ids, past_key_values=known, use_cache=True)
+            return made.logits, *(each for layer in known.layers for each in (layer.keys, layer.values))
 
     positions, draw = int(config.max_position_embeddings), torch.Generator().manual_seed(0)
     length = min(16, positions)
     sample = torch.randint(0, config.vocab_size, (2, length), generator=draw)
-    sizes = {"input_ids": {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence", max=positions)}}
+    batch, sequence = torch.export.Dim("batch"), torch.export.Dim("sequence", max=positions)
     whole = Logits().eval()
     with torch.no_grad(), _quiet():
+        past = _past(model, sample[:, : length - 3]) if cache else ()
+        before = torch.export.Dim("past", max=positions)
+        sizes: tuple[Any, ...] = ({0: batch, 1: sequence},)
+        if cache:
+            sizes = (*sizes, tuple({0: batch, 2: before} for _ in past))
         try:
-            program = torch.export.export(whole, (sample,), dynamic_shapes=sizes, strict=False)
+            program = torch.export.export(whole, (sample, *past), dynamic_shapes=sizes, strict=False)
             # Other sizes than those of the sample: what was fixed by mistake would differ, or fail.
-            other = torch.randint(0, config.vocab_size, (1, max(1, length - 3)), generator=draw)
+            other = torch.randint(0, config.vocab_size, (1, max(1, length - 4)), generator=draw)
             if form == "onnx":
                 written = torch.onnx.export(program, dynamo=True, verbose=False)
                 if written is None:
                     raise RuntimeError("torch.onnx.export has returned nothing")
-                written.model.graph.inputs[0].name, written.model.graph.outputs[0].name = "input_ids", "logits"
+                inputs, outputs = cache_names(len(past) // 2)
+                graph = written.model.graph
+                for values, names in ((graph.inputs, ["input_ids", *inputs]), (graph.outputs, ["logits", *outputs])):
+                    for value, name in zip(values, names, strict=True):
+                        value.name = name
                 written.save(file, external_data=weights > MOST_ONNX)
+                if dtype == "int8":
+                    _to_int8(file, external=weights > MOST_ONNX)
                 found = _in_onnx_runtime(file, other)
             else:
                 torch.export.save(program, file)
@@ -164,15 +194,92 @@ def _write(source: Path, file: Path, form: str, weights: int) -> float:
             raise
         except Exception as error:  # torch, onnxscript and ONNX Runtime each raise their own
             raise _without_operator(error, form, config.model_type) from error
-        return float((found - whole(other)).abs().max())
+        return float((found - model(input_ids=other, use_cache=False).logits).abs().max())
+
+
+def _past(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Keys and values that a model has made of token ids [batch, tokens].
+
+    Raises:
+        UserError: some layers keep less than all tokens, or other states.
+    """
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
+
+    layers = model(input_ids=ids, past_key_values=DynamicCache(config=model.config), use_cache=True)
+    kinds = [type(layer) for layer in layers.past_key_values.layers]
+    if other := next((kind for kind in kinds if kind is not DynamicLayer), None):
+        raise UserError(
+            f"layers with a {other.__name__}", where="--cache", rule="keys and values of all tokens", fix="leave it out"
+        )
+    return tuple(each for layer in layers.past_key_values.layers for each in (layer.keys, layer.values))
+
+
+def _to_int8(file: Path, *, external: bool) -> None:
+    """Matrices of linear layers in 8 bits, a scale a column; their inputs are rounded when they are computed."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    before, part = list(file.parent.glob(f"{file.name}*")), file.with_name(f"{file.name}.int8")
+    # Seven bits of the eight: with all of them, processors without VNNI overflow, silently.
+    quantize_dynamic(
+        file, part, op_types_to_quantize=["MatMul", "Gemm"], weight_type=QuantType.QInt8, per_channel=True,
+        reduce_range=True, use_external_data_format=external,
+    )  # fmt: skip
+    for each in before:
+        each.unlink()
+    part.rename(file)  # weights beside it keep the name that is written in it
+
+
+class OnnxProgram:
+    """A program of `llmrecipes export --to onnx` in ONNX Runtime.
+
+    Args:
+        file: the program.
+        threads: of an operation; None: as ONNX Runtime chooses.
+    """
+
+    def __init__(self, file: Path, threads: int | None = None) -> None:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads or 0
+        self._session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+        self._cache = {value.name: value.shape for value in self._session.get_inputs()[1:]}
+
+    @property
+    def cache(self) -> bool:
+        """Whether it has inputs for keys and values."""
+        return bool(self._cache)
+
+    def run(self, ids: torch.Tensor, past: Sequence[Any] | None = None) -> tuple[torch.Tensor, list[Any]]:
+        """Logits [batch, sequence, vocabulary] of token ids [batch, sequence], and keys and values of all tokens.
+
+        Args:
+            ids: of the tokens.
+            past: keys and values of those before; None: there are none.
+        """
+        import numpy as np
+        import torch
+
+        if past is None:
+            past = [np.zeros((ids.size(0), shape[1], 0, shape[3]), np.float32) for shape in self._cache.values()]
+        made = self._session.run(None, {"input_ids": ids.numpy(), **dict(zip(self._cache, past, strict=True))})
+        return torch.from_numpy(made[0]), list(made[1:])
 
 
 def _in_onnx_runtime(file: Path, ids: torch.Tensor) -> torch.Tensor:
-    import onnxruntime
+    """Logits of token ids; with a cache the last ones one token at a time."""
     import torch
 
-    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
-    return torch.from_numpy(session.run(["logits"], {"input_ids": ids.numpy()})[0])
+    program = OnnxProgram(file)
+    if not program.cache:
+        return program.run(ids)[0]
+    made, past = program.run(ids[:, :-2])
+    every = [made]
+    for place in (-2, -1):
+        made, past = program.run(ids[:, place, None], past)
+        every.append(made)
+    return torch.cat(every, dim=1)
 
 
 def _without_operator(error: Exception, form: str, family: str) -> UserError:
@@ -187,7 +294,8 @@ def _without_operator(error: Exception, form: str, family: str) -> UserError:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """A block without the remarks of torch's exporters about packages that are not needed."""
-    names: list[Any] = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    # ONNX Runtime's quantiser speaks through the root logger.
+    names: list[Any] = [logging.getLogger(name) for name in ("", "torch.onnx", "onnxscript", "onnx_ir")]
     before = [each.level for each in names]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
