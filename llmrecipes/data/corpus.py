@@ -20,10 +20,12 @@ import numpy as np
 
 from llmrecipes.data import sources
 from llmrecipes.data.chat import ChatSpec, chat_encoder
+from llmrecipes.data.curriculum import compression_ratio
 from llmrecipes.data.encode import Encode, Encoded, encoder
 from llmrecipes.data.infilling import ORDERS, FimSpec, cut, encode_cut
 from llmrecipes.data.pairs import pair_encoder
 from llmrecipes.data.rows import contents
+from llmrecipes.data.split import Split
 from llmrecipes.data.steps import Document, Dropped, Seen, StepSpec, pipeline
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Chat, Source
@@ -141,6 +143,7 @@ class EncoderSpec:
         steps: what happens to a document before.
         chat: the documents are conversations.
         fim: how documents are rearranged.
+        scores: training documents get a score for a curriculum.
     """
 
     tokenizer: Path
@@ -151,6 +154,11 @@ class EncoderSpec:
     steps: StepSpec
     chat: ChatSpec | None = None
     fim: FimSpec | None = None
+    scores: bool = False
+
+    def scored(self, split: Split) -> bool:
+        """Whether the documents of a split have a score."""
+        return self.scores and split == "train"
 
 
 @dataclass(frozen=True)
@@ -223,13 +231,20 @@ def _end_after(parent: multiprocessing.process.BaseProcess) -> None:
 
 def _work(spec: EncoderSpec, batch: Batch) -> Worked:
     run = _pipeline(spec.steps)
-    outcomes = [run(text) for text in batch.texts]
+    outcomes = [_scored(spec, run(text)) for text in batch.texts]
     encoded = _encoded(spec, batch.source, outcomes)
     cuts, talks = spec.steps.cuts, spec.chat is not None
     for place, outcome in enumerate(outcomes):  # only what is written, or cut, goes back to the process that writes
         if isinstance(outcome, Document) and not cuts and (outcome.split == "train" or talks):
             outcomes[place] = replace(outcome, text=b"")
     return Worked(batch.source, outcomes, encoded)
+
+
+def _scored(spec: EncoderSpec, outcome: Document | Dropped) -> Document | Dropped:
+    """The same, with the score of a training document."""
+    if isinstance(outcome, Dropped) or not spec.scored(outcome.split):
+        return outcome
+    return replace(outcome, score=compression_ratio(outcome.text))
 
 
 def _encoded(spec: EncoderSpec, source: int, outcomes: list[Document | Dropped]) -> Encoded:
@@ -242,7 +257,7 @@ def _encoded(spec: EncoderSpec, source: int, outcomes: list[Document | Dropped])
 def encode_again(spec: EncoderSpec, source: int, document: Document) -> tuple[Document, np.ndarray]:
     """A document of a source whose text has changed since its batch was encoded, and its ids."""
     changed = tuple(name for name in document.changed if name not in ORDERS)
-    outcomes: list[Document | Dropped] = [replace(document, changed=changed)]
+    outcomes = [_scored(spec, replace(document, changed=changed))]
     ids = np.frombuffer(_encoded(spec, source, outcomes).ids, spec.dtype)
     [made] = [outcome for outcome in outcomes if isinstance(outcome, Document)]
     return made, ids

@@ -26,6 +26,7 @@ from megatron.core.datasets.utils import Split as MegatronSplit
 from torch.utils.data import Dataset
 
 from llmrecipes.data import checked, precomputed
+from llmrecipes.data.curriculum import order_by_difficulty
 from llmrecipes.data.documents import TokenFile
 from llmrecipes.data.manifest import LISTING, File, listing_text, open_array, stem, valid_stem
 from llmrecipes.data.pair_samples import PairDataset
@@ -85,12 +86,14 @@ def load(
     size = drawn_samples(recipe, split)
     # megatron-core would open arrays with `allow_pickle`: it only provides the names, and `open_array` opens them.
     config.defer_npy_index_mmap = not fresh
-    if len(usable) == 1:
-        opened: GPTDataset | BlendedDataset = _source(prepared, stem(usable[0], split), split, size, config)
-    else:
-        # The blend draws each source's share, rounded up by one sample.
-        sizes = [math.ceil(size * weight) + 1 for weight in weights]
-        parts = [_source(prepared, stem(n, split), split, part, config) for n, part in zip(usable, sizes, strict=True)]
+    # A blend draws each source's share, rounded up by one sample.
+    sizes = [size] if len(usable) == 1 else [math.ceil(size * weight) + 1 for weight in weights]
+    parts = [_source(prepared, stem(n, split), split, part, config) for n, part in zip(usable, sizes, strict=True)]
+    if fresh and split == "train" and recipe.data.curriculum is not None:
+        for n, part, weight in zip(usable, parts, weights, strict=True):
+            order_by_difficulty(part, prepared.path / stem(n, split), int(size * weight), recipe.data.curriculum)
+    opened: GPTDataset | BlendedDataset = parts[0]
+    if len(parts) > 1:
         opened = _blend(parts, weights, size, config, fresh=fresh)
     config.defer_npy_index_mmap = False
     return opened

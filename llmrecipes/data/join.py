@@ -31,6 +31,7 @@ from pydantic import Field
 
 from llmrecipes.data import sources
 from llmrecipes.data.corpus import Tally
+from llmrecipes.data.curriculum import SUFFIX as SCORES
 from llmrecipes.data.manifest import (
     IDX_DTYPES,
     IDX_HEADER,
@@ -44,7 +45,7 @@ from llmrecipes.data.manifest import (
 )
 from llmrecipes.data.prepared import HeldOutSplit, held_out_name
 from llmrecipes.data.shards import KEY_BYTES, Shards, publish
-from llmrecipes.data.split import DIGEST_BYTES, Split
+from llmrecipes.data.split import DIGEST_BYTES, SPLITS, Split
 from llmrecipes.data.steps import DUPLICATES, Document, Dropped
 from llmrecipes.data.write import MEMBER_BYTES, SAMPLES, Output, Samples, compressed, record, require_readable, summary
 from llmrecipes.errors import UserError
@@ -270,11 +271,14 @@ def _layout(shards: Shards, item: _Item, token: str, lost: Callable[[], bool]) -
         made.mkdir()
         code = next(code for code, name in IDX_DTYPES.items() if name == shards.spec.dtype)
         for name, (documents, tokens) in every.items():
+            split = next(each for each in SPLITS if name.endswith(f"-{each}"))
             of_file = {
                 ".bin": tokens * np.dtype(shards.spec.dtype).itemsize,
                 ".sha256": documents * DIGEST_BYTES,
                 ".idx": IDX_HEADER.size + 4 * documents + 8 * documents + 8 * (documents + 1),
             }
+            if shards.spec.scored(split):
+                of_file[SCORES] = 4 * documents
             for suffix, size in of_file.items():
                 with (made / f"{name}{suffix}").open("wb") as file:
                     if suffix == ".idx":
@@ -322,12 +326,14 @@ class _Place:
     ids: list[bytes] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
+    scores: list[float | None] = field(default_factory=list)
 
     def add(self, document: Document, length: int, ids: np.ndarray, answers: bytes) -> None:
         """The next one."""
         self.ids.append(ids.tobytes())
         self.lengths.append(length)
         self.digests.append(document.digest)
+        self.scores.append(document.score)
 
     def flush(self) -> None:
         """Write them."""
@@ -335,6 +341,8 @@ class _Place:
         ends = self.tokens + np.cumsum(lengths)
         _write_at(self.files[".bin"], b"".join(self.ids), self.tokens * self.itemsize)
         _write_at(self.files[".sha256"], b"".join(self.digests), self.documents * DIGEST_BYTES)
+        if SCORES in self.files:
+            _write_at(self.files[SCORES], np.array(self.scores, "<f4").tobytes(), self.documents * 4)
         index, start = self.files[".idx"], IDX_HEADER.size
         _write_at(index, lengths.astype("<i4").tobytes(), start + 4 * self.documents)
         start += 4 * self.every
@@ -343,7 +351,7 @@ class _Place:
         numbers = np.arange(self.documents + 1, self.documents + 1 + len(lengths), dtype="<i8")
         _write_at(index, numbers.tobytes(), start + 8 * (self.documents + 1))
         self.documents, self.tokens = self.documents + len(lengths), self.tokens + int(lengths.sum())
-        self.ids, self.lengths, self.digests = [], [], []
+        self.ids, self.lengths, self.digests, self.scores = [], [], [], []
 
 
 def _write_at(file: int, content: bytes, offset: int) -> None:
@@ -360,7 +368,7 @@ def _placed(shards: Shards, item: _Item, token: str, lost: Callable[[], bool]) -
 
         def place(_: int, split: Split) -> _Place:
             name, files = stem(source, split), dict[str, int]()
-            for suffix in (".bin", ".idx", ".sha256"):
+            for suffix in (".bin", ".idx", ".sha256", *([SCORES] if shards.spec.scored(split) else [])):
                 files[suffix] = os.open(item.folder / JOINED / f"{name}{suffix}", os.O_WRONLY)
                 stack.callback(os.close, files[suffix])
             itemsize = np.dtype(shards.spec.dtype).itemsize

@@ -179,7 +179,8 @@ class DataManifest(Record):
 def stem(source: int, split: Split) -> str:
     """File name, without suffix, of a split of a source.
 
-    `.bin` tokens, `.idx` index, `.sha256` document digests, `.answers` a byte for each token of a conversation.
+    `.bin` tokens, `.idx` index, `.sha256` document digests, `.answers` a byte for each token of a conversation,
+    `.scores` a float32 for each document (`curriculum`).
     """
     return f"{source:02d}-{split}"
 

@@ -26,6 +26,7 @@ from llmrecipes.data.prepared import (
     check_index,
     content,
     fingerprint,
+    has_scores,
     index_usable,
     max_length,
     open_prepared,
@@ -198,7 +199,8 @@ def _encoder_spec(recipe: Recipe, folder: Path, tokenizer: TokenizerRecord, dtyp
 
     by_word = recipe.data.tokenizer.type == "bpe"
     steps, chat, fim = step_spec(recipe.data), _chat(recipe), infilling.fim_spec(recipe.data, tokenizer.fim)
-    return corpus.EncoderSpec(folder / TOKENIZER, tokenizer.sha256, tokenizer.eod, dtype, by_word, steps, chat, fim)
+    identity, scores = tokenizer.sha256, has_scores(recipe)
+    return corpus.EncoderSpec(folder / TOKENIZER, identity, tokenizer.eod, dtype, by_word, steps, chat, fim, scores)
 
 
 def _fill(

@@ -46,6 +46,8 @@ NOT_IN_TOKENS: dict[str, Any] = {
     "sources": {"__all__": {"weight"}},
     # How they are put into sequences: too.
     "chat": {"packing"},
+    # How samples are ordered: too.
+    "curriculum": True,
 }
 
 
@@ -172,7 +174,14 @@ def content(recipe: Recipe) -> dict[str, object]:
             del data["chat"]["template"]  # likewise before named templates
         if recipe.data.chat.preference is None:
             del data["chat"]["preference"]  # likewise before pairs
+    if has_scores(recipe):
+        data["scores"] = "compression_ratio"
     return {**data, "vocab_size": recipe.model.vocab_size}
+
+
+def has_scores(recipe: Recipe) -> bool:
+    """Whether a curriculum needs a score of each training document that its tokens do not tell."""
+    return recipe.data.curriculum is not None and recipe.data.curriculum.score == "compression_ratio"
 
 
 def max_length(recipe: Recipe) -> int:
@@ -316,6 +325,8 @@ def index_folder(recipe: Recipe, prepared: Prepared) -> Path:
         identity["train_weights"] = weights
     if recipe.data.chat is not None:
         identity["packing"] = recipe.data.chat.packing
+    if recipe.data.curriculum is not None:
+        identity["curriculum"] = recipe.data.curriculum.model_dump()
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     return prepared.path / "index" / name
 

@@ -328,7 +328,8 @@ def _dumped(worked: Worked) -> tuple[bytes, bytes]:
             outcomes.append([outcome.reason, outcome.rule, outcome.excerpt])
             continue
         sizes = [len(outcome.text), *map(len, outcome.marks)]
-        outcomes.append([outcome.split, outcome.size, outcome.changed, outcome.excerpt, sizes])
+        score = [] if outcome.score is None else [outcome.score]
+        outcomes.append([outcome.split, outcome.size, outcome.changed, outcome.excerpt, sizes, *score])
         body += [outcome.digest, outcome.text, *outcome.marks]
     header: dict[str, object] = {"ids": len(encoded.ids), "lengths": encoded.lengths, "outcomes": outcomes}
     if isinstance(encoded, Conversations):
@@ -351,9 +352,9 @@ def _loaded(source: int, header: bytes, body: bytes, *, ids: bool = True) -> Wor
         if len(row) == len(("reason", "rule", "excerpt")):
             outcomes.append(Dropped(*row))
             continue
-        split, size, changed, excerpt, (length, *marks) = row
+        split, size, changed, excerpt, (length, *marks), *score = row
         digest, text = cut(DIGEST_BYTES), cut(length)
-        outcomes.append(Document(text, digest, split, size, tuple(changed), tuple(map(cut, marks)), excerpt))
+        outcomes.append(Document(text, digest, split, size, tuple(changed), tuple(map(cut, marks)), excerpt, *score))
     lengths = values["lengths"]
     if chat:
         return Worked(source, outcomes, Conversations(tokens, lengths, answers, chat["tallies"], chat["refusal"]))

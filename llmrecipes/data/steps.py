@@ -77,6 +77,7 @@ class Document:
         changed: the steps that changed it.
         marks: of the steps that compare.
         excerpt: the beginning of its text, with marks.
+        score: of a curriculum; None: it has none, or is not trained on.
     """
 
     text: bytes
@@ -86,6 +87,7 @@ class Document:
     changed: tuple[str, ...] = ()
     marks: tuple[bytes, ...] = ()
     excerpt: str = ""
+    score: float | None = None
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from llmrecipes.console import duration
 from llmrecipes.data import sources
 from llmrecipes.data.chat import REJECTED, Conversations
 from llmrecipes.data.corpus import EncoderSpec, Tally, Worked, batches, encode_again, encode_all
+from llmrecipes.data.curriculum import SUFFIX as SCORES
 from llmrecipes.data.infilling import ORDERS
 from llmrecipes.data.manifest import ChatCounts, Counts, HeldOut, SourceFiles, SourceRecord, stem
 from llmrecipes.data.parts import parts_of
@@ -76,7 +77,7 @@ def write(
 
         def part(number: int, split: Split) -> _WrittenPart:
             written[number, split] = _WrittenPart(
-                folder / stem(number, split), spec.dtype, stack, answers=chat is not None
+                folder / stem(number, split), spec.dtype, stack, answers=chat is not None, scores=spec.scored(split)
             )
             return written[number, split]
 
@@ -127,7 +128,7 @@ def write(
 class _WrittenPart:
     """The open files of one split of one source."""
 
-    def __init__(self, prefix: Path, dtype: str, stack: ExitStack, *, answers: bool) -> None:
+    def __init__(self, prefix: Path, dtype: str, stack: ExitStack, *, answers: bool, scores: bool) -> None:
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
         self._idx = f"{prefix}.idx"
@@ -135,6 +136,7 @@ class _WrittenPart:
         stack.callback(self._builder.data_file.close)
         self._digests = stack.enter_context(prefix.with_suffix(".sha256").open("wb"))
         self._answers = stack.enter_context(prefix.with_suffix(".answers").open("wb")) if answers else None
+        self._scores = stack.enter_context(prefix.with_suffix(SCORES).open("wb")) if scores else None
         self.counts = Counts()
 
     def add(self, document: Document, length: int, ids: np.ndarray, answers: bytes) -> None:
@@ -142,6 +144,8 @@ class _WrittenPart:
         self._digests.write(document.digest)
         if self._answers is not None:
             self._answers.write(answers)
+        if self._scores is not None:
+            self._scores.write(np.array(document.score, "<f4").tobytes())
         self.counts = Counts(
             documents=self.counts.documents + 1,
             tokens=self.counts.tokens + length,

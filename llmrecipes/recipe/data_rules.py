@@ -88,6 +88,24 @@ def monitored(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
+def curriculum(recipe: Recipe) -> Iterator[Problem]:
+    """What goes with an order by difficulty."""
+    section = recipe.data.curriculum
+    if section is None:
+        return
+    if recipe.data.chat is not None:
+        yield Problem(
+            "data.curriculum", "set with data.chat", "sequences of conversations are not ordered by difficulty",
+            "leave curriculum out",
+        )  # fmt: skip
+    steps = int(recipe.train.train_iters * section.share)
+    if section.windows > max(steps, 1):
+        yield Problem(
+            "data.curriculum.windows", f"{section.windows} for {steps:,} ordered steps",
+            "a window has the samples of one step or more", f"windows of at most {max(steps, 1)}",
+        )  # fmt: skip
+
+
 def fill_in_the_middle(recipe: Recipe) -> Iterator[Problem]:
     """Settings without a rate, conversations, and special tokens that are the same."""
     data = recipe.data

@@ -66,6 +66,13 @@ class Optimizer(Section):
     not offered: the update would depend on the layout."""
     clip_grad: NonNegFloat = 1.0
     """Global gradient norm above which gradients are scaled down; 0 disables clipping."""
+    qk_clip: bool = False
+    """After an update, scale queries and keys down where a logit of the step was above `qk_clip_threshold`, so that it
+    would have been that (QK-clip, arXiv 2507.20534)."""
+    qk_clip_alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Share of the queries in the scaling, as an exponent; keys have the rest."""
+    qk_clip_threshold: PosFloat = 100.0
+    """Largest logit of a head: the scaled product of a query and a key, before the softmax."""
     ema_decay: Beta | None = None
     """Keep a moving average of the weights in fp32, which has this weight after each update, and the new weights the
     rest; saved in checkpoints, for `export --ema` and `generate --ema`. Unset: none."""

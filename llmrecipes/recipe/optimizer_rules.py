@@ -58,6 +58,50 @@ def require_fused_adam(recipe: Recipe, device: Literal["cpu", "cuda"]) -> None:
         )  # fmt: skip
 
 
+def qk_clip(recipe: Recipe) -> Iterator[Problem]:
+    """What goes with scaling queries and keys."""
+    optimizer, model, chat = recipe.optimizer, recipe.model, recipe.data.chat
+    if not optimizer.qk_clip:
+        for name in ("qk_clip_alpha", "qk_clip_threshold"):
+            if (value := getattr(optimizer, name)) != type(optimizer).model_fields[name].default:
+                yield Problem(f"optimizer.{name}", f"{value:g} without qk_clip", f"{name} is only used with qk_clip",
+                              "qk_clip true, or leave it out")  # fmt: skip
+        return
+    obstacles = {
+        "engine": (
+            engine_name(recipe) != MEGATRON, "the engine megatron scales them",
+            "engine megatron without zero.stage 2, 3 and offload",
+        ),
+        "lora": (recipe.lora is not None, "weights beside adapters stay as they are", "leave qk_clip or lora out"),
+        "model.qk_layernorm": (
+            model.qk_layernorm and not model.multi_latent_attention,
+            "a norm behind the projections undoes the scaling, and bounds the logits itself", "qk_clip false",
+        ),
+        "model.mtp_num_layers": (
+            model.mtp_num_layers is not None, "layers of multi-token prediction are not scaled",
+            "leave mtp_num_layers out",
+        ),
+        "data.chat.packing": (
+            chat is not None and chat.packing, "logits are not known where conversations share a sequence",
+            "packing false",
+        ),
+        "train.torch_compile": (
+            recipe.train.torch_compile, "a compiled layer does not show its queries", "leave torch_compile out",
+        ),
+        "speed.cuda_graph_impl": (
+            recipe.speed.cuda_graph_impl is not None, "a recorded layer does not show its queries",
+            "leave cuda_graph_impl out",
+        ),
+        KEY: (
+            optimizer.use_precision_aware_optimizer, "its kernel writes weights and master weights together",
+            "use_precision_aware_optimizer false",
+        ),
+    }  # fmt: skip
+    for key, (wrong, rule, fix) in obstacles.items():
+        if wrong:
+            yield Problem(key, "set with optimizer.qk_clip", rule, fix)
+
+
 def learning_rate(recipe: Recipe) -> Iterator[Problem]:
     optimizer = recipe.optimizer
     if optimizer.min_lr > optimizer.lr:

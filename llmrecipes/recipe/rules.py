@@ -452,7 +452,7 @@ _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     unknown_engine, _heads, _positions, optimizer_rules.learning_rate, optimizer_rules.schedule, optimizer_rules.groups,
     batch_rules.rules, recompute.rules,
     _loss_chunks, _loss_scale, _overlap, _sources, data_rules.characters, data_rules.steps, data_rules.held_out_sets,
-    data_rules.fill_in_the_middle, data_rules.row_labels, data_rules.monitored,
+    data_rules.fill_in_the_middle, data_rules.row_labels, data_rules.monitored, data_rules.curriculum,
     _tokenizer, _retention, _spikes, _watchdog, _secrets, _sink_settings,
     moe_rules.experts, moe_rules.dispatcher, moe_rules.latent_attention, moe_rules.multi_token_prediction,
     shape.mup_rules, adapters.rules, freezing.rules, distill_rules.rules, preference_rules.rules, chat_sources,
@@ -462,5 +462,5 @@ _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     layout_rules.expert, layout_rules.elastic,
     zero_rules.engine, zero_rules.optimizer_sharding, zero_rules.pipeline, zero_rules.unsupported, zero_rules.offload,
     zero_rules.stages, zero_rules.zeropp, zero_rules.precision, zero_rules.extra, search_rules.check,
-    features.rules, optimizer_rules.types, optimizer_kinds.rules,
+    features.rules, optimizer_rules.types, optimizer_rules.qk_clip, optimizer_kinds.rules,
 )  # fmt: skip

@@ -30,7 +30,7 @@ from llmrecipes.recipe.section import (
     Section,
 )
 from llmrecipes.recipe.source import EMBEDDED as EMBEDDED
-from llmrecipes.recipe.source import Fim, Source, ValidSources
+from llmrecipes.recipe.source import Curriculum, Fim, Source, ValidSources
 from llmrecipes.recipe.speed import Speed
 from llmrecipes.recipe.stage_section import Span, Stage
 from llmrecipes.recipe.zero import Zero
@@ -273,6 +273,7 @@ class Data(Section):
     """Tokenizer of all sources."""
     chat: Chat | None = None
     fim: Fim = Fim()
+    curriculum: Curriculum | None = None
     split: Annotated[tuple[PosFloat, NonNegFloat, NonNegFloat], Field(strict=False)] = (98.0, 1.0, 1.0)
     """Relative sizes of the train, valid and test splits. A document's split depends only on the hash of its text."""
     min_characters: Annotated[PosInt | None, DataStep(target="llmrecipes.data.steps:min_characters")] = None

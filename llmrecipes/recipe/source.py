@@ -55,6 +55,22 @@ class ValidSource(Source):
     """Its name in metrics: `valid_source_loss` by label."""
 
 
+class Curriculum(Section):
+    """An order of the training documents of each source by difficulty (arXiv 2506.11300), within their shuffled order;
+    each pass over them is one by itself. The mixture of sources and held-out splits stay the same."""
+
+    score: Literal["length", "compression_ratio"]
+    """`length`: tokens of a document. `compression_ratio`: bytes of its text after DEFLATE, by its bytes; `prepare`
+    writes it."""
+    order: Literal["ascending", "descending"] = "ascending"
+    """`ascending`: low scores come first."""
+    windows: PosInt = 1
+    """Parts of a pass with as many tokens, each of which begins with the first scores again."""
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Part of the run, from its first sample on, that is ordered: a curriculum as a warm-up. What follows is shuffled.
+    With stages, of those that share an order of samples."""
+
+
 class Fim(Section):
     """Fill-in-the-middle: of the share `fim_rate` of a source's documents, the middle comes last.
 

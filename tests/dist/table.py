@@ -119,6 +119,7 @@ _EMERGING: dict[str, Sections] = {
     "gpt with lion": _LION,
 }  # fmt: skip
 
+_CLIP: Sections = {"optimizer": {"qk_clip": True, "qk_clip_alpha": 0.3, "qk_clip_threshold": 0.02}}
 _DROP: Sections = {"model": {"layer_drop": 0.6}}
 
 _PACKED: Sections = {"data": {"sources": [{"type": "docstrings"}], "chat": {}}}
@@ -201,6 +202,9 @@ VARIANTS: dict[str, Sections] = {
     "gpt with freelb": _FREELB,
     "attacked gpt with lora": {**_LORA, **_PGD},
     "gpt without some layers": _DROP,
+    "gpt with qk-clip": _CLIP,
+    "llama with qk-clip": {"model": _LLAMA, **_CLIP},
+    "mla with qk-clip": {"model": _MLA, **_CLIP},
     # What is frozen of tied embeddings has a copy on the last stage, and a layer may be frozen in part.
     "gpt with frozen weights": {"train": {"freeze": ["embedding.*", "decoder.layers.0.*", "decoder.layers.2.mlp.*"]}},
     "gpt with a frozen half": {"train": {"freeze": ["embedding.*", "decoder.layers.[01].*"]}},
@@ -538,6 +542,12 @@ def _rows() -> Iterator[Row]:
         yield Row("gpt without some layers", layout)
     yield Row("gpt without some layers", "pp2 dp2", {"train": _FULL})
     yield Row("gpt without some layers", "tp2 pp2", {"train": _BLOCK})
+    for variant, layout in (
+        ("gpt with qk-clip", "dp2"), ("gpt with qk-clip", "tp2 sp pp2"), ("llama with qk-clip", "tp2 sp cp2"),
+        ("mla with qk-clip", "tp2 sp cp2"),
+    ):  # fmt: skip
+        yield Row(variant, layout)
+    yield Row("llama with qk-clip", "pp2 vpp2 dp2", {"train": _FULL})
     # -- conversations that share a sequence --
     for layout in ("dp2", "pp2 vpp2"):
         yield Row("packed gpt", layout)
@@ -671,7 +681,8 @@ SIMILAR = {
     "attacked gpt", "attacked llama", "attacked gpt with lora", "llama with lora", "pairs with lora",
     "packed pairs", "moe with frozen weights",
     "gpt with frozen ends", "gpt with a frozen half",
-    "gpt with sgd without momentum",
+    "gpt with sgd without momentum", "gpt with qk-clip", "llama with qk-clip",
+    "mla with qk-clip",
     "moe with sgd", *(set(_EMERGING) - {"gpt with muon"} if EMERGING else ()),
 }  # fmt: skip
 """Models that differ little from one of the core, for a layout."""

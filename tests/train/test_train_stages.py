@@ -19,12 +19,12 @@ from tests.helpers import curve, lines, require_same_checkpoints, tiny_on, train
 from tests.train.test_train_faults import run_spec
 
 STAGES: list[dict[str, Any]] = [
-    {"name": "begin", "train_iters": 5, "data": {"weights": [1, 0]}},
+    {"name": "begin", "train_iters": 5, "data": {"weights": [1, 0]}, "train": {"freeze": ["embedding.*"]}},
     {
         "name": "long",
         "train_iters": 4,
         "model": {"seq_length": 128, "rotary_base": 5e4},
-        "train": {"micro_batch_size": 1},
+        "train": {"micro_batch_size": 1, "freeze": []},
     },
     {
         "name": "anneal",
@@ -46,11 +46,12 @@ def recipe(corpus: Path, data_dir: Path, tmp_path_factory: pytest.TempPathFactor
         (other / f"{number}.txt").write_text(f"{number} " + "another text of few words " * 100)
     one = tiny_on(
         corpus,
-        model={"hidden_dropout": 0.1, "position_embedding_type": "rope"},
+        model={"hidden_dropout": 0.1, "layer_drop": 0.3, "position_embedding_type": "rope"},
         train={"train_iters": 13, "rampup_batch_size": [4, 4, 24], "eval_interval": 4},
         data={
             "sources": [{"type": "text", "path": str(corpus)}, {"type": "text", "path": str(other)}],
             "num_workers": 1,
+            "curriculum": {"score": "length", "windows": 2},
         },
         checkpoint={"save_interval": 2, "most_recent_k": 8},
     )

@@ -21,7 +21,7 @@ from llmrecipes.recipe.shape import shape
 from tests.dist.table import VARIANTS, Row, make
 from tests.dist.training import compare, go_on, save_midway
 from tests.dist.worlds import GlooWorld
-from tests.helpers import ROOMY, engine_of, random_batches, tiny
+from tests.helpers import ROOMY, engine_of, random_batches, steps, tiny
 from tests.refusals import refused
 
 PATTERNS = ["embedding.*", "decoder.layers.0.*", "*.linear_fc1.bias"]
@@ -69,6 +69,28 @@ def test_a_step_is_that_of_adamw_with_what_is_not_frozen(recompute: dict[str, An
             torch.testing.assert_close(each.detach(), mine[name].detach(), rtol=1e-5, atol=1e-7)
     owned = sum(each.numel() for each in engine.model_states()["optimizer"])
     assert owned == 2 * sum(value.numel() for value in mine.values())
+
+
+TOGETHER: dict[str, dict[str, Any]] = {
+    "sgd": {"optimizer": {"optimizer": "sgd"}, "parallelism": {"use_distributed_optimizer": False}},
+    "moved embeddings": {"train": {"adversarial": {"type": "fgm", "epsilon": 0.5}}},
+    "left out layers": {"model": {"layer_drop": 0.5}},
+    "bounded logits": {"optimizer": {"qk_clip": True, "qk_clip_threshold": 1e-3}},
+}
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("sections", TOGETHER.values(), ids=TOGETHER)
+def test_what_is_frozen_stays_with_other_changes_of_training(sections: dict[str, Any]) -> None:
+    together: Any = {**sections, "train": {"freeze": PATTERNS, **sections.get("train", {})}}
+    recipe = tiny(**together)
+    engine = engine_of(recipe)
+    before = {name: each.detach().clone() for name, each in engine.modules[0].named_parameters()}
+    steps(engine, 2)
+    still = {name for name, each in engine.modules[0].named_parameters() if each.equal(before[name])}
+    assert still == set(frozen(recipe))
+    owned = sum(each.numel() * each.element_size() for each in engine.model_states()["optimizer"])
+    assert owned == engine.plan.memory.optimizer
 
 
 @pytest.mark.usefixtures("world")

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from llmrecipes.checkpoint.manifest import Monitored
 from llmrecipes.checkpoint.saver import SaveReport, saver_group
+from llmrecipes.data import curriculum
 from llmrecipes.data.prepare import prepare
 from llmrecipes.data.prepared import fingerprint, index_folder, open_prepared
 from llmrecipes.engine import backends
@@ -199,6 +200,15 @@ def kind(recipe: Recipe, *_: Any) -> tuple[Any, ...]:
     return (found, given.get("muon_tp_mode"))
 
 
+def clipped(recipe: Recipe, *_: Any) -> list[float]:
+    """Weights after a step."""
+    engine = engine_of(recipe)
+    steps(engine, 1)
+    found = [value.double().abs().sum().item() for name, value in engine.named_tensors() if not name.endswith(".grad")]
+    engine.close()
+    return found
+
+
 def moments(recipe: Recipe, _: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """megatron-core looks for TransformerEngine's Adam."""
     install(monkeypatch)
@@ -253,6 +263,14 @@ def batch_mask(recipe: Recipe, *_: Any) -> bool:
 
 def order(recipe: Recipe, folder: Path, _: pytest.MonkeyPatch) -> str:
     return index_folder(recipe, open_prepared(recipe, folder / "data")).name
+
+
+def curriculum_order(recipe: Recipe, *_: Any) -> list[int]:
+    section = recipe.data.curriculum
+    if section is None:
+        return []
+    scores, tokens = np.random.default_rng(0).random(64), int(400 * section.share)
+    return curriculum.ordered(np.full(64, 9), scores, 1, tokens, 1, section).tolist()
 
 
 class Recorded(Exception):
@@ -625,6 +643,7 @@ HELD_OUT = {
 HELD_OUT_LABEL = HELD_OUT | {"data.valid_sources.N.label_key": "a", "data.valid_sources.N.label_value": "de"}
 HELD_OUT_HUB = HELD_OUT | {"data.valid_sources.N.type": "hub"}
 FIM = {"data.sources.N.fim_rate": 0.5}
+CURRICULUM = {"data.curriculum": {"score": "length"}}
 CHAT = {"data.sources.N.type": "docstrings", "data.chat": {}}
 TOKENIZER = {"data.tokenizer.type": "huggingface", "data.tokenizer.path": "gpt2"}
 NEAR = {"data.steps.N.type": "near_duplicates"}
@@ -636,6 +655,7 @@ CLASSIFIER = {
 WANDB = {"tracking.wandb": True}
 
 UNSHARDED = {"parallelism.use_distributed_optimizer": False}
+QK_CLIP = {"optimizer.qk_clip_threshold": 0.01}
 MUON = {**UNSHARDED, "optimizer.optimizer": "muon"}
 PRECISE = {"train.precision": "bf16", "optimizer.use_precision_aware_optimizer": True}
 TP_OVERLAP = {
@@ -876,6 +896,9 @@ CASES: dict[str, Case] = {
     "optimizer.weight_decay": Case(0.0, optimizer),
     "optimizer.optimizer": Case("sgd", kind, UNSHARDED),
     "optimizer.sgd_momentum": Case(0.5, kind, {**UNSHARDED, "optimizer.optimizer": "sgd"}),
+    "optimizer.qk_clip": Case(True, clipped, along=QK_CLIP),
+    "optimizer.qk_clip_alpha": Case(0.25, clipped, {**QK_CLIP, "optimizer.qk_clip": True}),
+    "optimizer.qk_clip_threshold": Case(0.02, clipped, {**QK_CLIP, "optimizer.qk_clip": True}),
     "optimizer.muon_momentum": Case(0.5, kind, MUON),
     "optimizer.muon_nesterov": Case(True, kind, MUON),
     "optimizer.muon_num_ns_steps": Case(4, kind, MUON),
@@ -922,6 +945,10 @@ CASES: dict[str, Case] = {
     "data.fim.prefix_token": Case("<p>", tokens, FIM),
     "data.fim.middle_token": Case("<m>", tokens, FIM),
     "data.fim.suffix_token": Case("<s>", tokens, FIM),
+    "data.curriculum.score": Case("compression_ratio", tokens, CURRICULUM),
+    "data.curriculum.order": Case("descending", curriculum_order, CURRICULUM),
+    "data.curriculum.windows": Case(2, curriculum_order, CURRICULUM),
+    "data.curriculum.share": Case(0.5, curriculum_order, CURRICULUM),
     "data.valid_sources.N.fim_rate": Case(0.5, tokens, HELD_OUT),
     "data.valid_sources.N.label_key": Case("language", tokens, HELD_OUT_LABEL),
     "data.valid_sources.N.label_value": Case("en", tokens, HELD_OUT_LABEL),

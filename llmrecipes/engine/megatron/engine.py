@@ -55,6 +55,7 @@ from llmrecipes.engine.megatron.layer_drop import layer_drop
 from llmrecipes.engine.megatron.layer_norms import LayerNorms
 from llmrecipes.engine.megatron.optimizer import create_optimizer
 from llmrecipes.engine.megatron.preference import COUNTS, PreferenceLoss, RewardMeter, find_answers
+from llmrecipes.engine.megatron.qk_clip import qk_clip
 from llmrecipes.engine.megatron.user_buffers import create_user_buffers, destroy_user_buffers
 from llmrecipes.engine.megatron.zeros import KeptZeros
 from llmrecipes.engine.sampling import Sampling
@@ -102,9 +103,9 @@ class MegatronEngine:
         if recipe.optimizer.ema_decay is not None:
             ema.start(self.optimizer)
         self.scheduler = scheduler(recipe, self.optimizer)
+        self._qk_clip = qk_clip(recipe, self.modules, self.optimizer, platform)
         self._zeros = KeptZeros(self.modules if recipe.train.keep_zeros else ())
-        measured = recipe.tracking.layers_interval is not None
-        self.layers = LayerNorms(self.modules, recipe, platform.device) if measured else None
+        self.layers = LayerNorms(self.modules, recipe, platform.device) if recipe.tracking.layers_interval else None
         self.updates = 0  # so far; a rank may have no parameter that counts them
         self.local_loss, self._micro_batches = 0.0, plan.num_microbatches
         config = built.config
@@ -182,6 +183,7 @@ class MegatronEngine:
         self._local_sums.clear()
         if self.drop is not None:
             self.drop.start(self.steps, self._micro_batches)
+        self._qk_clip.start()
         outputs = self._passes(batches, forward_only=False)
         half = self.recipe.train.precision == "fp16"
         scale = self.optimizer.get_loss_scale().double().clone() if half else None
@@ -205,6 +207,7 @@ class MegatronEngine:
         if measured is not None:
             measured.before(self.optimizer)
         update.clip(self.optimizer, self.recipe.optimizer.clip_grad or math.inf, norm)
+        self._qk_clip.agree()
         update.step(self.optimizer, self.chunks)
         self.updates += 1
         if measured is not None:

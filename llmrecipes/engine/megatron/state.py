@@ -319,7 +319,7 @@ def _parameters(part: Any) -> Iterator[torch.nn.Parameter]:
 def _optimizer_slices(part: Any, by_parameter: dict[torch.nn.Parameter, ShardedParameter]) -> Iterator[OptimizerSlice]:
     """State that this rank has."""
     if isinstance(part, DistributedOptimizer):
-        for parameter, start in _own_ranges(part):
+        for parameter, start in own_ranges(part):
             yield OptimizerSlice(by_parameter[parameter], start, _flat(_of_range(part, parameter)))
         return
     for parameter, main in _main_parameters(part):
@@ -344,13 +344,13 @@ def updated(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, torch
     if not isinstance(part, DistributedOptimizer):
         yield from ((parameter, main, main) for parameter, main in _main_parameters(part))
         return
-    for parameter, _ in _own_ranges(part):
+    for parameter, _ in own_ranges(part):
         group, place = part.model_param_group_index_map[parameter]
         own = part.optimizer.param_groups[group]["params"][place]
         yield parameter, own, part.optimizer.state[own].get(MASTER, own)
 
 
-def _own_ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int]]:
+def own_ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int]]:
     """Parameters of which this rank has a range, and where it starts in the flattened parameter."""
     for buckets in (buckets for ranges in part.gbuf_ranges for buckets in ranges.values()):
         for bucket in buckets:

@@ -32,11 +32,18 @@ def softmax_scale(attention: torch.nn.Module, channels: int) -> float:
     return float(scale or config.softmax_scale or 1 / math.sqrt(channels))
 
 
-@torch.no_grad()
 def largest_logit(
     query: torch.Tensor, key: torch.Tensor, scale: float, mask: torch.Tensor | None = None, group: Any = None
 ) -> torch.Tensor:
-    """Over the heads and sequences of this rank, and the keys that each query sees; a scalar in fp32 on the device.
+    """As `largest_logits`, over the heads of this rank: a scalar."""
+    return largest_logits(query, key, scale, mask, group).amax()
+
+
+@torch.no_grad()
+def largest_logits(
+    query: torch.Tensor, key: torch.Tensor, scale: float, mask: torch.Tensor | None = None, group: Any = None
+) -> torch.Tensor:
+    """Of each head, over the sequences of this rank and the keys that each query sees: [heads] in fp32 on the device.
 
     Args:
         query: [sq, b, heads, channels].
@@ -53,11 +60,11 @@ def largest_logit(
         key, length = in_sequence_order(gathered, size), query.size(0) // 2
         parts = list(zip(query.split(length), (rank * length, (2 * size - 1 - rank) * length), strict=True))
     allowed = None if mask is None else _allowed(mask, query.size(0), query.size(1))
-    return torch.stack([_largest(queries, key, first, allowed) for queries, first in parts]).amax() * scale
+    return torch.stack([_largest(queries, key, first, allowed) for queries, first in parts]).amax(0) * scale
 
 
 def _largest(query: torch.Tensor, key: torch.Tensor, first: int, allowed: torch.Tensor | None) -> torch.Tensor:
-    """Unscaled, of queries of consecutive positions.
+    """[heads], unscaled, of queries of consecutive positions.
 
     Args:
         first: position of the first query among the keys.
@@ -77,8 +84,8 @@ def _largest(query: torch.Tensor, key: torch.Tensor, first: int, allowed: torch.
         else:
             later = torch.ones(end - start, end - start, dtype=torch.bool, device=query.device).triu(1)
             scores[..., first + start :].masked_fill_(later, -torch.inf)
-        found.append(scores.amax().float())
-    return torch.stack(found).amax()
+        found.append(scores.amax((0, 3, 4)).flatten().float())
+    return torch.stack(found).amax(0)
 
 
 def _allowed(mask: torch.Tensor, length: int, batch: int) -> torch.Tensor:
