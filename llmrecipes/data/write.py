@@ -193,6 +193,8 @@ def _progress(every: tuple[Source, ...], number: int, sizes: list[int], tokens: 
     done = sum(sizes)
     rate = done / seconds
     line = f"{done / MIB:,.0f} MiB tokenized, {rate / MIB:.1f} MiB/s; at {sources.label(every[number])}"
+    if not done:  # all was dropped so far
+        return line
     left = 0.0
     for source, size, count in zip(every[number:], sizes[number:], tokens[number:], strict=True):
         expected = sources.text_bytes(source, size / count if count else None)

@@ -113,6 +113,12 @@ def test_verify_passes_and_proves_that_splits_are_disjoint(
         check_disjoint(files)  # type: ignore[arg-type]
 
 
+def test_progress_of_sources_of_which_nothing_is_kept_yet(made: tuple[Recipe, Prepared]) -> None:
+    sources = made[0].data.sources
+    assert "left" not in write._progress(sources, 0, [0, 0], [0, 0], 5.0)
+    assert "left" in write._progress(sources, 0, [100, 0], [20, 0], 5.0)
+
+
 def test_the_split_follows_the_weights() -> None:
     rule = SplitRule((8.0, 1.0, 1.0))
     splits = [rule.of(digest(str(n).encode())) for n in range(20_000)]
