@@ -75,13 +75,23 @@ def describe(folder: Path, ids: Ids) -> dict[str, Content]:
     """Content of every file of a folder; each is synced to disk when this returns."""
     files, stop = sorted(folder.iterdir()), threading.Event()
     for file in files:
-        sync(file)
+        if not file.is_symlink():  # to tokens that were there before
+            sync(file)
+    first = _first_names({file.name: file for file in files})
     with ThreadPoolExecutor(_THREADS) as pool:
         try:
-            every = pool.map(lambda file: _examine(file, ids, stop).content, files)
-            return {file.name: content for file, content in zip(files, every, strict=True)}
+            once = sorted(set(first.values()))
+            read = dict(zip(once, pool.map(lambda name: _examine(folder / name, ids, stop).content, once), strict=True))
+            return {name: read[same] for name, same in first.items()}
         finally:
             stop.set()  # a signal need not wait for terabytes
+
+
+def _first_names(files: Mapping[str, Path]) -> dict[str, str]:
+    """For each name the first one of the same file: the splits of a source of tokens are links to one file."""
+    first: dict[tuple[int, int], str] = {}
+    stats = {name: _stat(file) for name, file in files.items()}
+    return {name: first.setdefault((stat.st_dev, stat.st_ino), name) for name, stat in stats.items()}
 
 
 def remember(folder: Path, contents: Mapping[str, Content]) -> None:
@@ -206,17 +216,20 @@ def _known(folder: Path, files: Mapping[str, File]) -> dict[str, Content]:
 def _read(folder: Path, files: Mapping[str, File], ids: Ids, log: Callable[[str], None]) -> dict[str, Content]:
     """Read files and compare them with the expected ones; those that match are cached even if another fails."""
     right: dict[str, Seen] = {}
-    stop, progress = threading.Event(), _ReadBytes(sum(file.bytes for file in files.values()), log)
-    by_size = sorted(files, key=lambda name: files[name].bytes)
-    with ThreadPoolExecutor(min(_THREADS, len(files))) as pool:
+    first = _first_names({name: folder / name for name in sorted(files, key=lambda name: files[name].bytes)})
+    once = list(dict.fromkeys(first.values()))
+    stop, progress = threading.Event(), _ReadBytes(sum(files[name].bytes for name in once), log)
+    with ThreadPoolExecutor(min(_THREADS, len(once))) as pool:
         try:
-            for name, seen in zip(
-                by_size, pool.map(lambda n: _examine(folder / n, ids, stop, progress), by_size), strict=True
+            for read, seen in zip(
+                once, pool.map(lambda n: _examine(folder / n, ids, stop, progress), once), strict=True
             ):
-                expected, content = files[name], seen.content
-                if (content.bytes, content.sha256) != (expected.bytes, expected.sha256):
-                    raise _another(folder / name, content, expected)
-                right[name] = seen
+                content = seen.content
+                for name in (name for name, same in first.items() if same == read):
+                    expected = files[name]
+                    if (content.bytes, content.sha256) != (expected.bytes, expected.sha256):
+                        raise _another(folder / name, content, expected)
+                    right[name] = seen
         finally:
             stop.set()  # a signal need not wait for terabytes
             pool.shutdown(cancel_futures=True)

@@ -70,7 +70,7 @@ class Batch:
 def batches(
     every: tuple[Source, ...], chat: Chat | None = None, full: Collection[int] = (), *, skip: bool = False
 ) -> Iterator[Batch]:
-    """All documents, source by source.
+    """All documents, source by source, of those that have texts.
 
     Args:
         every: sources, by number.
@@ -79,6 +79,8 @@ def batches(
         skip: files that cannot be read.
     """
     for number, source in enumerate(every):
+        if source.tokenized:
+            continue
         yield from batches_of(number, sources.documents(source, chat, skip=skip), full)
 
 

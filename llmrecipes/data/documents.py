@@ -26,11 +26,31 @@ def token_files(prepared: Prepared, split: Split) -> list[IndexedDataset]:
     files = []
     for number, source in enumerate(prepared.manifest.sources):
         if source.splits[split].documents:
-            name = stem(number, split)
-            tokens = IndexedDataset(str(prepared.path / name), mmap=False)
-            tokens.bin_reader = TokenFile(prepared.path / f"{name}.bin")
-            files.append(tokens)
+            files.append(_opened(prepared, number, split))
     return files
+
+
+def _opened(prepared: Prepared, number: int, split: Split) -> IndexedDataset:
+    name = stem(number, split)
+    tokens = IndexedDataset(str(prepared.path / name), mmap=False)
+    tokens.bin_reader = TokenFile(prepared.path / f"{name}.bin")
+    return tokens
+
+
+def _in_pieces(tokens: IndexedDataset, overlap: int, size: int) -> Iterator[np.ndarray]:
+    """The documents of a file joined, in pieces of `size` new tokens behind the last `overlap` ones."""
+    waiting: list[np.ndarray] = []
+    new = 0
+    for number in range(len(tokens)):
+        waiting.append(tokens[number])
+        new += len(waiting[-1])
+        while new >= size:
+            joined = np.concatenate(waiting)
+            cut = len(joined) - new + size
+            yield joined[:cut]
+            waiting, new = [joined[max(0, cut - overlap) :]], new - size
+    if new:
+        yield np.concatenate(waiting)
 
 
 def without_end(tokens: Sequence[int] | np.ndarray, eod: int) -> list[int]:
@@ -59,6 +79,9 @@ def token_stream(prepared: Prepared, split: Split, overlap: int, size: int = CHU
     for number, source in enumerate(prepared.manifest.sources):
         total = source.splits[split].tokens
         if not total:
+            continue
+        if source.linked:
+            yield from _in_pieces(_opened(prepared, number, split), overlap, size)
             continue
         file = TokenFile(prepared.path / f"{stem(number, split)}.bin")
         for start in range(0, total, size):

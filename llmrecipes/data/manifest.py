@@ -74,6 +74,8 @@ class SourceRecord(Record):
     """Kept, but changed, by the step or the order of `infilling.ORDERS`; a document may count for several."""
     unreadable: int = Field(default=0, exclude_if=lambda count: not count)
     """Files that could not be read to their end."""
+    linked: bool = Field(default=False, exclude_if=lambda linked: not linked)
+    """Its tokens were there before: every `.bin` has those of all splits, and the index of a split names its own."""
     splits: dict[Split, Counts]
     files: SourceFiles | None
 
@@ -236,7 +238,7 @@ def check_sizes(folder: Path, manifest: DataManifest) -> None:
     for number, source in enumerate(manifest.sources):
         for split, counts in source.splits.items():
             if counts.documents:
-                _check_index(folder / f"{stem(number, split)}.idx", counts, manifest.dtype)
+                _check_index(folder / f"{stem(number, split)}.idx", counts, manifest.dtype, linked=source.linked)
     for label, counts in manifest.valid_sources.items():
         _check_index(folder / f"{valid_stem(label)}.idx", counts, manifest.dtype)
 
@@ -252,8 +254,9 @@ def document_of(file: Path, place: int) -> tuple[int, int]:
     return number, place - int(pointers[number])
 
 
-def _check_index(file: Path, counts: Counts, dtype: str) -> None:
-    """Header, number of documents and end of the last one of an `.idx` against the manifest's counts."""
+def _check_index(file: Path, counts: Counts, dtype: str, *, linked: bool = False) -> None:
+    """Header, number of documents and end of the last one of an `.idx` against the manifest's counts; of a linked one
+    against the `.bin`."""
     itemsize = {"uint16": 2, "int32": 4}[dtype]
     documents = counts.documents
     with open_file(file) as stream:
@@ -270,6 +273,8 @@ def _check_index(file: Path, counts: Counts, dtype: str) -> None:
     if magic != IDX_MAGIC or version != 1:
         raise UserError("is not a megatron-core index", where=str(file), fix=_AGAIN)
     indexed = (IDX_DTYPES.get(code), sequences, ends, pointer // itemsize + length)
+    if linked and indexed[3] * itemsize <= file.with_suffix(".bin").stat().st_size:
+        indexed = (*indexed[:3], counts.tokens)
     if indexed != (dtype, documents, documents + 1, counts.tokens):
         raise UserError(
             f"indexes {sequences:,} documents and {indexed[3]:,} tokens of {indexed[0]}; "

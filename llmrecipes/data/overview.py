@@ -146,8 +146,8 @@ class SourceStats:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Bytes of text a token, end tokens included."""
-        return self.bytes / self.tokens if self.tokens else None
+        """Bytes of text a token, end tokens included; None of a source that has only tokens."""
+        return self.bytes / self.tokens if self.tokens and self.bytes else None
 
 
 @dataclass(frozen=True)
@@ -210,6 +210,7 @@ def stats(prepared: Prepared) -> DataStats:
         ]
         every = source.splits.values()
         documents, tokens, size = (sum(getattr(c, key) for c in every) for key in ("documents", "tokens", "bytes"))
+        size = size if source.splits["train"].bytes else 0
         made.append(SourceStats(source.label, source.read, documents, tokens, size, dropped))
     documents_of, tokens_of = Counter[int](), Counter[int]()
     for split in SPLITS:

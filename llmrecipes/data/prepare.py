@@ -171,7 +171,7 @@ def _build(
         checked.remember(target, contents)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    total = sum(file.bytes for file in manifest.files.values())
+    total = sum(file.bytes for name, file in manifest.files.items() if not (target / name).is_symlink())
     log(f"data is prepared in {target}: {total / MIB:.1f} MiB, {time.monotonic() - started:.1f} s")
 
 
@@ -179,7 +179,8 @@ def _encoding(recipe: Recipe, part: Path, log: Callable[[str], None]) -> tuple[T
     """Tokenizer, type of ids, and how documents are encoded; tokenizer and template are written into the folder."""
     from megatron.core.datasets.indexed_dataset import DType
 
-    from llmrecipes.data import templates
+    from llmrecipes.data import templates, token_sets
+    from llmrecipes.data.tokenizer import read
 
     steps = step_spec(recipe.data)
     require_usable(recipe.data)
@@ -189,6 +190,10 @@ def _encoding(recipe: Recipe, part: Path, log: Callable[[str], None]) -> tuple[T
         template = templates.of_recipe(recipe)  # and a missing template
         (part / templates.NAME).write_text(template.source, encoding="utf-8")
     tokenizer = _tokenizer(recipe, steps, part, log)
+    for number, source in enumerate(recipe.data.sources):
+        if source.tokenized:
+            opened = read(part / TOKENIZER, tokenizer.eod, tokenizer.sha256)
+            token_sets.check_tokenizer(number, source, opened, log)
     dtype = DType.optimal_dtype(tokenizer.vocab_size).__name__
     return tokenizer, dtype, _encoder_spec(recipe, part, tokenizer, dtype)
 

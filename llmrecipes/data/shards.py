@@ -79,6 +79,8 @@ def cut(every: tuple[Source, ...]) -> list[Shard]:
     """Cut the sources into shards, in their order: files up to `parts.part_bytes`, or a part of a larger one."""
     shards: list[Shard] = []
     for number, source in enumerate(every):
+        if source.tokenized:  # read by who joins the shards
+            continue
         if source.type not in sources.BY_FILE:
             shards.append(Shard(source=number))
             continue
@@ -114,8 +116,9 @@ def uncut(every: tuple[Source, ...]) -> Iterator[str]:
 
 
 def can_join(every: tuple[Source, ...], chat: Chat | None, steps: StepSpec) -> bool:
-    """Whether several tasks can join the shards: documents are compared for equality only, and all are used."""
-    return chat is None and steps.only_equal and all(source.max_tokens is None for source in every)
+    """Whether several tasks can join the shards: documents are compared for equality only, and all are used and have
+    texts."""
+    return chat is None and steps.only_equal and all(each.max_tokens is None and not each.tokenized for each in every)
 
 
 def read_plan(folder: Path, every: tuple[Source, ...]) -> Plan:

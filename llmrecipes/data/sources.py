@@ -62,7 +62,11 @@ def files(source: Source) -> list[SourceFile]:
     if source.type == "hub":
         return []
     paths: list[SourceFile] = []
-    if in_store(source):
+    if source.tokenized:
+        both = [Path(f"{_path(source)}{suffix}").expanduser() for suffix in (".bin", ".idx")]
+        paths += [file for file in both if file.exists()]
+        paths = paths if len(paths) == 2 else []
+    elif in_store(source):
         paths += find(_path(source), _SUFFIXES.get(source.type, ("",)), section(source))
     else:
         paths += _on_this_machine(source.type) if source.type in EMBEDDED else _match(source)
@@ -102,11 +106,11 @@ def text_bytes(source: Source, bytes_per_token: float | None = None) -> float | 
         bytes_per_token: as measured; None: `BYTES_PER_TOKEN`.
 
     Returns:
-        None where that is unknown: a dataset on the Hub, files in a store, compressed files, and rows by label, without
+        None where that is unknown: tokens, a dataset on the Hub, files in a store, compressed files, and rows by label, without
         `max_tokens`.
     """
     limit = None if source.max_tokens is None else source.max_tokens * (bytes_per_token or BYTES_PER_TOKEN)
-    if in_store(source):
+    if in_store(source) or source.tokenized:
         return limit
     try:
         paths = files(source)
@@ -140,6 +144,13 @@ def documents(
     if source.type == "docstrings":
         talks = docstring_conversations(_stdlib(), _stdlib_root())
         if chat is not None and chat.preference is not None:
+    if source.tokenized:
+        raise UserError(
+            f"{label(source)!r} has tokens",
+            where=section(source),
+            rule="text is read here, and a source of type megatron has none",
+            fix="name text, or a split of prepared data",
+        )
             yield from (pair(*each) for each in brief_and_long(talks))
             return
         yield from map(conversation, talks)
@@ -228,6 +239,8 @@ def _decode(data: bytes) -> str | None:
 def _jsonl(part: Part, of: Rows) -> Iterator[str | None]:
     from fsspec.compression import compr  # type: ignore[import-untyped]
     from fsspec.utils import infer_compression  # type: ignore[import-untyped]
+    if source.tokenized:
+        return f"{section(source)}[].path is that of a .bin and a .idx, without suffix; looked in {Path.cwd()}"
 
     where = str(part)
     unpack = compr[infer_compression(part.file.name)]

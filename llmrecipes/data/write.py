@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -40,6 +41,9 @@ from llmrecipes.data.steps import (
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Chat, Source
 from llmrecipes.units import MIB
+
+if TYPE_CHECKING:
+    from llmrecipes.data.token_sets import LinkedPart
 
 _REPORT_SECONDS = 5.0
 SAMPLES = "dropped.jsonl"
@@ -76,12 +80,14 @@ def write(
     with ExitStack() as stack:
 
         def part(number: int, split: Split) -> _WrittenPart:
-            written[number, split] = _WrittenPart(
+            made = _WrittenPart(
                 folder / stem(number, split), spec.dtype, stack, answers=chat is not None, scores=spec.scored(split)
             )
-            return written[number, split]
+            written[number, split] = made
+            return made
 
-        written: dict[tuple[int, Split], _WrittenPart] = {}
+        written: dict[tuple[int, Split], _WrittenPart | LinkedPart] = {}
+        linked: dict[int, dict[Split, LinkedPart]] = {}
         texts: dict[HeldOutSplit, TextToWrite] = {}
 
         def add_text(split: HeldOutSplit, text: bytes) -> None:
@@ -89,7 +95,8 @@ def write(
                 texts[split] = TextToWrite(folder / held_out_name(split), stack)
             texts[split].add(text)
 
-        output = Output(spec, Seen(spec.steps, folder), part, add_text)
+        seen = Seen(spec.steps, folder)
+        output = Output(spec, seen, part, add_text)
         started = reported = time.monotonic()
         made = encode_all(batches(every, chat, full, skip=share > 0), spec, workers) if shards is None else shards(full)
         for worked in stack.enter_context(closing(made)):
@@ -109,9 +116,19 @@ def write(
             if time.monotonic() - reported > _REPORT_SECONDS:
                 reported = time.monotonic()
                 log(_progress(every, number, sizes, tokens, reported - started))
+        for number, source in enumerate(every):
+            if source.tokenized:
+                from llmrecipes.data.token_sets import write_set  # loads megatron-core
+
+                tallies[number], linked[number] = write_set(
+                    folder, source, spec, seen, partial(part, number), partial(stem, number), add_text, log, stack
+                )
+                written.update({(number, split): each for split, each in linked[number].items()})
         reasons = spec.steps.reasons
         counts = {key: each.counts for key, each in written.items()}
         records = [record(n, source, tallies[n], reasons, counts, talks) for n, source in enumerate(every)]
+        for n in (number for number, splits in linked.items() if splits):
+            records[n] = records[n].model_copy(update={"linked": True})
         for n, made_of in enumerate(records):
             log(summary(made_of) + (f"; read up to max_tokens {every[n].max_tokens:,}" if n in full else ""))
             if talks:
@@ -424,9 +441,11 @@ def summary(record: SourceRecord) -> str:
     documents, tokens, size = (sum(getattr(c, key) for c in every) for key in ("documents", "tokens", "bytes"))
     splits = ", ".join(f"{split} {counts.tokens:,}" for split, counts in record.splits.items())
     damaged = f"; {record.unreadable:,} damaged files, skipped from the damage on" if record.unreadable else ""
+    text = f"{size / MIB:.1f} MiB, " if record.splits["train"].bytes else ""  # a source of tokens has none
+    where = "; used where they are" if record.linked else ""
     return (
         f"{record.label}: {documents:,} of {record.read:,} documents kept (dropped: {_dropped(record)}), "
-        f"{size / MIB:.1f} MiB, {tokens:,} tokens ({splits}){damaged}"
+        f"{text}{tokens:,} tokens ({splits}){damaged}{where}"
     )
 
 

@@ -115,7 +115,10 @@ class Texts:
         """Bytes of a split, counted when it was prepared; None if they are not known before it is read."""
         if self.split is None or prepared is None or self.limit is not None:
             return None
-        return sum(source.splits[self.split].bytes for source in prepared.manifest.sources)
+        counts = [source.splits[self.split] for source in prepared.manifest.sources]
+        if any(each.tokens and not each.bytes for each in counts):  # tokens whose text was never read
+            return None
+        return sum(each.bytes for each in counts)
 
 
 def _read(source: Source) -> Iterator[str]:

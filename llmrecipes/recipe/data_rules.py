@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from llmrecipes.recipe.data_steps import JUDGES, LANGUAGES, REQUIRED, STEPS, Step
 from llmrecipes.recipe.document import Problem
+from llmrecipes.recipe.plugins import DataStep, declared
 from llmrecipes.recipe.schema import Recipe
 
 
@@ -57,6 +58,56 @@ def row_labels(recipe: Recipe) -> Iterator[Problem]:
                     "jsonl, parquet and hub have columns",
                     "leave label_key and label_value out",
                 )
+
+
+def token_sets(recipe: Recipe) -> Iterator[Problem]:
+    """What needs the text of documents, where a source has only tokens."""
+    data = recipe.data
+    for number, each in enumerate(data.valid_sources):
+        if each.tokenized:
+            yield Problem(
+                f"data.valid_sources.{number}.type",
+                each.type,
+                "a held-out set is text: its documents are kept out of the sources by their text",
+                "name text, or take documents of the source by data.split",
+            )
+    numbers = [number for number, each in enumerate(data.sources) if each.tokenized]
+    if not numbers:
+        return
+    first = f"data.sources.{numbers[0]}"
+    if data.tokenizer.type == "bpe":
+        yield Problem(
+            "data.tokenizer.type",
+            f"bpe, and {first} has tokens",
+            "the tokenizer of a recipe is the one that made the tokens of its sources",
+            "type: huggingface, with the path of that tokenizer",
+        )
+    for number in numbers:
+        source, key = data.sources[number], f"data.sources.{number}"
+        path = source.path or ""
+        if path.endswith((".bin", ".idx")) or "*" in path or "://" in path:
+            yield Problem(
+                f"{key}.path",
+                repr(path),
+                "the path of a megatron source is that of two files on a disk, without .bin and .idx",
+                path.removesuffix(".bin").removesuffix(".idx") if path.endswith((".bin", ".idx")) else "a source a set",
+            )
+        for name, default in (("text_key", "text"), ("fim_rate", 0.0)):
+            if getattr(source, name) != default:
+                yield Problem(
+                    f"{key}.{name}", "set with type megatron", f"{name} needs text, and has only tokens", "leave it out"
+                )
+    keys = [name for name in declared(type(data), DataStep) if getattr(data, name) is not None]
+    keys += [f"steps.{n}.type" for n, step in enumerate(data.steps) if not STEPS[step.type].weighs]
+    keys += ["valid_sources"] if data.valid_sources else []
+    keys += ["curriculum.score"] if data.curriculum and data.curriculum.score != "length" else []
+    for name in keys:
+        yield Problem(
+            f"data.{name}",
+            f"set, and {first} has tokens",
+            "steps and held-out sets compare texts, so tokens would reach the model without them",
+            f"clean the text and tokenize it again, or leave {name} or the source out; balance is possible",
+        )
 
 
 def monitored(recipe: Recipe) -> Iterator[Problem]:

@@ -365,7 +365,7 @@ def _scheduler(scheduler: Scheduler, iters: int) -> Scheduler:
 
 
 def _data(data: Data, model: Model) -> Data:
-    local = tuple(source for source in data.sources if source.type != "hub")
+    local = tuple(source for source in data.sources if source.type != "hub" and not source.tokenized)
     steps = () if local else ("steps", "fim", *declared(type(data), DataStep))  # set for the recipe's sources
     return data.model_copy(
         update={

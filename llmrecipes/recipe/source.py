@@ -16,14 +16,16 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class Source(Section):
     """One source of documents. Several are blended by weight."""
 
-    type: Literal["stdlib", "docstrings", "machine", "text", "jsonl", "parquet", "hub"]
+    type: Literal["stdlib", "docstrings", "machine", "text", "jsonl", "parquet", "hub", "megatron"]
     """`stdlib`: the source code of Python's standard library, one document per file, no network. `docstrings`: its
     functions and what they do, as questions and answers (`data.chat`). `machine`: documentation, licences, manual pages
     and code of this machine, with planted copies and junk, to try `data.steps`. `text`: one document per file. `jsonl`,
-    `parquet`: one document per row. `hub`: a Hugging Face dataset."""
+    `parquet`: one document per row. `hub`: a Hugging Face dataset. `megatron`: tokens that Megatron-LM's
+    `preprocess_data.py` or anything else has written as `.bin` and `.idx`."""
     path: str | None = None
     """File, folder or glob (`text`, `jsonl`, `parquet`), relative to the working directory, or its URL in a store that
-    fsspec reads (`s3://`, `gs://`, `https://`), a folder with `/` at its end; dataset name (`hub`)."""
+    fsspec reads (`s3://`, `gs://`, `https://`), a folder with `/` at its end; dataset name (`hub`); the
+    files' name without `.bin` and `.idx` (`megatron`)."""
     name: str | None = None
     """Configuration of a `hub` dataset."""
     split: str | None = None
@@ -46,6 +48,11 @@ class Source(Section):
     fim_rate: Share = 0.0
     """Share of the training documents, of a held-out set that of its documents, that are rearranged for
     fill-in-the-middle (`data.fim`)."""
+
+    @property
+    def tokenized(self) -> bool:
+        """Whether its documents are token ids, without a text."""
+        return self.type == "megatron"
 
 
 class ValidSource(Source):
