@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from llmrecipes.data.stores import StoreFile
+from llmrecipes.errors import UserError
 from llmrecipes.units import MIB
 
 PART_BYTES = 256 * MIB
@@ -24,8 +25,17 @@ SourceFile = Path | StoreFile
 
 
 def size_of(file: SourceFile) -> int:
-    """Bytes of a file."""
-    return file.size if isinstance(file, StoreFile) else file.stat().st_size
+    """Bytes of a file.
+
+    Raises:
+        UserError: it is not there any more.
+    """
+    if isinstance(file, StoreFile):
+        return file.size
+    try:
+        return file.stat().st_size
+    except OSError as error:
+        raise UserError(f"cannot read: {error.strerror}", where=str(file), fix="restore the file") from error
 
 
 @dataclass(frozen=True)
@@ -76,7 +86,7 @@ def can_cut(kind: str, file: SourceFile) -> bool:
     """Whether the documents of a file can be read from its middle: Parquet, and JSON lines that are not compressed."""
     from fsspec.utils import infer_compression  # type: ignore[import-untyped]
 
-    return kind == "parquet" or (kind == "jsonl" and infer_compression(file.name) is None)
+    return kind == "parquet" or (kind in ("jsonl", "hub") and infer_compression(file.name) is None)
 
 
 def part_bytes(files: Sequence[SourceFile]) -> int:

@@ -81,7 +81,7 @@ def cut(every: tuple[Source, ...]) -> list[Shard]:
     for number, source in enumerate(every):
         if source.tokenized:  # read by who joins the shards
             continue
-        if source.type not in sources.BY_FILE:
+        if not sources.by_file(source):
             shards.append(Shard(source=number))
             continue
         growing, size, files = False, 0, sources.files(source)
@@ -100,9 +100,9 @@ def cut(every: tuple[Source, ...]) -> list[Shard]:
 def uncut(every: tuple[Source, ...]) -> Iterator[str]:
     """A line for each source of which one task reads more than a shard should have."""
     for source in every:
-        if source.type == "hub":
+        if source.type == "hub" and not sources.by_file(source):
             yield f"{sources.label(source)}: one shard, read by one task"
-        if source.type not in sources.BY_FILE:
+        if not sources.by_file(source):
             continue
         files = sources.files(source)
         most = parts.part_bytes(files)

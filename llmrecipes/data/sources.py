@@ -2,7 +2,7 @@
 
 Files on disk are read row by row, not through `datasets`: its JSON reader infers the columns' types from the first
 chunk, so it fails on a row with an additional key, and it silently converts a number in the text column to text.
-Reading rows gives file and line of an error. Hub datasets are read through `datasets`.
+Reading rows gives file and line of an error. Datasets of the Hub are in `hub`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmrecipes.data import hub
 from llmrecipes.data.docstrings import brief_and_long, docstring_conversations
 from llmrecipes.data.machine import machine_documents, machine_files
 from llmrecipes.data.parts import Part, SourceFile, parts_of, size_of
@@ -54,13 +55,14 @@ def label(source: Source) -> str:
 
 
 def files(source: Source) -> list[SourceFile]:
-    """The files of a source on disk or in a store, sorted by name; none for `hub`.
+    """The files of a source on disk or in a store, sorted by name; none for a dataset of the Hub that is not read by
+    files.
 
     Raises:
         UserError: there are no files.
     """
     if source.type == "hub":
-        return []
+        return hub.data_files(source)
     paths: list[SourceFile] = []
     if source.tokenized:
         both = [Path(f"{_path(source)}{suffix}").expanduser() for suffix in (".bin", ".idx")]
@@ -80,13 +82,18 @@ def files(source: Source) -> list[SourceFile]:
     return paths
 
 
+def by_file(source: Source) -> bool:
+    """Whether its documents are those of its files, one after the other; for a dataset of the Hub, that is asked."""
+    return source.type in BY_FILE or (source.type == "hub" and bool(hub.data_files(source)))
+
+
 def in_store(source: Source) -> bool:
-    """Whether its files are in a store, which may be slow or away."""
-    return source.type in BY_FILE and source.path is not None and is_url(source.path)
+    """Whether its files are in a store or on the Hub, which may be slow or away."""
+    return source.type == "hub" or (source.type in BY_FILE and source.path is not None and is_url(source.path))
 
 
 def listing(source: Source) -> Listing | None:
-    """Names and sizes of a source's files; None for `hub`."""
+    """Names and sizes of a source's files; None where there are none."""
     paths = files(source)
     if not paths:
         return None
@@ -106,8 +113,8 @@ def text_bytes(source: Source, bytes_per_token: float | None = None) -> float | 
         bytes_per_token: as measured; None: `BYTES_PER_TOKEN`.
 
     Returns:
-        None where that is unknown: tokens, a dataset on the Hub, files in a store, compressed files, and rows by label, without
-        `max_tokens`.
+        None where that is unknown: tokens, a dataset on the Hub, files in a store, compressed files, and rows by label,
+        without `max_tokens`.
     """
     limit = None if source.max_tokens is None else source.max_tokens * (bytes_per_token or BYTES_PER_TOKEN)
     if in_store(source) or source.tokenized:
@@ -137,13 +144,6 @@ def documents(
         UserError: a missing source, an unreadable row (file and line), a missing column (with the existing
             columns), a dataset that cannot be downloaded.
     """
-    of = rows_of(source, chat)
-    if source.type == "hub":
-        yield from _hub(source, of)
-        return
-    if source.type == "docstrings":
-        talks = docstring_conversations(_stdlib(), _stdlib_root())
-        if chat is not None and chat.preference is not None:
     if source.tokenized:
         raise UserError(
             f"{label(source)!r} has tokens",
@@ -151,6 +151,13 @@ def documents(
             rule="text is read here, and a source of type megatron has none",
             fix="name text, or a split of prepared data",
         )
+    of = rows_of(source, chat)
+    if source.type == "hub" and not by_file(source):
+        yield from hub.rows(source, of)
+        return
+    if source.type == "docstrings":
+        talks = docstring_conversations(_stdlib(), _stdlib_root())
+        if chat is not None and chat.preference is not None:
             yield from (pair(*each) for each in brief_and_long(talks))
             return
         yield from map(conversation, talks)
@@ -158,10 +165,9 @@ def documents(
     if source.type == "machine":
         yield from machine_documents(machine_files())
         return
-    read = {"jsonl": _jsonl, "parquet": _parquet}.get(source.type)
     for part in parts_of(source.type, files(source)) if parts is None else parts:
         try:
-            yield from _of_part(part, read, of)
+            yield from _of_part(part, _reader(source.type, part), of)
         except _Damaged as error:
             if not skip:
                 raise
@@ -172,7 +178,16 @@ class _Damaged(UserError):
     """A file that cannot be read, at least not to its end."""
 
 
-def _of_part(part: Part, read: Callable[[Part, Rows], Iterator[str | None]] | None, of: Rows) -> Iterator[str | None]:
+_Reader = Callable[[Part, Rows], Iterator[str | None]]
+
+
+def _reader(kind: str, part: Part) -> _Reader | None:
+    if kind == "hub":
+        kind = "parquet" if part.file.suffix == ".parquet" else "jsonl"
+    return {"jsonl": _jsonl, "parquet": _parquet}.get(kind)
+
+
+def _of_part(part: Part, read: _Reader | None, of: Rows) -> Iterator[str | None]:
     try:
         if read is None:
             with part.open() as stream:
@@ -224,6 +239,8 @@ def _match(source: Source) -> list[Path]:
 def _looked_for(source: Source) -> str:
     if source.type in EMBEDDED:
         return "this Python has no standard library source on disk; name files with type text, jsonl or parquet"
+    if source.tokenized:
+        return f"{section(source)}[].path is that of a .bin and a .idx, without suffix; looked in {Path.cwd()}"
     wanted = f"*{_SUFFIXES.get(source.type, ('',))[0]}"
     where = f"looked in {Path.cwd()}"
     return f"{section(source)}[].path is a file, a folder with {wanted} files, a glob, or their URL; {where}"
@@ -239,8 +256,6 @@ def _decode(data: bytes) -> str | None:
 def _jsonl(part: Part, of: Rows) -> Iterator[str | None]:
     from fsspec.compression import compr  # type: ignore[import-untyped]
     from fsspec.utils import infer_compression  # type: ignore[import-untyped]
-    if source.tokenized:
-        return f"{section(source)}[].path is that of a .bin and a .idx, without suffix; looked in {Path.cwd()}"
 
     where = str(part)
     unpack = compr[infer_compression(part.file.name)]
@@ -277,34 +292,3 @@ def _parquet(part: Part, of: Rows) -> Iterator[str | None]:
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0]
         raise _Damaged(f"unreadable Parquet after row {row}: {reason}", where=str(part)) from error
-
-
-def _hub(source: Source, of: Rows) -> Iterator[str | None]:
-    import datasets
-
-    path = _path(source)
-    row = 0
-    try:
-        dataset = datasets.load_dataset(
-            path,
-            source.name,
-            split=source.split or "train",
-            revision=source.revision,
-            streaming=source.max_tokens is not None,  # only the files that are read are fetched
-        )
-        columns = of.columns(dataset.column_names or list(dataset._resolve_features().features or ()), path)
-        for batch in dataset.select_columns(columns).with_format("arrow").iter(batch_size=_ROWS):
-            for value in batch.to_pylist():
-                row += 1
-                if of.wanted(value):
-                    yield of.document(value, f"{path}: row {row}")
-    except UserError:
-        raise
-    except Exception as error:  # HTTP, DNS, authentication, parsing: each library below has its own errors
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        after = f" after row {row:,}" if row else ""
-        raise UserError(
-            f"cannot read dataset {path!r}{after}: {reason}",
-            where=section(source),
-            fix="check path, name, split and revision, and that this machine reaches the Hub (HF_ENDPOINT)",
-        ) from error

@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import urlsplit
@@ -99,7 +100,7 @@ def find(url: str, suffixes: tuple[str, ...], where: str) -> list[StoreFile]:
             entries = [info]
         return [each if each.get("size") is not None else fs.info(each["name"]) for each in entries]
 
-    entries = [each for each in _patiently(listed, url) if each["type"] == "file"]
+    entries = [each for each in patiently(listed, url) if each["type"] == "file"]
     if unknown := next((each for each in entries if each.get("size") is None), None):
         raise UserError("the server does not say how long it is", where=str(unknown["name"]), fix="download it")
     files = [StoreFile(fs.unstrip_protocol(each["name"]), int(each["size"])) for each in entries]
@@ -131,6 +132,8 @@ class _Ranges(io.RawIOBase):
 
         self._file, self._at = file, 0
         self._fs, self._path = fsspec.core.url_to_fs(file.url)
+        # The Hub's files would read 5 MiB ahead with each range, and forget them.
+        self._options = {"cache_type": "none"} if file.url.startswith("hf://") else {}
 
     def readable(self) -> bool:
         return True
@@ -149,7 +152,8 @@ class _Ranges(io.RawIOBase):
         end = min(self._at + len(buffer), self._file.size)
         if end <= self._at:
             return 0
-        content = _patiently(lambda: self._fs.cat_file(self._path, start=self._at, end=end), self._file.url)
+        ask = partial(self._fs.cat_file, self._path, start=self._at, end=end, **self._options)
+        content = patiently(ask, self._file.url)
         if len(content) != end - self._at:
             raise UserError(
                 f"{len(content):,} bytes instead of {end - self._at:,}",
@@ -162,8 +166,22 @@ class _Ranges(io.RawIOBase):
         return len(content)
 
 
-def _patiently(ask: Callable[[], T], url: str) -> T:
+def is_final(error: Exception) -> bool:
+    """Whether asking again would not help: no such file or bucket, no rights, no credentials."""
+    status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(status, int):
+        return 400 <= status < 500 and status not in (408, 425, 429)
+    kinds = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, ImportError, ValueError)
+    return isinstance(error, kinds) or type(error).__name__ in _CREDENTIALS
+
+
+def patiently(ask: Callable[[], T], url: str, final: Callable[[Exception], bool] = is_final) -> T:
     """Ask a store until it answers.
+
+    Args:
+        ask: the question.
+        url: for messages.
+        final: whether asking again after an error would not help.
 
     Raises:
         UserError: it refuses, or has not answered for `PATIENCE_SECONDS`.
@@ -176,7 +194,7 @@ def _patiently(ask: Callable[[], T], url: str) -> T:
             raise
         except Exception as error:  # each library below has errors of its own
             reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-            if _is_final(error):
+            if final(error):
                 raise UserError(f"the store refuses: {reason}", where=url, fix=_FIX) from error
             away = time.monotonic() - began
             if away + pause > PATIENCE_SECONDS:
@@ -186,12 +204,3 @@ def _patiently(ask: Callable[[], T], url: str) -> T:
             logger.warning("%s: %s; again in %.1f s", url, reason, pause)
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
-
-
-def _is_final(error: Exception) -> bool:
-    """Whether asking again would not help: no such file or bucket, no rights, no credentials."""
-    status = getattr(error, "status", None)
-    if isinstance(status, int):
-        return 400 <= status < 500 and status not in (408, 425, 429)
-    kinds = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, ImportError, ValueError)
-    return isinstance(error, kinds) or type(error).__name__ in _CREDENTIALS

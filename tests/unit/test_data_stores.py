@@ -172,7 +172,7 @@ def test_s3(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unuse
             monkeypatch.setenv(f"AWS_{name}", value)
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "very-secret")
         store = s3fs.S3FileSystem()
-        stores._patiently(lambda: store.mkdir("corpus"), "s3://corpus")
+        stores.patiently(lambda: store.mkdir("corpus"), "s3://corpus")
         store.put(f"{corpus}/", "corpus/web/", recursive=True)
         local = prepare(recipe(*both(str(corpus))), tmp_path / "local", workers=1)
         made = prepare(recipe(*both("s3://corpus/web")), tmp_path / "remote", tasks=2)
