@@ -8,6 +8,8 @@ depend on the number of processes. It enforces `max_tokens` too.
 from __future__ import annotations
 
 import json
+import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -118,6 +120,7 @@ class StepSpec:
         chat: the documents are conversations (`rows.conversation`).
         steps: key or type, `module:name`, and its value or keys as JSON, in order.
         comparisons: the same of the steps that compare documents.
+        augmentations: the same of the steps that change training documents behind all others.
         max_unreadable: share of the files of a source that are skipped where they cannot be read.
     """
 
@@ -125,6 +128,7 @@ class StepSpec:
     chat: bool = False
     steps: tuple[tuple[str, str, str], ...] = ()
     comparisons: tuple[tuple[str, str, str], ...] = ()
+    augmentations: tuple[tuple[str, str, str], ...] = ()
     max_unreadable: float = 0.0
 
     @property
@@ -142,7 +146,8 @@ class StepSpec:
     @property
     def reasons(self) -> tuple[str, ...]:
         """The names of its steps, by which dropped documents are counted."""
-        return tuple(name for name, _, _ in (*self.steps, *self.comparisons) if name != DUPLICATES)
+        every = (*self.steps, *self.comparisons, *self.augmentations)
+        return tuple(name for name, _, _ in every if name != DUPLICATES)
 
 
 def selected(data: Data) -> dict[str, Any]:
@@ -166,12 +171,11 @@ def step_spec(data: Data) -> StepSpec:
         near = next((step.settings for step in data.steps if step.type == "near_duplicates"), None)
         sets = [each.model_dump(mode="json") for each in data.valid_sources]
         keys.insert(0, (VALID_SOURCES, _EXCLUDING, json.dumps({"sets": sets, "near": near})))
+    compares = tuple(each for each in typed if STEPS[each[0]].compares)
+    augments = tuple(each for each in typed if STEPS[each[0]].augments)
+    single = tuple(each for each in typed if each not in compares + augments)
     return StepSpec(
-        SplitRule(data.split),
-        data.chat is not None,
-        (*keys, *(each for each in typed if not STEPS[each[0]].compares)),
-        tuple(each for each in typed if STEPS[each[0]].compares),
-        data.max_unreadable,
+        SplitRule(data.split), data.chat is not None, (*keys, *single), compares, augments, data.max_unreadable
     )
 
 
@@ -213,6 +217,7 @@ def pipeline(spec: StepSpec) -> Callable[[str | None], Document | Dropped]:
     """Make the function that turns a document, None if it is not valid Unicode, into one to keep or a reason."""
     steps: list[tuple[str, Step]] = list(_made(spec.steps))
     comparisons: list[tuple[str, Comparison]] = list(_made(spec.comparisons))
+    augmentations: list[tuple[str, Step]] = list(_made(spec.augmentations))
 
     def run(text: str | None) -> Document | Dropped:
         if text is None:
@@ -240,10 +245,15 @@ def pipeline(spec: StepSpec) -> Callable[[str | None], Document | Dropped]:
             text = json.dumps(contents, ensure_ascii=False) if spec.chat else texts[0]
         data = text.encode()
         identity = digest(data)
+        split = spec.rule.of(identity)
         marks = tuple(comparison.mark("\n".join(texts)) for _, comparison in comparisons)
-        return Document(
-            data, identity, spec.rule.of(identity), len(data), tuple(changed), marks, _excerpt(texts) if marks else ""
-        )
+        excerpt = _excerpt(texts) if marks else ""
+        for name, step in augmentations if split == "train" else ():
+            made = step(texts)
+            if made != texts and isinstance(made, list):
+                changed.append(name)
+                texts, data = made, made[0].encode()
+        return Document(data, identity, split, len(data), tuple(changed), marks, excerpt)
 
     return run
 
@@ -328,3 +338,27 @@ def min_characters(least: int) -> Step:
 def max_characters(most: int) -> Step:
     """Drop documents with more text."""
     return lambda texts: texts if sum(map(len, texts)) <= most else None
+
+
+_WORD = re.compile(r"\S+")
+
+
+def noise(noise_rate: float, replacement: str, seed: int) -> Step:
+    """Replace words, with the white space as it is (Xie et al. 2017, arXiv 1703.02573, 3.2).
+
+    `blank` writes `_`. `unigram` writes a word of the document, drawn by its frequency there: a step knows nothing of
+    other documents, where the paper has the frequencies of the corpus. Which words follows from the seed and the text.
+    """
+
+    def step(texts: list[str]) -> list[str]:
+        draw = random.Random(digest(f"{seed}\n{texts[0]}".encode())).random
+        words = _WORD.findall(texts[0])
+
+        def replaced(word: re.Match[str]) -> str:
+            if draw() >= noise_rate:
+                return word[0]
+            return "_" if replacement == "blank" else words[int(draw() * len(words))]
+
+        return [_WORD.sub(replaced, texts[0])]
+
+    return step

@@ -272,7 +272,16 @@ def steps(recipe: Recipe) -> Iterator[Problem]:
                 f"{before.type} weighs sources by what all other steps keep",
                 f"move {before.type} to the end",
             )
-        elif STEPS[before.type].compares and not (STEPS[after.type].compares or STEPS[after.type].weighs):
+        elif STEPS[before.type].augments and not STEPS[after.type].weighs:
+            yield Problem(
+                f"data.steps.{number}",
+                f"{after.type} after {before.type}",
+                f"{before.type} changes what all other steps keep",
+                f"move {after.type} in front of {before.type}",
+            )
+        elif STEPS[before.type].compares and not any(
+            (STEPS[after.type].compares, STEPS[after.type].augments, STEPS[after.type].weighs)
+        ):
             yield Problem(
                 f"data.steps.{number}",
                 f"{after.type} after {before.type}",
@@ -327,6 +336,20 @@ def _contradictions(recipe: Recipe) -> Iterator[Problem]:
             f"gopher with the languages {', '.join(of['language'].languages or ())}",
             "gopher drops documents without English stop words",
             "add en to the languages, or take gopher out",
+        )
+    if "noise" in of and recipe.data.chat is not None:
+        yield Problem(
+            f"data.steps.{places['noise']}.type",
+            "noise with data.chat",
+            "the answers of a conversation are what is learnt",
+            "leave noise out",
+        )
+    if "noise" in of and "duplicates" in of and of["duplicates"].cut_spans:
+        yield Problem(
+            f"data.steps.{places['noise']}.type",
+            "noise with cut_spans of duplicates",
+            "spans are cut out of the text that is tokenized, and noise changes it",
+            "leave noise or cut_spans out",
         )
     early = [kind for kind in JUDGES if kind in of and places[kind] < places.get("html", -1)]
     if early:

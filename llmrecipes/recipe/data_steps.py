@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from llmrecipes.recipe.plugins import DataStep
-from llmrecipes.recipe.section import PosFloat, PosInt, Section
+from llmrecipes.recipe.section import NonNegInt, PosFloat, PosInt, Section
 
 NAMESPACE = "llmrecipes.data"
 STEPS: dict[str, DataStep] = {
@@ -49,6 +49,11 @@ STEPS: dict[str, DataStep] = {
         extra="corpora",
         package="rensa",
     ),
+    "noise": DataStep(
+        target=f"{NAMESPACE}.steps:noise",
+        takes={"noise_rate": 0.1, "replacement": "blank", "seed": 1234},
+        augments=True,
+    ),
     "balance": DataStep(
         target=f"{NAMESPACE}.balance:balanced", takes={"temperature": 1.0, "max_epochs": 4.0}, weighs=True
     ),
@@ -87,6 +92,7 @@ class Step(Section):
         "decontaminate",
         "duplicates",
         "near_duplicates",
+        "noise",
         "balance",
     ]
     """`html`: the text of documents that are web pages. `unicode`: repair text that was decoded wrongly (ftfy).
@@ -97,7 +103,8 @@ class Step(Section):
     drop documents that have a sequence of words in common with files, such as those of evaluation tasks. `duplicates`:
     drop documents that differ from an earlier one only in case, digits, punctuation, accents or white space.
     `near_duplicates`: drop documents that are nearly equal to an earlier one that was kept (MinHash); no copy of a
-    training text is then held out. `balance`: draw from sources by the tokens that are kept of them."""
+    training text is then held out. `noise`: replace words of training documents. `balance`: draw from sources by
+    the tokens that are kept of them."""
     main_content: bool | None = None
     """`html`: leave out navigation, headers, footers and forms; unset: true."""
     min_characters: PosInt | None = None
@@ -145,6 +152,12 @@ class Step(Section):
     """`near_duplicates`: hash values of a signature; more are more exact; unset: 128."""
     shingle_words: PosInt | None = None
     """`near_duplicates`: words of a shingle; unset: 5."""
+    noise_rate: Annotated[float | None, Field(gt=0, lt=1)] = None
+    """`noise`: share of the words that are replaced; unset: 0.1."""
+    replacement: Literal["blank", "unigram"] | None = None
+    """`noise`: by `_`, or by words of the same document, drawn by their frequency; unset: blank."""
+    seed: NonNegInt | None = None
+    """`noise`: which words, together with the text of the document; unset: 1234."""
     temperature: Annotated[float | None, Field(ge=1)] = None
     """`balance`: sources are drawn from in proportion to weight × tokens^(1/temperature); unset: 1, by tokens."""
     max_epochs: PosFloat | None = None

@@ -47,6 +47,9 @@ class DataStep:
     """Keys of `data_steps.Step` that the type reads, with their defaults."""
     compares: bool = False
     """Whether it compares documents with earlier ones."""
+    augments: bool = False
+    """Whether it changes training documents only, behind all other steps: what is compared, and which split a document
+    is in, are those of the text before."""
     weighs: bool = False
     """Whether it only decides how often sources are drawn from, so that tokens do not depend on it."""
     extra: str | None = None

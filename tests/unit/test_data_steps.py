@@ -17,10 +17,11 @@ from tokenizers import Tokenizer
 from llmrecipes.data import contamination
 from llmrecipes.data import corpus as corpus_module
 from llmrecipes.data.copies import normalized
+from llmrecipes.data.documents import documents
 from llmrecipes.data.eval_files import files_of_tasks
 from llmrecipes.data.prepare import prepare
 from llmrecipes.data.prepared import fingerprint, held_out_text
-from llmrecipes.data.split import SplitRule, digest
+from llmrecipes.data.split import SPLITS, SplitRule, digest
 from llmrecipes.data.steps import Dropped, pipeline, step_spec
 from llmrecipes.data.write import SAMPLES
 from llmrecipes.recipe.data_steps import LANGUAGES, STEPS, Step
@@ -176,6 +177,9 @@ def test_every_type_has_its_function_and_its_keys() -> None:
             "data.steps.0.max_repeated_spans",
             "cut_spans",
         ),
+        ("[{type: noise}, {type: near_duplicates}]", "data.steps.1", "noise"),
+        ("[{type: noise, noise_rate: 1.0}]", "data.steps.0.noise_rate", "1"),
+        ("[{type: duplicates, span_sentences: 3, cut_spans: true}, {type: noise}]", "data.steps.1.type", "cut_spans"),
         ("[{type: c4}, {type: code}]", "data.steps.1.type", "c4"),
         ("[{type: language, languages: [de]}, {type: gopher}]", "data.steps.1.type", "en"),
         ("[{type: fineweb}, {type: html}]", "data.steps.1.type", "fineweb"),
@@ -368,3 +372,34 @@ def test_documents_of_which_spans_are_cut_out_are_tokenized_again(
     assert shared in [row["text"] for row in samples if row["rule"] == "cut_sentences"]
     two = prepare(used, tmp_path / "two", tasks=2)
     assert two.manifest.files == one.manifest.files and two.manifest.sources == one.manifest.sources
+
+
+@pytest.mark.parametrize("replacement", ["blank", "unigram"])
+def test_noise_replaces_words_of_training_documents_only(replacement: str, tmp_path: Path) -> None:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(60):
+        words = "".join(f"w{number}x{n}\n" if n % 7 == 0 else f"w{number}x{n} " for n in range(50))
+        (folder / f"{number:02d}.txt").write_text(words)
+    source = Source(type="text", path=str(folder))
+    clean = recipe(source, split=(80.0, 10.0, 10.0))
+    steps = (Step(type="noise", noise_rate=0.2, replacement=replacement),)  # type: ignore[arg-type]
+    noisy = clean.model_copy(update={"data": clean.data.model_copy(update={"steps": steps})})
+    before, after = prepare(clean, tmp_path / "data", workers=1), prepare(noisy, tmp_path / "data", workers=1)
+    assert after.manifest.held_out == before.manifest.held_out
+    for split in SPLITS:
+        name = f"00-{split}.sha256"
+        assert (after.path / name).read_bytes() == (before.path / name).read_bytes()
+    assert after.manifest.sources[0].changed == {"noise": after.manifest.sources[0].splits["train"].documents}
+    originals = {each.split()[0].partition("x")[0]: each for each in (f.read_text() for f in folder.iterdir())}
+    tokenizer, replaced, total = after.tokenizer(), 0, 0
+    for ids in documents(after, "train"):
+        text = tokenizer.decode(ids)
+        [name] = {word.partition("x")[0] for word in text.split() if word != "_"}
+        original = originals[name]
+        assert [c for c in text if c.isspace()] == [c for c in original if c.isspace()]
+        pairs = list(zip(text.split(), original.split(), strict=True))
+        other = [word for word, was in pairs if word != was]
+        assert all(word == "_" if replacement == "blank" else word in original.split() for word in other)
+        replaced, total = replaced + len(other), total + len(pairs)
+    assert 0.15 < replaced / total < 0.25

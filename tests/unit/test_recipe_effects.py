@@ -1000,6 +1000,9 @@ CASES: dict[str, Case] = {
         0.2, tokens, {"data.steps.N.type": "duplicates", "data.steps.N.span_sentences": 3}
     ),
     "data.steps.N.cut_spans": Case(True, tokens, {"data.steps.N.type": "duplicates", "data.steps.N.span_sentences": 3}),
+    "data.steps.N.noise_rate": Case(0.2, tokens, {"data.steps.N.type": "noise"}),
+    "data.steps.N.replacement": Case("unigram", tokens, {"data.steps.N.type": "noise"}),
+    "data.steps.N.seed": Case(5, tokens, {"data.steps.N.type": "noise"}),
     "data.steps.N.temperature": Case(5.0, order, {"data.steps.N.type": "balance"}),
     "data.steps.N.max_epochs": Case(1.5, order, {"data.steps.N.type": "balance", "data.sources.N.weight": 1e6}),
     "data.steps.N.threshold": Case(0.7, tokens, NEAR),
