@@ -66,6 +66,7 @@ table { border-collapse: collapse; }
 td, th { border-bottom: 1px solid var(--line); padding: .25rem 1rem .25rem 0; text-align: left; vertical-align: top; }
 td { overflow-wrap: anywhere; unicode-bidi: isolate; }
 td:not(.number, .swatch, :empty) { min-width: 6.5rem; }
+@media (min-width: 45rem) { td:first-child { overflow-wrap: break-word; } } /* names stay whole where there is room */
 th { font-weight: 600; }
 td.number, th.number { overflow-wrap: normal; text-align: right; white-space: nowrap; }
 tr.off td { background: var(--bad-page); }

@@ -168,15 +168,15 @@ class Counted:
             self._live = None
 
     def _draw(self, now: float) -> None:
+        text_now = escape(f"{self._name}  {self._text(now)}")
         if self._live is None:
             text = TextColumn("{task.description}")
             self._live = Progress(
                 text, BarColumn(30), console=self._console, transient=True, refresh_per_second=4,
                 redirect_stdout=False, redirect_stderr=False,
             )  # fmt: skip
-            self._task = self._live.add_task("", total=self._total or None)
+            self._task = self._live.add_task(text_now, total=self._total or None)
             self._live.start()
-        text_now = escape(f"{self._name}  {self._text(now)}")
         self._live.update(self._task, completed=self._done, description=text_now)
 
     def _text(self, now: float) -> str:
