@@ -84,6 +84,12 @@ PROVOKED = {
          "scheduler.lr_decay_iters=null", "train.train_iters=260", "train.eval_interval=100"),
         ("plateau", "underfitting"),
     ),
+    "frozen layer": Case(
+        "gpt-tiny",
+        ("train.train_iters=60", "tracking.layers_interval=10", "train.log_interval=5",
+         "optimizer.groups=[{pattern: decoder.layers.1.mlp.*, lr_mult: 0}]"),
+        ("frozen_layer",),
+    ),
     "small text, many epochs": Case(
         "gpt-tiny", ("optimizer.lr=3e-3", "train.eval_interval=20", TEXT % "@small", *SMALL), ("overfitting",)
     ),
