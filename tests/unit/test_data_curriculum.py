@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from llmrecipes.data import parts
 from llmrecipes.data.curriculum import ordered as ordered_documents
 from llmrecipes.data.dataset import build
 from llmrecipes.data.manifest import stem
@@ -98,8 +99,11 @@ def test_documents_come_by_their_difficulty(plain: tuple[Recipe, Prepared], sect
         assert sorted(order) == list(range(len(order)))
 
 
-def test_scores_do_not_depend_on_who_prepares(plain: tuple[Recipe, Prepared], tmp_path: Path) -> None:
+def test_scores_do_not_depend_on_who_prepares(
+    plain: tuple[Recipe, Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chosen, alone = ordered(plain, score="compression_ratio")
+    monkeypatch.setattr(parts, "PART_BYTES", 20_000)  # several shards of each source
     together = prepare(chosen, tmp_path, tasks=2)
     for source in (0, 1):
         name = f"{stem(source, 'train')}.scores"
@@ -121,6 +125,8 @@ def test_no_pass_has_a_document_twice() -> None:
     for turn in made.reshape(3, 100):
         assert sorted(turn.tolist()) == list(range(100))
     assert sum(np.diff(made[:100]) < 0) == sum(np.diff(made[100:200]) < 0) == 2
+    assert (made[:100] != made[100:200]).any()
+    assert sum(np.diff(made[200:]) < 0) > 20, "what is behind the ordered tokens is shuffled"
 
 
 @pytest.mark.parametrize(

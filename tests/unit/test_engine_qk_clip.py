@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from llmrecipes.engine.megatron.qk_clip import scale_rows
 from llmrecipes.recipe.load import load
+from llmrecipes.recipe.optimizer_kinds import PACKAGE
 from llmrecipes.recipe.schema import Recipe
 from tests.helpers import LLAMA, engine_of, random_batches, steps, tiny
 from tests.refusals import refused
@@ -21,13 +23,17 @@ MLA = {
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {"heads": {}, "groups": {**LLAMA, "add_qkv_bias": True}, "latent": MLA}
 ALPHA, THRESHOLD = 0.3, 0.4
+UPDATES = ["distributed", "adam", *(["muon"] if find_spec(PACKAGE) is not None else [])]
 
 
-def recipe(model: str, *, clips: bool, sharded: bool = True, precision: str = "fp32", lr: float = 1e-2) -> Recipe:
+def recipe(
+    model: str, *, clips: bool, update: str = "distributed", precision: str = "fp32", lr: float = 1e-2
+) -> Recipe:
+    sharded = update == "distributed"
     clip = {"qk_clip": True, "qk_clip_alpha": ALPHA, "qk_clip_threshold": THRESHOLD} if clips else {}
     return tiny(
         model={**MODELS[model], "init_method_std": 0.1},
-        optimizer={"lr": lr, **clip},
+        optimizer={"lr": lr, "optimizer": "adam" if sharded else update, **clip},
         scheduler={"lr_decay_style": "constant"},
         parallelism={"use_distributed_optimizer": sharded},
         train={"precision": precision, "global_batch_size": 4},
@@ -73,10 +79,10 @@ def by_hand(model: str, name: str, weight: torch.Tensor, logits: torch.Tensor) -
 
 
 @pytest.mark.usefixtures("world")
-@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("model", MODELS)
-def test_weights_after_an_update_are_scaled_as_the_paper_says(model: str, sharded: bool) -> None:
-    plain, clipping = (recipe(model, clips=clips, sharded=sharded) for clips in (False, True))
+def test_weights_after_an_update_are_scaled_as_the_paper_says(model: str, update: str) -> None:
+    plain, clipping = (recipe(model, clips=clips, update=update) for clips in (False, True))
     updated, clipped = engine_of(plain), engine_of(clipping)
     logits = logits_of(updated)
     steps(updated, 1, random_batches(plain))
