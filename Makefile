@@ -19,6 +19,7 @@ KUBERNETES ?=
 ARGS ?=
 LOCK ?=
 LAB ?=
+LLAMA_CPP ?=
 
 # Values are passed to the commands as quoted environment variables, and make expands nothing in them:
 # RECIPE and ARGS are data, never code.
@@ -31,7 +32,8 @@ override CLUSTER := $(value CLUSTER)
 override KUBERNETES := $(value KUBERNETES)
 override ARGS := $(value ARGS)
 override LAB := $(value LAB)
-export RECIPE RUN BENCH NODES CLUSTER IMAGE KUBERNETES ARGS LAB
+override LLAMA_CPP := $(value LLAMA_CPP)
+export RECIPE RUN BENCH NODES CLUSTER IMAGE KUBERNETES ARGS LAB LLAMA_CPP
 
 # `.venv` is for python3; any other PYTHON has its own environment.
 ifeq ($(PYTHON),python3)
@@ -45,7 +47,7 @@ endif
 BIN := $(VENV)/bin
 LLMRECIPES := $(BIN)/python tools/with_args.py $(BIN)/llmrecipes
 
-.PHONY: help setup setup-zero train search smoke verify prepare generate ui test check bench lock gpu-bundle clean slurm k8s image test-deep test-version test-system test-all test-fabric test-kubernetes test-gpu-8 test-stores
+.PHONY: help setup setup-zero train search smoke verify prepare generate ui test check bench lock gpu-bundle clean slurm k8s image test-deep test-version test-system test-all test-fabric test-kubernetes test-gpu-8 test-stores test-llama-cpp
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
@@ -96,14 +98,14 @@ WORKERS = -n 4 --dist loadscope --no-loadscope-reorder
 
 test: export TESTS_COMMIT ?= $(shell git rev-parse HEAD 2>/dev/null)
 test: setup ## run the tests for every change: each part, each kind of parallelism, signals, one crash; long ones take turns
-	@$(PYTEST) $(WORKERS) -m "not slow and not system and not fabric and not kubernetes and not gpu8 and not stores"
+	@$(PYTEST) $(WORKERS) -m "not slow and not system and not fabric and not kubernetes and not gpu8 and not stores and not llama_cpp"
 
 test-deep: setup-zero ## run the tests that `make test` leaves out: all layouts, many interruptions
 	@$(BIN)/python -m tests.operators >/dev/null
-	@$(PYTEST) $(WORKERS) -m "slow and not system and not fabric and not kubernetes and not gpu8 and not stores"
+	@$(PYTEST) $(WORKERS) -m "slow and not system and not fabric and not kubernetes and not gpu8 and not stores and not llama_cpp"
 
 test-version: setup-zero ## run the tests that depend on the versions of Python and megatron-core: PYTHON=python3.12
-	@$(PYTEST) $(WORKERS) -m "version and not system and not fabric and not kubernetes and not gpu8 and not stores"
+	@$(PYTEST) $(WORKERS) -m "version and not system and not fabric and not kubernetes and not gpu8 and not stores and not llama_cpp"
 
 test-system: setup ## run the tests against real daemons (Slurm, containers); installs Debian packages if permitted
 	@tools/system_packages.sh
@@ -118,6 +120,9 @@ test-fabric: setup ## test the doctor and bench fabric on emulated machines with
 
 test-stores: setup ## read S3 from a server on this machine: STORES=DIR, from pip install --target DIR s3fs 'moto[server]'
 	@PYTHONPATH="$$STORES" $(PYTEST) -n0 -rs -m stores tests/unit/test_data_stores.py
+
+test-llama-cpp: setup ## read GGUF with llama.cpp itself: LLAMA_CPP=DIR, from pip install --target DIR xllamacpp
+	@PYTHONPATH="$$LLAMA_CPP" $(PYTEST) -n0 -rs -m llama_cpp tests/unit/test_export_programs.py
 
 # DIR has etcd, kube-apiserver and kube-controller-manager, which no package index has: dl.k8s.io.
 test-kubernetes: setup ## run the tests against Kubernetes' control plane: KUBERNETES=DIR

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from http.client import HTTPConnection
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -121,10 +121,6 @@ def test_an_onnx_program_with_a_cache_writes_the_same_text(llama: str, folder: P
     assert 0 < float((found - logits).abs().mean()) < 0.1 * float(logits.abs().mean())
 
 
-LLAMA_CPP = find_spec("llama_cpp") is not None
-"""PyPI has llama-cpp-python as source only, which builds for half an hour on two busy cores: no lock file has it."""
-
-
 BOUNDS = {"fp32": 1e-4, "fp16": 0.02, "bf16": 0.1, "q8_0": 0.1, "q5_1": 0.3, "q4_0": 0.5}
 
 
@@ -132,21 +128,45 @@ BOUNDS = {"fp32": 1e-4, "fp16": 0.02, "bf16": 0.1, "q8_0": 0.1, "q5_1": 0.3, "q4
 def test_a_gguf_file_is_the_model(dtype: str, bound: float, llama: str, folder: Path, command: Command) -> None:
     out = folder / dtype
     assert command("export", llama, "--to", "gguf", "--dtype", dtype, "--out", str(out))[0] == 0
-    prompt, expected, logits = reference(folder / "hf")
+    prompt, _, logits = reference(folder / "hf")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(out, gguf_file="model.gguf", dtype=torch.float32).eval()
     with torch.no_grad():
         found = loaded(torch.tensor([prompt])).logits[0]
     assert float((found - logits).abs().mean()) < bound * float(logits.abs().mean())
-    if LLAMA_CPP:
-        import llama_cpp
 
-        program = llama_cpp.Llama(str(out / "model.gguf"), n_ctx=64, verbose=False, n_threads=1)
-        try:
-            assert program.tokenize(PROMPT.encode(), add_bos=False) == prompt
-            if dtype == "fp32":
-                assert list(islice(program.generate(prompt, temp=0.0), NEW)) == expected
-        finally:
-            program.close()
+
+@pytest.mark.llama_cpp
+@pytest.mark.skipif(find_spec("xllamacpp") is None, reason="xllamacpp is missing: make test-llama-cpp LLAMA_CPP=DIR")
+@pytest.mark.parametrize(("dtype", "bound"), {"fp32": 5e-3, "fp16": 0.02, "q8_0": 0.1, "q4_0": 0.3}.items())
+def test_llama_cpp_continues_as_transformers_does(
+    dtype: str, bound: float, llama: str, folder: Path, command: Command
+) -> None:
+    """llama.cpp itself; with few bits it rounds the inputs of matrices too, so that close tokens may change places."""
+    import xllamacpp
+
+    out = folder / f"llama-cpp-{dtype}"
+    assert command("export", llama, "--to", "gguf", "--dtype", dtype, "--out", str(out))[0] == 0
+    prompt, expected, _ = reference(folder / "hf")
+    options = xllamacpp.CommonParams()
+    options.model.path, options.n_ctx, options.n_parallel, options.warmup = str(out / "model.gguf"), 64, 1, False
+    options.cpuparams.n_threads, options.verbosity = 1, -1
+    server = xllamacpp.Server(options)  # it ends with its object
+
+    def answer(path: str, given: dict[str, Any]) -> Any:
+        connection = HTTPConnection(server.listening_address.removeprefix("http://"), timeout=60)
+        connection.request("POST", path, json.dumps(given), {"Content-Type": "application/json"})
+        return json.loads(connection.getresponse().read())
+
+    assert answer("/tokenize", {"content": PROMPT})["tokens"] == prompt
+    wanted = {"n_predict": NEW, "temperature": 0.0, "ignore_eos": True, "return_tokens": True, "n_probs": 20}
+    made = answer("/completion", {"prompt": prompt, **wanted})
+    if dtype == "fp32":
+        assert made["tokens"] == expected
+    read = transformers.AutoModelForCausalLM.from_pretrained(out, gguf_file="model.gguf", dtype=torch.float32).eval()
+    with torch.no_grad():
+        logprobs = read(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+    for token in made["completion_probabilities"][0]["top_logprobs"]:
+        assert abs(token["logprob"] - float(logprobs[token["id"]])) < bound, token
 
 
 def test_what_a_form_lacks_is_refused(

@@ -156,7 +156,7 @@ def test_gptq_keeps_the_products(group: int | None) -> None:
     made, scale = gptq(weight, inputs.t() @ inputs, scheme)
     assert scale.shape == (24, columns // scheme.group)
     changed = (inputs @ (made - weight).t()).square().sum()
-    assert changed < 0.5 * (inputs @ (scheme.rounded(weight) - weight).t()).square().sum()
+    assert changed < 0.2 * (inputs @ (scheme.rounded(weight) - weight).t()).square().sum()
     parts = scheme.compress("layer.weight", 24, lambda: made.split(5), scale)
     whole = BaseCompressor.get_value_from_registry(scheme.kind.form).decompress(
         {key.removeprefix("layer."): value for key, value in parts.items()}, scheme.spec
