@@ -50,6 +50,7 @@ FREE = (
     "optimizer.exp_avg_dtype",
     "optimizer.exp_avg_sq_dtype",
     "scheduler.lr_decay_iters",
+    "distill.logits",
     "dpo.reference_log_probs",
     "data.num_workers",
     "data.prefetch_factor",

@@ -47,8 +47,8 @@ def precompute(
 ) -> int:
     """Compute what a recipe's frozen model says of its data.
 
-    Training then reads that, and does not hold the model. The recipe names the folder: dpo.reference_log_probs. A
-    command that was killed goes on when it is repeated.
+    Training then reads that, and does not hold the model. The recipe names the folder: dpo.reference_log_probs or
+    distill.logits. A command that was killed goes on when it is repeated.
     """
     from llmrecipes.console import duration, setup_logging
     from llmrecipes.launch.ranks import node
@@ -65,5 +65,5 @@ def precompute(
     if as_json:
         print(json.dumps(done.as_dict()))
     else:
-        print(f"{done.folder}: {done.pairs:,} pairs, {done.bytes:,} bytes, in {duration(done.seconds)}")
+        print(f"{done.folder}: {done.values:,} {done.unit}, {done.bytes:,} bytes, in {duration(done.seconds)}")
     return 0

@@ -25,7 +25,7 @@ from llmrecipes.recipe.schema import Recipe
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
-PRECOMPUTED = ("reference",)
+PRECOMPUTED = ("reference", "teacher_ids", "teacher_logits")
 """Further keys of samples with what a frozen model says of them (`data.precomputed`)."""
 _SECONDS_TO_END = 5.0
 """Seconds that a process may take to exit after its connection closes."""
@@ -218,7 +218,7 @@ class _Reads(Dataset[Any]):
     def __getitem__(self, number: int) -> Any:
         try:
             return self._dataset[number]
-        except OSError as error:
+        except (OSError, UserError) as error:
             return error
         except IndexError as error:
             return UserError(

@@ -7,24 +7,102 @@ parts that ranks have computed are in another one beside it.
 from __future__ import annotations
 
 import hashlib
+import zlib
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import numpy as np
-from pydantic import ValidationError
+import torch
+from pydantic import Field, ValidationError
+from torch.utils.data import Dataset
 
 from llmrecipes import untrusted
 from llmrecipes.data import checked
+from llmrecipes.data.documents import TokenFile
 from llmrecipes.data.manifest import File, Record
-from llmrecipes.errors import UserError
+from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.nested import leaves
+from llmrecipes.recipe.batch_schedule import samples_of
+from llmrecipes.recipe.distill_rules import CHECKSUM, section
+from llmrecipes.recipe.schema import Recipe
 
 NAME = "precomputed.json"
 FORMAT = 1
 AGAIN = "llmrecipes precompute RECIPE, with another folder or after this one is deleted"
 SHOWN = 5
 """Differences that a message has."""
+MOST_PARTS = 100_000
+"""Files whose sizes a start looks at."""
+
+
+class LogitsForm(Record):
+    """Samples of a teacher's logits on a disk, one after another in files of `part` samples.
+
+    A sample is `length` × `top_k` ids, then as many logits, both little-endian, and the CRC-32 of both.
+    """
+
+    samples: int
+    length: int
+    top_k: int
+    ids: Literal["uint16", "uint32"]
+    logits: Literal["float32", "bfloat16", "float16"]
+    part: int
+
+    @classmethod
+    def of(cls, recipe: Recipe, part: int) -> LogitsForm:
+        """What a recipe with `distill.logits` reads: logits in the precision of the teacher's passes."""
+        types = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+        return cls(
+            samples=samples_of(recipe),
+            length=recipe.model.seq_length,
+            top_k=section(recipe).top_k or 0,
+            ids="uint16" if recipe.model.vocab_size <= 1 << 16 else "uint32",
+            logits=cast(Any, types[recipe.train.precision]),
+            part=part,
+        )
+
+    @property
+    def bytes_of_ids(self) -> int:
+        return self.length * self.top_k * np.dtype(self.ids).itemsize
+
+    @property
+    def sample_bytes(self) -> int:
+        return self.bytes_of_ids + self.length * self.top_k * getattr(torch, self.logits).itemsize + CHECKSUM
+
+    @property
+    def parts(self) -> int:
+        return -(-self.samples // self.part)
+
+    def file(self, part: int) -> str:
+        """Path of a part's file; a folder has a thousand."""
+        return f"{part // 1000:06}/{part % 1000:03}.bin"
+
+    def size(self, part: int) -> int:
+        """Bytes of a part's file."""
+        return min(self.part, self.samples - part * self.part) * self.sample_bytes
+
+    def packed(self, ids: torch.Tensor, logits: torch.Tensor) -> bytes:
+        """A sample, from [length, top_k] of both."""
+        element = torch.int32 if self.logits == "float32" else torch.int16
+        data = ids.numpy().astype(self.ids).tobytes()
+        data += logits.to(getattr(torch, self.logits)).contiguous().view(element).numpy().tobytes()
+        return data + zlib.crc32(data).to_bytes(CHECKSUM, "little")
+
+    def unpacked(self, data: bytes) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids, int32, and logits, fp32, [length, top_k] each.
+
+        Raises:
+            ValueError: the checksum differs, or an id is none of the vocabulary.
+        """
+        content = data[:-CHECKSUM]
+        if zlib.crc32(content) != int.from_bytes(data[-CHECKSUM:], "little"):
+            raise ValueError("differs from its checksum")
+        shape = self.length, self.top_k
+        ids = torch.from_numpy(np.frombuffer(content, self.ids, self.length * self.top_k).astype(np.int32))
+        logits = torch.frombuffer(bytearray(content[self.bytes_of_ids :]), dtype=getattr(torch, self.logits))
+        return ids.view(shape), logits.float().view(shape)  # data loaders send arrays, and NumPy has no bf16
 
 
 class PrecomputedRecord(Record):
@@ -33,7 +111,9 @@ class PrecomputedRecord(Record):
     format: int
     facts: dict[str, Any]
     """What the values depend on, by name: data, model, weights, precision."""
-    files: dict[str, File]
+    files: dict[str, File] = Field(default_factory=dict)
+    logits: LogitsForm | None = Field(default=None, exclude_if=lambda form: form is None)
+    """Of the files in `logits/`, whose samples have checksums of their own; None: there are none."""
 
 
 def read_record(folder: Path, where: str) -> tuple[PrecomputedRecord, str]:
@@ -93,15 +173,79 @@ def require_intact(folder: Path, record: PrecomputedRecord, log: Any) -> None:
     Raises:
         UserError: the first that is missing or differs.
     """
-    for name, file in record.files.items():
+    form, logits = record.logits, dict[str, int]()
+    if form is not None:  # of millions of parts some
+        some = range(0, form.parts, 1 + form.parts // MOST_PARTS)
+        logits = {f"{LOGITS}/{form.file(part)}": form.size(part) for part in some}
+    for name, size in ({name: file.bytes for name, file in record.files.items()} | logits).items():
         path = folder / name
         actual = path.stat().st_size if path.is_file() else None
-        if actual != file.bytes:
-            what = "is missing" if actual is None else f"has {actual:,} bytes, the record says {file.bytes:,}"
+        if actual != size:
+            what = "is missing" if actual is None else f"has {actual:,} bytes, the record says {size:,}"
             raise UserError(what, where=str(path), rule=f"every file is as {NAME} says", fix=AGAIN)
     hashed = checked.hashes(folder, {name: folder / name for name in record.files}, log)
     if wrong := [name for name, file in record.files.items() if hashed[name] != file.sha256]:
         raise UserError("differs from its hash", where=str(folder / wrong[0]), fix=AGAIN)
+
+
+LOGITS = "logits"
+"""Folder of the parts."""
+OPEN_FILES = 4
+"""Files of parts that a process keeps open; samples are read in order."""
+
+
+class Taught(Dataset[dict[str, Any]]):
+    """Training samples with what a teacher says of them: `teacher_ids` and `teacher_logits`, [length, top_k].
+
+    Args:
+        samples: of the training split.
+        folder: that `distill.logits` names.
+        form: of what is there.
+    """
+
+    def __init__(self, samples: Dataset[dict[str, Any]], folder: Path, form: LogitsForm) -> None:
+        self._samples, self._folder, self._form = samples, folder, form
+        self._files: OrderedDict[int, TokenFile] = OrderedDict()
+
+    def __len__(self) -> int:
+        return self._form.samples
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        part, place = divmod(number, self._form.part)
+        size = self._form.sample_bytes
+        data = self._file(part).read(np.uint8, size, place * size).tobytes()
+        try:
+            ids, logits = self._form.unpacked(data)
+        except ValueError as error:
+            raise UserError(
+                f"sample {number:,} {error}", where=str(self._path(part)), rule="a teacher's logits are as written",
+                fix=AGAIN, code=ExitCode.STOP,
+            ) from error  # fmt: skip
+        return {**self._samples[number], "teacher_ids": ids, "teacher_logits": logits}
+
+    def _path(self, part: int) -> Path:
+        return self._folder / LOGITS / self._form.file(part)
+
+    def _file(self, part: int) -> TokenFile:
+        if part not in self._files:
+            self._files[part] = TokenFile(self._path(part))
+            while len(self._files) > OPEN_FILES:
+                self._files.popitem(last=False)
+        return self._files[part]
+
+
+def taught(samples: Dataset[dict[str, Any]], recipe: Recipe, folder: str) -> Taught:
+    """Training samples with what `distill.logits` has of them.
+
+    Raises:
+        UserError: the folder is not complete, or has something else than the recipe reads.
+    """
+    where = f"distill.logits: {folder}"
+    record, _ = read_record(Path(folder), where)
+    form = LogitsForm.of(recipe, 1 if record.logits is None else record.logits.part)
+    if record.logits != form:
+        raise UserError(f"{record.logits}, expected {form}", where=where, fix=AGAIN)
+    return Taught(samples, Path(folder), form)
 
 
 def log_probs(folder: Path, stems: Sequence[str], counts: Sequence[int]) -> list[np.ndarray]:

@@ -119,12 +119,17 @@ def batches(plan: Plan) -> Iterator[Batch]:
     positions = torch.arange(length).expand(size, -1).contiguous()
     if plan.recipe.dpo is not None and rows_of_a_pair(plan.recipe) == 1:
         positions[:, length // 2 :] = torch.arange(length - length // 2)
+    distill, said = plan.recipe.distill, dict[str, torch.Tensor]()
+    if distill is not None and distill.logits is not None:
+        shape = size, length, distill.top_k or 0
+        said = {"teacher_ids": torch.zeros(shape, dtype=torch.int32), "teacher_logits": torch.zeros(shape)}
     while True:
         yield {
             "tokens": tokens,
             "labels": tokens,
             "loss_mask": torch.ones(size, length),
             "position_ids": positions,
+            **said,
         }
 
 

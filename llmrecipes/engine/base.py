@@ -79,6 +79,9 @@ class World:
     holds_whole_model: bool
     """Whether each rank has all parameters, so that one rank can run the model."""
 
+    has_loss: bool = True
+    """Whether this rank is one of the last pipeline stage."""
+
     @property
     def is_first(self) -> bool:
         """The rank that prints, tracks and publishes."""

@@ -104,6 +104,6 @@ class Precomputation(Protocol):
     def writes(self) -> bool:
         """Whether this rank has the values of its samples, and is the one of those to write them."""
 
-    def values(self, batches: Sequence[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+    def values(self, batches: Sequence[dict[str, torch.Tensor]]) -> list[tuple[torch.Tensor, ...]]:
         """What is written of each micro-batch, in host memory; nothing on ranks that have none. Every data-parallel
         rank passes as many."""

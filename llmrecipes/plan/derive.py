@@ -30,7 +30,7 @@ from llmrecipes.recipe.adversarial import passes
 from llmrecipes.recipe.batch_rules import require_divisible
 from llmrecipes.recipe.batch_schedule import BatchSchedule, batch_schedule, common, tokens_of, varies
 from llmrecipes.recipe.degrees import elastic_worlds, model_parallel_size, multiples, smallest_world
-from llmrecipes.recipe.distill_rules import teacher_model
+from llmrecipes.recipe.distill_rules import has_teacher, teacher_model
 from llmrecipes.recipe.features import FeatureChoice, SpeedTarget, require, resolve, value
 from llmrecipes.recipe.optimizer_rules import require_fused_adam
 from llmrecipes.recipe.preference_rules import has_reference
@@ -465,7 +465,7 @@ def _flops(recipe: Recipe, s: Shape, *, causal: bool) -> float:
     own = passes(recipe.train) * (flops_per_token(recipe.model, s, causal=causal, lora=recipe.lora) - 2.0 * still)
     if has_reference(recipe):
         own += flops_per_token(recipe.model, s, causal=causal) / 3
-    if recipe.distill is None:
+    if not has_teacher(recipe):
         return own
     model = teacher_model(recipe)
     return own + flops_per_token(model, shape(model), causal=causal) / 3

@@ -13,7 +13,7 @@ from llmrecipes.plan.layout import Layout, layers_per_stage
 from llmrecipes.plan.losses import tokens_of_a_micro_batch
 from llmrecipes.plan.parameters import count_on_rank, count_vectors, largest_gathered, vectors_on_rank
 from llmrecipes.plan.sharding import States, sharded
-from llmrecipes.recipe.distill_rules import teacher_recipe
+from llmrecipes.recipe.distill_rules import has_teacher, teacher_recipe
 from llmrecipes.recipe.engines import ENGINES, engine_name
 from llmrecipes.recipe.fp8 import in_bf16
 from llmrecipes.recipe.graphs import covered
@@ -150,7 +150,7 @@ def teacher_bytes(recipe: Recipe, layout: Layout, num_microbatches: int, stage: 
     """
     if has_reference(recipe):
         return _reference_bytes(recipe, layout, num_microbatches, stage, device)
-    if recipe.distill is None:
+    if not has_teacher(recipe):
         return 0
     teacher = teacher_recipe(recipe)
     s, stages = shape(teacher.model), layout.pipeline_model_parallel_size

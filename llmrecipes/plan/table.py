@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.parameters import count, count_frozen
-from llmrecipes.recipe.distill_rules import teacher_model
+from llmrecipes.recipe.batch_schedule import samples_of
+from llmrecipes.recipe.distill_rules import sample_bytes, teacher_model
 from llmrecipes.recipe.preference_rules import has_reference, has_second_model
 from llmrecipes.recipe.proxy import with_zero
 from llmrecipes.recipe.schema import Recipe
@@ -90,7 +91,13 @@ def _start(recipe: Recipe) -> list[tuple[str, str, str]]:
     if distill is not None:
         teacher = teacher_model(recipe)
         size = f"{count(teacher, shape(teacher)).total:,} parameters, forward only"
-        rows.append(("learns from", distill.teacher, f"distill.teacher: {size}"))
+        if distill.logits is None:
+            rows.append(("learns from", distill.teacher, f"distill.teacher: {size}"))
+        else:
+            disk = gib(samples_of(recipe) * sample_bytes(recipe))
+            rows.append(
+                ("learns from", f"{distill.top_k} logits a token", f"distill.logits: {disk} in {distill.logits}")
+            )
     if recipe.dpo is not None:
         rows.append(("pairs are compared with", _reference(recipe), "dpo.reference"))
     return rows

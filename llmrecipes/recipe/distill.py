@@ -28,3 +28,6 @@ class Distill(Section):
     top_k: PosInt | None = None
     """Tokens of the teacher's distribution that count, those of the largest probability, which is scaled to sum to one;
     with `loss: kl`. Unset: all."""
+    logits: str | None = None
+    """Folder that `llmrecipes precompute` writes and training reads: the `top_k` largest logits of the teacher for each
+    token, in place of the teacher. Unset: the teacher is in memory, and passes every micro-batch."""

@@ -19,6 +19,8 @@ OF_TEACHERS: dict[str, Any] = {
     "mtp_num_layers": None,
 }  # fmt: skip
 """Keys of `model` that say how a model is trained: a teacher is not."""
+CHECKSUM = 4
+"""Bytes of the CRC-32 of a sample."""
 
 
 def section(recipe: Recipe) -> Distill:
@@ -26,6 +28,18 @@ def section(recipe: Recipe) -> Distill:
     if recipe.distill is None:
         raise ValueError(f"recipe {recipe.name} has no teacher")
     return recipe.distill
+
+
+def has_teacher(recipe: Recipe) -> bool:
+    """Whether each step has forward passes of a teacher."""
+    return recipe.distill is not None and recipe.distill.logits is None
+
+
+def sample_bytes(recipe: Recipe) -> int:
+    """Bytes on a disk of what the teacher says of a sample (`distill.logits`): an id and a logit for each of `top_k`
+    tokens, and a checksum."""
+    size = (2 if recipe.model.vocab_size <= 1 << 16 else 4) + (4 if recipe.train.precision == "fp32" else 2)
+    return recipe.model.seq_length * (section(recipe).top_k or 0) * size + CHECKSUM
 
 
 def teacher_model(recipe: Recipe) -> Model:
@@ -78,7 +92,7 @@ def rehearsed(recipe: Recipe, student: Model, small: Callable[[Recipe], Model]) 
     teacher = small(teacher_recipe(recipe))
     values = teacher.model_dump(mode="json")
     different = {key: values[key] for key in distill.model} | differing(student, teacher)
-    return distill.model_copy(update={"model": different, "top_k": top_k})
+    return distill.model_copy(update={"model": different, "top_k": top_k, "logits": None})
 
 
 def rules(recipe: Recipe) -> Iterator[Problem]:
@@ -97,6 +111,11 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "distill.top_k", f"{distill.top_k} of {recipe.model.vocab_size} tokens", "at most model.vocab_size",
             "leave top_k out",
+        )  # fmt: skip
+    if distill.logits is not None and distill.top_k is None:
+        yield Problem(
+            "distill.top_k", "unset with distill.logits", "all logits of every token would be on a disk",
+            "top_k: 32",
         )  # fmt: skip
     yield from _combinations(recipe)
     for key in SHARED:
@@ -155,7 +174,7 @@ def of_teacher(recipe: Recipe, check: Callable[[Recipe], list[Problem]]) -> list
     Args:
         check: the rules of a recipe.
     """
-    if recipe.distill is None or any(problem.key.startswith("distill.model") for problem in rules(recipe)):
+    if not has_teacher(recipe) or any(problem.key.startswith("distill.model") for problem in rules(recipe)):
         return []
     found = []
     for problem in check(teacher_recipe(recipe)):

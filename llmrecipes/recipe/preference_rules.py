@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llmrecipes.recipe.distill_rules import OF_TEACHERS, teacher_model
+from llmrecipes.recipe.distill_rules import OF_TEACHERS, has_teacher, teacher_model
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.engines import MEGATRON, engine_name
 from llmrecipes.recipe.preference import SMOOTHED, Dpo
@@ -38,7 +38,7 @@ def needs_start_weights(recipe: Recipe) -> bool:
 def named(recipe: Recipe) -> str | None:
     """The key that names the frozen model of a run, a teacher or a reference; None: it has none, or it is the start."""
     if recipe.distill is not None:
-        return "distill.teacher"
+        return "distill.teacher" if has_teacher(recipe) else None
     return "dpo.reference" if has_reference(recipe) and _section(recipe).reference is not None else None
 
 
@@ -46,6 +46,8 @@ def precomputed_place(recipe: Recipe) -> tuple[str, str] | None:
     """The key that names the folder of what a frozen model says of the samples, and the folder; None: it is unset."""
     if recipe.dpo is not None and recipe.dpo.reference_log_probs is not None:
         return "dpo.reference_log_probs", recipe.dpo.reference_log_probs
+    if recipe.distill is not None and recipe.distill.logits is not None:
+        return "distill.logits", recipe.distill.logits
     return None
 
 
@@ -53,7 +55,10 @@ def with_frozen_model(recipe: Recipe) -> Recipe:
     """The recipe with the frozen model in place of what was computed with it."""
     if precomputed_place(recipe) is None:
         return recipe
-    return recipe.model_copy(update={"dpo": _section(recipe).model_copy(update={"reference_log_probs": None})})
+    dpo, distill = recipe.dpo, recipe.distill
+    live = {"dpo": dpo and dpo.model_copy(update={"reference_log_probs": None}),
+            "distill": distill and distill.model_copy(update={"logits": None})}  # fmt: skip
+    return recipe.model_copy(update=live)
 
 
 def frozen_model(recipe: Recipe) -> Model:

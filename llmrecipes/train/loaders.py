@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 from llmrecipes.data import valid_sets
 from llmrecipes.data.batches import Ranges, ReaderLost, batches, read_error
 from llmrecipes.data.dataset import build, build_set
+from llmrecipes.data.precomputed import taught
 from llmrecipes.data.prepared import Prepared, bits_per_byte
 from llmrecipes.engine.base import Batch, World
 from llmrecipes.errors import UserError
@@ -68,13 +69,15 @@ def open_loaders(recipe: Recipe, prepared: Prepared, world: World, *, pin_memory
         world: this rank.
         pin_memory: pin the memory of batches; only with a GPU.
     """
-    train = build(recipe, prepared, "train")
+    train: Dataset[Any] | None = build(recipe, prepared, "train")
     if train is None:
         raise UserError(
             f"the training split has less than one sequence of {recipe.model.seq_length} tokens",
             where=str(prepared.path),
             fix="more text in data.sources, or a smaller model.seq_length",
         )
+    if recipe.distill is not None and recipe.distill.logits is not None and world.has_loss:
+        train = taught(train, recipe, recipe.distill.logits)
     valid = build(recipe, prepared, "valid")
     sets = {each.label: build_set(recipe, prepared, each.label) for each in recipe.data.valid_sources}
     span, sizes = span_of(recipe), batch_schedule(recipe)

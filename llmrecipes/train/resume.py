@@ -18,6 +18,7 @@ from llmrecipes.checkpoint.store import CheckpointStore, Damaged, Entry, require
 from llmrecipes.engine.base import Engine, Progress, WeightSource, World
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.distill_rules import has_teacher
 from llmrecipes.recipe.preference_rules import frozen_model, has_second_model, named, needs_start_weights
 from llmrecipes.recipe.schema import Model
 from llmrecipes.runfiles import run_of
@@ -207,7 +208,7 @@ def teach(engine: Engine, spec: RunSpec) -> None:
         UserError: it is gone, corrupt, or not of the shape that the recipe says.
     """
     recipe = spec.recipe
-    if recipe.distill is None and not has_second_model(recipe):
+    if not has_teacher(recipe) and not has_second_model(recipe):
         return
     frozen: Taught = cast(Any, engine).teacher or cast(Any, engine).preference  # rules require the engine that has one
     key = named(recipe)

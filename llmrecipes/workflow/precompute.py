@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,17 +28,21 @@ from llmrecipes.launch.environment import detected_environment
 from llmrecipes.launch.local import run_ranks
 from llmrecipes.launch.ranks import Node
 from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.recipe.batch_schedule import samples_of
 from llmrecipes.recipe.degrees import smallest_world
+from llmrecipes.recipe.distill_rules import of_teacher, sample_bytes
 from llmrecipes.recipe.preference_rules import (
     with_frozen_model,
 )
+from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.rank import failure_reported, guarded, nodes, rank_main
 from llmrecipes.train.spec import RankSpec
-from llmrecipes.units import gib
+from llmrecipes.units import MIB, gib
 from llmrecipes.untrusted import read_json
 from llmrecipes.workflow.precomputed import facts, frozen_path, identity, passes_recipe, place
 from llmrecipes.workflow.run import Log, Paths, prepare_data
+from llmrecipes.workflow.teacher import require_same_tokens
 
 if TYPE_CHECKING:
     from llmrecipes.data.pair_samples import PairDataset
@@ -51,8 +55,9 @@ SPLITS: tuple[Split, ...] = ("train", "valid")
 """Whose pairs a run compares."""
 PAIR_BYTES = 16
 """Two numbers in fp64."""
-LARGEST_PART, PARTS_PER_REPLICA = 256, 8
-"""Sequences that a kill loses at most of each replica; and parts that it has at least, so that none waits for long."""
+LARGEST_PART, LARGEST_PART_BYTES, PARTS_PER_REPLICA = 256, 64 * MIB, 8
+"""Sequences that a kill loses at most of each replica, and their bytes in memory; and parts that it has at least, so
+that none waits for long."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +66,14 @@ class Precomputed:
 
     Attributes:
         folder: of the values.
-        pairs: whose answers were scored.
+        values, unit: pairs, or samples.
         bytes: of the files.
         seconds: that it took now; 0: it was there.
     """
 
     folder: str
-    pairs: int
+    values: int
+    unit: str
     bytes: int
     seconds: float
 
@@ -107,6 +113,8 @@ def precompute(recipe: Recipe, paths: Paths, nproc: int | None, node: Node | Non
     """
     key, folder = place(recipe)
     live = with_frozen_model(recipe)
+    for problem in of_teacher(live, check):
+        raise UserError(problem.what, where=problem.key, rule=problem.rule, fix=problem.fix)
     require_packages(live)
     nodes_ = 1 if node is None else node.nodes
     cluster = detect().times(nodes_)
@@ -118,7 +126,12 @@ def precompute(recipe: Recipe, paths: Paths, nproc: int | None, node: Node | Non
     from llmrecipes.data.prepared import open_prepared
 
     prepared = open_prepared(live, paths.data_dir)
-    pairs = sum(prepared.manifest.counts(split).documents for split in SPLITS)
+    if path is not None and live.distill is not None:
+        require_same_tokens(RankSpec(recipe=live, data_dir=paths.data_dir), path)
+    if live.distill is None:
+        number, unit, size = sum(prepared.manifest.counts(split).documents for split in SPLITS), "pairs", PAIR_BYTES
+    else:
+        number, unit, size = samples_of(live), "samples", sample_bytes(live)
     where = f"{key}: {folder}"
     wanted = facts(recipe, prepared, identity(path, live, log))
     with _only_one(folder, node):
@@ -126,8 +139,9 @@ def precompute(recipe: Recipe, paths: Paths, nproc: int | None, node: Node | Non
             record, _ = precomputed.read_record(folder, where)
             precomputed.require_same(record.facts, wanted, where)
             log(f"{where}: complete already")
-            return Precomputed(str(folder), pairs, _size(record), 0.0)
-        log(f"{where}: {pairs:,} pairs × {PAIR_BYTES} bytes = {pairs * PAIR_BYTES:,} bytes, ranks: {ranks}")
+            return Precomputed(str(folder), number, unit, _size(record), 0.0)
+        log(f"{where}: {number:,} {unit} × {size:,} bytes = {gib(number * size)}, ranks: {ranks}")
+        _require_space(folder, number * size)
         if node is None or node.number == 0:
             _begin(folder, wanted, where)
         began = time.monotonic()
@@ -138,11 +152,22 @@ def precompute(recipe: Recipe, paths: Paths, nproc: int | None, node: Node | Non
         if code:
             return code
         record, _ = precomputed.read_record(folder, where)
-        return Precomputed(str(folder), pairs, _size(record), time.monotonic() - began)
+        return Precomputed(str(folder), number, unit, _size(record), time.monotonic() - began)
 
 
 def _size(record: precomputed.PrecomputedRecord) -> int:
-    return sum(file.bytes for file in record.files.values())
+    form = record.logits
+    return sum(file.bytes for file in record.files.values()) + (form.samples * form.sample_bytes if form else 0)
+
+
+def _require_space(folder: Path, size: int) -> None:
+    free, parent = shutil.disk_usage(folder.absolute().parent).free, folder.absolute().parent
+    there = sum(path.stat().st_size for path in work_folder(folder).rglob("*.bin"))
+    if size > free + there:
+        raise UserError(
+            f"{gib(size)}, and {gib(free)} are free", where=str(parent), rule="everything is written there",
+            fix="another folder, or for a teacher a smaller distill.top_k",
+        )  # fmt: skip
 
 
 def _ranks(recipe: Recipe, nproc: int | None, nodes_: int, cluster: Cluster) -> int:
@@ -237,12 +262,107 @@ class Part:
     """Samples of a split that one replica computes, and whose values are one file."""
 
     split: Split
+    number: int
     first: int
     end: int
 
-    @property
-    def name(self) -> str:
-        return f"{self.split}-{self.first:012}-{self.end:012}.npy"
+
+class Pairs:
+    """Two numbers for each pair, which are put together by pair: they serve every order of the pairs.
+
+    Args:
+        work: folder of the parts.
+    """
+
+    sample_bytes = 0  # so few that parts are bounded by the work that a kill loses
+
+    def __init__(self, recipe: Recipe, prepared: Prepared, work: Path) -> None:
+        from llmrecipes.data.dataset import build
+
+        self._prepared, self._length, self._work = prepared, recipe.model.seq_length, work
+        opened = {split: build(recipe, prepared, split) for split in SPLITS}
+        self.samples = {split: cast("PairDataset", each).in_file_order()
+                        for split, each in opened.items() if each is not None}  # fmt: skip
+        self.lengths = {split: len(samples) for split, samples in self.samples.items()}
+
+    def file(self, part: Part) -> Path:
+        """Of a part's values."""
+        return self._work / "parts" / f"{part.split}-{part.first:012}-{part.end:012}.npy"
+
+    def packed(self, part: Part, values: Sequence[tuple[Any, ...]]) -> bytes:
+        """The content of that file, from the values of its samples and of further ones."""
+        numbers = np.concatenate([answers.numpy() for (answers,) in values])
+        numbers = numbers[: 2 * len(self.samples[part.split].pairs(part.first, part.end))]
+        _require_finite(bool(np.isfinite(numbers).all()))
+        return _array(numbers.reshape(-1, 2))
+
+    def complete(self, folder: Path, parts: Sequence[Part]) -> dict[str, Any]:
+        """Write the files of the complete folder; returns what its record says of them."""
+        from llmrecipes.data.manifest import File, sha256, stem
+
+        files = {}
+        for split, samples in self.samples.items():
+            arrays = [np.full((count, 2), np.nan) for count in samples.counts]
+            for part in (each for each in parts if each.split == split):
+                values = np.load(self.file(part), allow_pickle=False)
+                places = samples.pairs(part.first, part.end)
+                for number, array in enumerate(arrays):
+                    own = places[:, 0] == number
+                    array[places[own, 1]] = values[own]
+            for number, array in zip(self._prepared.usable(split, self._length), arrays, strict=True):
+                path = folder / f"{stem(number, split)}.npy"
+                if np.isnan(array).any():
+                    raise AssertionError(f"pairs of {path.stem} are missing")
+                write_synced(path, _array(array))
+                files[path.name] = File(bytes=path.stat().st_size, sha256=sha256(path))
+        return {"files": files}
+
+
+class Logits:
+    """The largest logits of each token, in the order of the run's samples.
+
+    Args: as `Pairs`.
+    """
+
+    def __init__(self, recipe: Recipe, prepared: Prepared, work: Path) -> None:
+        from llmrecipes.data.dataset import build
+
+        self._recipe, self._work = recipe, work
+        self._form = precomputed.LogitsForm.of(recipe, 1)
+        train = build(recipe, prepared, "train")
+        self.samples: dict[Split, Any] = {} if train is None else {"train": train}
+        self.lengths: dict[Split, int] = {"train": self._form.samples} if self.samples else {}
+        self.sample_bytes = self._form.sample_bytes
+
+    def file(self, part: Part) -> Path:
+        """As `Pairs.file`."""
+        return self._work / "complete" / precomputed.LOGITS / self._form.file(part.number)
+
+    def packed(self, part: Part, values: Sequence[tuple[Any, ...]]) -> bytes:
+        """As `Pairs.packed`."""
+        rows = [row for ids, logits in values for row in zip(ids, logits, strict=True)][: part.end - part.first]
+        _require_finite(all(bool(logits.isfinite().all()) for _, logits in rows))
+        return b"".join(self._form.packed(ids, logits) for ids, logits in rows)
+
+    def complete(self, folder: Path, parts: Sequence[Part]) -> dict[str, Any]:
+        """As `Pairs.complete`."""
+        size = max(part.end - part.first for part in parts)
+        return {"logits": self._form.model_copy(update={"part": size})}
+
+
+def _array(values: np.ndarray) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, values)
+    return stream.getvalue()
+
+
+def _require_finite(is_finite: bool) -> None:
+    if not is_finite:
+        raise UserError(
+            "it says something that is not finite", where="the frozen model",
+            rule="its log-probabilities and logits are numbers", fix="another model, or train.precision bf16",
+            code=ExitCode.STOP,
+        )  # fmt: skip
 
 
 def run(spec: PrecomputeSpec) -> ExitCode:
@@ -270,26 +390,25 @@ def compute(spec: PrecomputeSpec, platform: Platform, world: World) -> None:
     """Compute the parts that are missing and publish all, on ranks that have joined."""
     import torch.distributed as dist
 
-    from llmrecipes.data.dataset import build
     from llmrecipes.data.prepared import open_prepared
     from llmrecipes.engine.backends import backend
     from llmrecipes.tracking.progress import Counted
     from llmrecipes.train.resume import load_frozen
 
-    plan = derive(passes_recipe(spec.recipe, world.size), world.size, detect().times(nodes()))
+    recipe = spec.recipe
+    plan = derive(passes_recipe(recipe, world.size), world.size, detect().times(nodes()))
+    top_k = None if recipe.distill is None else recipe.distill.top_k
     # Rules require the engine that has it.
-    frozen: Precomputation = cast(Any, backend(spec.recipe)).precomputation(plan, platform)
+    frozen: Precomputation = cast(Any, backend(recipe)).precomputation(plan, platform, top_k)
     if spec.frozen is None:
         frozen.load()
     else:
         load_frozen(frozen, spec.frozen, plan.recipe.model)
-    prepared = open_prepared(spec.recipe, spec.data_dir)
-    opened = {split: build(spec.recipe, prepared, split) for split in SPLITS}
-    every = {split: cast("PairDataset", each).in_file_order() for split, each in opened.items() if each is not None}
-    work, micro, replicas = work_folder(spec.folder), spec.recipe.train.micro_batch_size, world.data_parallel_size
+    work, micro, replicas = work_folder(spec.folder), recipe.train.micro_batch_size, world.data_parallel_size
+    kind = (Pairs if recipe.distill is None else Logits)(recipe, open_prepared(recipe, spec.data_dir), work)
     # Rank 0 decides: ranks may see different listings of a shared file system.
-    parts = _parts(work, every, micro, replicas) if world.is_first else []
-    shared: list[Any] = [[part for part in parts if not (work / "parts" / part.name).exists()]]
+    parts = _parts(work, kind, micro, replicas) if world.is_first else []
+    shared: list[Any] = [[part for part in parts if not kind.file(part).exists()]]
     dist.broadcast_object_list(shared, src=0)
     missing: list[Part] = shared[0]
     progress = Counted() if world.is_first else None
@@ -301,89 +420,59 @@ def compute(spec: PrecomputeSpec, platform: Platform, world: World) -> None:
         length = max(part.end - part.first for part in together)
         is_mine = world.data_parallel_rank < len(together)
         part = together[world.data_parallel_rank if is_mine else 0]
-        values = _values(frozen, every[part.split], part, length, micro)
+        values = _values(frozen, kind.samples[part.split], part, length, micro)
         if frozen.writes and is_mine:
-            _write_part(
-                work / "parts" / part.name, values[: 2 * len(every[part.split].pairs(part.first, part.end))], spec
-            )
+            _write_part(kind.file(part), kind.packed(part, values))
         if progress is not None:
             progress.add(sum(each.end - each.first for each in together))
     if progress is not None:
         progress.close()
     dist.barrier()
     if world.is_first:
-        _publish(spec, work, parts, every, prepared)
+        _publish(spec, kind, parts)
     dist.barrier()
 
 
-def _parts(work: Path, every: dict[Split, PairDataset], micro: int, replicas: int) -> list[Part]:
+def _parts(work: Path, kind: Pairs | Logits, micro: int, replicas: int) -> list[Part]:
     """All parts. Their size is that of the first start, so that one on other ranks finds what is there."""
     request = read_json(work / REQUEST, root=work)
-    total = sum(len(each) for each in every.values())
-    size = request.get("part") or min(LARGEST_PART, -(-total // (PARTS_PER_REPLICA * replicas)))
+    most = min(LARGEST_PART, max(1, LARGEST_PART_BYTES // max(1, kind.sample_bytes)))
+    size = request.get("part") or min(most, -(-sum(kind.lengths.values()) // (PARTS_PER_REPLICA * replicas)))
     size = -(-int(size) // micro) * micro
     if "part" not in request:
         write_atomic(work / REQUEST, json.dumps({**request, "part": size}, indent=1) + "\n")
     return [
-        Part(split, first, min(first + size, len(samples)))
-        for split, samples in every.items()
-        for first in range(0, len(samples), size)
+        Part(split, number, first, min(first + size, length))
+        for split, length in kind.lengths.items()
+        for number, first in enumerate(range(0, length, size))
     ]
 
 
-def _values(frozen: Precomputation, samples: PairDataset, part: Part, length: int, micro: int) -> np.ndarray:
-    """[answers of the part and more], of at least `length` samples, those behind its end from its beginning again."""
+def _values(frozen: Precomputation, samples: Any, part: Part, length: int, micro: int) -> list[tuple[Any, ...]]:
+    """Values of at least `length` samples: those of the part, and further ones from its beginning again."""
     from llmrecipes.data.batches import collate
 
-    found, own = [], part.end - part.first
+    found, own = list[tuple[Any, ...]](), part.end - part.first
     size = micro * frozen.together
     for begin in range(0, length, size):
         rows = [samples[part.first + number % own] for number in range(begin, begin + size)]
         batches = [cast(Any, collate(rows[place : place + micro])) for place in range(0, size, micro)]
-        found += [each.numpy() for each in frozen.values(batches)]
-    return np.concatenate(found) if found else np.empty(0)
+        found += frozen.values(batches)
+    return found
 
 
-def _write_part(path: Path, values: np.ndarray, spec: PrecomputeSpec) -> None:
-    if not np.isfinite(values).all():
-        raise UserError(
-            "a log-probability is not finite", where=str(spec.frozen or "initial weights"),
-            rule="a reference says something of every answer", fix="another reference, or train.precision bf16",
-            code=ExitCode.STOP,
-        )  # fmt: skip
-    stream = io.BytesIO()
-    np.save(stream, values.reshape(-1, 2))
-    write_atomic(path, stream.getvalue())
+def _write_part(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, content)
 
 
-def _publish(
-    spec: PrecomputeSpec, work: Path, parts: list[Part], every: dict[Split, PairDataset], prepared: Prepared
-) -> None:
-    """Put the parts together by pair, and give the folder its name."""
-    from llmrecipes.data.manifest import File, sha256, stem
-
-    complete, files = work / "complete", {}
-    shutil.rmtree(complete, ignore_errors=True)
-    complete.mkdir()
-    for split, samples in every.items():
-        arrays = [np.full((count, 2), np.nan) for count in samples.counts]
-        for part in (each for each in parts if each.split == split):
-            values = np.load(work / "parts" / part.name, allow_pickle=False)
-            places = samples.pairs(part.first, part.end)
-            for number, array in enumerate(arrays):
-                own = places[:, 0] == number
-                array[places[own, 1]] = values[own]
-        for number, array in zip(prepared.usable(split, spec.recipe.model.seq_length), arrays, strict=True):
-            if np.isnan(array).any():
-                raise AssertionError(f"pairs of {stem(number, split)} are missing")
-            stream = io.BytesIO()
-            np.save(stream, array)
-            write_synced(complete / f"{stem(number, split)}.npy", stream.getvalue())
-    for path in sorted(complete.iterdir()):
-        files[path.name] = File(bytes=path.stat().st_size, sha256=sha256(path))
-    record = precomputed.PrecomputedRecord(
-        format=precomputed.FORMAT, facts=read_json(work / REQUEST, root=work)["facts"], files=files
-    )
+def _publish(spec: PrecomputeSpec, kind: Pairs | Logits, parts: list[Part]) -> None:
+    """Give the folder its name."""
+    work = work_folder(spec.folder)
+    complete = work / "complete"
+    complete.mkdir(exist_ok=True)
+    facts_ = read_json(work / REQUEST, root=work)["facts"]
+    record = precomputed.PrecomputedRecord(format=precomputed.FORMAT, facts=facts_, **kind.complete(complete, parts))
     write_synced(complete / precomputed.NAME, (record.model_dump_json(indent=1) + "\n").encode())
     sync(complete)
     complete.rename(spec.folder)  # an empty folder of that name is replaced

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,8 +12,9 @@ from llmrecipes.checkpoint.manifest import MANIFEST_NAME
 from llmrecipes.data import precomputed
 from llmrecipes.errors import UserError
 from llmrecipes.io import write_atomic
-from llmrecipes.recipe.batch_schedule import without_ramp
+from llmrecipes.recipe.batch_schedule import samples_of, without_ramp
 from llmrecipes.recipe.degrees import model_parallel_size
+from llmrecipes.recipe.distill_rules import teacher_recipe
 from llmrecipes.recipe.preference_rules import (
     frozen_model,
     named,
@@ -43,8 +45,8 @@ def place(recipe: Recipe) -> tuple[str, Path]:
     if found is None:
         raise UserError(
             "no key names the folder that is written", where=f"recipe {recipe.name}",
-            rule="precompute writes the log-probabilities of the reference of dpo",
-            fix="llmrecipes precompute RECIPE dpo.reference_log_probs=DIR",
+            rule="precompute writes log-probabilities of the reference of dpo, or logits of the teacher of distill",
+            fix="llmrecipes precompute RECIPE dpo.reference_log_probs=DIR, or distill.logits=DIR distill.top_k=32",
         )  # fmt: skip
     return found[0], Path(found[1])
 
@@ -54,8 +56,12 @@ def passes_recipe(recipe: Recipe, ranks: int) -> Recipe:
     parallel = recipe.parallelism
     replicas = ranks // model_parallel_size(parallel) or 1
     size = recipe.train.micro_batch_size * replicas * parallel.pipeline_model_parallel_size
-    frozen = reference_recipe(with_frozen_model(recipe))
-    return frozen.model_copy(update={"lora": None, "train": without_ramp(frozen.train, global_batch_size=size)})
+    live = with_frozen_model(recipe)
+    frozen = reference_recipe(live) if live.distill is None else teacher_recipe(live)
+    # Initial values are those that the passes beside training have: of a teacher, for rehearsals, others than its own.
+    seed = frozen.train.seed + (live.distill is not None)
+    train = without_ramp(frozen.train, global_batch_size=size, seed=seed)
+    return frozen.model_copy(update={"lora": None, "train": train})
 
 
 def frozen_path(recipe: Recipe, runs_dir: Path) -> Path | None:
@@ -93,12 +99,19 @@ def facts(recipe: Recipe, prepared: Prepared, weights: str) -> dict[str, Any]:
     tokens = {name: file.sha256 for name, file in prepared.manifest.files.items()
               if name.endswith((".bin", ".idx", ".answers"))}  # fmt: skip
     content = hashlib.sha256(json.dumps(tokens, sort_keys=True).encode()).hexdigest()
-    values = {
+    values: dict[str, Any] = {
         "data": {"folder": prepared.path.name, "content": content},
         "model": plain(frozen_model(with_frozen_model(recipe))),
         "model.weights": weights,
         "train.precision": recipe.train.precision,
     }
+    if recipe.distill is not None:
+        values["order"] = {
+            "train.seed": recipe.train.seed, "samples": samples_of(recipe), "data.sources.weight": prepared.weights,
+            "megatron-core": version("megatron-core"),
+            "data.chat.packing": None if recipe.data.chat is None else recipe.data.chat.packing,
+        }  # fmt: skip
+        values["distill.top_k"] = recipe.distill.top_k
     return cast(dict[str, Any], json.loads(json.dumps(values)))
 
 

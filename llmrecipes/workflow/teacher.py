@@ -13,7 +13,7 @@ from llmrecipes.recipe.preference_rules import frozen_model, named
 from llmrecipes.recipe.schema import Model, Recipe, Tokenizer
 from llmrecipes.rundir import Run
 from llmrecipes.runfiles import run_of
-from llmrecipes.train.spec import RunSpec
+from llmrecipes.train.spec import RankSpec, RunSpec
 from llmrecipes.untrusted import RECORD as MOST
 from llmrecipes.untrusted import read_json
 from llmrecipes.workflow.model_source import find_checkpoint
@@ -29,9 +29,11 @@ SHOWN = 3
 
 def named_model(recipe: Recipe) -> str | None:
     """The value of the key that names a frozen model."""
+    if named(recipe) is None:
+        return None
     if recipe.distill is not None:
         return recipe.distill.teacher
-    return None if recipe.dpo is None or named(recipe) is None else recipe.dpo.reference
+    return None if recipe.dpo is None else recipe.dpo.reference
 
 
 def with_teacher(spec: RunSpec, log: Log) -> RunSpec:
@@ -66,13 +68,26 @@ def record_teacher(spec: RunSpec) -> None:
     reference = named_model(spec.recipe)
     if spec.teacher is None or reference is None:
         return
+    try:
+        require_same_tokens(spec, spec.teacher)
+    except UserError:
+        spec.run.remove_if_empty()
+        raise
+    record = {"teacher": reference, "path": str(spec.teacher)}
+    write_atomic(spec.run_dir / RECORD, json.dumps(record, indent=2) + "\n")
+
+
+def require_same_tokens(spec: RankSpec, path: Path) -> None:
+    """Refuse a frozen model to which token ids mean something else than in the prepared data.
+
+    Raises:
+        UserError: ids differ; the message has some.
+    """
     from llmrecipes.data.prepared import open_prepared
 
     student = open_prepared(spec.recipe, spec.data_dir).tokenizer().backend.get_vocab(with_added_tokens=True)
-    teacher = _vocabulary(spec, spec.teacher)
+    teacher = _vocabulary(spec, path)
     if teacher is None or teacher == student:
-        record = {"teacher": reference, "path": str(spec.teacher)}
-        write_atomic(spec.run_dir / RECORD, json.dumps(record, indent=2) + "\n")
         return
     tokens = {number: token for token, number in student.items()}
     others = {number: token for token, number in teacher.items()}
@@ -81,10 +96,9 @@ def record_teacher(spec: RunSpec) -> None:
         f"{number} is {others.get(number, 'no token')!r} to it, {tokens.get(number, 'no token')!r} here"
         for number in apart[:SHOWN]
     )
-    spec.run.remove_if_empty()
     raise UserError(
         f"{len(apart)} of {len(tokens.keys() | others.keys())} token ids differ: {some}",
-        where=f"{named(spec.recipe)}: {reference}",
+        where=f"{named(spec.recipe)}: {named_model(spec.recipe)}",
         rule="both models are compared token by token, so they have one tokenizer",
         fix="data.tokenizer of that model (for a folder type huggingface, path FOLDER), or another model",
     )
@@ -180,7 +194,7 @@ def run_of_teacher(path: Path) -> Run | None:
     return None if (path / "config.json").is_file() else Run(run_of(path.parent).path)
 
 
-def _vocabulary(spec: RunSpec, path: Path) -> dict[str, int] | None:
+def _vocabulary(spec: RankSpec, path: Path) -> dict[str, int] | None:
     """Ids of the teacher's tokens; None: they are the student's, from the same data or the same name."""
     from llmrecipes.data.prepared import fingerprint, open_prepared
     from llmrecipes.data.tokenizer import load_huggingface

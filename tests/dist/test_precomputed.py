@@ -1,4 +1,4 @@
-"""Log-probabilities of a reference are those of one process in every layout, and so is the training that reads them."""
+"""What a reference and a teacher say is that of one process in every layout, and so is the training that reads it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llmrecipes.train.loaders import open_loaders
 from llmrecipes.workflow.precompute import REQUEST, PrecomputeSpec, compute, work_folder
 from tests.dist.training import training
 from tests.dist.worlds import GlooWorld
-from tests.unit.test_precompute import pairs, preferring
+from tests.unit.test_precompute import pairs, preferring, taught
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -71,4 +71,24 @@ def test_values_and_training_are_those_of_one_process(
     values = [worlds[ranks].run(losses, recipe, data_dir) for recipe in (read, live)]
     values.append(worlds[1].run(losses, one, data_dir))
     np.testing.assert_allclose(values[0], values[1], rtol=1e-6)
+    np.testing.assert_allclose(values[0], values[2], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("ranks", "packing", "degrees"), LAYOUTS.values(), ids=LAYOUTS)
+def test_a_student_is_the_one_with_its_teacher(
+    ranks: int, packing: bool, degrees: dict[str, Any], worlds: dict[int, GlooWorld], tmp_path: Path, corpus: Path,
+    data_dir: Path,
+) -> None:  # fmt: skip
+    wide = {"hidden_size": 96, "init_method_std": 0.2}
+    one = taught(corpus, "student", tmp_path / "one", model={"num_layers": 4}, distill={"model": wide})
+    prepare(one, data_dir)
+    worlds[1].run(computed, one, data_dir, tmp_path / "one")
+    read, live = (
+        taught(corpus, "student", folder, model={"num_layers": 4}, distill={"model": wide}, parallelism=degrees)
+        for folder in (tmp_path / "many", None)
+    )
+    worlds[ranks].run(computed, read, data_dir, tmp_path / "many")
+    values = [worlds[ranks].run(losses, recipe, data_dir) for recipe in (read, live)]
+    values.append(worlds[1].run(losses, one, data_dir))
+    np.testing.assert_allclose(values[0], values[1], rtol=1e-5)
     np.testing.assert_allclose(values[0], values[2], rtol=1e-5)

@@ -1,4 +1,4 @@
-"""Log-probabilities of a reference that are computed before training: the same run without the reference."""
+"""What a reference or a teacher says, computed before training: the same run without that model."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from llmrecipes.cli import app as cli
+from llmrecipes.data import precomputed
 from llmrecipes.plan.derive import derive
+from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.workflow import precompute
 from llmrecipes.workflow.precompute import work_folder
-from tests.helpers import ROOMY, tiny, train_lines, write_recipe
+from tests.helpers import ROOMY, tiny, tiny_on, train_lines, write_recipe
 from tests.refusals import require_message
 
 Command = Callable[..., tuple[int, str]]
@@ -164,3 +167,74 @@ def tiny_without_reference(source: Path) -> Recipe:
     recipe = preferring(source)
     assert recipe.dpo is not None
     return recipe.model_copy(update={"dpo": recipe.dpo.model_copy(update={"reference_free": True})})
+
+
+# -- a teacher's logits -----------------------------------------------------------------------------------------------
+
+
+def taught(corpus: Path, name: str, folder: Path | None = None, **sections: Any) -> Recipe:
+    train = {"train_iters": 3, "eval_interval": 3, "eval_iters": 1, "log_interval": 1, "global_batch_size": 4}
+    distill = {"teacher": "teacher", "model": {"hidden_size": 64}, "top_k": 8, "temperature": 2.0,
+               "logits": None if folder is None else str(folder)}  # fmt: skip
+    return tiny_on(
+        corpus, name, train={**train, **sections.pop("train", {})}, optimizer={"lr": 1e-2}, data={"num_workers": 0},
+        model={"hidden_size": 32, "vocab_size": 300, "seq_length": 32, **sections.pop("model", {})},
+        **({"distill": {**distill, **sections.pop("distill", {})}} if name == "student" else {}), **sections,
+    )  # fmt: skip
+
+
+def test_a_student_is_the_one_with_its_teacher(corpus: Path, folder: Path, command: Command) -> None:
+    teacher = write_recipe(taught(corpus, "teacher", model={"hidden_size": 64}, train={"train_iters": 1}), folder)
+    assert command("train", teacher, "--run-id", "one")[0] == 0
+    values = folder / "logits"
+    live, runs = write_recipe(taught(corpus, "student"), folder), folder / "runs/student"
+    assert command("train", live, "--run-id", "live")[0] == 0
+    recipe = write_recipe(taught(corpus, "student", values), folder)
+    code, printed = command("precompute", recipe, "--json")
+    assert code == 0 and '"values": 12, "unit": "samples"' in printed, printed
+    form = precomputed.read_record(values, "")[0].logits
+    assert form is not None and form.sample_bytes == 32 * 8 * (2 + 4) + 4
+    assert sum(path.stat().st_size for path in values.rglob("*.bin")) == 12 * form.sample_bytes
+    # The teacher need not be there.
+    (folder / "runs/teacher").rename(folder / "runs/elsewhere")
+    code, printed = command("train", recipe, "--run-id", "read")
+    assert code == 0, printed
+    losses = [[(line["loss"], line["grad_norm"]) for line in train_lines(runs / name)] for name in ("read", "live")]
+    assert len(losses[0]) == 3 and losses[0] == losses[1]
+    for override, key in {"distill.top_k=9": "distill.top_k", "train.seed=5": "order.train.seed",
+                          "train.global_batch_size=8": "order.samples"}.items():  # fmt: skip
+        code, printed = command("train", recipe, override)
+        assert code == 2, printed
+        require_message(printed, "distill.logits", rule=key)
+    part = next(values.rglob("*.bin"))
+    content = bytearray(part.read_bytes())
+    part.write_bytes(content[:-1])
+    assert command("train", recipe)[0] == 2
+    content[7] ^= 1
+    part.write_bytes(content)
+    code, printed = command("train", recipe)
+    assert code == 93
+    require_message(printed, str(part))
+
+
+def test_samples_are_read_as_they_were_written() -> None:
+    ids, logits = torch.randint(0, 1 << 17, (5, 3)), torch.randn(5, 3)
+    for id_type, logit_type, size in (("uint32", "bfloat16", 6), ("uint32", "float32", 8), ("uint16", "float16", 4)):
+        form = precomputed.LogitsForm(samples=1, length=5, top_k=3, ids=id_type, logits=logit_type, part=1)
+        data = form.packed(ids % (1 << 16 if id_type == "uint16" else 1 << 17), logits)
+        assert len(data) == form.sample_bytes == 5 * 3 * size + 4
+        again, values = form.unpacked(data)
+        assert torch.equal(again.long(), ids % (1 << 16 if id_type == "uint16" else 1 << 17))
+        assert torch.equal(values, logits.to(getattr(torch, logit_type)).float())
+        with pytest.raises(ValueError, match="checksum"):
+            form.unpacked(bytes([data[0] ^ 1]) + data[1:])
+
+
+def test_a_plan_is_without_the_teacher(corpus: Path, folder: Path) -> None:
+    read = taught(corpus, "student", folder)
+    plan, alone = (derive(each, 1, ROOMY) for each in (read, read.model_copy(update={"distill": None})))
+    assert plan.memory.teacher == 0 and plan.flops_per_token_full == alone.flops_per_token_full
+    assert not check(read)
+    assert [problem.key for problem in check(taught(corpus, "student", folder, distill={"top_k": None}))] == [
+        "distill.top_k"
+    ]

@@ -788,6 +788,7 @@ CASES: dict[str, Case] = {
     "distill.loss": Case("mse", first_loss, DISTILL),
     "distill.temperature": Case(2.0, first_loss, DISTILL),
     "distill.top_k": Case(3, first_loss, DISTILL),
+    "distill.logits": Case("there", plan, {**DISTILL, "distill.top_k": 3}),
     "dpo.beta": Case(0.5, compared, DPO),
     "dpo.loss_type": Case("ipo", compared, DPO),
     "dpo.label_smoothing": Case(0.2, compared, {**DPO, "dpo": {"loss_type": "robust"}}),

@@ -125,6 +125,8 @@ def model_parallel(
             data_parallel_size=parallel_state.get_data_parallel_world_size(),
             holds_whole_model=dist.get_world_size() == parallel_state.get_data_parallel_world_size()
             and parallelism.expert_model_parallel_size == 1,
+            has_loss=parallel_state.get_pipeline_model_parallel_rank()
+            == parallel_state.get_pipeline_model_parallel_world_size() - 1,
         )
 
 

@@ -11,7 +11,7 @@ from llmrecipes.engine.base import Platform, WeightSource
 from llmrecipes.engine.core.backend import CoreBackend, loaded, to_be_loaded
 from llmrecipes.engine.core.model.gpt import RecipeGPTModel, build, construct
 from llmrecipes.engine.megatron.engine import MegatronEngine
-from llmrecipes.engine.megatron.precompute import ReferenceLogProbs
+from llmrecipes.engine.megatron.precompute import ReferenceLogProbs, TeacherLogits
 from llmrecipes.plan.derive import Plan
 
 
@@ -27,8 +27,8 @@ class MegatronBackend(CoreBackend):
     def construct_meta(self, plan: Plan, platform: Platform) -> MegatronEngine:
         return MegatronEngine(plan, construct(plan, platform), platform)
 
-    def precomputation(self, plan: Plan, platform: Platform) -> ReferenceLogProbs:
-        return ReferenceLogProbs(plan, platform)
+    def precomputation(self, plan: Plan, platform: Platform, top_k: int | None) -> ReferenceLogProbs | TeacherLogits:
+        return ReferenceLogProbs(plan, platform) if top_k is None else TeacherLogits(plan, platform, top_k)
 
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> MegatronEngine:
         source = loaded(dense, platform, entry)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.autograd.function import once_differentiable
 
-from llmrecipes.engine.base import Platform
+from llmrecipes.engine.base import Batch, Platform
 from llmrecipes.engine.core.model.gpt import RecipeGPTModel
 from llmrecipes.engine.megatron.frozen import FrozenModel
 from llmrecipes.plan.derive import Plan
@@ -65,6 +65,44 @@ class Teacher(FrozenModel):
         losses = compared_losses(
             logits.reshape(-1, rows), self._logits().reshape(-1, rows), labels.t().reshape(-1), self._how
         )
+        return losses.view(labels.size(1), labels.size(0)).t().contiguous()
+
+
+class SaidBefore:
+    """The largest logits of a teacher, computed before training (`distill.logits`), in place of its passes.
+
+    Args:
+        plan: of the student.
+        student: this rank's chunks.
+    """
+
+    def __init__(self, plan: Plan, student: Sequence[RecipeGPTModel]) -> None:
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        group = parallel_state.get_tensor_model_parallel_group() if size > 1 else None
+        # All that were written count: they are the largest.
+        every = section(plan.recipe).model_copy(update={"top_k": None})
+        self._how = Comparison(every, plan.recipe.model.vocab_size, group)
+        self._said: tuple[torch.Tensor, torch.Tensor] | None = None
+        for module in student:
+            module.compared = self._losses
+
+    def expect(self, batch: Batch) -> None:
+        """Take what was said of this rank's part of the micro-batch that comes next: `teacher_ids` and
+        `teacher_logits`, [b, s, top_k]; ranks before the last stage have none."""
+        self._said = (batch["teacher_ids"], batch["teacher_logits"]) if "teacher_ids" in batch else None
+
+    def _losses(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """[b, s] in fp32, as `RecipeGPTModel.compute_language_model_loss`."""
+        if self._said is None:
+            raise ValueError("a micro-batch without teacher_ids and teacher_logits")
+        rows = logits.size(-1)
+        ids, said = (each.transpose(0, 1).flatten(0, 1) for each in self._said)
+        said = said.to(logits.dtype)  # exact: they were computed in this precision
+        local = ids.long() - self._how.first(rows)
+        local = torch.where((local >= 0) & (local < rows), local, rows)
+        # Other ranks' tokens go to a further column, which is cut off.
+        teacher = said.new_full((len(said), rows + 1), -torch.inf).scatter_(1, local, said)[:, :rows]
+        losses = compared_losses(logits.reshape(-1, rows), teacher, labels.t().reshape(-1), self._how)
         return losses.view(labels.size(1), labels.size(0)).t().contiguous()
 
 

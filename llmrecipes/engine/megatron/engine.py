@@ -49,7 +49,7 @@ from llmrecipes.engine.core.versions import auxiliary_losses
 from llmrecipes.engine.core.weights import gradient_slices, weight_slices
 from llmrecipes.engine.megatron import state
 from llmrecipes.engine.megatron.adversary import adversary
-from llmrecipes.engine.megatron.distillation import Teacher
+from llmrecipes.engine.megatron.distillation import SaidBefore, Teacher
 from llmrecipes.engine.megatron.graphs import RecordedLayers
 from llmrecipes.engine.megatron.layer_drop import layer_drop
 from llmrecipes.engine.megatron.layer_norms import LayerNorms
@@ -61,6 +61,7 @@ from llmrecipes.engine.megatron.zeros import KeptZeros
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.faults.numerics import first_bad_parameter, named_gradients
 from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.distill_rules import has_teacher
 from llmrecipes.recipe.features import value, values
 
 GRADIENT_BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
@@ -121,12 +122,11 @@ class MegatronEngine:
             # Without effect in evaluation, which gathers the parameters first.
             config.param_sync_func = [chunk.start_param_sync for chunk in self.chunks]
         self._forward_backward = get_forward_backward_func()
-        self.teacher = None if recipe.distill is None else Teacher(plan, platform, self.modules)
+        self.teacher = Teacher(plan, platform, self.modules) if has_teacher(recipe) else None
+        self.said = SaidBefore(plan, self.modules) if recipe.distill and not self.teacher else None
         self.steps = 0  # that have begun, which the random numbers of a step depend on
         self.adversary = adversary(plan, self.modules, self.chunks)
-        self.preference: PreferenceLoss | None = None
-        if recipe.dpo is not None:
-            self.preference = PreferenceLoss(plan, platform, self.modules, self.chunks, built.implementation)
+        self.preference = PreferenceLoss(plan, platform, built, self.chunks) if recipe.dpo else None
         self.drop = layer_drop(plan, self.modules, platform)
         self._recorded: RecordedLayers | None = None
         if built.config.cuda_graph_impl != "none" and platform.device.type == "cuda":
@@ -428,6 +428,8 @@ class MegatronEngine:
         if answers is not None:
             batch["answers"] = answers.of_token.to(self.platform.device, non_blocking=True)
         batch = own_chunks(batch, parts, number)
+        if self.said is not None:
+            self.said.expect(batch)
         losses = (model.build_schedule_plan if return_schedule_plan else model)(
             batch["tokens"],
             batch["position_ids"],
@@ -437,9 +439,7 @@ class MegatronEngine:
             prediction_weights=weights,
         )
         if self.preference is not None and answers is not None:
-            return losses, self.preference.counter(
-                batch["answers"], answers.count, batch["loss_mask"], self.accuracy, batch.get("reference")
-            )
+            return losses, self.preference.counter(batch, answers.count, self.accuracy)
         return losses, partial(_sum_over_tokens, batch["loss_mask"], self.accuracy)
 
 

@@ -38,7 +38,7 @@ class FrozenModel:
     def __init__(self, plan: Plan, platform: Platform, keys: tuple[str, ...]) -> None:
         self.plan, self._platform, self._keys = plan, platform, keys
         self._forward = get_forward_backward_func()
-        self.kept: deque[torch.Tensor] = deque()
+        self.kept: deque[Any] = deque()
         """Results of passes, in the order of their micro-batches; on the last stage."""
         self.modules: tuple[RecipeGPTModel, ...] = ()
         """This rank's chunks of the model, once its weights are there."""
@@ -115,10 +115,13 @@ class FrozenModel:
         )
         batch = own_chunks(batch, parts, number)
         more = {name: batch[name] for name in self._keys if name not in ("tokens", "position_ids")}
-        return model(batch["tokens"], batch["position_ids"], **conversations, **more), _report
+        return model(batch["tokens"], batch["position_ids"], **conversations, **more), self._report
 
+    def _report(self, result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """In the form that megatron-core's schedules ask of a loss function."""
+        nothing = torch.zeros((), device=result.device)
+        return nothing, nothing.int(), {"kept": self.kept_of(result)}
 
-def _report(result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """In the form that megatron-core's schedules ask of a loss function."""
-    nothing = torch.zeros((), device=result.device)
-    return nothing, nothing.int(), {"kept": result}
+    def kept_of(self, result: torch.Tensor) -> Any:
+        """What is kept of the result of a pass; on the last stage."""
+        return result

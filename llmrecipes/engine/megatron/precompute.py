@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state
 
 from llmrecipes.engine.base import Batch, Platform
@@ -15,11 +16,8 @@ from llmrecipes.engine.megatron.preference import find_answers
 from llmrecipes.plan.derive import Plan
 
 
-class ReferenceLogProbs(FrozenModel):
-    """Log-probabilities of answers. Implements `engine.base.Precomputation`."""
-
-    def __init__(self, plan: Plan, platform: Platform) -> None:
-        super().__init__(plan, platform, ("tokens", "position_ids", "labels"))
+class Precomputed(FrozenModel):
+    """Which ranks pass and write what."""
 
     @property
     def together(self) -> int:
@@ -37,11 +35,18 @@ class ReferenceLogProbs(FrozenModel):
             and parallel_state.get_context_parallel_rank() == 0
         )
 
-    def values(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
+
+class ReferenceLogProbs(Precomputed):
+    """Log-probabilities of answers. Implements `engine.base.Precomputation`."""
+
+    def __init__(self, plan: Plan, platform: Platform) -> None:
+        super().__init__(plan, platform, ("tokens", "position_ids", "labels"))
+
+    def values(self, batches: Sequence[Batch]) -> list[tuple[torch.Tensor, ...]]:
         """[answers] of each micro-batch, in nats, fp64 in host memory; nothing on ranks before the last stage."""
         self.kept.clear()
         self.passes(batches)
-        return [self._sums(losses, batch) for losses, batch in zip(self.kept, batches, strict=False)]
+        return [(self._sums(losses, batch),) for losses, batch in zip(self.kept, batches, strict=False)]
 
     def _sums(self, losses: torch.Tensor, batch: Batch) -> torch.Tensor:
         answers = find_answers(batch["position_ids"], batch["loss_mask"])
@@ -53,3 +58,52 @@ class ReferenceLogProbs(FrozenModel):
         if parts > 1:
             dist.all_reduce(sums, group=parallel_state.get_context_parallel_group())
         return sums[: answers.count].cpu()
+
+
+class TeacherLogits(Precomputed):
+    """The largest logits of each token. Implements `engine.base.Precomputation`.
+
+    Args:
+        top_k: of the vocabulary without padding.
+    """
+
+    def __init__(self, plan: Plan, platform: Platform, top_k: int) -> None:
+        super().__init__(plan, platform, ("tokens", "position_ids"))
+        self._top_k, self._vocabulary = top_k, plan.recipe.model.vocab_size
+
+    def values(self, batches: Sequence[Batch]) -> list[tuple[torch.Tensor, ...]]:
+        """Ids, int32, and logits of each micro-batch, [b, s, top_k], in host memory; nothing where `writes` is not."""
+        self.kept.clear()
+        self.passes(batches)
+        return [each for each in self.kept if each]
+
+    def kept_of(self, result: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Of logits [b, s / context-parallel size, padded vocabulary / tensor-parallel size]: few are kept at once."""
+        rows, count = result.size(-1), self._top_k
+        first = parallel_state.get_tensor_model_parallel_rank() * rows
+        own = max(0, min(rows, self._vocabulary - first))
+        values, ids = result[..., :own].topk(min(count, own))
+        missing = (0, count - ids.size(-1))
+        values, ids = F.pad(values, missing, value=-torch.inf), F.pad(ids + first, missing)
+        if parallel_state.get_tensor_model_parallel_world_size() > 1:
+            group = parallel_state.get_tensor_model_parallel_group()
+            values, ids = (_gathered(each, group).movedim(0, -2).flatten(-2) for each in (values, ids))
+            values, places = values.topk(count)
+            ids = ids.gather(-1, places)
+        if parallel_state.get_context_parallel_world_size() > 1:
+            group = parallel_state.get_context_parallel_group()
+            values, ids = (_whole(_gathered(each, group)) for each in (values, ids))
+        return (ids.int().cpu(), values.cpu()) if self.writes else ()
+
+
+def _gathered(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[ranks, ...] from one of each rank."""
+    every = own.new_empty(dist.get_world_size(group), *own.shape)
+    dist.all_gather_into_tensor(every.view(-1, *own.shape[1:]), own.contiguous(), group=group)
+    return every
+
+
+def _whole(parts: torch.Tensor) -> torch.Tensor:
+    """[b, s, ...] from [ranks, b, s / ranks, ...]: what `own_chunks` has split."""
+    halves = parts.chunk(2, dim=2)
+    return torch.cat([*halves[0], *halves[1].flip(0)], dim=1)

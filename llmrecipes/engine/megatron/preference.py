@@ -21,7 +21,7 @@ from megatron.core import parallel_state
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import Batch, Platform, WeightSource
 from llmrecipes.engine.core.accuracy import TokenAccuracy
-from llmrecipes.engine.core.model.gpt import RecipeGPTModel
+from llmrecipes.engine.core.model.gpt import BuiltModel, RecipeGPTModel
 from llmrecipes.engine.core.model.lora import adapters
 from llmrecipes.engine.megatron.frozen import FrozenModel
 from llmrecipes.plan.derive import Plan
@@ -145,15 +145,11 @@ class PreferenceLoss:
 
     Args:
         plan, platform: of the trained model.
-        modules: its chunks on this rank.
+        built: its chunks on this rank.
         chunks: the same as its schedule takes them.
-        implementation: how its layers are built.
     """
 
-    def __init__(
-        self, plan: Plan, platform: Platform, modules: tuple[RecipeGPTModel, ...], chunks: Sequence[Any],
-        implementation: str,
-    ) -> None:  # fmt: skip
+    def __init__(self, plan: Plan, platform: Platform, built: BuiltModel, chunks: Sequence[Any]) -> None:
         recipe = plan.recipe
         if recipe.dpo is None:
             raise ValueError(f"recipe {recipe.name} has no section dpo")
@@ -164,8 +160,8 @@ class PreferenceLoss:
         if has_reference(recipe):
             self._reference = FrozenModel(reference_plan(plan), platform, ("tokens", "position_ids", "labels"))
             if not has_second_model(recipe):
-                self._own = modules
-                self._reference.use(tuple(chunks), implementation)
+                self._own = built.modules
+                self._reference.use(tuple(chunks), built.implementation)
 
     def load(self, weights: Entry | WeightSource | None = None) -> None:
         """Build the reference, if there is a second model; see `FrozenModel.load`."""
@@ -196,21 +192,20 @@ class PreferenceLoss:
                 module.train(was)
 
     def counter(
-        self, answers: torch.Tensor, count: int, mask: torch.Tensor, accuracy: TokenAccuracy,
-        reference: torch.Tensor | None = None,
-    ) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]:  # fmt: skip
+        self, batch: Batch, count: int, accuracy: TokenAccuracy
+    ) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]:
         """What sums the losses of a micro-batch's tokens, [b, s] of this rank; megatron-core divides by the pairs of
         the global batch.
 
         Args:
-            answers, mask: this rank's part of `Answers.of_token` and of the loss mask, on the device.
+            batch: this rank's part, on the device: with `answers`, which is `Answers.of_token`, and if it was computed
+                before training `reference`, whose sums over the tokens of an answer are its negative log-probability.
             count: of answers.
-            reference: this rank's part of what was computed before training: [b, s], whose sums over the tokens of an
-                answer are its negative log-probability.
         """
+        answers, mask = batch["answers"], batch["loss_mask"]
 
         def summed(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-            kept = reference if self._reference is None else self._reference.kept.popleft()
+            kept = batch.get("reference") if self._reference is None else self._reference.kept.popleft()
             gains = self._gains(losses, kept, answers, count, mask)
             total = pair_losses(gains, self._dpo).sum()
             # Context-parallel ranks have the same sums, of which one is counted; each goes back through its own tokens.

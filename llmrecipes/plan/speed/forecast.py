@@ -17,6 +17,7 @@ from llmrecipes.plan.speed.saving import Saving, as_dict, saving
 from llmrecipes.plan.speed.step import Step, forward_seconds, predict, with_attack
 from llmrecipes.plan.speed.work import Work
 from llmrecipes.recipe.adversarial import passes
+from llmrecipes.recipe.distill_rules import has_teacher
 from llmrecipes.recipe.engines import DEEPSPEED, engine_name
 from llmrecipes.recipe.fp8 import bf16_layers
 from llmrecipes.recipe.preference_rules import has_reference
@@ -386,7 +387,7 @@ def forecast(plan: Plan, profile: Profile | None) -> Forecast:
     """
     found = gpu(plan, profile)
     step = predict(found, software(plan, found), work(plan))
-    if plan.recipe.distill is not None:
+    if has_teacher(plan.recipe):
         teacher = teacher_plan(plan)
         ahead = predict(found, software(teacher, found), work(teacher))
         step = replace(step, teacher=forward_seconds(ahead, plan.num_microbatches))
