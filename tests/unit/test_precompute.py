@@ -118,8 +118,13 @@ def test_a_killed_computation_goes_on(
         assert command("precompute", recipe, f"dpo.reference_log_probs={parts}")[0] != 0
     assert not parts.exists()
     assert sorted(path.name for path in (work_folder(parts) / "parts").iterdir()) == sorted(written)
+
+    def write_and_note(path: Path, *rest: Any) -> None:
+        written.append(path.name)
+        real(path, *rest)
+
     with monkeypatch.context() as patch:
-        patch.setattr(precompute, "_write_part", lambda path, *rest: (written.append(path.name), real(path, *rest)))
+        patch.setattr(precompute, "_write_part", write_and_note)
         assert command("precompute", recipe, f"dpo.reference_log_probs={parts}")[0] == 0
     assert len(written) == len(set(written)) > 3
     for path in whole.glob("*.npy"):
@@ -220,7 +225,9 @@ def test_a_student_is_the_one_with_its_teacher(corpus: Path, folder: Path, comma
 def test_samples_are_read_as_they_were_written() -> None:
     ids, logits = torch.randint(0, 1 << 17, (5, 3)), torch.randn(5, 3)
     for id_type, logit_type, size in (("uint32", "bfloat16", 6), ("uint32", "float32", 8), ("uint16", "float16", 4)):
-        form = precomputed.LogitsForm(samples=1, length=5, top_k=3, ids=id_type, logits=logit_type, part=1)
+        form = precomputed.LogitsForm.model_validate(
+            {"samples": 1, "length": 5, "top_k": 3, "ids": id_type, "logits": logit_type, "part": 1}
+        )
         data = form.packed(ids % (1 << 16 if id_type == "uint16" else 1 << 17), logits)
         assert len(data) == form.sample_bytes == 5 * 3 * size + 4
         again, values = form.unpacked(data)
