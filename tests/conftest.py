@@ -28,6 +28,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
+Command = Callable[..., tuple[int, str]]
 WORLDS = pytest.StashKey[dict[int, GlooWorld]]()
 
 
@@ -123,6 +124,20 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, Any], None]:
         assert text == path.read_text("utf-8"), f"{path} differs: if that is meant, run pytest --update-golden"
 
     return compare
+
+
+@pytest.fixture
+def command(folder: Path, data_dir: Path, capfd: pytest.CaptureFixture[str]) -> Command:
+    """Run a command of the program on the runs in `folder`, a fixture of the module: exit code, and what it printed."""
+    from llmrecipes.cli import app
+
+    def run(*arguments: str) -> tuple[int, str]:
+        code = app.run([*arguments, "--runs-dir", str(folder / "runs"), "--data-dir", str(data_dir)])
+        captured = capfd.readouterr()
+        assert "Traceback" not in captured.err
+        return code, captured.out + captured.err
+
+    return run
 
 
 @pytest.fixture(scope="module")

@@ -81,6 +81,17 @@ NodesOption = Annotated[
     int | None,
     typer.Option("--nodes", metavar="N", min=1, help="Use N nodes; default: the fewest that fit the layout."),
 ]
+NodeCountOption = Annotated[
+    int, typer.Option("--nnodes", metavar="N", min=1, help="Use N nodes; start the command on every one.")
+]
+NodeRankOption = Annotated[
+    int | None,
+    typer.Option("--node-rank", metavar="K", help="Start as node K, counted from 0; default in pods: the pod's index."),
+]
+RendezvousOption = Annotated[
+    str | None,
+    typer.Option("--rdzv", metavar="HOST:PORT", help="Meet at this address of node 0; default in pods: the first pod."),
+]
 HostsOption = Annotated[
     str | None,
     typer.Option(

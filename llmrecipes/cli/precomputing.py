@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Annotated
 
 import typer
 
@@ -13,9 +12,12 @@ from llmrecipes.cli.options import (
     RUNS,
     DataOption,
     JsonOption,
+    NodeCountOption,
+    NodeRankOption,
     OverridesArgument,
     RanksOption,
     RecipeArgument,
+    RendezvousOption,
     RunsOption,
 )
 from llmrecipes.faults.signals import early_signals
@@ -26,21 +28,9 @@ def precompute(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     nproc: RanksOption = None,
-    nnodes: Annotated[
-        int, typer.Option("--nnodes", metavar="N", min=1, help="Compute on N nodes; start the command on every one.")
-    ] = 1,
-    node_rank: Annotated[
-        int | None,
-        typer.Option(
-            "--node-rank", metavar="K", help="Start as node K, counted from 0; default in pods: the pod's index."
-        ),
-    ] = None,
-    rdzv: Annotated[
-        str | None,
-        typer.Option(
-            "--rdzv", metavar="HOST:PORT", help="Meet at this address of node 0; default in pods: the first pod."
-        ),
-    ] = None,
+    nnodes: NodeCountOption = 1,
+    node_rank: NodeRankOption = None,
+    rdzv: RendezvousOption = None,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,

@@ -19,9 +19,12 @@ from llmrecipes.cli.options import (
     DataOption,
     JsonOption,
     NewRunIdOption,
+    NodeCountOption,
+    NodeRankOption,
     OverridesArgument,
     RanksOption,
     RecipeArgument,
+    RendezvousOption,
     RunArgument,
     RunIdOption,
     RunsOption,
@@ -46,22 +49,9 @@ def train(
     nproc: RanksOption = None,
     run_id: RunIdOption = None,
     options: Any = None,
-    nnodes: Annotated[
-        int,
-        typer.Option("--nnodes", metavar="N", min=1, help="Train on N nodes; start the command on every one."),
-    ] = 1,
-    node_rank: Annotated[
-        int | None,
-        typer.Option(
-            "--node-rank", metavar="K", help="Start as node K, counted from 0; default in pods: the pod's index."
-        ),
-    ] = None,
-    rdzv: Annotated[
-        str | None,
-        typer.Option(
-            "--rdzv", metavar="HOST:PORT", help="Meet at this address of node 0; default in pods: the first pod."
-        ),
-    ] = None,
+    nnodes: NodeCountOption = 1,
+    node_rank: NodeRankOption = None,
+    rdzv: RendezvousOption = None,
     min_nodes: Annotated[
         int | None,
         typer.Option(

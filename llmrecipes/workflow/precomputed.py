@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from llmrecipes.checkpoint.manifest import MANIFEST_NAME
-from llmrecipes.data import precomputed
 from llmrecipes.errors import UserError
 from llmrecipes.io import write_atomic
 from llmrecipes.recipe.batch_schedule import samples_of, without_ramp
@@ -130,6 +129,7 @@ def require_precomputed(spec: RunSpec, log: Log) -> None:
     named_folder = precomputed_place(spec.recipe)
     if named_folder is None:
         return
+    from llmrecipes.data import precomputed
     from llmrecipes.data.prepared import open_prepared
 
     key, folder = named_folder[0], Path(named_folder[1])
@@ -149,6 +149,8 @@ def require_precomputed(spec: RunSpec, log: Log) -> None:
 
 
 def _require_same_weights(spec: RunSpec, then: dict[str, Any], where: str, log: Log) -> None:
+    from llmrecipes.data.precomputed import require_same
+
     live = with_frozen_model(spec.recipe)
     try:
         path = spec.pretrained if named(live) is None and spec.pretrained else frozen_path(spec.recipe, spec.runs_dir)
@@ -156,7 +158,7 @@ def _require_same_weights(spec: RunSpec, then: dict[str, Any], where: str, log: 
     except (UserError, OSError) as error:
         log(f"{where}: the weights that it was computed with are not here to be compared ({error})")
         return
-    precomputed.require_same({"model.weights": then.get("model.weights")}, {"model.weights": weights}, where)
+    require_same({"model.weights": then.get("model.weights")}, {"model.weights": weights}, where)
 
 
 def _recorded(run_dir: Path) -> str | None:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llmrecipes.cli import app as cli
 from llmrecipes.recipe.schema import Recipe
+from tests.conftest import Command
 from tests.helpers import tiny_on, train_lines, write_recipe
 from tests.refusals import require_message
-
-Command = Callable[..., tuple[int, str]]
 
 KEYS = {"train_iters": 4, "eval_interval": 4, "eval_iters": 1, "log_interval": 1}
 
@@ -23,17 +20,6 @@ KEYS = {"train_iters": 4, "eval_interval": 4, "eval_iters": 1, "log_interval": 1
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("taught")
-
-
-@pytest.fixture
-def command(folder: Path, data_dir: Path, capfd: pytest.CaptureFixture[str]) -> Command:
-    def run(*arguments: str) -> tuple[int, str]:
-        code = cli.run([*arguments, "--runs-dir", str(folder / "runs"), "--data-dir", str(data_dir)])
-        captured = capfd.readouterr()
-        assert "Traceback" not in captured.err
-        return code, captured.out + captured.err
-
-    return run
 
 
 def small(corpus: Path, name: str, **sections: dict[str, Any]) -> Recipe:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from llmrecipes.cli import app as cli
 from llmrecipes.data import precomputed
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.workflow import precompute
 from llmrecipes.workflow.precompute import work_folder
+from tests.conftest import Command
 from tests.helpers import ROOMY, tiny, tiny_on, train_lines, write_recipe
 from tests.refusals import require_message
 
-Command = Callable[..., tuple[int, str]]
 ANSWERS = "no", "yes"
 
 
@@ -56,17 +54,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def source(folder: Path) -> Path:
     return pairs(folder)
-
-
-@pytest.fixture
-def command(folder: Path, data_dir: Path, capfd: pytest.CaptureFixture[str]) -> Command:
-    def run(*arguments: str) -> tuple[int, str]:
-        code = cli.run([*arguments, "--runs-dir", str(folder / "runs"), "--data-dir", str(data_dir)])
-        captured = capfd.readouterr()
-        assert "Traceback" not in captured.err
-        return code, captured.out + captured.err
-
-    return run
 
 
 def numbers(folder: Path, run: str) -> list[tuple[Any, ...]]:

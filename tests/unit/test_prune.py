@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from llmrecipes.cli import app as cli
 from llmrecipes.data.prepared import open_prepared
 from llmrecipes.engine.backends import backend
 from llmrecipes.models import prune as prune_module
@@ -24,11 +22,11 @@ from llmrecipes.recipe.load import load
 from llmrecipes.recipe.pruning import PruneOptions
 from llmrecipes.recipe.weight_names import weights
 from llmrecipes.rundir import Run
+from tests.conftest import Command
 from tests.helpers import tiny_on, train_lines, write_recipe
 from tests.refusals import require_message
 from tests.unit.balance_worker import ROOMY
 
-Command = Callable[..., tuple[int, str]]
 STEPS = {"train_iters": 3, "eval_interval": 3, "eval_iters": 1, "log_interval": 1}
 SHAPE = {
     "num_layers": 4, "hidden_size": 32, "num_attention_heads": 8, "num_query_groups": 4, "ffn_hidden_size": 64,
@@ -42,17 +40,6 @@ FEW = ("--sequences", "4")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("pruned")
-
-
-@pytest.fixture
-def command(folder: Path, data_dir: Path, capfd: pytest.CaptureFixture[str]) -> Command:
-    def run(*arguments: str) -> tuple[int, str]:
-        code = cli.run([*arguments, "--runs-dir", str(folder / "runs"), "--data-dir", str(data_dir)])
-        captured = capfd.readouterr()
-        assert "Traceback" not in captured.err
-        return code, captured.out + captured.err
-
-    return run
 
 
 @pytest.fixture
