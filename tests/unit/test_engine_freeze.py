@@ -170,6 +170,7 @@ THAWED = {"train": {"freeze": ["embedding.*"]}}
 
 
 @pytest.mark.dist
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "variant", ["gpt with frozen weights", pytest.param("moe with frozen weights", marks=pytest.mark.slow)]
 )

@@ -189,6 +189,7 @@ def killed_again_and_again(recipe: Recipe, folder: Path, stride: int) -> None:
     (folder / "codes.json").write_text(json.dumps(codes))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("kind", "stride"), [("journal", 1), pytest.param("sqlite", 3, marks=pytest.mark.slow)])
 def test_a_search_may_be_killed_at_any_write(kind: str, stride: int, tmp_path: Path) -> None:
     """No trial is lost, none is trained twice, and their number is exact."""
