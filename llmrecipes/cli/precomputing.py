@@ -38,7 +38,7 @@ def precompute(
     """Compute what a recipe's frozen model says of its data.
 
     Training then reads that, and does not hold the model. The recipe names the folder: dpo.reference_log_probs or
-    distill.logits. A command that was killed goes on when it is repeated.
+    distill.logits. Repeat a command that was killed, and it continues.
     """
     from llmrecipes.console import duration, setup_logging
     from llmrecipes.launch.ranks import node

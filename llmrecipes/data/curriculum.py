@@ -28,7 +28,7 @@ def compression_ratio(text: bytes) -> float:
 
 
 def order_by_difficulty(source: GPTDataset, prefix: Path, drawn: int, curriculum: Curriculum) -> None:
-    """Write the indices of a source anew: first the ordered samples, then the others as they are shuffled.
+    """Rewrite the indices of a source: first the ordered samples, then the others as they are shuffled.
 
     Args:
         source: whose indices have just been built.

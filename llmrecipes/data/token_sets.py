@@ -169,7 +169,7 @@ def open_set(source: Source) -> TokenSet:
         )
     if stored % itemsize:
         raise UserError(
-            f"has {stored:,} bytes, which are no whole ids of {itemsize}", where=str(tokens), rule=_RULE, fix=fix
+            f"has {stored:,} bytes, which are not whole ids of {itemsize}", where=str(tokens), rule=_RULE, fix=fix
         )
     return TokenSet(prefix, IDX_DTYPES[code], sequences, borders - 1, stored // itemsize)
 

@@ -1,7 +1,7 @@
 """Histograms of gradients and weights (`StepMetrics.histograms`) for trackers.
 
-TensorBoard and W&B have histograms. MLflow has none: its run gets pictures and the counts as files, renewed as the run
-goes on. Their number and size do not grow with the run.
+TensorBoard and W&B have histograms. MLflow has none: its run gets pictures and the counts as files, renewed during the
+run. Their number and size do not grow with the run.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _bins(histogram: Any) -> Iterator[tuple[int, int]]:
 class HistogramFiles:
     """The files of a run: a picture of each measure (`gradient`, `weight`) and the counts as JSON.
 
-    They are made anew from the run's record, so that what could not be sent is in the next version, and steps that a
+    They are made again from the run's record, so that what could not be sent is in the next version, and steps that a
     resumed run computes again replace those of the earlier start.
 
     Args:

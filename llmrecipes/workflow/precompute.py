@@ -1,6 +1,6 @@
 """`llmrecipes precompute`: what a frozen model says of a run's samples, written before the run, which is without it.
 
-Ranks compute parts of the samples and write each as a file, so that a computation that is killed goes on where it was.
+Ranks compute parts of the samples and write each as a file, so that a computation that was killed continues there.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def facts(recipe: Recipe, prepared: Prepared, weights: str) -> dict[str, Any]:
 def require_precomputed(spec: RunSpec, log: Log) -> None:
     """Refuse to start a run whose precomputed values are not there, not intact, or belong to something else.
 
-    The weights of the frozen model are compared where they are; a run that has begun goes on with the same values
+    The weights of the frozen model are compared where they are; a run that has begun continues with the same values
     without them.
 
     Args:
