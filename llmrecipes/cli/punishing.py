@@ -20,8 +20,17 @@ def punish(
     overrides: OverridesArgument = None,
     minutes: Annotated[float, typer.Option("--minutes", metavar="M", min=0, help="Inject faults for M minutes.")] = 5.0,
     seed: Annotated[int, typer.Option("--seed", metavar="S", help="Draw faults, ranks and moments from seed S.")] = 0,
+    every: Annotated[
+        float | None,
+        typer.Option(
+            "--every", metavar="SECONDS", min=1, help="Mean seconds between faults; default: one after another."
+        ),
+    ] = None,
     nproc: Annotated[int, typer.Option("--nproc", metavar="N", min=1, help="Train on N ranks.")] = 4,
     steps: Annotated[int, typer.Option("--steps", metavar="K", min=40, help="Train each run for K steps.")] = 120,
+    save_interval: Annotated[
+        int, typer.Option("--save-interval", metavar="K", min=1, help="Save every K steps, evaluate every 2 K.")
+    ] = 10,
     fault: Annotated[
         list[str] | None, typer.Option("--fault", metavar="NAME", help="Inject this fault; repeatable; default: all.")
     ] = None,
@@ -36,7 +45,7 @@ def punish(
 
     Trains short runs of the recipe on this machine, restarts them, and compares them with an uninterrupted one.
     """
-    from llmrecipes.punish.campaign import begin
+    from llmrecipes.punish.campaign import Pace, begin
     from llmrecipes.recipe.load import load
     from llmrecipes.workflow.run import Paths
 
@@ -44,7 +53,8 @@ def punish(
         print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
 
     loaded = load(recipe, overrides or []).recipe
-    result = begin(loaded, Paths(runs_dir, data_dir), nproc, steps, seed, None if once else minutes, fault, say)
+    pace = Pace(seed, None if once else minutes, every, save_interval)
+    result = begin(loaded, Paths(runs_dir, data_dir), nproc, steps, pace, fault, say)
     if as_json:
         print(json.dumps(result.as_dict(), indent=2))
     else:

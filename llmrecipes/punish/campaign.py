@@ -51,7 +51,7 @@ class Unrecovered(Exception):
     """The run does not go on."""
 
 
-def punished_recipe(recipe: Recipe, ranks: int, steps: int) -> Recipe:
+def punished_recipe(recipe: Recipe, ranks: int, steps: int, save_interval: int) -> Recipe:
     """The recipe as it is punished: short, saved and evaluated often, with all guards and without other sinks."""
     train, faults = recipe.train, recipe.faults
     micro = min(train.micro_batch_size, max(1, train.global_batch_size // ranks))
@@ -60,13 +60,13 @@ def punished_recipe(recipe: Recipe, ranks: int, steps: int) -> Recipe:
             "name": f"{recipe.name}.punish",
             "stages": (),
             "train": without_ramp(
-                train.without_stops(), train_iters=steps, micro_batch_size=micro, eval_interval=20, eval_iters=1,
-                log_interval=20,
+                train.without_stops(), train_iters=steps, micro_batch_size=micro,
+                eval_interval=2 * save_interval, eval_iters=1, log_interval=20,
             ),
             "scheduler": recipe.scheduler.model_copy(
                 update={"lr_decay_iters": max(steps, recipe.scheduler.lr_decay_iters or steps)}
             ),
-            "checkpoint": recipe.checkpoint.model_copy(update={"save_interval": 10, "most_recent_k": 3}),
+            "checkpoint": recipe.checkpoint.model_copy(update={"save_interval": save_interval, "most_recent_k": 3}),
             "tracking": recipe.tracking.model_copy(
                 update={"mlflow": False, "tensorboard": False, "wandb": False, "system_metrics_interval": None}
             ),
@@ -83,8 +83,7 @@ def begin(
     paths: Paths,
     ranks: int,
     steps: int,
-    seed: int,
-    minutes: float | None,
+    pace: Pace,
     names: Sequence[str] | None,
     log: Log,
 ) -> Punished:
@@ -93,7 +92,6 @@ def begin(
     Args:
         recipe: as the user has it; its runs are shorter, see `punished_recipe`.
         steps: of each run.
-        minutes: in which faults are injected; None: until each was once.
         names: of faults; None: all.
 
     Raises:
@@ -110,13 +108,36 @@ def begin(
         )  # fmt: skip
     if ranks < 2:
         raise UserError(f"{ranks}", where="--nproc", rule="at least 2 ranks: one has the fault", fix="--nproc 2")
-    recipe = plan_run(punished_recipe(recipe, ranks, steps), detect(), ranks).recipe
+    if steps < 4 * pace.save_interval:
+        raise UserError(
+            f"{steps}", where="--steps", rule="at least four times --save-interval",
+            fix=f"--steps {4 * pace.save_interval}",
+        )  # fmt: skip
+    recipe = plan_run(punished_recipe(recipe, ranks, steps, pace.save_interval), detect(), ranks).recipe
     prepare_data(recipe, paths.data_dir, log)
-    campaign = Campaign(recipe, paths, ranks, seed, tuple(known[name] for name in names or known), log)
-    result = campaign.run(minutes)
+    campaign = Campaign(recipe, paths, ranks, pace, tuple(known[name] for name in names or known), log)
+    result = campaign.run()
     values = {**result.as_dict(), "faults": [each.as_dict() for each in result.injections]}
     write_atomic(campaign.recipe_file.with_name("punish.json"), json.dumps(values, indent=1) + "\n")
     return result
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast faults come.
+
+    Attributes:
+        seed: of the faults, ranks and moments that are drawn.
+        minutes: in which faults are injected; None: until each was once.
+        every: seconds between faults on average, exponentially distributed as those of a cluster; None: at once, two to
+            nine steps after the last recovery.
+        save_interval: steps between checkpoints; a run evaluates at every second one.
+    """
+
+    seed: int = 0
+    minutes: float | None = None
+    every: float | None = None
+    save_interval: int = 10
 
 
 @dataclass
@@ -127,7 +148,7 @@ class Campaign:
         recipe: as it runs; see `punished_recipe`.
         paths: of runs and data.
         ranks: on this machine.
-        seed: of the faults, ranks and moments that are drawn.
+        pace: of the faults.
         drawn: the faults to draw from.
         log: receives a line for each fault.
     """
@@ -135,7 +156,7 @@ class Campaign:
     recipe: Recipe
     paths: Paths
     ranks: int
-    seed: int
+    pace: Pace
     drawn: tuple[Fault, ...]
     log: Log
     injections: list[Injection] = field(default_factory=list)
@@ -143,24 +164,21 @@ class Campaign:
     _process: subprocess.Popen[str] | None = None
 
     def __post_init__(self) -> None:
-        self._random = random.Random(self.seed)
+        self._random = random.Random(self.pace.seed)
         self._deck: list[Fault] = []
-        self._once = self._shuffled = False
-        self.token = f"{int(time.time()):x}-{self.seed}"
+        self._shuffled = False
+        self._due = 0.0
+        self.token = f"{int(time.time()):x}-{self.pace.seed}"
 
-    def run(self, minutes: float | None) -> Punished:
-        """One run without faults, then runs with faults until the time is over; the last one is finished.
-
-        Args:
-            minutes: None: until each fault was once.
-        """
+    def run(self) -> Punished:
+        """One run without faults, then runs with faults until the time is over; the last one is finished."""
         self.recipe_file.parent.mkdir(parents=True)
         self.recipe_file.write_text(to_yaml(self.recipe), "utf-8")
-        reference, seconds = self._round("reference", 0.0)
-        began, healthy, equal, wall, kept = time.monotonic(), len(reference.steps), True, 0.0, 0.0
+        reference, undisturbed = self._round("reference", 0.0)
+        began, healthy, equal, wall, kept, done = time.monotonic(), len(reference.steps), True, 0.0, 0.0, 0
         number, failures, over = 0, 0, list[float]()
-        self._once = minutes is None
-        until = math.inf if minutes is None else began + 60.0 * minutes
+        until = math.inf if self.pace.minutes is None else began + 60.0 * self.pace.minutes
+        self._due = began + self._pause()
         while number == 0 or (time.monotonic() < until and not self._is_done):
             number += 1
             try:
@@ -172,6 +190,7 @@ class Campaign:
                     break
                 continue
             wall += seconds
+            done += 1
             healthy += len(signs.steps)
             over += signs.over_limit
             kept += sum({step.step: step.ended - step.began for step in signs.steps}.values())
@@ -179,7 +198,7 @@ class Campaign:
             equal = equal and not different
             self.log(f"run {number}: {'equal to the uninterrupted run' if not different else '; '.join(different)}")
         return Punished(
-            tuple(self.injections), tuple(self.false_alarms), wall, kept, number, healthy, equal,
+            tuple(self.injections), tuple(self.false_alarms), wall, kept, done * undisturbed, number, healthy, equal,
             max(over, default=None), str(self.recipe_file.parent),
         )  # fmt: skip
 
@@ -229,17 +248,22 @@ class Campaign:
                 injected = self._followed(injected, signs, disk)
             if ended:
                 self._start(signs)
-            if injected is None and fault is None and time.monotonic() < until and not self._is_done:
+            if injected is None and fault is None and self._due <= time.monotonic() < until and not self._is_done:
                 fault, at = self._next(disk), self._moment(signs)
             if injected is None and fault is not None and self._is_time(fault, at, signs, run):
                 injected, fault = self._inject(fault, run, signs, disk), None
+
+    def _pause(self) -> float:
+        """Seconds to the next fault; those of a cluster are independent of each other, so a Poisson process."""
+        return 0.0 if self.pace.every is None else self._random.expovariate(1.0 / self.pace.every)
 
     def _moment(self, signs: Signs) -> int:
         return signs.last_step + 2 + self._random.randrange(8)
 
     def _is_time(self, fault: Fault, at: int, signs: Signs, run: Run) -> bool:
         """Whether a fault may come: after a checkpoint since the last one, and early enough to be noticed."""
-        if signs.last_step < at or signs.last_step + fault.steps + 3 > self.recipe.train.train_iters:
+        needed = fault.steps + fault.saves * self.pace.save_interval + 3
+        if signs.last_step < at or signs.last_step + needed > self.recipe.train.train_iters:
             return False
         since = self.injections[-1].recovered_at if self.injections and self.injections[-1].run == str(run.path) else 0
         saved = signs.first(faults.SAVED_AGAIN, since or 0.0) is not None
@@ -247,7 +271,7 @@ class Campaign:
 
     @property
     def _is_done(self) -> bool:
-        return self._once and self._shuffled and not self._deck
+        return self.pace.minutes is None and self._shuffled and not self._deck
 
     def _next(self, disk: Path | None) -> Fault:
         """The next of the faults in random order, each once before one comes again."""
@@ -312,6 +336,7 @@ class Campaign:
             return None
         injection = Injection(len(self.injections), fault, rank, str(run.path), signs.last_step)
         self.injections.append(injection)
+        self._due = time.monotonic() + self._pause()
         if fault.inside:
             faults.give(signs.orders, rank, fault.name, injection.number)
             return injection
@@ -369,6 +394,7 @@ class Campaign:
             injection.recovered_at = None if again is None else again.time
         elif step := signs.step_since(injection.noticed_at):
             injection.recovered_at, injection.steps_lost = step.ended, max(0, injection.step + 1 - step.step)
+            injection.step_seconds = step.ended - step.began
         if injection.recovered_at is None:
             if now - injection.noticed_at > RECOVERY_SECONDS:
                 raise Unrecovered(f"{fault.name}: no step in {RECOVERY_SECONDS:g} s")

@@ -24,8 +24,9 @@ class Fault:
         name: of the fault.
         what: is done, in a few words.
         noticed: matches the sign by which the run shows that it has noticed it; see `signs.Signs`.
-        seconds: in which it has to be noticed, besides `steps` of the run.
-        steps: the run may do before it can notice, for example up to the next save.
+        seconds: in which it has to be noticed, besides `steps` and `saves` of the run.
+        steps: the run may do before it can notice.
+        saves: the run may begin before it can notice; it evaluates at every second one.
         inside: whether a rank does it to itself, by order.
         launcher: whether the launcher is the target, not a rank.
         checkpoint: whether it needs an older checkpoint to go back to.
@@ -38,6 +39,7 @@ class Fault:
     noticed: str
     seconds: float = 10.0
     steps: int = 0
+    saves: int = 0
     inside: bool = False
     launcher: bool = False
     checkpoint: bool = False
@@ -53,8 +55,8 @@ FAULTS = (
     Fault("GIL held", "a rank sleeps in C with Python's lock", "hang: ", 2.0, inside=True),
     Fault("collective left out", "a rank leaves out its next all-reduce", rf"hang: |{KILLED}", 2.0, inside=True),
     Fault("exception", "a rank raises in a step", KILLED, inside=True),
-    Fault("exception in evaluation", "a rank raises in an evaluation", KILLED, steps=20, inside=True),
-    Fault("killed in a save", "SIGKILL while the rank's file is being written", KILLED, steps=10, inside=True),
+    Fault("exception in evaluation", "a rank raises in an evaluation", KILLED, saves=2, inside=True),
+    Fault("killed in a save", "SIGKILL while the rank's file is being written", KILLED, saves=1, inside=True),
     Fault("rank told to stop", "SIGTERM to a rank", "exit: 75", 60.0),
     Fault("preempted", "SIGTERM to the launcher", "exit: 75", 60.0, launcher=True),
     Fault("NaN", "a gradient of a rank is not finite, once", "note: hardware_suspect", steps=1, inside=True),
@@ -67,9 +69,9 @@ FAULTS = (
           120.0, launcher=True, checkpoint=True),
     Fault("deleted checkpoint file", "of the newest, then SIGKILL to the launcher", "note: checkpoint_damaged",
           120.0, launcher=True, checkpoint=True),
-    Fault("full disk", "no space for checkpoints until a save has failed", "note: save_failed", steps=20,
+    Fault("full disk", "no space for checkpoints until a save has failed", "note: save_failed", saves=2,
           mounted=True, recovered=SAVED_AGAIN),
-    Fault("read-only disk", "checkpoints cannot be written until a save has failed", "note: save_failed", steps=20,
+    Fault("read-only disk", "checkpoints cannot be written until a save has failed", "note: save_failed", saves=2,
           mounted=True, recovered=SAVED_AGAIN),
 )  # fmt: skip
 """All but those that change what is trained on (a spike that is left out), and a slow rank, which is not an end."""

@@ -28,6 +28,8 @@ class Injection:
     """By which it was noticed."""
     steps_lost: int = 0
     """Computed again."""
+    step_seconds: float = 0.0
+    """Of the step that shows the recovery."""
     orphans: int = 0
     """Processes that outlived their launcher."""
     undo: Callable[[], object] = field(default=lambda: None, repr=False)
@@ -45,6 +47,13 @@ class Injection:
         if self.recovered_at is None or self.noticed_at is None or self.orphans:
             return None
         return self.recovered_at - self.noticed_at
+
+    @property
+    def down(self) -> float:
+        """Seconds in which training stood still because of it."""
+        if self.fault.recovered or self.fault.name == "NaN":
+            return 0.0
+        return (self.noticing or 0.0) + max(0.0, (self.recovering or 0.0) - self.step_seconds)
 
     def line(self) -> str:
         """For a log."""
@@ -70,6 +79,8 @@ class Punished:
     """From the first step of each run to its end, restarts included."""
     kept_seconds: float
     """Of the steps, each counted once."""
+    undisturbed_seconds: float
+    """Of as many runs without faults, with their saves and evaluations."""
     runs: int
     steps: int
     """Computed, also those twice, and those of the run without faults."""
@@ -85,14 +96,12 @@ class Punished:
 
     @property
     def of_allowed(self) -> float:
-        """The same as a share of the time without detection and recovery."""
-        down = sum((each.noticing or 0.0) + (each.recovering or 0.0) for each in self.injections if self.stops(each))
-        return self.kept_seconds / (self.wall_seconds - down) if self.wall_seconds > down else 0.0
+        """The time of runs without faults as a share of the time without detection and recovery.
 
-    @staticmethod
-    def stops(injection: Injection) -> bool:
-        """Whether training stands still between a fault and its recovery."""
-        return not injection.fault.recovered and injection.fault.name != "NaN"
+        What is missing to 1 are steps that were computed again and steps that were slower.
+        """
+        down = sum(each.down for each in self.injections)
+        return self.undisturbed_seconds / (self.wall_seconds - down) if self.wall_seconds > down else 0.0
 
     @property
     def ok(self) -> bool:
@@ -108,6 +117,7 @@ class Punished:
             "recovered": sum(each.recovering is not None for each in self.injections),
             "false_alarms": len(self.false_alarms),
             "effective_time": round(self.effective_time, 4),
+            "effective_time_of_allowed": round(self.of_allowed, 4),
             "detection_seconds": percentiles([each.noticing for each in self.injections]),
             "recovery_seconds": percentiles([each.recovering for each in self.injections]),
             "equal_to_uninterrupted": self.equal,
@@ -132,7 +142,8 @@ class Punished:
         """The figures below the table."""
         return (
             f"{self.runs} runs in {self.wall_seconds:.0f} s, {self.steps:,} steps computed; effective training time "
-            f"{self.effective_time:.1%}, {self.of_allowed:.1%} of what detection and recovery leave\n"
+            f"{self.effective_time:.1%}\n"
+            f"speed without detection and recovery: {self.of_allowed:.1%} of an uninterrupted run's\n"
             f"false alarms: {len(self.false_alarms)}"
             f"{'' if not self.false_alarms else ' (' + ', '.join(self.false_alarms[:8]) + ')'}\n"
             + ("" if self.over_limit is None else f"hangs noticed at most {self.over_limit:.1f} s after their limit\n")

@@ -28,8 +28,8 @@ def test_faults_inside_ranks_are_noticed_and_change_nothing(
     answer = json.loads(printed.out)
     assert code == 0, printed.out + printed.err
     assert answer.keys() == {
-        "injected", "detected", "recovered", "false_alarms", "effective_time", "detection_seconds", "recovery_seconds",
-        "equal_to_uninterrupted",
+        "injected", "detected", "recovered", "false_alarms", "effective_time", "effective_time_of_allowed",
+        "detection_seconds", "recovery_seconds", "equal_to_uninterrupted",
     }  # fmt: skip
     assert answer["injected"] == answer["detected"] == answer["recovered"] == len(INSIDE)
     assert answer["false_alarms"] == 0
@@ -42,6 +42,7 @@ def test_faults_inside_ranks_are_noticed_and_change_nothing(
     [
         (["--fault", "earthquake"], "--fault", ()),
         (["--nproc", "1"], "--nproc", "2"),
+        (["--steps", "79", "--save-interval", "20"], "--steps", "--steps 80"),
         (["engine=deepspeed", "zero.stage=1"], "engine", "engine=megatron"),
     ],
 )
@@ -56,19 +57,20 @@ def test_what_cannot_be_punished_is_refused(
 
 def test_what_was_not_noticed_or_recovered_counts() -> None:
     fault = faults.FAULTS[0]
-    fine = report.Injection(0, fault, 1, "r", 5, injected_at=10.0, noticed_at=11.0, recovered_at=15.0)
+    fine = report.Injection(0, fault, 1, "r", 5, injected_at=10.0, noticed_at=11.0, recovered_at=15.0, step_seconds=1.0)
     hidden = report.Injection(1, fault, 1, "r", 9, injected_at=20.0)
     left = report.Injection(2, fault, 0, "r", 12, injected_at=30.0, noticed_at=31.0, recovered_at=33.0, orphans=1)
-    result = report.Punished([fine], [], 20.0, 12.0, 1, 30, True, None, "folder")
+    result = report.Punished([fine], [], 20.0, 12.0, 14.4, 1, 30, True, None, "folder")
     assert result.ok
-    assert (result.effective_time, result.of_allowed) == (0.6, 0.8)
-    worse = report.Punished([fine, hidden, left], ["exit: 1"], 20.0, 12.0, 1, 30, True, None, "folder")
+    # 5 s of the 20 are down, 1 of which is the step that shows the recovery
+    assert (result.effective_time, result.of_allowed) == (0.6, 0.9)
+    worse = report.Punished([fine, hidden, left], ["exit: 1"], 20.0, 12.0, 14.4, 1, 30, True, None, "folder")
     assert not worse.ok
     values = worse.as_dict()
     assert (values["injected"], values["detected"], values["recovered"], values["false_alarms"]) == (3, 2, 1, 1)
     assert values["detection_seconds"] == {"p50": 1.0, "p95": 1.0}
-    assert not report.Punished([fine], ["exit: 1"], 20.0, 12.0, 1, 30, True, None, "folder").ok
-    assert not report.Punished([fine], [], 20.0, 12.0, 1, 30, False, None, "folder").ok
+    assert not report.Punished([fine], ["exit: 1"], 20.0, 12.0, 14.4, 1, 30, True, None, "folder").ok
+    assert not report.Punished([fine], [], 20.0, 12.0, 14.4, 1, 30, False, None, "folder").ok
 
 
 def test_an_order_is_carried_out_once_and_where_it_can_be(tmp_path: Path) -> None:
