@@ -31,7 +31,7 @@ def list_runs(runs_dir: str | Path | None = None, *, data_dir: str | Path | None
     from llmrecipes.tracking.run_list import list_runs as summaries
 
     data = directory(data_dir, DATA_VARIABLE, DATA_DIR)
-    return [Run(Path(each.path), data) for each in summaries(directory(runs_dir, RUNS_VARIABLE, RUNS_DIR))]
+    return [Run(Path(summary.path), data) for summary in summaries(directory(runs_dir, RUNS_VARIABLE, RUNS_DIR))]
 
 
 def compare_runs(*runs: Run | str | Path, runs_dir: str | Path | None = None) -> RunComparison:

@@ -41,7 +41,7 @@ def command_line(
     if data_dir is not None and not _is_default(data_dir, DATA_DIR, DATA_VARIABLE):
         given["data-dir"] = data_dir
     words = [PROGRAM, *name.split()]
-    positional = [str(each) for each in (*arguments, *overrides)]
+    positional = [str(argument) for argument in (*arguments, *overrides)]
     dashed = any(word.startswith("-") for word in positional)
     flags = [word for option, value in given.items() for word in _option(option, value)]
     # Everything after `--` is positional, so the options go before it.

@@ -300,8 +300,8 @@ def _require_shallow(value: Any) -> None:
     level = [value] if type(value) in _NESTED else []
     for _ in range(DEPTH):
         below = []
-        for each in level:
-            children = each.values() if type(each) is dict else each
+        for node in level:
+            children = node.values() if type(node) is dict else node
             if not _NESTED.isdisjoint(map(type, children)):  # a pass in C: most lists have numbers only
                 below += [child for child in children if type(child) in _NESTED]
         level = below

@@ -151,7 +151,7 @@ def _rounded(value: Any) -> Any:
         return float(f"{value:.7g}")
     if isinstance(value, dict):
         return {key: _rounded(each) for key, each in value.items()}
-    return [_rounded(each) for each in value]
+    return [_rounded(item) for item in value]
 
 
 if __name__ == "__main__":

@@ -183,7 +183,7 @@ class Item:
                     raise
                 yield self.row(f"step{suffix}", status="skipped", note=error.rule)
                 continue
-            before, after = (planned_seconds(derive(each, 1, detect())) for each in (plain, recipe))
+            before, after = (planned_seconds(derive(variant, 1, detect())) for variant in (plain, recipe))
             expected = before / after if before and after else None
             yield self.row(f"speed beside bf16{suffix}", bf16[0] / seconds[0], "×", expected=expected)
 
@@ -191,7 +191,7 @@ class Item:
         """A layer of a large model with each fusion the other way; what the model has by rule is the first row."""
         recipe, plain = cut(name, DEPTHS[0], self.device), list[float]()
         yield from self._step(recipe, "step", plain)
-        choices = {each.key: each for each in derive(recipe, 1, detect()).features}
+        choices = {feature.key: feature for feature in derive(recipe, 1, detect()).features}
         for fusion in FUSIONS:
             choice, seconds = choices[f"speed.{fusion}"], list[float]()
             if choice.ruled_out:
@@ -236,7 +236,7 @@ class Item:
             seconds.append(median[0])
         layer = _of_layer(seconds)
         planned = [planned_seconds(derive(cut(name, depth, self.device), 1, detect())) for depth in DEPTHS]
-        of_plan = _of_layer([each for each in planned if each is not None])
+        of_plan = _of_layer([seconds for seconds in planned if seconds is not None])
         yield self.row(
             "layer", 1e3 * layer, "ms", expected=1e3 * of_plan if of_plan else None,
             note="of one micro-batch, forward, backward and update",
@@ -297,7 +297,7 @@ class Item:
     def _known(self) -> list[Row]:
         """Measured rows of the report."""
         folder = os.environ.get(FOLDER)
-        return [each for each in read(Path(folder)) if each.value is not None] if folder else []
+        return [row for row in read(Path(folder)) if row.value is not None] if folder else []
 
     def _of_step(self, plan: Plan, seconds: float, suffix: str, note: str, *, ours: bool = True) -> Iterator[Row]:
         speed = plan.tokens_per_step / seconds
@@ -305,7 +305,7 @@ class Item:
         yield self.row(
             f"step{suffix}", 1e3 * seconds, "ms", note=note, expected=None if planned is None else 1e3 * planned
         )
-        products = next((each for each in self._known() if each.item == "gemm" and each.unit == "TFLOP/s"), None)
+        products = next((row for row in self._known() if row.item == "gemm" and row.unit == "TFLOP/s"), None)
         if products is not None and products.value:
             share = 100 * speed * plan.flops_per_token_causal / (products.value * 1e12)
             yield self.row(f"share of measured products{suffix}", share, "%", note="FLOPs of causal attention")

@@ -134,7 +134,7 @@ def waits(row: MakeRow, recipe: Recipe, device: str) -> Iterator[Row]:
             step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    lines = [f"{each.filename}:{each.lineno}" for each in caught if "synchroniz" in str(each.message)]
+    lines = [f"{warning.filename}:{warning.lineno}" for warning in caught if "synchroniz" in str(warning.message)]
     yield row("host waits", len(lines), expected=expected, note=", ".join(dict.fromkeys(lines)))
 
 

@@ -129,7 +129,7 @@ def neighbours(rank: int, ranks: int, per_node: int) -> list[int]:
         return [rank]
     first = min(node // 2 * 2, nodes - 2 - nodes % 2)
     last = nodes if nodes % 2 and first == nodes - 3 else first + 2
-    return [each * per_node + local for each in range(first, last)]
+    return [node * per_node + local for node in range(first, last)]
 
 
 class LocalSaver:
@@ -150,7 +150,7 @@ class LocalSaver:
         token = group.broadcast(secrets.token_hex(4) if self._rank == 0 else None)
         self._token: str = token
         together = neighbours(self._rank, self._ranks, per_node)
-        self._sources = [each for each in together if each != self._rank]
+        self._sources = [rank for rank in together if rank != self._rank]
         self._peers: Peers | None = None
         if self._sources:
             name = f"local/{token}/{together[0]}"
@@ -192,7 +192,7 @@ class LocalSaver:
             for reporter, report in enumerate(reports):
                 for part in report:
                     holders.setdefault(part, []).append(reporter)
-            candidates = [each for each in newest_complete(holders) if each[0] > after]
+            candidates = [candidate for candidate in newest_complete(holders) if candidate[0] > after]
         while True:
             candidate = self._group.broadcast(
                 (candidates.pop(0) if candidates else (0, "")) if self._rank == 0 else None

@@ -84,8 +84,8 @@ class _Group:
     def gather(self, value: Any) -> list[Any] | None:
         if self._rank:
             data = _bytes(value)
-            for each in (torch.tensor([data.numel()]), data):
-                self._gloo.send([each], 0, 0).wait()
+            for tensor in (torch.tensor([data.numel()]), data):
+                self._gloo.send([tensor], 0, 0).wait()
             return None
         return [value, *(pickle.loads(self._received(rank)) for rank in range(1, self._size))]  # noqa: S301 - our ranks
 

@@ -280,8 +280,8 @@ def write_checkpoint(
     """
 
     def publish(written: list[Written]) -> None:
-        files.finish(temporary, [each.index for each in written])
-        known = {name: record for each in written for name, record in each.files.items()}
+        files.finish(temporary, [part.index for part in written])
+        known = {name: record for part in written for name, record in part.files.items()}
         store.publish(temporary, info, versions=files.versions(), known=known)
 
     try:

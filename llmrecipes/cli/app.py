@@ -120,9 +120,9 @@ class Command(TyperCommand):
         rest = super().parse_args(ctx, args)
         for parameter in self.params:
             value = ctx.params.get(parameter.name or "")
-            for each in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(each, int | float) and not isinstance(each, bool):
-                    _require_sane(parameter.opts[0], parameter.name or "", each)
+            for item in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(item, int | float) and not isinstance(item, bool):
+                    _require_sane(parameter.opts[0], parameter.name or "", item)
         return rest
 
 
@@ -200,8 +200,8 @@ def build(only: str | None = None) -> typer.Typer:
             text = command.info.help if isinstance(command, typer.Typer) else inspect.getdoc(command)
             built.command(name, help=text)(_unbuilt)
         elif isinstance(command, typer.Typer):
-            for each in command.registered_commands:
-                each.cls = Command
+            for registered_command in command.registered_commands:
+                registered_command.cls = Command
             built.add_typer(command, name=name)
         else:
             built.command(name, cls=Command)(expanded(command))

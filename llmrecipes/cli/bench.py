@@ -112,7 +112,7 @@ def collectives(
         bench.write_profile(cluster, measured.rows, write)
     compared = None if profile is None else compare(measured, profile)
     if as_json:
-        rows = {} if compared is None else {"compared": [each.as_dict() for each in compared]}
+        rows = {} if compared is None else {"compared": [comparison.as_dict() for comparison in compared]}
         print(json.dumps({**json.loads(answer), **rows}))
         return
     show(*bandwidths(measured))
@@ -378,7 +378,7 @@ def comparison(name: str, compared: list[Comparison]) -> str:
 
     if not compared:
         return f"{name} has no measurement of this group and size; link figures apply from {_size(LINK_BYTES)}"
-    short = [f"warning: {each.as_text()}" for each in compared if not each.ok]
+    short = [f"warning: {comparison.as_text()}" for comparison in compared if not comparison.ok]
     summary = f"{len(compared) - len(short)} of {len(compared)} have at least {LEAST:.0%} of the figure in {name}"
     return "\n".join([*short, summary])
 
@@ -396,7 +396,7 @@ def fabric_report(report: Report) -> Iterator[str | TextTable]:
     if report.expected_gb_per_s is not None:
         title += f"; {report.profile}: {report.expected_gb_per_s:g} GB/s a port"
     yield title
-    ordered = sorted(report.transfers, key=lambda each: (not each.error, each.gb_per_s or 0))
+    ordered = sorted(report.transfers, key=lambda transfer: (not transfer.error, transfer.gb_per_s or 0))
     shown = report.transfers if len(report.transfers) <= SHOWN else ordered[:SHOWN]
     if shown:
         yield _transfers(report, shown)
@@ -409,7 +409,7 @@ def fabric_report(report: Report) -> Iterator[str | TextTable]:
             yield f"     fix: {finding.fix}"
     if len(report.findings) > SHOWN:
         yield f"and {len(report.findings) - SHOWN} more; all: --json"
-    failed, warned = (sum(each.status == status for each in report.findings) for status in ("fail", "warn"))
+    failed, warned = (sum(finding.status == status for finding in report.findings) for status in ("fail", "warn"))
     where = f" on {', '.join(report.bad_nodes[:SHOWN])}" if report.bad_nodes else ""
     yield f"{failed} failed{where}, {warned} warned, of {len(report.transfers)} transfers"
 
@@ -419,15 +419,15 @@ def _transfers(report: Report, shown: list[Transfer]) -> TextTable:
 
     head = ["from", "port", "to", "port", "GB/s", "of profile", "latency µs", "99 %", ""]
     rows = [head]
-    for each in shown:
-        share = report.share(each)
+    for transfer in shown:
+        share = report.share(transfer)
         rows.append([
-            each.sender, each.sender_port, each.receiver, each.receiver_port,
-            "failed" if each.gb_per_s is None else f"{each.gb_per_s:.3g}",
+            transfer.sender, transfer.sender_port, transfer.receiver, transfer.receiver_port,
+            "failed" if transfer.gb_per_s is None else f"{transfer.gb_per_s:.3g}",
             "" if share is None else percent(share),
-            "" if each.latency_us is None else f"{each.latency_us:.2f}",
-            "" if each.latency_99_us is None else f"{each.latency_99_us:.2f}",
-            each.error,
+            "" if transfer.latency_us is None else f"{transfer.latency_us:.2f}",
+            "" if transfer.latency_99_us is None else f"{transfer.latency_99_us:.2f}",
+            transfer.error,
         ])  # fmt: skip
     return TextTable(rows, right=(4, 5, 6, 7))
 
@@ -435,7 +435,9 @@ def _transfers(report: Report, shown: list[Transfer]) -> TextTable:
 def _pairs(report: Report, kind: Kind, words: str) -> list[str]:
     from llmrecipes.bench.results import LEAST
 
-    speeds = [each.gb_per_s for each in report.transfers if each.kind == kind and each.gb_per_s is not None]
+    speeds = [
+        transfer.gb_per_s for transfer in report.transfers if transfer.kind == kind and transfer.gb_per_s is not None
+    ]
     if not speeds:
         return []
     middle = statistics.median(speeds)

@@ -84,7 +84,7 @@ def card(
             )  # fmt: skip
     cards = [workflow.read(name) for name in chosen]
     if as_json:
-        values = [each.model_dump(mode="json") for each in cards]
+        values = [card.model_dump(mode="json") for card in cards]
         print(json.dumps(values if every else values[0], indent=2))
     elif check and not write:
         print(f"{len(cards)} up to date")

@@ -136,10 +136,10 @@ def plot(series: Sequence[Series], *, width: int, height: int, braille: bool) ->
     """
     from rich.text import Text
 
-    ys = [y for each in series for y in each.ys]
+    ys = [y for curve in series for y in curve.ys]
     if not ys:
         return []
-    xs = [x for each in series for x in each.xs]
+    xs = [x for curve in series for x in curve.xs]
     box = (min(xs), max(xs), min(ys), max(ys))
     cells: dict[tuple[int, int], dict[int, int]] = {}
     for index, each in enumerate(series):

@@ -85,7 +85,7 @@ def overrides(ctx: typer.Context, incomplete: str) -> list[str]:
     words: list[str] = ctx.params.get("overrides") or []
     key, equals, value = incomplete.partition("=")
     if equals:
-        return [f"{key}={each}" for each in _beginning(list(_values(key)), value)]
+        return [f"{key}={completion}" for completion in _beginning(list(_values(key)), value)]
     if words and words[-1] == "=":
         words = words[:-1]
         return _beginning(list(_values(words[-1])), incomplete) if words else []

@@ -56,17 +56,18 @@ def show(
     from llmrecipes.recipe.load import load
 
     prepared = open_prepared(load(recipe, overrides or []).recipe, data_dir)
-    shown = [asdict(each) for each in random_documents(prepared, wanted, documents, seed)]
+    shown = [asdict(document) for document in random_documents(prepared, wanted, documents, seed)]
     if as_json:
         print(json.dumps(shown, indent=1))
         return
-    for each in shown:
-        every = each["tokens"]
+    for document in shown:
+        every = document["tokens"]
         print(
-            f"{each['source']}, document {each['number']:,} of {wanted}: {len(every):,} tokens, of which the loss",
+            f"{document['source']}, document {document['number']:,} of {wanted}: {len(every):,} tokens, "
+            "of which the loss",
             end="",
         )
-        rearranged = f"; fill-in-the-middle: {_FIM[each['fim']]}" if each["fim"] else ""
+        rearranged = f"; fill-in-the-middle: {_FIM[document['fim']]}" if document["fim"] else ""
         print(f" counts {sum(token['loss'] for token in every):,}{rearranged}")
         for loss, group in groupby(every[:tokens], key=lambda token: token["loss"]):
             parts = "|".join("END" if token["end"] else _visible(token["text"]) for token in group)
@@ -116,11 +117,11 @@ def stats(
             rules = ", ".join(f"{name} {count:,}" for name, count in step.rules.items())
             example = _visible((step.example or "")[:EXAMPLE])
             dropped.append((source.label, step.step, f"{step.dropped:,}", f"{step.changed:,}", rules, example))
-    most = max((each.documents for each in made.lengths), default=1)
+    most = max((length.documents for length in made.lengths), default=1)
     lengths = [("tokens from", "documents", "tokens", "")]
-    for each in made.lengths:
-        bar = "#" * -(-BAR * each.documents // most)
-        lengths.append((f"{each.least:,}", f"{each.documents:,}", f"{each.tokens:,}", bar))
+    for length in made.lengths:
+        bar = "#" * -(-BAR * length.documents // most)
+        lengths.append((f"{length.least:,}", f"{length.documents:,}", f"{length.tokens:,}", bar))
     print_parts(TextTable(rows, right=(1, 2, 3, 4, 5)), "", TextTable(dropped, right=(2, 3)), "")
     print_parts(TextTable(lengths, right=(0, 1, 2)), "", str(prepared.path), *([] if html is None else [str(html)]))
 

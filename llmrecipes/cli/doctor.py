@@ -134,7 +134,9 @@ def doctor(
         _say(problem)
     if as_json:
         print(
-            json.dumps({"ok": not bad, "bad_nodes": bad, "findings": [each.as_dict() for each in findings]}, indent=2)
+            json.dumps(
+                {"ok": not bad, "bad_nodes": bad, "findings": [finding.as_dict() for finding in findings]}, indent=2
+            )
         )
     else:
         print(as_text(findings, quiet))
@@ -162,8 +164,8 @@ def _is_done(recipe: Recipe | None, runs_dir: Path, run_id: str) -> bool:
 def as_text(findings: list[Finding], quiet: bool) -> str:
     """Human-readable lines, node by node, problems with their fixes; nodes without any are left out if `quiet`."""
     several = len({finding.node for finding in findings}) > 1
-    shown = [each for each in findings if not quiet or each.status in ("warn", "fail")]
-    width = max((len(each.check) for each in shown), default=0)
+    shown = [finding for finding in findings if not quiet or finding.status in ("warn", "fail")]
+    width = max((len(finding.check) for finding in shown), default=0)
     lines = []
     for host in dict.fromkeys(finding.node for finding in shown):
         if several:
@@ -172,7 +174,7 @@ def as_text(findings: list[Finding], quiet: bool) -> str:
             lines.append(f"{MARKS[each.status]} {each.check:{width}}  {each.what}")
             if each.fix:
                 lines.append(f"     {'':{width}}  fix: {each.fix}")
-    wrong, odd = (sum(each.status == status for each in findings) for status in ("fail", "warn"))
+    wrong, odd = (sum(finding.status == status for finding in findings) for status in ("fail", "warn"))
     bad = bad_nodes(findings)
     where = f" on {', '.join(bad)}" if bad and several else ""
     lines.append(f"{wrong} failed{where}, {odd} warned, of {len(findings)} checks")

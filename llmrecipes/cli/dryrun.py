@@ -98,8 +98,15 @@ def _of_rank(report: RankReport) -> Iterator[str | TextTable]:
         yield TextTable([("module at the peak", "", ""), *rows[:MOST_MODULES]], right=(2,))
     if report.traffic:
         traffic = [
-            (each.group, each.op, f"{each.calls:,}", _size(each.bytes), str(each.ranks), _where(each.node_local))
-            for each in report.traffic
+            (
+                collective.group,
+                collective.op,
+                f"{collective.calls:,}",
+                _size(collective.bytes),
+                str(collective.ranks),
+                _where(collective.node_local),
+            )
+            for collective in report.traffic
         ]
         header = ("group", "collective", "calls", "bytes", "ranks", "")
         yield ""
@@ -113,7 +120,9 @@ def _of_rank(report: RankReport) -> Iterator[str | TextTable]:
 
 
 def _sent(resume: Resume) -> str:
-    sent = ", ".join(f"{each.op} of {_size(each.bytes)} over {each.ranks} ranks" for each in resume.traffic)
+    sent = ", ".join(
+        f"{collective.op} of {_size(collective.bytes)} over {collective.ranks} ranks" for collective in resume.traffic
+    )
     return f", then {sent}" if sent else ""
 
 

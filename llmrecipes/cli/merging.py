@@ -136,6 +136,6 @@ def _numbers(option: str, text: str | None) -> list[float] | None:
     if text is None:
         return None
     try:
-        return [float(each) for each in text.split(",")]
+        return [float(number) for number in text.split(",")]
     except ValueError:
         raise UserError(f"{text!r}", where=option, rule="comma-separated numbers", fix="0.5,0.5") from None

@@ -147,9 +147,9 @@ def expanded(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(**arguments, options=RunOptions(**({"sample": False} if in_jobs else {}), **chosen))
 
     decorated.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    decorated.__annotations__ = {each.name: each.annotation for each in parameters}
+    decorated.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return decorated
 
 
 def _least(metadata: Sequence[object]) -> int | None:
-    return next((int(least) for each in metadata if (least := getattr(each, "ge", None)) is not None), None)
+    return next((int(least) for constraint in metadata if (least := getattr(constraint, "ge", None)) is not None), None)

@@ -153,7 +153,7 @@ def plan(
         if value is not None and mode not in of:
             raise UserError(
                 f"set with {mode}" if mode else f"set without {of[0]}", where=option,
-                rule=f"it belongs to {', '.join(each or 'a plan of one layout' for each in of)}",
+                rule=f"it belongs to {', '.join(owner or 'a plan of one layout' for owner in of)}",
                 fix=of[0] or f"plan without {mode}",
             )  # fmt: skip
     counts = _counts(gpus, several=compare)
@@ -188,7 +188,7 @@ def plan(
     if out is not None:
         workflow.require_new(out)
     listed = workflow.search(recipe, overrides or [], cluster_name, nodes, number, _SHOWN)
-    found: list[tuple[Found, Check | None]] = [(each, None) for each in listed]
+    found: list[tuple[Found, Check | None]] = [(layout, None) for layout in listed]
     if dryrun:
         found = workflow.checked(listed, cluster_name, nodes, lambda line: print(line, file=sys.stderr))
     fitting = [(each, check) for each, check in found if check is None or check.fits]
@@ -319,7 +319,7 @@ def text(made: Forecast) -> str:
         lines.append(("energy", f"{made.energy_mwh:,.2f} MWh{carbon}"))
     if made.saving is not None:
         lines += _saves(made, made.saving)
-    lines += [("problem", each) for each in made.problems]
+    lines += [("problem", problem) for problem in made.problems]
     return "\n".join(f"{name:19}{value}" for name, value in lines)
 
 

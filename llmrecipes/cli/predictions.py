@@ -15,13 +15,13 @@ from llmrecipes.workflow.whatif import WhatIf
 
 def search_lines(found: Sequence[tuple[Found, Check | None]]) -> Iterator[TextTable]:
     """A row for each layout, fastest first; differences are from the first that fits."""
-    speeds = [each.forecast.tokens_per_second_per_gpu for each, _ in found]
+    speeds = [candidate.forecast.tokens_per_second_per_gpu for candidate, _ in found]
     best = next(speed for speed, (_, check) in zip(speeds, found, strict=True) if check is None or check.fits)
     head = ["layout", "tokens/s/GPU", "from best", "memory", "limit"]
     rows = [
-        [each.key, f"{speed:,.0f}", f"{speed / best - 1:+.1%}", f"{each.forecast.plan.memory.total / GIB:.1f} GiB",
-         each.forecast.limit]
-        for speed, (each, _) in zip(speeds, found, strict=True)
+        [candidate.key, f"{speed:,.0f}", f"{speed / best - 1:+.1%}",
+         f"{candidate.forecast.plan.memory.total / GIB:.1f} GiB", candidate.forecast.limit]
+        for speed, (candidate, _) in zip(speeds, found, strict=True)
     ]  # fmt: skip
     if any(check is not None for _, check in found):
         head.append("dry run")

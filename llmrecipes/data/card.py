@@ -66,7 +66,7 @@ def card(manifest: DataManifest) -> str:
 def _steps(manifest: DataManifest) -> list[tuple[object, ...]]:
     settings: dict[str, Any] = {"empty": {}, "undecodable": {}, "duplicates": {}}
     chosen: Any = manifest.data.get("steps", ())
-    settings |= {each["type"]: {k: v for k, v in each.items() if k != "type"} for each in chosen}
+    settings |= {step["type"]: {k: v for k, v in step.items() if k != "type"} for step in chosen}
     counted = {name: 0 for source in manifest.sources for name in (*source.steps, *source.changed)}
     return [
         (

@@ -53,8 +53,8 @@ def decontaminate(paths: list[str] | None, ngram_words: int, tasks: dict[str, li
 def _texts(file: Path) -> Iterator[str]:
     name = file.name.lower()
     if name.endswith((".yaml", ".yml")):
-        for each in task_files(file):
-            yield from _texts(each)
+        for task_file in task_files(file):
+            yield from _texts(task_file)
     elif name.endswith(".parquet"):
         yield from _columns(file)
     elif name.endswith(_ROWS):
@@ -104,5 +104,5 @@ def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _strings(each)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _strings(item)

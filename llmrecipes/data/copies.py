@@ -433,7 +433,7 @@ def _merged(runs: list[_Run], folder: Path) -> _Run:
     places = [[0, *(run.place(bound) for bound in bounds), len(run)] for run in runs]
     for part in range(parts):
         pieces = [run.part(at[part], at[part + 1]) for run, at in zip(runs, places, strict=True)]
-        keys, numbers = (np.concatenate(each) for each in zip(*pieces, strict=True))
+        keys, numbers = (np.concatenate(column) for column in zip(*pieces, strict=True))
         order = np.argsort(keys, kind="stable")
         made.append(keys[order], numbers[order])
     return made

@@ -287,7 +287,7 @@ class ConversationDataset(Dataset[dict[str, torch.Tensor]]):
         return len(self._order)
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        source, sequence = (int(each) for each in self._order[number])
+        source, sequence = (int(value) for value in self._order[number])
         packed = self._packed[source]
         tokens = np.full(self._length, self._pad, np.int64)
         labels = tokens.copy()
@@ -402,7 +402,7 @@ def load_conversations(recipe: Recipe, prepared: Prepared, split: Split, folder:
     chat, pad = recipe.data.chat, prepared.manifest.tokenizer.eod
     if chat is not None and chat.preference is not None:
         values = None if recipe.dpo is None else recipe.dpo.reference_log_probs
-        counts, names = [len(each.members) for each in packed], [stem(number, split) for number in usable]
+        counts, names = [len(sample.members) for sample in packed], [stem(number, split) for number in usable]
         known = None if values is None else precomputed.log_probs(Path(values), names, counts)
         return PairDataset(files, packed, order, recipe.model.seq_length, pad, packing=chat.packing, reference=known)
     return ConversationDataset(files, packed, order, recipe.model.seq_length, pad)

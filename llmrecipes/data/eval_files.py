@@ -75,7 +75,7 @@ def _data_files(settings: dict[str, Any]) -> list[str]:
     keys = settings.get("dataset_kwargs")
     named = keys.get("data_files") if isinstance(keys, dict) else None
     by_split = list(named.values()) if isinstance(named, dict) else [named]
-    return [path for each in by_split for path in _listed(each)]
+    return [path for pattern in by_split for path in _listed(pattern)]
 
 
 @lru_cache(maxsize=4)
@@ -136,7 +136,7 @@ def _tasks(name: str, texts: dict[Path, str], seen: set[str]) -> Iterator[dict[s
 
 
 def _listed(value: Any) -> list[str]:
-    return [str(each) for each in value] if isinstance(value, list) else [] if value is None else [str(value)]
+    return [str(item) for item in value] if isinstance(value, list) else [] if value is None else [str(value)]
 
 
 def _settings(file: Path, depth: int = 0) -> dict[str, Any]:

@@ -54,21 +54,21 @@ def _data_files(path: str, name: str | None, split: str, revision: str | None) -
         return ()  # what `datasets` has in its cache
     builder = patiently(lambda: datasets.load_dataset_builder(path, name, revision=revision), path, _is_final)
     config = builder.config
-    named = [str(each) for each in (config.data_files or {}).get(split, ())]
+    named = [str(data_file) for data_file in (config.data_files or {}).get(split, ())]
     by_lines = builder.name == "json" and getattr(config, "field", None) is None
     suffixes = _LINES if by_lines else (".parquet",) if builder.name == "parquet" else ()
-    if not named or not all(each.endswith(suffixes) for each in named):
+    if not named or not all(url.endswith(suffixes) for url in named):
         return ()
-    if not any("://" in each for each in named):
+    if not any("://" in url for url in named):
         return tuple(map(Path, named))
-    if not all(each.startswith("hf://") for each in named):
+    if not all(url.startswith("hf://") for url in named):
         return ()
 
     def listed() -> tuple[StoreFile, ...]:
         import fsspec  # type: ignore[import-untyped]
 
         fs, _ = fsspec.core.url_to_fs(named[0])  # it lists a folder once
-        return tuple(StoreFile(each, int(fs.info(each)["size"])) for each in named)
+        return tuple(StoreFile(url, int(fs.info(url)["size"])) for url in named)
 
     return patiently(listed, path, _is_final)
 

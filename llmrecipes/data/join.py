@@ -167,7 +167,7 @@ def _repeats(shards: Shards, item: _Item, token: str, lost: Callable[[], bool]) 
         of_shard, place = shards.keys(number, of_range, kind)
         found.append(of_shard)
         places.append(np.stack([np.full(len(place), number), place]))
-    keys = np.frombuffer(b"".join(each.tobytes() for each in found), "<u8").reshape(-1, KEY_BYTES[kind] // 8)
+    keys = np.frombuffer(b"".join(part.tobytes() for part in found), "<u8").reshape(-1, KEY_BYTES[kind] // 8)
     where = np.concatenate(places, axis=1)
     order = np.lexsort(keys.T)  # stable: of equal keys the first document comes first
     ordered = keys[order]
@@ -242,7 +242,7 @@ def _counts(shards: Shards, item: _Item, token: str, lost: Callable[[], bool]) -
         dropped=dict(tally.dropped),
         rules=dict(tally.rules),
         changed=dict(tally.changed),
-        samples=[(each.reason, each.rule, each.excerpt) for each in output.samples.kept()],
+        samples=[(sample.reason, sample.rule, sample.excerpt) for sample in output.samples.kept()],
         texts=list(texts),
     )
     item.publish(token, made.model_dump_json().encode())
@@ -271,7 +271,7 @@ def _layout(shards: Shards, item: _Item, token: str, lost: Callable[[], bool]) -
         made.mkdir()
         code = next(code for code, name in IDX_DTYPES.items() if name == shards.spec.dtype)
         for name, (documents, tokens) in every.items():
-            split = next(each for each in SPLITS if name.endswith(f"-{each}"))
+            split = next(known for known in SPLITS if name.endswith(f"-{known}"))
             of_file = {
                 ".bin": tokens * np.dtype(shards.spec.dtype).itemsize,
                 ".sha256": documents * DIGEST_BYTES,

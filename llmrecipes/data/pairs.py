@@ -54,7 +54,7 @@ def pair_encoder(tokenizer_json: str, dtype: str, eod: int, spec: ChatSpec) -> C
         if not messages or messages[0]["role"]:
             text = render(spec.template, messages, add_generation_prompt=prompt)[0]
             return list(backend.encode(text, add_special_tokens=False).ids)
-        ids = backend.encode("".join(each["content"] for each in messages), add_special_tokens=False).ids
+        ids = backend.encode("".join(message["content"] for message in messages), add_special_tokens=False).ids
         return ids if prompt else [*ids, eod]
 
     def of_a_pair(messages: Messages, tally: Counter[str]) -> tuple[list[int], bytes] | None:
@@ -67,7 +67,7 @@ def pair_encoder(tokenizer_json: str, dtype: str, eod: int, spec: ChatSpec) -> C
         question = parts[PROMPT]
         prompt = ids_of(question, prompt=True)
         both = [ids_of([*question, *parts[part]], prompt=False) for part in (CHOSEN, REJECTED)]
-        asked = min(common(prompt, each) for each in both)
+        asked = min(common(prompt, answer) for answer in both)
         if asked >= spec.max_length and spec.truncate:
             start = question[0]["content"][:SHOWN] if question else ""
             raise UserError(
@@ -76,18 +76,18 @@ def pair_encoder(tokenizer_json: str, dtype: str, eod: int, spec: ChatSpec) -> C
                 rule=f"a prompt leaves room for an answer: prompt and answer have {spec.max_length:,} tokens at most",
                 fix="a larger model.seq_length, or data.chat.overlong: drop",
             )
-        beyond = [max(0, len(each) - spec.max_length) for each in both]
+        beyond = [max(0, len(answer) - spec.max_length) for answer in both]
         if any(beyond) and not spec.truncate:
             tally[LONG] += 1
             return None
-        kept = [each[: spec.max_length] for each in both]
+        kept = [answer[: spec.max_length] for answer in both]
         if min(map(len, kept)) <= max(asked, 1) or kept[0] == kept[1]:
             tally[UNANSWERED] += 1
             return None
         if any(beyond):
             tally[CUT] += 1
             tally[f"{CUT}_tokens"] += sum(beyond)
-        marks = [bytes(asked) + bytes([ANSWER]) * (len(each) - asked) for each in kept]
+        marks = [bytes(asked) + bytes([ANSWER]) * (len(answer) - asked) for answer in kept]
         return kept[0] + kept[1], marks[0] + bytes([SECOND]) + marks[1][1:]
 
     def encode(documents: list[bytes]) -> Conversations:

@@ -80,9 +80,9 @@ def prepare(
         prepared.check(prepared.manifest.files, log)
         _warn_if_changed(recipe, prepared, log)
         stages = stage_recipes(recipe)
-        if all(index_usable(each, prepared) for each in stages):  # also where the folder is read-only
-            for each in stages:
-                check_index(each, prepared, log)
+        if all(index_usable(stage, prepared) for stage in stages):  # also where the folder is read-only
+            for stage in stages:
+                check_index(stage, prepared, log)
             log(f"data is prepared in {target}")
             return prepared
     import_megatron()
@@ -104,8 +104,8 @@ def prepare(
         # Loads megatron-core, which costs seconds where all is prepared.
         from llmrecipes.data.dataset import build_order
 
-        for each in stage_recipes(recipe):
-            build_order(each, prepared, log)
+        for stage_recipe in stage_recipes(recipe):
+            build_order(stage_recipe, prepared, log)
     return prepared
 
 

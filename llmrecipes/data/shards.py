@@ -118,7 +118,11 @@ def uncut(every: tuple[Source, ...]) -> Iterator[str]:
 def can_join(every: tuple[Source, ...], chat: Chat | None, steps: StepSpec) -> bool:
     """Whether several tasks can join the shards: documents are compared for equality only, and all are used and have
     texts."""
-    return chat is None and steps.only_equal and all(each.max_tokens is None and not each.tokenized for each in every)
+    return (
+        chat is None
+        and steps.only_equal
+        and all(source.max_tokens is None and not source.tokenized for source in every)
+    )
 
 
 def read_plan(folder: Path, every: tuple[Source, ...]) -> Plan:
@@ -145,7 +149,7 @@ def read_plan(folder: Path, every: tuple[Source, ...]) -> Plan:
 
 def _listings(every: tuple[Source, ...]) -> list[str | None]:
     found = map(sources.listing, every)
-    return [None if each is None else each.sha256 for each in found]
+    return [None if shard is None else shard.sha256 for shard in found]
 
 
 @dataclass(frozen=True)
@@ -221,7 +225,7 @@ class Shards:
                         return
                     tokens += sum(worked.encoded.lengths)
                     if self.parallel:
-                        documents = [each for each in worked.outcomes if isinstance(each, Document)]
+                        documents = [outcome for outcome in worked.outcomes if isinstance(outcome, Document)]
                         for document in documents:
                             for of_kind, key in zip(keys, (document.digest, *document.marks), strict=True):
                                 of_kind.append(key)

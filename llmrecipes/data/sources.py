@@ -158,7 +158,7 @@ def documents(
     if source.type == "docstrings":
         talks = docstring_conversations(_stdlib(), _stdlib_root())
         if chat is not None and chat.preference is not None:
-            yield from (pair(*each) for each in brief_and_long(talks))
+            yield from (pair(*talk) for talk in brief_and_long(talks))
             return
         yield from map(conversation, talks)
         return

@@ -169,11 +169,11 @@ def step_spec(data: Data) -> StepSpec:
     ]
     if data.valid_sources:
         near = next((step.settings for step in data.steps if step.type == "near_duplicates"), None)
-        sets = [each.model_dump(mode="json") for each in data.valid_sources]
+        sets = [held_out.model_dump(mode="json") for held_out in data.valid_sources]
         keys.insert(0, (VALID_SOURCES, _EXCLUDING, json.dumps({"sets": sets, "near": near})))
-    compares = tuple(each for each in typed if STEPS[each[0]].compares)
-    augments = tuple(each for each in typed if STEPS[each[0]].augments)
-    single = tuple(each for each in typed if each not in compares + augments)
+    compares = tuple(step for step in typed if STEPS[step[0]].compares)
+    augments = tuple(step for step in typed if STEPS[step[0]].augments)
+    single = tuple(step for step in typed if step not in compares + augments)
     return StepSpec(
         SplitRule(data.split), data.chat is not None, (*keys, *single), compares, augments, data.max_unreadable
     )
@@ -238,7 +238,7 @@ def pipeline(spec: StepSpec) -> Callable[[str | None], Document | Dropped]:
             if made != texts:
                 changed.append(name)
             texts = made
-        if steps and not any(each and not each.isspace() for each in texts):
+        if steps and not any(text and not text.isspace() for text in texts):
             return Dropped(EMPTY)
         if changed:
             contents = [message | {"content": each} for message, each in zip(messages, texts, strict=False)]

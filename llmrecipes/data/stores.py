@@ -93,17 +93,17 @@ def find(url: str, suffixes: tuple[str, ...], where: str) -> list[StoreFile]:
         fs.invalidate_cache()
         if has_magic(root):
             matches = re.compile(glob_translate(root)).match
-            entries = [each for each in _walk(fs, _without_magic(root)) if matches(each["name"])]
+            entries = [entry for entry in _walk(fs, _without_magic(root)) if matches(entry["name"])]
         elif url.endswith("/") or (info := fs.info(root))["type"] == "directory":
-            entries = [each for each in _walk(fs, root) if each["name"].endswith(suffixes)]
+            entries = [entry for entry in _walk(fs, root) if entry["name"].endswith(suffixes)]
         else:
             entries = [info]
-        return [each if each.get("size") is not None else fs.info(each["name"]) for each in entries]
+        return [entry if entry.get("size") is not None else fs.info(entry["name"]) for entry in entries]
 
-    entries = [each for each in patiently(listed, url) if each["type"] == "file"]
-    if unknown := next((each for each in entries if each.get("size") is None), None):
+    entries = [entry for entry in patiently(listed, url) if entry["type"] == "file"]
+    if unknown := next((entry for entry in entries if entry.get("size") is None), None):
         raise UserError("the server does not say how long it is", where=str(unknown["name"]), fix="download it")
-    files = [StoreFile(fs.unstrip_protocol(each["name"]), int(each["size"])) for each in entries]
+    files = [StoreFile(fs.unstrip_protocol(entry["name"]), int(entry["size"])) for entry in entries]
     return sorted(files, key=lambda file: file.url)
 
 

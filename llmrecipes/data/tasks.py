@@ -77,7 +77,7 @@ def encode_shards(shards: Shards, count: int, log: Callable[[str], None]) -> Non
             running.append((process, here))
         while running:
             wait([process.sentinel for process, _ in running])
-            for ended in [each for each in running if not each[0].is_alive()]:
+            for ended in [task for task in running if not task[0].is_alive()]:
                 running.remove(ended)
                 task, failures = ended
                 task.join()

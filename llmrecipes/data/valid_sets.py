@@ -37,12 +37,12 @@ def excluding(sets: list[dict[str, Any]], near: dict[str, Any] | None) -> Step:
     """
     equal = Duplicates()
     labels: dict[bytes, str] = {}
-    copies = {each["label"]: NearDuplicates(**near) for each in sets} if near else {}
-    for each in sets:
-        for text in _texts(ValidSource.model_validate(each)):
-            labels.setdefault(equal.mark(text), each["label"])
+    copies = {set_["label"]: NearDuplicates(**near) for set_ in sets} if near else {}
+    for set_ in sets:
+        for text in _texts(ValidSource.model_validate(set_)):
+            labels.setdefault(equal.mark(text), set_["label"])
             if near:
-                copies[each["label"]].add(copies[each["label"]].mark(text))
+                copies[set_["label"]].add(copies[set_["label"]].mark(text))
 
     def step(texts: list[str]) -> list[str] | str:
         text = "\n".join(texts)
@@ -75,39 +75,39 @@ def write_sets(folder: Path, sets: tuple[ValidSource, ...], spec: EncoderSpec, s
 
     encode = encoder(spec.tokenizer.read_text(encoding="utf-8"), spec.eod, spec.dtype, by_word=spec.by_word)
     written: dict[str, Counts] = {}
-    for number, each in enumerate(sets):
-        prefix = folder / valid_stem(each.label)
+    for number, held_out in enumerate(sets):
+        prefix = folder / valid_stem(held_out.label)
         documents = tokens = size = 0
         with ExitStack() as stack:
             builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.dtype(spec.dtype).type)
             stack.callback(builder.data_file.close)
             digests = stack.enter_context(Path(f"{prefix}.sha256").open("wb"))
-            for batch in _batches(_texts(each)):
+            for batch in _batches(_texts(held_out)):
                 start = 0
-                if spec.fim is not None and each.fim_rate:
+                if spec.fim is not None and held_out.fim_rate:
                     fim = spec.fim
-                    cuts = [cut(len(t.decode()), digest(t), each.fim_rate, fim.spm_rate, fim.seed) for t in batch]
+                    cuts = [cut(len(t.decode()), digest(t), held_out.fim_rate, fim.spm_rate, fim.seed) for t in batch]
                     encoded = encode_cut(batch, cuts, fim.ids, encode)
                 else:
                     encoded = encode(batch)
                 ids = np.frombuffer(encoded.ids, spec.dtype)
                 for text, length in zip(batch, encoded.lengths, strict=True):
-                    if each.max_tokens is not None and tokens >= each.max_tokens:
+                    if held_out.max_tokens is not None and tokens >= held_out.max_tokens:
                         break
                     builder.add_document(ids[start : start + length], [length])
                     digests.write(digest(text))
                     documents, tokens, size, start = documents + 1, tokens + length, size + len(text), start + length
-                if each.max_tokens is not None and tokens >= each.max_tokens:
+                if held_out.max_tokens is not None and tokens >= held_out.max_tokens:
                     break
             builder.finalize(f"{prefix}.idx")
         if tokens <= seq_length:
             raise UserError(
-                f"the held-out set {each.label!r} has {tokens:,} tokens",
+                f"the held-out set {held_out.label!r} has {tokens:,} tokens",
                 where=f"data.valid_sources[{number}]",
                 rule=f"one sequence takes {seq_length + 1:,} (model.seq_length + 1)",
                 fix="add text to the set, take it out, or lower model.seq_length",
             )
-        written[each.label] = Counts(documents=documents, tokens=tokens, bytes=size)
+        written[held_out.label] = Counts(documents=documents, tokens=tokens, bytes=size)
     return written
 
 

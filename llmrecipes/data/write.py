@@ -123,9 +123,9 @@ def write(
                 tallies[number], linked[number] = write_set(
                     folder, source, spec, seen, partial(part, number), partial(stem, number), add_text, log, stack
                 )
-                written.update({(number, split): each for split, each in linked[number].items()})
+                written.update({(number, split): writer for split, writer in linked[number].items()})
         reasons = spec.steps.reasons
-        counts = {key: each.counts for key, each in written.items()}
+        counts = {key: writer.counts for key, writer in written.items()}
         records = [record(n, source, tallies[n], reasons, counts, talks) for n, source in enumerate(every)]
         for n in (number for number, splits in linked.items() if splits):
             records[n] = records[n].model_copy(update={"linked": True})
@@ -133,8 +133,8 @@ def write(
             log(summary(made_of) + (f"; read up to max_tokens {every[n].max_tokens:,}" if n in full else ""))
             if talks:
                 log(_answers(made_of.label, talks[n]))
-        for each in written.values():
-            each.finish()
+        for writer in written.values():
+            writer.finish()
     output.samples.write(folder / SAMPLES, [sources.label(source) for source in every])
     held_out: dict[Split, HeldOut] = {
         split: HeldOut(bytes=t.bytes, gzip_bytes=t.file.stat().st_size) for split, t in texts.items()

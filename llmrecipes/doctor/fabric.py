@@ -164,7 +164,7 @@ def gid_index(port: Port, profile: Profile | None, user: Mapping[str, str], syst
     """Index of a port's address of RoCE v2 over IPv4: the one that is chosen, else the first; None without one."""
     index = _chosen(profile, user)
     folder = system / port.device / "ports" / port.number
-    numbers = [index] if index.isdecimal() else [each.name for each in folder.glob("gids/*")]
+    numbers = [index] if index.isdecimal() else [path.name for path in folder.glob("gids/*")]
     return next(
         (number for number in sorted(map(int, numbers))
          if _read(folder, "gid_attrs", "types", str(number)) == "RoCE v2"

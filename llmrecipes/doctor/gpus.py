@@ -170,17 +170,21 @@ def _check_one(name: str, gpu: GpuState) -> Iterator[Finding]:
 def _state(gpu: ElementTree.Element) -> GpuState:
     ecc = gpu.find("ecc_errors/volatile")
     errors = (
-        [] if ecc is None else [each.text for each in ecc if "uncorrectable" in each.tag or each.tag == "double_bit"]
+        []
+        if ecc is None
+        else [counter.text for counter in ecc if "uncorrectable" in counter.tag or counter.tag == "double_bit"]
     )
-    reasons = [each for tag in ("clocks_event_reasons", "clocks_throttle_reasons") for each in gpu.findall(f"{tag}/*")]
-    throttled = (each.tag.partition("_reason_")[2] for each in reasons if each.text == "Active")
+    reasons = [
+        reason for tag in ("clocks_event_reasons", "clocks_throttle_reasons") for reason in gpu.findall(f"{tag}/*")
+    ]
+    throttled = (reason.tag.partition("_reason_")[2] for reason in reasons if reason.text == "Active")
     widths = (
         _number(gpu.findtext("pci/pci_gpu_link_info/link_widths/current_link_width", "").rstrip("x")),
         _number(gpu.findtext("pci/pci_gpu_link_info/link_widths/max_link_width", "").rstrip("x")),
     )
     gens = [_number(gpu.findtext(f"pci/pci_gpu_link_info/pcie_gen/{name}", "")) for name in GENERATIONS]
     clocks = [_number(gpu.findtext(f"{name}applications_clocks/graphics_clock", "")) for name in ("", "default_")]
-    processes = [_number(each.text or "") for each in gpu.iterfind("processes/process_info/pid")]
+    processes = [_number(pid.text or "") for pid in gpu.iterfind("processes/process_info/pid")]
     return GpuState(
         name=gpu.findtext("product_name", "unknown"),
         used_mib=_number(gpu.findtext("fb_memory_usage/used", "")),

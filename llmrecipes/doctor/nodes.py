@@ -116,11 +116,11 @@ def _lead(meeting: NodeRendezvous, findings: Sequence[Finding]) -> Gathered:
     with FirstNode(meeting.hosts, meeting.port, meeting.token, serve) as first:
         _wait(meeting, attendance, attendance.arrived)
         # All nodes keep their ports open until all have reported, including this one.
-        own = [each.seen_on(meeting.hosts[0]) for each in findings]
-        own += [replace(each, node=meeting.hosts[0]) for each in _ports(meeting)]
+        own = [finding.seen_on(meeting.hosts[0]) for finding in findings]
+        own += [replace(port, node=meeting.hosts[0]) for port in _ports(meeting)]
         attendance.put(attendance.reports, 0, own)
         _wait(meeting, attendance, attendance.reports)
-        reported = [each for _, report in sorted(attendance.reports.items()) for each in report]
+        reported = [finding for _, report in sorted(attendance.reports.items()) for finding in report]
         strangers = ignored(first.ignored, meeting.hosts[0])
         all_findings = compared([*reported, *_absent(meeting, attendance), *strangers])
         gathered = Gathered(all_findings, bad_nodes(all_findings))
@@ -211,7 +211,7 @@ def _serve(host: str, number: int, channel: Channel, attendance: _RendezvousStat
         report = findings_of(message.get("findings"))
     except ValueError as error:
         raise Disconnected("sent findings of another form") from error
-    attendance.put(attendance.reports, number, [each.seen_on(host) for each in report])
+    attendance.put(attendance.reports, number, [finding.seen_on(host) for finding in report])
     attendance.wait(attendance.verdict)
     channel.send({"bad": attendance.verdict.get(0, [])})
     attendance.put(attendance.dismissed, number)
@@ -228,8 +228,8 @@ def _follow(meeting: NodeRendezvous, findings: Sequence[Finding]) -> list[str]:
         clock = _clock(float(reply["time"]), sent, time.time())
         channel.receive(longest)  # all nodes have arrived, so their ports are open
         between = [*clock, *_shared(meeting, str(reply["mark"])), *_ports(meeting)]
-        named = (replace(each, node=meeting.hosts[meeting.number]) for each in between)
-        channel.send({"findings": [each.as_dict() for each in (*findings, *named)]})
+        named = (replace(finding, node=meeting.hosts[meeting.number]) for finding in between)
+        channel.send({"findings": [finding.as_dict() for finding in (*findings, *named)]})
         return [str(host) for host in channel.receive(longest)["bad"]]  # and no node needs this one's port any more
 
 
@@ -325,7 +325,9 @@ def firmware(system: Path) -> list[str]:
 def differing(findings: Iterable[Finding]) -> Iterator[Finding]:
     """Compare the inventories of nodes: each version with that of most nodes, in a tie with the first node's."""
     nodes = [
-        (each.node, _parse_versions(each.what)) for each in findings if each.check == SOFTWARE and each.status == "ok"
+        (finding.node, _parse_versions(finding.what))
+        for finding in findings
+        if finding.check == SOFTWARE and finding.status == "ok"
     ]
     for name in sorted({name for _, versions in nodes for name in versions}):
         values = [versions.get(name, "not installed") for _, versions in nodes]

@@ -29,18 +29,18 @@ _ORDER = ("fail", "warn", "skip", "ok")
 def summary(findings: Sequence[Finding], bad: Sequence[str]) -> dict[str, Any]:
     """JSON values without secrets, the most severe findings first."""
     nodes: dict[Finding, list[str]] = {}
-    for each in findings:
-        nodes.setdefault(replace(each, node=""), []).append(each.node)
+    for finding in findings:
+        nodes.setdefault(replace(finding, node=""), []).append(finding.node)
     groups = sorted(nodes.items(), key=lambda item: _ORDER.index(item[0].status))
     shown = [
-        {"check": each.check, "status": each.status, "what": each.what, "fix": each.fix,
+        {"check": finding.check, "status": finding.status, "what": finding.what, "fix": finding.fix,
          "nodes": of[:NAMED_NODES], "number": len(of)}
-        for each, of in groups[:MOST_FINDINGS]
+        for finding, of in groups[:MOST_FINDINGS]
     ]  # fmt: skip
     values = {
         "time": time.time(),
         "ok": not bad,
-        "nodes": len({each.node for each in findings if each.node}),
+        "nodes": len({finding.node for finding in findings if finding.node}),
         "bad_nodes": list(bad),
         "findings": shown,
         "left_out": max(0, len(groups) - MOST_FINDINGS),

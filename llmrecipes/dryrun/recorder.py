@@ -96,7 +96,7 @@ class Recorder(TorchDispatchMode):
             names = [argument.name for argument in func._schema.arguments]
             group = dist.ProcessGroup.unbox(args[names.index("process_group")])
             if group.size() > 1:
-                tensors = [each for each in tree_leaves(args[sent]) if isinstance(each, torch.Tensor)]
+                tensors = [leaf for leaf in tree_leaves(args[sent]) if isinstance(leaf, torch.Tensor)]
                 key = tuple(dist.get_process_group_ranks(group)), group.group_desc, kind
                 self.collectives[key] += 1
                 self.sent[key] += sum(tensor.nbytes for tensor in tensors)

@@ -180,7 +180,7 @@ def _traffic(recorder: Recorder, spec: DryRunSpec) -> tuple[Traffic, ...]:
             calls=calls,
             bytes=recorder.sent[ranks, name, op],
             ranks=len(ranks),
-            node_local=len({each // ranks_per_node for each in ranks}) == 1,
+            node_local=len({rank // ranks_per_node for rank in ranks}) == 1,
         )
         for (ranks, name, op), calls in sorted(recorder.collectives.items(), key=lambda item: item[0][1:])
     )

@@ -129,7 +129,9 @@ class RankReport(_Frozen):
             "stage": self.stage,
             "memory_gib": in_gib(self.memory),
             "planned_gib": in_gib(self.planned),
-            "collectives": [each.model_dump(include={"group", "op", "calls", "bytes"}) for each in self.traffic],
+            "collectives": [
+                collective.model_dump(include={"group", "op", "calls", "bytes"}) for collective in self.traffic
+            ],
             "syncs_per_step": sum(self.waits.values()),
             "save": {"held_gib": self.save.held_bytes / GIB, "written_gib": self.save.written_bytes / GIB},
             "seconds": round(self.seconds, 1),

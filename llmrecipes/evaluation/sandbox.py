@@ -198,11 +198,11 @@ def _require_narrow(formats: Sequence[Any]) -> None:
 
 
 def _require_small(name: str, value: Any, arguments: Sequence[Any]) -> None:
-    sized = (each for each in (value, *arguments) if isinstance(each, str | list | tuple | dict))
+    sized = (argument for argument in (value, *arguments) if isinstance(argument, str | list | tuple | dict))
     sizes = sorted(map(len, sized), reverse=True)
     _require(len(sizes) < 2 or sizes[0] * sizes[1] <= LONGEST_PRODUCT, f"{name} of values that are too long together")
-    for each in arguments if name in _PADDING else ():
-        wide = isinstance(each, int) and abs(each) > LARGEST_WIDTH
+    for argument in arguments if name in _PADDING else ():
+        wide = isinstance(argument, int) and abs(argument) > LARGEST_WIDTH
         _require(not wide, f"{name} with an argument above {LARGEST_WIDTH:,}")
 
 

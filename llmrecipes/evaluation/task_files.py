@@ -159,7 +159,7 @@ def require_loader(config: Mapping[str, Any], file: Path) -> None:
         )
     files = options.get("data_files") or []
     lists = list(files.values()) if isinstance(files, dict) else [files]
-    names = [name for each in lists for name in (each if isinstance(each, list) else [each])]
+    names = [name for list_ in lists for name in (list_ if isinstance(list_, list) else [list_])]
     for name in (*names, options.get("data_dir") or ""):
         if "://" in name or "::" in name:
             raise UserError(

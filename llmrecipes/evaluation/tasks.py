@@ -152,8 +152,8 @@ class _TaskBuilder:
         """A task, group or tag of the folder or the harness."""
         if name in self.folder:
             return self.file(self.folder[name], overrides, above)
-        if tagged := [each for each in self.folder.values() if name in each.tags]:
-            return [task for each in tagged for task in self.file(each, overrides, above)]
+        if tagged := [file for file in self.folder.values() if name in file.tags]:
+            return [task for file in tagged for task in self.file(file, overrides, above)]
         if name in self.manager.task_index:
             return self._harness_task(name, overrides, file)
         near = difflib.get_close_matches(name, [*self.folder, *self.manager.all_tasks], n=3, cutoff=0.5)

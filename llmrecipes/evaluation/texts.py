@@ -59,7 +59,7 @@ class Texts:
                 f"{name!r}",
                 where=OPTION,
                 rule=f"a split of the run ({', '.join(SPLITS)}), {', '.join(_PATHLESS)}, or TYPE:PATH, with TYPE of: "
-                + ", ".join(each for each in TYPES if each not in _PATHLESS),
+                + ", ".join(kind for kind in TYPES if kind not in _PATHLESS),
                 fix=f"{OPTION} text:{name}" if Path(name).exists() else f"{OPTION} valid",
             )
         source = Source.model_validate({"type": kind, "path": path or None, "text_key": text_key})
@@ -116,9 +116,9 @@ class Texts:
         if self.split is None or prepared is None or self.limit is not None:
             return None
         counts = [source.splits[self.split] for source in prepared.manifest.sources]
-        if any(each.tokens and not each.bytes for each in counts):  # tokens whose text was never read
+        if any(count.tokens and not count.bytes for count in counts):  # tokens whose text was never read
             return None
-        return sum(each.bytes for each in counts)
+        return sum(count.bytes for count in counts)
 
 
 def _read(source: Source) -> Iterator[str]:

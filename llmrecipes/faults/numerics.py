@@ -144,7 +144,7 @@ class SpikeRule:
         if len(last) < self._least:
             return None
         usual = statistics.median(last)
-        deviation = statistics.median(abs(each - usual) for each in last) / MEDIAN_OF_DEVIATIONS
+        deviation = statistics.median(abs(value - usual) for value in last) / MEDIAN_OF_DEVIATIONS
         limit = usual + self._sigmas * max(deviation, LEAST_DEVIATION * abs(usual))
         return StepSpike(quantity, value, usual, limit) if value > limit else None
 

@@ -159,7 +159,7 @@ def watched(
     faulthandler.register(STACKS, file=stacks, all_threads=True)
     answer = (lambda: "{}") if collectives is None else collectives
     threading.Thread(target=_answer, args=(asked, last, answer), daemon=True).start()
-    arguments = [str(each) for each in (os.getpid(), state, stacks, last, ask, rank, world_size, folder)]
+    arguments = [str(argument) for argument in (os.getpid(), state, stacks, last, ask, rank, world_size, folder)]
     process = subprocess.Popen(
         [sys.executable, "-m", __name__, *arguments], pass_fds=(state, stacks, last, ask), stdin=subprocess.DEVNULL
     )
@@ -172,8 +172,8 @@ def watched(
         faulthandler.unregister(STACKS)
         memory.close()
         os.close(ask)  # which ends the thread
-        for each in (state, stacks):
-            os.close(each)
+        for path in (state, stacks):
+            os.close(path)
 
 
 def _answer(asked: int, last: int, collectives: Callable[[], str]) -> None:
@@ -224,7 +224,7 @@ def watch(pid: int, memory: mmap.mmap, evidence: Evidence, rank: int, world_size
             print(f"rank {rank} hangs:\n{text}\n{hang.stacks}", file=sys.stderr, flush=True)
             if found is not None:
                 with suppress(OSError):
-                    short = [{**asdict(each), "stacks": ""} for each in found.values()]
+                    short = [{**asdict(report), "stacks": ""} for report in found.values()]
                     write_atomic(folder / REPORT, json.dumps({"text": text, "ranks": short}, indent=1) + "\n")
             _kill(process)
             latest.cancel()

@@ -103,7 +103,7 @@ def choose(
     cores: dict[int, list[int]] = {}
     for cpu in sorted(near):
         cores.setdefault(threads.get(cpu, cpu), []).append(cpu)
-    sharing = [number for number, each in enumerate(devices[:ranks]) if each.cores == own.cores]
+    sharing = [number for number, device in enumerate(devices[:ranks]) if device.cores == own.cores]
     place, whole = sharing.index(local_rank), list(cores.values())
     share = len(whole) // len(sharing)
     if not share:

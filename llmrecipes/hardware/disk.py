@@ -35,7 +35,7 @@ def unfit_for_offload(folder: Path) -> str | None:
 def file_system(folder: Path) -> str:
     """Type of the file system of an existing folder, such as `ext4`; empty if it is not known."""
     real = folder.resolve()
-    mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
+    mounts = {Path(partition.mountpoint): partition.fstype for partition in psutil.disk_partitions(all=True)}
     return next((mounts[parent] for parent in (real, *real.parents) if parent in mounts), "")
 
 
@@ -45,7 +45,7 @@ def _rotates(folder: Path) -> bool:
     if "virtio" in str(block):
         return False  # a virtual disk reports that it rotates, whatever is below it
     # A partition's folder is inside its disk's.
-    for each in (block, block.parent):
-        if (each / "queue" / "rotational").is_file():
-            return (each / "queue" / "rotational").read_text().strip() == "1"
+    for path in (block, block.parent):
+        if (path / "queue" / "rotational").is_file():
+            return (path / "queue" / "rotational").read_text().strip() == "1"
     return False

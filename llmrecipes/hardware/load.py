@@ -193,7 +193,7 @@ def check_kubernetes(kubernetes: Kubernetes) -> Iterator[Problem]:
             rule = "at most 63 lowercase letters, digits and dashes"
             yield Problem(f"kubernetes.sidecars.{number}.name", repr(name), rule)
     yield from _unique(
-        "kubernetes.sidecars", "name", (str(each.get("name")) for each in kubernetes.sidecars), CONTAINERS
+        "kubernetes.sidecars", "name", (str(sidecar.get("name")) for sidecar in kubernetes.sidecars), CONTAINERS
     )
     for key in kubernetes.patch:
         if key not in PATCHED:

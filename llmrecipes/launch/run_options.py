@@ -82,7 +82,7 @@ class RunOptions(BaseModel):
 def declared(*, in_jobs: bool = False) -> Iterator[tuple[str, Option]]:
     """Fields with their options; with `in_jobs` only those of jobs."""
     for name, field in RunOptions.model_fields.items():
-        option = next(each for each in field.metadata if isinstance(each, Option))
+        option = next(option for option in field.metadata if isinstance(option, Option))
         if option.in_jobs or not in_jobs:
             yield name, option
 

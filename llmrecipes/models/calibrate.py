@@ -208,8 +208,8 @@ class _LayerPass:
         try:
             yield
         finally:
-            for each in hooks:
-                each.remove()
+            for handle in hooks:
+                handle.remove()
 
 
 def _smoothquant(layer: _LayerPass, _work: Calibration) -> dict[str, Changed]:
@@ -337,7 +337,7 @@ def gptq(
     from compressed_tensors.quantization.utils import calculate_range
 
     weight = weight.clone()
-    lowest, highest = (float(each) for each in calculate_range(scheme.spec.weights, "cpu"))
+    lowest, highest = (float(bound) for bound in calculate_range(scheme.spec.weights, "cpu"))
     columns = weight.size(1)
     group = scheme.group or columns
     diagonal = torch.arange(columns)

@@ -232,8 +232,8 @@ def _tokens(opened: OpenedRun, data_dir: Path) -> tuple[dict[str, Any], tuple[st
             f"a tokenizer of type {model.get('type')} with another pattern", where="--to gguf",
             rule="a byte-level BPE whose pattern of words llama.cpp has", fix="--no-tokenizer, and token ids as input",
         )  # fmt: skip
-    merges = [each if isinstance(each, str) else " ".join(each) for each in model["merges"]]
-    added = {each["content"]: each["id"] for each in file.get("added_tokens", [])}
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    added = {token["content"]: token["id"] for token in file.get("added_tokens", [])}
     end = special["eos_token_id"]
     return {
         "tokens": {**model["vocab"], **added}, "special": set(added.values()), "merges": merges, "pattern": found,

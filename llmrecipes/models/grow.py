@@ -72,7 +72,7 @@ def grow(
         weights = GrownWeights(backend(small).tensors(entry), small.model, grown.model, growth)
         write_checkpoint(grown, weights, folder, progress)
         before, after = shape(small.model), shape(grown.model)
-        added = [number for number, each in enumerate(made) if each.added]
+        added = [number for number, layer in enumerate(made) if layer.added]
         return {
             "from_run": str(run),
             "step": entry.step,
@@ -165,7 +165,7 @@ class GrownWeights:
     def _axes(self, name: str, dimensions: int) -> tuple[Axis | None, ...]:
         """How the dimensions of a tensor of the small model grow; None: not at all."""
         b, a = self._before, self._after
-        hidden, read = (Axis(b.hidden_size, a.hidden_size, shared=each) for each in (False, True))
+        hidden, read = (Axis(b.hidden_size, a.hidden_size, shared=shared) for shared in (False, True))
         module = name.rsplit(".", 2)[-2]
         heads = self._heads(module)
         routed = ".local_experts." in name
@@ -231,7 +231,7 @@ def _grown(values: torch.Tensor, dimension: int, axis: Axis | None, start: int, 
     if not axis.shared:
         return chosen
     copies = (axis.after - source + axis.before - 1) // axis.before
-    wide = [-1 if each == dimension else 1 for each in range(values.dim())]
+    wide = [-1 if axis == dimension else 1 for axis in range(values.dim())]
     return _part(chosen, copies.view(wide), (inside // axis.before).view(wide))
 
 

@@ -248,7 +248,7 @@ def _perplexity(spec: InferenceSpec, program: Program, texts: list[dict[str, Any
     window = min(spec.window, program.positions)
     tokenizer = TextTokenizer(None, spec.eod, "")  # type: ignore[arg-type]  # texts are tokens already
     lead = RankZeroScorer(LogitsScorer(program.logits, program.positions), ALONE, tokenizer, ROWS)
-    documents = [Text(each["tokens"], each["bytes"]) for each in texts]
+    documents = [Text(text["tokens"], text["bytes"]) for text in texts]
     return dict(perplexity(lead, "texts", documents, length=window, stride=max(1, window // 2)).metrics)
 
 

@@ -100,11 +100,11 @@ def export_program(
         made = export(reference, source, runs_dir, data_dir, replace(options, dtype="fp32"), Counted())
         file = folder / FILES[form]
         difference = _write(source, file, form, dtype, made.bytes, cache=options.cache)
-        for each in source.iterdir():
-            if each.suffix != ".safetensors" and not each.name.endswith(".index.json"):
-                each.rename(folder / each.name)
+        for path in source.iterdir():
+            if path.suffix != ".safetensors" and not path.name.endswith(".index.json"):
+                path.rename(folder / path.name)
         shutil.rmtree(source)
-        size = sum(each.stat().st_size for each in folder.glob(f"{file.name}*"))
+        size = sum(path.stat().st_size for path in folder.glob(f"{file.name}*"))
     return ExportedProgram(
         path=str(out), run=made.run, step=made.step, form=form, family=made.family, dtype=dtype,
         parameters=made.parameters, bytes=size, largest_difference=difference, notes=made.notes,
@@ -157,7 +157,7 @@ def _write(source: Path, file: Path, form: str, dtype: str, weights: int, *, cac
                 layer.lazy_initialization(key, value)
                 layer.keys, layer.values = key, value
             made = self.model(input_ids=input_ids, past_key_values=known, use_cache=True)
-            return made.logits, *(each for layer in known.layers for each in (layer.keys, layer.values))
+            return made.logits, *(tensor for layer in known.layers for tensor in (layer.keys, layer.values))
 
     positions, draw = int(config.max_position_embeddings), torch.Generator().manual_seed(0)
     length = min(16, positions)
@@ -212,7 +212,7 @@ def _past(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         raise UserError(
             f"layers with a {other.__name__}", where="--cache", rule="keys and values of all tokens", fix="leave it out"
         )
-    return tuple(each for layer in layers.past_key_values.layers for each in (layer.keys, layer.values))
+    return tuple(tensor for layer in layers.past_key_values.layers for tensor in (layer.keys, layer.values))
 
 
 def _to_int8(file: Path, *, external: bool) -> None:
@@ -296,7 +296,7 @@ def _quiet() -> Iterator[None]:
     """A block without the remarks of torch's exporters about packages that are not needed."""
     # ONNX Runtime's quantiser speaks through the root logger.
     names: list[Any] = [logging.getLogger(name) for name in ("", "torch.onnx", "onnxscript", "onnx_ir")]
-    before = [each.level for each in names]
+    before = [name.level for name in names]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for each in names:

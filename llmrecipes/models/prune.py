@@ -211,5 +211,5 @@ def _write(
 def _layers(smaller: SmallerWeights, found: Importance, before: Recipe, after: Recipe) -> dict[str, Any]:
     if before.model.num_layers == after.model.num_layers:
         return {}
-    influence = [round(each, 5) for each in (found.layers / found.tokens).tolist()]
+    influence = [round(value, 5) for value in (found.layers / found.tokens).tolist()]
     return {"layers": smaller.layers, "influence": influence}

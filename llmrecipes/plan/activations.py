@@ -479,11 +479,11 @@ def kept_by_adapters(recipe: Recipe, s: Shape, layout: Layout, device: str, *, e
     element = 4 if recipe.train.precision == "fp32" else 2
     tensor = layout.tensor_model_parallel_size
     tokens = tensor if layout.sequence_parallel else 1
-    for each in adapted(lora, recipe.model, s, experts=experts):
-        visits = recipe.model.moe_router_topk if each.of_experts else 1
+    for matrix in adapted(lora, recipe.model, s, experts=experts):
+        visits = recipe.model.moe_router_topk if matrix.of_experts else 1
         kept += visits * element * lora.rank / tokens
         if lora.dropout:
             # The input is kept after dropout; attention keeps its output, the input of linear_proj, itself.
-            size = (element if device == "cpu" else 1) + (element if each.name == "linear_proj" else 0)
-            kept += visits * size * each.width / (tokens if each.by_columns or each.of_experts else tensor)
+            size = (element if device == "cpu" else 1) + (element if matrix.name == "linear_proj" else 0)
+            kept += visits * size * matrix.width / (tokens if matrix.by_columns or matrix.of_experts else tensor)
     return kept

@@ -106,7 +106,7 @@ class Graph:
     def parameters(self) -> int:
         """Of the model, without adapters."""
         ends = self.embedding.parameters + self.norm.parameters + self.output.parameters
-        return ends + sum(each.parameters * len(each.numbers) for each in self.layers) + self.predicting
+        return ends + sum(layer.parameters * len(layer.numbers) for layer in self.layers) + self.predicting
 
     @property
     def predicting(self) -> int:
@@ -176,7 +176,7 @@ def _scales(model: Model, name: str, width: int, copies: int = 1) -> Part:
 
 
 def _layer(model: Model, s: Shape, *, experts: bool) -> tuple[Block, ...]:
-    weights = {each.name: each for each in matrices(model, s, experts=experts)}
+    weights = {matrix.name: matrix for matrix in matrices(model, s, experts=experts)}
     return (
         _norm(model, "Norm", "input_layernorm", s.hidden_size),
         _attention(model, s, weights),
@@ -251,10 +251,10 @@ def _prediction(model: Model, s: Shape, *, experts: bool) -> Iterator[Block]:
 def _adapters(lora: Lora | None, model: Model, s: Shape, *, experts: bool) -> Iterator[Part]:
     if lora is None:
         return
-    for each in adapted(lora, model, s, experts=experts):
-        copies = s.num_moe_experts if each.of_experts else 1
-        size = f"{f'{copies} × ' if copies > 1 else ''}{each.width:,} → {lora.rank:,} → {each.height:,}"
-        yield Part(each.name, size, copies * lora.rank * (each.width + each.height))
+    for matrix in adapted(lora, model, s, experts=experts):
+        copies = s.num_moe_experts if matrix.of_experts else 1
+        size = f"{f'{copies} × ' if copies > 1 else ''}{matrix.width:,} → {lora.rank:,} → {matrix.height:,}"
+        yield Part(matrix.name, size, copies * lora.rank * (matrix.width + matrix.height))
 
 
 def _stages(recipe: Recipe, s: Shape, made: Graph) -> Iterator[Stage]:

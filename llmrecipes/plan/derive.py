@@ -118,7 +118,7 @@ class Plan:
             "recompute_granularity": self.recompute_granularity,
             "recompute_modules": list(self.recompute_modules),
             "loss_chunk_tokens": self.loss_chunk_tokens,
-            **({"stages": [each.facts() for each in self.stages]} if self.stages else {}),
+            **({"stages": [stage.facts() for stage in self.stages]} if self.stages else {}),
         }
 
     def num_microbatches_of(self, steps: int) -> int:
@@ -221,20 +221,22 @@ class Plan:
             "degrees": asdict(self.layout),
             "data_parallel_size": self.layout.data_parallel_size,
             "num_microbatches": self.num_microbatches,
-            **({} if self.batches.is_constant else {"batches": [asdict(each) for each in self.batches.stretches]}),
+            **(
+                {} if self.batches.is_constant else {"batches": [asdict(stretch) for stretch in self.batches.stretches]}
+            ),
             "padded_vocab_size": self.shape.vocab_size,
             **{name: getattr(self.shape, name) for name in _SHAPE},
             "lr_decay_iters": self.lr_decay_iters,
             "recompute_granularity": self.recompute_granularity,
             "recompute_modules": list(self.recompute_modules),
             "loss_chunk_tokens": self.loss_chunk_tokens,
-            **{each.name: getattr(self, each.name) for each in fields(self) if each.name not in held},
+            **{field_.name: getattr(self, field_.name) for field_ in fields(self) if field_.name not in held},
             "num_parameters": asdict(self.num_parameters),
             "speed": [choice.as_dict() for choice in self.features],
             "memory": self.memory.as_dict(),
             "memory_headroom": round(self.memory_headroom, 4),
             "fits": self.fits,
-            **({"stages": [stage_facts(each) for each in self.stages]} if self.stages else {}),
+            **({"stages": [stage_facts(stage) for stage in self.stages]} if self.stages else {}),
             "warnings": list(self.warnings),
         }
 
@@ -352,7 +354,7 @@ def _least_recomputation(recipe: Recipe, s: Shape, laid_out: Layout, micro_batch
     def fits(tried: Recipe) -> bool:
         stages = range(laid_out.pipeline_model_parallel_size)  # the first is usually the fullest
         needed = (of_stage(tried, s, laid_out, micro_batches, stage, cluster.device).total for stage in stages)
-        return all(each <= most * (1 - LEAST_HEADROOM) for each in needed)
+        return all(bytes_needed <= most * (1 - LEAST_HEADROOM) for bytes_needed in needed)
 
     some, blocks, whole = _recomputations(recipe, s, laid_out, cluster.device)
     for tried in some:

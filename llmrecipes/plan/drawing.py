@@ -72,7 +72,7 @@ def picture(graph: Graph) -> str:
 
 def words(graph: Graph) -> str:
     """The model in a sentence."""
-    kinds = ", ".join(f"{len(each.numbers):,} {_kind(each, len(each.numbers))}" for each in graph.layers)
+    kinds = ", ".join(f"{len(layer.numbers):,} {_kind(layer, len(layer.numbers))}" for layer in graph.layers)
     tied = "tied" if not graph.output.parts else "untied"
     stages = f", on {len(graph.stages):,} pipeline stages" if len(graph.stages) > 1 else ""
     extra = f", {graph.predictions:,} of multi-token prediction" if graph.predictions else ""
@@ -222,8 +222,8 @@ def _strip(drawn: _Column, graph: Graph) -> None:
             at = drawn.left + (stage + 0.5) * wide
             drawn.add(f'<text class="note small" x="{at:.1f}" y="{drawn.y:g}">{stage}</text>')
         drawn.gap(3)
-    names = ["embedding, output"] + [_kind(each) for each in graph.layers]
-    shown = [0, *(OF_LAYERS[each.experts] for each in graph.layers)]
+    names = ["embedding, output"] + [_kind(layer) for layer in graph.layers]
+    shown = [0, *(OF_LAYERS[layer.experts] for layer in graph.layers)]
     if graph.predictions:
         names.append("multi-token prediction")
         shown.append(ENDS["multi-token prediction"])

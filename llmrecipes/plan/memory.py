@@ -101,7 +101,7 @@ def _candidates(recipe: Recipe, s: Shape, layout: Layout) -> Iterator[int]:
         for chunk, layers in enumerate(layout.layers_per_stage[stage]):
             first = layout.first_layer(stage, chunk)
             numbers = range(first, first + layers)
-            kinds.append(tuple((s.moe_layers(each, each + 1), in_bf16(recipe, each)) for each in numbers))
+            kinds.append(tuple((s.moe_layers(number, number + 1), in_bf16(recipe, number)) for number in numbers))
         if differ or stage in apart or not all(kinds) or tuple(kinds) not in seen:
             yield stage
         if stage not in apart:

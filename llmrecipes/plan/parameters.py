@@ -206,7 +206,7 @@ def count_frozen_whole(
     return sum(
         _part_of(name, prod(size), split_down=False).whole
         for name, size in named
-        if any(each in name for each in within)
+        if any(part in name for part in within)
     )
 
 
@@ -275,12 +275,12 @@ def count_products_on_rank(recipe: Recipe, s: Shape, layout: Layout, stage: int)
         numbers += [s.num_layers - 1] * s.mtp_num_layers  # layers like the last one
     total = 0
     for number in numbers:
-        for each in matrices(recipe.model, s, experts=s.moe_layers(number, number + 1) > 0):
+        for matrix in matrices(recipe.model, s, experts=s.moe_layers(number, number + 1) > 0):
             ranks, copies = layout.tensor_model_parallel_size, 1
-            if each.of_experts:
+            if matrix.of_experts:
                 ranks, copies = layout.expert_tensor_parallel_size, s.num_moe_experts
                 ranks *= layout.expert_model_parallel_size
-            total += copies * each.width * each.height // ranks
+            total += copies * matrix.width * matrix.height // ranks
     return total
 
 
@@ -362,28 +362,28 @@ def count_adapters(lora: Lora | None, model: Model, s: Shape) -> tuple[int, int]
     if lora is None:
         return total, active
     for number in range(s.num_layers):
-        for each in adapted(lora, model, s, experts=s.moe_layers(number, number + 1) > 0):
-            size = lora.rank * (each.width + each.height)
-            total += size * (s.num_moe_experts if each.of_experts else 1)
-            active += size * (model.moe_router_topk if each.of_experts else 1)
+        for matrix in adapted(lora, model, s, experts=s.moe_layers(number, number + 1) > 0):
+            size = lora.rank * (matrix.width + matrix.height)
+            total += size * (s.num_moe_experts if matrix.of_experts else 1)
+            active += size * (model.moe_router_topk if matrix.of_experts else 1)
     return total, active
 
 
 def count_adapters_on_rank(lora: Lora, model: Model, s: Shape, layout: Layout, stage: int) -> RankParameters:
     """Parameters of the adapters of a rank of one pipeline stage."""
     dense = experts = 0
-    for each in adapted_on_stage(lora, model, s, layout, stage):
-        if each.of_experts:
+    for matrix in adapted_on_stage(lora, model, s, layout, stage):
+        if matrix.of_experts:
             number = s.num_moe_experts // layout.expert_model_parallel_size
-            experts += number * sum(_sides(each, lora.rank, layout.expert_tensor_parallel_size))
+            experts += number * sum(_sides(matrix, lora.rank, layout.expert_tensor_parallel_size))
         else:
-            dense += sum(_sides(each, lora.rank, layout.tensor_model_parallel_size))
+            dense += sum(_sides(matrix, lora.rank, layout.tensor_model_parallel_size))
     return RankParameters(dense=dense, experts=experts)
 
 
 def unsharded_adapters(lora: Lora, matrices: Iterable[Matrix]) -> int:
     """Parameters of adapters that each of the ranks that share their matrices has all of."""
-    return sum(lora.rank * (each.width if each.by_columns else each.height) for each in matrices)
+    return sum(lora.rank * (matrix.width if matrix.by_columns else matrix.height) for matrix in matrices)
 
 
 def adapted_on_stage(lora: Lora, model: Model, s: Shape, layout: Layout, stage: int) -> Iterator[Matrix]:

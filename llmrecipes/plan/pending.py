@@ -23,11 +23,11 @@ def fullest(
     fullest: list[Moment] = []
     for pending, chunk, held in set(_pending(stages, chunks, num_microbatches, stage, experts, combined)):
         moment = (*pending, held)
-        others = [(each, (*each[0], each[2])) for each in fullest if each[1] == chunk]
+        others = [(moment, (*moment[0], moment[2])) for moment in fullest if moment[1] == chunk]
         if any(all(x >= y for x, y in zip(other, moment, strict=True)) for _, other in others):
             continue
         less = {each for each, other in others if all(x <= y for x, y in zip(other, moment, strict=True))}
-        fullest = [each for each in fullest if each not in less] + [(pending, chunk, held)]
+        fullest = [moment for moment in fullest if moment not in less] + [(pending, chunk, held)]
     return tuple(fullest)
 
 

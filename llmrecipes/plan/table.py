@@ -125,7 +125,7 @@ def _disk(recipe: Recipe, plan: Plan) -> list[tuple[str, str, str]]:
 
 
 def _flops(plan: Plan) -> float:
-    return sum(each.flops_per_token_full * each.total_tokens for each in plan.stages or (plan,))
+    return sum(stage.flops_per_token_full * stage.total_tokens for stage in plan.stages or (plan,))
 
 
 def stage_facts(plan: Plan) -> dict[str, Any]:
@@ -146,11 +146,11 @@ def stage_facts(plan: Plan) -> dict[str, Any]:
 def _of_run(plan: Plan) -> list[tuple[str, str, str]]:
     """The stages of a run, and which one the other lines are of."""
     rows = []
-    for each in map(stage_facts, plan.stages):
-        name = f"stage {each['name']}"
-        steps = f"steps {each['first_step'] + 1:,} to {each['last_step']:,}"
-        sizes = f"{each['global_batch_size']:,} × {each['seq_length']:,}"
-        rows.append((name, steps, f"{sizes}, {each['tokens']:,} tokens, {gib(each['memory_bytes'])} a rank"))
+    for facts in map(stage_facts, plan.stages):
+        name = f"stage {facts['name']}"
+        steps = f"steps {facts['first_step'] + 1:,} to {facts['last_step']:,}"
+        sizes = f"{facts['global_batch_size']:,} × {facts['seq_length']:,}"
+        rows.append((name, steps, f"{sizes}, {facts['tokens']:,} tokens, {gib(facts['memory_bytes'])} a rank"))
     if plan.stages:
         rows.append(("largest stage", cast(Span, span_of(plan.recipe)).name, "all other lines are of it"))
     return rows

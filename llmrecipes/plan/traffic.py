@@ -76,10 +76,10 @@ def calls(plan: Plan, stage: int) -> Iterator[Call]:
 
 def counted(plan: Plan, stage: int) -> Counter[tuple[GroupName, Call]]:
     """How often each of `calls` happens in a step, with who takes part; as quick for many micro-batches as for one."""
-    calls = Counter(each for each in _of_micro_batch(plan, stage) if each[1].ranks > 1)
-    for each in calls:
-        calls[each] *= plan.num_microbatches * passes(plan.recipe.train)
-    calls.update(each for each in _gradients(plan, stage) if each[1].ranks > 1)
+    calls = Counter(call for call in _of_micro_batch(plan, stage) if call[1].ranks > 1)
+    for call in calls:
+        calls[call] *= plan.num_microbatches * passes(plan.recipe.train)
+    calls.update(gradient for gradient in _gradients(plan, stage) if gradient[1].ranks > 1)
     return calls
 
 
@@ -194,14 +194,14 @@ def _adapters(plan: Plan, *, experts: bool, again: bool) -> Iterator[tuple[Group
     if lora is None:
         return
     ranks, size = layout.tensor_model_parallel_size, _activations(plan, lora.rank)
-    for each in adapted(lora, plan.recipe.model, plan.shape, experts=experts):
-        if each.of_experts:
+    for matrix in adapted(lora, plan.recipe.model, plan.shape, experts=experts):
+        if matrix.of_experts:
             # Experts exchange tokens outside: gradients of what their ranks have all of are summed.
             number = plan.shape.num_moe_experts // layout.expert_model_parallel_size
-            whole = _element(plan) * unsharded_adapters(lora, [each])
+            whole = _element(plan) * unsharded_adapters(lora, [matrix])
             summed = Call("all-reduce", layout.expert_tensor_parallel_size, whole)
             yield from _in("expert_tensor", [summed] * number)
-        elif each.by_columns:
+        elif matrix.by_columns:
             yield from _in("tensor", _columns(plan, lora.rank, again=again, trained=True))
         elif layout.sequence_parallel:
             yield from _in("tensor", [Call("reduce-scatter", ranks, size)] * (1 + again))
@@ -333,7 +333,7 @@ def _gradients(plan: Plan, stage: int) -> Iterator[tuple[GroupName, Call]]:
     stages, tensor = layout.pipeline_model_parallel_size, layout.tensor_model_parallel_size
     if lora is not None:
         if layout.sequence_parallel:
-            dense = (each for each in adapted_on_stage(lora, model, s, layout, stage) if not each.of_experts)
+            dense = (matrix for matrix in adapted_on_stage(lora, model, s, layout, stage) if not matrix.of_experts)
             yield "tensor", Call("all-reduce", tensor, reduced * unsharded_adapters(lora, dense))
         return
     shared = (model.share_embeddings_and_output_weights or s.mtp_num_layers) and WORDS not in frozen(plan.recipe)

@@ -117,7 +117,7 @@ def begin(
     prepare_data(recipe, paths.data_dir, log)
     campaign = Campaign(recipe, paths, ranks, pace, tuple(known[name] for name in names or known), log)
     result = campaign.run()
-    values = {**result.as_dict(), "faults": [each.as_dict() for each in result.injections]}
+    values = {**result.as_dict(), "faults": [injection.as_dict() for injection in result.injections]}
     write_atomic(campaign.recipe_file.with_name("punish.json"), json.dumps(values, indent=1) + "\n")
     return result
 

@@ -100,26 +100,26 @@ class Punished:
 
         What is missing to 1 are steps that were computed again and steps that were slower.
         """
-        down = sum(each.down for each in self.injections)
+        down = sum(injection.down for injection in self.injections)
         return self.undisturbed_seconds / (self.wall_seconds - down) if self.wall_seconds > down else 0.0
 
     @property
     def ok(self) -> bool:
         """Everything was noticed, the run always recovered and lost nothing, and there was no false alarm."""
-        noticed = all(each.recovering is not None for each in self.injections)
+        noticed = all(injection.recovering is not None for injection in self.injections)
         return noticed and self.equal and not self.false_alarms
 
     def as_dict(self) -> dict[str, Any]:
         """JSON values."""
         return {
             "injected": len(self.injections),
-            "detected": sum(each.noticing is not None for each in self.injections),
-            "recovered": sum(each.recovering is not None for each in self.injections),
+            "detected": sum(injection.noticing is not None for injection in self.injections),
+            "recovered": sum(injection.recovering is not None for injection in self.injections),
             "false_alarms": len(self.false_alarms),
             "effective_time": round(self.effective_time, 4),
             "effective_time_of_allowed": round(self.of_allowed, 4),
-            "detection_seconds": percentiles([each.noticing for each in self.injections]),
-            "recovery_seconds": percentiles([each.recovering for each in self.injections]),
+            "detection_seconds": percentiles([injection.noticing for injection in self.injections]),
+            "recovery_seconds": percentiles([injection.recovering for injection in self.injections]),
             "equal_to_uninterrupted": self.equal,
         }
 
@@ -128,13 +128,13 @@ class Punished:
         rows: list[tuple[str, ...]] = [
             ("fault", "injected", "noticed", "recovered", "noticed after, s", "training again after, s", "steps lost")
         ]
-        for name in dict.fromkeys(each.fault.name for each in self.injections):
-            these = [each for each in self.injections if each.fault.name == name]
-            noticing = [each.noticing for each in these if each.noticing is not None]
-            recovering = [each.recovering for each in these if each.recovering is not None]
+        for name in dict.fromkeys(injection.fault.name for injection in self.injections):
+            these = [injection for injection in self.injections if injection.fault.name == name]
+            noticing = [injection.noticing for injection in these if injection.noticing is not None]
+            recovering = [injection.recovering for injection in these if injection.recovering is not None]
             rows.append(
                 (name, str(len(these)), str(len(noticing)), str(len(recovering)), spread(noticing), spread(recovering),
-                 str(max(each.steps_lost for each in these)))
+                 str(max(injection.steps_lost for injection in these)))
             )  # fmt: skip
         return rows
 

@@ -64,7 +64,7 @@ def _mlp(prefix: str, h: int, width: int, halves: int) -> Iterator[Matrix]:
 
 def adapted(lora: Lora, model: Model, s: Shape, *, experts: bool) -> list[Matrix]:
     """Matrices of a layer that have adapters."""
-    return [each for each in matrices(model, s, experts=experts) if is_target(lora, each.name)]
+    return [matrix for matrix in matrices(model, s, experts=experts) if is_target(lora, matrix.name)]
 
 
 def is_target(lora: Lora, name: str) -> bool:
@@ -101,7 +101,7 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
 def _targets(lora: Lora, model: Model) -> Iterator[Problem]:
     s = shape(model)
     kinds = {s.moe_layers(number, number + 1) > 0 for number in range(s.num_layers)}
-    known = {each.name: each for experts in kinds for each in matrices(model, s, experts=experts)}
+    known = {matrix.name: matrix for experts in kinds for matrix in matrices(model, s, experts=experts)}
     for index, name in enumerate(lora.target_modules or ()):
         if name not in known:
             yield Problem(
@@ -115,10 +115,10 @@ def _targets(lora: Lora, model: Model) -> Iterator[Problem]:
                 f"lora.target_modules.{index}", f"{name} twice", "a matrix has one adapter", "leave one of them out"
             )
     sides = {
-        min(each.width, each.height): each.name
+        min(matrix.width, matrix.height): matrix.name
         for experts in kinds
-        for each in matrices(model, s, experts=experts)
-        if is_target(lora, each.name)
+        for matrix in matrices(model, s, experts=experts)
+        if is_target(lora, matrix.name)
     }
     if sides and lora.rank > (least := min(sides)):
         yield Problem(

@@ -21,10 +21,10 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
     if problem := _malformed(recipe):
         yield problem
         return
-    for each in stretches(recipe):
-        size = each.global_batch_size
+    for stretch in stretches(recipe):
+        size = stretch.global_batch_size
         if size % train.micro_batch_size:
-            yield not_divisible(recipe, each, train.micro_batch_size, f"micro_batch_size {train.micro_batch_size}")
+            yield not_divisible(recipe, stretch, train.micro_batch_size, f"micro_batch_size {train.micro_batch_size}")
             break
     if not varies(recipe):
         return
@@ -78,9 +78,9 @@ def require_divisible(recipe: Recipe, of: int, words: str) -> None:
     Raises:
         UserError: with the first step that has such a batch.
     """
-    for each in stretches(recipe):
-        if each.global_batch_size % of:
-            problem = not_divisible(recipe, each, of, f"{words} = {of}")
+    for stretch in stretches(recipe):
+        if stretch.global_batch_size % of:
+            problem = not_divisible(recipe, stretch, of, f"{words} = {of}")
             raise UserError(problem.what, where=problem.key, rule=problem.rule, fix=problem.fix)
 
 

@@ -57,7 +57,7 @@ class BatchSchedule:
 
     def until(self, steps: int, first: int = 0) -> tuple[Stretch, ...]:
         """The stretches that have some of the steps before `steps`, behind the first ones."""
-        later = [*(each.first_step for each in self.stretches[1:]), steps]
+        later = [*(stretch.first_step for stretch in self.stretches[1:]), steps]
         pairs = zip(self.stretches, later, strict=True)
         return tuple(each for each, end in pairs if each.first_step < steps and end > first)
 
@@ -67,9 +67,9 @@ class BatchSchedule:
         begin = Stretch(0, 0, first.global_batch_size)
         samples = self.samples(steps)
         later = (
-            Stretch(each.first_step - steps, each.first_sample - samples, each.global_batch_size)
-            for each in self.stretches
-            if each.first_step > steps
+            Stretch(stretch.first_step - steps, stretch.first_sample - samples, stretch.global_batch_size)
+            for stretch in self.stretches
+            if stretch.first_step > steps
         )
         return BatchSchedule((begin, *later))
 
@@ -94,7 +94,7 @@ def stretches(recipe: Recipe) -> tuple[Stretch, ...]:
 
 def common(recipe: Recipe) -> int:
     """Greatest common divisor of the global batches of a run or a stage."""
-    return math.gcd(*(each.global_batch_size for each in stretches(recipe)))
+    return math.gcd(*(stretch.global_batch_size for stretch in stretches(recipe)))
 
 
 def samples_of(recipe: Recipe) -> int:
@@ -151,7 +151,7 @@ def tokens_of(recipe: Recipe) -> int:
         return batch_schedule(recipe).samples(recipe.train.train_iters) * recipe.model.seq_length
     batches, last = _of_stages(recipe)
     samples = [batches.samples(step) for step in (0, *last)]
-    lengths = [each.model.seq_length for each in merged(recipe)]
+    lengths = [stage.model.seq_length for stage in merged(recipe)]
     return sum((b - a) * length for (a, b), length in zip(pairwise(samples), lengths, strict=True))
 
 

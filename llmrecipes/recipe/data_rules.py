@@ -15,7 +15,7 @@ from llmrecipes.recipe.schema import Recipe
 def held_out_sets(recipe: Recipe) -> Iterator[Problem]:
     """Labels that appear twice, weights, and sets of conversations."""
     sets = recipe.data.valid_sources
-    counts = Counter(each.label for each in sets)
+    counts = Counter(set_.label for set_ in sets)
     for number, each in enumerate(sets):
         key = f"data.valid_sources.{number}"
         if counts[each.label] > 1:
@@ -112,7 +112,7 @@ def token_sets(recipe: Recipe) -> Iterator[Problem]:
 
 def monitored(recipe: Recipe) -> Iterator[Problem]:
     """What a run that goes by its held-out loss needs."""
-    train, labels = recipe.train, [each.label for each in recipe.data.valid_sources]
+    train, labels = recipe.train, [held_out.label for held_out in recipe.data.valid_sources]
     users = {
         "train.early_stop": train.early_stop is not None,
         "train.target_loss": train.target_loss is not None,

@@ -32,7 +32,7 @@ def elastic_worlds(recipe: Recipe) -> tuple[int, ...]:
     if recipe.train.elastic is None:
         raise ValueError("train.elastic is not set")
     if recipe.stages:
-        every = [set(elastic_worlds(each)) for each in stage_recipes(recipe)]
+        every = [set(elastic_worlds(stage_recipe)) for stage_recipe in stage_recipes(recipe)]
         return tuple(sorted(set.intersection(*every)))
     least, most = recipe.train.elastic
     parallel, dense = recipe.parallelism, model_parallel_size(recipe.parallelism)

@@ -127,9 +127,11 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
     try:
         teacher_model(recipe)
     except ValidationError as error:
-        for each in error.errors():
+        for problem in error.errors():
             yield Problem(
-                ".".join(["distill.model", *map(str, each["loc"])]), each["msg"], "keys and values are those of model"
+                ".".join(["distill.model", *map(str, problem["loc"])]),
+                problem["msg"],
+                "keys and values are those of model",
             )
 
 

@@ -38,7 +38,7 @@ def explain(error: ValidationError, lines: Mapping[str, int], document: type[Bas
     hints = {key: _unknown(key, document) for key in first}
     problems = [_problem(details, document, hints) for details in errors]
     around = {parent for problem in problems for parent in _parents(problem.key)}
-    meant = {key for each in hints.values() for key in each.keys}
+    meant = {key for hint in hints.values() for key in hint.keys}
     kept = {
         problem.key: problem  # a value that fits no type of a union is reported once for each of them
         for problem, details in zip(problems, errors, strict=True)

@@ -99,10 +99,10 @@ def _sizes(recipe: Recipe) -> Iterator[tuple[str, int]]:
     shared = parallel.context_parallel_size * (tensor if parallel.sequence_parallel else 1)
     yield "tokens of a micro-batch", recipe.train.micro_batch_size * s.seq_length // shared
     for experts in sorted({s.moe_layers(number, number + 1) > 0 for number in range(s.num_layers)}):
-        for each in matrices(model, s, experts=experts):
-            ranks = of_experts if each.of_experts else 1 if each.name in _REPLICATED else tensor
-            yield f"the input of {each.name}", each.width // (1 if each.by_columns else ranks)
-            yield f"the output of {each.name}", each.height // (ranks if each.by_columns else 1)
+        for matrix in matrices(model, s, experts=experts):
+            ranks = of_experts if matrix.of_experts else 1 if matrix.name in _REPLICATED else tensor
+            yield f"the input of {matrix.name}", matrix.width // (1 if matrix.by_columns else ranks)
+            yield f"the output of {matrix.name}", matrix.height // (ranks if matrix.by_columns else 1)
 
 
 def _belongs(recipe: Recipe) -> str | None:

@@ -18,7 +18,7 @@ _QKV = "self_attention.linear_qkv."
 
 def is_frozen(name: str, patterns: tuple[str, ...]) -> bool:
     """Whether a parameter of the whole model has a pattern that matches its name."""
-    return any(fnmatchcase(name, each) for each in patterns)
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def parameters(model: Model) -> dict[str, tuple[int, ...]]:
@@ -62,7 +62,7 @@ def frozen_weights(recipe: Recipe) -> str | None:
 def kept(patterns: tuple[str, ...], model: Model) -> tuple[str, ...]:
     """The patterns that match parameters of another model; none if they match all of them."""
     known = parameters(model)
-    left = tuple(each for each in patterns if any(fnmatchcase(name, each) for name in known))
+    left = tuple(pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in known))
     return () if all(is_frozen(name, left) for name in known) else left
 
 

@@ -121,7 +121,7 @@ def _keys(small: Recipe, growth: Growth) -> dict[str, Any]:
     if growth.layers:
         keys["model.num_layers"] = growth.layers
         if model.num_moe_experts:
-            pattern = [s.moe_layers(each.source, each.source + 1) for each in _layers(model, growth)]
+            pattern = [s.moe_layers(layer.source, layer.source + 1) for layer in _layers(model, growth)]
             every = model.moe_layer_freq
             if not isinstance(every, int) or pattern != [int(n % every == 0) for n in range(growth.layers)]:
                 keys["model.moe_layer_freq"] = pattern
@@ -156,7 +156,7 @@ def _refused(small: Recipe, growth: Growth) -> Iterator[UserError]:
         "layers": s.num_layers, "hidden_size": s.hidden_size, "ffn_hidden_size": s.ffn_hidden_size,
         "moe_ffn_hidden_size": s.moe_ffn_hidden_size, "heads": s.num_attention_heads, "experts": s.num_moe_experts,
     }  # fmt: skip
-    asked = {each.name: getattr(growth, each.name) for each in fields(growth) if each.name != "by"}
+    asked = {field_.name: getattr(growth, field_.name) for field_ in fields(growth) if field_.name != "by"}
     asked = {name: size for name, size in asked.items() if size is not None}
     if growth.by is not None and growth.by not in METHODS:
         yield UserError(f"{growth.by!r}", where="--by", rule=f"one of {', '.join(METHODS)}")

@@ -98,7 +98,7 @@ def is_key(name: str, document: type[BaseModel] = Recipe) -> bool:
     parts = rest.split(".")
     known = _keys_of_field(section, parts[0])
     above = (known.get(normal(".".join(parts[:depth]))) for depth in range(1, len(parts)))
-    return normal(rest) in known or ("" not in parts and any(each is not None and each.free for each in above))
+    return normal(rest) in known or ("" not in parts and any(parent is not None and parent.free for parent in above))
 
 
 def options_of(name: str, document: type[BaseModel] = Recipe) -> tuple[Mapping[str, Any], ...]:
@@ -162,8 +162,8 @@ def _innermost(name: str, document: type[BaseModel]) -> tuple[type[BaseModel], s
             index, _, below = below.partition(".")
             if not (index == ITEM or INDEX.fullmatch(f".{index}", 1)):
                 break
-        types = [each for each in (annotation, *get_args(annotation)) if get_origin(each) is None]
-        inner = [each for each in types if inspect.isclass(each) and issubclass(each, BaseModel)]
+        types = [type_ for type_ in (annotation, *get_args(annotation)) if get_origin(type_) is None]
+        inner = [type_ for type_ in types if inspect.isclass(type_) and issubclass(type_, BaseModel)]
         if len(inner) != 1 or not below:
             break
         section, rest = inner[0], below
@@ -205,7 +205,9 @@ def _section_of(node: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any]:
     options = [_resolve(option, defs) for option in node.get("anyOf", ())]
     sections = [option for option in options if "properties" in option]
     return (
-        sections[0] if len(sections) == 1 and all(each.get("type") in ("object", "null") for each in options) else node
+        sections[0]
+        if len(sections) == 1 and all(option.get("type") in ("object", "null") for option in options)
+        else node
     )
 
 

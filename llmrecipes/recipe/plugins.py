@@ -64,7 +64,10 @@ Declared = TypeVar("Declared")
 def declared(section: type[BaseModel], kind: type[Declared]) -> dict[str, Declared]:
     """The keys of a section that declare something of that kind, in the order of the schema."""
     return {
-        name: each for name, field in section.model_fields.items() for each in field.metadata if isinstance(each, kind)
+        name: metadata
+        for name, field in section.model_fields.items()
+        for metadata in field.metadata
+        if isinstance(metadata, kind)
     }
 
 

@@ -55,7 +55,7 @@ def check(recipe: Recipe) -> Iterator[Problem]:
 
 def _dimension(recipe: Recipe, search: Search, number: int, dimension: Dimension) -> Iterator[Problem]:
     where, key = f"search.space.{number}", dimension.key
-    earlier = [each.key for each in search.space[:number]]
+    earlier = [dimension.key for dimension in search.space[:number]]
     known = key_of(key)
     if not is_key(key) or (known is not None and known.section):
         what = "is a section" if known is not None else "is not a recipe key"
@@ -75,7 +75,7 @@ def _dimension(recipe: Recipe, search: Search, number: int, dimension: Dimension
     for condition, allowed in dimension.when.items():
         if not is_key(condition):
             yield Problem(f"{where}.when", f"{condition!r} is not a recipe key", fix=str(hint(condition)))
-        elif condition in [each.key for each in search.space[number:]]:
+        elif condition in [dimension.key for dimension in search.space[number:]]:
             yield Problem(
                 f"{where}.when", f"{condition} is not searched before {key}",
                 "a condition is on a key that has its value already", f"move {condition} up",
@@ -193,11 +193,11 @@ def _sampler(search: Search) -> Iterator[Problem]:
             yield Problem(f"search.sampler.{key}", f"has no effect on {kind}", fix="leave it out")
     cannot: list[tuple[str, str]] = []
     if kind == "GridSampler":
-        cannot += [(each.key, "a range without step") for each in search.space if not is_finite(each)]
+        cannot += [(dimension.key, "a range without step") for dimension in search.space if not is_finite(dimension)]
     if kind in ("CmaEsSampler", "QMCSampler"):
-        cannot += [(each.key, "choices") for each in search.space if each.choices is not None]
+        cannot += [(dimension.key, "choices") for dimension in search.space if dimension.choices is not None]
     if kind not in ("TPESampler", "RandomSampler"):
-        cannot += [(each.key, "a condition") for each in search.space if each.when]
+        cannot += [(dimension.key, "a condition") for dimension in search.space if dimension.when]
     for key, what in cannot:
         yield Problem(
             "search.sampler.type", f"{kind}, and {key} has {what}", f"{kind} cannot sample {what}",
@@ -249,7 +249,7 @@ def pruner_keys(pruner: Pruner) -> tuple[str, ...]:
 
 def _objectives(recipe: Recipe, search: Search) -> Iterator[Problem]:
     names = search.objectives
-    if search.seeds_per_point > 1 and any(each.key == "train.seed" for each in search.space):
+    if search.seeds_per_point > 1 and any(dimension.key == "train.seed" for dimension in search.space):
         yield Problem("search.seeds_per_point", f"{search.seeds_per_point}, and train.seed is searched",
                       "each point is trained with the same seeds", "remove train.seed from search.space")  # fmt: skip
     if len(set(names)) < len(names):
@@ -257,7 +257,11 @@ def _objectives(recipe: Recipe, search: Search) -> Iterator[Problem]:
     if recipe.data.split[1] == 0:
         yield Problem("data.split", "no validation split", "trials are compared by their validation loss",
                       "data.split: [98, 1, 1]")  # fmt: skip
-    tokens = [each.key for each in search.space if each.key == "model.vocab_size" or ".tokenizer." in each.key]
+    tokens = [
+        dimension.key
+        for dimension in search.space
+        if dimension.key == "model.vocab_size" or ".tokenizer." in dimension.key
+    ]
     if tokens and "valid_loss" in names:
         yield Problem("search.objectives", f"valid_loss, and {tokens[0]} is searched",
                       "losses of different tokenizers are not comparable", "valid_bits_per_byte")  # fmt: skip
@@ -267,7 +271,7 @@ def _objectives(recipe: Recipe, search: Search) -> Iterator[Problem]:
 
 
 def _points(search: Search) -> Iterator[Problem]:
-    dimensions = {each.key: each for each in search.space}
+    dimensions = {dimension.key: dimension for dimension in search.space}
     for number, point in enumerate(search.enqueue_trials):
         for key, value in point.items():
             where = f"search.enqueue_trials.{number}"

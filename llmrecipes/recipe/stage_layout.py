@@ -50,7 +50,7 @@ def parse(text: str) -> tuple[str, ...]:
             last = end
         text = "".join([*written, text[last:]])
     if unknown := set(text) - {*NAMES, "|"}:
-        raise ValueError(f"{', '.join(repr(each) for each in sorted(unknown))} in it")
+        raise ValueError(f"{', '.join(repr(letter) for letter in sorted(unknown))} in it")
     return tuple(text.split("|"))
 
 
@@ -66,8 +66,8 @@ def _groups(text: str) -> Iterator[Repeated]:
 
 
 def _singles(text: str) -> Iterator[Repeated]:
-    for each in _SINGLE.finditer(text):
-        yield each.start(), each.end(), each[1], each[2]
+    for match in _SINGLE.finditer(text):
+        yield match.start(), match.end(), match[1], match[2]
 
 
 def _times(digits: str) -> int:

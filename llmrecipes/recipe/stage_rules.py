@@ -91,8 +91,13 @@ def _values(recipe: Recipe) -> Iterator[Problem]:
         try:
             current = Recipe.model_validate(changed(current.model_dump(mode="json"), stage))
         except ValidationError as error:
-            for each in explain(error, {}):
-                yield Problem(f"stages.{number}.{each.key}", f"{each.what}, in stage {stage.name}", each.rule, each.fix)
+            for problem in explain(error, {}):
+                yield Problem(
+                    f"stages.{number}.{problem.key}",
+                    f"{problem.what}, in stage {stage.name}",
+                    problem.rule,
+                    problem.fix,
+                )
             return
 
 

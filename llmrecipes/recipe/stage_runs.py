@@ -42,10 +42,10 @@ def stage_of(recipe: Recipe, step: int, *, ending: bool = False) -> Recipe:
         ending: of two stages that meet here the first.
     """
     every = stage_recipes(recipe)
-    for each in every[:-1]:
-        span = span_of(each)
+    for stage in every[:-1]:
+        span = span_of(stage)
         if span is not None and (step < span.last_step or (ending and step == span.last_step)):
-            return each
+            return stage
     return every[-1]
 
 

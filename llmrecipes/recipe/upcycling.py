@@ -153,8 +153,8 @@ def unchanged_tokens(before: Recipe, after: Recipe, otherwise: str) -> Iterator[
 def problems_error(problems: list[Problem], loaded: Loaded, title: str) -> UserError:
     """One error of all problems, with their places in the recipe."""
     errors = [
-        UserError(each.what, where=f"{loaded.where(each.key)}: {each.key}", rule=each.rule, fix=each.fix)
-        for each in problems
+        UserError(problem.what, where=f"{loaded.where(problem.key)}: {problem.key}", rule=problem.rule, fix=problem.fix)
+        for problem in problems
     ]
     if len(errors) == 1:
         return errors[0]

@@ -66,10 +66,10 @@ def base_width(recipe: Recipe) -> Recipe:
             rule="a proxy is narrower, and values transfer only with the maximal-update parametrisation",
             fix="model.use_mup=true model.mup_base_hidden_size=256 model.mup_base_head_dim=CHANNELS_OF_A_HEAD",
         )
-    for each in recipe.search.space if recipe.search else ():
-        if each.key in _WIDTH or each.key.startswith("parallelism."):
+    for dimension in recipe.search.space if recipe.search else ():
+        if dimension.key in _WIDTH or dimension.key.startswith("parallelism."):
             raise UserError(
-                f"{each.key} is searched", where="--proxy", rule="the proxy has a width and a layout of its own",
+                f"{dimension.key} is searched", where="--proxy", rule="the proxy has a width and a layout of its own",
                 fix="search it without --proxy",
             )  # fmt: skip
     kept = {name: getattr(recipe.parallelism, name) for name in _REDUCTION}

@@ -64,7 +64,9 @@ def selected(recipe: Recipe, overridden: Collection[str]) -> tuple[Recipe, list[
     if engine_name(recipe) == MEGATRON and zero.stage < 2 and zero.offload_optimizer == "none":
         other |= {key for key in _changed(zero) if key not in ("stage", "nvme_path")}
     ignored = sorted(
-        key for key in other if not any(each == f"zero.{key}" or each.startswith(f"zero.{key}.") for each in overridden)
+        key
+        for key in other
+        if not any(override == f"zero.{key}" or override.startswith(f"zero.{key}.") for override in overridden)
     )
     defaults = {key: Zero.model_fields[key].get_default(call_default_factory=True) for key in ignored}
     return recipe.model_copy(update={"zero": zero.model_copy(update=defaults)}), ignored

@@ -100,10 +100,10 @@ def _names(run_dirs: Sequence[Path]) -> list[str]:
 
 def _problems(names: Sequence[str], materials: Sequence[Material]) -> str:
     rows = [
-        (name, training.SEVERITY.get(each.severity, each.severity), each.title,
-         training.steps_of(each.first_step, each.last_step), each.text)
+        (name, training.SEVERITY.get(finding.severity, finding.severity), finding.title,
+         training.steps_of(finding.first_step, finding.last_step), finding.text)
         for name, material in zip(names, materials, strict=True)
-        for each in material.findings
+        for finding in material.findings
     ]  # fmt: skip
     for name, material in zip(names, materials, strict=True):
         absent = material.unread if len(material.records) else [material.records.missing, *material.unread]
@@ -136,11 +136,11 @@ def _figures(names: Sequence[str], compared: RunComparison, materials: Sequence[
             rows.append((words, *("unknown" if value is None else shape.format(value) for value in values)))
     memory = [run.figures["memory_bytes"] for run in compared.runs]
     rows.append(("memory, peak of rank 0", *("unknown" if not size else gib(int(size)) for size in memory)))
-    rows.append(("time", *(duration(each.history.wall) for each in materials)))
-    rows.append(("interruptions", *(str(each.history.interruptions) for each in materials)))
-    hours = [each.history.rank_hours for each in materials]
-    rows.append(("hours of all ranks", *("unknown" if each is None else f"{each:,.3g}" for each in hours)))
-    every = [used_energy(each) for each in materials]
+    rows.append(("time", *(duration(material.history.wall) for material in materials)))
+    rows.append(("interruptions", *(str(material.history.interruptions) for material in materials)))
+    hours = [material.history.rank_hours for material in materials]
+    rows.append(("hours of all ranks", *("unknown" if hour is None else f"{hour:,.3g}" for hour in hours)))
+    every = [used_energy(material) for material in materials]
     tokens = [run.figures["tokens"] or 0 for run in compared.runs]
     rows += [row for row in energy_rows(every, tokens, "unknown") if any(cell != "unknown" for cell in row[1:])]
     return webpage.table(("figure", *names), rows, numbers=range(1, len(names) + 1))
@@ -172,13 +172,13 @@ def _line(name: str, curve: Curve, along: str, *, points: bool = False) -> Line:
 
 
 def _causes(names: Sequence[str], materials: Sequence[Material]) -> str:
-    keys = [key for key in CAUSES if any(key in each.history.causes for each in materials)]
+    keys = [key for key in CAUSES if any(key in material.history.causes for material in materials)]
     rows = []
     for key in keys:
         cells = []
-        for each in materials:
-            seconds = each.history.causes.get(key, 0.0)
-            share = seconds / each.history.wall if each.history.wall else math.nan
+        for material in materials:
+            seconds = material.history.causes.get(key, 0.0)
+            share = seconds / material.history.wall if material.history.wall else math.nan
             cells.append(f"{duration(seconds)} ({share:.1%})" if seconds else "none")
         rows.append((CAUSES[key], *cells))
     return webpage.table(("what", *names), rows, numbers=range(1, len(names) + 1)) if rows else training.nothing(
@@ -187,7 +187,7 @@ def _causes(names: Sequence[str], materials: Sequence[Material]) -> str:
 
 
 def _environments(names: Sequence[str], materials: Sequence[Material]) -> str:
-    every = [dict(flat(each.environment)) for each in materials]
+    every = [dict(flat(material.environment)) for material in materials]
     keys = [key for key in dict.fromkeys(key for values in every for key in values)
             if len({values.get(key, "") for values in every}) > 1]  # fmt: skip
     if not keys:

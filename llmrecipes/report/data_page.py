@@ -79,7 +79,7 @@ def _shares(prepared: Prepared) -> list[float]:
 
 
 def _lengths(stats: DataStats) -> str:
-    named = [(f"{each.least:,} to {2 * each.least - 1:,}", each) for each in stats.lengths]
+    named = [(f"{length.least:,} to {2 * length.least - 1:,}", length) for length in stats.lengths]
     documents = [(name, float(each.documents), f"{each.documents:,}") for name, each in named]
     tokens = [(name, float(each.tokens), number(each.tokens)) for name, each in named]
     return (
@@ -104,12 +104,12 @@ def _domains(stats: DataStats) -> str:
         return nothing("No source on this machine has a column url.")
     return '<div class="charts">' + "".join(
         charts.ranks(
-            f"Top domains of {each.source}",
-            [(host, float(count), f"{count / each.rows:.1%}") for host, count in each.by_host.items()],
+            f"Top domains of {domain.source}",
+            [(host, float(count), f"{count / domain.rows:.1%}") for host, count in domain.by_host.items()],
             "rows",
-            f"{each.hosts:,} in the first {each.rows:,} rows, before the steps.",
+            f"{domain.hosts:,} in the first {domain.rows:,} rows, before the steps.",
         )
-        for each in stats.domains
+        for domain in stats.domains
     ) + "</div>"  # fmt: skip
 
 

@@ -195,8 +195,8 @@ def _causes(records: Records, starts: list[Start], seconds: Any) -> tuple[dict[s
     if not starts:
         return {}, 0.0
     wall = max(start.end for start in starts) - starts[0].begin
-    evaluations = sum(float(number(each.get("eval_seconds")) or 0.0) for each in records.evaluations)
-    saves = sum(float(number(each["details"].get("loop_waited")) or 0.0) for each in records.of("checkpoint_saved"))
+    evaluations = sum(float(number(evaluation.get("eval_seconds")) or 0.0) for evaluation in records.evaluations)
+    saves = sum(float(number(save["details"].get("loop_waited")) or 0.0) for save in records.of("checkpoint_saved"))
     causes = {
         **_parts(records, float(np.nansum(seconds))),
         "evaluation": evaluations,

@@ -117,8 +117,8 @@ def experts(material: Material) -> str:
         )
         if values
     ]
-    loads = {name: [float(each) for each in tokens] for name, tokens in last.items()
-             if all(number(each) is not None for each in tokens)}  # fmt: skip
+    loads = {name: [float(token) for token in tokens] for name, tokens in last.items()
+             if all(number(token) is not None for token in tokens)}  # fmt: skip
     if loads:
         drawn.append(_load(loads, columns[-1]))
     if dropped.any():
@@ -305,7 +305,7 @@ def flat(values: Any, name: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(values, Mapping) and values:
         for key, value in values.items():
             yield from flat(value, f"{name}.{key}" if name else str(key))
-    elif isinstance(values, list) and values and not all(isinstance(each, Mapping) for each in values):
+    elif isinstance(values, list) and values and not all(isinstance(value, Mapping) for value in values):
         yield name, " ".join(map(str, values))
     elif isinstance(values, list) and values:
         for place, value in enumerate(values):
@@ -351,16 +351,17 @@ def _examined(material: Material) -> str:
             "for this run there is nothing."
         )
     newest = material.examined[-1]
-    findings = [each for each in newest["findings"] if isinstance(each, Mapping)]
+    findings = [finding for finding in newest["findings"] if isinstance(finding, Mapping)]
     rows = [
-        (*(str(each.get(key, "")) for key in ("status", "check", "what", "fix")), _named(each)) for each in findings
+        (*(str(finding.get(key, "")) for key in ("status", "check", "what", "fix")), _named(finding))
+        for finding in findings
     ]
     head, counts = ("result", "check", "what", "fix", "nodes"), Counter(row[0] for row in rows)
     said = ", ".join(f"{counts[name]:,} {name}" for name in ("fail", "warn", "skip", "ok") if counts[name])
     bad = newest.get("bad_nodes")
     left = f"; bad nodes: {', '.join(map(str, bad))}" if isinstance(bad, list) and bad else ""
     earlier = len(material.examined) - 1
-    failed = sum(each.get("ok") is False for each in material.examined[:-1])
+    failed = sum(examination.get("ok") is False for examination in material.examined[:-1])
     before = f" Of {earlier:,} checks before, {failed:,} failed." if earlier else ""
     of = number(newest.get("nodes"))
     nodes = f", {of:,} nodes" if of is not None and of > 1 else ""
@@ -374,7 +375,7 @@ def _examined(material: Material) -> str:
 
 def _named(finding: Mapping[str, Any]) -> str:
     names, count = finding.get("nodes"), number(finding.get("number"))
-    known = [str(each) for each in names if each] if isinstance(names, list) else []
+    known = [str(name) for name in names if name] if isinstance(names, list) else []
     more = 0 if count is None else int(count) - len(known)
     return ", ".join(known) + (f" and {more:,} more" if known and more > 0 else "")
 

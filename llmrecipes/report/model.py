@@ -49,11 +49,11 @@ def layers(material: Material) -> str:
     records, drawn = material.records, []
     for name, samples in sorted(records.samples.items()):
         rows = [(step, value) for step, value in samples.kept if isinstance(value, list) and value
-                and all(each is None or number(each) is not None for each in value)]  # fmt: skip
+                and all(item is None or number(item) is not None for item in value)]  # fmt: skip
         if rows:
             cells = np.full((max(len(value) for _, value in rows), len(rows)), np.nan)
             for column, (_, value) in enumerate(rows):
-                cells[: len(value), column] = [np.nan if each is None else float(each) for each in value]
+                cells[: len(value), column] = [np.nan if item is None else float(item) for item in value]
             titles = [f"layer {n + 1}" for n in range(len(cells))]
             drawn.append(charts.heat(_words(name), titles, [f"{step:,}" for step, _ in rows], cells))
     by_name: dict[str, dict[int, str]] = {}
@@ -97,9 +97,9 @@ def _shares(title: str, counts: Mapping[str, Counter[int]], *, wide: bool) -> st
     known = {name: each for name, each in counts.items() if each}
     if not known:
         return ""
-    low, high = (end(end(each) for each in known.values()) for end in (min, max))
+    low, high = (end(end(counts) for counts in known.values()) for end in (min, max))
     places = list(range(low, high + 1))
-    cells = np.array([[each[place] / each.total() for place in places] for each in known.values()])
+    cells = np.array([[counts[place] / counts.total() for place in places] for counts in known.values()])
     sizes = [f"2^{place}" for place in places]
     note = "A value of 2^-10 is at least 2^-10 and less than 2^-9, of either sign; zeros are left out."
     if wide:

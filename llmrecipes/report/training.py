@@ -55,7 +55,7 @@ def steps_of(first: int | None, last: int | None) -> str:
 
 def problems(material: Material) -> str:
     """The box at the top."""
-    items = [_finding(each) for each in material.findings]
+    items = [_finding(finding) for finding in material.findings]
     state = material.summary.state
     if state in ("failed", "interrupted"):
         advice = f"To continue from the newest checkpoint: {resume_command(material.run.path)}"
@@ -102,7 +102,7 @@ def figures(material: Material) -> list[tuple[str, str]]:
         rows += [("tokens", charts.short(tokens))] if tokens is not None else []
     for name, value in (("training loss", summary.loss), ("held-out loss", summary.valid_loss)):
         rows += [(name, f"{value:.4f}")] if value is not None else []
-    bits = [number(each.get("valid_bits_per_byte")) for each in material.records.evaluations]
+    bits = [number(evaluation.get("valid_bits_per_byte")) for evaluation in material.records.evaluations]
     if bits and bits[-1] is not None:
         rows.append(("bits per byte", f"{bits[-1]:.4f}"))
     for name, key, shape in (("tokens/s", "tokens_per_second", "{:,.0f}"), ("seconds a step", "step_seconds", "{:.3g}"),
@@ -174,7 +174,7 @@ def speed(material: Material) -> str:
 
 
 def _held_out(material: Material, name: str, title: str = "held-out") -> Line | None:
-    points = [(each["step"], number(each.get(name))) for each in material.records.evaluations]
+    points = [(evaluation["step"], number(evaluation.get(name))) for evaluation in material.records.evaluations]
     known = [(step, value) for step, value in points if value is not None]
     if not known:
         return None
@@ -206,12 +206,12 @@ def held_out(material: Material) -> str:
 def _by_source(material: Material) -> list[tuple[str, list[Line]]]:
     """Numbers of evaluations that are kept by source: a mapping from source to number under any name."""
     by_name: dict[str, dict[str, list[tuple[int, float]]]] = {}
-    for each in material.records.evaluations:
-        for name, values in each.items():
+    for evaluation in material.records.evaluations:
+        for name, values in evaluation.items():
             if isinstance(values, dict):
                 for source, value in values.items():
                     if (one := number(value)) is not None:
-                        by_name.setdefault(name, {}).setdefault(source, []).append((each["step"], one))
+                        by_name.setdefault(name, {}).setdefault(source, []).append((evaluation["step"], one))
     return [(f"{name.replace('_', ' ')}, by source", _lines(sources)) for name, sources in by_name.items()]
 
 

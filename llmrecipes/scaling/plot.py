@@ -44,16 +44,16 @@ def draw(fit: Fit, file: Path) -> None:
     tokens = np.geomspace(min(p.tokens for p in fit.points), max(p.tokens for p in fit.points), SAMPLES)
     for place, size in enumerate(sizes):
         colour = colormaps["viridis"](0.9 * place / max(1, len(sizes) - 1))  # its end is too light for a line
-        left.plot(tokens, [fit.law.loss(size, each) for each in tokens], color=colour, linewidth=1)
+        left.plot(tokens, [fit.law.loss(size, token) for token in tokens], color=colour, linewidth=1)
         own = [point for point in fit.points if point.parameters == size]
         left.plot([p.tokens for p in own], [p.loss for p in own], "o", color=colour, label=f"{number(int(size))}")
     left.set(xscale="log", xlabel="training tokens D", ylabel="validation loss [nats/token]", title="runs and fit")
     columns = -(-len(sizes) // MOST_ROWS)
     left.legend(title="parameters N", fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.02), ncols=columns)
     budgets = np.geomspace(min(p.flops for p in fit.points), BEYOND * max(p.flops for p in fit.points), SAMPLES)
-    low, high = zip(*(fit.optimum_interval(each, "parameters") for each in budgets), strict=True)
+    low, high = zip(*(fit.optimum_interval(budget, "parameters") for budget in budgets), strict=True)
     right.fill_between(budgets, low, high, alpha=0.25, linewidth=0, label="90 % interval")
-    right.plot(budgets, [fit.law.optimum(each).parameters for each in budgets], label="optimum")
+    right.plot(budgets, [fit.law.optimum(budget).parameters for budget in budgets], label="optimum")
     right.plot([p.flops for p in fit.points], [p.parameters for p in fit.points], "k.", label="runs")
     right.set(
         xscale="log", yscale="log", xlabel="training FLOPs C = 6ND", ylabel="parameters N", title="compute-optimal size"

@@ -86,7 +86,7 @@ def experiment_runs(experiment: str, runs_dir: Path) -> list[Any]:
     try:
         known = client.get_experiment_by_name(experiment)
         if known is None:
-            names = ", ".join(sorted(each.name for each in client.search_experiments()))
+            names = ", ".join(sorted(experiment.name for experiment in client.search_experiments()))
             raise UserError(f"no experiment {experiment!r}", where="--experiment", fix=f"one of {names}")
         runs: list[Run] = []
         page: str | None = None
@@ -176,7 +176,7 @@ def _value(text: str) -> Any:
 def _require_same_text(runs: Sequence[Tracked]) -> None:
     for run in runs[1:]:
         first, other = (
-            {key: text for key, text in each.recipe.items() if key.startswith(TEXT)} for each in (runs[0], run)
+            {key: text for key, text in point.recipe.items() if key.startswith(TEXT)} for point in (runs[0], run)
         )
         differing = sorted(key for key in first.keys() & other.keys() if first[key] != other[key])
         if differing:

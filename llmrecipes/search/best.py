@@ -24,11 +24,11 @@ BEST = "-best"
 
 def best_trials(study: optuna.Study) -> list[FrozenTrial]:
     """The best trial of this study, or the best trade-offs of several objectives; none before a trial is complete."""
-    done = [each for each in own_trials(study) if each.state == TrialState.COMPLETE and each.values]
+    done = [trial for trial in own_trials(study) if trial.state == TrialState.COMPLETE and trial.values]
     if len(study.directions) == 1:
         return [min(done, key=lambda each: (each.values[0], each.number))] if done else []
-    numbers = {each.number for each in done}
-    return [each for each in study.best_trials if each.number in numbers]
+    numbers = {trial.number for trial in done}
+    return [trial for trial in study.best_trials if trial.number in numbers]
 
 
 def recipe_of(recipe: Recipe, trial: FrozenTrial, name: str) -> Recipe:
@@ -87,7 +87,7 @@ class Keeper:
         keep = require_section(self.recipe).keep_checkpoints
         if keep == "all":
             return
-        kept = {each.number for each in best} if keep == "best" else set()
+        kept = {trial.number for trial in best} if keep == "best" else set()
         for trial in own_trials(study):
             run_id = trial.user_attrs.get("run_id")
             # A lost trial has no outcome: it is resumed from its checkpoint.

@@ -58,9 +58,9 @@ def used(
             only their runs record. None: not looked at.
     """
     trials = list(trials)
-    counted = [each for each in trials if each.state != TrialState.WAITING and not is_infeasible(each)]
+    counted = [trial for trial in trials if trial.state != TrialState.WAITING and not is_infeasible(trial)]
     ended = sorted(
-        (each for each in counted if each.state.is_finished()),
+        (trial for trial in counted if trial.state.is_finished()),
         key=lambda each: (each.user_attrs.get(ENDED, 0), each.number),  # no clock: they may differ, and be set
     )
     best: float | None = None
@@ -71,12 +71,12 @@ def used(
             best, without = value, 0
         else:
             without += trial.state != TrialState.FAIL
-    running = [each for each in counted if each.state == TrialState.RUNNING]
+    running = [trial for trial in counted if trial.state == TrialState.RUNNING]
     return Used(
         trials=len(counted),
         running=len(running),
-        tokens=sum(each.user_attrs.get(TOKENS, 0) for each in ended) + trial_tokens * len(running),
-        gpu_hours=sum(_rank_seconds(each, run_dir) for each in trials) / HOUR,
+        tokens=sum(trial.user_attrs.get(TOKENS, 0) for trial in ended) + trial_tokens * len(running),
+        gpu_hours=sum(_rank_seconds(trial, run_dir) for trial in trials) / HOUR,
         best=best,
         without_improvement=without,
     )

@@ -205,10 +205,12 @@ def earlier_overrides(recipe: Recipe, runs_dir: Path) -> list[str]:
     if (file := storage.file_of(where)) is not None and not file.is_file():
         return []
     kept = storage.open_storage(where, section)
-    if place.name not in storage.with_retries(lambda: [each.study_name for each in kept.get_all_studies()], where):
+    if place.name not in storage.with_retries(
+        lambda: [summary.study_name for summary in kept.get_all_studies()], where
+    ):
         return []
     study = load(recipe, place)
-    return [str(each) for each in storage.with_retries(lambda: study.user_attrs, where).get(OVERRIDES, ())]
+    return [str(override) for override in storage.with_retries(lambda: study.user_attrs, where).get(OVERRIDES, ())]
 
 
 def report(recipe: Recipe, runs_dir: Path, data_dir: Path) -> Path:
@@ -231,7 +233,7 @@ def report(recipe: Recipe, runs_dir: Path, data_dir: Path) -> Path:
     study = load(recipe, place)
     path = place.folder / "report.html"
     commands = [
-        command_line("train", each, runs_dir=runs_dir, data_dir=data_dir) for each in Keeper(recipe, place).files()
+        command_line("train", file, runs_dir=runs_dir, data_dir=data_dir) for file in Keeper(recipe, place).files()
     ]
     try:
         write_report(study, recipe, path, commands, place)
@@ -271,14 +273,14 @@ def result_of(recipe: Recipe, study: Any, keeper: Any, code: ExitCode) -> Search
     section = require_section(recipe)
     best = [
         {
-            "number": each.number,
-            **dict(zip(section.objectives, each.values, strict=True)),
-            "values": values_of(each.params, section),
-            **({"standard_errors": errors} if (errors := each.user_attrs.get(STANDARD_ERRORS)) else {}),
+            "number": trial.number,
+            **dict(zip(section.objectives, trial.values, strict=True)),
+            "values": values_of(trial.params, section),
+            **({"standard_errors": errors} if (errors := trial.user_attrs.get(STANDARD_ERRORS)) else {}),
         }
-        for each in best_trials(study)
+        for trial in best_trials(study)
     ]
-    counts = Counter(str(each.user_attrs.get("outcome", each.state.name.lower())) for each in own_trials(study))
+    counts = Counter(str(trial.user_attrs.get("outcome", trial.state.name.lower())) for trial in own_trials(study))
     where = address(section, keeper.place.folder)
     return SearchResult(
         study.study_name, redact(where) if "://" in where else where, keeper.place.folder, code, dict(counts), best,

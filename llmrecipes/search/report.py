@@ -106,8 +106,8 @@ def _names(study: optuna.Study) -> list[str]:
 def _own_trial(study: optuna.Study, recipe: Recipe) -> FrozenTrial | None:
     """The trial with the recipe's values, if it is complete."""
     own = own_point(recipe, require_section(recipe))
-    done = (each for each in own_trials(study) if each.state == TrialState.COMPLETE)
-    return None if own is None else next((each for each in done if each.params == parameters(own)), None)
+    done = (trial for trial in own_trials(study) if trial.state == TrialState.COMPLETE)
+    return None if own is None else next((trial for trial in done if trial.params == parameters(own)), None)
 
 
 def _headline(study: optuna.Study, recipe: Recipe) -> str:
@@ -132,17 +132,17 @@ def _best(study: optuna.Study, recipe: Recipe) -> str:
         return ""
     own, trial = own_point(recipe, search), _own_trial(study, recipe)
     shown = best[:MOST_BEST]
-    head = ["", *(f"trial {each.number}" for each in shown), "recipe"]
+    head = ["", *(f"trial {trial.number}" for trial in shown), "recipe"]
     rows = [
         [
             labelled(name),
-            *(_measured(each)[index] for each in shown),
+            *(_measured(trial)[index] for trial in shown),
             _measured(trial)[index] if trial else "",
         ]
         for index, name in enumerate(_names(study))
     ]
     compared = parameters(own or {})
-    rows += [[key, *(_text(each.params.get(key)) for each in shown), _text(compared.get(key))] for key in _keys(best)]
+    rows += [[key, *(_text(trial.params.get(key)) for trial in shown), _text(compared.get(key))] for key in _keys(best)]
     lines = "".join(f"<tr><th>{html.escape(first)}</th>{_cells(rest)}</tr>\n" for first, *rest in rows)
     left_out = f'<p class="note">and {len(best) - MOST_BEST} more</p>' if len(best) > MOST_BEST else ""
     return f'<div class="scroll"><table class="best"><tr>{_cells(head, "th")}</tr>\n{lines}</table></div>{left_out}'
@@ -158,8 +158,8 @@ def _facts(study: optuna.Study, recipe: Recipe, recipe_now: Recipe, place: Place
     trials = list(own_trials(study))
     tokens = tokens_of_point(recipe, search)
     now = used(trials, tokens, search.min_improvement, place.run_dir if place else None)
-    starts = [each.datetime_start for each in trials if each.datetime_start]
-    ends = [each.datetime_complete for each in trials if each.datetime_complete]
+    starts = [trial.datetime_start for trial in trials if trial.datetime_start]
+    ends = [trial.datetime_complete for trial in trials if trial.datetime_complete]
     spent = [f"{number(now.tokens)} tokens", f"{now.gpu_hours:.3g} GPU-hours"]
     if starts and ends:
         spent.append(f"{duration((max(ends) - min(starts)).total_seconds())} from the first trial to the last")
@@ -197,18 +197,18 @@ def _sections(study: optuna.Study) -> Iterator[str]:
 def _table(study: optuna.Study) -> str:
     trials = list(own_trials(study))
     names, keys = _names(study), _keys(trials)
-    curves = any(each.intermediate_values for each in trials)
-    reasons = any(REASON in each.user_attrs for each in trials)
-    best = {each.number for each in best_trials(study)}
+    curves = any(trial.intermediate_values for trial in trials)
+    reasons = any(REASON in trial.user_attrs for trial in trials)
+    best = {trial.number for trial in best_trials(study)}
     head = ["trial", "outcome", *map(labelled, names), *["evaluations"] * curves, *keys, *["reason"] * reasons]
     lines = []
-    for each in trials:
-        values = _measured(each)
-        cells = [_number(each), _outcome(each), *values, *[""] * (len(names) - len(values))]
-        cells += [str(len(each.intermediate_values))] * curves
-        cells += [_text(each.params.get(key)) for key in keys]
-        cells += [redact(str(each.user_attrs.get(REASON, ""))).partition("\n")[0]] * reasons
-        kind = "best" if each.number in best else "complete" if each.state == TrialState.COMPLETE else "other"
+    for trial in trials:
+        values = _measured(trial)
+        cells = [_number(trial), _outcome(trial), *values, *[""] * (len(names) - len(values))]
+        cells += [str(len(trial.intermediate_values))] * curves
+        cells += [_text(trial.params.get(key)) for key in keys]
+        cells += [redact(str(trial.user_attrs.get(REASON, ""))).partition("\n")[0]] * reasons
+        kind = "best" if trial.number in best else "complete" if trial.state == TrialState.COMPLETE else "other"
         lines.append(f'<tr class="{kind}">{_cells(cells)}</tr>\n')
     table = f'<table class="trials"><tr>{_cells(head, "th")}</tr>\n{"".join(lines)}</table>'
     note = "Grey: not completed; the value is that of the last evaluation."
@@ -231,7 +231,7 @@ def _outcome(trial: FrozenTrial) -> str:
 
 def _keys(trials: Iterable[FrozenTrial]) -> list[str]:
     """Keys of these trials, which may be fewer than are searched, in the order of the space."""
-    return list(dict.fromkeys(key for each in trials for key in each.params))
+    return list(dict.fromkeys(key for trial in trials for key in trial.params))
 
 
 def _text(value: Any) -> str:
@@ -291,16 +291,16 @@ def plots(study: optuna.Study) -> list[Plot]:
     """The plots that the trials of a study are enough for."""
     names = study.metric_names or ["objective"]
     trials = study.get_trials(deepcopy=False)
-    complete = [each for each in trials if each.state == TrialState.COMPLETE]
+    complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
     all_plots: list[Plot] = []
     if len(complete) >= FEWEST:
         for index, name in enumerate(names):
             all_plots += _of_objective(study, complete, name, None if len(names) == 1 else index)
         if len(names) > 1:
             all_plots.append(Plot("Trade-offs", partial(_trade_offs, study, names)))
-    if any(each.intermediate_values for each in trials):
+    if any(trial.intermediate_values for trial in trials):
         all_plots.append(Plot("Learning curves", partial(_curves, study, names[0])))
-    if sum(each.datetime_start is not None for each in trials) >= FEWEST:
+    if sum(trial.datetime_start is not None for trial in trials) >= FEWEST:
         all_plots.append(Plot("Timeline", partial(_timeline, study)))
     return all_plots
 
@@ -315,8 +315,8 @@ def _of_objective(study: optuna.Study, complete: list[FrozenTrial], name: str, i
     if index is not None:
         options["target"] = partial(_value, index)
     yield Plot(f"History of {name}", partial(visualization.plot_optimization_history, study, **options))
-    searched = sorted({key for each in complete for key in each.params})
-    if not any(len({str(each.params.get(key)) for each in complete}) > 1 for key in searched):
+    searched = sorted({key for trial in complete for key in trial.params})
+    if not any(len({str(trial.params.get(key)) for trial in complete}) > 1 for key in searched):
         return
     width = WIDTH_OF_A_KEY * (len(searched) + 1)
     importance = partial(visualization.plot_param_importances, study, **options)
@@ -359,8 +359,8 @@ def _trade_offs(study: optuna.Study, names: list[str]) -> Figure:
 def _curves(study: optuna.Study, name: str) -> Figure:
     """Optuna's curves, coloured by how the trial ended, the best one on top."""
     figure = visualization.plot_intermediate_values(study)
-    trials = {f"Trial{each.number}": each for each in study.get_trials(deepcopy=False)}
-    best = {each.number for each in best_trials(study)}
+    trials = {f"Trial{trial.number}": trial for trial in study.get_trials(deepcopy=False)}
+    best = {trial.number for trial in best_trials(study)}
     shown: set[str] = set()
     for curve in figure.data:
         trial = trials[curve.name]
@@ -374,7 +374,7 @@ def _curves(study: optuna.Study, name: str) -> Figure:
         )  # fmt: skip
         shown.add(state)
     figure.data = sorted(figure.data, key=lambda curve: curve.name == "best")
-    longest = max(max(each.intermediate_values, default=0) for each in trials.values())
+    longest = max(max(trial.intermediate_values, default=0) for trial in trials.values())
     figure.update_layout(
         showlegend=True, yaxis_title=labelled(name), xaxis={"title": "evaluation", "dtick": -(-longest // 10) or 1}
     )

@@ -96,13 +96,13 @@ class Learnt(_View):
         self, deepcopy: bool = True, states: Container[TrialState] | None = None, use_cache: bool = False
     ) -> list[FrozenTrial]:
         trials = self._study._get_trials(deepcopy=False, use_cache=use_cache)
-        done = [each.values for each in trials if each.state == TrialState.COMPLETE and each.values]
+        done = [trial.values for trial in trials if trial.state == TrialState.COMPLETE and trial.values]
         if not done:  # the order of what was pruned says something already
-            done = [[each.value] for each in trials if each.state == TrialState.PRUNED and each.value is not None]
+            done = [[trial.value] for trial in trials if trial.state == TrialState.PRUNED and trial.value is not None]
         count = len(self._study.directions)
         scales = [_Scale.of([values[number] for values in done if len(values) == count]) for number in range(count)]
-        shown = [self._shown(each, scales) if each.state in _ENDED else each for each in trials]
-        selected = [each for each in shown if states is None or each.state in states]
+        shown = [self._shown(trial, scales) if trial.state in _ENDED else trial for trial in trials]
+        selected = [trial for trial in shown if states is None or trial.state in states]
         return copy.deepcopy(selected) if deepcopy else selected
 
     def _shown(self, trial: FrozenTrial, scales: Sequence[_Scale]) -> FrozenTrial:
@@ -201,10 +201,10 @@ class _Replayed(samplers.CmaEsSampler):
             optimizer.tell(
                 [
                     (
-                        np.array(each.system_attrs[_X]) if self._with_margin else space.transform(each.params),
-                        each.values[0],
+                        np.array(trial.system_attrs[_X]) if self._with_margin else space.transform(trial.params),
+                        trial.values[0],
                     )
-                    for each in replayed[: optimizer.population_size]
+                    for trial in replayed[: optimizer.population_size]
                 ]
             )
         self._reseed(trial, optimizer._rng, 0)
@@ -245,8 +245,8 @@ class Competitors(_View):
 
     def get_trials(self, deepcopy: bool = True, states: Container[TrialState] | None = None) -> list[FrozenTrial]:
         """The trials that compete; of one that was resumed only the last part."""
-        wanted: Iterable[FrozenTrial] = (each for each in own_trials(self._study) if self._takes(each))
-        selected = [each for each in wanted if states is None or each.state in states]
+        wanted: Iterable[FrozenTrial] = (trial for trial in own_trials(self._study) if self._takes(trial))
+        selected = [trial for trial in wanted if states is None or trial.state in states]
         return copy.deepcopy(selected) if deepcopy else selected
 
 
@@ -270,8 +270,8 @@ class HyperbandPruner(pruners.HyperbandPruner):
         return Competitors(study, lambda trial: self._get_bracket_id(study, trial) == bracket_id)
 
 
-OWN_SAMPLERS = {each.__name__: each for each in (TPESampler, GPSampler, CmaEsSampler)}
-OWN_PRUNERS = {each.__name__: each for each in (SuccessiveHalvingPruner, HyperbandPruner)}
+OWN_SAMPLERS = {sampler.__name__: sampler for sampler in (TPESampler, GPSampler, CmaEsSampler)}
+OWN_PRUNERS = {pruner.__name__: pruner for pruner in (SuccessiveHalvingPruner, HyperbandPruner)}
 """By Optuna's names, which they replace."""
 FIRST_DECISION = 4
 """No trial is pruned in the first quarter of its evaluations. Optuna prunes from the first, during warm-up, where a
@@ -296,7 +296,7 @@ def sampler(search: Search, worker: int) -> BaseSampler:
         case "TPESampler":
             keywords.setdefault("multivariate", True)
             # Keys that depend on others are modelled in groups of keys that occur together.
-            keywords["group"] = keywords["multivariate"] and any(each.when for each in search.space)
+            keywords["group"] = keywords["multivariate"] and any(dimension.when for dimension in search.space)
             keywords["constant_liar"] = True  # values of running trials are avoided: several at a time differ
         case "GridSampler":
             # Optuna's own chooses points when a trial begins, so that two processes may choose the same; and it ends
@@ -318,8 +318,8 @@ def _seed(seed: int, worker: int) -> int:
 
 def grid(search: Search) -> list[dict[str, Any]]:
     """All points of a grid, in random order; the rules have excluded spaces without end."""
-    values = [_values(distribution(each)) for each in search.space]
-    keys = [each.key for each in search.space]
+    values = [_values(distribution(dimension)) for dimension in search.space]
+    keys = [dimension.key for dimension in search.space]
     points = [dict(zip(keys, point, strict=True)) for point in itertools.product(*values)]
     random.Random(search.sampler.seed or 0).shuffle(points)
     return points

@@ -94,7 +94,11 @@ def _same_type(choice: JsonValue, stored: object) -> bool:
 
 def values_of(params: Mapping[str, Any], search: Search) -> Values:
     """Values of keys, from the parameters of a trial in Optuna."""
-    return {each.key: value_of(each, params[each.key]) for each in search.space if each.key in params}
+    return {
+        dimension.key: value_of(dimension, params[dimension.key])
+        for dimension in search.space
+        if dimension.key in params
+    }
 
 
 def applies(dimension: Dimension, chosen: Mapping[str, JsonValue], data: Mapping[str, Any]) -> bool:
@@ -148,7 +152,7 @@ def trial_recipe(recipe: Recipe, search: Search, values: Mapping[str, JsonValue]
 
 
 def _refused(problems: list[Any]) -> UserError:
-    parts = [UserError(each.what, where=each.key, rule=each.rule, fix=each.fix) for each in problems]
+    parts = [UserError(problem.what, where=problem.key, rule=problem.rule, fix=problem.fix) for problem in problems]
     return parts[0] if len(parts) == 1 else UserError("; ".join(f"{p.where}: {p.what}" for p in parts), parts=parts)
 
 

@@ -258,7 +258,7 @@ class Starter:
             return True
         if self.search.n_trials is None:
             return False
-        counted = [each.number for each in own if each.state != TrialState.WAITING and not is_infeasible(each)]
+        counted = [trial.number for trial in own if trial.state != TrialState.WAITING and not is_infeasible(trial)]
         if sum(number < trial.number for number in counted) < self.search.n_trials:
             return False
         self.with_retries(

@@ -294,7 +294,7 @@ class HeartbeatJournal(_RedactedAttributes, JournalStorage, BaseHeartbeat):
 
     def _get_stale_trial_ids(self, study_id: int) -> list[int]:
         running = self.get_all_trials(study_id, deepcopy=False, states=(TrialState.RUNNING,))
-        beats = {each._trial_id: each.system_attrs[HEARTBEAT] for each in running if HEARTBEAT in each.system_attrs}
+        beats = {trial._trial_id: trial.system_attrs[HEARTBEAT] for trial in running if HEARTBEAT in trial.system_attrs}
         self._watch.keep(beats.keys())
         return [number for number, value in beats.items() if self._watch.unchanged(number, value) > self._grace]
 

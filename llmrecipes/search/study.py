@@ -190,7 +190,7 @@ def _changed_section(study: optuna.Study, search: Search) -> list[Difference]:
     if earlier is None or earlier.search is None:
         return []
     sections = [
-        redacted({"search": each.model_dump(mode="json", exclude={"space"})}) for each in (search, earlier.search)
+        redacted({"search": section.model_dump(mode="json", exclude={"space"})}) for section in (search, earlier.search)
     ]
     return differences(*sections)
 
@@ -224,7 +224,7 @@ def basis(recipe: Recipe) -> dict[str, Any]:
     """What makes the trials of a study comparable: recipe, space and objectives, redacted as they are stored."""
     search = require_section(recipe)
     data = {key: value for key, value in recipe.model_dump(mode="json").items() if key not in UNUSED}
-    space = {each.pop("key"): each for each in search.model_dump(mode="json")["space"]}
+    space = {dimension.pop("key"): dimension for dimension in search.model_dump(mode="json")["space"]}
     measured = {"objectives": list(search.objectives), "trial_tokens": trial_tokens(recipe, search)}
     if search.seeds_per_point > 1:
         measured["seeds_per_point"] = search.seeds_per_point
@@ -253,9 +253,9 @@ def changes(study: optuna.Study, recipe: Recipe) -> list[Difference]:
     Not keys of which each trial has a value of its own, so that the recipe may take over the best trial's.
     """
     now = basis(recipe)
-    searched = {each.key for each in require_section(recipe).space if not each.when}
+    searched = {dimension.key for dimension in require_section(recipe).space if not dimension.when}
     changed = differences(now, _with_defaults(study.user_attrs.get(BASIS, now)))
-    return [each for each in changed if each.key not in searched]
+    return [change for change in changed if change.key not in searched]
 
 
 def _require_same(study: optuna.Study, recipe: Recipe, where: str) -> None:
@@ -291,7 +291,7 @@ def _fill(study: optuna.Study, recipe: Recipe, search: Search, where: str) -> No
     for point in ([own] if own is not None else []) + points:
         study.enqueue_trial(parameters(point), skip_if_exists=True)
     if search.sampler.type == "GridSampler":
-        waiting = [each.system_attrs.get("fixed_params") for each in study.get_trials(deepcopy=False)]
+        waiting = [trial.system_attrs.get("fixed_params") for trial in study.get_trials(deepcopy=False)]
         for params in grid(search):
             if params not in waiting:
                 study.enqueue_trial(params)
@@ -322,8 +322,8 @@ def _add_earlier(study: optuna.Study, recipe: Recipe, name: str, where: str) -> 
     """
     search = require_section(recipe)
     earlier, then = _earlier(recipe, name, where)
-    known = {each.user_attrs.get(SOURCE) for each in study.get_trials(deepcopy=False)}
-    space = {each.key: distribution(each) for each in search.space}
+    known = {trial.user_attrs.get(SOURCE) for trial in study.get_trials(deepcopy=False)}
+    space = {dimension.key: distribution(dimension) for dimension in search.space}
     added = 0
     for trial in earlier.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED)):
         source = f"{name}:{trial.number}"
@@ -360,17 +360,17 @@ def _require_comparable(earlier: optuna.Study, recipe: Recipe) -> dict[str, Any]
     then = _with_defaults(then)
     # Each trial has its own value of these.
     searched = {
-        key for each in (now, then) for key, dimension in each["search"]["space"].items() if not dimension.get("when")
+        key for side in (now, then) for key, dimension in side["search"]["space"].items() if not dimension.get("when")
     }
     changed = [
-        each
-        for each in differences(now, then)
-        if each.key not in {*searched, "name"} and not each.key.startswith("search.space.")
+        difference
+        for difference in differences(now, then)
+        if difference.key not in {*searched, "name"} and not difference.key.startswith("search.space.")
     ]
     if changed:
         raise UserError(
             f"the study {earlier.study_name} measured something else: "
-            + "; ".join(f"{each.key} {each.then!r}, now {each.now!r}" for each in changed),
+            + "; ".join(f"{change.key} {change.then!r}, now {change.now!r}" for change in changed),
             where=where, rule="losses are compared between trials of one recipe, length and data",
             fix="leave it out, or set these keys as they were",
         )  # fmt: skip

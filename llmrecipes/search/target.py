@@ -125,7 +125,7 @@ class Target:
         if self.site.gpus and self.workers > 1:
             number = len(self.site.gpus)
             visible = self.variables.get("CUDA_VISIBLE_DEVICES")
-            names = visible.split(",") if visible else [str(each) for each in range(number * self.workers)]
+            names = visible.split(",") if visible else [str(device) for device in range(number * self.workers)]
             found["CUDA_VISIBLE_DEVICES"] = ",".join(names[number * slot : number * (slot + 1)])
         return found
 

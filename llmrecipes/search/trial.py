@@ -134,9 +134,9 @@ class Running:
     def new_values(self, objective: Objective) -> list[tuple[int, float]]:
         """(number of the evaluation, value) of evaluations that have not been reported, and mark them as such."""
         values_by = []
-        for step, each in sorted(self.reader.read().evaluations.items()):
+        for step, metrics in sorted(self.reader.read().evaluations.items()):
             number = evaluation(self.recipe, step)
-            value = each.valid_bits_per_byte if objective == "valid_bits_per_byte" else each.valid_loss
+            value = metrics.valid_bits_per_byte if objective == "valid_bits_per_byte" else metrics.valid_loss
             if number not in self.reported and value is not None:
                 self.reported.add(number)
                 values_by.append((number, value))
@@ -197,10 +197,10 @@ class Running:
         train, every = self.recipe.train, progress.evaluations
         ends_early = train.early_stop is not None or train.target_loss is not None
         last = every.get(train.train_iters) or (every[max(every)] if ends_early and every else None)
-        finite = [each for each in every.values() if each.valid_loss is not None]
+        finite = [seed_result for seed_result in every.values() if seed_result.valid_loss is not None]
         if last is None or not self.recipe.checkpoint.keep_best or not finite:
             return last
-        return min(finite, key=lambda each: (each.valid_loss or 0.0, each.step))
+        return min(finite, key=lambda result: (result.valid_loss or 0.0, result.step))
 
     def _objectives(self, progress: TrialProgress, names: tuple[Objective, ...]) -> list[float] | None:
         last = self._final(progress)

@@ -110,7 +110,7 @@ def given_up(study: optuna.Study, number: int) -> FrozenTrial | None:
     """A trial if another process has ended it and does not continue it, else None."""
     trials = study.get_trials(deepcopy=False)
     trial = trials[number]
-    is_continued = any(number in continues(each) for each in trials)
+    is_continued = any(number in continues(trial) for trial in trials)
     return None if trial.state != TrialState.FAIL or is_continued or _may_be_retried(study, trial) else trial
 
 
@@ -174,20 +174,20 @@ def own_trials(study: optuna.Study) -> Iterator[FrozenTrial]:
     trials = study.get_trials(deepcopy=False)
     continued: set[int] = set()
     repeated: set[int] = set()
-    for each in trials:
-        if history := continues(each):
-            if (max(history) in continued or repeated.intersection(history)) and each.number not in history:
-                repeated.add(each.number)
+    for trial in trials:
+        if history := continues(trial):
+            if (max(history) in continued or repeated.intersection(history)) and trial.number not in history:
+                repeated.add(trial.number)
             continued.update(history)
-    for each in trials:
-        if each.number not in continued | repeated and SOURCE not in each.user_attrs:
-            yield each
+    for trial in trials:
+        if trial.number not in continued | repeated and SOURCE not in trial.user_attrs:
+            yield trial
 
 
 def unbegun(study: optuna.Study) -> set[int]:
     """Trials that a process has created and not started; `take_back` checks whether it was killed."""
     running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-    return {each.number for each in running if WORKER not in each.user_attrs}
+    return {trial.number for trial in running if WORKER not in trial.user_attrs}
 
 
 def is_infeasible(trial: FrozenTrial) -> bool:
@@ -201,7 +201,7 @@ def unheard(study: optuna.Study, watch: Watch, seconds: float) -> set[int]:
     None after so many seconds with the same trials: `take_back` has found them stale by then, if their processes died.
     """
     running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-    workers = {each.number: each.user_attrs[WORKER] for each in running if WORKER in each.user_attrs}
+    workers = {trial.number: trial.user_attrs[WORKER] for trial in running if WORKER in trial.user_attrs}
     unknown = {number for number, worker in workers.items() if is_alive(worker) is None}
     return set() if watch.unchanged("unheard", frozenset(unknown)) > seconds else unknown
 

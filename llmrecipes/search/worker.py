@@ -208,11 +208,11 @@ class Worker:
             lambda: unbegun(self.study) | unheard(self.study, self._watch, self._grace + self.search.heartbeat_interval)
         )
         trials = self._with_retries(lambda: list(own_trials(self.study)))
-        sure = (each for each in trials if each.number not in unsure)
+        sure = (trial for trial in trials if trial.number not in unsure)
         return bool(unsure) and not self.budget.spent(self._used_by(sure))
 
     def _start_one(self) -> None:
-        slot = min(set(range(self.target.workers)) - {each.slot for each in self.running})
+        slot = min(set(range(self.target.workers)) - {running.slot for running in self.running})
         started = self._starter.start(slot)
         if isinstance(started, Running):
             self.running.append(started)
@@ -244,159 +244,165 @@ class Worker:
     def _look(self) -> None:
         self._pause = min(2 * self._pause, max(LOOK_SECONDS, self.target.launcher.poll_seconds))
         try:
-            by_ref = statuses([each.job.ref for each in self.running])
+            by_ref = statuses([running.job.ref for running in self.running])
             self._answered = time.monotonic()
         except SchedulerUnavailable as error:
             if time.monotonic() - self._answered > PATIENCE_SECONDS:
                 raise
             logger.warning("%s; still waiting for trials", error)
             by_ref = {}
-        for each in list(self.running):
+        for running in list(self.running):
             try:
-                self._look_at(each, by_ref.get(each.job.ref))
+                self._look_at(running, by_ref.get(running.job.ref))
             except UpdateFinishedTrialError:
                 # This process was away for longer than the grace period. The other one follows the same job, unless
                 # the trial had been retried often enough.
-                logger.warning("trial %d was taken over by another process", each.number)
-                self._drop(each)
-                trial = self._with_retries(lambda each=each: given_up(self.study, each.number))  # type: ignore[misc]
+                logger.warning("trial %d was taken over by another process", running.number)
+                self._drop(running)
+                trial = self._with_retries(lambda running=running: given_up(self.study, running.number))  # type: ignore[misc]
                 if trial is not None:
                     self._starter.cancel(trial)
 
-    def _drop(self, each: Running) -> None:
+    def _drop(self, running: Running) -> None:
         """Stop following a trial."""
-        self._heartbeat.remove(each.number)
-        self.running = [other for other in self.running if other is not each]
+        self._heartbeat.remove(running.number)
+        self.running = [other for other in self.running if other is not running]
 
-    def _look_at(self, each: Running, status: JobStatus | None) -> None:
-        if not each.tracked and each.reported:
-            each.tracked = self.tracker.trial_began(self.place.run_dir(each.run_id), each.number, each.values)
-        self._report(each)
+    def _look_at(self, running: Running, status: JobStatus | None) -> None:
+        if not running.tracked and running.reported:
+            running.tracked = self.tracker.trial_began(
+                self.place.run_dir(running.run_id), running.number, running.values
+            )
+        self._report(running)
         if status is None:
             return
-        each.clock(status)
+        running.clock(status)
         if status.state.ended:
-            self._ended(each, status)
-        elif time.monotonic() - each.counted >= self.search.heartbeat_interval:
-            self._count(each)
-            self._note(each, {RANK_SECONDS: each.rank_seconds})
-            each.counted = time.monotonic()
+            self._ended(running, status)
+        elif time.monotonic() - running.counted >= self.search.heartbeat_interval:
+            self._count(running)
+            self._note(running, {RANK_SECONDS: running.rank_seconds})
+            running.counted = time.monotonic()
 
-    def _report(self, each: Running) -> None:
+    def _report(self, running: Running) -> None:
         """Report new evaluations, and cancel the job if the pruner says so."""
         objective = self.search.objectives[0]
-        new = each.new_values(objective)
+        new = running.new_values(objective)
         if new:
             self._pause = LOOK_SECONDS
         if len(self.search.objectives) > 1:  # Optuna takes no curves of several objectives
             return
         for number, value in new:
-            self._with_retries(lambda number=number, value=value: each.trial.report(value, number))  # type: ignore[misc]
-        if not each.may_be_pruned:
+            self._with_retries(lambda number=number, value=value: running.trial.report(value, number))  # type: ignore[misc]
+        if not running.may_be_pruned:
             return
         if new:
-            each.is_bad = self._with_retries(each.trial.should_prune)
-        if each.is_bad:
+            running.is_bad = self._with_retries(running.trial.should_prune)
+        if running.is_bad:
             try:
-                each.job.cancel()
+                running.job.cancel()
             except UserError as error:  # tried again at the next look
-                logger.warning("trial %d could not be pruned: %s", each.number, error)
+                logger.warning("trial %d could not be pruned: %s", running.number, error)
             else:
-                each.ending = TrialOutcome.PRUNED
+                running.ending = TrialOutcome.PRUNED
                 self._pause = LOOK_SECONDS
 
-    def _ended(self, each: Running, status: JobStatus) -> None:
-        self._report(each)
-        outcome, values = each.outcome(status, self.search.objectives)
-        if outcome == TrialOutcome.LOST and each.resumed < self.search.max_retry:
-            each.resumed += 1
-            logger.warning("trial %d: its job has ended (%s); it is resumed", each.number, status.state)
+    def _ended(self, running: Running, status: JobStatus) -> None:
+        self._report(running)
+        outcome, values = running.outcome(status, self.search.objectives)
+        if outcome == TrialOutcome.LOST and running.resumed < self.search.max_retry:
+            running.resumed += 1
+            logger.warning("trial %d: its job has ended (%s); it is resumed", running.number, status.state)
             try:
-                each.job = self._starter.submit(each.trial, each.recipe, each.plan, each.run_id, each.slot)
+                running.job = self._starter.submit(
+                    running.trial, running.recipe, running.plan, running.run_id, running.slot
+                )
             except UserError as error:
                 status = replace(status, reason=str(error))
             else:
                 return
         if status.state == JobState.UNKNOWN and self.target.is_local:  # it has lost its lease, and may still run
-            self._starter.cancel(self._with_retries(lambda: self.study.trials[each.number]))
-        self._count(each)
-        if outcome == TrialOutcome.COMPLETE and len(each.seeds) + 1 < self.search.seeds_per_point:
-            if self._next_seed(each, values):
+            self._starter.cancel(self._with_retries(lambda: self.study.trials[running.number]))
+        self._count(running)
+        if outcome == TrialOutcome.COMPLETE and len(running.seeds) + 1 < self.search.seeds_per_point:
+            if self._next_seed(running, values):
                 return
             outcome = TrialOutcome.RETURNED
-        self._drop(each)
+        self._drop(running)
         if outcome == TrialOutcome.RETURNED:
-            self._note(each, {RANK_SECONDS: each.rank_seconds, MACHINE: None})
-            self._with_retries(lambda: return_to_queue(self.study, each.number))
+            self._note(running, {RANK_SECONDS: running.rank_seconds, MACHINE: None})
+            self._with_retries(lambda: return_to_queue(self.study, running.number))
             return
-        reason = each.reason(status)
-        if outcome == TrialOutcome.COMPLETE and each.seeds:
-            each.seeds.append(values)
-            values, each.errors = mean_and_error(each.seeds)
+        reason = running.reason(status)
+        if outcome == TrialOutcome.COMPLETE and running.seeds:
+            running.seeds.append(values)
+            values, running.errors = mean_and_error(running.seeds)
         attributes = {
             OUTCOME: TrialOutcome.FAILED if outcome == TrialOutcome.LOST else outcome,
-            TOKENS: each.tokens + each.reader.progress.tokens,
-            **({SEEDS: each.seeds, STANDARD_ERRORS: each.errors} if each.errors else {}),
-            RANK_SECONDS: each.rank_seconds, VALUES: dict(each.values), MACHINE: None,
+            TOKENS: running.tokens + running.reader.progress.tokens,
+            **({SEEDS: running.seeds, STANDARD_ERRORS: running.errors} if running.errors else {}),
+            RANK_SECONDS: running.rank_seconds, VALUES: dict(running.values), MACHINE: None,
             ENDED: sum(other.state.is_finished() for other in self._with_retries(lambda: list(own_trials(self.study)))),
             **({} if outcome in (TrialOutcome.COMPLETE, TrialOutcome.PRUNED) else {REASON: reason}),
         }  # fmt: skip
-        self._note(each, attributes)
-        self._with_retries(lambda: self._tell(each, outcome, values))
+        self._note(running, attributes)
+        self._with_retries(lambda: self._tell(running, outcome, values))
         improved = self._with_retries(lambda: self.keeper.keep(self.study))
-        self._track(each, outcome, values, improved=improved)
-        self._say(each, outcome, values, reason)
+        self._track(running, outcome, values, improved=improved)
+        self._say(running, outcome, values, reason)
         self._count_failures(outcome, reason)
 
-    def _next_seed(self, each: Running, values: list[float]) -> bool:
+    def _next_seed(self, running: Running, values: list[float]) -> bool:
         """Train the next seed of a trial; False if this process cannot, and the trial has to return to the queue."""
-        each.seeds.append(values)
-        each.tokens += each.reader.progress.tokens
-        self._note(each, {SEEDS: each.seeds, TOKENS: each.tokens})
-        if not each.tracked:
-            self.tracker.trial_began(self.place.run_dir(each.run_id), each.number, each.values)
-        self.tracker.trial_ended(self.place.run_dir(each.run_id), each.number, each.values, TrialOutcome.COMPLETE, {})
-        if each.ending is not None:
+        running.seeds.append(values)
+        running.tokens += running.reader.progress.tokens
+        self._note(running, {SEEDS: running.seeds, TOKENS: running.tokens})
+        if not running.tracked:
+            self.tracker.trial_began(self.place.run_dir(running.run_id), running.number, running.values)
+        self.tracker.trial_ended(
+            self.place.run_dir(running.run_id), running.number, running.values, TrialOutcome.COMPLETE, {}
+        )
+        if running.ending is not None:
             return False
         try:
-            self._starter.next_seed(each)
+            self._starter.next_seed(running)
         except UserError as error:
-            logger.warning("trial %d: its next seed could not be submitted: %s", each.number, error)
+            logger.warning("trial %d: its next seed could not be submitted: %s", running.number, error)
             self._not_before = time.monotonic() + POSTPONED_SECONDS
             return False
         named = zip(self.search.objectives, values, strict=True)
-        done = f"seed {len(each.seeds)} of {self.search.seeds_per_point}"
-        self.log(f"trial {each.number} {done}  {', '.join(f'{name} {value:.5g}' for name, value in named)}")
+        done = f"seed {len(running.seeds)} of {self.search.seeds_per_point}"
+        self.log(f"trial {running.number} {done}  {', '.join(f'{name} {value:.5g}' for name, value in named)}")
         return True
 
-    def _tell(self, each: Running, outcome: TrialOutcome, values: list[float]) -> FrozenTrial:
+    def _tell(self, running: Running, outcome: TrialOutcome, values: list[float]) -> FrozenTrial:
         if outcome == TrialOutcome.COMPLETE:
-            return self.study.tell(each.trial, values, skip_if_finished=True)
+            return self.study.tell(running.trial, values, skip_if_finished=True)
         pruned = outcome in (TrialOutcome.PRUNED, TrialOutcome.DIVERGED, TrialOutcome.INFEASIBLE)
         state = TrialState.PRUNED if pruned else TrialState.FAIL
-        return self.study.tell(each.trial, state=state, skip_if_finished=True)
+        return self.study.tell(running.trial, state=state, skip_if_finished=True)
 
-    def _note(self, each: Running, attributes: Mapping[str, object]) -> None:
+    def _note(self, running: Running, attributes: Mapping[str, object]) -> None:
         for name, value in attributes.items():
-            self._with_retries(lambda name=name, value=value: each.trial.set_user_attr(name, value))  # type: ignore[misc]
+            self._with_retries(lambda name=name, value=value: running.trial.set_user_attr(name, value))  # type: ignore[misc]
 
-    def _track(self, each: Running, outcome: TrialOutcome, values: list[float], *, improved: bool) -> None:
-        run_dir = self.place.run_dir(each.run_id)
+    def _track(self, running: Running, outcome: TrialOutcome, values: list[float], *, improved: bool) -> None:
+        run_dir = self.place.run_dir(running.run_id)
         results: dict[str, float] = dict(zip(self.search.objectives, values, strict=False))
-        if not each.tracked:
-            self.tracker.trial_began(run_dir, each.number, each.values)
-        self.tracker.trial_ended(run_dir, each.number, each.values, outcome, results)
+        if not running.tracked:
+            self.tracker.trial_began(run_dir, running.number, running.values)
+        self.tracker.trial_ended(run_dir, running.number, running.values, outcome, results)
         if improved:
-            self.tracker.improved(results, each.number, self.keeper.files())
+            self.tracker.improved(results, running.number, self.keeper.files())
 
-    def _say(self, each: Running, outcome: TrialOutcome, values: list[float], reason: str) -> None:
+    def _say(self, running: Running, outcome: TrialOutcome, values: list[float], reason: str) -> None:
         now = self._with_retries(self._used)
-        parts = [f"trial {each.number} {outcome}", shown(each.values)]
+        parts = [f"trial {running.number} {outcome}", shown(running.values)]
         if values:
-            named = zip(self.search.objectives, measured(values, each.errors), strict=True)
+            named = zip(self.search.objectives, measured(values, running.errors), strict=True)
             parts.append(", ".join(f"{name} {value}" for name, value in named))
         elif outcome == TrialOutcome.PRUNED:
-            parts.append(f"at step {each.reader.progress.step}/{each.recipe.train.train_iters}")
+            parts.append(f"at step {running.reader.progress.step}/{running.recipe.train.train_iters}")
         else:
             parts.append(reason)
         if now.best is not None and len(self.search.objectives) == 1:
@@ -416,28 +422,30 @@ class Worker:
                 fix="read its log, then repeat the command with --resume",
             )
 
-    def _count(self, each: Running) -> None:
+    def _count(self, running: Running) -> None:
         """Bring its GPU-hours up to date: what its run has recorded also counts the time when nobody looked."""
-        seconds = each.reader.progress.seconds
+        seconds = running.reader.progress.seconds
         if self.target.launcher.shares_disk:
-            seconds = max(seconds, recorded_seconds(self.place.run_dir(each.run_id)))
-        each.rank_seconds = max(each.rank_seconds, each.earlier_seeds + seconds * each.plan.layout.world_size)
+            seconds = max(seconds, recorded_seconds(self.place.run_dir(running.run_id)))
+        running.rank_seconds = max(
+            running.rank_seconds, running.earlier_seeds + seconds * running.plan.layout.world_size
+        )
 
     # -- stopping ------------------------------------------------------------------------------------------------
 
     def _stop(self, stop: Stop) -> None:
         """Save local trials and wait for them; leave those of a scheduler running. All are returned to the queue."""
         self.log(f"stopping: {len(self.running)} running trials are returned to the queue")
-        for each in list(self.running):
-            each.ending = each.ending or TrialOutcome.RETURNED
+        for running in list(self.running):
+            running.ending = running.ending or TrialOutcome.RETURNED
             if self.target.is_local:
-                each.job.cancel()
+                running.job.cancel()
             else:
-                self._drop(each)
+                self._drop(running)
                 with suppress(UpdateFinishedTrialError):  # taken over by another process
-                    self._count(each)
-                    self._note(each, {RANK_SECONDS: each.rank_seconds})
-                    self._with_retries(lambda each=each: return_to_queue(self.study, each.number))  # type: ignore[misc]
+                    self._count(running)
+                    self._note(running, {RANK_SECONDS: running.rank_seconds})
+                    self._with_retries(lambda running=running: return_to_queue(self.study, running.number))  # type: ignore[misc]
         stop.again()
         while self.running:
             stop.wait(self._pause)
@@ -445,7 +453,7 @@ class Worker:
 
     def _leave(self) -> None:
         """After an error: local jobs save and end; `--resume` resumes all of them."""
-        for each in self.running:
+        for running in self.running:
             if self.target.is_local:
                 with suppress(UserError, OSError):
-                    each.job.cancel()
+                    running.job.cancel()

@@ -104,9 +104,9 @@ def energy_rows(runs: Sequence[Energy | None], tokens: Sequence[float], unknown:
         tokens: that each run has consumed.
         unknown: of a run that has no such number.
     """
-    carbon = [None if each is None else each.kg_co2 for each in runs]
+    carbon = [None if run is None else run.kg_co2 for run in runs]
     rates = zip(runs, tokens, strict=True)
-    yield ("energy, kWh", *(unknown if each is None else f"{each.kwh:,.3g}" for each in runs))
-    yield ("carbon, kg CO2", *(unknown if each is None else f"{each:,.3g}" for each in carbon))
+    yield ("energy, kWh", *(unknown if run is None else f"{run.kwh:,.3g}" for run in runs))
+    yield ("carbon, kg CO2", *(unknown if kg is None else f"{kg:,.3g}" for kg in carbon))
     yield ("tokens a joule", *(unknown if each is None else f"{count / each.joules:,.3g}" for each, count in rates))
-    yield ("energy is", *(unknown if each is None else each.how() for each in runs))
+    yield ("energy is", *(unknown if run is None else run.how() for run in runs))

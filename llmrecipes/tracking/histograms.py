@@ -142,10 +142,10 @@ def picture(measure: str, samples: Mapping[int, Mapping[str, Any]]) -> Figure | 
 
     of_kinds = {step: each.get(measure, {}) for step, each in samples.items()}
     counts = {step: {kind: sizes(bins) for kind, bins in each.items()} for step, each in of_kinds.items()}
-    kinds = list(dict.fromkeys(kind for each in counts.values() for kind, size in each.items() if size))
+    kinds = list(dict.fromkeys(kind for count in counts.values() for kind, size in count.items() if size))
     if not kinds:
         return None
-    places = [place for each in counts.values() for size in each.values() for place in size]
+    places = [place for count in counts.values() for size in count.values() for place in size]
     low, high = min(places), max(places)
     rows = -(-len(kinds) // _COLUMNS)
     figure = Figure(figsize=(4 * _COLUMNS, 2.6 * rows + 0.6), layout="constrained")

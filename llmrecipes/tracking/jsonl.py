@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 NESTED = {"experts", "ranks", "nodes", "energy", "layers", "histograms", *BY_SOURCE}
 """Keys of a step whose values are not numbers."""
-_NUMBERS = {each.name for kind in (StepMetrics, EvalMetrics) for each in fields(kind)} - {"skipped"} - NESTED
+_NUMBERS = {field_.name for kind in (StepMetrics, EvalMetrics) for field_ in fields(kind)} - {"skipped"} - NESTED
 BACKLOG_BYTES = 64 * MIB
 """Bytes kept in memory while the disk is full; about 200,000 steps."""
 SUMS = "metrics.sums.json"
@@ -75,8 +75,8 @@ def parse(line: bytes) -> dict[str, Any] | None:
         valid = isinstance(value["event"], str) and isinstance(value.get("details", {}), dict)
     else:
         valid = all(
-            (type(each) is float and isfinite(each)) or each is None or number(each) is not None
-            for key, each in value.items()
+            (type(item) is float and isfinite(item)) or item is None or number(item) is not None
+            for key, item in value.items()
             if key in _NUMBERS
         )
     return value if valid else None

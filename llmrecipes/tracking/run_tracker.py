@@ -182,10 +182,15 @@ class RunTracker:
             self._checks = None
             logger.warning("checks are disabled for the rest of this run: %s: %s", type(error).__name__, error)
             return
-        for each in seen:
-            if each.rule in CHECKED:  # the others are notes already
-                details = {"severity": each.severity, "text": each.text, "fix": each.advice, "see": each.link}
-                self.note(Note(step=event.step, event=each.rule, details=details, alarm=each.severity != "info"))
+        for finding in seen:
+            if finding.rule in CHECKED:  # the others are notes already
+                details = {
+                    "severity": finding.severity,
+                    "text": finding.text,
+                    "fix": finding.advice,
+                    "see": finding.link,
+                }
+                self.note(Note(step=event.step, event=finding.rule, details=details, alarm=finding.severity != "info"))
 
     def close(self, status: RunStatus) -> None:
         """End the run; further calls do nothing. Waits for MLflow and W&B, but not longer than half a minute."""

@@ -215,7 +215,7 @@ def held_out_losses(
 
 def held_out_metrics(losses: dict[str, HeldOut], loaders: DataLoaders) -> dict[str, Any]:
     """The fields of `EvalMetrics` that are measured. Without a valid split, the first set stands for it."""
-    sets = {name: each for name, each in losses.items() if name != SPLIT}
+    sets = {name: loss for name, loss in losses.items() if name != SPLIT}
     bits = {name: loaders.bits_per_byte_of(name, each.loss) for name, each in sets.items()}
     counted = {name: each.accuracy for name, each in sets.items() if each.accuracy is not None}
     if SPLIT in losses:

@@ -79,7 +79,7 @@ def open_loaders(recipe: Recipe, prepared: Prepared, world: World, *, pin_memory
     if recipe.distill is not None and recipe.distill.logits is not None and world.has_loss:
         train = taught(train, recipe, recipe.distill.logits)
     valid = build(recipe, prepared, "valid")
-    sets = {each.label: build_set(recipe, prepared, each.label) for each in recipe.data.valid_sources}
+    sets = {held_out.label: build_set(recipe, prepared, held_out.label) for held_out in recipe.data.valid_sources}
     span, sizes = span_of(recipe), batch_schedule(recipe)
     first = 0 if span is None else span.order[0]  # of the order of samples, whose numbers begin with 0
     earlier, sizes = sizes.samples(first), sizes.since(first)

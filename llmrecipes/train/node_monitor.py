@@ -189,8 +189,8 @@ class Sampler:
         disks = psutil.disk_io_counters()
         if disks is not None:
             found["disk_bytes_per_second"] = float(disks.read_bytes + disks.write_bytes)
-        cards = [each for name, each in psutil.net_io_counters(pernic=True).items() if name != "lo"]
-        found["network_bytes_per_second"] = float(sum(each.bytes_sent + each.bytes_recv for each in cards))
+        cards = [card for name, card in psutil.net_io_counters(pernic=True).items() if name != "lo"]
+        found["network_bytes_per_second"] = float(sum(card.bytes_sent + card.bytes_recv for card in cards))
         adapters = ports()
         if adapters:
             sent = (port.counters.get(name, 0) * size for port in adapters for name, size in WORDS.items())
@@ -338,7 +338,7 @@ class Gpus:
     def _chosen(self, visible: str | None) -> Iterator[Any]:
         nvml = self._nvml
         everyone = range(nvml.nvmlDeviceGetCount())
-        for word in [str(each) for each in everyone] if visible is None else visible.split(","):
+        for word in [str(gpu) for gpu in everyone] if visible is None else visible.split(","):
             with suppress(nvml.NVMLError):
                 index = word.strip()
                 yield (

@@ -226,7 +226,7 @@ class Telemetry:
         notes: list[Note] = []
         if self._stragglers is not None and not np.isnan(own).any():
             columns["slowness"], slow = self._stragglers.add(own)
-            notes = [self._straggler(step, each) for each in slow]
+            notes = [self._straggler(step, straggler) for straggler in slow]
             if (left_out := self._left_out(step)) is not None:
                 notes.append(left_out)
         ranks = {name: each for name, values in columns.items() if (each := spread(values, "rank"))}

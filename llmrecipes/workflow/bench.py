@@ -203,7 +203,7 @@ def write_profile(cluster: str, rows: Sequence[MeasuredLinks], target: Path) -> 
     require_own(target)
     data = profile.model_dump(mode="json", exclude_defaults=True)
     data["name"] = target.stem
-    replaced = {each.key for row in rows for each in (row, row.unplaced)}
+    replaced = {result.key for row in rows for result in (row, row.unplaced)}
     kept = [row for row in profile.measured if row.key not in replaced]
     data["measured"] = [row.model_dump(mode="json", exclude_none=True) for row in (*kept, *rows)]
     try:

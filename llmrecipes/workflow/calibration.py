@@ -43,11 +43,11 @@ def calibration(names: Sequence[str], runs_dir: Path, experiment: str | None) ->
     if not names and experiment is None:
         files = list(RunFiles.all(runs_dir))
     for run in files:
-        each = _of_directory(run)
-        if isinstance(each, str):
-            left_out.append((run.name, each))
+        result = _of_directory(run)
+        if isinstance(result, str):
+            left_out.append((run.name, result))
         else:
-            found.append(each)
+            found.append(result)
     if experiment is not None:
         known = {run.run_id for run in files}
         for name, row in _of_mlflow(experiment, runs_dir):
@@ -125,9 +125,9 @@ def write(made: CalibrationReport, cluster: str, path: Path) -> None:
 
     profile = load_profile(cluster)
     device = device_of(profile)
-    factors = next((each for each in made.fits if each.device == device.name), None)
+    factors = next((fit for fit in made.fits if fit.device == device.name), None)
     if factors is None:
-        measured = ", ".join(sorted({each.device for each in made.fits}))
+        measured = ", ".join(sorted({fit.device for fit in made.fits}))
         raise UserError(
             f"no run on {device.name}",
             where="--write",

@@ -234,17 +234,17 @@ def make(name: str, asked: Asked, runs_dir: Path, log: Log) -> Card:
         planned = before.planned
     parts: dict[str, CardPart | None] = {}
     if before is not None:
-        parts = {each: getattr(before, each) for each in (*PARTS, "run", "searched")}
+        parts = {part: getattr(before, part) for part in (*PARTS, "run", "searched")}
     recorded = asked.parts or asked.run is not None
     # To record a part takes no new search of the same plan.
     if not recorded or parts.get("searched") is None or before is None or planned is not before.planned:
         log(f"{name}: search on {gpus} ranks of {cluster}")
         command = command_line("plan", name, options={**options, "search": True})
         parts["searched"] = _searched(loaded, plan, cluster, command)
-    for each in asked.parts:
-        words = _command(each, name, plan, cluster)
+    for part in asked.parts:
+        words = _command(part, name, plan, cluster)
         log(" ".join((PROGRAM, *words)))
-        parts[each] = _part(" ".join((PROGRAM, *words)), loaded, _figures(each, words))
+        parts[part] = _part(" ".join((PROGRAM, *words)), loaded, _figures(part, words))
     if asked.run is not None:
         parts["run"] = _run(asked.run, runs_dir, loaded)
     source = _layout_source(loaded.path)
@@ -395,4 +395,6 @@ def _layout_source(path: Path) -> str:
         if "yaml-language-server" not in line:
             comments.append(line.removeprefix("#").strip())
     sentences = re.split(r"(?<=[\w)])\. (?=[A-Z0-9])", " ".join(comments))
-    return ". ".join(each.rstrip(".") for each in sentences if re.search(r"\blayout\b", each, re.IGNORECASE))
+    return ". ".join(
+        sentence.rstrip(".") for sentence in sentences if re.search(r"\blayout\b", sentence, re.IGNORECASE)
+    )

@@ -41,7 +41,7 @@ class Diagnosis:
 
     def as_dict(self) -> dict[str, Any]:
         """Output of `diagnose --json`."""
-        return {**vars(self), "findings": [each.as_dict() for each in self.findings], "absent": list(self.absent)}
+        return {**vars(self), "findings": [finding.as_dict() for finding in self.findings], "absent": list(self.absent)}
 
 
 def diagnose(run: Run, data_dir: Path | None = None, see: Callable[[Record], None] | None = None) -> Diagnosis:
@@ -104,22 +104,27 @@ def text(diagnosis: Diagnosis) -> str:
     parts = [f"{head}; {diagnosis.steps:,} steps read"]
     if diagnosis.damaged:
         parts.append(f"{diagnosis.damaged:,} damaged lines of metrics.jsonl were left out")
-    for each in diagnosis.findings:
-        parts += ["", f"{each.severity.upper()}  {each.title}{_when(each)}", f"  {each.text}", f"  fix: {each.advice}"]
-        parts.append(f"  {each.link}")
+    for finding in diagnosis.findings:
+        parts += [
+            "",
+            f"{finding.severity.upper()}  {finding.title}{_when(finding)}",
+            f"  {finding.text}",
+            f"  fix: {finding.advice}",
+        ]
+        parts.append(f"  {finding.link}")
     if not diagnosis.findings:
         parts += ["", "nothing looks wrong" if diagnosis.steps else "nothing to judge yet"]
     if diagnosis.absent:
-        parts += ["", *(f"not judged: {each}" for each in diagnosis.absent)]
+        parts += ["", *(f"not judged: {reason}" for reason in diagnosis.absent)]
     return "\n".join(parts)
 
 
-def _when(each: RunFinding) -> str:
-    if each.first_step is None:
+def _when(finding: RunFinding) -> str:
+    if finding.first_step is None:
         return ""
-    if each.first_step == each.last_step:
-        return f" (step {each.first_step})"
-    return f" (steps {each.first_step} to {each.last_step}, {each.count} times)"
+    if finding.first_step == finding.last_step:
+        return f" (step {finding.first_step})"
+    return f" (steps {finding.first_step} to {finding.last_step}, {finding.count} times)"
 
 
 def as_json(diagnosis: Diagnosis) -> str:

@@ -77,7 +77,7 @@ def dry_run(
         shutil.rmtree(folder, ignore_errors=True)  # an interrupt may come before there is one
         raise
     path.unlink()
-    reports = tuple(RankReport.model_validate_json((folder / report_name(each)).read_text("utf-8")) for each in ranks)
+    reports = tuple(RankReport.model_validate_json((folder / report_name(rank)).read_text("utf-8")) for rank in ranks)
     for report in reports:
         title = f"{recipe.name}, rank {report.rank} of {world} (stage {report.stage})"
         (folder / f"memory-{report.rank}.svg").write_text(memory_svg(report, title), "utf-8")

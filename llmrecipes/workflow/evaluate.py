@@ -237,7 +237,7 @@ def _require_intact(run_dir: Path, entry: Entry) -> None:
     store = Run(run_dir).store()
     if store.valid(entry.step, full=True):
         return
-    others = [f"{run_dir}@{each.step}" for each in store.entries() if each.step != entry.step]
+    others = [f"{run_dir}@{candidate.step}" for candidate in store.entries() if candidate.step != entry.step]
     raise UserError(
         "a file of this checkpoint is corrupt",
         where=str(entry.path),

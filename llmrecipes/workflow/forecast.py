@@ -105,9 +105,9 @@ def checked(found: list[Found], cluster: str | None, nodes: int | None, log: Log
         UserError: a layout does not take all GPUs of its nodes, a dry run failed, or none of them fits.
     """
     made: list[tuple[Found, Check | None]] = []
-    for number, each in enumerate(found):
-        check = _dry_run(each, cluster, nodes, log)
-        made.append((each, check))
+    for number, candidate in enumerate(found):
+        check = _dry_run(candidate, cluster, nodes, log)
+        made.append((candidate, check))
         if check.fits:
             return [*made, *((other, None) for other in found[number + 1 :])]
     raise UserError(

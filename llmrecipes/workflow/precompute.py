@@ -303,7 +303,7 @@ class Pairs:
         files = {}
         for split, samples in self.samples.items():
             arrays = [np.full((count, 2), np.nan) for count in samples.counts]
-            for part in (each for each in parts if each.split == split):
+            for part in (part for part in parts if part.split == split):
                 values = np.load(self.file(part), allow_pickle=False)
                 places = samples.pairs(part.first, part.end)
                 for number, array in enumerate(arrays):
@@ -424,7 +424,7 @@ def compute(spec: PrecomputeSpec, platform: Platform, world: World) -> None:
         if frozen.writes and is_mine:
             _write_part(kind.file(part), kind.packed(part, values))
         if progress is not None:
-            progress.add(sum(each.end - each.first for each in together))
+            progress.add(sum(part.end - part.first for part in together))
     if progress is not None:
         progress.close()
     dist.barrier()

@@ -85,7 +85,7 @@ def _read(run: Run) -> list[dict[str, Any]]:
     except (OSError, ValueError):
         values = None
     if not isinstance(values, list) or not all(
-        isinstance(each, dict) and {"job", "step"} <= each.keys() for each in values
+        isinstance(value, dict) and {"job", "step"} <= value.keys() for value in values
     ):
         logger.warning("%s is corrupt; the restart count starts at zero", run.starts)
         return []

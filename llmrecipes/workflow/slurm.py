@@ -100,10 +100,12 @@ def begin(arguments: argparse.Namespace, variables: Mapping[str, str]) -> Path |
         "slurm.nodes": variables.get("SLURM_JOB_NODELIST", ""),
     }
     # A profile has its own number of cores.
-    each = threads(int(variables.get("SLURM_CPUS_ON_NODE") or 1), arguments.ranks_per_node, on_gpus=ready.spec.on_gpus)
+    omp_threads = threads(
+        int(variables.get("SLURM_CPUS_ON_NODE") or 1), arguments.ranks_per_node, on_gpus=ready.spec.on_gpus
+    )
     job = SlurmJob(
         run=ready.spec.model_copy(update={"restart": restart, "tags": tags}),
-        environment={"OMP_NUM_THREADS": str(each), **ready.variables},
+        environment={"OMP_NUM_THREADS": str(omp_threads), **ready.variables},
         bind=arguments.bind,
     )
     logs = ready.spec.run.logs

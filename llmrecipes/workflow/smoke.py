@@ -95,10 +95,10 @@ def smoke(recipe: Recipe, paths: Paths, nproc: int | None, log: Log) -> SmokeRes
         (f"stopped at step {half}", stopped, ExitCode.REQUEUE),
         ("resumed", cut, ExitCode.DONE),
     )
-    for what, each, expected in starts:
+    for what, ready_run, expected in starts:
         log(f"smoke {recipe.name}: {what}")
-        _run(each, expected)
-    one, other = (_metrics(each.spec.run) for each in (uninterrupted, cut))
+        _run(ready_run, expected)
+    one, other = (_metrics(outcome.spec.run) for outcome in (uninterrupted, cut))
     different = (a["step"] for a, b in zip(one, other, strict=True) if _numbers(a) != _numbers(b))
     return SmokeResult(
         recipe=recipe.name,

@@ -217,7 +217,7 @@ class Preview:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {**asdict(self), "gated": [asdict(each) for each in self.gated], "warnings": list(self.warnings)}
+        return {**asdict(self), "gated": [asdict(gate) for gate in self.gated], "warnings": list(self.warnings)}
 
     def lines(self) -> Iterator[str]:
         """Human-readable lines."""
@@ -233,9 +233,9 @@ class Preview:
             **self.notes,
         }
         yield from (f"{name:>10}  {text}" for name, text in rows.items())
-        for each in self.gated:
+        for gate in self.gated:
             state = "the job has it" if self.has_token else "the job does not have it, see docs/guide/data.md"
-            yield f"{'gated':>10}  {each.name} ({each.key}) needs a Hugging Face token: {TOKEN}; {state}"
+            yield f"{'gated':>10}  {gate.name} ({gate.key}) needs a Hugging Face token: {TOKEN}; {state}"
         yield from (f"{'warning':>10}  {text}" for text in self.warnings)
 
 
@@ -306,10 +306,10 @@ def find_job(name: str, runs_dir: Path) -> JobHandle:
         recorded = record.read(folder)
         if recorded is not None and (named or recorded.ref.job_id == name):
             return handle(recorded.ref)
-    for each in LAUNCHERS:
-        if launcher(each).names_job(name):
-            ref = JobRef(each, name, runs_dir / ".unknown")
-            if ref in launcher(each).statuses([ref]):
+    for kind in LAUNCHERS:
+        if launcher(kind).names_job(name):
+            ref = JobRef(kind, name, runs_dir / ".unknown")
+            if ref in launcher(kind).statuses([ref]):
                 return handle(ref)
     raise UserError(
         f"no run and no job {name}",

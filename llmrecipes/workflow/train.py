@@ -59,8 +59,8 @@ def _train_with_those_here(recipe: Recipe, paths: Paths, options: TrainOptions, 
     """Train on the nodes that have come, of those that may come."""
     ranks = options.nproc or max(node.nodes, default_world_size(recipe, detect().times(node.nodes)))
     _require_even_nodes(ranks, node.nodes)
-    each, least = ranks // node.nodes, options.min_nodes or 1
-    allowed = elastic_nodes(recipe, node.nodes, each)
+    per_node, least = ranks // node.nodes, options.min_nodes or 1
+    allowed = elastic_nodes(recipe, node.nodes, per_node)
     counts = tuple(count for count in allowed if count >= least)
     if recipe.train.elastic is None or not counts:
         numbers = ", ".join(map(str, allowed)) or "no number"
@@ -69,7 +69,7 @@ def _train_with_those_here(recipe: Recipe, paths: Paths, options: TrainOptions, 
             where="--min-nodes",
             rule="a start with fewer nodes takes train.elastic"
             if recipe.train.elastic is None
-            else f"with {each} ranks a node, train.elastic allows {numbers} of at most {node.nodes} nodes",
+            else f"with {per_node} ranks a node, train.elastic allows {numbers} of at most {node.nodes} nodes",
             fix="leave --min-nodes out, or set train.elastic",
         )
     if node.master_port == MOST_PORT:
@@ -83,7 +83,7 @@ def _train_with_those_here(recipe: Recipe, paths: Paths, options: TrainOptions, 
 
     with gathered(node, counts, token, join_seconds=options.join_seconds, grow=grow, log=log) as here:
         if here.node is not None:
-            chosen = replace(options, node=here.node, nproc=each * here.node.nodes, min_nodes=None)
+            chosen = replace(options, node=here.node, nproc=per_node * here.node.nodes, min_nodes=None)
             try:
                 here.code = _train(recipe, paths, chosen, log)
             except UserError as error:

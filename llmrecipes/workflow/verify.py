@@ -103,8 +103,8 @@ def verify(
     plan = plan_run(small, cluster, _ranks(small, options.nproc, cluster))
     one = reference_recipe(small, plan.layout.data_parallel_size)
     plan_run(one, cluster, 1)
-    for each in (one, small):
-        require_packages(each)
+    for variant in (one, small):
+        require_packages(variant)
     prepare_data(small, paths.data_dir, log)
     run = RunFiles.of(paths.runs_dir, f"{recipe.name}-verify", new_run_id())
     folder = run.path
@@ -205,7 +205,7 @@ def _compare(name: str, single: VerifySpec, spread: VerifySpec, cluster: Cluster
     elif copy := layout.replicas:
         tensor = FirstTensor(copy.tensor, copy.layer, REPLICAS, math.nan, copy.differing, copy.copies)
         difference = FirstDifference(copy.step, REPLICAS, math.nan, math.nan, tensor)
-    worst_weights = max(each.relative for each in final)
+    worst_weights = max(difference.relative for difference in final)
     return VerifyResult(name, spread.tolerance, one, layout, worst_weights, difference, degrees, spread.recipe.zero)
 
 
@@ -233,8 +233,8 @@ def coordinates(recipe: Recipe, paths: Paths, widths: Sequence[int], iters: int,
         raise UserError(f"{min(widths)}", where="--widths", rule="a width is a positive number", fix="64,128,256,512")
     cluster = detect()
     small = [_small(recipe, iters, width, cluster) for width in sorted(set(widths))]
-    for each in small:
-        plan_run(each, cluster, 1)
+    for variant in small:
+        plan_run(variant, cluster, 1)
     prepare_data(small[0], paths.data_dir, log)
     log(f"coordinates {recipe.name}: {iters} steps at hidden_size {', '.join(str(w) for w in sorted(set(widths)))}")
     import torch

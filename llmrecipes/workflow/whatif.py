@@ -74,7 +74,7 @@ class WhatIf:
             "loss": self.loss,
             "law": {"source": self.source, **asdict(self.law)},
             "by": None if self.by is None else self.by.date().isoformat(),
-            "options": [each.as_dict() for each in self.options],
+            "options": [option.as_dict() for option in self.options],
             "best": None if best is None else best.as_dict(),
         }
 
@@ -99,7 +99,7 @@ def what_if(
         UserError: a profile without coefficients, a loss that no number of tokens reaches, a date that is past.
     """
     recipe = load(name, list(overrides)).recipe
-    profiles = [load_profile(each) for each in clusters or CLUSTERS]
+    profiles = [load_profile(cluster) for cluster in clusters or CLUSTERS]
     for profile in profiles:
         if not profile.gpus_per_node:
             raise UserError(f"{profile.name} has no GPUs", where="--clusters", fix="llmrecipes clusters lists them")
@@ -120,7 +120,7 @@ def what_if(
         days = (wanted.by - datetime.now(UTC)).total_seconds() / 86400
         if days <= 0:
             raise UserError(f"{wanted.by.date()} is past", where="--by", rule="a date after today", fix="--by DATE")
-    made = options(recipe, profiles, counts, tokens, _prices(prices, [each.name for each in profiles]), days)
+    made = options(recipe, profiles, counts, tokens, _prices(prices, [profile.name for profile in profiles]), days)
     return WhatIf(recipe.name, tokens, law.loss(size, tokens), law, source, wanted.by, tuple(made))
 
 

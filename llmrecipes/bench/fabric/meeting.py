@@ -171,8 +171,8 @@ class _FirstNode:
             if self._late:
                 raise Disconnected("is too late")
             self._members[number] = _Member(channel, own.ports)
-            for each in own.findings:
-                self._add(number, each)
+            for finding in own.findings:
+                self._add(number, finding)
             self._changed.notify_all()
 
     def measure(self, profile: Profile | None) -> Report:
@@ -182,13 +182,13 @@ class _FirstNode:
         for kind, pairs in rounds(able):
             transfers += self._round(kind, [pair for pair in pairs if set(pair) <= set(self._members)])
         for number, reply in self._ask({number: {"do": "report"} for number in sorted(self._members)}, 0).items():
-            for each in reply.findings:
-                self._add(number, each)
+            for finding in reply.findings:
+                self._add(number, finding)
         gb_per_s = None if profile is None else expected(profile).gb_per_s
         name = None if profile is None else profile.name
         findings = [*self._findings, *judge(transfers, gb_per_s, name, self._findings)]
         place = {host: at for at, host in enumerate(self._hosts)}
-        findings.sort(key=lambda each: place[each.node])
+        findings.sort(key=lambda finding: place[finding.node])
         return Report(name, gb_per_s, len(self._hosts), len(able), transfers, findings)
 
     def dismiss(self, bad: list[str]) -> None:
@@ -216,7 +216,7 @@ class _FirstNode:
         for what in perftest.PROGRAMS:
             for attempt in range(ATTEMPTS):
                 self._transfers(what, receivers, transfers)
-                again = [key for key, each in transfers.items() if each.error == perftest.NO_CLOCK]
+                again = [key for key, transfer in transfers.items() if transfer.error == perftest.NO_CLOCK]
                 if not again or attempt == ATTEMPTS - 1:
                     break
                 transfers |= {key: replace(transfers[key], error="") for key in again}
@@ -229,8 +229,8 @@ class _FirstNode:
             transfers[sender, rail] = replace(transfers[sender, rail], error=why)
 
         rails: dict[int, list[int]] = {}
-        for (sender, rail), each in transfers.items():
-            if not each.error and not each.has(what):
+        for (sender, rail), transfer in transfers.items():
+            if not transfer.error and not transfer.has(what):
                 rails.setdefault(sender, []).append(rail)
         serving = self._ask(
             {receivers[sender]: {"do": "serve", "what": what, "rails": own} for sender, own in rails.items()},

@@ -54,7 +54,7 @@ class Node:
     def __init__(self, profile: Profile | None, hosts: tuple[str, ...], limits: Limits) -> None:
         self._profile, self._hosts, self._limits = profile, hosts, limits
         ports = nics.ports()
-        self.findings = [each for each in self._look(ports) if each.status in ("warn", "fail")]
+        self.findings = [finding for finding in self._look(ports) if finding.status in ("warn", "fail")]
         chosen = ports if profile is None else nics.choose(ports, profile, os.environ).ports
         self._before = {port.name: port for port in chosen}
         self._rails = [self._local(port) for port in chosen]
@@ -84,9 +84,9 @@ class Node:
 
     def introduce(self) -> Message:
         """Its ports in order, each with whether it can be used, and what is wrong with them."""
-        able = not any(each.check == "perftest" for each in self.findings)
+        able = not any(finding.check == "perftest" for finding in self.findings)
         ports = [[local.port.name, able and local.port.state == ACTIVE] for local in self._rails]
-        return {"ports": ports, "findings": [each.as_dict() for each in self.findings]}
+        return {"ports": ports, "findings": [finding.as_dict() for finding in self.findings]}
 
     def answer(self, message: Message) -> Message:
         """Do what the first node asks for."""
@@ -164,4 +164,4 @@ class Node:
             if risen:
                 what = ", ".join(f"{key} {count:,}" for key, count in risen.items())
                 findings.append(warn(name, f"errors during the measurements: {what}", "clean or replace the cable"))
-        return {"findings": [each.as_dict() for each in findings]}
+        return {"findings": [finding.as_dict() for finding in findings]}

@@ -145,9 +145,9 @@ def free_ports(count: int) -> list[int]:
     """TCP ports that nobody listens on, all different."""
     with ExitStack() as held:
         made = [held.enter_context(socket.socket()) for _ in range(count)]
-        for each in made:
-            each.bind(("", 0))
-        return [int(each.getsockname()[1]) for each in made]
+        for listener in made:
+            listener.bind(("", 0))
+        return [int(listener.getsockname()[1]) for listener in made]
 
 
 def listens(tcp: int) -> bool:

@@ -79,8 +79,8 @@ class Report:
             "nodes": self.nodes,
             "measured_nodes": self.measured_nodes,
             "expected_gb_per_s": self.expected_gb_per_s,
-            "transfers": [{**asdict(each), "share": self.share(each)} for each in self.transfers],
-            "findings": [each.as_dict() for each in self.findings],
+            "transfers": [{**asdict(transfer), "share": self.share(transfer)} for transfer in self.transfers],
+            "findings": [finding.as_dict() for finding in self.findings],
         }
 
 
@@ -95,14 +95,16 @@ def judge(
         expected_gb_per_s: of a port; None: nothing is slow.
         known: failures that the nodes reported; they explain the transfers of those ports and nodes.
     """
-    explained = {(each.node, each.check.removeprefix("adapter ")) for each in known if each.status == "fail"}
-    gone = {each.node for each in known if each.status == "fail" and each.check == "node"}
+    explained = {
+        (finding.node, finding.check.removeprefix("adapter ")) for finding in known if finding.status == "fail"
+    }
+    gone = {finding.node for finding in known if finding.status == "fail" and finding.check == "node"}
 
     def is_explained(transfer: Transfer) -> bool:
         return any(end in explained or end[0] in gone for end in transfer.ends)
 
     # A slow one too: over a link that goes down, perftest ends with a small figure after its time.
-    open_ones = [each for each in transfers if not is_explained(each)]
+    open_ones = [transfer for transfer in transfers if not is_explained(transfer)]
     findings = list(_failed(open_ones))
     if expected_gb_per_s is not None:
         findings += _slow(open_ones, expected_gb_per_s, profile or "the profile")
@@ -111,24 +113,26 @@ def judge(
 
 def _failed(transfers: Sequence[Transfer]) -> Iterator[Finding]:
     by_end = _by_end(transfers)
-    bad = {end for end, own in by_end.items() if all(each.error for each in own)}
+    bad = {end for end, own in by_end.items() if all(transfer.error for transfer in own)}
     # Where both ends work with others, the way between them does not: the sender names it.
-    bad |= {each.ends[0] for each in transfers if each.error and not set(each.ends) & bad}
+    bad |= {transfer.ends[0] for transfer in transfers if transfer.error and not set(transfer.ends) & bad}
     for host, port in sorted(bad):
-        own = [each for each in by_end[host, port] if each.error]
-        what = "; ".join(f"{_other(each, host)}: {each.error}" for each in own[:TRANSFERS_SHOWN])
+        own = [transfer for transfer in by_end[host, port] if transfer.error]
+        what = "; ".join(f"{_other(transfer, host)}: {transfer.error}" for transfer in own[:TRANSFERS_SHOWN])
         fix = "ping the other end over this interface; compare GID, MTU and VLAN of both; cable and switch port; dmesg"
         yield _at(host, fail(f"adapter {port}", f"{_count(own, by_end[host, port])} failed: {what}", fix))
 
 
 def _slow(transfers: Sequence[Transfer], expected: float, profile: str) -> Iterator[Finding]:
-    by_end = _by_end([each for each in transfers if each.gb_per_s is not None])
+    by_end = _by_end([transfer for transfer in transfers if transfer.gb_per_s is not None])
     for (host, port), measured in sorted(by_end.items()):
-        slow = [each for each in measured if (each.gb_per_s or 0) < LEAST * expected]
+        slow = [transfer for transfer in measured if (transfer.gb_per_s or 0) < LEAST * expected]
         if len(slow) < len(measured):
             continue
-        speeds = "; ".join(f"{_other(each, host)}: {each.gb_per_s:.3g} GB/s" for each in slow[:TRANSFERS_SHOWN])
-        best = max(each.gb_per_s or 0 for each in slow) / expected
+        speeds = "; ".join(
+            f"{_other(transfer, host)}: {transfer.gb_per_s:.3g} GB/s" for transfer in slow[:TRANSFERS_SHOWN]
+        )
+        best = max(transfer.gb_per_s or 0 for transfer in slow) / expected
         what = f"{speeds}; at most {percent(best)} of {expected:g} GB/s a port ({profile})"
         fix = "width and generation of PCIe (lspci -vv), error counters (perfquery), cable, congestion of the switches"
         yield _at(host, warn(f"adapter {port}", what, fix))
@@ -136,9 +140,9 @@ def _slow(transfers: Sequence[Transfer], expected: float, profile: str) -> Itera
 
 def _by_end(transfers: Sequence[Transfer]) -> dict[End, list[Transfer]]:
     found: dict[End, list[Transfer]] = defaultdict(list)
-    for each in transfers:
-        for end in each.ends:
-            found[end].append(each)
+    for transfer in transfers:
+        for end in transfer.ends:
+            found[end].append(transfer)
     return found
 
 

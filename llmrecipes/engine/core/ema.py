@@ -78,7 +78,8 @@ def require(index: Index, entry: Entry) -> None:
 def left_out(owned: Sequence[OptimizerSlice]) -> list[OptimizerSlice]:
     """State without the average."""
     return [
-        replace(each, tensors={name: tensor for name, tensor in each.tensors.items() if name != NAME}) for each in owned
+        replace(piece, tensors={name: tensor for name, tensor in piece.tensors.items() if name != NAME})
+        for piece in owned
     ]
 
 

@@ -70,9 +70,9 @@ def _watched(module: RecipeGPTModel, found: Importance, sizes: Shape) -> Iterato
         if hasattr(layer.mlp, "router"):
             hooks.append(layer.mlp.router.register_forward_hook(partial(_see_router, found, number)))
     hooks += [norm.register_forward_hook(partial(_see_norm, found)) for norm in norms]
-    for name, each in module.named_modules():
-        if LINEAR.fullmatch(name) and getattr(each, "weight", None) is not None:
-            hooks.append(each.register_forward_pre_hook(partial(_see_input, found, name)))
+    for name, submodule in module.named_modules():
+        if LINEAR.fullmatch(name) and getattr(submodule, "weight", None) is not None:
+            hooks.append(submodule.register_forward_pre_hook(partial(_see_input, found, name)))
     try:
         yield
     finally:

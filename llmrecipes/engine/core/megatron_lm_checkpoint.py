@@ -251,7 +251,7 @@ def read_arguments(stream: IO[bytes], start: int, length: int) -> tuple[Mapping[
         raise pickle.UnpicklingError(f"it has {length} bytes, more than what is not sharded can have")
     stream.seek(start)
     with zipfile.ZipFile(io.BytesIO(stream.read(length))) as archive:
-        (name,) = (each for each in archive.namelist() if each.endswith("/data.pkl"))
+        (name,) = (member for member in archive.namelist() if member.endswith("/data.pkl"))
         member = archive.getinfo(name)
         if member.compress_type != zipfile.ZIP_STORED or member.file_size > MOST_BYTES:
             raise pickle.UnpicklingError("its pickle is compressed, which torch.save does not do")

@@ -57,7 +57,7 @@ def first_difference(named: Iterable[tuple[str, torch.Tensor]], device: torch.de
     everyones_found: list[list[ReplicaFault]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyones_found, found)
     return min(
-        (fault for each in everyones_found for fault in each), key=lambda fault: (not fault.is_outvoted, fault.rank)
+        (fault for faults in everyones_found for fault in faults), key=lambda fault: (not fault.is_outvoted, fault.rank)
     )
 
 

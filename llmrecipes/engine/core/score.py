@@ -203,7 +203,7 @@ class GPTScorer:
         """
         if not self._places:
             return None
-        return torch.cat([each.flatten() for each in self._places])[-losses.numel() :].view(losses.shape[::-1]).t()
+        return torch.cat([place.flatten() for place in self._places])[-losses.numel() :].view(losses.shape[::-1]).t()
 
     def _see(self, _module: torch.nn.Module, _given: Any, logits: torch.Tensor) -> torch.Tensor:
         """Keep the likeliest token of each position, and take the vocabulary's padding rows out of the softmax.

@@ -136,7 +136,7 @@ def total(sums: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Sum of scalars of any type, on the device in fp64."""
     if not sums:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack([each.double() for each in sums]).sum()
+    return torch.stack([part.double() for part in sums]).sum()
 
 
 @torch.no_grad()
@@ -152,7 +152,7 @@ def clip(optimizer: MegatronOptimizer, bound: float, norm: float) -> None:
     if not factor < 1.0:
         return
     for part in parts(optimizer):
-        gradients = [each for each in map(gradient, part.get_parameters()) if each is not None]
+        gradients = [grad for grad in map(gradient, part.get_parameters()) if grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
 
@@ -195,8 +195,12 @@ def states(optimizer: MegatronOptimizer, weights: Sequence[torch.nn.Parameter]) 
     for part in parts(optimizer):
         if part.optimizer is None:
             continue
-        tensors += [each.data for each in part.get_parameters() if each.untyped_storage()._cdata not in own]
-        tensors += [each for state in part.optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
+        tensors += [
+            parameter.data for parameter in part.get_parameters() if parameter.untyped_storage()._cdata not in own
+        ]
+        tensors += [
+            tensor for state in part.optimizer.state.values() for tensor in state.values() if torch.is_tensor(tensor)
+        ]
     return tensors
 
 

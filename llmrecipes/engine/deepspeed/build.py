@@ -96,7 +96,7 @@ def accepted(plan: Plan) -> Iterator[None]:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, ValidationError):
-        return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        return "; ".join(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors())
     return f"{type(error).__name__}: {clip(' '.join(str(error).split()))}"
 
 

@@ -21,15 +21,16 @@ class MetaDeepSpeedEngine(DeepSpeedEngine):
         super().__init__(*args, **options)
         for group in getattr(self.optimizer, "round_robin_bit16_meta", ()):
             # DeepSpeed's own tensors without data, of which it wants the shapes.
-            group[:] = [torch.empty(1, device=META).expand(each.shape) for each in group]
+            group[:] = [torch.empty(1, device=META).expand(tensor.shape) for tensor in group]
         # In the first one stage 3 records in which order parameters are used, to gather them ahead afterwards.
         self.first_steps = int(zero(self.recipe).stage == 3)
 
     def model_states(self) -> dict[str, list[torch.Tensor]]:
         parameters = list(self.module.parameters())
-        partitioned = [each for each in parameters if hasattr(each, "ds_tensor")]
+        partitioned = [parameter for parameter in parameters if hasattr(parameter, "ds_tensor")]
         return {
-            "weights": [own_partition(each).values for each in partitioned] or [each.data for each in parameters],
+            "weights": [own_partition(parameter).values for parameter in partitioned]
+            or [parameter.data for parameter in parameters],
             "gradients": _kept_gradients(self.optimizer),
             "optimizer": list(self.partition.states()),
         }
@@ -98,7 +99,12 @@ def _second_copies(module: torch.nn.Module) -> Iterator[torch.Tensor]:
 def _gradients(optimizer: Any) -> Iterator[torch.Tensor]:
     """Those that the update reads; without ZeRO the parameters'."""
     if isinstance(optimizer, torch.optim.Optimizer):
-        yield from (each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None)
+        yield from (
+            parameter.grad
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        )
     elif hasattr(optimizer, "setup_buckets"):
         for group in optimizer.averaged_gradients.values():
             yield from group or ()

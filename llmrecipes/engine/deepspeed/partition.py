@@ -128,12 +128,12 @@ class Partition:
         """Master weights and moments of this rank, in memory."""
         for master in self._masters():
             yield master.detach()
-            yield from (each for each in self.base.state[master].values() if torch.is_tensor(each))
+            yield from (tensor for tensor in self.base.state[master].values() if torch.is_tensor(tensor))
 
     def _masters(self) -> list[torch.Tensor]:
         # Stage 3 shows its optimizer one group at a time, so its parameter groups are empty.
         partitioned = getattr(self._optimizer, "fp32_partitioned_groups_flat", None)
-        return partitioned or [each for group in self.base.param_groups for each in group["params"]]
+        return partitioned or [parameter for group in self.base.param_groups for parameter in group["params"]]
 
     def _range(
         self, sharded: ShardedParameter, start: int, master: torch.Tensor, first: int, size: int
@@ -176,10 +176,10 @@ def full_shape(parameter: torch.nn.Parameter) -> torch.Size:
 @contextmanager
 def _with_shapes(module: torch.nn.Module) -> Iterator[None]:
     """A block in which partitioned parameters have their shapes, without memory for their values."""
-    partitioned = [each for each in module.parameters() if each.shape != full_shape(each)]
-    kept = [each.data for each in partitioned]
-    for each in partitioned:
-        each.data = each.data.new_zeros(1).expand(full_shape(each))
+    partitioned = [parameter for parameter in module.parameters() if parameter.shape != full_shape(parameter)]
+    kept = [partition.data for partition in partitioned]
+    for partition in partitioned:
+        partition.data = partition.data.new_zeros(1).expand(full_shape(partition))
     try:
         yield
     finally:

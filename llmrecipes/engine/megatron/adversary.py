@@ -177,7 +177,7 @@ class Adversary:
             ranks = layout.tensor_model_parallel_size
             places = places.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
         first = (number * layout.data_parallel_size + parallel_state.get_data_parallel_rank()) * size
-        keys = [_key(recipe.train.seed, self._step, first + each) for each in range(size)]
+        keys = [_key(recipe.train.seed, self._step, first + number) for number in range(size)]
         start = torch.stack([uniform(key, places, output.size(2)) for key in keys], dim=1)
         share = 1.0 if self._section.norm == "linf" else (tokens * output.size(2)) ** -0.5
         return start.mul_(self._section.epsilon * share).to(output.dtype)

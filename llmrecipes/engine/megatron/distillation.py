@@ -96,7 +96,7 @@ class SaidBefore:
         if self._said is None:
             raise ValueError("a micro-batch without teacher_ids and teacher_logits")
         rows = logits.size(-1)
-        ids, said = (each.transpose(0, 1).flatten(0, 1) for each in self._said)
+        ids, said = (tensor.transpose(0, 1).flatten(0, 1) for tensor in self._said)
         said = said.to(logits.dtype)  # exact: they were computed in this precision
         local = ids.long() - self._how.first(rows)
         local = torch.where((local >= 0) & (local < rows), local, rows)

@@ -393,7 +393,7 @@ class MegatronEngine:
         own = totals[:2].clone()
         totals[-1] = float(stop is not None and stop())
         dist.all_reduce(totals)
-        more = [totals.new_zeros(1) if each is None else each.reshape(1) for each in (norm, scale, local)]
+        more = [totals.new_zeros(1) if value is None else value.reshape(1) for value in (norm, scale, local)]
         numbers = torch.cat([own, totals, *more]).tolist()
         own_loss, own_tokens, loss, tokens, right, *rewards, stops, the_norm, the_scale, the_local = numbers
         if self.preference is None:

@@ -42,5 +42,5 @@ def histogram(counts: list[float]) -> Mapping[str, Any] | None:
     first, last = used[0], used[-1] + 1
     sides = {"negative": negative, "positive": positive}
     return {"low": LOW + first, "zero": int(zero)} | {
-        name: [int(each) for each in side[first:last]] for name, side in sides.items()
+        name: [int(count) for count in side[first:last]] for name, side in sides.items()
     }

@@ -51,8 +51,8 @@ class LayerDrop:
             module.register_forward_pre_hook(partial(self._counted, chunk))
             for layer in module.decoder.layers:
                 self._waiting.append(deque())
-                each = rate(model.layer_drop, layer.layer_number, model.num_layers)
-                layer.forward = partial(self._pass, layer, layer.forward, chunk, each, self._waiting[-1])
+                probability = rate(model.layer_drop, layer.layer_number, model.num_layers)
+                layer.forward = partial(self._pass, layer, layer.forward, chunk, probability, self._waiting[-1])
 
     def start(self, step: int, micro_batches: int) -> None:
         """Begin a step, counted from 1, with this many micro-batches of a rank."""

@@ -190,7 +190,7 @@ class LayerNorms:
             rms = [_rounded(math.sqrt(a / n)) if n else None for a, n in zip(total, numbers, strict=True)]
             found["activation_rms"] = {"output": rms}
         if np.isfinite(logits).any():
-            found["attention_logit"] = {"max": [_rounded(each) if math.isfinite(each) else None for each in logits]}
+            found["attention_logit"] = {"max": [_rounded(logit) if math.isfinite(logit) else None for logit in logits]}
         rows = counts.reshape(len(COUNTED), len(_ROWS), BINS).tolist()
         histograms = {
             name: {kind: each for kind, row in zip(_ROWS, of_kinds, strict=True) if (each := histogram(row))}
@@ -235,7 +235,7 @@ def _norms(table: list[list[float]], present: list[list[bool]]) -> dict[str, Any
     for number, kind in enumerate(KINDS):
         rows = zip(table[:-1], present[:-1], strict=True)
         values = [_rounded(math.sqrt(row[number])) if known[number] else None for row, known in rows]
-        if any(each is not None for each in values):
+        if any(value is not None for value in values):
             found[kind] = values
     for number, kind in enumerate(OUTSIDE):
         if present[-1][number]:

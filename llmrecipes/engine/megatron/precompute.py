@@ -87,12 +87,12 @@ class TeacherLogits(Precomputed):
         values, ids = F.pad(values, missing, value=-torch.inf), F.pad(ids + first, missing)
         if parallel_state.get_tensor_model_parallel_world_size() > 1:
             group = parallel_state.get_tensor_model_parallel_group()
-            values, ids = (_gathered(each, group).movedim(0, -2).flatten(-2) for each in (values, ids))
+            values, ids = (_gathered(tensor, group).movedim(0, -2).flatten(-2) for tensor in (values, ids))
             values, places = values.topk(count)
             ids = ids.gather(-1, places)
         if parallel_state.get_context_parallel_world_size() > 1:
             group = parallel_state.get_context_parallel_group()
-            values, ids = (_whole(_gathered(each, group)) for each in (values, ids))
+            values, ids = (_whole(_gathered(tensor, group)) for tensor in (values, ids))
         return (ids.int().cpu(), values.cpu()) if self.writes else ()
 
 

@@ -65,8 +65,8 @@ def pair_losses(gains: Gains, dpo: Dpo) -> torch.Tensor:
             wrong = dpo.label_smoothing
             return (wrong * log(-beta * margin) - (1 - wrong) * log(beta * margin)) / (1 - 2 * wrong)
         case "exo_pair":
-            likely, unlikely = (torch.tensor(each, dtype=torch.float64).log()
-                            for each in (1 - dpo.label_smoothing, dpo.label_smoothing))  # fmt: skip
+            likely, unlikely = (torch.tensor(share, dtype=torch.float64).log()
+                            for share in (1 - dpo.label_smoothing, dpo.label_smoothing))  # fmt: skip
             q = torch.sigmoid(beta * margin)
             return q * (log(beta * margin) - likely) + (1 - q) * (log(-beta * margin) - unlikely)
         case "nca_pair":
@@ -230,5 +230,5 @@ class PreferenceLoss:
             whole = sums.detach().clone()
             dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
             sums = sums + (whole - sums.detach())
-        (chosen, rejected), (tokens, others) = (each.view(-1, 2).unbind(1) for each in sums)
+        (chosen, rejected), (tokens, others) = (total.view(-1, 2).unbind(1) for total in sums)
         return Gains(chosen, rejected, tokens.detach(), others.detach())

@@ -51,7 +51,7 @@ class QkClip:
         self._threshold = recipe.optimizer.qk_clip_threshold
         self._rows: dict[torch.nn.Parameter, tuple[int, Rows]] = {}
         attentions = [layer.self_attention for module in modules for layer in module.decoder.layers]
-        heads = max((each.num_attention_heads_per_partition for each in attentions), default=0)
+        heads = max((attention.num_attention_heads_per_partition for attention in attentions), default=0)
         self._logits = torch.empty(len(attentions), heads, device=device)
         self._factors = torch.ones_like(self._logits)
         for number, attention in enumerate(attentions):
@@ -129,7 +129,7 @@ def _scaled(attention: Any, alpha: float) -> list[tuple[torch.nn.Parameter, Rows
 
     def add(linear: Any, rows: Rows) -> None:
         bias = getattr(linear, "bias", None)
-        made.extend((each, rows) for each in (linear.weight, bias) if each is not None and each.numel())
+        made.extend((tensor, rows) for tensor in (linear.weight, bias) if tensor is not None and tensor.numel())
 
     if config.multi_latent_attention:
         queries = attention.linear_q_proj if config.q_lora_rank is None else attention.linear_q_up_proj

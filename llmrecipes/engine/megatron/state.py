@@ -61,7 +61,7 @@ def sharded_state(engine: MegatronEngine, progress: Progress) -> dict[str, Any]:
     """
     model = saved_states(engine.modules)
     parameters = _sharded_parameters(model)
-    owned = saved_state(engine.optimizer, [each for each in parameters if each.parameter.requires_grad])
+    owned = saved_state(engine.optimizer, [parameter for parameter in parameters if parameter.parameter.requires_grad])
     weights = [each.weight_shards(exclusive=True) for part in owned.values() for each in part]
     weights += [each.weight_shards(exclusive=True) for each in saved_frozen(parameters)]
     return _state(engine, model, weights, owned, progress, exclusive=True, random=True)
@@ -154,7 +154,7 @@ def _state(
     random: bool,
 ) -> dict[str, Any]:
     state = {
-        "model": {"parameters": weights, "others": [other_state(each) for each in model]},
+        "model": {"parameters": weights, "others": [other_state(module) for module in model]},
         "optimizer": {
             "param_state": {
                 number: {index: each.optimizer_shards(exclusive=exclusive) for index, each in enumerate(part)}
@@ -211,9 +211,9 @@ def saved_frozen(parameters: Sequence[ShardedParameter]) -> list[OptimizerSlice]
 
 def _frozen(parameters: Sequence[ShardedParameter]) -> list[OptimizerSlice]:
     return [
-        OptimizerSlice(each, 0, {"param": each.parameter.detach().view(-1)})
-        for each in parameters
-        if not each.parameter.requires_grad
+        OptimizerSlice(parameter, 0, {"param": parameter.parameter.detach().view(-1)})
+        for parameter in parameters
+        if not parameter.parameter.requires_grad
     ]
 
 

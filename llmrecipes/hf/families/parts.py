@@ -349,14 +349,14 @@ NORMS = in_layer(
         "pre_mlp_layernorm.weight": (("post_attention_layernorm.weight",), SAME),
     }
 )
-_HEADS = tuple(f"self_attn.{each}_proj" for each in "qkv")
+_HEADS = tuple(f"self_attn.{letter}_proj" for letter in "qkv")
 ATTENTION = in_layer(
     {
-        "self_attention.linear_qkv.weight": (tuple(f"{each}.weight" for each in _HEADS), QKV),
+        "self_attention.linear_qkv.weight": (tuple(f"{head}.weight" for head in _HEADS), QKV),
         "self_attention.linear_proj.weight": (("self_attn.o_proj.weight",), SAME),
     }
 )
-QKV_BIAS = in_layer({"self_attention.linear_qkv.bias": (tuple(f"{each}.bias" for each in _HEADS), QKV)})
+QKV_BIAS = in_layer({"self_attention.linear_qkv.bias": (tuple(f"{head}.bias" for head in _HEADS), QKV)})
 QK_NORM = in_layer(
     {
         "self_attention.q_layernorm.weight": (("self_attn.q_norm.weight",), SAME),

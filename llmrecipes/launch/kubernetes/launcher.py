@@ -199,7 +199,7 @@ def pod_spec(workload: Object) -> Object:
         return pod_template
     patch = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
     own = patch["template"]["spec"]["template"]["spec"]
-    containers = [{**each, "securityContext": pod.container_security()} for each in own["containers"]]
+    containers = [{**container, "securityContext": pod.container_security()} for container in own["containers"]]
     return {**pod.frame(own["terminationGracePeriodSeconds"]), **own, "containers": containers}
 
 
@@ -237,7 +237,11 @@ def _require_accepted(command: Sequence[str], text: str) -> None:
 def status_of(workload: Object) -> JobStatus:
     """The status of a Job, a JobSet or a TrainJob; their conditions differ only in a few types."""
     status: Object = workload.get("status") or {}
-    held = {each["type"]: each for each in status.get("conditions") or () if each.get("status") == "True"}
+    held = {
+        condition["type"]: condition
+        for condition in status.get("conditions") or ()
+        if condition.get("status") == "True"
+    }
     if SUCCEEDED & held.keys():
         return JobStatus(JobState.COMPLETED, int(ExitCode.DONE))
     if failed := FAILED & held.keys():
@@ -339,9 +343,9 @@ def _indexed(pods: int) -> Object:
 
 
 def _preparation_pod(run: PodRun, options: KubernetesOptions) -> Object:
-    claims = [each for each in run.profile.kubernetes.volumes if each.claim is not None]
+    claims = [volume for volume in run.profile.kubernetes.volumes if volume.claim is not None]
     own = run.profile.kubernetes.model_copy(update={"volumes": tuple(claims)})
-    kept = {"recipe", "workspace", *(each.name for each in claims)}
+    kept = {"recipe", "workspace", *(claim.name for claim in claims)}
     placement = pod.placement(run.profile, options)
     cores = min(MOST_CORES, max(1, int(run.profile.cpu_cores * pod.NODE_SHARE)))
     tasks = ["--tasks", str(cores)] if options.prepare_tasks > 1 else []
@@ -359,14 +363,14 @@ def _preparation_pod(run: PodRun, options: KubernetesOptions) -> Object:
                 "securityContext": pod.container_security(),
                 "terminationMessagePolicy": "FallbackToLogsOnError",
                 "volumeMounts": [
-                    *(each for each in pod.mounts(run) if each["name"] in ("recipe", "workspace")),
+                    *(mount for mount in pod.mounts(run) if mount["name"] in ("recipe", "workspace")),
                     *site.mounts(own),
                     {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - the pod's own
                 ],
             }
         ],
         "volumes": [
-            *(each for each in pod.volumes(run, options) if each["name"] in kept),
+            *(volume for volume in pod.volumes(run, options) if volume["name"] in kept),
             {"name": "tmp", "emptyDir": {}},
         ],
     }

@@ -356,7 +356,7 @@ def patched(template: dict[str, Any], patch: JsonObject, cluster: str) -> dict[s
 def _containers(spec: dict[str, Any]) -> set[str]:
     """Names of all containers; kubectl does not check that a patch leaves a valid pod."""
     listed = [spec.get(key) for key in ("initContainers", "containers")]
-    return {each["name"] for part in listed if isinstance(part, list) for each in part if "name" in each}
+    return {item["name"] for part in listed if isinstance(part, list) for item in part if "name" in item}
 
 
 def _patched_metadata(merged: dict[str, Any], template: dict[str, Any]) -> dict[str, Any]:
@@ -370,9 +370,9 @@ def _in_order(value: Any, like: Any) -> Any:
         keys = [*(key for key in like if key in value), *(key for key in value if key not in like)]
         return {key: _in_order(value[key], like.get(key)) for key in keys}
     if isinstance(value, list) and isinstance(like, list):
-        named = {each["name"]: each for each in like if isinstance(each, dict) and "name" in each}
+        named = {item["name"]: item for item in like if isinstance(item, dict) and "name" in item}
         return [
-            _in_order(each, named.get(each["name"]) if isinstance(each, dict) and "name" in each else None)
-            for each in value
+            _in_order(item, named.get(item["name"]) if isinstance(item, dict) and "name" in item else None)
+            for item in value
         ]
     return value

@@ -105,7 +105,7 @@ def template(run: PodRun, options: KubernetesOptions, stem: str) -> Object:
     kubernetes, master = run.profile.kubernetes, f"{stem}-0.{run.name}"
     checked = _container(run, options, master)
     # In the profile already; as a variable it would be the user's own choice.
-    checked["env"] = [each for each in checked["env"] if each["name"] != CHOICE]
+    checked["env"] = [variable for variable in checked["env"] if variable["name"] != CHOICE]
     training = _container(run, options, master)
     needs_token = () if run.nodes == 1 or TOKEN in options.secrets else (checked, training)
     for container in needs_token[: 2 if least_nodes(run, options) else 1]:
@@ -288,7 +288,7 @@ def resources(run: PodRun) -> Object:
         devices[profile.kubernetes.rdma_resource] = str(max(1, int(profile.kubernetes.rdma_count * share)))
     devices |= site.hugepages(profile.kubernetes, share)
     requests = {"cpu": str(max(1, int(profile.cpu_cores * NODE_SHARE * share))), "memory": memory, **devices}
-    claims = [{"name": each["name"]} for each in site.claims(profile.kubernetes, run.channel)]
+    claims = [{"name": claim["name"]} for claim in site.claims(profile.kubernetes, run.channel)]
     return {"requests": requests, "limits": {"memory": memory, **devices}, **({"claims": claims} if claims else {})}
 
 
@@ -372,12 +372,12 @@ def _containers(spec: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 def _privileged(spec: dict[str, Any]) -> Iterator[str]:
     """Fields that `baseline` rejects."""
     yield from (key for key in ("hostNetwork", "hostPID", "hostIPC") if spec.get(key))
-    yield from (f"hostPath volume {each['name']}" for each in spec.get("volumes") or () if "hostPath" in each)
+    yield from (f"hostPath volume {volume['name']}" for volume in spec.get("volumes") or () if "hostPath" in volume)
     for name, security in _containers(spec):
         if security.get("privileged"):
             yield f"privileged container {name}"
         added = set((security.get("capabilities") or {}).get("add") or ()) - BASELINE
-        yield from (f"capability {each} of {name}" for each in sorted(added))
+        yield from (f"capability {capability} of {name}" for capability in sorted(added))
     for name, security in (("the pod", spec.get("securityContext") or {}), *_containers(spec)):
         if (security.get("seccompProfile") or {}).get("type") == "Unconfined":
             yield f"unconfined seccomp profile of {name}"

@@ -83,9 +83,13 @@ def claims(kubernetes: Kubernetes, channel: str | None) -> list[dict[str, Any]]:
     """
     own = () if channel is None else (ResourceClaim(name=CHANNEL, template=channel),)
     entries = []
-    for each in (*own, *kubernetes.resource_claims):
-        source = {"resourceClaimTemplateName": each.template} if each.template else {"resourceClaimName": each.claim}
-        entries.append({"name": each.name, **source})
+    for resource_claim in (*own, *kubernetes.resource_claims):
+        source = (
+            {"resourceClaimTemplateName": resource_claim.template}
+            if resource_claim.template
+            else {"resourceClaimName": resource_claim.claim}
+        )
+        entries.append({"name": resource_claim.name, **source})
     return entries
 
 
@@ -93,29 +97,34 @@ def tolerations(profile: Profile) -> list[dict[str, Any]]:
     """Taints of GPU nodes, and those of the profile."""
     own = [{"key": profile.kubernetes.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}]
     more = []
-    for each in profile.kubernetes.tolerations:
-        fields = {"key": each.key, "operator": each.operator, "value": each.value, "effect": each.effect}
+    for toleration in profile.kubernetes.tolerations:
+        fields = {
+            "key": toleration.key,
+            "operator": toleration.operator,
+            "value": toleration.value,
+            "effect": toleration.effect,
+        }
         more.append({name: value for name, value in fields.items() if value is not None})
     return [*(own if profile.gpus_per_node else []), *more]
 
 
 def volumes(kubernetes: Kubernetes) -> list[dict[str, Any]]:
     """The profile's volumes."""
-    return [{"name": each.name, **_source(each)} for each in kubernetes.volumes]
+    return [{"name": volume.name, **_source(volume)} for volume in kubernetes.volumes]
 
 
 def mounts(kubernetes: Kubernetes) -> list[dict[str, Any]]:
     """Those that the containers of the run mount."""
     return [
-        {"name": each.name, "mountPath": each.mount_path, **({"readOnly": True} if each.read_only else {})}
-        for each in kubernetes.volumes
-        if each.mount_path is not None
+        {"name": volume.name, "mountPath": volume.mount_path, **({"readOnly": True} if volume.read_only else {})}
+        for volume in kubernetes.volumes
+        if volume.mount_path is not None
     ]
 
 
 def sidecars(kubernetes: Kubernetes) -> list[dict[str, Any]]:
     """Init containers that keep running beside the training, and end after it (Kubernetes 1.29)."""
-    return [{**each, "restartPolicy": "Always"} for each in kubernetes.sidecars]
+    return [{**sidecar, "restartPolicy": "Always"} for sidecar in kubernetes.sidecars]
 
 
 def _source(volume: Volume) -> dict[str, Any]:

@@ -219,7 +219,7 @@ def after(words: Sequence[str], job: str, tasks: int = 1) -> tuple[str, ...]:
     whoever encoded it. With `afterok` of the whole array, one that is killed would cancel the run.
     """
     jobs = [job] if tasks == 1 else [f"{job}_{number}" for number in range(tasks)]
-    dependency = "?".join(f"afterok:{each}" for each in jobs)
+    dependency = "?".join(f"afterok:{job}" for job in jobs)
     return (*words[:2], f"--dependency={dependency}", "--kill-on-invalid-dep=yes", *words[2:])
 
 

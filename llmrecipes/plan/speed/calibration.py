@@ -82,7 +82,7 @@ def tracked(name: str, degrees: dict[str, int], predicted: dict[str, Any], measu
         measured_memory=float(measured["measured/memory_bytes"]),
     )
     figures = (made.compute, made.predicted, made.measured, made.predicted_memory, made.measured_memory)
-    if not all(_LEAST <= each <= _MOST for each in figures) or not 0 <= made.communication <= _MOST:
+    if not all(_LEAST <= figure <= _MOST for figure in figures) or not 0 <= made.communication <= _MOST:
         message = f"{name}: a figure that no run has"
         raise ValueError(message)
     return made
@@ -166,13 +166,13 @@ class CalibrationReport:
             "bias": [asdict(row) for row in self.bias],
             "calibration": [
                 {
-                    "device": each.device,
-                    **each.calibration.model_dump(mode="json"),
-                    "median_error": each.median_error,
-                    "corrected_error": each.corrected_error,
-                    "unknown": each.unknown or None,
+                    "device": fit.device,
+                    **fit.calibration.model_dump(mode="json"),
+                    "median_error": fit.median_error,
+                    "corrected_error": fit.corrected_error,
+                    "unknown": fit.unknown or None,
                 }
-                for each in self.fits
+                for fit in self.fits
             ],
             "left_out": [{"run": name, "reason": reason} for name, reason in self.left_out],
         }

@@ -51,9 +51,11 @@ def draw_curve(name: str, device: str, points: Sequence[CurvePoint]) -> Figure:
     figure.suptitle(f"{name} on {device}, the fastest layout at each number of GPUs, predicted")
     for kind, color, marker in (("strong", "#4477aa", "o"), ("weak", "#228833", "s")):
         made = [point.as_dict() for point in points if point.kind == kind and point.found is not None]
-        gpus = [each["gpus"] for each in made]
-        share.plot(gpus, [100 * each["mfu_full"] for each in made], color=color, marker=marker, label=f"{kind} scaling")
-        rates = [each["tokens_per_second_per_gpu"] * each["gpus"] for each in made]
+        gpus = [point["gpus"] for point in made]
+        share.plot(
+            gpus, [100 * point["mfu_full"] for point in made], color=color, marker=marker, label=f"{kind} scaling"
+        )
+        rates = [point["tokens_per_second_per_gpu"] * point["gpus"] for point in made]
         speed.plot(gpus, rates, color=color, marker=marker, label=f"{kind} scaling")
     share.set(ylabel="MFU, %", ylim=(0, None))
     speed.set(ylabel="tokens/s, all GPUs", xlabel="GPUs", xscale="log", yscale="log")

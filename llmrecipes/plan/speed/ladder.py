@@ -160,8 +160,8 @@ def _kinds(plan: Plan, recipe: Recipe) -> Iterator[tuple[str, Iterator[Recipe], 
 
 
 def _offloaded(recipe: Recipe, zero: Zero, stage: int) -> Iterator[Recipe]:
-    for each in sorted({max(stage, 2), 3}):
-        yield with_zero(recipe, zero, each, True)
+    for zero_stage in sorted({max(stage, 2), 3}):
+        yield with_zero(recipe, zero, zero_stage, True)
     last = with_zero(recipe, zero, 3, True)
     if last.zero is not None:
         yield last.model_copy(update={"zero": last.zero.model_copy(update={"offload_param": "cpu"})})

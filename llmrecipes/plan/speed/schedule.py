@@ -56,7 +56,7 @@ def simulate(forward: Passes, backward: Passes, microbatches: int, hop: float, *
         # megatron-core refuses this with chunks; other programs make the rest one after the other.
         even = microbatches // stages * stages
         if not even:
-            ahead, back = ([[sum(each)] for each in passes] for passes in (forward, backward))
+            ahead, back = ([[sum(pass_)] for pass_ in passes] for passes in (forward, backward))
             return simulate(ahead, back, microbatches, hop, blocking=blocking)
         return (microbatches - even) * max(together) + simulate(forward, backward, even, hop, blocking=blocking)
     # The middle repeats itself: with one chunk a further micro-batch adds the slowest stage's passes. Chunks of
@@ -73,7 +73,7 @@ def simulate(forward: Passes, backward: Passes, microbatches: int, hop: float, *
     if number == microbatches:
         return seconds
     more = max(together) + (hop * chunks * 2 if blocking else 0.0)
-    if any(max(each) > min(each) for each in forward):
+    if any(max(seconds) > min(seconds) for seconds in forward):
         more = (until(number + stages) - seconds) / stages
         # Until every stage has caught up with the slowest one, a group adds less than that stage's passes.
         while more < max(together) * (1 - 1e-9) and number < microbatches:
@@ -138,7 +138,9 @@ def _program(stages: int, chunks: int, number: int) -> tuple[tuple[Step, ...], .
             before, sent = place(True, stage, chunk, micro), False
         return place(ahead, stage, chunk, micro), before, chunk if ahead else chunks + chunk, sent
 
-    return tuple(tuple(step(stage, *each) for each in order(stages, chunks, number, stage)) for stage in range(stages))
+    return tuple(
+        tuple(step(stage, *pass_) for pass_ in order(stages, chunks, number, stage)) for stage in range(stages)
+    )
 
 
 def _ends(forward: Passes, backward: Passes, number: int, hop: float, *, blocking: bool) -> list[float]:

@@ -323,14 +323,20 @@ def nearest(plan: Plan, number: int) -> list[tuple[str, Forecast]]:
     recipe, cluster, ranks = plan.recipe, plan.cluster, plan.layout.world_size
     gpu(plan, None)
     offload = recipe.zero is not None and recipe.zero.offload_optimizer != "none"
-    every = [_as_before(each, recipe) for each in candidates(recipe, ranks, cluster.gpus_per_domain, offload=offload)]
+    every = [
+        _as_before(candidate, recipe)
+        for candidate in candidates(recipe, ranks, cluster.gpus_per_domain, offload=offload)
+    ]
     for most in (1, 2):
-        few = [each for each in every if len(changes(recipe, each)) <= most]
+        few = [candidate for candidate in every if len(changes(recipe, candidate)) <= most]
         if found := _fitting(recipe, few, cluster, ranks, None, number):
             break
     else:
         found = fastest(recipe, cluster, ranks, None, number)
-    return [(" ".join(chain.from_iterable(changes(recipe, each.recipe).values())), each.forecast) for each in found]
+    return [
+        (" ".join(chain.from_iterable(changes(recipe, candidate.recipe).values())), candidate.forecast)
+        for candidate in found
+    ]
 
 
 _TOGETHER = {
@@ -426,7 +432,7 @@ def _timed(
     near, offload = cluster.gpus_per_domain, recipe.zero is not None
     of_shape = chain(candidates(recipe, ranks, near), candidates(recipe, ranks, near, offload=True) if offload else ())
     base = next(
-        (plan for each in of_shape if (plan := plan_of(each, cluster, ranks))),
+        (plan for candidate in of_shape if (plan := plan_of(candidate, cluster, ranks))),
         None,
     )
     if base is None:

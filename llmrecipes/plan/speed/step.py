@@ -125,7 +125,7 @@ def stage_parameters(work: Work) -> tuple[list[float], list[float]]:
     dense, sparse = [], []
     words = work.vocab * work.hidden
     for stage, chunks in enumerate(work.kinds()):
-        plain, some = (sum(each[kind] for each in chunks) for kind in (0, 1))
+        plain, some = (sum(chunk[kind] for chunk in chunks) for kind in (0, 1))
         own = (plain + some) * work.attention_parameters + plain * work.dense_parameters + some * work.shared_parameters
         own += words * ((stage == 0) + (stage == work.pp - 1) * (0 if work.tied and work.pp == 1 else 1))
         dense.append(own / work.tp)
@@ -196,11 +196,11 @@ def predict(device: Device, stack: Stack, work: Work, *, at_least: bool = False)
         ahead, back = _sharded(device, stack, work, ahead, back, dense)
     blocking = work.vpp == 1 or not stack.overlap_hops
     passes = shortest(ahead, back, number) if at_least else simulate(ahead, back, number, hop, blocking=blocking)
-    exposed = _gradients(device, stack, work, dense, routed, [sum(each) for each in back])
+    exposed = _gradients(device, stack, work, dense, routed, [sum(chunk_seconds) for chunk_seconds in back])
     held = max(d + r for d, r in zip(dense, routed, strict=True))
     ranks = work.dp * work.cp if (stack.zero >= 1 or stack.sharded) else 1
     optimizer = held / ranks * 36 / rate + held * 8 / rate + _STEP_KERNELS * device.launch * stack.host
-    few, many = (sum(each[kind] for each in counts[slowest]) for kind in (0, 1))
+    few, many = (sum(count[kind] for count in counts[slowest]) for kind in (0, 1))
     of_layers = number * ((plain.tensor * few if plain else 0.0) + (sparse.tensor * many if sparse else 0.0))
     of_experts = number * (sparse.expert * many if sparse else 0.0)
     of_context = number * ((plain.context * few if plain else 0.0) + (sparse.context * many if sparse else 0.0))
@@ -229,8 +229,8 @@ def _sharded(
         weights = network.gather(device, 2.0 * share, ranks, near)
         gradients = network.gather(device, float(stack.gradient_bytes) * share, ranks, near)
         one = 1 - stack.overlap_gradients
-        result_ahead.append([max(each + one * weights, weights) for each in forward])
-        result_back.append([max(each + one * (weights + gradients), weights + gradients) for each in backward])
+        result_ahead.append([max(seconds + one * weights, weights) for seconds in forward])
+        result_back.append([max(seconds + one * (weights + gradients), weights + gradients) for seconds in backward])
     return result_ahead, result_back
 
 

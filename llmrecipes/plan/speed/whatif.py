@@ -113,8 +113,8 @@ def _option(
 
 def cheapest(every: Iterable[Option]) -> Option | None:
     """The one that costs least, or takes the fewest GPU-hours where a price is missing, of those that end in time."""
-    able = [each for each in every if each.days is not None and each.in_time is not False]
-    priced = all(each.cost_usd is not None for each in able)
+    able = [option for option in every if option.days is not None and option.in_time is not False]
+    priced = all(option.cost_usd is not None for option in able)
 
     def price(option: Option) -> tuple[float, float]:
         value = option.cost_usd if priced else option.gpu_hours

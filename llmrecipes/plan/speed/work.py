@@ -103,7 +103,7 @@ class Work:
                 some = max(0.0, min(layers, first + layers - self.dense_layers)) if self.experts else 0.0
                 kinds[stage].append((layers - some, some))
                 first += layers
-        return tuple(tuple(each) for each in kinds)
+        return tuple(tuple(kind) for kind in kinds)
 
     @property
     def attention_parameters(self) -> int:

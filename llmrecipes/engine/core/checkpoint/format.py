@@ -148,7 +148,7 @@ class ShardedFormat:
         return Written({name: record}, encode(index))
 
     def finish(self, directory: Path, indexes: list[bytes]) -> None:
-        index = merge_tables([decode(each) for each in indexes if each])
+        index = merge_tables([decode(index) for index in indexes if index])
         require_whole(index, frozen=bool(self._frozen))
         write_synced(directory / INDEX_NAME, encode(index))
         if len(index.columns[0]) <= MOST_PARTS:
@@ -466,9 +466,9 @@ def pickled_metadata(index: Table) -> bytes:
     """`.metadata` of the same content as an index."""
     described: dict[str, BytesStorageMetadata | TensorStorageMetadata] = {}
     stored: dict[MetadataIndex, _StorageInfo] = {}
-    for each in index.objects:
-        described[each.name] = BytesStorageMetadata()
-        stored[MetadataIndex(each.name)] = _info(index, each.place)
+    for record in index.objects:
+        described[record.name] = BytesStorageMetadata()
+        stored[MetadataIndex(record.name)] = _info(index, record.place)
     for tensor, rows in zip(index.tensors, index.rows, strict=True):
         parts = []
         for number, row in enumerate(np.stack([column[rows] for column in index.columns], 1).tolist()):

@@ -319,11 +319,11 @@ def merge_tables(tables: Sequence[Table]) -> Table:
     """
     bases = list(accumulate((len(table.files) for table in tables), initial=0))
     objects = [
-        ObjectRecord(name=each.name, place=[each.place[0] + base, *each.place[1:]])
+        ObjectRecord(name=record.name, place=[record.place[0] + base, *record.place[1:]])
         for table, base in zip(tables, bases, strict=False)
-        for each in table.objects
+        for record in table.objects
     ]
-    if len({each.name for each in objects}) < len(objects):
+    if len({record.name for record in objects}) < len(objects):
         raise ValueError("two ranks have written an object of the same name")
     return _joined([file for table in tables for file in table.files], objects, tables, bases[:-1])
 

@@ -140,7 +140,7 @@ def read_index(entry: Entry) -> Index:
         UserError: it is missing, not plain data, or inconsistent with the files.
     """
     forms = {_PICKLED_INDEX: _unpickled} if entry.manifest.format == 1 else {INDEX_NAME: _mapped, JSON_NAME: _json}
-    name = next((each for each in forms if each in entry.manifest.files), None)
+    name = next((form for form in forms if form in entry.manifest.files), None)
     if name is None:
         raise unfit(entry.path / next(iter(forms)), "it has no index")
     path = entry.path / name

@@ -119,7 +119,7 @@ class SdpaCoreAttention(MegatronModule):
             # With a mask and fewer keys than queries, torch has no fused kernel on a GPU.
             copies = query.size(2) // key.size(2)
             if copies > 1:
-                key, value = (each.repeat_interleave(copies, dim=2) for each in (key, value))
+                key, value = (tensor.repeat_interleave(copies, dim=2) for tensor in (key, value))
             return self._attend(query, key, value, dropout, is_causal=False, mask=mask)
         return self._attend_one_by_one(query, key, value, dropout, mask)
 
@@ -130,7 +130,7 @@ class SdpaCoreAttention(MegatronModule):
             return self._attend_by_boundaries(query, key, value, boundaries)
         rows = []
         for number, sizes in enumerate(lengths(boundaries, query.size(0))):
-            parts = zip(*(each[:, number : number + 1].split(sizes) for each in (query, key, value)), strict=True)
+            parts = zip(*(tensor[:, number : number + 1].split(sizes) for tensor in (query, key, value)), strict=True)
             rows.append(torch.cat([self._attend(q, k, v, dropout, is_causal=True) for q, k, v in parts]))
         return torch.cat(rows, dim=1)
 
@@ -139,7 +139,7 @@ class SdpaCoreAttention(MegatronModule):
     ) -> torch.Tensor:
         """All conversations in one kernel, which skips what they do not see."""
         length, batch = query.shape[:2]
-        q, k, v = (each.transpose(0, 1).flatten(0, 1) for each in (query, key, value))
+        q, k, v = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (query, key, value))
         out: Any = varlen_attn(
             q,
             k,
@@ -328,7 +328,7 @@ def prediction_weights(mask: torch.Tensor, depths: int, size: int, rank: int) ->
         return []
     weights = []
     for depth in range(1, depths + 1):
-        further, labels = (F.pad(each[:, depth:], (0, depth)) for each in (mask, torch.ones_like(mask)))
+        further, labels = (F.pad(tensor[:, depth:], (0, depth)) for tensor in (mask, torch.ones_like(mask)))
         own = own_chunks({"mask": further, "labels": labels}, size, rank)
         ratio = own["labels"].numel() / own["labels"].sum()
         weights.append(own["mask"] * (mask.sum() / further.sum().clamp(min=1.0) / ratio))

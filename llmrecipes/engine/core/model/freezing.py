@@ -21,11 +21,11 @@ def freeze(module: object, recipe: Recipe) -> None:
     state = module.sharded_state()  # type: ignore[attr-defined]
     parameters = sharded_parameters(state)
     names = names_of(parameters)
-    for each in parameters:
-        if is_frozen(names[id(each.parameter)], recipe.train.freeze):
-            each.parameter.requires_grad_(False)
+    for parameter in parameters:
+        if is_frozen(names[id(parameter.parameter)], recipe.train.freeze):
+            parameter.parameter.requires_grad_(False)
     embedding = getattr(module, "embedding", None)
-    if embedding is None or any(each.requires_grad for each in embedding.parameters()):
+    if embedding is None or any(parameter.requires_grad for parameter in embedding.parameters()):
         return
     if recipe.train.recompute_granularity or recipe.parallelism.pipeline_model_parallel_size > 1:
         embedding.register_forward_hook(with_gradient)

@@ -36,7 +36,7 @@ def decays(name: str, dimensions: int) -> bool:
 
 def names_of(parameters: Iterable[ShardedParameter]) -> dict[int, str]:
     """Names by `id` of parameters, as in a model that one process holds, of megatron-core's local layers."""
-    return {id(each.parameter): whole_name(global_name(each.slices[0].shard)) for each in parameters}
+    return {id(parameter.parameter): whole_name(global_name(parameter.slices[0].shard)) for parameter in parameters}
 
 
 def overrides(modules: Iterable[Any], optimizer: Optimizer) -> dict[ParamKey, Any]:
@@ -51,7 +51,9 @@ def overrides(modules: Iterable[Any], optimizer: Optimizer) -> dict[ParamKey, An
     """
     if not optimizer.groups:
         return {}
-    names = names_of(each for module in modules for each in sharded_parameters(module.sharded_state()))
+    names = names_of(
+        sharded_parameter for module in modules for sharded_parameter in sharded_parameters(module.sharded_state())
+    )
     require_matches(names.values(), optimizer)
     numbers = {place: group_of(name, optimizer) for place, name in names.items()}
     found: dict[ParamKey, Any] = {}

@@ -177,7 +177,7 @@ def whole_name(name: str) -> str:
     match = _LAYER.fullmatch(name)
     if match is None:
         return name.partition("[")[0]
-    place = [each for each in match[3].split(",") if each]
+    place = [index for index in match[3].split(",") if index]
     layer = place.pop(0) if match[1] is None else match[1]
     rest = match[2]
     if rest.startswith(_EXPERTS):

@@ -217,7 +217,7 @@ def insert(module: GPTModel, lora: Lora) -> None:
 
 def adapters(module: torch.nn.Module) -> Iterator[Adapter]:
     """Those of a model."""
-    return (each for each in module.modules() if isinstance(each, Adapter))
+    return (submodule for submodule in module.modules() if isinstance(submodule, Adapter))
 
 
 def _layers(module: GPTModel, lora: Lora) -> Iterator[tuple[Any, str, Any]]:

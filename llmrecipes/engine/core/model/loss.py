@@ -176,10 +176,10 @@ def _of_chunk(
     local, has = how.split.local(labels, rows)
     values, most, parts = how.exponentials(logits, local, has, how.smoothing)
     if how.split.group is not None:
-        each = parts.new_empty(how.split.ranks * parts.size(0), parts.size(1))
-        dist.all_gather_into_tensor(each, parts, group=how.split.group)
-        each = each.view(how.split.ranks, *parts.shape)
-        parts = torch.cat([each[..., :1].logsumexp(0), each[..., 1:].sum(0)], dim=-1)
+        gathered = parts.new_empty(how.split.ranks * parts.size(0), parts.size(1))
+        dist.all_gather_into_tensor(gathered, parts, group=how.split.group)
+        gathered = gathered.view(how.split.ranks, *parts.shape)
+        parts = torch.cat([gathered[..., :1].logsumexp(0), gathered[..., 1:].sum(0)], dim=-1)
     total = parts[:, :1]
     losses = total[:, 0] - (1 - how.smoothing) * parts[:, 1]
     if how.smoothing:

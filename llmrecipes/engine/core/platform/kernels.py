@@ -177,7 +177,7 @@ def _ring_attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float
 ) -> torch.Tensor:
     """TransformerEngine's under context parallelism; arguments as `SdpaCoreAttention._attend_over_context`."""
-    q, k, v = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+    q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
     output: torch.Tensor = _RingAttention.apply(q, k, v, module.context_group)
     return output.permute(2, 0, 1, 3)
 

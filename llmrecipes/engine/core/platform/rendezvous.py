@@ -93,7 +93,7 @@ def require_same_device(store: dist.Store, rank: int, size: int, device: str) ->
     store.wait(["devices/known"], TIMEOUT)
     gpus = store.add("devices/cuda", 0)
     if 0 < gpus < size:
-        some = [store.get(f"devices/cpu/{each}").decode() for each in range(1, min(size - gpus, MOST_NAMED) + 1)]
+        some = [store.get(f"devices/cpu/{number}").decode() for number in range(1, min(size - gpus, MOST_NAMED) + 1)]
         without = ", ".join(some) + (", …" if size - gpus > MOST_NAMED else "")
         if store.add("devices/told", 1) == size:
             store.set("devices/all told", "")
