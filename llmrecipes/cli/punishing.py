@@ -10,6 +10,7 @@ import typer
 
 from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, OverridesArgument, RecipeArgument, RunsOption
 from llmrecipes.cli.tables import TextTable, show
+from llmrecipes.console import setup_logging
 from llmrecipes.errors import ExitCode
 from llmrecipes.faults.signals import early_signals
 
@@ -45,13 +46,15 @@ def punish(
 
     Trains short runs of the recipe on this machine, restarts them, and compares them with an uninterrupted one.
     """
-    from llmrecipes.punish.campaign import Pace, begin
+    from llmrecipes.punish.campaign import begin
+    from llmrecipes.punish.faults import Pace
     from llmrecipes.recipe.load import load
     from llmrecipes.workflow.run import Paths
 
     def say(line: str) -> None:
         print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
 
+    setup_logging()
     loaded = load(recipe, overrides or []).recipe
     pace = Pace(seed, None if once else minutes, every, save_interval)
     result = begin(loaded, Paths(runs_dir, data_dir), nproc, steps, pace, fault, say)

@@ -24,7 +24,7 @@ from llmrecipes.hardware.cluster import detect
 from llmrecipes.io import write_atomic
 from llmrecipes.launch.local.processes import PROCESSES
 from llmrecipes.punish import faults
-from llmrecipes.punish.faults import ALARMS, COMPARED, FAULTS, ORDERS, Fault
+from llmrecipes.punish.faults import ALARMS, COMPARED, FAULTS, ORDERS, Fault, Pace
 from llmrecipes.punish.report import Injection, Punished
 from llmrecipes.punish.signs import Signs
 from llmrecipes.recipe.batch_schedule import without_ramp
@@ -122,24 +122,6 @@ def begin(
     return result
 
 
-@dataclass(frozen=True)
-class Pace:
-    """How fast faults come.
-
-    Attributes:
-        seed: of the faults, ranks and moments that are drawn.
-        minutes: in which faults are injected; None: until each was once.
-        every: seconds between faults on average, exponentially distributed as those of a cluster; None: at once, two to
-            nine steps after the last recovery.
-        save_interval: steps between checkpoints; a run evaluates at every second one.
-    """
-
-    seed: int = 0
-    minutes: float | None = None
-    every: float | None = None
-    save_interval: int = 10
-
-
 @dataclass
 class Campaign:
     """Runs of one recipe.
@@ -178,7 +160,7 @@ class Campaign:
         began, healthy, equal, wall, kept, done = time.monotonic(), len(reference.steps), True, 0.0, 0.0, 0
         number, failures, over = 0, 0, list[float]()
         until = math.inf if self.pace.minutes is None else began + 60.0 * self.pace.minutes
-        self._due = began + self._pause()
+        self._due = began + self.pace.pause(self._random)
         while number == 0 or (time.monotonic() < until and not self._is_done):
             number += 1
             try:
@@ -252,10 +234,6 @@ class Campaign:
                 fault, at = self._next(disk), self._moment(signs)
             if injected is None and fault is not None and self._is_time(fault, at, signs, run):
                 injected, fault = self._inject(fault, run, signs, disk), None
-
-    def _pause(self) -> float:
-        """Seconds to the next fault; those of a cluster are independent of each other, so a Poisson process."""
-        return 0.0 if self.pace.every is None else self._random.expovariate(1.0 / self.pace.every)
 
     def _moment(self, signs: Signs) -> int:
         return signs.last_step + 2 + self._random.randrange(8)
@@ -336,7 +314,7 @@ class Campaign:
             return None
         injection = Injection(len(self.injections), fault, rank, str(run.path), signs.last_step)
         self.injections.append(injection)
-        self._due = time.monotonic() + self._pause()
+        self._due = time.monotonic() + self.pace.pause(self._random)
         if fault.inside:
             faults.give(signs.orders, rank, fault.name, injection.number)
             return injection

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,29 @@ FAULTS = (
           mounted=True, recovered=SAVED_AGAIN),
 )  # fmt: skip
 """All but those that change what is trained on (a spike that is left out), and a slow rank, which is not an end."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast faults come.
+
+    Attributes:
+        seed: of the faults, ranks and moments that are drawn.
+        minutes: in which faults are injected; None: until each was once.
+        every: seconds between faults on average, exponentially distributed as those of a cluster; None: at once, two to
+            nine steps after the last recovery.
+        save_interval: steps between checkpoints; a run evaluates at every second one.
+    """
+
+    seed: int = 0
+    minutes: float | None = None
+    every: float | None = None
+    save_interval: int = 10
+
+    def pause(self, source: random.Random) -> float:
+        """Seconds to the next fault."""
+        return 0.0 if self.every is None else source.expovariate(1.0 / self.every)
+
 
 ALARMS = r"note: (hang|hardware_suspect|replicas_differ|save_failed|unreadable|checkpoint_damaged)|exit: (?!0$)|hang: "
 """Signs that count as false alarms if no fault was injected."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import statistics
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,15 @@ def test_what_was_not_noticed_or_recovered_counts() -> None:
     assert values["detection_seconds"] == {"p50": 1.0, "p95": 1.0}
     assert not report.Punished([fine], ["exit: 1"], 20.0, 12.0, 14.4, 1, 30, True, None, "folder").ok
     assert not report.Punished([fine], [], 20.0, 12.0, 14.4, 1, 30, False, None, "folder").ok
+
+
+def test_faults_come_at_a_mean_interval() -> None:
+    source = random.Random(1)
+    pauses = [faults.Pace(every=150.0).pause(source) for _ in range(4000)]
+    # exponential: the mean and the standard deviation are the interval
+    assert statistics.mean(pauses) == pytest.approx(150.0, rel=0.05)
+    assert statistics.stdev(pauses) == pytest.approx(150.0, rel=0.05)
+    assert faults.Pace().pause(source) == 0.0
 
 
 def test_an_order_is_carried_out_once_and_where_it_can_be(tmp_path: Path) -> None:
