@@ -208,10 +208,10 @@ def _known() -> re.Pattern[str] | None:
 
 @cache
 def _of_variable(name: str, value: str) -> frozenset[str]:
-    found = set(_of_url(value)) if "://" in value else set()
+    secrets = set(_of_url(value)) if "://" in value else set()
     if _is_sensitive(name) and not _is_ordinary(value):
-        found.update(_forms(value))
-    return frozenset(found)
+        secrets.update(_forms(value))
+    return frozenset(secrets)
 
 
 def _of_url(value: str) -> Iterator[str]:

@@ -279,9 +279,9 @@ class Item:
                     engine.train_step(batches)
                     platform.synchronize()
                     stepped()
-            found = json.loads((Path(folder) / "kernels-rank-0.json").read_text("utf-8"))
-            for kind, each in sorted(found["kinds"].items(), key=lambda pair: -pair[1]):
-                note = f"{each / found['seconds']:.1%} of the step, {found['calls'].get(kind, 0):,} calls"
+            kernels = json.loads((Path(folder) / "kernels-rank-0.json").read_text("utf-8"))
+            for kind, each in sorted(kernels["kinds"].items(), key=lambda pair: -pair[1]):
+                note = f"{each / kernels['seconds']:.1%} of the step, {kernels['calls'].get(kind, 0):,} calls"
                 yield self.row(f"kernels: {kind}{suffix}", 1e3 * each, "ms", note=note)
             engine.close()
         if median is not None:

@@ -156,9 +156,9 @@ def breaks(row: MakeRow, device: str) -> Iterator[Row]:
     traced = partial(torch.compile, backend="eager") if device == "cpu" else torch.compile
     counters.clear()
     with patch("torch.compile", traced), _trained(recipe):
-        found = counters["graph_break"]
-        reason = next(iter(found), "")
-        yield row("graph breaks", sum(found.values()), limit=0, note=reason[:200])
+        counts = counters["graph_break"]
+        reason = next(iter(counts), "")
+        yield row("graph breaks", sum(counts.values()), limit=0, note=reason[:200])
         graphs = counters["stats"]["unique_graphs"]
         yield row("graphs", graphs, note="of all layers with their loss; more with each shape that is new")
 

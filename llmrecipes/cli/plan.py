@@ -18,7 +18,7 @@ from llmrecipes.errors import UserError
 if TYPE_CHECKING:
     from llmrecipes.plan.speed.forecast import Forecast
     from llmrecipes.plan.speed.saving import Saving
-    from llmrecipes.plan.speed.search import Found
+    from llmrecipes.plan.speed.search import Candidate
     from llmrecipes.workflow.forecast import Check
     from llmrecipes.workflow.whatif import Wanted
 
@@ -188,10 +188,10 @@ def plan(
     if out is not None:
         workflow.require_new(out)
     listed = workflow.search(recipe, overrides or [], cluster_name, nodes, number, _SHOWN)
-    found: list[tuple[Found, Check | None]] = [(layout, None) for layout in listed]
+    candidates: list[tuple[Candidate, Check | None]] = [(layout, None) for layout in listed]
     if dryrun:
-        found = workflow.checked(listed, cluster_name, nodes, lambda line: print(line, file=sys.stderr))
-    fitting = [(each, check) for each, check in found if check is None or check.fits]
+        candidates = workflow.checked(listed, cluster_name, nodes, lambda line: print(line, file=sys.stderr))
+    fitting = [(each, check) for each, check in candidates if check is None or check.fits]
     if out is not None:
         workflow.write(fitting[0][0], out)
     if as_json:
@@ -202,7 +202,7 @@ def plan(
         return
     from llmrecipes.cli.predictions import search_lines
 
-    show(*search_lines(found))
+    show(*search_lines(candidates))
     if not dryrun:
         print("not checked by a dry run: --dryrun")
     if out is not None:

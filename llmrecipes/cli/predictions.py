@@ -7,25 +7,27 @@ from collections.abc import Iterable, Iterator, Sequence
 from llmrecipes.cli.tables import TextTable
 from llmrecipes.plan.speed.calibration import CalibrationReport, FactorFit
 from llmrecipes.plan.speed.curve import CurvePoint
-from llmrecipes.plan.speed.search import Found
+from llmrecipes.plan.speed.search import Candidate
 from llmrecipes.units import GIB
 from llmrecipes.workflow.forecast import Check
 from llmrecipes.workflow.whatif import WhatIf
 
 
-def search_lines(found: Sequence[tuple[Found, Check | None]]) -> Iterator[TextTable]:
+def search_lines(candidates: Sequence[tuple[Candidate, Check | None]]) -> Iterator[TextTable]:
     """A row for each layout, fastest first; differences are from the first that fits."""
-    speeds = [candidate.forecast.tokens_per_second_per_gpu for candidate, _ in found]
-    best = next(speed for speed, (_, check) in zip(speeds, found, strict=True) if check is None or check.fits)
+    speeds = [candidate.forecast.tokens_per_second_per_gpu for candidate, _ in candidates]
+    best = next(speed for speed, (_, check) in zip(speeds, candidates, strict=True) if check is None or check.fits)
     head = ["layout", "tokens/s/GPU", "from best", "memory", "limit"]
     rows = [
         [candidate.key, f"{speed:,.0f}", f"{speed / best - 1:+.1%}",
          f"{candidate.forecast.plan.memory.total / GIB:.1f} GiB", candidate.forecast.limit]
-        for speed, (candidate, _) in zip(speeds, found, strict=True)
+        for speed, (candidate, _) in zip(speeds, candidates, strict=True)
     ]  # fmt: skip
-    if any(check is not None for _, check in found):
+    if any(check is not None for _, check in candidates):
         head.append("dry run")
-        rows = [[*row, "" if check is None else _checked(check)] for row, (_, check) in zip(rows, found, strict=True)]
+        rows = [
+            [*row, "" if check is None else _checked(check)] for row, (_, check) in zip(rows, candidates, strict=True)
+        ]
     yield TextTable([head, *rows], right=(1, 2, 3))
 
 
@@ -71,20 +73,20 @@ def what_if_lines(made: WhatIf) -> Iterator[str | TextTable]:
     head = ("", "cluster", "GPUs", "layout", "tokens/s/GPU", "MFU", "days", "GPU-hours", "USD", "MWh")
     best, rows = made.best, []
     for option in made.options:
-        if option.found is None:
+        if option.candidate is None:
             continue
         values = option.as_dict()
         late = "late" if option.in_time is False else ""
         rows.append(
             (
-                "*" if option is best else late, option.cluster, f"{option.gpus:,}", option.found.key,
+                "*" if option is best else late, option.cluster, f"{option.gpus:,}", option.candidate.key,
                 f"{values['tokens_per_second_per_gpu']:,.0f}", f"{values['mfu_full']:.1%}", _number(option.days, ".1f"),
                 _number(option.gpu_hours, ".0f"), _number(option.cost_usd, ".0f"), _number(option.energy_mwh, ".1f"),
             )
         )  # fmt: skip
     yield TextTable([head, *rows], right=(2, *range(4, 10)))
     for option in made.options:
-        if option.found is None:
+        if option.candidate is None:
             yield f"{option.cluster}, {option.gpus:,} GPUs: {option.reason}"
     if best is None:
         yield "none of them can train it" if made.by is None else f"none of them ends by {made.by.date()}"
@@ -105,8 +107,8 @@ def curve_lines(points: Iterable[CurvePoint]) -> Iterator[str | TextTable]:
     for point in points:
         values = point.as_dict()
         figures = (point.reason, "", "", "")
-        if point.found is not None:
+        if point.candidate is not None:
             speed, share = values["tokens_per_second_per_gpu"], values["mfu_full"]
-            figures = (point.found.key, f"{speed:,.0f}", f"{share:.1%}", f"{values['step_seconds']:.3g} s")
+            figures = (point.candidate.key, f"{speed:,.0f}", f"{share:.1%}", f"{values['step_seconds']:.3g} s")
         rows.append((point.kind, f"{point.gpus:,}", f"{point.global_batch_size:,}", *figures))
     yield TextTable([head, *rows], right=(1, 2, 4, 5, 6))

@@ -111,18 +111,18 @@ def _tasks(name: str, texts: dict[Path, str], seen: set[str]) -> Iterator[dict[s
     quoted = rf"['\"]?{re.escape(name)}['\"]?\s*(#.*)?$"
     named = re.compile(rf"^['\"]?(task|group)['\"]?:\s*{quoted}", re.MULTILINE)
     tagged = re.compile(rf"^\s*(-\s*|['\"]?tag['\"]?:\s*){quoted}", re.MULTILINE)
-    found = [settings for file, text in texts.items() if named.search(text) for settings in [_settings(file)]]
-    if not found:
+    matching = [settings for file, text in texts.items() if named.search(text) for settings in [_settings(file)]]
+    if not matching:
         every = (_settings(file) for file, text in texts.items() if tagged.search(text))
-        found = [settings for settings in every if name in _listed(settings.get("tag"))]
-    if not found:
+        matching = [settings for settings in every if name in _listed(settings.get("tag"))]
+    if not matching:
         raise UserError(
             f"{name!r} is not a task of the installed lm-evaluation-harness",
             where=WHERE,
             rule="tasks are names of its tasks, groups and tags; files are in paths",
             fix="`lm-eval ls tasks` lists them",
         )
-    for settings in found:
+    for settings in matching:
         parts = settings.get("task")
         if not isinstance(parts, list):
             yield settings
@@ -158,15 +158,15 @@ def _files(name: str, settings: dict[str, Any]) -> Sequence[Path]:
     if named := _data_files(settings):
         return files(named)
     folder = None if not isinstance(dataset, str) else _cached(dataset)
-    found = [] if folder is None else [path for path in sorted(folder.rglob("*")) if _DATA.search(path.name)]
-    if not found:
+    paths = [] if folder is None else [path for path in sorted(folder.rglob("*")) if _DATA.search(path.name)]
+    if not paths:
         raise UserError(
             f"the data of task {task!r}, dataset {dataset!r}, is not on this machine",
             where=WHERE,
             rule="prepare reads datasets of tasks from the cache of the Hub (HF_HOME), as Parquet, JSON, CSV or text",
             fix=f"`hf download --repo-type dataset {dataset}` where there is network, or name its files in paths",
         )
-    return _of_splits(_of_configuration(found, folder, settings.get("dataset_name")), settings)
+    return _of_splits(_of_configuration(paths, folder, settings.get("dataset_name")), settings)
 
 
 def _cached(dataset: str) -> Path | None:
@@ -179,13 +179,13 @@ def _cached(dataset: str) -> Path | None:
         return None
 
 
-def _of_configuration(found: list[Path], folder: Path | None, name: Any) -> list[Path]:
+def _of_configuration(paths: list[Path], folder: Path | None, name: Any) -> list[Path]:
     """Of a dataset with several configurations the files in the folder of one, if it has a folder; else all."""
-    inside = [path for path in found if folder is not None and str(name) in path.relative_to(folder).parts[:-1]]
-    return inside or found
+    inside = [path for path in paths if folder is not None and str(name) in path.relative_to(folder).parts[:-1]]
+    return inside or paths
 
 
-def _of_splits(found: list[Path], settings: dict[str, Any]) -> list[Path]:
+def _of_splits(paths: list[Path], settings: dict[str, Any]) -> list[Path]:
     """The files whose names begin with a split that is evaluated, if there are any; else all."""
     splits = tuple(str(settings[key]) for key in _SPLITS if settings.get(key))
-    return [path for path in found if splits and path.name.startswith(splits)] or found
+    return [path for path in paths if splits and path.name.startswith(splits)] or paths

@@ -159,15 +159,15 @@ def stages(shards: Shards) -> tuple[Stage, ...]:
 
 def _repeats(shards: Shards, item: _Item, token: str, lost: Callable[[], bool]) -> None:
     kind, of_range = shards.kinds[item.number // shards.ranges], item.number % shards.ranges
-    found: list[np.ndarray] = []
+    keys_by_shard: list[np.ndarray] = []
     places: list[np.ndarray] = []
     for number in range(len(shards.shards)):
         if lost():
             return
         of_shard, place = shards.keys(number, of_range, kind)
-        found.append(of_shard)
+        keys_by_shard.append(of_shard)
         places.append(np.stack([np.full(len(place), number), place]))
-    keys = np.frombuffer(b"".join(part.tobytes() for part in found), "<u8").reshape(-1, KEY_BYTES[kind] // 8)
+    keys = np.frombuffer(b"".join(part.tobytes() for part in keys_by_shard), "<u8").reshape(-1, KEY_BYTES[kind] // 8)
     where = np.concatenate(places, axis=1)
     order = np.lexsort(keys.T)  # stable: of equal keys the first document comes first
     ordered = keys[order]

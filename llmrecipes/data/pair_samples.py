@@ -52,12 +52,12 @@ class PairDataset(Dataset[dict[str, torch.Tensor]]):
     def pairs(self, first: int, end: int) -> np.ndarray:
         """[pairs, 2], source and number of the pairs that samples `first` to `end` - 1 have; whole pairs."""
         rows = 1 if self._packing else 2
-        found = []
+        indices = []
         for source, sequence in self._order[first // rows : end // rows]:
             packed = self._packed[source]
             members = packed.members[packed.bounds[sequence] : packed.bounds[sequence + 1]]
-            found.append(np.stack([np.full(len(members), source), members], 1))
-        return np.concatenate(found)
+            indices.append(np.stack([np.full(len(members), source), members], 1))
+        return np.concatenate(indices)
 
     @property
     def counts(self) -> list[int]:

@@ -262,7 +262,7 @@ def log_probs(folder: Path, stems: Sequence[str], counts: Sequence[int]) -> list
     Raises:
         UserError: a file is missing, or has something else.
     """
-    found = list[np.ndarray]()
+    columns = list[np.ndarray]()
     for stem, count in zip(stems, counts, strict=True):
         path = folder / f"{stem}.npy"
         try:
@@ -278,5 +278,5 @@ def log_probs(folder: Path, stems: Sequence[str], counts: Sequence[int]) -> list
             raise UserError(
                 f"{values.dtype} {list(values.shape)}, expected float64 [{count}, 2]", where=str(path), fix=AGAIN
             )  # fmt: skip
-        found.append(values)
-    return found
+        columns.append(values)
+    return columns

@@ -148,8 +148,8 @@ def read_plan(folder: Path, every: tuple[Source, ...]) -> Plan:
 
 
 def _listings(every: tuple[Source, ...]) -> list[str | None]:
-    found = map(sources.listing, every)
-    return [None if shard is None else shard.sha256 for shard in found]
+    listed = map(sources.listing, every)
+    return [None if shard is None else shard.sha256 for shard in listed]
 
 
 @dataclass(frozen=True)

@@ -107,8 +107,8 @@ class Check(Protocol):
 
 def value(record: Mapping[str, Any], key: str) -> float | None:
     """A finite number of a record; None if there is none."""
-    found = record.get(key)
-    return found if type(found) is float and isfinite(found) else number(found)
+    raw = record.get(key)
+    return raw if type(raw) is float and isfinite(raw) else number(raw)
 
 
 @dataclass(frozen=True)

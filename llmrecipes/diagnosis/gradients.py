@@ -112,14 +112,14 @@ def of_layers(record: Record, kind: str) -> dict[str, float]:
     norms = layers.get(kind) if isinstance(layers, Mapping) else None
     if not isinstance(norms, Mapping):
         return {}
-    found: dict[str, float] = {}
+    by_layer: dict[str, float] = {}
     for name, of_layers in norms.items():
         if isinstance(of_layers, list | tuple):
             by_number = {f"layer {number} {name}": each for number, each in enumerate(of_layers, 1)}
-            found |= {place: norm for place in by_number if (norm := value(by_number, place)) is not None}
+            by_layer |= {place: norm for place in by_number if (norm := value(by_number, place)) is not None}
         elif (norm := value(norms, name)) is not None:
-            found[str(name)] = norm
-    return found
+            by_layer[str(name)] = norm
+    return by_layer
 
 
 LEAST_LOAD = 0.01

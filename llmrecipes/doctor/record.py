@@ -76,12 +76,12 @@ def read(run: RunFiles) -> list[dict[str, Any]]:
         kept = list(untrusted.lines(run.doctor, root=run.path))[-MOST_LINES:]
     except (OSError, ValueError):
         return []
-    found = []
+    findings = []
     for line in kept:
         try:
             value = untrusted.parse_line(line)
         except ValueError:
             continue
         if isinstance(value, dict) and isinstance(value.get("findings"), list):
-            found.append(value)
-    return found
+            findings.append(value)
+    return findings

@@ -30,27 +30,27 @@ def last_collectives() -> str:
     """
     from torch._C import _distributed_c10d as c10d
 
-    found: dict[str, dict[str, Any]] = {}
+    by_group: dict[str, dict[str, Any]] = {}
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # the first in builds with NCCL only
         with suppress(AttributeError, RuntimeError, ValueError, KeyError, TypeError):
             for entry in json.loads(getattr(c10d, name)(True, False)).get("entries", ()):
                 if not entry["is_p2p"]:
                     number, (group, about) = int(entry["collective_seq_id"]), entry["process_group"]
                     label = f"{group} ({about})" if about not in ("", "undefined") else str(group)
-                    if number >= found.get(label, {"number": 0})["number"]:
+                    if number >= by_group.get(label, {"number": 0})["number"]:
                         what = f"{entry['profiling_name']} of {entry['input_sizes']}"
-                        found[label] = {"number": number, "ended": bool(entry["retired"]), "what": what[:120]}
-    return json.dumps(found)
+                        by_group[label] = {"number": number, "ended": bool(entry["retired"]), "what": what[:120]}
+    return json.dumps(by_group)
 
 
-def waits(found: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> Iterator[str]:
+def waits(by_rank: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> Iterator[str]:
     """Lines about collectives that some ranks wait in; those that others have not called come first.
 
     Args:
-        found: what `last_collectives` says of each rank.
+        by_rank: what `last_collectives` says of each rank.
     """
     groups: dict[str, dict[int, Mapping[str, Any]]] = defaultdict(dict)
-    for rank, of_groups in found.items():
+    for rank, of_groups in by_rank.items():
         for group, last in of_groups.items():
             groups[group][rank] = last
     lines: list[tuple[bool, str]] = []

@@ -218,13 +218,13 @@ def watch(pid: int, memory: mmap.mmap, evidence: Evidence, rank: int, world_size
             with suppress(OSError):
                 folder.mkdir(parents=True, exist_ok=True)
                 write_atomic(folder / f"rank-{rank}.json", json.dumps(asdict(hang)))
-            found = _others(folder, hang, world_size)
+            hangs = _others(folder, hang, world_size)
             others = f"    in {_doing(hang)}; {folder / REPORT} has the other ranks"
-            text = others if found is None else report(found, world_size)
+            text = others if hangs is None else report(hangs, world_size)
             print(f"rank {rank} hangs:\n{text}\n{hang.stacks}", file=sys.stderr, flush=True)
-            if found is not None:
+            if hangs is not None:
                 with suppress(OSError):
-                    short = [{**asdict(report), "stacks": ""} for report in found.values()]
+                    short = [{**asdict(report), "stacks": ""} for report in hangs.values()]
                     write_atomic(folder / REPORT, json.dumps({"text": text, "ranks": short}, indent=1) + "\n")
             _kill(process)
             latest.cancel()
@@ -241,26 +241,26 @@ def _gathering(limit: float) -> float:
     return min(GATHER_SECONDS, limit / 2)
 
 
-def report(found: Mapping[int, Hang], world_size: int) -> str:
+def report(hangs: Mapping[int, Hang], world_size: int) -> str:
     """Which ranks are not where most are; the lines of a message.
 
     Args:
-        found: the ranks that hang.
+        hangs: the ranks that hang.
         world_size: of the run.
     """
     lines = []
-    places = Counter(_place(hang) for hang in found.values())
+    places = Counter(_place(hang) for hang in hangs.values())
     usual, _ = places.most_common(1)[0]
     for place, count in places.most_common():
-        ranks = [rank for rank, hang in sorted(found.items()) if _place(hang) == place]
-        named = ", ".join(f"{rank} on {found[rank].node}" for rank in ranks[:8])
+        ranks = [rank for rank, hang in sorted(hangs.items()) if _place(hang) == place]
+        named = ", ".join(f"{rank} on {hangs[rank].node}" for rank in ranks[:8])
         more = f" and {count - 8} more" if count > 8 else ""
-        lines.append(f"    {count} of {world_size} ranks in {_doing(found[ranks[0]])}: {named}{more}")
-    absent = sorted(rank for rank, hang in found.items() if _place(hang) != usual)
-    if absent and len(found) > 1:
+        lines.append(f"    {count} of {world_size} ranks in {_doing(hangs[ranks[0]])}: {named}{more}")
+    absent = sorted(rank for rank, hang in hangs.items() if _place(hang) != usual)
+    if absent and len(hangs) > 1:
         lines.append(f"    not where most ranks wait: {', '.join(map(str, absent[:16]))}")
-    lines += waits({rank: hang.collectives for rank, hang in found.items()})
-    missing = sorted(set(range(world_size)) - found.keys())
+    lines += waits({rank: hang.collectives for rank, hang in hangs.items()})
+    missing = sorted(set(range(world_size)) - hangs.keys())
     if missing:
         lines.append(f"    did not report a hang: {', '.join(map(str, missing[:16]))}{' …' if missing[16:] else ''}")
     return "\n".join(lines)
@@ -329,29 +329,29 @@ def _others(folder: Path, mine: Hang, world_size: int) -> dict[int, Hang] | None
 
     If all of 16,384 ranks read the files of all, they would open 268 million.
     """
-    found, first = {mine.rank: mine}, 0
+    hangs, first = {mine.rank: mine}, 0
     for _ in range(2):
         end = time.monotonic() + _gathering(mine.limit)
         while time.monotonic() < end:
             if mine.rank == first:
-                _read(folder, found)
-                if len(found) == world_size:
-                    return found
+                _read(folder, hangs)
+                if len(hangs) == world_size:
+                    return hangs
             elif (folder / REPORT).exists():
                 return None
             time.sleep(0.1 if mine.rank == first else 0.5)
         if mine.rank == first:
-            return found
+            return hangs
         # Rank 0 may not hang, or cannot say so.
         first = min(_reports(folder), default=mine.rank)
     return None
 
 
-def _read(folder: Path, found: dict[int, Hang]) -> None:
+def _read(folder: Path, hangs: dict[int, Hang]) -> None:
     for rank, path in _reports(folder).items():
-        if rank not in found:
+        if rank not in hangs:
             with suppress(OSError, ValueError, TypeError):
-                found[rank] = replace(Hang(**json.loads(path.read_text("utf-8"))), stacks="")
+                hangs[rank] = replace(Hang(**json.loads(path.read_text("utf-8"))), stacks="")
 
 
 def _reports(folder: Path) -> dict[int, Path]:

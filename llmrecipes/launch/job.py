@@ -114,11 +114,11 @@ def _statuses(launcher: Launcher, refs: list[JobRef]) -> dict[JobRef, JobStatus]
     return {ref: _as_cancelled(ref, known[ref]) if ref in known else _recorded(ref) for ref in refs}
 
 
-def _as_cancelled(ref: JobRef, found: JobStatus) -> JobStatus:
+def _as_cancelled(ref: JobRef, reported: JobStatus) -> JobStatus:
     """A job that saved because it was cancelled counts as cancelled."""
-    if found.state in (JobState.SAVED, JobState.FAILED) and _was_cancelled(ref):
-        return replace(found, state=JobState.CANCELLED)
-    return found
+    if reported.state in (JobState.SAVED, JobState.FAILED) and _was_cancelled(ref):
+        return replace(reported, state=JobState.CANCELLED)
+    return reported
 
 
 def _recorded(ref: JobRef) -> JobStatus:

@@ -219,15 +219,15 @@ def _tokens(opened: OpenedRun, data_dir: Path) -> tuple[dict[str, Any], tuple[st
         special = write_tokenizer(Path(folder), opened.recipe, prepared)
         file: dict[str, Any] = json.loads((Path(folder) / TOKENIZER).read_text("utf-8"))
     model, splitter = file["model"], json.dumps(file.get("pre_tokenizer"))
-    found = next((name for text, name in PATTERNS.items() if json.dumps(text)[1:-1] in splitter), None)
+    pattern = next((name for text, name in PATTERNS.items() if json.dumps(text)[1:-1] in splitter), None)
     notes: tuple[str, ...] = ()
     if json.dumps(WORDS)[1:-1] in splitter:
-        found = OURS
+        pattern = OURS
         notes = (
             f"llama.cpp splits text into words by its pattern {OURS}: where that differs from this tokenizer's "
             "(contractions, line ends after punctuation), tokens are others than in training",
         )
-    if model.get("type") != "BPE" or found is None:
+    if model.get("type") != "BPE" or pattern is None:
         raise UserError(
             f"a tokenizer of type {model.get('type')} with another pattern", where="--to gguf",
             rule="a byte-level BPE whose pattern of words llama.cpp has", fix="--no-tokenizer, and token ids as input",
@@ -236,6 +236,6 @@ def _tokens(opened: OpenedRun, data_dir: Path) -> tuple[dict[str, Any], tuple[st
     added = {token["content"]: token["id"] for token in file.get("added_tokens", [])}
     end = special["eos_token_id"]
     return {
-        "tokens": {**model["vocab"], **added}, "special": set(added.values()), "merges": merges, "pattern": found,
+        "tokens": {**model["vocab"], **added}, "special": set(added.values()), "merges": merges, "pattern": pattern,
         "end": end[0] if isinstance(end, list) else end,
     }, notes  # fmt: skip

@@ -186,15 +186,15 @@ def _write(source: Path, file: Path, form: str, dtype: str, weights: int, *, cac
                 written.save(file, external_data=weights > MOST_ONNX)
                 if dtype == "int8":
                     _to_int8(file, external=weights > MOST_ONNX)
-                found = _in_onnx_runtime(file, other)
+                logits = _in_onnx_runtime(file, other)
             else:
                 torch.export.save(program, file)
-                found = torch.export.load(file).module()(other)
+                logits = torch.export.load(file).module()(other)
         except UserError:
             raise
         except Exception as error:  # torch, onnxscript and ONNX Runtime each raise their own
             raise _without_operator(error, form, config.model_type) from error
-        return float((found - model(input_ids=other, use_cache=False).logits).abs().max())
+        return float((logits - model(input_ids=other, use_cache=False).logits).abs().max())
 
 
 def _past(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:

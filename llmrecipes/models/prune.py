@@ -89,13 +89,13 @@ def prune(
         "parameters_before": plan.num_parameters.total,
         "parameters": derive(_plainly(after), 1, detect()).num_parameters.total,
     }
-    found = None
+    importance = None
     if options.method != "magnitude":
         _require_memory(plan)
-        found = _measured(plan, entry, calibration_rows(before, data_dir, calibration), progress)
+        importance = _measured(plan, entry, calibration_rows(before, data_dir, calibration), progress)
 
     def write(folder: Path) -> dict[str, Any]:
-        return {**origin, **_write(entry, before, after, options, found, folder, progress)}
+        return {**origin, **_write(entry, before, after, options, importance, folder, progress)}
 
     return create_run(run_dir, after, write, text=short(after, None, DEFAULTS_NOTE), record=RECORD)
 
@@ -187,7 +187,7 @@ def _write(
     before: Recipe,
     after: Recipe,
     options: PruneOptions,
-    found: Importance | None,
+    importance: Importance | None,
     folder: Path,
     progress: Counted | None,
 ) -> dict[str, Any]:
@@ -196,20 +196,20 @@ def _write(
     from llmrecipes.models.pruned_weights import SmallerWeights, SparseWeights
 
     tensors = backend(before).tensors(entry)
-    tokens = {} if found is None else {"tokens": found.tokens}
+    tokens = {} if importance is None else {"tokens": importance.tokens}
     if options.unstructured:
-        sparse = SparseWeights(tensors, options, None if found is None else found.inputs)
+        sparse = SparseWeights(tensors, options, None if importance is None else importance.inputs)
         write_checkpoint(after, Boxes(sparse), folder, progress)
         return {**tokens, "zeros": round(sparse.zeros / max(1, sparse.weights), 4)}
-    if found is None:
+    if importance is None:
         raise ValueError(f"{METHODS[options.method or 'depth']} without importance")
-    smaller = SmallerWeights(tensors, before.model, after.model, found)
+    smaller = SmallerWeights(tensors, before.model, after.model, importance)
     write_checkpoint(after, Boxes(smaller), folder, progress)
-    return {**tokens, **_layers(smaller, found, before, after)}
+    return {**tokens, **_layers(smaller, importance, before, after)}
 
 
-def _layers(smaller: SmallerWeights, found: Importance, before: Recipe, after: Recipe) -> dict[str, Any]:
+def _layers(smaller: SmallerWeights, importance: Importance, before: Recipe, after: Recipe) -> dict[str, Any]:
     if before.model.num_layers == after.model.num_layers:
         return {}
-    influence = [round(value, 5) for value in (found.layers / found.tokens).tolist()]
+    influence = [round(value, 5) for value in (importance.layers / importance.tokens).tolist()]
     return {"layers": smaller.layers, "influence": influence}

@@ -28,18 +28,18 @@ class SmallerWeights:
     Args:
         source: of the whole model.
         before, after: sections `model` of the whole model and of the result.
-        found: importance of the whole model's parts.
+        importance: importance of the whole model's parts.
     """
 
-    def __init__(self, source: TensorSource, before: Model, after: Model, found: Importance) -> None:
-        self._source, self._old, self._new, self._found = source, shape(before), shape(after), found
+    def __init__(self, source: TensorSource, before: Model, after: Model, importance: Importance) -> None:
+        self._source, self._old, self._new, self._importance = source, shape(before), shape(after), importance
         self._shapes = weights(after)
         self._gated = before.gated_linear_unit
 
     @cached_property
     def layers(self) -> list[int]:
         """Layers that stay, from 0."""
-        return largest(self._found.layers, self._new.num_layers)
+        return largest(self._importance.layers, self._new.num_layers)
 
     def names(self) -> Sequence[str]:
         """See `TensorSource`."""
@@ -104,7 +104,7 @@ class SmallerWeights:
     def _hidden(self) -> list[int] | None:
         if self._old.hidden_size == self._new.hidden_size:
             return None
-        return largest(self._found.hidden, self._new.hidden_size)
+        return largest(self._importance.hidden, self._new.hidden_size)
 
     @property
     def _qkv_rows(self) -> int:
@@ -114,13 +114,13 @@ class SmallerWeights:
         """Rows of the groups of heads that stay, `rows` of each."""
         if self._old.num_query_groups == self._new.num_query_groups:
             return None
-        groups = largest(self._found.groups[layer], self._new.num_query_groups)
+        groups = largest(self._importance.groups[layer], self._new.num_query_groups)
         return [group * rows + row for group in groups for row in range(rows)]
 
     def _experts(self, layer: int) -> list[int]:
         if self._old.num_moe_experts == self._new.num_moe_experts:
             return list(range(self._old.num_moe_experts))
-        return largest(self._found.experts[layer], self._new.num_moe_experts)
+        return largest(self._importance.experts[layer], self._new.num_moe_experts)
 
     def _width(self, owner: str) -> tuple[int, int]:
         """Width of an MLP before and after."""
@@ -135,8 +135,8 @@ class SmallerWeights:
         old, new = self._width(mlp)
         if old == new:
             return None
-        found = self._found.neurons.get(mlp)  # an expert that no token was routed to has no activations
-        return list(range(new)) if found is None else largest(found, new)
+        activations = self._importance.neurons.get(mlp)  # an expert that no token was routed to has no activations
+        return list(range(new)) if activations is None else largest(activations, new)
 
 
 class SparseWeights:

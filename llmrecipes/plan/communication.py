@@ -82,7 +82,10 @@ class Communication:
 def communication(plan: Plan, profile: Profile, ranks_per_node: int) -> Communication:
     """Time of the collectives of a step."""
     stages = range(plan.layout.pipeline_model_parallel_size)
-    return max((_of_stage(plan, stage, profile, ranks_per_node) for stage in stages), key=lambda found: found.seconds)
+    return max(
+        (_of_stage(plan, stage, profile, ranks_per_node) for stage in stages),
+        key=lambda stage_traffic: stage_traffic.seconds,
+    )
 
 
 def _of_stage(plan: Plan, stage: int, profile: Profile, ranks_per_node: int) -> Communication:
@@ -137,11 +140,11 @@ def time_of(call: Call, group: Members, profile: Profile) -> tuple[float, Source
 
 def _nearest(operation: Operation, group: Members, measured: Sequence[MeasuredLinks]) -> list[MeasuredLinks]:
     """Rows of one group, by size."""
-    found = [row for row in measured if row.operation == operation and _alike(row, group)]
-    if not found:
+    alike = [row for row in measured if row.operation == operation and _alike(row, group)]
+    if not alike:
         return []
-    best = min(found, key=lambda row: _distance(row, group))
-    rows = (row for row in found if row.key[1:4] == best.key[1:4])
+    best = min(alike, key=lambda row: _distance(row, group))
+    rows = (row for row in alike if row.key[1:4] == best.key[1:4])
     return sorted(rows, key=lambda row: row.bytes)
 
 

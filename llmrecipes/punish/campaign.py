@@ -452,20 +452,20 @@ def keep_manifest(run: Run, step: int) -> None:
 
 def differences(reference: Signs, other: Signs, steps: int, ranks: int) -> list[str]:
     """In what a run differs from the reference: weights and optimizer, losses, batches of each rank and step."""
-    found = []
+    differing = []
     last = [json.loads((signs.files.logs / LAST).read_text("utf-8")) for signs in (reference, other)]
     if last[0] != last[1]:
-        found.append(f"the checkpoint of step {steps} differs")
+        differing.append(f"the checkpoint of step {steps} differs")
     curves = [curve(signs.files.metrics) for signs in (reference, other)]
     if curves[0] != curves[1] or len(curves[0]) != steps:
         unequal = [step for step in range(1, steps + 1) if curves[0].get(step) != curves[1].get(step)]
-        found.append(f"numbers of {len(unequal)} steps differ, the first is {min(unequal, default=None)}")
+        differing.append(f"numbers of {len(unequal)} steps differ, the first is {min(unequal, default=None)}")
     for rank in range(ranks):
         seen = [batches(signs.orders, rank) for signs in (reference, other)]
         expected = {step: {digest} for step, digests in seen[0].items() for digest in digests}
         if seen[1] != expected or seen[1].keys() != set(range(1, steps + 1)):
-            found.append(f"rank {rank} had other samples")
-    return found
+            differing.append(f"rank {rank} had other samples")
+    return differing
 
 
 def curve(metrics: Path) -> dict[int, tuple[Any, ...]]:
@@ -477,9 +477,9 @@ def curve(metrics: Path) -> dict[int, tuple[Any, ...]]:
 
 def batches(orders: Path, rank: int) -> dict[int, set[str]]:
     """Digests of the tokens that a rank computed each step from: one, however often it did."""
-    found: dict[int, set[str]] = {}
+    digests: dict[int, set[str]] = {}
     for line in (orders / f"{rank}-{faults.STEPS}").read_text("utf-8").splitlines():
         with suppress(ValueError):  # of a rank that was killed while it wrote
             record = json.loads(line)
-            found.setdefault(record["step"], set()).add(record["batch"])
-    return found
+            digests.setdefault(record["step"], set()).add(record["batch"])
+    return digests

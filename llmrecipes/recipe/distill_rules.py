@@ -178,11 +178,11 @@ def of_teacher(recipe: Recipe, check: Callable[[Recipe], list[Problem]]) -> list
     """
     if not has_teacher(recipe) or any(problem.key.startswith("distill.model") for problem in rules(recipe)):
         return []
-    found = []
+    problems = []
     for problem in check(teacher_recipe(recipe)):
         what = f"the teacher: {problem.what} ({problem.key})"
         if problem.key.startswith("model."):
-            found.append(Problem(f"distill.{problem.key}", what, problem.rule, problem.fix))
+            problems.append(Problem(f"distill.{problem.key}", what, problem.rule, problem.fix))
         elif problem.key.startswith("parallelism."):
-            found.append(Problem("distill.model", what, problem.rule, problem.fix))
-    return found
+            problems.append(Problem("distill.model", what, problem.rule, problem.fix))
+    return problems

@@ -103,9 +103,9 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
             "optimizer.ema_decay null",
         ),
     }
-    found = [Problem(key, *each[1:]) for key, each in obstacles.items() if each[0]]
-    yield from found
-    if not found:
+    problems = [Problem(key, *each[1:]) for key, each in obstacles.items() if each[0]]
+    yield from problems
+    if not problems:
         yield from _patterns(recipe.model, patterns)
 
 

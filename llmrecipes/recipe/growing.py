@@ -104,8 +104,8 @@ def load_grown(path: Path, growth: Growth, overrides: Sequence[str]) -> tuple[Re
         UserError: a size that the method cannot grow to, or an invalid recipe.
     """
     small = load(str(path)).recipe
-    if found := list(_refused(small, growth)):
-        raise found[0]
+    if refused := list(_refused(small, growth)):
+        raise refused[0]
     keys = _keys(small, growth)
     written = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
     loaded = load(str(path), [f"name={suffixed(small.name, SUFFIX)}", *written, *overrides])

@@ -152,22 +152,22 @@ def _sizes(recipe: Recipe, options: PruneOptions) -> list[str]:
             )
         return [f"model.num_moe_experts={_left('experts', model.num_moe_experts, kept)}"]
     # Unset, they would follow from sizes that change.
-    found = {} if model.multi_latent_attention else {"kv_channels": sizes.kv_channels}
-    found["ffn_hidden_size"] = sizes.ffn_hidden_size
+    keys = {} if model.multi_latent_attention else {"kv_channels": sizes.kv_channels}
+    keys["ffn_hidden_size"] = sizes.ffn_hidden_size
     if "ffn" in options.axes:
         parts = recipe.parallelism.tensor_model_parallel_size
-        found["ffn_hidden_size"] = _left("neurons", sizes.ffn_hidden_size, kept, lcm(8, parts))
+        keys["ffn_hidden_size"] = _left("neurons", sizes.ffn_hidden_size, kept, lcm(8, parts))
         if model.num_moe_experts:
             parts = recipe.parallelism.expert_tensor_parallel_size or parts
-            found["moe_ffn_hidden_size"] = _left("neurons of an expert", sizes.moe_ffn_hidden_size, kept, lcm(8, parts))
+            keys["moe_ffn_hidden_size"] = _left("neurons of an expert", sizes.moe_ffn_hidden_size, kept, lcm(8, parts))
     if "heads" in options.axes:
         groups = _left("groups of heads", sizes.num_query_groups, kept)
-        found["num_attention_heads"] = groups * (sizes.num_attention_heads // sizes.num_query_groups)
+        keys["num_attention_heads"] = groups * (sizes.num_attention_heads // sizes.num_query_groups)
         if model.num_query_groups is not None:
-            found["num_query_groups"] = groups
+            keys["num_query_groups"] = groups
     if "hidden" in options.axes:
-        found["hidden_size"] = _left("channels", sizes.hidden_size, kept, 8)
-    return [f"model.{key}={value}" for key, value in found.items()]
+        keys["hidden_size"] = _left("channels", sizes.hidden_size, kept, 8)
+    return [f"model.{key}={value}" for key, value in keys.items()]
 
 
 def _left(what: str, number: int, share: float, multiple: int = 1) -> int:

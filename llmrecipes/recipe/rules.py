@@ -155,9 +155,9 @@ MIN_BPE_VOCAB = 257
 def check(recipe: Recipe) -> list[Problem]:
     """All violated rules, each with the values, the rule as text and the nearest valid value."""
     base = recipe.model_copy(update={"stages": ()})
-    found = [problem for rule in _RULES for problem in rule(base)] + distill_rules.of_teacher(base, check)
-    if not recipe.stages or found:
-        return found
+    problems = [problem for rule in _RULES for problem in rule(base)] + distill_rules.of_teacher(base, check)
+    if not recipe.stages or problems:
+        return problems
     return stage_rules.check(recipe) or list(stage_rules.in_stages(recipe, _RULES))
 
 

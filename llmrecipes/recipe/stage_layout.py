@@ -40,12 +40,12 @@ def parse(text: str) -> tuple[str, ...]:
     """
     text = text.replace(",", "")
     for find in (_groups, _singles):
-        found = list(find(text))
-        if len(text) + sum(len(part) * _times(digits) for _, _, part, digits in found) > LONGEST:
+        matches = list(find(text))
+        if len(text) + sum(len(part) * _times(digits) for _, _, part, digits in matches) > LONGEST:
             raise ValueError(f"more than {LONGEST:,} parts")
         written: list[str] = []
         last = 0
-        for start, end, part, digits in found:
+        for start, end, part, digits in matches:
             written += text[last:start], part * int(digits)
             last = end
         text = "".join([*written, text[last:]])

@@ -19,17 +19,17 @@ Rule = Callable[[Recipe], Iterator[Problem]]
 
 def check(recipe: Recipe) -> list[Problem]:
     """What is wrong with the stages; a later kind of problem only if there is none of an earlier one."""
-    found = list(_structure(recipe)) or list(_values(recipe))
-    return found or list(_length(recipe))
+    problems = list(_structure(recipe)) or list(_values(recipe))
+    return problems or list(_length(recipe))
 
 
 def in_stages(recipe: Recipe, rules: Iterable[Rule]) -> Iterator[Problem]:
     """Violations of the rules in the first stage that has some."""
     for stage, each in zip(recipe.stages, stage_recipes(recipe), strict=True):
-        found = [problem for rule in rules for problem in rule(each)]
-        for problem in found:
+        problems = [problem for rule in rules for problem in rule(each)]
+        for problem in problems:
             yield replace(problem, what=f"in stage {stage.name}: {problem.what}")
-        if found:
+        if problems:
             return
 
 

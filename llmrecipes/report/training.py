@@ -243,12 +243,12 @@ def time_line(material: Material) -> str:
     begin, end = past.starts[0].begin, max(start.end for start in past.starts)
 
     def moments(notes: Iterable[dict[str, Any]], seconds: str = "") -> list[tuple[float, float]]:
-        found = []
+        times = []
         for note in notes:
             stamp, length = number(note.get("time")), number(note.get(seconds) if seconds else 0.0)
             if stamp is not None:
-                found.append((float(stamp) - float(length or 0.0), float(stamp)))
-        return found
+                times.append((float(stamp) - float(length or 0.0), float(stamp)))
+        return times
 
     alarms = [note for note in records.notes if note.get("alarm") is True and note["event"] != "rewound"]
     rows = [

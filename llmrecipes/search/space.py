@@ -58,12 +58,12 @@ def parameters(values: Mapping[str, JsonValue]) -> dict[str, Plain]:
 
 def suggest(trial: Trial, recipe: Recipe, search: Search) -> Values:
     """Values that the sampler chooses for a trial; keys whose condition does not hold are left out."""
-    data, found = recipe.model_dump(mode="json"), Values()
+    data, values = recipe.model_dump(mode="json"), Values()
     for dimension in search.space:
-        if not applies(dimension, found, data):
+        if not applies(dimension, values, data):
             continue
-        found[dimension.key] = value_of(dimension, _suggest(trial, dimension))
-    return found
+        values[dimension.key] = value_of(dimension, _suggest(trial, dimension))
+    return values
 
 
 def _suggest(trial: Trial, dimension: Dimension) -> Any:
@@ -110,15 +110,15 @@ def applies(dimension: Dimension, chosen: Mapping[str, JsonValue], data: Mapping
 
 def own_point(recipe: Recipe, search: Search) -> Values | None:
     """The recipe's values of the searched keys; None if the space does not contain them."""
-    data, found = recipe.model_dump(mode="json"), Values()
+    data, values = recipe.model_dump(mode="json"), Values()
     for dimension in search.space:
-        if not applies(dimension, found, data):
+        if not applies(dimension, values, data):
             continue
         value = value_at(data, dimension.key)
         if not contains(dimension, value):
             return None
-        found[dimension.key] = value
-    return found
+        values[dimension.key] = value
+    return values
 
 
 def value_at(data: Any, key: str) -> Any:
@@ -142,13 +142,13 @@ def trial_recipe(recipe: Recipe, search: Search, values: Mapping[str, JsonValue]
             raise UserError(problem.what, where=problem.key, rule=problem.rule, fix=problem.fix)
     data |= {"name": suffixed(recipe.name, SUFFIX), "search": None}
     try:
-        found = Recipe.model_validate(data)
+        candidate = Recipe.model_validate(data)
     except ValidationError as error:
         raise _refused(explain(error, {})) from error
-    found = scale(found, recipe, search, values)
-    if problems := rules.check(found):
+    candidate = scale(candidate, recipe, search, values)
+    if problems := rules.check(candidate):
         raise _refused(problems)
-    return found
+    return candidate
 
 
 def _refused(problems: list[Any]) -> UserError:

@@ -119,15 +119,15 @@ class Target:
 
     def _share(self, plan: Plan, slot: int) -> dict[str, str]:
         """Variables that give a trial its share of this machine."""
-        found = {}
+        variables = {}
         if "OMP_NUM_THREADS" not in self.variables:
-            found["OMP_NUM_THREADS"] = str(max(1, int(self.site.cpu_cores) // plan.layout.world_size))
+            variables["OMP_NUM_THREADS"] = str(max(1, int(self.site.cpu_cores) // plan.layout.world_size))
         if self.site.gpus and self.workers > 1:
             number = len(self.site.gpus)
             visible = self.variables.get("CUDA_VISIBLE_DEVICES")
             names = visible.split(",") if visible else [str(device) for device in range(number * self.workers)]
-            found["CUDA_VISIBLE_DEVICES"] = ",".join(names[number * slot : number * (slot + 1)])
-        return found
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(names[number * slot : number * (slot + 1)])
+        return variables
 
 
 def headroom(plan: Plan) -> float:

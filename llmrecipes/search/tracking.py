@@ -164,8 +164,8 @@ class StudyTracker:
             self.place.runs_dir.mkdir(parents=True, exist_ok=True)
             require_database(uri, root or "")
         client = MlflowClient(uri)
-        found = client.get_experiment_by_name(self._name)
-        self._experiment = found.experiment_id if found else client.create_experiment(self._name, root)
+        experiment = client.get_experiment_by_name(self._name)
+        self._experiment = experiment.experiment_id if experiment else client.create_experiment(self._name, root)
         known = self.study.user_attrs.get(PARENT)
         if known is None:
             known = client.create_run(
@@ -181,13 +181,13 @@ class StudyTracker:
     def _run_of(self, run_dir: Path) -> str | None:
         """Id of a run in MLflow, from its directory or, if that is on another machine, its name; None if unknown."""
         try:
-            found = read_json(run_dir / "mlflow.json", root=run_dir, most=RECORD).get("run_id")
+            mlflow_run = read_json(run_dir / "mlflow.json", root=run_dir, most=RECORD).get("run_id")
         except (OSError, ValueError, AttributeError):
-            found = None
-        if found is None and time.monotonic() >= self._not_before and not RunFiles(run_dir).metrics.exists():
+            mlflow_run = None
+        if mlflow_run is None and time.monotonic() >= self._not_before and not RunFiles(run_dir).metrics.exists():
             with suppress(Exception):  # the server is away; the outcome then gets a run of its own
-                found = find_run(self._connected(), self._name, run_dir.name)
-        return found if isinstance(found, str) else None
+                mlflow_run = find_run(self._connected(), self._name, run_dir.name)
+        return mlflow_run if isinstance(mlflow_run, str) else None
 
     def _describe(self, client: MlflowClient, run_id: str) -> None:
         search: Search = require_section(self.recipe)

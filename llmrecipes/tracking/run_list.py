@@ -107,11 +107,11 @@ def _measured(run_dir: Path) -> MeasuredRun | None:
 
 def last_note(run_dir: Path, event: str) -> dict[str, Any] | None:
     """Details of the last note of a kind at the end of a run's metrics; None without one."""
-    found = None
+    note = None
     for line in _tail(RunFiles(run_dir).metrics, TAIL_BYTES_OF_SAVES):
         if event.encode() in line and (parse(line) or {}).get("event") == event:
-            found = (parse(line) or {}).get("details", {})
-    return found
+            note = (parse(line) or {}).get("details", {})
+    return note
 
 
 def _directories(parent: Path) -> list[Path]:

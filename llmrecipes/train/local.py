@@ -124,7 +124,7 @@ def choose_from(
     if local is not None:
         entries = store.entries() if world.is_first else []
         # That of the same step is as good, and nothing of it is read over the network.
-        if (found := local.newest(after=entries[-1].step - 1 if entries else 0)) is not None:
-            entry, note = found
+        if (local_checkpoint := local.newest(after=entries[-1].step - 1 if entries else 0)) is not None:
+            entry, note = local_checkpoint
             return Start(entry, (note,)), local
     return choose(store, world), local

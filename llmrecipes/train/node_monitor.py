@@ -185,19 +185,19 @@ class Sampler:
         return _FORMAT.pack(float(self._samples), *pairs, *(self._totals[name] for name in TOTALS))
 
     def _traffic(self) -> dict[str, float]:
-        found: dict[str, float] = {}
+        rates: dict[str, float] = {}
         disks = psutil.disk_io_counters()
         if disks is not None:
-            found["disk_bytes_per_second"] = float(disks.read_bytes + disks.write_bytes)
+            rates["disk_bytes_per_second"] = float(disks.read_bytes + disks.write_bytes)
         cards = [card for name, card in psutil.net_io_counters(pernic=True).items() if name != "lo"]
-        found["network_bytes_per_second"] = float(sum(card.bytes_sent + card.bytes_recv for card in cards))
+        rates["network_bytes_per_second"] = float(sum(card.bytes_sent + card.bytes_recv for card in cards))
         adapters = ports()
         if adapters:
             sent = (port.counters.get(name, 0) * size for port in adapters for name, size in WORDS.items())
-            found["infiniband_bytes_per_second"] = float(sum(sent))
+            rates["infiniband_bytes_per_second"] = float(sum(sent))
             errors = float(sum(port.counters.get(name, 0) for port in adapters for name in IB_ERRORS))
             self._grow("infiniband_errors", errors)
-        return found
+        return rates
 
     def _joules(self) -> None:
         """Of the processors, where the kernel lets this user read them (RAPL)."""
@@ -275,10 +275,10 @@ class Gpus:
             return None
         try:
             pynvml.nvmlInit()
-            found = cls(pynvml, os.environ.get("CUDA_VISIBLE_DEVICES"))
+            gpus = cls(pynvml, os.environ.get("CUDA_VISIBLE_DEVICES"))
         except pynvml.NVMLError:
             return None
-        return found if found._handles else None
+        return gpus if gpus._handles else None
 
     def sample(self, totals: dict[str, float]) -> dict[str, float]:
         """The gauges of all GPUs: the least busy, the fullest, the slowest, the hottest, and their power together.

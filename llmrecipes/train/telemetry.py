@@ -275,15 +275,15 @@ class Telemetry:
             notes.append(Note(step=step, event="xid", details=details, alarm=True))
         return notes
 
-    def _straggler(self, step: int, found: Straggler) -> Note:
-        node = self._names[found.rank]
-        text = f"rank {found.rank} on {node} takes {found.factor:.2f} times as long for its own work as others"
+    def _straggler(self, step: int, straggler: Straggler) -> Note:
+        node = self._names[straggler.rank]
+        text = f"rank {straggler.rank} on {node} takes {straggler.factor:.2f} times as long for its own work as others"
         details = {
-            "rank": found.rank,
+            "rank": straggler.rank,
             "node": node,
-            "factor": round(found.factor, 3),
-            "compute_seconds": found.seconds,
-            "usual_seconds": found.usual,
+            "factor": round(straggler.factor, 3),
+            "compute_seconds": straggler.seconds,
+            "usual_seconds": straggler.usual,
             "text": text,
         }
         return Note(step=step, event="straggler", details=details, alarm=True)

@@ -35,7 +35,7 @@ def calibration(names: Sequence[str], runs_dir: Path, experiment: str | None) ->
     """
     from llmrecipes.rundir import Run
 
-    found: list[MeasuredRun] = []
+    measured: list[MeasuredRun] = []
     left_out: list[tuple[str, str]] = []
     files: list[RunFiles] = []
     for name in names:
@@ -47,7 +47,7 @@ def calibration(names: Sequence[str], runs_dir: Path, experiment: str | None) ->
         if isinstance(result, str):
             left_out.append((run.name, result))
         else:
-            found.append(result)
+            measured.append(result)
     if experiment is not None:
         known = {run.run_id for run in files}
         for name, row in _of_mlflow(experiment, runs_dir):
@@ -56,8 +56,8 @@ def calibration(names: Sequence[str], runs_dir: Path, experiment: str | None) ->
             if isinstance(row, str):
                 left_out.append((name, row))
             else:
-                found.append(row)
-    if not found:
+                measured.append(row)
+    if not measured:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out[:3])
         raise UserError(
             f"no run has a predicted and a measured step time{f' ({reasons})' if reasons else ''}",
@@ -65,7 +65,7 @@ def calibration(names: Sequence[str], runs_dir: Path, experiment: str | None) ->
             rule="a run records both on GPUs with coefficients, or with a --cluster that `bench machine` has measured",
             fix="llmrecipes train RECIPE --cluster NAME, then plan --calibration",
         )
-    return report(found, left_out)
+    return report(measured, left_out)
 
 
 _NOTHING = "no prediction: nothing was known of its machine's speed"

@@ -24,7 +24,7 @@ from llmrecipes.hardware.load import load_profile
 from llmrecipes.io import write_atomic
 from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.speed.forecast import forecast
-from llmrecipes.plan.speed.search import Found, fastest
+from llmrecipes.plan.speed.search import Candidate, fastest
 from llmrecipes.recipe.load import Loaded, load, names, recipes_dir
 from llmrecipes.runfiles import PLAN
 from llmrecipes.tracking.run_environment import capture
@@ -292,7 +292,7 @@ def _planned(plan: Plan, cluster: str) -> dict[str, JsonValue]:
     values = made.as_dict()
     keys = ("step_seconds", "tokens_per_second_per_gpu", "mfu_full", "mfu_causal", "days", "gpu_hours")
     return figures | {
-        "layout": Found(plan.recipe, made).key,
+        "layout": Candidate(plan.recipe, made).key,
         "gpu": made.device.name,
         **{key: _rounded(values[key]) for key in keys},
     }
@@ -376,11 +376,12 @@ def _run(name: str, runs_dir: Path, loaded: Loaded) -> CardPart:
     from llmrecipes.tracking.run_list import last_note
 
     run = Run.find(name, runs_dir)
-    found = run.summary()
+    summary = run.summary()
     plan = read_json(run.path / PLAN, root=run.path)
     figures: dict[str, Any] = {
-        "run_id": found.run_id, "state": found.state, "step": found.step, "total": found.total, "loss": found.loss,
-        "valid_loss": found.valid_loss, "world_size": plan.get("world_size"), "device": plan.get("device"),
+        "run_id": summary.run_id, "state": summary.state, "step": summary.step, "total": summary.total,
+        "loss": summary.loss, "valid_loss": summary.valid_loss, "world_size": plan.get("world_size"),
+        "device": plan.get("device"),
         **(last_note(run.path, MEASURED) or {}),
     }  # fmt: skip
     return _part(command_line("train", loaded.recipe.name), loaded, figures)

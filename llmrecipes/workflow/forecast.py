@@ -16,7 +16,7 @@ from llmrecipes.hardware.profile import Profile
 from llmrecipes.io import write_atomic
 from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.speed.forecast import Forecast, device_of, forecast
-from llmrecipes.plan.speed.search import Found, fastest
+from llmrecipes.plan.speed.search import Candidate, fastest
 from llmrecipes.recipe.load import load, short
 from llmrecipes.recipe.schema import NAME
 from llmrecipes.units import GIB
@@ -58,7 +58,7 @@ def record_of(plan: Plan, profile: Profile | None) -> dict[str, Any] | None:
 
 def search(
     recipe: str, overrides: list[str], cluster: str | None, nodes: int | None, gpus: int | None, number: int
-) -> list[Found]:
+) -> list[Candidate]:
     """The fastest layouts of a recipe, best first.
 
     Raises:
@@ -98,31 +98,33 @@ class Check:
         return {"rank": self.rank, "peak_gib": self.bytes / GIB, "fits": self.fits, "seconds": round(self.seconds, 1)}
 
 
-def checked(found: list[Found], cluster: str | None, nodes: int | None, log: Log) -> list[tuple[Found, Check | None]]:
+def checked(
+    candidates: list[Candidate], cluster: str | None, nodes: int | None, log: Log
+) -> list[tuple[Candidate, Check | None]]:
     """Dry run layouts, the fastest first, until one fits; those after it are not checked.
 
     Raises:
         UserError: a layout does not take all GPUs of its nodes, a dry run failed, or none of them fits.
     """
-    made: list[tuple[Found, Check | None]] = []
-    for number, candidate in enumerate(found):
+    made: list[tuple[Candidate, Check | None]] = []
+    for number, candidate in enumerate(candidates):
         check = _dry_run(candidate, cluster, nodes, log)
         made.append((candidate, check))
         if check.fits:
-            return [*made, *((other, None) for other in found[number + 1 :])]
+            return [*made, *((other, None) for other in candidates[number + 1 :])]
     raise UserError(
-        f"none of the {len(found)} fastest layouts fits in its dry run", where="--dryrun",
+        f"none of the {len(candidates)} fastest layouts fits in its dry run", where="--dryrun",
         rule="a winner that was checked fits", fix="without --dryrun, to see them; or more --nodes",
     )  # fmt: skip
 
 
-def _dry_run(found: Found, cluster: str | None, nodes: int | None, log: Log) -> Check:
+def _dry_run(candidate: Candidate, cluster: str | None, nodes: int | None, log: Log) -> Check:
     from llmrecipes.workflow.dryrun import dry_run
 
-    plan, stages = found.forecast.plan, found.forecast.memory
+    plan, stages = candidate.forecast.plan, candidate.forecast.memory
     world = plan.layout.world_size
     nodes = plan.cluster.nodes if cluster is not None and nodes is None else nodes
-    taken, _ = plan_on(found.recipe, nproc=None, cluster=cluster, nodes=nodes)
+    taken, _ = plan_on(candidate.recipe, nproc=None, cluster=cluster, nodes=nodes)
     if taken.layout.world_size != world:
         raise UserError(
             f"{world} of {taken.layout.world_size} GPUs", where="--gpus", rule="a dry run takes all GPUs of its nodes",
@@ -132,7 +134,7 @@ def _dry_run(found: Found, cluster: str | None, nodes: int | None, log: Log) -> 
     rank = fullest * (world // len(stages))
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        (report,) = dry_run(found.recipe, Path(folder), log, cluster=cluster, nodes=nodes, rank=rank).reports
+        (report,) = dry_run(candidate.recipe, Path(folder), log, cluster=cluster, nodes=nodes, rank=rank).reports
     unseen = stages[fullest].total - sum(report.planned.values())
     peak = sum(report.memory.values()) + unseen
     return Check(rank, peak, peak <= plan.memory_capacity_bytes, time.perf_counter() - started)
@@ -155,21 +157,22 @@ def require_new(path: Path) -> None:
         )  # fmt: skip
 
 
-def write(found: Found, path: Path) -> None:
+def write(candidate: Candidate, path: Path) -> None:
     """Save a layout as a recipe.
 
     Raises:
         UserError: as `require_new`, or it cannot be written.
     """
     require_new(path)
-    recipe = found.recipe.model_copy(update={"name": path.stem})
+    recipe = candidate.recipe.model_copy(update={"name": path.stem})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(
             path,
             short(
                 recipe,
-                header=f"{found.recipe.name} in the layout that llmrecipes plan --search predicts fastest: {found.key}",
+                header=f"{candidate.recipe.name} in the layout that llmrecipes plan --search predicts fastest: "
+                f"{candidate.key}",
             ),
         )
     except OSError as error:
@@ -207,10 +210,10 @@ def scaling_curve(
     from llmrecipes.plan.speed.figure import draw_curve
 
     loaded, profile = load(recipe, overrides).recipe, load_profile(cluster)
-    found = device_of(profile)
+    device = device_of(profile)
     plan, _ = plan_on(loaded, nproc=gpus, cluster=cluster, nodes=nodes)
     points = curve(loaded, profile, plan.layout.world_size, COUNTS)
-    _save(draw_curve(loaded.name, found.name, points), path, "--scaling-curve")
+    _save(draw_curve(loaded.name, device.name, points), path, "--scaling-curve")
     return points
 
 

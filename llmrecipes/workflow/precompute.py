@@ -452,13 +452,13 @@ def _values(frozen: Precomputation, samples: Any, part: Part, length: int, micro
     """Values of at least `length` samples: those of the part, and further ones from its beginning again."""
     from llmrecipes.data.batches import collate
 
-    found, own = list[tuple[Any, ...]](), part.end - part.first
+    values, own = list[tuple[Any, ...]](), part.end - part.first
     size = micro * frozen.together
     for begin in range(0, length, size):
         rows = [samples[part.first + number % own] for number in range(begin, begin + size)]
         batches = [cast(Any, collate(rows[place : place + micro])) for place in range(0, size, micro)]
-        found += frozen.values(batches)
-    return found
+        values += frozen.values(batches)
+    return values
 
 
 def _write_part(path: Path, content: bytes) -> None:

@@ -40,14 +40,14 @@ def place(recipe: Recipe) -> tuple[str, Path]:
     Raises:
         UserError: the recipe names none.
     """
-    found = precomputed_place(recipe)
-    if found is None:
+    known = precomputed_place(recipe)
+    if known is None:
         raise UserError(
             "no key names the folder that is written", where=f"recipe {recipe.name}",
             rule="precompute writes log-probabilities of the reference of dpo, or logits of the teacher of distill",
             fix="llmrecipes precompute RECIPE dpo.reference_log_probs=DIR, or distill.logits=DIR distill.top_k=32",
         )  # fmt: skip
-    return found[0], Path(found[1])
+    return known[0], Path(known[1])
 
 
 def passes_recipe(recipe: Recipe, ranks: int) -> Recipe:
@@ -163,7 +163,7 @@ def _require_same_weights(spec: RunSpec, then: dict[str, Any], where: str, log: 
 
 def _recorded(run_dir: Path) -> str | None:
     try:
-        found = read_json(run_dir / RECORD, root=run_dir, most=MOST).get("sha256")
+        sha256 = read_json(run_dir / RECORD, root=run_dir, most=MOST).get("sha256")
     except (OSError, ValueError, AttributeError):
         return None
-    return found if isinstance(found, str) else None
+    return sha256 if isinstance(sha256, str) else None

@@ -129,8 +129,8 @@ def _law(wanted: Wanted, runs_dir: Path) -> tuple[Law, str]:
         return CHINCHILLA, "Hoffmann et al. 2022, approach 3 (their text and tokenizer)"
     from llmrecipes.workflow.scaling import scaling
 
-    found = scaling(wanted.runs, wanted.experiment, runs_dir)
-    return found.fit.law, f"{len(found.fit.points)} tracked runs"
+    law = scaling(wanted.runs, wanted.experiment, runs_dir)
+    return law.fit.law, f"{len(law.fit.points)} tracked runs"
 
 
 def _tokens(law: Law, size: float, loss: float) -> float:

@@ -139,11 +139,11 @@ def _slow(transfers: Sequence[Transfer], expected: float, profile: str) -> Itera
 
 
 def _by_end(transfers: Sequence[Transfer]) -> dict[End, list[Transfer]]:
-    found: dict[End, list[Transfer]] = defaultdict(list)
+    by_end: dict[End, list[Transfer]] = defaultdict(list)
     for transfer in transfers:
         for end in transfer.ends:
-            found[end].append(transfer)
-    return found
+            by_end[end].append(transfer)
+    return by_end
 
 
 def _other(transfer: Transfer, host: str) -> str:

@@ -53,9 +53,9 @@ def first_difference(named: Iterable[tuple[str, torch.Tensor]], device: torch.de
     dist.all_reduce(differs, dist.ReduceOp.MAX)
     if not differs.item():
         return None
-    found = [fault for values, weights, group in hashes if (fault := _in_group(values, weights, group)) is not None]
+    differing = [fault for values, weights, group in hashes if (fault := _in_group(values, weights, group)) is not None]
     everyones_found: list[list[ReplicaFault]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyones_found, found)
+    dist.all_gather_object(everyones_found, differing)
     return min(
         (fault for faults in everyones_found for fault in faults), key=lambda fault: (not fault.is_outvoted, fault.rank)
     )

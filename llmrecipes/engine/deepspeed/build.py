@@ -126,13 +126,13 @@ def _groups(
     recipe: Recipe, parameters: list[tuple[str, torch.nn.Parameter]], names: Mapping[int, str]
 ) -> list[dict[str, Any]]:
     factors = mup(recipe.model)
-    found: dict[tuple[bool, bool, bool, int | None], list[torch.nn.Parameter]] = {}
+    by_settings: dict[tuple[bool, bool, bool, int | None], list[torch.nn.Parameter]] = {}
     require_matches(names.values(), recipe.optimizer)
     for name, parameter in parameters:
         dimensions = len(full_shape(parameter))
         hidden = factors is not None and is_hidden(name, dimensions)
         number = group_of(names.get(id(parameter), ""), recipe.optimizer)
-        found.setdefault((dimensions > 1, hidden, is_expert(parameter), number), []).append(parameter)
+        by_settings.setdefault((dimensions > 1, hidden, is_expert(parameter), number), []).append(parameter)
     return [
         {
             "params": grouped,
@@ -141,7 +141,7 @@ def _groups(
             **(EXPERTS if experts else {}),
             **({} if number is None else group_options(recipe.optimizer, number)),
         }
-        for (decays, hidden, experts, number), grouped in found.items()
+        for (decays, hidden, experts, number), grouped in by_settings.items()
     ]
 
 

@@ -182,21 +182,23 @@ class LayerNorms:
         squares, counts, outputs, logits = np.split(self._values.copy(), self._ends())
         tables = squares.reshape(len(MEASURES), self._layers + 1, len(KINDS))
         present: Any = (tables > 0).any(0).tolist()
-        found: dict[str, Any] = {
+        measured: dict[str, Any] = {
             measure: _norms(table, present) for measure, table in zip(MEASURES, tables.tolist(), strict=True)
         }
         total, numbers = outputs.reshape(2, self._layers).tolist()
         if any(numbers):
             rms = [_rounded(math.sqrt(a / n)) if n else None for a, n in zip(total, numbers, strict=True)]
-            found["activation_rms"] = {"output": rms}
+            measured["activation_rms"] = {"output": rms}
         if np.isfinite(logits).any():
-            found["attention_logit"] = {"max": [_rounded(logit) if math.isfinite(logit) else None for logit in logits]}
+            measured["attention_logit"] = {
+                "max": [_rounded(logit) if math.isfinite(logit) else None for logit in logits]
+            }
         rows = counts.reshape(len(COUNTED), len(_ROWS), BINS).tolist()
         histograms = {
             name: {kind: each for kind, row in zip(_ROWS, of_kinds, strict=True) if (each := histogram(row))}
             for name, of_kinds in zip(COUNTED, rows, strict=True)
         }
-        return LayerMeasurements(found, histograms)
+        return LayerMeasurements(measured, histograms)
 
     def _ends(self) -> list[int]:
         """Where the parts of what is read end."""
@@ -231,16 +233,16 @@ def _add(row: torch.Tensor, places: list[int], tensors: list[torch.Tensor]) -> N
 
 def _norms(table: list[list[float]], present: list[list[bool]]) -> dict[str, Any]:
     """Norms by kind from squares [layers + 1, kinds]; a norm of 0 is one where there are parameters."""
-    found: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
     for number, kind in enumerate(KINDS):
         rows = zip(table[:-1], present[:-1], strict=True)
         values = [_rounded(math.sqrt(row[number])) if known[number] else None for row, known in rows]
         if any(value is not None for value in values):
-            found[kind] = values
+            measured[kind] = values
     for number, kind in enumerate(OUTSIDE):
         if present[-1][number]:
-            found[kind] = _rounded(math.sqrt(table[-1][number]))
-    return found
+            measured[kind] = _rounded(math.sqrt(table[-1][number]))
+    return measured
 
 
 def _rounded(value: float) -> float:

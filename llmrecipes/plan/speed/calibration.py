@@ -129,12 +129,12 @@ def fit(runs: Sequence[MeasuredRun]) -> FactorFit:
             unknown = "communication: the runs contradict any positive factor"
     if compute <= 0:
         compute = c1 / cc
-    found = Calibration(compute=compute, communication=communication, runs=len(runs))
+    factors = Calibration(compute=compute, communication=communication, runs=len(runs))
     return FactorFit(
         device=runs[0].device,
-        calibration=found,
+        calibration=factors,
         median_error=statistics.median(abs(run.error) for run in runs),
-        corrected_error=statistics.median(abs(run.corrected(found)) for run in runs),
+        corrected_error=statistics.median(abs(run.corrected(factors)) for run in runs),
         unknown=unknown,
     )
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.machine import machine
 from llmrecipes.hardware.profile import Profile
-from llmrecipes.plan.speed.search import Found, fastest
+from llmrecipes.plan.speed.search import Candidate, fastest
 from llmrecipes.recipe.batch_schedule import without_ramp
 from llmrecipes.recipe.schema import Recipe
 
@@ -25,18 +25,18 @@ class CurvePoint:
     kind: Kind
     gpus: int
     global_batch_size: int
-    found: Found | None
+    candidate: Candidate | None
     reason: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """One row of `plan --scaling-curve --json`."""
-        values = {} if self.found is None else self.found.forecast.as_dict()
+        values = {} if self.candidate is None else self.candidate.forecast.as_dict()
         keys = ("tokens_per_second_per_gpu", "mfu_full", "mfu_causal", "step_seconds", "days", "parallelism")
         return {
             "kind": self.kind,
             "gpus": self.gpus,
             "global_batch_size": self.global_batch_size,
-            "layout": None if self.found is None else self.found.key,
+            "layout": None if self.candidate is None else self.candidate.key,
             **{key: values.get(key) for key in keys},
             "reason": self.reason or None,
         }
@@ -61,7 +61,7 @@ def _point(recipe: Recipe, profile: Profile, kind: Kind, gpus: int, batch: int) 
     train = without_ramp(recipe.train, global_batch_size=batch)
     nodes = -(-gpus // max(1, profile.gpus_per_node))
     try:
-        found = fastest(recipe.model_copy(update={"train": train}), machine(profile, nodes), gpus, profile, 1)[0]
+        candidate = fastest(recipe.model_copy(update={"train": train}), machine(profile, nodes), gpus, profile, 1)[0]
     except UserError as error:
         return CurvePoint(kind, gpus, batch, None, error.what)
-    return CurvePoint(kind, gpus, batch, found)
+    return CurvePoint(kind, gpus, batch, candidate)

@@ -50,7 +50,7 @@ def draw_curve(name: str, device: str, points: Sequence[CurvePoint]) -> Figure:
     share, speed = figure.subplots(2, 1, sharex=True)
     figure.suptitle(f"{name} on {device}, the fastest layout at each number of GPUs, predicted")
     for kind, color, marker in (("strong", "#4477aa", "o"), ("weak", "#228833", "s")):
-        made = [point.as_dict() for point in points if point.kind == kind and point.found is not None]
+        made = [point.as_dict() for point in points if point.kind == kind and point.candidate is not None]
         gpus = [point["gpus"] for point in made]
         share.plot(
             gpus, [100 * point["mfu_full"] for point in made], color=color, marker=marker, label=f"{kind} scaling"

@@ -200,12 +200,12 @@ def gpu(plan: Plan, profile: Profile | None) -> Device:
             )  # fmt: skip
         processors = _processors(profile, profile.rates, -(-plan.layout.world_size // plan.cluster.nodes))
         return processors if profile.calibration is None else _calibrated(processors, profile.calibration)
-    found = device(plan.cluster.gpus[0].name)
+    known = device(plan.cluster.gpus[0].name)
     near = plan.cluster.gpus_per_domain
     if profile is None:
-        return replace(found, gpus_per_node=near)
+        return replace(known, gpus_per_node=near)
     linked = replace(
-        found,
+        known,
         gpus_per_node=near,
         nvlink=profile.intra_node.gb_per_s * 1e9,
         nic=profile.inter_node.gb_per_s * 1e9,
@@ -385,15 +385,15 @@ def forecast(plan: Plan, profile: Profile | None) -> Forecast:
     Raises:
         UserError: as `gpu`.
     """
-    found = gpu(plan, profile)
-    step = predict(found, software(plan, found), work(plan))
+    accelerator = gpu(plan, profile)
+    step = predict(accelerator, software(plan, accelerator), work(plan))
     if has_teacher(plan.recipe):
         teacher = teacher_plan(plan)
-        ahead = predict(found, software(teacher, found), work(teacher))
+        ahead = predict(accelerator, software(teacher, accelerator), work(teacher))
         step = replace(step, teacher=forward_seconds(ahead, plan.num_microbatches))
     if has_reference(plan.recipe):
         reference = reference_plan(plan)
-        ahead = predict(found, software(reference, found), work(reference))
+        ahead = predict(accelerator, software(reference, accelerator), work(reference))
         step = replace(step, teacher=forward_seconds(ahead, plan.num_microbatches))
     step = with_attack(step, passes(plan.recipe.train))
     stages = range(plan.layout.pipeline_model_parallel_size)
@@ -410,4 +410,4 @@ def forecast(plan: Plan, profile: Profile | None) -> Forecast:
             carbon = energy * costs.kg_co2_per_kwh
     saves = None if profile is None else saving(plan, profile, step.seconds)
     known = None if profile is None else profile.calibration
-    return Forecast(plan, step, found, memory, usd, energy, carbon, saves, known)
+    return Forecast(plan, step, accelerator, memory, usd, energy, carbon, saves, known)

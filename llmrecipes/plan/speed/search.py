@@ -42,7 +42,7 @@ _AUTO: dict[str, Any] = {**_NONE, "recompute_granularity": "auto"}
 
 
 @dataclass(frozen=True)
-class Found:
+class Candidate:
     """A layout: the recipe with it, and what it takes."""
 
     recipe: Recipe
@@ -233,7 +233,7 @@ def _end_in_layers(recipe: Recipe) -> float:
     return (1 + s.mtp_num_layers) * s.vocab_size * s.hidden_size / layer + s.mtp_num_layers
 
 
-def fastest(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None, number: int) -> list[Found]:
+def fastest(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None, number: int) -> list[Candidate]:
     """The fastest layouts that fit with `LEAST_HEADROOM`, best first; at most `number`.
 
     Offload by a recipe with `zero` is tried only where nothing fits without it: the time of its copies and of the
@@ -249,11 +249,11 @@ def fastest(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | Non
             rule="the layout of a run is the same in all stages",
             fix="stages=[] with the model and train keys of the longest stage",
         )
-    found = _fitting(recipe, candidates(recipe, ranks, cluster.gpus_per_domain), cluster, ranks, profile, number)
-    if not found and recipe.zero is not None:
+    results = _fitting(recipe, candidates(recipe, ranks, cluster.gpus_per_domain), cluster, ranks, profile, number)
+    if not results and recipe.zero is not None:
         offloaded = candidates(recipe, ranks, cluster.gpus_per_domain, offload=True)
-        found = _fitting(recipe, offloaded, cluster, ranks, profile, number)
-    if not found:
+        results = _fitting(recipe, offloaded, cluster, ranks, profile, number)
+    if not results:
         if next(candidates(recipe, ranks, cluster.gpus_per_domain), None) is None:
             raise UserError(
                 f"no layout of {ranks} GPUs",
@@ -267,7 +267,7 @@ def fastest(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | Non
             rule="a rank's states and activations fit its GPU",
             fix=f"{_smallest(recipe, cluster, ranks, profile)}{_by_zero(recipe, cluster, ranks, profile)}",
         )
-    return found
+    return results
 
 
 def _by_zero(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | None) -> str:
@@ -277,8 +277,8 @@ def _by_zero(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | No
     for offload in (False, True):
         sharded = with_zero(recipe, Zero(stage=3, extra={}), 3, offload)
         every = _degrees(sharded, ranks, cluster.gpus_per_domain)
-        for found in _fitting(sharded, every, cluster, ranks, profile, 1):
-            keys = " ".join(chain.from_iterable(changes(recipe, found.recipe).values()))
+        for candidate in _fitting(sharded, every, cluster, ranks, profile, 1):
+            keys = " ".join(chain.from_iterable(changes(recipe, candidate.recipe).values()))
             unknown = " (the time of offload is not known)" if offload else ""
             return f"; or DeepSpeed on these GPUs: {keys}{unknown}"
     return ""
@@ -286,15 +286,15 @@ def _by_zero(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | No
 
 def _fitting(
     recipe: Recipe, every: Iterable[Recipe], cluster: Cluster, ranks: int, profile: Profile | None, number: int
-) -> list[Found]:
-    found: list[Found] = []
+) -> list[Candidate]:
+    fitting: list[Candidate] = []
     order = count()
     # By the least time that they may take, and as if they recomputed nothing; then by their time.
     queue: list[tuple[float, int, Recipe, Forecast | None]] = [
         (seconds, next(order), candidate, None) for seconds, candidate in _timed(every, recipe, cluster, ranks, profile)
     ]
     heapify(queue)
-    while queue and len(found) < number:
+    while queue and len(fitting) < number:
         _, _, candidate, made = heappop(queue)
         if made is None:
             if not (candidate.train.recompute_granularity or _may_fit(candidate, cluster, ranks)):
@@ -307,8 +307,8 @@ def _fitting(
                 made = forecast(plan, profile)
                 heappush(queue, (made.step.seconds, next(order), candidate, made))
             continue
-        found.append(Found(candidate, made))
-    return found
+        fitting.append(Candidate(candidate, made))
+    return fitting
 
 
 def nearest(plan: Plan, number: int) -> list[tuple[str, Forecast]]:
@@ -329,13 +329,13 @@ def nearest(plan: Plan, number: int) -> list[tuple[str, Forecast]]:
     ]
     for most in (1, 2):
         few = [candidate for candidate in every if len(changes(recipe, candidate)) <= most]
-        if found := _fitting(recipe, few, cluster, ranks, None, number):
+        if results := _fitting(recipe, few, cluster, ranks, None, number):
             break
     else:
-        found = fastest(recipe, cluster, ranks, None, number)
+        results = fastest(recipe, cluster, ranks, None, number)
     return [
         (" ".join(chain.from_iterable(changes(recipe, candidate.recipe).values())), candidate.forecast)
-        for candidate in found
+        for candidate in results
     ]
 
 
@@ -404,7 +404,7 @@ def _smallest(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | N
                 continue
             plan = plan_of(candidate, larger, more)
             if plan is not None and plan.fits and plan.memory_headroom >= LEAST_HEADROOM:
-                return f"{nodes} nodes, {more} GPUs ({Found(candidate, forecast(plan, profile)).key})"
+                return f"{nodes} nodes, {more} GPUs ({Candidate(candidate, forecast(plan, profile)).key})"
     return "a smaller global batch, a shorter sequence, or GPUs with more memory"
 
 

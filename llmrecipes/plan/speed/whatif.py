@@ -10,7 +10,7 @@ from typing import Any
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.machine import machine
 from llmrecipes.hardware.profile import Profile
-from llmrecipes.plan.speed.search import Found, fastest
+from llmrecipes.plan.speed.search import Candidate, fastest
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.units import GIB
 
@@ -22,7 +22,7 @@ class Option:
     """A machine, and what the training takes on it with the layout that a search finds fastest.
 
     Attributes:
-        found: None: no layout fits, for `reason`.
+        candidate: None: no layout fits, for `reason`.
         days: with saves and failures, where the profile has these; None: without an end.
         cost_usd, energy_mwh: None: no price, or no power in the profile.
         in_time: whether it ends by the date; None: there is none.
@@ -31,7 +31,7 @@ class Option:
     cluster: str
     gpu: str
     gpus: int
-    found: Found | None
+    candidate: Candidate | None
     days: float | None = None
     gpu_hours: float | None = None
     cost_usd: float | None = None
@@ -41,12 +41,12 @@ class Option:
 
     def as_dict(self) -> dict[str, Any]:
         """One row of `plan --what-if --json`."""
-        made = None if self.found is None else self.found.forecast
+        made = None if self.candidate is None else self.candidate.forecast
         return {
             "cluster": self.cluster,
             "gpu": self.gpu,
             "gpus": self.gpus,
-            "layout": None if self.found is None else self.found.key,
+            "layout": None if self.candidate is None else self.candidate.key,
             "parallelism": None if made is None else made.as_dict()["parallelism"],
             "tokens_per_second_per_gpu": None if made is None else made.tokens_per_second_per_gpu,
             "mfu_full": None if made is None else made.as_dict()["mfu_full"],
@@ -85,10 +85,10 @@ def _option(
     name = "" if profile.gpu is None else profile.gpu.name
     nodes = -(-gpus // max(1, profile.gpus_per_node))
     try:
-        found = fastest(recipe, machine(profile, nodes), gpus, profile, 1)[0]
+        candidate = fastest(recipe, machine(profile, nodes), gpus, profile, 1)[0]
     except UserError as error:
         return Option(profile.name, name, gpus, None, reason=f"{error.what}: {error.fix}" if error.fix else error.what)
-    made = found.forecast
+    made = candidate.forecast
     seconds = tokens / (made.tokens_per_second_per_gpu * gpus)
     share = 1.0
     if made.saving is not None and (effective := made.saving.effective(made.saving.best_interval)) is not None:
@@ -102,7 +102,7 @@ def _option(
         cluster=profile.name,
         gpu=name,
         gpus=gpus,
-        found=found,
+        candidate=candidate,
         days=days,
         gpu_hours=hours,
         cost_usd=None if price is None or hours is None else hours * price,

@@ -75,7 +75,7 @@ def _largest(query: torch.Tensor, key: torch.Tensor, first: int, allowed: torch.
     queries = query.reshape(length, batch, groups, heads // groups, channels).permute(1, 2, 3, 0, 4)
     keys = key.permute(1, 2, 3, 0)[:, :, None]
     rows = max(1, MOST_SCORES // (batch * heads * (first + length)))
-    found = []
+    largest = []
     for start in range(0, length, rows):
         end = min(length, start + rows)
         scores = queries[..., start:end, :] @ keys[..., : first + end]
@@ -84,8 +84,8 @@ def _largest(query: torch.Tensor, key: torch.Tensor, first: int, allowed: torch.
         else:
             later = torch.ones(end - start, end - start, dtype=torch.bool, device=query.device).triu(1)
             scores[..., first + start :].masked_fill_(later, -torch.inf)
-        found.append(scores.amax((0, 3, 4)).flatten().float())
-    return torch.stack(found).amax(0)
+        largest.append(scores.amax((0, 3, 4)).flatten().float())
+    return torch.stack(largest).amax(0)
 
 
 def _allowed(mask: torch.Tensor, length: int, batch: int) -> torch.Tensor:

@@ -56,7 +56,7 @@ def overrides(modules: Iterable[Any], optimizer: Optimizer) -> dict[ParamKey, An
     )
     require_matches(names.values(), optimizer)
     numbers = {place: group_of(name, optimizer) for place, name in names.items()}
-    found: dict[ParamKey, Any] = {}
+    by_key: dict[ParamKey, Any] = {}
     for number, group in enumerate(optimizer.groups):
         options = group_options(optimizer, number)
         for is_decayed in (True, False):
@@ -66,8 +66,11 @@ def overrides(modules: Iterable[Any], optimizer: Optimizer) -> dict[ParamKey, An
                     numbers.get(id(parameter)) == number and decays(name, parameter.dim()) == is_decayed
                 ),
             )
-            found[ParamKey(with_name_predicate=key)] = {**options, **({"wd_mult": group.wd_mult} if is_decayed else {})}
-    return found
+            by_key[ParamKey(with_name_predicate=key)] = {
+                **options,
+                **({"wd_mult": group.wd_mult} if is_decayed else {}),
+            }
+    return by_key
 
 
 def require_matches(names: Iterable[str], optimizer: Optimizer) -> None:
