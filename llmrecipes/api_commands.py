@@ -305,7 +305,7 @@ def merge_models(
 
     densities = [density] if isinstance(density, int | float) else density
     options = MergeOptions(method, weights, densities, t, scale, normalize, seed)
-    made = merge(
+    merged = merge(
         [str(model) for model in models],
         options,
         Output(Path(out), dtype, tokenizer=tokenizer),
@@ -313,7 +313,7 @@ def merge_models(
         directory(data_dir, DATA_VARIABLE, DATA_DIR),
         None if base is None else str(base),
     )
-    return Path(made.path)
+    return Path(merged.path)
 
 
 def import_model(
@@ -343,7 +343,7 @@ def import_model(
     from llmrecipes.models.importing import import_model as make
     from llmrecipes.runfiles import checked_run_id
 
-    made = make(
+    created = make(
         str(source),
         overrides,
         directory(runs_dir, RUNS_VARIABLE, RUNS_DIR),
@@ -351,4 +351,4 @@ def import_model(
         revision=revision,
         name=name,
     )
-    return Run(Path(made.run_dir), directory(data_dir, DATA_VARIABLE, DATA_DIR))
+    return Run(Path(created.run_dir), directory(data_dir, DATA_VARIABLE, DATA_DIR))

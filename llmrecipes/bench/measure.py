@@ -112,8 +112,8 @@ def _all_to_all(buffer: torch.Tensor, group: Any) -> Callable[[], object]:
 
 def _send_recv(buffer: torch.Tensor, group: Any) -> Callable[[], object]:
     """Each rank sends to the next one of the group and receives from the previous one, like pipeline stages."""
-    ranks, own = dist.get_process_group_ranks(group), group.rank()
-    after, before = ranks[(own + 1) % len(ranks)], ranks[own - 1]
+    ranks, group_rank = dist.get_process_group_ranks(group), group.rank()
+    after, before = ranks[(group_rank + 1) % len(ranks)], ranks[group_rank - 1]
     result = torch.empty_like(buffer)
 
     def call() -> None:
@@ -160,9 +160,9 @@ def measure_ranks(platform: Platform, repeats: int) -> RankSpeeds:
         platform.synchronize()
         if number >= PRODUCT_WARMUP:
             times.append(time.perf_counter() - started)
-    own = (socket.gethostname(), statistics.median(times) / CALLS)
-    everybody = [own] * dist.get_world_size()
-    dist.all_gather_object(everybody, own)
+    speed = (socket.gethostname(), statistics.median(times) / CALLS)
+    everybody = [speed] * dist.get_world_size()
+    dist.all_gather_object(everybody, speed)
     hosts, seconds = zip(*everybody, strict=True)
     return RankSpeeds(hosts=hosts, seconds=seconds, flops=2.0 * size**3)
 

@@ -75,8 +75,8 @@ class Figures(TypedDict):
 
 def recipe_of(name: str) -> Recipe:
     """Recipe of one of `MODELS`."""
-    own = MODELS[name]
-    merged = {key: {**_BASE.get(key, {}), **own.get(key, {})} for key in _BASE.keys() | own.keys()}
+    overrides = MODELS[name]
+    merged = {key: {**_BASE.get(key, {}), **overrides.get(key, {})} for key in _BASE.keys() | overrides.keys()}
     return Recipe.model_validate({"name": name.replace(" ", "-"), **merged})
 
 

@@ -117,8 +117,8 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON values."""
-        own = {key: value for key, value in asdict(self).items() if key != "measured"}
-        return {**self.measured.model_dump(mode="json"), **own, "share": self.share, "ok": self.ok}
+        values = {key: value for key, value in asdict(self).items() if key != "measured"}
+        return {**self.measured.model_dump(mode="json"), **values, "share": self.share, "ok": self.ok}
 
     def as_text(self) -> str:
         """One line of text."""

@@ -296,9 +296,9 @@ def write_checkpoint(
     return store.path(info.step)
 
 
-def _agree(ranks: Ranks, own: T | _Failure, then: Callable[[list[T]], None] | None = None) -> None:
+def _agree(ranks: Ranks, value: T | _Failure, then: Callable[[list[T]], None] | None = None) -> None:
     """Return on all ranks if all have succeeded, and `then` on the first of them with all results; else raise."""
-    results = ranks.gather(own)
+    results = ranks.gather(value)
     failures: dict[int, _Failure] | None = None
     if results is not None:
         failures = {rank: item for rank, item in enumerate(results) if isinstance(item, _Failure)}

@@ -211,9 +211,9 @@ class CheckpointStore:
                 directory is left unchanged and no published checkpoint is touched.
         """
         known = known or {}
-        own = [path for path in _files(temporary) if path.relative_to(temporary).as_posix() not in known]
+        unlisted = [path for path in _files(temporary) if path.relative_to(temporary).as_posix() not in known]
         files = {}
-        for path in own:
+        for path in unlisted:
             sync(path)
             files[path.relative_to(temporary).as_posix()] = digest(path)
         # By name: on a network file system a listing may lack what another node has just written.

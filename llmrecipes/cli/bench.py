@@ -215,15 +215,15 @@ def machine(
 
     if write is not None:
         bench.require_new(write)
-    made = bench.machine_profile(cluster, repeats, write.stem if write is not None else "this-machine")
+    profile = bench.machine_profile(cluster, repeats, write.stem if write is not None else "this-machine")
     if write is not None:
-        bench.save_profile(made, write)
+        bench.save_profile(profile, write)
     if as_json:
-        print(json.dumps(made, indent=2))
+        print(json.dumps(profile, indent=2))
         return
-    for name, value in made["rates"].items():
+    for name, value in profile["rates"].items():
         print(f"{name:18}{value:10.4g}")
-    print(f"{'intra_node':18}{made['intra_node']['gb_per_s']:10.4g} GB/s between processes")
+    print(f"{'intra_node':18}{profile['intra_node']['gb_per_s']:10.4g} GB/s between processes")
     if write is not None:
         print(f"written to {write}: --cluster {write}")
 

@@ -71,8 +71,8 @@ def card(
         parts = tuple(cast("workflow.PartName", part) for part in do or ())
         asked = workflow.Asked(cluster, gpus, parts, run)
         for name in chosen:
-            made = workflow.make(name, asked, runs_dir, lambda line: print(line, file=sys.stderr))
-            print(f"wrote {workflow.write(made)}", file=sys.stderr)
+            result = workflow.make(name, asked, runs_dir, lambda line: print(line, file=sys.stderr))
+            print(f"wrote {workflow.write(result)}", file=sys.stderr)
         workflow.renew_guide(list(table(workflow.all_cards())))
     if check:
         changed = {name: reason for name in chosen if (reason := workflow.stale(name)) is not None}

@@ -96,20 +96,20 @@ def stats(
 
     loaded = load(recipe, overrides or []).recipe
     prepared = open_prepared(loaded, data_dir)
-    made = overview.stats(prepared)
+    statistics = overview.stats(prepared)
     if html is not None:
         from llmrecipes.report import build, data_page
 
         languages, domains = overview.languages(prepared), overview.domains(loaded.data.sources)
-        made = replace(made, languages=languages, domains=domains)
-        build.write(html, data_page.page(loaded.name, prepared, made))
+        statistics = replace(statistics, languages=languages, domains=domains)
+        build.write(html, data_page.page(loaded.name, prepared, statistics))
     if as_json:
-        sources = [asdict(source) | {"bytes_per_token": source.bytes_per_token} for source in made.sources]
-        print(json.dumps({"path": str(prepared.path), **asdict(made), "sources": sources}, indent=1))
+        sources = [asdict(source) | {"bytes_per_token": source.bytes_per_token} for source in statistics.sources]
+        print(json.dumps({"path": str(prepared.path), **asdict(statistics), "sources": sources}, indent=1))
         return
     rows = [("source", "read", "documents", "tokens", "bytes", "bytes/token")]
     dropped = [("source", "step", "dropped", "changed", "rules", "example")]
-    for source in made.sources:
+    for source in statistics.sources:
         rate = "" if source.bytes_per_token is None else f"{source.bytes_per_token:.2f}"
         figures = (f"{value:,}" for value in (source.read, source.documents, source.tokens, source.bytes))
         rows.append((source.label, *figures, rate))  # type: ignore[arg-type]
@@ -117,9 +117,9 @@ def stats(
             rules = ", ".join(f"{name} {count:,}" for name, count in step.rules.items())
             example = _visible((step.example or "")[:EXAMPLE])
             dropped.append((source.label, step.step, f"{step.dropped:,}", f"{step.changed:,}", rules, example))
-    most = max((length.documents for length in made.lengths), default=1)
+    most = max((length.documents for length in statistics.lengths), default=1)
     lengths = [("tokens from", "documents", "tokens", "")]
-    for length in made.lengths:
+    for length in statistics.lengths:
         bar = "#" * -(-BAR * length.documents // most)
         lengths.append((f"{length.least:,}", f"{length.documents:,}", f"{length.tokens:,}", bar))
     print_parts(TextTable(rows, right=(1, 2, 3, 4, 5)), "", TextTable(dropped, right=(2, 3)), "")

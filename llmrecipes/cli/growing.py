@@ -69,19 +69,19 @@ def grow(
 
     setup_logging()
     growth = Growth(layers, by, hidden_size, ffn_hidden_size, moe_ffn_hidden_size, heads, experts)
-    made = make(run, growth, overrides or [], runs_dir, checked_run_id(run_id), None if as_json else Counted())
+    created = make(run, growth, overrides or [], runs_dir, checked_run_id(run_id), None if as_json else Counted())
     if as_json:
-        print(json.dumps(made.as_dict()))
+        print(json.dumps(created.as_dict()))
         return
-    origin = made.origin
+    origin = created.origin
     sizes = ", ".join(f"{name} {before:,} to {after:,}" for name, (before, after) in origin["sizes"].items())
     by_method = f", layers by {origin['by']}" if origin["by"] else ""
     print(f"grown  {origin['from_run']}, step {origin['step']}, {number(origin['parameters_before'])} parameters")
     print(f"       {sizes}{by_method}")
-    print(f"to     {made.run_dir}, {number(origin['parameters'])} parameters")
+    print(f"to     {created.run_dir}, {number(origin['parameters'])} parameters")
     if origin["preserves"]:
         print("loss   that of the run before the first step: what the model computes is preserved")
     else:
         print(f"loss   another before the first step: {origin['by']} does not preserve what the model computes")
     print("       optimizer state and data order start from the beginning")
-    print(f"train: {resume_command(Path(made.run_dir))}")
+    print(f"train: {resume_command(Path(created.run_dir))}")

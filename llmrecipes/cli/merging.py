@@ -99,15 +99,15 @@ def merge(
     if out is None:
         raise UserError("not set", where="--out", rule="a folder that does not exist", fix="--out DIR, or --to run")
     output = Output(out, dtype, tokenizer=tokenizer)
-    made = make(models, options, output, runs_dir, data_dir, base, None if as_json else Counted())
+    merged = make(models, options, output, runs_dir, data_dir, base, None if as_json else Counted())
     if as_json:
-        print(json.dumps(asdict(made)))
+        print(json.dumps(asdict(merged)))
         return
     print(_what(models, base, method))
-    files = "1 file" if made.shards == 1 else f"{made.shards} files"
-    print(f"to     {made.path}")
-    size = f"{made.bytes / 2**20:,.1f} MiB in {files}"
-    print(f"       {number(made.parameters)} parameters, {size}, {made.seconds:.1f} s")
+    files = "1 file" if merged.shards == 1 else f"{merged.shards} files"
+    print(f"to     {merged.path}")
+    size = f"{merged.bytes / 2**20:,.1f} MiB in {files}"
+    print(f"       {number(merged.parameters)} parameters, {size}, {merged.seconds:.1f} s")
 
 
 def _merge_runs(
@@ -119,13 +119,13 @@ def _merge_runs(
     from llmrecipes.tracking.progress import Counted
 
     progress = None if as_json else Counted()
-    made = merge_runs(models, options, runs_dir, checked_run_id(run_id), base, progress)
+    created = merge_runs(models, options, runs_dir, checked_run_id(run_id), base, progress)
     if as_json:
-        print(json.dumps(made.as_dict()))
+        print(json.dumps(created.as_dict()))
         return
     print(_what(models, base, options.method))
-    print(f"to     {made.run_dir}, {made.origin['seconds']:.1f} s")
-    print(f"train: {resume_command(Path(made.run_dir))}")
+    print(f"to     {created.run_dir}, {created.origin['seconds']:.1f} s")
+    print(f"train: {resume_command(Path(created.run_dir))}")
 
 
 def _what(models: list[str], base: str | None, method: str) -> str:

@@ -101,16 +101,19 @@ def export(
     if to != "hf":
         _export_program(run, to, out, runs_dir, data_dir, options, as_json=as_json)
         return
-    made = make(run, out, runs_dir, data_dir, options, None if as_json else Counted())
+    exported = make(run, out, runs_dir, data_dir, options, None if as_json else Counted())
     if as_json:
-        print(json.dumps(asdict(made)))
+        print(json.dumps(asdict(exported)))
         return
-    files = "1 file" if made.shards == 1 else f"{made.shards} files"
-    print(f"exported {made.run}, step {made.step}")
-    print(f"to       {made.path}")
-    size = f"{made.bytes / 2**20:,.1f} MiB in {files}"
-    print(f"         {made.family}, {number(made.parameters)} parameters, {made.dtype}, {size}, {made.seconds:.1f} s")
-    for note in made.notes:
+    files = "1 file" if exported.shards == 1 else f"{exported.shards} files"
+    print(f"exported {exported.run}, step {exported.step}")
+    print(f"to       {exported.path}")
+    size = f"{exported.bytes / 2**20:,.1f} MiB in {files}"
+    print(
+        f"         {exported.family}, {number(exported.parameters)} parameters, {exported.dtype}, {size}, "
+        f"{exported.seconds:.1f} s"
+    )
+    for note in exported.notes:
         print(f"note     {note}")
 
 
@@ -122,21 +125,24 @@ def _export_program(
     if to == "gguf":
         from llmrecipes.models.gguf_file import export_gguf
 
-        made = export_gguf(run, out, runs_dir, data_dir, options)
+        exported = export_gguf(run, out, runs_dir, data_dir, options)
     else:
         from llmrecipes.models.programs import export_program
 
-        made = export_program(run, to, out, runs_dir, data_dir, options)
+        exported = export_program(run, to, out, runs_dir, data_dir, options)
     if as_json:
-        print(json.dumps(asdict(made)))
+        print(json.dumps(asdict(exported)))
         return
-    size = f"{made.bytes / 2**20:,.1f} MiB, {made.seconds:.1f} s"
-    print(f"exported {made.run}, step {made.step}")
-    print(f"to       {made.path}")
-    print(f"         {made.form} of {made.family}, {number(made.parameters)} parameters, {made.dtype}, {size}")
-    if made.largest_difference is not None:
-        print(f"logits   at most {made.largest_difference:.1e} from those of transformers, on random tokens")
-    for note in made.notes:
+    size = f"{exported.bytes / 2**20:,.1f} MiB, {exported.seconds:.1f} s"
+    print(f"exported {exported.run}, step {exported.step}")
+    print(f"to       {exported.path}")
+    print(
+        f"         {exported.form} of {exported.family}, {number(exported.parameters)} parameters, {exported.dtype}, "
+        f"{size}"
+    )
+    if exported.largest_difference is not None:
+        print(f"logits   at most {exported.largest_difference:.1e} from those of transformers, on random tokens")
+    for note in exported.notes:
         print(f"note     {note}")
 
 
@@ -144,15 +150,18 @@ def _export_adapter(run: str, out: Path | None, runs_dir: Path, *, as_json: bool
     from llmrecipes.console import number
     from llmrecipes.models.export import export_adapter
 
-    made = export_adapter(run, out, runs_dir)
+    exported = export_adapter(run, out, runs_dir)
     if as_json:
-        print(json.dumps(asdict(made)))
+        print(json.dumps(asdict(exported)))
         return
-    size = f"{made.bytes / 2**20:,.1f} MiB, {made.seconds:.1f} s"
-    print(f"exported {made.run}, step {made.step}")
-    print(f"to       {made.path}")
-    print(f"         PEFT, {made.adapters} adapters of {made.family}, {number(made.parameters)} parameters, {size}")
-    print(f"base     {made.base}")
+    size = f"{exported.bytes / 2**20:,.1f} MiB, {exported.seconds:.1f} s"
+    print(f"exported {exported.run}, step {exported.step}")
+    print(f"to       {exported.path}")
+    print(
+        f"         PEFT, {exported.adapters} adapters of {exported.family}, {number(exported.parameters)} parameters, "
+        f"{size}"
+    )
+    print(f"base     {exported.base}")
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -219,14 +228,14 @@ def import_model(
         return
     if recipe is not None:
         raise UserError(recipe, where="--recipe", rule="config.json describes the model", fix="--from megatron")
-    made = make(
+    created = make(
         source, overrides or [], runs_dir, run_id, revision=revision, name=name, ignored=ignored or (),
         progress=None if as_json else Counted(),
     )  # fmt: skip
     if as_json:
-        print(json.dumps(made.as_dict()))
+        print(json.dumps(created.as_dict()))
         return
-    origin = made.origin
+    origin = created.origin
     commit = "" if origin["commit"] is None else f" at {origin['commit']}"
     print(f"imported {origin['source']}{commit}: {origin['model_type']}, {number(origin['parameters'])} parameters")
     if origin["ignored_keys"]:
@@ -237,16 +246,16 @@ def import_model(
         print(
             f"         {origin['padding_rows']} rows without a token pad the vocabulary to a multiple for the layouts"
         )
-    _print_created(made)
+    _print_created(created)
 
 
-def _print_created(made: CreatedRun) -> None:
+def _print_created(created: CreatedRun) -> None:
     from llmrecipes.commandline import resume_command
     from llmrecipes.units import GIB
 
-    memory = made.origin["peak_memory_bytes"] / GIB
-    print(f"to       {made.run_dir}, in {made.origin['seconds']:.1f} s with {memory:.2f} GiB of memory")
-    print(f"train:   {resume_command(Path(made.run_dir))}")
+    memory = created.origin["peak_memory_bytes"] / GIB
+    print(f"to       {created.run_dir}, in {created.origin['seconds']:.1f} s with {memory:.2f} GiB of memory")
+    print(f"train:   {resume_command(Path(created.run_dir))}")
 
 
 def _import_megatron(
@@ -265,16 +274,16 @@ def _import_megatron(
             rule="a checkpoint of Megatron-LM has weights and arguments only, no description of data and training",
             fix="--recipe FILE.yaml, whose model section describes the trained model",
         )
-    made = make(Path(source), recipe, overrides, runs_dir, run_id, None if as_json else Counted())
+    created = make(Path(source), recipe, overrides, runs_dir, run_id, None if as_json else Counted())
     if as_json:
-        print(json.dumps(made.as_dict()))
+        print(json.dumps(created.as_dict()))
         return
-    origin = made.origin
+    origin = created.origin
     iteration = "" if origin["iteration"] is None else f", iteration {origin['iteration']}"
     print(f"imported {origin['source']}{iteration}: {number(origin['parameters'])} parameters")
     for note in origin["notes"]:
         print(f"note     {note}")
-    _print_created(made)
+    _print_created(created)
 
 
 @early_signals()

@@ -178,10 +178,10 @@ def plan(
             show(*curve_lines(points), f"picture  {curve}")
         return
     if not search:
-        made = workflow.of_recipe(recipe, overrides or [], cluster_name, nodes, number)
+        forecast = workflow.of_recipe(recipe, overrides or [], cluster_name, nodes, number)
         if picture is not None:
-            workflow.plot(made, picture)
-        print(json.dumps(made.as_dict(), indent=2) if as_json else text(made))
+            workflow.plot(forecast, picture)
+        print(json.dumps(forecast.as_dict(), indent=2) if as_json else text(forecast))
         if picture is not None and not as_json:
             print(f"{'picture':19}{picture}")
         return
@@ -264,11 +264,11 @@ def _what_if(
     if clusters is not None and cluster is not None:
         raise UserError("set with --cluster", where="--clusters", rule="both name what is compared", fix="--clusters")
     names = _words(clusters) or ([] if cluster is None else [cluster])
-    made = what_if(recipe, overrides, names, gpus, _words(prices), wanted, runs_dir)
+    answer = what_if(recipe, overrides, names, gpus, _words(prices), wanted, runs_dir)
     if as_json:
-        print(json.dumps(made.as_dict(), indent=2))
+        print(json.dumps(answer.as_dict(), indent=2))
     else:
-        show(*what_if_lines(made))
+        show(*what_if_lines(answer))
 
 
 def _calibration(
@@ -279,51 +279,51 @@ def _calibration(
 
     if out is not None and cluster is None:
         raise UserError("no profile to copy", where="--write", fix="--cluster NAME; llmrecipes clusters lists them")
-    made = calibration(names, runs_dir, experiment)
+    report = calibration(names, runs_dir, experiment)
     if out is not None and cluster is not None:
-        write(made, cluster, out)
+        write(report, cluster, out)
     if as_json:
-        print(json.dumps(made.as_dict(), indent=2))
+        print(json.dumps(report.as_dict(), indent=2))
         return
-    show(*calibration_lines(made))
+    show(*calibration_lines(report))
     if out is not None:
         print(f"written to {out}: --cluster {out}")
 
 
-def text(made: Forecast) -> str:
+def text(forecast: Forecast) -> str:
     """Lines of name and value."""
     from llmrecipes.console import duration
 
-    values = made.as_dict()
+    values = forecast.as_dict()
     peak, error = values["mfu_full"], values["error"]
     speed = values["tokens_per_second_per_gpu"]
     world = values["world_size"]
     layout = ", ".join(f"{name} {size}" for name, size in values["parallelism"].items() if size not in (1, None))
     lines = [
-        ("GPUs", f"{world} × {made.device.name}"),
+        ("GPUs", f"{world} × {forecast.device.name}"),
         ("layout", layout or "data 1"),
         ("memory of a rank", f"{values['memory_gib']['max']:.1f} GiB, {'fits' if values['fits'] else 'does NOT fit'}"),
         ("time of a step", f"{values['step_seconds']:.3g} s"),
         ("tokens a second", f"{speed:,.0f} a GPU ({speed * (1 - error):,.0f} to {speed * (1 + error):,.0f})"),
-        *([] if made.calibration is None else [("calibrated", f"by {made.calibration.runs} runs")]),
+        *([] if forecast.calibration is None else [("calibrated", f"by {forecast.calibration.runs} runs")]),
         ("MFU", f"{peak:.1%}, {values['mfu_causal']:.1%} with causal attention"),
-        ("all steps", f"{duration(made.seconds)}, {made.gpu_hours:,.1f} GPU-hours"),
+        ("all steps", f"{duration(forecast.seconds)}, {forecast.gpu_hours:,.1f} GPU-hours"),
         ("limit", values["limit"]),
     ]
-    if made.cost_usd is None:
+    if forecast.cost_usd is None:
         lines.append(("cost", "left out: the profile has no costs.usd_per_gpu_hour"))
     else:
-        lines.append(("cost", f"{made.cost_usd:,.0f} USD"))
-    if made.energy_mwh is not None:
-        carbon = f", {made.co2_t:,.2f} t CO2" if made.co2_t is not None else ""
-        lines.append(("energy", f"{made.energy_mwh:,.2f} MWh{carbon}"))
-    if made.saving is not None:
-        lines += _saves(made, made.saving)
-    lines += [("problem", problem) for problem in made.problems]
+        lines.append(("cost", f"{forecast.cost_usd:,.0f} USD"))
+    if forecast.energy_mwh is not None:
+        carbon = f", {forecast.co2_t:,.2f} t CO2" if forecast.co2_t is not None else ""
+        lines.append(("energy", f"{forecast.energy_mwh:,.2f} MWh{carbon}"))
+    if forecast.saving is not None:
+        lines += _saves(forecast, forecast.saving)
+    lines += [("problem", problem) for problem in forecast.problems]
     return "\n".join(f"{name:19}{value}" for name, value in lines)
 
 
-def _saves(made: Forecast, saving: Saving) -> list[tuple[str, str]]:
+def _saves(forecast: Forecast, saving: Saving) -> list[tuple[str, str]]:
     from llmrecipes.console import duration
     from llmrecipes.units import gib
 
@@ -333,8 +333,8 @@ def _saves(made: Forecast, saving: Saving) -> list[tuple[str, str]]:
     most = saving.effective(best)
     if saving.mtbf is None or best is None or share is None or most is None:
         return [*lines, ("failures", "left out: the profile has no failures.gpu_hours_per_failure")]
-    steps = max(1, round(best / made.step.seconds))
-    days = saving.days(made.seconds)
+    steps = max(1, round(best / forecast.step.seconds))
+    days = saving.days(forecast.seconds)
     lasts = "no end: failures leave no time" if days is None else f"{duration(days * 86400)} for all steps"
     return [
         *lines,

@@ -36,7 +36,7 @@ def _checked(check: Check) -> str:
     return f"{word}: {check.bytes / GIB:.1f} GiB on rank {check.rank}, {check.seconds:.0f} s"
 
 
-def calibration_lines(made: CalibrationReport) -> Iterator[str | TextTable]:
+def calibration_lines(report: CalibrationReport) -> Iterator[str | TextTable]:
     """Errors of runs, bias by device and layout, and factors."""
     head = ("run", "device", "layout", "predicted", "measured", "error", "memory", "measured", "error")
     rows = [
@@ -44,16 +44,16 @@ def calibration_lines(made: CalibrationReport) -> Iterator[str | TextTable]:
             run.name, run.device, run.layout, f"{run.predicted:.4g} s", f"{run.measured:.4g} s", f"{run.error:+.1%}",
             f"{run.predicted_memory / GIB:.2f} GiB", f"{run.measured_memory / GIB:.2f} GiB", f"{run.memory_error:+.1%}",
         )
-        for run in made.runs
+        for run in report.runs
     ]  # fmt: skip
     yield TextTable([head, *rows], right=range(3, 9))
     yield ""
-    bias = [(b.device, b.layout, f"{b.runs}", f"{b.step:+.1%}", f"{b.memory:+.1%}") for b in made.bias]
+    bias = [(b.device, b.layout, f"{b.runs}", f"{b.step:+.1%}", f"{b.memory:+.1%}") for b in report.bias]
     yield TextTable([("device", "layout", "runs", "step", "memory"), *bias], right=(2, 3, 4))
     yield ""
-    for fit in made.fits:
+    for fit in report.fits:
         yield from _factors(fit)
-    for name, reason in made.left_out:
+    for name, reason in report.left_out:
         yield f"left out: {name}: {reason}"
 
 
@@ -67,12 +67,12 @@ def _factors(fit: FactorFit) -> Iterator[str]:
         yield f"{fit.device}: not known: {fit.unknown}"
 
 
-def what_if_lines(made: WhatIf) -> Iterator[str | TextTable]:
+def what_if_lines(answer: WhatIf) -> Iterator[str | TextTable]:
     """A row for each machine, and the cheapest."""
-    yield f"{made.recipe}: {made.tokens / 1e9:,.1f} billion tokens, loss {made.loss:.3f} by {made.source}"
+    yield f"{answer.recipe}: {answer.tokens / 1e9:,.1f} billion tokens, loss {answer.loss:.3f} by {answer.source}"
     head = ("", "cluster", "GPUs", "layout", "tokens/s/GPU", "MFU", "days", "GPU-hours", "USD", "MWh")
-    best, rows = made.best, []
-    for option in made.options:
+    best, rows = answer.best, []
+    for option in answer.options:
         if option.candidate is None:
             continue
         values = option.as_dict()
@@ -85,14 +85,14 @@ def what_if_lines(made: WhatIf) -> Iterator[str | TextTable]:
             )
         )  # fmt: skip
     yield TextTable([head, *rows], right=(2, *range(4, 10)))
-    for option in made.options:
+    for option in answer.options:
         if option.candidate is None:
             yield f"{option.cluster}, {option.gpus:,} GPUs: {option.reason}"
     if best is None:
-        yield "none of them can train it" if made.by is None else f"none of them ends by {made.by.date()}"
+        yield "none of them can train it" if answer.by is None else f"none of them ends by {answer.by.date()}"
         return
     by = "the fewest GPU-hours" if best.cost_usd is None else f"{best.cost_usd:,.0f} USD"
-    date = "" if made.by is None else f" by {made.by.date()}"
+    date = "" if answer.by is None else f" by {answer.by.date()}"
     yield f"cheapest{date}: {best.gpus:,} GPUs of {best.cluster}, {best.days:,.1f} days, {by}"
 
 

@@ -68,7 +68,7 @@ def prune(
     setup_logging()
     run_id = checked_run_id(run_id)
     options = PruneOptions(method, ratio, tuple(name.strip() for name in axes.split(",")), pattern, into)
-    made = make(
+    created = make(
         Run.find(run, runs_dir).path,
         options,
         Calibration(data, sequences),
@@ -79,14 +79,14 @@ def prune(
         None if as_json else Counted(),
     )
     if as_json:
-        print(json.dumps(made.as_dict()))
+        print(json.dumps(created.as_dict()))
         return
-    origin = made.origin
+    origin = created.origin
     before, after = number(origin["parameters_before"]), number(origin["parameters"])
     text = f" on {origin['tokens']:,} tokens" if "tokens" in origin else ""
     print(f"pruned {origin['run']}, step {origin['step']}, {before} parameters, by {origin['method']}{text}")
     if "layers" in origin:
         print(f"kept   layers {', '.join(map(str, origin['layers']))}")
     zeros = f", {origin['zeros']:.1%} of the layers' weights are zero" if "zeros" in origin else ""
-    print(f"to     {made.run_dir}, {after} parameters{zeros}")
-    print(f"train: {resume_command(Path(made.run_dir))}")
+    print(f"to     {created.run_dir}, {after} parameters{zeros}")
+    print(f"train: {resume_command(Path(created.run_dir))}")

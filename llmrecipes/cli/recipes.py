@@ -119,14 +119,14 @@ def new(
         nodes=nodes,
         overrides=tuple(overrides or ()),
     )
-    made = make(wanted)
-    path, plan = write(made, out, force=force), made.plan
+    created = make(wanted)
+    path, plan = write(created, out, force=force), created.plan
     if as_json:
-        shown = {"path": str(path), "like": made.like, "fits": plan.fits, "world_size": plan.layout.world_size}
+        shown = {"path": str(path), "like": created.like, "fits": plan.fits, "world_size": plan.layout.world_size}
         print(json.dumps({**shown, "parameters": plan.num_parameters.total, "tokens": plan.total_tokens}, indent=2))
         return
-    print(f"wrote  {path}: {number(plan.num_parameters.total)} parameters in the shape of {made.like}")
-    steps, ranks = made.recipe.train.train_iters, plan.layout.world_size
+    print(f"wrote  {path}: {number(plan.num_parameters.total)} parameters in the shape of {created.like}")
+    steps, ranks = created.recipe.train.train_iters, plan.layout.world_size
     print(
         f"       {number(plan.total_tokens)} tokens in {steps:,} steps on {ranks} {'rank' if ranks == 1 else 'ranks'}"
     )

@@ -43,12 +43,12 @@ class TextTable:
         from rich.text import Text
 
         head, *body = [[Text(redact(cell)) for cell in row] for row in self.rows]
-        made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for column, cell in enumerate(head):
-            made.add_column(cell, justify="right" if column in self.right else "left", overflow="fold")
+            table.add_column(cell, justify="right" if column in self.right else "left", overflow="fold")
         for row in body:
-            made.add_row(*row)
-        return made
+            table.add_row(*row)
+        return table
 
 
 def show(*parts: str | Text | TextTable) -> None:

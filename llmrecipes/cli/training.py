@@ -341,15 +341,15 @@ def upcycle(
 
     setup_logging()
     run_id = checked_run_id(run_id)
-    made = make(Run.find(run, runs_dir).path, overrides or [], runs_dir, run_id)
+    created = make(Run.find(run, runs_dir).path, overrides or [], runs_dir, run_id)
     if as_json:
-        print(json.dumps(made.as_dict()))
+        print(json.dumps(created.as_dict()))
         return
-    origin = made.origin
+    origin = created.origin
     parameters, active, dense = (number(origin[key]) for key in ("parameters", "active_parameters", "dense_parameters"))
     print(f"upcycled {origin['dense_run']}, step {origin['dense_step']}, {dense} parameters")
-    print(f"to       {made.run_dir}, {parameters} parameters, {active} active")
-    print(f"train:   {resume_command(Path(made.run_dir))}")
+    print(f"to       {created.run_dir}, {parameters} parameters, {active} active")
+    print(f"train:   {resume_command(Path(created.run_dir))}")
 
 
 @early_signals()
@@ -381,15 +381,15 @@ def convert(
 
     setup_logging()
     run_id = checked_run_id(run_id)
-    made = make(Run.find(run, runs_dir).path, to, overrides or [], runs_dir, run_id)
+    created = make(Run.find(run, runs_dir).path, to, overrides or [], runs_dir, run_id)
     if as_json:
-        print(json.dumps(made.as_dict()))
+        print(json.dumps(created.as_dict()))
         return
-    origin = made.origin
+    origin = created.origin
     stage = "" if origin["zero_stage"] is None else f", zero.stage {origin['zero_stage']}"
     print(f"converted {origin['from_run']}, step {origin['step']}, saved by engine {origin['from_engine']}")
-    print(f"to        {made.run_dir}, engine {origin['engine']}{stage}")
-    print(f"resume:   {resume_command(Path(made.run_dir))}")
+    print(f"to        {created.run_dir}, engine {origin['engine']}{stage}")
+    print(f"resume:   {resume_command(Path(created.run_dir))}")
 
 
 def _say(line: str) -> None:

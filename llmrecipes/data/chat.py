@@ -146,14 +146,14 @@ def render(
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    made: Any = render_jinja_template(
+    rendered: Any = render_jinja_template(
         [messages],
         chat_template=template.source,
         return_assistant_tokens_mask=marked,
         add_generation_prompt=add_generation_prompt,
         **dict(template.special_tokens),
     )
-    texts, spans = made
+    texts, spans = rendered
     return texts[0], spans[0] if marked else []
 
 
@@ -214,7 +214,7 @@ def chat_encoder(tokenizer_json: str, dtype: str, spec: ChatSpec) -> Callable[[l
     def encode(documents: list[bytes]) -> Conversations:
         tallies: list[Counter[str]] = [Counter() for _ in documents]
         texts: list[str] = []
-        every: list[list[tuple[int, int]] | None] = []
+        all_spans: list[list[tuple[int, int]] | None] = []
         refusal = ""
         for document, tally in zip(documents, tallies, strict=True):
             messages = json.loads(document)
@@ -232,12 +232,12 @@ def chat_encoder(tokenizer_json: str, dtype: str, spec: ChatSpec) -> Callable[[l
                     tally[REJECTED] += 1
                     refusal = refusal or reason(error)
             texts.append(text[:limit])
-            every.append(spans)
+            all_spans.append(spans)
         lengths: list[int] = []
         ids: list[np.ndarray] = []
         answers: list[np.ndarray] = []
         encodings = backend.encode_batch(texts, add_special_tokens=False)
-        for encoding, spans, tally in zip(encodings, every, tallies, strict=True):
+        for encoding, spans, tally in zip(encodings, all_spans, tallies, strict=True):
             kept = None if spans is None else _kept(encoding, spans, spec, tally)
             lengths.append(0 if kept is None else len(kept))
             if kept is not None:
@@ -279,11 +279,11 @@ def _kept(
 
 def _marks(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> Iterator[bool]:
     """Whether each token begins in one of the character ranges, which are in order."""
-    every = iter(spans)
-    start, end = next(every, (0, 0))
+    remaining = iter(spans)
+    start, end = next(remaining, (0, 0))
     for place, _ in offsets:
         while place >= end > 0:
-            start, end = next(every, (0, 0))
+            start, end = next(remaining, (0, 0))
         yield start <= place < end
 
 

@@ -33,9 +33,9 @@ def decontaminate(paths: list[str] | None, ngram_words: int, tasks: dict[str, li
         tasks: files of tasks of lm-evaluation-harness, by name.
     """
     names: dict[int, str] = {}
-    every = [(file.name, file) for file in files(paths or [])]
-    every += [(name, Path(file)) for name, of_task in (tasks or {}).items() for file in of_task]
-    for name, file in every:
+    named_files = [(file.name, file) for file in files(paths or [])]
+    named_files += [(name, Path(file)) for name, of_task in (tasks or {}).items() for file in of_task]
+    for name, file in named_files:
         for text in _texts(file):
             for gram in shingles(text, ngram_words):
                 if gram.count(" ") == ngram_words - 1:

@@ -100,8 +100,8 @@ def _whole_and_spans(mark: bytes) -> tuple[bytes, list[bytes]]:
 def _sentences(text: str) -> list[tuple[int, str]]:
     """Where the sentences and lines of a text begin, and each normalized; none without a word."""
     starts = [0, *(match.end() for match in _SENTENCE.finditer(text))]
-    every = zip(starts, [*starts[1:], len(text)], strict=True)
-    return [(start, words) for start, end in every if (words := normalized(text[start:end]))]
+    bounds = zip(starts, [*starts[1:], len(text)], strict=True)
+    return [(start, words) for start, end in bounds if (words := normalized(text[start:end]))]
 
 
 def normalized(text: str) -> str:
@@ -403,15 +403,15 @@ class _Run:
 
     def numbers(self, keys: np.ndarray) -> list[int]:
         """Of the signatures that have one of these keys."""
-        made: list[int] = []
+        drawn: list[int] = []
         firsts, lasts = (np.searchsorted(self.fences, keys, side) for side in ("left", "right"))
         for key, first, last in zip(keys, firsts, lasts, strict=True):
             start = max(int(first) - 1, 0) * _BLOCK
             block = _read(self._keys, np.uint64, min(int(last) * _BLOCK, self._count) - start, 8 * start)
             low, high = (int(np.searchsorted(block, key, side)) for side in ("left", "right"))
             if high > low:
-                made += _read(self._numbers, np.uint64, high - low, 8 * (start + low)).tolist()
-        return made
+                drawn += _read(self._numbers, np.uint64, high - low, 8 * (start + low)).tolist()
+        return drawn
 
     def part(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         """Keys and numbers of some places."""
@@ -428,15 +428,15 @@ class _Run:
 
 def _merged(runs: list[_Run], folder: Path) -> _Run:
     """All keys of the runs in order. Keys are hashes, so equal ranges of them have about equally many."""
-    made, parts = _Run(folder), max(1, sum(map(len, runs)) // _MERGED)
+    merged, parts = _Run(folder), max(1, sum(map(len, runs)) // _MERGED)
     bounds = [(part << 64) // parts for part in range(1, parts)]
     places = [[0, *(run.place(bound) for bound in bounds), len(run)] for run in runs]
     for part in range(parts):
         pieces = [run.part(at[part], at[part + 1]) for run, at in zip(runs, places, strict=True)]
         keys, numbers = (np.concatenate(column) for column in zip(*pieces, strict=True))
         order = np.argsort(keys, kind="stable")
-        made.append(keys[order], numbers[order])
-    return made
+        merged.append(keys[order], numbers[order])
+    return merged
 
 
 def _temporary(owner: object, folder: Path) -> IO[bytes]:

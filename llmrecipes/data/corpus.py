@@ -188,10 +188,10 @@ def encode_all(batches: Iterable[Batch], spec: EncoderSpec, workers: int) -> Gen
     Raises:
         UserError: a process was killed.
     """
-    every = iter(batches)
-    for batch in every if workers == 1 else islice(every, _ALONE):
+    pending = iter(batches)
+    for batch in pending if workers == 1 else islice(pending, _ALONE):
         yield _work(spec, batch)
-    following = next(every, None)
+    following = next(pending, None)
     if following is None:
         return
     # Spawned, not forked: a fork would copy locks held by threads of loaded libraries.
@@ -199,7 +199,7 @@ def encode_all(batches: Iterable[Batch], spec: EncoderSpec, workers: int) -> Gen
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=live_with_parent)
     try:
         waiting: deque[Future[Worked]] = deque()
-        for batch in chain([following], every):
+        for batch in chain([following], pending):
             waiting.append(pool.submit(_work, spec, batch))
             if len(waiting) > 2 * workers:
                 yield waiting.popleft().result()
@@ -261,8 +261,8 @@ def encode_again(spec: EncoderSpec, source: int, document: Document) -> tuple[Do
     changed = tuple(name for name in document.changed if name not in ORDERS)
     outcomes = [_scored(spec, replace(document, changed=changed))]
     ids = np.frombuffer(_encoded(spec, source, outcomes).ids, spec.dtype)
-    [made] = [outcome for outcome in outcomes if isinstance(outcome, Document)]
-    return made, ids
+    [encoded] = [outcome for outcome in outcomes if isinstance(outcome, Document)]
+    return encoded, ids
 
 
 def _infilled(fim: FimSpec, source: int, outcomes: list[Document | Dropped], encode: Encode) -> Encoded:

@@ -73,7 +73,7 @@ def ordered(
         seed: of the run.
         curriculum: how.
     """
-    made = []
+    places = []
     for turn in range(passes):
         order = np.random.default_rng((seed, turn)).permutation(len(lengths)).astype(np.int32)
         ends = np.cumsum(lengths[order], dtype=np.int64)
@@ -86,5 +86,5 @@ def ordered(
             window = order[first:last]
             keys = scores[window]
             order[first:last] = window[np.argsort(keys if curriculum.order == "ascending" else -keys, kind="stable")]
-        made.append(order)
-    return np.concatenate(made)
+        places.append(order)
+    return np.concatenate(places)

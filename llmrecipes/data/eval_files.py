@@ -37,7 +37,7 @@ def files(paths: list[str]) -> list[Path]:
     Raises:
         UserError: a path that has none.
     """
-    every: set[Path] = set()
+    unique: set[Path] = set()
     for path in paths:
         matches = {Path(name) for name in glob.glob(str(Path(path).expanduser()), recursive=True)}  # noqa: PTH207
         here = {file for file in matches if file.is_file()}
@@ -48,8 +48,8 @@ def files(paths: list[str]) -> list[Path]:
                 rule="paths of decontaminate are files or globs",
                 fix=f"name files that exist; looked in {Path.cwd()}",
             )
-        every |= here
-    return sorted(every)
+        unique |= here
+    return sorted(unique)
 
 
 def task_files(task: Path) -> list[Path]:
@@ -59,8 +59,8 @@ def task_files(task: Path) -> list[Path]:
         UserError: it cannot be read, or its data is a dataset of the Hub.
     """
     settings = _settings(task)
-    every = _data_files(settings)
-    if not every or any("://" in path for path in every):
+    named = _data_files(settings)
+    if not named or any("://" in path for path in named):
         origin = settings.get("dataset_path")
         raise UserError(
             f"a task whose data are not local files{f', but {origin!r}' if origin else ''}",
@@ -68,7 +68,7 @@ def task_files(task: Path) -> list[Path]:
             rule="of a task file, dataset_kwargs.data_files names the files of the data",
             fix="name the dataset's files in paths, such as the Parquet files in $HF_HOME/hub/datasets--ORG--NAME",
         )
-    return files(every)
+    return files(named)
 
 
 def _data_files(settings: dict[str, Any]) -> list[str]:
@@ -96,11 +96,11 @@ def files_of_tasks(names: tuple[str, ...]) -> dict[str, tuple[Path, ...]]:
     texts = {}
     for file in sorted(Path(package.submodule_search_locations[0], "tasks").rglob("*.yaml")):
         texts[file] = file.read_text("utf-8", errors="replace")
-    made: dict[str, tuple[Path, ...]] = {}
+    by_task: dict[str, tuple[Path, ...]] = {}
     for name in names:
-        every = [path for settings in _tasks(name, texts, set()) for path in _files(name, settings)]
-        made[name] = tuple(dict.fromkeys(every))
-    return made
+        paths = [path for settings in _tasks(name, texts, set()) for path in _files(name, settings)]
+        by_task[name] = tuple(dict.fromkeys(paths))
+    return by_task
 
 
 def _tasks(name: str, texts: dict[Path, str], seen: set[str]) -> Iterator[dict[str, Any]]:
@@ -113,8 +113,8 @@ def _tasks(name: str, texts: dict[Path, str], seen: set[str]) -> Iterator[dict[s
     tagged = re.compile(rf"^\s*(-\s*|['\"]?tag['\"]?:\s*){quoted}", re.MULTILINE)
     matching = [settings for file, text in texts.items() if named.search(text) for settings in [_settings(file)]]
     if not matching:
-        every = (_settings(file) for file, text in texts.items() if tagged.search(text))
-        matching = [settings for settings in every if name in _listed(settings.get("tag"))]
+        group_settings = (_settings(file) for file, text in texts.items() if tagged.search(text))
+        matching = [settings for settings in group_settings if name in _listed(settings.get("tag"))]
     if not matching:
         raise UserError(
             f"{name!r} is not a task of the installed lm-evaluation-harness",
@@ -147,10 +147,10 @@ def _settings(file: Path, depth: int = 0) -> dict[str, Any]:
         raise UserError(f"cannot read: {str(error).splitlines()[0]}", where=str(file)) from error
     if not isinstance(values, dict):
         return {}
-    made: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for included in _listed(values.pop("include", None)) if depth < 8 else ():
-        made |= _settings(file.parent / included, depth + 1)
-    return made | values
+        settings |= _settings(file.parent / included, depth + 1)
+    return settings | values
 
 
 def _files(name: str, settings: dict[str, Any]) -> Sequence[Path]:

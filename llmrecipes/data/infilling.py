@@ -142,13 +142,13 @@ def encode_cut(texts: Sequence[bytes], cuts: Sequence[Cut | None], ids: Sequence
             pieces += [characters[a:b].encode() for a, b in pairwise(bounds)]
     encoded = encode(pieces)
     itemsize = len(encoded.ids) // max(sum(encoded.lengths), 1)
-    every = np.frombuffer(encoded.ids, np.dtype(f"u{itemsize}") if itemsize else np.uint8)
-    rows = iter(np.split(every, np.cumsum(encoded.lengths)[:-1]))
-    special = {part: np.array([number], every.dtype) for part, number in zip(PARTS, ids, strict=True)}
-    made = []
+    all_ids = np.frombuffer(encoded.ids, np.dtype(f"u{itemsize}") if itemsize else np.uint8)
+    rows = iter(np.split(all_ids, np.cumsum(encoded.lengths)[:-1]))
+    special = {part: np.array([number], all_ids.dtype) for part, number in zip(PARTS, ids, strict=True)}
+    rearranged = []
     for where in cuts:
         if where is None:
-            made.append(next(rows))
+            rearranged.append(next(rows))
             continue
         prefix, middle, suffix = next(rows), next(rows), next(rows)
         body, end = (prefix[:-1], middle[:-1], suffix[:-1]), prefix[-1:]
@@ -156,8 +156,8 @@ def encode_cut(texts: Sequence[bytes], cuts: Sequence[Cut | None], ids: Sequence
             parts = (special["prefix"], special["suffix"], body[2], special["middle"], body[0], body[1])
         else:
             parts = (special["prefix"], body[0], special["suffix"], body[2], special["middle"], body[1])
-        made.append(np.concatenate([*parts, end]))
-    return Encoded(b"".join(row.tobytes() for row in made), [len(row) for row in made])
+        rearranged.append(np.concatenate([*parts, end]))
+    return Encoded(b"".join(row.tobytes() for row in rearranged), [len(row) for row in rearranged])
 
 
 def order_of(tokens: Sequence[int], ids: Mapping[str, int]) -> str | None:

@@ -232,7 +232,7 @@ def _counts(shards: Shards, item: _Item, token: str, lost: Callable[[], bool]) -
         output.add(worked, None, tally)
     for split, text in texts.items():
         _Item(item.folder, split, item.number).publish(token, bytes(text))
-    made = ShardCounts(
+    counts = ShardCounts(
         splits={
             split: Counts(documents=part.documents, tokens=part.tokens, bytes=part.size)
             for split, part in parts.items()
@@ -245,7 +245,7 @@ def _counts(shards: Shards, item: _Item, token: str, lost: Callable[[], bool]) -
         samples=[(sample.reason, sample.rule, sample.excerpt) for sample in output.samples.kept()],
         texts=list(texts),
     )
-    item.publish(token, made.model_dump_json().encode())
+    item.publish(token, counts.model_dump_json().encode())
 
 
 def _read_counts(shards: Shards, number: int) -> ShardCounts:
@@ -254,7 +254,7 @@ def _read_counts(shards: Shards, number: int) -> ShardCounts:
 
 def _layout(shards: Shards, item: _Item, token: str, lost: Callable[[], bool]) -> None:
     before: list[dict[Split, tuple[int, int]]] = []
-    every: dict[str, tuple[int, int]] = {}
+    bounds: dict[str, tuple[int, int]] = {}
     texts: dict[HeldOutSplit, list[int]] = {}
     for number, shard in enumerate(shards.shards):
         before.append({})
@@ -264,13 +264,13 @@ def _layout(shards: Shards, item: _Item, token: str, lost: Callable[[], bool]) -
             sizes[number] = _Item(item.folder, held_out, number).file.stat().st_size
         for split, counts in of_shard.splits.items():
             name = stem(shard.source, split)
-            documents, tokens = before[-1][split] = every.get(name, (0, 0))
-            every[name] = (documents + counts.documents, tokens + counts.tokens)
-    made, folder = item.folder / f".{JOINED}-{token}", item.folder / JOINED
+            documents, tokens = before[-1][split] = bounds.get(name, (0, 0))
+            bounds[name] = (documents + counts.documents, tokens + counts.tokens)
+    temporary, folder = item.folder / f".{JOINED}-{token}", item.folder / JOINED
     try:
-        made.mkdir()
+        temporary.mkdir()
         code = next(code for code, name in IDX_DTYPES.items() if name == shards.spec.dtype)
-        for name, (documents, tokens) in every.items():
+        for name, (documents, tokens) in bounds.items():
             split = next(known for known in SPLITS if name.endswith(f"-{known}"))
             of_file = {
                 ".bin": tokens * np.dtype(shards.spec.dtype).itemsize,
@@ -280,17 +280,17 @@ def _layout(shards: Shards, item: _Item, token: str, lost: Callable[[], bool]) -
             if shards.spec.scored(split):
                 of_file[SCORES] = 4 * documents
             for suffix, size in of_file.items():
-                with (made / f"{name}{suffix}").open("wb") as file:
+                with (temporary / f"{name}{suffix}").open("wb") as file:
                     if suffix == ".idx":
                         file.write(IDX_HEADER.pack(IDX_MAGIC, 1, code, documents, documents + 1))
                     file.truncate(size)
         with suppress(OSError):  # whoever was killed behind this has left the same files
-            made.rename(folder)
+            temporary.rename(folder)
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     if not folder.is_dir():
         raise OSError(0, "cannot make the folder", str(folder))
-    item.publish(token, Layout(before=before, every=every, texts=texts).model_dump_json().encode())
+    item.publish(token, Layout(before=before, every=bounds, texts=texts).model_dump_json().encode())
 
 
 @cache
@@ -430,8 +430,8 @@ def collect(
     by_split = {key: Counts(**counts) for key, counts in kept.items()}
     reasons = shards.spec.steps.reasons
     records = [record(n, source, tallies[n], reasons, by_split, []) for n, source in enumerate(shards.every)]
-    for made in records:
-        log(summary(made))
+    for published in records:
+        log(summary(published))
     samples.write(part / SAMPLES, [sources.label(source) for source in shards.every])
     for file in sorted((shards.folder / JOINED).iterdir()):
         os.link(file, part / file.name)

@@ -170,11 +170,11 @@ class DataManifest(Record):
 
     def counts(self, split: Split) -> Counts:
         """Sums over the sources."""
-        every = [source.splits[split] for source in self.sources]
+        all_counts = [source.splits[split] for source in self.sources]
         return Counts(
-            documents=sum(c.documents for c in every),
-            tokens=sum(c.tokens for c in every),
-            bytes=sum(c.bytes for c in every),
+            documents=sum(c.documents for c in all_counts),
+            tokens=sum(c.tokens for c in all_counts),
+            bytes=sum(c.bytes for c in all_counts),
         )
 
 

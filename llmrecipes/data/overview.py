@@ -195,7 +195,7 @@ def stats(prepared: Prepared) -> DataStats:
         for line in untrusted.read(prepared.path / SAMPLES, root=prepared.path).splitlines():
             sample = json.loads(line)
             examples.setdefault((sample["source"], sample["step"]), sample["text"])
-    made = []
+    statistics = []
     for source in prepared.manifest.sources:
         counts = {"empty": source.empty, "undecodable": source.undecodable, "duplicates": source.duplicates}
         dropped = [
@@ -208,10 +208,10 @@ def stats(prepared: Prepared) -> DataStats:
             )
             for step, count in {**counts, **source.steps, **dict.fromkeys(_rearranged(source.changed), 0)}.items()
         ]
-        every = source.splits.values()
-        documents, tokens, size = (sum(getattr(c, key) for c in every) for key in ("documents", "tokens", "bytes"))
+        of_splits = source.splits.values()
+        documents, tokens, size = (sum(getattr(c, key) for c in of_splits) for key in ("documents", "tokens", "bytes"))
         size = size if source.splits["train"].bytes else 0
-        made.append(SourceStats(source.label, source.read, documents, tokens, size, dropped))
+        statistics.append(SourceStats(source.label, source.read, documents, tokens, size, dropped))
     documents_of, tokens_of = Counter[int](), Counter[int]()
     for split in SPLITS:
         for file in token_files(prepared, split):
@@ -221,7 +221,7 @@ def stats(prepared: Prepared) -> DataStats:
                 documents_of[int(power)] += len(members)
                 tokens_of[int(power)] += int(members.sum(dtype=np.int64))
     return DataStats(
-        made, [Lengths(1 << power, documents_of[power], tokens_of[power]) for power in sorted(documents_of)]
+        statistics, [Lengths(1 << power, documents_of[power], tokens_of[power]) for power in sorted(documents_of)]
     )
 
 
@@ -249,10 +249,10 @@ def languages(prepared: Prepared) -> Languages | None:
     return Languages(sum(codes.values()), dict(codes.most_common()))
 
 
-def domains(every: Iterable[Source]) -> list[Domains]:
+def domains(recipe_sources: Iterable[Source]) -> list[Domains]:
     """Count hosts in the first rows of sources that have a column `url`; sources elsewhere are left out."""
-    made = []
-    for source in every:
+    by_source = []
+    for source in recipe_sources:
         if source.type not in ("jsonl", "parquet"):
             continue
         hosts, rows = Counter[str](), 0
@@ -265,8 +265,8 @@ def domains(every: Iterable[Source]) -> list[Domains]:
                 continue  # no such column, or the source is not on this machine
         hosts.pop("", None)
         if hosts:
-            made.append(Domains(sources.label(source), rows, len(hosts), dict(hosts.most_common(MOST_HOSTS))))
-    return made
+            by_source.append(Domains(sources.label(source), rows, len(hosts), dict(hosts.most_common(MOST_HOSTS))))
+    return by_source
 
 
 def _host(url: str) -> str:

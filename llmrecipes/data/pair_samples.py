@@ -43,10 +43,10 @@ class PairDataset(Dataset[dict[str, torch.Tensor]]):
 
     def in_file_order(self) -> PairDataset:
         """Every sequence once, source after source."""
-        every = [np.stack([np.full(len(packed), source), np.arange(len(packed))], 1)
+        pairs = [np.stack([np.full(len(packed), source), np.arange(len(packed))], 1)
                  for source, packed in enumerate(self._packed)]  # fmt: skip
         return PairDataset(
-            self._files, self._packed, np.concatenate(every), self._length, self._pad, packing=self._packing
+            self._files, self._packed, np.concatenate(pairs), self._length, self._pad, packing=self._packing
         )
 
     def pairs(self, first: int, end: int) -> np.ndarray:

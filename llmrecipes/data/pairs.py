@@ -95,18 +95,18 @@ def pair_encoder(tokenizer_json: str, dtype: str, eod: int, spec: ChatSpec) -> C
         lengths, refusal = list[int](), ""
         ids, answers = list[bytes](), list[bytes]()
         for document, tally in zip(documents, tallies, strict=True):
-            made = None
+            encoded = None
             try:
-                made = of_a_pair(json.loads(document), tally)
+                encoded = of_a_pair(json.loads(document), tally)
             except UserError:
                 raise
             except Exception as error:  # of the template, which may raise anything
                 tally[REFUSED] += 1
                 refusal = refusal or reason(error)
-            lengths.append(0 if made is None else len(made[0]))
-            if made is not None:
-                ids.append(np.asarray(made[0], dtype).tobytes())
-                answers.append(made[1])
+            lengths.append(0 if encoded is None else len(encoded[0]))
+            if encoded is not None:
+                ids.append(np.asarray(encoded[0], dtype).tobytes())
+                answers.append(encoded[1])
         return Conversations(b"".join(ids), lengths, b"".join(answers), [dict(tally) for tally in tallies], refusal)
 
     return encode

@@ -139,18 +139,18 @@ def _shards(recipe: Recipe, target: Path, log: Callable[[str], None]) -> Shards 
             try:
                 part.mkdir()
                 tokenizer, dtype, _ = _encoding(recipe, part, log)
-                made = plan(recipe.data.sources, dtype, tokenizer)
+                stored = plan(recipe.data.sources, dtype, tokenizer)
                 for line in uncut(recipe.data.sources):
                     log(f"note: {line}")
-                write_synced(part / PLAN, f"{made.model_dump_json(indent=1)}\n".encode())
+                write_synced(part / PLAN, f"{stored.model_dump_json(indent=1)}\n".encode())
                 sync(part)
                 part.rename(folder)
                 sync(folder.parent)
             finally:
                 shutil.rmtree(part, ignore_errors=True)
-        made = read_plan(folder, recipe.data.sources)
-        spec = _encoder_spec(recipe, folder, made.tokenizer, made.dtype)
-        return Shards(folder, recipe.data.sources, spec, tuple(made.shards), recipe.data.chat)
+        stored = read_plan(folder, recipe.data.sources)
+        spec = _encoder_spec(recipe, folder, stored.tokenizer, stored.dtype)
+        return Shards(folder, recipe.data.sources, spec, tuple(stored.shards), recipe.data.chat)
 
 
 def _build(
@@ -219,18 +219,18 @@ def _fill(
 
     if shards is None:
         tokenizer, dtype, spec = _encoding(recipe, part, log)
-        made = None
+        outcomes = None
     else:
         kept = read_plan(shards.folder, recipe.data.sources)
         tokenizer, dtype, spec = kept.tokenizer, kept.dtype, shards.spec
         for file in (TOKENIZER, *([] if recipe.data.chat is None else [templates.NAME])):
             shutil.copyfile(shards.folder / file, part / file)
-        made = partial(shards.worked, token=new_token())
+        outcomes = partial(shards.worked, token=new_token())
     spec_of_chat = spec.chat
     if shards is not None and shards.parallel:
         records, held_out, talks = join.collect(part, shards, log)
     else:
-        records, held_out, talks = write(part, recipe.data.sources, spec, workers, log, recipe.data.chat, made)
+        records, held_out, talks = write(part, recipe.data.sources, spec, workers, log, recipe.data.chat, outcomes)
     sets = write_sets(part, recipe.data.valid_sources, spec, recipe.model.seq_length)
     for label, counts in sets.items():
         log(f"{label}: {counts.documents:,} held-out documents, {counts.tokens:,} tokens")

@@ -96,8 +96,8 @@ class Prepared:
 
     def tokens(self, split: Split) -> list[str]:
         """Files of a split's tokens."""
-        every = enumerate(self.manifest.sources)
-        stems = [manifests.stem(number, split) for number, source in every if source.splits[split].documents]
+        numbered = enumerate(self.manifest.sources)
+        stems = [manifests.stem(number, split) for number, source in numbered if source.splits[split].documents]
         suffixes = (".idx", ".bin") if self.manifest.chat is None else (".idx", ".bin", ".answers")
         return [f"{stem}{suffix}" for stem in stems for suffix in suffixes]
 
@@ -127,10 +127,10 @@ class Prepared:
 
     def usable(self, split: Split, seq_length: int) -> list[int]:
         """Sources whose split is long enough for one sequence and its last label; of conversations, one is enough."""
-        every = enumerate(self.manifest.sources)
+        numbered = enumerate(self.manifest.sources)
         if self.manifest.chat is not None:
-            return [n for n, source in every if source.splits[split].documents]
-        return [n for n, source in every if source.splits[split].tokens > seq_length]
+            return [n for n, source in numbered if source.splits[split].documents]
+        return [n for n, source in numbered if source.splits[split].tokens > seq_length]
 
 
 def content(recipe: Recipe) -> dict[str, object]:

@@ -159,7 +159,7 @@ def c4(terminal_punctuation: bool, min_sentences: int) -> Step:
     """
 
     def step(texts: list[str]) -> list[str] | str:
-        made, sentences = [], 0
+        kept_lines, sentences = [], 0
         for text in texts:
             kept = []
             for whole in text.splitlines():
@@ -169,8 +169,8 @@ def c4(terminal_punctuation: bool, min_sentences: int) -> Step:
                 if line:
                     sentences += max(1, len(_SENTENCE_END.findall(line)))
                     kept.append(line)
-            made.append("\n".join(kept).strip())
-        return made if sentences >= min_sentences else "sentences"
+            kept_lines.append("\n".join(kept).strip())
+        return kept_lines if sentences >= min_sentences else "sentences"
 
     return step
 

@@ -68,17 +68,21 @@ class Plan(Record):
     shards: list[Shard]
 
 
-def plan(every: tuple[Source, ...], dtype: str, tokenizer: TokenizerRecord) -> Plan:
+def plan(recipe_sources: tuple[Source, ...], dtype: str, tokenizer: TokenizerRecord) -> Plan:
     """What all tasks agree upon, for these sources."""
     return Plan(
-        version=llmrecipes.__version__, dtype=dtype, tokenizer=tokenizer, listings=_listings(every), shards=cut(every)
+        version=llmrecipes.__version__,
+        dtype=dtype,
+        tokenizer=tokenizer,
+        listings=_listings(recipe_sources),
+        shards=cut(recipe_sources),
     )
 
 
-def cut(every: tuple[Source, ...]) -> list[Shard]:
+def cut(recipe_sources: tuple[Source, ...]) -> list[Shard]:
     """Cut the sources into shards, in their order: files up to `parts.part_bytes`, or a part of a larger one."""
     shards: list[Shard] = []
-    for number, source in enumerate(every):
+    for number, source in enumerate(recipe_sources):
         if source.tokenized:  # read by who joins the shards
             continue
         if not sources.by_file(source):
@@ -97,9 +101,9 @@ def cut(every: tuple[Source, ...]) -> list[Shard]:
     return shards
 
 
-def uncut(every: tuple[Source, ...]) -> Iterator[str]:
+def uncut(recipe_sources: tuple[Source, ...]) -> Iterator[str]:
     """A line for each source of which one task reads more than a shard should have."""
-    for source in every:
+    for source in recipe_sources:
         if source.type == "hub" and not sources.by_file(source):
             yield f"{sources.label(source)}: one shard, read by one task"
         if not sources.by_file(source):
@@ -115,28 +119,28 @@ def uncut(every: tuple[Source, ...]) -> Iterator[str]:
             )
 
 
-def can_join(every: tuple[Source, ...], chat: Chat | None, steps: StepSpec) -> bool:
+def can_join(recipe_sources: tuple[Source, ...], chat: Chat | None, steps: StepSpec) -> bool:
     """Whether several tasks can join the shards: documents are compared for equality only, and all are used and have
     texts."""
     return (
         chat is None
         and steps.only_equal
-        and all(source.max_tokens is None and not source.tokenized for source in every)
+        and all(source.max_tokens is None and not source.tokenized for source in recipe_sources)
     )
 
 
-def read_plan(folder: Path, every: tuple[Source, ...]) -> Plan:
+def read_plan(folder: Path, recipe_sources: tuple[Source, ...]) -> Plan:
     """The plan of a folder of shards.
 
     Raises:
         UserError: it is of another version, or the sources have changed since.
     """
-    made = Plan.model_validate_json((folder / PLAN).read_text(encoding="utf-8"))
-    if made.version != llmrecipes.__version__:
+    stored = Plan.model_validate_json((folder / PLAN).read_text(encoding="utf-8"))
+    if stored.version != llmrecipes.__version__:
         raise UserError(
-            f"begun by llmrecipes {made.version}, this is {llmrecipes.__version__}", where=str(folder), fix=_CHANGED
+            f"begun by llmrecipes {stored.version}, this is {llmrecipes.__version__}", where=str(folder), fix=_CHANGED
         )
-    for source, then, now in zip(every, made.listings, _listings(every), strict=True):
+    for source, then, now in zip(recipe_sources, stored.listings, _listings(recipe_sources), strict=True):
         if then != now:
             raise UserError(
                 f"source {sources.label(source)!r} has other files than when this was begun",
@@ -144,11 +148,11 @@ def read_plan(folder: Path, every: tuple[Source, ...]) -> Plan:
                 rule="all tasks read the same files",
                 fix=f"the same files on every node, or {_CHANGED}",
             )
-    return made
+    return stored
 
 
-def _listings(every: tuple[Source, ...]) -> list[str | None]:
-    listed = map(sources.listing, every)
+def _listings(recipe_sources: tuple[Source, ...]) -> list[str | None]:
+    listed = map(sources.listing, recipe_sources)
     return [None if shard is None else shard.sha256 for shard in listed]
 
 
@@ -250,9 +254,9 @@ class Shards:
     def _keys(self, number: int, kind: str) -> Path:
         return self.folder / f"{number:06d}.{kind}"
 
-    def _by_range(self, every: list[bytes], width: int) -> bytes:
+    def _by_range(self, all_keys: list[bytes], width: int) -> bytes:
         """Where the ranges begin and end, and of each the keys and their places in the shard, with a SHA-256."""
-        keys = np.frombuffer(b"".join(every), np.uint8).reshape(-1, width)
+        keys = np.frombuffer(b"".join(all_keys), np.uint8).reshape(-1, width)
         of_range = (keys[:, 0].astype(np.int64) * 256 + keys[:, 1]) * self.ranges >> 16
         parts = []
         for number in range(self.ranges):

@@ -135,8 +135,8 @@ class StepSpec:
     def only_equal(self) -> bool:
         """Whether documents are compared for equality only, of their texts and of their marks: then one is dropped if
         any earlier one is equal to it, kept or not."""
-        every = [(name, json.loads(value)) for name, _, value in self.comparisons]
-        return all(name == DUPLICATES and settings.get("span_sentences") is None for name, settings in every)
+        comparisons = [(name, json.loads(value)) for name, _, value in self.comparisons]
+        return all(name == DUPLICATES and settings.get("span_sentences") is None for name, settings in comparisons)
 
     @property
     def cuts(self) -> bool:
@@ -146,8 +146,8 @@ class StepSpec:
     @property
     def reasons(self) -> tuple[str, ...]:
         """The names of its steps, by which dropped documents are counted."""
-        every = (*self.steps, *self.comparisons, *self.augmentations)
-        return tuple(name for name, _, _ in every if name != DUPLICATES)
+        all_steps = (*self.steps, *self.comparisons, *self.augmentations)
+        return tuple(name for name, _, _ in all_steps if name != DUPLICATES)
 
 
 def selected(data: Data) -> dict[str, Any]:
@@ -230,14 +230,14 @@ def pipeline(spec: StepSpec) -> Callable[[str | None], Document | Dropped]:
         messages = json.loads(text) if spec.chat and (steps or comparisons) else []
         texts = before = [message["content"] for message in messages] if spec.chat else [text]
         for name, step in steps:
-            made = step(texts)
-            if made is None or isinstance(made, str):
-                return Dropped(name, made or "", _excerpt(texts))
-            if len(made) != len(before):
-                raise ValueError(f"{name}: {len(made)} texts of {len(before)}")
-            if made != texts:
+            result = step(texts)
+            if result is None or isinstance(result, str):
+                return Dropped(name, result or "", _excerpt(texts))
+            if len(result) != len(before):
+                raise ValueError(f"{name}: {len(result)} texts of {len(before)}")
+            if result != texts:
                 changed.append(name)
-            texts = made
+            texts = result
         if steps and not any(text and not text.isspace() for text in texts):
             return Dropped(EMPTY)
         if changed:
@@ -249,10 +249,10 @@ def pipeline(spec: StepSpec) -> Callable[[str | None], Document | Dropped]:
         marks = tuple(comparison.mark("\n".join(texts)) for _, comparison in comparisons)
         excerpt = _excerpt(texts) if marks else ""
         for name, step in augmentations if split == "train" else ():
-            made = step(texts)
-            if made != texts and isinstance(made, list):
+            result = step(texts)
+            if result != texts and isinstance(result, list):
                 changed.append(name)
-                texts, data = made, made[0].encode()
+                texts, data = result, result[0].encode()
         return Document(data, identity, split, len(data), tuple(changed), marks, excerpt)
 
     return run

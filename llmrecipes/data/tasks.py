@@ -58,8 +58,8 @@ def encode_shards(shards: Shards, count: int, log: Callable[[str], None]) -> Non
     Raises:
         UserError: a shard cannot be read or written, or all processes were killed.
     """
-    every: tuple[Stage, ...] = (shards, *join.stages(shards))
-    if not any(stage.needed() for stage in every):
+    stages: tuple[Stage, ...] = (shards, *join.stages(shards))
+    if not any(stage.needed() for stage in stages):
         return
     done, total = len(shards.published()), len(shards.shards)
     missing = len(shards.needed())
@@ -71,7 +71,7 @@ def encode_shards(shards: Shards, count: int, log: Callable[[str], None]) -> Non
     try:
         for _ in range(count):
             here, there = context.Pipe(duplex=False)
-            process = context.Process(target=_task, args=(every, shards.folder, there))
+            process = context.Process(target=_task, args=(stages, shards.folder, there))
             process.start()
             there.close()
             running.append((process, here))
@@ -90,13 +90,13 @@ def encode_shards(shards: Shards, count: int, log: Callable[[str], None]) -> Non
         for task, _ in running:
             task.kill()
             task.join()
-    if any(stage.needed() for stage in every):
+    if any(stage.needed() for stage in stages):
         raise UserError(
             f"all {killed} tasks were ended, most often by the kernel, out of memory",
             where="--tasks",
             fix=f"run it again, it goes on with the missing shards; fewer than --tasks {count}, or more memory",
         )
-    joined = " and each is in its place" if len(every) > 1 else ""
+    joined = " and each is in its place" if len(stages) > 1 else ""
     log(f"no shard is missing{joined}, after {time.monotonic() - began:.1f} s")
 
 
@@ -108,10 +108,10 @@ def _received(failures: Connection) -> UserError | None:
     return UserError(what, where=where, rule=rule, fix=fix)
 
 
-def _task(every: tuple[Stage, ...], folder: Path, failures: Connection) -> None:
+def _task(stages: tuple[Stage, ...], folder: Path, failures: Connection) -> None:
     corpus.live_with_parent()
     try:
-        for stage in every:
+        for stage in stages:
             run(stage)
     except UserError as error:
         failures.send((error.what, error.where, error.rule, error.fix))

@@ -184,14 +184,14 @@ def check_tokenizer(number: int, source: Source, tokenizer: TextTokenizer, log: 
     Raises:
         UserError: the set is damaged, an id is outside the vocabulary, or more than half of the documents differ.
     """
-    made = open_set(source)
-    every = range(made.documents)
-    chosen = every[:: max(1, len(every) // _SAMPLE)][:_SAMPLE]
+    token_set = open_set(source)
+    documents = range(token_set.documents)
+    chosen = documents[:: max(1, len(documents) // _SAMPLE)][:_SAMPLE]
     special = {token for token, added in tokenizer.backend.get_added_tokens_decoder().items() if added.special}
     compared, different, last = 0, 0, Counter[int]()
     for document in chosen:
-        for start, ids in made.read(document, document + 1):
-            _require_ids(made, start, ids, tokenizer.vocab_size)
+        for start, ids in token_set.read(document, document + 1):
+            _require_ids(token_set, start, ids, tokenizer.vocab_size)
             if not len(ids):
                 continue
             last[int(ids[-1])] += 1
@@ -224,12 +224,12 @@ def check_tokenizer(number: int, source: Source, tokenizer: TextTokenizer, log: 
 class LinkedPart:
     """A split of a set whose tokens stay where they are: the split's index, and a link to the `.bin`."""
 
-    def __init__(self, prefix: Path, made: TokenSet, stack: ExitStack) -> None:
-        self._prefix, self._dtype = prefix, made.dtype
+    def __init__(self, prefix: Path, token_set: TokenSet, stack: ExitStack) -> None:
+        self._prefix, self._dtype = prefix, token_set.dtype
         self._lengths, self._pointers = array("i"), array("q")
-        self._itemsize = np.dtype(made.dtype).itemsize
+        self._itemsize = np.dtype(token_set.dtype).itemsize
         self._digests = stack.enter_context(prefix.with_suffix(".sha256").open("wb"))
-        Path(f"{prefix}.bin").symlink_to(Path(f"{made.prefix}.bin").resolve())
+        Path(f"{prefix}.bin").symlink_to(Path(f"{token_set.prefix}.bin").resolve())
         self.counts = Counts()
 
     def add(self, document: Document, length: int, start: int) -> None:
@@ -296,21 +296,21 @@ def write_set(
     Raises:
         UserError: the set is damaged, or an id is outside the vocabulary.
     """
-    made, tokenizer = open_set(source), read(spec.tokenizer, spec.eod, spec.identity)
+    token_set, tokenizer = open_set(source), read(spec.tokenizer, spec.eod, spec.identity)
     tally, tokens = Tally(), 0
     linked: dict[Split, LinkedPart] = {}
     copied: dict[Split, CopiedPart] = {}
-    in_place = made.dtype == spec.dtype
+    in_place = token_set.dtype == spec.dtype
     if not in_place:
-        size = made.tokens * np.dtype(spec.dtype).itemsize / GIB
-        log(f"{label(source)}: {made.dtype} ids are written again as {spec.dtype}, up to {size:,.1f} GiB")
+        size = token_set.tokens * np.dtype(spec.dtype).itemsize / GIB
+        log(f"{label(source)}: {token_set.dtype} ids are written again as {spec.dtype}, up to {size:,.1f} GiB")
     began = reported = time.monotonic()
-    for start, ids in made.read(0, made.documents):
+    for start, ids in token_set.read(0, token_set.documents):
         if source.max_tokens is not None and tokens >= source.max_tokens:
             break
         tally.read += 1
         length = len(ids)
-        _require_ids(made, start, ids, tokenizer.vocab_size)
+        _require_ids(token_set, start, ids, tokenizer.vocab_size)
         if length == 0 or (length == 1 and ids[0] == spec.eod):
             tally.dropped[EMPTY] += 1
             continue
@@ -330,26 +330,26 @@ def write_set(
             copied[split].add(document, length, as_stored, b"")
         else:
             if split not in linked:
-                linked[split] = LinkedPart(folder / name(split), made, stack)
+                linked[split] = LinkedPart(folder / name(split), token_set, stack)
             linked[split].add(document, length, start)
         if split != "train":
             add_text(split, text)
         if (now := time.monotonic()) - reported > _REPORT_SECONDS:
             reported = now
             rate = (start + length) / (now - began)
-            left = duration((made.tokens - start - length) / rate)
-            log(f"{label(source)}: {start + length:,} of {made.tokens:,} tokens read; about {left} left")
+            left = duration((token_set.tokens - start - length) / rate)
+            log(f"{label(source)}: {start + length:,} of {token_set.tokens:,} tokens read; about {left} left")
     return tally, linked
 
 
-def _require_ids(made: TokenSet, start: int, ids: np.ndarray, vocab_size: int) -> None:
+def _require_ids(token_set: TokenSet, start: int, ids: np.ndarray, vocab_size: int) -> None:
     """UserError if an id of a document that begins at a token of the set is outside the vocabulary."""
     if not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
         return
     place = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
     raise UserError(
         f"token {start + place:,} has id {int(ids[place])}",
-        where=f"{made.prefix}.bin",
+        where=f"{token_set.prefix}.bin",
         rule=f"ids are 0 to {vocab_size - 1:,}, the vocabulary of data.tokenizer",
         fix="name the tokenizer that made the tokens in data.tokenizer.path",
     )

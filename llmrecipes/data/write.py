@@ -80,11 +80,11 @@ def write(
     with ExitStack() as stack:
 
         def part(number: int, split: Split) -> _WrittenPart:
-            made = _WrittenPart(
+            new = _WrittenPart(
                 folder / stem(number, split), spec.dtype, stack, answers=chat is not None, scores=spec.scored(split)
             )
-            written[number, split] = made
-            return made
+            written[number, split] = new
+            return new
 
         written: dict[tuple[int, Split], _WrittenPart | LinkedPart] = {}
         linked: dict[int, dict[Split, LinkedPart]] = {}
@@ -98,8 +98,10 @@ def write(
         seen = Seen(spec.steps, folder)
         output = Output(spec, seen, part, add_text)
         started = reported = time.monotonic()
-        made = encode_all(batches(every, chat, full, skip=share > 0), spec, workers) if shards is None else shards(full)
-        for worked in stack.enter_context(closing(made)):
+        outcomes = (
+            encode_all(batches(every, chat, full, skip=share > 0), spec, workers) if shards is None else shards(full)
+        )
+        for worked in stack.enter_context(closing(outcomes)):
             number = worked.source
             if number in full:
                 continue
@@ -200,20 +202,22 @@ class TextToWrite:
 
 def compressed(text: bytes | bytearray) -> bytes:
     """A member of a gzip file, the same whoever writes it and when."""
-    made = io.BytesIO()
-    with gzip.GzipFile("", "wb", compresslevel=9, fileobj=made, mtime=0) as stream:
+    buffer = io.BytesIO()
+    with gzip.GzipFile("", "wb", compresslevel=9, fileobj=buffer, mtime=0) as stream:
         stream.write(text)
-    return made.getvalue()
+    return buffer.getvalue()
 
 
-def _progress(every: tuple[Source, ...], number: int, sizes: list[int], tokens: list[int], seconds: float) -> str:
+def _progress(
+    recipe_sources: tuple[Source, ...], number: int, sizes: list[int], tokens: list[int], seconds: float
+) -> str:
     done = sum(sizes)
     rate = done / seconds
-    line = f"{done / MIB:,.0f} MiB tokenized, {rate / MIB:.1f} MiB/s; at {sources.label(every[number])}"
+    line = f"{done / MIB:,.0f} MiB tokenized, {rate / MIB:.1f} MiB/s; at {sources.label(recipe_sources[number])}"
     if not done:  # all was dropped so far
         return line
     left = 0.0
-    for source, size, count in zip(every[number:], sizes[number:], tokens[number:], strict=True):
+    for source, size, count in zip(recipe_sources[number:], sizes[number:], tokens[number:], strict=True):
         expected = sources.text_bytes(source, size / count if count else None)
         if expected is None:
             return line
@@ -381,7 +385,7 @@ def record(
     where = f"data.sources[{number}]"
     kept = {split: parts.get((number, split), Counts()) for split in SPLITS}
     listing = sources.listing(source)
-    made = SourceRecord(
+    source_record = SourceRecord(
         label=sources.label(source),
         read=tally.read,
         empty=tally.dropped[EMPTY],
@@ -403,7 +407,7 @@ def record(
                 fix="look at the rows and the template, or raise max_length (at most model.seq_length + 1)",
             )
         raise UserError(
-            f"source {sources.label(source)!r} has no documents: {_dropped(made)} of {made.read:,}",
+            f"source {sources.label(source)!r} has no documents: {_dropped(source_record)} of {source_record.read:,}",
             where=where,
             rule="a source has text that no earlier source has",
             fix="point it at other files, or take it out",
@@ -415,7 +419,7 @@ def record(
             rule="the split is drawn by document hash; few documents may all fall outside",
             fix="add documents, or give train a larger share in data.split",
         )
-    return made
+    return source_record
 
 
 def require_readable(number: int, source: Source, tally: Tally, share: float) -> None:
@@ -437,8 +441,8 @@ def _dropped(record: SourceRecord) -> str:
 
 def summary(record: SourceRecord) -> str:
     """What was kept of a source, as a line."""
-    every = record.splits.values()
-    documents, tokens, size = (sum(getattr(c, key) for c in every) for key in ("documents", "tokens", "bytes"))
+    of_splits = record.splits.values()
+    documents, tokens, size = (sum(getattr(c, key) for c in of_splits) for key in ("documents", "tokens", "bytes"))
     splits = ", ".join(f"{split} {counts.tokens:,}" for split, counts in record.splits.items())
     damaged = f"; {record.unreadable:,} damaged files, skipped from the damage on" if record.unreadable else ""
     text = f"{size / MIB:.1f} MiB, " if record.splits["train"].bytes else ""  # a source of tokens has none

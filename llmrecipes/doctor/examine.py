@@ -79,8 +79,10 @@ def _findings(subject: DoctorContext) -> Iterator[Finding]:
             yield gpus.unreadable(report or "", error, subject.profile)
     if states:
         yield from _nvlinks(subject.profile, subject.own_gpus)
-        own = [state for number, state in enumerate(states) if subject.own_gpus is None or number in subject.own_gpus]
-        fine = {state.address for state in states if state not in own or state.recovery == "None"}
+        of_job = [
+            state for number, state in enumerate(states) if subject.own_gpus is None or number in subject.own_gpus
+        ]
+        fine = {state.address for state in states if state not in of_job or state.recovery == "None"}
         yield from gpus.check_kernel_log(gpus.kernel_records(), time.clock_gettime(time.CLOCK_MONOTONIC), fine)
     pins = locked(lock_file(ROOT, len(states)))
     packages = installed()
@@ -106,13 +108,13 @@ def _findings(subject: DoctorContext) -> Iterator[Finding]:
         yield from check_data(subject.recipe, subject.data_dir)
 
 
-def _nvlinks(profile: Profile | None, own: frozenset[int] | None) -> Iterator[Finding]:
+def _nvlinks(profile: Profile | None, own_gpus: frozenset[int] | None) -> Iterator[Finding]:
     try:
         report = gpus.query_nvlink()
     except (OSError, subprocess.SubprocessError) as error:
         yield skip("NVLink", f"nvidia-smi nvlink: {type(error).__name__}")
     else:
-        yield from gpus.check_nvlink(gpus.parse_nvlink(report or ""), profile, own)
+        yield from gpus.check_nvlink(gpus.parse_nvlink(report or ""), profile, own_gpus)
 
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "deepspeed", "numpy", "datasets", "mlflow")

@@ -283,10 +283,10 @@ def access_control(devices: Path = DEVICES) -> Iterator[Finding]:
 
 def _is(device: Path, vendor: str, kinds: tuple[str, ...]) -> bool:
     try:
-        own, kind = ((device / name).read_text("ascii").strip() for name in ("vendor", "class"))
+        vendor_id, kind = ((device / name).read_text("ascii").strip() for name in ("vendor", "class"))
     except (OSError, UnicodeDecodeError):
         return False
-    return own == vendor and kind.startswith(kinds)
+    return vendor_id == vendor and kind.startswith(kinds)
 
 
 def _port_type(config: bytes) -> int | None:
@@ -346,10 +346,10 @@ def check_name(host: str, several: bool) -> Finding:
 
 def free_port(port: int) -> Finding:
     """Whether the first rank can listen on its port."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as made:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            made.bind(("", port))
+            listener.bind(("", port))
         except OSError as error:
             return fail("port", f"{port} cannot be used: {error.strerror}", "stop the program on that port (ss -ltnp)")
     return ok("port", f"{port} is free")

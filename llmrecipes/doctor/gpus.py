@@ -82,12 +82,13 @@ def parse(report: str) -> tuple[str, list[GpuState]]:
     return root.findtext("driver_version", ""), [_state(gpu) for gpu in root.iter("gpu")]
 
 
-def check(gpus: list[GpuState], profile: Profile | None, own: Collection[int] | None = None) -> Iterator[Finding]:
+def check(gpus: list[GpuState], profile: Profile | None, own_gpus: Collection[int] | None = None) -> Iterator[Finding]:
     """Check the GPUs.
 
     Args:
         profile: expected GPUs; None: no expectation.
-        own: numbers of the job's GPUs, which are checked one by one; None: all. Others may be in use by another job.
+        own_gpus: numbers of the job's GPUs, which are checked one by one; None: all. Others may be in use by another
+            job.
     """
     wanted = profile.gpus_per_node if profile else len(gpus)
     if len(gpus) < wanted:
@@ -102,7 +103,7 @@ def check(gpus: list[GpuState], profile: Profile | None, own: Collection[int] | 
         if others:
             yield warn("GPUs", f"{', '.join(others)}, but {profile.name} has {profile.gpu.name}", "another --cluster")
     for number, gpu in enumerate(gpus):
-        if own is None or number in own:
+        if own_gpus is None or number in own_gpus:
             yield from _check_one(f"gpu {number}", gpu)
 
 
@@ -152,9 +153,9 @@ def _check_one(name: str, gpu: GpuState) -> Iterator[Finding]:
     if gpu.link_width and gpu.link_width[0] < gpu.link_width[1]:
         yield warn(name, f"PCIe with {gpu.link_width[0]} of {gpu.link_width[1]} lanes", "reseat the GPU")
     if gpu.link_gen:
-        now, slot, own = gpu.link_gen
-        if slot < own:
-            yield warn(name, f"PCIe generation {slot} of {own}", "BIOS settings, riser or slot limit it")
+        now, slot, device_most = gpu.link_gen
+        if slot < device_most:
+            yield warn(name, f"PCIe generation {slot} of {device_most}", "BIOS settings, riser or slot limit it")
         elif now < slot and gpu.state == "P0":
             yield warn(name, f"PCIe generation {now} of {slot}", "reseat the GPU; check the riser and the BIOS")
     if gpu.power_watts and gpu.power_watts[0] < gpu.power_watts[1]:
@@ -247,19 +248,19 @@ def parse_nvlink(report: str) -> list[tuple[int, int]]:
 
 
 def check_nvlink(
-    links: Sequence[tuple[int, int]], profile: Profile | None, own: Collection[int] | None = None
+    links: Sequence[tuple[int, int]], profile: Profile | None, own_gpus: Collection[int] | None = None
 ) -> Iterator[Finding]:
     """Check the links.
 
     Args:
         profile: of a site with NVLink; on others links are only compared with each other: bridges may join some GPUs.
-        own: numbers of the job's GPUs; None: all.
+        own_gpus: numbers of the job's GPUs; None: all.
     """
     wanted = profile is not None and profile.intra_node.kind == "nvlink"
     most = max((up for up, _ in links), default=0)
     fix = "reset the GPUs, restart nvidia-fabricmanager; a link that stays down: replace GPU or bridge"
     for number, (up, number_of_links) in enumerate(links):
-        if own is not None and number not in own:
+        if own_gpus is not None and number not in own_gpus:
             continue
         if up < most:
             what = f"{up} of {number_of_links} NVLinks are up, {most} on another GPU"

@@ -116,9 +116,9 @@ def _lead(meeting: NodeRendezvous, findings: Sequence[Finding]) -> Gathered:
     with FirstNode(meeting.hosts, meeting.port, meeting.token, serve) as first:
         _wait(meeting, attendance, attendance.arrived)
         # All nodes keep their ports open until all have reported, including this one.
-        own = [finding.seen_on(meeting.hosts[0]) for finding in findings]
-        own += [replace(port, node=meeting.hosts[0]) for port in _ports(meeting)]
-        attendance.put(attendance.reports, 0, own)
+        local = [finding.seen_on(meeting.hosts[0]) for finding in findings]
+        local += [replace(port, node=meeting.hosts[0]) for port in _ports(meeting)]
+        attendance.put(attendance.reports, 0, local)
         _wait(meeting, attendance, attendance.reports)
         reported = [finding for _, report in sorted(attendance.reports.items()) for finding in report]
         strangers = ignored(first.ignored, meeting.hosts[0])

@@ -188,9 +188,9 @@ def _traffic(recorder: Recorder, spec: DryRunSpec) -> tuple[Traffic, ...]:
 
 def _thinned(timeline: Sequence[tuple[int, Counter[str]]]) -> Iterator[Moment]:
     """At most `MOST_MOMENTS`, each the highest of its neighbours."""
-    every = -(-len(timeline) // MOST_MOMENTS)
-    for start in range(0, len(timeline), every):
-        when, parts = max(timeline[start : start + every], key=lambda moment: moment[1].total())
+    stride = -(-len(timeline) // MOST_MOMENTS)
+    for start in range(0, len(timeline), stride):
+        when, parts = max(timeline[start : start + stride], key=lambda moment: moment[1].total())
         yield Moment(when=when, parts={name: parts[name] for name in PARTS})
 
 

@@ -59,16 +59,16 @@ def command(words: Sequence[str]) -> list[str]:
     for program in ("unshare", "setpriv"):
         if shutil.which(program) is None:
             raise _refusal(f"program {program} is not installed")
-    made = [*NAMESPACES, sys.executable, "-I", "-c", _ENTER, *map(str, hidden()), "--"]
+    arguments = [*NAMESPACES, sys.executable, "-I", "-c", _ENTER, *map(str, hidden()), "--"]
     try:
         tried = subprocess.run(
-            [*made, "true"], env=environment(), capture_output=True, text=True, timeout=SECONDS_TO_TRY, check=False
+            [*arguments, "true"], env=environment(), capture_output=True, text=True, timeout=SECONDS_TO_TRY, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise _refusal(str(error)) from error
     if tried.returncode:
         raise _refusal(" ".join(tried.stderr.split())[-300:] or f"exit code {tried.returncode}")
-    return [*made, *words]
+    return [*arguments, *words]
 
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -73,7 +73,7 @@ class LogitsScorer:
         sampling: Sampling,
         ended: Callable[[list[int]], bool],
     ) -> list[list[int]]:
-        every = []
+        continued = []
         for prompt, limit, seed in zip(prompts, limits, seeds, strict=True):
             random, new = torch.Generator().manual_seed(seed), list[int]()
             while len(new) < min(limit, self.positions - len(prompt)):
@@ -81,5 +81,5 @@ class LogitsScorer:
                 new.append(draw(logits, replace(sampling, seed=seed), random))
                 if ended(new):
                     break
-            every.append(new)
-        return every
+            continued.append(new)
+        return continued

@@ -141,14 +141,14 @@ NGRAM = 4
 
 def rep(tokens: Sequence[int], n: int = NGRAM) -> float:
     """Share of a text's n-grams that repeat an earlier one: 1 - unique / all (seq-rep-n of arXiv 1908.04319)."""
-    every = ngrams(tokens, n)
-    return 1 - len(set(every)) / len(every) if every else 0.0
+    grams = ngrams(tokens, n)
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def distinct(texts: Iterable[Sequence[int]], n: int) -> float:
     """Different n-grams of all texts over all their n-grams (distinct-n of arXiv 1510.03055)."""
-    every = [gram for tokens in texts for gram in ngrams(tokens, n)]
-    return len(set(every)) / len(every) if every else 0.0
+    grams = [gram for tokens in texts for gram in ngrams(tokens, n)]
+    return len(set(grams)) / len(grams) if grams else 0.0
 
 
 def ngrams(tokens: Sequence[int], n: int) -> list[tuple[int, ...]]:
@@ -278,8 +278,8 @@ def memorisation(
     wanted = {gram for texts in sources.values() for tokens in texts for gram in ngrams(tokens, n)}
     known = found_in_training(prepared, wanted, n)
     for name, texts in sources.items():
-        every = [gram for tokens in texts for gram in ngrams(tokens, n)]
-        metrics[f"{name}_in_train_{n}"] = sum(gram in known for gram in every) / len(every) if every else 0.0
+        grams = [gram for tokens in texts for gram in ngrams(tokens, n)]
+        metrics[f"{name}_in_train_{n}"] = sum(gram in known for gram in grams) / len(grams) if grams else 0.0
     settings = {"pieces": counts, "prefix": prefix, "length": length, "ngram": n, "seed": seed, "heldout": heldout}
     return EvaluationResult("memorisation", metrics, settings)
 

@@ -230,10 +230,10 @@ class _TaskBuilder:
         )
         entry = self.manager.task_index[name]
         index = self.manager.task_index
-        made = self._made(
+        task = self._made(
             name, name, remote, lambda: self.manager._factory.build(entry, overrides=changed or None, registry=index)
         )
-        return made if isinstance(made, list) else [made]
+        return task if isinstance(task, list) else [task]
 
     def _made(self, shown: str, name: str, remote: list[str], make: Callable[[], Any]) -> Any:
         unreachable = bool(remote) and not _reaches_hub()

@@ -96,19 +96,21 @@ def choose(
     """
     if len(devices) < ranks:
         return Binding(reason=f"{len(devices)} GPUs are visible, for {ranks} ranks")
-    own = devices[local_rank]
-    near = own.cores & allowed
+    local_device = devices[local_rank]
+    near = local_device.cores & allowed
     if not near:
-        return Binding(device=own, reason=f"this job may not use the cores next to GPU {own.address}")
+        return Binding(device=local_device, reason=f"this job may not use the cores next to GPU {local_device.address}")
     cores: dict[int, list[int]] = {}
     for cpu in sorted(near):
         cores.setdefault(threads.get(cpu, cpu), []).append(cpu)
-    sharing = [number for number, device in enumerate(devices[:ranks]) if device.cores == own.cores]
+    sharing = [number for number, device in enumerate(devices[:ranks]) if device.cores == local_device.cores]
     place, whole = sharing.index(local_rank), list(cores.values())
     share = len(whole) // len(sharing)
     if not share:
-        return Binding(device=own, reason=f"{len(whole)} cores are next to {len(sharing)} GPUs")
-    return Binding(tuple(sorted(cpu for core in whole[place * share : (place + 1) * share] for cpu in core)), own)
+        return Binding(device=local_device, reason=f"{len(whole)} cores are next to {len(sharing)} GPUs")
+    return Binding(
+        tuple(sorted(cpu for core in whole[place * share : (place + 1) * share] for cpu in core)), local_device
+    )
 
 
 def visible(listed: Sequence[Mapping[str, str]], chosen: str | None) -> list[str]:

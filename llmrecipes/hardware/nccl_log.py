@@ -143,9 +143,9 @@ def proving(user: Mapping[str, str]) -> dict[str, str]:
     """
     if not verbose(user.get(LEVEL)):
         return {LEVEL: "INFO", SUBSYSTEMS: ",".join(NEEDED)}
-    own = user.get(SUBSYSTEMS, "").upper()
-    names = [name for name in own.lstrip("^").split(",") if name]
-    if own.startswith("^"):
+    chosen = user.get(SUBSYSTEMS, "").upper()
+    names = [name for name in chosen.lstrip("^").split(",") if name]
+    if chosen.startswith("^"):
         left = ",".join(name for name in names if name not in (*NEEDED, "ALL"))
         subsystems = f"^{left}" if left else "ALL"
     else:

@@ -68,12 +68,12 @@ def own_number(hosts: tuple[str, ...]) -> int:
     for variable in ("SLURM_NODEID", "JOB_COMPLETION_INDEX"):  # the latter in pods, which may share the node's network
         if (index := os.environ.get(variable, "")).isdecimal() and int(index) < len(hosts):
             return int(index)
-    own = socket.gethostname()
-    names = {own, own.partition(".")[0]}
+    hostname = socket.gethostname()
+    names = {hostname, hostname.partition(".")[0]}
     if matches := [number for number, host in enumerate(hosts) if host in names or host.partition(".")[0] in names]:
         return matches[0]
     raise UserError(
-        f"{own} is not among {', '.join(hosts)}", where="--nodes", rule="the command runs on every node of --nodes"
+        f"{hostname} is not among {', '.join(hosts)}", where="--nodes", rule="the command runs on every node of --nodes"
     )
 
 

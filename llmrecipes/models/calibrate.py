@@ -159,8 +159,8 @@ class _LayerPass:
 
     def outputs(self) -> list[torch.Tensor]:
         """The states after it."""
-        made = (self.layer(state, **self._arguments) for state in self._states)
-        return [each[0] if isinstance(each, tuple) else each for each in made]
+        results = (self.layer(state, **self._arguments) for state in self._states)
+        return [each[0] if isinstance(each, tuple) else each for each in results]
 
     def see_inputs(self, see: Callable[[str, torch.Tensor], None]) -> None:
         """Pass all states, and call `see(name, input [tokens, in])` for each linear layer."""
@@ -170,19 +170,19 @@ class _LayerPass:
 
     def norms(self) -> dict[str, list[str]]:
         """Names of norms, with those of the linear layers that read their output; of one pass."""
-        made: dict[int, tuple[str, torch.Tensor]] = {}
+        by_input: dict[int, tuple[str, torch.Tensor]] = {}
         readers: dict[str, list[str]] = {}
 
         def wrote(name: str) -> Callable[..., None]:
             def hook(_module: nn.Module, _given: Any, output: Any) -> None:
                 if isinstance(output, torch.Tensor):
-                    made[id(output)] = name, output  # kept, so that no other tensor gets its id
+                    by_input[id(output)] = name, output  # kept, so that no other tensor gets its id
 
             return hook
 
         def read(name: str, given: torch.Tensor) -> None:
-            if id(given) in made:
-                readers.setdefault(made[id(given)][0], []).append(name)
+            if id(given) in by_input:
+                readers.setdefault(by_input[id(given)][0], []).append(name)
 
         hooks = [
             module.register_forward_hook(wrote(f"{self.prefix}.{name}"))

@@ -217,8 +217,11 @@ def _do(step: str, request: Finetuning, paths: Paths, log: Log) -> int:
         from llmrecipes.models.export import ExportOptions, export
 
         options = ExportOptions(merge_adapter=request.lora)
-        made = export(f"{request.name}/{RUN_ID}", request.exported, paths.runs_dir, paths.data_dir, options)
-        log(f"exported step {made.step} to {made.path}: {made.family}, {made.dtype}, {made.bytes / 2**20:,.1f} MiB")
+        exported = export(f"{request.name}/{RUN_ID}", request.exported, paths.runs_dir, paths.data_dir, options)
+        log(
+            f"exported step {exported.step} to {exported.path}: {exported.family}, {exported.dtype}, "
+            f"{exported.bytes / 2**20:,.1f} MiB"
+        )
     return 0
 
 
@@ -332,12 +335,12 @@ def measured(recipe: Recipe) -> Lengths:
             if text and rows <= MEASURED:
                 batch.append(text.encode())
             if len(batch) == 256:
-                made = encode(batch)
-                lengths, refusal, batch = [*lengths, *made.lengths], refusal or made.refusal, []
-    made = encode(batch)
-    used = [length for length in (*lengths, *made.lengths) if length]
+                encoded = encode(batch)
+                lengths, refusal, batch = [*lengths, *encoded.lengths], refusal or encoded.refusal, []
+    encoded = encode(batch)
+    used = [length for length in (*lengths, *encoded.lengths) if length]
     if not used:
-        refusal = refusal or made.refusal
+        refusal = refusal or encoded.refusal
         raise UserError(
             f"none of {rows:,} conversations can be used" + (f"; the template: {refusal}" if refusal else ""),
             where="--data",

@@ -64,7 +64,7 @@ def grow(
     small, grown = load_grown(Run(run).recipe_file, growth, overrides)
     run_dir = Run.of(runs_dir, grown.name, run_id).path
     require_unused(run_dir)
-    made = layers(small.model.num_layers, grown.model.num_layers, growth.method)
+    new_layers = layers(small.model.num_layers, grown.model.num_layers, growth.method)
 
     def write(folder: Path) -> dict[str, Any]:
         from llmrecipes.engine.backends import backend
@@ -72,7 +72,7 @@ def grow(
         weights = GrownWeights(backend(small).tensors(entry), small.model, grown.model, growth)
         write_checkpoint(grown, weights, folder, progress)
         before, after = shape(small.model), shape(grown.model)
-        added = [number for number, layer in enumerate(made) if layer.added]
+        added = [number for number, layer in enumerate(new_layers) if layer.added]
         return {
             "from_run": str(run),
             "step": entry.step,

@@ -159,10 +159,10 @@ def _forms(
     """Format, folder, program and bytes of the weights, of each format of a model; made when it is asked for."""
     folder = Path(model)
     is_folder = folder.is_dir() and not Run(folder).exists()
-    if (own := _own_form(folder)) is not None:
-        if own not in FILES.values():
-            _require_package(own)
-        yield own, folder, _program(own) if own in FILES.values() else "transformers", _bytes(folder)
+    if (form := _own_form(folder)) is not None:
+        if form not in FILES.values():
+            _require_package(form)
+        yield form, folder, _program(form) if form in FILES.values() else "transformers", _bytes(folder)
         return
     exported = [name for name in formats or () if name in EXPORTED]
     if is_folder and exported:

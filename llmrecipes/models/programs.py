@@ -97,17 +97,17 @@ def export_program(
     require_absent(out)
     with published(out) as folder:
         source = folder / "source"
-        made = export(reference, source, runs_dir, data_dir, replace(options, dtype="fp32"), Counted())
+        exported = export(reference, source, runs_dir, data_dir, replace(options, dtype="fp32"), Counted())
         file = folder / FILES[form]
-        difference = _write(source, file, form, dtype, made.bytes, cache=options.cache)
+        difference = _write(source, file, form, dtype, exported.bytes, cache=options.cache)
         for path in source.iterdir():
             if path.suffix != ".safetensors" and not path.name.endswith(".index.json"):
                 path.rename(folder / path.name)
         shutil.rmtree(source)
         size = sum(path.stat().st_size for path in folder.glob(f"{file.name}*"))
     return ExportedProgram(
-        path=str(out), run=made.run, step=made.step, form=form, family=made.family, dtype=dtype,
-        parameters=made.parameters, bytes=size, largest_difference=difference, notes=made.notes,
+        path=str(out), run=exported.run, step=exported.step, form=form, family=exported.family, dtype=dtype,
+        parameters=exported.parameters, bytes=size, largest_difference=difference, notes=exported.notes,
         seconds=round(time.monotonic() - started, 3),
     )  # fmt: skip
 
@@ -156,8 +156,8 @@ def _write(source: Path, file: Path, form: str, dtype: str, weights: int, *, cac
             for layer, key, value in zip(known.layers, past[::2], past[1::2], strict=True):
                 layer.lazy_initialization(key, value)
                 layer.keys, layer.values = key, value
-            made = self.model(input_ids=input_ids, past_key_values=known, use_cache=True)
-            return made.logits, *(tensor for layer in known.layers for tensor in (layer.keys, layer.values))
+            output = self.model(input_ids=input_ids, past_key_values=known, use_cache=True)
+            return output.logits, *(tensor for layer in known.layers for tensor in (layer.keys, layer.values))
 
     positions, draw = int(config.max_position_embeddings), torch.Generator().manual_seed(0)
     length = min(16, positions)
@@ -263,8 +263,8 @@ class OnnxProgram:
 
         if past is None:
             past = [np.zeros((ids.size(0), shape[1], 0, shape[3]), np.float32) for shape in self._cache.values()]
-        made = self._session.run(None, {"input_ids": ids.numpy(), **dict(zip(self._cache, past, strict=True))})
-        return torch.from_numpy(made[0]), list(made[1:])
+        outputs = self._session.run(None, {"input_ids": ids.numpy(), **dict(zip(self._cache, past, strict=True))})
+        return torch.from_numpy(outputs[0]), list(outputs[1:])
 
 
 def _in_onnx_runtime(file: Path, ids: torch.Tensor) -> torch.Tensor:
@@ -274,12 +274,12 @@ def _in_onnx_runtime(file: Path, ids: torch.Tensor) -> torch.Tensor:
     program = OnnxProgram(file)
     if not program.cache:
         return program.run(ids)[0]
-    made, past = program.run(ids[:, :-2])
-    every = [made]
+    logits, past = program.run(ids[:, :-2])
+    all_logits = [logits]
     for place in (-2, -1):
-        made, past = program.run(ids[:, place, None], past)
-        every.append(made)
-    return torch.cat(every, dim=1)
+        logits, past = program.run(ids[:, place, None], past)
+        all_logits.append(logits)
+    return torch.cat(all_logits, dim=1)
 
 
 def _without_operator(error: Exception, form: str, family: str) -> UserError:

@@ -402,8 +402,8 @@ class _PerToken:
         gathered = split and not self._in_parts and not self.inputs_only
         rope = model.position_embedding_type != "learned_absolute"
         copied = copies_keys(self.recipe, s, self.device)
-        own = (s.query_size + s.context_size) * copied  # a key and a value for each query
-        inner = float(element * (s.context_size + own + self._projected(gathered=gathered or copied)))
+        keys_and_values = (s.query_size + s.context_size) * copied  # a key and a value for each query
+        inner = float(element * (s.context_size + keys_and_values + self._projected(gathered=gathered or copied)))
         if model.multi_latent_attention:
             outside += self._latent / self._sequence_ranks
             tables = self._angles

@@ -137,7 +137,7 @@ def graph(recipe: Recipe) -> Graph:
         )
         for kind in dict.fromkeys(with_experts)
     )
-    made = Graph(
+    result = Graph(
         embedding=_embedding(model, s),
         layers=layers,
         norm=_norm(model, "Final norm", "final_layernorm", s.hidden_size),
@@ -146,7 +146,7 @@ def graph(recipe: Recipe) -> Graph:
         predictions=s.mtp_num_layers,
         stages=(),
     )
-    return replace(made, stages=tuple(_stages(recipe, s, made)))
+    return replace(result, stages=tuple(_stages(recipe, s, result)))
 
 
 def _embedding(model: Model, s: Shape) -> Block:
@@ -257,10 +257,10 @@ def _adapters(lora: Lora | None, model: Model, s: Shape, *, experts: bool) -> It
         yield Part(matrix.name, size, copies * lora.rank * (matrix.width + matrix.height))
 
 
-def _stages(recipe: Recipe, s: Shape, made: Graph) -> Iterator[Stage]:
+def _stages(recipe: Recipe, s: Shape, drawing: Graph) -> Iterator[Stage]:
     """As `plan.parameters.count_on_rank`, over all ranks of a stage."""
     per_stage = layers_per_stage(recipe)
-    kinds, last = made.kinds(), len(per_stage) - 1
+    kinds, last = drawing.kinds(), len(per_stage) - 1
     words = s.vocab_size * s.hidden_size
     first: dict[tuple[int, int], int] = {}
     number = 0
@@ -269,24 +269,24 @@ def _stages(recipe: Recipe, s: Shape, made: Graph) -> Iterator[Stage]:
             first[stage, chunk] = number
             number += layers[chunk]
     with_layers = max((chunk, stage) for stage, each in enumerate(per_stage) for chunk, n in enumerate(each) if n)
-    normed = with_layers[1] if made.predictions else last
+    normed = with_layers[1] if drawing.predictions else last
     for stage, layers in enumerate(per_stage):
         chunks = tuple((first[stage, chunk], layers[chunk]) for chunk in range(len(layers)))
-        held = sum(made.layers[kinds[n]].parameters for start, many in chunks for n in range(start, start + many))
+        held = sum(drawing.layers[kinds[n]].parameters for start, many in chunks for n in range(start, start + many))
         has, copies = [], 0
         if stage == 0:
             has.append("embedding")
-            held += made.embedding.parameters
-        elif stage == last and made.predictions:
+            held += drawing.embedding.parameters
+        elif stage == last and drawing.predictions:
             has.append("copy of the embedding")
-            copies = made.embedding.parameters
+            copies = drawing.embedding.parameters
         if stage == normed:
             has.append("final norm")
-            held += made.norm.parameters
+            held += drawing.norm.parameters
         if stage == last:
-            has += ["multi-token prediction"] if made.predictions else []
+            has += ["multi-token prediction"] if drawing.predictions else []
             has.append("output layer")
-            held += made.predicting + made.output.parameters
-            if not made.output.parts and stage and not copies:
+            held += drawing.predicting + drawing.output.parameters
+            if not drawing.output.parts and stage and not copies:
                 copies = words
         yield Stage(chunks, tuple(has), copies, held + copies)

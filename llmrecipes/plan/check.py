@@ -123,7 +123,7 @@ def _advice(plan: Plan, cluster: Cluster) -> str:
         changes = nearest(plan, _MOST_ADVICE)
     except UserError as error:
         return f"{error.what}; {error.fix}"
-    speeds = (f"{change} ({made.tokens_per_second_per_gpu:,.0f} tokens/s/GPU)" for change, made in changes)
+    speeds = (f"{change} ({forecast.tokens_per_second_per_gpu:,.0f} tokens/s/GPU)" for change, forecast in changes)
     return f"on these GPUs it fits, fastest first, with {'; or '.join(speeds)}"
 
 

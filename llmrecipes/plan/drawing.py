@@ -216,9 +216,9 @@ def _strip(drawn: _Column, graph: Graph) -> None:
         drawn.add(f'<path class="cell f{kind}" d="{"".join(path)}"/>')
     drawn.gap(chunks * (high + 4) + 4)
     if stages > 1:
-        every = -(-stages * 14 // round(drawn.right - drawn.left))
+        stride = -(-stages * 14 // round(drawn.right - drawn.left))
         drawn.gap(9)
-        for stage in range(0, stages, every):
+        for stage in range(0, stages, stride):
             at = drawn.left + (stage + 0.5) * wide
             drawn.add(f'<text class="note small" x="{at:.1f}" y="{drawn.y:g}">{stage}</text>')
         drawn.gap(3)

@@ -68,11 +68,11 @@ def modules(recipe: Recipe, s: Shape, device: str) -> tuple[str, ...]:
     train = recipe.train
     if train.recompute_granularity != "selective":
         return ()
-    own = own_layers(recipe, device)
+    layers = own_layers(recipe, device)
     without = {
         "core_attn": not keeps_scores(recipe, s, device),
-        "layernorm": not own and not recipe.model.multi_latent_attention and not s.num_moe_experts,
-        "moe_act": own,
+        "layernorm": not layers and not recipe.model.multi_latent_attention and not s.num_moe_experts,
+        "moe_act": layers,
     }
     return tuple(name for name in train.recompute_modules or ("core_attn",) if not without.get(name, False))
 

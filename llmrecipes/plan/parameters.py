@@ -170,11 +170,11 @@ def count_trained_on_rank(
     recipe: Recipe, s: Shape, layout: Layout, stage: int, device: str, *, local: bool = False
 ) -> RankParameters:
     """`count_on_rank` without the frozen parameters of `train.freeze`."""
-    every = count_on_rank(recipe.model, s, layout, stage, device, local=local)
+    counted = count_on_rank(recipe.model, s, layout, stage, device, local=local)
     if not recipe.train.freeze:
-        return every
+        return counted
     still = count_frozen_on_rank(frozen(recipe), recipe.model, s, layout, stage, split_down=local or device == "cpu")
-    return RankParameters(every.dense - still.dense, every.experts - still.experts)
+    return RankParameters(counted.dense - still.dense, counted.experts - still.experts)
 
 
 def count_frozen_on_rank(

@@ -68,9 +68,9 @@ def sharded(
     element = 2 if half else 4
     reduced = 4 if recipe.parallelism.grad_reduce_in_fp32 or not half else element
     on_host = zero.offload_optimizer != "none"
-    own = share + _second_copy(zero, parameters)
+    parameter_bytes = share + _second_copy(zero, parameters)
     device_states = States(
-        weights=element * (parameters if zero.stage < 3 else own if zero.offload_param == "none" else 0),
+        weights=element * (parameters if zero.stage < 3 else parameter_bytes if zero.offload_param == "none" else 0),
         gradients=_gradients(zero, element, reduced, parameters, share, layer),
         optimizer=0 if on_host else _STATE * share,
         buffers=_gathered(zero, element, parameters, layer)

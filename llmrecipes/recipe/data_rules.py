@@ -160,9 +160,9 @@ def curriculum(recipe: Recipe) -> Iterator[Problem]:
 def fill_in_the_middle(recipe: Recipe) -> Iterator[Problem]:
     """Settings without a rate, conversations, and special tokens that are the same."""
     data = recipe.data
-    every = [("sources", n, each) for n, each in enumerate(data.sources)]
-    every += [("valid_sources", n, each) for n, each in enumerate(data.valid_sources)]
-    used = [f"data.{section}.{n}.fim_rate" for section, n, each in every if each.fim_rate]
+    sources = [("sources", n, each) for n, each in enumerate(data.sources)]
+    sources += [("valid_sources", n, each) for n, each in enumerate(data.valid_sources)]
+    used = [f"data.{section}.{n}.fim_rate" for section, n, each in sources if each.fim_rate]
     if data.fim != type(data.fim)() and not used:
         yield Problem(
             "data.fim",

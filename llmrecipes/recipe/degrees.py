@@ -32,8 +32,8 @@ def elastic_worlds(recipe: Recipe) -> tuple[int, ...]:
     if recipe.train.elastic is None:
         raise ValueError("train.elastic is not set")
     if recipe.stages:
-        every = [set(elastic_worlds(stage_recipe)) for stage_recipe in stage_recipes(recipe)]
-        return tuple(sorted(set.intersection(*every)))
+        by_stage = [set(elastic_worlds(stage_recipe)) for stage_recipe in stage_recipes(recipe)]
+        return tuple(sorted(set.intersection(*by_stage)))
     least, most = recipe.train.elastic
     parallel, dense = recipe.parallelism, model_parallel_size(recipe.parallelism)
     micro_batches = common(recipe) // recipe.train.micro_batch_size

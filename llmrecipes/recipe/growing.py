@@ -80,12 +80,12 @@ def layers(before: int, after: int, method: str) -> tuple[Layer, ...]:
     else:
         sources = [number * before // after for number in range(after)]
     seen: set[int] = set()
-    made = []
+    planned = []
     for source in sources:
         added = source in seen
-        made.append(Layer(source, added, added and method == "identity"))
+        planned.append(Layer(source, added, added and method == "identity"))
         seen.add(source)
-    return tuple(made)
+    return tuple(planned)
 
 
 def preserves(before: Model, after: Model, growth: Growth) -> bool:
@@ -122,8 +122,8 @@ def _keys(small: Recipe, growth: Growth) -> dict[str, Any]:
         keys["model.num_layers"] = growth.layers
         if model.num_moe_experts:
             pattern = [s.moe_layers(layer.source, layer.source + 1) for layer in _layers(model, growth)]
-            every = model.moe_layer_freq
-            if not isinstance(every, int) or pattern != [int(n % every == 0) for n in range(growth.layers)]:
+            frequency = model.moe_layer_freq
+            if not isinstance(frequency, int) or pattern != [int(n % frequency == 0) for n in range(growth.layers)]:
                 keys["model.moe_layer_freq"] = pattern
     if growth.hidden_size:
         keys["model.hidden_size"] = growth.hidden_size

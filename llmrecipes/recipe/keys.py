@@ -66,8 +66,8 @@ def keys(document: type[BaseModel] = Recipe) -> dict[str, RecipeKey]:
 
 @cache
 def _keys(document: type[BaseModel]) -> dict[str, RecipeKey]:
-    made = schema(document)
-    return {key.name: key for key in _walk(made, "", made.get("$defs", {}))}
+    described = schema(document)
+    return {key.name: key for key in _walk(described, "", described.get("$defs", {}))}
 
 
 @cache
@@ -77,8 +77,8 @@ def _keys_of_field(section: type[BaseModel], name: str) -> dict[str, RecipeKey]:
         return {}
     field = section.model_fields[name]
     fields: dict[str, Any] = {name: (field.annotation, field)}
-    made = create_model(section.__name__, __config__=section.model_config, **fields).model_json_schema()
-    return {key.name: key for key in _walk(made, "", made.get("$defs", {}))}
+    described = create_model(section.__name__, __config__=section.model_config, **fields).model_json_schema()
+    return {key.name: key for key in _walk(described, "", described.get("$defs", {}))}
 
 
 def key_of(name: str, document: type[BaseModel] = Recipe) -> RecipeKey | None:
@@ -125,11 +125,11 @@ def admits(node: Mapping[str, Any], number: int | float) -> bool:
 
 class _Described(GenerateJsonSchema):
     def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
-        made = super().model_schema(schema)
+        described = super().model_schema(schema)
         for section in reversed(schema["cls"].__mro__):
             for name, text in _texts(section).items():
-                made["properties"][name].setdefault("description", text)
-        return made
+                described["properties"][name].setdefault("description", text)
+        return described
 
 
 def _texts(section: type) -> dict[str, str]:
@@ -328,8 +328,8 @@ def _indexed(key: str, name: str) -> str:
 
 def json_schema() -> str:
     """JSON Schema (draft 2020-12) of a recipe file, for editors and other programs."""
-    made = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema(Recipe)}
-    return json.dumps(made, indent=2, ensure_ascii=False) + "\n"
+    document = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema(Recipe)}
+    return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
 
 
 def reference() -> str:

@@ -170,15 +170,15 @@ def schedule(recipe: Recipe) -> Iterator[Problem]:
 
 def groups(recipe: Recipe) -> Iterator[Problem]:
     """What parameter groups go with."""
-    every = recipe.optimizer.groups
-    if every and recipe.model.use_mup:
+    all_groups = recipe.optimizer.groups
+    if all_groups and recipe.model.use_mup:
         yield Problem(
             "optimizer.groups",
             "set with model.use_mup",
             "the maximal-update parametrisation sets the learning rates of hidden matrices",
             "leave one of them out",
         )
-    for number, each in enumerate(every):
+    for number, each in enumerate(all_groups):
         if each.lr_mult == each.wd_mult == 1.0:
             yield Problem(
                 f"optimizer.groups.{number}",
@@ -186,7 +186,7 @@ def groups(recipe: Recipe) -> Iterator[Problem]:
                 "a group has another learning rate or weight decay",
                 "set one of them, or leave the group out",
             )
-        if [other.pattern for other in every].index(each.pattern) != number:
+        if [other.pattern for other in all_groups].index(each.pattern) != number:
             yield Problem(
                 f"optimizer.groups.{number}.pattern",
                 f"{each.pattern!r} appears twice",

@@ -178,9 +178,9 @@ def _experts(model: Model, parallel: Parallelism, layers: int, shrink: float) ->
     if small != number:
         topk = min(topk, 2, small)
         if groups and chosen:
-            every = chosen == groups
+            one_each = chosen == groups
             groups = max(size for size in range(1, MAX_EXPERT_GROUPS + 1) if small % size == 0 and size <= groups)
-            chosen = groups if every else max(1, groups // 2)
+            chosen = groups if one_each else max(1, groups // 2)
             topk = chosen  # one from each
     return {
         "num_moe_experts": small,

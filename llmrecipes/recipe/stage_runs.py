@@ -24,15 +24,15 @@ def stage_recipes(recipe: Recipe) -> tuple[Recipe, ...]:
     begun = [begins(stage) for stage in recipe.stages]
     orders = _groups([order for order, _, _ in begun])
     schedules = _groups([schedule for _, _, schedule in begun])
-    weights, made = None, []
+    weights, recipes = None, []
     for number, (stage, each) in enumerate(zip(recipe.stages, merged(recipe), strict=True)):
         weights = weights if stage.data.weights is None else stage.data.weights
         order, schedule = ((first[groups[number][0]], last[groups[number][1]]) for groups in (orders, schedules))
         train = each.train.model_copy(update={"train_iters": last[number]})
         mine = each.model_copy(update={"train": train})
         mine._span = Span(number, stage.name, first[number], last[number], order, schedule, weights, batches, recipe)
-        made.append(mine)
-    return tuple(made)
+        recipes.append(mine)
+    return tuple(recipes)
 
 
 def stage_of(recipe: Recipe, step: int, *, ending: bool = False) -> Recipe:
@@ -41,12 +41,12 @@ def stage_of(recipe: Recipe, step: int, *, ending: bool = False) -> Recipe:
     Args:
         ending: of two stages that meet here the first.
     """
-    every = stage_recipes(recipe)
-    for stage in every[:-1]:
+    stages = stage_recipes(recipe)
+    for stage in stages[:-1]:
         span = span_of(stage)
         if span is not None and (step < span.last_step or (ending and step == span.last_step)):
             return stage
-    return every[-1]
+    return stages[-1]
 
 
 @contextmanager

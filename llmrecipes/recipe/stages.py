@@ -45,12 +45,12 @@ def merged(recipe: Recipe) -> tuple[Recipe, ...]:
     Raises:
         ValidationError: a value is not one of its key.
     """
-    current, made = recipe.model_copy(update={"stages": ()}), []
+    current, recipes = recipe.model_copy(update={"stages": ()}), []
     for stage in recipe.stages:
         values = changed(current.model_dump(mode="json"), stage)
         current = Recipe.model_validate(values)
-        made.append(current)
-    return tuple(made)
+        recipes.append(current)
+    return tuple(recipes)
 
 
 def decay_iters(recipe: Recipe) -> int:

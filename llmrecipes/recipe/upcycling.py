@@ -71,9 +71,9 @@ def check(dense: Recipe, moe: Recipe) -> Iterator[Problem]:
 
 
 def _router(model: Model) -> Iterator[Problem]:
-    every = model.moe_router_topk == model.num_moe_experts
+    all_experts = model.moe_router_topk == model.num_moe_experts
     sums = "the probabilities of a token's experts sum to one"
-    if model.moe_router_score_function == "softmax" and model.moe_router_pre_softmax and not every:
+    if model.moe_router_score_function == "softmax" and model.moe_router_pre_softmax and not all_experts:
         yield Problem(
             "model.moe_router_pre_softmax",
             f"true with {model.moe_router_topk} of {model.num_moe_experts} experts",

@@ -298,8 +298,8 @@ def heat(
         if path:
             body.append(f'<path class="heat" fill-opacity="{0.06 + 0.94 * level / 7:.2f}" d="{path}"/>')
     high_rem = max(0.5, min(1.3, 28 / len(rows)))
-    every = max(1, -(-len(rows) // 28)) if high_rem >= 0.9 else max(1, round(1.1 / high_rem))
-    names = "".join(f"<span>{text(name) if place % every == 0 else ''}</span>" for place, name in enumerate(rows))
+    stride = max(1, -(-len(rows) // 28)) if high_rem >= 0.9 else max(1, round(1.1 / high_rem))
+    names = "".join(f"<span>{text(name) if place % stride == 0 else ''}</span>" for place, name in enumerate(rows))
     where = divmod(int(np.nanargmax(cells)), cells.shape[1])
     words = (
         f"from {short(low)} (faintest) to {short(high)} (strongest, {rows[where[0]]}, {along} {columns[where[1]]})"
@@ -345,8 +345,8 @@ class _Scale:
         high = most
         if low > 0 and most / low > LOG_RATIO:
             ends = math.floor(math.log10(low)), math.ceil(math.log10(most))
-            every = max(1, -(-(ends[1] - ends[0]) // 5))
-            ticks = tuple(10.0**power for power in range(ends[0], ends[1] + 1, every))
+            stride = max(1, -(-(ends[1] - ends[0]) // 5))
+            ticks = tuple(10.0**power for power in range(ends[0], ends[1] + 1, stride))
             return cls(10.0 ** ends[0], 10.0 ** ends[1], True, ticks, 0, most)
         # A few spikes must not flatten everything else.
         usual, least = (float(np.quantile(values, at)) for at in (0.995, 0.005))

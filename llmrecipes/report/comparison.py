@@ -140,9 +140,9 @@ def _figures(names: Sequence[str], compared: RunComparison, materials: Sequence[
     rows.append(("interruptions", *(str(material.history.interruptions) for material in materials)))
     hours = [material.history.rank_hours for material in materials]
     rows.append(("hours of all ranks", *("unknown" if hour is None else f"{hour:,.3g}" for hour in hours)))
-    every = [used_energy(material) for material in materials]
+    energies = [used_energy(material) for material in materials]
     tokens = [run.figures["tokens"] or 0 for run in compared.runs]
-    rows += [row for row in energy_rows(every, tokens, "unknown") if any(cell != "unknown" for cell in row[1:])]
+    rows += [row for row in energy_rows(energies, tokens, "unknown") if any(cell != "unknown" for cell in row[1:])]
     return webpage.table(("figure", *names), rows, numbers=range(1, len(names) + 1))
 
 
@@ -187,9 +187,9 @@ def _causes(names: Sequence[str], materials: Sequence[Material]) -> str:
 
 
 def _environments(names: Sequence[str], materials: Sequence[Material]) -> str:
-    every = [dict(flat(material.environment)) for material in materials]
-    keys = [key for key in dict.fromkeys(key for values in every for key in values)
-            if len({values.get(key, "") for values in every}) > 1]  # fmt: skip
+    environments = [dict(flat(material.environment)) for material in materials]
+    keys = [key for key in dict.fromkeys(key for values in environments for key in values)
+            if len({values.get(key, "") for values in environments}) > 1]  # fmt: skip
     if not keys:
         return training.nothing("They are the same.")
-    return webpage.table(("key", *names), [(key, *(values.get(key, "") for values in every)) for key in keys])
+    return webpage.table(("key", *names), [(key, *(values.get(key, "") for values in environments)) for key in keys])

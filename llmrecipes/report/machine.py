@@ -288,11 +288,11 @@ def environment(material: Material) -> str:
     earlier = [(name, dict(flat(values))) for name, values in material.environments]
     text = ""
     if earlier:
-        every = [*earlier, ("now", newest)]
-        keys = [key for key in dict.fromkeys(key for _, values in every for key in values)
-                if len({values.get(key, "") for _, values in every}) > 1]  # fmt: skip
+        starts = [*earlier, ("now", newest)]
+        keys = [key for key in dict.fromkeys(key for _, values in starts for key in values)
+                if len({values.get(key, "") for _, values in starts}) > 1]  # fmt: skip
         head = ("key", *(f"until step {name}" for name, _ in earlier), "newest start")
-        rows = [(key, *(values.get(key, "") for _, values in every)) for key in keys]
+        rows = [(key, *(values.get(key, "") for _, values in starts)) for key in keys]
         text = webpage.table(head, rows, caption="Differences between starts") if rows else ""
     else:
         text = nothing("All starts had the same environment, or there was one start.")

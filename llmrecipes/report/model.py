@@ -26,18 +26,18 @@ def picture(material: Material) -> str:
     """The model as its recipe builds it: blocks with their weights, and which pipeline stage holds which layers."""
     if material.recipe is None or check(material.recipe):
         return nothing("The recipe of this run cannot be read, and so its model is not drawn.")
-    made = graph(material.recipe)
-    held = _stages(made) if len(made.stages) > 1 else ""
+    graph_ = graph(material.recipe)
+    held = _stages(graph_) if len(graph_.stages) > 1 else ""
     return (
-        f"<figure><figcaption>{webpage.text(drawing.words(made))}</figcaption>\n{drawing.picture(made)}"
+        f"<figure><figcaption>{webpage.text(drawing.words(graph_))}</figcaption>\n{drawing.picture(graph_)}"
         '<p class="note">By the recipe, not measured. The number of a layer is that of all its copies; those of its '
         f"blocks are of one.</p></figure>{held}"
     )
 
 
-def _stages(made: Graph) -> str:
+def _stages(model_graph: Graph) -> str:
     rows = []
-    for place, stage in enumerate(made.stages):
+    for place, stage in enumerate(model_graph.stages):
         layers = [number for first, many in stage.chunks for number in range(first, first + many)]
         rows.append((f"{place}", drawing.ranges(layers) or "none", ", ".join(stage.has), f"{stage.parameters:,}"))
     table = webpage.table(("stage", "layers", "besides", "parameters"), rows, numbers=(0, 3))

@@ -45,8 +45,10 @@ def draw(fit: Fit, file: Path) -> None:
     for place, size in enumerate(sizes):
         colour = colormaps["viridis"](0.9 * place / max(1, len(sizes) - 1))  # its end is too light for a line
         left.plot(tokens, [fit.law.loss(size, token) for token in tokens], color=colour, linewidth=1)
-        own = [point for point in fit.points if point.parameters == size]
-        left.plot([p.tokens for p in own], [p.loss for p in own], "o", color=colour, label=f"{number(int(size))}")
+        of_size = [point for point in fit.points if point.parameters == size]
+        left.plot(
+            [p.tokens for p in of_size], [p.loss for p in of_size], "o", color=colour, label=f"{number(int(size))}"
+        )
     left.set(xscale="log", xlabel="training tokens D", ylabel="validation loss [nats/token]", title="runs and fit")
     columns = -(-len(sizes) // MOST_ROWS)
     left.legend(title="parameters N", fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.02), ncols=columns)

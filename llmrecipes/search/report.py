@@ -105,9 +105,9 @@ def _names(study: optuna.Study) -> list[str]:
 
 def _own_trial(study: optuna.Study, recipe: Recipe) -> FrozenTrial | None:
     """The trial with the recipe's values, if it is complete."""
-    own = own_point(recipe, require_section(recipe))
+    point = own_point(recipe, require_section(recipe))
     done = (trial for trial in own_trials(study) if trial.state == TrialState.COMPLETE)
-    return None if own is None else next((trial for trial in done if trial.params == parameters(own)), None)
+    return None if point is None else next((trial for trial in done if trial.params == parameters(point)), None)
 
 
 def _headline(study: optuna.Study, recipe: Recipe) -> str:
@@ -130,7 +130,7 @@ def _best(study: optuna.Study, recipe: Recipe) -> str:
     best, search = best_trials(study), require_section(recipe)
     if not best:
         return ""
-    own, trial = own_point(recipe, search), _own_trial(study, recipe)
+    point, trial = own_point(recipe, search), _own_trial(study, recipe)
     shown = best[:MOST_BEST]
     head = ["", *(f"trial {trial.number}" for trial in shown), "recipe"]
     rows = [
@@ -141,7 +141,7 @@ def _best(study: optuna.Study, recipe: Recipe) -> str:
         ]
         for index, name in enumerate(_names(study))
     ]
-    compared = parameters(own or {})
+    compared = parameters(point or {})
     rows += [[key, *(_text(trial.params.get(key)) for trial in shown), _text(compared.get(key))] for key in _keys(best)]
     lines = "".join(f"<tr><th>{html.escape(first)}</th>{_cells(rest)}</tr>\n" for first, *rest in rows)
     left_out = f'<p class="note">and {len(best) - MOST_BEST} more</p>' if len(best) > MOST_BEST else ""

@@ -251,14 +251,16 @@ class Starter:
         """Whether other processes took the last trials at the same moment; the trial is then removed."""
         trials = self.with_retries(lambda: self.study.get_trials(deepcopy=False))
         was_queued = is_queued(trials[trial.number])
-        own = self.with_retries(lambda: list(own_trials(self.study)))
-        is_repeated = all(each.number != trial.number for each in own)
+        study_trials = self.with_retries(lambda: list(own_trials(self.study)))
+        is_repeated = all(each.number != trial.number for each in study_trials)
         if is_repeated or (self.search.sampler.type == "GridSampler" and not was_queued):
             self.with_retries(lambda: discard(self.study, trial))
             return True
         if self.search.n_trials is None:
             return False
-        counted = [trial.number for trial in own if trial.state != TrialState.WAITING and not is_infeasible(trial)]
+        counted = [
+            trial.number for trial in study_trials if trial.state != TrialState.WAITING and not is_infeasible(trial)
+        ]
         if sum(number < trial.number for number in counted) < self.search.n_trials:
             return False
         self.with_retries(

@@ -285,10 +285,10 @@ def _fill(study: optuna.Study, recipe: Recipe, search: Search, where: str) -> No
     for source in search.source_studies:
         _add_earlier(study, recipe, source.study_name, source.storage or where)
     points = [dict(point) for point in search.enqueue_trials]
-    own = own_point(recipe, search) if search.enqueue_recipe else None
-    if search.enqueue_recipe and own is None:
+    recipe_point = own_point(recipe, search) if search.enqueue_recipe else None
+    if search.enqueue_recipe and recipe_point is None:
         logger.warning("the values of the recipe are outside the space; they are not tried first")
-    for point in ([own] if own is not None else []) + points:
+    for point in ([recipe_point] if recipe_point is not None else []) + points:
         study.enqueue_trial(parameters(point), skip_if_exists=True)
     if search.sampler.type == "GridSampler":
         waiting = [trial.system_attrs.get("fixed_params") for trial in study.get_trials(deepcopy=False)]

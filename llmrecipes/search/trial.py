@@ -194,10 +194,10 @@ class Running:
 
     def _final(self, progress: TrialProgress) -> TrialEvaluation | None:
         """The evaluation of a complete trial that counts: of its best checkpoint, if that is kept, else the last."""
-        train, every = self.recipe.train, progress.evaluations
+        train, by_step = self.recipe.train, progress.evaluations
         ends_early = train.early_stop is not None or train.target_loss is not None
-        last = every.get(train.train_iters) or (every[max(every)] if ends_early and every else None)
-        finite = [seed_result for seed_result in every.values() if seed_result.valid_loss is not None]
+        last = by_step.get(train.train_iters) or (by_step[max(by_step)] if ends_early and by_step else None)
+        finite = [result for result in by_step.values() if result.valid_loss is not None]
         if last is None or not self.recipe.checkpoint.keep_best or not finite:
             return last
         return min(finite, key=lambda result: (result.valid_loss or 0.0, result.step))

@@ -39,8 +39,8 @@ class Energy:
         kwh = joules / JOULES_PER_KWH * (1.0 if costs is None else costs.pue)
         factor = None if costs is None else costs.kg_co2_per_kwh
         carbon = None if factor is None or self.kg_co2 is None else self.kg_co2 + kwh * factor
-        every = tuple(dict.fromkeys((*self.methods, *methods)))
-        return Energy(self.joules + joules, self.kwh + kwh, carbon, every)
+        all_methods = tuple(dict.fromkeys((*self.methods, *methods)))
+        return Energy(self.joules + joules, self.kwh + kwh, carbon, all_methods)
 
     def by(self, costs: Costs | None) -> Energy:
         """With the factors of another profile; None: as it is."""

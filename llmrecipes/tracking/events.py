@@ -260,8 +260,8 @@ def is_measured(step: int, recipe: Recipe) -> bool:
     With a `train.log_interval` only steps that are logged count: every tenth is then the next multiple of it.
     """
     shown, last = recipe.train.log_interval, recipe.train.train_iters
-    every = -(-STEPS_BETWEEN // shown) * shown
-    return step % every == 0 or step in (shown, last)
+    stride = -(-STEPS_BETWEEN // shown) * shown
+    return step % stride == 0 or step in (shown, last)
 
 
 def is_sampled(step: int, recipe: Recipe) -> bool:

@@ -155,13 +155,13 @@ def histograms(measures: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[
     import numpy as np
     import wandb
 
-    made = {}
+    by_name = {}
     for measure, kinds in measures.items():
         for kind, bins in kinds.items():
             limits, counts = edges(bins)
             drawn = np.array(counts), np.array([lowest(bins, limits), *limits])
-            made[f"histograms/{measure}/{kind}"] = wandb.Histogram(np_histogram=drawn)
-    return made
+            by_name[f"histograms/{measure}/{kind}"] = wandb.Histogram(np_histogram=drawn)
+    return by_name
 
 
 class WandbMirror(Mirror[WandbConfig, WandbRun]):

@@ -199,10 +199,10 @@ def digests(shards: Iterable[Slice]) -> list[Digest]:
     ]
 
 
-def gathered(own: list[Digest]) -> list[list[Digest]]:
+def gathered(local: list[Digest]) -> list[list[Digest]]:
     """Every rank's digests; a collective of all ranks."""
     by_rank: list[list[Digest]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(by_rank, own)
+    dist.all_gather_object(by_rank, local)
     return by_rank
 
 
@@ -215,8 +215,8 @@ def first_replica_difference(by_rank: Sequence[Sequence[Digest]], step: int) -> 
     """
     main: dict[tuple[str, tuple[int, ...]], _Main] = {}
     copies, different = 0, []
-    for rank, own in enumerate(by_rank):
-        for name, offset, digest in own:
+    for rank, of_rank in enumerate(by_rank):
+        for name, offset, digest in of_rank:
             known = main.setdefault((name, offset), _Main(rank, digest))
             copies += known.rank != rank
             if known.digest != digest:

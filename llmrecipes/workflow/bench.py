@@ -44,9 +44,9 @@ def default_sizes(profile: Profile | None) -> str:
 def use_site(profile: Profile) -> None:
     """Set the site's variables, as in a training, so that the same adapters are measured; the user's win."""
     adapters = nccl_ib_hca(profile)
-    own = {} if adapters is None else {CHOICE: adapters}
-    own |= {name: str(value) for name, value in profile.environment.items()}
-    os.environ.update(missing(own, os.environ))
+    choice = {} if adapters is None else {CHOICE: adapters}
+    choice |= {name: str(value) for name, value in profile.environment.items()}
+    os.environ.update(missing(choice, os.environ))
 
 
 def is_task(environment: Mapping[str, str]) -> bool:
@@ -68,7 +68,7 @@ def measure(spec: BenchSpec, nproc: int | None) -> str | None:
         UserError: the layout cannot run on this machine, or a rank failed, and has printed its error.
     """
     with tempfile.TemporaryDirectory() as name:
-        own = spec.model_copy(update={"out": Path(name)})
+        local_spec = spec.model_copy(update={"out": Path(name)})
         if is_task(os.environ):
             rank = from_slurm(os.environ)
             os.environ.update(rank.variables())
@@ -77,27 +77,27 @@ def measure(spec: BenchSpec, nproc: int | None) -> str | None:
             os.environ.update(missing(detected_environment(cluster, plan), os.environ))
             from llmrecipes.bench.worker import run
 
-            run(own)
-            return (own.out / ANSWER).read_text("utf-8") if rank.rank == 0 else None
+            run(local_spec)
+            return (local_spec.out / ANSWER).read_text("utf-8") if rank.rank == 0 else None
         cluster = detect()
         ranks = default_world_size(spec.recipe, cluster) if nproc is None else nproc
         require_packages(spec.recipe)
         plan = derive(spec.recipe, ranks, cluster)  # rejects inconsistent settings before a process starts
-        own = own.model_copy(update={"recipe": plan.recipe})
-        path = own.out / "spec.json"
-        path.write_text(own.model_dump_json(), "utf-8")
+        local_spec = local_spec.model_copy(update={"recipe": plan.recipe})
+        path = local_spec.out / "spec.json"
+        path.write_text(local_spec.model_dump_json(), "utf-8")
         threads = max(1, int(cluster.cpu_cores) // ranks)
         code = run_ranks(
             "llmrecipes.bench.worker",
             [str(path)],
             world_size=ranks,
             threads=threads,
-            logs=own.out,
+            logs=local_spec.out,
             environment=detected_environment(cluster, plan),
         )
         if code:
             raise UserError(f"the ranks ended with {code}", where="bench", fix="see the messages above")
-        return (own.out / ANSWER).read_text("utf-8")
+        return (local_spec.out / ANSWER).read_text("utf-8")
 
 
 def sizes(text: str) -> tuple[int, ...]:

@@ -113,7 +113,7 @@ def _of_mlflow_run(name: str, run: Any) -> MeasuredRun | str:
         return "its record cannot be read"
 
 
-def write(made: CalibrationReport, cluster: str, path: Path) -> None:
+def write(calibrated: CalibrationReport, cluster: str, path: Path) -> None:
     """Copy a cluster profile, with the factors of its device.
 
     Raises:
@@ -125,9 +125,9 @@ def write(made: CalibrationReport, cluster: str, path: Path) -> None:
 
     profile = load_profile(cluster)
     device = device_of(profile)
-    factors = next((fit for fit in made.fits if fit.device == device.name), None)
+    factors = next((fit for fit in calibrated.fits if fit.device == device.name), None)
     if factors is None:
-        measured = ", ".join(sorted({fit.device for fit in made.fits}))
+        measured = ", ".join(sorted({fit.device for fit in calibrated.fits}))
         raise UserError(
             f"no run on {device.name}",
             where="--write",

@@ -286,14 +286,14 @@ def _planned(plan: Plan, cluster: str) -> dict[str, JsonValue]:
         "layout": None,
     }
     try:
-        made = forecast(plan, load_profile(cluster))
+        prediction = forecast(plan, load_profile(cluster))
     except UserError:
         return figures
-    values = made.as_dict()
+    values = prediction.as_dict()
     keys = ("step_seconds", "tokens_per_second_per_gpu", "mfu_full", "mfu_causal", "days", "gpu_hours")
     return figures | {
-        "layout": Candidate(plan.recipe, made).key,
-        "gpu": made.device.name,
+        "layout": Candidate(plan.recipe, prediction).key,
+        "gpu": prediction.device.name,
         **{key: _rounded(values[key]) for key in keys},
     }
 

@@ -39,12 +39,12 @@ class Curve:
 
     def as_list(self) -> list[list[float | None]]:
         """[step, tokens, loss] of at most about `MOST_POINTS` points."""
-        every = -(-len(self.steps) // MOST_POINTS)
+        stride = -(-len(self.steps) // MOST_POINTS)
         last = len(self.steps) - 1
         return [
             [self.steps[n], self.tokens[n], self.losses[n] if math.isfinite(self.losses[n]) else None]
             for n in range(len(self.steps))
-            if n % every == 0 or n == last
+            if n % stride == 0 or n == last
         ]
 
 

@@ -360,8 +360,10 @@ def evaluate(spec: EvaluationSpec) -> list[EvaluationResult]:
 
     recipe = spec.recipe
     # A tokenizer of Hugging Face is its own file: an imported model needs no prepared data.
-    own = recipe.data.tokenizer.type == "huggingface" and not (spec.data_dir / fingerprint(recipe)).is_dir()
-    prepared = None if own else open_prepared(recipe, spec.data_dir)
+    downloads_tokenizer = (
+        recipe.data.tokenizer.type == "huggingface" and not (spec.data_dir / fingerprint(recipe)).is_dir()
+    )
+    prepared = None if downloads_tokenizer else open_prepared(recipe, spec.data_dir)
     tokenizer = _tokenizer_of(recipe) if prepared is None else prepared.tokenizer()
     plan = derive(recipe, int(os.environ.get("WORLD_SIZE", "1")), detect())
     work = None

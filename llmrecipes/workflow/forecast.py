@@ -106,12 +106,12 @@ def checked(
     Raises:
         UserError: a layout does not take all GPUs of its nodes, a dry run failed, or none of them fits.
     """
-    made: list[tuple[Candidate, Check | None]] = []
+    checks: list[tuple[Candidate, Check | None]] = []
     for number, candidate in enumerate(candidates):
         check = _dry_run(candidate, cluster, nodes, log)
-        made.append((candidate, check))
+        checks.append((candidate, check))
         if check.fits:
-            return [*made, *((other, None) for other in candidates[number + 1 :])]
+            return [*checks, *((other, None) for other in candidates[number + 1 :])]
     raise UserError(
         f"none of the {len(candidates)} fastest layouts fits in its dry run", where="--dryrun",
         rule="a winner that was checked fits", fix="without --dryrun, to see them; or more --nodes",
@@ -179,7 +179,7 @@ def write(candidate: Candidate, path: Path) -> None:
         raise UserError(f"cannot write: {error.strerror}", where=str(path), fix="--write FILE") from error
 
 
-def plot(made: Forecast, path: Path) -> None:
+def plot(prediction: Forecast, path: Path) -> None:
     """Draw a prediction as SVG or PNG, by the suffix.
 
     Raises:
@@ -188,7 +188,7 @@ def plot(made: Forecast, path: Path) -> None:
     _require_picture(path, "--plot")
     from llmrecipes.plan.speed.figure import draw
 
-    _save(draw(made), path, "--plot")
+    _save(draw(prediction), path, "--plot")
 
 
 def scaling_curve(

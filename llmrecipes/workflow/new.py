@@ -205,25 +205,25 @@ def make(wanted: Wanted) -> Made:
     save["save_interval"] = min(base.checkpoint.save_interval, max(1, iters // 4))
     if save.get("keep_interval", 0) % save["save_interval"]:
         del save["keep_interval"]  # only steps that are saved can be kept
-    made = load_values(values, path, wanted.overrides).recipe
-    plan = derive(made, ranks, machine)
+    loaded = load_values(values, path, wanted.overrides).recipe
+    plan = derive(loaded, ranks, machine)
     header = f"{tokens:,} tokens in the shape of {like}. {DEFAULTS_NOTE}"
-    return Made(made, short(made, COMMENTS, header), like, plan)
+    return Made(loaded, short(loaded, COMMENTS, header), like, plan)
 
 
-def write(made: Made, folder: Path, *, force: bool) -> Path:
+def write(new: Made, folder: Path, *, force: bool) -> Path:
     """Write the file of a recipe.
 
     Raises:
         UserError: it exists, unless `force`; or it cannot be written.
     """
-    path = folder / f"{made.recipe.name}.yaml"
+    path = folder / f"{new.recipe.name}.yaml"
     if path.exists() and not force:
         raise UserError("already exists", where=str(path), rule="a recipe is overwritten only with --force",
                         fix="--force, or another name")  # fmt: skip
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, made.text)
+        write_atomic(path, new.text)
     except OSError as error:
         raise UserError(
             f"cannot write: {error.strerror}", where=str(error.filename or path), fix="--out DIR"

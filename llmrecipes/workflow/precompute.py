@@ -307,8 +307,8 @@ class Pairs:
                 values = np.load(self.file(part), allow_pickle=False)
                 places = samples.pairs(part.first, part.end)
                 for number, array in enumerate(arrays):
-                    own = places[:, 0] == number
-                    array[places[own, 1]] = values[own]
+                    of_source = places[:, 0] == number
+                    array[places[of_source, 1]] = values[of_source]
             for number, array in zip(self._prepared.usable(split, self._length), arrays, strict=True):
                 path = folder / f"{stem(number, split)}.npy"
                 if np.isnan(array).any():

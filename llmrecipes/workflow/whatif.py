@@ -120,8 +120,8 @@ def what_if(
         days = (wanted.by - datetime.now(UTC)).total_seconds() / 86400
         if days <= 0:
             raise UserError(f"{wanted.by.date()} is past", where="--by", rule="a date after today", fix="--by DATE")
-    made = options(recipe, profiles, counts, tokens, _prices(prices, [profile.name for profile in profiles]), days)
-    return WhatIf(recipe.name, tokens, law.loss(size, tokens), law, source, wanted.by, tuple(made))
+    answers = options(recipe, profiles, counts, tokens, _prices(prices, [profile.name for profile in profiles]), days)
+    return WhatIf(recipe.name, tokens, law.loss(size, tokens), law, source, wanted.by, tuple(answers))
 
 
 def _law(wanted: Wanted, runs_dir: Path) -> tuple[Law, str]:

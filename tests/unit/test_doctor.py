@@ -122,10 +122,10 @@ def test_healthy_gpus_are_fine() -> None:
 def test_another_jobs_gpus_are_not_checked_on_a_shared_node() -> None:
     _, states = gpus.parse(report({}, {"used": 60_000}, count=8))
     assert "fail gpu 1" in said(gpus.check(states, H100))
-    assert said(gpus.check(states, H100, own={0, 3})) == {}
-    assert "fail gpu 1" in said(gpus.check(states, H100, own={1}))
-    assert said(gpus.check(states, H100, own=())) == {}
-    assert "fail GPUs" in said(gpus.check(states[:7], H100, own=()))  # one that is missing is no other job's
+    assert said(gpus.check(states, H100, own_gpus={0, 3})) == {}
+    assert "fail gpu 1" in said(gpus.check(states, H100, own_gpus={1}))
+    assert said(gpus.check(states, H100, own_gpus=())) == {}
+    assert "fail GPUs" in said(gpus.check(states[:7], H100, own_gpus=()))  # one that is missing is no other job's
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_bridges_between_some_gpus_do_not_fail_a_site_without_nvlink() -> None:
     links = [(4, 4), (4, 4), (0, 4), (0, 4)]
     assert [each.status for each in gpus.check_nvlink(links, load_profile("ethernet"))] == ["warn", "warn"]
     assert [each.status for each in gpus.check_nvlink(links, H100)] == ["fail", "fail"]
-    assert list(gpus.check_nvlink(links, H100, own={0, 1})) == []
+    assert list(gpus.check_nvlink(links, H100, own_gpus={0, 1})) == []
 
 
 @pytest.fixture

@@ -104,13 +104,13 @@ def meet(meeting: FabricRendezvous, profile: Profile | None) -> Outcome:
         return Outcome(None, _follow(meeting, profile))
     lead = _FirstNode(meeting)
     with FirstNode(meeting.hosts, meeting.port, meeting.token, lead.welcome, first_too=True) as first:
-        own = threading.Thread(target=_take_part, args=(meeting, profile), daemon=True)
-        own.start()
+        thread = threading.Thread(target=_take_part, args=(meeting, profile), daemon=True)
+        thread.start()
         try:
             lead.gather()
             report = lead.measure(profile)
             lead.dismiss(report.bad_nodes)
-            own.join(SLACK)
+            thread.join(SLACK)
         finally:
             lead.close()
     strangers = ignored(first.ignored, meeting.hosts[0])
@@ -164,14 +164,14 @@ class _FirstNode:
             Disconnected: it does not, or is too late.
         """
         try:
-            own = Introduction.model_validate(channel.receive(CONNECT_SECONDS))
+            introduction = Introduction.model_validate(channel.receive(CONNECT_SECONDS))
         except ValidationError as error:
             raise Disconnected("introduced itself in another form") from error
         with self._changed:
             if self._late:
                 raise Disconnected("is too late")
-            self._members[number] = _Member(channel, own.ports)
-            for finding in own.findings:
+            self._members[number] = _Member(channel, introduction.ports)
+            for finding in introduction.findings:
                 self._add(number, finding)
             self._changed.notify_all()
 
@@ -233,14 +233,17 @@ class _FirstNode:
             if not transfer.error and not transfer.has(what):
                 rails.setdefault(sender, []).append(rail)
         serving = self._ask(
-            {receivers[sender]: {"do": "serve", "what": what, "rails": own} for sender, own in rails.items()},
+            {
+                receivers[sender]: {"do": "serve", "what": what, "rails": of_sender}
+                for sender, of_sender in rails.items()
+            },
             perftest.LISTEN_SECONDS,
         )
         orders: dict[int, Message] = {}
-        for sender, own in rails.items():
+        for sender, of_sender in rails.items():
             ready = serving.get(receivers[sender], Answer())
-            listening = {str(rail): ready.listening[str(rail)] for rail in own if str(rail) in ready.listening}
-            for rail in own:
+            listening = {str(rail): ready.listening[str(rail)] for rail in of_sender if str(rail) in ready.listening}
+            for rail in of_sender:
                 if str(rail) not in listening:
                     host = self._hosts[receivers[sender]]
                     failed(sender, rail, f"{host}: {ready.errors.get(str(rail), 'does not answer')}")

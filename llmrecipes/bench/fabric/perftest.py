@@ -144,10 +144,10 @@ def failure(output: str) -> str:
 def free_ports(count: int) -> list[int]:
     """TCP ports that nobody listens on, all different."""
     with ExitStack() as held:
-        made = [held.enter_context(socket.socket()) for _ in range(count)]
-        for listener in made:
+        listeners = [held.enter_context(socket.socket()) for _ in range(count)]
+        for listener in listeners:
             listener.bind(("", 0))
-        return [int(listener.getsockname()[1]) for listener in made]
+        return [int(listener.getsockname()[1]) for listener in listeners]
 
 
 def listens(tcp: int) -> bool:

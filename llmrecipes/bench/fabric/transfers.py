@@ -113,14 +113,14 @@ def judge(
 
 def _failed(transfers: Sequence[Transfer]) -> Iterator[Finding]:
     by_end = _by_end(transfers)
-    bad = {end for end, own in by_end.items() if all(transfer.error for transfer in own)}
+    bad = {end for end, failed in by_end.items() if all(transfer.error for transfer in failed)}
     # Where both ends work with others, the way between them does not: the sender names it.
     bad |= {transfer.ends[0] for transfer in transfers if transfer.error and not set(transfer.ends) & bad}
     for host, port in sorted(bad):
-        own = [transfer for transfer in by_end[host, port] if transfer.error]
-        what = "; ".join(f"{_other(transfer, host)}: {transfer.error}" for transfer in own[:TRANSFERS_SHOWN])
+        failed = [transfer for transfer in by_end[host, port] if transfer.error]
+        what = "; ".join(f"{_other(transfer, host)}: {transfer.error}" for transfer in failed[:TRANSFERS_SHOWN])
         fix = "ping the other end over this interface; compare GID, MTU and VLAN of both; cable and switch port; dmesg"
-        yield _at(host, fail(f"adapter {port}", f"{_count(own, by_end[host, port])} failed: {what}", fix))
+        yield _at(host, fail(f"adapter {port}", f"{_count(failed, by_end[host, port])} failed: {what}", fix))
 
 
 def _slow(transfers: Sequence[Transfer], expected: float, profile: str) -> Iterator[Finding]:
@@ -152,8 +152,8 @@ def _other(transfer: Transfer, host: str) -> str:
     return f"from {transfer.sender} {transfer.sender_port}"
 
 
-def _count(some: Sequence[Transfer], every: Sequence[Transfer]) -> str:
-    return f"{len(some)} of {len(every)} transfers"
+def _count(some: Sequence[Transfer], all_transfers: Sequence[Transfer]) -> str:
+    return f"{len(some)} of {len(all_transfers)} transfers"
 
 
 def _at(host: str, finding: Finding) -> Finding:

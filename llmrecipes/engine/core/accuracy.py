@@ -29,11 +29,11 @@ def likeliest(logits: torch.Tensor, vocabulary: int) -> torch.Tensor:
     if size == 1:
         return place
     mine = torch.stack([best.float(), (place + first).float()])  # exact: a vocabulary has fewer than 2^24 tokens
-    every = mine.new_empty(size * 2, *place.shape)
-    dist.all_gather_into_tensor(every, mine, group=parallel_state.get_tensor_model_parallel_group())
-    every = every.view(size, *mine.shape)
-    winner = every[:, 0].argmax(0, keepdim=True)
-    return every[:, 1].gather(0, winner)[0].long()
+    gathered = mine.new_empty(size * 2, *place.shape)
+    dist.all_gather_into_tensor(gathered, mine, group=parallel_state.get_tensor_model_parallel_group())
+    gathered = gathered.view(size, *mine.shape)
+    winner = gathered[:, 0].argmax(0, keepdim=True)
+    return gathered[:, 1].gather(0, winner)[0].long()
 
 
 class TokenAccuracy:

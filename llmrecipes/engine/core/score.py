@@ -100,15 +100,15 @@ class GPTScorer:
             self._by_scores(texts, ended)
             return [text.new for text in texts]
         replicas, replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-        own = texts[replica::replicas]
-        if own:
+        local_texts = texts[replica::replicas]
+        if local_texts:
             with evaluating(self._modules):
-                self._by_cache(own, sampling, ended)
+                self._by_cache(local_texts, sampling, ended)
         if replicas == 1:
             return [text.new for text in texts]
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, {replica + replicas * n: text.new for n, text in enumerate(own)})
-        merged = {number: new for part in every for number, new in part.items()}
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, {replica + replicas * n: text.new for n, text in enumerate(local_texts)})
+        merged = {number: new for part in gathered for number, new in part.items()}
         return [merged[number] for number in range(len(texts))]
 
     def _splits_sequences(self) -> bool:

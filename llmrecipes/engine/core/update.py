@@ -190,13 +190,15 @@ def states(optimizer: MegatronOptimizer, weights: Sequence[torch.nn.Parameter]) 
         optimizer: with allocated state.
         weights: the model's, which an fp32 optimizer updates in place.
     """
-    own = {parameter.untyped_storage()._cdata for parameter in weights}
+    weight_storages = {parameter.untyped_storage()._cdata for parameter in weights}
     tensors: list[torch.Tensor] = []
     for part in parts(optimizer):
         if part.optimizer is None:
             continue
         tensors += [
-            parameter.data for parameter in part.get_parameters() if parameter.untyped_storage()._cdata not in own
+            parameter.data
+            for parameter in part.get_parameters()
+            if parameter.untyped_storage()._cdata not in weight_storages
         ]
         tensors += [
             tensor for state in part.optimizer.state.values() for tensor in state.values() if torch.is_tensor(tensor)

@@ -72,8 +72,8 @@ def _before(optimizer: Any, name: str, call: Callable[..., None]) -> None:
 
 def _kept_gradients(optimizer: Any) -> list[torch.Tensor]:
     """Gradients in buffers that stay: all of them without ZeRO 2, this rank's with ZeRO 3."""
-    if (own := getattr(optimizer, "grad_partitions_flat_buffer", None)) is not None:
-        return [own]
+    if (buffer := getattr(optimizer, "grad_partitions_flat_buffer", None)) is not None:
+        return [buffer]
     return list(getattr(optimizer, "fp32_groups_gradients_flat", ()))
 
 

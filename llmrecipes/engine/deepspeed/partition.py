@@ -88,8 +88,8 @@ class Partition:
             if hasattr(parameter, "ds_id"):
                 of, first, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
                 if of == group:
-                    own = own_partition(parameter)
-                    yield self._range(sharded, own.start, master, first, own.values.numel())
+                    partition = own_partition(parameter)
+                    yield self._range(sharded, partition.start, master, first, partition.values.numel())
             elif hasattr(parameter, "_hp_mapping"):
                 mapping = parameter._hp_mapping
                 if mapping is not None and mapping.param_group_index == group:

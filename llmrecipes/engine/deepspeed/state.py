@@ -89,8 +89,8 @@ def _weights(engine: DeepSpeedEngine) -> dict[str, Any]:
         return model_state([engine.module])
     parameters = []
     for sharded in engine.sharded_parameters:
-        own = own_partition(sharded.parameter)
-        parameters.append(sharded.shards("", own.start, own.values, exclusive=True))
+        partition = own_partition(sharded.parameter)
+        parameters.append(sharded.shards("", partition.start, partition.values, exclusive=True))
     return {"parameters": parameters, "others": other_state(engine.module)}
 
 

@@ -170,9 +170,9 @@ class Adversary:
         """Where a micro-batch begins, [tokens, b, h]: a function of seed, step, and place of a sequence in the step."""
         recipe, layout = self._plan.recipe, self._plan.layout
         tokens, size = recipe.model.seq_length, output.size(1)
-        own = {"tokens": torch.arange(tokens, device=output.device)[None]}
-        own = own_chunks(own, layout.context_parallel_size, parallel_state.get_context_parallel_rank())
-        (places,) = own["tokens"]
+        batch = {"tokens": torch.arange(tokens, device=output.device)[None]}
+        batch = own_chunks(batch, layout.context_parallel_size, parallel_state.get_context_parallel_rank())
+        (places,) = batch["tokens"]
         if self._config.sequence_parallel:
             ranks = layout.tensor_model_parallel_size
             places = places.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]

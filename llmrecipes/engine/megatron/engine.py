@@ -390,11 +390,11 @@ class MegatronEngine:
         totals = torch.zeros(4 + (COUNTS if self.preference else 0), dtype=torch.float64, device=device)
         for output in outputs:
             totals[:-1] += output["loss"]
-        own = totals[:2].clone()
+        local_totals = totals[:2].clone()
         totals[-1] = float(stop is not None and stop())
         dist.all_reduce(totals)
         more = [totals.new_zeros(1) if value is None else value.reshape(1) for value in (norm, scale, local)]
-        numbers = torch.cat([own, totals, *more]).tolist()
+        numbers = torch.cat([local_totals, totals, *more]).tolist()
         own_loss, own_tokens, loss, tokens, right, *rewards, stops, the_norm, the_scale, the_local = numbers
         if self.preference is None:
             self.accuracy.add(right, tokens)

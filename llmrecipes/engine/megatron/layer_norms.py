@@ -218,8 +218,8 @@ class LayerNorms:
             identities = {id(each) for each in counted}
             owned = [
                 _Owned(self._places[parameter], slope, weight)
-                for parameter, own, weight in updated(part)
-                if (slope := gradient(own)) is not None and id(slope) in identities
+                for parameter, master, weight in updated(part)
+                if (slope := gradient(master)) is not None and id(slope) in identities
             ]
             yield part.get_grad_stats_parallel_group(), owned
 

@@ -51,10 +51,10 @@ class ReferenceLogProbs(Precomputed):
     def _sums(self, losses: torch.Tensor, batch: Batch) -> torch.Tensor:
         answers = find_answers(batch["position_ids"], batch["loss_mask"])
         parts, number = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-        own = own_chunks({"answers": answers.of_token, "mask": batch["loss_mask"]}, parts, number)
+        local = own_chunks({"answers": answers.of_token, "mask": batch["loss_mask"]}, parts, number)
         device = losses.device
-        gained = -losses.double().flatten() * own["mask"].double().flatten().to(device)
-        sums = gained.new_zeros(answers.count + 1).index_add(0, own["answers"].flatten().to(device), gained)
+        gained = -losses.double().flatten() * local["mask"].double().flatten().to(device)
+        sums = gained.new_zeros(answers.count + 1).index_add(0, local["answers"].flatten().to(device), gained)
         if parts > 1:
             dist.all_reduce(sums, group=parallel_state.get_context_parallel_group())
         return sums[: answers.count].cpu()
@@ -81,8 +81,8 @@ class TeacherLogits(Precomputed):
         """Of logits [b, s / context-parallel size, padded vocabulary / tensor-parallel size]: few are kept at once."""
         rows, count = result.size(-1), self._top_k
         first = parallel_state.get_tensor_model_parallel_rank() * rows
-        own = max(0, min(rows, self._vocabulary - first))
-        values, ids = result[..., :own].topk(min(count, own))
+        token_rows = max(0, min(rows, self._vocabulary - first))
+        values, ids = result[..., :token_rows].topk(min(count, token_rows))
         missing = (0, count - ids.size(-1))
         values, ids = F.pad(values, missing, value=-torch.inf), F.pad(ids + first, missing)
         if parallel_state.get_tensor_model_parallel_world_size() > 1:
@@ -96,11 +96,11 @@ class TeacherLogits(Precomputed):
         return (ids.int().cpu(), values.cpu()) if self.writes else ()
 
 
-def _gathered(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _gathered(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[ranks, ...] from one of each rank."""
-    every = own.new_empty(dist.get_world_size(group), *own.shape)
-    dist.all_gather_into_tensor(every.view(-1, *own.shape[1:]), own.contiguous(), group=group)
-    return every
+    gathered = local.new_empty(dist.get_world_size(group), *local.shape)
+    dist.all_gather_into_tensor(gathered.view(-1, *local.shape[1:]), local.contiguous(), group=group)
+    return gathered
 
 
 def _whole(parts: torch.Tensor) -> torch.Tensor:

@@ -178,15 +178,15 @@ class PreferenceLoss:
     def _as_reference(self) -> Iterator[None]:
         """A block in which the trained model is the one without adapters."""
         training = [module.training for module in self._own]
-        every = [adapter for module in self._own for adapter in adapters(module)]
+        own_adapters = [adapter for module in self._own for adapter in adapters(module)]
         for module in self._own:
             module.eval()
-        for adapter in every:
+        for adapter in own_adapters:
             adapter.is_off = True
         try:
             yield
         finally:
-            for adapter in every:
+            for adapter in own_adapters:
                 adapter.is_off = False
             for module, was in zip(self._own, training, strict=True):
                 module.train(was)

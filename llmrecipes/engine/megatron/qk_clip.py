@@ -125,18 +125,18 @@ def scale_rows(flat: torch.Tensor, factors: torch.Tensor, columns: int, begin: i
 def _scaled(attention: Any, alpha: float) -> list[tuple[torch.nn.Parameter, Rows]]:
     """Weights and biases of queries and keys, with the factors of their rows."""
     config = attention.config
-    made: list[tuple[torch.nn.Parameter, Rows]] = []
+    scaled: list[tuple[torch.nn.Parameter, Rows]] = []
 
     def add(linear: Any, rows: Rows) -> None:
         bias = getattr(linear, "bias", None)
-        made.extend((tensor, rows) for tensor in (linear.weight, bias) if tensor is not None and tensor.numel())
+        scaled.extend((tensor, rows) for tensor in (linear.weight, bias) if tensor is not None and tensor.numel())
 
     if config.multi_latent_attention:
         queries = attention.linear_q_proj if config.q_lora_rank is None else attention.linear_q_up_proj
         content, position, value = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
         add(queries, lambda eta: _by_row([(eta**alpha, content), (eta, position)]))
         add(attention.linear_kv_up_proj, lambda eta: _by_row([(eta ** (1 - alpha), content), (eta**0, value)]))
-        return made
+        return scaled
     groups = attention.num_query_groups_per_partition
     channels = attention.hidden_size_per_attention_head
     shared = attention.num_attention_heads_per_partition // groups
@@ -146,7 +146,7 @@ def _scaled(attention: Any, alpha: float) -> list[tuple[torch.nn.Parameter, Rows
         return _by_row([(least**alpha, shared * channels), (least ** (1 - alpha), channels), (least**0, channels)])
 
     add(attention.linear_qkv, of_group)
-    return made
+    return scaled
 
 
 def _by_row(blocks: list[tuple[torch.Tensor, int]]) -> torch.Tensor:

@@ -332,9 +332,9 @@ def _of_range(part: DistributedOptimizer, parameter: torch.nn.Parameter) -> dict
     What megatron-core returns for it are copies where the moments are not in fp32: a load into them would be lost.
     """
     group, place = part.model_param_group_index_map[parameter]
-    own = part.optimizer.param_groups[group]["params"][place]
-    state = dict(part.optimizer.state[own])
-    return {"param": state.pop(MASTER, own), **state}
+    master = part.optimizer.param_groups[group]["params"][place]
+    state = dict(part.optimizer.state[master])
+    return {"param": state.pop(MASTER, master), **state}
 
 
 def updated(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor]]:
@@ -346,8 +346,8 @@ def updated(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, torch
         return
     for parameter, _ in own_ranges(part):
         group, place = part.model_param_group_index_map[parameter]
-        own = part.optimizer.param_groups[group]["params"][place]
-        yield parameter, own, part.optimizer.state[own].get(MASTER, own)
+        master = part.optimizer.param_groups[group]["params"][place]
+        yield parameter, master, part.optimizer.state[master].get(MASTER, master)
 
 
 def own_ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int]]:

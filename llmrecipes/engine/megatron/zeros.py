@@ -41,13 +41,13 @@ class KeptZeros:
             optimizer: after `prepare_grads`, before the gradient norm is computed.
         """
         for part in parts(optimizer) if self._matrices else ():
-            for parameter, own, weight in updated(part):
-                slope = gradient(own)
+            for parameter, master, weight in updated(part):
+                slope = gradient(master)
                 if parameter not in self._matrices or slope is None:
                     continue
                 zero = weight == 0
                 slope.masked_fill_(zero.view_as(slope), 0)
-                state = part.optimizer.state[own]
+                state = part.optimizer.state[master]
                 for name in MOMENTA:
                     if name in state:
                         state[name].masked_fill_(zero.view_as(state[name]), 0)

@@ -198,9 +198,9 @@ def pod_spec(workload: Object) -> Object:
         pod_template: Object = spec["template"]["spec"]
         return pod_template
     patch = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
-    own = patch["template"]["spec"]["template"]["spec"]
-    containers = [{**container, "securityContext": pod.container_security()} for container in own["containers"]]
-    return {**pod.frame(own["terminationGracePeriodSeconds"]), **own, "containers": containers}
+    podlike = patch["template"]["spec"]["template"]["spec"]
+    containers = [{**container, "securityContext": pod.container_security()} for container in podlike["containers"]]
+    return {**pod.frame(podlike["terminationGracePeriodSeconds"]), **podlike, "containers": containers}
 
 
 def _warnings(profile: Profile, options: KubernetesOptions) -> tuple[str, ...]:
@@ -344,7 +344,7 @@ def _indexed(pods: int) -> Object:
 
 def _preparation_pod(run: PodRun, options: KubernetesOptions) -> Object:
     claims = [volume for volume in run.profile.kubernetes.volumes if volume.claim is not None]
-    own = run.profile.kubernetes.model_copy(update={"volumes": tuple(claims)})
+    without_volumes = run.profile.kubernetes.model_copy(update={"volumes": tuple(claims)})
     kept = {"recipe", "workspace", *(claim.name for claim in claims)}
     placement = pod.placement(run.profile, options)
     cores = min(MOST_CORES, max(1, int(run.profile.cpu_cores * pod.NODE_SHARE)))
@@ -364,7 +364,7 @@ def _preparation_pod(run: PodRun, options: KubernetesOptions) -> Object:
                 "terminationMessagePolicy": "FallbackToLogsOnError",
                 "volumeMounts": [
                     *(mount for mount in pod.mounts(run) if mount["name"] in ("recipe", "workspace")),
-                    *site.mounts(own),
+                    *site.mounts(without_volumes),
                     {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - the pod's own
                 ],
             }

@@ -30,11 +30,11 @@ def variables(profile: Profile, host_network: bool) -> dict[str, str | int]:
 
 def left_out(profile: Profile, host_network: bool) -> tuple[str, ...]:
     """Variables with interfaces of the nodes, for which the profile names none of pods."""
-    own = profile.kubernetes.environment
+    environment = profile.kubernetes.environment
     return tuple(
         name
         for name, value in profile.environment.items()
-        if not host_network and name not in own and _interface(name, value)
+        if not host_network and name not in environment and _interface(name, value)
     )
 
 
@@ -81,9 +81,9 @@ def claims(kubernetes: Kubernetes, channel: str | None) -> list[dict[str, Any]]:
         kubernetes: the site's pods.
         channel: ResourceClaimTemplate of the run's IMEX channel; None without one.
     """
-    own = () if channel is None else (ResourceClaim(name=CHANNEL, template=channel),)
+    channel_claim = () if channel is None else (ResourceClaim(name=CHANNEL, template=channel),)
     entries = []
-    for resource_claim in (*own, *kubernetes.resource_claims):
+    for resource_claim in (*channel_claim, *kubernetes.resource_claims):
         source = (
             {"resourceClaimTemplateName": resource_claim.template}
             if resource_claim.template
@@ -95,7 +95,7 @@ def claims(kubernetes: Kubernetes, channel: str | None) -> list[dict[str, Any]]:
 
 def tolerations(profile: Profile) -> list[dict[str, Any]]:
     """Taints of GPU nodes, and those of the profile."""
-    own = [{"key": profile.kubernetes.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}]
+    of_gpus = [{"key": profile.kubernetes.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}]
     more = []
     for toleration in profile.kubernetes.tolerations:
         fields = {
@@ -105,7 +105,7 @@ def tolerations(profile: Profile) -> list[dict[str, Any]]:
             "effect": toleration.effect,
         }
         more.append({name: value for name, value in fields.items() if value is not None})
-    return [*(own if profile.gpus_per_node else []), *more]
+    return [*(of_gpus if profile.gpus_per_node else []), *more]
 
 
 def volumes(kubernetes: Kubernetes) -> list[dict[str, Any]]:

@@ -73,8 +73,8 @@ class SlurmLauncher:
         first: tuple[str, ...] = ()
         notes = {"last save": f"{warned.seconds} s before the time limit: {warned.reason}"}
         # With a dependency of their own users say what the job waits for.
-        own = any(word.partition("=")[0] == "--dependency" for word in options.more)
-        if planned.profile.gpus_per_node and not submission.prepared and not own:
+        has_dependency = any(word.partition("=")[0] == "--dependency" for word in options.more)
+        if planned.profile.gpus_per_node and not submission.prepared and not has_dependency:
             first = prepare_command(request, planned.profile, options, SCRIPTS / "prepare.sbatch")
             where = (
                 ""

@@ -150,7 +150,7 @@ def command(
         "signal": None if options.warning is None else f"B:USR1@{options.warning}",
         "output": _output(request, "slurm"),
     }
-    own: dict[str, str | None] = {
+    flags: dict[str, str | None] = {
         "cluster": request.cluster,
         "runtime": runtime,
         "image": options.image,
@@ -170,7 +170,7 @@ def command(
         *(f"--{name}={value}" for name, value in wanted.items() if value is not None),
         *options.more,
         str(script),
-        *(word for name, value in own.items() if value is not None for word in (f"--{name}", value)),
+        *(word for name, value in flags.items() if value is not None for word in (f"--{name}", value)),
         *options.run.words("yes"),
         *_mounts(profile, runtime),
         *request.asked,
@@ -194,7 +194,7 @@ def prepare_command(request: SlurmRequest, profile: Profile, options: SlurmOptio
         "array": f"0-{options.prepare_tasks - 1}" if options.prepare_tasks > 1 else None,
         "output": _output(request, "prepare"),
     }
-    own = {
+    flags = {
         "runtime": runtime,
         "image": options.image,
         "python": options.python,
@@ -206,7 +206,7 @@ def prepare_command(request: SlurmRequest, profile: Profile, options: SlurmOptio
         "--exclusive",
         *(f"--{name}={value}" for name, value in wanted.items() if value is not None),
         str(script),
-        *(word for name, value in own.items() if value is not None for word in (f"--{name}", value)),
+        *(word for name, value in flags.items() if value is not None for word in (f"--{name}", value)),
         *_mounts(profile, runtime),
         *request.asked,
     )

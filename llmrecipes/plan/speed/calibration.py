@@ -70,7 +70,7 @@ def tracked(name: str, degrees: dict[str, int], predicted: dict[str, Any], measu
         KeyError: it is missing.
     """
     before = Calibration.model_validate(predicted.get("calibration") or {"runs": 1})
-    made = MeasuredRun(
+    run = MeasuredRun(
         name=name,
         device=str(predicted["device"]),
         layout="+".join(kind for kind in _DEGREES if degrees.get(kind, 1) > 1) or "one rank",
@@ -81,11 +81,11 @@ def tracked(name: str, degrees: dict[str, int], predicted: dict[str, Any], measu
         predicted_memory=float(predicted["memory_bytes"]),
         measured_memory=float(measured["measured/memory_bytes"]),
     )
-    figures = (made.compute, made.predicted, made.measured, made.predicted_memory, made.measured_memory)
-    if not all(_LEAST <= figure <= _MOST for figure in figures) or not 0 <= made.communication <= _MOST:
+    figures = (run.compute, run.predicted, run.measured, run.predicted_memory, run.measured_memory)
+    if not all(_LEAST <= figure <= _MOST for figure in figures) or not 0 <= run.communication <= _MOST:
         message = f"{name}: a figure that no run has"
         raise ValueError(message)
-    return made
+    return run
 
 
 @dataclass(frozen=True)

@@ -25,20 +25,20 @@ _MOST_PASSES = 6000
 """A picture with more is slow to open, and its passes are narrower than a pixel."""
 
 
-def draw(made: Forecast) -> Figure:
+def draw(forecast: Forecast) -> Figure:
     """The figure."""
     from matplotlib.figure import Figure
 
-    stages = len(made.memory)
+    stages = len(forecast.memory)
     figure = Figure(figsize=(10, 6.5 + 0.12 * min(stages, 32)), layout="constrained")
     memory, passes, parts = figure.subplots(3, 1, height_ratios=(3, 2 + 0.12 * min(stages, 32), 1))
     figure.suptitle(
-        f"{made.plan.recipe.name} on {made.plan.layout.world_size:,} × {made.device.name}: "
-        f"{made.tokens_per_second_per_gpu:,.0f} tokens/s a GPU, predicted"
+        f"{forecast.plan.recipe.name} on {forecast.plan.layout.world_size:,} × {forecast.device.name}: "
+        f"{forecast.tokens_per_second_per_gpu:,.0f} tokens/s a GPU, predicted"
     )
-    _memory(memory, made)
-    _passes(passes, made)
-    _parts(parts, made)
+    _memory(memory, forecast)
+    _passes(passes, forecast)
+    _parts(parts, forecast)
     return figure
 
 
@@ -50,12 +50,12 @@ def draw_curve(name: str, device: str, points: Sequence[CurvePoint]) -> Figure:
     share, speed = figure.subplots(2, 1, sharex=True)
     figure.suptitle(f"{name} on {device}, the fastest layout at each number of GPUs, predicted")
     for kind, color, marker in (("strong", "#4477aa", "o"), ("weak", "#228833", "s")):
-        made = [point.as_dict() for point in points if point.kind == kind and point.candidate is not None]
-        gpus = [point["gpus"] for point in made]
+        rows = [point.as_dict() for point in points if point.kind == kind and point.candidate is not None]
+        gpus = [point["gpus"] for point in rows]
         share.plot(
-            gpus, [100 * point["mfu_full"] for point in made], color=color, marker=marker, label=f"{kind} scaling"
+            gpus, [100 * point["mfu_full"] for point in rows], color=color, marker=marker, label=f"{kind} scaling"
         )
-        rates = [point["tokens_per_second_per_gpu"] * point["gpus"] for point in made]
+        rates = [point["tokens_per_second_per_gpu"] * point["gpus"] for point in rows]
         speed.plot(gpus, rates, color=color, marker=marker, label=f"{kind} scaling")
     share.set(ylabel="MFU, %", ylim=(0, None))
     speed.set(ylabel="tokens/s, all GPUs", xlabel="GPUs", xscale="log", yscale="log")
@@ -66,27 +66,27 @@ def draw_curve(name: str, device: str, points: Sequence[CurvePoint]) -> Figure:
     return figure
 
 
-def _memory(axes: Axes, made: Forecast) -> None:
+def _memory(axes: Axes, forecast: Forecast) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    stages = made.as_dict()["memory_gib"]["stages"]
+    stages = forecast.as_dict()["memory_gib"]["stages"]
     bottom = [0.0] * len(stages)
     for name, color in _MEMORY.items():
         sizes = [stage[name] for stage in stages]
         axes.bar(range(len(stages)), sizes, bottom=bottom, color=color, label=name)
         bottom = [below + size for below, size in zip(bottom, sizes, strict=True)]
-    axes.axhline(made.plan.memory_capacity_bytes / GIB, color="#cc3311", linestyle="--", label="available")
+    axes.axhline(forecast.plan.memory_capacity_bytes / GIB, color="#cc3311", linestyle="--", label="available")
     axes.set(ylabel="GiB of a rank", xlabel="pipeline stage")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
 
 
-def _passes(axes: Axes, made: Forecast) -> None:
+def _passes(axes: Axes, forecast: Forecast) -> None:
     from matplotlib.patches import Patch
     from matplotlib.ticker import MaxNLocator
 
-    step, chunks = made.step, made.plan.layout.virtual_pipeline_model_parallel_size
-    stages, microbatches = len(step.passes), made.plan.num_microbatches
+    step, chunks = forecast.step, forecast.plan.layout.virtual_pipeline_model_parallel_size
+    stages, microbatches = len(step.passes), forecast.plan.num_microbatches
     number = min(microbatches, 2 * stages)
     if 4 * stages * stages * chunks > _MOST_PASSES or (chunks > 1 and number % stages):
         number = min(microbatches, stages)
@@ -112,11 +112,13 @@ def _passes(axes: Axes, made: Forecast) -> None:
     axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
 
 
-def _parts(axes: Axes, made: Forecast) -> None:
+def _parts(axes: Axes, forecast: Forecast) -> None:
     left = 0.0
-    for name, seconds in made.step.parts().items():
+    for name, seconds in forecast.step.parts().items():
         if seconds > 0:
-            axes.barh([0], [seconds], left=[left], color=_STEP[name], label=f"{name} {seconds / made.step.seconds:.1%}")
+            axes.barh(
+                [0], [seconds], left=[left], color=_STEP[name], label=f"{name} {seconds / forecast.step.seconds:.1%}"
+            )
             left += seconds
     axes.set(yticks=[], xlabel="seconds of a step")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize="small")

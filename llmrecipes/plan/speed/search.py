@@ -276,8 +276,8 @@ def _by_zero(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | No
         return ""
     for offload in (False, True):
         sharded = with_zero(recipe, Zero(stage=3, extra={}), 3, offload)
-        every = _degrees(sharded, ranks, cluster.gpus_per_domain)
-        for candidate in _fitting(sharded, every, cluster, ranks, profile, 1):
+        degrees = _degrees(sharded, ranks, cluster.gpus_per_domain)
+        for candidate in _fitting(sharded, degrees, cluster, ranks, profile, 1):
             keys = " ".join(chain.from_iterable(changes(recipe, candidate.recipe).values()))
             unknown = " (the time of offload is not known)" if offload else ""
             return f"; or DeepSpeed on these GPUs: {keys}{unknown}"
@@ -285,18 +285,19 @@ def _by_zero(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | No
 
 
 def _fitting(
-    recipe: Recipe, every: Iterable[Recipe], cluster: Cluster, ranks: int, profile: Profile | None, number: int
+    recipe: Recipe, recipes: Iterable[Recipe], cluster: Cluster, ranks: int, profile: Profile | None, number: int
 ) -> list[Candidate]:
     fitting: list[Candidate] = []
     order = count()
     # By the least time that they may take, and as if they recomputed nothing; then by their time.
     queue: list[tuple[float, int, Recipe, Forecast | None]] = [
-        (seconds, next(order), candidate, None) for seconds, candidate in _timed(every, recipe, cluster, ranks, profile)
+        (seconds, next(order), candidate, None)
+        for seconds, candidate in _timed(recipes, recipe, cluster, ranks, profile)
     ]
     heapify(queue)
     while queue and len(fitting) < number:
-        _, _, candidate, made = heappop(queue)
-        if made is None:
+        _, _, candidate, prediction = heappop(queue)
+        if prediction is None:
             if not (candidate.train.recompute_granularity or _may_fit(candidate, cluster, ranks)):
                 continue
             plan = plan_of(candidate, cluster, ranks)
@@ -304,10 +305,10 @@ def _fitting(
                 continue
             # What chooses by itself to recompute nothing is in the queue without a choice, too.
             if not plan.recompute_auto or plan.recompute_granularity:
-                made = forecast(plan, profile)
-                heappush(queue, (made.step.seconds, next(order), candidate, made))
+                prediction = forecast(plan, profile)
+                heappush(queue, (prediction.step.seconds, next(order), candidate, prediction))
             continue
-        fitting.append(Candidate(candidate, made))
+        fitting.append(Candidate(candidate, prediction))
     return fitting
 
 
@@ -323,12 +324,12 @@ def nearest(plan: Plan, number: int) -> list[tuple[str, Forecast]]:
     recipe, cluster, ranks = plan.recipe, plan.cluster, plan.layout.world_size
     gpu(plan, None)
     offload = recipe.zero is not None and recipe.zero.offload_optimizer != "none"
-    every = [
+    recipes = [
         _as_before(candidate, recipe)
         for candidate in candidates(recipe, ranks, cluster.gpus_per_domain, offload=offload)
     ]
     for most in (1, 2):
-        few = [candidate for candidate in every if len(changes(recipe, candidate)) <= most]
+        few = [candidate for candidate in recipes if len(changes(recipe, candidate)) <= most]
         if results := _fitting(recipe, few, cluster, ranks, None, number):
             break
     else:
@@ -356,25 +357,25 @@ _TOGETHER = {
 
 def changes(recipe: Recipe, candidate: Recipe) -> dict[str, list[str]]:
     """Overrides that make a candidate of the recipe, those that change together under one name."""
-    made: dict[str, list[str]] = {}
+    by_section: dict[str, list[str]] = {}
     for section in ("parallelism", "train"):
         before, after = getattr(recipe, section), getattr(candidate, section)
         for name in type(before).model_fields:
             value = getattr(after, name)
             if value != getattr(before, name):
                 shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-                made.setdefault(_TOGETHER.get(name, name), []).append(shlex.quote(f"{section}.{name}={shown}"))
+                by_section.setdefault(_TOGETHER.get(name, name), []).append(shlex.quote(f"{section}.{name}={shown}"))
     # Its other keys follow from these when the recipe is loaded.
     before, after = recipe.zero, candidate.zero
     if after is not None:
         if before is None or after.stage != before.stage:
-            made.setdefault("stage", []).append(f"zero.stage={after.stage}")
+            by_section.setdefault("stage", []).append(f"zero.stage={after.stage}")
         for name in ("offload_optimizer", "offload_param", "nvme_path"):
             value = getattr(after, name)
             if value != ("none" if before is None and name != "nvme_path" else getattr(before, name, None)):
                 shown = "null" if value is None else value
-                made.setdefault("offload_optimizer", []).append(shlex.quote(f"zero.{name}={shown}"))
-    return made
+                by_section.setdefault("offload_optimizer", []).append(shlex.quote(f"zero.{name}={shown}"))
+    return by_section
 
 
 def _as_before(candidate: Recipe, recipe: Recipe) -> Recipe:

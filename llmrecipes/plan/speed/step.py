@@ -126,9 +126,11 @@ def stage_parameters(work: Work) -> tuple[list[float], list[float]]:
     words = work.vocab * work.hidden
     for stage, chunks in enumerate(work.kinds()):
         plain, some = (sum(chunk[kind] for chunk in chunks) for kind in (0, 1))
-        own = (plain + some) * work.attention_parameters + plain * work.dense_parameters + some * work.shared_parameters
-        own += words * ((stage == 0) + (stage == work.pp - 1) * (0 if work.tied and work.pp == 1 else 1))
-        dense.append(own / work.tp)
+        layer_parameters = (
+            (plain + some) * work.attention_parameters + plain * work.dense_parameters + some * work.shared_parameters
+        )
+        layer_parameters += words * ((stage == 0) + (stage == work.pp - 1) * (0 if work.tied and work.pp == 1 else 1))
+        dense.append(layer_parameters / work.tp)
         sparse.append(some * work.experts * work.expert_parameters / (work.ep * work.etp))
     return dense, sparse
 

@@ -41,16 +41,16 @@ class Option:
 
     def as_dict(self) -> dict[str, Any]:
         """One row of `plan --what-if --json`."""
-        made = None if self.candidate is None else self.candidate.forecast
+        forecast = None if self.candidate is None else self.candidate.forecast
         return {
             "cluster": self.cluster,
             "gpu": self.gpu,
             "gpus": self.gpus,
             "layout": None if self.candidate is None else self.candidate.key,
-            "parallelism": None if made is None else made.as_dict()["parallelism"],
-            "tokens_per_second_per_gpu": None if made is None else made.tokens_per_second_per_gpu,
-            "mfu_full": None if made is None else made.as_dict()["mfu_full"],
-            "memory_gib": None if made is None else made.plan.memory.total / GIB,
+            "parallelism": None if forecast is None else forecast.as_dict()["parallelism"],
+            "tokens_per_second_per_gpu": None if forecast is None else forecast.tokens_per_second_per_gpu,
+            "mfu_full": None if forecast is None else forecast.as_dict()["mfu_full"],
+            "memory_gib": None if forecast is None else forecast.plan.memory.total / GIB,
             "days": self.days,
             "gpu_hours": self.gpu_hours,
             "cost_usd": self.cost_usd,
@@ -88,10 +88,13 @@ def _option(
         candidate = fastest(recipe, machine(profile, nodes), gpus, profile, 1)[0]
     except UserError as error:
         return Option(profile.name, name, gpus, None, reason=f"{error.what}: {error.fix}" if error.fix else error.what)
-    made = candidate.forecast
-    seconds = tokens / (made.tokens_per_second_per_gpu * gpus)
+    forecast = candidate.forecast
+    seconds = tokens / (forecast.tokens_per_second_per_gpu * gpus)
     share = 1.0
-    if made.saving is not None and (effective := made.saving.effective(made.saving.best_interval)) is not None:
+    if (
+        forecast.saving is not None
+        and (effective := forecast.saving.effective(forecast.saving.best_interval)) is not None
+    ):
         share = effective
     days = seconds / share / _SECONDS_OF_A_DAY if share > 0 else None
     hours = None if days is None else days * 24 * gpus
@@ -111,9 +114,9 @@ def _option(
     )
 
 
-def cheapest(every: Iterable[Option]) -> Option | None:
+def cheapest(all_options: Iterable[Option]) -> Option | None:
     """The one that costs least, or takes the fewest GPU-hours where a price is missing, of those that end in time."""
-    able = [option for option in every if option.days is not None and option.in_time is not False]
+    able = [option for option in all_options if option.days is not None and option.in_time is not False]
     priced = all(option.cost_usd is not None for option in able)
 
     def price(option: Option) -> tuple[float, float]:

@@ -337,16 +337,16 @@ def _joined(files: list[str], objects: list[ObjectRecord], tables: Sequence[Tabl
     tensor = np.empty(total, np.int64)
     first = 0
     for table, base in zip(tables, bases, strict=True):
-        own = []
+        places = []
         for head in table.tensors:
             number = numbers.setdefault(head.name, len(heads))
             if number == len(heads):
                 heads.append(head)
             elif (known := heads[number]).dtype != head.dtype or known.shape != head.shape:
                 raise ValueError(f"{head.name!r} is {known.dtype} {known.shape} and {head.dtype} {head.shape}")
-            own.append(number)
+            places.append(number)
         rows = slice(first, first := first + len(table.columns[0]))
-        tensor[rows] = np.repeat(own, [head.rows for head in table.tensors])
+        tensor[rows] = np.repeat(places, [head.rows for head in table.tensors])
         for number, column in enumerate(table.columns):
             whole[number, rows] = column
         whole[0, rows] += base

@@ -59,9 +59,9 @@ class InertRecord(metaclass=_Sealed):
     state: Any
 
     def __new__(cls, *arguments: Any) -> InertRecord:
-        made = super().__new__(cls)
-        made.arguments, made.state = arguments, None
-        return made
+        instance = super().__new__(cls)
+        instance.arguments, instance.state = arguments, None
+        return instance
 
     def __setstate__(self, state: Any) -> None:
         self.state = state

@@ -329,9 +329,9 @@ def prediction_weights(mask: torch.Tensor, depths: int, size: int, rank: int) ->
     weights = []
     for depth in range(1, depths + 1):
         further, labels = (F.pad(tensor[:, depth:], (0, depth)) for tensor in (mask, torch.ones_like(mask)))
-        own = own_chunks({"mask": further, "labels": labels}, size, rank)
-        ratio = own["labels"].numel() / own["labels"].sum()
-        weights.append(own["mask"] * (mask.sum() / further.sum().clamp(min=1.0) / ratio))
+        local = own_chunks({"mask": further, "labels": labels}, size, rank)
+        ratio = local["labels"].numel() / local["labels"].sum()
+        weights.append(local["mask"] * (mask.sum() / further.sum().clamp(min=1.0) / ratio))
     return weights
 
 

@@ -19,8 +19,8 @@ from llmrecipes.recipe.schema import Optimizer
 
 def group_of(name: str, optimizer: Optimizer) -> int | None:
     """Number of the first group whose pattern matches a parameter of the whole model; None: the recipe's own values."""
-    every = enumerate(optimizer.groups)
-    return next((number for number, each in every if fnmatchcase(name, each.pattern)), None)
+    numbered = enumerate(optimizer.groups)
+    return next((number for number, each in numbered if fnmatchcase(name, each.pattern)), None)
 
 
 def group_options(optimizer: Optimizer, number: int) -> dict[str, float]:

@@ -47,9 +47,9 @@ class Split:
     def summed(self, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient of this rank's tokens from each rank's part of the gradient of all."""
         if self.sequence:
-            own = gradient.new_empty(gradient.size(0) // self.ranks, gradient.size(1))
-            dist.reduce_scatter_tensor(own, gradient, group=self.group)
-            return own
+            local = gradient.new_empty(gradient.size(0) // self.ranks, gradient.size(1))
+            dist.reduce_scatter_tensor(local, gradient, group=self.group)
+            return local
         if self.group is not None:
             dist.all_reduce(gradient, group=self.group)
         return gradient

@@ -59,8 +59,8 @@ def install_kernels(device: str) -> None:
         "permute": cuda.permute if PERMUTES_BY_MASK else cuda.PLAIN_PERMUTE,
         "__init__": _with_fused_norms,
     }
-    own = {name: on_gpu[name] for name in ("scaled_dot_product_attention", "dropout", "rms_norm", "permute")}
-    of_device = {"cuda": on_gpu, "cuda, local": own}
+    originals = {name: on_gpu[name] for name in ("scaled_dot_product_attention", "dropout", "rms_norm", "permute")}
+    of_device = {"cuda": on_gpu, "cuda, local": originals}
     chosen = of_device.get(device, {"scaled_dot_product_attention": _cpu_attention})
     chosen = {**chosen, **_COMPILED}
     for owner, name in _REPLACED:
@@ -204,12 +204,12 @@ class _RingAttention(torch.autograd.Function):
 
 def _rotate(tensors: Sequence[torch.Tensor], group: Any) -> None:
     """Send to the next rank and receive from the previous one, once for each other rank; in one message."""
-    ranks, own = dist.get_process_group_ranks(group), group.rank()
+    ranks, group_rank = dist.get_process_group_ranks(group), group.rank()
     sent = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
     received = torch.empty_like(sent)
     for _ in range(len(ranks) - 1):
-        dist.isend(sent, ranks[(own + 1) % len(ranks)], group=group)
-        dist.irecv(received, ranks[own - 1], group=group)
+        dist.isend(sent, ranks[(group_rank + 1) % len(ranks)], group=group)
+        dist.irecv(received, ranks[group_rank - 1], group=group)
 
 
 class DuplicatedLinear(torch.nn.Module):
