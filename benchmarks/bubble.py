@@ -113,8 +113,8 @@ def measure(stages: int, micro_batches: int, chunks: int, repeats: int) -> dict[
 
 def _by_the_clock(passes: list[dict[str, Any]]) -> float:
     """Ranks that computed on average, from the first pass of a step to its last."""
-    window = max(each["ended"] for each in passes) - min(each["started"] for each in passes)
-    return float(sum(each["seconds"] for each in passes) / window)
+    window = max(pass_["ended"] for pass_ in passes) - min(pass_["started"] for pass_ in passes)
+    return float(sum(pass_["seconds"] for pass_ in passes) / window)
 
 
 def main() -> None:

@@ -255,11 +255,11 @@ def main() -> None:
         show(title, ("", "memory of a rank, MB", "sent by all, MB", "read by a rank, MB", "s"), rows)
     if chosen.only != "measured":
         figures["calculated"] = [calculated("llama3-405b", ranks) for ranks in chosen.ranks]
-        for each in figures["calculated"]:
+        for figure in figures["calculated"]:
             show(
-                f"llama3-405b, {each['ranks']:,} ranks",
+                f"llama3-405b, {figure['ranks']:,} ranks",
                 ("", ""),
-                [[key, f"{value:,.2f}"] for key, value in each.items()],
+                [[key, f"{value:,.2f}"] for key, value in figure.items()],
             )
     close(figures, started_on, chosen.json)
 

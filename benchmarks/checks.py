@@ -217,7 +217,7 @@ def made(name: str, case: Case, folder: Path, data: Path) -> tuple[int, list[str
     with (folder / f"{identifier}.log").open("w") as log:
         code = subprocess.run(command, stdout=log, stderr=log, env={**os.environ, FAULT: case.fault}).returncode
     diagnosis = diagnose(Run(folder / "runs" / case.recipe / identifier), data)
-    return code, [each.rule for each in diagnosis.findings], diagnosis.steps
+    return code, [finding.rule for finding in diagnosis.findings], diagnosis.steps
 
 
 def overhead(run: Run) -> float:

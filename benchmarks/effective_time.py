@@ -86,7 +86,7 @@ def measured(path: Path) -> dict[str, float]:
     faults = json.loads(path.read_text("utf-8"))["faults"]
 
     def median(names: tuple[str, ...], key: str) -> float:
-        return statistics.median(each[key] for each in faults if each["fault"] in names and each[key] is not None)
+        return statistics.median(fault[key] for fault in faults if fault["fault"] in names and fault[key] is not None)
 
     # The limit of these runs is 10 s, or ten times the longest step.
     over = median(HANG_NAMES, "detection_seconds") - 10.0

@@ -354,7 +354,9 @@ def main() -> int:
     fit = Fit([row for path in options.rows for row in planner.load(path)])
     if options.cross:
         results = cross(fit, options.cross, options.every, min(4, options.evaluations), partial(print, flush=True))
-        parts = {"NVIDIA's programs, known program": [each for each in results["known"] if "NVIDIA" in each.source]}
+        parts = {
+            "NVIDIA's programs, known program": [result for result in results["known"] if "NVIDIA" in result.source]
+        }
         for label, made in results.items():
             parts[f"published, {label} program"] = [each for each in made if each.group[0] not in _SWEPT]
             parts[f"sweeps, {label} program"] = [each for each in made if each.group[0] in _SWEPT]

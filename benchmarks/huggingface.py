@@ -177,7 +177,7 @@ def import_large(folder: Path) -> dict[str, float]:
     with engines.join(recipe, engines.platform()):
         written, _ = engines.write_weights(derive(recipe, 1, detect()), MadeBoxes(LARGE), folder / "checkpoint")
     seconds = time.perf_counter() - started
-    return {"seconds": seconds, "bytes": sum(each.size for each in written.files.values()), "shard": 5e9}
+    return {"seconds": seconds, "bytes": sum(file.size for file in written.files.values()), "shard": 5e9}
 
 
 IMPORTS: dict[str, Callable[[Path], dict[str, float]]] = {

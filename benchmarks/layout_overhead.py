@@ -80,9 +80,9 @@ def measure(layout: Layout, warmup: int, steps: int) -> dict[str, Any]:
     total = volume(counted)
     return {
         "ranks": layout.ranks,
-        "seconds": statistics.median(max(walls) for walls in zip(*(each["wall"] for each in reports), strict=True)),
+        "seconds": statistics.median(max(walls) for walls in zip(*(report["wall"] for report in reports), strict=True)),
         "core_seconds": statistics.median(
-            sum(used) for used in zip(*(each["core_seconds"] for each in reports), strict=True)
+            sum(used) for used in zip(*(report["core_seconds"] for report in reports), strict=True)
         ),
         "calls": large.total() / layout.ranks,
         "expected_calls": formula.total() / layout.ranks,

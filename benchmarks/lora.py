@@ -78,7 +78,7 @@ def main() -> None:
     show(
         "LoRA against all weights",
         ["", *results],
-        [[each, *(found[each] for found in results.values())] for each in columns],
+        [[column, *(found[column] for found in results.values())] for column in columns],
     )
     close(results, started_on, options.json)
 

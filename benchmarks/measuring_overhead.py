@@ -188,7 +188,7 @@ def processes_beside() -> dict[str, float]:
 
 def pairs(blocks: dict[str, list[Block]], kind: str, measure: str) -> list[float]:
     """Differences of blocks of a kind and the blocks without that are next to them in time, seconds a step."""
-    mine, others = ([getattr(each, measure) for each in blocks[name]] for name in (kind, "without"))
+    mine, others = ([getattr(block, measure) for block in blocks[name]] for name in (kind, "without"))
     places = [at * len(others) // len(mine) for at in range(len(mine))]
     return [(one - others[at]) / BLOCK for one, at in zip(mine, places, strict=True)]
 
@@ -206,7 +206,7 @@ def report(
     figures: dict[str, Any] = {"recipe": recipe.name, "ranks": ranks, "blocks": {k: len(v) for k, v in blocks.items()}}
     rows = []
     for measure in ("wall", "processor"):
-        step = statistics.median(getattr(each, measure) for each in blocks["without"]) / BLOCK
+        step = statistics.median(getattr(block, measure) for block in blocks["without"]) / BLOCK
         usual, error = middle(pairs(blocks, "with", measure))
         whole, error_of_layers = middle(pairs(blocks, "layers", measure))
         layers = (whole - usual) * BLOCK  # of the one step of the block that measures them

@@ -410,7 +410,7 @@ def percentile(values: Iterable[float], share: float) -> float:
 
 
 def _timed(results: list[Result]) -> list[Result]:
-    return [each for each in results if each.measured and each.tokens]
+    return [result for result in results if result.measured and result.tokens]
 
 
 def error(result: Result) -> float:
@@ -443,12 +443,12 @@ def summary(results: list[Result]) -> dict[str, Any]:
         spearman([each.tokens or 0 for each in group], [each.measured or 0 for each in group])
         for group in grouped.values()
     ]
-    correlations = [each for each in correlations if not math.isnan(each)]
+    correlations = [correlation for correlation in correlations if not math.isnan(correlation)]
     losses = [regret(group) for group in grouped.values()]
     held = [
-        abs(each.bytes / each.measured_bytes - 1)
-        for each in results
-        if each.bytes and each.measured_bytes and each.parameters >= 5e8
+        abs(result.bytes / result.measured_bytes - 1)
+        for result in results
+        if result.bytes and result.measured_bytes and result.parameters >= 5e8
     ]
     figures = {
         "rows": len(results),
@@ -467,9 +467,11 @@ def summary(results: list[Result]) -> dict[str, Any]:
         "memory_rows": len(held),
         "memory_median_error": percentile(held, 0.5),
         "memory_p90_error": percentile(held, 0.9),
-        "ran_but_called_impossible": sum(1 for each in results if each.measured and not each.fits),
-        "without_result_and_flagged": sum(not (each.measured or each.measured_bytes or each.fits) for each in results),
-        "refused": sum(1 for each in results if each.refused),
+        "ran_but_called_impossible": sum(1 for result in results if result.measured and not result.fits),
+        "without_result_and_flagged": sum(
+            not (result.measured or result.measured_bytes or result.fits) for result in results
+        ),
+        "refused": sum(1 for result in results if result.refused),
     }  # fmt: skip
     return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in figures.items()}
 
@@ -539,14 +541,14 @@ def main() -> int:
     if options.json:
         rows = [
             {
-                "index": each.index,
-                "tokens_per_s_per_gpu": each.tokens,
-                "memory_gb": each.bytes / 1e9 if each.bytes else None,
-                "fits": each.fits,
-                "refused": each.refused,
-                "assumed": each.assumed,
+                "index": result.index,
+                "tokens_per_s_per_gpu": result.tokens,
+                "memory_gb": result.bytes / 1e9 if result.bytes else None,
+                "fits": result.fits,
+                "refused": result.refused,
+                "assumed": result.assumed,
             }
-            for each in results
+            for result in results
         ]
         text = json.dumps({"rows": rows, "summary": figures}, indent=1, allow_nan=False) + "\n"
         try:

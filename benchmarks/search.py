@@ -204,7 +204,7 @@ def show_steps(name: str, table: Losses, found: dict[str, list[int | None]]) -> 
     whole = found["full grid"][0] or 0
     lines = []
     for contender, steps in found.items():
-        reached = sorted(math.inf if each is None else each for each in steps)
+        reached = sorted(math.inf if step is None else step for step in steps)
         low, middle, high = statistics.quantiles(reached, n=4) if len(reached) > 1 else reached * 3
         share = f"{middle / whole:.2f}" if math.isfinite(middle) else ""
         lines.append(
@@ -280,12 +280,12 @@ def search_once(workers: int, folder: Path, data_dir: Path) -> dict[str, Any]:
     jobs = [job_of(run_dir) for run_dir in record.submitted(runs_dir)]
     assert len(jobs) == TRIALS, f"{len(jobs)} of {TRIALS} trials ran"
     idle, whole = idle_seconds(jobs, workers, began, ended)
-    first, last = min(each.started for each in jobs), max(each.ended for each in jobs)
+    first, last = min(job.started for job in jobs), max(job.ended for job in jobs)
     return {
         "workers": workers, "seconds": ended - began, "before_first": first - began, "after_last": ended - last,
         "idle": idle, "places": whole,
-        "start_of_trial": statistics.median(each.training - each.started for each in jobs),
-        "training": statistics.median(each.ended - each.training for each in jobs),
+        "start_of_trial": statistics.median(job.training - job.started for job in jobs),
+        "training": statistics.median(job.ended - job.training for job in jobs),
     }  # fmt: skip
 
 

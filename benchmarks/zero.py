@@ -117,7 +117,7 @@ def run(
         folder = Path(name)
         spec = folder / "spec.json"
         job = {
-            "recipes": [each.model_dump_json() for each in recipes], "warmup": warmup, "steps": steps,
+            "recipes": [recipe.model_dump_json() for recipe in recipes], "warmup": warmup, "steps": steps,
             "count": count, "bytes": walk, "tight": tight, "limit_bytes": limit_bytes, "limit_seconds": limit_seconds,
         }  # fmt: skip
         spec.write_text(json.dumps(job), "utf-8")

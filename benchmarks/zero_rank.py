@@ -170,16 +170,16 @@ def _before(of: Any, name: str, see: Callable[[], None]) -> Iterator[None]:
 
 def _held(engine: Any) -> dict[str, Any]:
     """Bytes of distinct memory by what it is; `rest` is by attribute of the optimizer where it has one."""
-    parameters = [each for module in engine.modules for each in module.parameters()]
+    parameters = [parameter for module in engine.modules for parameter in module.parameters()]
     base = engine.partition.base
     # Stage 3 names them in the groups of the optimizer only while it updates them.
     masters = list(base.state)
     taken: set[int] = set()
-    if any(hasattr(each, "ds_tensor") for each in parameters):
-        weights = _new(taken, [each.ds_tensor.data for each in parameters])
-        gathered = _new(taken, [each.data for each in parameters])
+    if any(hasattr(parameter, "ds_tensor") for parameter in parameters):
+        weights = _new(taken, [parameter.ds_tensor.data for parameter in parameters])
+        gathered = _new(taken, [parameter.data for parameter in parameters])
     else:
-        weights, gathered = _new(taken, [each.data for each in parameters]), {}
+        weights, gathered = _new(taken, [parameter.data for parameter in parameters]), {}
     state = _new(taken, [*masters, *(each for _, each in tensors(dict(base.state), ""))])
     gradients = _new(taken, [
         gradient
@@ -193,7 +193,7 @@ def _held(engine: Any) -> dict[str, Any]:
     for name, value in vars(engine.optimizer).items():
         for path, tensor in tensors(value, name):
             rest[path] += sum(_new(taken, [tensor]).values())
-    everything = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    everything = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
     rest["other tensors"] = sum(_new(taken, everything).values())
     parts = {"weights": weights, "gathered": gathered, "gradients": gradients, "optimizer": state}
     return {

@@ -48,7 +48,7 @@ def require_refusal(
 ) -> None:
     """The assertions of `refused`, for an error that was caught elsewhere."""
     assert error.code == code, error
-    about = [each for each in (error, *error.parts) if has_token(each.where, str(where))]
+    about = [part for part in (error, *error.parts) if has_token(part.where, str(where))]
     assert about, f"not about {where}: {error}"
     tokens = _tokens(rule)
     texts = [f"{each.what}\n{each.rule}\n{each.fix}" for each in about]

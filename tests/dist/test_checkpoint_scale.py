@@ -201,7 +201,7 @@ def test_each_file_is_hashed_by_one_rank_and_damage_is_known_to_all(
 ) -> None:
     whole, *damaged = worlds[4].run(resumed_after_damage, Row("gpt", "dp4", LARGE).recipe, tmp_path)
     assert [step for step, _, _ in whole] == [2] * 4
-    (entry,) = [each for each in CheckpointStore(tmp_path).entries() if each.step == 2]
+    (entry,) = [entry for entry in CheckpointStore(tmp_path).entries() if entry.step == 2]
     everything = sorted(name for _, hashed, _ in whole for name in hashed)
     assert everything == sorted(f"step-00000002/{name}" for name in entry.manifest.files)
     assert [sum(name.endswith(".distcp") for name in hashed) for _, hashed, _ in whole] == [1] * 4

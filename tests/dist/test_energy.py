@@ -61,15 +61,17 @@ def metered(row: Row, before: Energy, gpus: bool = True) -> tuple[list[dict[str,
 def test_the_joules_of_all_nodes_and_starts_are_added_up_to_the_last_step(worlds: dict[int, GlooWorld]) -> None:
     reports, energy = worlds[2].run(metered, ROW, Energy())
     tokens = ROW.recipe.train.global_batch_size * ROW.recipe.model.seq_length
-    assert [each["total_joules"] for each in reports] == [27, 39], "up to the steps before 10 and 14"
-    assert [each["joules"] for each in reports] == [27, 12]
-    assert [each["tokens_per_joule"] for each in reports] == pytest.approx([tokens / 3] * 2)
+    assert [report["total_joules"] for report in reports] == [27, 39], "up to the steps before 10 and 14"
+    assert [report["joules"] for report in reports] == [27, 12]
+    assert [report["tokens_per_joule"] for report in reports] == pytest.approx([tokens / 3] * 2)
     assert energy.joules == 3 * STEPS
     assert (energy.kwh, energy.kg_co2) == pytest.approx((2 * 42 / 3.6e6, 0.5 * 42 / 3.6e6))
     assert energy.methods == ("nvml",)
-    assert not any("nodes_missing" in each for each in reports)
+    assert not any("nodes_missing" in report for report in reports)
     reports, less = worlds[2].run(metered, ROW, Energy(), False)
-    assert less.joules == STEPS and [each["nodes_missing"] for each in reports] == [1, 1], "the second has no counter"
+    assert less.joules == STEPS and [report["nodes_missing"] for report in reports] == [1, 1], (
+        "the second has no counter"
+    )
     _, again = worlds[2].run(metered, ROW, energy)
     assert again.joules == 6 * STEPS and again.kwh == pytest.approx(2 * energy.kwh)
 

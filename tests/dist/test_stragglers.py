@@ -66,8 +66,8 @@ def test_healthy_ranks_are_not_reported_and_their_times_add_up_to_the_step(world
     assert len(seen.reports) == 2
     for report, seconds in zip(seen.reports, seen.seconds, strict=True):
         times = [report[name] for name in ("data_seconds", "compute_seconds", "communication_seconds")]
-        assert sum(each["min"] for each in times) <= 1.001 * seconds
-        assert sum(each["max"] for each in times) >= 0.999 * seconds
-        assert all(0 < each["min"] <= each["median"] <= each["max"] for each in times[1:])
+        assert sum(time["min"] for time in times) <= 1.001 * seconds
+        assert sum(time["max"] for time in times) >= 0.999 * seconds
+        assert all(0 < time["min"] <= time["median"] <= time["max"] for time in times[1:])
         assert report["memory_resident_bytes"]["min"] > 1 << 26
         assert report["save_seconds"] == dict.fromkeys(("min", "median", "max", "min_rank", "max_rank"), 0)

@@ -28,7 +28,7 @@ def doctor(guest: Guest, *words: str) -> dict[str, Any]:
         "doctor", *(words or SITE), "--json", "--runs-dir", "/tmp/runs", "--data-dir", "/tmp/data"
     )
     findings = json.loads(command.end(SECONDS).out)["findings"]
-    return {f"{each['status']} {each['check']}": each for each in findings}
+    return {f"{finding['status']} {finding['check']}": finding for finding in findings}
 
 
 def start_bench(guests: Pair, *words: str, limit: int = LIMIT) -> list[Any]:
@@ -40,8 +40,8 @@ def end_bench(commands: list[Any], code: int) -> tuple[Ended, list[str]]:
     """The first node's end; only it has printed, and all have the same exit code."""
     first, *others = [command.end(SECONDS + 4 * AMPLE) for command in commands]
     print(f"{first.out}{first.seconds:.0f} s")
-    assert [each.code for each in (first, *others)] == [code] * len(commands), (first, others)
-    assert not any(each.out for each in others)
+    assert [other.code for other in (first, *others)] == [code] * len(commands), (first, others)
+    assert not any(other.out for other in others)
     return first, [line for line in first.out.splitlines() if line.startswith("FAIL")]
 
 

@@ -123,7 +123,9 @@ def require_same(run: Path, other: Path) -> None:
 def test_the_samples_of_a_step_are_a_function_of_the_recipe(recipe: Recipe, data_dir: Path) -> None:
     here: Any = SimpleNamespace(data_parallel_rank=0, data_parallel_size=1)
     prepared = open_prepared(recipe, data_dir)
-    first, long, anneal = (open_loaders(each, prepared, here, pin_memory=False) for each in stage_recipes(recipe))
+    first, long, anneal = (
+        open_loaders(stage_recipe, prepared, here, pin_memory=False) for stage_recipe in stage_recipes(recipe)
+    )
     of_long = [batch["tokens"] for batch in islice(long.train(20), 28)]
     assert [tuple(tokens.shape) for tokens in of_long] == [(1, 128)] * 28
     again = [batch["tokens"] for batch in islice(long.train(20 + 4 + 8), 16)]

@@ -45,7 +45,7 @@ def seen(recipe: Recipe, folder: Path, *_: Any) -> dict[str, Any]:
         study = open_study(recipe, place, resume=True)
     except UserError as error:
         return {**found, "error": error.where}
-    found |= {"basis": basis(recipe), "enqueued": [each.system_attrs for each in study.trials]}
+    found |= {"basis": basis(recipe), "enqueued": [trial.system_attrs for trial in study.trials]}
     kept = open_storage(where, search)
     found["storage"] = [kept._interval, kept._grace, kept._stale._max_retry]  # type: ignore[attr-defined]
     for number in range(3):

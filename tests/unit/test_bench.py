@@ -100,13 +100,13 @@ def test_the_command_warns_below_what_was_measured_before(
     )
     monkeypatch.setattr("llmrecipes.workflow.bench.measure", lambda _spec, _nproc: now.model_dump_json())
     monkeypatch.chdir(tmp_path)
-    write_profile("laptop", [each.model_copy(update={"bus_gb_per_s": 1.0}) for each in now.rows], Path("was.yaml"))
+    write_profile("laptop", [row.model_copy(update={"bus_gb_per_s": 1.0}) for row in now.rows], Path("was.yaml"))
     assert run(["bench", "collectives", "--cluster", "was.yaml"]) == 0
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     assert len(warnings) == 1
     assert "all_reduce" in warnings[0] and "70% of 1 GB/s (measured)" in warnings[0]
     assert run(["bench", "collectives", "--cluster", "was.yaml", "--json"]) == 0
-    assert [each["ok"] for each in json.loads(capsys.readouterr().out)["compared"]] == [False, True]
+    assert [row["ok"] for row in json.loads(capsys.readouterr().out)["compared"]] == [False, True]
 
 
 def test_ranks_that_slow_the_others_down_are_named(

@@ -185,13 +185,13 @@ def test_ports_of_the_same_place_are_measured_with_each_other(
     ports_of(monkeypatch, found)
     first, second = meet_all(unused_port, 2)
     assert first.report is not None and second.report is None
-    rails = [(each.sender, each.sender_port, each.receiver_port) for each in first.report.transfers]
+    rails = [(transfer.sender, transfer.sender_port, transfer.receiver_port) for transfer in first.report.transfers]
     names = ("mlx5_0/1", "mlx5_2/1")
     assert rails == [(host, name, name) for host in ("127.0.0.1", "127.0.0.2") for name in names]
     for each in first.report.transfers:
         assert (each.latency_us, each.error) == (3567.61, "")
         assert each.gb_per_s == pytest.approx(0.0148, rel=0.01)
-    assert [(each.node, each.check) for each in first.report.findings] == [("127.0.0.2", "adapter mlx5_1/1")]
+    assert [(finding.node, finding.check) for finding in first.report.findings] == [("127.0.0.2", "adapter mlx5_1/1")]
 
 
 @pytest.mark.usefixtures("programs")
@@ -203,8 +203,8 @@ def test_a_node_that_was_too_busy_to_measure_is_measured_again(
     ports_of(monkeypatch, lambda _: [port("mlx5_0")])
     report = meet_all(unused_port, 2)[0].report
     assert not (tmp_path / "ib_send_lat.busy").exists()
-    assert report is not None and [each.latency_us for each in report.transfers] == [3567.61] * 2
-    assert all(each.gb_per_s is not None and not each.error for each in report.transfers)
+    assert report is not None and [transfer.latency_us for transfer in report.transfers] == [3567.61] * 2
+    assert all(transfer.gb_per_s is not None and not transfer.error for transfer in report.transfers)
 
 
 @pytest.mark.slow
@@ -217,12 +217,12 @@ def test_a_transfer_that_never_ends_is_ended_and_the_right_end_is_named(
     started = time.monotonic()
     outcomes = meet_all(unused_port, 3, limit=4)
     assert time.monotonic() - started < 60
-    assert [each.bad for each in outcomes] == [["127.0.0.3"]] * 3
+    assert [outcome.bad for outcome in outcomes] == [["127.0.0.3"]] * 3
     report = outcomes[0].report
     assert report is not None
-    failed = [each for each in report.findings if each.status == "fail"]
+    failed = [finding for finding in report.findings if finding.status == "fail"]
     assert [(each.node, each.check) for each in failed] == [("127.0.0.3", "adapter cut0/1")]
-    worked = {(each.sender, each.receiver) for each in report.transfers if not each.error}
+    worked = {(transfer.sender, transfer.receiver) for transfer in report.transfers if not transfer.error}
     assert worked == {("127.0.0.1", "127.0.0.2")}
 
 
@@ -238,9 +238,11 @@ def test_a_link_that_goes_down_meanwhile_is_named(unused_port: int, monkeypatch:
     ports_of(monkeypatch, found)
     report = meet_all(unused_port, 2)[0].report
     assert report is not None and report.bad_nodes == ["127.0.0.2"]
-    flapped = next(each for each in report.findings if each.status == "fail")
+    flapped = next(finding for finding in report.findings if finding.status == "fail")
     assert "3 times" in flapped.what
-    assert [each.what.split()[-2:] for each in report.findings if each.status == "warn"] == [["symbol_error", "5"]] * 2
+    assert [finding.what.split()[-2:] for finding in report.findings if finding.status == "warn"] == [
+        ["symbol_error", "5"]
+    ] * 2
 
 
 def test_a_node_that_never_appears_and_missing_programs(unused_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +250,10 @@ def test_a_node_that_never_appears_and_missing_programs(unused_port: int, monkey
     monkeypatch.setenv("PATH", "/nowhere")
     report = meet_all(unused_port, 2, here=1, patience=1)[0].report
     assert report is not None and not report.transfers
-    assert {(each.node, each.check) for each in report.findings} == {("127.0.0.1", "perftest"), ("127.0.0.2", "node")}
+    assert {(finding.node, finding.check) for finding in report.findings} == {
+        ("127.0.0.1", "perftest"),
+        ("127.0.0.2", "node"),
+    }
     assert "ib_write_bw" in report.findings[0].what and "perftest" in report.findings[0].fix
 
 
@@ -283,8 +288,8 @@ def test_a_stranger_at_the_port_is_no_node(unused_port: int, monkeypatch: pytest
             made.sendall(word)
     own.join(30)
     assert found[0] is not None and cut_off.wait(30)
-    assert [each.node for each in found[0].findings if each.check == "node"] == ["127.0.0.2"]
-    [ignored] = [each for each in found[0].findings if each.check == "rendezvous"]
+    assert [finding.node for finding in found[0].findings if finding.check == "node"] == ["127.0.0.2"]
+    [ignored] = [finding for finding in found[0].findings if finding.check == "rendezvous"]
     assert (ignored.status, ignored.what.split()[1]) == ("warn", "3")
 
 

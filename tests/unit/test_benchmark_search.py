@@ -65,7 +65,7 @@ def test_steps_of_the_contenders() -> None:
     assert found["full grid"] == [STEPS * 28 + STEPS * 4 // 4]
     assert found["grid in random order"] == [in_random_order(table, seed) for seed in range(2)]
     assert set(found) == {"full grid", "grid in random order", *CONTENDERS}
-    reached = [each for steps in found.values() for each in steps if each is not None]
+    reached = [step for steps in found.values() for step in steps if step is not None]
     assert all(each >= STEPS and each % (STEPS // EVALUATIONS) == 0 for each in reached)
     unpruned = replay(AXES, table, CONTENDERS["TPE without pruning"], 0)
     assert unpruned == found["TPE without pruning"][0], "a seed gives the same search"

@@ -127,7 +127,7 @@ def test_the_parts_of_a_box_are_those_that_share_elements_with_it() -> None:
         box = [(first, draw.randint(1, size - first)) for size in shape for first in [draw.randrange(size)]]
         found = stored(shape, boxes).slices(tuple(a for a, _ in box), tuple(b for _, b in box))
         mask = counted(shape, [box])
-        expected = [each for each in boxes if (mask * counted(shape, [each])).any()]
+        expected = [box for box in boxes if (mask * counted(shape, [box])).any()]
         pairs = [
             list(zip(*part, strict=True)) for part in zip(found.offsets.tolist(), found.sizes.tolist(), strict=True)
         ]

@@ -136,7 +136,7 @@ def encoded(
     *, truncate: bool = True,
 ) -> Conversations:  # fmt: skip
     spec = ChatSpec(Template(template, "test", (("eos_token", SPECIAL[1]),)), longest, truncate)
-    documents = [(conversation(each) or "").encode() for each in talks]
+    documents = [(conversation(talk) or "").encode() for talk in talks]
     return chat_encoder(backend.to_str(), "uint16", spec)(documents)
 
 

@@ -162,7 +162,7 @@ def test_a_hub_that_stays_away_is_one_message_and_nothing_is_published(
     served.failing["data/train-2.parquet"] = [fault] * 1000
     with refused(f"hf://datasets/{_NAME}@{_SHA}/data/train-2.parquet"):
         prepare(recipe(Source(type="hub", path=_NAME)), tmp_path / "data", workers=1)
-    assert not [each for each in (tmp_path / "data").iterdir() if each.is_dir()]
+    assert not [path for path in (tmp_path / "data").iterdir() if path.is_dir()]
     asked = 1000 - len(served.failing["data/train-2.parquet"])
     assert asked == 1 if fault == "403" else asked >= 2
 

@@ -84,7 +84,7 @@ def test_ids_are_those_of_a_plain_reference(source: Source, prepared: Prepared) 
 def test_choices_are_uniform_and_follow_seed_and_text() -> None:
     count, length = 20_000, 99
     cuts = [cut(length, digest(str(n).encode()), RATE, SPM, 1) for n in range(count)]
-    chosen = [each for each in cuts if each is not None]
+    chosen = [cut for cut in cuts if cut is not None]
     assert len(chosen) / count == pytest.approx(RATE, abs=0.02)
     assert sum(each.spm for each in chosen) / len(chosen) == pytest.approx(SPM, abs=0.02)
     middles = np.array([each.second - each.first for each in chosen])

@@ -100,7 +100,7 @@ def test_tasks_join_what_is_equal_but_for_case(sources: tuple[Source, ...], tmp_
     one = prepare(used, tmp_path / "one", workers=99)
     several = prepare(used, tmp_path / "several", tasks=2)
     assert content(several) == content(one)
-    assert [each.duplicates for each in several.manifest.sources] == [85, 45, 2]
+    assert [source.duplicates for source in several.manifest.sources] == [85, 45, 2]
     samples = [json.loads(line) for line in (several.path / "dropped.jsonl").read_text().splitlines()]
     assert sum(row["step"] == "duplicates" for row in samples) == 20
 

@@ -77,9 +77,12 @@ def test_figures_add_up(prepared: Prepared) -> None:
     assert (source.documents, source.tokens, source.bytes) == tuple(
         sum(getattr(counts, key) for counts in every) for key in ("documents", "tokens", "bytes")
     )
-    assert sum(each.documents for each in made.lengths) == source.documents
-    assert sum(each.tokens for each in made.lengths) == source.tokens
-    assert all(each.least * each.documents <= each.tokens < 2 * each.least * each.documents for each in made.lengths)
+    assert sum(length.documents for length in made.lengths) == source.documents
+    assert sum(length.tokens for length in made.lengths) == source.tokens
+    assert all(
+        length.least * length.documents <= length.tokens < 2 * length.least * length.documents
+        for length in made.lengths
+    )
     steps = {step.step: step for step in source.dropped}
     assert source.read == source.documents + sum(step.dropped for step in source.dropped)
     assert steps["length"].dropped == sum(steps["length"].rules.values()) > 0

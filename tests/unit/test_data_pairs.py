@@ -46,7 +46,7 @@ def rows(file: Path, *values: Any) -> Source:
 
 def test_texts_and_messages_are_read_from_lines_and_tables(tmp_path: Path) -> None:
     found = list(documents(rows(tmp_path / "a.jsonl", TEXTS, TALKS, {**TEXTS, "chosen": None}), CHAT))
-    parts = [[each["part"] for each in json.loads(text)] for text in found[:2] if text]
+    parts = [[message["part"] for message in json.loads(text)] for text in found[:2] if text]
     assert parts == [["prompt", "chosen", "rejected"]] * 2 and found[2] == ""
     pq.write_table(pa.table({name: [value] for name, value in TALKS.items()}), tmp_path / "a.parquet")
     assert list(documents(Source(type="parquet", path=str(tmp_path / "a.parquet")), CHAT)) == found[1:2]
@@ -85,7 +85,7 @@ def encoded(
     words: tuple[tokenizers.Tokenizer, int], values: Sequence[Any], length: int = 60, *, truncate: bool = True
 ) -> Conversations:
     backend, eod = words
-    source = [json.dumps([{**each, "part": part} for part, messages in row.items() for each in messages])
+    source = [json.dumps([{**message, "part": part} for part, messages in row.items() for message in messages])
               for row in values]  # fmt: skip
     plain = CHATML.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
     spec = ChatSpec(Template(plain, "test"), length, truncate, pairs=True)

@@ -92,7 +92,7 @@ def test_a_store_gives_the_tokens_of_the_files(corpus: Path, tmp_path: Path) -> 
         remote = both(f"http://127.0.0.1:{port}")
         made = prepare(recipe(*remote), tmp_path / "remote", tasks=1)
     assert tokens(made) == tokens(local)
-    assert [each.files for each in made.manifest.sources] == [each.files for each in local.manifest.sources]
+    assert [source.files for source in made.manifest.sources] == [source.files for source in local.manifest.sources]
     prepare(recipe(*remote), tmp_path / "remote")  # prepared: nobody asks the store, which is away
 
 

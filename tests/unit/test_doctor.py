@@ -156,7 +156,7 @@ def test_a_driver_that_does_not_answer_is_a_finding(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert run(["doctor", "--json", "--runs-dir", str(tmp_path), "--data-dir", str(tmp_path)]) == 1
-    found = [each for each in json.loads(capsys.readouterr().out)["findings"] if each["status"] == "fail"]
+    found = [finding for finding in json.loads(capsys.readouterr().out)["findings"] if finding["status"] == "fail"]
     (gpus_do_not_respond,) = [each for each in found if each["check"] == "GPUs"]
     assert gpus_do_not_respond["fix"]
     assert "CalledProcessError" in gpus_do_not_respond["what"]
@@ -419,7 +419,7 @@ def test_a_node_with_a_different_directory_and_an_absent_one_are_reported(tmp_pa
     for folder in folders:
         folder.mkdir(exist_ok=True)
     processes = [node(number, HOSTS, unused_port, folders[number], patience=20) for number in range(3)]
-    found = [each for each in answers(processes) if each["status"] == "fail"]
+    found = [answer for answer in answers(processes) if answer["status"] == "fail"]
     wrong = {(each["node"], each["check"]) for each in found}
     assert ("127.0.0.3", "shared directory") in wrong
     assert ("127.0.0.4", "node") in wrong

@@ -273,7 +273,7 @@ def test_strangers_at_the_first_nodes_port_are_ignored_and_counted(
         take_part(1)
     first.join(60)
     assert (met[0].bad, met[1].bad, failed) == ([], [], [])
-    [ignored] = [each for each in met[0].findings or [] if each.check == "rendezvous"]
+    [ignored] = [finding for finding in met[0].findings or [] if finding.check == "rendezvous"]
     assert (ignored.status, ignored.node) == ("warn", hosts[0])
     assert int(ignored.what.split()[1]) >= len(STRANGERS) + 5
 
@@ -347,5 +347,5 @@ def test_nodes_of_another_version_have_not_reported(
             assert channel.receive(30) == {"go": True}
             channel.send(report)
         first.join(30)
-    absent = [each.node for each in met[0].findings or [] if each.check == "node"]
+    absent = [finding.node for finding in met[0].findings or [] if finding.check == "node"]
     assert (absent, failed) == (list(hosts[1:]), [])

@@ -96,11 +96,11 @@ def test_a_step_is_that_of_plain_pytorch(keys: dict[str, Any]) -> None:
     loss, gradients = plain(engine, section, 1)
     clean = engine.evaluate(random_batches(recipe), 1)
     found: dict[str, torch.Tensor] = {}
-    engine.watch_gradients(lambda _, slices: found.update({each.name: each.tensor for each in slices}))
+    engine.watch_gradients(lambda _, slices: found.update({slice_.name: slice_.tensor for slice_ in slices}))
     result = engine.train_step(random_batches(recipe))
     assert clean is not None and result.loss > clean + 1e-4, "the movement makes no loss larger"
     assert result.loss == pytest.approx(loss, rel=1e-5)
-    norm = torch.stack([each.norm() for each in gradients.values()]).norm()
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
     assert result.grad_norm == pytest.approx(float(norm), rel=1e-5)
     for name, each in found.items():
         if "layers" not in name:  # whose names in the whole model have the layer's number elsewhere

@@ -94,7 +94,7 @@ def test_it_is_turned_on_and_off_by_resuming(tmp_path: Path, caplog: pytest.LogC
     averaged = engine_of(recipe(seed=99))
     with caplog.at_level("INFO", logger="llmrecipes.engine.megatron.state"):
         averaged.load_state(without)
-    (note,) = (each for each in caplog.records if each.name == "llmrecipes.engine.megatron.state")
+    (note,) = (record for record in caplog.records if record.name == "llmrecipes.engine.megatron.state")
     assert str(without.path) in note.getMessage() and "optimizer.ema_decay" in note.getMessage()
     assert not differing(states(averaged, "ema"), weights)
     steps(averaged, 1)

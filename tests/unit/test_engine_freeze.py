@@ -67,7 +67,7 @@ def test_a_step_is_that_of_adamw_with_what_is_not_frozen(recompute: dict[str, An
             assert each.equal(before[name]) and each.grad is None and not hasattr(each, "main_grad"), name
         else:
             torch.testing.assert_close(each.detach(), mine[name].detach(), rtol=1e-5, atol=1e-7)
-    owned = sum(each.numel() for each in engine.model_states()["optimizer"])
+    owned = sum(tensor.numel() for tensor in engine.model_states()["optimizer"])
     assert owned == 2 * sum(value.numel() for value in mine.values())
 
 
@@ -89,7 +89,7 @@ def test_what_is_frozen_stays_with_other_changes_of_training(sections: dict[str,
     steps(engine, 2)
     still = {name for name, each in engine.modules[0].named_parameters() if each.equal(before[name])}
     assert still == set(frozen(recipe))
-    owned = sum(each.numel() * each.element_size() for each in engine.model_states()["optimizer"])
+    owned = sum(tensor.numel() * tensor.element_size() for tensor in engine.model_states()["optimizer"])
     assert owned == engine.plan.memory.optimizer
 
 
@@ -99,7 +99,7 @@ def test_names_and_counts_are_those_of_the_model(variant: str) -> None:
     recipe = make(VARIANTS[variant], {"model": {"mtp_num_layers": None}})
     module = engine_of(recipe).modules[0]
     known = names_of(sharded_parameters(module.sharded_state()))
-    built = {known[id(each)]: tuple(each.shape) for each in module.parameters()}
+    built = {known[id(parameter)]: tuple(parameter.shape) for parameter in module.parameters()}
     assert built == parameters(recipe.model)
 
 

@@ -90,7 +90,7 @@ def moved(recipe: Recipe) -> dict[str, bool]:
 
         def values() -> dict[str, torch.Tensor]:
             with engine.params_synced():
-                return {f"{each.name} {each.offset}": each.tensor.clone() for each in engine.weights()}
+                return {f"{weight.name} {weight.offset}": weight.tensor.clone() for weight in engine.weights()}
 
         before = values()
         batches = random_batches(recipe, rank=world.data_parallel_rank, ranks=world.data_parallel_size)
@@ -100,7 +100,7 @@ def moved(recipe: Recipe) -> dict[str, bool]:
         found = {name: not torch.equal(before[name], after[name]) for name in before}
         everyones: list[dict[str, bool]] = [{}] * world.size
         torch.distributed.all_gather_object(everyones, found)
-        return {name: value for each in everyones for name, value in each.items()}
+        return {name: value for everyone in everyones for name, value in everyone.items()}
 
 
 STILL = {"optimizer": {"groups": [{"pattern": "decoder.layers.[02].mlp.*", "lr_mult": 0.0}]}}

@@ -45,8 +45,10 @@ def plain(engine: MegatronEngine, step: int) -> tuple[float, float, int]:
         losses = F.cross_entropy(logits[0].transpose(0, 1).flatten(0, 1), batch["labels"].flatten(), reduction="none")
         total = total + (losses * batch["loss_mask"].flatten()).sum()
         tokens += float(batch["loss_mask"].sum())
-    gradients = torch.autograd.grad(total / tokens, [each for each in module.parameters() if each.requires_grad])
-    return total.item() / tokens, float(torch.stack([each.norm() for each in gradients]).norm()), left_out
+    gradients = torch.autograd.grad(
+        total / tokens, [parameter for parameter in module.parameters() if parameter.requires_grad]
+    )
+    return total.item() / tokens, float(torch.stack([gradient.norm() for gradient in gradients]).norm()), left_out
 
 
 @pytest.mark.parametrize("recompute", [None, "full"])

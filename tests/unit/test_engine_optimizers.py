@@ -192,7 +192,7 @@ def test_a_run_starts_from_weights_of_others(kind: str, tmp_path: Path) -> None:
 def test_the_plan_knows_what_is_kept(kind: str, precision: str) -> None:
     name, *without = kind.split(" ", 1)
     engine = engine_of(recipe(name, precision, **({"sgd_momentum": 0.0} if without else {})))
-    kept = sum(each.numel() * each.element_size() for each in engine.model_states()["optimizer"])
+    kept = sum(tensor.numel() * tensor.element_size() for tensor in engine.model_states()["optimizer"])
     assert engine.plan.memory.optimizer == kept
     parameters = engine.plan.num_parameters.total
     weights, masters = (4, 4 * parameters) if precision == "fp32" else (2, 0)

@@ -155,8 +155,8 @@ def test_an_evaluation_is_a_mean_over_answers_of_all_batches() -> None:
     engine = engine_of(tiny(train={"micro_batch_size": 8}))
     batches = list(masked(random_batches(engine.recipe), -1))[:2]
     batches[1]["loss_mask"][:, 3:] = 0
-    counts = [float(each["loss_mask"].sum()) for each in batches]
-    apart = [engine.evaluate(iter([each]), 1) or 0.0 for each in batches]
+    counts = [float(batch["loss_mask"].sum()) for batch in batches]
+    apart = [engine.evaluate(iter([batch]), 1) or 0.0 for batch in batches]
     expected = sum(loss * count for loss, count in zip(apart, counts, strict=True)) / sum(counts)
     assert engine.evaluate(iter(batches), 2) == pytest.approx(expected, rel=1e-9)
     assert abs(sum(apart) / 2 - expected) > 1e-4

@@ -67,8 +67,12 @@ def test_gradients_are_clipped_as_they_were_reduced(fp32_gradients: bool, monkey
     engine = trained(recipe(fp32_gradients=fp32_gradients, clip_grad=0.0), 1)
     before = update.squared_norm(engine.optimizer, engine.platform.device).sqrt().item()
     parameters = engine.optimizer.get_parameters()
-    assert {each.decoupled_grad.dtype for each in parameters} == {torch.float32 if fp32_gradients else torch.bfloat16}
-    exact = torch.stack([each.decoupled_grad.double().square().sum() for each in parameters]).sum().sqrt().item()
+    assert {parameter.decoupled_grad.dtype for parameter in parameters} == {
+        torch.float32 if fp32_gradients else torch.bfloat16
+    }
+    exact = (
+        torch.stack([parameter.decoupled_grad.double().square().sum() for parameter in parameters]).sum().sqrt().item()
+    )
     assert before == pytest.approx(exact, rel=1e-5)
     update.clip(engine.optimizer, before / 10, before)
     after = update.squared_norm(engine.optimizer, engine.platform.device).sqrt().item()

@@ -76,7 +76,7 @@ def test_steps_have_the_loss_of_plain_pytorch(data: dict[str, Any]) -> None:
     for step in range(3):
         batches = [batch for batch, _ in zip(stream, range(engine.plan.num_microbatches), strict=False)]
         losses, rewards = zip(
-            *(expected(token_losses(engine, each), token_losses(first, each), each, 0.5) for each in batches),
+            *(expected(token_losses(engine, batch), token_losses(first, batch), batch, 0.5) for batch in batches),
             strict=True,
         )
         assert engine.rewards is not None
@@ -129,7 +129,9 @@ def test_without_a_reference_rewards_are_log_probabilities() -> None:
     recipe = preferring(dpo={"reference_free": True})
     engine = engine_of(recipe)
     batches = [batch for batch, _ in zip(random_batches(recipe), range(engine.plan.num_microbatches), strict=False)]
-    losses = [expected(token_losses(engine, each), torch.zeros_like(each["loss_mask"]), each, 0.5) for each in batches]
+    losses = [
+        expected(token_losses(engine, batch), torch.zeros_like(batch["loss_mask"]), batch, 0.5) for batch in batches
+    ]
     assert engine.train_step(iter(batches)).loss == pytest.approx(
         float(torch.cat([each for each, _ in losses]).mean()), rel=1e-5
     )

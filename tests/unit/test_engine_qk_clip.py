@@ -45,7 +45,7 @@ def logits_of(engine: Any) -> list[torch.Tensor]:
     found = [torch.full((4,), -math.inf) for _ in engine.modules[0].decoder.layers]
 
     def see(number: int, inputs: Any) -> None:
-        query, key = (each.detach().float() for each in inputs[:2])
+        query, key = (tensor.detach().float() for tensor in inputs[:2])
         key = key.repeat_interleave(query.size(2) // key.size(2), dim=2)
         scores = torch.einsum("qbhc,kbhc->bhqk", query, key) / math.sqrt(query.size(-1))
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
@@ -87,7 +87,7 @@ def test_weights_after_an_update_are_scaled_as_the_paper_says(model: str, update
     logits = logits_of(updated)
     steps(updated, 1, random_batches(plain))
     steps(clipped, 1, random_batches(clipping))
-    assert all((each > THRESHOLD).any() for each in logits)
+    assert all((logit > THRESHOLD).any() for logit in logits)
     changed = 0
     expected = dict(updated.modules[0].named_parameters())
     for name, found in clipped.modules[0].named_parameters():

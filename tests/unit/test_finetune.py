@@ -117,7 +117,7 @@ def test_steps_that_are_done_are_not_repeated_and_can_be_called_alone(
 ) -> None:
     def files() -> dict[Path, int]:
         folders = (folder / "tuned", folder / "runs", folder / "data")
-        return {path: path.stat().st_mtime_ns for each in folders for path in each.rglob("*") if path.is_file()}
+        return {path: path.stat().st_mtime_ns for folder in folders for path in folder.rglob("*") if path.is_file()}
 
     before = files()
     assert run(command(folder, *LONG)) == 0

@@ -252,14 +252,14 @@ def test_its_pods_reach_each_other_and_nobody_else_does(base: str) -> None:
     things = built(base)
     thing = workload(things)
     labels = pod_of(thing)["metadata"]["labels"].items()
-    policy = next(each for each in things if each["kind"] == "NetworkPolicy")["spec"]
+    policy = next(thing for thing in things if thing["kind"] == "NetworkPolicy")["spec"]
     assert policy["policyTypes"] == ["Ingress"]
     selectors = [policy["podSelector"], *(peer["podSelector"] for rule in policy["ingress"] for peer in rule["from"])]
     assert len(selectors) == 2
     for selector in selectors:
         assert selector["matchLabels"].items() <= labels
     # The other kinds make their Service themselves.
-    services = [each for each in things if each["kind"] == "Service"]
+    services = [thing for thing in things if thing["kind"] == "Service"]
     assert len(services) == (1 if thing["kind"] == "Job" else 0)
     for service in services:
         assert service["metadata"]["name"] == pod_of(thing)["spec"]["subdomain"]

@@ -202,8 +202,8 @@ def test_operators_are_compiled_on_the_node_and_not_in_the_shared_home() -> None
 def test_the_costs_of_the_site_reach_the_pods() -> None:
     run, options = _run(), KubernetesOptions(image=IMAGE, flavor="jobset", namespace="llmrecipes")
     priced = run.profile.model_copy(update={"costs": Costs(pue=1.2, kg_co2_per_kwh=0.35)})
-    assert COSTS not in {each["name"] for each in variables(run, options, "")}
-    given = {each["name"]: each["value"] for each in variables(replace(run, profile=priced), options, "")}
+    assert COSTS not in {variable["name"] for variable in variables(run, options, "")}
+    given = {variable["name"]: variable["value"] for variable in variables(replace(run, profile=priced), options, "")}
     assert Costs.model_validate_json(given[COSTS]) == priced.costs
 
 

@@ -147,12 +147,14 @@ def test_the_doctor_judges_adapters_by_the_profile_and_not_as_the_users_own_choi
 def test_pods_recognise_each_other_by_what_no_manifest_has(flavor: str) -> None:
     """The check of the nodes refuses strangers, and its secret is a field that the cluster fills in."""
     objects = rendered(planned("h100-ib", nodes=4), flavor)
-    found = [each for each in containers(objects)["doctor"]["env"] if each["name"] == TOKEN]
+    found = [container for container in containers(objects)["doctor"]["env"] if container["name"] == TOKEN]
     field = {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}}
     assert found == [{"name": TOKEN, "valueFrom": field}]
-    assert TOKEN not in {each["name"] for each in containers(objects)["node"]["env"]}, "ranks have no use for it"
+    assert TOKEN not in {container["name"] for container in containers(objects)["node"]["env"]}, (
+        "ranks have no use for it"
+    )
     chosen = rendered(planned("h100-ib", nodes=4), flavor, secrets={TOKEN: Secret("ours", "key")})
-    [own] = [each for each in containers(chosen)["doctor"]["env"] if each["name"] == TOKEN]
+    [own] = [container for container in containers(chosen)["doctor"]["env"] if container["name"] == TOKEN]
     assert own["valueFrom"] == {"secretKeyRef": {"name": "ours", "key": "key"}}
 
 
@@ -224,7 +226,7 @@ def test_what_a_site_gives_its_pods_is_valid_and_there(flavor: str) -> None:
     assert found["plugin"] == {"name": "plugin", "hostPath": {"path": "/opt/plugin"}}
     assert found["scratch"]["emptyDir"] == {"sizeLimit": "100Gi"}
     assert found["sets"]["persistentVolumeClaim"] == {"claimName": "sets"}
-    mounts = {each["name"]: each for each in containers(objects)["node"]["volumeMounts"]}
+    mounts = {container["name"]: container for container in containers(objects)["node"]["volumeMounts"]}
     assert mounts["plugin"] == {"name": "plugin", "mountPath": "/opt/plugin", "readOnly": True}
     assert "sys" not in mounts
     assert "k8s.v1.cni.cncf.io/networks" in json.dumps(objects[-1])
@@ -250,7 +252,7 @@ def test_nodes_of_an_nvlink_domain_share_a_channel() -> None:
     objects = rendered(planned("gb200-nvl72", nodes=4), "jobset")
     for thing in objects:
         require_valid(thing)
-    domain = next(each for each in objects if each["kind"] == "ComputeDomain")
+    domain = next(object_ for object_ in objects if object_["kind"] == "ComputeDomain")
     template = domain["spec"]["channel"]["resourceClaimTemplate"]["name"]
     [claim] = pod_spec(objects[-1])["resourceClaims"]
     assert claim["resourceClaimTemplateName"] == template

@@ -181,7 +181,7 @@ def test_a_checkpoint_has_adapters_alone_and_goes_on_exactly(tmp_path: Path) -> 
 
     def losses(engine: MegatronEngine, skipped: int) -> list[float]:
         batches = random_batches(spec.recipe, consumed=skipped * spec.recipe.train.global_batch_size)
-        return [each.loss for each in steps(engine, 2, batches)]
+        return [step.loss for step in steps(engine, 2, batches)]
 
     with engine_of_run(spec) as engine:
         engine.load_state(entry)

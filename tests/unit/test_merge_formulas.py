@@ -91,7 +91,7 @@ def test_slerp_follows_the_arc(t: float) -> None:
 
 
 def test_slerp_between_vectors_of_one_length_keeps_it() -> None:
-    first, second = (each / each.norm() for each in tensors(2))
+    first, second = (tensor / tensor.norm() for tensor in tensors(2))
     assert float(merge_formulas.slerp(first, second, 0.5).norm()) == pytest.approx(1.0, abs=1e-6)
 
 

@@ -296,7 +296,7 @@ def test_models_that_do_not_fit_are_refused(
     change(changed)
     with refused(where, rule=rule):
         merged([folders[0], changed], tmp_path / "out")
-    assert [each.name for each in tmp_path.iterdir()] == ["changed"]
+    assert [path.name for path in tmp_path.iterdir()] == ["changed"]
 
 
 def test_what_means_the_same_is_not_refused(folders: list[Path], tmp_path: Path) -> None:
@@ -388,7 +388,7 @@ def test_a_killed_merge_leaves_no_model_and_the_next_one_succeeds(
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert not out.exists() and any(tmp_path.iterdir())
     merged(folders, out)
-    assert [each.name for each in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_full_disk_leaves_nothing(folders: list[Path], tmp_path: Path) -> None:
@@ -438,7 +438,7 @@ def test_checkpoints_of_a_run_become_a_run(
     assert "parameters  " in capsys.readouterr().err
     assert run([*command, "--out", str(tmp_path / "mean")]) == 0
     opened = llmrecipes.open_run("runs/mean", runs_dir=paths.runs_dir, data_dir=paths.data_dir)
-    assert [each.step for each in opened.checkpoints] == [0] and opened.status.step == 0
+    assert [checkpoint.step for checkpoint in opened.checkpoints] == [0] and opened.status.step == 0
     same, found = weights(tmp_path / "mean"), weights(opened.export(tmp_path / "run"))
     assert found.keys() == same.keys() and all(torch.equal(found[name], same[name]) for name in same)
     first = llmrecipes.open_run(paths.runs_dir / "runs" / "one").records()[0]["loss"]

@@ -136,10 +136,10 @@ def test_copies_sum_to_their_weight_in_the_precision_of_the_checkpoint(tmp_path:
 
 
 def test_layers_are_copies_of_the_ones_before_them() -> None:
-    assert [each.source for each in layers(3, 6, "stack")] == [0, 1, 2, 0, 1, 2]
-    assert [each.source for each in layers(2, 5, "interpolate")] == [0, 0, 0, 1, 1]
-    assert [(each.source, each.silent) for each in layers(2, 3, "identity")] == [(0, False), (0, True), (1, False)]
-    assert not any(each.silent for each in layers(2, 4, "stack"))
+    assert [layer.source for layer in layers(3, 6, "stack")] == [0, 1, 2, 0, 1, 2]
+    assert [layer.source for layer in layers(2, 5, "interpolate")] == [0, 0, 0, 1, 1]
+    assert [(layer.source, layer.silent) for layer in layers(2, 3, "identity")] == [(0, False), (0, True), (1, False)]
+    assert not any(layer.silent for layer in layers(2, 4, "stack"))
 
 
 @pytest.mark.parametrize(

@@ -290,7 +290,7 @@ def test_accounts_of_a_family_are_true(name: str) -> None:
             if account == "free":
                 assert (config, problems) == family.config_of(model), key
             elif account in ("needed", "default only"):
-                assert f"model.{key}" in {each.key for each in problems}, key
+                assert f"model.{key}" in {problem.key for problem in problems}, key
             else:
                 assert problems or config != family.config_of(model)[0], key
 

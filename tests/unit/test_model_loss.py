@@ -153,7 +153,7 @@ def test_a_chunk_takes_the_bytes_per_logit_that_are_planned(dtype: torch.dtype, 
 
 def test_training_in_chunks_is_training() -> None:
     expected, found = (
-        [each.loss for each in steps(engine_of(tiny(train={"loss_chunk_tokens": tokens})), 4)] for tokens in (0, 48)
+        [step.loss for step in steps(engine_of(tiny(train={"loss_chunk_tokens": tokens})), 4)] for tokens in (0, 48)
     )
     assert found == pytest.approx(expected, rel=1e-5)
 

@@ -112,8 +112,8 @@ def measure() -> Measured:
                 {
                     "layers": [len(module.decoder.layers) for module in modules],
                     "planned_layers": list(plan.layout.layers_per_stage[stage]),
-                    "parameters": sum(each.numel() for module in modules for each in module.parameters()),
-                    "vectors": sum(each.numel() for module in modules for each in vectors(module)),
+                    "parameters": sum(parameter.numel() for module in modules for parameter in module.parameters()),
+                    "vectors": sum(vector.numel() for module in modules for vector in vectors(module)),
                     "planned_vectors": vectors_on_rank(recipe.model, plan.shape, plan.layout, stage),
                     "planned_parameters": count_on_rank(recipe.model, plan.shape, plan.layout, stage, "cpu").total,
                 }

@@ -191,4 +191,4 @@ def test_variables_of_the_environment_have_reasons(capsys: pytest.CaptureFixture
     variables = {each["name"]: each for each in shown(capsys, *asked)["environment"]}
     assert variables["NCCL_ALGO"]["value"] == "Ring"
     assert variables["NVTE_FWD_LAYERNORM_SM_MARGIN"]["value"] == "20"
-    assert all(each["reason"] for each in variables.values())
+    assert all(variable["reason"] for variable in variables.values())

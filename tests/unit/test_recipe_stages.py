@@ -76,7 +76,7 @@ def test_a_stage_has_what_it_and_the_earlier_ones_change() -> None:
 
 def test_a_warm_up_of_sequences_changes_their_length_only() -> None:
     lengths = (16, 32, 64)
-    stages = [{"name": f"of-{each}", "model": {"seq_length": each}} for each in lengths]
+    stages = [{"name": f"of-{length}", "model": {"seq_length": length}} for length in lengths]
     ends: list[dict[str, Any]] = [{"train_iters": 10}, {"train_iters": 20}, {}]
     recipe = Recipe.model_validate(
         {
@@ -107,8 +107,8 @@ def test_a_schedule_goes_on_until_a_stage_begins_another() -> None:
 def test_each_stage_is_planned_and_the_plan_is_that_of_the_largest() -> None:
     recipe = staged()
     plan = derive(recipe, 1, ROOMY)
-    assert [span(each.recipe).name for each in plan.stages] == ["s1", "s2", "s3"]
-    assert plan.memory.total == max(each.memory.total for each in plan.stages)
+    assert [span(stage.recipe).name for stage in plan.stages] == ["s1", "s2", "s3"]
+    assert plan.memory.total == max(stage.memory.total for stage in plan.stages)
     assert plan.total_tokens == tokens_of(recipe)
     assert plan.run_recipe == recipe
     assert "s3" in str(plan)

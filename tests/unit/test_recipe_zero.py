@@ -272,7 +272,7 @@ def test_every_key_of_deepspeed_has_its_answer() -> None:
     for node in section.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             calls = node.value.keywords if isinstance(node.value, ast.Call) else []
-            alias = [each.value.value for each in calls if each.arg == "alias" and isinstance(each.value, ast.Constant)]
+            alias = [call.value.value for call in calls if call.arg == "alias" and isinstance(call.value, ast.Constant)]
             names.add(str(alias[0]) if alias else node.target.id)
     assert len(names) > 40
     answered = {key.removeprefix("zero_optimization.") for key in DETERMINED} | set(INSIDE)

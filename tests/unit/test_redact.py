@@ -333,7 +333,7 @@ def test_a_study_is_kept_and_reported_without_secrets(
     again = open_study(recipe, place, resume=True, overrides=overrides)  # it is of the same recipe
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert files and not [path for path in files if b"canary-of-this-test" in path.read_bytes()]
-    assert {each.user_attrs[REASON] for each in again.trials} == {f"refused by http://{HIDDEN}@h"}
+    assert {trial.user_attrs[REASON] for trial in again.trials} == {f"refused by http://{HIDDEN}@h"}
     # One of an older version is not redacted.
     monkeypatch.setattr("llmrecipes.search.storage.redacted", lambda value: value)
     study.ask().set_user_attr(REASON, "refused by http://u:older-canary@h")

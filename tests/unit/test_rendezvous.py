@@ -65,9 +65,9 @@ def test_ranks_of_one_machine_open_no_port_to_the_network(monkeypatch: pytest.Mo
 def _listening() -> list[tuple[str, int]]:
     """Addresses on which this process listens."""
     return [
-        (each.laddr.ip, each.laddr.port)
-        for each in psutil.Process().net_connections()
-        if each.status == psutil.CONN_LISTEN
+        (connection.laddr.ip, connection.laddr.port)
+        for connection in psutil.Process().net_connections()
+        if connection.status == psutil.CONN_LISTEN
     ]
 
 

@@ -371,7 +371,7 @@ def test_a_trial_of_a_proxy_that_the_recipe_cannot_use_is_not_started(
 def test_a_proxy_needs_a_narrower_base(overrides: list[str], key: str, tmp_path: Path, corpus: Path) -> None:
     path = write_recipe(wide(corpus), tmp_path)
     with refused(key):
-        base_width(load(path, [f"model.{each}" for each in overrides]).recipe)
+        base_width(load(path, [f"model.{override}" for override in overrides]).recipe)
 
 
 @pytest.mark.parametrize("key", ["model.ffn_hidden_size", "parallelism.tensor_model_parallel_size"])

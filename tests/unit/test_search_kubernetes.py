@@ -77,9 +77,9 @@ def test_a_trial_is_a_kubernetes_job(
     answer = json.loads(capsys.readouterr().out)
     assert answer["best"] == [{"number": 0, "valid_loss": 3.0, "values": {"optimizer.lr": 0.25}}]
     objects = [each for each in yaml.safe_load_all((kubectl / "applied").read_text()) if each]
-    kinds = [each["kind"] for each in objects]
+    kinds = [object_["kind"] for object_ in objects]
     assert kinds.count("Job") == 1
-    [text] = [each["data"]["recipe.yaml"] for each in objects if each["kind"] == "ConfigMap"]
+    [text] = [object_["data"]["recipe.yaml"] for object_ in objects if object_["kind"] == "ConfigMap"]
     assert yaml.safe_load(text)["optimizer"]["lr"] == 0.25
     run_tags = client.get_run(trained).data.tags
     assert run_tags["search.outcome"] == "complete"

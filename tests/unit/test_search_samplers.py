@@ -67,7 +67,7 @@ def test_a_study_that_is_resumed_runs_no_code_of_its_storage(kind: str, with_mar
     study = ran(recipe, tmp_path, resume=True)
     assert not (tmp_path / "ran").exists()
     prefix = "cmawm" if with_margin else "cma"
-    assert [each.system_attrs.get(f"{prefix}:generation") for each in study.trials[2:]] == [0, 0, 0, 0]
+    assert [trial.system_attrs.get(f"{prefix}:generation") for trial in study.trials[2:]] == [0, 0, 0, 0]
 
 
 @MARGINS
@@ -77,10 +77,12 @@ def test_evolution_continues_as_if_it_had_not_been_interrupted(with_margin: bool
     whole = ran(evolution(n_trials=11, with_margin=with_margin), tmp_path / "whole")
     for number in (3, 6, 11):
         parts = ran(evolution(n_trials=number, with_margin=with_margin), tmp_path / "parts", resume=True)
-    assert [each.params for each in parts.trials] == [each.params for each in whole.trials]
-    generations = [value for each in whole.trials for name, value in each.system_attrs.items() if "generation" in name]
+    assert [trial.params for trial in parts.trials] == [trial.params for trial in whole.trials]
+    generations = [
+        value for trial in whole.trials for name, value in trial.system_attrs.items() if "generation" in name
+    ]
     assert generations == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
-    assert not any("optimizer" in name for each in whole.trials for name in each.system_attrs)
+    assert not any("optimizer" in name for trial in whole.trials for name in trial.system_attrs)
 
 
 def outcomes_of(section: Search, number: int) -> tuple[optuna.Study, list[TrialOutcome]]:

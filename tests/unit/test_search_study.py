@@ -223,7 +223,7 @@ def test_a_trial_that_is_put_back_twice_runs_once(tmp_path: Path) -> None:
     trials.return_to_queue(made.study, trial.number)
     trials.return_to_queue(made.study, trial.number)
     assert made.run() == ExitCode.DONE
-    assert [each.state for each in own_trials(made.study)] == [TrialState.COMPLETE] * 2
+    assert [trial.state for trial in own_trials(made.study)] == [TrialState.COMPLETE] * 2
     assert len(Curves.submitted) == 2
 
 
@@ -289,7 +289,7 @@ def test_a_trial_without_signs_of_life_is_given_to_another_process(
         now[0] += 101
         trials.take_back(made.study, 100, made._watch, made._starter)
         assert made.study.trials[trial.number].state == TrialState.FAIL
-        waiting = [each for each in made.study.trials if each.state == TrialState.WAITING]
+        waiting = [trial for trial in made.study.trials if trial.state == TrialState.WAITING]
         assert [each.params for each in waiting] == ([made.study.trials[trial.number].params] if retried else [])
 
 

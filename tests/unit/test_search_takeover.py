@@ -148,7 +148,7 @@ def test_a_job_whose_machine_is_gone_is_started_here(tmp_path: Path, monkeypatch
         trials.return_to_queue(made.study, trial.number)
         assert made.run() == ExitCode.DONE
     assert Curves.submitted == ["lab-0000"]
-    assert [each.state for each in own_trials(made.study)] == [TrialState.COMPLETE]
+    assert [trial.state for trial in own_trials(made.study)] == [TrialState.COMPLETE]
 
 
 @pytest.mark.parametrize("boot", ["another boot", ""])
@@ -234,7 +234,7 @@ def test_a_process_whose_trial_was_given_up_cancels_its_job(
     monkeypatch.setattr(Curves, "loss", staticmethod(taken))
     assert made.run() == ExitCode.DONE
     assert Curves.submitted == ["lab-0000"]
-    assert [each.state.name for each in own_trials(made.study)] == ["COMPLETE" if max_retry else "FAIL"]
+    assert [trial.state.name for trial in own_trials(made.study)] == ["COMPLETE" if max_retry else "FAIL"]
     assert Curves.jobs["curve-0"].status.state == (JobState.COMPLETED if max_retry else JobState.SAVED)
 
 
@@ -374,4 +374,4 @@ def test_a_trial_that_others_have_begun_meanwhile_is_not_started(tmp_path: Path)
     started = made._starter.start(0)
     assert isinstance(started, NotStarted)
     assert Curves.submitted == []
-    assert [each.number for each in own_trials(made.study)] == [0]
+    assert [trial.number for trial in own_trials(made.study)] == [0]

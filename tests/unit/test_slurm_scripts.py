@@ -370,9 +370,9 @@ def test_only_the_nodes_of_this_start_can_take_part_in_its_check(lab: Lab) -> No
         assert lab.train().code == 0
     lines = (lab.folder / "tokens").read_text().splitlines()
     tokens, words = zip(*(line.split(" ", 1) for line in lines), strict=True)
-    assert all(" doctor " in each for each in words) and len(words) == 2
+    assert all(" doctor " in word for word in words) and len(words) == 2
     assert len(set(tokens)) == 2 and all(len(bytes.fromhex(token)) == 32 for token in tokens)
-    assert not any(token in each for token in tokens for each in words)
+    assert not any(token in word for token in tokens for word in words)
 
 
 # What srun is asked for

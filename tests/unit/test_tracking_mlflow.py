@@ -417,7 +417,7 @@ def test_a_dead_server_neither_stops_nor_delays_training_and_gets_missed_points_
     with ExitStack() as stack:
         stack.enter_context(web.reserved(port))  # for the server that replaces the dead one
         (mirror,) = [
-            each for each in psutil.Process().children() if "llmrecipes.tracking.mlflow.sender" in each.cmdline()
+            child for child in psutil.Process().children() if "llmrecipes.tracking.mlflow.sender" in child.cmdline()
         ]
         with not_waiting_for(mirror):
             for number in range(12, 31):

@@ -117,7 +117,7 @@ def test_a_resumed_run_is_the_same_wandb_run_and_leaves_no_process(
         tracker.eval(EvalMetrics(step=3, valid_loss=4.5, consumed_samples=3, consumed_tokens=192, eval_seconds=0.1))
         tracker.note(Note(step=3, event="checkpoint_saved", details={"seconds": 0.1}))
         wait_for(lambda: sent(run_dir).get("event") == 3)
-        services = [each for each in psutil.Process().children(recursive=True) if "wandb" in words(each)]
+        services = [child for child in psutil.Process().children(recursive=True) if "wandb" in words(child)]
         assert len(services) >= 2  # the mirror, and the library's own service
     assert not psutil.wait_procs(services, timeout=60)[1]
     # From a checkpoint of step 2: step 3 is computed again, and W&B has it already.
@@ -193,7 +193,7 @@ def test_no_network_and_no_key_cost_a_warning_and_no_time(
     for name, value in (network | nobody).items():
         monkeypatch.setenv(name, value)
     with start(tmp_path) as tracker:
-        mirrors = [each for each in psutil.Process().children() if "llmrecipes.tracking.wandb" in words(each)]
+        mirrors = [child for child in psutil.Process().children() if "llmrecipes.tracking.wandb" in words(child)]
         # On a busy machine it may have given up by now, and then nobody waits for it either.
         with not_waiting_for(mirrors[0]) if mirrors else nullcontext():
             for number in range(1, 51):

@@ -84,7 +84,7 @@ def test_jitter_disturbs_the_input_of_routers_by_eps_and_only_in_training(
     for router in routers(engine):
         router.register_forward_pre_hook(remember)
     engine.train_step(micro_batches())
-    trained = torch.cat([each.flatten() for each in factors])
+    trained = torch.cat([factor.flatten() for factor in factors])
     # Uniform over the whole interval: the ends and the mean say so.
     assert 1 - eps - 1e-5 <= trained.min() < 1 - 0.9 * eps
     assert 1 + 0.9 * eps < trained.max() <= 1 + eps + 1e-5
@@ -92,7 +92,7 @@ def test_jitter_disturbs_the_input_of_routers_by_eps_and_only_in_training(
     factors.clear()
     one, other = (engine.evaluate(micro_batches(), 1) for _ in range(2))
     assert one == other
-    assert all((each == 1).all() for each in factors) and factors
+    assert all((factor == 1).all() for factor in factors) and factors
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_run_measures_some_of_its_steps(world: World) -> None:
         wait=list,
     )
     loaders = DataLoaders(
-        train=lambda _: (each for each in micro_batches(48)), valid=None, bits_per_byte=lambda loss: loss
+        train=lambda _: (micro_batch for micro_batch in micro_batches(48)), valid=None, bits_per_byte=lambda loss: loss
     )
     Loop(
         engine.plan, engine, world, loaders, sink, sink, StopRequest(), recipe_hash="", peak_flops=None,

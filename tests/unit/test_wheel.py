@@ -70,5 +70,5 @@ def test_a_wheel_has_its_recipes_and_renders_jobs(installed: Program) -> None:
     assert base.read_text("utf-8") == (ROOT / "k8s" / "job" / "job.yaml").read_text("utf-8")
     image = f"registry.example.com/llmrecipes@sha256:{'0' * 64}"
     objects = yaml.safe_load_all(installed(*job, "--to", "k8s", "--image", image).stdout.partition("\n---\n")[2])
-    assert "Job" in [each["kind"] for each in objects if each]
+    assert "Job" in [object_["kind"] for object_ in objects if object_]
     installed("docs", code=2)  # it writes files of a checkout

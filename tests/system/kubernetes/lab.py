@@ -186,7 +186,7 @@ def control_plane(folder: Path) -> Iterator[Cluster]:
 
 def _free_ports(number: int) -> list[int]:
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [each.getsockname()[1] for each in sockets]
+    ports = [socket.getsockname()[1] for socket in sockets]
     for each in sockets:
         each.close()
     return ports

@@ -80,7 +80,9 @@ def opened(browser: Chrome, path: Path, expected: int, width: int = 1280) -> dic
 def requests(browser: Chrome) -> list[str]:
     """Addresses that the page has asked for; images within it are none."""
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    sent = [each["params"]["request"]["url"] for each in messages if each["method"] == "Network.requestWillBeSent"]
+    sent = [
+        message["params"]["request"]["url"] for message in messages if message["method"] == "Network.requestWillBeSent"
+    ]
     return [address for address in sent if not address.startswith(("data:", "blob:"))]
 
 
@@ -117,14 +119,14 @@ def test_the_report_shows_the_best_trial_and_every_plot(
     path = Path(json.loads(capsys.readouterr().out)["report"])
     found = opened(browser, path, 6)
     study, trials = made.study, made.study.trials
-    complete = [each for each in trials if each.state == TrialState.COMPLETE]
+    complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
     keys = {key for each in complete for key in each.params}
     assert found["History of valid_loss"]["points"] == len(complete)
     assert found["Importance for valid_loss"]["bars"] == len(keys)
     assert found["Parallel coordinates, valid_loss"]["lines"] == len(complete)
     with_key = sum(key in each.params for each in complete for key in keys)
     assert found["Slices, valid_loss"]["points"] == with_key
-    with_curve = [each for each in trials if each.intermediate_values]
+    with_curve = [trial for trial in trials if trial.intermediate_values]
     assert found["Learning curves"]["lines"] == len(with_curve)
     assert found["Learning curves"]["points"] == sum(len(each.intermediate_values) for each in with_curve)
     assert found["Timeline"]["bars"] == len(trials)
@@ -209,17 +211,17 @@ def test_the_dashboard_shows_the_study_until_ctrl_c(made: Worker, tmp_path: Path
         address = found[1]
         assert int(found[2]) != taken
         listening = [
-            each.laddr.ip
+            connection.laddr.ip
             for child in psutil.Process(process.pid).children(recursive=True)
-            for each in child.net_connections("inet")
-            if each.status == psutil.CONN_LISTEN
+            for connection in child.net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
         ]
         assert listening == ["127.0.0.1"]
         visit(browser, found[0], 1280)
         body = browser.find_element("css selector", "body")
         WebDriverWait(browser, 60).until(lambda _: re.search(r"\blab\b", body.text))
         assert [each for each in browser.get_log("browser") if each["level"] == "SEVERE"] == []
-        assert all(each.startswith(address) for each in requests(browser))
+        assert all(request.startswith(address) for request in requests(browser))
         os.kill(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=240)
         assert process.returncode == 0, errors
