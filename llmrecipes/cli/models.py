@@ -359,8 +359,8 @@ def finetune(
     request = Finetuning(model, data, out, lora, template, epochs, lr, revision, tuple(overrides or ()))
     paths = Paths(runs_dir, data_dir)
     if dry_run:
-        for number, step in enumerate(steps(request, paths), 1):
-            print(f"{number}/{len(STEPS)} {step.name:<8} {'done' if step.done else 'to do'}  {step.command}")
+        for number, part in enumerate(steps(request, paths), 1):
+            print(f"{number}/{len(STEPS)} {part.name:<8} {'done' if part.done else 'to do'}  {part.command}")
         return 0
     code = do(request, paths, lambda line: console().print(line, markup=False, soft_wrap=True), step)
     if code == 0 and step in (None, "export"):

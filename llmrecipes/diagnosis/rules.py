@@ -148,6 +148,11 @@ ALARMS = {
         "Replicas have different weights",
         "llmrecipes doctor on that node, and leave it out; resume from a checkpoint from before it.",
     ),
+    "results_differ": Rule(
+        "error",
+        "Replicas compute different results",
+        "llmrecipes doctor on that node, and leave it out if it happens again.",
+    ),
     "straggler": Rule(
         "warning",
         "A rank is slower than its peers",

@@ -147,16 +147,16 @@ class StepResult:
 
 @dataclass(frozen=True)
 class ReplicaFault:
-    """A replica whose weights differ from those of the others."""
+    """A replica whose weights, or whose results of the same tokens, differ from those of the others."""
 
     rank: int
     node: str
     other: int
-    """A rank that has the weights of most replicas."""
+    """A rank that has what most replicas have."""
     parameter: str
-    """The first that differs, in model order."""
+    """The first that differs, in model order; or which result."""
     differing: int
-    """Parameters that differ."""
+    """Parameters or results that differ."""
     is_outvoted: bool
     """Most replicas agree against this one; of two replicas, either may be the wrong one."""
 
@@ -252,6 +252,10 @@ class Engine(Protocol):
 
         With the distributed optimizer, call it in `params_synced`, or between the passes of a step and its update.
         """
+
+    def result_fault(self) -> ReplicaFault | None:
+        """Where data-parallel replicas compute different results from the same tokens, the same on all ranks; a
+        collective of all, in `params_synced`."""
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters of this rank, then their gradients as `<name>.grad`, named as in the full model."""

@@ -100,7 +100,10 @@ class Pace:
         return 0.0 if self.every is None else source.expovariate(1.0 / self.every)
 
 
-ALARMS = r"note: (hang|hardware_suspect|replicas_differ|save_failed|unreadable|checkpoint_damaged)|exit: (?!0$)|hang: "
+ALARMS = (
+    r"note: (hang|hardware_suspect|replicas_differ|results_differ|save_failed|unreadable|checkpoint_damaged)"
+    r"|exit: (?!0$)|hang: "
+)
 """Signs that count as false alarms if no fault was injected."""
 
 

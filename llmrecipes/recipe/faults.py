@@ -24,6 +24,9 @@ class Faults(Section):
     check_weight_hash_across_dp_replicas_interval: PosInt | None = None
     """Steps between comparisons of the weights of data-parallel replicas, by their hashes: before an update, and before
     each save too. A difference stops the run (exit code 93). Unset: none."""
+    check_results_across_dp_replicas_interval: PosInt | None = None
+    """Steps between comparisons of what data-parallel replicas compute: all of them pass the same fixed tokens forward,
+    and the results have to be equal bit for bit. A difference is an alarm (`results_differ`). Unset: none."""
     straggler_threshold: Beta | None = 0.65
     """Speed of a rank's own work, as part of that of its peers, below which it is an alarm in two reports in a row."""
     straggler_exclude_reports: PosInt | None = None

@@ -390,6 +390,25 @@ def _watchdog(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
+def _same_results(recipe: Recipe) -> Iterator[Problem]:
+    key, interval = "check_results_across_dp_replicas_interval", recipe.faults.check_results_across_dp_replicas_interval
+    parallel, tensor = recipe.parallelism, recipe.parallelism.tensor_model_parallel_size
+    if interval is None:
+        return
+    if recipe.dpo is not None:
+        yield Problem(f"faults.{key}", f"{interval} with dpo", "replicas pass fixed tokens, not pairs of answers",
+                      f"leave {key} out")  # fmt: skip
+    split = parallel.context_parallel_size > 1 or parallel.expert_tensor_parallel_size not in (None, tensor)
+    if parallel.expert_model_parallel_size > 1 and split:
+        yield Problem(
+            f"faults.{key}",
+            f"{interval} with expert_model_parallel_size {parallel.expert_model_parallel_size}",
+            "ranks that hold the same experts pass the same tokens: without context parallelism, and with "
+            "expert_tensor_parallel_size unset or tensor_model_parallel_size",
+            f"leave {key} out",
+        )
+
+
 def _secrets(recipe: Recipe) -> Iterator[Problem]:
     def has_mappings(items: list[object]) -> bool:
         return isinstance(items[0], dict)
@@ -454,7 +473,7 @@ _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     _loss_chunks, _loss_scale, _overlap, _sources, data_rules.characters, data_rules.steps, data_rules.held_out_sets,
     data_rules.fill_in_the_middle, data_rules.row_labels, data_rules.token_sets, data_rules.monitored,
     data_rules.curriculum,
-    _tokenizer, _retention, _spikes, _watchdog, _secrets, _sink_settings,
+    _tokenizer, _retention, _spikes, _watchdog, _same_results, _secrets, _sink_settings,
     moe_rules.experts, moe_rules.dispatcher, moe_rules.latent_attention, moe_rules.multi_token_prediction,
     shape.mup_rules, adapters.rules, freezing.rules, distill_rules.rules, preference_rules.rules, chat_sources,
     chat_template, chat_length, chat_packing, chat_objectives, regularisation_rules.adversarial,

@@ -166,6 +166,12 @@ def unsupported(recipe: Recipe) -> Iterator[Problem]:
             "the replicas of the engine deepspeed are not compared",
             "leave check_weight_hash_across_dp_replicas_interval out",
         ),
+        "faults.check_results_across_dp_replicas_interval": (
+            recipe.faults.check_results_across_dp_replicas_interval is not None,
+            recipe.faults.check_results_across_dp_replicas_interval,
+            "the replicas of the engine deepspeed are not compared",
+            "leave check_results_across_dp_replicas_interval out",
+        ),
         "checkpoint.non_persistent_save_interval": (
             recipe.checkpoint.non_persistent_save_interval is not None,
             recipe.checkpoint.non_persistent_save_interval,

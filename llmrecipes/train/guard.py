@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import socket
 from collections.abc import Sequence
@@ -13,11 +14,14 @@ from llmrecipes.data.batches import after_skipped, sample_ids
 from llmrecipes.engine.base import Accept, Engine, Progress, ReplicaFault, StepResult, World
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.numerics import BadParameter, NonFinite, SpikeRule, StepSpike, first_bad_parameter
+from llmrecipes.faults.watchdog import Beat
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.faults import Faults
 from llmrecipes.recipe.schema import Train
 from llmrecipes.tracking.events import Note
 from llmrecipes.train.saves import Notes
+
+logger = logging.getLogger(__name__)
 
 MOST_NAMED = 16
 """Ranks or samples that a note or message names."""
@@ -136,6 +140,35 @@ def require_loss_scale(step: int, result: StepResult, train: Train) -> None:
             fix="train.precision=bf16, or a lower optimizer.lr; the newest checkpoint predates this",
             code=ExitCode.STOP,
         )
+
+
+def compare_replicas(step: int, engine: Engine, notes: Notes, beat: Beat, *, saving: bool) -> None:
+    """Compare data-parallel replicas after a step, where the recipe does; a collective of all ranks.
+
+    Args:
+        saving: the step is saved, so that its weights are compared.
+
+    Raises:
+        UserError: on every rank, with `ExitCode.STOP`: some weights differ.
+    """
+    faults = engine.recipe.faults
+    if faults.check_weight_hash_across_dp_replicas_interval and saving:
+        require_equal_replicas(step, engine, notes)
+    interval = faults.check_results_across_dp_replicas_interval
+    if interval is None or step % interval:
+        return
+    beat("evaluate", step)
+    with engine.params_synced():
+        fault = engine.result_fault()
+    if fault is not None:
+        which = "most others" if fault.is_outvoted else "the only other replica, which may be the wrong one"
+        text = (
+            f"from the same tokens, the replica of rank {fault.rank} on {fault.node} has other {fault.parameter}, "
+            f"than that of rank {fault.other} ({which})"
+        )
+        if dist.get_rank() == 0:
+            logger.error("ALARM: step %d: %s", step, text)
+        notes.note(Note(step=step, event="results_differ", details={"text": text, **asdict(fault)}, alarm=True))
 
 
 def require_equal_replicas(step: int, engine: Engine, notes: Notes) -> None:

@@ -152,8 +152,7 @@ class Loop:
             last = progress.step == train.train_iters
             evaluating = self.loaders.evaluates and is_evaluated(progress.step, self.plan.recipe)
             saving = last or progress.step % self.plan.recipe.checkpoint.save_interval == 0
-            if self.plan.recipe.faults.check_weight_hash_across_dp_replicas_interval and (saving or stopping):
-                guard.require_equal_replicas(progress.step, self.engine, self.tracker)
+            guard.compare_replicas(progress.step, self.engine, self.tracker, self.beat, saving=saving or stopping)
             if evaluating and not stopping:
                 stopping = evaluating = not self._evaluate(progress)
             ended = stop_reason(self.monitored, train) is not None

@@ -12,8 +12,15 @@ import torch.distributed as dist
 
 from llmrecipes.engine.base import Engine, Progress
 from llmrecipes.errors import UserError
+from llmrecipes.faults.watchdog import unwatched
 from llmrecipes.tracking.events import Note, NoTracker
-from llmrecipes.train.guard import acceptance, hardware_suspect, require_equal_replicas, require_finite
+from llmrecipes.train.guard import (
+    acceptance,
+    compare_replicas,
+    hardware_suspect,
+    require_equal_replicas,
+    require_finite,
+)
 from llmrecipes.verify import observe
 from tests.dist.table import Row
 from tests.dist.training import loaders, training
@@ -99,6 +106,30 @@ def drifted_in_a_pass(row: Row, rank: int | None) -> list[str]:
         everyones = [""] * world.size
         dist.all_gather_object(everyones, said)
         return everyones
+
+
+def miscomputed(row: Row, rank: int | None, interval: int | None = 2) -> tuple[list[float], list[Note]]:
+    """Losses of three steps, and what the first rank notes when one rank has one bit of a layer's results wrong."""
+    faults = row.recipe.faults.model_copy(update={"check_results_across_dp_replicas_interval": interval})
+    with training(row.recipe.model_copy(update={"faults": faults})) as (engine, world):
+        batches, tracker, losses = loaders(row.recipe, world), Notes(), []
+        if world.rank == rank:
+            first: Any = engine.modules[0]
+
+            def wrong(module: Any, _inputs: Any, result: Any) -> Any:
+                if module.training:
+                    return result
+                changed = result[0].clone(memory_format=torch.contiguous_format)
+                changed.view(-1).view(torch.int16)[-1] ^= (
+                    0x40  # of the highest in a mantissa: not lost in the residual stream
+                )
+                return (changed, *result[1:])
+
+            first.decoder.layers[0].mlp.register_forward_hook(wrong)
+        for step in range(1, STEPS + 1):
+            losses.append(engine.train_step(batches).loss)
+            compare_replicas(step, engine, tracker, unwatched, saving=False)
+    return losses, tracker.notes
 
 
 CHANGED = "linear_fc2.weight"

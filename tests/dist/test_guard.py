@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from tests.dist.guarding import CHANGED, FAULTY, drifted, drifted_in_a_pass, trained
+from tests.dist.guarding import CHANGED, FAULTY, drifted, drifted_in_a_pass, miscomputed, trained
 from tests.dist.table import Row
 from tests.dist.worlds import GlooWorld
 
@@ -89,3 +89,30 @@ def test_one_bit_that_the_next_gather_overwrites_is_found_before_it(
     (said,) = set(worlds[row.ranks].run(drifted_in_a_pass, row, rank))
     assert said.startswith(f"93 rank {rank} on ")
     assert CHANGED in said
+
+
+RESULTS = [
+    pytest.param(Row("gpt in bf16", "dp4", WHOLE), 2, 2, 0, "losses, after layer 4"),
+    pytest.param(Row("gpt", "dp2", OVERLAP), 1, 1, 0, "losses, after layer 4", marks=pytest.mark.rotating),
+    # Tensor- and context-parallel ranks compute from what the others do: the first of the replica is named.
+    pytest.param(Row("gpt in bf16", "tp2 dp2"), 3, 2, 0, "losses, after layer 4", marks=pytest.mark.rotating),
+    pytest.param(Row("gpt", "cp2 dp2"), 3, 2, 0, "losses, after layer 4", marks=pytest.mark.rotating),
+    # The last stage has the first wrong result, although the one before it has one from it too.
+    pytest.param(Row("gpt", "pp2 vpp2 dp2"), 3, 3, 2, "hidden states, after layer 2"),
+    pytest.param(Row("moe", "dp4 ep2"), 3, 3, 1, "losses, after layer 4", marks=pytest.mark.rotating),
+]
+
+
+@pytest.mark.parametrize(("row", "rank", "named", "other", "result"), RESULTS)
+def test_a_rank_that_computes_one_bit_otherwise_is_found_and_named(
+    row: Row, rank: int, named: int, other: int, result: str, worlds: dict[int, GlooWorld]
+) -> None:
+    world = worlds[row.ranks]
+    without, no_notes = world.run(miscomputed, row, None)
+    assert not no_notes
+    losses, (note,) = world.run(miscomputed, row, rank)
+    assert (note.step, note.event, note.alarm) == (2, "results_differ", True)
+    assert (note.details["rank"], note.details["other"], note.details["parameter"]) == (named, other, result)
+    assert note.details["is_outvoted"] is (row.layout == "dp4")
+    # The comparison changes nothing of the training.
+    assert losses == without == world.run(miscomputed, row, None, None)[0]

@@ -152,6 +152,9 @@ class PlainEngine:
     def replica_fault(self) -> None:
         return None
 
+    def result_fault(self) -> None:
+        return None
+
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from named_gradients(self.model)
 

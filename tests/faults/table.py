@@ -115,6 +115,8 @@ NUMBERS = (
          ("dist/test_guard.py::test_one_bit_of_a_weight_that_replicas_do_not_share_is_found_and_named",
           "dist/test_guard.py::test_one_bit_that_the_next_gather_overwrites_is_found_before_it"),
          "flipped weight bit"),
+    Case("a rank that computes one bit of a layer's results wrong", "at the next comparison", "an alarm", EQUAL,
+         ("dist/test_guard.py::test_a_rank_that_computes_one_bit_otherwise_is_found_and_named",)),
     Case("a spike of ten times", "before the update", "left out, or rewound", "as a run that was cut there",
          ("train/test_train_spikes.py::test_the_update_of_a_spike_is_left_out_also_right_after_a_restart",
           "train/test_train_spikes.py::test_a_run_goes_back_from_a_spike_and_leaves_out_the_batches_that_led_to_it")),

@@ -518,6 +518,7 @@ def faulty(recipe: Recipe, *_: Any) -> dict[str, Any]:
 
     engine._attempt = broken
     engine.replica_fault = lambda: compared.append(engine.scheduler.num_steps)
+    engine.result_fault = lambda: compared.append(-engine.scheduler.num_steps)
     batches: Any = random_batches
     fed = DataLoaders(train=lambda _: batches(recipe), valid=None, bits_per_byte=lambda loss: loss)
     here: Any = SimpleNamespace(size=1, rank=0, is_first=True, data_parallel_rank=0, data_parallel_size=1)
@@ -1025,6 +1026,7 @@ CASES: dict[str, Case] = {
     "faults.rank_heartbeat_timeout": Case(1.0, lambda recipe, *_: watch_limits(recipe)),
     "faults.initial_rank_heartbeat_timeout": Case(1.0, lambda recipe, *_: watch_limits(recipe)),
     "faults.check_weight_hash_across_dp_replicas_interval": Case(3, faulty),
+    "faults.check_results_across_dp_replicas_interval": Case(3, faulty),
     "faults.straggler_threshold": Case(0.5, lambda recipe, *_: vars(telemetry.straggler_watch(planned(recipe)))),
     "faults.straggler_exclude_reports": Case(3, left_out),
     "faults.loss_spike_action": Case("skip", faulty, along={"faults.loss_spike_window": 8}),

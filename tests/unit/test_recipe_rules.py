@@ -127,6 +127,17 @@ def make(**sections: dict[str, Any]) -> Recipe:
             {"checkpoint": {"save_interval": 30}, "faults": {"loss_spike_action": "rewind"}},
             "faults.loss_spike_rewind_steps", "100 with 2", "checkpoint.most_recent_k 5",
         ),
+        (
+            {"faults": {"check_results_across_dp_replicas_interval": 9},
+             "model": {"num_moe_experts": 4, "moe_router_topk": 2, "add_bias_linear": False},
+             "parallelism": {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
+                             "tensor_model_parallel_size": 2, "sequence_parallel": True}},
+            "faults.check_results_across_dp_replicas_interval", "expert_model_parallel_size 2", "leave",
+        ),
+        (
+            {"faults": {"check_results_across_dp_replicas_interval": 9}, "zero": {"stage": 2}},
+            "faults.check_results_across_dp_replicas_interval", "9", "leave",
+        ),
     ],
 )  # fmt: skip
 def test_a_broken_rule_names_values_and_what_works(sections: Any, key: str, what: str, fix: str) -> None:

@@ -1,26 +1,34 @@
-"""Whether data-parallel replicas have the same weights: a 64-bit hash of each, compared over the ranks that share it.
+"""Whether data-parallel replicas have the same weights and compute the same, by 64-bit hashes.
 
-A weight is hashed on its device as whole numbers, so the sum does not depend on the order: Σ word × odd number of its
-place, modulo 2^64. One changed bit always changes it. Ranks exchange one number each; only where these differ, the
-hashes of all weights.
+A tensor is hashed on its device as whole numbers, so the sum does not depend on the order: Σ word × odd number of its
+place, modulo 2^64. One changed bit always changes it. Ranks that should have the same exchange one number each; only
+where these differ, the hashes of all tensors.
 """
 
 from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from llmrecipes.engine.base import ReplicaFault
+from llmrecipes.engine.base import Batch, ReplicaFault
+from llmrecipes.recipe.schema import Recipe
 
 CHUNK = 1 << 22
 """Words that are hashed at a time; each takes 16 bytes meanwhile."""
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 divided by the golden ratio, as a signed number
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+_LAYER = "after layer "
+_Group = tuple[list[tuple[str, torch.Tensor]], dist.ProcessGroup]
+"""Named tensors, and the ranks that have the same ones."""
 
 
 @torch.no_grad()
@@ -38,12 +46,69 @@ def first_difference(named: Iterable[tuple[str, torch.Tensor]], device: torch.de
     experts: list[tuple[str, torch.Tensor]] = []
     for name, parameter in named:
         (dense if getattr(parameter, "allreduce", True) else experts).append((name, parameter))
-    groups = [
+    groups: list[_Group] = [
         (dense, parallel_state.get_data_parallel_group(with_context_parallel=True)),
         (experts, parallel_state.get_expert_data_parallel_group()),
     ]
+    return _first_difference(groups, device)
+
+
+def fixed_tokens(recipe: Recipe) -> Batch:
+    """A micro-batch that is the same on every rank, of tokens drawn uniformly."""
+    size, length = recipe.train.micro_batch_size, recipe.model.seq_length
+    drawn = torch.Generator().manual_seed(0)
+    ids = torch.randint(recipe.model.vocab_size, (size, length + 1), generator=drawn)
+    positions = torch.arange(length).expand(size, length).contiguous()
+    return {
+        "tokens": ids[:, :-1].contiguous(),
+        "labels": ids[:, 1:].contiguous(),
+        "loss_mask": torch.ones(size, length),
+        "position_ids": positions,
+    }
+
+
+@contextmanager
+def watched_results(modules: Sequence[torch.nn.Module]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Yields what the chunks of a model compute in the block: hidden states, and losses on the last stage."""
+    results: list[tuple[str, torch.Tensor]] = []
+
+    def see(module: Any, _inputs: Any, output: torch.Tensor) -> None:
+        last = max((layer.layer_number for layer in module.decoder.layers), default=0)
+        results.append((f"losses, {_LAYER}{last}" if module.post_process else f"hidden states, {_LAYER}{last}",
+                        output.detach().clone()))  # fmt: skip
+
+    hooks = [module.register_forward_hook(see) for module in modules]
+    try:
+        yield results
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def first_other_result(
+    results: list[tuple[str, torch.Tensor]], recipe: Recipe, device: torch.device
+) -> ReplicaFault | None:
+    """The first result of the same tokens that differs from that of another replica; a collective of all ranks.
+
+    With expert parallelism a rank's experts also compute tokens of other ranks, so those are compared that have the
+    same place among the ranks that share the experts.
+
+    Args:
+        results: of this rank, as many as on the ranks of the same pipeline stage.
+    """
+    group = parallel_state.get_data_parallel_group()
+    if recipe.parallelism.expert_model_parallel_size > 1:
+        group = parallel_state.get_expert_data_parallel_group()
+    # A wrong result makes those of later layers wrong, with virtual stages on earlier ranks too.
+    return _first_difference([(results, group)], device, lambda name: int(name.rpartition(_LAYER)[2]))
+
+
+def _first_difference(
+    groups: list[_Group], device: torch.device, order: Callable[[str], int] = lambda _: 0
+) -> ReplicaFault | None:
     places = _odd_numbers(CHUNK, device)
-    hashes = [(_hashes(weights, places, device), weights, group) for weights, group in groups if weights]
+    hashes = [(_hashes(tensors, places, device), tensors, group) for tensors, group in groups if tensors]
     differs = torch.zeros((), dtype=torch.int64, device=device)
     for values, _, group in hashes:
         total = (values * places[: len(values)]).sum().reshape(1)
@@ -53,16 +118,17 @@ def first_difference(named: Iterable[tuple[str, torch.Tensor]], device: torch.de
     dist.all_reduce(differs, dist.ReduceOp.MAX)
     if not differs.item():
         return None
-    differing = [fault for values, weights, group in hashes if (fault := _in_group(values, weights, group)) is not None]
+    differing = [fault for values, tensors, group in hashes if (fault := _in_group(values, tensors, group)) is not None]
     everyones_found: list[list[ReplicaFault]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyones_found, differing)
     return min(
-        (fault for faults in everyones_found for fault in faults), key=lambda fault: (not fault.is_outvoted, fault.rank)
+        (fault for faults in everyones_found for fault in faults),
+        key=lambda fault: (not fault.is_outvoted, order(fault.parameter), fault.rank),
     )
 
 
 def _in_group(
-    values: torch.Tensor, weights: list[tuple[str, torch.Tensor]], group: dist.ProcessGroup
+    values: torch.Tensor, tensors: list[tuple[str, torch.Tensor]], group: dist.ProcessGroup
 ) -> ReplicaFault | None:
     """The finding of this rank about itself: None if it has what most replicas have."""
     everyones: list[tuple[str, list[int]]] = [("", [])] * group.size()
@@ -76,7 +142,7 @@ def _in_group(
     if mine == usual:
         return None
     other = next(number for number, (_, each) in enumerate(everyones) if tuple(each) == usual)
-    differing = [name for (name, _), one, known in zip(weights, mine, usual, strict=True) if one != known]
+    differing = [name for (name, _), one, known in zip(tensors, mine, usual, strict=True) if one != known]
     return ReplicaFault(
         rank=ranks[me],
         node=everyones[me][0],
@@ -87,11 +153,11 @@ def _in_group(
     )
 
 
-def _hashes(weights: list[tuple[str, torch.Tensor]], places: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """[weights] on the device, int64."""
-    result = torch.zeros(len(weights), dtype=torch.int64, device=device)
-    for number, (_, weight) in enumerate(weights):
-        words = weight.detach().contiguous().view(-1).view(_WORDS[weight.element_size()])
+def _hashes(tensors: list[tuple[str, torch.Tensor]], places: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """[tensors] on the device, int64."""
+    result = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+    for number, (_, tensor) in enumerate(tensors):
+        words = tensor.detach().contiguous().view(-1).view(_WORDS[tensor.element_size()])
         for part in words.split(CHUNK):
             result[number] = result[number] * _ODD + (part.long() * places[: len(part)]).sum()
     return result

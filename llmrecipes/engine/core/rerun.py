@@ -6,11 +6,12 @@ routers), balances the bias of experts, and in fp16 counts overflows for the los
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+from llmrecipes.engine.base import Batch
 from llmrecipes.engine.core.random_states import random_states, set_random_states
 
 _EXPERT_BIAS = "expert_bias"
@@ -50,6 +51,20 @@ class RerunState:
         """Set only the bias of experts: an update that is not made leaves it as it was."""
         for bias, value in self._biases:
             bias.copy_(value)
+
+
+def kept(batches: Iterator[Batch], used: list[Batch]) -> Iterator[Batch]:
+    """The batches, of which those that are read are appended to `used`."""
+    for batch in batches:
+        used.append(batch)
+        yield batch
+
+
+def announced(batches: list[Batch], announce: Callable[[], None]) -> Iterator[Batch]:
+    """The batches of a step that is computed again; `announce` is called before each."""
+    for batch in batches:
+        announce()
+        yield batch
 
 
 def _copy(value: object) -> object:

@@ -179,6 +179,10 @@ class DeepSpeedEngine:
         """None: `recipe/zero_rules.py` refuses the check."""
         return None
 
+    def result_fault(self) -> ReplicaFault | None:
+        """None, likewise."""
+        return None
+
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Where parameters are partitioned, this rank's part of each."""
         if zero(self.recipe).stage < 3:

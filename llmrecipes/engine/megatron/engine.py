@@ -32,7 +32,7 @@ from llmrecipes.engine.base import (
     StepResult,
     StopCheck,
 )
-from llmrecipes.engine.core import ema, update
+from llmrecipes.engine.core import ema, replicas, update
 from llmrecipes.engine.core.accuracy import TokenAccuracy
 from llmrecipes.engine.core.balance import RouterBalance
 from llmrecipes.engine.core.checkpoint.format import ShardedFormat
@@ -41,8 +41,7 @@ from llmrecipes.engine.core.generation import generate
 from llmrecipes.engine.core.model.attention import apart, own_chunks, prediction_weights
 from llmrecipes.engine.core.model.gpt import BuiltModel, RecipeGPTModel
 from llmrecipes.engine.core.platform import patching
-from llmrecipes.engine.core.replicas import first_difference
-from llmrecipes.engine.core.rerun import RerunState
+from llmrecipes.engine.core.rerun import RerunState, announced, kept
 from llmrecipes.engine.core.score import GPTScorer
 from llmrecipes.engine.core.update import mean_over_tokens, scheduler
 from llmrecipes.engine.core.versions import auxiliary_losses
@@ -146,7 +145,7 @@ class MegatronEngine:
         if self.balance is not None:
             self.balance.micro_batches = self._micro_batches
         before, used = RerunState(self.modules, self.optimizer), list[Batch]()
-        result = self._attempt(_kept(batches, used), stop, accept)
+        result = self._attempt(kept(batches, used), stop, accept)
         if result.rejected:
             before.restore_expert_bias()
         if not self._reruns or result.skipped or _is_finite(result.loss, result.grad_norm):
@@ -167,7 +166,7 @@ class MegatronEngine:
             self.preference.rewards.start()
         if self.layers is not None and self.layers.measuring:
             self.layers.start()
-        second = self._attempt(iter(used) if redo is None else _announced(used, redo), stop, accept)
+        second = self._attempt(iter(used) if redo is None else announced(used, redo), stop, accept)
         if second.rejected:
             before.restore_expert_bias()
         return replace(second, stop=second.stop or result.stop, first_attempt=first, layers=result.layers)
@@ -260,7 +259,20 @@ class MegatronEngine:
 
     def replica_fault(self) -> ReplicaFault | None:
         named = ((name, tensor) for name, tensor in self.named_tensors() if not name.endswith(".grad"))
-        return first_difference(named, self.platform.device)
+        return replicas.first_difference(named, self.platform.device)
+
+    @torch.no_grad()
+    def result_fault(self) -> ReplicaFault | None:
+        # An interleaved schedule needs as many micro-batches as there are stages.
+        number = self.plan.layout.pipeline_model_parallel_size if len(self.chunks) > 1 else 1
+        self._micro_batches = number
+        with replicas.watched_results(self.modules) as results:
+            for chunk in self.chunks:
+                chunk.eval()
+            self._passes(iter([replicas.fixed_tokens(self.recipe)] * number), forward_only=True)
+            for chunk in self.chunks:
+                chunk.train()
+        return replicas.first_other_result(results, self.recipe, self.platform.device)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         pairs = [pair for module in self.modules for pair in _as_in_the_whole_model(module)]
@@ -441,19 +453,6 @@ class MegatronEngine:
         if self.preference is not None and answers is not None:
             return losses, self.preference.counter(batch, answers.count, self.accuracy)
         return losses, partial(_sum_over_tokens, batch["loss_mask"], self.accuracy)
-
-
-def _kept(batches: Iterator[Batch], used: list[Batch]) -> Iterator[Batch]:
-    """The batches, of which those that are read are kept."""
-    for batch in batches:
-        used.append(batch)
-        yield batch
-
-
-def _announced(batches: list[Batch], announce: Callable[[], None]) -> Iterator[Batch]:
-    for batch in batches:
-        announce()
-        yield batch
 
 
 def _is_finite(loss: float, norm: float | None) -> bool:
