@@ -13,7 +13,7 @@ from llmrecipes.plan.features import expected
 from llmrecipes.plan.kernels import modules, own_layers, recompute_granularity
 from llmrecipes.plan.layout import Layout, layout
 from llmrecipes.plan.losses import logits
-from llmrecipes.plan.memory import Memory, checkpoint_bytes, estimate, of_stage
+from llmrecipes.plan.memory import Memory, checkpoint_bytes, differing_stages, estimate, of_stage
 from llmrecipes.plan.parameters import (
     Parameters,
     count,
@@ -272,7 +272,6 @@ def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
     require(resolve(recipe, expected(recipe, cluster.device, laid_out, cluster)))
     require_fused_adam(recipe, cluster.device)
     micro_batches = num_microbatches(recipe, laid_out)
-    stages = range(laid_out.pipeline_model_parallel_size)
     sizes = shape(recipe.model)
     recipe = with_chunks(recipe, sizes, laid_out, gpu_memory(cluster, world_size) if cluster.gpus else None)
     automatic = recipe.train.recompute_granularity == "auto"
@@ -298,7 +297,10 @@ def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
         total_tokens=tokens_of(recipe),
         num_parameters=parameters,
         num_adapter_parameters=added,
-        num_parameters_on_rank=max(_on_rank(recipe, sizes, laid_out, stage, cluster.device) for stage in stages),
+        num_parameters_on_rank=max(
+            _on_rank(recipe, sizes, laid_out, stage, cluster.device)
+            for stage in differing_stages(recipe, sizes, laid_out)
+        ),
         flops_per_token_full=_flops(recipe, sizes, causal=False),
         flops_per_token_causal=_flops(recipe, sizes, causal=True),
         memory=memory,
@@ -352,7 +354,7 @@ def _least_recomputation(recipe: Recipe, s: Shape, laid_out: Layout, micro_batch
         most = gpu_memory(cluster, laid_out.world_size)
 
     def fits(tried: Recipe) -> bool:
-        stages = range(laid_out.pipeline_model_parallel_size)  # the first is usually the fullest
+        stages = differing_stages(tried, s, laid_out)  # the first is usually the fullest
         needed = (of_stage(tried, s, laid_out, micro_batches, stage, cluster.device).total for stage in stages)
         return all(bytes_needed <= most * (1 - LEAST_HEADROOM) for bytes_needed in needed)
 

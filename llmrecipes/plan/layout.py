@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import accumulate
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
@@ -43,8 +45,13 @@ class Layout:
 
     def first_layer(self, stage: int, chunk: int) -> int:
         """Index, from 0, of the first layer of a chunk."""
-        earlier = sum(layers[number] for number in range(chunk) for layers in self.layers_per_stage)
-        return earlier + sum(layers[chunk] for layers in self.layers_per_stage[:stage])
+        return self._first_layers[chunk * self.pipeline_model_parallel_size + stage]
+
+    @cached_property
+    def _first_layers(self) -> tuple[int, ...]:
+        """First layers in the order of the model: of all stages' first chunks, then of their second ones."""
+        chunks = range(self.virtual_pipeline_model_parallel_size)
+        return tuple(accumulate((layers[chunk] for chunk in chunks for layers in self.layers_per_stage), initial=0))
 
     def final_norm(self, predictions: int) -> tuple[int, int]:
         """Stage and chunk of the norm after the last layer.

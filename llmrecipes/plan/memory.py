@@ -83,13 +83,13 @@ class Memory:
 def estimate(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, device: str) -> Memory:
     """Estimate the memory of a rank of the pipeline stage that needs the most; `device` is `cuda` or `cpu`."""
     return max(
-        (of_stage(recipe, s, layout, num_microbatches, stage, device) for stage in _candidates(recipe, s, layout)),
+        (of_stage(recipe, s, layout, num_microbatches, stage, device) for stage in differing_stages(recipe, s, layout)),
         key=lambda each: each.total,
     )
 
 
-def _candidates(recipe: Recipe, s: Shape, layout: Layout) -> Iterator[int]:
-    """Stages of which one needs the most memory: without those that are like an earlier one.
+def differing_stages(recipe: Recipe, s: Shape, layout: Layout) -> Iterator[int]:
+    """Stages of which one needs the most memory and has the most parameters: without those like an earlier one.
 
     Of two inner stages with the same layers the later one has fewer micro-batches in flight, so that a plan of 64
     stages examines three.
@@ -141,6 +141,13 @@ def of_stage(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, st
         movements=movements(recipe, s, layout, num_microbatches) if stage == 0 else 0,
         host=host.total,
     )
+
+
+def model_states(recipe: Recipe, s: Shape, layout: Layout, stage: int, device: str) -> int:
+    """Bytes of weights, gradients and optimizer of a rank of one pipeline stage, on its device: the part of `of_stage`
+    that depends on neither micro-batch nor recomputation."""
+    states, host = _states(recipe, s, layout, stage, device)
+    return states.total if device == "cuda" else states.total + host.total
 
 
 def teacher_bytes(recipe: Recipe, layout: Layout, num_microbatches: int, stage: int, device: str) -> int:

@@ -17,8 +17,8 @@ from llmrecipes.plan.check import check
 from llmrecipes.plan.derive import LEAST_HEADROOM, Plan, default_world_size, derive
 from llmrecipes.plan.kernels import recomputed_layers
 from llmrecipes.plan.layout import layout
-from llmrecipes.plan.memory import GIB, Memory, estimate, of_stage
-from llmrecipes.plan.parameters import count, flops_per_token
+from llmrecipes.plan.memory import GIB, Memory, differing_stages, estimate, of_stage
+from llmrecipes.plan.parameters import count, count_on_rank, flops_per_token
 from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.load import load, names
 from llmrecipes.recipe.schema import Model, Recipe
@@ -189,6 +189,8 @@ def test_stages_that_are_like_an_earlier_one_do_not_decide(name: str, changes: t
     each = [of_stage(changed, s, placed, 64, stage, "cuda") for stage in stages]
     assert len(stages) >= 4 and len(set(each)) > 2
     assert estimate(changed, s, placed, 64, "cuda") == max(each, key=lambda memory: memory.total)
+    parameters = [count_on_rank(changed.model, s, placed, stage, "cuda").total for stage in stages]
+    assert max(parameters[stage] for stage in differing_stages(changed, s, placed)) == max(parameters)
 
 
 # Dense with tensor, pipeline and context parallelism; experts with latent attention; data parallelism alone.

@@ -19,14 +19,16 @@ import yaml
 
 from benchmarks import fit_planner, planner
 from llmrecipes.cli.app import run
-from llmrecipes.hardware.load import clusters_dir
+from llmrecipes.hardware.load import clusters_dir, load_profile
+from llmrecipes.hardware.machine import machine as machine_of
 from llmrecipes.plan.check import check
+from llmrecipes.plan.derive import LEAST_HEADROOM
 from llmrecipes.plan.speed.device import device, kernels_on, stack
 from llmrecipes.plan.speed.network import exchange
 from llmrecipes.plan.speed.saving import Saving
 from llmrecipes.plan.speed.schedule import order, shortest, simulate
 from llmrecipes.plan.speed.schedule import run as run_passes
-from llmrecipes.plan.speed.search import candidates, nearest
+from llmrecipes.plan.speed.search import _may_fit, candidates, nearest, plan_of
 from llmrecipes.plan.speed.work import product
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.stage_layout import parse
@@ -401,6 +403,16 @@ def test_a_plan_that_does_not_fit_names_changes_with_which_it_does(
         assert again.fits and again.memory == made.plan.memory and again.layout == made.plan.layout
     with refused(f"recipe {recipe}", rule=shlex.split(changes[0][0])[0]):
         check(plan, machine)
+
+
+def test_no_layout_fits_whose_model_states_do_not() -> None:
+    """They are left out of a search before they are planned."""
+    recipe, cluster = load("llama3-70b", []).recipe, machine_of(load_profile("h100-ib"), 4)
+    recomputing = [layout for layout in candidates(recipe, 32, 8) if layout.train.recompute_granularity][::5]
+    left_out = [layout for layout in recomputing if not _may_fit(layout, cluster, 32)]
+    assert 10 < len(left_out) < len(recomputing) - 10
+    for plan in filter(None, (plan_of(layout, cluster, 32) for layout in left_out)):
+        assert not plan.fits or plan.memory_headroom < LEAST_HEADROOM
 
 
 @pytest.mark.rotating

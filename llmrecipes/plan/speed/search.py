@@ -16,7 +16,7 @@ from llmrecipes.hardware.profile import Profile
 from llmrecipes.plan.derive import LEAST_HEADROOM, Plan, capacity, derive
 from llmrecipes.plan.kernels import recomputed_layers
 from llmrecipes.plan.layout import layout
-from llmrecipes.plan.memory import of_stage
+from llmrecipes.plan.memory import model_states, of_stage
 from llmrecipes.plan.parameters import count as parameters
 from llmrecipes.plan.speed.forecast import Forecast, forecast, gpu, software, work
 from llmrecipes.plan.speed.step import predict
@@ -298,7 +298,7 @@ def _fitting(
     while queue and len(fitting) < number:
         _, _, candidate, prediction = heappop(queue)
         if prediction is None:
-            if not (candidate.train.recompute_granularity or _may_fit(candidate, cluster, ranks)):
+            if not _may_fit(candidate, cluster, ranks):
                 continue
             plan = plan_of(candidate, cluster, ranks)
             if plan is None or not plan.fits or plan.memory_headroom < LEAST_HEADROOM:
@@ -328,8 +328,9 @@ def nearest(plan: Plan, number: int) -> list[tuple[str, Forecast]]:
         _as_before(candidate, recipe)
         for candidate in candidates(recipe, ranks, cluster.gpus_per_domain, offload=offload)
     ]
+    differences = [len(changes(recipe, candidate)) for candidate in recipes]
     for most in (1, 2):
-        few = [candidate for candidate in recipes if len(changes(recipe, candidate)) <= most]
+        few = [candidate for candidate, changed in zip(recipes, differences, strict=True) if changed <= most]
         if results := _fitting(recipe, few, cluster, ranks, None, number):
             break
     else:
@@ -403,18 +404,26 @@ def _smallest(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | N
                 continue
             if parallel.virtual_pipeline_model_parallel_size or parallel.tensor_model_parallel_size < near:
                 continue
-            plan = plan_of(candidate, larger, more)
+            try:
+                plan = plan_of(candidate, larger, more) if _may_fit(candidate, larger, more) else None
+            except UserError:  # there is no layout
+                continue
             if plan is not None and plan.fits and plan.memory_headroom >= LEAST_HEADROOM:
                 return f"{nodes} nodes, {more} GPUs ({Candidate(candidate, forecast(plan, profile)).key})"
     return "a smaller global batch, a shorter sequence, or GPUs with more memory"
 
 
 def _may_fit(candidate: Recipe, cluster: Cluster, ranks: int) -> bool:
-    """Whether the first stage fits, which keeps the most activations: quicker than a plan of all stages."""
-    laid_out = layout(candidate, ranks, cluster)
+    """Whether the first stage may fit, which keeps the most activations: quicker than a plan of all stages.
+
+    Only its model states count where something is recomputed, because the plan may choose how much.
+    """
+    laid_out, sizes = layout(candidate, ranks, cluster), shape(candidate.model)
+    most = capacity(cluster, ranks) * (1 - LEAST_HEADROOM)
+    if candidate.train.recompute_granularity:
+        return model_states(candidate, sizes, laid_out, 0, cluster.device) <= most
     number = candidate.train.global_batch_size // (laid_out.data_parallel_size * candidate.train.micro_batch_size)
-    first = of_stage(candidate, shape(candidate.model), laid_out, number, 0, cluster.device)
-    return first.total <= capacity(cluster, ranks) * (1 - LEAST_HEADROOM)
+    return of_stage(candidate, sizes, laid_out, number, 0, cluster.device).total <= most
 
 
 def plan_of(candidate: Recipe, cluster: Cluster, ranks: int) -> Plan | None:
