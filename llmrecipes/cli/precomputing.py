@@ -35,9 +35,9 @@ def precompute(
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
 ) -> int:
-    """Compute what a recipe's frozen model says of its data.
+    """Compute the outputs of a recipe's frozen model for its data.
 
-    Training then reads that, and does not hold the model. The recipe names the folder: dpo.reference_log_probs or
+    Training then reads them instead of holding the model. The recipe names the folder: dpo.reference_log_probs or
     distill.logits. Repeat a command that was killed, and it continues.
     """
     from llmrecipes.console import duration, setup_logging

@@ -11,7 +11,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -48,7 +48,7 @@ class LogitsForm(Record):
     top_k: int
     ids: Literal["uint16", "uint32"]
     logits: Literal["float32", "bfloat16", "float16"]
-    part: int
+    part: Annotated[int, Field(ge=1)]
 
     @classmethod
     def of(cls, recipe: Recipe, part: int) -> LogitsForm:

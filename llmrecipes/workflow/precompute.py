@@ -1,4 +1,4 @@
-"""`llmrecipes precompute`: what a frozen model says of a run's samples, written before the run, which is without it.
+"""`llmrecipes precompute`: a frozen model's outputs for a run's samples, written before the run, which is without it.
 
 Ranks compute parts of the samples and write each as a file, so that a computation that was killed continues there.
 """
@@ -141,9 +141,10 @@ def precompute(recipe: Recipe, paths: Paths, nproc: int | None, node: Node | Non
             log(f"{where}: complete already")
             return Precomputed(str(folder), number, unit, _size(record), 0.0)
         log(f"{where}: {number:,} {unit} × {size:,} bytes = {gib(number * size)}, ranks: {ranks}")
-        _require_space(folder, number * size)
-        if node is None or node.number == 0:
-            _begin(folder, wanted, where)
+        with _writing(folder):
+            _require_space(folder, number * size)
+            if node is None or node.number == 0:
+                _begin(folder, wanted, where)
         began = time.monotonic()
         spec = PrecomputeSpec(
             recipe=live, data_dir=paths.data_dir, folder=folder.absolute(), frozen=path, on_gpus=plan.device == "cuda"
@@ -197,20 +198,32 @@ def work_folder(folder: Path) -> Path:
 
 
 @contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Report a disk that is full or read-only as one message."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot be written: {error.strerror or error}", where=str(error.filename or folder),
+            rule=f"{folder} is written, and until it is complete {work_folder(folder).name} beside it",
+            fix="free some disk space, and repeat the command to continue; or name another folder",
+        ) from error  # fmt: skip
+
+
+@contextmanager
 def _only_one(folder: Path, node: Node | None) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     if node is not None and node.number > 0:
         yield
         return
-    folder.absolute().parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(f"{work_folder(folder)}.lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise UserError(
-            "another precompute writes there", where=str(folder), rule="one at a time", fix="wait for it"
-        ) from error
+    with _writing(folder):
+        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise UserError("another one writes it", where=str(folder), rule="one at a time", fix="wait") from error
     try:
         yield
     finally:
@@ -221,7 +234,7 @@ def _begin(folder: Path, wanted: dict[str, Any], where: str) -> None:
     """Create the folder of the parts, or require that those in it belong to the same."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
-            "has something else", where=where, rule="precompute writes a new folder", fix="the name of a new folder"
+            "is not empty", where=where, rule="precompute writes a new folder", fix="the name of a new folder"
         )
     work = work_folder(folder)
     if (work / REQUEST).exists():
@@ -359,9 +372,8 @@ def _array(values: np.ndarray) -> bytes:
 def _require_finite(is_finite: bool) -> None:
     if not is_finite:
         raise UserError(
-            "it says something that is not finite", where="the frozen model",
-            rule="its log-probabilities and logits are numbers", fix="another model, or train.precision bf16",
-            code=ExitCode.STOP,
+            "its outputs are not finite", where="the frozen model", rule="log-probabilities and logits are finite",
+            fix="another model, or train.precision bf16", code=ExitCode.STOP,
         )  # fmt: skip
 
 
@@ -422,14 +434,16 @@ def compute(spec: PrecomputeSpec, platform: Platform, world: World) -> None:
         part = together[world.data_parallel_rank if is_mine else 0]
         values = _values(frozen, kind.samples[part.split], part, length, micro)
         if frozen.writes and is_mine:
-            _write_part(kind.file(part), kind.packed(part, values))
+            with _writing(spec.folder):
+                _write_part(kind.file(part), kind.packed(part, values))
         if progress is not None:
             progress.add(sum(part.end - part.first for part in together))
     if progress is not None:
         progress.close()
     dist.barrier()
     if world.is_first:
-        _publish(spec, kind, parts)
+        with _writing(spec.folder):
+            _publish(spec, kind, parts)
     dist.barrier()
 
 
@@ -437,10 +451,11 @@ def _parts(work: Path, kind: Pairs | Logits, micro: int, replicas: int) -> list[
     """All parts. Their size is that of the first start, so that one on other ranks finds what is there."""
     request = read_json(work / REQUEST, root=work)
     most = min(LARGEST_PART, max(1, LARGEST_PART_BYTES // max(1, kind.sample_bytes)))
-    size = request.get("part") or min(most, -(-sum(kind.lengths.values()) // (PARTS_PER_REPLICA * replicas)))
-    size = -(-int(size) // micro) * micro
     if "part" not in request:
-        write_atomic(work / REQUEST, json.dumps({**request, "part": size}, indent=1) + "\n")
+        size = min(most, -(-sum(kind.lengths.values()) // (PARTS_PER_REPLICA * replicas)))
+        request["part"] = -(-size // micro) * micro
+        write_atomic(work / REQUEST, json.dumps(request, indent=1) + "\n")
+    size = int(request["part"])  # also if another micro-batch does not divide it
     return [
         Part(split, number, first, min(first + size, length))
         for split, length in kind.lengths.items()

@@ -105,10 +105,12 @@ def facts(recipe: Recipe, prepared: Prepared, weights: str) -> dict[str, Any]:
         "train.precision": recipe.train.precision,
     }
     if recipe.distill is not None:
+        curriculum = recipe.data.curriculum
         values["order"] = {
             "train.seed": recipe.train.seed, "samples": samples_of(recipe), "data.sources.weight": prepared.weights,
             "megatron-core": version("megatron-core"),
             "data.chat.packing": None if recipe.data.chat is None else recipe.data.chat.packing,
+            "data.curriculum": None if curriculum is None else curriculum.model_dump(),
         }  # fmt: skip
         values["distill.top_k"] = recipe.distill.top_k
     return cast(dict[str, Any], json.loads(json.dumps(values)))

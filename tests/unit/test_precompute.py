@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,10 @@ from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.workflow import precompute
-from llmrecipes.workflow.precompute import work_folder
+from llmrecipes.workflow.precompute import REQUEST, _parts, work_folder
 from tests.conftest import Command
 from tests.helpers import ROOMY, tiny, tiny_on, train_lines, write_recipe
-from tests.refusals import require_message
+from tests.refusals import refused, require_message
 
 ANSWERS = "no", "yes"
 
@@ -133,6 +134,9 @@ def test_values_of_something_else_start_nothing(source: Path, folder: Path, comm
             code, printed = command(which, recipe, override)
             assert code == 2, printed
             require_message(printed, "dpo.reference_log_probs", rule=name)
+    code, printed = command("precompute", recipe, f"dpo.reference_log_probs={source / 'in-a-file'}")
+    assert code == 2
+    require_message(printed, source)
     array = next(values.glob("*.npy"))
     content = bytearray(array.read_bytes())
     content[-1] ^= 1
@@ -194,7 +198,8 @@ def test_a_student_is_the_one_with_its_teacher(corpus: Path, folder: Path, comma
     losses = [[(line["loss"], line["grad_norm"]) for line in train_lines(runs / name)] for name in ("read", "live")]
     assert len(losses[0]) == 3 and losses[0] == losses[1]
     for override, key in {"distill.top_k=9": "distill.top_k", "train.seed=5": "order.train.seed",
-                          "train.global_batch_size=8": "order.samples"}.items():  # fmt: skip
+                          "train.global_batch_size=8": "order.samples",
+                          "data.curriculum={score: length}": "order.data.curriculum.score"}.items():  # fmt: skip
         code, printed = command("train", recipe, override)
         assert code == 2, printed
         require_message(printed, "distill.logits", rule=key)
@@ -207,6 +212,21 @@ def test_a_student_is_the_one_with_its_teacher(corpus: Path, folder: Path, comma
     code, printed = command("train", recipe)
     assert code == 93
     require_message(printed, str(part))
+
+
+def test_parts_stay_as_they_are_whatever_the_micro_batch(tmp_path: Path) -> None:
+    (tmp_path / REQUEST).write_text('{"facts": {}}')
+    kind: Any = SimpleNamespace(lengths={"train": 60}, sample_bytes=0)
+    begun = _parts(tmp_path, kind, micro=4, replicas=1)
+    assert [(part.first, part.end) for part in begun][-2:] == [(48, 56), (56, 60)]
+    assert _parts(tmp_path, kind, micro=3, replicas=2) == begun
+
+
+def test_a_form_without_parts_is_refused(tmp_path: Path) -> None:
+    form = {"samples": 1, "length": 5, "top_k": 3, "ids": "uint16", "logits": "float16", "part": 0}
+    (tmp_path / precomputed.NAME).write_text(json.dumps({"format": 1, "facts": {}, "logits": form}))
+    with refused(tmp_path / precomputed.NAME):
+        precomputed.read_record(tmp_path, "")
 
 
 def test_samples_are_read_as_they_were_written() -> None:
