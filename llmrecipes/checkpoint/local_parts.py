@@ -142,12 +142,12 @@ class LocalParts:
         """Delete the parts of a rank but those of the newest steps, and what a start that was killed left."""
         of_rank = [part for part in self.all() if part.rank == rank]
         steps = sorted({part.step for part in of_rank})[-KEPT:]
-        self._delete(part for part in of_rank if part.step not in steps)
+        self.delete(part for part in of_rank if part.step not in steps)
 
     def forget(self, ranks: Iterable[int]) -> None:
         """Delete all parts of some ranks, and what was being written; the folder too when it is empty."""
         wanted = set(ranks)
-        self._delete(part for part in self.all() if part.rank in wanted)
+        self.delete(part for part in self.all() if part.rank in wanted)
         for path in self._unfinished(wanted):
             shutil.rmtree(path, ignore_errors=True)
         try:
@@ -166,7 +166,8 @@ class LocalParts:
             if name and int(name[3]) in ranks:
                 yield self.directory / unfinished
 
-    def _delete(self, parts: Iterable[Part]) -> None:
+    def delete(self, parts: Iterable[Part]) -> None:
+        """Delete parts."""
         for part in list(parts):
             # A manifest first: without it nothing is a part.
             (self.path(part) / MANIFEST_NAME).unlink(missing_ok=True)

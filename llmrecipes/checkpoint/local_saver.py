@@ -183,9 +183,7 @@ class LocalSaver:
         Returns:
             This rank's part, and the ranks whose part was lost; None: no step is complete.
         """
-        local = self._rank % self._per_node
-        mine = [part for part in self._parts.all() if part.rank % self._per_node == local and part.ranks == self._ranks]
-        reports = self._group.gather(mine)
+        reports = self._group.gather([part for part in self._of_local_rank() if part.ranks == self._ranks])
         candidates: list[tuple[int, str]] = []
         holders: dict[Part, list[int]] = {}
         if reports is not None:
@@ -195,10 +193,11 @@ class LocalSaver:
             candidates = [candidate for candidate in newest_complete(holders) if candidate[0] > after]
         while True:
             candidate = self._group.broadcast(
-                (candidates.pop(0) if candidates else (0, "")) if self._rank == 0 else None
+                (candidates.pop(0) if candidates else (after, "")) if self._rank == 0 else None
             )
             step, token = candidate
             if not token:
+                self._delete_behind(step)
                 return None
             part = Part(step, token, self._rank, self._ranks)
             entry = self._parts.valid(part, self._layout)
@@ -209,7 +208,17 @@ class LocalSaver:
                 entry = self._parts.valid(part, self._layout)
             complete = self._group.gather(entry is not None)
             if self._group.broadcast(None if complete is None else all(complete)) and entry is not None:
+                self._delete_behind(step)
                 return entry, lost
+
+    def _of_local_rank(self) -> list[Part]:
+        """Parts on this node of ranks with the number in their node that this one has, whatever start wrote them."""
+        local = self._rank % self._per_node
+        return [part for part in self._parts.all() if part.rank % self._per_node == local]
+
+    def _delete_behind(self, step: int) -> None:
+        """Delete the parts of later steps, which are not complete: `prune` would keep them, and not those to come."""
+        self._parts.delete(part for part in self._of_local_rank() if part.step > step)
 
     def _fetched(self, part: Part, valid: bool, holders: Mapping[Part, list[int]]) -> list[int] | None:
         """Fetch parts that are lost from those who have a copy; None if a part has none."""
@@ -231,12 +240,20 @@ class LocalSaver:
             peers = Peers(f"local/{self._token}/{wanted}", int(self._rank == rank), 2)
             try:
                 if self._rank == holder:
-                    peers.send(self._parts.files(wanted), to=1)
+                    peers.send(self._files(wanted), to=1)
                 else:
                     self._receive(peers, wanted, 0)
-            except OSError as error:
+            except (OSError, RuntimeError) as error:  # of a disk, or because the other one had such an error
                 logger.warning("%s could not be fetched: %s", wanted, error)
         return [rank for rank, _ in plan]
+
+    def _files(self, part: Part) -> list[Path]:
+        """Files of a part to send; none if its manifest is damaged, which the receiver then hears at once."""
+        try:
+            return self._parts.files(part)
+        except OSError as error:
+            logger.warning("the copy %s is damaged: %s", part, error)
+            return []
 
     def save(self, files: CheckpointFormat, state: StateDict, info: CheckpointInfo) -> None:
         """Take a snapshot, and write and copy it in the background; waits for the save before.
