@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from llmrecipes.diagnosis.finding import Check, Record, RunFacts, RunFinding, Sighting
 from llmrecipes.diagnosis.gradients import DeadExperts, GradientNorm, Layers, LossScale
@@ -19,9 +20,10 @@ class Checks:
     """
 
     def __init__(self, facts: RunFacts) -> None:
+        self._facts, self._of_losses = facts, _of_losses(facts)
+        self._stage: Any = None
         self._checks: tuple[Check, ...] = (
-            Divergence(), LearningRateHigh(), LearningRateLow(facts), Plateau(facts), Overfitting(), TrainValidGap(),
-            GradientNorm(facts), Use(facts), SlowRank(facts), MemoryCreep(), Storage(),
+            LearningRateLow(facts), GradientNorm(facts), Use(facts), SlowRank(facts), MemoryCreep(), Storage(),
         )  # fmt: skip
         self._of_key: tuple[tuple[str, Check], ...] = (
             ("layers", Layers()), ("experts", DeadExperts(facts)), ("loss_scale", LossScale()), ("nodes", Clocks()),
@@ -50,11 +52,20 @@ class Checks:
             return  # the note of a live check: its record is judged here again
         if event in ALARMS and record.get("alarm"):
             yield _of_alarm(record)
-        for check in self._checks:
+        stage = record.get("stage")
+        if stage is not None and stage != self._stage:
+            # Its losses are of other text or sequences, and may begin far above those of the stage before.
+            self._stage, self._of_losses = stage, _of_losses(self._facts)
+        for check in (*self._of_losses, *self._checks):
             yield from check.add(record)
         for key, check in self._of_key:
             if key in record:
                 yield from check.add(record)
+
+
+def _of_losses(facts: RunFacts) -> tuple[Check, ...]:
+    """Those that compare losses with earlier ones."""
+    return Divergence(), LearningRateHigh(), Plateau(facts), Overfitting(), TrainValidGap()
 
 
 def _of_alarm(record: Record) -> Sighting:

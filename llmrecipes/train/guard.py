@@ -17,7 +17,8 @@ from llmrecipes.faults.numerics import BadParameter, NonFinite, SpikeRule, StepS
 from llmrecipes.faults.watchdog import Beat
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.faults import Faults
-from llmrecipes.recipe.schema import Train
+from llmrecipes.recipe.schema import Recipe, Train
+from llmrecipes.recipe.stages import span_of
 from llmrecipes.tracking.events import Note
 from llmrecipes.train.saves import Notes
 
@@ -65,6 +66,18 @@ class SpikeGuard:
     def recent(self) -> dict[str, tuple[float, ...]]:
         """The fields of `Progress` that continue the statistic."""
         return {"recent_losses": tuple(self._rule.losses), "recent_norms": tuple(self._rule.norms)}
+
+
+def spike_guard(recipe: Recipe, progress: Progress) -> SpikeGuard | None:
+    """That of a start from `progress`, if the recipe has an action.
+
+    A stage begins without a statistic: the losses of other text, and norms of other sequences, are no spikes.
+    """
+    if recipe.faults.loss_spike_action == "none":
+        return None
+    span = span_of(recipe)
+    begins = span is not None and progress.step == span.first_step
+    return SpikeGuard(recipe.faults, Progress() if begins else progress)
 
 
 def first_sample(progress: Progress, plan: Plan) -> int:

@@ -110,9 +110,8 @@ class Loop:
                 its data; in that case the last complete step is saved. Or too many rewinds.
             Rewind: a spike was reported, and the run goes back to a checkpoint.
         """
-        train, faults = self.plan.recipe.train, self.plan.recipe.faults
-        if faults.loss_spike_action != "none":
-            self.spikes = guard.SpikeGuard(faults, progress)
+        train = self.plan.recipe.train
+        self.spikes = guard.spike_guard(self.plan.recipe, progress)
         loaders = self.loaders.leaving_out(progress.skipped_samples)
         with closing(loaders.train(progress.consumed_samples)) as batches:
             numbers = map(self.plan.num_microbatches_of, range(progress.step, train.train_iters))

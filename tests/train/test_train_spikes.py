@@ -16,6 +16,9 @@ from llmrecipes.engine.base import Progress, StepResult
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.faults.numerics import StepSpike
 from llmrecipes.recipe.faults import Faults
+from llmrecipes.recipe.load import load
+from llmrecipes.recipe.stage_runs import stage_recipes
+from llmrecipes.recipe.stages import span_of
 from llmrecipes.rundir import Run as RunDir
 from llmrecipes.train import guard
 from llmrecipes.train.rewind import Rewinds
@@ -179,6 +182,19 @@ def test_a_spike_is_answered_once() -> None:
     assert not spikes.accept(9.0, 1.0)
     assert spikes.take() is not None
     assert spikes.take() is None, "after a step that overflowed in fp16"
+
+
+def test_a_stage_begins_its_own_statistic() -> None:
+    """Else half a window of updates was left out where the next text has a higher loss."""
+    assert guard.spike_guard(load("gpt-tiny").recipe, Progress()) is None
+    recipe = load("gpt-tiny-stages", ["faults.loss_spike_action=skip", "faults.loss_spike_window=4"]).recipe
+    second = stage_recipes(recipe)[1]
+    span = span_of(second)
+    assert span is not None
+    for steps, accepted in ((0, True), (1, False)):
+        progress = Progress(step=span.first_step + steps, recent_losses=(1.0,) * 4, recent_norms=(1.0,) * 4)
+        spikes = guard.spike_guard(second, progress)
+        assert spikes is not None and spikes.accept(9.0, 1.0) == accepted
 
 
 @pytest.mark.slow

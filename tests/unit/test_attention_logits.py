@@ -75,6 +75,22 @@ def test_a_value_is_in_the_bin_of_its_power_of_two() -> None:
     assert histogram([0.0] * BINS) is None
 
 
+def test_deterministic_runs_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def as_on_cuda(*arguments: Any) -> torch.Tensor:
+        if torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError("_histc_cuda does not have a deterministic implementation")
+        return histc(*arguments)
+
+    histc = torch.histc
+    monkeypatch.setattr(torch, "histc", as_on_cuda)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert counted(1.0)["positive"] == [1]
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_many_values_are_counted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmrecipes.engine.megatron.histograms._MOST", 7)
     drawn = torch.randn(10, 10, generator=torch.Generator().manual_seed(1))

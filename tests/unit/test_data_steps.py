@@ -24,6 +24,7 @@ from llmrecipes.data.prepared import fingerprint, held_out_text
 from llmrecipes.data.split import SPLITS, SplitRule, digest
 from llmrecipes.data.steps import Dropped, pipeline, step_spec
 from llmrecipes.data.write import SAMPLES
+from llmrecipes.diagnosis.prepared import of_data
 from llmrecipes.recipe.data_steps import LANGUAGES, STEPS, Step
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.plugins import resolve
@@ -331,8 +332,11 @@ def test_what_evaluations_were_found_is_in_the_manifest_the_report_and_mlflow(tm
     file.write_text("".join(json.dumps({"text": row}) + "\n" for row in [*rows, *leak]))
     source = Source(type="jsonl", path=str(file))
     step = {"type": "decontaminate", "paths": [str(tmp_path / "*.txt")], "ngram_words": 13}
-    made = prepare(with_steps(source, step), tmp_path / "data", workers=1).manifest
+    prepared = prepare(with_steps(source, step), tmp_path / "data", workers=1)
+    made = prepared.manifest
     assert made.decontaminated == {"other.txt": 3}
+    (leaking,) = of_data(json.loads((prepared.path / "manifest.json").read_text("utf-8")))
+    assert (leaking.rule, leaking.evidence) == ("leaking_data", {"documents": 3, "file": "other.txt"})
     assert decontaminated_metrics({"task (1).txt": 2, "other.txt": 3}) == {
         "decontaminated/documents": 5.0, "decontaminated/task _1_.txt": 2.0, "decontaminated/other.txt": 3.0,
     }  # fmt: skip

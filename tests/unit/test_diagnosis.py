@@ -217,6 +217,13 @@ def test_one_spike_is_not_a_divergence_and_alarms_of_the_training_are_findings()
     assert seen["loss_spike"].evidence["limit"] == 4.0
 
 
+def test_a_stage_of_other_text_is_not_a_divergence_and_one_within_it_is() -> None:
+    risen = changed(steps(lambda r: {"loss": r["loss"] + 2}), since=301)
+    assert "divergence" in found(risen)
+    assert found([r | ({"stage": 1 + (r["step"] > 300)} if "loss" in r else {}) for r in risen]) == {}
+    assert "divergence" in found([r | ({"stage": 1} if "loss" in r else {}) for r in PROVOKED["divergence"]])
+
+
 def test_the_note_of_a_live_check_is_not_counted_again() -> None:
     note = {"step": 9, "event": "divergence", "details": {}, "alarm": True}
     assert found([*healthy(), note]) == {}
@@ -227,8 +234,9 @@ def test_prepared_data() -> None:
         (seen,) = of_data({"sources": [{"label": "a", "read": 100, **dropped}]})
         assert seen.rule == "duplicate_data"
     assert list(of_data({"sources": [{"label": "a", "read": 100, "duplicates": 1}, None, 3]})) == []
-    assert list(of_data({"sources": 5, "decontaminated": {"a.jsonl": 0}})) == []
-    (seen,) = of_data({"decontaminated": {"a.jsonl": 3, "b.jsonl": 40, "c.jsonl": "x"}})
+    assert list(of_data({"sources": 5})) == list(of_data({"sources": [{"rules": {"decontaminate.a.jsonl": 0}}]})) == []
+    rules = [{"decontaminate.a.jsonl": 3, "gopher.words": 50}, {"decontaminate.b.jsonl": 40, "decontaminate.c": "x"}, 5]
+    (seen,) = of_data({"sources": [{"rules": each} for each in rules]})
     assert (seen.rule, seen.evidence) == ("leaking_data", {"documents": 43, "file": "b.jsonl"})
 
 

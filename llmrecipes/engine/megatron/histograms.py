@@ -5,7 +5,8 @@ The power is the exponent of a number in fp32, so a value is in one bin by its b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,7 +27,22 @@ def count(row: torch.Tensor, values: torch.Tensor) -> None:
         bits = part.float().view(torch.int32)
         place = ((bits >> 23) & 255).sub_(126 + LOW).clamp_(0, _SIDE)
         signed = torch.where(bits < 0, -place, place).float()
-        row += torch.histc(signed, BINS, -_SIDE - 0.5, _SIDE + 0.5)
+        with _in_any_order():
+            row += torch.histc(signed, BINS, -_SIDE - 0.5, _SIDE + 0.5)
+
+
+@contextmanager
+def _in_any_order() -> Iterator[None]:
+    """A block in which torch does not refuse `histc` on CUDA: sums of so few ones are the same in any order."""
+    if not torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=warns)
 
 
 def histogram(counts: list[float]) -> Mapping[str, Any] | None:
