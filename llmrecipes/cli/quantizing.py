@@ -175,6 +175,10 @@ def inference(
     new_tokens: NewOption = 64,
     repeats: RepeatsOption = 3,
     threads: ThreadsOption = None,
+    trust_code: Annotated[
+        bool,
+        typer.Option("--trust-code", help="Load a folder's model.pt2, which can run code: one that you wrote."),
+    ] = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw size, quality and speed: .svg, .png or .pdf.")
     ] = None,
@@ -191,7 +195,7 @@ def inference(
     setup_logging()
     if plot is not None:
         require_file(plot)
-    options = InferenceOptions(data, text_key, limit, prompt_tokens, new_tokens, repeats, threads)
+    options = InferenceOptions(data, text_key, limit, prompt_tokens, new_tokens, repeats, threads, trust_code)
     names = None if formats is None else [name.strip() for name in formats.split(",") if name.strip()]
 
     def say(line: str) -> None:

@@ -57,6 +57,7 @@ class InferenceOptions:
         new_tokens: that are generated.
         repeats: of the generation; the median counts.
         threads: of a process; None: the cores of this machine.
+        trust_code: load a folder's model.pt2, whoever wrote it.
     """
 
     data: str | None = None
@@ -66,6 +67,7 @@ class InferenceOptions:
     new_tokens: int = 64
     repeats: int = 3
     threads: int | None = None
+    trust_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,10 @@ def bench_inference(
     if unknown := [name for name in formats or () if name not in FORMATS]:
         raise UserError(f"{unknown[0]!r}", where="--formats", rule=f"of {', '.join(FORMATS)}")
     rows: list[Row] = []
-    total = sum(1 if _own_form(Path(model)) else len(formats or PLAIN) for model in models)
+    own = [_own_form(Path(model)) for model in models]
+    for model, form in zip(models, own, strict=True):
+        _require_trusted(model, form, options)
+    total = sum(1 if form else len(formats or PLAIN) for form in own)
     began = time.monotonic()
     for model in models:
         with tempfile.TemporaryDirectory() as temporary:
@@ -136,6 +141,15 @@ def bench_inference(
                 same = _same(first.tokens, measured.tokens)
                 rows.append(Row(model, name, program, size, measured, same_tokens=same))
     return rows
+
+
+def _require_trusted(model: str, form: str | None, options: InferenceOptions) -> None:
+    if form == "torch-export" and not options.trust_code:
+        raise UserError(
+            "model.pt2 of a folder", where=model,
+            rule="torch.export.load unpickles the file and evaluates expressions in it: it can run any code",
+            fix="a run with --formats torch-export, which writes the file now; or --trust-code, if you wrote it",
+        )  # fmt: skip
 
 
 def _how_far(done: int, total: int, seconds: float) -> str:
@@ -362,7 +376,7 @@ def measured_in_process(
             last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
             raise UserError(
                 f"{program} cannot run it (exit code {done.returncode}): {last[:300]}", where=str(folder),
-                rule="a model is loaded and run once in a process of its own",
+                rule="a model is loaded and run once in a separate process",
             )  # fmt: skip
         return Measured(**json.loads(out.read_text("utf-8")))
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import BaseModel
 
+from llmrecipes.errors import UserError
 from llmrecipes.io import write_atomic
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class _TorchExport:
     def __init__(self, spec: InferenceSpec) -> None:
         import torch
 
-        self.positions, self.vocabulary = _sizes(spec.folder)
+        self.positions, self.vocabulary = sizes(spec.folder)
         self._run = torch.export.load(spec.folder / "model.pt2").module()
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
@@ -138,7 +139,7 @@ class _Onnx:
     def __init__(self, spec: InferenceSpec) -> None:
         from llmrecipes.models.programs import OnnxProgram
 
-        self.positions, self.vocabulary = _sizes(spec.folder)
+        self.positions, self.vocabulary = sizes(spec.folder)
         self._program = OnnxProgram(spec.folder / "model.onnx", spec.threads)
         self.cache = self._program.cache
 
@@ -158,10 +159,22 @@ class _Onnx:
             yield token
 
 
-def _sizes(folder: Path) -> tuple[int, int]:
-    """Positions and vocabulary of a model."""
-    config = json.loads((folder / "config.json").read_text("utf-8"))
-    return int(config["max_position_embeddings"]), int(config["vocab_size"])
+def sizes(folder: Path) -> tuple[int, int]:
+    """Positions and vocabulary of a model in Hugging Face's form.
+
+    Raises:
+        UserError: its config.json does not say them.
+    """
+    from llmrecipes.hf.reading import CONFIG, read_json
+
+    config = read_json(folder, CONFIG)
+    positions = config.get("max_position_embeddings", config.get("n_positions"))  # the latter in GPT-2
+    if not isinstance(positions, int) or not isinstance(config.get("vocab_size"), int):
+        raise UserError(
+            "no max_position_embeddings or vocab_size", where=str(folder / CONFIG),
+            rule="a language model says how many positions and tokens it has",
+        )  # fmt: skip
+    return positions, config["vocab_size"]
 
 
 def _without_cache(logits: Callable[[torch.Tensor], torch.Tensor], prompt: list[int]) -> Iterator[int]:
@@ -259,7 +272,6 @@ def folder_tokenizer(folder: Path) -> TextTokenizer:
         UserError: there is none, or it has no end-of-text token.
     """
     from llmrecipes.data.tokenizer import TextTokenizer, load_huggingface
-    from llmrecipes.errors import UserError
     from llmrecipes.recipe.schema import Tokenizer
 
     if not (folder / "tokenizer.json").is_file():
@@ -267,9 +279,8 @@ def folder_tokenizer(folder: Path) -> TextTokenizer:
             "no tokenizer.json", where=str(folder), rule="text is read with the model's own tokenizer",
             fix="copy the tokenizer's files to that folder",
         )  # fmt: skip
-    config = json.loads((folder / "config.json").read_text("utf-8"))
     section = Tokenizer.model_validate({"type": "huggingface", "path": str(folder.absolute())})
-    backend, eod = load_huggingface(section, int(config["vocab_size"]))
+    backend, eod = load_huggingface(section, sizes(folder)[1])
     return TextTokenizer(backend, eod, "")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +16,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.models.create import published, require_absent
 from llmrecipes.models.inference_worker import peak_memory
 from llmrecipes.rundir import Run
+from llmrecipes.untrusted import model_root, open_file
 
 if TYPE_CHECKING:
     import torch
@@ -243,7 +243,7 @@ def linear_layers(folder: Path, names: Any, shape: Callable[[str], tuple[int, ..
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(
             f"transformers cannot build this model: {reason[:300]}", where=str(folder / "config.json"),
-            rule="a model_type of transformers, without code of its own",
+            rule="a model_type of transformers, without custom code",
         ) from error  # fmt: skip
     output = model.get_output_embeddings()
     linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
@@ -311,7 +311,9 @@ def _calibrated(
 
     rows = text()
     transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", trust_remote_code=False, use_safetensors=True
+    ).eval()
     widest = max(module.in_features for name, module in model.named_modules() if f"{name}.weight" in layers.quantized)
     if options.method == "gptq" and rows.numel() < widest:
         raise UserError(
@@ -372,14 +374,13 @@ def text_of(folder: Path, reference: str, runs_dir: Path, data_dir: Path) -> tup
         data_dir: where prepared data is kept.
 
     Raises:
-        UserError: there is no tokenizer.
+        UserError: there is no tokenizer, or config.json does not say how many positions there are.
     """
     from llmrecipes.data.prepared import open_prepared
-    from llmrecipes.models.inference_worker import folder_tokenizer
+    from llmrecipes.models.inference_worker import folder_tokenizer, sizes
     from llmrecipes.workflow.model_source import find_checkpoint
 
-    config = json.loads((folder / "config.json").read_text("utf-8"))
-    positions = int(config["max_position_embeddings"])
+    positions, _ = sizes(folder)
     if (Path(reference) / "config.json").is_file() and not Run(Path(reference)).exists():
         return folder_tokenizer(folder), None, positions
     run, entry = find_checkpoint(reference, runs_dir)
@@ -388,11 +389,19 @@ def text_of(folder: Path, reference: str, runs_dir: Path, data_dir: Path) -> tup
 
 
 def _copy_others(original: Path, folder: Path) -> None:
-    """Tokenizer, model card and what else is beside the weights, without code."""
-    for path in sorted(original.iterdir()):
-        skipped = path.suffix in (".safetensors", ".py") or path.name.endswith(".index.json")
-        if path.is_file() and not skipped and not (folder / path.name).exists() and not path.name.startswith("."):
-            shutil.copyfile(path, folder / path.name)
+    """Tokenizer, model card and what else is beside the weights, without code and weights in other forms.
+
+    Raises:
+        UserError: a file is a link out of the folder.
+    """
+    from llmrecipes.hf.reading import OTHER_WEIGHTS, PICKLES
+
+    weights = {path for pattern in ("*.safetensors", *PICKLES, *OTHER_WEIGHTS) for path in original.glob(pattern)}
+    for path in sorted(set(original.iterdir()) - weights):
+        skipped = path.suffix in (".py", ".pt2") or path.name.endswith(".index.json") or path.name.startswith(".")
+        if path.is_file() and not skipped and not (folder / path.name).exists():
+            with open_file(path, root=model_root(original)) as source, (folder / path.name).open("wb") as target:
+                shutil.copyfileobj(source, target)
 
 
 def _count(shape: tuple[int, ...]) -> int:

@@ -21,7 +21,7 @@ from typing import Any
 from llmrecipes.commandline import command_line
 from llmrecipes.errors import UserError
 from llmrecipes.faults.signals import end_with_parent
-from llmrecipes.hf.reading import read_config
+from llmrecipes.hf.reading import CONFIG, TOKENIZER_CONFIG, read_config, read_json
 from llmrecipes.tracking.web import running, until_interrupted
 from llmrecipes.workflow.model_source import find_checkpoint
 
@@ -178,11 +178,13 @@ def _convert(server: Server, say: Say) -> None:
 
 
 def _require_plain(folder: Path) -> None:
-    config = read_config(folder)
-    if "auto_map" in config:
+    configs = {CONFIG: read_config(folder)}
+    if os.path.lexists(folder / TOKENIZER_CONFIG):  # llama.cpp's converter loads some tokenizers with their code
+        configs[TOKENIZER_CONFIG] = read_json(folder, TOKENIZER_CONFIG)
+    if name := next((name for name, config in configs.items() if "auto_map" in config), None):
         raise UserError(
             "this model needs custom Python code (auto_map)",
-            where=str(folder / "config.json"),
+            where=str(folder / name),
             rule="code of a model is never run",
         )
     if not any(folder.glob("*.safetensors")):

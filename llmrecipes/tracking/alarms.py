@@ -278,14 +278,19 @@ def _run(words: Sequence[str], message: str) -> None:
     """Run the command with the message on its standard input.
 
     Raises:
-        OSError, subprocess.SubprocessError: it cannot be started, fails or takes too long.
+        OSError: it cannot be started, fails or takes too long; the text has no arguments, which may be secrets.
     """
-    subprocess.run(
-        words,
-        input=message.encode(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        timeout=COMMAND_SECONDS,
-        check=True,
-        start_new_session=True,  # Ctrl-C in the terminal must not end it
-    )
+    try:
+        done = subprocess.run(
+            words,
+            input=message.encode(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=COMMAND_SECONDS,
+            check=False,
+            start_new_session=True,  # Ctrl-C in the terminal must not end it
+        )
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"it did not end within {COMMAND_SECONDS:g} s") from None
+    if done.returncode:
+        raise OSError(f"exit code {done.returncode}")

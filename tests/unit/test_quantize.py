@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,7 @@ from llmrecipes.models import quantize as quantizing
 from llmrecipes.models.calibrate import BLOCK, Calibration, calibrate, gptq
 from llmrecipes.models.quantized_weights import SCHEMES, QuantizedSource, Scheme
 from tests.helpers import LLAMA, tiny_on, write_recipe
-from tests.refusals import require_message
+from tests.refusals import refused, require_message
 
 TRAIN = {"train_iters": 2, "eval_interval": 2, "eval_iters": 1}
 WIDE = {**LLAMA, "ffn_hidden_size": 192, "init_method_std": 0.1}
@@ -394,6 +395,44 @@ def test_what_cannot_be_quantised_is_refused(
     assert code == 2
     require_message(printed, "llmrecipes quantize", rule="llmrecipes[quantize]")
     assert not list(folder.glob("*refused*")) and not list(folder.glob(".*.part*"))
+
+
+def test_other_files_are_copied_but_weights_code_and_links_out_of_the_folder(
+    llama: Path, tmp_path: Path, command: Command
+) -> None:
+    model, secret = tmp_path / "model", tmp_path / "secret"
+    shutil.copytree(llama, model)
+    secret.write_text("secret")
+    for name in ("notes.txt", "pytorch_model.bin", "model.onnx", "model.pt2", "code.py"):
+        (model / name).write_text(name)
+    quantise = ("quantize", str(model), str(tmp_path / "out"), "--no-measure")
+    assert command(*quantise)[0] == 0
+    added = {path.name for path in (tmp_path / "out").iterdir()} - {path.name for path in llama.iterdir()}
+    assert added == {"notes.txt"}
+    (model / "README.md").unlink()
+    (model / "README.md").symlink_to(secret)
+    shutil.rmtree(tmp_path / "out")
+    code, printed = command(*quantise)
+    assert code == 2
+    require_message(printed, model / "README.md")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_program_that_may_run_code_is_loaded_only_if_it_is_trusted(tmp_path: Path, command: Command) -> None:
+    (tmp_path / "model.pt2").write_bytes(b"")
+    code, printed = command("bench", "inference", str(tmp_path))
+    assert code == 2
+    require_message(printed, tmp_path, rule="--trust-code")
+    inference._require_trusted(str(tmp_path), "torch-export", inference.InferenceOptions(trust_code=True))
+
+
+def test_gpt2_says_by_another_name_how_many_positions_it_has(tmp_path: Path) -> None:
+    for written in ({"n_positions": 64}, {"max_position_embeddings": 64}):
+        (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 9, **written}))
+        assert inference_worker.sizes(tmp_path) == (64, 9)
+    (tmp_path / "config.json").write_text('{"vocab_size": 9}')
+    with refused(tmp_path / "config.json"):
+        inference_worker.sizes(tmp_path)
 
 
 def test_experts_are_refused(tmp_path: Path) -> None:

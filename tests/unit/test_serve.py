@@ -108,9 +108,10 @@ def test_models_that_are_not_served(model: Path, capsys: pytest.CaptureFixture[s
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
     assert run(["serve", str(model), "--dry-run"]) == 2
     require_message(capsys.readouterr().err, model)
-    (model / "config.json").write_text('{"auto_map": {"AutoModel": "code.Model"}}', "utf-8")
-    assert run(["serve", str(model), "--dry-run"]) == 2
-    require_message(capsys.readouterr().err, model / "config.json", rule="(auto_map)")
+    for name in ("tokenizer_config.json", "config.json"):
+        (model / name).write_text('{"auto_map": {"AutoModel": "code.Model"}}', "utf-8")
+        assert run(["serve", str(model), "--dry-run"]) == 2
+        require_message(capsys.readouterr().err, model / name, rule="(auto_map)")
 
 
 @pytest.fixture

@@ -200,6 +200,19 @@ def test_targets_that_cannot_work_are_said_once(
     assert said.empty()
 
 
+def test_a_command_that_fails_is_said_without_its_arguments(
+    tmp_path: Path, said: SimpleQueue[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alarms, "COMMAND_SECONDS", 0.1)
+    for command in ("sh -c 'exit 7' s3cret", "sh -c 'exec sleep 30' s3cret"):
+        sent = sink(tmp_path, said, monkeypatch, command=command)
+        sent.note(alarm(1))
+        sent.close("FINISHED")
+        line = said.get(timeout=WAIT)
+        assert "COMMAND" in line
+        assert "s3cret" not in line
+
+
 @pytest.mark.parametrize(
     "url", ["https://host/s3cret path", "https://host/s3cret\r", "http://[s3cret/x", "http://host:s3cret/x"]
 )
