@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import lzma
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from llmrecipes.data.copies import shingles
 from llmrecipes.data.eval_files import files, task_files
+from llmrecipes.data.parts import damages, decompressor
 from llmrecipes.data.steps import Step
 from llmrecipes.errors import UserError
 
@@ -67,16 +66,15 @@ def _texts(file: Path) -> Iterator[str]:
 
 
 def _rows(file: Path) -> Iterator[str]:
-    import fsspec  # type: ignore[import-untyped]
-
-    line = 0
+    line, unpack = 0, decompressor(file.name, str(file))
+    errors: tuple[type[Exception], ...] = (OSError, *damages())
     try:
-        with fsspec.open(str(file), "rb", compression="infer") as stream:
+        with file.open("rb") as raw, raw if unpack is None else unpack(raw, mode="rb") as stream:
             for row in stream:
                 line += 1
                 if row.strip():
                     yield from _strings(_question(json.loads(row)))
-    except (OSError, ValueError, EOFError, zlib.error, lzma.LZMAError) as error:
+    except errors as error:
         raise UserError(f"cannot read: {error}", where=f"{file}:{line}") from error
 
 

@@ -7,8 +7,13 @@ document is in one part, and the parts in their order have the documents of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import lzma
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,6 +25,9 @@ PART_BYTES = 256 * MIB
 """Largest part of a file that can be cut, in a source that is not very large. A minute and a half of a core."""
 MOST_PARTS = 10_000
 """Of a source, about: every claim of a task lists them all. From 2.4 TiB on the parts are larger instead."""
+
+ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+"""Reads Zstandard: in Python since 3.14, a package for earlier versions."""
 
 SourceFile = Path | StoreFile
 
@@ -86,7 +94,43 @@ def can_cut(kind: str, file: SourceFile) -> bool:
     """Whether the documents of a file can be read from its middle: Parquet, and JSON lines that are not compressed."""
     from fsspec.utils import infer_compression  # type: ignore[import-untyped]
 
-    return kind == "parquet" or (kind in ("jsonl", "hub") and infer_compression(file.name) is None)
+    compressed = _is_zstd(file.name) or infer_compression(file.name) is not None
+    return kind == "parquet" or (kind in ("jsonl", "hub") and not compressed)
+
+
+def _is_zstd(name: str) -> bool:
+    return name.lower().endswith(".zst")
+
+
+def _reads_zstd() -> bool:
+    try:
+        return find_spec(ZSTD) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        return False
+
+
+def decompressor(name: str, where: str) -> Callable[..., BinaryIO] | None:
+    """What unpacks a file of this name; None: it is not compressed.
+
+    Raises:
+        UserError: no package reads it.
+    """
+    from fsspec.compression import compr  # type: ignore[import-untyped]
+    from fsspec.utils import infer_compression
+
+    if _is_zstd(name) and not _reads_zstd():
+        # fsspec would take the package zstandard, which has no lines and ends silently after the first frame.
+        raise UserError(
+            f"{ZSTD} is not installed", where=where, rule=f"{ZSTD} reads files of Zstandard", fix=f"pip install {ZSTD}"
+        )
+    kind = infer_compression(name)
+    return None if kind is None else compr[kind]
+
+
+def damages() -> tuple[type[Exception], ...]:
+    """Errors of rows that are no JSON, or nested too deeply, and of compressed files that are damaged."""
+    found: tuple[type[Exception], ...] = (ValueError, RecursionError, EOFError, zlib.error, lzma.LZMAError)
+    return (*found, import_module(ZSTD).ZstdError) if ZSTD in sys.modules else found
 
 
 def part_bytes(files: Sequence[SourceFile]) -> int:

@@ -304,7 +304,7 @@ _FASTTEXT = struct.Struct("<iii")  # of a file's beginning: magic number, versio
 
 
 def classifier(model: str, labels: list[str], min_probability: float) -> Step:
-    """Drop documents by a model of one's own: a supervised fastText model (Joulin et al. 2016, arXiv 1607.01759).
+    """Drop documents by a custom model, a supervised fastText one (Joulin et al. 2016, arXiv 1607.01759).
 
     Counted by the most probable label, as `uncertain` if that is one of `labels`. The lines of a document are joined by
     spaces, as a fastText file of training examples has them.

@@ -10,9 +10,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
-import lzma
 import sysconfig
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +18,7 @@ from pathlib import Path
 from llmrecipes.data import hub
 from llmrecipes.data.docstrings import brief_and_long, docstring_conversations
 from llmrecipes.data.machine import machine_documents, machine_files
-from llmrecipes.data.parts import Part, SourceFile, parts_of, size_of
+from llmrecipes.data.parts import Part, SourceFile, damages, decompressor, parts_of, size_of
 from llmrecipes.data.rows import Rows, conversation, pair, rows_of, section
 from llmrecipes.data.steps import Unreadable
 from llmrecipes.data.stores import find, is_url
@@ -254,11 +252,8 @@ def _decode(data: bytes) -> str | None:
 
 
 def _jsonl(part: Part, of: Rows) -> Iterator[str | None]:
-    from fsspec.compression import compr  # type: ignore[import-untyped]
-    from fsspec.utils import infer_compression  # type: ignore[import-untyped]
-
     where = str(part)
-    unpack = compr[infer_compression(part.file.name)]
+    unpack = decompressor(part.file.name, where)
     try:
         with part.open() as raw, raw if unpack is None else unpack(raw, mode="rb") as stream:
             for where, data in part.lines(stream):
@@ -270,7 +265,7 @@ def _jsonl(part: Part, of: Rows) -> Iterator[str | None]:
                 of.columns(list(row), where)
                 if of.wanted(row):
                     yield of.document(row, where)
-    except (ValueError, EOFError, zlib.error, lzma.LZMAError) as error:  # JSON and Unicode errors are ValueErrors
+    except damages() as error:  # JSON and Unicode errors are ValueErrors
         reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         raise _Damaged(f"unreadable row: {reason}", where=where, fix="fix or delete the line") from error
 

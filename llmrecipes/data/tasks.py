@@ -94,7 +94,7 @@ def encode_shards(shards: Shards, count: int, log: Callable[[str], None]) -> Non
         raise UserError(
             f"all {killed} tasks were ended, most often by the kernel, out of memory",
             where="--tasks",
-            fix=f"run it again, it goes on with the missing shards; fewer than --tasks {count}, or more memory",
+            fix=f"run it again to continue with the missing shards, with fewer than --tasks {count} or more memory",
         )
     joined = " and each is in its place" if len(stages) > 1 else ""
     log(f"no shard is missing{joined}, after {time.monotonic() - began:.1f} s")

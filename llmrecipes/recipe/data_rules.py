@@ -328,7 +328,7 @@ def _contradictions(recipe: Recipe) -> Iterator[Problem]:
             f"data.steps.{places['code']}.type",
             "code with c4",
             "c4 drops documents with a curly bracket, so nearly all code",
-            "take out c4 or code, and prepare code by a recipe of its own",
+            "take out c4 or code, and prepare code with a separate recipe",
         )
     if "language" in of and "gopher" in of and "en" not in (of["language"].languages or ("en",)):
         yield Problem(

@@ -37,7 +37,6 @@ TRAIN = (
     "mfu_causal",
     "moe_aux_loss",
     "token_accuracy",
-    "hidden_distance",
 )
 
 

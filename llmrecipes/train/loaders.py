@@ -145,7 +145,7 @@ class ReadAhead:
     Args:
         batches: micro-batches from the next step on.
         per_step: micro-batches in each of the remaining steps.
-        beat: called when a read begins, and when the step goes on.
+        beat: called when a read begins, and when the step continues.
     """
 
     def __init__(self, batches: Iterator[Batch], per_step: Iterable[int], beat: Beat = unwatched) -> None:

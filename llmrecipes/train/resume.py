@@ -92,7 +92,7 @@ def resume(engine: Engine, entry: Entry, world: World) -> Progress:
 
 
 def resized(start: Start, plan: Plan) -> tuple[Note, ...]:
-    """The note of a run that goes on with another number of ranks."""
+    """The note of a run that continues with another number of ranks."""
     if start.entry is None:
         return ()
     before, now = start.entry.manifest.layout, plan.layout.as_dict()

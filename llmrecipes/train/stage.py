@@ -1,7 +1,7 @@
 """One stage of a run on a rank that has joined the others, from the checkpoint it begins with to its last.
 
 A stage begins as a restart does: its engine is built and loads the checkpoint of the step before. So a run that is
-killed at any moment goes on as the one that is not.
+killed at any moment continues as the one that is not.
 """
 
 from __future__ import annotations

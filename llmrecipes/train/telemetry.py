@@ -302,14 +302,14 @@ class Telemetry:
                 return None
             self._kept.update(nodes)
             text = (
-                f"{', '.join(nodes)}: slow in {reports} reports in a row; not left out, because the job can do without "
-                f"{to_spare} of the nodes that there are"
+                f"{', '.join(nodes)}: slow in {reports} reports in a row; not left out, because the job can spare "
+                f"only {to_spare} of its nodes"
             )
             return Note(step=step, event="straggler_kept", details={"nodes": nodes, "text": text}, alarm=True)
         with Path(path).open("a", encoding="utf-8") as file:
             file.writelines(f"{int(time.time())} {node}\n" for node in nodes)
         self._stop.signal = signal.SIGTERM
-        text = f"slow in {reports} reports in a row; the job saves and goes on without {', '.join(nodes)}"
+        text = f"slow in {reports} reports in a row; the job saves and continues without {', '.join(nodes)}"
         return Note(step=step, event="straggler_left_out", details={"nodes": nodes, "text": text}, alarm=True)
 
     def _memory(self) -> dict[str, float]:

@@ -92,7 +92,6 @@ class PlainEngine:
     implementation = Implementation("torch", "there is nothing else")
     accuracy = None
     balance = None
-    hidden = None
     layers = None
     rewards = None
 

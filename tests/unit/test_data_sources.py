@@ -11,7 +11,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 
-from llmrecipes.data import parts, sources
+from llmrecipes.data import contamination, parts, sources
 from llmrecipes.data.machine import machine_documents
 from llmrecipes.recipe.schema import Source
 from tests.refusals import refused
@@ -94,12 +94,25 @@ def test_jsonl_reads_compressed_files_of_a_folder(tmp_path: Path) -> None:
         ("[1, 2]", ()),
         ('{"text": 5}', "'text'"),
         ('{"body": "x", "row_id": 1}', ("'text'", "row_id")),
+        ('{"text": ' + "[" * 200_000, ()),
     ],
+    ids=["no JSON", "a list", "a number", "another column", "nested"],
 )
 def test_a_bad_jsonl_row_is_named_by_file_and_line(tmp_path: Path, line: str, rule: str | tuple[str, ...]) -> None:
     source = _jsonl(tmp_path / "a.jsonl", ['{"text": "fine"}', line])
     with refused(f"{tmp_path / 'a.jsonl'}:2", rule=rule):
         list(sources.documents(source))
+
+
+def test_zstandard_asks_for_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "ZSTD", "backports.absent")
+    file = tmp_path / "a.jsonl.zst"
+    file.write_bytes(bytes.fromhex("28b52ffd"))
+    assert not parts.can_cut("jsonl", file)
+    with refused(file, rule="backports.absent"):
+        list(sources.documents(Source(type="jsonl", path=str(file))))
+    with refused(file, rule="backports.absent"):
+        contamination.decontaminate([str(file)], 13)
 
 
 def test_a_jsonl_line_that_is_not_utf8_and_a_lone_surrogate(tmp_path: Path) -> None:

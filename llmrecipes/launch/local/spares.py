@@ -25,7 +25,7 @@ from llmrecipes.launch.ranks import FIRST_STEP, SPARE_READY, SPARE_TAKEN
 logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 5.0
-"""For spares to say that they go on as ranks; new processes would need about as long."""
+"""For spares to answer that they become ranks; new processes would need about as long."""
 
 
 @dataclass(frozen=True)
