@@ -109,8 +109,8 @@ def quantize(
 ) -> None:
     """Quantize a model to 8 or 4 bits, for transformers and vLLM.
 
-    Linear layers are quantized; embeddings, norms and the output layer stay. rtn needs no text, and one matrix in
-    memory at a time. Both models are then measured.
+    Linear layers and experts are quantized; embeddings, norms, routers and the output layer stay. rtn needs no text,
+    and one matrix in memory at a time. Both models are then measured.
     """
     from llmrecipes.console import number, setup_logging
     from llmrecipes.models.inference import InferenceOptions, compare_folders
@@ -133,9 +133,15 @@ def quantize(
         print(json.dumps({**asdict(made), "measured": [asdict(row) for row in rows]}))
         return
     share = made.quantized_parameters / made.parameters
-    print(f"quantized {made.source}: {made.matrices} matrices, {share:.0%} of {number(made.parameters)} parameters")
+    experts = f" ({made.expert_matrices} of experts)" if made.expert_matrices else ""
+    print(
+        f"quantized {made.source}: {made.matrices} matrices{experts}, {share:.0%} of {number(made.parameters)} "
+        "parameters"
+    )
     print(f"to       {made.path}")
     read = "" if not made.calibration_tokens else f", calibrated on {made.calibration_tokens:,} tokens"
+    if made.unvisited_matrices:
+        read += f", {made.unvisited_matrices} matrices of experts that none of them visits rounded to nearest"
     print(f"         {made.scheme} by {made.method}{read}; compressed-tensors {made.form}, {made.seconds:.1f} s")
     print(f"         {made.bytes_before / MIB:,.1f} MiB before, {made.bytes / MIB:,.1f} MiB now")
     grown = made.peak_memory_bytes - made.memory_before_bytes

@@ -20,6 +20,7 @@ from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.meters import (
     AccuracyMeter,
     BalanceCounter,
+    DistanceMeter,
     Importance,
     LayerMeasurements,
     LayerMeter,
@@ -75,10 +76,8 @@ class World:
     size: int
     data_parallel_rank: int
     data_parallel_size: int
-
     holds_whole_model: bool
     """Whether each rank has all parameters, so that one rank can run the model."""
-
     has_loss: bool = True
     """Whether this rank is one of the last pipeline stage."""
 
@@ -205,6 +204,10 @@ class Engine(Protocol):
     @property
     def rewards(self) -> RewardMeter | None:
         """None if the recipe does not compare pairs."""
+
+    @property
+    def hidden(self) -> DistanceMeter | None:
+        """None if the recipe does not compare hidden states."""
 
     @property
     def layers(self) -> LayerMeter | None:

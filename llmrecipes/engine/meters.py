@@ -57,6 +57,17 @@ class RewardMeter(Protocol):
         """`StepMetrics.rewards` of the global batches since `start`, the same on all ranks; None: there were none."""
 
 
+class DistanceMeter(Protocol):
+    """Averages distances of hidden states (`distill.layers`)."""
+
+    def start(self) -> None:
+        """Begin with nothing; all ranks have to."""
+
+    def take(self) -> float | None:
+        """`StepMetrics.hidden_distance` of the global batches since `start`, the same on all ranks; None: there were
+        none."""
+
+
 class BalanceCounter(Protocol):
     """Counts routed tokens between `start` and `collect`; no cost otherwise."""
 

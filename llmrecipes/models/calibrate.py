@@ -5,16 +5,20 @@ them (already quantised, for GPTQ) have made of the text: of inputs and statisti
 
 SmoothQuant and AWQ scale channels between a norm and the linear layers that read it. Which these are is seen in a pass,
 not known by names; matrices whose input is not a norm's output are rounded as they are.
+
+GPTQ rounds experts too: each by the tokens of the text that its router sends to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from llmrecipes.errors import UserError
@@ -36,6 +40,28 @@ LEAST = 1e-5
 
 
 @dataclass(frozen=True)
+class ExpertMatrix:
+    """Where a matrix of one expert in a file is in a model of transformers.
+
+    Attributes:
+        parameter: name of the tensor [experts, out, in] that has it.
+        expert: number of the expert.
+        first: its first row there: gate and up are one matrix.
+        rows: of the matrix.
+    """
+
+    parameter: str
+    expert: int
+    first: int
+    rows: int
+
+    @property
+    def inputs(self) -> str:
+        """What `_LayerPass.see_inputs` calls its inputs."""
+        return f"{self.parameter}.{self.expert}"
+
+
+@dataclass(frozen=True)
 class Calibration:
     """What a calibration is made of.
 
@@ -46,6 +72,7 @@ class Calibration:
         linears: names of the matrices in the model, with `.weight`.
         dtype: of the scales in the file; None: that of the model.
         progress: shows how many layers are done.
+        experts: matrices of experts by their names in the file; with `gptq` only.
     """
 
     model: nn.Module
@@ -54,18 +81,20 @@ class Calibration:
     linears: frozenset[str]
     dtype: torch.dtype | None = None
     progress: Counted | None = None
+    experts: Mapping[str, ExpertMatrix] = field(default_factory=dict)
 
 
 @torch.no_grad()
 def calibrate(method: str, work: Calibration) -> dict[str, Changed]:
-    """The tensors that a method changes, by their names in the model.
+    """The tensors that a method changes, by their names in the model, and those of experts by their names in the file.
 
     Args:
         method: `gptq`, `awq` or `smoothquant`.
         work: model, text and scheme.
 
     Raises:
-        UserError: the text is too short for the model, or the model has no norm before a linear layer.
+        UserError: the text is too short for the model, the model has no norm before a linear layer, or its experts
+            are not gated.
     """
     changed: dict[str, Changed] = {}
     steps = {"gptq": _gptq, "awq": _awq, "smoothquant": _smoothquant}
@@ -79,7 +108,8 @@ def calibrate(method: str, work: Calibration) -> dict[str, Changed]:
             for name, module in layer.named_modules()
             if isinstance(module, nn.Linear) and f"{prefix}.{name}.weight" in work.linears
         }
-        layer_pass = _LayerPass(layer, prefix, inputs, states, arguments[number])
+        experts = {name: place for name, place in work.experts.items() if place.parameter.startswith(f"{prefix}.")}
+        layer_pass = _LayerPass(layer, prefix, inputs, experts, states, arguments[number])
         changed |= steps[method](layer_pass, work)
         states = layer_pass.outputs()
         if work.progress is not None:
@@ -151,10 +181,11 @@ class _LayerPass:
         layer: nn.Module,
         prefix: str,
         linears: Mapping[str, nn.Linear],
+        experts: Mapping[str, ExpertMatrix],
         states: list[torch.Tensor],
         arguments: dict[str, Any],
     ) -> None:
-        self.layer, self.prefix, self.linears = layer, prefix, linears
+        self.layer, self.prefix, self.linears, self.experts = layer, prefix, linears, experts
         self._states, self._arguments = states, arguments
 
     def outputs(self) -> list[torch.Tensor]:
@@ -163,10 +194,22 @@ class _LayerPass:
         return [each[0] if isinstance(each, tuple) else each for each in results]
 
     def see_inputs(self, see: Callable[[str, torch.Tensor], None]) -> None:
-        """Pass all states, and call `see(name, input [tokens, in])` for each linear layer."""
-        with self._hooked(lambda name, given: see(name, given.flatten(0, -2).float())):
-            for state in self._states:
-                self.layer(state, **self._arguments)
+        """Pass all states, and call `see(name, input [tokens, in])` for each linear layer and expert.
+
+        The name is that of the linear layer's matrix, or `ExpertMatrix.inputs`.
+        """
+        names = {place.parameter.rpartition(".")[0] for place in self.experts.values()}
+        blocks = {name: self.module(name) for name in names}
+        for name, block in blocks.items():
+            _require_gated(name, block)
+            block.forward = partial(_routed, block, name, see)
+        try:
+            with self._hooked(lambda name, given: see(name, given.flatten(0, -2).float())):
+                for state in self._states:
+                    self.layer(state, **self._arguments)
+        finally:
+            for block in blocks.values():
+                del block.forward  # that of its class is behind it
 
     def norms(self) -> dict[str, list[str]]:
         """Names of norms, with those of the linear layers that read their output; of one pass."""
@@ -210,6 +253,52 @@ class _LayerPass:
         finally:
             for handle in hooks:
                 handle.remove()
+
+
+def _require_gated(name: str, block: Any) -> None:
+    """Refuse experts that `_routed` does not compute.
+
+    Raises:
+        UserError: they are not gate, up and down without biases.
+    """
+    others = ("is_transposed", "has_bias", "has_post_expert_norm")
+    if not getattr(block, "has_gate", False) or any(getattr(block, key, False) for key in others):
+        raise UserError(
+            f"{name} of type {type(block).__name__}", where="--method",
+            rule="gptq rounds experts of gate, up and down without biases", fix="--method rtn",
+        )  # fmt: skip
+
+
+def _routed(
+    block: Any,
+    name: str,
+    see: Callable[[str, torch.Tensor], None],
+    states: torch.Tensor,
+    chosen: torch.Tensor,
+    scores: torch.Tensor,
+) -> torch.Tensor:
+    """The experts of a layer as transformers computes them (`use_experts_implementation`), seen one by one.
+
+    Args:
+        block: the module with the experts.
+        name: of the module.
+        see: called with the inputs of an expert's matrices.
+        states: [tokens, hidden].
+        chosen: [tokens, k] numbers of experts.
+        scores: [tokens, k].
+    """
+    made = torch.zeros_like(states)
+    for expert in range(block.gate_up_proj.size(0)):
+        tokens, places = torch.where(chosen == expert)
+        if not len(tokens):
+            continue
+        given = states[tokens]
+        see(f"{name}.gate_up_proj.{expert}", given.float())
+        inner = block._apply_gate(F.linear(given, block.gate_up_proj[expert]))
+        see(f"{name}.down_proj.{expert}", inner.float())
+        outputs = F.linear(inner, block.down_proj[expert]) * scores[tokens, places, None]
+        made.index_add_(0, tokens, outputs.to(made.dtype))
+    return made
 
 
 def _smoothquant(layer: _LayerPass, _work: Calibration) -> dict[str, Changed]:
@@ -296,7 +385,8 @@ def _moved(layer: _LayerPass, norm: str, readers: Sequence[str], scale: torch.Te
 def _gptq(layer: _LayerPass, work: Calibration) -> dict[str, Changed]:
     """Round a column at a time, and change those behind it so that the products with the inputs stay.
 
-    Matrices with the same input share their Hessian in the mathematics, not in memory: one layer's are held.
+    Linear layers with the same input share their Hessian in the mathematics, not in memory: one layer's are held. An
+    expert that no token visits is not changed.
     """
     hessians: dict[str, torch.Tensor] = {}
     counts: dict[str, int] = {}
@@ -317,6 +407,15 @@ def _gptq(layer: _LayerPass, work: Calibration) -> dict[str, Changed]:
         )  # fmt: skip
         linear.weight.copy_(weight.to(linear.weight.dtype))
         changed[name] = Changed(weight.to(linear.weight.dtype), scale)
+    for name, place in layer.experts.items():
+        if place.inputs not in hessians:
+            continue
+        block, _, last = place.parameter.rpartition(".")
+        matrix = getattr(layer.module(block), last)[place.expert, place.first : place.first + place.rows]
+        # Copied: gate and up have one, and it is overwritten.
+        weight, scale = gptq(matrix.float(), hessians[place.inputs].clone(), work.scheme, work.dtype or matrix.dtype)
+        matrix.copy_(weight.to(matrix.dtype))
+        changed[name] = Changed(weight.to(matrix.dtype), scale)
     return changed
 
 

@@ -7,11 +7,13 @@ publish; what is here says which tensor is which, as in llama.cpp's convert_hf_t
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.models.create import published, require_absent
@@ -35,10 +37,17 @@ TYPES: Mapping[str, str] = {
 FEW_BITS = ("q5_1", "q5_0", "q4_1", "q4_0")
 WIDER = ("token_embd", "output")
 """Matrices that are Q8_0 where the others have 4 or 5 bits; llama.cpp's own files have them in Q6_K or Q8_0."""
-FAMILIES: Mapping[str, str] = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
+FAMILIES: Mapping[str, str] = {
+    "llama": "LLAMA", "mistral": "LLAMA", "mixtral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3",
+    "qwen3_moe": "QWEN3MOE",
+}  # fmt: skip
 """llama.cpp's architecture of a family."""
 ROTATES_PAIRS = ("LLAMA",)
 """Architectures that rotate neighbouring channels, where transformers rotates channels half a head apart."""
+ROUTER = ".ffn_gate_inp.weight"
+"""End of the names of routers, which llama.cpp's own files have in fp32: their scores select the experts."""
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
+"""The number of an expert in a name; llama.cpp has the same matrix of all experts of a layer as one tensor."""
 OURS = "llama-bpe"
 """llama.cpp's pattern of words next to that of the byte-level BPE of `prepare`, which it does not have."""
 PATTERNS = {
@@ -53,7 +62,7 @@ PATTERNS = {
 def export_gguf(
     reference: str, out: Path | None, runs_dir: Path, data_dir: Path, options: ExportOptions
 ) -> ExportedProgram:
-    """Write a checkpoint as `FILE`, tensor by tensor: memory holds the largest about three times.
+    """Write a checkpoint as `FILE`, matrix by matrix, each expert's too: memory holds the largest about three times.
 
     Args:
         reference: `RUN` (its newest checkpoint) or `RUN@STEP`.
@@ -61,8 +70,8 @@ def export_gguf(
         runs_dir, data_dir, options: as `export.export`; `dtype` is one of `TYPES`.
 
     Raises:
-        UserError: as `export.export`; a family, a scaling of positions or a tokenizer that llama.cpp lacks, or a width
-            that the type's blocks do not divide. Nothing is left behind.
+        UserError: as `export.export`; a family, a scaling of positions, a router or a tokenizer that llama.cpp lacks,
+            or a width that the type's blocks do not divide. Nothing is left behind.
     """
     started = time.monotonic()
     require_runtimes("--to", "gguf", ("gguf",))
@@ -77,7 +86,7 @@ def export_gguf(
             f"{dtype!r} with --to gguf", where="--dtype", rule=f"one of {', '.join(TYPES)}",
             fix="--dtype fp16, then llama.cpp's program llama-quantize, which has the other types (Q4_K_M)",
         )  # fmt: skip
-    _require_form(opened)
+    _require_form(opened.family.name, opened.config)
     notes: tuple[str, ...] = ()
     with published(out) as folder:
         tokens: dict[str, Any] = {}
@@ -92,8 +101,8 @@ def export_gguf(
     )  # fmt: skip
 
 
-def _require_form(opened: OpenedRun) -> None:
-    family, positions = opened.family.name, opened.config.get("rope_parameters") or {}
+def _require_form(family: str, config: Mapping[str, Any]) -> None:
+    positions = config.get("rope_parameters") or {}
     if family not in FAMILIES:
         raise UserError(
             f"a model of type {family}", where="--to gguf", rule=f"one of {', '.join(FAMILIES)}",
@@ -104,6 +113,16 @@ def _require_form(opened: OpenedRun) -> None:
         raise UserError(
             f"positions of rope_type {kind}", where="--to gguf", rule="unscaled rotary positions", fix="--to onnx"
         )
+    if family == "qwen3_moe" and config["mlp_only_layers"]:
+        raise UserError(
+            f"layers {config['mlp_only_layers']} without experts", where="--to gguf",
+            rule="every layer of a qwen3_moe has experts in llama.cpp", fix="--to onnx",
+        )  # fmt: skip
+    if family == "qwen3_moe" and not config["norm_topk_prob"]:
+        raise UserError(
+            "model.moe_router_pre_softmax", where="--to gguf",
+            rule="in llama.cpp the scores of the experts that a token visits sum to one", fix="--to onnx",
+        )  # fmt: skip
 
 
 def _write(opened: OpenedRun, file: Path, dtype: str, tokens: Mapping[str, Any]) -> int:
@@ -116,64 +135,108 @@ def _write(opened: OpenedRun, file: Path, dtype: str, tokens: Mapping[str, Any])
     known = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
-    channels = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_name(opened.recipe.name)
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind.name}" if dtype != "fp32" else "ALL_F32"])
+    _add_shape(writer, config)
+    _add_tokens(writer, tokens, config["vocab_size"])
+    parts: dict[str, list[str]] = {}
+    for name in source.names():
+        theirs = known.get_name(EXPERT.sub(".experts.", name), try_suffixes=(".weight", ".bias"))
+        if theirs is None:
+            raise UserError(f"the tensor {name}", where="--to gguf", rule="llama.cpp has a name for every tensor")
+        parts.setdefault(theirs, []).append(name)
+    of_type: dict[str, gguf.GGMLQuantizationType] = {}
+    sizes: dict[str, int] = {}
+    parameters = 0
+    for theirs, names in parts.items():
+        names.sort(key=_expert)
+        row, shape = source.shape(names[0])[-1], source.shape(names[0])
+        of_type[theirs] = kind if len(shape) > 1 and not theirs.endswith(ROUTER) else gguf.GGMLQuantizationType.F32
+        if dtype in FEW_BITS and theirs.removesuffix(".weight") in WIDER:
+            of_type[theirs] = gguf.GGMLQuantizationType.Q8_0
+        block, size = gguf.GGML_QUANT_SIZES[of_type[theirs]]
+        if row % block:
+            raise UserError(
+                f"{names[0]} has rows of {row}", where="--dtype", rule=f"{dtype} has blocks of {block} numbers",
+                fix="--dtype fp16",
+            )  # fmt: skip
+        if EXPERT.search(names[0]):
+            shape = (len(names), *shape)
+        count = prod(shape)
+        parameters += count
+        sizes[theirs] = count // block * size
+        # Raw bytes for types that numpy does not have.
+        element = {"F32": "float32", "F16": "float16"}.get(of_type[theirs].name, "uint8")
+        stored = gguf.quant_shape_to_byte_shape(shape, of_type[theirs]) if element == "uint8" else shape
+        writer.add_tensor_info(theirs, stored, np.dtype(element), sizes[theirs], of_type[theirs])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+
+    def converted(name: str, theirs: str) -> Any:
+        values = source.read(name).to(torch.float32)
+        if architecture.name in ROTATES_PAIRS and ".q_proj." in name:
+            values = _pairs(values, heads)
+        elif architecture.name in ROTATES_PAIRS and ".k_proj." in name:
+            values = _pairs(values, groups)
+        progress.add(1)
+        return gguf.quants.quantize(values.contiguous().numpy(), of_type[theirs])
+
+    progress = Counted()
+    progress.begin("tensors", sum(map(len, parts.values())))
+    for theirs, names in parts.items():
+        writer.write_tensor_data(_Arrays(sizes[theirs], (converted(name, theirs) for name in names)))
+    progress.close()
+    writer.close()
+    return parameters
+
+
+def _add_shape(writer: Any, config: Mapping[str, Any]) -> None:
+    heads = config["num_attention_heads"]
+    channels = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(groups)
+    writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(channels)
     writer.add_value_length(channels)
     writer.add_rope_dimension_count(channels)
     writer.add_rope_freq_base(float((config.get("rope_parameters") or {}).get("rope_theta", 10000.0)))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    _add_tokens(writer, tokens, config["vocab_size"])
-    names = {name: known.get_name(name, try_suffixes=(".weight", ".bias")) for name in source.names()}
-    of_type: dict[str, gguf.GGMLQuantizationType] = {}
-    parameters = 0
-    for name, theirs in names.items():
-        shape = source.shape(name)
-        if theirs is None:
-            raise UserError(f"the tensor {name}", where="--to gguf", rule="llama.cpp has a name for every tensor")
-        of_type[name] = kind if len(shape) > 1 else gguf.GGMLQuantizationType.F32
-        if dtype in FEW_BITS and theirs.removesuffix(".weight") in WIDER:
-            of_type[name] = gguf.GGMLQuantizationType.Q8_0
-        block, size = gguf.GGML_QUANT_SIZES[of_type[name]]
-        if shape[-1] % block:
-            raise UserError(
-                f"{name} has rows of {shape[-1]}", where="--dtype", rule=f"{dtype} has blocks of {block} numbers",
-                fix="--dtype fp16",
-            )  # fmt: skip
-        count = 1
-        for side in shape:
-            count *= side
-        parameters += count
-        stored = gguf.quant_shape_to_byte_shape(shape, of_type[name]) if block > 1 or size == 1 else shape
-        # Raw bytes for types that numpy does not have.
-        element = {"fp16": "float16", "fp32": "float32"}.get(dtype, "uint8") if len(shape) > 1 else "float32"
-        if dtype == "bf16" and len(shape) > 1:
-            stored = (*shape[:-1], 2 * shape[-1])
-        writer.add_tensor_info(theirs, stored, np.dtype(element), count // block * size, of_type[name])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    progress = Counted()
-    progress.begin("tensors", len(names))
-    for name in names:
-        values = source.read(name).to(torch.float32)
-        if architecture.name in ROTATES_PAIRS and ".q_proj." in name:
-            values = _pairs(values, heads)
-        elif architecture.name in ROTATES_PAIRS and ".k_proj." in name:
-            values = _pairs(values, groups)
-        writer.write_tensor_data(gguf.quants.quantize(values.contiguous().numpy(), of_type[name]))
-        progress.add(1)
-    progress.close()
-    writer.close()
-    return parameters
+    if experts := config.get("num_local_experts") or config.get("num_experts"):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if "moe_intermediate_size" in config:
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def _expert(name: str) -> int:
+    number = EXPERT.search(name)
+    return int(number[1]) if number else 0
+
+
+class _Arrays:
+    """Arrays that are written one after another, as one tensor: what `GGUFWriter.write_tensor_data` asks of an array.
+
+    Args:
+        nbytes: of all of them.
+        arrays: in order; each is made when it is written.
+    """
+
+    def __init__(self, nbytes: int, arrays: Iterable[Any]) -> None:
+        self.nbytes, self._arrays = nbytes, arrays
+
+    def tofile(self, file: IO[bytes]) -> None:
+        """Write them at the end of a file."""
+        written = 0
+        for array in self._arrays:
+            array.tofile(file)
+            written += array.nbytes
+        if written != self.nbytes:
+            raise RuntimeError(f"{written} bytes instead of {self.nbytes}")
 
 
 def _pairs(weight: torch.Tensor, heads: int) -> torch.Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,15 +21,19 @@ from llmrecipes.untrusted import model_root, open_file
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
     from llmrecipes.data.prepared import Prepared
     from llmrecipes.data.tokenizer import TextTokenizer
+    from llmrecipes.models.calibrate import ExpertMatrix
     from llmrecipes.models.quantized_weights import Changed, Scheme
     from llmrecipes.tracking.progress import Counted
 
 SAMPLES, LENGTH = 128, 512
 """Rows of calibration text, and tokens of a row at most."""
 PACKAGE = "compressed_tensors"
+NUMBER = re.compile(r"\.(\d+)(?=\.)")
+"""Of a layer, and then of an expert, in the name of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +72,13 @@ class Quantized:
         method: how they were rounded.
         form: `format` of compressed-tensors.
         matrices: that were quantised.
+        expert_matrices: those of them that are of experts.
         parameters: of the model.
         quantized_parameters: of these matrices.
         bytes: of all tensors.
         bytes_before: of all tensors of the source.
         calibration_tokens: 0 without calibration.
+        unvisited_matrices: of experts to which no token of a calibration went: they are rounded to nearest.
         largest_matrix_bytes: of the largest one, as stored in the source.
         memory_before_bytes: of this process before it read a weight, at most.
         peak_memory_bytes: of this process, until the folder was written.
@@ -84,11 +91,13 @@ class Quantized:
     method: str
     form: str
     matrices: int
+    expert_matrices: int
     parameters: int
     quantized_parameters: int
     bytes: int
     bytes_before: int
     calibration_tokens: int
+    unvisited_matrices: int
     largest_matrix_bytes: int
     memory_before_bytes: int
     peak_memory_bytes: int
@@ -104,10 +113,11 @@ def quantize(
     progress: Counted | None = None,
     then: Callable[[Path, Path], None] | None = None,
 ) -> Quantized:
-    """Write a model whose linear layers have fewer bits; embeddings, norms and the output layer stay as they are.
+    """Write a model whose linear layers and experts have fewer bits.
 
-    Without calibration (`rtn`), matrices are read, rounded and written one by one. Calibration holds the model, its
-    text, and the inputs of one layer.
+    Embeddings, norms, routers and the output layer stay as they are. Without calibration (`rtn`), matrices are read,
+    rounded and written one by one, each expert's too. Calibration holds the model, its text, and the inputs of one
+    layer.
 
     Args:
         reference: `RUN`, `RUN@STEP`, or a folder in Hugging Face's form.
@@ -119,8 +129,8 @@ def quantize(
         then: called with the original and the quantised folder before the latter is published, to measure them.
 
     Raises:
-        UserError: the package is missing; a scheme, method or group size that do not go together or with the model; a
-            model that is quantised already, or has experts; too little text. Nothing is left behind.
+        UserError: the package is missing; a scheme, method or group size that do not go together or with the model,
+            such as one with experts; a model that is quantised already; too little text. Nothing is left behind.
     """
     from llmrecipes.hf.safetensors import SafetensorsFolder, write, write_json
 
@@ -130,6 +140,7 @@ def quantize(
     with published(out, "another OUT") as folder, _original(reference, folder, runs_dir, data_dir, options) as original:
         source = SafetensorsFolder(original)
         layers = linear_layers(original, source.names(), source.shape)
+        _require_for_experts(options, layers)
         scheme = _scheme(options, layers)
         element = _element(options.dtype or ("bf16" if options.scheme == "nvfp4" else None))
         memory_before = peak_memory()
@@ -140,7 +151,7 @@ def quantize(
         changed, tokens = _calibrated(original, text, options, scheme, layers, element, progress)
         made = QuantizedSource(source, scheme, layers.quantized, element, changed)
         config = {**source.config, "quantization_config": scheme.config()}
-        kind = next(source.dtype(name) for name in source.names() if name in layers.quantized)
+        kind = source.dtype(layers.quantized[0])
         written = write(made, config, folder, progress=progress)
         # What computes is in this type; `write` has said which one most bytes have.
         write_json(folder / "config.json", {**config, "dtype": str(element or kind).removeprefix("torch.")})
@@ -151,10 +162,11 @@ def quantize(
     sizes = {name: _count(source.shape(name)) for name in source.names()}
     return Quantized(
         path=str(out), source=reference, scheme=options.scheme, method=options.method, form=scheme.kind.form,
-        matrices=len(layers.quantized), parameters=sum(sizes.values()),
+        matrices=len(layers.quantized), expert_matrices=len(layers.experts), parameters=sum(sizes.values()),
         quantized_parameters=sum(sizes[name] for name in layers.quantized), bytes=written.bytes,
         bytes_before=sum(size * source.dtype(name).itemsize for name, size in sizes.items()),
         calibration_tokens=tokens,
+        unvisited_matrices=sum(name not in changed for name in layers.experts) if tokens else 0,
         largest_matrix_bytes=max(sizes[name] * source.dtype(name).itemsize for name in layers.quantized),
         memory_before_bytes=memory_before, peak_memory_bytes=peak, seconds=round(time.monotonic() - started, 3),
     )  # fmt: skip
@@ -208,21 +220,45 @@ def _original(reference: str, folder: Path, runs_dir: Path, data_dir: Path, opti
         shutil.rmtree(source, ignore_errors=True)
 
 
+def _require_for_experts(options: QuantizeOptions, layers: LinearLayers) -> None:
+    from llmrecipes.models.quantized_weights import SCHEMES
+
+    if not layers.experts:
+        return
+    kind = SCHEMES[options.scheme]
+    if not kind.experts:
+        possible = [name for name, other in SCHEMES.items() if other.experts]
+        raise UserError(
+            f"{options.scheme} of a model with experts", where="--scheme",
+            rule=f"transformers unpacks experts in {', '.join(possible)} only",
+            fix=f"--scheme {next(name for name in reversed(possible) if SCHEMES[name].bits == kind.bits)}",
+        )  # fmt: skip
+    if options.method not in ("rtn", "gptq"):
+        raise UserError(
+            f"{options.method} of a model with experts", where="--method",
+            rule="scales cannot be moved into the norm before experts, whose output the router reads too",
+            fix="--method gptq, or rtn",
+        )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class LinearLayers:
-    """Linear layers of a model.
+    """Matrices of a model that can have fewer bits, by their names in its files.
 
     Attributes:
-        quantized: names of their matrices, with `.weight`, in the order of the model.
-        ignored: names of the layers that stay: the output layer.
+        quantized: with `.weight`: those of linear layers in the order of the model, then those of experts.
+        ignored: names of the layers that stay: the output layer, and routers. A router's scores decide which experts a
+            token visits: a small difference selects others. Its matrices are a thousandth of the model.
+        experts: those of `quantized` that are of experts, and where transformers has them.
     """
 
     quantized: tuple[str, ...]
     ignored: tuple[str, ...]
+    experts: Mapping[str, ExpertMatrix]
 
 
 def linear_layers(folder: Path, names: Any, shape: Callable[[str], tuple[int, ...]]) -> LinearLayers:
-    """The linear layers of a model in Hugging Face's form, without its weights.
+    """The linear layers and experts of a model in Hugging Face's form, without its weights.
 
     Args:
         folder: with config.json.
@@ -230,7 +266,7 @@ def linear_layers(folder: Path, names: Any, shape: Callable[[str], tuple[int, ..
         shape: of a tensor.
 
     Raises:
-        UserError: transformers does not know the model, or it has matrices that are not linear layers.
+        UserError: transformers does not know the model, or it has other matrices.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -245,21 +281,70 @@ def linear_layers(folder: Path, names: Any, shape: Callable[[str], tuple[int, ..
             f"transformers cannot build this model: {reason[:300]}", where=str(folder / "config.json"),
             rule="a model_type of transformers, without custom code",
         ) from error  # fmt: skip
+    present = set(names)
     output = model.get_output_embeddings()
     linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    ignored = tuple(name for name, module in linear.items() if module is output)
-    quantized = tuple(f"{name}.weight" for name in linear if name not in ignored)
-    kept = {f"{name}.weight" for name in ignored}
-    kept |= {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding)}
-    present = set(names)
-    others = [name for name in names if len(shape(name)) > 1 and name not in quantized and name not in kept]
+    experts, routers = _experts(model, names, shape)
+    ignored = tuple(name for name, module in linear.items() if module is output) + routers
+    quantized = (*(f"{name}.weight" for name in linear if name not in ignored), *experts)
+    known = {*quantized, *(f"{name}.weight" for name in ignored)}
+    known |= {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding)}
+    others = [name for name in names if len(shape(name)) > 1 and name not in known]
+    others.sort(key=lambda name: -len(shape(name)))  # stacked experts before the router beside them
     missing = [name for name in quantized if name not in present]
     if others or missing:
         raise UserError(
-            f"{(others or missing)[0]} is not the matrix of a linear layer", where=str(folder),
-            rule="models whose matrices are linear layers: experts are not, in transformers", fix="--to gguf or onnx",
+            f"{(others or missing)[0]} is not the matrix of a linear layer or of one expert", where=str(folder),
+            rule="every matrix is; in a file with the experts of a layer as one tensor they are not",
+            fix="llmrecipes export --to gguf or onnx",
         )  # fmt: skip
-    return LinearLayers(quantized, ignored)
+    return LinearLayers(quantized, ignored, experts)
+
+
+def _experts(
+    model: PreTrainedModel, names: Sequence[str], shape: Callable[[str], tuple[int, ...]]
+) -> tuple[dict[str, ExpertMatrix], tuple[str, ...]]:
+    """Matrices of experts in a file, and names of the layers that route tokens to them.
+
+    transformers 5 has the experts of a layer as tensors [experts, out, in], and stacks the matrices of a file when it
+    loads them. With quantised weights it unpacks them first, if the names that it stacks end with `.weight`
+    (`HfQuantizer.update_weight_conversions`).
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import MergeModulelist, WeightConverter, WeightRenaming, rename_source_key
+
+    from llmrecipes.models.calibrate import ExpertMatrix
+
+    state = model.state_dict()
+    if not any(value.dim() == 3 for value in state.values()):
+        return {}, ()
+    mapping = get_model_conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    stacking = {
+        pattern: place
+        for each in converters
+        if isinstance(each.operations[0], MergeModulelist) and all(p.endswith(".weight") for p in each.source_patterns)
+        for place, pattern in enumerate(each.source_patterns)
+    }
+    matrices = [name for name in names if len(shape(name)) == 2]
+    becomes = {
+        name: rename_source_key(name, renamings, converters, model.base_model_prefix, state) for name in matrices
+    }
+    experts = {
+        name: ExpertMatrix(target, int(NUMBER.findall(name)[-1]), stacking[pattern] * shape(name)[0], shape(name)[0])
+        for name, (target, pattern) in becomes.items()
+        if pattern in stacking and target in state
+    }
+    counts = {becomes[name][0].rsplit(".", 2)[0]: state[becomes[name][0]].size(0) for name in experts}
+    routers: list[str] = []
+    for name in matrices:
+        layer = becomes[name][0].removesuffix(".weight")
+        block = layer.rpartition(".")[0]
+        # Beside the experts: a row for each, or one for a shared expert. vLLM has the name in the file.
+        if block in counts and shape(name)[0] in (1, counts[block]):
+            routers += {name.removesuffix(".weight"): None, layer: None}
+    return experts, tuple(routers)
 
 
 def fitting_group(folder: Path) -> int | None:
@@ -321,9 +406,9 @@ def _calibrated(
             rule=f"gptq needs as many as the widest layer has inputs, {widest:,}",
             fix=f"--samples {-(-widest // rows.size(1))}",
         )  # fmt: skip
-    changed = calibrate(
-        options.method, Calibration(model, rows, scheme, frozenset(layers.quantized), element, progress)
-    )
+    linears = frozenset(layers.quantized).difference(layers.experts)
+    work = Calibration(model, rows, scheme, linears, element, progress, layers.experts)
+    changed = calibrate(options.method, work)
     return changed, rows.numel()
 
 

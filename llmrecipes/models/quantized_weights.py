@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from llmrecipes.errors import UserError
+from llmrecipes.hf.safetensors import KEPT
 
 if TYPE_CHECKING:
     from llmrecipes.hf.safetensors import PiecewiseSource
@@ -35,6 +36,7 @@ class Kind:
         activations: quantised too, when they are computed, with a scale for each token.
         methods: that go with it, the default first.
         form: `format` in config.json.
+        experts: whether transformers unpacks experts in it (`CompressedTensorsDequantize`, transformers 5.23).
     """
 
     preset: str
@@ -43,14 +45,15 @@ class Kind:
     activations: bool
     methods: tuple[str, ...]
     form: str
+    experts: bool
 
 
 SCHEMES: Mapping[str, Kind] = {
-    "int8": Kind("W8A16", 8, None, False, ("rtn", "gptq", "awq"), "pack-quantized"),
-    "w8a8": Kind("W8A8", 8, None, True, ("rtn", "gptq", "smoothquant"), "int-quantized"),
-    "int4": Kind("W4A16", 4, 128, False, ("rtn", "gptq", "awq"), "pack-quantized"),
-    "fp8": Kind("FP8_DYNAMIC", 8, None, True, ("rtn", "smoothquant"), "float-quantized"),
-    "nvfp4": Kind("NVFP4A16", 4, 16, False, ("rtn", "awq"), "nvfp4-pack-quantized"),
+    "int8": Kind("W8A16", 8, None, False, ("rtn", "gptq", "awq"), "pack-quantized", True),
+    "w8a8": Kind("W8A8", 8, None, True, ("rtn", "gptq", "smoothquant"), "int-quantized", False),
+    "int4": Kind("W4A16", 4, 128, False, ("rtn", "gptq", "awq"), "pack-quantized", True),
+    "fp8": Kind("FP8_DYNAMIC", 8, None, True, ("rtn", "smoothquant"), "float-quantized", True),
+    "nvfp4": Kind("NVFP4A16", 4, 16, False, ("rtn", "awq"), "nvfp4-pack-quantized", False),
 }
 GROUPS = (128, 64, 32, 16, 8)
 """Sizes of groups that are suggested."""
@@ -257,7 +260,7 @@ class QuantizedSource:
         quantised = set(linears)
         self._parts: dict[str, tuple[str, tuple[int, ...], torch.dtype]] = {}
         for name in source.names():
-            shape, kind = source.shape(name), self._kind(source.dtype(name))
+            shape, kind = source.shape(name), self._kind(name)
             if name in quantised:
                 scheme.require(name, shape)
                 for part, (size, element) in scheme.parts(name, shape, kind).items():
@@ -267,8 +270,11 @@ class QuantizedSource:
         self._quantised = quantised
         self._last: tuple[str, dict[str, torch.Tensor]] = "", {}
 
-    def _kind(self, stored: torch.dtype) -> torch.dtype:
-        return self._dtype if self._dtype is not None and stored.is_floating_point else stored
+    def _kind(self, name: str) -> torch.dtype:
+        stored = self._source.dtype(name)
+        if self._dtype is None or not stored.is_floating_point or name.endswith(KEPT):
+            return stored
+        return self._dtype
 
     def names(self) -> Sequence[str]:
         """See `TensorSource`."""
@@ -285,7 +291,7 @@ class QuantizedSource:
     def read(self, name: str) -> torch.Tensor:
         """See `TensorSource`."""
         origin = self._parts[name][0]
-        kind = self._kind(self._source.dtype(origin))
+        kind = self._kind(origin)
         if origin not in self._quantised:
             changed = self._changed.get(origin)
             return (self._source.read(origin) if changed is None else changed.value).to(kind)
@@ -300,7 +306,7 @@ class QuantizedSource:
         if origin in self._quantised or origin in self._changed:
             yield self.read(name)
             return
-        kind = self._kind(self._source.dtype(origin))
+        kind = self._kind(origin)
         for piece in self._source.pieces(origin, elements):
             yield piece.to(kind)
 

@@ -21,7 +21,7 @@ from typing import Any
 from llmrecipes.commandline import command_line
 from llmrecipes.errors import UserError
 from llmrecipes.faults.signals import end_with_parent
-from llmrecipes.hf.reading import CONFIG, TOKENIZER_CONFIG, read_config, read_json
+from llmrecipes.hf.reading import COMPRESSED, CONFIG, TOKENIZER_CONFIG, read_config, read_json
 from llmrecipes.tracking.web import running, until_interrupted
 from llmrecipes.workflow.model_source import find_checkpoint
 
@@ -102,7 +102,7 @@ def prepare(reference: str, runs_dir: Path, data_dir: Path, options: ServeOption
     if path.suffix == ".gguf" and path.is_file():
         model = path.resolve()
     elif (path / "config.json").is_file():
-        _require_plain(path)
+        _require_safe(path)
         model = path.resolve()
     else:
         model = exported_to(reference, runs_dir, options.dtype)
@@ -177,8 +177,8 @@ def _convert(server: Server, say: Say) -> None:
         part.unlink(missing_ok=True)
 
 
-def _require_plain(folder: Path) -> None:
-    configs = {CONFIG: read_config(folder)}
+def _require_safe(folder: Path) -> None:
+    configs = {CONFIG: read_config(folder, COMPRESSED)}
     if os.path.lexists(folder / TOKENIZER_CONFIG):  # llama.cpp's converter loads some tokenizers with their code
         configs[TOKENIZER_CONFIG] = read_json(folder, TOKENIZER_CONFIG)
     if name := next((name for name, config in configs.items() if "auto_map" in config), None):
@@ -217,6 +217,8 @@ BACKENDS = ("vllm", "llama.cpp", "transformers")
 """In the order of preference."""
 TRANSFORMERS_NEEDS = ("accelerate", "fastapi", "openai", "pydantic", "uvicorn")
 """Packages that `transformers serve` imports; its extra `serving` has them."""
+UNPACKS = "compressed_tensors"
+"""Package that quantised weights need besides."""
 CONVERTERS = ("convert_hf_to_gguf.py", "convert-hf-to-gguf", "convert_hf_to_gguf")
 """llama.cpp's program that writes GGUF, as its packages name it."""
 OFFLINE: Mapping[str, str] = {"HF_HUB_OFFLINE": "1"}
@@ -248,7 +250,7 @@ class Installed:
 
     Attributes:
         which: path of a program; None: it is not on the PATH.
-        missing: those of `TRANSFORMERS_NEEDS` that are not installed.
+        missing: those of `TRANSFORMERS_NEEDS` and `UNPACKS` that are not installed.
     """
 
     which: Callable[[str], str | None]
@@ -257,7 +259,8 @@ class Installed:
 
 def installed() -> Installed:
     """Detect the servers on this machine."""
-    return Installed(shutil.which, tuple(name for name in TRANSFORMERS_NEEDS if find_spec(name) is None))
+    packages = (*TRANSFORMERS_NEEDS, UNPACKS)
+    return Installed(shutil.which, tuple(name for name in packages if find_spec(name) is None))
 
 
 def server(
@@ -274,7 +277,8 @@ def server(
         extra: further arguments of the server.
 
     Raises:
-        UserError: an unknown backend, or one that is not installed or cannot read the model; with what would help.
+        UserError: an unknown backend, or one that is not installed or cannot read the model, such as quantised weights;
+            with what would help.
     """
     if backend is not None and backend not in BACKENDS:
         raise UserError(f"{backend!r}", where="--backend", rule=f"one of {', '.join(BACKENDS)}")
@@ -288,7 +292,8 @@ def _first(model: Path, machine: Installed) -> str:
     gguf = model.suffix == ".gguf"
     if not gguf and machine.which("vllm"):
         return "vllm"
-    if machine.which("llama-server") and (gguf or _gguf_of(model).is_file() or _converter(machine)):
+    converts = _converter(machine) and not _quantised(model)
+    if machine.which("llama-server") and (gguf or _gguf_of(model).is_file() or converts):
         return "llama.cpp"
     return "llama.cpp" if gguf else "transformers"
 
@@ -318,6 +323,12 @@ def _llama_cpp(model: Path, host: str, port: int, machine: Installed) -> Server:
         return Server("llama.cpp", command)
     if model.suffix == ".gguf":
         raise UserError("no such file", where=str(model))
+    if _quantised(model):
+        raise UserError(
+            "quantised weights", where=str(model),
+            rule="llama.cpp reads GGUF, and its converter the weights as they were trained",
+            fix="--backend vllm or transformers; of a run, llmrecipes export --to gguf --dtype q8_0",
+        )  # fmt: skip
     converter = _converter(machine)
     if converter is None:
         raise UserError(
@@ -333,13 +344,18 @@ def _llama_cpp(model: Path, host: str, port: int, machine: Installed) -> Server:
 def _transformers(model: Path, host: str, port: int, machine: Installed) -> Server:
     if model.suffix == ".gguf":
         raise _needs_folder(model, "transformers")
-    if machine.missing:
+    if missing := [name for name in machine.missing if name != UNPACKS]:
         raise UserError(
-            f"packages of transformers' server are not installed: {', '.join(machine.missing)}",
+            f"packages of transformers' server are not installed: {', '.join(missing)}",
             where="--backend transformers",
             rule="a server is a separate program; neither vllm nor llama-server is on the PATH",
             fix="pip install 'llmrecipes[serve]', or pip install 'transformers[serving]'",
         )
+    if UNPACKS in machine.missing and _quantised(model):
+        raise UserError(
+            f"the package {COMPRESSED} is not installed", where="--backend transformers",
+            rule="transformers unpacks quantised weights with it", fix="pip install 'llmrecipes[quantize]'",
+        )  # fmt: skip
     if "@" in str(model):
         raise UserError(
             "transformers' server takes what follows @ for a revision",
@@ -355,6 +371,11 @@ def _needs_folder(model: Path, backend: str) -> UserError:
     return UserError(
         f"--backend {backend} does not read GGUF", where=str(model), rule="a folder with config.json and safetensors"
     )
+
+
+def _quantised(model: Path) -> bool:
+    """Whether a folder has weights that `llmrecipes quantize` wrote; a run is exported as it is."""
+    return (model / "config.json").is_file() and "quantization_config" in read_config(model, COMPRESSED)
 
 
 def _gguf_of(model: Path) -> Path:

@@ -15,7 +15,7 @@ from llmrecipes.recipe.engines import DEEPSPEED, engine_name
 from llmrecipes.recipe.layout_rules import shared_sizes
 from llmrecipes.recipe.rules import packs_in_local_layers
 from llmrecipes.recipe.schema import Parallelism, Recipe
-from llmrecipes.recipe.stage_layout import LAYER, parse
+from llmrecipes.recipe.stage_layout import layers_per_stage
 
 
 @dataclass(frozen=True)
@@ -127,27 +127,6 @@ def layout(recipe: Recipe, world_size: int, cluster: Cluster) -> Layout:
         expert_data_parallel_size=world_size // of_experts,
         layers_per_stage=layers_per_stage(recipe),
     )
-
-
-def layers_per_stage(recipe: Recipe) -> tuple[tuple[int, ...], ...]:
-    """Layers of each chunk of each pipeline stage, as in megatron-core's `get_num_layers_to_build`."""
-    parallel, layers = recipe.parallelism, recipe.model.num_layers
-    stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
-    if parallel.pipeline_model_parallel_layout:
-        counts = [part.count(LAYER) for part in parse(parallel.pipeline_model_parallel_layout)]
-        return tuple(tuple(counts[stage::stages]) for stage in range(stages))
-    first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
-    embedding = int(parallel.account_for_embedding_in_pipeline_split)
-    loss = int(parallel.account_for_loss_in_pipeline_split)
-    middle = stages - (first is not None) - (last is not None)
-    rest = layers + embedding + loss - (first or 0) - (last or 0)
-    each = [rest // middle if middle else 0] * stages
-    each[0] = first or each[0]
-    each[-1] = last or each[-1]
-    cut = [[number // chunks] * chunks for number in each]
-    cut[0][0] -= embedding
-    cut[-1][-1] -= loss
-    return tuple(tuple(stage) for stage in cut)
 
 
 def _check_machine(parallel: Parallelism, world_size: int, cluster: Cluster) -> None:

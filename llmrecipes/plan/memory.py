@@ -9,11 +9,11 @@ from math import ceil
 from llmrecipes.plan import parameters
 from llmrecipes.plan.activations import peak
 from llmrecipes.plan.kernels import own_layers
-from llmrecipes.plan.layout import Layout, layers_per_stage
+from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.losses import tokens_of_a_micro_batch
 from llmrecipes.plan.parameters import count_on_rank, count_vectors, largest_gathered, vectors_on_rank
 from llmrecipes.plan.sharding import States, sharded
-from llmrecipes.recipe.distill_rules import has_teacher, teacher_recipe
+from llmrecipes.recipe.distill_rules import has_teacher, section, teacher_recipe
 from llmrecipes.recipe.engines import ENGINES, engine_name
 from llmrecipes.recipe.fp8 import in_bf16
 from llmrecipes.recipe.graphs import covered
@@ -21,6 +21,7 @@ from llmrecipes.recipe.optimizer_kinds import matrix_bytes, other_bytes
 from llmrecipes.recipe.preference_rules import has_reference, has_second_model
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape, shape
+from llmrecipes.recipe.stage_layout import layer_places, layers_per_stage
 from llmrecipes.units import GIB, MIB
 
 # Resident after importing everything that a CPU run imports: 0.5 GiB with megatron-core 0.16, 0.84 GiB with 0.19. A
@@ -150,10 +151,11 @@ def model_states(recipe: Recipe, s: Shape, layout: Layout, stage: int, device: s
 
 
 def teacher_bytes(recipe: Recipe, layout: Layout, num_microbatches: int, stage: int, device: str) -> int:
-    """Bytes of a teacher on a rank of one stage: its weights, and on the last stage the last hidden states, of all
-    micro-batches of a step where there are stages.
+    """Bytes of a teacher on a rank of one stage: its weights, on the last stage the last hidden states, and those of
+    the layers that are compared there (`distill.layers`), of all micro-batches of a step where there are stages.
 
-    Its passes keep nothing for a backward pass, and no activations of the student exist then.
+    Its passes keep nothing for a backward pass, and no activations of the student exist then. States of a compared
+    layer are replaced by a gradient of the same size, which is kept until the student's backward pass has added it.
     """
     if has_reference(recipe):
         return _reference_bytes(recipe, layout, num_microbatches, stage, device)
@@ -163,11 +165,11 @@ def teacher_bytes(recipe: Recipe, layout: Layout, num_microbatches: int, stage: 
     s, stages = shape(teacher.model), layout.pipeline_model_parallel_size
     layout = replace(layout, layers_per_stage=layers_per_stage(teacher))
     weights = count_on_rank(teacher.model, s, layout, stage, device, local=own_layers(teacher, device)).total
-    hidden = 0.0
-    if stage == stages - 1:
-        tokens = tokens_of_a_micro_batch(recipe, layout) * (num_microbatches if stages > 1 else 1)
-        ranks = layout.tensor_model_parallel_size if layout.sequence_parallel else 1
-        hidden = tokens * s.hidden_size / ranks
+    tokens = tokens_of_a_micro_batch(recipe, layout) * (num_microbatches if stages > 1 else 1)
+    ranks = layout.tensor_model_parallel_size if layout.sequence_parallel else 1
+    places = layer_places(recipe)
+    kept = sum(places[layer - 1][0] == stage for layer, _ in section(recipe).layers) + (stage == stages - 1)
+    hidden = kept * tokens * s.hidden_size / ranks
     return int((4 if recipe.train.precision == "fp32" else 2) * (weights + hidden))
 
 

@@ -8,11 +8,14 @@ from pydantic import Field
 
 from llmrecipes.recipe.section import JsonObject, PosFloat, PosInt, Section
 
+LayerPair = Annotated[tuple[PosInt, PosInt], Field(strict=False)]
+"""Numbers of a layer of the student and of one of the teacher, from 1."""
+
 
 class Distill(Section):
     """Knowledge distillation (arXiv 1503.02531): the loss is (1 - `alpha`) × cross entropy + `alpha` × the distance to
-    the predictions of a frozen teacher, which the same ranks compute in the same layout. Validation losses are without
-    it."""
+    the predictions of a frozen teacher, which the same ranks compute in the same layout, and with `layers` a distance
+    to its hidden states. Validation losses are without both."""
 
     teacher: str
     """A run (`RUN` or `RUN@STEP`), a folder with a Hugging Face model or its name on the Hub, with the same tokens."""
@@ -31,3 +34,11 @@ class Distill(Section):
     logits: str | None = None
     """Folder that `llmrecipes precompute` writes and training reads: the `top_k` largest logits of the teacher for each
     token, in place of the teacher. Unset: the teacher is in memory, and passes every micro-batch."""
+    layers: Annotated[tuple[LayerPair, ...], Field(strict=False)] = ()
+    """Pairs of a layer of the student and one of the teacher, counted from 1, whose outputs are compared too
+    (arXiv 1909.10351); both models have the same `hidden_size`, and a pipeline stage has both layers."""
+    layers_loss: Literal["mse", "cosine"] = "mse"
+    """Distance of a token's hidden states: `mse`, the mean squared difference (TinyBERT, arXiv 1909.10351), or
+    `cosine`, 1 - cosine of the two vectors (DistilBERT, arXiv 1910.01108)."""
+    layers_weight: PosFloat = 1.0
+    """The loss has this times the mean distance over pairs and tokens besides."""

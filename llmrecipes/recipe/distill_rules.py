@@ -10,7 +10,9 @@ from pydantic import ValidationError
 from llmrecipes.recipe.distill import Distill
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.engines import MEGATRON, engine_name
-from llmrecipes.recipe.schema import Model, Recipe
+from llmrecipes.recipe.layout_rules import pipeline
+from llmrecipes.recipe.schema import Model, Parallelism, Recipe
+from llmrecipes.recipe.stage_layout import layer_places
 
 SHARED = ("seq_length", "vocab_size", "make_vocab_size_divisible_by")
 """Keys of `model` that teacher and student have alike: the same tokens are read, and the same ones predicted."""
@@ -21,6 +23,8 @@ OF_TEACHERS: dict[str, Any] = {
 """Keys of `model` that say how a model is trained: a teacher is not."""
 CHECKSUM = 4
 """Bytes of the CRC-32 of a sample."""
+WIDTH = ("hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
+"""Keys of `model` that a rehearsal's teacher takes from its student where hidden states are compared."""
 
 
 def section(recipe: Recipe) -> Distill:
@@ -78,11 +82,14 @@ def differing(student: Model, teacher: Model) -> dict[str, Any]:
     return {key: value for key, value in then.items() if now[key] != value and key not in skipped}
 
 
-def rehearsed(recipe: Recipe, student: Model, small: Callable[[Recipe], Model]) -> Distill | None:
+def rehearsed(
+    recipe: Recipe, student: Model, parallel: Parallelism, small: Callable[[Recipe], Model]
+) -> Distill | None:
     """The section of a rehearsal, whose teacher has random weights.
 
     Args:
         student: the small model.
+        parallel: its layout.
         small: makes a small model of a recipe.
     """
     distill = recipe.distill
@@ -90,9 +97,21 @@ def rehearsed(recipe: Recipe, student: Model, small: Callable[[Recipe], Model]) 
         return None
     top_k = distill.top_k and min(distill.top_k, student.vocab_size)
     teacher = small(teacher_recipe(recipe))
+    if distill.layers and teacher.hidden_size != student.hidden_size:
+        teacher = teacher.model_copy(update={key: getattr(student, key) for key in WIDTH})
     values = teacher.model_dump(mode="json")
     different = {key: values[key] for key in distill.model} | differing(student, teacher)
-    return distill.model_copy(update={"model": different, "top_k": top_k, "logits": None})
+    models = (recipe.model_copy(update={"model": model, "parallelism": parallel}) for model in (student, teacher))
+    layers = _last_of_each_place(*models)[-len(distill.layers) :] if distill.layers else ()
+    return distill.model_copy(update={"model": different, "top_k": top_k, "logits": None, "layers": layers})
+
+
+def _last_of_each_place(student: Recipe, teacher: Recipe) -> tuple[tuple[int, int], ...]:
+    """The last layers, from 1, that both have on a chunk of a pipeline stage."""
+    mine, theirs = (
+        {place: number for number, place in enumerate(layer_places(each), 1)} for each in (student, teacher)
+    )
+    return tuple((mine[place], theirs[place]) for place in mine if place in theirs)
 
 
 def rules(recipe: Recipe) -> Iterator[Problem]:
@@ -125,7 +144,7 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
                 "teacher and student read and predict the same tokens", f"leave it out, or change model.{key}",
             )  # fmt: skip
     try:
-        teacher_model(recipe)
+        teacher = teacher_model(recipe)
     except ValidationError as error:
         for problem in error.errors():
             yield Problem(
@@ -133,6 +152,50 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
                 problem["msg"],
                 "keys and values are those of model",
             )
+    else:
+        yield from _layers(recipe, distill, teacher)
+
+
+def _layers(recipe: Recipe, distill: Distill, teacher: Model) -> Iterator[Problem]:
+    """What the comparison of hidden states goes with."""
+    if not distill.layers:
+        for key in ("layers_loss", "layers_weight"):
+            value = getattr(distill, key)
+            if value != type(distill).model_fields[key].default:
+                yield Problem(
+                    f"distill.{key}", f"{value} without layers", "it is about the layers that are compared",
+                    f"leave {key} out, or layers: [[{recipe.model.num_layers}, {teacher.num_layers}]]",
+                )  # fmt: skip
+        return
+    if distill.logits is not None:
+        yield Problem(
+            "distill.layers", "set with distill.logits", "hidden states of the teacher are not on the disk",
+            "leave logits out, or layers",
+        )  # fmt: skip
+    if recipe.train.torch_compile:
+        yield Problem(
+            "train.torch_compile", "true with distill.layers", "the output of a compiled layer is not seen",
+            "leave torch_compile out",
+        )  # fmt: skip
+    if teacher.hidden_size != recipe.model.hidden_size:
+        yield Problem(
+            "distill.layers", f"hidden_size {recipe.model.hidden_size}, of the teacher {teacher.hidden_size}",
+            "hidden states are compared channel by channel, without a projection",
+            f"model.hidden_size {teacher.hidden_size}, or leave layers out",
+        )  # fmt: skip
+    for place, (name, model) in enumerate({"the student": recipe.model, "the teacher": teacher}.items()):
+        if beyond := sorted({pair[place] for pair in distill.layers if pair[place] > model.num_layers}):
+            yield Problem(
+                "distill.layers", f"layer {beyond[-1]} of {name}, which has {model.num_layers}",
+                "a pair is a layer of the student and one of the teacher, from 1",
+                f"at most {model.num_layers}",
+            )  # fmt: skip
+    own = [layer for layer, _ in distill.layers]
+    if twice := sorted({layer for layer in own if own.count(layer) > 1}):
+        yield Problem(
+            "distill.layers", f"layer {twice[0]} of the student in {own.count(twice[0])} pairs",
+            "a layer of the student is compared with one of the teacher", f"one pair with layer {twice[0]}",
+        )  # fmt: skip
 
 
 def _combinations(recipe: Recipe) -> Iterator[Problem]:
@@ -176,13 +239,43 @@ def of_teacher(recipe: Recipe, check: Callable[[Recipe], list[Problem]]) -> list
     Args:
         check: the rules of a recipe.
     """
-    if not has_teacher(recipe) or any(problem.key.startswith("distill.model") for problem in rules(recipe)):
+    of_section = list(rules(recipe))
+    if not has_teacher(recipe) or any(problem.key.startswith("distill.model") for problem in of_section):
         return []
-    problems = []
-    for problem in check(teacher_recipe(recipe)):
+    problems, teacher = [], teacher_recipe(recipe)
+    for problem in check(teacher):
         what = f"the teacher: {problem.what} ({problem.key})"
         if problem.key.startswith("model."):
             problems.append(Problem(f"distill.{problem.key}", what, problem.rule, problem.fix))
         elif problem.key.startswith("parallelism."):
             problems.append(Problem("distill.model", what, problem.rule, problem.fix))
+    if not problems and not any(problem.key == "distill.layers" for problem in of_section):
+        problems += _apart(recipe, teacher)
     return problems
+
+
+def _apart(recipe: Recipe, teacher: Recipe) -> Iterator[Problem]:
+    """Pairs of layers that are not on the same chunk of a pipeline stage."""
+    if any(pipeline(recipe)) or not section(recipe).layers:
+        return
+    mine, theirs = layer_places(recipe), layer_places(teacher)
+    for layer, other in section(recipe).layers:
+        place, elsewhere = mine[layer - 1], theirs[other - 1]
+        if place == elsewhere:
+            continue
+        there = [number for number, each in enumerate(theirs, 1) if each == place]
+        near = min(there, key=lambda number: abs(number - other), default=None)
+        beside = f"layers {there[0]}-{there[-1]} of the teacher are" if there else "no layer of the teacher is"
+        yield Problem(
+            "distill.layers",
+            f"layer {layer} of the student is on {_name(recipe, place)}, layer {other} of the teacher on "
+            f"{_name(recipe, elsewhere)}",
+            f"hidden states are compared where both are: {beside} on {_name(recipe, place)}",
+            f"[{layer}, {near}]" if near else f"no pair with layer {layer}",
+        )  # fmt: skip
+
+
+def _name(recipe: Recipe, place: tuple[int, int]) -> str:
+    """A pipeline stage and chunk, as text."""
+    chunks = recipe.parallelism.virtual_pipeline_model_parallel_size
+    return f"stage {place[0]}, chunk {place[1]}" if chunks else f"stage {place[0]}"

@@ -86,7 +86,8 @@ def _problem(details: ErrorDetails, document: type[BaseModel], hints: Mapping[st
     if kind == "missing":
         if known is None:  # an item of a list of fixed length, reported by its index
             key = key.rpartition(".")[0]
-            return Problem(key, f"{show(details['input'])} is too short", f"{all_keys[normal(key)].takes}")
+            above = next(each for each in (key, *_parents(key)) if normal(each) in all_keys)
+            return Problem(key, f"{show(details['input'])} is too short", f"{above} is {all_keys[normal(above)].takes}")
         return Problem(key, "missing", f"{key} is required: {takes}")
     fix = _spelling(key, details["input"], options_of(key, document))
     if known is None:

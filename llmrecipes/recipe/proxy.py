@@ -294,7 +294,7 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
             "lora": recipe.lora and _lora(recipe.lora),
             "stages": (),
             "dpo": recipe.dpo and recipe.dpo.model_copy(update={"reference": None, "reference_log_probs": None}),
-            "distill": rehearsed(recipe, model, lambda teacher: small_model(teacher, parallel)),
+            "distill": rehearsed(recipe, model, parallel, lambda teacher: small_model(teacher, parallel)),
         }
     )
 

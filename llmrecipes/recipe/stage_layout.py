@@ -1,4 +1,4 @@
-"""megatron-core's notation of what every pipeline stage has, `parallelism.pipeline_model_parallel_layout`.
+"""What every pipeline stage has, and megatron-core's notation of it, `parallelism.pipeline_model_parallel_layout`.
 
 Read here without megatron-core, so that rules and plan know the stages; a test compares the two readings.
 """
@@ -93,6 +93,38 @@ def _short(part: str) -> str:
 def parts_of(notation: str, part: str) -> int:
     """How many of a part a notation has."""
     return sum(stage.count(part) for stage in parse(notation))
+
+
+def layers_per_stage(recipe: Recipe) -> tuple[tuple[int, ...], ...]:
+    """Layers of each chunk of each pipeline stage, as in megatron-core's `get_num_layers_to_build`."""
+    parallel, layers = recipe.parallelism, recipe.model.num_layers
+    stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
+    if parallel.pipeline_model_parallel_layout:
+        counts = [part.count(LAYER) for part in parse(parallel.pipeline_model_parallel_layout)]
+        return tuple(tuple(counts[stage::stages]) for stage in range(stages))
+    first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
+    embedding = int(parallel.account_for_embedding_in_pipeline_split)
+    loss = int(parallel.account_for_loss_in_pipeline_split)
+    middle = stages - (first is not None) - (last is not None)
+    rest = layers + embedding + loss - (first or 0) - (last or 0)
+    each = [rest // middle if middle else 0] * stages
+    each[0] = first or each[0]
+    each[-1] = last or each[-1]
+    cut = [[number // chunks] * chunks for number in each]
+    cut[0][0] -= embedding
+    cut[-1][-1] -= loss
+    return tuple(tuple(stage) for stage in cut)
+
+
+def layer_places(recipe: Recipe) -> list[tuple[int, int]]:
+    """Pipeline stage and chunk of each layer, in order."""
+    per_stage = layers_per_stage(recipe)
+    return [
+        (stage, chunk)
+        for chunk in range(len(per_stage[0]))
+        for stage, layers in enumerate(per_stage)
+        for _ in range(layers[chunk])
+    ]
 
 
 def small(parallel: Parallelism, stages: int, chunks: int) -> str | None:

@@ -153,6 +153,7 @@ def loss(material: Material) -> str:
     drawn = [
         charts.curves("Loss", lines, unit="nats a token", **options),
         charts.curves("Tokens predicted right", accuracy, unit="share") if accuracy else "",
+        series(material, "Distance of hidden states to the teacher's", [("hidden_distance", "mean over layers")]),
         series(material, "Gradient norm before clipping", [("grad_norm", "gradient norm")]),
         series(material, "Learning rate", [("lr", "learning rate")]),
         series(material, "Loss scale (fp16)", [("loss_scale", "loss scale")]),

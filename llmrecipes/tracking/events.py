@@ -102,6 +102,8 @@ class StepMetrics:
         moe_aux_loss: auxiliary balancing loss without its coefficient, mean over layers; None if there is none.
         experts: balance of each layer with experts; None if it was not counted.
         token_accuracy: share of the tokens whose label was the likeliest token, 0 to 1; None if it was not counted.
+        hidden_distance: between the hidden states of student and teacher (`distill.layers`), without its weight, mean
+            over pairs of layers and tokens; None if there is none, or the step does not report it.
         rewards: of pairs (`dpo`), means over the global batch: `chosen` and `rejected`, beta times what an answer has
             gained on the reference, `margins` between them, and `accuracies`, the share of pairs with a positive one.
         ranks: spread of each number over ranks (`tracking.spread`), by its name; of the steps since the last report up
@@ -135,6 +137,7 @@ class StepMetrics:
     moe_aux_loss: float | None = None
     experts: tuple[LayerBalance, ...] | None = None
     token_accuracy: float | None = None
+    hidden_distance: float | None = None
     rewards: Mapping[str, float] | None = None
     ranks: Mapping[str, Mapping[str, Any]] | None = None
     nodes: Mapping[str, Mapping[str, Any]] | None = None

@@ -37,6 +37,7 @@ TRAIN = (
     "mfu_causal",
     "moe_aux_loss",
     "token_accuracy",
+    "hidden_distance",
 )
 
 

@@ -27,8 +27,8 @@ def start_counting(engine: Engine, step: int) -> Callable[[], dict[str, Any]]:
         rewards.start()
     if not is_measured(step, engine.recipe):
         return dict if rewards is None else lambda: {"rewards": rewards.take()}
-    balance, accuracy = engine.balance, engine.accuracy
-    for meter in (balance, accuracy):
+    balance, accuracy, hidden = engine.balance, engine.accuracy, engine.hidden
+    for meter in (balance, accuracy, hidden):
         if meter is not None:
             meter.start()
 
@@ -36,6 +36,8 @@ def start_counting(engine: Engine, step: int) -> Callable[[], dict[str, Any]]:
         fields: dict[str, Any] = {} if accuracy is None else {"token_accuracy": accuracy.take()}
         if rewards is not None:
             fields["rewards"] = rewards.take()
+        if hidden is not None:
+            fields["hidden_distance"] = hidden.take()
         if balance is not None:
             routed = balance.collect()
             fields |= {"moe_aux_loss": routed.aux_loss, "experts": routed.layers}

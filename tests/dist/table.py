@@ -91,6 +91,13 @@ _TAUGHT_MSE: Sections = {
         "model": {**_WIDER, "num_moe_experts": None, "add_bias_linear": True, "init_method_std": 0.2},
     },
 }  # fmt: skip
+_TAUGHT_LAYERS: Sections = {
+    "distill": {
+        "teacher": "none", "model": {"num_layers": 8, "init_method_std": 0.2}, "layers": [[1, 2], [2, 4], [4, 8]],
+        "layers_weight": 0.5,
+    },
+}  # fmt: skip
+_TAUGHT_COSINE: Sections = {"distill": {**_TAUGHT_LAYERS["distill"], "layers_loss": "cosine"}}
 
 _FGM: Sections = {"train": {"adversarial": {"type": "fgm", "epsilon": 0.5}}}
 _PGD: Sections = {"train": {"adversarial": {"type": "pgd", "epsilon": 0.5, "alpha": 0.4, "steps": 2}}}
@@ -197,6 +204,8 @@ VARIANTS: dict[str, Sections] = {
     "taught llama": {"model": _LLAMA, **_TAUGHT},
     "taught moe": {"model": _MOE, **_TAUGHT},
     "moe with a dense teacher": {"model": _MOE, **_TAUGHT_MSE},
+    "gpt taught by layers": _TAUGHT_LAYERS,
+    "moe taught by layers": {"model": _MOE, **_TAUGHT_COSINE},
     "attacked gpt": _PGD,
     "attacked llama": {"model": _LLAMA, **_FGM},
     "gpt with freelb": _FREELB,
@@ -529,6 +538,12 @@ def _rows() -> Iterator[Row]:
         yield Row("taught moe", layout)
     for layout in ("dp2 ep2", "tp2 sp pp2 dp2 ep2 etp1"):
         yield Row("moe with a dense teacher", layout)
+    for layout in ("dp2", "tp2", "tp4 sp", "cp2", "pp4", "tp2 sp pp2 dp2", "pp2 vpp2 cp2 dp2"):
+        yield Row("gpt taught by layers", layout)
+    yield Row("gpt taught by layers", "tp2 sp pp2", {"train": _FULL})
+    yield Row("gpt taught by layers", "pp2 vpp2", {"train": _BLOCK})
+    yield Row("gpt taught by layers", "tp2 sp dp2", {"parallelism": _OVERLAP_BOTH})
+    yield Row("moe taught by layers", "tp2 sp pp2 dp2 ep2 etp1")
     # -- embeddings that are moved: the random start and the norm of a sequence are the same in parts --
     for layout in ("tp2", "tp2 sp cp2", "pp2 vpp2 cp2 dp2"):
         yield Row("attacked gpt", layout)
@@ -679,6 +694,7 @@ SIMILAR = {
     "moe with room for all", "moe with padded capacity", "mixtral", "mtp", "mla with lora", "lora in bf16",
     "packed mla", "moe with padded room for all", "moe with padded room for all and lora", "llama with yarn",
     "mla with yarn", "taught llama", "taught moe", "moe with a dense teacher",
+    "gpt taught by layers", "moe taught by layers",
     "attacked gpt", "attacked llama", "attacked gpt with lora", "llama with lora", "pairs with lora",
     "packed pairs", "moe with frozen weights",
     "gpt with frozen ends", "gpt with a frozen half",

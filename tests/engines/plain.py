@@ -92,6 +92,7 @@ class PlainEngine:
     implementation = Implementation("torch", "there is nothing else")
     accuracy = None
     balance = None
+    hidden = None
     layers = None
     rewards = None
 

@@ -468,9 +468,16 @@ def test_the_command_runs_the_stages_of_a_world(capfd: pytest.CaptureFixture[str
     assert "stage 1" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("recipe", ["gpt-tiny-distil", "gpt-tiny-minitron"])
-def test_a_teacher_is_in_the_dry_run_as_planned(process: GlooWorld, recipe: str) -> None:
-    (report,) = run(process, spec(recipe))
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        ["gpt-tiny-distil"],
+        ["gpt-tiny-minitron", "distill.model={num_layers: 4}", "distill.layers=[[1, 2], [2, 4]]"],
+    ],
+    ids=["logits", "hidden states"],
+)
+def test_a_teacher_is_in_the_dry_run_as_planned(process: GlooWorld, recipe: list[str]) -> None:
+    (report,) = run(process, spec(*recipe))
     assert sum(report["planned"].values()) == pytest.approx(sum(report["memory"].values()), rel=0.05)
 
 

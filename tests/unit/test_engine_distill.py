@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llmrecipes.engine.megatron.distillation import Comparison, compared_losses
+from llmrecipes.engine.megatron.distillation import Comparison, compared_losses, hidden_distances
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.plan.derive import derive
 from llmrecipes.plan.frozen import teacher_plan
+from llmrecipes.plan.memory import teacher_bytes
 from llmrecipes.plan.parameters import count
 from llmrecipes.plan.speed.forecast import forecast
 from llmrecipes.recipe.distill import Distill
@@ -22,7 +23,7 @@ from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import shape
 from llmrecipes.workflow.plan import plan_on
-from tests.helpers import ROOMY, engine_of, random_batches, tiny
+from tests.helpers import ROOMY, engine_of, random_batches, steps, tiny
 from tests.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -79,8 +80,8 @@ def test_a_loss_that_is_not_finite_stays_so() -> None:
 DISTILL: dict[str, Any] = {"teacher": "any", "model": {"num_layers": 3, "hidden_size": 96}, "temperature": 2.0}
 
 
-def taught(**keys: Any) -> Recipe:
-    return tiny(distill={**DISTILL, **keys}, train={"train_iters": 12}, optimizer={"lr": 1e-2})
+def taught(*, train: dict[str, Any] | None = None, **keys: Any) -> Recipe:
+    return tiny(distill={**DISTILL, **keys}, train={"train_iters": 12, **(train or {})}, optimizer={"lr": 1e-2})
 
 
 def logits_of(engine: MegatronEngine, batch: dict[str, torch.Tensor], *, teacher: bool) -> torch.Tensor:
@@ -135,6 +136,99 @@ def test_the_teacher_stays_as_it_is_and_only_training_has_its_loss() -> None:
     assert names == {name for name, _ in alone.named_tensors()}, "a checkpoint has the student only"
 
 
+# -- hidden states ---------------------------------------------------------------------------------------------------
+
+HIDDEN: dict[str, Any] = {"model": {"num_layers": 3}, "layers": [[1, 2], [2, 3]], "layers_weight": 0.7}
+
+
+def distance(student: torch.Tensor, teacher: torch.Tensor, loss: str) -> torch.Tensor:
+    """Of each token, by torch's functions."""
+    if loss == "mse":
+        return F.mse_loss(student, teacher, reduction="none").mean(-1)
+    return 1 - F.cosine_similarity(student, teacher, dim=-1)
+
+
+def passed(engine: MegatronEngine, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """Logits [b × s, padded vocabulary], and the output [s, b, h] of each layer, from 1."""
+    (module,), seen = engine.modules, dict[int, torch.Tensor]()
+    hooks = [
+        layer.register_forward_hook(lambda layer, _, output: seen.update({layer.layer_number: output[0]}))
+        for layer in module.decoder.layers
+    ]
+    logits = module.eval()(batch["tokens"], batch["position_ids"], None)
+    for hook in hooks:
+        hook.remove()
+    return logits.flatten(0, 1), seen
+
+
+@pytest.mark.parametrize("loss", ["mse", "cosine"])
+def test_distances_of_hidden_states_are_those_of_torch(loss: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    student, teacher = torch.randn(2, 5, 3, 24, generator=draw)
+    distances, gradient = hidden_distances(
+        student, teacher, Distill.model_validate({"teacher": "a", "layers_loss": loss})
+    )
+    exact = student.double().requires_grad_()
+    expected = distance(exact, teacher.double(), loss)
+    (expected_gradient,) = torch.autograd.grad(expected.sum(), exact)
+    torch.testing.assert_close(distances.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", ["mse", "cosine"])
+def test_a_step_compares_hidden_states_as_plain_pytorch_does(loss: str) -> None:
+    recipe = taught(**HIDDEN, layers_loss=loss)
+    engine, distill = engine_of(recipe), recipe.distill
+    assert distill is not None and engine.hidden is not None
+    student = engine_of(recipe.model_copy(update={"distill": None}))
+    teacher = engine_of(teacher_plan(engine.plan).recipe)
+    batches = [batch for batch, _ in zip(random_batches(recipe), range(engine.plan.num_microbatches), strict=False)]
+    total, apart, tokens = torch.zeros(()), 0.0, 0.0
+    for batch in batches:
+        logits, own = passed(student, batch)
+        with torch.no_grad():
+            said, others = passed(teacher, batch)
+        losses = plain(logits, said, batch["labels"].flatten(), distill, recipe.model.vocab_size)
+        pairs = [distance(own[mine], others[theirs], loss).t().flatten() for mine, theirs in distill.layers]
+        mean, mask = torch.stack(pairs).mean(0), batch["loss_mask"].flatten()
+        total = total + ((losses + distill.layers_weight * mean) * mask).sum()
+        apart, tokens = apart + float((mean.detach() * mask).sum()), tokens + float(mask.sum())
+    gradients = torch.autograd.grad(total / tokens, list(student.modules[0].parameters()))
+    engine.hidden.start()
+    step = engine.train_step(iter(batches))
+    assert step.loss == pytest.approx(total.item() / tokens, rel=1e-5)
+    assert step.grad_norm == pytest.approx(float(torch.stack([each.norm() for each in gradients]).norm()), rel=1e-5)
+    assert engine.hidden.take() == pytest.approx(apart / tokens, rel=1e-5)
+
+
+@pytest.mark.parametrize(("method", "layers"), [("uniform", 2), ("block", 1)])
+def test_recomputed_layers_are_compared_once(method: str, layers: int) -> None:
+    again = {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
+    engines = [engine_of(taught(**HIDDEN, train=train)) for train in ({}, again)]
+    kept, recomputed = ([(step.loss, step.grad_norm) for step in steps(engine, 2)] for engine in engines)
+    for one, other in zip(kept, recomputed, strict=True):
+        assert other == pytest.approx(one, rel=1e-6)
+
+
+def test_the_gradient_of_hidden_states_is_scaled_for_fp16() -> None:
+    norms = []
+    for scale in (8.0, 512.0):
+        train = {"precision": "fp16", "initial_loss_scale": scale}
+        norms.append(steps(engine_of(taught(**{**HIDDEN, "layers_weight": 50.0}, train=train)), 1)[0].grad_norm)
+    assert norms[1] == pytest.approx(norms[0], rel=2e-2)
+
+
+def test_only_training_compares_hidden_states() -> None:
+    recipe = taught(**HIDDEN)
+    engine, alone = (engine_of(each) for each in (recipe, taught(model=HIDDEN["model"])))
+    assert engine.evaluate(random_batches(recipe), 1) == alone.evaluate(random_batches(recipe), 1)
+    assert steps(engine, 1)[0].loss > steps(alone, 1)[0].loss
+    assert engine.hidden is not None and alone.hidden is None
+    engine.hidden.start()
+    assert engine.evaluate(random_batches(recipe), 1) is not None
+    assert engine.hidden.take() == 0
+
+
 # -- plan ------------------------------------------------------------------------------------------------------------
 
 
@@ -148,6 +242,23 @@ def test_the_plan_has_the_teachers_memory_and_work() -> None:
     assert "teacher" not in alone.memory.as_dict()
     own = derive(teacher, 1, ROOMY).flops_per_token_full
     assert plan.flops_per_token_full == pytest.approx(alone.flops_per_token_full + own / 3)
+
+
+def test_the_plan_has_the_hidden_states_that_are_compared() -> None:
+    with_layers, without = (
+        tiny(
+            model={"num_layers": 4}, parallelism={"pipeline_model_parallel_size": 2},
+            distill={**DISTILL, "model": {"num_layers": 8}, **keys},
+        )
+        for keys in ({"layers": [[1, 2], [2, 4], [4, 8]]}, {})
+    )  # fmt: skip
+    plan = derive(with_layers, 2, ROOMY)
+    states = 4 * plan.num_microbatches * 2 * 64 * 64
+    for stage, pairs in enumerate((2, 1)):
+        of_stage = plan.layout, plan.num_microbatches, stage, "cpu"
+        assert teacher_bytes(with_layers, *of_stage) - teacher_bytes(without, *of_stage) == pairs * states
+    one, other = (derive(taught(**keys), 1, ROOMY).memory.teacher for keys in (HIDDEN, {"model": HIDDEN["model"]}))
+    assert one - other == 2 * 4 * 2 * 64 * 64  # of a micro-batch
 
 
 def test_a_forecast_has_the_teachers_passes() -> None:
@@ -165,7 +276,22 @@ def test_a_forecast_has_the_teachers_passes() -> None:
 
 # -- rules -----------------------------------------------------------------------------------------------------------
 
+LAYERS = ["distill.model={}", "distill.layers=[[2, 2]]"]
 REFUSED: dict[str, tuple[list[str], str]] = {
+    "another width": (["distill.layers=[[2, 2]]"], "distill.layers"),
+    "no layer of the student": ([*LAYERS, "distill.layers=[[3, 2]]"], "distill.layers"),
+    "no layer of the teacher": ([*LAYERS, "distill.layers=[[2, 3]]"], "distill.layers"),
+    "a layer twice": ([*LAYERS, "distill.layers=[[2, 1], [2, 2]]"], "distill.layers"),
+    "half a pair": ([*LAYERS, "distill.layers=[[2]]"], "distill.layers.0"),
+    "a weight of nothing": (["distill.layers_weight=2.0"], "distill.layers_weight"),
+    "a distance of nothing": (["distill.layers_loss=cosine"], "distill.layers_loss"),
+    "logits on a disk": ([*LAYERS, "distill.logits=there", "distill.top_k=4"], "distill.layers"),
+    "compiled layers": ([*LAYERS, "train.torch_compile=true"], "train.torch_compile"),
+    "two stages": (
+        ["model.num_layers=4", "distill.model={num_layers: 8}", "parallelism.pipeline_model_parallel_size=2",
+         "distill.layers=[[2, 5]]"],
+        "distill.layers",
+    ),
     "engine": (["engine=deepspeed"], "engine"),
     "smoothing": (["train.label_smoothing=0.1"], "train.label_smoothing"),
     "chunks": (["train.loss_chunk_tokens=64"], "train.loss_chunk_tokens"),
@@ -193,6 +319,16 @@ def test_a_dense_teacher_needs_no_word_about_experts() -> None:
     recipe = load("moe-tiny", ["distill.teacher=a", "distill.model={num_moe_experts: null}"]).recipe
     assert teacher_recipe(recipe).model.num_moe_experts is None
     assert not check(teacher_recipe(recipe))
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+def test_a_rehearsal_compares_layers_that_it_has(heads: int) -> None:
+    keys = ["distill.teacher=a", f"distill.model={{num_layers: 64, num_attention_heads: {heads}}}"]
+    stages = ["parallelism.pipeline_model_parallel_size=2", "distill.layers=[[16, 32], [20, 40], [32, 64]]"]
+    recipe = load("llama3-8b", [*keys, *stages]).recipe
+    small = proxy(recipe)
+    assert not check(small)
+    assert small.distill is not None and len(small.distill.layers) == 2
 
 
 def test_a_rehearsal_has_a_small_teacher() -> None:

@@ -433,13 +433,3 @@ def test_gpt2_says_by_another_name_how_many_positions_it_has(tmp_path: Path) -> 
     (tmp_path / "config.json").write_text('{"vocab_size": 9}')
     with refused(tmp_path / "config.json"):
         inference_worker.sizes(tmp_path)
-
-
-def test_experts_are_refused(tmp_path: Path) -> None:
-    config = transformers.MixtralConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, num_local_experts=2, max_position_embeddings=32,
-    )  # fmt: skip
-    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "moe")
-    assert run(["quantize", str(tmp_path / "moe"), str(tmp_path / "out")]) == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["moe"]

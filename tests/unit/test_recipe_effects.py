@@ -609,6 +609,7 @@ OVERLAP = {"parallelism.overlap_grad_reduce": True, "parallelism.overlap_param_g
 CHUNKS = {"parallelism.virtual_pipeline_model_parallel_size": 2}
 LORA = {"lora.rank": 4}
 DISTILL = {"distill.teacher": "a"}
+LAYERS = {**DISTILL, "distill.layers": [[2, 2]]}
 ATTACK = {"train.adversarial": {"type": "pgd", "epsilon": 0.5, "alpha": 0.3, "steps": 2}}
 DPO = {"dpo": {}, "data.sources.N.type": "docstrings", "data.chat": {"preference": {}, "packing": False}}
 MTP = {**ROPE, "model.mtp_num_layers": 1}
@@ -790,6 +791,9 @@ CASES: dict[str, Case] = {
     "distill.temperature": Case(2.0, first_loss, DISTILL),
     "distill.top_k": Case(3, first_loss, DISTILL),
     "distill.logits": Case("there", plan, {**DISTILL, "distill.top_k": 3}),
+    "distill.layers": Case([[1, 2]], first_loss, DISTILL),
+    "distill.layers_loss": Case("cosine", first_loss, LAYERS),
+    "distill.layers_weight": Case(0.5, first_loss, LAYERS),
     "dpo.beta": Case(0.5, compared, DPO),
     "dpo.loss_type": Case("ipo", compared, DPO),
     "dpo.label_smoothing": Case(0.2, compared, {**DPO, "dpo": {"loss_type": "robust"}}),

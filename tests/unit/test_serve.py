@@ -102,6 +102,24 @@ def test_what_cannot_be_started_is_refused(model: Path) -> None:
         server(model.parent / "a@b", None, *ADDRESS, here())
 
 
+def test_quantised_weights_are_served_where_they_are_unpacked(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quantised = {"model_type": "llama", "quantization_config": {"quant_method": "compressed-tensors"}}
+    (model / "config.json").write_text(json.dumps(quantised), "utf-8")
+    programs = ("llama-server", "convert_hf_to_gguf.py")
+    assert server(model, None, *ADDRESS, here(*programs)).backend == "transformers"
+    assert server(model, None, *ADDRESS, here("vllm", *programs)).backend == "vllm"
+    with refused(model, rule="--to gguf"):
+        server(model, "llama.cpp", *ADDRESS, here(*programs))
+    with refused("--backend transformers", rule="llmrecipes[quantize]"):
+        server(model, None, *ADDRESS, here(missing=("compressed_tensors",)))
+    (model / "model.gguf").touch()
+    assert server(model, None, *ADDRESS, here(*programs)).backend == "llama.cpp"
+    quantised["quantization_config"] = {"quant_method": "gptq"}
+    (model / "config.json").write_text(json.dumps(quantised), "utf-8")
+    assert run(["serve", str(model), "--dry-run"]) == 2
+    require_message(capsys.readouterr().err, model / "config.json", rule="compressed-tensors")
+
+
 def test_models_that_are_not_served(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["serve", "no-such-run", "--dry-run"]) == 2
     require_message(capsys.readouterr().err, "runs", rule="no-such-run")
@@ -154,13 +172,15 @@ def served(model: Path, *options: str) -> tuple[subprocess.Popen[str], dict[str,
 
 
 @pytest.mark.slow
-def test_transformers_own_server_answers_with_greedy_text(tmp_path: Path, unused_port: int) -> None:
+@pytest.mark.parametrize("scheme", [None, "int8"])
+def test_transformers_own_server_answers_with_greedy_text(scheme: str | None, tmp_path: Path, unused_port: int) -> None:
     import tokenizers
     import transformers
 
     from tests.hf_models import VOCABULARY, saved
 
-    theirs: Any = saved("llama", tmp_path)
+    model = tmp_path if scheme is None else tmp_path / scheme
+    theirs: Any = saved("llama" if scheme is None else "mixtral", tmp_path)
     backend = tokenizers.ByteLevelBPETokenizer()
     backend.train_from_iterator(["def answer(): return 42"] * 9, VOCABULARY, special_tokens=["<end>"])
     backend.save(str(tmp_path / "tokenizer.json"))
@@ -169,12 +189,15 @@ def test_transformers_own_server_answers_with_greedy_text(tmp_path: Path, unused
         eos_token="<end>",  # noqa: S106 - no password
     )
     tokenizer.save_pretrained(tmp_path)
+    if scheme is not None:
+        assert run(["quantize", str(tmp_path), str(model), "--scheme", scheme, "--no-measure"]) == 0
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
     prompt = tokenizer("def answer", return_tensors="pt")
     ids = theirs.generate(**prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)
     expected = tokenizer.decode(ids[0, prompt["input_ids"].shape[1] :])
 
     options = ("--backend", "transformers", "--port", str(unused_port))
-    process, _ = started(tmp_path, "INFO:     Uvicorn running", *options)
+    process, _ = started(model, "INFO:     Uvicorn running", *options)
     try:
         body = json.dumps({"prompt": "def answer", "max_tokens": 8, "temperature": 0}).encode()
         asked = urllib.request.Request(

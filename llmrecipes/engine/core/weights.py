@@ -5,6 +5,7 @@ megatron-core's sharded state dict, which is also used to reshard checkpoints, t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from llmrecipes.engine.base import Slice
 from llmrecipes.engine.core.checkpoint.slices import EXTRA_STATE, is_extra_state
 from llmrecipes.engine.core.model.gpt import RecipeGPTModel
 from llmrecipes.engine.core.model.init import slice_of
+from llmrecipes.faults.numerics import named_gradients
 
 
 def weight_slices(modules: Sequence[RecipeGPTModel]) -> list[Slice]:
@@ -44,6 +46,19 @@ def gradient_slices(modules: Sequence[RecipeGPTModel], chunks: Sequence[Distribu
         if isinstance(value.data, torch.nn.Parameter) and value.data.requires_grad
         for part in _slices(replace(value, data=value.data.main_grad))  # type: ignore[attr-defined]
     ]
+
+
+def named_tensors(modules: Sequence[RecipeGPTModel]) -> list[tuple[str, torch.Tensor]]:
+    """This rank's parameters, then their gradients as `<name>.grad`, by their names in the whole model."""
+    pairs = [pair for module in modules for pair in _as_in_the_whole_model(module)]
+    return sorted(pairs, key=lambda pair: pair[0].endswith(".grad"))
+
+
+def _as_in_the_whole_model(module: RecipeGPTModel) -> Iterator[tuple[str, torch.Tensor]]:
+    numbers = [layer.layer_number - 1 for layer in module.decoder.layers]
+    for name, tensor in named_gradients(module):
+        local = re.match(r"decoder\.layers\.(\d+)(.*)", name)
+        yield f"decoder.layers.{numbers[int(local[1])]}{local[2]}" if local else name, tensor
 
 
 def model_state(modules: Sequence[RecipeGPTModel]) -> dict[str, Any]:

@@ -78,7 +78,7 @@ class DeepSpeedEngine:
         self.module = built.module
         self.sharded_parameters = sharded_parameters
         self.implementation = Implementation(built.implementation, built.reason)
-        self.layers = self.rewards = None
+        self.layers = self.rewards = self.hidden = None
         self.balance: RouterBalance | None = None
         if plan.recipe.model.num_moe_experts:
             self.balance = RouterBalance(self.modules, plan, platform.device)

@@ -1,14 +1,18 @@
-"""A frozen teacher in the layout of its student, and the loss that compares the two without gathering logits."""
+"""A frozen teacher in the layout of its student, and the losses that compare the two without gathering logits or
+hidden states."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.utils import make_viewless_tensor
 from torch.autograd.function import once_differentiable
 
 from llmrecipes.engine.base import Batch, Platform
@@ -24,7 +28,7 @@ class Teacher(FrozenModel):
     """The teacher's passes, before those of the student, whose loss it replaces.
 
     Kept between the two are the last hidden states of a micro-batch, not its logits, which are several times as many
-    bytes: they are computed when the student's loss needs them.
+    bytes: they are computed when the student's loss needs them. So are the outputs of layers that are compared.
 
     Args:
         plan, platform: of the student.
@@ -36,8 +40,19 @@ class Teacher(FrozenModel):
         size = parallel_state.get_tensor_model_parallel_world_size()
         group = parallel_state.get_tensor_model_parallel_group() if size > 1 else None
         self._how = Comparison(section(plan.recipe), plan.recipe.model.vocab_size, group)
+        self.hidden = HiddenStates(plan, platform, student) if section(plan.recipe).layers else None
         for module in student:
             module.compared = self._losses
+
+    def expect(self, batch: Batch) -> None:
+        """Take what the student's losses need of this rank's part of its next micro-batch."""
+        if self.hidden is not None:
+            self.hidden.mask = batch["loss_mask"]
+
+    def forget(self) -> None:
+        super().forget()
+        if self.hidden is not None:
+            self.hidden.forget()
 
     def use(self, modules: tuple[RecipeGPTModel, ...], implementation: str) -> None:
         """Take a model that exists, and stop its passes at the hidden states."""
@@ -47,6 +62,8 @@ class Teacher(FrozenModel):
             self._project = last.output_layer.forward
             self._weight: torch.Tensor | None = None
             last.output_layer.forward = self._stop_at_hidden
+        if self.hidden is not None:
+            self.hidden.watch(modules)
 
     def _stop_at_hidden(self, hidden: torch.Tensor, weight: torch.Tensor | None = None, **_: Any) -> Any:
         self._weight = weight
@@ -104,6 +121,162 @@ class SaidBefore:
         teacher = said.new_full((len(said), rows + 1), -torch.inf).scatter_(1, local, said)[:, :rows]
         losses = compared_losses(logits.reshape(-1, rows), teacher, labels.t().reshape(-1), self._how)
         return losses.view(labels.size(1), labels.size(0)).t().contiguous()
+
+
+@dataclass
+class _Pair:
+    """A layer of the student on this rank, and the one of the teacher that it is compared with."""
+
+    teacher: int
+    """Its number, from 1."""
+    taught: deque[torch.Tensor] = field(default_factory=deque)
+    """Outputs of the teacher's layer, of the micro-batches that the student has not passed, in their order."""
+    again: deque[torch.Tensor] = field(default_factory=deque)
+    """Gradients of micro-batches whose backward pass computes the student's layer again."""
+
+
+class HiddenStates:
+    """Distances between the outputs of layers of student and teacher (`distill.layers`), [s, b, h].
+
+    A pair is on one rank, with the same tokens of both models: nothing is sent. The loss of a stage before the last one
+    is not in what the last one goes backward from, so its gradient, in the hidden states' precision, is added where
+    theirs passes, as megatron-core adds that of a router's loss (`MoEAuxLossAutoScaler`). Like the loss of the tokens
+    it is a sum, times the loss scale, that the tokens of the global batch divide once gradients are reduced.
+    Implements `engine.meters.DistanceMeter`.
+
+    Args:
+        plan, platform: of the student.
+        student: this rank's chunks.
+    """
+
+    def __init__(self, plan: Plan, platform: Platform, student: Sequence[RecipeGPTModel]) -> None:
+        distill, layout = section(plan.recipe), plan.layout
+        self._distill, self._pairs = distill, list[_Pair]()
+        self._split = layout.tensor_model_parallel_size if layout.sequence_parallel else 1
+        self.mask: torch.Tensor | None = None
+        """[b, s] of this rank's part of the student's micro-batch, weights of the loss of its tokens."""
+        self._sum = torch.zeros((), dtype=torch.float64, device=platform.device)
+        self._distance = self._tokens = 0.0
+        others = dict(distill.layers)
+        for module in student:
+            for layer in module.decoder.layers:
+                if layer.layer_number in others:
+                    self._pairs.append(_Pair(others[layer.layer_number]))
+                    layer.register_forward_hook(partial(self._compare, self._pairs[-1], module.config))
+
+    def watch(self, teacher: Sequence[RecipeGPTModel]) -> None:
+        """Keep the outputs of the layers of the teacher, this rank's chunks, in each of its passes."""
+        layers = {layer.layer_number: layer for module in teacher for layer in module.decoder.layers}
+        for pair in self._pairs:
+            layers[pair.teacher].register_forward_hook(partial(_keep, pair.taught))
+
+    def forget(self) -> None:
+        """Drop what is left of an earlier step."""
+        for pair in self._pairs:
+            pair.taught.clear()
+            pair.again.clear()
+
+    def add_to(self, totals: torch.Tensor) -> None:
+        """Add the weighted distances of the micro-batches since the last call, summed over tokens, to the loss in sums
+        over all ranks, and without weight behind its three numbers: of the tensor-parallel ranks each has all."""
+        summed = self._sum * self._split
+        totals[0] += self._distill.layers_weight * summed
+        totals[3] += summed
+        self._sum.zero_()
+
+    def start(self) -> None:
+        self._distance = self._tokens = 0.0
+
+    def add(self, distance: float, tokens: float) -> None:
+        """Count sums over all ranks."""
+        self._distance, self._tokens = self._distance + distance, self._tokens + tokens
+
+    def take(self) -> float | None:
+        return self._distance / self._tokens if self._tokens else None
+
+    def _compare(self, pair: _Pair, config: Any, layer: torch.nn.Module, _inputs: Any, output: Any) -> Any:
+        """Hook of a layer of the student, whose output it returns with the gradient of the distance behind it."""
+        if not layer.training:
+            return None
+        states, *rest = output
+        if torch.is_grad_enabled() and pair.again:  # computed again, in the order of the first passes
+            gradient = pair.again.popleft()
+        else:
+            gradient = self._gradient(states.detach(), pair.taught.popleft(), config)
+            if not torch.is_grad_enabled():  # the first pass of a layer that is recomputed
+                pair.again.append(gradient)
+                return None
+        if not states.requires_grad:
+            return None
+        added = _AddGradient.apply(states, gradient)
+        # A stage frees the data of what it has sent, which must not be a view.
+        return (make_viewless_tensor(added, requires_grad=True, keep_graph=True), *rest)
+
+    @torch.no_grad()
+    def _gradient(self, states: torch.Tensor, taught: torch.Tensor, config: Any) -> torch.Tensor:
+        """[s, b, h], of a micro-batch's part of the loss; the distance itself is summed here."""
+        if self.mask is None:
+            raise ValueError("a micro-batch without loss_mask")
+        mask = self.mask.t()
+        if self._split > 1:
+            first = parallel_state.get_tensor_model_parallel_rank() * states.size(0)
+            mask = mask[first : first + states.size(0)]
+        distances, gradient = hidden_distances(states, taught, self._distill)
+        share = mask / len(self._distill.layers)
+        self._sum += (distances * share).double().sum()
+        factor = self._distill.layers_weight * share
+        if config.grad_scale_func is not None:  # before the gradient is rounded, which fp16 is scaled for
+            factor = config.grad_scale_func(factor)
+        return gradient.mul_(factor[..., None]).to(states.dtype)
+
+
+def _keep(kept: deque[torch.Tensor], _layer: torch.nn.Module, _inputs: Any, output: Any) -> None:
+    kept.append(output[0].detach())  # another tensor of the same memory: a stage frees that of what it has sent
+
+
+def hidden_distances(
+    student: torch.Tensor, teacher: torch.Tensor, distill: Distill
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Distance of each token (`distill.layers_loss`), and its gradient, which overwrites no argument.
+
+    Args:
+        student, teacher: [s, b, h] of any precision.
+
+    Returns:
+        [s, b] and, with respect to the student's, [s, b, h], in fp32.
+    """
+    if distill.layers_loss == "mse":
+        difference = torch.sub(student.float(), teacher)  # a new tensor, in the wider type of both
+        return difference.square().mean(-1), difference.mul_(2 / student.size(-1))
+    own, other = student.float(), teacher.float()
+    norm, length = (torch.linalg.vector_norm(each, dim=-1, keepdim=True).clamp_min_(_LEAST) for each in (own, other))
+    own, other = own / norm, other / length
+    cosine = (own * other).sum(-1, keepdim=True)
+    return 1 - cosine[..., 0], own.mul_(cosine).sub_(other).div_(norm)
+
+
+_LEAST = 1e-8
+"""Norm of a vector of zeros, as in torch's `cosine_similarity`."""
+
+
+class _AddGradient(torch.autograd.Function):
+    """Hidden states as they are, with a gradient that is added to theirs in the backward pass.
+
+    It is not among autograd's saved tensors, but in the place of the teacher's hidden states, in the plan too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """[s, b, h] each."""
+        ctx.gradient = gradient
+        return states
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Gradient of the hidden states."""
+        gradient, ctx.gradient = ctx.gradient, None
+        return gradients[0] + gradient, None
 
 
 @dataclass(frozen=True)

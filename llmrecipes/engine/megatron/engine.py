@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -45,7 +44,7 @@ from llmrecipes.engine.core.rerun import RerunState, announced, kept
 from llmrecipes.engine.core.score import GPTScorer
 from llmrecipes.engine.core.update import mean_over_tokens, scheduler
 from llmrecipes.engine.core.versions import auxiliary_losses
-from llmrecipes.engine.core.weights import gradient_slices, weight_slices
+from llmrecipes.engine.core.weights import gradient_slices, named_tensors, weight_slices
 from llmrecipes.engine.megatron import state
 from llmrecipes.engine.megatron.adversary import adversary
 from llmrecipes.engine.megatron.distillation import SaidBefore, Teacher
@@ -58,7 +57,7 @@ from llmrecipes.engine.megatron.qk_clip import qk_clip
 from llmrecipes.engine.megatron.user_buffers import create_user_buffers, destroy_user_buffers
 from llmrecipes.engine.megatron.zeros import KeptZeros
 from llmrecipes.engine.sampling import Sampling
-from llmrecipes.faults.numerics import first_bad_parameter, named_gradients
+from llmrecipes.faults.numerics import first_bad_parameter
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.distill_rules import has_teacher
 from llmrecipes.recipe.features import value, values
@@ -123,6 +122,7 @@ class MegatronEngine:
         self._forward_backward = get_forward_backward_func()
         self.teacher = Teacher(plan, platform, self.modules) if has_teacher(recipe) else None
         self.said = SaidBefore(plan, self.modules) if recipe.distill and not self.teacher else None
+        self.hidden = None if self.teacher is None else self.teacher.hidden
         self.steps = 0  # that have begun, which the random numbers of a step depend on
         self.adversary = adversary(plan, self.modules, self.chunks)
         self.preference = PreferenceLoss(plan, platform, built, self.chunks) if recipe.dpo else None
@@ -162,8 +162,9 @@ class MegatronEngine:
             self.balance.restart()
         if self.accuracy.counting:
             self.accuracy.start()
-        if self.preference is not None:
-            self.preference.rewards.start()
+        for meter in (self.rewards, self.hidden):
+            if meter is not None:
+                meter.start()
         if self.layers is not None and self.layers.measuring:
             self.layers.start()
         second = self._attempt(iter(used) if redo is None else announced(used, redo), stop, accept)
@@ -275,8 +276,7 @@ class MegatronEngine:
         return replicas.first_other_result(results, self.recipe, self.platform.device)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        pairs = [pair for module in self.modules for pair in _as_in_the_whole_model(module)]
-        yield from sorted(pairs, key=lambda pair: pair[0].endswith(".grad"))
+        yield from named_tensors(self.modules)
 
     def weights(self) -> list[Slice]:
         return weight_slices(self.modules)
@@ -399,20 +399,25 @@ class MegatronEngine:
         # Summed loss, tokens, those predicted right, and whether to stop. Only the last stage has losses; its
         # tensor-parallel ranks have the same ones, which cancels out.
         device = self.platform.device
-        totals = torch.zeros(4 + (COUNTS if self.preference else 0), dtype=torch.float64, device=device)
+        more_sums = COUNTS if self.preference else int(self.hidden is not None)
+        totals = torch.zeros(4 + more_sums, dtype=torch.float64, device=device)
         for output in outputs:
-            totals[:-1] += output["loss"]
+            totals[: len(output["loss"])] += output["loss"]
+        if self.hidden is not None:  # on every stage
+            self.hidden.add_to(totals)
         local_totals = totals[:2].clone()
         totals[-1] = float(stop is not None and stop())
         dist.all_reduce(totals)
         more = [totals.new_zeros(1) if value is None else value.reshape(1) for value in (norm, scale, local)]
         numbers = torch.cat([local_totals, totals, *more]).tolist()
-        own_loss, own_tokens, loss, tokens, right, *rewards, stops, the_norm, the_scale, the_local = numbers
+        own_loss, own_tokens, loss, tokens, right, *others, stops, the_norm, the_scale, the_local = numbers
         if self.preference is None:
             self.accuracy.add(right, tokens)
         else:  # what the loss counts are pairs
-            self.accuracy.add(right, rewards[0])
-            self.preference.rewards.add(tokens, *rewards[1:])
+            self.accuracy.add(right, others[0])
+            self.preference.rewards.add(tokens, *others[1:])
+        if self.hidden is not None:
+            self.hidden.add(others[0], tokens)
         self.local_loss = own_loss / max(own_tokens, 1.0)
         scalars = the_norm, None if scale is None else the_scale, the_local
         return loss / max(tokens, 1.0), tokens, stops > 0, scalars
@@ -440,8 +445,8 @@ class MegatronEngine:
         if answers is not None:
             batch["answers"] = answers.of_token.to(self.platform.device, non_blocking=True)
         batch = own_chunks(batch, parts, number)
-        if self.said is not None:
-            self.said.expect(batch)
+        if (taught := self.teacher or self.said) is not None:
+            taught.expect(batch)
         losses = (model.build_schedule_plan if return_schedule_plan else model)(
             batch["tokens"],
             batch["position_ids"],
@@ -457,13 +462,6 @@ class MegatronEngine:
 
 def _is_finite(loss: float, norm: float | None) -> bool:
     return math.isfinite(loss) and norm is not None and math.isfinite(norm)
-
-
-def _as_in_the_whole_model(module: RecipeGPTModel) -> Iterator[tuple[str, torch.Tensor]]:
-    numbers = [layer.layer_number - 1 for layer in module.decoder.layers]
-    for name, tensor in named_gradients(module):
-        local = re.match(r"decoder\.layers\.(\d+)(.*)", name)
-        yield f"decoder.layers.{numbers[int(local[1])]}{local[2]}" if local else name, tensor
 
 
 def _sum_over_tokens(

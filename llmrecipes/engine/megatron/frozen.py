@@ -77,17 +77,21 @@ class FrozenModel:
         if self.plan.layout.pipeline_model_parallel_size == 1:
             return self._one_by_one(batches, within)
         step = list(islice(batches, number))
-        self.kept.clear()
+        self.forget()
         with within():
             self.passes(step)
         return iter(step)
 
     def _one_by_one(self, batches: Iterator[Batch], within: Within) -> Iterator[Batch]:
         for batch in batches:
-            self.kept.clear()
+            self.forget()
             with within():
                 self.passes([batch])
             yield batch
+
+    def forget(self) -> None:
+        """Drop what is left of earlier passes."""
+        self.kept.clear()
 
     @torch.no_grad()
     def passes(self, batches: Sequence[Batch]) -> None:
