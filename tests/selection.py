@@ -18,10 +18,11 @@ TESTS = Path(__file__).parent
 VERSION = (
     "dist/test_accuracy", "dist/test_checkpoint_scale", "dist/test_ema", "dist/test_evaluating", "dist/test_hf_",
     "dist/test_keep_zeros", "dist/test_layouts", "dist/test_layer_norms", "dist/test_local_checkpoints",
+    "dist/test_loss_by_source",
     "dist/test_precomputed",
     "dist/test_megatron_lm", "dist/test_older_checkpoints", "dist/test_resume_state", "dist/test_waiting",
     "dist/test_zero", "unit/test_checkpoint_", "unit/test_coordinates", "unit/test_data_batches",
-    "unit/test_data_curriculum", "unit/test_data_prepare",
+    "unit/test_data_curriculum", "unit/test_data_prepare", "unit/test_data_valid_sources",
     "unit/test_dryrun", "unit/test_engine_", "unit/test_generate", "unit/test_hf_export",
     "unit/test_hf_import", "unit/test_lora_", "unit/test_model_", "unit/test_performance_page", "unit/test_plan_model",
     "unit/test_plan_placement", "unit/test_plan_ranks", "unit/test_platform", "unit/test_recipe_effects",

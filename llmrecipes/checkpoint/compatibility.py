@@ -55,6 +55,7 @@ FREE = (
     "data.num_workers",
     "data.prefetch_factor",
     "data.pin_memory",
+    "data.multiple_validation_sets",
     "faults",
 )
 """Keys, and sections with all their keys, that may differ from the recipe that wrote a checkpoint."""
@@ -79,7 +80,8 @@ def compatibility(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[Diffe
         now: the resolved recipe of this command, as nested dicts.
         then: the recipe the run was started with.
     """
-    return [difference for difference in differences(now, then) if not _is_free(difference.key)]
+    changes = differences(now, then)
+    return [change for change in changes if not _is_free(change.key) and not _is_a_label(change)]
 
 
 def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[Difference]:
@@ -131,6 +133,14 @@ def require_readable(entry: Entry, engine: str) -> None:
 
 def _is_free(key: str) -> bool:
     return any(key == free or key.startswith(f"{free}.") for free in FREE)
+
+
+def _is_a_label(difference: Difference) -> bool:
+    """Whether only names of sources in metrics differ."""
+    if difference.key != "data.sources" or not isinstance(difference.then, list):
+        return False
+    then, now = ([{**source, "label": None} for source in sources] for sources in (difference.then, difference.now))
+    return then == now
 
 
 def _flat(recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,9 @@ from llmrecipes.units import MIB
 from llmrecipes.workflow.features import SpeedReport
 from llmrecipes.workflow.plan import Preparation
 
+_PASSES = 3
+"""Forward passes that take as long as a step; more where activations are recomputed."""
+
 
 def as_dict(
     loaded: Loaded,
@@ -77,7 +80,8 @@ def print_plan(
         show(f"# {loaded.path}, sha256 {loaded.hash[:12]}", to_yaml(loaded.recipe))
     measure = command_line("bench step", asked[0], overrides=asked[1:])
     time = _time(loaded.recipe, plan, cluster, step_seconds, measure, predicted)
-    values = [*rows(plan), *_preparation(loaded.recipe, data), *_communication(plan, sent), *time]
+    held_out = _held_out(loaded.recipe)
+    values = [*rows(plan), *_preparation(loaded.recipe, data), *held_out, *_communication(plan, sent), *time]
     show(f"Plan on {machine(cluster)}", TextTable([("what", "value", "from"), *values], right=(1,)))
     configured = configuration(plan)
     if configured is not None:
@@ -98,6 +102,20 @@ def _preparation(recipe: Recipe, data: Preparation | None) -> list[tuple[str, st
         ),
         ("time to prepare", duration(data.seconds), f"on {data.cores:g} cores of one node, assuming {rate}"),
     ]
+
+
+def _held_out(recipe: Recipe) -> list[tuple[str, str, str]]:
+    """What an evaluation of several held-out sets takes, where there are several."""
+    data, train = recipe.data, recipe.train
+    parts = len(data.sources) if data.multiple_validation_sets else 0
+    sets = bool(data.split[1]) + len(data.valid_sources) + parts
+    if sets < 2:
+        return []
+    batches = sets * train.eval_iters
+    share = batches / train.eval_interval / _PASSES
+    often = f"every {train.eval_interval:,} steps"
+    note = f"at most, of {sets} held-out sets {often}; about {share:.1%} of the time of all steps"
+    return [("global batches of an evaluation", f"{batches:,}", note)]
 
 
 def _communication(plan: Plan, sent: Communication | None) -> list[tuple[str, str, str]]:

@@ -27,6 +27,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, si
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 PRECOMPUTED = ("reference", "teacher_ids", "teacher_logits")
 """Further keys of samples with what a frozen model says of them (`data.precomputed`)."""
+SOURCE = "source"
+"""Further key of samples that have the number of their source (`data.by_source`)."""
 _SECONDS_TO_END = 5.0
 """Seconds that a process may take to exit after its connection closes."""
 
@@ -151,7 +153,8 @@ def batches(
         sizes: of the global batches, where they differ; None: all have `global_batch_size`.
 
     Yields:
-        `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each [micro_batch_size, seq_length].
+        `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each [micro_batch_size, seq_length]; of
+        samples with their source also `source` (int64), [micro_batch_size].
 
     Raises:
         ReaderLost: a worker process was killed.
@@ -254,7 +257,7 @@ def collate(samples: list[Any]) -> dict[str, torch.Tensor] | OSError | UserError
     for sample in samples:
         if isinstance(sample, OSError | UserError):
             return sample
-    keys = (*KEYS, *(key for key in PRECOMPUTED if key in samples[0]))
+    keys = (*KEYS, *(key for key in (*PRECOMPUTED, SOURCE) if key in samples[0]))
     return {key: torch.stack([sample[key] for sample in samples]) for key in keys}
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ from llmrecipes.data.prepared import (
     Prepared,
     check_index,
     drawn_samples,
+    drawn_sources,
     index_folder,
     index_usable,
     require_training,
@@ -77,7 +79,7 @@ def load(
     if split == "train":
         require_training(recipe, prepared)
     shares = train_weights(recipe, prepared) if split == "train" else prepared.weights
-    usable = [n for n in prepared.usable(split, recipe.model.seq_length) if shares[n]]
+    usable = drawn_sources(recipe, prepared, split)
     if not usable:
         return None
     total = sum(shares[n] for n in usable)
@@ -264,7 +266,7 @@ class ConversationFile:
         return ids, self._answers.read(np.uint8, length, place // self._dtype.itemsize)
 
 
-class ConversationDataset(Dataset[dict[str, torch.Tensor]]):
+class ConversationDataset(Dataset[dict[str, Any]]):
     """Samples of a split, in the order that `write_order` wrote.
 
     Positions begin at 0 in every conversation, and in the padding behind the last one; that is how attention knows
@@ -273,7 +275,7 @@ class ConversationDataset(Dataset[dict[str, torch.Tensor]]):
     Args:
         files: of the sources that the split has.
         packed: the sequences of each.
-        order: [samples, 2]: source and sequence of each sample.
+        order: [samples, 2]: source and sequence of each sample, whose source samples have too, as those of a blend.
         length: of a sequence.
         pad: id of the padding, whose labels the loss does not count.
     """
@@ -281,14 +283,15 @@ class ConversationDataset(Dataset[dict[str, torch.Tensor]]):
     def __init__(
         self, files: list[ConversationFile], packed: list[Packed], order: np.ndarray, length: int, pad: int
     ) -> None:
-        self._files, self._packed, self._order, self._length, self._pad = files, packed, order, length, pad
+        self.packed, self.order = packed, order
+        self._files, self._length, self._pad = files, length, pad
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self.order)
 
-    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        source, sequence = (int(value) for value in self._order[number])
-        packed = self._packed[source]
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        source, sequence = (int(value) for value in self.order[number])
+        packed = self.packed[source]
         tokens = np.full(self._length, self._pad, np.int64)
         labels = tokens.copy()
         mask = np.zeros(self._length, np.float32)
@@ -302,6 +305,7 @@ class ConversationDataset(Dataset[dict[str, torch.Tensor]]):
             start = end
         positions[start:] = np.arange(self._length - start)
         return {
+            "dataset_id": source,
             "tokens": torch.from_numpy(tokens),
             "labels": torch.from_numpy(labels),
             "loss_mask": torch.from_numpy(mask),

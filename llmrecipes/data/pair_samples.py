@@ -38,23 +38,24 @@ class PairDataset(Dataset[dict[str, torch.Tensor]]):
         self, files: list[ConversationFile], packed: list[Packed], order: np.ndarray, length: int, pad: int,
         *, packing: bool, reference: list[np.ndarray] | None = None,
     ) -> None:  # fmt: skip
-        self._files, self._packed, self._order, self._length, self._pad = files, packed, order, length, pad
+        self.packed, self.order = packed, order
+        self._files, self._length, self._pad = files, length, pad
         self._packing, self._reference = packing, reference
 
     def in_file_order(self) -> PairDataset:
         """Every sequence once, source after source."""
         pairs = [np.stack([np.full(len(packed), source), np.arange(len(packed))], 1)
-                 for source, packed in enumerate(self._packed)]  # fmt: skip
+                 for source, packed in enumerate(self.packed)]  # fmt: skip
         return PairDataset(
-            self._files, self._packed, np.concatenate(pairs), self._length, self._pad, packing=self._packing
+            self._files, self.packed, np.concatenate(pairs), self._length, self._pad, packing=self._packing
         )
 
     def pairs(self, first: int, end: int) -> np.ndarray:
         """[pairs, 2], source and number of the pairs that samples `first` to `end` - 1 have; whole pairs."""
         rows = 1 if self._packing else 2
         indices = []
-        for source, sequence in self._order[first // rows : end // rows]:
-            packed = self._packed[source]
+        for source, sequence in self.order[first // rows : end // rows]:
+            packed = self.packed[source]
             members = packed.members[packed.bounds[sequence] : packed.bounds[sequence + 1]]
             indices.append(np.stack([np.full(len(members), source), members], 1))
         return np.concatenate(indices)
@@ -62,15 +63,15 @@ class PairDataset(Dataset[dict[str, torch.Tensor]]):
     @property
     def counts(self) -> list[int]:
         """Pairs of each source."""
-        return [len(packed.members) for packed in self._packed]
+        return [len(packed.members) for packed in self.packed]
 
     def __len__(self) -> int:
-        return len(self._order) * (1 if self._packing else 2)
+        return len(self.order) * (1 if self._packing else 2)
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         place, side = (number, None) if self._packing else divmod(number, 2)
-        source, sequence = (int(each) for each in self._order[place])
-        packed = self._packed[source]
+        source, sequence = (int(value) for value in self.order[place])
+        packed = self.packed[source]
         tokens = np.full(self._length, self._pad, np.int64)
         labels = tokens.copy()
         mask = np.zeros(self._length, np.float32)

@@ -190,10 +190,11 @@ def _encoding(recipe: Recipe, part: Path, log: Callable[[str], None]) -> tuple[T
         template = templates.of_recipe(recipe)  # and a missing template
         (part / templates.NAME).write_text(template.source, encoding="utf-8")
     tokenizer = _tokenizer(recipe, steps, part, log)
-    for number, source in enumerate(recipe.data.sources):
-        if source.tokenized:
-            opened = read(part / TOKENIZER, tokenizer.eod, tokenizer.sha256)
-            token_sets.check_tokenizer(number, source, opened, log)
+    for section in (recipe.data.sources, recipe.data.valid_sources):
+        for number, source in enumerate(section):
+            if source.tokenized:
+                opened = read(part / TOKENIZER, tokenizer.eod, tokenizer.sha256)
+                token_sets.check_tokenizer(number, source, opened, log)
     dtype = DType.optimal_dtype(tokenizer.vocab_size).__name__
     return tokenizer, dtype, _encoder_spec(recipe, part, tokenizer, dtype)
 

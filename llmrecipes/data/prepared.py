@@ -42,8 +42,9 @@ NOT_IN_TOKENS: dict[str, Any] = {
     "num_workers": True,
     "prefetch_factor": True,
     "pin_memory": True,
-    # How often a source is drawn from: part of the sample order (`index_folder`).
-    "sources": {"__all__": {"weight"}},
+    # How often a source is drawn from: part of the sample order (`index_folder`). And its name in metrics.
+    "sources": {"__all__": {"weight", "label"}},
+    "multiple_validation_sets": True,
     # How they are put into sequences: too.
     "chat": {"packing"},
     # How samples are ordered: too.
@@ -310,6 +311,15 @@ def train_weights(recipe: Recipe, prepared: Prepared) -> tuple[float, ...]:
     """Weights of the sources in training: those of the stage, if it has some."""
     span = span_of(recipe)
     return prepared.weights if span is None or span.weights is None else span.weights
+
+
+def drawn_sources(recipe: Recipe, prepared: Prepared, split: Split) -> list[int]:
+    """Numbers of the sources that a split draws from, in the order of its blend."""
+    usable = prepared.usable(split, recipe.model.seq_length)
+    if recipe.data.chat is not None:
+        return usable
+    shares = train_weights(recipe, prepared) if split == "train" else prepared.weights
+    return [number for number in usable if shares[number]]
 
 
 def index_folder(recipe: Recipe, prepared: Prepared) -> Path:

@@ -7,6 +7,7 @@ everything.
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 import time
@@ -25,12 +26,14 @@ from llmrecipes.data.corpus import EncoderSpec, Tally
 from llmrecipes.data.documents import TokenFile, without_end
 from llmrecipes.data.manifest import IDX_DTYPES, IDX_HEADER, IDX_MAGIC, Counts
 from llmrecipes.data.prepared import HeldOutSplit
+from llmrecipes.data.rows import section
 from llmrecipes.data.sources import files, label
 from llmrecipes.data.split import Split, digest
-from llmrecipes.data.steps import DUPLICATES, EMPTY, Document, Dropped, Seen
+from llmrecipes.data.steps import DUPLICATES, EMPTY, VALID_SOURCES, Document, Dropped, Seen
 from llmrecipes.data.tokenizer import TextTokenizer, read
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Source
+from llmrecipes.recipe.source import ValidSource
 from llmrecipes.units import GIB
 from llmrecipes.untrusted import open_file
 
@@ -201,7 +204,7 @@ def check_tokenizer(number: int, source: Source, tokenizer: TextTokenizer, log: 
                 compared += 1
                 again = tokenizer.encode(tokenizer.decode(begin))
                 different += again[:same] != begin[:same]
-    where = f"data.sources[{number}]"
+    where = f"{section(source)}[{number}]"
     if different > _MOST_DIFFERENT * compared:
         raise UserError(
             f"{different} of {compared} documents of {label(source)!r} are other tokens when they are encoded again",
@@ -297,7 +300,7 @@ def write_set(
         UserError: the set is damaged, or an id is outside the vocabulary.
     """
     token_set, tokenizer = open_set(source), read(spec.tokenizer, spec.eod, spec.identity)
-    tally, tokens = Tally(), 0
+    tally, tokens, held_out = Tally(), 0, _held_out(spec)
     linked: dict[Split, LinkedPart] = {}
     copied: dict[Split, CopiedPart] = {}
     in_place = token_set.dtype == spec.dtype
@@ -311,11 +314,15 @@ def write_set(
         tally.read += 1
         length = len(ids)
         _require_ids(token_set, start, ids, tokenizer.vocab_size)
-        if length == 0 or (length == 1 and ids[0] == spec.eod):
+        if _is_empty(ids, spec.eod):
             tally.dropped[EMPTY] += 1
             continue
         as_stored = ids.astype(spec.dtype, copy=False)
         identity = digest(as_stored.tobytes())
+        if identity in held_out:
+            tally.dropped[VALID_SOURCES] += 1
+            tally.rules[f"{VALID_SOURCES}.{held_out[identity]}"] += 1
+            continue
         split, text = spec.steps.rule.of(identity), b""
         if split != "train":
             text = tokenizer.decode(without_end(ids, spec.eod)).encode()
@@ -340,6 +347,36 @@ def write_set(
             left = duration((token_set.tokens - start - length) / rate)
             log(f"{label(source)}: {start + length:,} of {token_set.tokens:,} tokens read; about {left} left")
     return tally, linked
+
+
+def documents(source: ValidSource, spec: EncoderSpec) -> Iterator[tuple[np.ndarray, bytes, int]]:
+    """The documents of a held-out set: ids of the folder's type, their hash, and bytes of the decoded text.
+
+    Raises:
+        UserError: the set is damaged, or an id is outside the vocabulary.
+    """
+    token_set, tokenizer = open_set(source), read(spec.tokenizer, spec.eod, spec.identity)
+    for start, ids in token_set.read(0, token_set.documents):
+        _require_ids(token_set, start, ids, tokenizer.vocab_size)
+        if not _is_empty(ids, spec.eod):
+            stored = ids.astype(spec.dtype, copy=False)
+            yield stored, digest(stored.tobytes()), len(tokenizer.decode(without_end(ids, spec.eod)).encode())
+
+
+def _held_out(spec: EncoderSpec) -> dict[bytes, str]:
+    """Labels of the held-out sets of tokens, by the hashes of all of their documents."""
+    settings = next((value for name, _, value in spec.steps.steps if name == VALID_SOURCES), '{"sets": []}')
+    labels = dict[bytes, str]()
+    for source in map(ValidSource.model_validate, json.loads(settings)["sets"]):
+        if source.tokenized:
+            token_set = open_set(source)
+            for _, ids in token_set.read(0, token_set.documents):
+                labels.setdefault(digest(ids.astype(spec.dtype, copy=False).tobytes()), source.label)
+    return labels
+
+
+def _is_empty(ids: np.ndarray, eod: int) -> bool:
+    return len(ids) == 0 or (len(ids) == 1 and int(ids[0]) == eod)
 
 
 def _require_ids(token_set: TokenSet, start: int, ids: np.ndarray, vocab_size: int) -> None:

@@ -13,10 +13,9 @@ import numpy as np
 from llmrecipes.data import sources
 from llmrecipes.data.copies import Duplicates, NearDuplicates
 from llmrecipes.data.corpus import EncoderSpec
-from llmrecipes.data.encode import encoder
+from llmrecipes.data.encode import Encode, encoder
 from llmrecipes.data.infilling import cut, encode_cut
 from llmrecipes.data.manifest import Counts, valid_stem
-from llmrecipes.data.prepared import Prepared
 from llmrecipes.data.split import digest
 from llmrecipes.data.steps import Step
 from llmrecipes.errors import UserError
@@ -39,7 +38,8 @@ def excluding(sets: list[dict[str, Any]], near: dict[str, Any] | None) -> Step:
     labels: dict[bytes, str] = {}
     copies = {set_["label"]: NearDuplicates(**near) for set_ in sets} if near else {}
     for set_ in sets:
-        for text in _texts(ValidSource.model_validate(set_)):
+        source = ValidSource.model_validate(set_)
+        for text in () if source.tokenized else _texts(source):
             labels.setdefault(equal.mark(text), set_["label"])
             if near:
                 copies[set_["label"]].add(copies[set_["label"]].mark(text))
@@ -57,7 +57,7 @@ def excluding(sets: list[dict[str, Any]], near: dict[str, Any] | None) -> Step:
 
 
 def write_sets(folder: Path, sets: tuple[ValidSource, ...], spec: EncoderSpec, seq_length: int) -> dict[str, Counts]:
-    """Tokenize the sets, in this process; documents stay as they are.
+    """Tokenize the sets, in this process; documents stay as they are. Sets of tokens are copied.
 
     Args:
         folder: receives `valid-LABEL.bin` and `.idx`, and `.sha256` with a hash of each document.
@@ -69,9 +69,11 @@ def write_sets(folder: Path, sets: tuple[ValidSource, ...], spec: EncoderSpec, s
         What was written, by label.
 
     Raises:
-        UserError: a set is shorter than one sequence.
+        UserError: a set is shorter than one sequence, or a set of tokens is damaged.
     """
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    from llmrecipes.data.token_sets import documents as stored
 
     encode = encoder(spec.tokenizer.read_text(encoding="utf-8"), spec.eod, spec.dtype, by_word=spec.by_word)
     written: dict[str, Counts] = {}
@@ -82,23 +84,13 @@ def write_sets(folder: Path, sets: tuple[ValidSource, ...], spec: EncoderSpec, s
             builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.dtype(spec.dtype).type)
             stack.callback(builder.data_file.close)
             digests = stack.enter_context(Path(f"{prefix}.sha256").open("wb"))
-            for batch in _batches(_texts(held_out)):
-                start = 0
-                if spec.fim is not None and held_out.fim_rate:
-                    fim = spec.fim
-                    cuts = [cut(len(t.decode()), digest(t), held_out.fim_rate, fim.spm_rate, fim.seed) for t in batch]
-                    encoded = encode_cut(batch, cuts, fim.ids, encode)
-                else:
-                    encoded = encode(batch)
-                ids = np.frombuffer(encoded.ids, spec.dtype)
-                for text, length in zip(batch, encoded.lengths, strict=True):
-                    if held_out.max_tokens is not None and tokens >= held_out.max_tokens:
-                        break
-                    builder.add_document(ids[start : start + length], [length])
-                    digests.write(digest(text))
-                    documents, tokens, size, start = documents + 1, tokens + length, size + len(text), start + length
+            read = stored(held_out, spec) if held_out.tokenized else _encoded(held_out, spec, encode)
+            for ids, identity, bytes_of_text in read:
                 if held_out.max_tokens is not None and tokens >= held_out.max_tokens:
                     break
+                builder.add_document(ids, [len(ids)])
+                digests.write(identity)
+                documents, tokens, size = documents + 1, tokens + len(ids), size + bytes_of_text
             builder.finalize(f"{prefix}.idx")
         if tokens <= seq_length:
             raise UserError(
@@ -111,9 +103,23 @@ def write_sets(folder: Path, sets: tuple[ValidSource, ...], spec: EncoderSpec, s
     return written
 
 
-def bits_per_byte(loss: float, prepared: Prepared, label: str) -> float:
-    """A mean loss on a held-out set, in nats per token, as bits per byte of its text."""
-    counts = prepared.manifest.valid_sources[label]
+def _encoded(source: ValidSource, spec: EncoderSpec, encode: Encode) -> Iterator[tuple[np.ndarray, bytes, int]]:
+    """The documents of a set of texts: ids, hash of the text, and its bytes."""
+    fim = spec.fim
+    for batch in _batches(_texts(source)):
+        if fim is not None and source.fim_rate:
+            cuts = [cut(len(t.decode()), digest(t), source.fim_rate, fim.spm_rate, fim.seed) for t in batch]
+            encoded = encode_cut(batch, cuts, fim.ids, encode)
+        else:
+            encoded = encode(batch)
+        ids, start = np.frombuffer(encoded.ids, spec.dtype), 0
+        for text, length in zip(batch, encoded.lengths, strict=True):
+            yield ids[start : start + length], digest(text), len(text)
+            start += length
+
+
+def bits_per_byte(loss: float, counts: Counts) -> float:
+    """A mean loss in nats per token, as bits per byte of the text that has these counts."""
     return loss / math.log(2) * counts.tokens / counts.bytes
 
 

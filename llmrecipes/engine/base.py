@@ -17,15 +17,7 @@ import torch.distributed as dist
 
 from llmrecipes.checkpoint.state_format import CheckpointFormat, StateDict, Written
 from llmrecipes.checkpoint.store import Entry
-from llmrecipes.engine.meters import (
-    AccuracyMeter,
-    BalanceCounter,
-    DistanceMeter,
-    Importance,
-    LayerMeasurements,
-    LayerMeter,
-    RewardMeter,
-)
+from llmrecipes.engine import meters
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.faults.numerics import BadParameter
 from llmrecipes.hardware.profile import Group
@@ -34,7 +26,8 @@ from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
 
 Batch = dict[str, torch.Tensor]
-"""`tokens`, `labels`, `loss_mask` and `position_ids` of a micro-batch, each [micro_batch_size, seq_length]."""
+"""`tokens`, `labels`, `loss_mask` and `position_ids` of a micro-batch, each [micro_batch_size, seq_length]; with
+`tracking.loss_by_source` also `source`, [micro_batch_size]."""
 
 StopCheck = Callable[[], bool]
 """Whether this rank has to stop."""
@@ -103,6 +96,8 @@ class Progress:
     recent_losses: tuple[float, ...] = ()
     """Of the last steps, if spikes are acted upon (`faults.loss_spike_window`)."""
     recent_norms: tuple[float, ...] = ()
+    source_sums: tuple[float, ...] = ()
+    """Summed loss of each source and tokens of each, of the steps since the last report (`tracking.loss_by_source`)."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +135,7 @@ class StepResult:
     """What was computed first, if that was not finite and the step was computed again (`faults.rerun_mode`)."""
     is_local: bool = False
     """Of a result that is not finite: whether this rank's loss, or its gradients before they were reduced, are not."""
-    layers: LayerMeasurements | None = None
+    layers: meters.LayerMeasurements | None = None
     """None: no step was measured since the last result."""
 
 
@@ -194,23 +189,27 @@ class Engine(Protocol):
     """This rank's part of the last loss."""
 
     @property
-    def balance(self) -> BalanceCounter | None:
+    def balance(self) -> meters.BalanceCounter | None:
         """None for a dense model."""
 
     @property
-    def accuracy(self) -> AccuracyMeter | None:
+    def accuracy(self) -> meters.AccuracyMeter | None:
         """None if the engine does not measure it."""
 
     @property
-    def rewards(self) -> RewardMeter | None:
+    def rewards(self) -> meters.RewardMeter | None:
         """None if the recipe does not compare pairs."""
 
     @property
-    def hidden(self) -> DistanceMeter | None:
+    def hidden(self) -> meters.DistanceMeter | None:
         """None if the recipe does not compare hidden states."""
 
     @property
-    def layers(self) -> LayerMeter | None:
+    def sources(self) -> meters.SourceMeter | None:
+        """None if the engine does not sum losses by source, or the recipe does not want it."""
+
+    @property
+    def layers(self) -> meters.LayerMeter | None:
         """None if the engine does not measure layers, or the recipe does not want it."""
 
     @property
@@ -383,7 +382,9 @@ class Backend(Protocol):
     def upcycle(self, dense: Plan, moe: Plan, platform: Platform, entry: Entry) -> Engine:
         """An MoE engine whose experts are copies of a dense checkpoint's MLP; in one process."""
 
-    def importance(self, plan: Plan, platform: Platform, entry: Entry, batches: Iterable[torch.Tensor]) -> Importance:
+    def importance(
+        self, plan: Plan, platform: Platform, entry: Entry, batches: Iterable[torch.Tensor]
+    ) -> meters.Importance:
         """How much the parts of a checkpoint's model contribute on batches [b, s] of token ids; in one process."""
 
     def write_weights(self, plan: Plan, weights: WeightSource, directory: Path) -> tuple[Written, dict[str, str]]:

@@ -68,6 +68,17 @@ class DistanceMeter(Protocol):
         none."""
 
 
+class SourceMeter(Protocol):
+    """Sums the training loss by source of the blend (`tracking.loss_by_source`)."""
+
+    def start(self) -> None:
+        """Begin with nothing; all ranks have to."""
+
+    def take(self) -> tuple[float, ...]:
+        """Of the global batches since `start`, the same on all ranks: summed loss of each source in nats, then tokens
+        of each."""
+
+
 class BalanceCounter(Protocol):
     """Counts routed tokens between `start` and `collect`; no cost otherwise."""
 

@@ -10,6 +10,7 @@ from llmrecipes.recipe.data_steps import JUDGES, LANGUAGES, REQUIRED, STEPS, Ste
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.plugins import DataStep, declared
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.source import source_names
 
 
 def held_out_sets(recipe: Recipe) -> Iterator[Problem]:
@@ -38,6 +39,37 @@ def held_out_sets(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
+def by_source(recipe: Recipe) -> Iterator[Problem]:
+    """Names that two curves would share, and what has no loss by source."""
+    data, tracking = recipe.data, recipe.tracking
+    used = data.multiple_validation_sets or tracking.loss_by_source
+    names = source_names(data.sources) if used else [source.label for source in data.sources]
+    counts = Counter([*names, *(held_out.label for held_out in data.valid_sources)])
+    for number, (name, source) in enumerate(zip(names, data.sources, strict=True)):
+        if name is not None and counts[name] > 1:
+            origin = "" if source.label else ", which is made of its path,"
+            yield Problem(
+                f"data.sources.{number}.label",
+                f"{name!r}{origin} appears {counts[name]} times among data.sources and data.valid_sources",
+                "the label of a source names its metrics, so it is unique",
+                "set another label",
+            )
+    if data.multiple_validation_sets and not data.split[1]:
+        yield Problem(
+            "data.multiple_validation_sets",
+            "true, and data.split has no valid split",
+            "it evaluates the valid split of each source",
+            "data.split 98,1,1, or leave it out",
+        )
+    if tracking.loss_by_source and recipe.dpo is not None:
+        yield Problem(
+            "tracking.loss_by_source",
+            "true with dpo",
+            "the loss of pairs compares two answers, and is not summed by source",
+            "leave it out; data.multiple_validation_sets works",
+        )
+
+
 def row_labels(recipe: Recipe) -> Iterator[Problem]:
     """A column of labels without a label, and of sources without columns."""
     for section in ("sources", "valid_sources"):
@@ -63,13 +95,14 @@ def row_labels(recipe: Recipe) -> Iterator[Problem]:
 def token_sets(recipe: Recipe) -> Iterator[Problem]:
     """What needs the text of documents, where a source has only tokens."""
     data = recipe.data
+    texts = [number for number, source in enumerate(data.sources) if not source.tokenized]
     for number, each in enumerate(data.valid_sources):
-        if each.tokenized:
+        if each.tokenized and texts:
             yield Problem(
                 f"data.valid_sources.{number}.type",
-                each.type,
-                "a held-out set is text: its documents are kept out of the sources by their text",
-                "name text, or take documents of the source by data.split",
+                f"{each.type}, and data.sources.{texts[0]} is text",
+                "the documents of a held-out set are kept out of the sources by their ids or by their text",
+                "a set of text, sources of tokens only, or documents of the source by data.split",
             )
     numbers = [number for number, each in enumerate(data.sources) if each.tokenized]
     if not numbers:
@@ -82,8 +115,11 @@ def token_sets(recipe: Recipe) -> Iterator[Problem]:
             "the tokenizer of a recipe is the one that made the tokens of its sources",
             "type: huggingface, with the path of that tokenizer",
         )
-    for number in numbers:
-        source, key = data.sources[number], f"data.sources.{number}"
+    every = [(f"data.sources.{number}", each) for number, each in enumerate(data.sources)]
+    every += [(f"data.valid_sources.{number}", each) for number, each in enumerate(data.valid_sources)]
+    for key, source in every:
+        if not source.tokenized:
+            continue
         path = source.path or ""
         if path.endswith((".bin", ".idx")) or "*" in path or "://" in path:
             yield Problem(
@@ -99,7 +135,7 @@ def token_sets(recipe: Recipe) -> Iterator[Problem]:
                 )
     keys = [name for name in declared(type(data), DataStep) if getattr(data, name) is not None]
     keys += [f"steps.{n}.type" for n, step in enumerate(data.steps) if not STEPS[step.type].weighs]
-    keys += ["valid_sources"] if data.valid_sources else []
+    keys += [f"valid_sources.{n}.type" for n, each in enumerate(data.valid_sources) if not each.tokenized]
     keys += ["curriculum.score"] if data.curriculum and data.curriculum.score != "length" else []
     for name in keys:
         yield Problem(
@@ -113,17 +149,19 @@ def token_sets(recipe: Recipe) -> Iterator[Problem]:
 def monitored(recipe: Recipe) -> Iterator[Problem]:
     """What a run that goes by its held-out loss needs."""
     train, labels = recipe.train, [held_out.label for held_out in recipe.data.valid_sources]
+    sets = [*labels, *(source_names(recipe.data.sources) if recipe.data.multiple_validation_sets else ())]
     users = {
         "train.early_stop": train.early_stop is not None,
         "train.target_loss": train.target_loss is not None,
         "checkpoint.keep_best": recipe.checkpoint.keep_best,
     }
     used = [key for key, is_used in users.items() if is_used]
-    if train.monitor is not None and train.monitor not in labels:
+    if train.monitor is not None and train.monitor not in sets:
         yield Problem(
             "train.monitor",
             f"{train.monitor!r} is not the label of a set",
-            f"a label of data.valid_sources: {', '.join(labels) or 'there is none'}",
+            "a label of data.valid_sources, or with data.multiple_validation_sets the name of a source: "
+            + (", ".join(sets) or "there is none"),
             "one of them, or leave monitor out for the valid split",
         )
     if train.monitor is not None and not used:

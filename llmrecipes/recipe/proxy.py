@@ -370,7 +370,7 @@ def _data(data: Data, model: Model) -> Data:
     return data.model_copy(
         update={
             **{name: type(data).model_fields[name].default for name in steps},
-            "valid_sources": tuple(source for source in data.valid_sources if source.type != "hub"),
+            "valid_sources": tuple(s for s in data.valid_sources if s.type != "hub" and not s.tokenized),
             "sources": local or (Source(type="docstrings" if data.chat else "stdlib"),),
             "chat": data.chat and rehearsed_chat(data.chat, model.seq_length),
             "tokenizer": data.tokenizer.model_copy(update={"type": "bpe", "path": None, "revision": None}),

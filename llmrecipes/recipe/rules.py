@@ -471,6 +471,7 @@ _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     unknown_engine, _heads, _positions, optimizer_rules.learning_rate, optimizer_rules.schedule, optimizer_rules.groups,
     batch_rules.rules, recompute.rules,
     _loss_chunks, _loss_scale, _overlap, _sources, data_rules.characters, data_rules.steps, data_rules.held_out_sets,
+    data_rules.by_source,
     data_rules.fill_in_the_middle, data_rules.row_labels, data_rules.token_sets, data_rules.monitored,
     data_rules.curriculum,
     _tokenizer, _retention, _spikes, _watchdog, _same_results, _secrets, _sink_settings,

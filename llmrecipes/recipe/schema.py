@@ -189,8 +189,8 @@ class Train(Section):
     eval_iters: PosInt = 10
     """Global batches of one evaluation."""
     monitor: str | None = None
-    """Held-out set whose loss the next two keys and `checkpoint.keep_best` go by: a label of `data.valid_sources`.
-    Unset: the valid split, or without one the first set."""
+    """Held-out set whose loss the next two keys and `checkpoint.keep_best` go by: a label of `data.valid_sources`, or
+    with `data.multiple_validation_sets` the name of a source. Unset: the valid split, or without one the first set."""
     early_stop: EarlyStop | None = None
     target_loss: PosFloat | None = None
     """End the run after an evaluation with this loss or less, in nats per token; unset: never."""
@@ -269,6 +269,9 @@ class Data(Section):
     """Sources of documents."""
     valid_sources: ValidSources = ()
     """Held-out sets besides the valid split: each is evaluated by itself, and its documents are not trained on."""
+    multiple_validation_sets: bool = False
+    """Evaluate the valid split of every source separately too, on up to `train.eval_iters` batches of each, as
+    `--multiple-validation-sets` of Megatron-LM: `valid_source_loss` by label."""
     tokenizer: Tokenizer = Tokenizer()
     """Tokenizer of all sources."""
     chat: Chat | None = None
@@ -372,6 +375,9 @@ class Tracking(Section):
     """Carbon intensity of the electricity, where no cluster profile has one in `costs`; unset: no carbon then."""
     system_metrics_interval: PosFloat | None = 10.0
     """Seconds between samples of CPU, memory, disk, network and GPU load in MLflow and W&B; null disables them."""
+    loss_by_source: bool = False
+    """Sum the training loss by source of the blend, with the loss and without a further message: `source_loss` by
+    label, of about ten steps at a time."""
     layers_interval: PosInt | None = None
     """Steps between measurements of every layer: norms of gradients, weights and updates by kind of parameter, size of
     its output, largest attention logit; and histograms. Rounded up to a multiple of `train.log_interval`."""

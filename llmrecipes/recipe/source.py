@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -11,6 +13,10 @@ from llmrecipes.recipe.section import NonNegInt, PosFloat, PosInt, Section
 EMBEDDED = ("stdlib", "docstrings", "machine")
 """Types of sources that have no path: what is on every machine."""
 Share = Annotated[float, Field(ge=0, le=1)]
+LABEL = r"^[a-z0-9][a-z0-9_-]*$"
+LONGEST_LABEL = 40
+Label = Annotated[str, Field(pattern=LABEL, max_length=LONGEST_LABEL)]
+_SUFFIXES = re.compile(r"(\.(jsonl?|parquet|txt|gz|zst|xz|bz2))+$")
 
 
 class Source(Section):
@@ -40,6 +46,9 @@ class Source(Section):
     are read. Sources of the same files with other labels are blended, or balanced, by label."""
     label_value: str | None = None
     """Label of the rows that are read; of a number or a truth value its text in Python, such as `3` or `True`."""
+    label: Label | None = None
+    """Its name in metrics by source (`data.multiple_validation_sets`, `tracking.loss_by_source`); unset: made of its
+    path, such as `web` of `corpora/web/*.jsonl`."""
     weight: PosFloat = 1.0
     """Share of training samples drawn from this source, relative to the other sources' weights."""
     max_tokens: PosInt | None = None
@@ -58,8 +67,22 @@ class Source(Section):
 class ValidSource(Source):
     """A held-out set, evaluated on `train.eval_iters` batches. It has no weight, and `data.steps` do not change it."""
 
-    label: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=40)]
+    label: Label
     """Its name in metrics: `valid_source_loss` by label."""
+
+
+def source_names(sources: Sequence[Source]) -> tuple[str, ...]:
+    """The name of each source in metrics: its label, or one made of its path. `data_rules` refuses equal ones where
+    they are used."""
+    return tuple(source.label or _name_of(source) for source in sources)
+
+
+def _name_of(source: Source) -> str:
+    """The last part of the path without wildcards, with what else tells sources of one path apart."""
+    parts = [part for part in re.split(r"[/\\]", source.path or "") if part and not set(part) & set("*?[]{}")]
+    words = [_SUFFIXES.sub("", parts[-1]) if parts else source.type, source.name, source.label_value]
+    text = re.sub(r"[^a-z0-9_-]+", "-", "-".join(word for word in words if word).lower()).strip("-_")
+    return text[:LONGEST_LABEL] or source.type
 
 
 class Curriculum(Section):

@@ -23,7 +23,7 @@ MOST_NOTES = 2000
 """Notes of one event that are kept; the others are counted."""
 MOST_COLUMNS = 4096
 """Names of numbers; those that come later are left out."""
-_NOT_SERIES = {"step", "experts", "histograms", "skipped", "non_finite"}
+_NOT_SERIES = {"step", "experts", "histograms", "source_loss", "skipped", "non_finite"}
 
 
 @dataclass
@@ -55,6 +55,7 @@ class Records:
         events: how often there was each.
         experts: balance of the layers with experts (`tracking.events.LayerBalance`), in samples.
         histograms: of gradients and weights (`StepMetrics.histograms`), in samples.
+        source_losses: training loss by source (`StepMetrics.source_loss`), in samples.
         samples: other lists by name, in samples.
         texts: how often a name had each text, such as the node of an extreme.
         skipped: steps whose update was left out.
@@ -68,6 +69,7 @@ class Records:
     events: Counter[str] = field(default_factory=Counter)
     experts: Samples = field(default_factory=Samples)
     histograms: Samples = field(default_factory=Samples)
+    source_losses: Samples = field(default_factory=Samples)
     samples: dict[str, Samples] = field(default_factory=dict)
     texts: dict[str, Counter[str]] = field(default_factory=dict)
     skipped: list[int] = field(default_factory=list)
@@ -137,6 +139,8 @@ class Records:
             self.experts.add(step, balance)
         if isinstance(histograms := record.get("histograms"), dict):
             self.histograms.add(step, histograms)
+        if isinstance(losses := record.get("source_loss"), dict):
+            self.source_losses.add(step, losses)
 
     def _nested(self, name: str, place: int, step: int, value: Any) -> None:
         if isinstance(value, dict):

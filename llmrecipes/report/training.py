@@ -31,6 +31,10 @@ STATES = {
     "unknown": "in an unknown state: status.json is missing or cannot be read",
 }
 TASK_CURVES = 24
+MOST_CURVES = 12
+"""Curves of one figure."""
+Points = dict[str, list[tuple[int, float]]]
+"""By label, steps and values."""
 STARTS_SHOWN = 100
 
 
@@ -154,6 +158,7 @@ def loss(material: Material) -> str:
         charts.curves("Loss", lines, unit="nats a token", **options),
         charts.curves("Tokens predicted right", accuracy, unit="share") if accuracy else "",
         series(material, "Distance of hidden states to the teacher's", [("hidden_distance", "mean over layers")]),
+        *_by_label("Training loss by source", _by_source(material.records.source_losses.kept), unit="nats a token"),
         series(material, "Gradient norm before clipping", [("grad_norm", "gradient norm")]),
         series(material, "Learning rate", [("lr", "learning rate")]),
         series(material, "Loss scale (fp16)", [("loss_scale", "loss scale")]),
@@ -190,7 +195,9 @@ def held_out(material: Material) -> str:
         drawn.append(charts.curves("Held-out text", [line], unit="bits per byte; lower is better"))
     if line := _held_out(material, "valid_loss", "loss"):
         drawn.append(charts.curves("Held-out loss", [line], unit="nats a token"))
-    drawn += [charts.curves(title, lines) for title, lines in _by_source(material)]
+    by_source = _evaluated_by_source(material)
+    for name, points in by_source.items():
+        drawn += _by_label(f"{name.replace('_', ' ')}, by source", points)
     drawn += [charts.curves(f"Task {name}", [line]) for name, line in _tasks(material)[:TASK_CURVES]]
     if not any(drawn):
         return nothing(
@@ -198,26 +205,40 @@ def held_out(material: Material) -> str:
         )
     sources = (
         []
-        if any(_by_source(material))
-        else [nothing("There are no curves by source: evaluations score the whole split.")]
+        if by_source
+        else [nothing("There are no curves by source: data.multiple_validation_sets and data.valid_sources add them.")]
     )
     return _charts(drawn) + "".join(sources)
 
 
-def _by_source(material: Material) -> list[tuple[str, list[Line]]]:
+def _evaluated_by_source(material: Material) -> dict[str, Points]:
     """Numbers of evaluations that are kept by source: a mapping from source to number under any name."""
-    by_name: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    mappings: dict[str, list[tuple[int, dict[str, Any]]]] = {}
     for evaluation in material.records.evaluations:
         for name, values in evaluation.items():
             if isinstance(values, dict):
-                for source, value in values.items():
-                    if (one := number(value)) is not None:
-                        by_name.setdefault(name, {}).setdefault(source, []).append((evaluation["step"], one))
-    return [(f"{name.replace('_', ' ')}, by source", _lines(sources)) for name, sources in by_name.items()]
+                mappings.setdefault(name, []).append((evaluation["step"], values))
+    return {name: points for name, mapping in mappings.items() if (points := _by_source(mapping))}
+
+
+def _by_source(records: Iterable[tuple[int, dict[str, Any]]]) -> Points:
+    points: Points = {}
+    for step, values in records:
+        for source, value in values.items():
+            if (one := number(value)) is not None:
+                points.setdefault(source, []).append((step, one))
+    return points
+
+
+def _by_label(title: str, points: Points, unit: str = "") -> list[str]:
+    """A figure with a curve of each label, of the first `MOST_CURVES`."""
+    left = len(points) - MOST_CURVES
+    note = f"The first {MOST_CURVES} of {len(points):,} by name; metrics.jsonl has all." if left > 0 else ""
+    return [charts.curves(title, _lines(points), unit=unit, note=note)] if points else []
 
 
 def _tasks(material: Material) -> list[tuple[str, Line]]:
-    points: dict[str, list[tuple[int, float]]] = {}
+    points: Points = {}
     for note in material.records.of(TASKS_EVALUATED):
         for name, value in note["details"].items():
             if (one := number(value)) is not None:
@@ -225,10 +246,10 @@ def _tasks(material: Material) -> list[tuple[str, Line]]:
     return [(name, _lines({name: at})[0]) for name, at in sorted(points.items())]
 
 
-def _lines(points: dict[str, list[tuple[int, float]]]) -> list[Line]:
+def _lines(points: Points) -> list[Line]:
     return [
         Line(name, np.array([step for step, _ in at], dtype=np.float64), np.array([y for _, y in at]), len(at) <= 100)
-        for name, at in sorted(points.items())[:12]
+        for name, at in sorted(points.items())[:MOST_CURVES]
     ]
 
 

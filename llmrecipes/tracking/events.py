@@ -40,9 +40,10 @@ VALID = ("valid_loss", "valid_bits_per_byte", "valid_token_accuracy")
 
 
 BY_SOURCE = (
-    "valid_source_loss", "valid_source_bits_per_byte", "valid_source_token_accuracy", "rewards", "valid_rewards",
+    "source_loss", "valid_source_loss", "valid_source_bits_per_byte", "valid_source_token_accuracy", "rewards",
+    "valid_rewards",
 )  # fmt: skip
-"""Metrics by the label of a held-out set, and rewards of pairs by TRL's names."""
+"""Metrics by the label of a source or held-out set, and rewards of pairs by TRL's names."""
 
 
 def source_metrics(values: Mapping[str, Any]) -> dict[str, float]:
@@ -104,6 +105,8 @@ class StepMetrics:
         token_accuracy: share of the tokens whose label was the likeliest token, 0 to 1; None if it was not counted.
         hidden_distance: between the hidden states of student and teacher (`distill.layers`), without its weight, mean
             over pairs of layers and tokens; None if there is none, or the step does not report it.
+        source_loss: `loss` of each source by label, averaged over its tokens in the steps since the last that has it
+            (`tracking.loss_by_source`); a source without a token is missing; None: not reported in this step.
         rewards: of pairs (`dpo`), means over the global batch: `chosen` and `rejected`, beta times what an answer has
             gained on the reference, `margins` between them, and `accuracies`, the share of pairs with a positive one.
         ranks: spread of each number over ranks (`tracking.spread`), by its name; of the steps since the last report up
@@ -138,6 +141,7 @@ class StepMetrics:
     experts: tuple[LayerBalance, ...] | None = None
     token_accuracy: float | None = None
     hidden_distance: float | None = None
+    source_loss: Mapping[str, float] | None = None
     rewards: Mapping[str, float] | None = None
     ranks: Mapping[str, Mapping[str, Any]] | None = None
     nodes: Mapping[str, Mapping[str, Any]] | None = None
@@ -155,8 +159,9 @@ class EvalMetrics:
         valid_loss: nats per token.
         valid_bits_per_byte: bits per byte of the text, comparable between tokenizers; None if the bytes are unknown.
         eval_seconds: wall-clock seconds of the evaluation.
-        valid_source_loss: nats per token of each set of `data.valid_sources`, by label. Without a valid split the first
-            of them is `valid_loss` too.
+        valid_source_loss: nats per token of each set of `data.valid_sources`, by label, and with
+            `data.multiple_validation_sets` of the valid split of each source. Without a valid split the first of them
+            is `valid_loss` too.
         valid_source_bits_per_byte: the same in bits per byte.
         valid_token_accuracy: share of the tokens whose label was the likeliest token; None: the engine does not count.
         valid_source_token_accuracy: the same of each set.

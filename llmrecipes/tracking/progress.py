@@ -37,6 +37,8 @@ SECONDS_BETWEEN_COUNTS = 10.0
 STEPS_FOR_TIME_LEFT = 50
 WIDE = 120
 """Terminal columns from which on all values of a step are shown."""
+MOST_SETS = 8
+"""Held-out sets whose losses are shown."""
 SHORT = ("loss", "speed", "skipped", "left")
 """Values shown on a narrower terminal."""
 
@@ -209,10 +211,12 @@ def step_parts(metrics: StepMetrics, total: int, seconds_a_step: float) -> dict[
 def eval_line(metrics: EvalMetrics, total: int) -> str:
     """One evaluation as text."""
     bits = "" if metrics.valid_bits_per_byte is None else f"  {metrics.valid_bits_per_byte:.4f} bits/byte"
-    sets = "".join(f"  {label} {loss:.4f}" for label, loss in (metrics.valid_source_loss or {}).items())
+    losses = list((metrics.valid_source_loss or {}).items())
+    sets = "".join(f"  {label} {loss:.4f}" for label, loss in losses[:MOST_SETS])
+    sets += f"  and {len(losses) - MOST_SETS} more" if len(losses) > MOST_SETS else ""
     pairs = "".join(f"  {name} {value:.3f}" for name, value in (metrics.valid_rewards or {}).items())
-    losses = f"valid loss {metrics.valid_loss:.4f}{bits}{sets}{pairs}"
-    return f"eval {metrics.step}/{total}  {losses}  in {duration(metrics.eval_seconds)}"
+    shown = f"valid loss {metrics.valid_loss:.4f}{bits}{sets}{pairs}"
+    return f"eval {metrics.step}/{total}  {shown}  in {duration(metrics.eval_seconds)}"
 
 
 def note_line(note: Note, total: int) -> str:

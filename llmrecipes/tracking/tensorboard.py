@@ -66,8 +66,8 @@ class TensorBoardSink(Sink):
             experts = expert_metrics([asdict(layer) for layer in metrics.experts or ()])
             nested = ("ranks", "nodes", "energy", "layers")
             others = spread_metrics({name: getattr(metrics, name) for name in nested})
-            rewards = source_metrics({"rewards": metrics.rewards})
-            for key, value in (experts | others | rewards).items():
+            named = source_metrics({"rewards": metrics.rewards, "source_loss": metrics.source_loss})
+            for key, value in (experts | others | named).items():
                 self._writer.add_scalar(key, value, metrics.step, metrics.time)
             for measure, kinds in (metrics.histograms or {}).items():
                 for kind, bins in kinds.items():

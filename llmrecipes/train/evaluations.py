@@ -184,7 +184,8 @@ class HeldOut(NamedTuple):
 def held_out_losses(
     engine: Engine, loaders: DataLoaders, recipe: Recipe, stop: StopRequest, beat: Beat
 ) -> tuple[dict[str, HeldOut] | None, UserError | None]:
-    """Mean losses of the valid split (`SPLIT`) and of each set of `data.valid_sources`, and their token accuracy.
+    """Mean losses of the valid split (`SPLIT`), of each set of `data.valid_sources` and with
+    `data.multiple_validation_sets` of each source's valid split, and their token accuracy.
 
     A collective of all ranks, with the same result on each.
 
@@ -204,7 +205,7 @@ def held_out_losses(
             engine.accuracy.start()
         if engine.rewards is not None:
             engine.rewards.start()
-        loss = engine.evaluate(batches, recipe.train.eval_iters, interrupted)
+        loss = engine.evaluate(batches, loaders.eval_iters.get(name, recipe.train.eval_iters), interrupted)
         accuracy = None if engine.accuracy is None else engine.accuracy.take()
         unread = first_failure(batches.failure, engine.platform.device)
         if loss is None or unread is not None:
@@ -216,7 +217,7 @@ def held_out_losses(
 def held_out_metrics(losses: dict[str, HeldOut], loaders: DataLoaders) -> dict[str, Any]:
     """The fields of `EvalMetrics` that are measured. Without a valid split, the first set stands for it."""
     sets = {name: loss for name, loss in losses.items() if name != SPLIT}
-    bits = {name: loaders.bits_per_byte_of(name, each.loss) for name, each in sets.items()}
+    bits = {name: loaders.bits_per_byte_of(name, each.loss) for name, each in sets.items() if loaders.bits_per_byte}
     counted = {name: each.accuracy for name, each in sets.items() if each.accuracy is not None}
     if SPLIT in losses:
         split = losses[SPLIT]

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 
 from llmrecipes.data import valid_sets
 from llmrecipes.data.batches import Ranges, ReaderLost, batches, read_error
+from llmrecipes.data.by_source import counts_of_parts, held_out_parts, with_source
 from llmrecipes.data.dataset import build, build_set
 from llmrecipes.data.precomputed import taught
 from llmrecipes.data.prepared import Prepared, bits_per_byte
@@ -38,7 +39,9 @@ class DataLoaders:
         train: micro-batches from a number of consumed samples on; the caller closes the generator, which ends the
             data loader processes.
         valid: the validation micro-batches, the same ones at every call; None without a validation split.
-        valid_sources: those of the sets of `data.valid_sources`, by label.
+        valid_sources: those of the sets of `data.valid_sources`, by label, and with `data.multiple_validation_sets` of
+            the valid split of each source, by its name.
+        eval_iters: global batches of an evaluation of the latter, where they are fewer than `train.eval_iters`.
         bits_per_byte: converts a validation loss in nats per token into bits per byte of the held-out text; None for
             conversations, where the loss counts only a part of the text.
         bits_per_byte_of: the same of a set, by its label.
@@ -48,6 +51,7 @@ class DataLoaders:
     valid: Callable[[], Iterator[Batch]] | None
     bits_per_byte: Callable[[float], float] | None
     valid_sources: Mapping[str, Callable[[], Iterator[Batch]]] = field(default_factory=dict)
+    eval_iters: Mapping[str, int] = field(default_factory=dict)
     bits_per_byte_of: Callable[[str, float], float] = lambda label, loss: math.nan
 
     @property
@@ -76,10 +80,23 @@ def open_loaders(recipe: Recipe, prepared: Prepared, world: World, *, pin_memory
             where=str(prepared.path),
             fix="more text in data.sources, or a smaller model.seq_length",
         )
+    if recipe.tracking.loss_by_source:
+        train = with_source(train, recipe, prepared)
     if recipe.distill is not None and recipe.distill.logits is not None and world.has_loss:
         train = taught(train, recipe, recipe.distill.logits)
     valid = build(recipe, prepared, "valid")
-    sets = {held_out.label: build_set(recipe, prepared, held_out.label) for held_out in recipe.data.valid_sources}
+    sets: dict[str, Dataset[Any]] = {
+        held_out.label: build_set(recipe, prepared, held_out.label) for held_out in recipe.data.valid_sources
+    }
+    by_source = recipe.data.multiple_validation_sets
+    parts = {} if valid is None or not by_source else held_out_parts(recipe, prepared, valid)
+    if recipe.train.monitor not in (None, *sets, *parts):
+        raise UserError(
+            f"the valid split of source {recipe.train.monitor!r} has less than one sequence",
+            where="train.monitor",
+            rule="the loss of the set that is monitored is known",
+            fix="another set, or a larger share for valid in data.split",
+        )
     span, sizes = span_of(recipe), batch_schedule(recipe)
     first = 0 if span is None else span.order[0]  # of the order of samples, whose numbers begin with 0
     earlier, sizes = sizes.samples(first), sizes.since(first)
@@ -106,9 +123,13 @@ def open_loaders(recipe: Recipe, prepared: Prepared, world: World, *, pin_memory
         valid=None if valid is None else lambda: read(valid, consumed_samples=0, num_workers=0),
         bits_per_byte=None if recipe.data.chat else partial(_bits_per_byte, prepared, recipe.model.seq_length),
         valid_sources={
-            label: partial(read, dataset, consumed_samples=0, num_workers=0) for label, dataset in sets.items()
+            label: partial(read, dataset, consumed_samples=0, num_workers=0)
+            for label, dataset in (sets | parts).items()
         },
-        bits_per_byte_of=lambda label, loss: valid_sets.bits_per_byte(loss, prepared, label),
+        eval_iters={name: part.batches for name, part in parts.items()},
+        bits_per_byte_of=lambda label, loss: valid_sets.bits_per_byte(
+            loss, (counts_of_parts(recipe, prepared) | prepared.manifest.valid_sources)[label]
+        ),
     )
 
 

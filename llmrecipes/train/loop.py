@@ -26,7 +26,7 @@ from llmrecipes.train import guard
 from llmrecipes.train.evaluations import TaskEvaluations, evaluated, held_out_losses, is_evaluated
 from llmrecipes.train.loaders import DataLoaders, ReadAhead, first_failure
 from llmrecipes.train.local import LocalCheckpoints
-from llmrecipes.train.measured import start_counting
+from llmrecipes.train.measured import source_losses, start_counting
 from llmrecipes.train.rewind import Rewinds
 from llmrecipes.train.saves import Saves
 from llmrecipes.train.stopping import SPLIT, after_evaluation, ended_early, monitors, stop_reason
@@ -198,7 +198,7 @@ class Loop:
             redo=lambda: self.beat("step"),
         )
         seconds = time.perf_counter() - started
-        counts = counted()
+        counts, (sums, by_source) = counted(), source_losses(self.engine, progress)
         before, batch = progress, self.plan.batches.of_step(progress.step)
         progress = Progress(
             step=progress.step + 1,
@@ -206,13 +206,14 @@ class Loop:
             consumed_tokens=progress.consumed_tokens + batch * self.plan.recipe.model.seq_length,
             skipped_steps=progress.skipped_steps + (result.skipped or result.rejected),
             skipped_samples=progress.skipped_samples,
+            source_sums=sums,
             **({} if self.spikes is None else self.spikes.recent()),
         )
         self.losses.append(result.loss)
         if steady:
             self.steady.append(seconds)
         cluster = ClusterReport() if self.telemetry is None else self.telemetry.after_step(progress.step, seconds)
-        self._report(progress, result, seconds, cluster, counts)
+        self._report(progress, result, seconds, cluster, counts | by_source)
         guard.require_finite(before, result, self.engine, self.world)
         if suspect := guard.hardware_suspect(before, result, self.engine, self.world):
             self.tracker.note(suspect)

@@ -63,13 +63,13 @@ def _norms_not_reduced(patch: Patch) -> None:
 def _loss_over_micro_batches(patch: Patch) -> None:
     from llmrecipes.engine.megatron import engine
 
-    whole = engine._sum_over_tokens
+    whole = engine.sum_over_tokens
 
     def part(*arguments: Any) -> Any:
         total, tokens, report = whole(*arguments)
         return total / 2, tokens, report
 
-    patch.setattr(engine, "_sum_over_tokens", part)
+    patch.setattr(engine, "sum_over_tokens", part)
 
 
 def _micro_batch_dropped(patch: Patch) -> None:

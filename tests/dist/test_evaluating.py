@@ -173,14 +173,15 @@ def test_a_row_that_is_too_long_is_no_silent_cut(worlds: dict[int, GlooWorld]) -
 
 
 def with_sets(recipe: Recipe, folder: Path) -> Recipe:
-    """The recipe on small files, with two held-out sets, and two batches of an evaluation."""
+    """The recipe on small files, with two held-out sets and two sources, and two batches of an evaluation."""
     draw, sources = random.Random(2), {}
-    for name, words in (("train", "a b c d e f g h"), ("near", "a b c d"), ("far", "w x y z")):
+    for name, words in (("train", "a b c d e f g h"), ("other", "m n"), ("near", "a b c d"), ("far", "w x y z")):
         sources[name] = folder / f"{name}.jsonl"
         rows = [{"text": " ".join(draw.choices(words.split(), k=200)) + f" {n}"} for n in range(60)]
         sources[name].write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {
-        "sources": [{"type": "jsonl", "path": str(sources["train"])}],
+        "sources": [{"type": "jsonl", "path": str(sources[each])} for each in ("train", "other")],
+        "multiple_validation_sets": True,
         "valid_sources": [{"type": "jsonl", "path": str(sources[each]), "label": each} for each in ("near", "far")],
         "split": [80.0, 20.0, 0.0],
         "num_workers": 0,  # ranks are daemons, which have no children
@@ -207,5 +208,16 @@ def test_held_out_sets_have_the_losses_of_one_process(row: Row, worlds: dict[int
     prepare(recipe, tmp_path / "data", workers=1)
     losses = worlds[row.ranks].run(held_out, recipe, tmp_path / "data")
     expected = worlds[1].run(held_out, alone, tmp_path / "data")
-    assert list(losses) == [SPLIT, "near", "far"] and len({round(loss, 3) for loss in losses.values()}) == 3
+    assert list(losses) == [SPLIT, "near", "far", "train", "other"]
+    assert len({round(loss, 3) for loss in losses.values()}) == 5
     assert losses == pytest.approx(expected, rel=BOUND)
+
+
+@pytest.mark.rotating
+def test_the_set_of_the_only_source_is_the_valid_split(worlds: dict[int, GlooWorld], tmp_path: Path) -> None:
+    recipe = with_sets(Row("gpt", "dp2").recipe, tmp_path)
+    update = {"sources": recipe.data.sources[:1], "valid_sources": ()}
+    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update=update)})
+    prepare(recipe, tmp_path / "data", workers=1)
+    losses = worlds[2].run(held_out, recipe, tmp_path / "data")
+    assert list(losses) == [SPLIT, "train"] and losses[SPLIT] == losses["train"]

@@ -95,6 +95,7 @@ class PlainEngine:
     hidden = None
     layers = None
     rewards = None
+    sources = None
 
     def __init__(self, plan: Plan, platform: Platform) -> None:
         self.recipe, self.plan, self.platform = plan.recipe, plan, platform

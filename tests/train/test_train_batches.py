@@ -26,7 +26,8 @@ def test_a_run_with_a_growing_batch_goes_on_bit_for_bit(
         model={"hidden_dropout": 0.1},
         train={**train, "eval_interval": 6},
         scheduler={"lr_warmup_iters": 2},
-        data={"num_workers": 1},
+        data={"num_workers": 1, "multiple_validation_sets": True},
+        tracking={"loss_by_source": True},
         checkpoint={"save_interval": 4, "most_recent_k": 6},
     )
     sizes, last = batch_schedule(recipe), recipe.train.train_iters
@@ -37,6 +38,11 @@ def test_a_run_with_a_growing_batch_goes_on_bit_for_bit(
     steps = train_lines(whole)
     assert [line["global_batch_size"] for line in steps] == [sizes.of_step(step) for step in range(last)]
     assert [line["consumed_samples"] for line in steps] == [sizes.samples(step) for step in range(1, last + 1)]
+    assert [line["step"] for line in steps if "source_loss" in line] == [1, 10, last]
+    assert steps[0]["source_loss"] == {"corpus": pytest.approx(steps[0]["loss"])}
+    numbers = [(sizes.of_step(n), steps[n]["loss"]) for n in range(1, 10)]  # of the steps since the first report
+    mean = sum(size * loss for size, loss in numbers) / sum(size for size, _ in numbers)
+    assert steps[9]["source_loss"]["corpus"] == pytest.approx(mean)
     assert steps[-1]["consumed_tokens"] == sizes.samples(last) * recipe.model.seq_length
     for step in STOPS:
         assert run_spec(recipe, tmp_path / "cut", data_dir, stop_after=step) == 75

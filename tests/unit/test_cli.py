@@ -134,8 +134,11 @@ def test_show_plan_leaves_the_recipe_out_and_the_time_open(capsys: pytest.Captur
     assert "unknown" in rows["time of a step"] and "llmrecipes bench step gpt-tiny" in rows["time of a step"]
     assert "38 MiB" in rows["checkpoint"]
     assert "MiB" in rows["prepared data"] and "time to prepare" in rows
+    assert "global batches of an evaluation" not in rows  # there is one set
     measured = run(capsys, "show", "gpt-tiny", "--nproc", "1", "--plan", "--step-seconds", "2")[1]
     assert "21m20s" in measured and "unknown" not in measured
+    sets = run(capsys, "show", "gpt-tiny", "data.multiple_validation_sets=true", "--nproc", "1", "--plan")[1]
+    assert "global batches of an evaluation" in sets and " of 2 held-out sets " in sets
     assert json.loads(run(capsys, "show", "gpt-tiny", "--nproc", "1", "--json")[1])["step_seconds"] is None
 
 

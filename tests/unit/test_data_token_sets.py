@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from llmrecipes.data import token_sets
+from llmrecipes.data.dataset import build_set
 from llmrecipes.data.documents import documents, token_stream
 from llmrecipes.data.manifest import IDX_HEADER
 from llmrecipes.data.prepare import open_prepared, prepare
@@ -18,6 +19,7 @@ from llmrecipes.data.prepared import Prepared
 from llmrecipes.data.split import SPLITS
 from llmrecipes.data.tokenizer import EOD
 from llmrecipes.recipe.schema import Recipe, Source, Tokenizer
+from llmrecipes.recipe.source import ValidSource
 from tests.refusals import refused
 from tests.unit.data_recipes import corpus, recipe
 
@@ -196,6 +198,31 @@ def test_another_tokenizer_and_ids_outside_the_vocabulary_are_refused(made: _Set
     assert any("--append-eod" in line for line in lines)
 
 
+def _holding_out(used: Recipe, held: Source) -> Recipe:
+    label = ValidSource(type="megatron", path=held.path, label="own")
+    return used.model_copy(update={"data": used.data.model_copy(update={"valid_sources": (label,)})})
+
+
+def test_documents_of_a_held_out_set_of_tokens_are_not_trained_on(made: _Sets, tmp_path: Path) -> None:
+    held = made.ids[10:30]
+    wide = _write(tmp_path / "held", [*([ids] for ids in held), [[]]], np.int32)  # the folder has uint16
+    used = _holding_out(_recipe(made, made.source), wide)
+    prepared = prepare(used, tmp_path / "data", workers=1)
+    record, counts = prepared.manifest.sources[0], prepared.manifest.valid_sources["own"]
+    assert record.steps == {"valid_sources": 20} and record.rules == {"valid_sources.own": 20}
+    assert sorted(_ids(prepared)) == sorted(ids for ids in made.ids if ids not in held)
+    tokenizer = prepared.tokenizer()
+    assert (counts.documents, counts.tokens) == (20, sum(map(len, held)))
+    assert counts.bytes == sum(len(tokenizer.decode(ids[:-1]).encode()) for ids in held)
+    stored = build_set(used, prepared, "own").dataset
+    assert [stored[number].tolist() for number in range(20)] == held
+    assert prepared.verify() == len(made.ids) - 20
+
+    strange = _write(tmp_path / "strange", [[list(range(300, 420))]] * 3)
+    with refused("data.valid_sources[0]"):
+        prepare(_holding_out(used, strange), tmp_path / "data", workers=1)
+
+
 def test_a_set_that_changes_later_is_refused(made: _Sets, tmp_path: Path) -> None:
     source = _write(tmp_path / "set", [[ids] for ids in made.ids])
     used = _recipe(made, source)
@@ -218,8 +245,15 @@ def test_a_set_that_changes_later_is_refused(made: _Sets, tmp_path: Path) -> Non
         ({"steps": [{"type": "gopher"}]}, "data.steps.0.type"),
         ({"min_characters": 10}, "data.min_characters"),
         ({"curriculum": {"score": "compression_ratio"}}, "data.curriculum.score"),
-        ({"valid_sources": [{"type": "stdlib", "label": "code"}]}, "data.valid_sources"),
-        ({"valid_sources": [{"type": "megatron", "path": "a", "label": "code"}]}, "data.valid_sources.0.type"),
+        ({"valid_sources": [{"type": "stdlib", "label": "code"}]}, "data.valid_sources.0.type"),
+        (
+            {
+                "valid_sources": [{"type": "megatron", "path": "a", "label": "code"}],
+                "sources": [{"type": "megatron", "path": "b"}, {"type": "stdlib"}],
+            },
+            "data.valid_sources.0.type",
+        ),
+        ({"valid_sources": [{"type": "megatron", "path": "a.idx", "label": "code"}]}, "data.valid_sources.0.path"),
         ({"sources": [{"type": "megatron", "path": "a.bin"}]}, "data.sources.0.path"),
         ({"sources": [{"type": "megatron", "path": "a", "fim_rate": 0.5}]}, "data.sources.0.fim_rate"),
         ({"sources": [{"type": "megatron", "path": "a", "text_key": "body"}]}, "data.sources.0.text_key"),
@@ -240,5 +274,7 @@ def test_what_needs_text_is_refused(section: dict[str, object], where: str) -> N
     values["data"] = {**values["data"], **of_set, **section}
     problems = [problem.key for problem in check(Recipe.model_validate(values))]
     assert where in problems
-    values["data"] = {**loaded.model_dump(mode="json")["data"], **of_set, "steps": [{"type": "balance"}]}
+    held_out = [{"type": "megatron", "path": "b", "label": "code"}]
+    steps = [{"type": "balance"}]
+    values["data"] = {**loaded.model_dump(mode="json")["data"], **of_set, "steps": steps, "valid_sources": held_out}
     assert not check(Recipe.model_validate(values))

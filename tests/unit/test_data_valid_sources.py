@@ -1,34 +1,39 @@
-"""Held-out sets of `data.valid_sources`: their tokens, what is kept out of training, and their losses and curves."""
+"""Held-out sets: their tokens, what is kept out of training, the valid split by source, their losses and curves."""
 
 from __future__ import annotations
 
 import json
 import random
+import re
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from llmrecipes.data import corpus as corpus_module
-from llmrecipes.data.dataset import build, build_set
+from llmrecipes.data.by_source import HeldOutPart, WithSource, held_out_parts, of_source, with_source
+from llmrecipes.data.dataset import ConversationDataset, build, build_set, unpacked
 from llmrecipes.data.documents import without_end
 from llmrecipes.data.prepare import prepare
-from llmrecipes.data.prepared import Prepared, fingerprint, held_out_text
+from llmrecipes.data.prepared import Prepared, fingerprint, held_out_text, index_folder
 from llmrecipes.data.sources import documents
 from llmrecipes.data.valid_sets import bits_per_byte
+from llmrecipes.engine.base import World
 from llmrecipes.recipe.data_steps import Step
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe, Source
-from llmrecipes.recipe.source import ValidSource
+from llmrecipes.recipe.source import LABEL, ValidSource, source_names
 from llmrecipes.tracking.events import EvalMetrics, source_metrics
 from llmrecipes.tracking.jsonl import parse, record
 from llmrecipes.tracking.mlflow.sender import entities
 from llmrecipes.tracking.progress import eval_line
 from llmrecipes.train.evaluations import SPLIT, HeldOut, held_out_metrics
-from llmrecipes.train.loaders import DataLoaders
+from llmrecipes.train.loaders import DataLoaders, open_loaders
 from tests.refusals import refused
-from tests.unit.data_recipes import recipe
+from tests.unit.data_recipes import corpus, recipe
 
 WORDS = [f"word{n}" for n in range(500)]
 
@@ -90,7 +95,7 @@ def test_a_set_is_written_as_it_is(made: tuple[Recipe, Prepared], texts: list[st
     assert len(samples) >= used.train.eval_iters * used.train.global_batch_size
     assert {"valid-equal.bin", "valid-near.idx", "valid-near.sha256"} <= set(prepared.manifest.files)
     assert all(text.encode() not in held_out_text(prepared) for text in texts[80:140])
-    assert bits_per_byte(np.log(2), prepared, "equal") == sets["equal"].tokens / sets["equal"].bytes
+    assert bits_per_byte(np.log(2), sets["equal"]) == sets["equal"].tokens / sets["equal"].bytes
     valid, again = build(used, prepared, "valid"), build_set(used, prepared, "near")
     assert valid is not None and not np.array_equal(valid[0]["tokens"], again[0]["tokens"])
 
@@ -150,6 +155,136 @@ def test_a_set_without_a_sequence_is_refused(content: list[str] | None, where: s
     assert not [path for path in (tmp_path / "data").iterdir() if path.is_dir()]
 
 
+class Blend(NamedTuple):
+    """Of two sources, whose documents have a word each, with three of four samples from the first."""
+
+    recipe: Recipe
+    prepared: Prepared
+
+    def words(self, sample: dict[str, Any]) -> set[str]:
+        text = self.prepared.tokenizer().decode(sample["tokens"].tolist())
+        return {word for word in ("alpha", "beta") if word in text}
+
+
+@pytest.fixture(scope="module")
+def blend(tmp_path_factory: pytest.TempPathFactory) -> Blend:
+    folder = tmp_path_factory.mktemp("blend")
+    large = corpus(folder / "Large set", 120, 1, "alpha").model_copy(update={"weight": 3.0})
+    small = corpus(folder / "small", 40, 2, "beta").model_copy(update={"label": "rare"})
+    plain = recipe(large, small, split=(60.0, 30.0, 10.0))
+    update = {
+        "data": plain.data.model_copy(update={"multiple_validation_sets": True, "num_workers": 0}),
+        "tracking": plain.tracking.model_copy(update={"loss_by_source": True}),
+    }
+    used = plain.model_copy(update=update)
+    prepared = prepare(used, folder / "data", workers=1)
+    unnamed = small.model_copy(update={"label": None})
+    without = plain.model_copy(update={"data": plain.data.model_copy(update={"sources": (large, unnamed)})})
+    # Neither names nor curves change what is prepared.
+    assert fingerprint(without) == fingerprint(used) and index_folder(without, prepared) == index_folder(used, prepared)
+    return Blend(used, prepared)
+
+
+def test_the_valid_split_of_each_source_is_a_set(blend: Blend) -> None:
+    used, prepared = blend
+    valid = build(used, prepared, "valid")
+    assert valid is not None
+    parts = held_out_parts(used, prepared, valid)
+    assert list(parts) == ["large-set", "rare"]
+    batch, most = used.train.global_batch_size, used.train.eval_iters
+    for (name, part), word, place in zip(parts.items(), ("alpha", "beta"), (0, 1), strict=True):
+        distinct = len(valid.datasets[place])  # type: ignore[union-attr]
+        assert len(part) == part.batches * batch and part.batches == max(1, min(most, distinct // batch)), name
+        assert [blend.words(part[number]) for number in range(len(part))] == [{word}] * len(part)
+        if distinct >= batch:
+            assert len({tuple(part[number]["tokens"].tolist()) for number in range(len(part))}) == len(part)
+    few = HeldOutPart([{"n": 0}, {"n": 1}, {"n": 2}], batch=4, batches=2)  # type: ignore[arg-type]
+    assert [each["n"] for each in few] == [0, 1, 2, 0]  # type: ignore[attr-defined]
+
+
+def test_conversations_of_a_source_are_spread_over_its_lengths() -> None:
+    both = ConversationDataset([], [unpacked(4), unpacked(10)], np.zeros((3, 2), np.int64), 8, 0)
+    part = of_source(both, 1, 4)
+    assert isinstance(part, ConversationDataset) and part.order.tolist() == [[1, 0], [1, 2], [1, 5], [1, 7]]
+    assert len(of_source(both, 0, 9)) == 4 and len(both) == 3  # type: ignore[arg-type]
+
+
+def test_a_training_sample_has_its_source(blend: Blend) -> None:
+    used, prepared = blend
+    train = build(used, prepared, "train")
+    assert train is not None
+    samples = with_source(train, used, prepared)
+    numbers = [int(samples[number]["source"]) for number in range(40)]
+    assert [blend.words(samples[number]) for number in range(40)] == [{("alpha", "beta")[each]} for each in numbers]
+    assert 9 <= sum(numbers) <= 11 and len(samples) == len(train)
+    # A source without training text is not in the blend; one source is no blend.
+    other = WithSource([{"dataset_id": 1}, {}], [4, 7])  # type: ignore[arg-type]
+    assert [int(other[number]["source"]) for number in (0, 1)] == [7, 4]
+
+
+def test_loaders_have_the_sets_of_sources(blend: Blend) -> None:
+    used, prepared = blend
+    loaders = open_loaders(used, prepared, World(0, 1, 0, 1, True), pin_memory=False)
+    assert list(loaders.valid_sources) == list(loaders.eval_iters) == ["large-set", "rare"]
+    counts = prepared.manifest.sources[1].splits["valid"]
+    assert loaders.bits_per_byte_of("rare", np.log(2)) == pytest.approx(counts.tokens / counts.bytes)
+    with closing(loaders.train(0)) as batches:
+        assert next(batches)["source"].shape == (used.train.micro_batch_size,)
+    unknown = used.model_copy(update={"train": used.train.model_copy(update={"monitor": "short"})})
+    with refused("train.monitor"):
+        open_loaders(unknown, prepared, World(0, 1, 0, 1, True), pin_memory=False)
+    batch = next(iter(loaders.valid_sources["rare"]()))
+    assert set(batch) == {"tokens", "labels", "loss_mask", "position_ids"}
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "name"),
+    [
+        ("corpora/Web/*.jsonl", {}, "web"),
+        ("s3://corpora/c4.en/", {}, "c4-en"),
+        ("held/code.v2.jsonl.gz", {}, "code-v2"),
+        ("a.jsonl", {"label_key": "l", "label_value": "de"}, "a-de"),
+        ("allenai/c4", {"type": "hub", "name": "en"}, "c4-en"),
+        ("*.jsonl", {}, "jsonl"),
+        (None, {"type": "stdlib"}, "stdlib"),
+        ("a.jsonl", {"label": "my_name"}, "my_name"),
+        ("x" * 50, {}, "x" * 40),
+    ],
+)
+def test_a_source_is_named_by_its_path(path: str | None, more: dict[str, Any], name: str) -> None:
+    source = Source.model_validate({"type": "jsonl", "path": path, **more})
+    assert source_names((source,)) == (name,)
+    assert re.fullmatch(LABEL, name)
+
+
+SAME = "data.sources=[{type: text, path: a/web}, {type: text, path: b/web}]"
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "where"),
+    [
+        ("gpt-tiny", [SAME, "data.multiple_validation_sets=true"], "data.sources.0.label"),
+        ("gpt-tiny", [SAME, "tracking.loss_by_source=true"], "data.sources.1.label"),
+        ("gpt-tiny", ["data.sources=[{type: stdlib, label: x}, {type: machine, label: x}]"], "data.sources.1.label"),
+        (
+            "gpt-tiny",
+            ["data.sources=[{type: stdlib, label: x}]", "data.valid_sources=[{type: text, path: a, label: x}]"],
+            "data.sources.0.label",
+        ),
+        (
+            "gpt-tiny",
+            ["data.split=[1, 0, 1]", "data.multiple_validation_sets=true"],
+            "data.multiple_validation_sets",
+        ),
+        ("dpo-tiny", ["tracking.loss_by_source=true"], "tracking.loss_by_source"),
+    ],
+)
+def test_curves_by_source_that_cannot_be_are_refused(name: str, overrides: list[str], where: str) -> None:
+    with refused(where):
+        load(name, overrides)
+    assert load("gpt-tiny", [SAME])  # no curve needs the names
+
+
 def test_each_set_has_a_curve() -> None:
     loaders = DataLoaders(
         train=lambda *_, **__: iter(()),  # type: ignore[arg-type]
@@ -183,6 +318,10 @@ def test_each_set_has_a_curve() -> None:
     assert (points["valid/valid_loss"], points["valid_source_loss/code"]) == (4.0, 1.0)
     assert (points["valid/valid_token_accuracy"], points["valid_source_token_accuracy/code"]) == (0.5, 0.75)
     assert "code 1.0000  prose 2.0000" in eval_line(event, 9)
+    many = replace(event, valid_source_loss={f"s{number}": 1.0 for number in range(200)})
+    assert "s7 1.0000  and 192 more" in eval_line(many, 9)
+    conversations = held_out_metrics(losses, replace(loaders, bits_per_byte=None))
+    assert conversations["valid_source_bits_per_byte"] is None and conversations["valid_source_loss"]
 
 
 @pytest.mark.parametrize(("row", "key"), [({"body": "a"}, "text"), ({"text": 1}, "text"), ({"text": "a"}, "body")])

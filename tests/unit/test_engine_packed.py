@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
+from llmrecipes.data.batches import KEYS
 from llmrecipes.data.dataset import ConversationDataset, best_fit, unpacked
 from llmrecipes.engine.base import Batch
 from llmrecipes.engine.core.model import attention
@@ -56,7 +57,7 @@ def batch(given: Talks, *, packed: bool) -> Batch:
     order = np.stack([np.zeros(len(sequences), np.int64), np.arange(len(sequences))], 1)
     data: Any = given
     samples = ConversationDataset([data], [sequences], order, LENGTH, PAD)
-    return {key: torch.stack([samples[n][key] for n in range(len(samples))]) for key in samples[0]}
+    return {key: torch.stack([samples[n][key] for n in range(len(samples))]) for key in KEYS}
 
 
 def loss_and_gradients(

@@ -27,7 +27,7 @@ from llmrecipes.data import curriculum
 from llmrecipes.data.prepare import prepare
 from llmrecipes.data.prepared import fingerprint, index_folder, open_prepared
 from llmrecipes.engine import backends
-from llmrecipes.engine.base import Progress
+from llmrecipes.engine.base import Progress, World
 from llmrecipes.engine.core.model import config as engine_config
 from llmrecipes.engine.core.model.attention import masks
 from llmrecipes.engine.core.model.config import transformer_config
@@ -61,6 +61,7 @@ from llmrecipes.train.hangs import limits as watch_limits
 from llmrecipes.train.loaders import DataLoaders
 from llmrecipes.train.local import open_local
 from llmrecipes.train.loop import Loop
+from llmrecipes.train.measured import source_losses
 from llmrecipes.train.resume import Start, initial_weights
 from llmrecipes.train.rewind import Rewind, Rewinds
 from llmrecipes.train.spec import RunSpec
@@ -263,6 +264,24 @@ def batch_mask(recipe: Recipe, *_: Any) -> bool:
 
 def order(recipe: Recipe, folder: Path, _: pytest.MonkeyPatch) -> str:
     return index_folder(recipe, open_prepared(recipe, folder / "data")).name
+
+
+def held_out_names(recipe: Recipe, folder: Path, _: pytest.MonkeyPatch) -> list[str]:
+    prepared = open_prepared(recipe, folder / "data")
+    return [*loaders.open_loaders(recipe, prepared, World(0, 1, 0, 1, True), pin_memory=False).valid_sources]
+
+
+ON_FILES = (order, held_out_names)
+"""What is seen of prepared data."""
+
+
+def by_source(recipe: Recipe, *_: Any) -> dict[str, Any]:
+    engine: Any = engine_of(recipe)
+    numbered = ({**batch, "source": torch.zeros(len(batch["tokens"])).long()} for batch in random_batches(recipe))
+    engine.train_step(numbered)
+    fields = source_losses(engine, Progress())[1]
+    engine.close()
+    return fields
 
 
 def curriculum_order(recipe: Recipe, *_: Any) -> list[int]:
@@ -942,6 +961,7 @@ CASES: dict[str, Case] = {
     "data.sources.N.revision": Case("0" * 40, tokens, HUB),
     "data.sources.N.text_key": Case("body", tokens, FILES),
     "data.sources.N.weight": Case(3.0, order),
+    "data.sources.N.label": Case("web", held_out_names, {"data.multiple_validation_sets": True}),
     "data.sources.N.max_tokens": Case(1000, tokens),
     "data.sources.N.fim_rate": Case(0.5, tokens),
     "data.sources.N.label_key": Case("language", tokens, FILES | LABEL),
@@ -955,6 +975,7 @@ CASES: dict[str, Case] = {
     "data.curriculum.order": Case("descending", curriculum_order, CURRICULUM),
     "data.curriculum.windows": Case(2, curriculum_order, CURRICULUM),
     "data.curriculum.share": Case(0.5, curriculum_order, CURRICULUM),
+    "data.multiple_validation_sets": Case(True, held_out_names),
     "data.valid_sources.N.fim_rate": Case(0.5, tokens, HELD_OUT),
     "data.valid_sources.N.label_key": Case("language", tokens, HELD_OUT_LABEL),
     "data.valid_sources.N.label_value": Case("en", tokens, HELD_OUT_LABEL),
@@ -1055,6 +1076,7 @@ CASES: dict[str, Case] = {
     "tracking.energy_model": Case("codecarbon", metered),
     "tracking.kg_co2_per_kwh": Case(0.35, factors),
     "tracking.system_metrics_interval": Case(None, tracking, WANDB),
+    "tracking.loss_by_source": Case(True, by_source),
     "tracking.layers_interval": Case(2, lambda recipe, *_: [*sampled(recipe)]),
     "search.space.N.key": Case("optimizer.min_lr", search, SEARCH),
     "search.space.N.low": Case(1e-3, search, SEARCH),
@@ -1164,7 +1186,7 @@ def test_every_key_has_its_line() -> None:
 def test_every_key_changes_something(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
     before, after = made(case.base), made(case.base, case.along, {name: case.value})
-    if case.see is order:
+    if case.see in ON_FILES:
         before, after = (_on_two_sources(each, tmp_path) for each in (before, after))
     else:
         assert check(before) == check(after) == []
@@ -1175,7 +1197,7 @@ def test_every_key_changes_something(name: str, tmp_path: Path, monkeypatch: pyt
     assert seen[0] != seen[1]
 
 
-@pytest.mark.parametrize("see", {case.see: None for case in CASES.values() if case.see is not order})
+@pytest.mark.parametrize("see", {case.see: None for case in CASES.values() if case.see not in ON_FILES})
 def test_the_same_recipe_looks_the_same(see: See, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     for _ in range(2):
@@ -1204,12 +1226,15 @@ def test_the_exceptions_are_keys_of_both() -> None:
 
 def _on_two_sources(recipe: Recipe, folder: Path) -> Recipe:
     sources = []
-    for name, kept in (("one", recipe.data.sources[0].weight), ("two", 1.0)):
+    (given,) = recipe.data.sources
+    for name, kept in (("one", {"weight": given.weight, "label": given.label}), ("two", {})):
         (folder / name).mkdir(exist_ok=True)
         for number in range(20 if name == "one" else 30):
             (folder / name / f"{number}.txt").write_text(f"{name} {number} " + "some words of a text " * 40)
-        sources.append({"type": "text", "path": str(folder / name), "weight": kept})
+        sources.append({"type": "text", "path": str(folder / name), **kept})
     steps = [step.model_dump(mode="json") for step in recipe.data.steps]
-    both = tiny(data={"sources": sources, "split": [90.0, 5.0, 5.0], "steps": steps})
+    sets = recipe.data.multiple_validation_sets
+    data = {"sources": sources, "split": [60.0, 30.0, 10.0], "steps": steps, "multiple_validation_sets": sets}
+    both = tiny(data=data)
     prepare(both, folder / "data", workers=1)
     return both

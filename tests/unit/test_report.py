@@ -284,6 +284,7 @@ def test_experts_layers_and_ranks_are_drawn(tmp_path: Path) -> None:
     lines = [
         step(n, BEGAN + n, experts=balance(n), token_accuracy=0.125 * n,
              layers={"attention_logit": {"max": [2.0 * n, None]}}, histograms=histograms(n),
+             source_loss={f"s{source:02}": 1.0 + n for source in range(20)},
              norms={"gradient": [0.1 * n, None]}, updates={"layer_01/q": 0.5 * n},
              nodes={"power_watts": {"min": 1.0, "median": 2.0, "max": 3.0, "min_node": "n0", "max_node": "n9"}},
              energy={"joules": 0.9e6, "tokens_per_joule": 7.5, "method": "nvml"},
@@ -294,6 +295,7 @@ def test_experts_layers_and_ranks_are_drawn(tmp_path: Path) -> None:
     html = written(tmp_path, "one")
     for name, *shown in (
         ("loss", "Tokens predicted right, share", "training: first 0.125, last 0.375"),
+        ("loss", "Training loss by source, nats a token", "s11: first 2, last 4", "The first 12 of 20 by name"),
         ("experts", "layer 1: 1 of 3, layer 2: 1 of 3"),
         ("layers", "Norms, gradient", "Updates, q", "Layers, attention logit, max"),
         (

@@ -43,6 +43,7 @@ def step(number: int, experts: tuple[LayerBalance, ...] | None) -> StepMetrics:
         moe_aux_loss=None if experts is None else 1.1,
         experts=experts,
         token_accuracy=None if experts is None else 0.25,
+        source_loss=None if experts is None else {"web": 2.5},
         layers=None if experts is None else {"attention_logit": {"max": [3.5]}},
         histograms=None if experts is None else {"weight": {"mlp_fc1": BINS}},
     )
@@ -92,6 +93,7 @@ def test_a_step_names_every_layer(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in board.Scalars("moe/layer_02/imbalance")] == [(2, 1.5)]
     assert [event.value for event in board.Scalars("moe/dropped")] == [6.0]
     assert [(event.step, event.value) for event in board.Scalars("train/token_accuracy")] == [(2, 0.25)]
+    assert [event.value for event in board.Scalars("source_loss/web")] == [2.5]
     assert [event.value for event in board.Scalars("layers/attention_logit/layer_01/max")] == [3.5]
     assert lines[1]["histograms"] == {"weight": {"mlp_fc1": BINS}}
     (drawn,) = (event.histogram_value for event in board.Histograms("histograms/weight/mlp_fc1"))
@@ -144,7 +146,8 @@ def test_a_step_with_more_values_than_one_mlflow_request_allows(
     assert metrics["moe/imbalance_max"] == 60.0 and metrics["moe/dropped"] == 180.0
     assert metrics["moe/layer_60/expert_15/tokens"] == 15.0
     assert metrics["train/loss"] == 5.0 and metrics["train/moe_aux_loss"] == 1.1
-    assert metrics["train/token_accuracy"] == 0.25 and metrics["layers/attention_logit/layer_01/max"] == 3.5
+    assert metrics["train/token_accuracy"] == 0.25 and metrics["source_loss/web"] == 2.5
+    assert metrics["layers/attention_logit/layer_01/max"] == 3.5
     assert not [name for name in metrics if "histogram" in name]
     assert sum(name.startswith("moe/layer_") for name in metrics) == 60 * (16 + len(NUMBERS))
 

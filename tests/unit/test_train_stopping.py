@@ -82,6 +82,7 @@ def test_which_loss_is_monitored() -> None:
         ("train.early_stop", ["data.split=[1,0,0]", "train.early_stop={patience: 1}"]),
         ("checkpoint.keep_best", ["data.split=[1,0,0]", "checkpoint.keep_best=true"]),
         ("train.monitor", ["data.valid_sources=[{type: text, path: x, label: near}]", "train.monitor=near"]),
+        ("train.monitor", ["train.monitor=stdlib", "train.target_loss=1.0"]),
         ("train.early_stop.patience", ["train.early_stop={patience: 0}"]),
         ("train.target_loss", ["train.target_loss=0"]),
     ],
@@ -89,6 +90,11 @@ def test_which_loss_is_monitored() -> None:
 def test_what_has_no_effect_is_refused(key: str, overrides: list[str]) -> None:
     with refused(key):
         load("gpt-tiny", overrides)
+
+
+def test_a_source_is_monitored() -> None:
+    keys = ["data.multiple_validation_sets=true", "train.monitor=stdlib", "train.target_loss=1.0"]
+    assert load("gpt-tiny", keys).recipe.train.monitor == "stdlib"
 
 
 def publish(store: CheckpointStore, step: int, now: Monitored | None) -> None:

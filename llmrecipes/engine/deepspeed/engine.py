@@ -33,6 +33,7 @@ from llmrecipes.engine.core.model.attention import masks
 from llmrecipes.engine.core.model.gpt import BuiltModel
 from llmrecipes.engine.core.model.init import slice_of
 from llmrecipes.engine.core.score import GPTScorer
+from llmrecipes.engine.core.token_sums import SourceLosses
 from llmrecipes.engine.core.update import increment, is_summed, mean_over_tokens, scheduler
 from llmrecipes.engine.core.weights import weight_slices
 from llmrecipes.engine.deepspeed import state
@@ -98,6 +99,8 @@ class DeepSpeedEngine:
         self.scheduler = scheduler(plan.recipe, self.optimizer)
         self.local_loss = 0.0
         self._right = torch.zeros((), dtype=torch.float64, device=platform.device)
+        self.sources = SourceLosses.of(plan)
+        self._by_source = self._right.new_zeros(self.sources.size if self.sources else 0)
         self._see: Callable[[list[Slice], list[Slice]], None] | None = None
 
     def train_step(
@@ -236,15 +239,20 @@ class DeepSpeedEngine:
     def _loss(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Summed loss over the tokens of a micro-batch."""
         on_device = {name: tensor.to(self.platform.device, non_blocking=True) for name, tensor in batch.items()}
+        mask = on_device["loss_mask"]
         losses = model(
             on_device["tokens"],
             on_device["position_ids"],
             self._mask(batch["position_ids"]),
             labels=on_device["labels"],
-            loss_mask=on_device["loss_mask"],
+            loss_mask=mask,
         )
-        self._right = self._right + self.accuracy.right(on_device["loss_mask"])
-        total: torch.Tensor = (losses.float() * on_device["loss_mask"]).sum()
+        self._right = self._right + self.accuracy.right(mask)
+        counted = losses.float() * mask
+        if self.sources is not None:
+            sums = self.sources.by_source(counted.detach(), mask, on_device.get("source"))
+            self._by_source = self._by_source + sums
+        total: torch.Tensor = counted.sum()
         return total
 
     def _agree(self, tokens: float, stop: StopCheck | None) -> torch.Tensor:
@@ -257,7 +265,8 @@ class DeepSpeedEngine:
     def _read(
         self, loss: torch.Tensor, counts: torch.Tensor, norm: torch.Tensor | float | None = None
     ) -> tuple[float, float, bool, float]:
-        """Mean loss, its tokens, whether to stop, and the norm. Tokens predicted right go to `accuracy`.
+        """Mean loss, its tokens, whether to stop, and the norm. Tokens predicted right go to `accuracy`, sums by source
+        to `sources`.
 
         It is the one time in a step that the host waits here for the device.
 
@@ -266,16 +275,20 @@ class DeepSpeedEngine:
             counts: from `_agree`.
             norm: on the device, or already read by DeepSpeed; None: there is none.
         """
-        totals = torch.stack([loss, self._right])
-        self._right = torch.zeros_like(self._right)
+        totals = torch.cat([torch.stack([loss, self._right]), self._by_source])
+        self._right, self._by_source = torch.zeros_like(self._right), torch.zeros_like(self._by_source)
         dist.all_reduce(totals)
         numbers = [totals, loss[None], counts]
         if isinstance(norm, torch.Tensor) and norm.device == loss.device:
             numbers.append(norm.double().reshape(1))
-        whole, right, self.local_loss, tokens, stops, *norms = torch.cat(numbers).tolist()
+        read: list[float] = torch.cat(numbers).tolist()
+        (whole, right), sums = read[:2], read[2 : len(totals)]
+        self.local_loss, tokens, stops, *norms = read[len(totals) :]
         size = self.plan.layout.tensor_model_parallel_size
         mean = whole / size / max(tokens, 1.0)
         self.accuracy.add(right / size, tokens)
+        if self.sources is not None:
+            self.sources.add(sums)
         return mean, tokens, stops > 0, norms[0] if norms else math.nan if norm is None else float(norm)
 
     def _norm_without_zero(self) -> torch.Tensor:

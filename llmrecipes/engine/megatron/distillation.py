@@ -178,10 +178,10 @@ class HiddenStates:
 
     def add_to(self, totals: torch.Tensor) -> None:
         """Add the weighted distances of the micro-batches since the last call, summed over tokens, to the loss in sums
-        over all ranks, and without weight behind its three numbers: of the tensor-parallel ranks each has all."""
+        over all ranks, and without weight to the last number but one: of the tensor-parallel ranks each has all."""
         summed = self._sum * self._split
         totals[0] += self._distill.layers_weight * summed
-        totals[3] += summed
+        totals[-2] += summed
         self._sum.zero_()
 
     def start(self) -> None:

@@ -32,7 +32,6 @@ from llmrecipes.engine.base import (
     StopCheck,
 )
 from llmrecipes.engine.core import ema, replicas, update
-from llmrecipes.engine.core.accuracy import TokenAccuracy
 from llmrecipes.engine.core.balance import RouterBalance
 from llmrecipes.engine.core.checkpoint.format import ShardedFormat
 from llmrecipes.engine.core.checkpoint.part import PartFormat
@@ -42,6 +41,7 @@ from llmrecipes.engine.core.model.gpt import BuiltModel, RecipeGPTModel
 from llmrecipes.engine.core.platform import patching
 from llmrecipes.engine.core.rerun import RerunState, announced, kept
 from llmrecipes.engine.core.score import GPTScorer
+from llmrecipes.engine.core.token_sums import SourceLosses, sum_over_tokens
 from llmrecipes.engine.core.update import mean_over_tokens, scheduler
 from llmrecipes.engine.core.versions import auxiliary_losses
 from llmrecipes.engine.core.weights import gradient_slices, named_tensors, weight_slices
@@ -84,6 +84,7 @@ class MegatronEngine:
         self.implementation = Implementation(built.implementation, built.reason)
         self._config = built.config
         self.accuracy = built.modules[-1].accuracy  # of the one with the loss, on ranks that have it
+        self.sources = SourceLosses.of(plan)
         self._apart = apart(recipe, platform.device, built.implementation)
         self.balance: RouterBalance | None = None
         if recipe.model.num_moe_experts:
@@ -162,7 +163,7 @@ class MegatronEngine:
             self.balance.restart()
         if self.accuracy.counting:
             self.accuracy.start()
-        for meter in (self.rewards, self.hidden):
+        for meter in (self.rewards, self.hidden, self.sources):
             if meter is not None:
                 meter.start()
         if self.layers is not None and self.layers.measuring:
@@ -357,7 +358,7 @@ class MegatronEngine:
         return float(self.scheduler.get_lr({}))
 
     def _passes(self, batches: Iterator[Batch], *, forward_only: bool) -> list[dict[str, torch.Tensor]]:
-        """All micro-batches of a step through the pipeline, once in each pass; what `_sum_over_tokens` reports, on the
+        """All micro-batches of a step through the pipeline, once in each pass; what `sum_over_tokens` reports, on the
         last stage."""
         if self.teacher is not None and not forward_only:
             batches = self.teacher.ahead(batches, self._micro_batches)
@@ -396,11 +397,11 @@ class MegatronEngine:
 
         The host waits for the device here and nowhere else in a step: everything it has to know comes in one transfer.
         """
-        # Summed loss, tokens, those predicted right, and whether to stop. Only the last stage has losses; its
-        # tensor-parallel ranks have the same ones, which cancels out.
-        device = self.platform.device
+        # Summed loss, tokens, those predicted right, sums by source, a distance, and whether to stop. Only the last
+        # stage has losses; its tensor-parallel ranks have the same ones, which cancels out.
         more_sums = COUNTS if self.preference else int(self.hidden is not None)
-        totals = torch.zeros(4 + more_sums, dtype=torch.float64, device=device)
+        more_sums += self.sources.size if self.sources else 0
+        totals = torch.zeros(4 + more_sums, dtype=torch.float64, device=self.platform.device)
         for output in outputs:
             totals[: len(output["loss"])] += output["loss"]
         if self.hidden is not None:  # on every stage
@@ -413,11 +414,13 @@ class MegatronEngine:
         own_loss, own_tokens, loss, tokens, right, *others, stops, the_norm, the_scale, the_local = numbers
         if self.preference is None:
             self.accuracy.add(right, tokens)
+            if self.sources is not None:
+                self.sources.add(others[: self.sources.size])
         else:  # what the loss counts are pairs
             self.accuracy.add(right, others[0])
             self.preference.rewards.add(tokens, *others[1:])
         if self.hidden is not None:
-            self.hidden.add(others[0], tokens)
+            self.hidden.add(others[-1], tokens)
         self.local_loss = own_loss / max(own_tokens, 1.0)
         scalars = the_norm, None if scale is None else the_scale, the_local
         return loss / max(tokens, 1.0), tokens, stops > 0, scalars
@@ -437,6 +440,7 @@ class MegatronEngine:
         in_host = next(batches)
         conversations = self._apart(in_host["position_ids"])
         batch = {name: tensor.to(self.platform.device, non_blocking=True) for name, tensor in in_host.items()}
+        source = batch.pop("source", None)
         parts = parallel_state.get_context_parallel_world_size()
         number = parallel_state.get_context_parallel_rank()
         depths = self.recipe.model.mtp_num_layers
@@ -457,22 +461,11 @@ class MegatronEngine:
         )
         if self.preference is not None and answers is not None:
             return losses, self.preference.counter(batch, answers.count, self.accuracy)
-        return losses, partial(_sum_over_tokens, batch["loss_mask"], self.accuracy)
+        return losses, partial(sum_over_tokens, batch["loss_mask"], self.accuracy, self.sources, source)
 
 
 def _is_finite(loss: float, norm: float | None) -> bool:
     return math.isfinite(loss) and norm is not None and math.isfinite(norm)
-
-
-def _sum_over_tokens(
-    mask: torch.Tensor, accuracy: TokenAccuracy, losses: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Summed loss, token count, and tokens predicted right of a micro-batch; megatron-core divides by the count of the
-    global batch."""
-    total = (losses.float() * mask).sum()
-    tokens = mask.sum()
-    report = torch.stack([total.detach().double(), tokens.double(), accuracy.right(mask)])
-    return total, tokens.to(torch.int), {"loss": report}
 
 
 def data_parallel(plan: Plan, built: BuiltModel, number: int) -> DistributedDataParallel:
