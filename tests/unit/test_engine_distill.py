@@ -212,9 +212,9 @@ def test_recomputed_layers_are_compared_once(method: str, layers: int) -> None:
 
 def test_the_gradient_of_hidden_states_is_scaled_for_fp16() -> None:
     norms = []
-    for scale in (8.0, 512.0):
+    for scale in (1.0, 64.0):
         train = {"precision": "fp16", "initial_loss_scale": scale}
-        norms.append(steps(engine_of(taught(**{**HIDDEN, "layers_weight": 50.0}, train=train)), 1)[0].grad_norm)
+        norms.append(steps(engine_of(taught(**{**HIDDEN, "layers_weight": 1000.0}, train=train)), 1)[0].grad_norm)
     assert norms[1] == pytest.approx(norms[0], rel=2e-2)
 
 
