@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping, Set
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,20 +25,24 @@ def is_prose(text: str) -> bool:
 
 def in_file(path: Path) -> Iterator[tuple[int, str]]:
     """(line, text) of each assertion on the prose of an error: `match=`, `in`, `==`, startswith and endswith."""
-    module = ast.parse(path.read_text("utf-8"), str(path))
-    messages = {each.name: _returned(each) for each in ast.walk(module) if isinstance(each, Function)}
-    for function in ast.walk(module):
-        if isinstance(function, Function):
-            yield from _in_function(function, messages)
+    functions = [node for node in ast.walk(_parsed(path)) if isinstance(node, Function)]
+    messages = {function.name: _returned(function) for function in functions}
+    for function in functions:
+        yield from _in_function(function, messages)
 
 
 def own_raises(path: Path) -> Iterator[int]:
     """Lines that expect a `UserError` without naming what it is about."""
-    for node in ast.walk(ast.parse(path.read_text("utf-8"), str(path))):
-        if not isinstance(node, ast.Call) or ast.unparse(node.func) != "pytest.raises":
-            continue
-        if any(isinstance(each, ast.Name) and each.id == "UserError" for each in ast.walk(node)):
-            yield node.lineno
+    for node in ast.walk(_parsed(path)):
+        match node:
+            case ast.Call(func=ast.Attribute(ast.Name(id="pytest"), "raises")):
+                if any(isinstance(child, ast.Name) and child.id == "UserError" for child in ast.walk(node)):
+                    yield node.lineno
+
+
+@lru_cache(1)
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"), str(path))
 
 
 def _in_function(function: Function, messages: Messages) -> Iterator[tuple[int, str]]:
@@ -67,14 +72,18 @@ def _tested(node: ast.AST, known: set[str]) -> Iterator[ast.expr]:
 
 def _is_message(expression: ast.expr, known: set[str]) -> bool:
     """Whether an expression is an error's text: of a `UserError`, or the output of a command."""
-    for node in ast.walk(expression):
-        if isinstance(node, ast.Name) and node.id in known:
+    return any(_is_text_of_error(node, known) for node in ast.walk(expression))
+
+
+def _is_text_of_error(node: ast.AST, known: set[str]) -> bool:
+    match node:
+        case ast.Name(id=name):
+            return name in known
+        case ast.Attribute(attr="stderr" | "err" | "what" | "rule" | "fix"):
             return True
-        if isinstance(node, ast.Attribute) and node.attr in ("stderr", "err", "what", "rule", "fix"):
+        case ast.Subscript(slice=ast.Constant(value="error" | "rule" | "fix")):
             return True
-        if isinstance(node, ast.Subscript) and ast.unparse(node.slice) in ("'error'", "'rule'", "'fix'"):
-            return True
-        if re.fullmatch(r"str\((error|\w+\.value)\)", ast.unparse(node)):
+        case ast.Call(func=ast.Name(id="str"), args=[ast.Name(id="error") | ast.Attribute(ast.Name(), "value")]):
             return True
     return False
 
@@ -86,7 +95,8 @@ def _messages_in(function: Function, messages: Messages) -> set[str]:
         if not isinstance(node, ast.Assign | ast.NamedExpr):
             continue
         target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-        called = ast.unparse(node.value.func) if isinstance(node.value, ast.Call) else ""
+        function_of = node.value.func if isinstance(node.value, ast.Call) else None
+        called = function_of.id if isinstance(function_of, ast.Name) else ""
         if isinstance(target, ast.Tuple) and called in messages:
             known |= {ast.unparse(target.elts[item]) for item in messages[called] if item is not None}
         elif isinstance(target, ast.Name) and _is_message(node.value, known):

@@ -44,7 +44,7 @@ def require_answers(number: int, seed: int, folder: Path) -> tuple[int, int]:
     read = refused = 0
     path = folder / "r.yaml"
     for values in recipes(number, seed):
-        path.write_text(yaml.safe_dump(values, allow_unicode=True), "utf-8")
+        path.write_text(yaml.dump(values, Dumper=yaml.CSafeDumper, allow_unicode=True), "utf-8")
         try:
             load(str(path))
         except UserError as error:

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from llmrecipes.checkpoint.store import CheckpointStore
+from llmrecipes.cli import app as cli
 from tests.helpers import (
     curve,
     finish,
@@ -49,10 +50,12 @@ class Runs:
     def directory(self, run_id: str) -> Path:
         return self._runs_dir / "signals" / run_id
 
-    def start(self, run_id: str, ranks: int = 1, *options: str) -> subprocess.Popen[str]:
+    def command(self, run_id: str, ranks: int = 1, *options: str) -> list[str]:
         paths = ("--runs-dir", str(self._runs_dir), "--data-dir", str(self._data_dir))
-        words = ("--run-id", run_id, "--nproc", str(ranks), "--no-sample", *paths, *options)
-        return start_command("train", self._recipe, *words)
+        return ["train", self._recipe, "--run-id", run_id, "--nproc", str(ranks), "--no-sample", *paths, *options]
+
+    def start(self, run_id: str, ranks: int = 1, *options: str) -> subprocess.Popen[str]:
+        return start_command(*self.command(run_id, ranks, *options))
 
     def saved_steps(self, run_id: str) -> list[int]:
         return [entry.step for entry in CheckpointStore(self.directory(run_id) / "checkpoints").entries()]
@@ -61,7 +64,10 @@ class Runs:
         """The uninterrupted run on so many ranks, trained when it is first asked for."""
         if ranks not in self._whole:
             run_id = f"whole-{ranks}"
-            finish(self.start(run_id, ranks), 0)
+            if ranks == 1:  # in this process, which has imported everything
+                assert cli.run(self.command(run_id)) == 0
+            else:
+                finish(self.start(run_id, ranks), 0)
             losses = [line["loss"] for line in train_lines(self.directory(run_id))]
             assert losses[0] - losses[-1] > 1
             self._whole[ranks] = run_id
@@ -101,7 +107,9 @@ def announced_steps(process: subprocess.Popen[str]) -> int:
     return steps_done(next(line for line in process.stdout if " to go" in line))
 
 
-def test_one_run_is_stopped_interrupted_and_killed_and_the_same_command_resumes(runs: Runs) -> None:
+def test_one_run_is_stopped_interrupted_and_killed_and_the_same_command_resumes(
+    runs: Runs, capfd: pytest.CaptureFixture[str]
+) -> None:
     """As by a scheduler that is impatient, in a terminal, and at once; four processes train what one does."""
     run_id = "stopped"
     process = runs.start(run_id)
@@ -126,7 +134,9 @@ def test_one_run_is_stopped_interrupted_and_killed_and_the_same_command_resumes(
         with next(newest.glob("*.distcp")).open("r+b") as stream:
             stream.seek(-100, os.SEEK_END)
             stream.write(b"\0" * 50)
-    resumed = finish(runs.start(run_id), 0)
+    capfd.readouterr()
+    assert cli.run(runs.command(run_id)) == 0  # the fourth is this one
+    resumed = "".join(capfd.readouterr())
     # Between its manifest and its rename, a checkpoint is complete.
     finished = "finishing checkpoint" in resumed
     assert steps_done(resumed) == (30 if finished else saved[-2] if damaged else saved[-1])

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import resource
+import shutil
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -51,11 +52,19 @@ def state(fill: float = 0.0) -> dict[str, Any]:
     }
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path, group: Ranks) -> Path:
-    store = CheckpointStore(tmp_path / "checkpoints")
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, group: Ranks) -> CheckpointStore:
+    store = CheckpointStore(tmp_path_factory.mktemp("saved") / "checkpoints")
     with AsyncSaver(store, group, ShardedFormat(), async_save=False) as saver:
         saver.save(state(fill=7.0), INFO)
+    return store
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, saved: CheckpointStore) -> Path:
+    """A copy for each test, which changes its files."""
+    store = CheckpointStore(tmp_path / "checkpoints")
+    shutil.copytree(saved.path(1), store.path(1))
     return store.path(1)
 
 

@@ -105,27 +105,37 @@ def part(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def nodes_that_run(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those under `if TYPE_CHECKING`."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            continue
-        yield node
-        yield from nodes_that_run(node)
+def checked_only(nodes: list[ast.AST]) -> set[ast.AST]:
+    """Those of nodes that are under `if TYPE_CHECKING`."""
+    return {
+        child
+        for node in nodes
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for child in ast.walk(node)
+    }
 
 
-def imported_modules(path: Path, *, running: bool = False) -> Iterator[tuple[int, str]]:
-    """(line, absolute module) of every import in a file, wherever it stands; of those that `running` executes."""
+@cache
+def imports(path: Path) -> tuple[tuple[int, str, bool], ...]:
+    """(line, absolute module, whether it is executed) of every import in a file, wherever it stands."""
     package = ("llmrecipes", *path.relative_to(PACKAGE).parts[:-1]) if path.is_relative_to(PACKAGE) else ()
-    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    for node in nodes_that_run(tree) if running else ast.walk(tree):
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))))
+    unexecuted = checked_only(nodes)
+    imported: list[tuple[int, str, bool]] = []
+    for node in nodes:
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            imported += ((node.lineno, alias.name, node not in unexecuted) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = [*package[: len(package) - node.level + 1], *([node.module] if node.module else [])]
             module = ".".join(base) if node.level else (node.module or "")
             # `from llmrecipes import show` imports the module llmrecipes.show
-            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+            imported += ((node.lineno, f"{module}.{alias.name}", node not in unexecuted) for alias in node.names)
+    return tuple(imported)
+
+
+def imported_modules(path: Path, *, running: bool = False) -> Iterator[tuple[int, str]]:
+    """(line, absolute module) of every import in a file; of those that `running` executes."""
+    return ((line, module) for line, module, runs in imports(path) if runs or not running)
 
 
 def sources() -> list[Path]:
@@ -197,10 +207,9 @@ def test_engines_stand_beside_each_other() -> None:
     allowed = {"core": {"core"}, "megatron": {"core", "megatron"}, "deepspeed": {"core", "deepspeed"}}
     wrong = {
         (module_name(path), module)
-        for path in sources()
-        for _, module in imported_modules(path)
         for engine, others in allowed.items()
-        if module_name(path).startswith(f"llmrecipes.engine.{engine}.")
+        for path in sorted((PACKAGE / "engine" / engine).rglob("*.py"))
+        for _, module in imported_modules(path)
         if module.startswith("llmrecipes.engine.") and module.split(".")[2] in allowed.keys() - others
     }
     backend = "llmrecipes.engine.megatron.backend.MegatronBackend"
