@@ -64,8 +64,9 @@ RANKS = ("ranks 1", "ranks 2")
 _RANKS_1 = re.compile(r"unit/|dist/test_(hf_|resume_state|verify|waiting)|dist/test_layouts.*\[(gpt|llama|packed)")
 """Ids in the first of these groups, which takes as long as the second. Rows with the same reference are in one."""
 
-APART = "train/test_train_faults"
-"""Module whose tests share nothing expensive, so that any process may run each of them."""
+APART = ("train/test_train_faults", "system/slurm/test_training")
+"""Modules whose tests share nothing expensive within a process, so that any may run each of them. Those of trainings by
+Slurm wait most of the time, and took two thirds of `make test-system` behind each other."""
 
 FIRST = (
     "system/slurm/test_training", "system/containers", *RANKS, "train/test_train_signals",

@@ -71,7 +71,8 @@ def test_modules_stay_together_and_ranks_come_first() -> None:
     assert group(f"{rows}[gpt: x::y]") == RANKS[0] == group("tests/unit/test_plan_ranks.py::test_b")
     assert group(f"{rows}[moe: x::y]") == RANKS[1] == group("tests/dist/test_stops.py::test_b")
     assert group("tests/unit/test_cli.py::test_a") == group("tests/unit/test_cli.py::test_b")
-    assert group("tests/train/test_train_faults.py::test_a") != group("tests/train/test_train_faults.py::test_b")
+    for path in ("train/test_train_faults.py", "system/slurm/test_training.py"):
+        assert group(f"tests/{path}::test_a") != group(f"tests/{path}::test_b")
     assert rank("tests/dist/test_layouts.py::test_a") < rank("tests/train/test_train_faults.py::test_a")
     assert rank("tests/train/test_train_faults.py::test_a") < rank("tests/unit/test_cli.py::test_a")
 

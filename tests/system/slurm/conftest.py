@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -29,6 +31,17 @@ inter_node: {kind: ethernet, gb_per_s: 0.1}
 environment:
   GLOO_SOCKET_IFNAME: eth0
 """
+
+IMPATIENT = """\
+from llmrecipes.cli.app import main
+from llmrecipes.launch.slurm.launcher import SlurmLauncher
+SlurmLauncher.poll_seconds = 1.0
+main()
+"""
+"""`llmrecipes`, which asks for its jobs every second; a cluster of many users it would ask every 15 s."""
+
+STEPS = 100
+"""Steps of the run that is interrupted: some seconds are left at each interruption."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -68,9 +81,9 @@ class Site:
         return {**self.lab.variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
     def llmrecipes(self, *arguments: str, code: int = 0, **variables: str) -> str:
-        """Run the program; returns what it printed."""
+        """Run the program, which waits for jobs impatiently; returns what it printed."""
         done = subprocess.run(
-            [sys.executable, "-m", "llmrecipes.cli", *arguments], env={**self.variables, **variables},
+            [sys.executable, "-c", IMPATIENT, *arguments], env={**self.variables, **variables},
             cwd=self.folder, capture_output=True, text=True, timeout=400, check=False,
         )  # fmt: skip
         assert done.returncode == code, done.stdout + done.stderr
@@ -93,7 +106,7 @@ class Site:
             str(nodes), "--run-id", run_id, "--data-dir", str(self.data_dir), "--wait", "--json", *arguments,
         ]  # fmt: skip
         process = subprocess.Popen(
-            [sys.executable, "-m", "llmrecipes.cli", *words], env=self.variables, cwd=self.folder, text=True,
+            [sys.executable, "-c", IMPATIENT, *words], env=self.variables, cwd=self.folder, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         run_dir = self.folder / "runs" / recipe.name / run_id
@@ -108,6 +121,19 @@ class Site:
         finally:
             process.kill()
             process.wait()
+
+    def python_that(self, case: str = "", *, doctor: bool = False) -> str:
+        """A Python that does something else first, where its arguments match a case of the shell's `case`.
+
+        Args:
+            case: the shell's.
+            doctor: whether the nodes are checked before each start; without, they are well.
+        """
+        program = self.folder / "python"
+        cases = "".join(f"{words};; " for words in ("" if doctor else '*" doctor "*) exit 0', case) if words)
+        program.write_text(f'#!/bin/sh\ncase "$*" in {cases}esac\nexec {shlex.quote(sys.executable)} "$@"\n')
+        program.chmod(0o755)
+        return str(program)
 
     def sbatch(self, *arguments: str, code: int = 0) -> str:
         """Run sbatch by hand; returns what it printed."""
@@ -131,11 +157,14 @@ class Site:
     def wait_for_step(self, job: str, run_dir: Path, step: int) -> None:
         """Wait until the run has done a step; it must not have ended then."""
 
+        looks = itertools.count()
+
         def look() -> bool | None:
-            assert self.lab.job(job)["JobState"] in ("PENDING", "RUNNING", "COMPLETING"), self.log(run_dir, job)
+            if next(looks) % 20 == 0:
+                assert self.lab.job(job)["JobState"] in ("PENDING", "RUNNING", "COMPLETING"), self.log(run_dir, job)
             return True if any(line["step"] >= step for line in train_lines(run_dir)) else None
 
-        self.lab.until(look, f"job {job} has not done step {step}")
+        self.lab.until(look, f"job {job} has not done step {step}", pause=0.1)
 
     def wait_for_restart(self, job: str, number: int) -> None:
         """Wait until Slurm has put a job back into its queue so many times."""
@@ -186,9 +215,9 @@ def site(lab: Lab, new_site: Callable[[Lab], Site]) -> Iterator[Site]:
 
 @pytest.fixture(scope="session")
 def recipe(corpus: Path) -> Recipe:
-    """Some 100 steps that take a tenth of a second each."""
+    """Steps that take a tenth of a second each."""
     return tiny_on(
         corpus,
-        train={"train_iters": 100, "global_batch_size": 32, "eval_interval": 50, "log_interval": 25},
+        train={"train_iters": STEPS, "global_batch_size": 32, "eval_interval": 50, "log_interval": 25},
         checkpoint={"save_interval": 20},
     )

@@ -107,12 +107,12 @@ class Lab:
         found = self.job(number)
         return found if found["JobState"] in states else None
 
-    def until(self, look: Callable[[], T | None], what: str, timeout: float = 240) -> T:
-        """Look again and again: Slurm tells nobody when a job changes."""
+    def until(self, look: Callable[[], T | None], what: str, timeout: float = 240, pause: float = 0.3) -> T:
+        """Look again and again: Slurm tells nobody when a job changes, and each question is a process."""
         deadline = time.monotonic() + timeout
         while (found := look()) is None:
             assert time.monotonic() < deadline, f"{what} after {timeout:g} s\n{self.state()}"
-            time.sleep(0.1)
+            time.sleep(pause)
         return found
 
     def state(self) -> str:
@@ -221,7 +221,7 @@ def _configure(lab: Lab, spank: str, accounting: bool, prolog: str) -> None:
     if prolog:
         plugin += [f"Prolog={prolog}", "PrologFlags=Alloc"]
     # Jobs whose prolog fails go back to the queue; by default they would be held there.
-    scheduling = "sched_interval=2,bf_interval=2,nohold_on_prolog_fail"
+    scheduling = "sched_interval=1,bf_interval=1,nohold_on_prolog_fail"
     (etc / "plugstack.conf").write_text(f"{spank}\n")
     (etc / "cgroup.conf").write_text("CgroupAutomount=no\n")
     (etc / "topology.conf").write_text(f"SwitchName=leaf Nodes={','.join(lab.nodes)}\n")
@@ -232,7 +232,7 @@ def _configure(lab: Lab, spank: str, accounting: bool, prolog: str) -> None:
         "\n".join(
             [
                 "ClusterName=lab", f"SlurmctldHost={here}({_address(lab, 254)})",
-                f"SlurmctldPort={lab.port}",
+                f"SlurmctldPort={lab.port}", "SlurmctldDebug=verbose",  # which signals it has sent
                 "SlurmUser=root", "SlurmdUser=root", "AuthType=auth/munge", "CredType=cred/munge",
                 # A job that is requeued waits until its old credential has expired.
                 f"AuthInfo=socket={root}/run/munge.sock,cred_expire=5",

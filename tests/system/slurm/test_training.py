@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import sqlite3
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -13,19 +13,34 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
 from tests.helpers import checkpoint_values, curve, largest_difference, lines, train_lines, write_recipe
 from tests.refusals import require_message
-from tests.system.slurm.conftest import Site
+from tests.system.slurm.conftest import STEPS, Site
+
+Curve = list[tuple[Any, ...]]
+Whole = Callable[[int], Curve]
 
 
-@pytest.fixture(scope="module")
-def reference() -> dict[str, list[tuple[Any, ...]]]:
-    """Curves of uninterrupted runs, by ranks a node."""
-    return {}
+@pytest.fixture
+def whole(site: Site, recipe: Recipe, shared: Path) -> Whole:
+    """The curve of the uninterrupted run with so many ranks a node; the first process that asks for it trains it."""
+
+    def trained(ranks: int) -> Curve:
+        kept = shared / f"slurm-whole-{ranks}.json"
+        with FileLock(f"{kept}.lock"):
+            if not kept.exists():
+                job, run_dir = site.submit(recipe, f"whole-{ranks}", "--ranks-per-node", str(ranks))
+                site.finish(job, run_dir)
+                assert f"{2 * ranks} × CPU" in site.log(run_dir, job)
+                kept.write_text(json.dumps(curve(run_dir)))
+        return [tuple(line) for line in json.loads(kept.read_text())]
+
+    return trained
 
 
 def restarts(run_dir: Path) -> list[int]:
@@ -38,16 +53,12 @@ def saved(run_dir: Path) -> list[int]:
     return [entry.step for entry in CheckpointStore(run_dir / "checkpoints").entries()]
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
-def test_two_nodes(site: Site, recipe: Recipe, ranks: str, reference: dict[str, list[tuple[Any, ...]]]) -> None:
-    job, run_dir = site.submit(recipe, f"whole-{ranks}", "--ranks-per-node", ranks)
-    site.finish(job, run_dir)
-    assert f"{2 * int(ranks)} × CPU" in site.log(run_dir, job)
-    reference[ranks] = curve(run_dir)
-    assert reference[ranks][-1][0] == 100
-    losses = {key: [line[1] for line in found if line[1] is not None] for key, found in reference.items()}
-    if len(losses) == 2:
-        assert largest_difference(losses["1"], losses["2"]) < 1e-5
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_nodes(whole: Whole, ranks: int) -> None:
+    assert whole(ranks)[-1][0] == STEPS
+    if ranks > 1:
+        one, several = ([line[1] for line in whole(number) if line[1] is not None] for number in (1, ranks))
+        assert largest_difference(one, several) < 1e-5
 
 
 @pytest.mark.deepspeed
@@ -64,12 +75,12 @@ def test_zero_trains_as_one_process_of_the_other_engine(site: Site, corpus: Path
             "optimizer.adam_eps=1e-2", "optimizer.clip_grad=0",
         ],
     ).recipe  # fmt: skip
-    job, run_dir = site.submit(sharded, "sharded", "--partition", "spot")
-    whole = sharded.model_copy(update={"name": "whole", "zero": None, "engine": "megatron"})
+    job, run_dir = site.submit(sharded, "sharded", "--partition", "spot", "--python", site.python_that())
+    plain = sharded.model_copy(update={"name": "whole", "zero": None, "engine": "megatron"})
     site.wait_for_step(job, run_dir, 5)
     warn(site, job, run_dir)
     folders = ["--runs-dir", str(site.folder / "runs"), "--data-dir", str(site.data_dir)]
-    site.llmrecipes("train", write_recipe(whole, site.folder), "--nproc", "1", "--run-id", "one", *folders)
+    site.llmrecipes("train", write_recipe(plain, site.folder), "--nproc", "1", "--run-id", "one", *folders)
     assert site.finish(job, run_dir)["Restarts"] == "1", site.log(run_dir, job)
     [resumed] = restarts(run_dir)
     assert 5 <= resumed < 24
@@ -84,9 +95,7 @@ def test_zero_trains_as_one_process_of_the_other_engine(site: Site, corpus: Path
         assert torch.dist(of_zero[name], saved[name]) < 1e-4 * saved[name].norm(), name
 
 
-def test_the_controller_is_away_while_a_job_trains(
-    site: Site, recipe: Recipe, reference: dict[str, list[tuple[Any, ...]]]
-) -> None:
+def test_the_controller_is_away_while_a_job_trains(site: Site, recipe: Recipe, whole: Whole) -> None:
     """The run does not notice; who waits for it asks again until it answers."""
     with site.waiting(recipe, "controller-away") as waiting:
         site.wait_for_step(waiting.job, waiting.run_dir, 5)
@@ -94,7 +103,7 @@ def test_the_controller_is_away_while_a_job_trains(
         try:
             then = train_lines(waiting.run_dir)[-1]["step"]
             site.lab.until(
-                lambda: True if train_lines(waiting.run_dir)[-1]["step"] >= min(then + 30, 100) else None,
+                lambda: True if train_lines(waiting.run_dir)[-1]["step"] >= min(then + 30, STEPS) else None,
                 "the run does not go on without slurmctld",
             )
             assert waiting.process.poll() is None
@@ -102,15 +111,15 @@ def test_the_controller_is_away_while_a_job_trains(
             site.lab.start_controller()
         assert site.finish(waiting.job, waiting.run_dir)["Restarts"] == "0"
         code, answer, states = waiting.end()
-    assert (code, answer["state"], answer["result"]["step"]) == (0, "completed", 100)
+    assert (code, answer["state"], answer["result"]["step"]) == (0, "completed", STEPS)
     assert states[-1] == "completed"
-    assert curve(waiting.run_dir) == reference["1"]
+    assert curve(waiting.run_dir) == whole(1)
 
 
 @pytest.mark.rotating
-def test_requeued_three_times(site: Site, recipe: Recipe, reference: dict[str, list[tuple[Any, ...]]]) -> None:
+def test_requeued_three_times(site: Site, recipe: Recipe, whole: Whole) -> None:
     """One run, one MLflow run, which knows how often it was restarted; and one job for who waits for it."""
-    with site.waiting(recipe, "requeued", "tracking.mlflow=true") as waiting:
+    with site.waiting(recipe, "requeued", "tracking.mlflow=true", "--python", site.python_that()) as waiting:
         job, run_dir = waiting.job, waiting.run_dir
         for number, step in enumerate((10, 35, 60), 1):
             site.wait_for_step(job, run_dir, step)
@@ -119,11 +128,11 @@ def test_requeued_three_times(site: Site, recipe: Recipe, reference: dict[str, l
         fields = site.finish(job, run_dir)
         code, answer, states = waiting.end()
     assert (code, answer["state"]) == (0, "completed")
-    assert (answer["result"]["step"], answer["result"]["exit_code"]) == (100, 0)
+    assert (answer["result"]["step"], answer["result"]["exit_code"]) == (STEPS, 0)
     assert answer["result"]["loss"] == pytest.approx(curve(run_dir)[-2][1])
     assert "running, restart 1" in states and states[-1] == "completed, restart 3"
     assert fields["Restarts"] == "3"
-    assert curve(run_dir) == reference["1"]
+    assert curve(run_dir) == whole(1)
     resumed = restarts(run_dir)
     assert len(resumed) == 3
     assert resumed == sorted(resumed) and resumed[0] >= 10
@@ -190,16 +199,16 @@ def test_interrupted(
     site: Site,
     recipe: Recipe,
     interrupt: Callable[[Site, str, Path], None],
-    reference: dict[str, list[tuple[Any, ...]]],
+    whole: Whole,
 ) -> None:
-    job, run_dir = site.submit(recipe, interrupt.__name__, "--partition", "spot")
+    job, run_dir = site.submit(recipe, interrupt.__name__, "--partition", "spot", "--python", site.python_that())
     site.wait_for_step(job, run_dir, 25)
     interrupt(site, job, run_dir)
     site.wait_for_restart(job, 1)
     newest = saved(run_dir)[-1]  # the next ranks have yet to start
     fields = site.finish(job, run_dir)
     assert fields["Restarts"] == "1", site.log(run_dir, job)
-    assert curve(run_dir) == reference["1"]
+    assert curve(run_dir) == whole(1)
     [resumed] = restarts(run_dir)
     assert resumed >= newest  # one that was complete is published by the next start
     if interrupt in (warn, preempt):
@@ -210,13 +219,11 @@ def test_interrupted(
 
 @pytest.mark.usefixtures("repaired")
 @pytest.mark.rotating
-def test_a_job_goes_on_with_more_nodes_and_with_those_that_are_left(
-    site: Site, recipe: Recipe, reference: dict[str, list[tuple[Any, ...]]]
-) -> None:
+def test_a_job_goes_on_with_more_nodes_and_with_those_that_are_left(site: Site, recipe: Recipe, whole: Whole) -> None:
     """One node while the other is drained, two when it is back, and one again when a node is lost."""
     elastic = recipe.model_copy(update={"train": recipe.train.model_copy(update={"elastic": (1, 2)})})
     site.lab.run("scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=repair")
-    job, run_dir = site.submit(elastic, "elastic", "--sbatch=--exclude=n3")
+    job, run_dir = site.submit(elastic, "elastic", "--sbatch=--exclude=n3", "--python", site.python_that())
     site.wait_for_step(job, run_dir, 10)
     assert site.lab.job(job)["NodeList"] == "n1"
     site.lab.run("scontrol", "update", "NodeName=n2", "State=RESUME")
@@ -230,38 +237,35 @@ def test_a_job_goes_on_with_more_nodes_and_with_those_that_are_left(
 
     notes = [line["details"] for line in lines(run_dir) if line.get("event") == "resized"]
     assert [(note["before"]["world_size"], note["now"]["world_size"]) for note in notes] == [(1, 2), (2, 1)]
-    found, expected = curve(run_dir), reference["1"]
+    found, expected = curve(run_dir), whole(1)
     assert [step[0] for step in found] == [step[0] for step in expected]
     losses = [[line[1] for line in steps if line[1] is not None] for steps in (found, expected)]
     assert largest_difference(*losses) < 1e-5  # ranks sum in another order
 
 
 @pytest.mark.rotating
-def test_time_limit_whose_warning_comes_before_the_ranks_are_started(
-    site: Site, recipe: Recipe, reference: dict[str, list[tuple[Any, ...]]]
-) -> None:
+def test_time_limit_whose_warning_comes_before_the_ranks_are_started(site: Site, recipe: Recipe, whole: Whole) -> None:
     """The batch script gets it while `begin` runs, which is held up on the first start; no rank is started then."""
     released = site.folder / "released"
-    held_up = python_that(
-        site,
-        '*" doctor "*) exit 0;; *"slurm begin"*) [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || '
+    held_up = site.python_that(
+        '*"slurm begin"*) [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || '
         f"until [ -e {shlex.quote(str(released))} ]; do sleep 0.1; done",
     )
     # slurmctld looks every 30 s and warns up to 30 s early: 8 to 38 s after the start, when the script has its handler.
     arguments = ["--time", "5", "--warning", "262", "--python", held_up]
     job, run_dir = site.submit(recipe, "limited", *arguments)
-    # Nothing shows that it has warned a batch script.
-    site.lab.until(lambda: True if site.lab.job(job)["RunTime"] > "00:00:45" else None, f"job {job} has not run")
+    log, sent = site.lab.root / "log/slurmctld.log", f"job_signal: {signal.SIGUSR1.value} of running JobId={job} "
+    site.lab.until(lambda: True if sent in log.read_text("utf-8") else None, f"job {job} is not warned")
     released.touch()
     site.wait_for_restart(job, 1)
     assert "step 1/" not in site.log(run_dir, job)
     site.lab.run("scontrol", "update", f"JobId={job}", "TimeLimit=UNLIMITED")
     site.finish(job, run_dir)
-    assert curve(run_dir) == reference["1"]
+    assert curve(run_dir) == whole(1)
 
 
 def test_cancelled_jobs_stay_so(site: Site, recipe: Recipe) -> None:
-    job, run_dir = site.submit(recipe, "cancelled")
+    job, run_dir = site.submit(recipe, "cancelled", "--python", site.python_that())
     site.wait_for_step(job, run_dir, 5)
     assert json.loads(site.llmrecipes("cancel", "cancelled", "--json"))["cancelled"] is True
     fields = site.finish(job, run_dir, "CANCELLED")
@@ -273,7 +277,7 @@ def test_cancelled_jobs_stay_so(site: Site, recipe: Recipe) -> None:
 def test_restarts_without_progress_end(site: Site, recipe: Recipe) -> None:
     """A Python that ends ranks after they have started, and before their first step."""
     started = site.folder / "runs/tiny/stuck/logs/outcome"
-    broken = python_that(site, f'*"slurm rank"*) echo started >{shlex.quote(str(started))}; echo broken >&2; exit 1')
+    broken = site.python_that(f'*"slurm rank"*) echo started >{shlex.quote(str(started))}; echo broken >&2; exit 1')
     with site.waiting(recipe, "stuck", "--python", broken) as waiting:
         job, run_dir = waiting.job, waiting.run_dir
         fields = site.finish(job, run_dir, "FAILED")
@@ -282,11 +286,3 @@ def test_restarts_without_progress_end(site: Site, recipe: Recipe) -> None:
     assert fields["ExitCode"] == "93:0"
     assert fields["Restarts"] == "3"
     assert "3 restarts without progress" in site.log(run_dir, job)
-
-
-def python_that(site: Site, case: str) -> str:
-    """A Python that does something of its own first, where its arguments match a case of the shell's `case`."""
-    program = site.folder / "python"
-    program.write_text(f'#!/bin/sh\ncase "$*" in {case};; esac\nexec {shlex.quote(sys.executable)} "$@"\n')
-    program.chmod(0o755)
-    return str(program)
