@@ -156,9 +156,9 @@ def world() -> Iterator[World]:
 
 
 @pytest.fixture(scope="session")
-def worlds(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[dict[int, GlooWorld]]:
+def worlds(pytestconfig: pytest.Config) -> Iterator[dict[int, GlooWorld]]:
     """The pool of rank processes: worlds by their number of ranks."""
-    with pool(tmp_path_factory.mktemp("worlds")) as made:
+    with pool() as made:
         pytestconfig.stash[WORLDS] = made
         yield made
 

@@ -25,6 +25,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SIZES = (1, 2, 4, 8)
 LONGEST_JOB = timedelta(minutes=5)
+LOOPBACK = "127.0.0.1"
 
 _CONTEXT = get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.dist.training"])
@@ -117,17 +118,18 @@ class Job:
 class GlooWorld:
     """Ranks that wait for jobs. They are started with the first one, and again after one that failed.
 
-    Each job has a new process group, because unused groups keep their sockets and threads.
+    Each job has a new process group, because unused groups keep their sockets and threads. They meet in a store that is
+    in this process, so that it outlives a rank that is killed; a file would be looked at again and again.
 
     Args:
         size: number of ranks.
-        folder: for rendezvous files.
     """
 
-    def __init__(self, size: int, folder: Path) -> None:
-        self._size, self._folder = size, folder
+    def __init__(self, size: int) -> None:
+        self._size = size
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._store: Any = None
         self._jobs = 0
 
     def run(self, job: Callable[..., Any], *arguments: Any) -> Any:
@@ -148,7 +150,7 @@ class GlooWorld:
         """
         if not self._processes:
             self._start_ranks()
-        rendezvous = self._folder / f"rendezvous-{self._size}-{self._jobs}" if group else None
+        rendezvous = (self._store.port, f"job-{self._jobs}") if group else None
         self._jobs += 1
         for pipe in self._pipes:
             pipe.send((rendezvous, job, arguments))
@@ -161,9 +163,12 @@ class GlooWorld:
         for process, pipe in zip(self._processes, self._pipes, strict=True):
             process.join()
             pipe.close()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._store = [], [], None
 
     def _start_ranks(self) -> None:
+        import torch.distributed as dist
+
+        self._store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
         for rank in range(self._size):
             ours, theirs = _CONTEXT.Pipe()
             process = _CONTEXT.Process(target=_serve, args=(rank, self._size, theirs), daemon=True)
@@ -174,18 +179,14 @@ class GlooWorld:
 
 
 @contextmanager
-def pool(folder: Path) -> Iterator[dict[int, GlooWorld]]:
-    """Worlds by number of ranks.
-
-    Args:
-        folder: for rendezvous files.
-    """
+def pool() -> Iterator[dict[int, GlooWorld]]:
+    """Worlds by number of ranks."""
     # The server keeps its initial environment, and does not have pytest's path.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         forkserver.ensure_running()
-    worlds = {size: GlooWorld(size, folder) for size in SIZES}
+    worlds = {size: GlooWorld(size) for size in SIZES}
     try:
         yield worlds
     finally:
@@ -221,7 +222,8 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
         except EOFError:  # the tests have ended
             return
         if rendezvous is not None:
-            store = dist.FileStore(str(rendezvous), size)
+            port, name = rendezvous
+            store = dist.PrefixStore(name, dist.TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False))
             dist.init_process_group(platform.backend, store=store, rank=rank, world_size=size, timeout=LONGEST_JOB)
             # A rank whose job ends at once would close connections that another one is still making.
             dist.barrier()

@@ -40,9 +40,9 @@ ZERO = {
 
 
 @pytest.fixture(scope="module")
-def process(worlds: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GlooWorld]:
+def process(worlds: object) -> Iterator[GlooWorld]:
     """One that only runs dry runs with DeepSpeed: its accelerator holds for a whole process."""
-    alone = GlooWorld(1, tmp_path_factory.mktemp("dryrun-deepspeed"))
+    alone = GlooWorld(1)
     yield alone
     alone.close()
 
