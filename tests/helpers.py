@@ -257,8 +257,8 @@ def steps_done(printed: str) -> int:
 def curve(run_dir: Path) -> list[tuple[Any, ...]]:
     """Values that must not depend on interruptions: those of every step and evaluation, in file order."""
     numbers = (
-        "step", "loss", "grad_norm", "lr", "consumed_samples", "consumed_tokens", "valid_loss", "source_loss",
-        "valid_source_loss",
+        "step", "loss", "grad_norm", "lr", "consumed_samples", "consumed_tokens", "source_loss",
+        "valid_source_loss", "valid_loss",
     )  # fmt: skip
     return [
         tuple(line.get(key) for key in numbers) for line in lines(run_dir) if "loss" in line or "valid_loss" in line
