@@ -437,6 +437,8 @@ def draw(rows: Sequence[Row], file: Path) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     fastest = max(measured.tokens_per_second for _, measured, _ in shown)
+    height = max(bits for _, _, bits in shown) - min(bits for _, _, bits in shown)
+    named: dict[tuple[float, float], list[str]] = {}  # formats at about the same place have one label
     for place, (row, measured, bits) in enumerate(shown):
         colour = colormaps["tab10"](place % 10)
         mib = row.bytes / 2**20
@@ -444,8 +446,14 @@ def draw(rows: Sequence[Row], file: Path) -> None:
             mib, bits, s=30 + 400 * measured.tokens_per_second / fastest, color=colour, alpha=0.7,
             label=f"{row.format}, {measured.tokens_per_second:,.0f} tokens/s",
         )  # fmt: skip
-        axes.annotate(row.format, (mib, bits), textcoords="offset points", xytext=(8, 6))
+        near = (at for at in named if abs(at[0] / mib - 1) < 0.1 and abs(at[1] - bits) <= 0.04 * height)
+        named.setdefault(next(near, (mib, bits)), []).append(row.format)
+    for at, names in named.items():
+        axes.annotate("\n".join(names), at, textcoords="offset points", xytext=(8, 8), fontsize="small")
+    axes.margins(x=0.2, y=0.15)
     axes.set(xscale="log", xlabel="weights on disk [MiB]", ylabel="held-out bits per byte (lower is better)")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
     axes.grid(alpha=0.3)
     axes.legend(title="area: tokens/s", loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
     try:
