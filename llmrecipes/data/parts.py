@@ -128,9 +128,9 @@ def decompressor(name: str, where: str) -> Callable[..., BinaryIO] | None:
 
 
 def damages() -> tuple[type[Exception], ...]:
-    """Errors of rows that are no JSON, or nested too deeply, and of compressed files that are damaged."""
-    found: tuple[type[Exception], ...] = (ValueError, RecursionError, EOFError, zlib.error, lzma.LZMAError)
-    return (*found, import_module(ZSTD).ZstdError) if ZSTD in sys.modules else found
+    """Errors of rows that are not JSON or are nested too deeply, and of compressed files that are damaged."""
+    kinds: tuple[type[Exception], ...] = (ValueError, RecursionError, EOFError, zlib.error, lzma.LZMAError)
+    return (*kinds, import_module(ZSTD).ZstdError) if ZSTD in sys.modules else kinds
 
 
 def part_bytes(files: Sequence[SourceFile]) -> int:

@@ -71,7 +71,7 @@ class SpikeGuard:
 def spike_guard(recipe: Recipe, progress: Progress) -> SpikeGuard | None:
     """That of a start from `progress`, if the recipe has an action.
 
-    A stage begins without a statistic: the losses of other text, and norms of other sequences, are no spikes.
+    A stage begins without a statistic: the losses of other text, and norms of other sequences, would look like spikes.
     """
     if recipe.faults.loss_spike_action == "none":
         return None
