@@ -69,7 +69,7 @@ def base_width(recipe: Recipe) -> Recipe:
     for dimension in recipe.search.space if recipe.search else ():
         if dimension.key in _WIDTH or dimension.key.startswith("parallelism."):
             raise UserError(
-                f"{dimension.key} is searched", where="--proxy", rule="the proxy has a width and a layout of its own",
+                f"{dimension.key} is searched", where="--proxy", rule="the proxy has its own width and layout",
                 fix="search it without --proxy",
             )  # fmt: skip
     kept = {name: getattr(recipe.parallelism, name) for name in _REDUCTION}
