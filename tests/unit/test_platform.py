@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import subprocess
@@ -125,6 +126,44 @@ def test_the_cpu_platform_refuses_a_machine_with_a_gpu(monkeypatch: pytest.Monke
     with pytest.raises(RuntimeError, match="must not be installed where torch sees a GPU"):
         CpuPlatform().install()
     assert torch.cuda.synchronize is before
+
+
+ARENAS = """
+import ctypes, os, sys, tempfile, threading
+import torch
+from llmrecipes.engine.core.platform import cpu
+
+torch.set_num_threads(2)
+cpu._keep_freed_memory()
+libc = ctypes.CDLL(None)
+libc.fopen.restype = ctypes.c_void_p
+
+def arenas():
+    with tempfile.NamedTemporaryFile() as file:
+        stream = ctypes.c_void_p(libc.fopen(file.name.encode(), b"w"))
+        libc.malloc_info(0, stream)
+        libc.fclose(stream)
+        return file.read().count(b"<heap nr=")
+
+before = arenas()
+allocated = threading.Barrier(7)
+
+def other():
+    kept = torch.ones(1000)
+    allocated.wait()
+
+threads = [threading.Thread(target=other) for _ in range(6)]
+for thread in threads:
+    thread.start()
+allocated.wait()
+print(before, arenas())
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="glibc's allocator is not here")
+def test_each_thread_of_torch_has_an_arena_and_other_threads_add_none() -> None:
+    done = subprocess.run([sys.executable, "-c", ARENAS], stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.split() == ["2", "2"]
 
 
 def test_gpus_that_torch_cannot_use_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,8 +124,10 @@ def _keep_freed_memory() -> None:
     Every step frees and allocates the same activations; by default each large one is a new mapping whose pages the
     kernel has to clear, which costs a third of a bf16 step (docs/development/notes.md). Huge pages reduce the cost
     further.
-    All threads share one arena: those of gloo and the saver would spread over up to 8 arenas a core, each of which
-    keeps its own freed memory (benchmarks/RESULTS.md, resident memory over a long run).
+    There is an arena for each thread of torch, and the threads of gloo and the saver share these: they would spread
+    over up to 8 arenas a core, each of which keeps its own freed memory (benchmarks/RESULTS.md, resident memory over a
+    long run). In fewer arenas torch's threads would wait for each other: attention's backward pass in bf16 allocates in
+    all of them, and takes three times as long in one.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read by torch at its first allocation
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -134,7 +136,14 @@ def _keep_freed_memory() -> None:
         mallopt(m_mmap_max, 0)
         mallopt(m_trim_threshold, 2**31 - 1)
         mallopt(m_top_pad, 256 * 2**20)
-        mallopt(m_arena_max, 1)
+        mallopt(m_arena_max, torch.get_num_threads())
+        _allocate_in_all_threads()
+
+
+def _allocate_in_all_threads() -> None:
+    """Start torch's threads and let each allocate, so that they have the arenas before any other thread takes one."""
+    states = torch.zeros(torch.get_num_threads(), 1, 32, 32, dtype=torch.bfloat16, requires_grad=True)
+    torch.nn.functional.scaled_dot_product_attention(states, states, states).sum().backward()
 
 
 def _on(device: torch.device, factory: Any) -> Any:
