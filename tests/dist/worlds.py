@@ -28,7 +28,8 @@ LONGEST_JOB = timedelta(minutes=5)
 LOOPBACK = "127.0.0.1"
 
 _CONTEXT = get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.dist.training"])
+# The latter is for context parallelism.
+_CONTEXT.set_forkserver_preload(["tests.dist.training", "torch.nn.attention.bias"])
 
 
 class WorldFailed(AssertionError):

@@ -18,6 +18,10 @@ import torch.nn.functional as F
 torch.cuda.is_available = lambda: True
 torch.cuda.get_device_capability = lambda *_device: (9, 0)
 
+from llmrecipes.hardware.builds import import_megatron  # noqa: E402
+
+import_megatron()  # as ranks do, before anything else imports it
+
 import transformer_engine as te_stub  # noqa: E402
 import transformer_engine.pytorch as te  # noqa: E402
 from megatron.core.fp8_utils import get_fp8_recipe, is_first_last_bf16_layer  # noqa: E402

@@ -312,9 +312,13 @@ def test_recomputation_changes_no_number(changes: dict[str, Any]) -> None:
         {"normalization": "RMSNorm", "qk_layernorm": True, "position_embedding_type": "rope"},
         {"activation_func": "squared_relu", "kv_channels": 32, "add_bias_linear": False, "add_qkv_bias": True},
         {**LLAMA, "rotary_percent": 0.5, "num_query_groups": 1},
+        {
+            **EXPERTS, "moe_router_load_balancing_type": "none", "moe_router_enable_expert_bias": True,
+            "moe_router_score_function": "sigmoid",
+        },
     ],
-    ids=["qk norm", "qk norm rope", "squared relu", "half rope"],
-)
+    ids=["qk norm", "qk norm rope", "squared relu", "half rope", "expert bias"],
+)  # fmt: skip
 def test_other_shapes_learn_without_a_compiler(model: dict[str, Any]) -> None:
     engine = engine_of(tiny(model={**MODEL, **model}, optimizer={"lr": 3e-3}))
     assert all(parameter.requires_grad for parameter in engine.modules[0].parameters())

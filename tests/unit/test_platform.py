@@ -56,15 +56,25 @@ def test_every_module_whose_torch_is_replaced_has_one() -> None:
 
 
 @pytest.mark.rotating
-def test_megatron_core_is_imported_without_the_compiler_and_sinks_of_metrics() -> None:
-    code = (
-        "import importlib, sys; from llmrecipes.hardware.builds import import_megatron; import_megatron();"
-        "import torch; from megatron.core.fusions.fused_bias_geglu import geglu;"
-        "print([name for name in ('torch._inductor.compile_fx', 'wandb', 'tensorboard') if name in sys.modules],"
-        "torch.compile.__module__, bool(importlib.import_module('torch.utils.tensorboard')))"
-    )
+def test_an_engine_and_an_optimizer_are_made_without_the_compiler_and_sinks_of_metrics() -> None:
+    code = """
+import importlib, sys
+from llmrecipes.hardware.builds import import_megatron
+import_megatron()
+import torch
+from llmrecipes.engine.core.platform import select
+from llmrecipes.engine.core.platform.substitutes import GroupStepAdamW
+from llmrecipes.engine.megatron.engine import MegatronEngine
+from megatron.core.fusions.fused_bias_geglu import geglu
+select().install()
+optimizer = GroupStepAdamW([torch.nn.Parameter(torch.ones(2))])
+optimizer.zero_grad()
+optimizer.load_state_dict(optimizer.state_dict())
+print([name for name in ("torch._dynamo", "torch._inductor", "wandb", "tensorboard") if name in sys.modules])
+print(torch.compile.__module__, bool(importlib.import_module("torch.utils.tensorboard")))
+"""
     command = [sys.executable, "-W", "ignore", "-c", code]
-    assert subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout == "[] torch True\n"
+    assert subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout == "[]\ntorch True\n"
 
 
 def test_a_function_is_compiled_at_its_first_call() -> None:

@@ -87,7 +87,6 @@ class RouterBalance:
             z_loss=z_loss / tokens,
         )
 
-    @torch.compiler.disable
     def _hook(self, row: int, router: TopKRouter, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         # Full recomputation runs a layer twice in a training step, the first time without gradients.
         if self._counting and router.training and torch.is_grad_enabled():

@@ -16,6 +16,12 @@ TransformerEngine's layers the output layer is one of them (`gradient_accumulati
 0.19 also counts how often multi-token prediction is right, in each micro-batch: nothing reads it, and a loss in chunks
 has no logits that could be counted.
 
+Routers call a function that both versions compile, although all it does is to count the tokens of each expert, and
+nothing without expert biases: each rank would start torch's compiler, which on a CPU needs a C++ compiler.
+
+torch's optimizers import its compiler at the first call of some of their methods, to except them from what it compiles:
+a quarter of the processor time that a rank takes to import everything.
+
 Recomputation that discards a result (`recompute_modules`) asks TransformerEngine for its fp8 state also where there is
 none, and 0.19 compiles a C++ function on each rank at the first backward pass to restore the result without a copy.
 """
@@ -27,6 +33,7 @@ from contextlib import nullcontext
 from copy import copy
 from functools import wraps
 from importlib.util import find_spec
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -50,6 +57,8 @@ def install_substitutes() -> None:
     install_restoring()
     replace("megatron.core.tensor_parallel", "ColumnParallelLinear", OutputLayer)
     install_uncounted()
+    install_uncompiled_optimizers()
+    replace(ROUTER, COUNT, unwrap(resolve(f"{ROUTER}.{COUNT}")))
     if transformer_engine_obstacle() is None:
         return
     # 0.16 assumes that TransformerEngine is installed, because the names it imports exist, but are None.
@@ -127,6 +136,8 @@ def default_group(tp_group: Any, is_expert: bool = False, check_initialized: boo
 
 
 ROUTER, METHOD = "megatron.core.transformer.moe.router.TopKRouter", "apply_input_jitter"
+COUNT = "_apply_expert_bias"
+"""Of `ROUTER`: adds to the tokens of each expert."""
 
 
 def install_jitter() -> None:
@@ -200,6 +211,13 @@ class GroupStepAdamW(torch.optim.Optimizer):
                 maximize=False,
             )
         return loss
+
+
+def install_uncompiled_optimizers() -> None:
+    """Let torch's optimizers, which nothing here compiles, do without its compiler."""
+    for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
+        plain = unwrap(resolve(f"torch.optim.Optimizer.{name}"))
+        plain.__dynamo_disable = plain  # what `torch._disable_dynamo` looks for
 
 
 def install_lion() -> None:
