@@ -15,20 +15,21 @@ import pytest
 
 from llmrecipes.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from llmrecipes.engine.core.checkpoint.index import JSON_NAME
-from tests.dist.table import BF16_BOUND, SAVED_AT, Row
+from tests.dist.table import BF16_BOUND, SAVED_AT, Row, Sections
 from tests.dist.training import Outcome, go_on
 from tests.dist.worlds import GlooWorld
 
 pytestmark = pytest.mark.dist
 
 ARCHIVE = Path(__file__).parents[1] / "golden" / "checkpoint-with-json-index.tar.xz"
-SMALL = {
+SMALL: Sections = {
+    "train": {"train_iters": 4},
     "model": {
         "num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_query_groups": 1, "ffn_hidden_size": 24,
         "vocab_size": 64, "seq_length": 16,
-    }
+    },
 }  # fmt: skip
-WHOLE = {**SMALL, "parallelism": {"use_distributed_optimizer": False}}
+WHOLE: Sections = {**SMALL, "parallelism": {"use_distributed_optimizer": False}}
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ WHOLE = {**SMALL, "parallelism": {"use_distributed_optimizer": False}}
     ids=["same layout", "another layout", "pickled index, another optimizer"],
 )
 def test_a_run_of_an_earlier_version_is_resumed(
-    worlds: dict[int, GlooWorld], tmp_path: Path, layout: str, changes: dict[str, dict[str, object]], oldest: bool
+    worlds: dict[int, GlooWorld], tmp_path: Path, layout: str, changes: Sections, oldest: bool
 ) -> None:
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(tmp_path, filter="data")

@@ -30,7 +30,7 @@ from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.resume import choose, resume
 from llmrecipes.verify import observe
 from llmrecipes.verify.spec import ReplicaDifference
-from tests.dist.table import SAVED_AT, STEPS
+from tests.dist.table import SAVED_AT
 from tests.helpers import ROOMY, random_batches
 
 NOISE = 1e-3
@@ -189,7 +189,7 @@ def loaders(recipe: Recipe, world: World, consumed: int = 0) -> Iterator[Batch]:
 
 def _run(engine: Engine, world: World, progress: Progress = Progress()) -> Outcome | None:  # noqa: B008 - frozen
     batches = loaders(engine.recipe, world, progress.consumed_samples)
-    numbers = map(engine.plan.num_microbatches_of, range(progress.step, STEPS))
+    numbers = map(engine.plan.num_microbatches_of, range(progress.step, engine.recipe.train.train_iters))
     results = [engine.train_step(batches, num_microbatches=number) for number in numbers]
     with engine.params_synced():
         valid = engine.evaluate(loaders(engine.recipe, world), 1)
@@ -199,7 +199,7 @@ def _run(engine: Engine, world: World, progress: Progress = Progress()) -> Outco
         digests = observe.gathered(observe.digests(weights))
     if not world.is_first:
         return None
-    apart = observe.first_replica_difference(digests, STEPS)
+    apart = observe.first_replica_difference(digests, engine.recipe.train.train_iters)
     return Outcome(
         [r.loss for r in results],
         [r.grad_norm or math.nan for r in results],
