@@ -24,6 +24,7 @@ from benchmarks.common import close, machine, parser
 from benchmarks.drawn_layouts import CLOSE, described, deviations, drawn
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.load import load, names, recipes_dir
+from llmrecipes.recipe.stage_runs import as_run
 from llmrecipes.workflow.dryrun import dry_run, environment
 from llmrecipes.workflow.plan import plan_on
 
@@ -40,10 +41,11 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
         UserError: it has a part that no dry run can show.
     """
     cluster = "laptop" if ON_CPUS in name else "h100-ib"
-    recipe = load(name, []).recipe
-    layout = plan_on(recipe, nproc=None, cluster=cluster, nodes=None)[0].layout
+    plan = plan_on(load(name, []).recipe, nproc=None, cluster=cluster, nodes=None)[0]
+    layout, recipe = plan.layout, plan.recipe  # of the stage that needs the most memory, if there are stages
     batch = 2 * layout.pipeline_model_parallel_size * layout.data_parallel_size * recipe.train.micro_batch_size
-    short = load(name, [f"train.global_batch_size={batch}"]).recipe
+    short = as_run(recipe)
+    short = short.model_copy(update={"train": short.train.model_copy(update={"global_batch_size": batch})})
     reports = dry_run(short, folder, _say, cluster=cluster, stages=True).reports
     return {
         **reports[0].contract(),

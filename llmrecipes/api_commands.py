@@ -11,8 +11,9 @@ from llmrecipes.api import Overrides, Run, directory, load_recipe, open_run, ove
 from llmrecipes.commandline import DATA_DIR, DATA_VARIABLE, RUNS_DIR, RUNS_VARIABLE
 from llmrecipes.errors import UserError
 from llmrecipes.plan.placement import Placement, place
-from llmrecipes.recipe.degrees import smallest_world
+from llmrecipes.recipe.degrees import least_ranks
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.stage_runs import stage_named, stage_recipes
 
 if TYPE_CHECKING:
     from llmrecipes.data.prepared import Prepared
@@ -89,7 +90,12 @@ def report_run(
 
 
 def layout_recipe(
-    recipe: Recipe | str | Path, *, nproc: int | None = None, cluster: str | None = None, nodes: int | None = None
+    recipe: Recipe | str | Path,
+    *,
+    nproc: int | None = None,
+    cluster: str | None = None,
+    nodes: int | None = None,
+    stage: str | None = None,
 ) -> tuple[Placement, ...]:
     """What each rank holds of model and data, by rank: `llmrecipes layout`.
 
@@ -98,15 +104,17 @@ def layout_recipe(
         nproc: ranks; default: the fewest that the layout needs.
         cluster: name or path of a cluster profile; default: any machine.
         nodes: nodes of the cluster; default: the fewest that fit the ranks.
+        stage: of a recipe with stages, by its name; default: the first.
 
     Raises:
-        UserError: the layout does not divide the ranks, or there is no such profile.
+        UserError: the layout does not divide the ranks, or there is no such profile or stage.
     """
     from llmrecipes.hardware.machine import planned
 
     loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    ranks = smallest_world(loaded.parallelism) if nproc is None else nproc
-    return place(loaded, ranks, None if cluster is None else planned(cluster, nodes, ranks))[1]
+    ranks = least_ranks(loaded) if nproc is None else nproc
+    laid_out = stage_recipes(loaded)[0] if stage is None else stage_named(loaded, stage)
+    return place(laid_out, ranks, None if cluster is None else planned(cluster, nodes, ranks))[1]
 
 
 def prepare_recipe(

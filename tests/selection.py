@@ -33,7 +33,8 @@ VERSION = (
 """Path prefixes of tests of what stands on megatron-core: models, checkpoints, optimizers, layouts, dry runs."""
 
 NOT_VERSION = (
-    "dist/test_checkpoint_killed", "dist/test_failing", "dist/test_stops", "dist/test_verify", "faults/", "train/",
+    "dist/test_checkpoint_killed", "dist/test_failing", "dist/test_stage_layouts", "dist/test_stops",
+    "dist/test_verify", "faults/", "train/",
     "unit/test_bench.py", "unit/test_benchmark_contenders", "unit/test_data_chat", "unit/test_data_copies",
     "unit/test_attention_logits",
     "unit/test_data_hub", "unit/test_data_infilling", "unit/test_data_join", "unit/test_data_overview",

@@ -81,7 +81,9 @@ def compatibility(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[Diffe
         then: the recipe the run was started with.
     """
     changes = differences(now, then)
-    return [change for change in changes if not _is_free(change.key) and not _is_a_label(change)]
+    return [
+        change for change in changes if not (_is_free(change.key) or _is_a_label(change) or _is_free_in_stages(change))
+    ]
 
 
 def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[Difference]:
@@ -140,6 +142,17 @@ def _is_a_label(difference: Difference) -> bool:
     if difference.key != "data.sources" or not isinstance(difference.then, list):
         return False
     then, now = ([{**source, "label": None} for source in sources] for sources in (difference.then, difference.now))
+    return then == now
+
+
+def _is_free_in_stages(difference: Difference) -> bool:
+    """Whether stages differ only in keys that a run may change."""
+    if difference.key != "stages" or not isinstance(difference.then, list) or not isinstance(difference.now, list):
+        return False
+    then, now = (
+        [dict(leaf for leaf in leaves(stage) if not _is_free(leaf[0]) and leaf[1] != {}) for stage in stages]
+        for stages in (difference.then, difference.now)
+    )
     return then == now
 
 

@@ -55,6 +55,8 @@ class Monitored(BaseModel):
     """Loss that the next one has to be below by more than `train.early_stop.min_delta` to be an improvement."""
     waited: Annotated[int, Field(ge=0)] = 0
     """Evaluations in a row without an improvement."""
+    since: Annotated[int, Field(ge=0)] = 0
+    """Step behind which losses are of the same held-out sequences: where a stage begins that reads others."""
 
 
 class CheckpointInfo(BaseModel):

@@ -383,9 +383,14 @@ def surviving(steps: list[int], most_recent_k: int, keep_interval: int | None) -
 
 
 def best(entries: Sequence[Entry]) -> Entry | None:
-    """The checkpoint of the lowest held-out loss, of equal ones the first; None: no step of theirs was evaluated."""
+    """The checkpoint of the lowest held-out loss, of equal ones the first; None: no step of theirs was evaluated.
+
+    Of those whose losses can be compared with the newest, if there are some.
+    """
     losses = [(loss, entry.step, entry) for entry in entries if (loss := entry.held_out_loss) is not None]
-    return min(losses, key=lambda item: item[:2])[2] if losses else None
+    newest = entries[-1].manifest.monitored if entries else None
+    comparable = [item for item in losses if newest is None or item[1] > newest.since] or losses
+    return min(comparable, key=lambda item: item[:2])[2] if comparable else None
 
 
 def require_best(store: CheckpointStore) -> Entry:

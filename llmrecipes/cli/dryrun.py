@@ -18,6 +18,7 @@ from llmrecipes.cli.options import (
     OverridesArgument,
     RecipeArgument,
     RunsOption,
+    StageOption,
 )
 from llmrecipes.cli.tables import TextTable, show
 from llmrecipes.units import KIB, MIB, gib
@@ -44,6 +45,7 @@ def dryrun(
     nodes: NodesOption = None,
     rank: Annotated[int | None, typer.Option("--rank", metavar="R", help="Measure this rank; default: 0.")] = None,
     stages: Annotated[bool, typer.Option("--stages", help="Measure the first rank of each pipeline stage.")] = False,
+    stage: StageOption = None,
     skew: Annotated[
         float,
         typer.Option("--skew", metavar="F", help="Send F times the even share of tokens to the rank's first expert."),
@@ -67,6 +69,7 @@ def dryrun(
         nodes=nodes,
         rank=rank,
         stages=stages,
+        stage=stage,
         skew=skew,
     )
     if as_json:

@@ -52,6 +52,14 @@ RanksOption = Annotated[
     int | None,
     typer.Option("--nproc", metavar="N", help="Use N ranks; default: all GPUs, else the fewest that the layout needs."),
 ]
+StageOption = Annotated[
+    str | None,
+    typer.Option("--in", metavar="STAGE", help="Take this stage of a recipe with stages; default: the largest."),
+]
+FirstStageOption = Annotated[
+    str | None,
+    typer.Option("--in", metavar="STAGE", help="Take this stage of a recipe with stages; default: the first."),
+]
 RunIdOption = Annotated[
     str | None,
     typer.Option("--run-id", metavar="ID", help="Start or resume the run with this id; default: a new id."),

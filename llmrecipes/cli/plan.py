@@ -310,6 +310,11 @@ def text(forecast: Forecast) -> str:
         ("all steps", f"{duration(forecast.seconds)}, {forecast.gpu_hours:,.1f} GPU-hours"),
         ("limit", values["limit"]),
     ]
+    lines += [
+        (f"stage {each['name']}", f"{each['step_seconds']:.3g} s, {each['tokens_per_second_per_gpu']:,.0f} a GPU, "
+         f"{duration(each['days'] * 86400)}; {each['layout']}")
+        for each in values.get("stages", ())
+    ]  # fmt: skip
     if forecast.cost_usd is None:
         lines.append(("cost", "left out: the profile has no costs.usd_per_gpu_hour"))
     else:

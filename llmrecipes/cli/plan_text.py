@@ -68,13 +68,14 @@ def print_plan(
     step_seconds: float | None = None,
     sent: Communication | None = None,
     data: Preparation | None = None,
-    predicted: float | None = None,
+    predicted: tuple[float, float] | None = None,
 ) -> None:
     """The resolved recipe unless `plan_only`, then the plan as a table, the configuration of the engine's library if it
     has one, and warnings.
 
     `asked` is the recipe's name or path and the overrides, as the user wrote them; `sent` is known with a profile,
-    `data` where the sizes of all sources are known, `predicted` the seconds of a step where the GPU has coefficients.
+    `data` where the sizes of all sources are known, `predicted` the seconds of a step and of all where the GPU has
+    coefficients.
     """
     if not plan_only:
         show(f"# {loaded.path}, sha256 {loaded.hash[:12]}", to_yaml(loaded.recipe))
@@ -133,14 +134,20 @@ def _communication(plan: Plan, sent: Communication | None) -> list[tuple[str, st
 
 
 def _time(
-    recipe: Recipe, plan: Plan, cluster: Cluster, seconds: float | None, measure: str, predicted: float | None
+    recipe: Recipe,
+    plan: Plan,
+    cluster: Cluster,
+    seconds: float | None,
+    measure: str,
+    predicted: tuple[float, float] | None,
 ) -> list[tuple[str, str, str]]:
     origin = "--step-seconds"
-    if seconds is None:
-        if predicted is None:
-            return [("time of a step", "unknown", f"until measured: {measure}")]
-        seconds, origin = predicted, f"predicted; measured by {measure}"
-    whole = seconds * plan.full_steps
+    if seconds is not None:
+        whole = seconds * plan.full_steps
+    elif predicted is not None:
+        (seconds, whole), origin = predicted, f"predicted; measured by {measure}"
+    else:
+        return [("time of a step", "unknown", f"until measured: {measure}")]
     lines = [
         ("time of a step", f"{seconds:.4g} s", origin),
         ("time of all steps", duration(whole), f"{plan.layout.world_size * whole / 3600:,.1f} rank-hours"),

@@ -12,6 +12,7 @@ import typer
 from llmrecipes.cli import completion, tables
 from llmrecipes.cli.options import (
     ClusterOption,
+    FirstStageOption,
     JsonOption,
     NodesOption,
     OverridesArgument,
@@ -161,7 +162,7 @@ def show(
     from llmrecipes.cli import plan_text as render
     from llmrecipes.recipe.load import load
     from llmrecipes.workflow.features import speed as speed_of
-    from llmrecipes.workflow.forecast import step_seconds_of
+    from llmrecipes.workflow.forecast import seconds_of
     from llmrecipes.workflow.plan import communication_on, plan_on, preparation
 
     loaded = load(recipe, overrides or [])
@@ -185,7 +186,7 @@ def show(
             step_seconds=step_seconds,
             sent=sent,
             data=data,
-            predicted=step_seconds_of(plan, cluster_name),
+            predicted=seconds_of(plan, cluster_name),
         )
 
 
@@ -199,17 +200,20 @@ def layout(
     ] = None,
     cluster_name: ClusterOption = None,
     nodes: NodesOption = None,
+    stage: FirstStageOption = None,
 ) -> None:
     """Show which part of model and data each rank holds."""
     from llmrecipes.cli import plan_text as render
     from llmrecipes.hardware.machine import planned
     from llmrecipes.plan.placement import place
-    from llmrecipes.recipe.degrees import smallest_world
+    from llmrecipes.recipe.degrees import least_ranks
     from llmrecipes.recipe.load import load
+    from llmrecipes.recipe.stage_runs import stage_named, stage_recipes
 
     loaded = load(recipe, overrides or []).recipe
-    ranks = smallest_world(loaded.parallelism) if nproc is None else nproc
-    placed = place(loaded, ranks, None if cluster_name is None else planned(cluster_name, nodes, ranks))
+    ranks = least_ranks(loaded) if nproc is None else nproc
+    laid_out = stage_recipes(loaded)[0] if stage is None else stage_named(loaded, stage)
+    placed = place(laid_out, ranks, None if cluster_name is None else planned(cluster_name, nodes, ranks))
     if as_json:
         print(json.dumps(render.layout_as_dict(*placed), indent=2))
     else:

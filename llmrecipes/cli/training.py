@@ -17,6 +17,7 @@ from llmrecipes.cli.options import (
     DATA,
     RUNS,
     DataOption,
+    FirstStageOption,
     JsonOption,
     NewRunIdOption,
     NodeCountOption,
@@ -255,6 +256,7 @@ def verify(
         int | None,
         typer.Option("--nproc", metavar="N", help="Use N ranks; default: two replicas of the smallest layout."),
     ] = None,
+    stage: FirstStageOption = None,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
@@ -265,15 +267,17 @@ def verify(
     """
     from llmrecipes.console import setup_logging
     from llmrecipes.recipe.load import load
+    from llmrecipes.recipe.stage_runs import as_run, stage_named, stage_recipes
     from llmrecipes.workflow.run import Paths
     from llmrecipes.workflow.verify import VerifyOptions
     from llmrecipes.workflow.verify import verify as compare
 
     setup_logging()
     options = VerifyOptions(iters, tolerance, nproc)
-    answer = compare(
-        load(recipe, overrides or []).recipe, Paths(runs_dir, data_dir), options, _silent if as_json else _say
-    )
+    loaded = load(recipe, overrides or []).recipe
+    if loaded.stages or stage is not None:
+        loaded = as_run(stage_recipes(loaded)[0] if stage is None else stage_named(loaded, stage))
+    answer = compare(loaded, Paths(runs_dir, data_dir), options, _silent if as_json else _say)
     if as_json:
         print(json.dumps(answer.result.as_dict(), indent=2))
     else:

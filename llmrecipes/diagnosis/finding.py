@@ -10,6 +10,7 @@ from operator import sub
 from typing import Any, Literal, Protocol
 
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.stage_runs import stage_recipes
 from llmrecipes.untrusted import number
 
 Record = Mapping[str, Any]
@@ -91,7 +92,7 @@ class RunFacts:
             adapters=recipe.lora is not None,
             one_batch=recipe.name.endswith(ONE_BATCH),
             micro_batch_tokens=train.micro_batch_size * recipe.model.seq_length,
-            pipeline_stages=recipe.parallelism.pipeline_model_parallel_size,
+            pipeline_stages=max(stage.parallelism.pipeline_model_parallel_size for stage in stage_recipes(recipe)),
             experts=recipe.model.num_moe_experts is not None,
             straggler=1 / limit if (limit := recipe.faults.straggler_threshold) else inf,
         )

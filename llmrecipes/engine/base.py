@@ -62,22 +62,28 @@ class Platform(Protocol):
 
 
 @dataclass(frozen=True)
-class World:
-    """This process in the world of all ranks."""
+class Rank:
+    """This process among all ranks, in whatever layout."""
 
     rank: int
     size: int
+
+    @property
+    def is_first(self) -> bool:
+        """The rank that prints, tracks and publishes."""
+        return self.rank == 0
+
+
+@dataclass(frozen=True)
+class World(Rank):
+    """This process in a layout of all ranks."""
+
     data_parallel_rank: int
     data_parallel_size: int
     holds_whole_model: bool
     """Whether each rank has all parameters, so that one rank can run the model."""
     has_loss: bool = True
     """Whether this rank is one of the last pipeline stage."""
-
-    @property
-    def is_first(self) -> bool:
-        """The rank that prints, tracks and publishes."""
-        return self.rank == 0
 
 
 @dataclass(frozen=True)
@@ -137,22 +143,6 @@ class StepResult:
     """Of a result that is not finite: whether this rank's loss, or its gradients before they were reduced, are not."""
     layers: meters.LayerMeasurements | None = None
     """None: no step was measured since the last result."""
-
-
-@dataclass(frozen=True)
-class ReplicaFault:
-    """A replica whose weights, or whose results of the same tokens, differ from those of the others."""
-
-    rank: int
-    node: str
-    other: int
-    """A rank that has what most replicas have."""
-    parameter: str
-    """The first that differs, in model order; or which result."""
-    differing: int
-    """Parameters or results that differ."""
-    is_outvoted: bool
-    """Most replicas agree against this one; of two replicas, either may be the wrong one."""
 
 
 @dataclass(frozen=True)
@@ -249,13 +239,13 @@ class Engine(Protocol):
     def params_synced(self) -> AbstractContextManager[None]:
         """A block in which every rank has up-to-date parameters; all ranks have to enter it. `state` needs none."""
 
-    def replica_fault(self) -> ReplicaFault | None:
+    def replica_fault(self) -> meters.ReplicaFault | None:
         """First weight that differs between data-parallel replicas, the same on all ranks; a collective of all.
 
         With the distributed optimizer, call it in `params_synced`, or between the passes of a step and its update.
         """
 
-    def result_fault(self) -> ReplicaFault | None:
+    def result_fault(self) -> meters.ReplicaFault | None:
         """Where data-parallel replicas compute different results from the same tokens, the same on all ranks; a
         collective of all, in `params_synced`."""
 
@@ -340,8 +330,17 @@ class Backend(Protocol):
             local_rank: rank on this node; the index of the GPU.
         """
 
-    def join(self, recipe: Recipe, platform: Platform) -> AbstractContextManager[World]:
+    def connect(self, platform: Platform) -> AbstractContextManager[Rank]:
         """Join the ranks that a launcher started (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, …), or form a world of one."""
+
+    def lay_out(self, recipe: Recipe) -> AbstractContextManager[World]:
+        """The process groups of a recipe's layout, one after another; a collective of ranks that have joined."""
+
+    def join(self, recipe: Recipe, platform: Platform) -> AbstractContextManager[World]:
+        """`connect` and `lay_out`."""
+
+    def require(self, plan: Plan, platform: Platform) -> None:
+        """Refuse a plan, of which also later stages, that this rank's software, GPU or environment cannot run."""
 
     def build(self, plan: Plan, platform: Platform, weights: WeightSource | None = None) -> Engine:
         """An engine with initial weights, which depend only on the seed; or with those of `weights`."""

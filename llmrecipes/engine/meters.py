@@ -12,6 +12,22 @@ from llmrecipes.tracking.events import LayerBalance
 
 
 @dataclass(frozen=True)
+class ReplicaFault:
+    """A replica whose weights, or whose results of the same tokens, differ from those of the others."""
+
+    rank: int
+    node: str
+    other: int
+    """A rank that has what most replicas have."""
+    parameter: str
+    """The first that differs, in model order; or which result."""
+    differing: int
+    """Parameters or results that differ."""
+    is_outvoted: bool
+    """Most replicas agree against this one; of two replicas, either may be the wrong one."""
+
+
+@dataclass(frozen=True)
 class Balance:
     """Expert routing of one step, over all ranks."""
 

@@ -111,13 +111,18 @@ def _for_gpus(plan: Plan, logs: Path | None, gpu: str) -> dict[str, str]:
     return values
 
 
+def _shares_layers(plan: Plan) -> bool:
+    return plan.layout.tensor_model_parallel_size > 1 or plan.layout.context_parallel_size > 1
+
+
 def gpu_variables(plan: Plan, gpu: str) -> dict[str, tuple[str, str]]:
-    """Variables of ranks on GPUs by name: value and reason.
+    """Variables of ranks on GPUs by name: value and reason; what one stage of a run needs, all of them have.
 
     Args:
         plan: its layout, layers and features decide.
         gpu: name in nvidia-smi.
     """
+    stages = plan.stages or (plan,)
     values = {
         "CUDA_DEVICE_ORDER": ("PCI_BUS_ID", "nvidia-smi's order, by which ranks are bound to the cores next to a GPU"),
         "NCCL_DEBUG": ("WARN", "what NCCL cannot do is in the log"),
@@ -126,34 +131,33 @@ def gpu_variables(plan: Plan, gpu: str) -> dict[str, tuple[str, str]]:
         "TORCH_NCCL_DUMP_ON_TIMEOUT": ("1", "a timeout leaves such a dump"),
         "PYTORCH_ALLOC_CONF": ("expandable_segments:True", "less memory is lost between allocations"),
     }
-    degrees, parallel = plan.layout, plan.recipe.parallelism
-    together = degrees.tensor_model_parallel_size > 1 or degrees.context_parallel_size > 1
-    if value(plan.features, "overlap_moe_expert_parallel_comm"):
+    together = [_shares_layers(stage) for stage in stages]
+    if any(value(stage.features, "overlap_moe_expert_parallel_comm") for stage in stages):
         values["CUDA_DEVICE_MAX_CONNECTIONS"] = (
             "32",
             "the experts' messages and another micro-batch's kernels need queues of their own; Megatron-Bridge sets it",
         )
-    elif together:
+    elif any(together):
         blackwell = BLACKWELL & set(gpu.replace("-", " ").split())
         values["CUDA_DEVICE_MAX_CONNECTIONS"] = (
             "32" if blackwell else "1",
             "one queue runs kernels in launch order, on which megatron-core's overlap of tensor and context "
             "parallelism relies (tensor_parallel/layers.py); Blackwell needs no single queue",
         )
-    if degrees.world_size > 1 and not plan.recipe.speed.high_priority_stream_groups:
+    if plan.layout.world_size > 1 and not any(stage.recipe.speed.high_priority_stream_groups for stage in stages):
         values["TORCH_NCCL_HIGH_PRIORITY"] = (
             "1", "NCCL's kernels start before computation that is queued as well; Megatron-Bridge sets it"
         )  # fmt: skip
     hopper = HOPPER & set(gpu.replace("-", " ").split())
-    if (
-        hopper
-        and plan.target.transformer_engine
-        and (together or parallel.overlap_grad_reduce or parallel.overlap_param_gather)
-    ):
+    overlapped = any(
+        shared or stage.recipe.parallelism.overlap_grad_reduce or stage.recipe.parallelism.overlap_param_gather
+        for shared, stage in zip(together, stages, strict=True)
+    )
+    if hopper and plan.target.transformer_engine and overlapped:
         margin = (NORM_MARGIN, "multiprocessors that TransformerEngine's norms leave to overlapped NCCL kernels; "
                   "Megatron-Bridge sets it on H100")  # fmt: skip
         values |= {f"NVTE_{direction}_LAYERNORM_SM_MARGIN": margin for direction in ("FWD", "BWD")}
-    if value(plan.features, "cuda_graph_impl"):
+    if any(value(stage.features, "cuda_graph_impl") for stage in stages):
         values["NCCL_GRAPH_REGISTER"] = (
             "0", "NCCL would register buffers of CUDA graphs that expandable segments move; megatron-core asks for it"
         )  # fmt: skip

@@ -16,7 +16,7 @@ from llmrecipes.plan.speed.device import device
 from llmrecipes.plan.speed.search import nearest
 from llmrecipes.recipe import rules
 from llmrecipes.recipe.batch_schedule import without_ramp
-from llmrecipes.recipe.degrees import elastic_worlds, model_parallel_size, smallest_world
+from llmrecipes.recipe.degrees import elastic_worlds, model_parallel_size, replica_ranks, smallest_world
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape
 from llmrecipes.recipe.stages import span_of
@@ -38,8 +38,11 @@ def check(plan: Plan, cluster: Cluster, advise: bool = True) -> None:
         advise: whether to search for layouts that fit, which takes seconds at thousands of GPUs.
 
     Raises:
-        UserError: it does not fit; with the needed memory part by part, the available memory, and a fix.
+        UserError: it does not fit; with the needed memory part by part, the available memory, and a fix. Of a recipe
+            with stages, the first that does not.
     """
+    for of_stage in plan.stages:
+        check(of_stage, cluster, advise)
     if plan.fits:
         return
     _check_host(plan, cluster)
@@ -69,7 +72,7 @@ def require_elastic_world(recipe: Recipe, ranks: int) -> None:
     if ranks in worlds:
         return
     near = [*[n for n in worlds if n < ranks][-1:], *[n for n in worlds if n > ranks][:1]]
-    dense = model_parallel_size(recipe.parallelism)
+    dense = replica_ranks(recipe)
     raise UserError(
         f"{ranks} ranks, with [{least}, {most}] replicas of {dense} rank{'s' * (dense > 1)}",
         where="train.elastic",
@@ -93,7 +96,7 @@ def check_fewer(recipe: Recipe, ranks: int, cluster: Cluster) -> None:
         try:
             check(derive(recipe, fewer, cluster), cluster, advise=False)
         except UserError as error:
-            least = fitting // model_parallel_size(recipe.parallelism)
+            least = -(-fitting // replica_ranks(recipe))
             raise UserError(
                 f"allows {fewer} rank{'s' * (fewer > 1)}: {error.what}",
                 where="train.elastic",

@@ -29,7 +29,7 @@ from llmrecipes.recipe import recompute
 from llmrecipes.recipe.adversarial import passes
 from llmrecipes.recipe.batch_rules import require_divisible
 from llmrecipes.recipe.batch_schedule import BatchSchedule, batch_schedule, common, tokens_of, varies
-from llmrecipes.recipe.degrees import elastic_worlds, model_parallel_size, multiples, smallest_world
+from llmrecipes.recipe.degrees import elastic_worlds, least_ranks, model_parallel_size, multiples, smallest_world
 from llmrecipes.recipe.distill_rules import has_teacher, teacher_model
 from llmrecipes.recipe.features import FeatureChoice, SpeedTarget, require, resolve, value
 from llmrecipes.recipe.optimizer_rules import require_fused_adam
@@ -137,7 +137,8 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.memory.total <= self.memory_capacity_bytes and self.fits_host
+        fits = self.memory.total <= self.memory_capacity_bytes and self.fits_host
+        return fits and all(stage.fits for stage in self.stages)
 
     @property
     def lr_decay_iters(self) -> int:
@@ -251,12 +252,15 @@ def default_world_size(recipe: Recipe, cluster: Cluster) -> int:
     if recipe.train.elastic is not None:
         worlds = elastic_worlds(recipe)
         return max((ranks for ranks in worlds if ranks <= len(cluster.gpus)), default=worlds[0])
-    least = smallest_world(recipe.parallelism)
-    micro_batches = common(recipe) // recipe.train.micro_batch_size
+    least = least_ranks(recipe)
     shards = recipe.zero is not None and recipe.zero.stage >= 2
     most = len(cluster.gpus) // least * least if cluster.gpus else least * (1 + shards)
-    dense = model_parallel_size(recipe.parallelism)
-    return next((ranks for ranks in range(most, least, -least) if micro_batches % (ranks // dense) == 0), least)
+    shared = [
+        (common(stage) // stage.train.micro_batch_size, model_parallel_size(stage.parallelism))
+        for stage in stage_recipes(recipe)
+    ]
+    divided = (n for n in range(most, least, -least) if all(batch % (n // dense) == 0 for batch, dense in shared))
+    return next(divided, least)
 
 
 def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
@@ -313,8 +317,11 @@ def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
 
 def _of_stages(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
     """The plan of the stage that needs the most memory, with all others; the tokens are those of the run."""
-    plans = []
-    for stage in stage_recipes(recipe):
+    plans, stages = [], stage_recipes(recipe)
+    widest = max(stages, key=lambda stage: smallest_world(stage.parallelism))
+    with in_stage(widest):  # of ranks that are too few, the stage that needs the most is named
+        layout(widest, world_size, cluster)
+    for stage in stages:
         with in_stage(stage):
             plans.append(derive(stage, world_size, cluster))
     largest = max(plans, key=lambda plan: plan.memory.total)

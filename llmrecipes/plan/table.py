@@ -33,7 +33,7 @@ def text(plan: Plan) -> str:
 def rows(plan: Plan) -> list[tuple[str, str, str]]:
     """Rows of the plan: name, value, origin."""
     parameters, memory, cluster = plan.num_parameters, plan.memory, plan.cluster
-    ranks = _degrees(plan)
+    ranks = f"parallel: {degrees(plan)}"
     if cluster.gpus:
         ranks += f", of {len(cluster.gpus)} GPUs"
     lines = [("parameters", f"{parameters.total:,}", f"{parameters.embedding:,} in embeddings")]
@@ -139,18 +139,28 @@ def stage_facts(plan: Plan) -> dict[str, Any]:
         "seq_length": plan.recipe.model.seq_length,
         "global_batch_size": plan.recipe.train.global_batch_size,
         "micro_batch_size": plan.recipe.train.micro_batch_size,
+        "num_microbatches": plan.num_microbatches,
         "memory_bytes": plan.memory.total,
+        "layout": degrees(plan),
+        "degrees": plan.layout.as_dict(),
     }
 
 
+def has_layouts(plan: Plan) -> bool:
+    """Whether the stages of a run have different layouts."""
+    return len({stage.layout for stage in plan.stages}) > 1
+
+
 def _of_run(plan: Plan) -> list[tuple[str, str, str]]:
-    """The stages of a run, and which one the other lines are of."""
+    """The stages of a run, their layouts where they differ, and which one the other lines are of."""
     rows = []
-    for facts in map(stage_facts, plan.stages):
+    for stage, facts in zip(plan.stages, map(stage_facts, plan.stages), strict=True):
         name = f"stage {facts['name']}"
         steps = f"steps {facts['first_step'] + 1:,} to {facts['last_step']:,}"
         sizes = f"{facts['global_batch_size']:,} × {facts['seq_length']:,}"
-        rows.append((name, steps, f"{sizes}, {facts['tokens']:,} tokens, {gib(facts['memory_bytes'])} a rank"))
+        laid_out = f"; {degrees(stage)}" if has_layouts(plan) else ""
+        text = f"{sizes}, {facts['tokens']:,} tokens, {gib(facts['memory_bytes'])} a rank{laid_out}"
+        rows.append((name, steps, text))
     if plan.stages:
         rows.append(("largest stage", cast(Span, span_of(plan.recipe)).name, "all other lines are of it"))
     return rows
@@ -177,21 +187,21 @@ def _mup(plan: Plan) -> list[tuple[str, str, str]]:
     ]
 
 
-def _degrees(plan: Plan) -> str:
-    """`parallel: tensor 2 × pipeline 2 × data 4, ZeRO 1`, and how experts use the same ranks."""
-    degrees = plan.layout
+def degrees(plan: Plan) -> str:
+    """`tensor 2 × pipeline 2 × data 4, ZeRO 1`, and how experts use the same ranks."""
+    laid_out = plan.layout
     dense = {
-        "tensor": degrees.tensor_model_parallel_size,
-        "context": degrees.context_parallel_size,
-        "pipeline": degrees.pipeline_model_parallel_size,
+        "tensor": laid_out.tensor_model_parallel_size,
+        "context": laid_out.context_parallel_size,
+        "pipeline": laid_out.pipeline_model_parallel_size,
     }
-    words = [f"{name} {size}" for name, size in dense.items() if size > 1] + [f"data {plan.layout.data_parallel_size}"]
-    text = with_zero(f"parallel: {' × '.join(words)}", plan.recipe.zero)
-    if plan.num_parameters.experts and plan.layout.world_size > 1:
-        experts = f"experts: expert {degrees.expert_model_parallel_size}"
-        if degrees.expert_tensor_parallel_size > 1:
-            experts += f" × tensor {degrees.expert_tensor_parallel_size}"
-        text += f"; {experts} × data {degrees.expert_data_parallel_size}"
+    words = [f"{name} {size}" for name, size in dense.items() if size > 1] + [f"data {laid_out.data_parallel_size}"]
+    text = with_zero(" × ".join(words), plan.recipe.zero)
+    if plan.num_parameters.experts and laid_out.world_size > 1:
+        experts = f"experts: expert {laid_out.expert_model_parallel_size}"
+        if laid_out.expert_tensor_parallel_size > 1:
+            experts += f" × tensor {laid_out.expert_tensor_parallel_size}"
+        text += f"; {experts} × data {laid_out.expert_data_parallel_size}"
     return text
 
 

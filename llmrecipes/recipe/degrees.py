@@ -7,6 +7,7 @@ import math
 from llmrecipes.recipe.batch_schedule import common
 from llmrecipes.recipe.schema import Parallelism, Recipe
 from llmrecipes.recipe.stage_runs import stage_recipes
+from llmrecipes.recipe.stages import whole
 
 
 def model_parallel_size(parallel: Parallelism) -> int:
@@ -27,6 +28,16 @@ def smallest_world(parallel: Parallelism) -> int:
     return parallel.pipeline_model_parallel_size * math.lcm(dense, experts)
 
 
+def least_ranks(recipe: Recipe) -> int:
+    """The smallest number of ranks that fits the degrees of a recipe, in all its stages."""
+    return math.lcm(*(smallest_world(stage.parallelism) for stage in stage_recipes(recipe)))
+
+
+def replica_ranks(recipe: Recipe) -> int:
+    """Ranks of what `train.elastic` counts: a replica in the layout of the recipe itself, also in its stages."""
+    return model_parallel_size(whole(recipe).parallelism)
+
+
 def elastic_worlds(recipe: Recipe) -> tuple[int, ...]:
     """Numbers of ranks that `train.elastic` allows, ascending: those over which layout and global batch divide."""
     if recipe.train.elastic is None:
@@ -34,14 +45,14 @@ def elastic_worlds(recipe: Recipe) -> tuple[int, ...]:
     if recipe.stages:
         by_stage = [set(elastic_worlds(stage_recipe)) for stage_recipe in stage_recipes(recipe)]
         return tuple(sorted(set.intersection(*by_stage)))
-    least, most = recipe.train.elastic
+    least, most = (replicas * replica_ranks(recipe) for replicas in recipe.train.elastic)
     parallel, dense = recipe.parallelism, model_parallel_size(recipe.parallelism)
     micro_batches = common(recipe) // recipe.train.micro_batch_size
     interleaved = (parallel.virtual_pipeline_model_parallel_size or 1) > 1
     group = parallel.pipeline_model_parallel_size if interleaved else 1
     return tuple(
         replicas * dense
-        for replicas in range(least, min(most, micro_batches) + 1)
+        for replicas in range(-(-least // dense), min(most // dense, micro_batches) + 1)
         if micro_batches % (replicas * group) == 0 and replicas * dense % smallest_world(parallel) == 0
     )
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from llmrecipes.recipe import stage_layout
-from llmrecipes.recipe.degrees import divisors, elastic_worlds, model_parallel_size, multiples
+from llmrecipes.recipe.degrees import divisors, elastic_worlds, model_parallel_size, multiples, replica_ranks
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import shape
@@ -251,9 +251,11 @@ def elastic(recipe: Recipe) -> Iterator[Problem]:
             f"elastic [{most}, {least}]",
         )  # fmt: skip
     elif recipe.train.global_batch_size % micro == 0 and not elastic_worlds(recipe):
-        widest = recipe.train.model_copy(update={"elastic": (1, recipe.train.global_batch_size // micro)})
+        # Replicas of the recipe's layout, which those of a stage may be larger than.
+        ranks = recipe.train.global_batch_size // micro * model_parallel_size(recipe.parallelism)
+        widest = recipe.train.model_copy(update={"elastic": (1, -(-ranks // replica_ranks(recipe)))})
         worlds = elastic_worlds(recipe.model_copy(update={"train": widest}))
-        replicas = [ranks // model_parallel_size(recipe.parallelism) for ranks in worlds]
+        replicas = list(dict.fromkeys(max(1, ranks // replica_ranks(recipe)) for ranks in worlds))
         near = sorted(replicas, key=lambda number: abs(number - least))[:4]
         yield Problem(
             "train.elastic",

@@ -124,8 +124,8 @@ class Model(Section):
     moe_router_enable_expert_bias: bool = False
     """Balance without a loss: a bias per expert, used only for the top-k selection, is increased for underloaded and
     decreased for overloaded experts (arXiv 2408.15664); needs `moe_router_score_function: sigmoid`."""
-    moe_router_bias_update_rate: PosFloat = 1e-3
-    """Update step of the expert bias."""
+    moe_router_bias_update_rate: NonNegFloat = 1e-3
+    """Update step of the expert bias; 0: it stays as it is."""
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
     """Maps router logits to scores; sigmoid as in DeepSeek-V3."""
     moe_router_pre_softmax: bool = False

@@ -158,7 +158,10 @@ def check(recipe: Recipe) -> list[Problem]:
     problems = [problem for rule in _RULES for problem in rule(base)] + distill_rules.of_teacher(base, check)
     if not recipe.stages or problems:
         return problems
-    return stage_rules.check(recipe) or list(stage_rules.in_stages(recipe, _RULES))
+    of_each = (*_RULES, lambda each: iter(distill_rules.of_teacher(each, check)))
+    return (
+        stage_rules.check(recipe) or list(stage_rules.in_stages(recipe, of_each)) or list(stage_rules.elastic(recipe))
+    )
 
 
 def _heads(recipe: Recipe) -> Iterator[Problem]:

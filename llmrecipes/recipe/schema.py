@@ -235,7 +235,8 @@ class Train(Section):
     """Overflows after which the fp16 loss scale halves."""
     elastic: Annotated[tuple[PosInt, PosInt], Field(strict=False)] | None = None
     """Least and most data-parallel replicas; a start, and a restart where ranks are gone, takes as many as there are.
-    Global batch and order of the data stay the same. Unset: the number of ranks changes only by hand."""
+    Global batch and order of the data stay the same. In stages of other layouts, the ranks of as many replicas in the
+    recipe's. Unset: the number of ranks changes only by hand."""
     exit_grace_seconds: PosFloat = 240.0
     """Seconds after a signal until ranks that have not saved and exited are killed; should be less than the scheduler's
     grace period (Kubernetes pods have 300 here) and more than a step and a save take. Slurm kills its tasks itself."""

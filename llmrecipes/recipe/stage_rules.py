@@ -8,19 +8,24 @@ from dataclasses import replace
 from pydantic import ValidationError
 
 from llmrecipes.recipe.batch_schedule import ends
+from llmrecipes.recipe.degrees import elastic_worlds, replica_ranks
+from llmrecipes.recipe.distill_rules import teacher_model
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.explain import explain
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.shape import shape
 from llmrecipes.recipe.stage_runs import stage_recipes
-from llmrecipes.recipe.stages import CHANGES, changed
+from llmrecipes.recipe.stages import CHANGES, LOSSES, changed, merged
 
 Rule = Callable[[Recipe], Iterator[Problem]]
+MOST_NAMED = 8
+"""Numbers of ranks of a stage that a message names."""
 
 
 def check(recipe: Recipe) -> list[Problem]:
     """What is wrong with the stages; a later kind of problem only if there is none of an earlier one."""
     problems = list(_structure(recipe)) or list(_values(recipe))
-    return problems or list(_length(recipe))
+    return problems or [*_length(recipe), *_positions(recipe), *_teacher(recipe)]
 
 
 def in_stages(recipe: Recipe, rules: Iterable[Rule]) -> Iterator[Problem]:
@@ -31,6 +36,25 @@ def in_stages(recipe: Recipe, rules: Iterable[Rule]) -> Iterator[Problem]:
             yield replace(problem, what=f"in stage {stage.name}: {problem.what}")
         if problems:
             return
+
+
+def elastic(recipe: Recipe) -> Iterator[Problem]:
+    """Some number of ranks that `train.elastic` allows is one of every stage, which each have some."""
+    if recipe.train.elastic is None or elastic_worlds(recipe):
+        return
+    ranks = [
+        f"{stage.name} on {', '.join(map(str, worlds[:MOST_NAMED]))}{', …' if len(worlds) > MOST_NAMED else ''}"
+        for stage, worlds in zip(recipe.stages, map(elastic_worlds, stage_recipes(recipe)), strict=True)
+    ]
+    least, most = recipe.train.elastic
+    size = replica_ranks(recipe)
+    yield Problem(
+        "train.elastic",
+        f"[{least}, {most}] replicas of {size} rank{'s' * (size > 1)}, and no number of ranks is one of all stages: "
+        + "; ".join(ranks),
+        "all stages run on the same ranks",
+        "a wider range, or layouts that divide the same numbers of ranks",
+    )
 
 
 def _structure(recipe: Recipe) -> Iterator[Problem]:
@@ -65,23 +89,11 @@ def _structure(recipe: Recipe) -> Iterator[Problem]:
     if recipe.checkpoint.non_persistent_save_interval is not None:
         yield Problem("checkpoint.non_persistent_save_interval", "set with stages",
                       "a stage begins with a checkpoint that all ranks read", "leave it out")  # fmt: skip
-    for key, value in (
-        ("train.early_stop", recipe.train.early_stop),
-        ("train.target_loss", recipe.train.target_loss),
-        ("checkpoint.keep_best", recipe.checkpoint.keep_best or None),
-        ("distill", recipe.distill),
-    ):
-        if value is not None:
-            yield Problem(key, "set with stages", "held-out losses of stages are of different sequences, and a "
-                          "teacher has one length", "leave it out, or stages")  # fmt: skip
+    if recipe.distill is not None and recipe.distill.logits is not None:
+        yield Problem("distill.logits", "set with stages", "what is on a disk is of one order of samples, and a stage "
+                      "may begin another", "leave distill.logits out: the teacher computes in each stage")  # fmt: skip
     if recipe.search is not None:
         yield Problem("search", "with stages", "trials have equal steps", "leave search out")
-    if recipe.model.position_embedding_type == "learned_absolute" and recipe.model.max_position_embeddings is None:
-        longest = max((stage.model.get("seq_length", 0) for stage in recipe.stages), key=_number)
-        if _number(longest) > recipe.model.seq_length:
-            yield Problem("model.max_position_embeddings", f"unset, and a stage has sequences of {longest}",
-                          "a learned table has a row for each position of the run",
-                          f"model.max_position_embeddings={longest}")  # fmt: skip
 
 
 def _values(recipe: Recipe) -> Iterator[Problem]:
@@ -123,5 +135,44 @@ def _length(recipe: Recipe) -> Iterator[Problem]:
     )
 
 
-def _number(value: object) -> int:
-    return value if isinstance(value, int) else 0
+def _positions(recipe: Recipe) -> Iterator[Problem]:
+    """Whether a table of positions, which is a weight, has one size."""
+    models = [stage.model for stage in merged(recipe)]
+    tables = {
+        shape(model).max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
+        for model in models
+    }
+    if len(tables) == 1:
+        return
+    longest = max(model.max_position_embeddings or model.seq_length for model in models)
+    one_kind = 0 not in tables
+    yield Problem(
+        "model.max_position_embeddings" if one_kind else "model.position_embedding_type",
+        f"stages with learned positions for {', '.join(f'{size:,}' for size in sorted(tables - {0}))} tokens"
+        + ("" if one_kind else ", and stages with rotated ones"),
+        "a learned table has a row for each position of the run, in every stage",
+        f"model.max_position_embeddings={longest}" if one_kind else "one kind of positions in all stages",
+    )
+
+
+def _teacher(recipe: Recipe) -> Iterator[Problem]:
+    """Whether the teacher is one model in all stages, whatever their sequences are."""
+    if recipe.distill is None:
+        return
+    try:
+        of_run, *of_stages = (
+            teacher_model(each).model_dump(mode="json", exclude={"seq_length", *LOSSES})
+            for each in (recipe, *merged(recipe))
+        )
+    except ValidationError:  # which the rules of the section name
+        return
+    for number, (stage, teacher) in enumerate(zip(recipe.stages, of_stages, strict=True)):
+        for key, value in teacher.items():
+            if value != of_run[key]:
+                yield Problem(
+                    f"stages.{number}.model.{key}",
+                    f"{value!r} in stage {stage.name} would be the teacher's too, which has {of_run[key]!r}",
+                    "the teacher does not change between stages",
+                    f"distill.model.{key}={of_run[key]}",
+                )
+                return

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from llmrecipes.errors import UserError
-from llmrecipes.recipe.batch_schedule import batch_schedule, ends
+from llmrecipes.recipe.batch_schedule import GROWING, batch_schedule, ends
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.stage_section import Span
 from llmrecipes.recipe.stages import begins, merged, span_of
@@ -47,6 +47,29 @@ def stage_of(recipe: Recipe, step: int, *, ending: bool = False) -> Recipe:
         if span is not None and (step < span.last_step or (ending and step == span.last_step)):
             return stage
     return stages[-1]
+
+
+def stage_named(recipe: Recipe, name: str) -> Recipe:
+    """The recipe of the stage with this name.
+
+    Raises:
+        UserError: there is none.
+    """
+    names = [stage.name for stage in recipe.stages]
+    if name not in names:
+        raise UserError(
+            f"{recipe.name} has no stage {name}",
+            where="--in",
+            rule="a stage of the recipe",
+            fix=f"--in {' or '.join(names)}" if names else "leave it out: the recipe has no stages",
+        )
+    return stage_recipes(recipe)[names.index(name)]
+
+
+def as_run(stage: Recipe) -> Recipe:
+    """The recipe of a stage as that of a run without stages, with a batch of one size."""
+    values = stage.model_dump(mode="json")
+    return Recipe.model_validate({**values, "train": {**values["train"], **dict.fromkeys(GROWING)}})
 
 
 @contextmanager

@@ -28,9 +28,14 @@ class Stage(Section):
     tokens: PosInt | None = None
     """Tokens after which the stage ends, in place of `train_iters`: with the step that has the last of them."""
     model: JsonObject = Field(default_factory=dict)
-    """Keys of `model` that change: `seq_length`, and how positions are rotated."""
+    """Keys of `model` that change: `seq_length`, how positions are rotated, `moe_router_bias_update_rate` and
+    `mtp_loss_scaling_factor`."""
     train: JsonObject = Field(default_factory=dict)
     """Keys of `train` that change: batch, micro-batch, recomputation, and what is frozen."""
+    parallelism: JsonObject = Field(default_factory=dict)
+    """Keys of `parallelism` that change: the stage has another layout of the same ranks."""
+    speed: JsonObject = Field(default_factory=dict)
+    """Keys of `speed` that change, such as those that only another layout can have."""
     optimizer: JsonObject = Field(default_factory=dict)
     """`lr` and `min_lr` of the schedule that begins with the stage."""
     scheduler: JsonObject = Field(default_factory=dict)

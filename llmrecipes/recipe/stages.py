@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmrecipes.recipe.schema import Recipe, Scheduler
+from llmrecipes.recipe.schema import Parallelism, Recipe, Scheduler
+from llmrecipes.recipe.speed import Speed
 from llmrecipes.recipe.stage_section import Span, Stage
 
 BATCH = ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule")
@@ -15,16 +16,22 @@ POSITIONS = (
     "yarn_correction_range_round_to_int", "rope_type", "rotary_scaling_factor", "original_max_position_embeddings",
     "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
 )  # fmt: skip
+LOSSES = ("moe_router_bias_update_rate", "mtp_loss_scaling_factor")
+"""What else of `model` a published schedule changes (DeepSeek-V3, arXiv 2412.19437, section 4.2)."""
+OF_PROCESS = ("attention_backend", "deterministic_mode")
+"""Keys of `speed` that become variables of the process, which libraries read once."""
 CHANGES = {
-    "model": POSITIONS,
+    "model": (*POSITIONS, *LOSSES),
     "train": (
         *BATCH, "micro_batch_size", "recompute_granularity", "recompute_method", "recompute_num_layers",
         "recompute_modules", "loss_chunk_tokens", "freeze",
     ),
+    "parallelism": tuple(Parallelism.model_fields),
+    "speed": tuple(name for name in Speed.model_fields if name not in OF_PROCESS),
     "optimizer": ("lr", "min_lr"),
     "scheduler": tuple(Scheduler.model_fields),
 }  # fmt: skip
-"""Keys that a stage may change: the weights have the same form with them, and what was not frozen its state."""
+"""Keys that a stage may change: checkpoints have the same form with them, and what was not frozen its state."""
 
 
 def span_of(recipe: Recipe) -> Span | None:

@@ -45,6 +45,7 @@ summary { cursor: pointer; padding: .2rem 0; }
 Section = Callable[[Material], str]
 SECTIONS: tuple[tuple[str, str, Section], ...] = (
     ("loss", "Loss", training.loss),
+    ("stages", "Stages", training.stages),
     ("speed", "Speed", training.speed),
     ("held-out", "Held-out text", training.held_out),
     ("time", "Time line", training.time_line),

@@ -16,7 +16,7 @@ from llmrecipes.diagnosis.finding import RunFinding
 from llmrecipes.report import charts
 from llmrecipes.report.charts import Line, Spans
 from llmrecipes.report.history import CAUSES, Start
-from llmrecipes.report.material import Material
+from llmrecipes.report.material import Material, at
 from llmrecipes.tracking.events import ENDED_EARLY, TASKS_EVALUATED
 from llmrecipes.units import GIB, gib
 from llmrecipes.untrusted import number
@@ -164,6 +164,30 @@ def loss(material: Material) -> str:
         series(material, "Loss scale (fp16)", [("loss_scale", "loss scale")]),
     ]
     return _charts(drawn)
+
+
+STAGE = (
+    ("first_step", "steps before it"), ("last_step", "last step"), ("tokens", "tokens"), ("seq_length", "sequence"),
+    ("global_batch_size", "sequences a step"), ("micro_batch_size", "micro-batch"), ("memory_bytes", "bytes of a rank"),
+)  # fmt: skip
+"""Numbers of a stage in plan.json, and their columns."""
+
+
+def stages(material: Material) -> str:
+    """The stages of the plan with their layouts, and whether they have begun."""
+    planned = at(material.plan, "stages")
+    of_plan = [each for each in planned if isinstance(each, dict)] if isinstance(planned, list) else []
+    if not of_plan:
+        return nothing("The run has no stages.")
+    begun = {str(at(note, "details", "name")) for note in material.records.of("stage")}
+    rows = []
+    for each in of_plan:
+        values = [number(each.get(key)) for key, _ in STAGE]
+        numbers = ["unknown" if value is None else f"{value:,.0f}" for value in values]
+        name = str(each.get("name"))
+        rows.append((name, *numbers, str(each.get("layout", "unknown")), "yes" if name in begun else "no"))
+    head = ("stage", *(title for _, title in STAGE), "layout", "begun")
+    return webpage.table(head, rows, numbers=range(1, 1 + len(STAGE)))
 
 
 def speed(material: Material) -> str:

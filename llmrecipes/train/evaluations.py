@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from llmrecipes.checkpoint.manifest import Monitored
 from llmrecipes.data.tokenizer import TextTokenizer
-from llmrecipes.engine.base import Engine, Progress, World
+from llmrecipes.engine.base import Engine, Progress, Rank, World
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation import history
 from llmrecipes.evaluation.lead import Interrupted, RankZeroScorer
@@ -144,21 +144,21 @@ def is_evaluated(step: int, recipe: Recipe) -> bool:
     return step % recipe.train.eval_interval == 0 or step == recipe.train.train_iters
 
 
-def evaluation_due(step: int, recipe: Recipe, metrics: Path, world: World, monitored: Monitored) -> bool:
+def evaluation_due(step: int, recipe: Recipe, metrics: Path, rank: Rank, monitored: Monitored) -> bool:
     """Whether the evaluation of the step to resume from is missing; the same on every rank.
 
     Args:
         step: the step to resume from; 0 for a new run.
         recipe: the resolved recipe.
         metrics: the run's metrics.jsonl, read on the first rank.
-        world: this rank.
+        rank: this one.
         monitored: of the checkpoint; a run that goes by it needs the evaluation there too.
     """
     if step == 0 or not is_evaluated(step, recipe):
         return False
     if monitors(recipe) and monitored.step != step:
         return True
-    answer: list[Any] = [world.is_first and not _has_evaluation(metrics, step)]
+    answer: list[Any] = [rank.is_first and not _has_evaluation(metrics, step)]
     dist.broadcast_object_list(answer, src=0)
     return bool(answer[0])
 

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 import torch.distributed as dist
 
 from llmrecipes.data.batches import after_skipped, sample_ids
-from llmrecipes.engine.base import Accept, Engine, Progress, ReplicaFault, StepResult, World
+from llmrecipes.engine.base import Accept, Engine, Progress, StepResult, World
+from llmrecipes.engine.meters import ReplicaFault
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.numerics import BadParameter, NonFinite, SpikeRule, StepSpike, first_bad_parameter
 from llmrecipes.faults.watchdog import Beat

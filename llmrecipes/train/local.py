@@ -18,7 +18,7 @@ from llmrecipes.checkpoint.manifest import CheckpointInfo, Entry
 from llmrecipes.checkpoint.rank_groups import Ranks
 from llmrecipes.checkpoint.state_format import CheckpointFormat
 from llmrecipes.checkpoint.store import CheckpointStore
-from llmrecipes.engine.base import Engine, PartEngine, Progress, World
+from llmrecipes.engine.base import Engine, PartEngine, Progress, Rank
 from llmrecipes.io import write_atomic
 from llmrecipes.plan.derive import Plan
 from llmrecipes.rundir import Run
@@ -95,7 +95,7 @@ def open_local(plan: Plan, run: Run, group: Ranks) -> LocalCheckpoints | None:
 
 def choose_from(
     store: CheckpointStore,
-    world: World,
+    rank: Rank,
     open_parts: Callable[[], LocalCheckpoints | None],
     from_scratch: bool,
     from_best: bool = False,
@@ -104,7 +104,7 @@ def choose_from(
 
     Args:
         store: the checkpoints of the run.
-        world: this rank.
+        rank: this one.
         open_parts: see `open_local`.
         from_scratch: move the run's history aside; its local checkpoints are not found again.
         from_best: first delete the checkpoints after the one of the lowest held-out loss, and all local ones.
@@ -113,18 +113,18 @@ def choose_from(
         UserError: see `choose` and `back_to_best`.
     """
     if from_scratch:
-        return choose(store, world, from_scratch=True), open_parts()
+        return choose(store, rank, from_scratch=True), open_parts()
     local = open_parts()
     if from_best:
         if local is not None:
             local.forget()
-        note = back_to_best(store, world)
-        start = choose(store, world)
+        note = back_to_best(store, rank)
+        start = choose(store, rank)
         return replace(start, notes=(*start.notes, note)), local
     if local is not None:
-        entries = store.entries() if world.is_first else []
+        entries = store.entries() if rank.is_first else []
         # That of the same step is as good, and nothing of it is read over the network.
         if (local_checkpoint := local.newest(after=entries[-1].step - 1 if entries else 0)) is not None:
             entry, note = local_checkpoint
             return Start(entry, (note,)), local
-    return choose(store, world), local
+    return choose(store, rank), local

@@ -291,6 +291,6 @@ class Loop:
         by_set = {name: each.loss for name, each in losses.items()}
         self.monitored = after_evaluation(self.monitored, progress.step, by_set, self.plan.recipe.train)
         self.tracker.eval(evaluated(progress, losses, self.loaders, started))
-        for note in ended_early(self.monitored, self.plan.recipe.train):
+        for note in ended_early(self.monitored, self.plan.run_recipe.train):
             self.tracker.note(note)
         return True

@@ -15,7 +15,7 @@ from llmrecipes.checkpoint.compatibility import require_readable
 from llmrecipes.checkpoint.manifest import InvalidCheckpoint, inspect
 from llmrecipes.checkpoint.rank_groups import serve, survey
 from llmrecipes.checkpoint.store import CheckpointStore, Damaged, Entry, require_best
-from llmrecipes.engine.base import Engine, Progress, WeightSource, World
+from llmrecipes.engine.base import Engine, Progress, Rank, WeightSource, World
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.distill_rules import has_teacher
@@ -49,23 +49,23 @@ class Start:
     notes: tuple[Note, ...] = ()
 
 
-def choose(store: CheckpointStore, world: World, *, from_scratch: bool = False) -> Start:
+def choose(store: CheckpointStore, rank: Rank, *, from_scratch: bool = False) -> Start:
     """Choose the newest valid checkpoint, before the model is built: where one is loaded, no initial weight is drawn.
 
     Damaged checkpoints are renamed, so that their steps can be saved again.
 
     Args:
         store: the checkpoints, in the run directory; claimed, if another process may write there.
-        world: this rank.
+        rank: this one.
         from_scratch: first move the run's history aside.
 
     Raises:
         UserError: on every rank: none of its checkpoints is valid (`ExitCode.STOP`).
     """
     # Rank 0 decides: ranks may see different listings of a shared file system. All of them compare hashes.
-    if not world.is_first and not from_scratch:
+    if not rank.is_first and not from_scratch:
         serve()
-    chosen: list[Any] = [_chosen(store, from_scratch) if world.is_first else None]
+    chosen: list[Any] = [_chosen(store, from_scratch) if rank.is_first else None]
     dist.broadcast_object_list(chosen, src=0)
     if isinstance(chosen[0], dict):
         raise UserError(**chosen[0])
@@ -91,20 +91,25 @@ def resume(engine: Engine, entry: Entry, world: World) -> Progress:
     return progress
 
 
-def resized(start: Start, plan: Plan) -> tuple[Note, ...]:
-    """The note of a run that continues with another number of ranks."""
+def resized(start: Start, plan: Plan, saved: Plan) -> tuple[Note, ...]:
+    """The note of a run that continues with another number of ranks.
+
+    Args:
+        plan: of what is trained next.
+        saved: on these ranks, of the stage that the checkpoint is of; a later stage may have another layout.
+    """
     if start.entry is None:
         return ()
-    before, now = start.entry.manifest.layout, plan.layout.as_dict()
+    before, now, expected = start.entry.manifest.layout, plan.layout.as_dict(), saved.layout.as_dict()
     names = ("world_size", "data_parallel_size")
-    if all(before.get(name, now[name]) == now[name] for name in names):
+    if all(before.get(name, expected[name]) == expected[name] for name in names):
         return ()
     logger.info("resumed on %d ranks, after %d", now["world_size"], before["world_size"])
     details = {"before": {name: before.get(name) for name in names}, "now": {name: now[name] for name in names}}
     return (Note(step=start.entry.step, event="resized", details=details),)
 
 
-def back_to_best(store: CheckpointStore, world: World) -> Note:
+def back_to_best(store: CheckpointStore, rank: Rank) -> Note:
     """Delete the checkpoints after the one of the lowest held-out loss; a collective of all ranks.
 
     Returns:
@@ -113,7 +118,7 @@ def back_to_best(store: CheckpointStore, world: World) -> Note:
     Raises:
         UserError: on every rank: there is none, or a newer one cannot be deleted.
     """
-    shared: list[Any] = [_withdrawn(store) if world.is_first else None]
+    shared: list[Any] = [_withdrawn(store) if rank.is_first else None]
     dist.broadcast_object_list(shared, src=0)
     if isinstance(shared[0], UserError):
         raise shared[0]
@@ -207,7 +212,7 @@ def teach(engine: Engine, spec: RunSpec) -> None:
     Raises:
         UserError: it is gone, corrupt, or not of the shape that the recipe says.
     """
-    recipe = spec.recipe
+    recipe = engine.recipe  # of the stage, whose sequences the frozen model reads
     if not has_teacher(recipe) and not has_second_model(recipe):
         return
     frozen: Taught = cast(Any, engine).teacher or cast(Any, engine).preference  # rules require the engine that has one

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from llmrecipes.checkpoint.store import CheckpointStore, Entry
 from llmrecipes.data.batches import Ranges
-from llmrecipes.engine.base import Progress, World
+from llmrecipes.engine.base import Progress, Rank
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.numerics import StepSpike
 from llmrecipes.io import write_atomic
@@ -42,11 +42,11 @@ class Rewinds:
     recipe: Recipe
     files: RunFiles
     store: CheckpointStore
-    world: World
+    rank: Rank
 
     def skipped(self) -> Ranges:
         """Samples that earlier decisions leave out."""
-        return _ranges(self._shared(self._read() if self.world.is_first else None))
+        return _ranges(self._shared(self._read() if self.rank.is_first else None))
 
     def finish(self) -> tuple[Note, ...]:
         """Delete the checkpoints that a start was killed before it had deleted; before one is chosen.
@@ -54,7 +54,7 @@ class Rewinds:
         Returns:
             What that start did not note; on the first rank.
         """
-        records = self._read() if self.world.is_first else []
+        records = self._read() if self.rank.is_first else []
         if not records or records[-1].get("deleted", True):
             return ()
         self._delete(records)
@@ -72,7 +72,7 @@ class Rewinds:
             Rewind: the checkpoint is chosen, and newer ones are deleted.
             UserError: the run has gone back `loss_spike_max_rewinds` times; with `ExitCode.STOP`.
         """
-        chosen = self._shared(self._chosen(spike, progress, began) if self.world.is_first else None)
+        chosen = self._shared(self._chosen(spike, progress, began) if self.rank.is_first else None)
         if isinstance(chosen, str):
             raise UserError(
                 f"{spike.quantity} {spike.value:.4f} in step {progress.step} (usual {spike.usual:.4f}, limit "

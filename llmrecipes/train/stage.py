@@ -1,7 +1,7 @@
 """One stage of a run on a rank that has joined the others, from the checkpoint it begins with to its last.
 
-A stage begins as a restart does: its engine is built and loads the checkpoint of the step before. So a run that is
-killed at any moment continues as the one that is not.
+A stage begins as a restart does: the process groups of its layout are made, its engine is built and loads the
+checkpoint of the step before. So a run that is killed at any moment continues as the one that is not.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
+import torch
+
 from llmrecipes.checkpoint.saver import AsyncSaver
 from llmrecipes.console import console
 from llmrecipes.engine.backends import backend
-from llmrecipes.engine.base import Progress
+from llmrecipes.engine.base import Backend, Progress, Rank, World
 from llmrecipes.errors import ExitCode
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.table import stage_facts
 from llmrecipes.recipe.features import value
 from llmrecipes.recipe.load import recipe_hash
+from llmrecipes.recipe.schema import Parallelism, Recipe
+from llmrecipes.recipe.speed import Speed
 from llmrecipes.recipe.stage_runs import stage_of
 from llmrecipes.recipe.stages import span_of
 from llmrecipes.tracking.energy import Energy
@@ -41,7 +45,7 @@ from llmrecipes.train.rank import first_step_reporter
 from llmrecipes.train.resume import initial_weights, resized, resume, teach
 from llmrecipes.train.rewind import Rewind, Rewinds, merged
 from llmrecipes.train.spec import RunSpec
-from llmrecipes.train.stopping import monitored
+from llmrecipes.train.stopping import at_start, monitored, stop_reason
 from llmrecipes.train.summary import describe, open_tracker, print_summary
 from llmrecipes.train.telemetry import measured_ranks
 
@@ -52,6 +56,7 @@ class Joined:
 
     Attributes:
         plan: of the run, with those of its stages.
+        lay_out: see `layouts`.
         group: of the savers.
         network: of NCCL; None without.
     """
@@ -60,13 +65,47 @@ class Joined:
     plan: Plan
     cluster: Cluster
     platform: Any
-    world: Any
+    rank: Rank
+    lay_out: Callable[[Recipe], World]
     prepared: Any
     store: Any
     stop: Any
     group: Any
     network: Any
     tasks: Any
+
+
+@contextmanager
+def layouts(engines: Backend) -> Iterator[Callable[[Recipe], World]]:
+    """A block in which the ranks take the layout of one recipe after another, each a collective of all of them.
+
+    The process groups stay while the layout is the same. Those of another are destroyed first, so that no device has
+    the communicators of two layouts.
+    """
+    with ExitStack() as groups:
+        now: list[tuple[Parallelism, Speed, World]] = []
+
+        def lay_out(recipe: Recipe) -> World:
+            if not now or now[0][:2] != (recipe.parallelism, recipe.speed):
+                now.clear()
+                groups.close()
+                now.append((recipe.parallelism, recipe.speed, groups.enter_context(engines.lay_out(recipe))))
+            return now[0][2]
+
+        yield lay_out
+
+
+def train_stages(joined: Joined) -> ExitCode:
+    """Train from the newest checkpoint to the end of the run, stage by stage; a collective of all ranks."""
+    code = train_stage(joined, from_scratch=joined.spec.from_scratch, from_best=joined.spec.from_best)
+    while code is None:
+        # What the last stage had is gone before the next one is built, also for what does not allocate through torch.
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        code = train_stage(joined, from_scratch=False, from_best=False)
+    return code
 
 
 def train_stage(joined: Joined, *, from_scratch: bool, from_best: bool) -> ExitCode | None:
@@ -79,22 +118,22 @@ def train_stage(joined: Joined, *, from_scratch: bool, from_best: bool) -> ExitC
     Returns:
         The exit code of the run; None: another stage follows.
     """
-    spec, platform, world, store = joined.spec, joined.platform, joined.world, joined.store
+    spec, platform, rank, store = joined.spec, joined.platform, joined.rank, joined.store
     prepared, stop, engines = joined.prepared, joined.stop, backend(joined.spec.recipe)
     whole = joined.plan
     with ExitStack() as stack:
-        rewinds = Rewinds(spec.recipe, spec.run, store, world)
+        rewinds = Rewinds(spec.recipe, spec.run, store, rank)
         went_back = () if from_scratch else rewinds.finish()
         start, local = choose_from(
-            store, world, lambda: open_local(whole, spec.run, joined.group), from_scratch, from_best
+            store, rank, lambda: open_local(whole, spec.run, joined.group), from_scratch, from_best
         )
         step = 0 if start.entry is None else start.entry.step
         # An evaluation that a stop has left out is one of the stage that ended.
-        recipe = stage_of(spec.recipe, step, ending=True)
-        is_due = evaluation_due(step, recipe, spec.run.metrics, world, monitored(start.entry))
-        recipe = recipe if is_due else stage_of(spec.recipe, step)
-        span = span_of(recipe)
-        plan = joined.plan if span is None else joined.plan.stages[span.number]
+        ended = stage_of(spec.recipe, step, ending=True)
+        is_due = evaluation_due(step, ended, spec.run.metrics, rank, monitored(start.entry))
+        recipe = ended if is_due else stage_of(spec.recipe, step)
+        span, plan = span_of(recipe), plan_of(whole, recipe)
+        world = joined.lay_out(recipe)
         loaders = open_loaders(recipe, joined.prepared, world, pin_memory=platform.name == "cuda")
         if spec.overfit_batch:
             loaders = one_batch_forever(loaders, plan.num_microbatches)
@@ -129,7 +168,7 @@ def train_stage(joined: Joined, *, from_scratch: bool, from_best: bool) -> ExitC
             tracker.note(Note(step=progress.step, event="network", details={"network": joined.network}))
         if span is not None and progress.step == span.first_step:
             tracker.note(Note(step=progress.step, event="stage", details=stage_facts(plan)))
-        for note in (*start.notes, *resized(start, plan), *went_back):
+        for note in (*start.notes, *resized(start, plan, plan_of(whole, ended)), *went_back):
             tracker.note(note)
         profile_step = stack.enter_context(
             profiled(spec.profile_steps, spec.run.logs, world.rank, trace=spec.profile_trace)
@@ -189,7 +228,7 @@ def train_stage(joined: Joined, *, from_scratch: bool, from_best: bool) -> ExitC
             ),
             stop_after=spec.stop_after,
             evaluation_due=is_due,
-            monitored=monitored(start.entry),
+            monitored=at_start(start.entry, recipe),
             rewinds=rewinds if recipe.faults.loss_spike_action == "rewind" else None,
             beat=beat,
             local=local,
@@ -219,7 +258,10 @@ def train_stage(joined: Joined, *, from_scratch: bool, from_best: bool) -> ExitC
         telemetry.end(last)
         note_hangs()
         require_exists(spec.run_dir, world, lambda: tracker.close("FAILED"))
-        if values := measured(loop.steady, platform, spec.predicted):
+        predicted = spec.predicted
+        if predicted is not None and span is not None:
+            predicted = predicted["stages"][span.number]
+        if values := measured(loop.steady, platform, predicted):
             tracker.note(Note(step=last, event=MEASURED, details=values))
         samples = plan.batches.samples(last) - plan.batches.samples(progress.step)
         used, tokens = telemetry.energy, progress.consumed_tokens + samples * recipe.model.seq_length
@@ -228,6 +270,7 @@ def train_stage(joined: Joined, *, from_scratch: bool, from_best: bool) -> ExitC
         if local is not None and outcome is LoopOutcome.FINISHED:
             local.forget()
         more = outcome is LoopOutcome.FINISHED and span is not None and last < span.whole.train.train_iters
+        more = more and stop_reason(loop.monitored, recipe.train) is None  # which ends the run, not the stage
         # Close the progress display before printing anything else.
         tracker.close("FINISHED" if outcome is LoopOutcome.FINISHED and not more else "KILLED")
         with engine.params_synced():
@@ -238,6 +281,12 @@ def train_stage(joined: Joined, *, from_scratch: bool, from_best: bool) -> ExitC
             if world.is_first and outcome is LoopOutcome.FINISHED and not more:
                 print_summary(spec.model_copy(update={"recipe": recipe}), prepared, loop)
     return None if more else outcome.value
+
+
+def plan_of(plan: Plan, recipe: Recipe) -> Plan:
+    """The plan of a stage's recipe; of the run, where it has no stages."""
+    span = span_of(recipe)
+    return plan if span is None else plan.stages[span.number]
 
 
 @contextmanager

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 
 from llmrecipes.checkpoint.manifest import Entry, Monitored
 from llmrecipes.recipe.schema import Recipe, Train
+from llmrecipes.recipe.stage_runs import stage_of
+from llmrecipes.recipe.stages import span_of
 from llmrecipes.tracking.events import ENDED_EARLY, Note
 
 SPLIT = ""
@@ -26,6 +28,23 @@ def monitors(recipe: Recipe) -> bool:
 def monitored(entry: Entry | None) -> Monitored:
     """The state that a start from this checkpoint has."""
     return (None if entry is None else entry.manifest.monitored) or Monitored()
+
+
+def at_start(entry: Entry | None, recipe: Recipe) -> Monitored:
+    """`monitored` for the recipe that is trained next.
+
+    A stage whose held-out sequences are others than those of the stage before begins without a loss, unless the run has
+    ended by it.
+    """
+    state, span = monitored(entry), span_of(recipe)
+    if span is None or entry is None or entry.step != span.first_step or stop_reason(state, recipe.train) is not None:
+        return state
+    before = stage_of(span.whole, span.first_step, ending=True)
+    if (before.model.seq_length, before.train.global_batch_size) == (
+        recipe.model.seq_length, recipe.train.global_batch_size,
+    ):  # fmt: skip
+        return state
+    return Monitored(step=state.step, since=span.first_step)
 
 
 def after_evaluation(before: Monitored, step: int, losses: Mapping[str, float], train: Train) -> Monitored:

@@ -40,10 +40,11 @@ from llmrecipes.hardware.process import process_seconds
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.parameters import count_frozen
+from llmrecipes.plan.table import degrees
 from llmrecipes.recipe.batch_schedule import batch_schedule
 from llmrecipes.recipe.proxy import with_zero
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.stages import span_of
+from llmrecipes.recipe.stages import span_of, whole
 from llmrecipes.tracking.events import DECONTAMINATED, STARTED, Note, NoTracker, Tracker
 from llmrecipes.tracking.jsonl import parse
 from llmrecipes.tracking.run_environment import capture
@@ -89,7 +90,7 @@ def print_summary(spec: RunSpec, prepared: Prepared, loop: Loop) -> None:
 
 def held_out_lines(spec: RunSpec, now: Monitored) -> list[str]:
     """Why the run ended before its last step, and how its best checkpoint is exported."""
-    train, lines = spec.recipe.train, []
+    train, lines = whole(spec.recipe).train, []
     reason = stop_reason(now, train)
     if reason is not None and now.step < train.train_iters:
         lines.append(f"\nended at step {now.step:,} of {train.train_iters:,}: {explained(reason, now, train)}")
@@ -338,7 +339,7 @@ def describe(
         "steps": f"{progress.step} done, {train.train_iters - progress.step} to go",
     }
     if (span := span_of(recipe)) is not None:
-        rows["stage"] = f"{span.name}, steps {span.first_step + 1} to {span.last_step}"
+        rows["stage"] = f"{span.name}, steps {span.first_step + 1} to {span.last_step}, {degrees(plan)}"
     if network is not None:
         rows["network"] = network
     if recipe.checkpoint.most_recent_k < LEAST_KEPT:

@@ -51,7 +51,7 @@ def run(spec: RunSpec) -> ExitCode:
     from llmrecipes.hardware.nics import ports
     from llmrecipes.train.evaluations import load_tasks
     from llmrecipes.train.network import leave_out_other_adapters, nccl_output, report_on_error, require_fabric
-    from llmrecipes.train.stage import Joined, train_stage
+    from llmrecipes.train.stage import Joined, layouts, train_stages
 
     recipe = spec.recipe
     tasks = load_tasks(recipe)
@@ -61,12 +61,15 @@ def run(spec: RunSpec) -> ExitCode:
         _require_gpu(platform.name)
     cluster = detect().times(nodes())
     plan = _as_planned(spec, cluster)  # before the ranks wait for each other
+    if plan.stages:  # the others are refused before step 1 too
+        engines.require(plan, platform)
     leave_out_other_adapters(ports())
     record_collectives()
     # Errors are reported before anything is closed; the process group is left last.
     with (
         nccl_output() as output,
-        engines.join(recipe, platform) as world,
+        engines.connect(platform) as rank,
+        layouts(engines) as lay_out,
         ExitStack() as stack,
         failure_reported(recipe),
         report_on_error(output),
@@ -79,11 +82,8 @@ def run(spec: RunSpec) -> ExitCode:
         group = saver_group()
         stack.callback(store.release)
         claim(store, group)
-        joined = Joined(spec, plan, cluster, platform, world, prepared, store, stop, group, network, tasks)
-        code = train_stage(joined, from_scratch=spec.from_scratch, from_best=spec.from_best)
-        while code is None:
-            code = train_stage(joined, from_scratch=False, from_best=False)
-    return code
+        joined = Joined(spec, plan, cluster, platform, rank, lay_out, prepared, store, stop, group, network, tasks)
+        return train_stages(joined)
 
 
 def _require_gpu(device: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import cast
 
 from llmrecipes.dryrun.drawing import memory_svg, passes_svg
 from llmrecipes.dryrun.spec import DryRunSpec, RankReport, report_name
@@ -18,6 +19,9 @@ from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.engines import ENGINES, engine_name
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.stage_runs import stage_named
+from llmrecipes.recipe.stage_section import Span
+from llmrecipes.recipe.stages import span_of
 from llmrecipes.runfiles import RunFiles, new_run_id
 from llmrecipes.workflow.plan import plan_on
 
@@ -43,6 +47,7 @@ def dry_run(
     nodes: int | None = None,
     rank: int | None = None,
     stages: bool = False,
+    stage: str | None = None,
     skew: float = 1.0,
 ) -> DryRun:
     """Run ranks of a recipe's world for a step, without memory, GPUs or the other ranks.
@@ -55,6 +60,7 @@ def dry_run(
         nodes: nodes of the cluster; None: the fewest that fit the layout.
         rank: of the world; None: the first.
         stages: the first rank of each pipeline stage instead.
+        stage: of a recipe with stages, in its layout; None: the one that needs the most memory.
         skew: times its even share of tokens that one expert of each layer on the rank gets.
 
     Raises:
@@ -62,11 +68,18 @@ def dry_run(
             the dry run failed, which leaves nothing behind.
     """
     plan, machine = plan_on(recipe, nproc=None, cluster=cluster, nodes=nodes)
+    title = recipe.name
+    if recipe.stages:
+        recipe = stage_named(recipe, stage or cast(Span, span_of(plan.recipe)).name)
+        span = cast(Span, span_of(recipe))
+        plan, title = plan.stages[span.number], f"{title} in {span.name}"
+    elif stage is not None:
+        stage_named(recipe, stage)
     ranks = _ranks(plan, rank, stages=stages)
     _check(recipe, skew)
     world = plan.layout.world_size
     spec = DryRunSpec(recipe=recipe, cluster=machine, world_size=world, ranks=ranks, skew=skew)
-    log(f"dryrun {recipe.name}: {_listed(ranks)} of {world}, {plan.num_microbatches} micro-batches each")
+    log(f"dryrun {title}: {_listed(ranks)} of {world}, {plan.num_microbatches} micro-batches each")
     folder = RunFiles.of(runs_dir, f"{recipe.name}-dryrun", new_run_id()).path
     path = folder / "spec.json"
     try:
@@ -79,10 +92,10 @@ def dry_run(
     path.unlink()
     reports = tuple(RankReport.model_validate_json((folder / report_name(rank)).read_text("utf-8")) for rank in ranks)
     for report in reports:
-        title = f"{recipe.name}, rank {report.rank} of {world} (stage {report.stage})"
-        (folder / f"memory-{report.rank}.svg").write_text(memory_svg(report, title), "utf-8")
-    title = f"{recipe.name}, {_listed(ranks)} of {world}: passes in the order in which they start"
-    (folder / "passes.svg").write_text(passes_svg(reports, title), "utf-8")
+        of_rank = f"{title}, rank {report.rank} of {world} (stage {report.stage})"
+        (folder / f"memory-{report.rank}.svg").write_text(memory_svg(report, of_rank), "utf-8")
+    in_order = f"{title}, {_listed(ranks)} of {world}: passes in the order in which they start"
+    (folder / "passes.svg").write_text(passes_svg(reports, in_order), "utf-8")
     return DryRun(plan, reports, folder)
 
 

@@ -40,12 +40,13 @@ def of_recipe(recipe: str, overrides: list[str], cluster: str | None, nodes: int
     return forecast(plan, None if cluster is None else load_profile(cluster))
 
 
-def step_seconds_of(plan: Plan, cluster: str | None) -> float | None:
-    """Predicted seconds of a step; None on a machine without GPUs, or with one without coefficients."""
+def seconds_of(plan: Plan, cluster: str | None) -> tuple[float, float] | None:
+    """Predicted seconds of a step and of all; None on a machine without GPUs, or with one without coefficients."""
     try:
-        return forecast(plan, None if cluster is None else load_profile(cluster)).step.seconds
+        found = forecast(plan, None if cluster is None else load_profile(cluster))
     except UserError:
         return None
+    return found.step.seconds, found.seconds
 
 
 def record_of(plan: Plan, profile: Profile | None) -> dict[str, Any] | None:

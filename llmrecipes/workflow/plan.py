@@ -10,7 +10,7 @@ from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.machine import planned
 from llmrecipes.plan.communication import Communication, communication
 from llmrecipes.plan.derive import Plan, default_world_size, derive
-from llmrecipes.recipe.degrees import smallest_world
+from llmrecipes.recipe.degrees import least_ranks
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.units import MIB
 
@@ -78,7 +78,7 @@ def plan_on(recipe: Recipe, *, nproc: int | None, cluster: str | None, nodes: in
     Raises:
         UserError: no such profile, or a layout that does not divide the ranks. A plan that does not fit raises nothing.
     """
-    machine = planned(cluster, nodes, nproc or smallest_world(recipe.parallelism))
+    machine = planned(cluster, nodes, nproc or least_ranks(recipe))
     ranks = default_world_size(recipe, machine) if nproc is None else nproc
     return derive(recipe, ranks, machine), machine
 

@@ -9,8 +9,8 @@ import pytest
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Recipe
-from tests.dist.table import Resume, Row
-from tests.dist.training import Difference, Outcome, compare, go_on, save_midway, train
+from tests.dist.table import Resume, Row, Staged
+from tests.dist.training import Difference, Outcome, compare, go_on, save_midway, train, train_staged
 from tests.dist.worlds import GlooWorld
 
 
@@ -26,6 +26,7 @@ class Suite:
         self._worlds, self._folder = worlds, folder
         self._references: dict[str, Outcome] = {}
         self._checkpoints: dict[str, Path] = {}
+        self._staged: list[Staged] = []
 
     def row(self, row: Row) -> Difference:
         """A layout against one process."""
@@ -36,6 +37,15 @@ class Suite:
         row = case.resumed_row
         outcome = self._worlds[row.ranks].run(go_on, self.runnable(row), self._checkpoint(case.saved_row))
         return compare(outcome, self.reference(row.reference_recipe))
+
+    def staged(self, case: Staged) -> Difference:
+        """A run whose stages have other layouts against one process."""
+        first = case.rows[0]
+        folder = self._folder / f"staged-{len(self._staged)}"
+        self._staged.append(case)
+        recipes = [self.runnable(row) for row in case.rows]
+        outcome = self._worlds[first.ranks].run(train_staged, recipes, folder)
+        return compare(outcome, self.reference(first.reference_recipe))
 
     def reference(self, recipe: Recipe) -> Outcome:
         """Training in one process."""

@@ -679,6 +679,7 @@ CORE = frozenset(
         "gpt: tp2, whole optimizer to dp2",
         "gpt with a growing batch: tp2 sp pp2",
         "moe: dp1 to tp2 sp ep2 etp1",
+        "gpt: tp2 sp pp2, then cp2 dp2, then pp2 vpp2 dp2",
         "gpt with sgd: tp2 sp pp2",
         *(("gpt with muon: tp2 sp pp2", "moe with muon: dp2 ep2 to tp2 sp ep2 etp1") if EMERGING else ()),
     )
@@ -845,4 +846,55 @@ RESUMES = (
     Resume("moe", "dp1", "dp2 ep2", {}, _zero(2)),
     Resume("moe", "dp4 ep2", "dp2 ep2", _zero(2)),
     *(EMERGING_RESUMES if EMERGING else ()),
+)
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A run of several stages, each in another layout of the same ranks.
+
+    Args:
+        variant: the model, of `VARIANTS`.
+        layouts: of the stages: degrees, as in `Row`.
+        changes: what else all stages set.
+    """
+
+    variant: str
+    layouts: tuple[str, ...]
+    changes: Sections = field(default_factory=dict)
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return tuple(Row(self.variant, each, self.changes, engine=_engine(self.changes)) for each in self.layouts)
+
+    @property
+    def engines(self) -> set[str]:
+        """Engines that it needs."""
+        return {_engine(self.changes)}
+
+    @property
+    def bound(self) -> float:
+        return BF16_BOUND if "16" in self.variant else BOUND
+
+    @property
+    def core(self) -> bool:
+        """Whether `make test` runs it."""
+        return self.name in CORE
+
+    @property
+    def name(self) -> str:
+        return ", then ".join([self.rows[0].name, *self.layouts[1:]])
+
+
+STAGED = (
+    Staged("gpt", ("dp2", "tp2 sp")),
+    Staged("gpt", ("tp2 sp pp2", "cp2 dp2", "pp2 vpp2 dp2")),
+    Staged("llama in bf16", ("tp2 sp", "cp2")),
+    Staged("gpt with a growing batch", ("dp2", "pp2")),
+    Staged("deepseek", ("dp2 ep2", "tp2 sp ep2 etp1", "cp2 ep2")),
+    Staged("llama with lora", ("tp2 sp", "pp2")),
+    Staged("taught gpt", ("dp2", "tp2 sp")),
+    Staged("gpt", ("dp2", "tp2"), _zero(2)),
+    Staged("gpt", ("dp4", "tp2 dp2", "dp4"), _zero(3)),
+    Staged("moe", ("dp2", "dp2 ep2"), _zero(1)),
 )

@@ -14,7 +14,20 @@ from llmrecipes.launch.local import run_ranks
 from llmrecipes.recipe import rules
 from llmrecipes.recipe.schema import Recipe
 from tests.dist.suite import Suite
-from tests.dist.table import BOUND, CORE, NVME_ROW, RESUMES, ROWS, SIMILAR, VARIANTS, Resume, Row, essential
+from tests.dist.table import (
+    BOUND,
+    CORE,
+    NVME_ROW,
+    RESUMES,
+    ROWS,
+    SIMILAR,
+    STAGED,
+    VARIANTS,
+    Resume,
+    Row,
+    Staged,
+    essential,
+)
 from tests.dist.training import loaders, training
 from tests.dist.worlds import ROOT, GlooWorld, WorldFailed, say
 from tests.selection import NVME
@@ -26,12 +39,12 @@ DEGREES = ("cp", "dp", "ep", "pp", "tp")
 PAIRS = [*combinations(DEGREES, 2), *((name, "vpp") for name in ("cp", "dp", "ep", "tp"))]
 
 
-def cases(table: Sequence[Row | Resume]) -> list[Any]:
+def cases(table: Sequence[Row | Resume | Staged]) -> list[Any]:
     """Parameters of a test; those outside the core are slow."""
     return [pytest.param(each, id=each.name, marks=_marks(each)) for each in table]
 
 
-def _marks(case: Row | Resume) -> list[pytest.MarkDecorator]:
+def _marks(case: Row | Resume | Staged) -> list[pytest.MarkDecorator]:
     marks = [] if case.core else [pytest.mark.slow]
     if NVME in case.name or (isinstance(case, Row) and case.name not in essential(case.engine)):
         marks.append(pytest.mark.rotating)
@@ -49,6 +62,12 @@ def test_a_layout_changes_nothing(row: Row, suite: Suite) -> None:
 @pytest.mark.parametrize("case", cases(RESUMES))
 def test_a_checkpoint_resumes_in_a_different_layout(case: Resume, suite: Suite) -> None:
     difference = suite.resume(case)
+    assert difference.largest <= case.bound, str(difference)
+
+
+@pytest.mark.parametrize("case", cases(STAGED))
+def test_stages_of_other_layouts_change_nothing(case: Staged, suite: Suite) -> None:
+    difference = suite.staged(case)
     assert difference.largest <= case.bound, str(difference)
 
 
@@ -139,7 +158,8 @@ def pairs_in(rows: Iterable[Row]) -> set[tuple[str, str]]:
 
 def test_the_core_has_every_kind_of_parallelism_and_every_pair() -> None:
     core = [row for row in HERE if row.core]
-    assert len(core) + len([case for case in RESUMES if case.core]) == len(CORE), "a name of CORE is in no table"
+    others = [case for case in (*RESUMES, *STAGED) if case.core]
+    assert len(core) + len(others) == len(CORE), "a name of CORE is in no table"
     assert set(PAIRS) <= pairs_in(core)
     # Each degree has a row without another one; experts are spread over ranks that another degree has.
     alone = {tuple(name for name in row.degrees if name not in ("sp", "etp")) for row in core}

@@ -21,16 +21,17 @@ from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.engine.backends import backend
-from llmrecipes.engine.base import Batch, Engine, Progress, Slice, World
+from llmrecipes.engine.base import Batch, Engine, Progress, Slice, StepResult, World
 from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.core.world import model_parallel
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.preference_rules import needs_start_weights
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.resume import choose, resume
+from llmrecipes.train.stage import layouts
 from llmrecipes.verify import observe
 from llmrecipes.verify.spec import ReplicaDifference
-from tests.dist.table import SAVED_AT
+from tests.dist.table import SAVED_AT, STEPS
 from tests.helpers import ROOMY, random_batches
 
 NOISE = 1e-3
@@ -127,30 +128,68 @@ def train(recipe: Recipe) -> Outcome | None:
     return replace(outcome, gradients={name: float(np.linalg.norm(each)) for name, each in whole.items()})
 
 
+def train_staged(recipes: Sequence[Recipe], folder: Path) -> Outcome | None:
+    """Train from the beginning, each part of the steps in the layout of another recipe and from the checkpoint of the
+    one before."""
+    platform, store, before = select(), CheckpointStore(folder), list[StepResult]()
+    outcome, progress = None, Progress()
+    with layouts(backend(recipes[0])) as lay_out:
+        for number, recipe in enumerate(recipes, 1):
+            world = lay_out(recipe)
+            plan = derive(recipe, world.size, ROOMY)
+            if number == 1:
+                engine = backend(recipe).build(plan, platform)
+            else:
+                engine = backend(recipe).construct(plan, platform)
+                entry = choose(store, world).entry
+                assert entry is not None
+                progress = resume(engine, entry, world)
+            assert progress.step == STEPS * (number - 1) // len(recipes)
+            try:
+                if number == len(recipes):
+                    outcome = _run(engine, world, progress)
+                else:
+                    before += _train(engine, world, progress, STEPS * number // len(recipes))
+                    _save(engine, folder, len(before))
+            finally:
+                engine.close()
+    if outcome is None:
+        return None
+    return replace(
+        outcome,
+        losses=[*(each.loss for each in before), *outcome.losses],
+        norms=[*(each.grad_norm or math.nan for each in before), *outcome.norms],
+        scales=[*(each.loss_scale for each in before), *outcome.scales],
+    )
+
+
 def save_midway(recipe: Recipe, folder: Path) -> None:
     """Train the first steps and write a checkpoint."""
     with training(recipe) as (engine, world):
-        batches = loaders(recipe, world)
-        for step in range(SAVED_AT):
-            engine.train_step(batches, num_microbatches=engine.plan.num_microbatches_of(step))
-        samples = engine.plan.batches.samples(SAVED_AT)
-        progress = Progress(SAVED_AT, samples, samples * recipe.model.seq_length)
-        info = CheckpointInfo(
-            step=progress.step,
-            consumed_samples=progress.consumed_samples,
-            consumed_tokens=progress.consumed_tokens,
-            layout=engine.plan.layout.as_dict(),
-            recipe_hash="parity",
-            engine=engine.name,
-            recipe=recipe.model_dump(mode="json"),
-        )
-        with AsyncSaver(CheckpointStore(folder), saver_group(), engine.checkpoint_format()) as saver:
-            saver.save(engine.state(progress), info)
-            saved = everything(engine, world)
-            (report,) = saver.wait()
-            assert report.error is None, report.error
+        _train(engine, world, Progress(), SAVED_AT)
+        _save(engine, folder, SAVED_AT)
+        saved = everything(engine, world)
         if world.is_first:
             np.savez(_beside(folder), allow_pickle=False, **saved)
+
+
+def _save(engine: Engine, folder: Path, step: int) -> None:
+    """Write a checkpoint of this step."""
+    recipe, samples = engine.recipe, engine.plan.batches.samples(step)
+    progress = Progress(step, samples, samples * recipe.model.seq_length)
+    info = CheckpointInfo(
+        step=progress.step,
+        consumed_samples=progress.consumed_samples,
+        consumed_tokens=progress.consumed_tokens,
+        layout=engine.plan.layout.as_dict(),
+        recipe_hash="parity",
+        engine=engine.name,
+        recipe=recipe.model_dump(mode="json"),
+    )
+    with AsyncSaver(CheckpointStore(folder), saver_group(), engine.checkpoint_format()) as saver:
+        saver.save(engine.state(progress), info)
+        (report,) = saver.wait()
+        assert report.error is None, report.error
 
 
 def go_on(recipe: Recipe, folder: Path) -> Outcome | None:
@@ -187,10 +226,15 @@ def loaders(recipe: Recipe, world: World, consumed: int = 0) -> Iterator[Batch]:
     return random_batches(recipe, consumed=consumed, rank=world.data_parallel_rank, ranks=world.data_parallel_size)
 
 
-def _run(engine: Engine, world: World, progress: Progress = Progress()) -> Outcome | None:  # noqa: B008 - frozen
+def _train(engine: Engine, world: World, progress: Progress, last: int) -> list[StepResult]:
+    """The steps up to the last one."""
     batches = loaders(engine.recipe, world, progress.consumed_samples)
-    numbers = map(engine.plan.num_microbatches_of, range(progress.step, engine.recipe.train.train_iters))
-    results = [engine.train_step(batches, num_microbatches=number) for number in numbers]
+    numbers = map(engine.plan.num_microbatches_of, range(progress.step, last))
+    return [engine.train_step(batches, num_microbatches=number) for number in numbers]
+
+
+def _run(engine: Engine, world: World, progress: Progress = Progress()) -> Outcome | None:  # noqa: B008 - frozen
+    results = _train(engine, world, progress, engine.recipe.train.train_iters)
     with engine.params_synced():
         valid = engine.evaluate(loaders(engine.recipe, world), 1)
         assert valid is not None

@@ -24,6 +24,7 @@ from llmrecipes.engine.base import (
     Implementation,
     Platform,
     Progress,
+    Rank,
     Slice,
     StepResult,
     StopCheck,
@@ -216,12 +217,23 @@ class PlainBackend:
         return Cpu()
 
     @contextmanager
-    def join(self, recipe: Recipe, platform: Platform) -> Iterator[World]:
+    def connect(self, platform: Platform) -> Iterator[Rank]:
         dist.init_process_group(platform.backend, store=dist.HashStore(), rank=0, world_size=1)
         try:
-            yield World(rank=0, size=1, data_parallel_rank=0, data_parallel_size=1, holds_whole_model=True)
+            yield Rank(rank=0, size=1)
         finally:
             dist.destroy_process_group()
+
+    @contextmanager
+    def lay_out(self, recipe: Recipe) -> Iterator[World]:
+        yield World(rank=0, size=1, data_parallel_rank=0, data_parallel_size=1, holds_whole_model=True)
+
+    @contextmanager
+    def join(self, recipe: Recipe, platform: Platform) -> Iterator[World]:
+        with self.connect(platform), self.lay_out(recipe) as world:
+            yield world
+
+    def require(self, plan: Plan, platform: Platform) -> None: ...
 
     def build(self, plan: Plan, platform: Platform, weights: WeightSource | None = None) -> PlainEngine:
         assert weights is None, "a bigram model has no given weights"

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from llmrecipes.checkpoint.store import CheckpointStore, best
 from llmrecipes.data.prepare import open_prepared, prepare
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.stage_runs import stage_recipes
+from llmrecipes.rundir import Run
 from llmrecipes.train.loaders import open_loaders
 from tests.helpers import curve, lines, require_same_checkpoints, tiny_on, train_lines
 from tests.train.test_train_faults import run_spec
@@ -112,6 +114,37 @@ def test_a_run_that_is_killed_in_every_stage_goes_on_bit_for_bit(
             run_spec(recipe, tmp_path, data_dir)
     assert run_spec(recipe, tmp_path, data_dir) == 0
     require_same(tmp_path / "runs/tiny/r", whole)
+
+
+@pytest.mark.slow
+@pytest.mark.rotating("stages")  # all read what one run leaves
+def test_patience_counts_evaluations_of_the_same_sequences_and_ends_the_run(
+    recipe: Recipe, whole: Path, data_dir: Path, tmp_path: Path
+) -> None:
+    def stopping(eval_interval: int) -> Recipe:
+        values = recipe.model_dump(mode="json")
+        values["train"] |= {"early_stop": {"patience": 2, "min_delta": 50.0}, "eval_interval": eval_interval}
+        values["checkpoint"] |= {"keep_best": True}
+        return Recipe.model_validate(values)
+
+    # Two evaluations in each stage: the second of the first stage and the first of the next are of other sequences.
+    assert run_spec(stopping(4), tmp_path / "whole", data_dir) == 0
+    ended = tmp_path / "whole/runs/tiny/r"
+    assert curve(ended) == curve(whole)
+    entries = CheckpointStore(ended / "checkpoints").entries()
+    kept = [entry.manifest.monitored for entry in entries if entry.step in (5, 13)]
+    assert [state and state.since for state in kept] == [0, 9]
+    lowest = best(entries)
+    assert lowest is not None and lowest.step in (12, 13)
+    # Three in the first: its last step is the last of the run, also of one that was stopped there.
+    for folder, ends in (("early", ()), ("stopped", (2, 5))):
+        for step in ends:
+            assert run_spec(stopping(2), tmp_path / folder, data_dir, stop_after=step) == 75
+        assert run_spec(stopping(2), tmp_path / folder, data_dir) == 0
+        early = tmp_path / folder / "runs/tiny/r"
+        assert [line["step"] for line in train_lines(early)] == [1, 2, 3, 4, 5]
+        assert [line["step"] for line in lines(early) if line.get("event") == "ended_early"] == [5]
+        assert Run(early).is_finished(stopping(2).train)
 
 
 def require_same(run: Path, other: Path) -> None:

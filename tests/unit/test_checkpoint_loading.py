@@ -105,6 +105,16 @@ def test_what_decides_where_and_how_long_may_change(change: dict[str, Any]) -> N
     require_compatible(recipe(**change), recipe(), where="runs/tiny/1")
 
 
+def test_a_stage_may_change_what_a_run_may() -> None:
+    stage = {"name": "long", "train": {"micro_batch_size": 2}, "model": {"seq_length": 64}}
+    before = recipe(stages=[stage])
+    laid_out = {**stage, "parallelism": {"tensor_model_parallel_size": 2}, "train": {}, "speed": {"manual_gc": True}}
+    require_compatible(recipe(stages=[laid_out]), before, where="runs/tiny/1")
+    for other in ({"name": "other"}, {"model": {"seq_length": 32}}, {"optimizer": {"lr": 1e-4}}, {"train_iters": 3}):
+        with refused("runs/tiny/1"):
+            require_compatible(recipe(stages=[{**laid_out, **other}]), before, where="runs/tiny/1")
+
+
 SPACE = [{"key": "optimizer.lr", "low": 1e-4, "high": 1e-2}]
 
 

@@ -285,7 +285,7 @@ def test_the_fingerprint_names_what_tokens_depend_on(tmp_path: Path) -> None:
 
 
 FINGERPRINTS = {
-    "deepseek-v3": "6505063ec341ff63", "dpo-tiny": "9331fda8bd260a62",
+    "deepseek-v3": "6505063ec341ff63", "deepseek-v3-stages": "6505063ec341ff63", "dpo-tiny": "9331fda8bd260a62",
     "gpt-125m": "e8748d117c2e12bc", "gpt-175b": "70595a14fd208982",
     "gpt-1b": "50cf77ce8bf4dab8", "gpt-1b-offload": "ce6552c55a273260", "gpt-1b-zero3": "50cf77ce8bf4dab8",
     "gpt-350m": "28e410495dbe5aa3", "gpt-7b": "eb00ecaeac22369b", "gpt-tiny": "619f01c5c4e786c3",

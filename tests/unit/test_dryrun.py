@@ -25,10 +25,12 @@ from llmrecipes.hardware.machine import planned
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.plan.memory import communicators
 from llmrecipes.plan.traffic import SMALL
-from llmrecipes.recipe.degrees import smallest_world
+from llmrecipes.recipe.degrees import model_parallel_size, smallest_world
 from llmrecipes.recipe.engines import MEGATRON, engine_name
 from llmrecipes.recipe.load import load, names, recipes_dir
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.stage_runs import as_run, stage_named, stage_recipes
+from llmrecipes.recipe.stages import span_of
 from llmrecipes.units import GIB
 from tests.dist.test_checkpoint_scale import held_and_sent, read_on_resume
 from tests.dist.worlds import GlooWorld
@@ -90,8 +92,11 @@ def process(worlds: object) -> Iterator[GlooWorld]:
     alone.close()
 
 
-def spec(name: str, *overrides: str, world: int | None = None, ranks: tuple[int, ...] = (0,), skew: float = 1.0) -> str:
-    recipe = load(name, list(overrides)).recipe
+def spec(name: str, *overrides: str, **options: Any) -> str:
+    return spec_of(load(name, list(overrides)).recipe, **options)
+
+
+def spec_of(recipe: Recipe, world: int | None = None, ranks: tuple[int, ...] = (0,), skew: float = 1.0) -> str:
     size = world or smallest_world(recipe.parallelism)
     found = DryRunSpec(recipe=recipe, cluster=planned("h100-ib", None, size), world_size=size, ranks=ranks, skew=skew)
     return found.model_dump_json()
@@ -303,27 +308,33 @@ def test_a_rank_of_gpt_175b_takes_seconds_and_no_memory(process: GlooWorld) -> N
     assert gathered["op"] == "all-gather" and gathered["bytes"] >= report["memory"]["weights"]
 
 
-def whole_recipes() -> list[str]:
-    found = names(recipes_dir())
-    return [name for name in found if engine_name(load(name, []).recipe) == MEGATRON]
+def whole_recipes() -> Iterator[tuple[str, str | None]]:
+    """Recipes with megatron-core, each with the first of its stages, if it has some, that have a layout."""
+    for name in names(recipes_dir()):
+        recipe = load(name, []).recipe
+        if engine_name(recipe) == MEGATRON:
+            by_layout = {stage.parallelism.model_dump_json(): stage for stage in reversed(stage_recipes(recipe))}
+            spans = map(span_of, by_layout.values())
+            yield from ((name, None if span is None else span.name) for span in spans)
 
 
 @pytest.mark.slow
 @pytest.mark.rotating
-@pytest.mark.parametrize("name", whole_recipes())
-def test_the_stages_of_a_recipe_are_planned(name: str, process: GlooWorld) -> None:
+@pytest.mark.parametrize(("name", "of_run"), whole_recipes(), ids=lambda value: value or "whole")
+def test_the_stages_of_a_recipe_are_planned(name: str, of_run: str | None, process: GlooWorld) -> None:
     """The first two and the last: those between them differ in what is in flight only, which drawn layouts cover.
 
     With two micro-batches for each stage, after which a pipeline repeats itself.
     """
-    recipe = load(name, []).recipe
+    loaded = load(name, []).recipe
+    recipe = loaded if of_run is None else stage_named(loaded, of_run)
     world, stages = smallest_world(recipe.parallelism), recipe.parallelism.pipeline_model_parallel_size
-    replicas = plan_of(spec(name, world=world)).layout.data_parallel_size
-    changes = [f"train.global_batch_size={recipe.train.micro_batch_size * replicas * 2 * stages}"]
-    if recipe.stages:  # their ends follow from the batch
-        changes += ["stages=[]", "train.rampup_batch_size=null", "train.step_batch_size_schedule=null"]
+    replicas = world // model_parallel_size(recipe.parallelism)
+    short = as_run(recipe)
+    batch = recipe.train.micro_batch_size * replicas * 2 * stages
+    short = short.model_copy(update={"train": short.train.model_copy(update={"global_batch_size": batch})})
     for stage in sorted({0, min(1, stages - 1), stages - 1}):
-        text = spec(name, *changes, world=world, ranks=(stage * world // stages,))
+        text = spec_of(short, world=world, ranks=(stage * world // stages,))
         (report,) = run(process, text)
         require_planned(report)
         if not recipe.model.mtp_num_layers or stage < stages - 1:  # no formulas for the layers there
@@ -465,6 +476,23 @@ def test_the_command_runs_the_stages_of_a_world(capfd: pytest.CaptureFixture[str
     }  # fmt: skip
     assert cli.run(asked) == 0
     assert "stage 1" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_command_runs_a_stage_of_a_run_in_its_layout(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    of_long = '{"tensor_model_parallel_size": 2, "sequence_parallel": true}'
+    stages = json.dumps([
+        {"name": "s1", "train_iters": 10, "model": {"seq_length": 64}},
+        {"name": "s2", "model": {"seq_length": 128}, "parallelism": json.loads(of_long)},
+    ])  # fmt: skip
+    asked = ["dryrun", "gpt-tiny", "search=null", f"stages={stages}", "--runs-dir", str(tmp_path), "--json"]
+    groups = {}
+    for name in ("s1", "s2"):
+        assert cli.run([*asked, "--in", name]) == 0
+        groups[name] = {each["group"] for each in json.loads(capfd.readouterr().out)["collectives"]}
+    assert "tp" in groups["s2"] - groups["s1"]
+    assert cli.run([*asked, "--in", "other"]) == 2
+    require_message(capfd.readouterr().err, "--in", rule=("s1", "s2"))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from llmrecipes.engine.megatron.engine import data_parallel_config
 from llmrecipes.engine.megatron.optimizer import optimizer_config
 from llmrecipes.hardware.cluster import DetectedGpu
 from llmrecipes.plan.derive import derive
-from llmrecipes.recipe.degrees import smallest_world
+from llmrecipes.recipe.degrees import least_ranks
 from llmrecipes.recipe.load import load, names
 from llmrecipes.recipe.schema import Recipe
 from tests.helpers import ROOMY, TRANSFORMER_ENGINES
@@ -46,7 +46,7 @@ def value(field: Any) -> Any:
 def configured(recipe: Recipe, gpu: str, transformer_engine: bool) -> dict[str, Any]:
     """`Class.field` and its value."""
     memory, peak = GPUS[gpu]
-    ranks = smallest_world(recipe.parallelism)
+    ranks = least_ranks(recipe)
     devices = (DetectedGpu(f"NVIDIA {gpu}", memory * GIB, memory * GIB, peak),) * ranks
     plan = derive(recipe, ranks, replace(ROOMY, gpus=devices))
     parts = {

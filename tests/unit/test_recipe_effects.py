@@ -255,6 +255,14 @@ def of_stages(recipe: Recipe, *_: Any) -> list[Any]:
     ]
 
 
+def on_two_ranks(recipe: Recipe, *_: Any) -> dict[str, Any]:
+    return derive(recipe, 2, ROOMY).as_dict()
+
+
+def features_of_stages(recipe: Recipe, *_: Any) -> list[Any]:
+    return [stage.features for stage in planned(recipe).stages]
+
+
 def tokens(recipe: Recipe, *_: Any) -> str:
     return fingerprint(recipe)
 
@@ -362,10 +370,11 @@ def saver(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in ("checkpoint.saver.saver_group", "checkpoint.saver.claim"):
         monkeypatch.setattr(f"llmrecipes.{name}", lambda *_: None)
     monkeypatch.setattr("llmrecipes.train.local.choose", lambda *_, **__: Start(None))
-    engine = SimpleNamespace(close=lambda: None, checkpoint_format=lambda: None)
+    engine = SimpleNamespace(recipe=recipe, close=lambda: None, checkpoint_format=lambda: None)
     backend = SimpleNamespace(
         platform=lambda _: SimpleNamespace(name="cpu"),
-        join=lambda *_: nullcontext(SimpleNamespace(size=1, is_first=True)),
+        connect=lambda *_: nullcontext(SimpleNamespace(size=1, is_first=True)),
+        lay_out=lambda *_: nullcontext(SimpleNamespace(size=1, is_first=True)),
         build=lambda *_: engine,
     )
     for name in ("worker", "stage"):
@@ -1136,6 +1145,8 @@ CASES: dict[str, Case] = {
     "stages.N.tokens": Case(6 * 8 * 64, plan, {**STAGE, "stages.N.tokens": 12 * 8 * 64}, {"train.train_iters": 6}),
     "stages.N.model": Case({"seq_length": 32}, plan, STAGE),
     "stages.N.train": Case({"global_batch_size": 4}, plan, STAGE),
+    "stages.N.parallelism": Case({"pipeline_model_parallel_size": 2}, on_two_ranks, STAGE),
+    "stages.N.speed": Case({"manual_gc": True}, features_of_stages, STAGE),
     "stages.N.optimizer": Case({"lr": 1e-4}, of_stages, STAGE),
     "stages.N.scheduler": Case({"lr_warmup_iters": 3}, of_stages, STAGE),
     "stages.N.data.weights": Case([2.0], of_stages, STAGE),

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from llmrecipes.api_commands import layout_recipe
+from llmrecipes.engine.backends import backend
+from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.core.update import learning_rate
-from llmrecipes.plan.derive import derive
+from llmrecipes.hardware.cluster import DetectedGpu
+from llmrecipes.launch.environment import gpu_variables
+from llmrecipes.plan.check import check as check_plan
+from llmrecipes.plan.derive import default_world_size, derive
+from llmrecipes.plan.speed.forecast import forecast
 from llmrecipes.plan.speed.search import fastest
 from llmrecipes.recipe.batch_schedule import batch_schedule, samples_of, tokens_of
-from llmrecipes.recipe.load import load_values, to_yaml
+from llmrecipes.recipe.degrees import elastic_worlds, least_ranks
+from llmrecipes.recipe.distill_rules import teacher_model
+from llmrecipes.recipe.load import load, load_values, to_yaml
+from llmrecipes.recipe.proxy import proxy
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.stage_runs import stage_of, stage_recipes
+from llmrecipes.recipe.stage_runs import as_run, stage_named, stage_of, stage_recipes
 from llmrecipes.recipe.stage_section import Span
 from llmrecipes.recipe.stages import span_of
+from llmrecipes.workflow.plan import plan_on
 from tests.helpers import ROOMY, tiny
 from tests.refusals import refused
 
@@ -80,7 +92,9 @@ def test_a_warm_up_of_sequences_changes_their_length_only() -> None:
     ends: list[dict[str, Any]] = [{"train_iters": 10}, {"train_iters": 20}, {}]
     recipe = Recipe.model_validate(
         {
-            **tiny(train={"train_iters": 80, "global_batch_size": 8}).model_dump(mode="json"),
+            **tiny(model={"max_position_embeddings": 64}, train={"train_iters": 80, "global_batch_size": 8}).model_dump(
+                mode="json"
+            ),
             "stages": [{**stage, **end} for stage, end in zip(stages, ends, strict=True)],
         }
     )
@@ -128,6 +142,14 @@ def changed(number: int, **keys: Any) -> list[dict[str, Any]]:
         (changed(0, train_iters=80), {}, "stages.2", "train.train_iters"),
         (changed(0, model={"hidden_size": 128}), {}, "stages.0.model.hidden_size", "seq_length"),
         (changed(0, train={"seed": 1}), {}, "stages.0.train.seed", "micro_batch_size"),
+        (changed(0, parallelism={"tensor": 2}), {}, "stages.0.parallelism.tensor", "tensor_model_parallel_size"),
+        (changed(1, parallelism={"tensor_model_parallel_size": 0}), {},
+         "stages.1.parallelism.tensor_model_parallel_size", "s2"),
+        (changed(1, parallelism={"tensor_model_parallel_size": 3}), {}, "parallelism.tensor_model_parallel_size", "s2"),
+        (changed(2, parallelism={"sequence_parallel": True}), {}, "parallelism.sequence_parallel", "s3"),
+        (changed(1, speed={"attention_backend": "flash"}), {}, "stages.1.speed.attention_backend", "manual_gc"),
+        (changed(1, speed={"hierarchical_context_parallel_sizes": [2, 2]}), {},
+         "speed.hierarchical_context_parallel_sizes", "s2"),
         (changed(0, train={"micro_batch_size": "two"}), {}, "stages.0.train.micro_batch_size", "s1"),
         (changed(1, train={"micro_batch_size": 3}), {}, "train.rampup_batch_size", ("s2", "3 or 6")),
         (changed(2, scheduler={"lr_decay_style": "WSD"}), {}, "scheduler.lr_decay_style", "s3"),
@@ -137,6 +159,13 @@ def changed(number: int, **keys: Any) -> list[dict[str, Any]]:
         (STAGES, {"faults": {"loss_spike_action": "rewind"}}, "faults.loss_spike_action", "train.rampup_batch_size"),
         (changed(1, model={"seq_length": 128}), {"model": {"position_embedding_type": "learned_absolute"}},
          "model.max_position_embeddings", "model.max_position_embeddings=128"),
+        (changed(1, model={"seq_length": 32}, tokens=None, train_iters=20),
+         {"model": {"position_embedding_type": "learned_absolute"}},
+         "model.max_position_embeddings", "model.max_position_embeddings=64"),
+        (changed(2, model={"position_embedding_type": "learned_absolute"}), {}, "model.position_embedding_type", "128"),
+        (STAGES, {"distill": {"teacher": "none", "logits": "logits", "top_k": 4}}, "distill.logits", ()),
+        (changed(1, model={"seq_length": 128, "rotary_base": 5e5}), {"distill": {"teacher": "none"}},
+         "stages.1.model.rotary_base", ("s2", "distill.model.rotary_base=10000.0")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
@@ -146,6 +175,141 @@ def test_what_cannot_be_a_stage_is_refused(
     values = staged(stages, **sections).model_dump(mode="json")
     with refused(key, rule=rule):
         load_values(values, tmp_path / "tiny.yaml")
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"name": "of-64", "train_iters": 40, "parallelism": {"pipeline_model_parallel_size": 2}},
+    {
+        "name": "of-128",
+        "model": {"seq_length": 128},
+        "parallelism": {"pipeline_model_parallel_size": 1, "tensor_model_parallel_size": 4, "sequence_parallel": True},
+    },
+]
+
+
+def test_each_stage_has_the_layout_that_it_names() -> None:
+    recipe = staged(LAYOUTS, train={"rampup_batch_size": None})
+    assert not check(recipe)
+    assert least_ranks(recipe) == default_world_size(recipe, ROOMY) == 4
+    plan = derive(recipe, 8, ROOMY)
+    short, long = (stage.layout for stage in plan.stages)
+    assert (short.pipeline_model_parallel_size, short.tensor_model_parallel_size, short.data_parallel_size) == (2, 1, 4)
+    assert (long.pipeline_model_parallel_size, long.tensor_model_parallel_size, long.data_parallel_size) == (1, 4, 2)
+    assert [stage.num_microbatches for stage in plan.stages] == [1, 2]
+    facts = plan.as_dict()["stages"]
+    assert [each["degrees"]["data_parallel_size"] for each in facts] == [4, 2]
+    assert [each["layout"] for each in facts] == ["pipeline 2 × data 4", "tensor 4 × data 2"]
+    assert all(each["layout"] in str(plan) for each in facts)
+    assert plan.facts()["stages"][1]["tensor_model_parallel_size"] == 4
+
+
+def test_ranks_that_the_layout_of_a_stage_does_not_divide_name_it() -> None:
+    with refused("parallelism", rule=("of-128", "4 ranks")):
+        derive(staged(LAYOUTS), 2, ROOMY)
+
+
+def test_all_gpus_are_taken_that_every_stage_divides() -> None:
+    gpu = DetectedGpu("H100 80GB", 79 << 30, 79 << 30, 989.4)
+    node = replace(ROOMY, gpus=(gpu,) * 24, nodes=3)
+    # The first batches have two micro-batches, so that there are two replicas of four ranks at most.
+    short = {"pipeline_model_parallel_size": 4}
+    recipe = staged(changed_layout(0, short), model={"num_layers": 4, "position_embedding_type": "rope"})
+    assert default_world_size(recipe, node) == 8
+
+
+def changed_layout(number: int, parallelism: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{**stage, "parallelism": parallelism} if place == number else stage for place, stage in enumerate(LAYOUTS)]
+
+
+def test_a_stage_that_does_not_fit_is_named_before_the_start() -> None:
+    plan = derive(staged(LAYOUTS), 4, ROOMY)
+    short, long = plan.stages
+    least, most = sorted((short.memory.total, long.memory.total))
+    for free, named in ((most - 1, "of-128" if most == long.memory.total else "of-64"), (least - 1, "of-64")):
+        machine = replace(ROOMY, memory_available_bytes=4 * free)
+        with refused("recipe tiny", rule=named):
+            check_plan(derive(staged(LAYOUTS), 4, machine), machine)
+    check_plan(plan, ROOMY)
+
+
+def test_a_range_of_replicas_is_one_of_numbers_of_ranks_in_every_stage() -> None:
+    # Replicas of the recipe's layout have 1 rank: 2 to 8 ranks, of which the stages divide 2, 4, 8 and 4, 8.
+    elastic = staged(LAYOUTS, train={"elastic": [2, 8]})
+    assert not check(elastic)
+    assert elastic_worlds(elastic) == (4,)
+    # A batch of 4 in micro-batches of 2 is shared by two replicas at most.
+    without_ramp = staged(LAYOUTS, train={"elastic": [2, 8], "rampup_batch_size": None})
+    assert elastic_worlds(without_ramp) == (4, 8)
+    (problem,) = check(staged(LAYOUTS, train={"elastic": [2, 2]}))
+    assert problem.key == "train.elastic" and "of-128" in problem.what
+    stages: list[dict[str, Any]] = [
+        {"name": "four", "train_iters": 40, "parallelism": {"tensor_model_parallel_size": 4}},
+        {"name": "three", "train": {"global_batch_size": 6}, "parallelism": {"tensor_model_parallel_size": 1}},
+    ]
+    (problem,) = check(staged(stages, train={"elastic": [2, 4], "rampup_batch_size": None}))
+    assert problem.key == "train.elastic"
+
+
+def test_ranks_have_the_environment_that_some_stage_needs() -> None:
+    gpu = DetectedGpu("H100 80GB", 79 << 30, 79 << 30, 989.4)
+    node = replace(ROOMY, gpus=(gpu,) * 8, nodes=1)
+    train = {"rampup_batch_size": None, "global_batch_size": 16}
+    plain = derive(staged([{"name": "one"}], train=train), 8, node)
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in gpu_variables(plain, "H100")
+    some = gpu_variables(derive(staged(LAYOUTS, train=train), 8, node), "H100")
+    assert some["CUDA_DEVICE_MAX_CONNECTIONS"][0] == "1"
+
+
+def test_a_rank_refuses_a_later_stage_that_its_software_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = staged(changed(1, speed={"bias_dropout_fusion": True}))
+    plan, engines, platform = derive(recipe, 1, ROOMY), backend(recipe), select()
+    obstacles: list[str | None] = [None]
+    monkeypatch.setattr("llmrecipes.engine.core.model.gpt.compiler_obstacle", lambda _device: obstacles[0])
+    engines.require(plan, platform)
+    obstacles[0] = "there is no compiler"
+    with refused("speed.bias_dropout_fusion", rule="s2"):
+        engines.require(plan, platform)
+
+
+def test_a_stage_is_found_by_its_name() -> None:
+    recipe = staged(LAYOUTS)
+    assert span(stage_named(recipe, "of-128")).number == 1
+    with refused("--in", rule=("of-64", "of-128")):
+        stage_named(recipe, "other")
+    ranks = layout_recipe(recipe, stage="of-128")
+    assert (len(ranks), {rank.tensor for rank in ranks}) == (4, {0, 1, 2, 3})
+    assert {rank.stage for rank in layout_recipe(recipe)} == {0, 1}
+
+
+def test_a_teacher_reads_what_the_stage_reads_and_rotates_as_before() -> None:
+    taught = {"distill": {"teacher": "none", "model": {"num_layers": 4, "rotary_base": 10000}}}
+    recipe = staged(changed(1, model={"seq_length": 128, "rotary_base": 5e5}), **taught)
+    assert not check(recipe)
+    models = [teacher_model(each) for each in stage_recipes(recipe)]
+    assert [(model.seq_length, model.rotary_base) for model in models] == [(64, 1e4), (128, 1e4), (128, 1e4)]
+    # It has to fit each layout, as the student does.
+    wide = changed(2, parallelism={"pipeline_model_parallel_size": 2})
+    three = {"distill": {"teacher": "none", "model": {"num_layers": 3}}}
+    (problem,) = check(staged(wide, **three))
+    assert problem.key == "distill.model" and "s3" in problem.what
+
+
+def test_the_time_of_a_run_is_that_of_its_stages() -> None:
+    plan, _ = plan_on(load("llama3-405b-stages").recipe, nproc=None, cluster="h100-ib", nodes=128)
+    found = forecast(plan, None)
+    of_stages = [forecast(stage, None) for stage in plan.stages]
+    assert found.seconds == pytest.approx(sum(stage.step.seconds * stage.plan.full_steps for stage in of_stages))
+    assert found.seconds < 0.7 * found.step.seconds * plan.full_steps, "short sequences take less"
+    assert [each["step_seconds"] for each in found.record()["stages"]] == [stage.step.seconds for stage in of_stages]
+
+
+def test_a_stage_is_rehearsed_in_its_layout() -> None:
+    recipe = staged(LAYOUTS)
+    long = as_run(stage_named(recipe, "of-128"))
+    assert span_of(long) is None and not long.stages and not check(long)
+    assert (long.model.seq_length, long.parallelism.tensor_model_parallel_size) == (128, 4)
+    assert batch_schedule(long).is_constant
+    assert proxy(long).parallelism.tensor_model_parallel_size == 2
 
 
 def test_layouts_are_not_searched_by_the_step_of_one_stage() -> None:

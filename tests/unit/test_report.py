@@ -133,6 +133,19 @@ def test_a_page_says_what_a_run_does_not_have(tmp_path: Path, events: list[dict[
         assert 'class="muted"' in section and "<figure" not in section, name
 
 
+def test_stages_have_their_layouts_and_whether_they_have_begun(tmp_path: Path) -> None:
+    run_dir = make(tmp_path, "one", [note(0, "stage", BEGAN, name="short"), step(1, BEGAN + 1)])
+    plan = json.loads((run_dir / "plan.json").read_text())
+    facts = {"first_step": 0, "last_step": 1200, "tokens": 4800, "layout": "tensor 2 × data 4"}
+    stages = [{**facts, "name": "short"}, {"name": HOSTILE, "layout": "context 2 × data 4", "tokens": "many"}, None]
+    (run_dir / "plan.json").write_text(json.dumps({**plan, "stages": stages}))
+    page = written(tmp_path, "one")
+    section = Pages(page.split('<section id="stages">')[1].split("</section>")[0]).words
+    for words in ("tensor 2 × data 4", "context 2 × data 4", "1,200", "4,800", "yes", "no", "unknown"):
+        assert words in section
+    assert HOSTILE not in page
+
+
 def test_starts_and_time_by_cause_add_up(tmp_path: Path) -> None:
     records = Records()
     for line in interrupted():

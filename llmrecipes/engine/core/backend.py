@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from llmrecipes.checkpoint.state_format import Written
 from llmrecipes.checkpoint.store import Entry
-from llmrecipes.engine.base import Platform, WeightSource, World
+from llmrecipes.engine.base import Platform, Rank, WeightSource, World
 from llmrecipes.engine.core import ema, generation, update, world
 from llmrecipes.engine.core.checkpoint import initial
 from llmrecipes.engine.core.checkpoint.loader import load, read_index
 from llmrecipes.engine.core.checkpoint.tensors import StoredWeights
 from llmrecipes.engine.core.importance import measure
-from llmrecipes.engine.core.model.gpt import BuiltModel, build, construct
+from llmrecipes.engine.core.model.gpt import BuiltModel, build, construct, software
 from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.core.score import GPTScorer
 from llmrecipes.engine.core.weights import load_model, model_state
@@ -29,6 +29,7 @@ from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.graphs import GRAPHS
 from llmrecipes.recipe.overlap import OVERLAP
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.stage_runs import in_stage
 
 
 class CoreBackend:
@@ -39,8 +40,24 @@ class CoreBackend:
         platform.install()
         return platform
 
-    def join(self, recipe: Recipe, platform: Platform) -> AbstractContextManager[World]:
-        return world.join(platform, recipe.train.seed, recipe.parallelism, recipe.speed)
+    def connect(self, platform: Platform) -> AbstractContextManager[Rank]:
+        return world.connect(platform)
+
+    def lay_out(self, recipe: Recipe) -> AbstractContextManager[World]:
+        seed, alone = recipe.train.seed, world.is_alone()
+        return world.model_parallel(seed, recipe.parallelism, recipe.speed, after_errors=alone)
+
+    @contextmanager
+    def join(self, recipe: Recipe, platform: Platform) -> Iterator[World]:
+        with self.connect(platform), self.lay_out(recipe) as laid_out:
+            yield laid_out
+
+    def require(self, plan: Plan, platform: Platform) -> None:
+        for stage in plan.stages or (plan,):
+            with in_stage(stage.recipe):
+                software(stage, platform)
+                if (settings := stage.recipe.speed.nccl_communicator_config_path) is not None:
+                    world.require_communicators(Path(settings))
 
     def meta_platform(self, rank: int, world_size: int, kernels: str, skew: float) -> Platform:
         from llmrecipes.engine.core.platform.meta import MetaPlatform  # imports torch's test helpers

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from llmrecipes.engine.base import Batch, ReplicaFault
+from llmrecipes.engine.base import Batch
+from llmrecipes.engine.meters import ReplicaFault
 from llmrecipes.recipe.schema import Recipe
 
 CHUNK = 1 << 22

@@ -10,7 +10,8 @@ import torch.distributed as dist
 import yaml
 from megatron.core import parallel_state, tensor_parallel
 
-from llmrecipes.engine.base import Platform, World
+from llmrecipes.engine.base import Platform, Rank, World
+from llmrecipes.engine.core.platform import patching
 from llmrecipes.engine.core.platform.rendezvous import TIMEOUT
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.profile import Group
@@ -18,31 +19,39 @@ from llmrecipes.recipe.schema import Parallelism
 from llmrecipes.recipe.speed import Speed
 
 PLAIN = Speed()
+EXPERT_BUFFERS = "megatron.core.transformer.moe.fused_a2a"
 RANK_ORDER = "tp-cp-ep-dp-pp"
 """Megatron's: tensor-parallel ranks are neighbours, so they share a node; pipeline stages are farthest apart."""
 
 
 @contextmanager
-def join(platform: Platform, seed: int, parallelism: Parallelism, speed: Speed = PLAIN) -> Iterator[World]:
+def connect(platform: Platform) -> Iterator[Rank]:
     """Join the ranks that a launcher started (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, …), or form a world of one.
 
     Args:
         platform: already installed.
-        seed: see `model_parallel`.
-        parallelism: degrees of the layout.
-        speed: settings of the process groups.
 
     Raises:
         UserError: some ranks have a GPU and others do not.
     """
     platform.connect(TIMEOUT)
-    # Tearing NCCL down may wait for collectives that the other ranks never join, because they wait for a failed one.
-    # Its process is about to end, which they notice.
-    alone = dist.get_world_size() == 1
-    with (
-        _torn_down(dist.destroy_process_group, after_errors=alone),
-        model_parallel(seed, parallelism, speed, after_errors=alone) as world,
-    ):
+    with _torn_down(dist.destroy_process_group, after_errors=is_alone()):
+        yield Rank(dist.get_rank(), dist.get_world_size())
+
+
+def is_alone() -> bool:
+    """Whether this rank tears its groups down after an error too: there are no others.
+
+    Tearing NCCL down may wait for collectives that the other ranks never join, because they wait for a failed one. Its
+    process is about to end, which they notice.
+    """
+    return dist.get_world_size() == 1
+
+
+@contextmanager
+def join(platform: Platform, seed: int, parallelism: Parallelism, speed: Speed = PLAIN) -> Iterator[World]:
+    """`connect`, and `model_parallel` for one layout."""
+    with connect(platform), model_parallel(seed, parallelism, speed, after_errors=is_alone()) as world:
         yield world
 
 
@@ -52,7 +61,7 @@ _OF_A_GROUP: dict[str, type] = {
 """What megatron-core reads for a group (`parallel_state.get_nccl_options`)."""
 
 
-def _require_communicators(path: Path) -> None:
+def require_communicators(path: Path) -> None:
     """Refuse a file that would end in an exception, or without effect, while groups are created.
 
     Raises:
@@ -96,7 +105,7 @@ def model_parallel(
     """
     settings, groups = speed.nccl_communicator_config_path, speed.high_priority_stream_groups
     if settings is not None:
-        _require_communicators(Path(settings))
+        require_communicators(Path(settings))
     hierarchy = speed.hierarchical_context_parallel_sizes
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallelism.tensor_model_parallel_size,
@@ -146,6 +155,8 @@ def _take_away_groups() -> None:
     """Destroy the model-parallel groups; megatron-core only drops them, which leaks each gloo group's threads."""
     groups = [group for group in parallel_state._global_process_group_list or [] if group is not None]
     parallel_state.destroy_model_parallel()
+    for buffer in ("_buffer", "_hybrid_ep_buffer"):  # of a group of ranks that share experts
+        patching.replace(EXPERT_BUFFERS, buffer, None)
     for group in groups:
         # A group can serve several purposes, and is then listed several times.
         if group in dist.distributed_c10d._world.pg_map:

@@ -30,8 +30,8 @@ class DeepSpeedBackend(CoreBackend):
     """Implements `engine.base.MetaBackend`."""
 
     @contextmanager
-    def join(self, recipe: Recipe, platform: Platform) -> Iterator[World]:
-        with super().join(recipe, platform) as world:
+    def lay_out(self, recipe: Recipe) -> Iterator[World]:
+        with super().lay_out(recipe) as world:
             partitioned = zero(recipe).stage == 3 and world.data_parallel_size > 1
             yield replace(world, holds_whole_model=world.holds_whole_model and not partitioned)
 

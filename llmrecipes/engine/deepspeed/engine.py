@@ -20,7 +20,6 @@ from llmrecipes.engine.base import (
     Implementation,
     Platform,
     Progress,
-    ReplicaFault,
     Slice,
     StepResult,
     StopCheck,
@@ -42,6 +41,7 @@ from llmrecipes.engine.deepspeed.configuration import deepspeed_config
 from llmrecipes.engine.deepspeed.experts import expert_groups
 from llmrecipes.engine.deepspeed.partition import Partition
 from llmrecipes.engine.deepspeed.runtime import mpu, tensor_parallel_group
+from llmrecipes.engine.meters import ReplicaFault
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.faults.numerics import named_gradients
 from llmrecipes.plan.derive import Plan

@@ -26,7 +26,6 @@ from llmrecipes.engine.base import (
     Implementation,
     Platform,
     Progress,
-    ReplicaFault,
     Slice,
     StepResult,
     StopCheck,
@@ -56,6 +55,7 @@ from llmrecipes.engine.megatron.preference import COUNTS, PreferenceLoss, Reward
 from llmrecipes.engine.megatron.qk_clip import qk_clip
 from llmrecipes.engine.megatron.user_buffers import create_user_buffers, destroy_user_buffers
 from llmrecipes.engine.megatron.zeros import KeptZeros
+from llmrecipes.engine.meters import ReplicaFault
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.faults.numerics import first_bad_parameter
 from llmrecipes.plan.derive import Plan

@@ -16,6 +16,7 @@ from llmrecipes.plan.speed.device import Device, Stack, device, kernels_on, stac
 from llmrecipes.plan.speed.saving import Saving, as_dict, saving
 from llmrecipes.plan.speed.step import Step, forward_seconds, predict, with_attack
 from llmrecipes.plan.speed.work import Work
+from llmrecipes.plan.table import stage_facts
 from llmrecipes.recipe.adversarial import passes
 from llmrecipes.recipe.distill_rules import has_teacher
 from llmrecipes.recipe.engines import DEEPSPEED, engine_name
@@ -49,6 +50,8 @@ class Forecast:
     co2_t: float | None
     saving: Saving | None
     calibration: Calibration | None = None
+    stages: tuple[Forecast, ...] = ()
+    """Of a run with stages, of each; the step is then that of the one that needs the most memory."""
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
@@ -58,6 +61,8 @@ class Forecast:
     @property
     def seconds(self) -> float:
         """Of all steps."""
+        if self.stages:
+            return sum(stage.seconds for stage in self.stages)
         return self.step.seconds * self.plan.full_steps
 
     @property
@@ -117,6 +122,7 @@ class Forecast:
             "communication_seconds": self.step.communication,
             "memory_bytes": memory.total - unseen,
             "calibration": None if self.calibration is None else self.calibration.model_dump(mode="json"),
+            **({"stages": [stage.record() for stage in self.stages]} if self.stages else {}),
         }
 
     def as_dict(self) -> dict[str, Any]:
@@ -168,7 +174,20 @@ class Forecast:
             "co2_t": self.co2_t,
             "limit": self.limit,
             "problems": self.problems,
+            **({"stages": [_of_stage(stage) for stage in self.stages]} if self.stages else {}),
         }
+
+
+def _of_stage(stage: Forecast) -> dict[str, Any]:
+    """A stage of a run, in short."""
+    facts = stage_facts(stage.plan)
+    return {
+        "name": facts["name"],
+        "layout": facts["layout"],
+        "step_seconds": stage.step.seconds,
+        "tokens_per_second_per_gpu": stage.tokens_per_second_per_gpu,
+        "days": stage.seconds / _SECONDS_OF_A_DAY,
+    }
 
 
 def _parts(memory: Memory) -> dict[str, float]:
@@ -400,7 +419,9 @@ def forecast(plan: Plan, profile: Profile | None) -> Forecast:
     memory = tuple(
         of_stage(plan.recipe, plan.shape, plan.layout, plan.num_microbatches, stage, plan.device) for stage in stages
     )
-    hours = step.seconds * plan.full_steps * plan.layout.world_size / 3600
+    of_stages = tuple(forecast(stage, profile) for stage in plan.stages)
+    seconds = sum(stage.seconds for stage in of_stages) or step.seconds * plan.full_steps
+    hours = seconds * plan.layout.world_size / 3600
     costs = None if profile is None else profile.costs
     usd = energy = carbon = None
     if costs is not None:
@@ -410,4 +431,4 @@ def forecast(plan: Plan, profile: Profile | None) -> Forecast:
             carbon = energy * costs.kg_co2_per_kwh
     saves = None if profile is None else saving(plan, profile, step.seconds)
     known = None if profile is None else profile.calibration
-    return Forecast(plan, step, accelerator, memory, usd, energy, carbon, saves, known)
+    return Forecast(plan, step, accelerator, memory, usd, energy, carbon, saves, known, of_stages)

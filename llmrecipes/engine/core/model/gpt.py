@@ -279,13 +279,7 @@ def construct_without_memory(plan: Plan) -> RecipeGPTModel:
 def construct(plan: Plan, platform: Platform) -> BuiltModel:
     """The model without defined values; arguments as `build`."""
     recipe = plan.recipe
-    implementation, reason = choose(recipe)
-    target = detected(plan, platform, transformer_engine=implementation == "transformer_engine", reason=reason)
-    if platform.device.type != "meta":  # which has no TransformerEngine, and computes nothing
-        choices = resolve(recipe, target)
-        require(choices)
-        _require_environment(choices, target)
-        reason += _missing(recipe, target, choices)
+    implementation, reason, target = software(plan, platform)
     config = transformer_config(
         plan,
         on_gpu=platform.device.type != "cpu",
@@ -301,6 +295,23 @@ def construct(plan: Plan, platform: Platform) -> BuiltModel:
             # The position embedding is created in fp32. Buffers are not converted: expert biases need fp32.
             parameter.data = parameter.data.to(config.params_dtype)
     return BuiltModel(modules, config, implementation, reason)
+
+
+def software(plan: Plan, platform: Platform) -> tuple[str, str, SpeedTarget]:
+    """The implementation of the layers, why it was chosen, and what this rank has for the features of `speed`.
+
+    Raises:
+        UserError: the recipe wants a feature that is not there, or contradicts a variable of the environment.
+    """
+    recipe = plan.recipe
+    implementation, reason = choose(recipe)
+    target = detected(plan, platform, transformer_engine=implementation == "transformer_engine", reason=reason)
+    if platform.device.type != "meta":  # which has no TransformerEngine, and computes nothing
+        choices = resolve(recipe, target)
+        require(choices)
+        _require_environment(choices, target)
+        reason += _missing(recipe, target, choices)
+    return implementation, reason, target
 
 
 def detected(plan: Plan, platform: Platform, *, transformer_engine: bool, reason: str) -> SpeedTarget:
