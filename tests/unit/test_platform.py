@@ -141,6 +141,8 @@ def test_the_cpu_platform_refuses_a_machine_with_a_gpu(monkeypatch: pytest.Monke
 ARENAS = """
 import ctypes, os, sys, tempfile, threading
 import torch
+from llmrecipes.hardware.builds import import_megatron
+import_megatron()
 from llmrecipes.engine.core.platform import cpu
 
 torch.set_num_threads(2)

@@ -263,7 +263,7 @@ def test_every_key_of_deepspeed_has_its_answer() -> None:
     """The names of `DeepSpeedZeroConfig`, read from its source: importing DeepSpeed takes seconds."""
     found = importlib.util.find_spec("deepspeed")
     if found is None or found.origin is None:
-        pytest.skip("needs deepspeed (the extra zero)")
+        pytest.skip("DeepSpeed is not installed: make setup-zero")
     tree = ast.parse((Path(found.origin).parent / "runtime/zero/config.py").read_text())
     section = next(
         node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "DeepSpeedZeroConfig"

@@ -291,6 +291,7 @@ def test_a_point_outside_of_the_grid_is_not_trained(tmp_path: Path, monkeypatch:
     assert [trial.state.name for trial in own_trials(made.study)] == ["COMPLETE"] * 2
 
 
+@pytest.mark.rotating
 def test_a_search_on_this_machine(
     tmp_path: Path, corpus: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
