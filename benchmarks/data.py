@@ -7,8 +7,8 @@ corpus, at random places. Similarity is the exact Jaccard index of shingles. Rec
 their original is at least the threshold, those that are dropped. Precision: of all dropped documents, those that are
 planted copies or have a kept document with a similarity of at least the threshold; and without regard to what was
 planted, those that have one of at least the threshold, or of two standard errors below it, from which on documents are
-dropped. Memory and time of the index are measured with random signatures, as of documents without
-copies. Seconds are processor time.
+dropped. Memory and time of comparing are measured with random signatures, of which a third are copies. Seconds are
+processor time.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ import resource
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 
-from llmrecipes.data import sources
-from llmrecipes.data.copies import NearDuplicates, SignatureIndex, SpillingIndex, bands_of, margin, shingles
+from llmrecipes.data import compare, sources
+from llmrecipes.data.copies import NearDuplicates, band_keys, bands_of, margin, shingles, sketch
 from llmrecipes.data.steps import Dropped, Seen, pipeline, step_spec
 from llmrecipes.recipe.data_steps import STEPS, Step
 from llmrecipes.recipe.schema import Data, Source
@@ -63,7 +64,7 @@ def planted(texts: list[str], copies: int, threshold: float) -> dict[str, object
     """Recall at each share of edits, and precision."""
     rng = random.Random(1)
     settings = Step(type="near_duplicates", threshold=threshold).settings
-    near, n = NearDuplicates(**settings), settings["shingle_words"]
+    step, n = NearDuplicates(**settings), settings["shingle_words"]
     originals = [text.split() for text in texts if len(text.split()) >= LEAST_WORDS]
     vocabulary = [word for words in originals for word in words]
     grams, kept_with = [], defaultdict(list)
@@ -71,7 +72,7 @@ def planted(texts: list[str], copies: int, threshold: float) -> dict[str, object
     def add(words: list[str]) -> bool:
         text = " ".join(words)
         grams.append(frozenset(shingles(text, n)))
-        if kept := near.add(near.mark(text)):
+        if kept := step.add(step.mark(text)):
             for gram in grams[-1]:
                 kept_with[gram].append(len(grams) - 1)
         return kept
@@ -122,53 +123,103 @@ def like(wanted: frozenset[str], kept_with: dict[str, list[int]]) -> set[int]:
     return {number for gram in wanted for number in kept_with.get(gram, ())}
 
 
-def memory(documents: int, folder: Path | None = None) -> dict[str, float]:
-    """Of an index of documents that are not similar: microseconds and bytes a document; with a folder, on its disk."""
+def signatures(documents: int) -> Iterator[np.ndarray]:
+    """Random signatures; of three documents one is a copy of one of the last thousand, with 5 % other values."""
+    rng = np.random.default_rng(1)
+    recent = rng.integers(0, 2**32, (1000, 128), np.uint32)
+    for number in range(documents):
+        if number % 3 == 2:
+            values = recent[rng.integers(1000)].copy()
+            other = rng.random(128) < 0.05
+            values[other] = rng.integers(0, 2**32, int(other.sum()), np.uint32)
+        else:
+            values = rng.integers(0, 2**32, 128, np.uint32)
+        recent[number % 1000] = values
+        yield values
+
+
+def marks(documents: int, bands: tuple[int, int]) -> Iterator[bytes]:
+    for values in signatures(documents):
+        yield np.concatenate([band_keys(values, *bands), sketch(values)]).tobytes()
+
+
+def in_memory(documents: int) -> dict[str, float]:
+    """Of the step in one process: microseconds and bytes a document."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    shape, rng = (128, *bands_of(0.8, 128)), np.random.default_rng(1)
-    index = SignatureIndex(*shape) if folder is None else SpillingIndex(*shape, folder)
-    seconds = 0.0
-    for _ in range(documents):
-        values = rng.integers(0, 2**32, 128, np.uint32)
+    step, seconds, dropped = NearDuplicates(0.8, 128, 5), 0.0, 0
+    for mark in marks(documents, bands_of(0.8, 128)):
         started = time.process_time()
-        keys = index.keys(values)
-        index.equal(values, keys)
-        index.add(values, keys)
+        dropped += not step.add(mark)
         seconds += time.process_time() - started
     grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     return {
         "microseconds": 1e6 * seconds / documents,
-        "bytes": index.nbytes / documents,
-        "runs": 0 if isinstance(index, SignatureIndex) else index.runs,
+        "dropped": dropped,
+        "bytes": step.nbytes / documents,
         "peak_bytes": grown / documents,
     }
 
 
-def apart(documents: int, folder: Path | None = None) -> dict[str, float]:
-    """`memory` in a process of its own, whose peak is that of the index."""
+def by_ranges(documents: int, shards: int, folder: Path) -> dict[str, float]:
+    """Of its stages by tasks, in this process: writing the bands of shards, and comparing ranges."""
+    step, ranges = NearDuplicates(0.8, 128, 5), max(16, shards)
+    files, size, writing = [folder / f"{number}.bands" for number in range(shards)], documents // shards, 0.0
+    of_all = marks(size * shards, bands_of(0.8, 128))
+    for file in files:
+        with file.open("wb") as stream:
+            for first in range(0, size, compare.PIECE):
+                places = list(range(first, min(first + compare.PIECE, size)))
+                chosen = [next(of_all) for _ in places]
+                started = time.process_time()
+                stream.write(compare.piece(places, chosen, step.bands, ranges))
+                writing += time.process_time() - started
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started, wall, dropped = time.process_time(), time.monotonic(), set[tuple[int, int]]()
+    for of_range in range(ranges):
+        found = compare.dropped_in(files, of_range, ranges, step, lambda: False)
+        assert found is not None
+        dropped |= set(map(tuple, found.T.tolist()))
+    seconds, wall = time.process_time() - started, time.monotonic() - wall
+    grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    return {
+        "shards": shards,
+        "ranges": ranges,
+        "disk_bytes": sum(file.stat().st_size for file in files) / documents,
+        "microseconds_writing": 1e6 * writing / documents,
+        "microseconds_comparing": 1e6 * seconds / documents,
+        "wall_comparing": wall,
+        "dropped": len(dropped),
+        "peak_bytes_a_band_of_a_range": grown / (documents * step.bands / ranges),
+    }
+
+
+def apart(function: Callable[..., dict[str, float]], *arguments: object) -> dict[str, float]:
+    """What a function returns in another process, whose peak is that of the function."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(memory, documents, folder).result()
+        return pool.submit(function, *arguments).result()
 
 
 def main() -> None:
     """Print a JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--copies", type=int, default=300, help="of each share of edits")
-    parser.add_argument("--documents", type=int, default=1_000_000, help="in the index whose memory is measured")
+    parser.add_argument("--documents", type=int, default=1_000_000, help="that are compared to measure memory")
+    parser.add_argument("--shards", type=int, default=16, help="of them")
     parser.add_argument("--classifier", nargs=2, metavar=("MODEL", "LABEL"), help="fastText model, and a label to keep")
-    parser.add_argument("--only-index", action="store_true", help="only measure both indices")
+    parser.add_argument("--only-index", action="store_true", help="only measure memory and time of comparing")
     parser.add_argument("--only-speed", action="store_true", help="leave out the near-duplicates' recall and memory")
     arguments = parser.parse_args()
     keys = {kind: [KEYS.get(kind, {})] for kind in STEPS if kind != "classifier"}
     keys["duplicates"].append({"span_sentences": 3})
     if arguments.classifier:
         keys["classifier"] = [{"model": arguments.classifier[0], "labels": arguments.classifier[1:]}]
-    index = spilling = None
+    comparing: dict[str, dict[str, float]] = {}
     if not arguments.only_speed:
         with tempfile.TemporaryDirectory() as folder:
-            index, spilling = apart(arguments.documents), apart(arguments.documents, Path(folder))
+            comparing["in memory"] = apart(in_memory, arguments.documents)
+            comparing["by ranges"] = apart(by_ranges, arguments.documents, arguments.shards, Path(folder))
     if arguments.only_index:
-        print(json.dumps({"index": index, "index_on_disk": spilling}, indent=1))
+        print(json.dumps({"comparing": comparing}, indent=1))
         return
     texts = [text for text in sources.documents(Source(type="stdlib")) if text and not text.isspace()]
     result = {
@@ -181,10 +232,9 @@ def main() -> None:
             for each in every
         },
         "planted": {str(threshold): planted(texts, arguments.copies, threshold) for threshold in (0.8, 0.6)}
-        if index
+        if comparing
         else None,
-        "index": index,
-        "index_on_disk": spilling,
+        "comparing": comparing,
     }
     print(json.dumps(result, indent=1))
 

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import os
 import re
-import tempfile
 import unicodedata
-from pathlib import Path
-from typing import IO
-from weakref import finalize
+from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
-
-from llmrecipes.units import GIB
 
 _DIGITS, _NOT_WORDS = re.compile(r"\d"), re.compile(r"[\W_]+")
 
@@ -147,19 +139,72 @@ def signature(grams: list[str], permutations: int, seed: int = _SEED) -> np.ndar
     return np.array(RMinHash.digests_from_token_sets([grams], permutations, seed)[0], np.uint32)
 
 
+@lru_cache
+def _factors(bands: int, rows: int) -> np.ndarray:
+    random = np.random.Generator(np.random.Philox(_SEED))
+    return random.integers(1, 2**63, (bands, rows), np.uint64) * np.uint64(2) + np.uint64(1)
+
+
+def band_keys(values: np.ndarray, bands: int, rows: int) -> np.ndarray:
+    """A key for each band of a signature, never 0: uint64[bands]. Two documents have it in common if they have all
+    values of that band in common, and else with probability 2^-63."""
+    factors = _factors(bands, rows)
+    of_bands = values[: bands * rows].reshape(bands, rows).astype(np.uint64)
+    mixed = ((of_bands + np.uint64(1)) * factors).sum(axis=1, dtype=np.uint64)
+    mixed ^= mixed >> np.uint64(32)
+    return (mixed * factors[:, 0]) | np.uint64(1)
+
+
+_IN_WORD = 16
+_BITS = 4
+"""Of a value in a sketch."""
+
+
+def sketch(values: np.ndarray) -> np.ndarray:
+    """Four bits of each value of a signature, 16 to a word: uint64[ceil(permutations / 16)].
+
+    As b-bit minwise hashing (Li and König 2010, arXiv 0910.3349): values that differ are taken for equal with
+    probability 1/16, which `most_different` takes into account.
+    """
+    bits = np.zeros(-(-len(values) // _IN_WORD) * _IN_WORD, np.uint64)
+    bits[: len(values)] = (values * np.uint32(2654435769)) >> np.uint32(32 - _BITS)  # the high bits of a mixture
+    shifts = np.arange(0, 64, _BITS, dtype=np.uint64)
+    words: np.ndarray = np.bitwise_or.reduce(bits.reshape(-1, _IN_WORD) << shifts, axis=1)
+    return words
+
+
+def different(some: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """In how many values sketches differ: [n] of uint64[n, words] and uint64[n, words] or uint64[words]."""
+    bits = some ^ others
+    bits |= bits >> np.uint64(1)
+    bits |= bits >> np.uint64(2)
+    counts: np.ndarray = np.bitwise_count(bits & np.uint64(0x1111111111111111)).sum(axis=-1, dtype=np.int64)
+    return counts
+
+
+def most_different(threshold: float, permutations: int) -> int:
+    """Values in which the sketches of two documents may differ that count as similar: from two standard errors below
+    the threshold on (`margin`)."""
+    least = threshold - margin(threshold, permutations)
+    return int((1 - least) * (1 - 2**-_BITS) * permutations)
+
+
 class NearDuplicates:
-    """Drops documents that are nearly equal to an earlier one that was kept (Broder 1997).
+    """Drops documents that are nearly equal to an earlier one (Broder 1997).
 
     The similarity of two documents is the Jaccard index of their sets of shingles: those in common over those of both.
-    It is estimated by the share of equal values of `permutations` hash functions (rensa's R-MinHash), for the documents
-    that have all values of a band in common. A document is dropped from two standard errors of the estimate below the
-    threshold on (`margin`), so that one of exactly the threshold is found.
+    It is estimated by the share of equal values of `permutations` hash functions (rensa's R-MinHash), of which four
+    bits are compared, for the documents that have all values of a band in common: those of a bucket.
 
-    A document is only compared with kept ones, of which no two are therefore similar: whatever splits they are in, no
-    held-out text has a near-copy in training text, and every cluster of copies is represented once, in one split.
+    In a bucket a document is compared with the representatives, in the order of the sources. If one of them is similar,
+    the document is dropped; otherwise it becomes a representative. What happens in a bucket does not depend on
+    other buckets, so any number of tasks may share them, in any order (`compare.Buckets`); this class has all of them.
 
-    Held for a kept document: 4 to 8 bytes a permutation, and 24 to 48 a band; with `spill_to` at most `MEMORY`, and on
-    disk 4 bytes a permutation and 16 a band.
+    A document that is kept is a representative in each of its buckets. So two that are kept are not similar, if they
+    have a bucket in common: whatever splits they are in, no held-out text has a near-copy in training text. And a
+    document that is dropped is similar to an earlier one, which is kept or similar to a still earlier one.
+
+    Held for a document: half a byte a permutation, and 24 to 48 bytes for each bucket that it represents.
 
     Args:
         threshold: Jaccard index from which on documents are near-duplicates.
@@ -168,106 +213,84 @@ class NearDuplicates:
     """
 
     def __init__(self, threshold: float, permutations: int, shingle_words: int) -> None:
-        self._permutations, self._words = permutations, shingle_words
-        self._bands, self._rows = bands_of(threshold, permutations)
-        self._least = (threshold - margin(threshold, permutations)) * permutations
-        self._index: SignatureIndex | SpillingIndex = SignatureIndex(permutations, self._bands, self._rows)
-
-    def spill_to(self, folder: Path) -> None:
-        """Keep what is beyond `MEMORY` in files there, which no name leads to; before the first document."""
-        self._index = SpillingIndex(self._permutations, self._bands, self._rows, folder)
-
-    def mark(self, text: str) -> bytes:
-        """The signature: `permutations` values of 4 bytes."""
-        return signature(shingles(text, self._words), self._permutations).tobytes()
-
-    def add(self, mark: bytes) -> bool:
-        """Whether no kept document is similar; it is then one of them."""
-        values = np.frombuffer(mark, np.uint32)
-        keys = self._index.keys(values)
-        if self._index.equal(values, keys) >= self._least:
-            return False
-        self._index.add(values, keys)
-        return True
-
-    def similar(self, mark: bytes) -> bool:
-        """Whether a kept document is similar."""
-        values = np.frombuffer(mark, np.uint32)
-        return self._index.equal(values, self._index.keys(values)) >= self._least
-
-
-class SignatureIndex:
-    """Signatures by their bands: a hash table of 64-bit keys with linear probing, in arrays that double."""
-
-    def __init__(self, permutations: int, bands: int, rows: int) -> None:
-        self._bands, self._rows = bands, rows
-        self._signatures = np.empty((1024, permutations), np.uint32)
-        self._count = 0
-        random = np.random.Generator(np.random.Philox(_SEED))
-        self._factors = random.integers(1, 2**63, (bands, rows), np.uint64) * np.uint64(2) + np.uint64(1)
-        self._table = np.zeros(1 << 16, np.uint64)
-        self._numbers = np.zeros(1 << 16, np.uint32)
-
-    def __len__(self) -> int:
-        return self._count
+        self._permutations, self._shingle_words = permutations, shingle_words
+        self.bands, self._rows = bands_of(threshold, permutations)
+        self.most_different = most_different(threshold, permutations)
+        self.words = -(-permutations // _IN_WORD)
+        self._index, self._count = BandIndex(), 0
+        self._sketches = np.empty((1024, self.words), np.uint64)
 
     @property
     def nbytes(self) -> int:
         """Bytes of its arrays."""
-        return self._signatures.nbytes + self._table.nbytes + self._numbers.nbytes
+        return self._index.nbytes + self._sketches.nbytes
 
-    def keys(self, values: np.ndarray) -> np.ndarray:
-        """A key for each band, never 0."""
-        bands = values[: self._bands * self._rows].reshape(self._bands, self._rows).astype(np.uint64)
-        mixed = ((bands + np.uint64(1)) * self._factors).sum(axis=1, dtype=np.uint64)
-        mixed ^= mixed >> np.uint64(32)
-        return (mixed * self._factors[:, 0]) | np.uint64(1)
+    def mark(self, text: str) -> bytes:
+        """The keys of its bands and its sketch, as words of 8 bytes."""
+        values = signature(shingles(text, self._shingle_words), self._permutations)
+        return np.concatenate([band_keys(values, self.bands, self._rows), sketch(values)]).astype("<u8").tobytes()
 
-    def sorted(self) -> tuple[np.ndarray, np.ndarray]:
-        """All keys in order, and the numbers of their signatures: uint64[n], uint32[n]."""
-        used = self._table != 0
-        keys, numbers = self._table[used], self._numbers[used]
-        order = np.argsort(keys, kind="stable")
-        return keys[order], numbers[order]
+    def add(self, mark: bytes) -> bool:
+        """Whether it is kept: no representative of its buckets is similar."""
+        keys, its_sketch = self._parts(mark)
+        close = self._close(keys, its_sketch)
+        represented = np.delete(keys, close)
+        if len(represented):
+            if self._count == len(self._sketches):
+                self._sketches = doubled(self._sketches)
+            self._sketches[self._count] = its_sketch
+            self._index.add(represented, self._count)
+            self._count += 1
+        return not len(close)
+
+    def similar(self, mark: bytes) -> bool:
+        """Whether a representative is similar."""
+        return len(self._close(*self._parts(mark))) > 0
+
+    def _parts(self, mark: bytes) -> tuple[np.ndarray, np.ndarray]:
+        words = np.frombuffer(mark, "<u8")
+        return words[: self.bands], words[self.bands :]
+
+    def _close(self, keys: np.ndarray, its_sketch: np.ndarray) -> np.ndarray:
+        """The bands in whose buckets a representative is similar."""
+        bands, numbers = self._index.find(keys)
+        return np.unique(bands[different(self._sketches[numbers], its_sketch) <= self.most_different])
+
+
+class BandIndex:
+    """Documents by their bands: a hash table of 64-bit keys with linear probing, in arrays that double."""
+
+    def __init__(self) -> None:
+        self._used = 0
+        self._table = np.zeros(1 << 16, np.uint64)
+        self._numbers = np.zeros(1 << 16, np.uint32)
 
     @property
-    def signatures(self) -> np.ndarray:
-        """uint32[signatures, permutations]."""
-        return self._signatures[: self._count]
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return self._table.nbytes + self._numbers.nbytes
 
-    @property
-    def full(self) -> bool:
-        """Whether the next signature doubles an array."""
-        return self._count == len(self._signatures) or 2 * (self._count + 1) * self._bands > len(self._table)
-
-    def candidates(self, keys: np.ndarray) -> np.ndarray:
-        """Numbers of the signatures that have a band in common."""
+    def find(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Each key with each document that has it: places in `keys`, and numbers of documents."""
         mask = len(self._table) - 1
-        places, wanted = self._home(keys), keys
-        hits: list[np.ndarray] = []
-        while len(places):
-            stored = self._table[places]
-            same = stored == wanted
+        slots, asked = self._home(keys), np.arange(len(keys))
+        places, numbers = [asked[:0]], [self._numbers[:0]]
+        while len(slots):
+            stored = self._table[slots]
+            same = stored == keys[asked]
             if same.any():
-                hits.append(self._numbers[places[same]])
+                places.append(asked[same])
+                numbers.append(self._numbers[slots[same]])
             go_on = stored != 0
-            places, wanted = (places[go_on] + 1) & mask, wanted[go_on]
-        return np.unique(np.concatenate(hits)) if hits else np.empty(0, np.uint32)
+            slots, asked = (slots[go_on] + 1) & mask, asked[go_on]
+        return np.concatenate(places), np.concatenate(numbers)
 
-    def equal(self, values: np.ndarray, keys: np.ndarray) -> int:
-        """Most values in common with a signature that has a band in common; 0 without one."""
-        numbers = self.candidates(keys)
-        return int((self._signatures[numbers] == values).sum(axis=1).max()) if len(numbers) else 0
-
-    def add(self, values: np.ndarray, keys: np.ndarray) -> None:
-        """Append a signature."""
-        if self._count == len(self._signatures):
-            self._signatures = np.concatenate([self._signatures, np.empty_like(self._signatures)])
-        if 2 * (self._count + 1) * self._bands > len(self._table):
+    def add(self, keys: np.ndarray, number: int) -> None:
+        """One more document."""
+        if 2 * (self._used + len(keys)) > len(self._table):
             self._double()
-        self._signatures[self._count] = values
-        self._insert(keys, np.full(len(keys), self._count, np.uint32))
-        self._count += 1
+        self._insert(keys, np.full(len(keys), number, np.uint32))
+        self._used += len(keys)
 
     def _home(self, keys: np.ndarray) -> np.ndarray:
         return (keys >> np.uint64(64 - len(self._table).bit_length() + 1)).astype(np.int64)
@@ -289,169 +312,6 @@ class SignatureIndex:
         self._insert(keys, numbers)
 
 
-MEMORY = GIB
-"""Bytes of signatures and keys that `SpillingIndex` holds."""
-_BLOCK = 512
-"""Keys of a run that are read at once: 4 KiB. The first of each is in memory."""
-_FAN_IN = 4
-"""Runs of a level that are merged into one of the next."""
-_MERGED = 1 << 21
-"""About as many keys are merged at once."""
-
-
-class SpillingIndex:
-    """Signatures by their bands in bounded memory, with the answers of `SignatureIndex`.
-
-    As in a log-structured merge tree, a `SignatureIndex` that has `memory` bytes becomes a run of sorted keys on disk,
-    and `_FAN_IN` runs of a level are merged into one. To look up a key costs one read of 4 KiB in each run: of N
-    signatures in runs of n, three times log4(N / n) at most. In memory stays one key of each block, 0.35 bytes a
-    document with 21 bands.
-
-    Args:
-        folder: has the files, which are deleted when they are created and vanish with this process.
-        memory: bytes of the arrays of signatures that are not on disk; None: `MEMORY`.
-    """
-
-    def __init__(self, permutations: int, bands: int, rows: int, folder: Path, memory: int | None = None) -> None:
-        self._shape, self._folder = (permutations, bands, rows), folder
-        self._memory = MEMORY if memory is None else memory
-        self._recent = SignatureIndex(*self._shape)
-        self._spilled = 0
-        self._signatures = _temporary(self, folder)
-        self._levels: list[list[_Run]] = []
-
-    def __len__(self) -> int:
-        return self._spilled + len(self._recent)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its arrays."""
-        return self._recent.nbytes + sum(run.fences.nbytes for level in self._levels for run in level)
-
-    @property
-    def runs(self) -> int:
-        """Runs on disk."""
-        return sum(map(len, self._levels))
-
-    def keys(self, values: np.ndarray) -> np.ndarray:
-        """See `SignatureIndex.keys`."""
-        return self._recent.keys(values)
-
-    def equal(self, values: np.ndarray, keys: np.ndarray) -> int:
-        """See `SignatureIndex.equal`.
-
-        Raises:
-            OSError: a file cannot be read.
-        """
-        most, seen = self._recent.equal(values, keys), set[int]()
-        for run in (run for level in self._levels for run in level):
-            for number in run.numbers(keys):
-                if number not in seen:
-                    seen.add(number)
-                    stored = _read(self._signatures, np.uint32, len(values), number * values.nbytes)
-                    most = max(most, int((stored == values).sum()))
-        return most
-
-    def add(self, values: np.ndarray, keys: np.ndarray) -> None:
-        """Append a signature.
-
-        Raises:
-            OSError: a file cannot be written.
-        """
-        if self._recent.full and 2 * self._recent.nbytes > self._memory and len(self._recent):
-            self._spill()
-        self._recent.add(values, keys)
-
-    def _spill(self) -> None:
-        self._signatures.write(self._recent.signatures.data)
-        self._signatures.flush()
-        keys, numbers = self._recent.sorted()
-        new = _Run(self._folder)
-        new.append(keys, numbers + np.uint64(self._spilled))
-        self._spilled += len(self._recent)
-        self._recent = SignatureIndex(*self._shape)
-        for level in range(len(self._levels) + 1):
-            if level == len(self._levels):
-                self._levels.append([])
-            self._levels[level].append(new)
-            if len(self._levels[level]) < _FAN_IN:
-                return
-            new = _merged(self._levels[level], self._folder)
-            self._levels[level] = []
-
-
-class _Run:
-    """Keys in order, and the number of the signature of each, in two files."""
-
-    def __init__(self, folder: Path) -> None:
-        self._keys, self._numbers = _temporary(self, folder), _temporary(self, folder)
-        self._count = 0
-        self.fences = np.empty(0, np.uint64)
-        """Every `_BLOCK`-th key."""
-
-    def __len__(self) -> int:
-        return self._count
-
-    def append(self, keys: np.ndarray, numbers: np.ndarray) -> None:
-        """Add keys that are not before its last one."""
-        self._keys.write(keys.data)
-        self._numbers.write(numbers.astype(np.uint64).data)
-        self._keys.flush()
-        self._numbers.flush()
-        self.fences = np.concatenate([self.fences, keys[-self._count % _BLOCK :: _BLOCK]])
-        self._count += len(keys)
-
-    def numbers(self, keys: np.ndarray) -> list[int]:
-        """Of the signatures that have one of these keys."""
-        drawn: list[int] = []
-        firsts, lasts = (np.searchsorted(self.fences, keys, side) for side in ("left", "right"))
-        for key, first, last in zip(keys, firsts, lasts, strict=True):
-            start = max(int(first) - 1, 0) * _BLOCK
-            block = _read(self._keys, np.uint64, min(int(last) * _BLOCK, self._count) - start, 8 * start)
-            low, high = (int(np.searchsorted(block, key, side)) for side in ("left", "right"))
-            if high > low:
-                drawn += _read(self._numbers, np.uint64, high - low, 8 * (start + low)).tolist()
-        return drawn
-
-    def part(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and numbers of some places."""
-        return _read(self._keys, np.uint64, last - first, 8 * first), _read(
-            self._numbers, np.uint64, last - first, 8 * first
-        )
-
-    def place(self, key: int) -> int:
-        """How many keys are smaller."""
-        start = max(int(np.searchsorted(self.fences, np.uint64(key))) - 1, 0) * _BLOCK
-        block = _read(self._keys, np.uint64, min(_BLOCK, self._count - start), 8 * start)
-        return start + int(np.searchsorted(block, np.uint64(key)))
-
-
-def _merged(runs: list[_Run], folder: Path) -> _Run:
-    """All keys of the runs in order. Keys are hashes, so equal ranges of them have about equally many."""
-    merged, parts = _Run(folder), max(1, sum(map(len, runs)) // _MERGED)
-    bounds = [(part << 64) // parts for part in range(1, parts)]
-    places = [[0, *(run.place(bound) for bound in bounds), len(run)] for run in runs]
-    for part in range(parts):
-        pieces = [run.part(at[part], at[part + 1]) for run, at in zip(runs, places, strict=True)]
-        keys, numbers = (np.concatenate(column) for column in zip(*pieces, strict=True))
-        order = np.argsort(keys, kind="stable")
-        merged.append(keys[order], numbers[order])
-    return merged
-
-
-def _temporary(owner: object, folder: Path) -> IO[bytes]:
-    """A file that is closed, and thereby gone, when its owner is."""
-    file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed with its owner)
-    finalize(owner, file.close)
-    return file
-
-
-def _read(file: IO[bytes], dtype: npt.DTypeLike, count: int, offset: int) -> np.ndarray:
-    size, parts = count * np.dtype(dtype).itemsize, list[bytes]()
-    while size:
-        part = os.pread(file.fileno(), size, offset)
-        if not part:
-            raise OSError(errno.EIO, "a file of near-duplicates is shorter than what was written")
-        parts.append(part)
-        size, offset = size - len(part), offset + len(part)
-    return np.frombuffer(b"".join(parts), dtype)
+def doubled(array: np.ndarray) -> np.ndarray:
+    """The array with room for as many rows again."""
+    return np.concatenate([array, np.empty_like(array)])

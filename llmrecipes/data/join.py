@@ -1,15 +1,18 @@
 """Joining shards by all tasks at once: the files of a prepared folder, each task writing its bytes of them.
 
-It is for documents that are compared for equality only, of their texts or of what the step `duplicates` makes of them:
-no spans, no near-duplicates, no `max_tokens`, no conversations. Then which document is dropped does not depend on what
-was kept before, and five stages follow the encoding. Their items are claimed and published as shards are; a stage
-begins when nothing of the one before is missing.
+It is for documents of which is known what happens to them without knowing which others are kept: no spans, no
+conversations, `max_tokens` of the last source only. The stages of `compare` and four others follow the encoding. Their
+items are claimed and published as shards are; a stage begins when nothing of the one before is missing.
 
-1. `repeats`, an item a range of digests, or of marks: documents that repeat an earlier one, from those of all shards.
+1. `repeats`, `bands`, `near`: which documents are dropped.
 2. `counts`, an item a shard: what is kept of it. Its ids are not read.
 3. `layout`, one item: where the shards begin, by prefix sums, and the files, in their sizes.
 4. `packed`, an item 64 MiB of held-out text: a member of a gzip file.
 5. `placed`, an item a shard: its tokens, lengths and digests, written where they belong, and synced.
+
+With `max_tokens`, as many shards are joined as have these tokens. If comparing leaves fewer, more shards are encoded,
+and the stages up to `counts` begin again, in another folder; what happens to a document stays the same, because only
+earlier ones matter. `layout` finds the shard in which there are enough, and counts it again up to that document.
 
 Every item has the same bytes whoever makes it, so one that is made twice changes nothing. `collect` then does what is
 left to one process: the counts and the names, and to put the held-out texts together.
@@ -20,16 +23,18 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 from pydantic import Field
 
-from llmrecipes.data import sources
+from llmrecipes.data import compare, sources
+from llmrecipes.data.compare import Compared, Item, Lost, Stage, one_a_shard
 from llmrecipes.data.corpus import Tally
 from llmrecipes.data.curriculum import SUFFIX as SCORES
 from llmrecipes.data.manifest import (
@@ -44,9 +49,9 @@ from llmrecipes.data.manifest import (
     stem,
 )
 from llmrecipes.data.prepared import HeldOutSplit, held_out_name
-from llmrecipes.data.shards import KEY_BYTES, Shards, publish
+from llmrecipes.data.shards import Shards
 from llmrecipes.data.split import DIGEST_BYTES, SPLITS, Split
-from llmrecipes.data.steps import DUPLICATES, Document, Dropped
+from llmrecipes.data.steps import Document, Dropped
 from llmrecipes.data.write import MEMBER_BYTES, SAMPLES, Output, Samples, compressed, record, require_readable, summary
 from llmrecipes.errors import UserError
 from llmrecipes.io import sync
@@ -76,6 +81,8 @@ class Layout(Record):
     before: list[dict[Split, tuple[int, int]]]
     every: dict[str, tuple[int, int]]
     texts: dict[HeldOutSplit, list[int]]
+    room: int | None = None
+    """Tokens that are used of the last shard in `before`; None: all."""
 
     @property
     def members(self) -> list[tuple[HeldOutSplit, int]]:
@@ -83,124 +90,69 @@ class Layout(Record):
         return [(split, at) for split, sizes in self.texts.items() for at in range(0, sum(sizes), MEMBER_BYTES)]
 
 
-@dataclass(frozen=True)
-class _Item:
-    """Names of an item of a stage."""
-
-    folder: Path
-    stage: str
-    number: int
-
-    @property
-    def file(self) -> Path:
-        return self.folder / f"{self.number:06d}.{self.stage}"
-
-    def publish(self, token: str, content: bytes) -> None:
-        """With the name that says that it is complete."""
-        publish(self.folder / f".{self.number:06d}.{self.stage}-{token}.part", self.file, content)
-
-
-def _missing(folder: Path, stage: str, count: int) -> list[int]:
-    try:
-        with os.scandir(folder) as entries:
-            done = {entry.name for entry in entries if entry.name.endswith(f".{stage}")}
-    except FileNotFoundError:  # the data is published, and the shards are deleted
-        return []
-    return [number for number in range(count) if f"{number:06d}.{stage}" not in done]
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A stage of joining: `make` makes an item; it returns early if the item is lost to another task."""
-
-    shards: Shards
-    name: str
-    count: int | None
-    """Items; None: as the layout says."""
-    make: Callable[[Shards, _Item, str, Callable[[], bool]], None]
-
-    def needed(self) -> list[int]:
-        """Numbers of the items that are missing."""
-        count = self.count
-        if count is None:
-            try:
-                count = len(_read_layout(self.shards.folder).members)
-            except FileNotFoundError:  # not yet, or not any more
-                return []
-        return _missing(self.shards.folder, self.name, count)
-
-    def claim(self, number: int) -> Path:
-        """The folder whose creation claims an item."""
-        return self.shards.folder / f"{number:06d}.{self.name}.claim"
-
-    def work(self, number: int, token: str, lost: Callable[[], bool]) -> None:
-        """Make an item and publish it.
-
-        Raises:
-            UserError: a shard is damaged.
-            OSError: something cannot be read or written.
-        """
-        self.make(self.shards, _Item(self.shards.folder, self.name, number), token, lost)
-
-
 def stages(shards: Shards) -> tuple[Stage, ...]:
     """What follows the encoding, in order; nothing if one process has to join the shards."""
     if not shards.parallel:
         return ()
-    count = len(shards.shards)
     return (
-        Stage(shards, "repeats", len(shards.kinds) * shards.ranges, _repeats),
-        Stage(shards, "counts", count, _counts),
-        Stage(shards, "layout", 1, _layout),
-        Stage(shards, "packed", None, _packed),
-        Stage(shards, "placed", count, _placed),
+        *compare.stages(shards),
+        Stage(shards, "counts", one_a_shard, _counts),
+        Stage(shards, "layout", _one, _layout),
+        Stage(shards, "packed", _members, _packed),
+        Stage(shards, "placed", one_a_shard, _placed),
     )
 
 
-def _repeats(shards: Shards, item: _Item, token: str, lost: Callable[[], bool]) -> None:
-    kind, of_range = shards.kinds[item.number // shards.ranges], item.number % shards.ranges
-    keys_by_shard: list[np.ndarray] = []
-    places: list[np.ndarray] = []
-    for number in range(len(shards.shards)):
-        if lost():
-            return
-        of_shard, place = shards.keys(number, of_range, kind)
-        keys_by_shard.append(of_shard)
-        places.append(np.stack([np.full(len(place), number), place]))
-    keys = np.frombuffer(b"".join(part.tobytes() for part in keys_by_shard), "<u8").reshape(-1, KEY_BYTES[kind] // 8)
-    where = np.concatenate(places, axis=1)
-    order = np.lexsort(keys.T)  # stable: of equal keys the first document comes first
-    ordered = keys[order]
-    repeated = np.sort(order[1:][(ordered[1:] == ordered[:-1]).all(axis=1)])
-    item.publish(token, np.ascontiguousarray(where[:, repeated], "<i8").tobytes())
+def rounds(shards: Shards) -> Iterator[Stage | Shards]:
+    """All that tasks do, in order: to be asked for the next only when nothing of the one before is missing.
+
+    Raises:
+        UserError: a file has changed since it was written.
+    """
+    yield shards
+    try:
+        while shards.parallel:
+            if (using := shards.used()) is not None:
+                *comparing, layout, packed, placed = stages(using)
+                yield from comparing
+                if not (more := _more(using)):
+                    yield from (layout, packed, placed)
+                    return
+                shards.require(more)
+            yield shards
+    except FileNotFoundError:
+        if shards.folder.exists():
+            raise
+        # Others have done the rest, published the data and deleted the shards.
 
 
-@cache
-def _all_repeats(folder: Path, first: int, last: int) -> tuple[np.ndarray, ...]:
-    """Of each item of `repeats`: shards, and places in them, of the documents that repeat an earlier one."""
-    files = [_Item(folder, "repeats", number).file for number in range(first, last)]
-    return tuple(np.memmap(file, "<i8", "r").reshape(2, -1) for file in files if file.stat().st_size)
+def _more(shards: Shards) -> int:
+    """Tokens that the shards have to have, of the last source and before comparing, because too few are kept; or 0."""
+    most, last = shards.every[-1].max_tokens, len(shards.every) - 1
+    if most is None or len(shards.joined) == len(shards.shards):
+        return 0
+    kept, done = sum(_kept(shards)), shards.published()
+    if kept >= most:
+        return 0
+    tokens = sum(done[number][1] for number, shard in enumerate(shards.joined) if shard.source == last)
+    return min(max(tokens + most - kept, tokens * most // max(kept, 1)), 2 * (tokens + most))
 
 
-class _Equal:
-    """Drops the documents of a shard that repeat an earlier one, in every byte or by their marks."""
+def _kept(shards: Shards) -> list[int]:
+    """Tokens of the last source that are kept of each shard."""
+    last, counts = len(shards.every) - 1, (_read(Item(shards.joining, "counts", n)) for n in range(len(shards.joined)))
+    return [
+        sum(of_split.tokens for of_split in of_shard.splits.values()) if shard.source == last else 0
+        for shard, of_shard in zip(shards.joined, counts, strict=True)
+    ]
 
-    def __init__(self, shards: Shards, number: int) -> None:
-        self._place = -1
-        self._repeats = [set[int]() for _ in shards.kinds]
-        for kind, repeats in enumerate(self._repeats):
-            for owners, places in _all_repeats(shards.folder, kind * shards.ranges, (kind + 1) * shards.ranges):
-                first, last = np.searchsorted(owners, [number, number + 1])
-                repeats.update(places[first:last].tolist())
 
-    def add(self, document: Document) -> Dropped | None:
-        """None if it is kept."""
-        self._place += 1
-        if self._place in self._repeats[0]:
-            return Dropped(DUPLICATES)
-        if any(self._place in repeats for repeats in self._repeats[1:]):
-            return Dropped(DUPLICATES, excerpt=document.excerpt)
-        return None
+def _one(shards: Shards) -> int:
+    return 1
+
+
+def _members(shards: Shards) -> int:
+    return len(_read_layout(shards.joining).members)
 
 
 @dataclass
@@ -216,22 +168,37 @@ class _Counted:
         self.documents, self.tokens, self.size = self.documents + 1, self.tokens + length, self.size + document.size
 
 
-def _counts(shards: Shards, item: _Item, token: str, lost: Callable[[], bool]) -> None:
+_CUT = "-cut"
+"""Behind the name of what is counted of a shard up to the end of `max_tokens`."""
+
+
+def _item(shards: Shards, stage: str, number: int) -> Item:
+    """What was counted of a shard, as far as it is used."""
+    cut = Item(shards.joining, f"{stage}{_CUT}", number)
+    return cut if shards.limited and cut.file.exists() else Item(shards.joining, stage, number)
+
+
+def _counts(
+    shards: Shards, item: Item, token: str, lost: Callable[[], bool], room: int | None = None, suffix: str = ""
+) -> None:
+    added = 0
     parts: dict[Split, _Counted] = {}
     texts: dict[HeldOutSplit, bytearray] = {}
     tally = Tally()
     output = Output(
         shards.spec,
-        _Equal(shards, item.number),
+        Compared(shards, item.number),
         lambda _, split: parts.setdefault(split, _Counted()),
         lambda split, text: texts.setdefault(split, bytearray()).extend(text),
     )
     for worked in shards.batches(item.number, ids=False):
         if lost():
-            return
-        output.add(worked, None, tally)
+            raise Lost
+        if room is not None and added >= room:
+            break
+        added += output.add(worked, None if room is None else room - added, tally).tokens
     for split, text in texts.items():
-        _Item(item.folder, split, item.number).publish(token, bytes(text))
+        Item(item.folder, f"{split}{suffix}", item.number).publish(token, bytes(text))
     counts = ShardCounts(
         splits={
             split: Counts(documents=part.documents, tokens=part.tokens, bytes=part.size)
@@ -249,19 +216,30 @@ def _counts(shards: Shards, item: _Item, token: str, lost: Callable[[], bool]) -
 
 
 def _read_counts(shards: Shards, number: int) -> ShardCounts:
-    return ShardCounts.model_validate_json(_Item(shards.folder, "counts", number).file.read_bytes())
+    return _read(_item(shards, "counts", number))
 
 
-def _layout(shards: Shards, item: _Item, token: str, lost: Callable[[], bool]) -> None:
+def _read(counts: Item) -> ShardCounts:
+    return ShardCounts.model_validate_json(counts.file.read_bytes())
+
+
+def _layout(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) -> None:
     before: list[dict[Split, tuple[int, int]]] = []
     bounds: dict[str, tuple[int, int]] = {}
     texts: dict[HeldOutSplit, list[int]] = {}
-    for number, shard in enumerate(shards.shards):
+    used, room = len(shards.joined), None
+    if (most := shards.every[-1].max_tokens) is not None:
+        sums = list(accumulate(_kept(shards)))
+        if sums[-1] >= most:
+            used = next(number for number, kept in enumerate(sums, start=1) if kept >= most)
+            room = most - (sums[used - 2] if used > 1 else 0)
+            _counts(shards, Item(item.folder, f"counts{_CUT}", used - 1), token, lost, room, _CUT)
+    for number, shard in enumerate(shards.joined[:used]):
         before.append({})
         of_shard = _read_counts(shards, number)
         for held_out in of_shard.texts:
-            sizes = texts.setdefault(held_out, [0] * len(shards.shards))
-            sizes[number] = _Item(item.folder, held_out, number).file.stat().st_size
+            sizes = texts.setdefault(held_out, [0] * used)
+            sizes[number] = _item(shards, held_out, number).file.stat().st_size
         for split, counts in of_shard.splits.items():
             name = stem(shard.source, split)
             documents, tokens = before[-1][split] = bounds.get(name, (0, 0))
@@ -290,22 +268,27 @@ def _layout(shards: Shards, item: _Item, token: str, lost: Callable[[], bool]) -
         shutil.rmtree(temporary, ignore_errors=True)
     if not folder.is_dir():
         raise OSError(0, "cannot make the folder", str(folder))
-    item.publish(token, Layout(before=before, every=bounds, texts=texts).model_dump_json().encode())
+    item.publish(token, Layout(before=before, every=bounds, texts=texts, room=room).model_dump_json().encode())
+
+
+def _read_layout(folder: Path) -> Layout:
+    file = Item(folder, "layout", 0).file
+    return _parsed_layout(file, file.stat().st_mtime_ns)
 
 
 @cache
-def _read_layout(folder: Path) -> Layout:
-    return Layout.model_validate_json(_Item(folder, "layout", 0).file.read_bytes())
+def _parsed_layout(file: Path, modified: int) -> Layout:
+    return Layout.model_validate_json(file.read_bytes())
 
 
-def _packed(shards: Shards, item: _Item, token: str, lost: Callable[[], bool]) -> None:
+def _packed(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) -> None:
     layout = _read_layout(item.folder)
     split, begin = layout.members[item.number]
     text, at = bytearray(), 0
     for number, size in enumerate(layout.texts[split]):
         first, last = max(begin, at), min(begin + MEMBER_BYTES, at + size)
         if first < last:
-            with _Item(item.folder, split, number).file.open("rb") as stream:
+            with _item(shards, split, number).file.open("rb") as stream:
                 stream.seek(first - at)
                 text += stream.read(last - first)
         at += size
@@ -361,8 +344,11 @@ def _write_at(file: int, content: bytes, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
-def _placed(shards: Shards, item: _Item, token: str, lost: Callable[[], bool]) -> None:
+def _placed(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) -> None:
     layout, source = _read_layout(item.folder), shards.shards[item.number].source
+    if item.number >= len(layout.before):  # behind the end
+        item.publish(token)
+        return
     before = layout.before[item.number]
     with ExitStack() as stack:
 
@@ -376,11 +362,14 @@ def _placed(shards: Shards, item: _Item, token: str, lost: Callable[[], bool]) -
             return places[split]
 
         places: dict[Split, _Place] = {}
-        output = Output(shards.spec, _Equal(shards, item.number), place, lambda split, text: None)
+        room, added = layout.room if item.number + 1 == len(layout.before) else None, 0
+        output = Output(shards.spec, Compared(shards, item.number), place, lambda split, text: None)
         for worked in shards.batches(item.number):
             if lost():
                 return
-            output.add(worked, None, Tally())
+            if room is not None and added >= room:
+                break
+            added += output.add(worked, None if room is None else room - added, Tally()).tokens
             for each in places.values():
                 each.flush()
         counts = _read_counts(shards, item.number).splits
@@ -410,10 +399,12 @@ def collect(
     Raises:
         UserError: a source keeps nothing for training, or has too many damaged files.
     """
+    shards = shards.used() or shards
+    layout = _read_layout(shards.joining)
     tallies = [Tally() for _ in shards.every]
     kept: dict[tuple[int, Split], Counter[str]] = {}
     samples = Samples(shards.spec.steps)
-    for number, shard in enumerate(shards.shards):
+    for number, shard in enumerate(shards.joined[: len(layout.before)]):
         counts, tally = _read_counts(shards, number), tallies[shard.source]
         tally.read += counts.read
         tally.failure = tally.failure or counts.failure
@@ -430,18 +421,19 @@ def collect(
     by_split = {key: Counts(**counts) for key, counts in kept.items()}
     reasons = shards.spec.steps.reasons
     records = [record(n, source, tallies[n], reasons, by_split, []) for n, source in enumerate(shards.every)]
+    most = shards.every[-1].max_tokens
     for published in records:
-        log(summary(published))
+        full = layout.room is not None and published is records[-1]
+        log(summary(published) + (f"; read up to max_tokens {most:,}" if full else ""))
     samples.write(part / SAMPLES, [sources.label(source) for source in shards.every])
-    for file in sorted((shards.folder / JOINED).iterdir()):
+    for file in sorted((shards.joining / JOINED).iterdir()):
         os.link(file, part / file.name)
     held_out: dict[Split, HeldOut] = {}
-    layout = _read_layout(shards.folder)
     for split, sizes in layout.texts.items():
         file = part / held_out_name(split)
         with file.open("wb") as stream:
             for number, (of_member, _) in enumerate(layout.members):
                 if of_member == split:
-                    stream.write(_Item(shards.folder, "packed", number).file.read_bytes())
+                    stream.write(Item(shards.joining, "packed", number).file.read_bytes())
         held_out[split] = HeldOut(bytes=sum(sizes), gzip_bytes=file.stat().st_size)
     return records, held_out, []

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from llmrecipes.data.copies import SignatureIndex, bands_of, margin, shingles, signature
+from llmrecipes.data.copies import BandIndex, band_keys, bands_of, margin, shingles, signature
 from llmrecipes.data.documents import token_files, without_end
 from llmrecipes.data.infilling import restored
 from llmrecipes.data.prepared import Prepared
@@ -49,7 +49,7 @@ class NearCopies:
 def check_near_copies(prepared: Prepared, most: int = MOST) -> NearCopies | None:
     """Compare training documents with all held-out ones by other hash functions, and similar pairs word by word.
 
-    Memory is bounded by the held-out documents: 1 to 2 KB each with the default permutations.
+    Memory is bounded by the held-out documents: some 0.5 to 1 KB each with the default permutations.
 
     Args:
         prepared: the opened folder.
@@ -75,10 +75,9 @@ def check_near_copies(prepared: Prepared, most: int = MOST) -> NearCopies | None
 
     held = [(tokens, number) for split in HELD_OUT for tokens, number in _documents(prepared, split)]
     held_grams = lru_cache(1024)(lambda place: grams(*held[place]))
-    index = SignatureIndex(permutations, *bands_of(_WIDER * threshold, permutations))
+    index, bands = BandIndex(), bands_of(_WIDER * threshold, permutations)
     for place in range(len(held)):
-        values = signature(list(held_grams(place)), permutations, _SEED)
-        index.add(values, index.keys(values))
+        index.add(band_keys(signature(list(held_grams(place)), permutations, _SEED), *bands), place)
     total = prepared.manifest.counts("train").documents
     stride = -(-total // most)
     highest, above, compared, worst = 0.0, 0, 0, ""
@@ -87,14 +86,14 @@ def check_near_copies(prepared: Prepared, most: int = MOST) -> NearCopies | None
             continue
         compared += 1
         mine = grams(tokens, number)
-        candidates = index.candidates(index.keys(signature(list(mine), permutations, _SEED)))
+        _, candidates = index.find(band_keys(signature(list(mine), permutations, _SEED), *bands))
         pairs = (
-            (len(mine & held_grams(int(place))) / len(mine | held_grams(int(place))), place) for place in candidates
+            (len(mine & held_grams(place)) / len(mine | held_grams(place)), place) for place in set(candidates.tolist())
         )
         similarity, place = max(pairs, default=(0.0, 0))
         above += similarity >= threshold
         if similarity > highest:
-            highest, worst = similarity, f"{_name(tokens, number)} and {_name(*held[int(place)])}"
+            highest, worst = similarity, f"{_name(tokens, number)} and {_name(*held[place])}"
     if highest >= min(1.0, threshold + margin(threshold, permutations)):
         raise UserError(
             f"near-copies in training and held-out text: {worst} have {highest:.2f} of their shingles in common",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import llmrecipes
-from llmrecipes.data import card, checked, sources
+from llmrecipes.data import card, checked, parts, sources
 from llmrecipes.data import manifest as manifests
 from llmrecipes.data.manifest import ChatRecord, DataManifest, File, TokenizerRecord
 from llmrecipes.data.prepared import (
@@ -121,7 +121,12 @@ def _has_many_shards(recipe: Recipe, processes: int) -> bool:
     require_usable(data)  # before the sources are listed
     if not can_join(data.sources, data.chat, step_spec(data)):
         return False
-    return len(cut(data.sources)) >= SHARDS_OF_A_PROCESS * processes
+    shards, last = cut(data.sources), len(data.sources) - 1
+    if (most := data.sources[last].max_tokens) is None:
+        return len(shards) >= SHARDS_OF_A_PROCESS * processes
+    of_last = sum(shard.source == last for shard in shards)
+    used = min(of_last, int(most * sources.BYTES_PER_TOKEN) // parts.PART_BYTES)  # perhaps only its beginning
+    return len(shards) - of_last + used >= SHARDS_OF_A_PROCESS * processes
 
 
 def _shards(recipe: Recipe, target: Path, log: Callable[[str], None]) -> Shards | None:

@@ -11,9 +11,9 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,13 +26,13 @@ from llmrecipes.data.encode import Encoded
 from llmrecipes.data.manifest import Record, TokenizerRecord
 from llmrecipes.data.parts import Part
 from llmrecipes.data.split import DIGEST_BYTES
-from llmrecipes.data.steps import Document, Dropped, StepSpec
+from llmrecipes.data.steps import DUPLICATES, Document, Dropped, StepSpec
 from llmrecipes.errors import UserError
 from llmrecipes.io import sync
 from llmrecipes.recipe.schema import Chat, Source
 from llmrecipes.units import GIB
 
-PLAN = "plan.json"
+PLAN, _REQUIRED = "plan.json", ".required"
 KEY_BYTES = {"digests": DIGEST_BYTES, "marks": 16}
 """Of what is compared for equality; the marks are those of `copies.Duplicates` without spans."""
 MOST_RANGES = 256
@@ -120,12 +120,14 @@ def uncut(recipe_sources: tuple[Source, ...]) -> Iterator[str]:
 
 
 def can_join(recipe_sources: tuple[Source, ...], chat: Chat | None, steps: StepSpec) -> bool:
-    """Whether several tasks can join the shards: documents are compared for equality only, and all are used and have
-    texts."""
+    """Whether several tasks can join the shards: what happens to a document does not depend on which others are kept,
+    and all sources have texts, of which only the last may have `max_tokens`: what is behind the end of it is seen by no
+    other document."""
     return (
         chat is None
-        and steps.only_equal
-        and all(source.max_tokens is None and not source.tokenized for source in recipe_sources)
+        and steps.shareable
+        and not any(source.tokenized for source in recipe_sources)
+        and all(source.max_tokens is None for source in recipe_sources[:-1])
     )
 
 
@@ -164,6 +166,7 @@ class Shards:
         folder: of plan, tokenizer and shards.
         every: sources, by number.
         chat: the documents are conversations.
+        first: how many are joined; None: all.
     """
 
     folder: Path
@@ -171,6 +174,7 @@ class Shards:
     spec: EncoderSpec
     shards: tuple[Shard, ...]
     chat: Chat | None = None
+    first: int | None = None
 
     @property
     def parallel(self) -> bool:
@@ -181,6 +185,54 @@ class Shards:
     def ranges(self) -> int:
         """Into how many parts digests are divided to be compared."""
         return min(MOST_RANGES, len(self.shards))
+
+    @property
+    def limited(self) -> bool:
+        """Whether the last source has `max_tokens`, so that perhaps not all shards are needed."""
+        return self.every[-1].max_tokens is not None
+
+    @property
+    def joined(self) -> tuple[Shard, ...]:
+        """Those that are joined."""
+        return self.shards[: self.first]
+
+    @property
+    def joining(self) -> Path:
+        """The folder of the files that are made to join them."""
+        return self.folder / f"first-{self.first}" if self.limited else self.folder
+
+    def used(self) -> Shards | None:
+        """These, joined up to the first with which the last source has the tokens that are required; None if that is
+        not encoded yet, because more are required since.
+
+        Raises:
+            FileNotFoundError: they are deleted, because the data is published.
+        """
+        last, tokens, done = len(self.every) - 1, 0, self.published()
+        if (most := self._required(last)) is None:
+            return self
+        for number, shard in enumerate(self.shards):
+            if tokens >= most:
+                break
+            if number not in done:
+                return None
+            tokens += done[number][1] if shard.source == last else 0
+        else:
+            number = len(self.shards)
+        using = replace(self, first=number)
+        using.joining.mkdir(exist_ok=True)
+        return using
+
+    def require(self, tokens: int) -> None:
+        """Let the last source have so many tokens before documents are compared."""
+        (self.folder / f"{tokens}{_REQUIRED}").touch()
+
+    def _required(self, source: int) -> int | None:
+        """Tokens that the shards of a source have to have; None: all of them are needed."""
+        most = self.every[source].max_tokens
+        if most is None or source != len(self.every) - 1:
+            return most
+        return max([most, *(int(path.stem) for path in self.folder.glob(f"*{_REQUIRED}"))])
 
     def claim(self, number: int) -> Path:
         """The folder whose creation claims a shard; it has the lease."""
@@ -195,14 +247,15 @@ class Shards:
 
     def needed(self) -> list[int]:
         """Numbers of the shards to encode: those that are missing, of a source with `max_tokens` only until the ones
-        before them have as many tokens. None once the shards are deleted, because the data is published."""
+        before them have as many tokens, or as many as it takes so that they are kept (`require`). None once the shards
+        are deleted, because the data is published."""
         try:
             done, missing = self.published(), list[int]()
         except FileNotFoundError:
             return []
-        tokens = [0 for _ in self.every]
+        tokens, required = [0 for _ in self.every], list(map(self._required, range(len(self.every))))
         for number, shard in enumerate(self.shards):
-            most = self.every[shard.source].max_tokens
+            most = required[shard.source]
             if number in done:
                 tokens[shard.source] += done[number][1]
             elif most is None or tokens[shard.source] < most:
@@ -231,14 +284,14 @@ class Shards:
                     if self.parallel:
                         documents = [outcome for outcome in worked.outcomes if isinstance(outcome, Document)]
                         for document in documents:
-                            for of_kind, key in zip(keys, (document.digest, *document.marks), strict=True):
+                            for of_kind, key in zip(keys, (document.digest, *document.marks), strict=False):
                                 of_kind.append(key)
                     file.write(framed(*_dumped(worked)))
                 file.write(framed(b"", b""))
             if self.parallel:  # before the shard, which says that they are there
                 for kind, of_kind in zip(self.kinds, keys, strict=True):
                     kept = self.folder / f".{number:06d}-{token}.{kind}.part"
-                    publish(kept, self._keys(number, kind), self._by_range(of_kind, KEY_BYTES[kind]))
+                    publish(kept, self._keys(number, kind), [self._by_range(of_kind, KEY_BYTES[kind])])
             with suppress(FileNotFoundError):  # who has taken the shard over has removed the file
                 sync(part)
                 part.rename(self.folder / f"{number:06d}.{tokens}.shard")
@@ -248,8 +301,10 @@ class Shards:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What of documents is compared for equality: their digests, and their marks if a step makes any."""
-        return ("digests", "marks") if self.spec.steps.comparisons else ("digests",)
+        """What of documents is compared for equality: their digests, and the marks of `duplicates`, which are the first
+        of a document."""
+        names = {name for name, _, _ in self.spec.steps.comparisons}
+        return ("digests", "marks") if DUPLICATES in names else ("digests",)
 
     def _keys(self, number: int, kind: str) -> Path:
         return self.folder / f"{number:06d}.{kind}"
@@ -280,10 +335,9 @@ class Shards:
             if len(bounds) == 2 and 0 <= bounds[0] <= bounds[1] <= size:
                 stream.seek(int(bounds[0]))
                 content = stream.read(int(bounds[1] - bounds[0]))
-        first = _FRAME.unpack(content[: _FRAME.size])[0] if len(content) >= _FRAME.size else 0
-        places, keys = content[_FRAME.size :][:first], content[_FRAME.size :][first:]
-        if framed(places, keys) != content:
-            raise _damaged(file, f"the {kind} of a shard are damaged", "delete it and the .shard of the same number")
+        places, keys = unframed(
+            content, damaged(file, f"the {kind} of a shard are damaged", "delete it and the .shard of the same number")
+        )
         return np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES[kind]), np.frombuffer(places, "<i8")
 
     def batches(self, number: int, *, ids: bool = True) -> Iterator[Worked]:
@@ -314,18 +368,32 @@ class Shards:
                 yield worked
 
 
-def publish(part: Path, file: Path, content: bytes) -> None:
-    """Write a file under another name, and rename it when it is on disk; who takes the work over removes the part."""
-    with suppress(FileNotFoundError):
-        part.write_bytes(content)
-        sync(part)
-        part.rename(file)
-    part.unlink(missing_ok=True)
+def publish(part: Path, file: Path, content: Iterable[bytes]) -> None:
+    """Write a file under another name, and rename it when it is on disk; who takes the work over removes the part.
+    Nothing is published if an error ends the content."""
+    try:
+        with part.open("wb") as stream:
+            stream.writelines(content)
+        with suppress(FileNotFoundError):
+            sync(part)
+            part.rename(file)
+    finally:
+        part.unlink(missing_ok=True)
     sync(file.parent)
 
 
 def framed(header: bytes, body: bytes) -> bytes:
+    """Their sizes and their SHA-256, and both."""
     return _FRAME.pack(len(header), len(body), hashlib.sha256(header + body).digest()) + header + body
+
+
+def unframed(content: bytes, failure: UserError) -> tuple[bytes, bytes]:
+    """Header and body of what `framed` made of them; raises the failure if they differ."""
+    size = _FRAME.unpack(content[: _FRAME.size])[0] if len(content) >= _FRAME.size else 0
+    header, body = content[_FRAME.size :][:size], content[_FRAME.size :][size:]
+    if framed(header, body) != content:
+        raise failure
+    return header, body
 
 
 def _dumped(worked: Worked) -> tuple[bytes, bytes]:
@@ -372,7 +440,8 @@ def _loaded(source: int, header: bytes, body: bytes, *, ids: bool = True) -> Wor
     return Worked(source, outcomes, Encoded(tokens, lengths))
 
 
-def _damaged(file: Path, what: str, fix: str) -> UserError:
+def damaged(file: Path, what: str, fix: str) -> UserError:
+    """For a file that is not what was written."""
     return UserError(what, where=str(file), rule="it has the SHA-256 of each of its parts", fix=f"{fix}, and run again")
 
 
@@ -387,7 +456,7 @@ def _read(file: Path, source: int, *, ids: bool = True) -> Iterator[Worked]:
             frame = stream.read(_FRAME.size)
             sizes = _FRAME.unpack(frame)[:2] if len(frame) == _FRAME.size else (0, 0)
             left = file.stat().st_size - stream.tell()
-            damaged = _damaged(file, "a shard is damaged", "delete the file")
+            failure = damaged(file, "a shard is damaged", "delete the file, and all .bands and .near if there are some")
             if not ids and frame and 0 < sum(sizes) <= left:
                 header = stream.read(sizes[0])
                 try:
@@ -395,12 +464,12 @@ def _read(file: Path, source: int, *, ids: bool = True) -> Iterator[Worked]:
                     stream.seek(skipped, os.SEEK_CUR)
                     yield _loaded(source, header, stream.read(sizes[1] - skipped), ids=False)
                 except (ValueError, KeyError, TypeError) as error:
-                    raise damaged from error
+                    raise failure from error
                 continue
             content = stream.read(sum(sizes)) if sum(sizes) <= left else b""
             header, body = content[: sizes[0]], content[sizes[0] :]
             if framed(header, body) != frame + content:
-                raise damaged
+                raise failure
             if not content:
                 return
             yield _loaded(source, header, body)

@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from llmrecipes.data.split import Split, SplitRule, digest
@@ -30,6 +29,8 @@ does so too, and names the rule."""
 UNDECODABLE, EMPTY, DUPLICATES, UNREADABLE = "undecodable", "empty", "duplicates", "unreadable"
 """Reasons for dropping a document besides steps; `unreadable` is the rest of a file. `duplicates` are equal to an
 earlier document in every byte, or as the step of that name sees it."""
+NEAR_DUPLICATES = "near_duplicates"
+"""The step that compares documents by the buckets of `copies.NearDuplicates`."""
 CUT_PIECES, TOO_SHORT = "cut_sentences", "too_short"
 """Rules of a step that cuts: the sentences that it cut out, and the documents of which too little was left."""
 VALID_SOURCES = "valid_sources"
@@ -61,14 +62,6 @@ class Cutting(Protocol):
 
     def cut(self, mark: bytes, text: str) -> tuple[str, list[str]]:
         """What is left of a document that was added, empty if that is too little, and what is cut out of it."""
-
-
-@runtime_checkable
-class Spilling(Protocol):
-    """A comparison that can keep what it knows on disk."""
-
-    def spill_to(self, folder: Path) -> None:
-        """Where; called before the first document."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +112,7 @@ class StepSpec:
         rule: assigns the split.
         chat: the documents are conversations (`rows.conversation`).
         steps: key or type, `module:name`, and its value or keys as JSON, in order.
-        comparisons: the same of the steps that compare documents.
+        comparisons: the same of the steps that compare documents; the rules put `near_duplicates` last.
         augmentations: the same of the steps that change training documents behind all others.
         max_unreadable: share of the files of a source that are skipped where they cannot be read.
     """
@@ -132,11 +125,20 @@ class StepSpec:
     max_unreadable: float = 0.0
 
     @property
-    def only_equal(self) -> bool:
-        """Whether documents are compared for equality only, of their texts and of their marks: then one is dropped if
-        any earlier one is equal to it, kept or not."""
+    def shareable(self) -> bool:
+        """Whether any number of tasks can compare documents, because what happens to one does not depend on which
+        others are kept: a document is dropped if an earlier one is equal, in its text or by its mark, or else by the
+        representatives of its buckets."""
         comparisons = [(name, json.loads(value)) for name, _, value in self.comparisons]
-        return all(name == DUPLICATES and settings.get("span_sentences") is None for name, settings in comparisons)
+        return all(
+            name == NEAR_DUPLICATES or (name == DUPLICATES and settings.get("span_sentences") is None)
+            for name, settings in comparisons
+        )
+
+    @property
+    def near(self) -> dict[str, Any] | None:
+        """The settings of `near_duplicates`; None without it."""
+        return next((json.loads(value) for name, _, value in self.comparisons if name == NEAR_DUPLICATES), None)
 
     @property
     def cuts(self) -> bool:
@@ -168,7 +170,7 @@ def step_spec(data: Data) -> StepSpec:
         if not STEPS[step.type].weighs
     ]
     if data.valid_sources:
-        near = next((step.settings for step in data.steps if step.type == "near_duplicates"), None)
+        near = next((step.settings for step in data.steps if step.type == NEAR_DUPLICATES), None)
         sets = [held_out.model_dump(mode="json") for held_out in data.valid_sources]
         keys.insert(0, (VALID_SOURCES, _EXCLUDING, json.dumps({"sets": sets, "near": near})))
     compares = tuple(step for step in typed if STEPS[step[0]].compares)
@@ -264,23 +266,15 @@ def _excerpt(texts: list[str]) -> str:
 
 @dataclass
 class Seen:
-    """The documents that were kept so far, of all sources, and what the steps that compare know of them.
-
-    Args:
-        folder: on whose disk they may keep what does not fit into memory; None: all is held.
-    """
+    """The documents that were kept so far, of all sources, and what the steps that compare know of them."""
 
     spec: StepSpec
-    folder: Path | None = None
     _digests: set[bytes] = field(default_factory=set)
     _comparisons: list[tuple[str, Comparison]] = field(init=False)
     _cuts: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self._comparisons, self._cuts = list(_made(self.spec.comparisons)), self.spec.cuts
-        for _, comparison in self._comparisons:
-            if self.folder is not None and isinstance(comparison, Spilling):
-                comparison.spill_to(self.folder)
 
     def add(self, document: Document) -> Dropped | Cut | None:
         """None if the document is kept; it is then one of them. Of one that is cut, what is left of it is."""

@@ -58,8 +58,7 @@ def encode_shards(shards: Shards, count: int, log: Callable[[str], None]) -> Non
     Raises:
         UserError: a shard cannot be read or written, or all processes were killed.
     """
-    stages: tuple[Stage, ...] = (shards, *join.stages(shards))
-    if not any(stage.needed() for stage in stages):
+    if not _left(shards):
         return
     done, total = len(shards.published()), len(shards.shards)
     missing = len(shards.needed())
@@ -71,7 +70,7 @@ def encode_shards(shards: Shards, count: int, log: Callable[[str], None]) -> Non
     try:
         for _ in range(count):
             here, there = context.Pipe(duplex=False)
-            process = context.Process(target=_task, args=(stages, shards.folder, there))
+            process = context.Process(target=_task, args=(shards, there))
             process.start()
             there.close()
             running.append((process, here))
@@ -90,14 +89,19 @@ def encode_shards(shards: Shards, count: int, log: Callable[[str], None]) -> Non
         for task, _ in running:
             task.kill()
             task.join()
-    if any(stage.needed() for stage in stages):
+    if _left(shards):
         raise UserError(
             f"all {killed} tasks were ended, most often by the kernel, out of memory",
             where="--tasks",
             fix=f"run it again to continue with the missing shards, with fewer than --tasks {count} or more memory",
         )
-    joined = " and each is in its place" if len(stages) > 1 else ""
+    joined = " and each is in its place" if shards.parallel else ""
     log(f"no shard is missing{joined}, after {time.monotonic() - began:.1f} s")
+
+
+def _left(shards: Shards) -> bool:
+    """Whether something is to do."""
+    return any(stage.needed() for stage in join.rounds(shards))
 
 
 def _received(failures: Connection) -> UserError | None:
@@ -108,17 +112,17 @@ def _received(failures: Connection) -> UserError | None:
     return UserError(what, where=where, rule=rule, fix=fix)
 
 
-def _task(stages: tuple[Stage, ...], folder: Path, failures: Connection) -> None:
+def _task(shards: Shards, failures: Connection) -> None:
     corpus.live_with_parent()
     try:
-        for stage in stages:
+        for stage in join.rounds(shards):
             run(stage)
     except UserError as error:
         failures.send((error.what, error.where, error.rule, error.fix))
     except OSError as error:
         what = f"cannot write prepared data: {error.strerror or error}"
         fix = "free some disk space, or choose another --data-dir; shards that are encoded are kept"
-        failures.send((what, str(error.filename or folder), "", fix))
+        failures.send((what, str(error.filename or shards.folder), "", fix))
 
 
 def run(stage: Stage) -> None:

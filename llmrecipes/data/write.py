@@ -95,7 +95,7 @@ def write(
                 texts[split] = TextToWrite(folder / held_out_name(split), stack)
             texts[split].add(text)
 
-        seen = Seen(spec.steps, folder)
+        seen = Seen(spec.steps)
         output = Output(spec, seen, part, add_text)
         started = reported = time.monotonic()
         outcomes = (

@@ -326,6 +326,13 @@ def steps(recipe: Recipe) -> Iterator[Problem]:
                 f"{before.type} compares the documents that all other steps keep",
                 f"move {after.type} in front of {before.type}",
             )
+        elif STEPS[after.type].compares and before.type == "near_duplicates":
+            yield Problem(
+                f"data.steps.{number}",
+                f"{after.type} after {before.type}",
+                f"{before.type} compares the documents that {after.type} keeps",
+                f"move {after.type} in front of {before.type}",
+            )
 
 
 def _spans(recipe: Recipe, key: str, step: Step) -> Iterator[Problem]:

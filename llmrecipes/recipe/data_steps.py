@@ -102,7 +102,7 @@ class Step(Section):
     `personal_data`: mask e-mail addresses and public IP addresses. `decontaminate`:
     drop documents that have a sequence of words in common with files, such as those of evaluation tasks. `duplicates`:
     drop documents that differ from an earlier one only in case, digits, punctuation, accents or white space.
-    `near_duplicates`: drop documents that are nearly equal to an earlier one that was kept (MinHash); no copy of a
+    `near_duplicates`: drop documents that are nearly equal to an earlier one (MinHash); no copy of a
     training text is then held out. `noise`: replace words of training documents. `balance`: draw from sources by
     the tokens that are kept of them."""
     main_content: bool | None = None

@@ -179,6 +179,7 @@ def test_every_type_has_its_function_and_its_keys() -> None:
             "cut_spans",
         ),
         ("[{type: noise}, {type: near_duplicates}]", "data.steps.1", "noise"),
+        ("[{type: near_duplicates}, {type: duplicates}]", "data.steps.1", "near_duplicates"),
         ("[{type: noise, noise_rate: 1.0}]", "data.steps.0.noise_rate", "1"),
         ("[{type: duplicates, span_sentences: 3, cut_spans: true}, {type: noise}]", "data.steps.1.type", "cut_spans"),
         ("[{type: c4}, {type: code}]", "data.steps.1.type", "c4"),
