@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from llmrecipes.engine.core import integers
 from llmrecipes.errors import UserError
 from llmrecipes.models.quantized_weights import Changed, Scheme
 from llmrecipes.tracking.progress import Counted
@@ -433,10 +434,8 @@ def gptq(
     Returns:
         The rounded matrix [out, in] and its scales [out, groups].
     """
-    from compressed_tensors.quantization.utils import calculate_range
-
     weight = weight.clone()
-    lowest, highest = (float(bound) for bound in calculate_range(scheme.spec.weights, "cpu"))
+    lowest, highest = integers.bounds(scheme.kind.bits)
     columns = weight.size(1)
     group = scheme.group or columns
     diagonal = torch.arange(columns)

@@ -108,6 +108,7 @@ def _plainly(recipe: Recipe) -> Recipe:
             "model": single.model.model_copy(update={"transformer_impl": "local"}),
             "train": single.train.model_copy(update={"torch_compile": False}),
             "distill": None,
+            "qat": None,
         }
     )
 

@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from llmrecipes.engine.core import integers
 from llmrecipes.errors import UserError
 from llmrecipes.hf.safetensors import KEPT
+from llmrecipes.recipe.qat import BITS, GROUP
+from llmrecipes.recipe.qat_rules import GROUPS
 
 if TYPE_CHECKING:
     from llmrecipes.hf.safetensors import PiecewiseSource
@@ -47,16 +50,19 @@ class Kind:
     form: str
     experts: bool
 
+    @property
+    def integers(self) -> bool:
+        """Whether weights are multiples of their scale (`engine.core.integers`)."""
+        return self.form in ("pack-quantized", "int-quantized")
+
 
 SCHEMES: Mapping[str, Kind] = {
-    "int8": Kind("W8A16", 8, None, False, ("rtn", "gptq", "awq"), "pack-quantized", True),
+    "int8": Kind("W8A16", BITS["int8"], None, False, ("rtn", "gptq", "awq"), "pack-quantized", True),
     "w8a8": Kind("W8A8", 8, None, True, ("rtn", "gptq", "smoothquant"), "int-quantized", False),
-    "int4": Kind("W4A16", 4, 128, False, ("rtn", "gptq", "awq"), "pack-quantized", True),
+    "int4": Kind("W4A16", BITS["int4"], GROUP, False, ("rtn", "gptq", "awq"), "pack-quantized", True),
     "fp8": Kind("FP8_DYNAMIC", 8, None, True, ("rtn", "smoothquant"), "float-quantized", True),
     "nvfp4": Kind("NVFP4A16", 4, 16, False, ("rtn", "awq"), "nvfp4-pack-quantized", False),
 }
-GROUPS = (128, 64, 32, 16, 8)
-"""Sizes of groups that are suggested."""
 METHODS = ("rtn", "gptq", "awq", "smoothquant")
 
 
@@ -152,6 +158,8 @@ class Scheme:
             weight: [out, in].
             whole: scale of the whole matrix (`whole_scale`).
         """
+        if self.kind.integers:
+            return integers.scales(integers.largest(weight, self.group), self.kind.bits, weight.dtype)
         from compressed_tensors.quantization.utils import calculate_qparams
 
         values = weight.float().unflatten(-1, (-1, self.group or weight.size(-1)))
@@ -174,6 +182,10 @@ class Scheme:
 
     def rounded(self, weight: torch.Tensor) -> torch.Tensor:
         """The values [out, in] that a matrix has after it is quantised, fp32."""
+        if self.kind.integers:
+            values = torch.empty_like(weight, dtype=torch.float32)
+            integers.round_into(values, weight, self.scale(weight), self.kind.bits)
+            return values
         from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 
         whole = self.whole_scale([weight])

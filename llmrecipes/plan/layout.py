@@ -9,6 +9,7 @@ from itertools import accumulate
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
+from llmrecipes.recipe import qat_rules
 from llmrecipes.recipe.adapters import needs_local_layers
 from llmrecipes.recipe.degrees import divisors, model_parallel_size, multiples, smallest_world
 from llmrecipes.recipe.engines import DEEPSPEED, engine_name
@@ -157,7 +158,7 @@ def _check_machine(parallel: Parallelism, world_size: int, cluster: Cluster) -> 
 
 def only_in_local_layers(recipe: Recipe) -> str | None:
     """What a recipe has that only megatron-core's own layers have; None if it has nothing of that kind."""
-    if reason := needs_local_layers(recipe):
+    if reason := needs_local_layers(recipe) or qat_rules.needs_local_layers(recipe):
         return reason
     if recipe.data.chat is not None and recipe.data.chat.packing and packs_in_local_layers(recipe):
         return "keeps packed conversations apart"

@@ -45,7 +45,7 @@ _CPU_REST = {"fp32": 0.9, "bf16": 1.4, "fp16": 1.4}
 class Memory:
     """Bytes of one rank at the peak of a step.
 
-    With `speed.fp8`, `weights` has copies in fp8 too.
+    With `speed.fp8`, `weights` has copies in fp8 too, and with `qat` the rounded matrices.
     `logits` are what the loss derives from the output layer's result, where that is the peak; `checkpoint_copy` is the
     snapshot of an asynchronous save (in a CPU run it uses the ranks' memory); `workspace` is the process without a
     model; `buffers` are those in which ZeRO gathers weights and reduces gradients, TransformerEngine's user buffers,
@@ -297,6 +297,8 @@ def _states(recipe: Recipe, s: Shape, layout: Layout, stage: int, device: str) -
     weights = element * (frozen + n.total)
     if device == "cuda" and recipe.speed.fp8 is not None:
         weights += int(_FP8_COPIES * parameters.count_products_on_rank(recipe, s, layout, stage))
+    if recipe.qat is not None:
+        weights += element * parameters.count_rounded_on_rank(recipe, s, layout, stage)
     return States(weights=weights, gradients=reduced * n.total, optimizer=optimizer), States()
 
 

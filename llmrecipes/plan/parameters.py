@@ -266,13 +266,27 @@ def _is_output(name: str, model: Model) -> bool:
 
 def count_products_on_rank(recipe: Recipe, s: Shape, layout: Layout, stage: int) -> int:
     """Parameters of the matrices that are multiplied in fp8 on a rank of one pipeline stage."""
-    numbers: list[int] = []
-    for chunk, layers in enumerate(layout.layers_per_stage[stage]):
-        first = layout.first_layer(stage, chunk)
-        numbers += range(first, first + layers)
-    numbers = [number for number in numbers if not in_bf16(recipe, number)]
+    numbers = [number for number in layers_of(layout, stage) if not in_bf16(recipe, number)]
     if stage == layout.pipeline_model_parallel_size - 1:
         numbers += [s.num_layers - 1] * s.mtp_num_layers  # layers like the last one
+    return _count_matrices(recipe, s, layout, numbers)
+
+
+def count_rounded_on_rank(recipe: Recipe, s: Shape, layout: Layout, stage: int) -> int:
+    """Parameters of the matrices that are rounded (`qat`) on a rank of one pipeline stage."""
+    return _count_matrices(recipe, s, layout, layers_of(layout, stage))
+
+
+def layers_of(layout: Layout, stage: int) -> list[int]:
+    """Numbers of a stage's layers, from 0."""
+    first = (layout.first_layer(stage, chunk) for chunk in range(layout.virtual_pipeline_model_parallel_size))
+    return [
+        begin + n for begin, layers in zip(first, layout.layers_per_stage[stage], strict=True) for n in range(layers)
+    ]
+
+
+def _count_matrices(recipe: Recipe, s: Shape, layout: Layout, numbers: Iterable[int]) -> int:
+    """Parameters of a rank's part of the matrices of these layers."""
     total = 0
     for number in numbers:
         for matrix in matrices(recipe.model, s, experts=s.moe_layers(number, number + 1) > 0):

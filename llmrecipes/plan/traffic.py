@@ -20,10 +20,11 @@ from llmrecipes.plan.parameters import (
     count_adapters_on_rank,
     count_frozen_whole,
     count_trained_on_rank,
+    layers_of,
     unsharded_adapters,
 )
 from llmrecipes.plan.sharding import OWNERS
-from llmrecipes.recipe.adapters import adapted
+from llmrecipes.recipe.adapters import adapted, matrices
 from llmrecipes.recipe.adversarial import passes
 from llmrecipes.recipe.engines import ENGINES, engine_name
 from llmrecipes.recipe.freezing import frozen
@@ -330,6 +331,7 @@ def _gradients(plan: Plan, stage: int) -> Iterator[tuple[GroupName, Call]]:
             yield group, Call("all-gather", ranks, _element(plan) * number)
         elif number:
             yield group, Call("all-reduce", ranks, reduced * number)
+    yield from _rounding(plan, stage)
     stages, tensor = layout.pipeline_model_parallel_size, layout.tensor_model_parallel_size
     if lora is not None:
         if layout.sequence_parallel:
@@ -353,6 +355,23 @@ def _gradients(plan: Plan, stage: int) -> Iterator[tuple[GroupName, Call]]:
         whole = sum(layout.layers_per_stage[stage]) * heads
         whole -= count_frozen_whole(plan.recipe, s, layout, stage, ("q_layernorm.", "k_layernorm."))
         yield from _in("tensor", [Call("all-reduce", tensor, width * whole)] * times)
+
+
+def _rounding(plan: Plan, stage: int) -> Iterator[tuple[GroupName, Call]]:
+    """Largest values of the rows that ranks have parts of (`qat`), once a step; groups of int4 are not split."""
+    recipe, layout, s = plan.recipe, plan.layout, plan.shape
+    if recipe.qat is None or recipe.qat.group is not None:
+        return
+    local = (s.num_moe_experts or 0) // layout.expert_model_parallel_size
+    for number in layers_of(layout, stage):
+        for matrix in matrices(recipe.model, s, experts=s.moe_layers(number, number + 1) > 0):
+            if matrix.by_columns:
+                continue
+            if matrix.of_experts:
+                one = Call("all-reduce", layout.expert_tensor_parallel_size, _FP32 * matrix.height)
+                yield from _in("expert_tensor", [one] * local)
+            else:
+                yield "tensor", Call("all-reduce", layout.tensor_model_parallel_size, _FP32 * matrix.height)
 
 
 def _sharded(plan: Plan, zero: Zero, ranks: int, number: int, reduced: int) -> Iterator[Call]:

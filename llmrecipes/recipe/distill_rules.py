@@ -69,7 +69,7 @@ def teacher_recipe(recipe: Recipe) -> Recipe:
     if not model.num_moe_experts:  # the ranks that share the student's experts have the same dense teacher
         dense = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
         parallel = parallel.model_copy(update=dense)
-    update = {"model": model, "parallelism": parallel, "train": train, "distill": None, "lora": None}
+    update = {"model": model, "parallelism": parallel, "train": train, "distill": None, "lora": None, "qat": None}
     return recipe.model_copy(update=update)
 
 

@@ -26,8 +26,8 @@ def reference_recipe(recipe: Recipe) -> Recipe:
     """The recipe of the reference's passes: the same model without adapters and dropout, in the same layout."""
     train = recipe.train.model_copy(update={"loss_chunk_tokens": 0, "torch_compile": False})
     model = recipe.model.model_copy(update=OF_TEACHERS)
-    update = {"model": model, "train": train, "dpo": None, "lora": None if has_second_model(recipe) else recipe.lora}
-    return recipe.model_copy(update=update)
+    lora = None if has_second_model(recipe) else recipe.lora
+    return recipe.model_copy(update={"model": model, "train": train, "dpo": None, "qat": None, "lora": lora})
 
 
 def needs_start_weights(recipe: Recipe) -> bool:

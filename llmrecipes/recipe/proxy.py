@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from llmrecipes.recipe import freezing, stage_layout
+from llmrecipes.recipe import freezing, qat_rules, stage_layout
 from llmrecipes.recipe.batch_schedule import without_ramp
 from llmrecipes.recipe.degrees import model_parallel_size, smallest_world
 from llmrecipes.recipe.distill_rules import rehearsed
@@ -31,8 +31,7 @@ from llmrecipes.recipe.schema import (
 )
 from llmrecipes.recipe.zero import Zero
 
-MAX_NAME = 63
-"""Characters that the schema allows: a label in Kubernetes."""
+MAX_NAME = 63  # characters that the schema allows: a label in Kubernetes
 
 
 def suffixed(name: str, suffix: str, spare: int = 0) -> str:
@@ -294,6 +293,7 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
             "lora": recipe.lora and _lora(recipe.lora),
             "stages": (),
             "dpo": recipe.dpo and recipe.dpo.model_copy(update={"reference": None, "reference_log_probs": None}),
+            "qat": qat_rules.rehearsed(recipe.qat, model, parallel),
             "distill": rehearsed(recipe, model, parallel, lambda teacher: small_model(teacher, parallel)),
         }
     )

@@ -19,6 +19,7 @@ from llmrecipes.recipe.optimizer import Optimizer as Optimizer
 from llmrecipes.recipe.optimizer import Scheduler as Scheduler
 from llmrecipes.recipe.plugins import DataStep, MetricSink
 from llmrecipes.recipe.preference import Dpo, Preference
+from llmrecipes.recipe.qat import Qat
 from llmrecipes.recipe.search_section import Search
 from llmrecipes.recipe.section import (
     AlarmVariable,
@@ -403,6 +404,7 @@ class Recipe(Section):
     lora: Lora | None = None
     distill: Distill | None = None
     dpo: Dpo | None = None
+    qat: Qat | None = None
     train: Train
     speed: Speed = Speed()
     optimizer: Optimizer

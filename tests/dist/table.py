@@ -99,6 +99,9 @@ _TAUGHT_LAYERS: Sections = {
 }  # fmt: skip
 _TAUGHT_COSINE: Sections = {"distill": {**_TAUGHT_LAYERS["distill"], "layers_loss": "cosine"}}
 
+_INT4: Sections = {"qat": {"scheme": "int4", "group_size": 16}}
+_INT8: Sections = {"qat": {"scheme": "int8"}}
+
 _FGM: Sections = {"train": {"adversarial": {"type": "fgm", "epsilon": 0.5}}}
 _PGD: Sections = {"train": {"adversarial": {"type": "pgd", "epsilon": 0.5, "alpha": 0.4, "steps": 2}}}
 _FREELB: Sections = {
@@ -206,6 +209,11 @@ VARIANTS: dict[str, Sections] = {
     "moe with a dense teacher": {"model": _MOE, **_TAUGHT_MSE},
     "gpt taught by layers": _TAUGHT_LAYERS,
     "moe taught by layers": {"model": _MOE, **_TAUGHT_COSINE},
+    "gpt in int4": _INT4,
+    "gpt in int8": _INT8,
+    "llama in int4": {"model": _LLAMA, **_INT4},
+    "moe in int8": {"model": {**_MOE, **_ROOM}, **_INT8},
+    "mla in int8": {"model": _MLA, **_INT8},
     "attacked gpt": _PGD,
     "attacked llama": {"model": _LLAMA, **_FGM},
     "gpt with freelb": _FREELB,
@@ -343,6 +351,12 @@ _BF16 = (
     "(2^-9 = 2e-3 of each value; losses average it away, gradient norms and single tensors less)"
 )
 _FP16 = "as in bf16, with 11 bits of a number"
+INT8_BOUND, INT4_BOUND = 1e-3, 1e-2
+"""As `BOUND`, of rounded weights; `_ROUNDED` says why."""
+_ROUNDED = (
+    "a weight halfway between two integers becomes the other one where the update before was summed in another order "
+    "(1/15 of the largest value of 16 in int4, 1/255 of that of a row in int8); gradients of the first step agree"
+)
 _TOGETHER = (
     "the balance counts over the micro-batches that run at the same time on data-parallel ranks and over those before: "
     "one process does the same with them in one micro-batch"
@@ -544,6 +558,19 @@ def _rows() -> Iterator[Row]:
     yield Row("gpt taught by layers", "pp2 vpp2", {"train": _BLOCK})
     yield Row("gpt taught by layers", "tp2 sp dp2", {"parallelism": _OVERLAP_BOTH})
     yield Row("moe taught by layers", "tp2 sp pp2 dp2 ep2 etp1")
+    # -- rounded weights: groups of whole matrices, and rows that ranks have parts of --
+    int4: dict[str, Any] = {"bound": INT4_BOUND, "why": _ROUNDED}
+    int8: dict[str, Any] = {"bound": INT8_BOUND, "why": _ROUNDED}
+    for layout in ("dp2", "tp2 sp pp2", "tp4", "pp2 vpp2 cp2 dp2"):
+        yield Row("gpt in int4", layout, **int4)
+    for layout in ("tp2", "tp4 sp", "tp2 sp pp2 dp2"):
+        yield Row("gpt in int8", layout, **int8)
+    yield Row("gpt in int8", "tp2 pp2", {"train": _FULL}, **int8)
+    yield Row("gpt in int8", "tp2 sp dp2", {"parallelism": _OVERLAP_BOTH}, **int8)
+    yield Row("llama in int4", "tp2 sp cp2", **int4)
+    for layout in ("dp2 ep2", "tp2 sp", "tp2 sp pp2 dp2 ep2 etp1"):
+        yield Row("moe in int8", layout, **int8)
+    yield Row("mla in int8", "tp2 sp", **int8)
     # -- embeddings that are moved: the random start and the norm of a sequence are the same in parts --
     for layout in ("tp2", "tp2 sp cp2", "pp2 vpp2 cp2 dp2"):
         yield Row("attacked gpt", layout)
@@ -670,6 +697,7 @@ CORE = frozenset(
         "gpt with frozen weights: tp2 sp pp2",
         "taught gpt: tp2 sp pp2",
         "gpt with freelb: tp2 sp pp2 vpp2",
+        "gpt in int8: tp2 sp pp2 dp2",
         "gpt without some layers: pp2 vpp2 dp2",
         "packed gpt: dp2",
         "pairs: tp2 sp pp2",
@@ -696,6 +724,7 @@ SIMILAR = {
     "packed mla", "moe with padded room for all", "moe with padded room for all and lora", "llama with yarn",
     "mla with yarn", "taught llama", "taught moe", "moe with a dense teacher",
     "gpt taught by layers", "moe taught by layers",
+    "gpt in int4", "llama in int4", "moe in int8", "mla in int8",
     "attacked gpt", "attacked llama", "attacked gpt with lora", "llama with lora", "pairs with lora",
     "packed pairs", "moe with frozen weights",
     "gpt with frozen ends", "gpt with a frozen half",
@@ -768,7 +797,7 @@ class Resume:
 
     @property
     def bound(self) -> float:
-        return BF16_BOUND if "16" in self.variant else BOUND
+        return BF16_BOUND if "16" in self.variant else INT8_BOUND if "int8" in self.variant else BOUND
 
     @property
     def core(self) -> bool:
@@ -791,6 +820,7 @@ RESUMES = (
     Resume("gpt", "dp1", "tp2 sp"),
     Resume("pairs", "dp2", "tp2 sp"),
     Resume("gpt", "tp2 sp", "pp2"),
+    Resume("gpt in int8", "tp2 sp", "pp2 dp2"),
     Resume("gpt", "pp2", "pp2 vpp2"),
     Resume("gpt", "pp2 vpp2", "cp2 dp2"),
     Resume("gpt", "cp2 dp2", "dp1"),

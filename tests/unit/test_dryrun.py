@@ -146,6 +146,10 @@ SMALL_WORLDS = {
     "moved embeddings": spec(
         "gpt-tiny-3d", "train.adversarial={type: pgd, epsilon: 0.5, alpha: 0.2, steps: 2}", world=4, ranks=(0, 2),
     ),
+    "rounded weights": spec(
+        "gpt-tiny-3d", "qat.scheme=int8", world=4, ranks=(0, 2),
+    ),
+    "rounded experts in groups": spec("moe-tiny", "qat.scheme=int4", "qat.group_size=64", world=2),
     "context": spec("gpt-tiny", "parallelism.context_parallel_size=2", world=2),
     "experts": spec("moe-tiny", world=2),
     "adapters": spec(

@@ -16,16 +16,20 @@ import transformers
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from llmrecipes.cli.app import run
+from llmrecipes.engine.backends import backend
+from llmrecipes.engine.core.backend import loaded as loaded_by_engine
 from llmrecipes.hf import safetensors
 from llmrecipes.hf.safetensors import SafetensorsFolder, write
 from llmrecipes.models import inference, inference_worker, quantized_weights
 from llmrecipes.models import quantize as quantizing
 from llmrecipes.models.calibrate import BLOCK, Calibration, calibrate, gptq
 from llmrecipes.models.quantized_weights import SCHEMES, QuantizedSource, Scheme
-from tests.helpers import LLAMA, tiny_on, write_recipe
+from llmrecipes.plan.derive import derive
+from llmrecipes.rundir import Run
+from tests.helpers import LLAMA, ROOMY, tiny_on, write_recipe
 from tests.refusals import refused, require_message
 
 TRAIN = {"train_iters": 2, "eval_interval": 2, "eval_iters": 1}
@@ -253,6 +257,48 @@ def test_calibration_rows_are_documents_with_an_end(llama: Path, folder: Path, d
     tokenizer = inference_worker.folder_tokenizer(llama)
     first, second = (tokenizer.encode(f"word {n} word {n + 1}") for n in (1, 3))
     assert rows.flatten().tolist() == [*first, tokenizer.eod, *second, tokenizer.eod][:8]
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_weights_are_those_that_training_saw(precision: str, folder: Path, corpus: Path, command: Command) -> None:
+    train = {**TRAIN, "precision": precision}
+    qat = {"scheme": "int4", "group_size": 32}
+    recipe = tiny_on(corpus, f"aware-{precision}", model=WIDE, train=train, qat=qat)
+    assert command("train", write_recipe(recipe, folder), "--run-id", "one", "--no-sample")[0] == 0
+    out, scheme = folder / recipe.name, Scheme("int4", 32)
+    rounding = ("--scheme", "int4", "--group-size", "32", "--no-measure")
+    assert command("quantize", recipe.name, str(out), *rounding)[0] == 0
+    engines, plan = backend(recipe), derive(recipe, 1, ROOMY)
+    platform, entry = engines.platform(), Run(folder / "runs" / recipe.name / "one").require_checkpoint()
+    with engines.join(recipe, platform):
+        (module,) = loaded_by_engine(plan, platform, entry).modules
+        with torch.no_grad():
+            module(IDS, IDS, None)
+    seen, file = module.fake_quantizer._rounded, load_file(out / "model.safetensors")
+    compressor = BaseCompressor.get_value_from_registry(scheme.kind.form)
+
+    def written(*names: str) -> torch.Tensor:
+        parts = ("weight_packed", "weight_scale", "weight_shape")
+        states = ({part: file[f"model.layers.{name}.{part}"] for part in parts} for name in names)
+        return torch.cat([compressor.decompress(state, scheme.spec)["weight"] for state in states])
+
+    for number, layer in enumerate(module.decoder.layers):
+        assert written(f"{number}.self_attn.o_proj").equal(seen[layer.self_attention.linear_proj])
+        assert written(f"{number}.mlp.down_proj").equal(seen[layer.mlp.linear_fc2])
+        both = written(*(f"{number}.mlp.{name}_proj" for name in ("gate", "up")))
+        assert both.equal(seen[layer.mlp.linear_fc1]) and not both.equal(layer.mlp.linear_fc1.weight)
+        heads, ours = (
+            written(*(f"{number}.self_attn.{name}_proj" for name in "qkv")),
+            seen[layer.self_attention.linear_qkv],  # whose rows are in groups of heads
+        )
+        assert set(map(tuple, heads.tolist())) == set(map(tuple, ours.tolist()))
+    (folder / "held-out.txt").write_text("word 3 word 1\n" * 60)
+    text, bits = ("--data", f"text:{folder / 'held-out.txt'}", "--limit", "2", "--json"), []
+    for model in (recipe.name, str(out)):
+        code, printed = command("eval", model, *text)
+        assert code == 0
+        bits.append(json.loads(printed)["results"][0]["metrics"]["bits_per_byte"])
+    assert bits[0] == pytest.approx(bits[1], rel=1e-6 if precision == "fp32" else 5e-3)
 
 
 @pytest.fixture

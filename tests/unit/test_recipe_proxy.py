@@ -141,6 +141,7 @@ def test_what_a_cpu_cannot_run_is_reported() -> None:
 def test_a_new_key_reaches_the_rehearsal(section: str) -> None:
     elsewhere: dict[str, Any] = {"search": load("gpt-tiny").recipe.search, "lora": load("lora-tiny").recipe.lora}
     elsewhere |= {"distill": load("gpt-tiny-distil").recipe.distill, "dpo": load("dpo-tiny").recipe.dpo}
+    elsewhere |= {"qat": load("gpt-tiny", ["qat.scheme=int8"]).recipe.qat}
     whole = load("gpt-tiny-zero").recipe.model_copy(update=elsewhere)
     old = getattr(whole, section)
     longer = create_model("WithNewKey", __base__=type(old), new_key=(int, 0)).model_validate(

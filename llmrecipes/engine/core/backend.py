@@ -18,6 +18,7 @@ from llmrecipes.engine.core.checkpoint import initial
 from llmrecipes.engine.core.checkpoint.loader import load, read_index
 from llmrecipes.engine.core.checkpoint.tensors import StoredWeights
 from llmrecipes.engine.core.importance import measure
+from llmrecipes.engine.core.model.fake_quantize import renew_rounded
 from llmrecipes.engine.core.model.gpt import BuiltModel, build, construct, software
 from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.core.score import GPTScorer
@@ -127,6 +128,7 @@ def loaded(
     built = to_be_loaded(plan, platform, base)
     wanted = model_state(built.modules)
     load_model(built.modules, load(entry, ema.in_place_of_weights(wanted) if averaged else wanted, index))
+    renew_rounded(built.modules, entry.step)
     return built
 
 

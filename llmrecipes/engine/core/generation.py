@@ -65,12 +65,14 @@ def evaluating(modules: Sequence[RecipeGPTModel]) -> Iterator[None]:
     """A block with the chunks of a model in evaluation mode, and with its products in bf16.
 
     Texts of any length have other numbers of tokens than products in fp8 take, and copies of weights in fp8 are renewed
-    by training steps only.
+    by training steps only. Rounded weights (`qat`) are renewed here.
     """
     before = [(module, module.training, module.config.fp8) for module in modules]
     try:
         for module in modules:
             module.eval()
+            if module.fake_quantizer is not None:
+                module.fake_quantizer.forget()
             module.config.fp8 = None  # which all layers of a chunk share
         yield
     finally:

@@ -36,6 +36,7 @@ from llmrecipes.engine.core.checkpoint.format import ShardedFormat
 from llmrecipes.engine.core.checkpoint.part import PartFormat
 from llmrecipes.engine.core.generation import generate
 from llmrecipes.engine.core.model.attention import apart, own_chunks, prediction_weights
+from llmrecipes.engine.core.model.fake_quantize import renew_rounded, rounded
 from llmrecipes.engine.core.model.gpt import BuiltModel, RecipeGPTModel
 from llmrecipes.engine.core.platform import patching
 from llmrecipes.engine.core.rerun import RerunState, announced, kept
@@ -141,6 +142,7 @@ class MegatronEngine:
         accept: Accept | None = None,
         redo: Callable[[], None] | None = None,
     ) -> StepResult:
+        renew_rounded(self.modules, self.steps)
         self.steps += 1
         self._micro_batches = num_microbatches or self.plan.num_microbatches
         if self.balance is not None:
@@ -220,6 +222,7 @@ class MegatronEngine:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], global_batches: int, stop: StopCheck | None = None) -> float | None:
+        renew_rounded(self.modules, self.steps)
         for chunk in self.chunks:
             chunk.eval()
         losses: list[tuple[float, float]] = []
@@ -251,7 +254,7 @@ class MegatronEngine:
     def model_states(self) -> dict[str, list[torch.Tensor]]:
         parameters = [parameter for module in self.modules for parameter in module.parameters()]
         return {
-            "weights": [parameter.data for parameter in parameters],
+            "weights": [parameter.data for parameter in parameters] + rounded(self.modules),
             "gradients": [parameter.main_grad for parameter in parameters if parameter.requires_grad],
             "optimizer": update.states(self.optimizer, parameters),
         }
@@ -268,6 +271,7 @@ class MegatronEngine:
         # An interleaved schedule needs as many micro-batches as there are stages.
         number = self.plan.layout.pipeline_model_parallel_size if len(self.chunks) > 1 else 1
         self._micro_batches = number
+        renew_rounded(self.modules, self.steps)
         with replicas.watched_results(self.modules) as results:
             for chunk in self.chunks:
                 chunk.eval()
@@ -319,11 +323,13 @@ class MegatronEngine:
         self, prompt: list[int], *, max_new_tokens: int, sampling: Sampling, vocab_size: int, eod: int | None
     ) -> Iterator[int]:
         (module,) = self.modules
+        renew_rounded(self.modules, self.steps)
         return generate(
             module, prompt, max_new_tokens=max_new_tokens, sampling=sampling, vocab_size=vocab_size, eod=eod
         )
 
     def scorer(self) -> GPTScorer:
+        renew_rounded(self.modules, self.steps)
         return GPTScorer(self.modules, self.plan, self.platform)
 
     def close(self) -> None:

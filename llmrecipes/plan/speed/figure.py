@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 _MEMORY = {"weights": "#4477aa", "gradients": "#66ccee", "optimizer": "#228833", "activations": "#ccbb44",
            "other": "#bbbbbb"}  # fmt: skip
 _STEP = {"compute": "#4477aa", "tensor": "#ee6677", "expert": "#aa3377", "context": "#ccbb44", "bubble": "#dddddd",
-         "gradients": "#66ccee", "optimizer": "#228833", "teacher": "#999933", "attack": "#882255"}  # fmt: skip
+         "gradients": "#66ccee", "optimizer": "#228833", "teacher": "#999933", "attack": "#882255",
+         "rounding": "#bbbbbb"}  # fmt: skip
 _FORWARD, _BACKWARD = ("#4477aa", "#88aacc"), ("#228833", "#77bb88")
 """Of even and of odd chunks."""
 _MOST_PASSES = 6000

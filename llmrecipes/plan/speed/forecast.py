@@ -12,6 +12,7 @@ from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.frozen import reference_plan, teacher_plan
 from llmrecipes.plan.kernels import recomputed_layers
 from llmrecipes.plan.memory import Memory, of_stage
+from llmrecipes.plan.parameters import count_rounded_on_rank
 from llmrecipes.plan.speed.device import Device, Stack, device, kernels_on, stack, stack_of
 from llmrecipes.plan.speed.saving import Saving, as_dict, saving
 from llmrecipes.plan.speed.step import Step, forward_seconds, predict, with_attack
@@ -394,6 +395,11 @@ def work(plan: Plan) -> Work:
     )
 
 
+_ROUNDED_BYTES = 48
+"""Bytes that are read and written to round a weight of 16 bits: 4 for the largest value of its group, 6 to convert it,
+8 each to divide, round, bound and multiply it, and 6 to store it."""
+
+
 def forecast(plan: Plan, profile: Profile | None) -> Forecast:
     """Speed, memory by stage, and cost of a plan.
 
@@ -416,6 +422,10 @@ def forecast(plan: Plan, profile: Profile | None) -> Forecast:
         step = replace(step, teacher=forward_seconds(ahead, plan.num_microbatches))
     step = with_attack(step, passes(plan.recipe.train))
     stages = range(plan.layout.pipeline_model_parallel_size)
+    if plan.recipe.qat is not None:
+        weights = max(count_rounded_on_rank(plan.recipe, plan.shape, plan.layout, stage) for stage in stages)
+        rate = accelerator.bandwidth * accelerator.memory
+        step = replace(step, rounding=weights * _ROUNDED_BYTES / rate)
     memory = tuple(
         of_stage(plan.recipe, plan.shape, plan.layout, plan.num_microbatches, stage, plan.device) for stage in stages
     )

@@ -39,6 +39,8 @@ class Step:
     """The passes of a teacher (`distill`), its communication included."""
     attack: float = 0.0
     """All passes but the last on moved embeddings (`train.adversarial`), with their communication."""
+    rounding: float = 0.0
+    """Rounding of the matrices (`qat`), once a step."""
 
     @property
     def seconds(self) -> float:
@@ -52,7 +54,7 @@ class Step:
 
     def parts(self) -> dict[str, float]:
         """Seconds by name."""
-        rare = {"teacher": self.teacher, "attack": self.attack}
+        rare = {"teacher": self.teacher, "attack": self.attack, "rounding": self.rounding}
         return {name: getattr(self, name) for name in _PARTS} | {name: each for name, each in rare.items() if each}
 
 

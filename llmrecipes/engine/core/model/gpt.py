@@ -20,6 +20,7 @@ from llmrecipes.engine.base import WeightSource
 from llmrecipes.engine.core.accuracy import TokenAccuracy
 from llmrecipes.engine.core.checkpoint.slices import other_state
 from llmrecipes.engine.core.model.config import own_mup, scale_activations, transformer_config
+from llmrecipes.engine.core.model.fake_quantize import FakeQuantizer
 from llmrecipes.engine.core.model.freezing import freeze
 from llmrecipes.engine.core.model.init import buffers, fill, initialise, parameter_slices
 from llmrecipes.engine.core.model.lora import ADAPTER, insert
@@ -45,6 +46,8 @@ class RecipeGPTModel(GPTModel):
 
     has_adapters = False
     """Whether the model itself is frozen, and checkpoints have the adapters only."""
+    fake_quantizer: FakeQuantizer | None = None
+    """Rounds the matrices of the layers (`qat`)."""
     label_smoothing: float = 0.0
     z_loss_coeff: float = 0.0
     loss_chunk_tokens: int = 0
@@ -294,6 +297,8 @@ def construct(plan: Plan, platform: Platform) -> BuiltModel:
         for parameter in module.parameters():
             # The position embedding is created in fp32. Buffers are not converted: expert biases need fp32.
             parameter.data = parameter.data.to(config.params_dtype)
+        if module.fake_quantizer is not None:
+            module.fake_quantizer.allocate()
     return BuiltModel(modules, config, implementation, reason)
 
 
@@ -417,4 +422,6 @@ def _chunk(plan: Plan, config: TransformerConfig, implementation: Any, stage: in
         insert(module, plan.recipe.lora)
     if plan.recipe.train.freeze:
         freeze(module, plan.recipe)
+    if plan.recipe.qat is not None:
+        module.fake_quantizer = FakeQuantizer(module, plan.recipe.qat)
     return module
