@@ -238,7 +238,7 @@ def _work(spec: EncoderSpec, batch: Batch) -> Worked:
     cuts, talks = spec.steps.cuts, spec.chat is not None
     for place, outcome in enumerate(outcomes):  # only what is written, or cut, goes back to the process that writes
         if isinstance(outcome, Document) and not cuts and (outcome.split == "train" or talks):
-            outcomes[place] = replace(outcome, text=b"")
+            outcomes[place] = outcome.without_text()
     return Worked(batch.source, outcomes, encoded)
 
 

@@ -4,6 +4,8 @@ The byte-level BPE of `prepare` splits text into words with `WORDS` before it me
 on the word, so they are looked up in a table that the library fills: the same ids as `Tokenizer.encode`, three times
 as fast, because words repeat and the library tracks the origin of every byte. `WORDS` uses explicit ranges, so that
 Python's `re` and the tokenizer's Oniguruma agree on every character, independent of their Unicode versions.
+
+Another byte-level BPE runs through gigatoken where that is installed and has the same ids (`data/gigatoken.py`).
 """
 
 from __future__ import annotations
@@ -11,9 +13,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import version
 
 import numpy as np
 import tokenizers
+
+from llmrecipes.data.gigatoken import CHECKED, PACKAGE, Gigatoken, Unsupported
 
 # Letters: ASCII, and all from U+00C0 on but general and CJK punctuation; marks and symbols of other scripts count too.
 _LETTER = "A-Za-zÀ-\u1fff\u2070-\u2fff\u3040-\U0010ffff"
@@ -28,6 +34,11 @@ WORDS = "|".join(
     )
 )
 """How text is split into words: between GPT-2's and GPT-4's patterns (openai/tiktoken), on explicit ranges."""
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+"""How Llama 3 does (meta-llama/llama3), in Oniguruma's syntax."""
 
 _MAX_WORDS = 1 << 20  # entries of the table: some 200 MB at most
 _MAX_PIECE = 1 << 20  # characters that are cut into words at once
@@ -59,10 +70,31 @@ def encoder(tokenizer_json: str, eod: int, dtype: str, *, by_word: bool) -> Enco
         tokenizer_json: the tokenizer's `tokenizer.json`.
         eod: id appended to each document.
         dtype: NumPy name of the ids' type.
-        by_word: the tokenizer splits text with `WORDS` (it was trained by `tokenizer.train`).
+        by_word: the tokenizer splits text with `WORDS` (it was trained by `tokenizer.train`, with its default).
     """
-    tokenizer = load(tokenizer_json)
-    return _by_word(tokenizer, eod, dtype) if by_word else _by_library(tokenizer, eod, dtype)
+    if by_word:
+        return _by_word(load(tokenizer_json), eod, dtype)
+    fast = gigatoken(tokenizer_json)
+    if isinstance(fast, str):
+        return _by_library(load(tokenizer_json), eod, dtype)
+    return _by_gigatoken(fast, eod, dtype)
+
+
+@lru_cache(maxsize=1)
+def gigatoken(tokenizer_json: str) -> Gigatoken | str:
+    """What encodes with a Hugging Face tokenizer in this process, or why its own library does."""
+    try:
+        return Gigatoken(tokenizer_json, load(tokenizer_json))
+    except Unsupported as reason:
+        return str(reason)
+
+
+def encoded_by(tokenizer_json: str) -> str:
+    """What encodes with a Hugging Face tokenizer, as a line."""
+    fast, library = gigatoken(tokenizer_json), f"tokenizers {tokenizers.__version__}"
+    if isinstance(fast, str):
+        return f"encoded by {library}, not by {PACKAGE}: {fast}"
+    return f"encoded by {PACKAGE} {version(PACKAGE)}, and one document in {CHECKED:,} by {library} too"
 
 
 def pieces(text: str, limit: int = _MAX_PIECE) -> Iterator[str]:
@@ -110,5 +142,17 @@ def _by_library(tokenizer: tokenizers.Tokenizer, eod: int, dtype: str) -> Encode
         encodings = tokenizer.encode_batch_fast([document.decode() for document in documents], add_special_tokens=False)
         rows = [np.array([*encoding.ids, eod], dtype) for encoding in encodings]
         return Encoded(b"".join(row.tobytes() for row in rows), [len(row) for row in rows])
+
+    return encode
+
+
+def _by_gigatoken(fast: Gigatoken, eod: int, dtype: str) -> Encode:
+    end = np.array([eod], np.uint32)
+
+    def encode(documents: list[bytes]) -> Encoded:
+        rows = fast.rows(documents)
+        parts = [part for row in rows for part in (row, end)]
+        ids = np.concatenate(parts).astype(dtype) if parts else np.empty(0, dtype)
+        return Encoded(ids.tobytes(), [len(row) + 1 for row in rows])
 
     return encode

@@ -155,6 +155,7 @@ def _shards(recipe: Recipe, target: Path, log: Callable[[str], None]) -> Shards 
                 shutil.rmtree(part, ignore_errors=True)
         stored = read_plan(folder, recipe.data.sources)
         spec = _encoder_spec(recipe, folder, stored.tokenizer, stored.dtype)
+        _say_what_encodes(recipe, spec, log)
         return Shards(folder, recipe.data.sources, spec, tuple(stored.shards), recipe.data.chat)
 
 
@@ -208,10 +209,34 @@ def _encoder_spec(recipe: Recipe, folder: Path, tokenizer: TokenizerRecord, dtyp
     """How documents are encoded with the tokenizer of a folder."""
     from llmrecipes.data import corpus, infilling
 
-    by_word = recipe.data.tokenizer.type == "bpe"
+    section = recipe.data.tokenizer
+    by_word = section.type == "bpe" and section.pattern == "words"
     steps, chat, fim = step_spec(recipe.data), _chat(recipe), infilling.fim_spec(recipe.data, tokenizer.fim)
     identity, scores = tokenizer.sha256, has_scores(recipe)
     return corpus.EncoderSpec(folder / TOKENIZER, identity, tokenizer.eod, dtype, by_word, steps, chat, fim, scores)
+
+
+def _tokenizer_json(recipe: Recipe, spec: EncoderSpec) -> str:
+    """The tokenizer of texts, not conversations, unless it splits them into `words`; else empty."""
+    texts = any(not source.tokenized for source in (*recipe.data.sources, *recipe.data.valid_sources))
+    return spec.tokenizer.read_text(encoding="utf-8") if texts and not spec.by_word and spec.chat is None else ""
+
+
+def _say_what_encodes(recipe: Recipe, spec: EncoderSpec, log: Callable[[str], None]) -> None:
+    from llmrecipes.data.encode import encoded_by
+
+    if tokenizer_json := _tokenizer_json(recipe, spec):
+        log(encoded_by(tokenizer_json))
+
+
+def _packages(recipe: Recipe, spec: EncoderSpec) -> list[str]:
+    """What the data is made with."""
+    from llmrecipes.data.encode import gigatoken
+    from llmrecipes.data.gigatoken import PACKAGE
+
+    tokenizer_json = _tokenizer_json(recipe, spec)
+    fast = [PACKAGE] if tokenizer_json and not isinstance(gigatoken(tokenizer_json), str) else []
+    return ["megatron-core", "numpy", "tokenizers", "datasets", "transformers", *fast]
 
 
 def _fill(
@@ -225,6 +250,7 @@ def _fill(
 
     if shards is None:
         tokenizer, dtype, spec = _encoding(recipe, part, log)
+        _say_what_encodes(recipe, spec, log)
         outcomes = None
     else:
         kept = read_plan(shards.folder, recipe.data.sources)
@@ -240,7 +266,6 @@ def _fill(
     sets = write_sets(part, recipe.data.valid_sources, spec, recipe.model.seq_length)
     for label, counts in sets.items():
         log(f"{label}: {counts.documents:,} held-out documents, {counts.tokens:,} tokens")
-    packages = ("megatron-core", "numpy", "tokenizers", "datasets", "transformers")
     manifest = DataManifest(
         format=manifests.FORMAT,
         fingerprint=name,
@@ -248,7 +273,7 @@ def _fill(
         versions={
             "llmrecipes": llmrecipes.__version__,
             "python": platform.python_version(),
-            **{package: importlib.metadata.version(package) for package in packages},
+            **{package: importlib.metadata.version(package) for package in _packages(recipe, spec)},
         },
         dtype=dtype,
         tokenizer=tokenizer,
@@ -295,7 +320,9 @@ def _tokenizer(recipe: Recipe, steps: StepSpec, part: Path, log: Callable[[str],
         sample_bytes = sum(len(text.encode()) for text in sample)
         log(f"training a byte-level BPE of {recipe.model.vocab_size:,} tokens on {sample_bytes / MIB:.1f} MiB")
         fim_tokens = tuple(infilling.token_texts(recipe.data).values())
-        backend, eod = tokenizer.train(sample, recipe.model.vocab_size, special_tokens(chat), fim_tokens)
+        backend, eod = tokenizer.train(
+            sample, recipe.model.vocab_size, special_tokens(chat), fim_tokens, pattern=section.pattern
+        )
         seconds = time.monotonic() - started
         size = tokenizer.vocabulary(backend)
         log(f"trained a byte-level BPE of {size:,} tokens on {sample_bytes / MIB:.1f} MiB in {seconds:.1f} s")

@@ -147,6 +147,8 @@ def content(recipe: Recipe) -> dict[str, object]:
             del source["label_key"], source["label_value"]  # likewise
     if not infills(recipe.data):
         del data["fim"]  # likewise
+    if recipe.data.tokenizer.pattern == "words":
+        del data["tokenizer"]["pattern"]  # likewise
     if not recipe.data.max_unreadable:
         del data["max_unreadable"]  # likewise
     chosen = selected(recipe.data)

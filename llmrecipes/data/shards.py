@@ -23,6 +23,7 @@ from llmrecipes.data import parts, sources
 from llmrecipes.data.chat import Conversations
 from llmrecipes.data.corpus import EncoderSpec, Worked, batches_of, encode_all
 from llmrecipes.data.encode import Encoded
+from llmrecipes.data.gigatoken import Gigatoken
 from llmrecipes.data.manifest import Record, TokenizerRecord
 from llmrecipes.data.parts import Part
 from llmrecipes.data.split import DIGEST_BYTES
@@ -269,25 +270,14 @@ class Shards:
             UserError: it cannot be read.
             OSError: it cannot be written.
         """
-        shard = self.shards[number]
-        source = self.every[shard.source]
-        skip = self.spec.steps.max_unreadable > 0
-        part, tokens = self.folder / f".{number:06d}-{token}.part", 0
-        keys: list[list[bytes]] = [[] for _ in self.kinds]
+        part, differences = self.folder / f".{number:06d}-{token}.part", Gigatoken.differences
         try:
-            with part.open("wb") as file:
-                reading = batches_of(shard.source, sources.documents(source, self.chat, shard.parts(source), skip=skip))
-                for worked in encode_all(reading, self.spec, 1):
-                    if lost():
-                        return
-                    tokens += sum(worked.encoded.lengths)
-                    if self.parallel:
-                        documents = [outcome for outcome in worked.outcomes if isinstance(outcome, Document)]
-                        for document in documents:
-                            for of_kind, key in zip(keys, (document.digest, *document.marks), strict=False):
-                                of_kind.append(key)
-                    file.write(framed(*_dumped(worked)))
-                file.write(framed(b"", b""))
+            encoded = self._encode(number, part, lost)
+            if Gigatoken.differences > differences:  # what was encoded before the difference may have others
+                encoded = self._encode(number, part, lost)
+            if encoded is None:
+                return
+            tokens, keys = encoded
             if self.parallel:  # before the shard, which says that they are there
                 for kind, of_kind in zip(self.kinds, keys, strict=True):
                     kept = self.folder / f".{number:06d}-{token}.{kind}.part"
@@ -298,6 +288,27 @@ class Shards:
             sync(self.folder)
         finally:
             part.unlink(missing_ok=True)
+
+    def _encode(self, number: int, part: Path, lost: Callable[[], bool]) -> tuple[int, list[list[bytes]]] | None:
+        """Encode a shard to a file. Its tokens, and what is compared of its documents by kind; None if it is lost."""
+        shard = self.shards[number]
+        source = self.every[shard.source]
+        skip = self.spec.steps.max_unreadable > 0
+        tokens, keys = 0, [list[bytes]() for _ in self.kinds]
+        with part.open("wb") as file:
+            reading = batches_of(shard.source, sources.documents(source, self.chat, shard.parts(source), skip=skip))
+            for worked in encode_all(reading, self.spec, 1):
+                if lost():
+                    return None
+                tokens += sum(worked.encoded.lengths)
+                if self.parallel:
+                    documents = [outcome for outcome in worked.outcomes if isinstance(outcome, Document)]
+                    for document in documents:
+                        for of_kind, key in zip(keys, (document.digest, *document.marks), strict=False):
+                            of_kind.append(key)
+                file.write(framed(*_dumped(worked)))
+            file.write(framed(b"", b""))
+        return tokens, keys
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -84,6 +84,10 @@ class Document:
     excerpt: str = ""
     score: float | None = None
 
+    def without_text(self) -> Document:
+        """The same without its text; `dataclasses.replace` takes twice as long."""
+        return Document(b"", self.digest, self.split, self.size, self.changed, self.marks, self.excerpt, self.score)
+
 
 @dataclass(frozen=True)
 class Dropped:

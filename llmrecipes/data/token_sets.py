@@ -260,7 +260,9 @@ class LinkedPart:
 class CopiedPart(Protocol):
     """A split of a set whose tokens are written again."""
 
-    counts: Counts
+    @property
+    def counts(self) -> Counts:
+        """Documents, tokens and bytes so far."""
 
     def add(self, document: Document, length: int, ids: np.ndarray, answers: bytes) -> None:
         """The next document."""

@@ -12,12 +12,13 @@ from typing import Any
 import tokenizers
 
 from llmrecipes import untrusted
-from llmrecipes.data.encode import WORDS, load
+from llmrecipes.data.encode import LLAMA3, WORDS, load
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Tokenizer as Section
 
 EOD = "<|endoftext|>"
 _BYTES = 256
+_PATTERNS = {"words": WORDS, "llama3": LLAMA3}
 TOKENIZER_SECONDS = 60
 """CPU seconds in which an untrusted tokenizer is loaded and splits a few texts; a large one takes about five."""
 _TOKENIZER_SUFFIXES = frozenset({".json", ".jinja", ".model", ".txt", ".tiktoken"})
@@ -95,7 +96,12 @@ def vocabulary(backend: tokenizers.Tokenizer) -> int:
 
 
 def train(
-    texts: Iterable[str], vocab_size: int, more_special: Sequence[str] = (), infilling: Sequence[str] = ()
+    texts: Iterable[str],
+    vocab_size: int,
+    more_special: Sequence[str] = (),
+    infilling: Sequence[str] = (),
+    *,
+    pattern: str = "words",
 ) -> tuple[tokenizers.Tokenizer, int]:
     """Train a byte-level BPE (arXiv 1508.07909, GPT-2's bytes) with `tokenizers`; decoding is lossless for any text.
 
@@ -104,6 +110,7 @@ def train(
         vocab_size: maximum ids, including the 256 bytes and `<|endoftext|>`; fewer if the texts have fewer pairs.
         more_special: special tokens of a chat template; the last one ends an answer.
         infilling: special tokens of fill-in-the-middle.
+        pattern: how text is split into words, a value of `data.tokenizer.pattern`.
 
     Returns:
         The tokenizer and the id of the last token of the template: without one that of `<|endoftext|>` (0).
@@ -122,7 +129,7 @@ def train(
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
         [
-            tokenizers.pre_tokenizers.Split(tokenizers.Regex(WORDS), behavior="isolated"),
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(_PATTERNS[pattern]), behavior="isolated"),
             tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

@@ -156,7 +156,11 @@ class _WrittenPart:
         self._digests = stack.enter_context(prefix.with_suffix(".sha256").open("wb"))
         self._answers = stack.enter_context(prefix.with_suffix(".answers").open("wb")) if answers else None
         self._scores = stack.enter_context(prefix.with_suffix(SCORES).open("wb")) if scores else None
-        self.counts = Counts()
+        self._documents = self._tokens = self._bytes = 0
+
+    @property
+    def counts(self) -> Counts:
+        return Counts(documents=self._documents, tokens=self._tokens, bytes=self._bytes)
 
     def add(self, document: Document, length: int, ids: np.ndarray, answers: bytes) -> None:
         self._builder.add_document(ids, [length])
@@ -165,11 +169,9 @@ class _WrittenPart:
             self._answers.write(answers)
         if self._scores is not None:
             self._scores.write(np.array(document.score, "<f4").tobytes())
-        self.counts = Counts(
-            documents=self.counts.documents + 1,
-            tokens=self.counts.tokens + length,
-            bytes=self.counts.bytes + document.size,
-        )
+        self._documents += 1
+        self._tokens += length
+        self._bytes += document.size
 
     def finish(self) -> None:
         self._builder.finalize(self._idx)
@@ -291,7 +293,8 @@ class Output:
                 length = len(its_ids)
                 tally.rules[f"{judged.reason}.{CUT_PIECES}"] += judged.pieces
                 self.samples.add(worked.source, Dropped(judged.reason, CUT_PIECES, judged.excerpt))
-            tally.changed.update(kept.changed)
+            if kept.changed:
+                tally.changed.update(kept.changed)
             answers = b""
             if talks is not None:
                 answers = talks.answers[chosen]

@@ -51,12 +51,10 @@ EXPERT = re.compile(r"\.experts\.(\d+)\.")
 OURS = "llama-bpe"
 """llama.cpp's pattern of words next to that of the byte-level BPE of `prepare`, which it does not have."""
 PATTERNS = {
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
-    r"\s+(?!\S)|\s+": "llama-bpe",
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+": "qwen2",
 }
-"""llama.cpp's name of a pattern that splits text into words."""
+"""llama.cpp's name of a pattern that splits text into words, besides Llama 3's."""
 
 
 def export_gguf(
@@ -272,7 +270,7 @@ def _tokens(opened: OpenedRun, data_dir: Path) -> tuple[dict[str, Any], tuple[st
     Raises:
         UserError: its data is not prepared, or llmrecipes does not know its pattern in llama.cpp.
     """
-    from llmrecipes.data.encode import WORDS
+    from llmrecipes.data.encode import LLAMA3, WORDS
     from llmrecipes.data.prepared import TOKENIZER
     from llmrecipes.hf.tokenizer_files import write_tokenizer
     from llmrecipes.models.export import prepared_of
@@ -282,7 +280,8 @@ def _tokens(opened: OpenedRun, data_dir: Path) -> tuple[dict[str, Any], tuple[st
         special = write_tokenizer(Path(folder), opened.recipe, prepared)
         file: dict[str, Any] = json.loads((Path(folder) / TOKENIZER).read_text("utf-8"))
     model, splitter = file["model"], json.dumps(file.get("pre_tokenizer"))
-    pattern = next((name for text, name in PATTERNS.items() if json.dumps(text)[1:-1] in splitter), None)
+    known = PATTERNS | {LLAMA3: OURS}
+    pattern = next((name for text, name in known.items() if json.dumps(text)[1:-1] in splitter), None)
     notes: tuple[str, ...] = ()
     if json.dumps(WORDS)[1:-1] in splitter:
         pattern = OURS

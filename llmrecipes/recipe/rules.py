@@ -312,6 +312,13 @@ def _tokenizer(recipe: Recipe) -> Iterator[Problem]:
             "a huggingface tokenizer needs path: its name or folder",
             "data.tokenizer.path, for example gpt2",
         )
+    if tokenizer.type == "huggingface" and tokenizer.pattern != "words":
+        yield Problem(
+            "data.tokenizer.pattern",
+            "set with type huggingface",
+            "a huggingface tokenizer has its own pattern",
+            "leave pattern out, or type bpe",
+        )
     if tokenizer.type == "bpe":
         for name in ("path", "revision"):
             if getattr(tokenizer, name) is not None:

@@ -262,6 +262,9 @@ class Tokenizer(Section):
     """Name or folder of a Hugging Face tokenizer."""
     revision: str | None = None
     """Commit of a Hugging Face tokenizer."""
+    pattern: Literal["words", "llama3"] = "words"
+    """How a `bpe` splits text into words. `words`: by a pattern of this program. `llama3`: by that of Llama 3, which
+    gigatoken and llama.cpp know."""
 
 
 class Data(Section):

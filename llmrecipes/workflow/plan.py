@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from llmrecipes.hardware.cluster import Cluster
@@ -14,8 +15,9 @@ from llmrecipes.recipe.degrees import least_ranks
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.units import MIB
 
-TEXT_RATE = {"bpe": 13.0 * MIB, "huggingface": 2.8 * MIB}
-"""Bytes of text a second that `prepare` tokenizes on one core, by `data.tokenizer.type`: benchmarks/RESULTS.md."""
+TEXT_RATE = {"words": 13.0 * MIB, "gigatoken": 50.0 * MIB, "tokenizers": 2.8 * MIB}
+"""Bytes of text a second that `prepare` makes into files of tokens on one core, by what tokenizes it: a `bpe` with the
+pattern `words`, gigatoken, Hugging Face's library. See benchmarks/RESULTS.md."""
 _TWO_BYTES = 65500
 """Vocabularies below this have token ids of two bytes: megatron-core's `DType.optimal_dtype`."""
 
@@ -55,7 +57,7 @@ def preparation(recipe: Recipe, machine: Cluster) -> Preparation | None:
         return None
     tokens = sum(known) / BYTES_PER_TOKEN
     cores = max(1.0, machine.cpu_cores / machine.nodes)
-    rate = TEXT_RATE[recipe.data.tokenizer.type]
+    rate = TEXT_RATE[_tokenizing(recipe)]
     return Preparation(
         text_bytes=sum(known),
         tokens=tokens,
@@ -64,6 +66,14 @@ def preparation(recipe: Recipe, machine: Cluster) -> Preparation | None:
         bytes_per_second=rate,
         seconds=sum(known) / rate / cores,
     )
+
+
+def _tokenizing(recipe: Recipe) -> str:
+    """What probably tokenizes a recipe's text, if the data is prepared with the packages that are installed here."""
+    tokenizer = recipe.data.tokenizer
+    if tokenizer.type == "bpe" and tokenizer.pattern == "words":
+        return "words"
+    return "gigatoken" if recipe.data.chat is None and find_spec("gigatoken") else "tokenizers"
 
 
 def plan_on(recipe: Recipe, *, nproc: int | None, cluster: str | None, nodes: int | None) -> tuple[Plan, Cluster]:

@@ -497,15 +497,33 @@ def test_a_hugging_face_tokenizer_from_a_folder(tmp_path: Path, made: tuple[Reci
     file = str(made[1].path / "tokenizer.json")
     PreTrainedTokenizerFast(tokenizer_file=file, eos_token=EOD).save_pretrained(folder)
     section = Tokenizer(type="huggingface", path=str(folder))
-    used = recipe(*made[0].data.sources, tokenizer=section)
-    prepared = prepare(used, tmp_path / "data", workers=1)
+    used, lines = recipe(*made[0].data.sources, tokenizer=section), list[str]()
+    prepared = prepare(used, tmp_path / "data", workers=1, progress=lines.append)
     assert prepared.manifest.tokenizer.eod == made[1].manifest.tokenizer.eod
+    assert any("not by gigatoken" in line for line in lines)  # which does not know the pattern, if it is installed
     name = "00-train.bin"  # the same vocabulary read by the library gives the same tokens
     assert prepared.manifest.files[name] == made[1].manifest.files[name]
 
     with refused("model.vocab_size", rule=("512", "300")) as caught:
         prepare(recipe(*made[0].data.sources, tokenizer=section, vocab_size=300), tmp_path / "data", workers=1)
     assert caught.value.fix == "model.vocab_size=512"
+
+
+def test_a_tokenizer_with_the_pattern_of_llama_3(tmp_path: Path, made: tuple[Recipe, Prepared]) -> None:
+    used = recipe(*made[0].data.sources, tokenizer=Tokenizer(pattern="llama3"))
+    prepared = prepare(used, tmp_path / "data", workers=1)
+    tokens = IndexedDataset(str(prepared.path / stem(0, "train")))
+    text = "x = 12345;\n\n  it's"
+    backend = prepared.tokenizer()
+    assert backend.backend.pre_tokenizer.pre_tokenize_str(text)[2:6] == [
+        ("Ġ", (3, 4)),
+        ("123", (4, 7)),
+        ("45", (7, 9)),
+        (";ĊĊ", (9, 12)),
+    ]
+    assert tokens[0][:-1].tolist() == backend.encode(backend.decode(tokens[0][:-1].tolist()))
+    with refused("data.tokenizer.pattern"):
+        load("gpt-tiny", ("data.tokenizer={type: huggingface, path: gpt2, pattern: llama3}",))
 
 
 def test_a_tokenizer_that_is_not_there_is_one_message(tmp_path: Path) -> None:
