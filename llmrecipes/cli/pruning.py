@@ -28,7 +28,9 @@ def prune(
     method: Annotated[
         str | None,
         typer.Option(
-            "--method", metavar="NAME", help="Remove depth, width or experts, or weights by magnitude or wanda."
+            "--method",
+            metavar="NAME",
+            help="Remove depth, width or experts, or weights by magnitude, wanda or sparsegpt.",
         ),
     ] = None,
     ratio: Annotated[float | None, typer.Option("--ratio", metavar="R", help="Remove this share.")] = None,
@@ -37,7 +39,7 @@ def prune(
     ] = "ffn,heads",
     pattern: Annotated[
         str | None,
-        typer.Option("--pattern", metavar="2:4", help="Remove 2 of 4 neighbouring weights (magnitude, wanda)."),
+        typer.Option("--pattern", metavar="2:4", help="Remove 2 of 4 neighbouring weights."),
     ] = None,
     into: Annotated[
         str | None, typer.Option("--into", metavar="RECIPE", help="Prune to the sizes of this recipe.")

@@ -320,7 +320,7 @@ class WeightSource(Protocol):
         """
 
 
-class Backend(Protocol):
+class Backend(meters.Sparsifier, Protocol):
     """Factory of one kind of engine."""
 
     def platform(self, local_rank: int = 0) -> Platform:

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from llmrecipes.recipe.pruning import PruneOptions
 from llmrecipes.tracking.events import LayerBalance
+from llmrecipes.tracking.progress import Counted
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,34 @@ class Importance:
     hidden: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
     experts: dict[int, torch.Tensor] = field(default_factory=dict)
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Sparsified:
+    """Weights of which some were removed.
+
+    Attributes:
+        tokens: that were read.
+        weights: by their names in one process; they are the model's.
+    """
+
+    tokens: int = 0
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Sparsifier(Protocol):
+    """A backend that prunes by SparseGPT."""
+
+    def sparsify(
+        self,
+        plan: Any,
+        platform: Any,
+        entry: Any,
+        batches: Sequence[torch.Tensor],
+        options: PruneOptions,
+        progress: Counted | None = None,
+    ) -> Sparsified:
+        """The matrices of a checkpoint's layers after SparseGPT on batches [b, s] of token ids; in one process."""
 
 
 class Precomputation(Protocol):

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from llmrecipes.engine.core import integers
+from llmrecipes.engine.core.hessians import BLOCK, add_inputs, first_states, inverse_factor
 from llmrecipes.errors import UserError
 from llmrecipes.models.quantized_weights import Changed, Scheme
 from llmrecipes.tracking.progress import Counted
@@ -32,10 +33,6 @@ SEARCHED = 20
 """Exponents that AWQ tries (arXiv 2306.00978, section 3.2)."""
 KEPT_TOKENS = 512
 """Inputs of a layer on which AWQ compares its results, at most."""
-DAMP = 0.01
-"""Share of the mean of a Hessian's diagonal that GPTQ adds to it (arXiv 2210.17323, section 3)."""
-BLOCK = 128
-"""Columns that GPTQ updates before it updates those behind them."""
 LEAST = 1e-5
 """Of a channel's largest value: smaller ones would be infinite scales."""
 
@@ -100,7 +97,8 @@ def calibrate(method: str, work: Calibration) -> dict[str, Changed]:
     changed: dict[str, Changed] = {}
     steps = {"gptq": _gptq, "awq": _awq, "smoothquant": _smoothquant}
     layers = _layers(work.model)
-    states, arguments = _first_states(work.model, layers, work.rows)
+    run = partial(work.model, use_cache=False)
+    states, arguments = first_states(run, [layer for _, layer in layers], work.rows.split(1))
     if work.progress is not None:
         work.progress.begin("layers", len(layers))
     for number, (prefix, layer) in enumerate(layers):
@@ -130,48 +128,6 @@ def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     name, layers = max(lists, key=lambda each: sum(p.numel() for p in each[1].parameters()))
     return [(f"{name}.{number}", layer) for number, layer in enumerate(layers)]
-
-
-class _Stop(Exception):
-    """The first layer has its input."""
-
-
-def _first_states(
-    model: nn.Module, layers: Sequence[tuple[str, nn.Module]], rows: torch.Tensor
-) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
-    """Hidden states [1, length, hidden] of each row before the first layer, and what each layer gets besides."""
-    arguments: list[dict[str, Any]] = []
-    states: list[torch.Tensor] = []
-
-    def see(_module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if not arguments:
-            states.append(_state(given, named))
-        arguments.append(
-            {key: value for key, value in named.items() if key not in ("past_key_values", "hidden_states")}
-        )
-
-    hooks = [layer.register_forward_pre_hook(see, with_kwargs=True) for _, layer in layers]
-    model(input_ids=rows[:1], use_cache=False)
-    for hook in hooks:
-        hook.remove()
-
-    def stop(_module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        states.append(_state(given, named))
-        raise _Stop
-
-    hook = layers[0][1].register_forward_pre_hook(stop, with_kwargs=True)
-    for row in rows[1:]:
-        try:
-            model(input_ids=row[None], use_cache=False)
-        except _Stop:
-            continue
-    hook.remove()
-    return states, arguments
-
-
-def _state(given: tuple[Any, ...], named: Mapping[str, Any]) -> torch.Tensor:
-    state: torch.Tensor = given[0] if given else named["hidden_states"]
-    return state
 
 
 class _LayerPass:
@@ -390,15 +346,7 @@ def _gptq(layer: _LayerPass, work: Calibration) -> dict[str, Changed]:
     expert that no token visits is not changed.
     """
     hessians: dict[str, torch.Tensor] = {}
-    counts: dict[str, int] = {}
-
-    def see(name: str, given: torch.Tensor) -> None:
-        if name not in hessians:
-            hessians[name], counts[name] = torch.zeros(given.size(-1), given.size(-1)), 0
-        hessians[name].addmm_(given.t(), given)
-        counts[name] += given.size(0)
-
-    layer.see_inputs(see)
+    layer.see_inputs(partial(add_inputs, hessians))
     changed: dict[str, Changed] = {}
     for name, linear in layer.linears.items():
         if name not in hessians:
@@ -438,12 +386,7 @@ def gptq(
     lowest, highest = integers.bounds(scheme.kind.bits)
     columns = weight.size(1)
     group = scheme.group or columns
-    diagonal = torch.arange(columns)
-    dead = hessian[diagonal, diagonal] == 0
-    hessian[diagonal[dead], diagonal[dead]] = 1
-    weight[:, dead] = 0
-    hessian[diagonal, diagonal] += DAMP * hessian.diagonal().mean()
-    inverse = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True)
+    inverse = inverse_factor(hessian, weight)
     rounded = torch.empty_like(weight)
 
     def scale_of(values: torch.Tensor) -> torch.Tensor:

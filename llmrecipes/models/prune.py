@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from llmrecipes.checkpoint.store import Entry
-    from llmrecipes.engine.meters import Importance
+    from llmrecipes.engine.meters import Importance, Sparsified
     from llmrecipes.models.pruned_weights import SmallerWeights
     from llmrecipes.tracking.progress import Counted
 
@@ -89,13 +89,13 @@ def prune(
         "parameters_before": plan.num_parameters.total,
         "parameters": derive(_plainly(after), 1, detect()).num_parameters.total,
     }
-    importance = None
+    measured = None
     if options.method != "magnitude":
         _require_memory(plan)
-        importance = _measured(plan, entry, calibration_rows(before, data_dir, calibration), progress)
+        measured = _measured(plan, entry, calibration_rows(before, data_dir, calibration), options, progress)
 
     def write(folder: Path) -> dict[str, Any]:
-        return {**origin, **_write(entry, before, after, options, importance, folder, progress)}
+        return {**origin, **_write(entry, before, after, options, measured, folder, progress)}
 
     return create_run(run_dir, after, write, text=short(after, None, DEFAULTS_NOTE), record=RECORD)
 
@@ -158,7 +158,9 @@ def calibration_rows(recipe: Recipe, data_dir: Path, calibration: Calibration) -
     return torch.tensor(stream[:needed]).view(calibration.sequences, length)
 
 
-def _measured(plan: Plan, entry: Entry, rows: torch.Tensor, progress: Counted | None) -> Importance:
+def _measured(
+    plan: Plan, entry: Entry, rows: torch.Tensor, options: PruneOptions, progress: Counted | None
+) -> Importance | Sparsified:
     from llmrecipes.engine.backends import backend
 
     engines = backend(plan.recipe)
@@ -166,6 +168,8 @@ def _measured(plan: Plan, entry: Entry, rows: torch.Tensor, progress: Counted | 
     size = plan.recipe.train.micro_batch_size
 
     with engines.join(plan.recipe, platform):
+        if options.method == "sparsegpt":
+            return engines.sparsify(plan, platform, entry, rows.split(size), options, progress)
         return engines.importance(plan, platform, entry, _shown(rows, size, progress))
 
 
@@ -188,25 +192,29 @@ def _write(
     before: Recipe,
     after: Recipe,
     options: PruneOptions,
-    importance: Importance | None,
+    measured: Importance | Sparsified | None,
     folder: Path,
     progress: Counted | None,
 ) -> dict[str, Any]:
     from llmrecipes.engine.backends import backend
+    from llmrecipes.engine.meters import Importance, Sparsified
     from llmrecipes.models.merge import Boxes
     from llmrecipes.models.pruned_weights import SmallerWeights, SparseWeights
 
     tensors = backend(before).tensors(entry)
-    tokens = {} if importance is None else {"tokens": importance.tokens}
+    tokens = {} if measured is None else {"tokens": measured.tokens}
     if options.unstructured:
-        sparse = SparseWeights(tensors, options, None if importance is None else importance.inputs)
+        if isinstance(measured, Sparsified):
+            sparse = SparseWeights(tensors, options, pruned=measured.weights)
+        else:
+            sparse = SparseWeights(tensors, options, None if measured is None else measured.inputs)
         write_checkpoint(after, Boxes(sparse), folder, progress)
         return {**tokens, "zeros": round(sparse.zeros / max(1, sparse.weights), 4)}
-    if importance is None:
+    if not isinstance(measured, Importance):
         raise ValueError(f"{METHODS[options.method or 'depth']} without importance")
-    smaller = SmallerWeights(tensors, before.model, after.model, importance)
+    smaller = SmallerWeights(tensors, before.model, after.model, measured)
     write_checkpoint(after, Boxes(smaller), folder, progress)
-    return {**tokens, **_layers(smaller, importance, before, after)}
+    return {**tokens, **_layers(smaller, measured, before, after)}
 
 
 def _layers(smaller: SmallerWeights, importance: Importance, before: Recipe, after: Recipe) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 
 from llmrecipes.engine.core.importance import LINEAR
+from llmrecipes.engine.core.sparsegpt import smallest
 from llmrecipes.engine.meters import Importance
 from llmrecipes.hf.safetensors import TensorSource
 from llmrecipes.recipe.pruning import PATTERNS, PruneOptions
@@ -142,18 +143,24 @@ class SmallerWeights:
 class SparseWeights:
     """A model's tensors with zeros in its layers' matrices; a `TensorSource` by the names in one process.
 
-    Magnitudes are compared over a matrix, scores of `wanda` over a row; with a pattern, over each part of a row.
+    Magnitudes are compared over a matrix, scores of `wanda` over a row; with a pattern, over each part of a row. With
+    `sparsegpt` they are pruned already.
 
     Args:
         source: of the whole model.
         options: method and share, or pattern.
-        inputs: by matrix [columns], sums of squares of its input; None: with `magnitude`.
+        inputs: by matrix [columns], sums of squares of its input; with `wanda`.
+        pruned: weights by name that have their zeros; with `sparsegpt`.
     """
 
     def __init__(
-        self, source: TensorSource, options: PruneOptions, inputs: Mapping[str, torch.Tensor] | None = None
+        self,
+        source: TensorSource,
+        options: PruneOptions,
+        inputs: Mapping[str, torch.Tensor] | None = None,
+        pruned: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        self._source, self._options, self._inputs = source, options, inputs
+        self._source, self._options, self._inputs, self._pruned = source, options, inputs, pruned
         self.zeros = self.weights = 0
 
     def names(self) -> Sequence[str]:
@@ -174,11 +181,16 @@ class SparseWeights:
         owner, _, kind = name.rpartition(".")
         if kind != "weight" or not LINEAR.fullmatch(owner):
             return tensor
+        if self._pruned is not None:
+            return self._counted(self._pruned[name].to(tensor))
         scores = tensor.float().abs()
         # An expert that no token was routed to has no inputs: its weights are compared by their size.
         if self._inputs is not None and (squares := self._inputs.get(owner)) is not None:
             scores *= squares.sqrt()
         tensor[removed(scores, self._options)] = 0
+        return self._counted(tensor)
+
+    def _counted(self, tensor: torch.Tensor) -> torch.Tensor:
         self.zeros += int((tensor == 0).sum())
         self.weights += tensor.numel()
         return tensor
@@ -200,8 +212,7 @@ def removed(scores: torch.Tensor, options: PruneOptions) -> torch.Tensor:
     else:
         compared = scores.view(1, -1) if options.method == NO_CALIBRATION else scores
         zeros = round((options.ratio or 0) * compared.size(-1))
-    order = compared.argsort(dim=-1, stable=True)[..., :zeros]
-    return torch.zeros_like(compared, dtype=torch.bool).scatter_(-1, order, value=True).view_as(scores)
+    return smallest(compared, zeros).view_as(scores)
 
 
 def largest(scores: torch.Tensor, number: int) -> list[int]:

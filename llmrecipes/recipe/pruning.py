@@ -29,6 +29,7 @@ STRUCTURED = {
 UNSTRUCTURED = {
     "magnitude": "weights by their size",
     "wanda": "weights by their size times the norm of their input (arXiv 2306.11695)",
+    "sparsegpt": "weights that the others make up for best (arXiv 2301.00774)",
 }
 METHODS = {**STRUCTURED, **UNSTRUCTURED}
 AXES = ("ffn", "heads", "hidden")

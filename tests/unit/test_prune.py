@@ -13,6 +13,8 @@ import torch
 
 from llmrecipes.data.prepared import open_prepared
 from llmrecipes.engine.backends import backend
+from llmrecipes.engine.core.backend import loaded
+from llmrecipes.engine.core.sparsegpt import sparsegpt
 from llmrecipes.models import prune as prune_module
 from llmrecipes.models.merge import Boxes
 from llmrecipes.models.prune import Calibration, calibration_rows
@@ -218,6 +220,112 @@ def test_experts_and_their_neurons(sparse: Path, folder: Path, command: Command)
 def test_the_smallest_scores_are_removed(options: PruneOptions, expected: list[list[int]]) -> None:
     scores = torch.tensor([[1.0, 2.0, 8.0, 9.0], [7.0, 3.0, 4.0, 6.0]])
     assert removed(scores, options).int().tolist() == expected
+
+
+def published(weight: torch.Tensor, inputs: torch.Tensor, share: float | None) -> torch.Tensor:
+    """Algorithm 1 of arXiv 2301.00774, as its authors' code has it, in fp64; without a share two of four."""
+    weight, inputs = weight.double().clone(), inputs.double()
+    hessian = 2 / len(inputs) * inputs.t() @ inputs
+    hessian += 0.01 * hessian.diagonal().mean() * torch.eye(len(hessian), dtype=torch.float64)
+    inverse = torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True)
+    for start in range(0, weight.size(1), 128):
+        stop = min(start + 128, weight.size(1))
+        part, errors, own = weight[:, start:stop].clone(), [], inverse[start:stop, start:stop]
+        mask = torch.zeros_like(part, dtype=torch.bool)
+        if share is not None:
+            scores = part**2 / own.diagonal()[None] ** 2
+            mask = scores <= scores.flatten().sort().values[round(scores.numel() * share) - 1]
+        made = torch.zeros_like(part)
+        for column in range(stop - start):
+            if share is None and column % 4 == 0:
+                scores = part[:, column : column + 4] ** 2 / own.diagonal()[None, column : column + 4] ** 2
+                mask.scatter_(1, column + scores.topk(2, dim=1, largest=False).indices, value=True)
+            made[:, column] = part[:, column].masked_fill(mask[:, column], 0)
+            errors.append((part[:, column] - made[:, column]) / own[column, column])
+            part[:, column:] -= errors[-1][:, None] * own[column, column:][None]
+        weight[:, start:stop] = made
+        weight[:, stop:] -= torch.stack(errors, 1) @ inverse[start:stop, stop:]
+    return weight
+
+
+@pytest.mark.parametrize("share", [0.5, 0.3, None])
+def test_sparsegpt_is_the_published_algorithm(share: float | None) -> None:
+    draw = torch.Generator().manual_seed(0)
+    inputs = torch.randn(600, 40, generator=draw) @ torch.randn(40, 200, generator=draw)
+    weight = torch.randn(24, 200, generator=draw)
+    options = PruneOptions("sparsegpt", share, pattern=None if share else "2:4")
+    # In fp64: a score that is rounded otherwise would remove another weight.
+    made = sparsegpt(weight.double(), inputs.double().t() @ inputs.double(), options)
+    torch.testing.assert_close(made, published(weight, inputs, share))
+    zeros = (made == 0).float().mean().item()
+    assert zeros == pytest.approx(share or 0.5, abs=1e-3)
+    if share is None:
+        assert ((made == 0).view(24, -1, 4).sum(-1) == 2).all()
+    by_size = weight.masked_fill(removed(weight.abs(), replace(options, method="magnitude")), 0)
+    squares = inputs.square().sum(0).sqrt()
+    by_wanda = weight.masked_fill(removed(weight.abs() * squares, replace(options, method="wanda")), 0)
+    errors = [float((inputs @ (each - weight).float().t()).square().sum()) for each in (made, by_size, by_wanda)]
+    assert errors[0] < 0.5 * min(errors[1:])
+
+
+def test_sparsegpt_keeps_what_a_model_says_better_than_magnitude(
+    whole: Path, folder: Path, data_dir: Path, command: Command
+) -> None:
+    differences, expected = {}, logprobs(whole, data_dir)
+    for method in ("magnitude", "sparsegpt"):
+        text = ("--sequences", "32") if method == "sparsegpt" else ()
+        arguments = ("--method", method, "--ratio", "0.5", "--run-id", method, *text)
+        assert command("prune", "whole", *arguments)[0] == 0
+        run = folder / "runs/whole-pruned" / method
+        origin = json.loads((run / "pruned.json").read_text())
+        assert origin["zeros"] == pytest.approx(0.5, abs=1e-3) and ("tokens" in origin) == (method == "sparsegpt")
+        assert load(str(run / "recipe.yaml")).recipe.train.keep_zeros
+        differences[method] = float((logprobs(run, data_dir) - expected).square().mean())
+    assert differences["sparsegpt"] < 0.9 * differences["magnitude"], differences
+
+
+def test_layers_are_pruned_with_the_states_of_pruned_layers(
+    whole: Path, folder: Path, data_dir: Path, command: Command
+) -> None:
+    """The first matrix of the last layer has the same inputs in the pruned run."""
+    options, name = PruneOptions("sparsegpt", pattern="2:4"), "decoder.layers.3.self_attention.linear_qkv"
+    arguments = ("--method", "sparsegpt", "--pattern", "2:4", "--run-id", "order", *FEW)
+    assert command("prune", "whole", *arguments)[0] == 0
+    run = folder / "runs/whole-pruned/order"
+    before, after = read(whole), read(run)
+    recipe = load(str(run / "recipe.yaml")).recipe
+    rows = calibration_rows(recipe, data_dir, Calibration("train", 4))
+    engines, plan = backend(recipe), derive(recipe, 1, ROOMY)
+    platform, hessian = engines.platform(), torch.zeros(32, 32)
+
+    def see(_layer: Any, inputs: Any) -> None:
+        flat = inputs[0].detach().reshape(-1, 32)
+        hessian.addmm_(flat.t(), flat)
+
+    with engines.join(recipe, platform):
+        module = loaded(plan, platform, Run(run).require_checkpoint()).module.eval()
+        module.get_submodule(name).register_forward_pre_hook(see)
+        with torch.no_grad():
+            module(rows, torch.arange(32).expand_as(rows), None)
+    expected = sparsegpt(before[f"{name}.weight"], hessian, options)
+    torch.testing.assert_close(after[f"{name}.weight"], expected, rtol=1e-3, atol=1e-4)
+
+
+def test_experts_without_tokens_are_pruned_by_size(sparse: Path, folder: Path, command: Command) -> None:
+    arguments = ("--method", "sparsegpt", "--pattern", "2:4", "--sequences", "1", "--run-id", "sp")
+    assert command("prune", "experts", *arguments)[0] == 0
+    matrices = {
+        name: tensor
+        for name, tensor in read(folder / "runs/experts-pruned/sp").items()
+        if LINEAR.fullmatch(name.removesuffix(".weight"))
+    }
+    assert sum(".local_experts." in name for name in matrices) == 16
+    for tensor in matrices.values():
+        assert ((tensor == 0).view(tensor.size(0), -1, 4).sum(-1) >= 2).all()
+    draw = torch.Generator().manual_seed(0)
+    weight, options = torch.randn(8, 64, generator=draw), PruneOptions("sparsegpt", pattern="2:4")
+    by_size = weight.masked_fill(removed(weight.abs(), options), 0)
+    assert sparsegpt(weight, torch.eye(64), options).equal(by_size)
 
 
 @pytest.mark.rotating

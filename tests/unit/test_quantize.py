@@ -21,11 +21,12 @@ from safetensors.torch import load_file, save_file
 from llmrecipes.cli.app import run
 from llmrecipes.engine.backends import backend
 from llmrecipes.engine.core.backend import loaded as loaded_by_engine
+from llmrecipes.engine.core.hessians import BLOCK
 from llmrecipes.hf import safetensors
 from llmrecipes.hf.safetensors import SafetensorsFolder, write
 from llmrecipes.models import inference, inference_worker, quantized_weights
 from llmrecipes.models import quantize as quantizing
-from llmrecipes.models.calibrate import BLOCK, Calibration, calibrate, gptq
+from llmrecipes.models.calibrate import Calibration, calibrate, gptq
 from llmrecipes.models.quantized_weights import SCHEMES, QuantizedSource, Scheme
 from llmrecipes.plan.derive import derive
 from llmrecipes.rundir import Run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,15 +22,18 @@ from llmrecipes.engine.core.model.fake_quantize import renew_rounded
 from llmrecipes.engine.core.model.gpt import BuiltModel, build, construct, software
 from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.core.score import GPTScorer
+from llmrecipes.engine.core.sparsegpt import sparsify
 from llmrecipes.engine.core.weights import load_model, model_state
-from llmrecipes.engine.meters import Importance
+from llmrecipes.engine.meters import Importance, Sparsified
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.hardware.profile import Group
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.graphs import GRAPHS
 from llmrecipes.recipe.overlap import OVERLAP
+from llmrecipes.recipe.pruning import PruneOptions
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.stage_runs import in_stage
+from llmrecipes.tracking.progress import Counted
 
 
 class CoreBackend:
@@ -86,6 +89,17 @@ class CoreBackend:
     def importance(self, plan: Plan, platform: Platform, entry: Entry, batches: Iterable[torch.Tensor]) -> Importance:
         built = loaded(plan, platform, entry)
         return measure(built.module, batches, plan.shape, platform.device)
+
+    def sparsify(
+        self,
+        plan: Plan,
+        platform: Platform,
+        entry: Entry,
+        batches: Sequence[torch.Tensor],
+        options: PruneOptions,
+        progress: Counted | None = None,
+    ) -> Sparsified:
+        return sparsify(loaded(plan, platform, entry).module, batches, options, platform.device, progress)
 
     def learning_rate(self, recipe: Recipe, step: int) -> float:
         return update.learning_rate(recipe, step)
