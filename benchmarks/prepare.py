@@ -56,7 +56,7 @@ def documents(mixed: bool) -> Iterator[str]:
     """The text, without equal documents."""
     seen, size = set(), 0
     kinds = ("stdlib", "machine") if mixed else ("stdlib",)
-    texts = (text for kind in kinds for text in sources.documents(Source(type=kind)))
+    texts = (text for kind in kinds for text in sources.documents(Source.model_validate({"type": kind})))
     for text in (*texts, *(packages() if mixed else ())):
         if text and text not in seen and not text.isspace() and size < ENOUGH:
             seen.add(text)

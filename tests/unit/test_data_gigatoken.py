@@ -142,7 +142,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[Package]:
     monkeypatch.setitem(
         sys.modules,
         "gigatoken",
-        SimpleNamespace(Tokenizer=SimpleNamespace(from_json=made.load)),  # type: ignore[arg-type]
+        SimpleNamespace(Tokenizer=SimpleNamespace(from_json=made.load)),
     )
     for module in (gigatoken, encode):
         monkeypatch.setattr(module, "version", lambda name: "0.0")
@@ -247,7 +247,7 @@ def test_a_task_encodes_a_shard_with_a_difference_from_its_start_again(
     fast = shard(tmp_path / "right", text, backend)
     package.wrong = lambda text: text.endswith("zebra")
     assert shard(tmp_path / "wrong", text, backend) == fast
-    monkeypatch.setitem(sys.modules, "gigatoken", None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "gigatoken", None)
     assert shard(tmp_path / "without", text, backend) == fast
 
 
@@ -267,7 +267,7 @@ def test_what_it_keeps_of_words_is_dropped_when_the_process_has_grown(
 
 
 def test_without_the_package_tokenizers_encodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "gigatoken", None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "gigatoken", None)
     encode.gigatoken.cache_clear()
     backend = trained()
     require_same(backend, SAMPLE)

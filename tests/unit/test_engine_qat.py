@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +109,14 @@ def test_a_step_is_one_with_rounded_weights_whose_gradients_go_to_the_weights(na
     assert all(weight.equal(before[key]) for key, weight in weights.items()), "the weights stay as they are"
     found: dict[str, dict[str, torch.Tensor]] = {}
     results = []
-    for key, each in {"rounded": engine, "plain": plain}.items():
+
+    def keep(key: str, _weights: Any, gradients: Any) -> None:
+        found[key] = {gradient.name: gradient.tensor for gradient in gradients}
+
+    for key, trained in {"rounded": engine, "plain": plain}.items():
         if name != "bf16":  # its gradients are of another type
-            each.watch_gradients(lambda _, given, key=key: found.update({key: {g.name: g.tensor for g in given}}))
-        results.append(each.train_step(random_batches(recipe)))
+            trained.watch_gradients(partial(keep, key))
+        results.append(trained.train_step(random_batches(recipe)))
     assert (results[0].loss, results[0].grad_norm) == (results[1].loss, results[1].grad_norm)
     assert len(found) == (2 if name != "bf16" else 0)
     assert all(value.equal(found["plain"][key]) for key, value in found.get("rounded", {}).items())
@@ -124,7 +129,12 @@ def test_a_step_is_one_with_rounded_weights_whose_gradients_go_to_the_weights(na
 def test_matrices_are_rounded_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     rounded: list[torch.Tensor] = []
     real = integers.round_into
-    monkeypatch.setattr(integers, "round_into", lambda *given: (rounded.append(given[1]), real(*given)))
+
+    def counted(*given: Any) -> Any:
+        rounded.append(given[1])
+        return real(*given)
+
+    monkeypatch.setattr(integers, "round_into", counted)
     recipe = rounding()
     engine = engine_of(recipe)
     batches = random_batches(recipe)

@@ -275,6 +275,7 @@ def test_weights_are_those_that_training_saw(precision: str, folder: Path, corpu
         (module,) = loaded_by_engine(plan, platform, entry).modules
         with torch.no_grad():
             module(IDS, IDS, None)
+    assert module.fake_quantizer is not None
     seen, file = module.fake_quantizer._rounded, load_file(out / "model.safetensors")
     compressor = BaseCompressor.get_value_from_registry(scheme.kind.form)
 
