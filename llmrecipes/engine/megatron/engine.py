@@ -413,7 +413,7 @@ class MegatronEngine:
         if self.hidden is not None:  # on every stage
             self.hidden.add_to(totals)
         local_totals = totals[:2].clone()
-        totals[-1] = float(stop is not None and stop())
+        totals[-1:].fill_(stop is not None and stop())  # an assignment copies from the host, and waits
         dist.all_reduce(totals)
         more = [totals.new_zeros(1) if value is None else value.reshape(1) for value in (norm, scale, local)]
         numbers = torch.cat([local_totals, totals, *more]).tolist()
