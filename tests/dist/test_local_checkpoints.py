@@ -151,6 +151,7 @@ def flip(path: Path) -> None:
 def test_a_lost_node_or_part_is_restored_from_its_copy(
     worlds: dict[int, GlooWorld], tmp_path: Path, layout: str, changes: dict[str, Any]
 ) -> None:
-    found = worlds[4].run(lost_and_found, Row("gpt", layout, changes).recipe, tmp_path)
+    row = Row("gpt", layout, {**changes, "train": {"train_iters": 4}})
+    found = worlds[4].run(lost_and_found, row.recipe, tmp_path)
     # The copy of the last part that is flipped was on the node that is lost before.
     assert found == [(3, []), (3, [1]), (2, []), (2, [2, 3]), None]
