@@ -102,7 +102,10 @@ TRIALS: dict[str, Trial] = {
     "muon": Trial(
         {
             "AdamW": Way(rates=("2.5e-3", "5e-3", "1e-2", "2e-2")),
-            "Muon": Way(("optimizer.optimizer=muon",), rates=("2.5e-3", "5e-3", "1e-2", "2e-2", "4e-2")),
+            "Muon": Way(
+                ("optimizer.optimizer=muon", "parallelism.use_distributed_optimizer=false"),
+                rates=("2.5e-3", "5e-3", "1e-2", "2e-2", "4e-2"),
+            ),
         }
     ),
 }
