@@ -10,8 +10,8 @@ Hugging Face's library, `tokenizers`, on every document. Four things see to that
    in data and a token to gigatoken; with characters that this Python's Unicode does not have, because their versions of
    it differ (16 and 17); and those that an NFC normalizer changes.
 4. Both tokenize one document in `CHECKED`. After one that differs, or that gigatoken fails on, the process uses
-   `tokenizers` only, and says so; a task encodes its shard again. It is no error: with tasks, all of them would end one
-   after the other at the same document, for a difference that costs nothing but equality of bytes.
+   `tokenizers` only, and says so; a task encodes its shard again. It is not an error: with tasks, all of them would end
+   one after the other at the same document, for a difference that costs nothing but equality of bytes.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Gigatoken:
             return np.asarray(self._encode(document), np.uint32)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException:  # a panic of Rust code is no Exception, and it has printed itself
+        except BaseException:  # a panic of Rust code is not an Exception, and it has printed itself
             return None
 
     def _is_wrong(self, document: bytes, ids: np.ndarray) -> bool:
@@ -146,7 +146,7 @@ class Gigatoken:
             raise Unsupported("it is not installed (pip install 'llmrecipes[corpora]')") from error
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # it defines none, and a panic of Rust code is no Exception
+        except BaseException as error:  # it defines none, and a panic of Rust code is not an Exception
             lines = str(error).splitlines() or [type(error).__name__]
             raise Unsupported(lines[0][:200]) from error
         self._most = psutil.Process().memory_info().rss + MOST_BYTES
@@ -204,7 +204,7 @@ def _categories() -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def _unknown() -> np.ndarray:
-    """Whether a code point is no character of this Python's Unicode [0x110000], of type bool."""
+    """Whether a code point is not a character of this Python's Unicode [0x110000], of type bool."""
     points, categories = _categories()
     unknown = np.ones(sys.maxunicode + 1, bool)
     unknown[points] = categories == "Cn"
