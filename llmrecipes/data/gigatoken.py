@@ -124,9 +124,9 @@ class Gigatoken:
     def _distrust(self, document: bytes, ids: np.ndarray | None) -> None:
         self._distrusted, self._encode = True, None
         Gigatoken.differences += 1
-        found = _difference(ids, self._expected([document])[0], document)
+        what = _difference(ids, self._expected([document])[0], document)
         print(
-            f"note: {PACKAGE} {version(PACKAGE)} and tokenizers {tokenizers.__version__} make different ids of {found} "
+            f"note: {PACKAGE} {version(PACKAGE)} and tokenizers {tokenizers.__version__} make different ids of {what} "
             f"(SHA-256 {hashlib.sha256(document).hexdigest()}); from here on this process encodes with tokenizers",
             file=sys.stderr,
             flush=True,

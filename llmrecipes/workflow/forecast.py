@@ -43,10 +43,10 @@ def of_recipe(recipe: str, overrides: list[str], cluster: str | None, nodes: int
 def seconds_of(plan: Plan, cluster: str | None) -> tuple[float, float] | None:
     """Predicted seconds of a step and of all; None on a machine without GPUs, or with one without coefficients."""
     try:
-        found = forecast(plan, None if cluster is None else load_profile(cluster))
+        predicted = forecast(plan, None if cluster is None else load_profile(cluster))
     except UserError:
         return None
-    return found.step.seconds, found.seconds
+    return predicted.step.seconds, predicted.seconds
 
 
 def record_of(plan: Plan, profile: Profile | None) -> dict[str, Any] | None:

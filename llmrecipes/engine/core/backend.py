@@ -48,8 +48,8 @@ class CoreBackend:
         return world.connect(platform)
 
     def lay_out(self, recipe: Recipe) -> AbstractContextManager[World]:
-        seed, alone = recipe.train.seed, world.is_alone()
-        return world.model_parallel(seed, recipe.parallelism, recipe.speed, after_errors=alone)
+        seed, only_rank = recipe.train.seed, world.is_alone()
+        return world.model_parallel(seed, recipe.parallelism, recipe.speed, after_errors=only_rank)
 
     @contextmanager
     def join(self, recipe: Recipe, platform: Platform) -> Iterator[World]:
