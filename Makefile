@@ -47,7 +47,7 @@ endif
 BIN := $(VENV)/bin
 LLMRECIPES := $(BIN)/python tools/with_args.py $(BIN)/llmrecipes
 
-.PHONY: help setup setup-zero train search smoke verify prepare generate ui test check bench lock gpu-bundle clean slurm k8s image test-deep test-version test-system test-all test-fabric test-kubernetes test-gpu-8 test-stores test-llama-cpp
+.PHONY: help setup setup-zero train search smoke verify prepare generate ui test check bench lock gpu-bundle clean slurm k8s image test-deep test-version test-system test-all test-fabric test-kubernetes test-gpu-8 test-llama-cpp
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
@@ -98,14 +98,14 @@ WORKERS = -n 4 --dist loadscope --no-loadscope-reorder
 
 test: export TESTS_COMMIT ?= $(shell git rev-parse HEAD 2>/dev/null)
 test: setup ## run the tests for every change: each part, each kind of parallelism, signals, one crash; long ones take turns
-	@$(PYTEST) $(WORKERS) -m "not slow and not system and not fabric and not kubernetes and not gpu8 and not stores and not llama_cpp"
+	@$(PYTEST) $(WORKERS) -m "not slow and not system and not fabric and not kubernetes and not gpu8 and not llama_cpp"
 
 test-deep: setup-zero ## run the tests that `make test` leaves out: all layouts, many interruptions
 	@$(BIN)/python -m tests.operators >/dev/null
-	@$(PYTEST) $(WORKERS) -m "slow and not system and not fabric and not kubernetes and not gpu8 and not stores and not llama_cpp"
+	@$(PYTEST) $(WORKERS) -m "slow and not system and not fabric and not kubernetes and not gpu8 and not llama_cpp"
 
 test-version: setup-zero ## run the tests that depend on the versions of Python and megatron-core: PYTHON=python3.12
-	@$(PYTEST) $(WORKERS) -m "version and not system and not fabric and not kubernetes and not gpu8 and not stores and not llama_cpp"
+	@$(PYTEST) $(WORKERS) -m "version and not system and not fabric and not kubernetes and not gpu8 and not llama_cpp"
 
 test-system: setup ## run the tests against real daemons (Slurm, containers); installs Debian packages if permitted
 	@tools/system_packages.sh
@@ -117,9 +117,6 @@ test-all: ## run test, test-deep and test-system whole: nothing takes turns
 test-fabric: setup ## test the doctor and bench fabric on emulated machines with soft-RoCE; LAB=DIR keeps what is built
 	@tools/system_packages.sh fabric
 	@FABRIC_LAB="$$LAB" $(PYTEST) -rs -m fabric tests/fabric
-
-test-stores: setup ## read S3 from a server on this machine: STORES=DIR, from pip install --target DIR s3fs 'moto[server]'
-	@PYTHONPATH="$$STORES" $(PYTEST) -n0 -rs -m stores tests/unit/test_data_stores.py
 
 test-llama-cpp: setup ## read GGUF with llama.cpp itself: LLAMA_CPP=DIR, from pip install --target DIR xllamacpp
 	@PYTHONPATH="$$LLAMA_CPP" $(PYTEST) -n0 -rs -m llama_cpp tests/unit/test_export_programs.py
