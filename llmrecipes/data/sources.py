@@ -175,6 +175,10 @@ def documents(
 class _Damaged(UserError):
     """A file that cannot be read, at least not to its end."""
 
+    def __init__(self, what: str, where: str, fix: str = "") -> None:
+        again = "copy the file again where it is from, or let data.max_unreadable be the share of files to skip"
+        super().__init__(what, where=where, fix=fix or again)
+
 
 _Reader = Callable[[Part, Rows], Iterator[str | None]]
 
@@ -267,7 +271,8 @@ def _jsonl(part: Part, of: Rows) -> Iterator[str | None]:
                     yield of.document(row, where)
     except damages() as error:  # JSON and Unicode errors are ValueErrors
         reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise _Damaged(f"unreadable row: {reason}", where=where, fix="fix or delete the line") from error
+        fix = "fix or delete the line" if isinstance(error, (ValueError, RecursionError)) else ""
+        raise _Damaged(f"unreadable row: {reason}", where=where, fix=fix) from error
 
 
 def _parquet(part: Part, of: Rows) -> Iterator[str | None]:
