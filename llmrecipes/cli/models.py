@@ -43,8 +43,8 @@ def export(
         typer.Option(
             "--dtype",
             metavar="TYPE",
-            help="Write weights as fp32, bf16 or fp16, q8_0, q5_1, q5_0, q4_1 or q4_0 (gguf) or int8 (onnx); default: "
-            "the run's precision.",
+            help="Write weights as fp32, bf16 or fp16, q8_0, q6_k, q5_k_m, q5_1, q5_0, q4_k_m, q4_1 or q4_0 (gguf) or "
+            "int8 (onnx); default: the run's precision.",
         ),
     ] = None,
     out: Annotated[

@@ -7,10 +7,12 @@ publish; what is here says which tensor is which, as in llama.cpp's convert_hf_t
 from __future__ import annotations
 
 import json
+import logging
 import re
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -34,6 +36,12 @@ TYPES: Mapping[str, str] = {
     "q4_0": "Q4_0",
 }  # fmt: skip
 """llama.cpp's types of matrices, those that the package can write; vectors are fp32, as in llama.cpp's own files."""
+K_TYPES: Mapping[str, str] = {"q6_k": "Q6_K", "q5_k_m": "Q5_K_M", "q4_k_m": "Q4_K_M"}
+"""Types that only llama.cpp writes: mixtures, in which it gives some tensors more bits."""
+K_BLOCK = 256
+"""Numbers of a row that such a type rounds together."""
+LLAMA_CPP = "llama_cpp"
+"""The package with llama.cpp's own quantiser."""
 FEW_BITS = ("q5_1", "q5_0", "q4_1", "q4_0")
 WIDER = ("token_embd", "output")
 """Matrices that are Q8_0 where the others have 4 or 5 bits; llama.cpp's own files have them in Q6_K or Q8_0."""
@@ -62,14 +70,16 @@ def export_gguf(
 ) -> ExportedProgram:
     """Write a checkpoint as `FILE`, matrix by matrix, each expert's too: memory holds the largest about three times.
 
+    For `K_TYPES` llama.cpp reads a file in the precision of the run, which is beside the new one until then.
+
     Args:
         reference: `RUN` (its newest checkpoint) or `RUN@STEP`.
         out: the folder, which must not exist; None: `gguf/step-<step>` in the run's directory.
-        runs_dir, data_dir, options: as `export.export`; `dtype` is one of `TYPES`.
+        runs_dir, data_dir, options: as `export.export`; `dtype` is one of `TYPES` or `K_TYPES`.
 
     Raises:
         UserError: as `export.export`; a family, a scaling of positions, a router or a tokenizer that llama.cpp lacks,
-            or a width that the type's blocks do not divide. Nothing is left behind.
+            a width that the type's blocks do not divide, or no package for it. Nothing is left behind.
     """
     started = time.monotonic()
     require_runtimes("--to", "gguf", ("gguf",))
@@ -79,10 +89,16 @@ def export_gguf(
     require_merge(Run(run).recipe(), run, requested=options.merge_adapter)
     opened = open_run(run, entry, options.family, averaged=options.averaged)
     dtype = options.dtype or opened.recipe.train.precision
-    if dtype not in TYPES:
+    if dtype not in TYPES and dtype not in K_TYPES:
         raise UserError(
-            f"{dtype!r} with --to gguf", where="--dtype", rule=f"one of {', '.join(TYPES)}",
-            fix="--dtype fp16, then llama.cpp's program llama-quantize, which has the other types (Q4_K_M)",
+            f"{dtype!r} with --to gguf", where="--dtype", rule=f"one of {', '.join((*TYPES, *K_TYPES))}",
+            fix="--dtype fp16, then llama.cpp's program llama-quantize, which has other types",
+        )  # fmt: skip
+    if dtype in K_TYPES and find_spec(LLAMA_CPP) is None:
+        raise UserError(
+            f"{dtype}, but the package {LLAMA_CPP} is not installed", where="--dtype",
+            rule=f"llama.cpp itself writes {', '.join(K_TYPES)}",
+            fix="pip install llama-cpp-python, or --dtype fp16 and llama.cpp's program llama-quantize",
         )  # fmt: skip
     _require_form(opened.family.name, opened.config)
     notes: tuple[str, ...] = ()
@@ -91,6 +107,8 @@ def export_gguf(
         if options.tokenizer:
             tokens, notes = _tokens(opened, data_dir)
         parameters = _write(opened, folder / FILE, dtype, tokens)
+        if dtype in K_TYPES:
+            _quantize(folder / FILE, dtype)
         size = (folder / FILE).stat().st_size
     return ExportedProgram(
         path=str(out), run=str(run), step=entry.step, form="gguf", family=opened.family.name, dtype=dtype,
@@ -128,13 +146,14 @@ def _write(opened: OpenedRun, file: Path, dtype: str, tokens: Mapping[str, Any])
     import numpy as np
     import torch
 
-    kind, config, source = gguf.GGMLQuantizationType[TYPES[dtype]], opened.config, opened.source
+    written = opened.recipe.train.precision if dtype in K_TYPES else dtype
+    kind, config, source = gguf.GGMLQuantizationType[TYPES[written]], opened.config, opened.source
     architecture = gguf.MODEL_ARCH[FAMILIES[opened.family.name]]
     known = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
     writer.add_name(opened.recipe.name)
-    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind.name}" if dtype != "fp32" else "ALL_F32"])
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind.name}" if written != "fp32" else "ALL_F32"])
     _add_shape(writer, config)
     _add_tokens(writer, tokens, config["vocab_size"])
     parts: dict[str, list[str]] = {}
@@ -153,9 +172,10 @@ def _write(opened: OpenedRun, file: Path, dtype: str, tokens: Mapping[str, Any])
         if dtype in FEW_BITS and theirs.removesuffix(".weight") in WIDER:
             of_type[theirs] = gguf.GGMLQuantizationType.Q8_0
         block, size = gguf.GGML_QUANT_SIZES[of_type[theirs]]
-        if row % block:
+        needed = K_BLOCK if dtype in K_TYPES and of_type[theirs] is kind else block
+        if row % needed:
             raise UserError(
-                f"{names[0]} has rows of {row}", where="--dtype", rule=f"{dtype} has blocks of {block} numbers",
+                f"{names[0]} has rows of {row}", where="--dtype", rule=f"{dtype} has blocks of {needed} numbers",
                 fix="--dtype fp16",
             )  # fmt: skip
         if EXPERT.search(names[0]):
@@ -187,6 +207,20 @@ def _write(opened: OpenedRun, file: Path, dtype: str, tokens: Mapping[str, Any])
     progress.close()
     writer.close()
     return parameters
+
+
+def _quantize(file: Path, dtype: str) -> None:
+    """Let llama.cpp write a file in one of its `K_TYPES`, in its place."""
+    import gguf
+    import llama_cpp
+
+    logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)
+    source = file.rename(file.with_name(f"source-{file.name}"))
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.ftype = gguf.LlamaFileType[f"MOSTLY_{K_TYPES[dtype]}"]
+    if llama_cpp.llama_model_quantize(bytes(source), bytes(file), options):
+        raise RuntimeError(f"llama.cpp has not written {dtype}; its messages are above")
+    source.unlink()
 
 
 def _add_shape(writer: Any, config: Mapping[str, Any]) -> None:

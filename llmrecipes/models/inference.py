@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from llmrecipes.console import duration
 from llmrecipes.errors import UserError
 from llmrecipes.models.export import ExportOptions, export
+from llmrecipes.models.gguf_file import K_TYPES, LLAMA_CPP
 from llmrecipes.models.gguf_file import TYPES as GGUF_TYPES
 from llmrecipes.models.inference_worker import InferenceSpec, Measured
 from llmrecipes.models.quantize import PACKAGE, QuantizeOptions, fitting_group, quantize, text_of
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from llmrecipes.tracking.progress import Counted
 
 PLAIN = ("fp32", "bf16")
-GGUF = tuple(f"gguf-{name}" for name in GGUF_TYPES)
+GGUF = tuple(f"gguf-{name}" for name in (*GGUF_TYPES, *K_TYPES))
 ONNX = {
     "onnx": ExportOptions(),
     "onnx-cache": ExportOptions(cache=True),
@@ -42,7 +43,7 @@ EXPORTED = (*ONNX, "torch-export", *GGUF)
 FORMATS = (*PLAIN, *SCHEMES, *EXPORTED)
 FILES = {"model.onnx": "onnx", "model.pt2": "torch-export", "model.gguf": "gguf"}
 """What says the format of a folder that is not one of transformers."""
-NEEDS = {"onnxruntime": "onnxruntime", "llama.cpp": "llama_cpp"}
+NEEDS = {"onnxruntime": "onnxruntime", "llama.cpp": LLAMA_CPP}
 
 
 @dataclass(frozen=True)
@@ -196,6 +197,8 @@ def _forms(
             group = fitting_group(source) if name == "int4" else None
             quantize(str(source), place / name, runs_dir, data_dir, QuantizeOptions(name, group=group), progress)
             yield name, place / name, "transformers", _bytes(place / name)
+        elif name.removeprefix("gguf-") in K_TYPES and find_spec(LLAMA_CPP) is None:
+            yield name, place / name, _program(name), 0
         else:
             _export_program(model, name, place / name, runs_dir, data_dir)
             yield name, place / name, _program(name), _bytes(place / name)

@@ -24,6 +24,8 @@ NEW, PROMPT = 12, "word 1"
 WIDE = {**LLAMA, "ffn_hidden_size": 192}
 """Rows of every matrix are whole blocks of q8_0."""
 EXPERTS = {**WIDE, "num_moe_experts": 4, "moe_router_topk": 2}
+BROAD = {"hidden_size": 256, "ffn_hidden_size": 512}
+"""Rows of every matrix are whole blocks of 256."""
 FORMS = {
     "llama": WIDE, "mixtral": EXPERTS, "qwen3-moe": {**EXPERTS, "qk_layernorm": True, "moe_ffn_hidden_size": 96},
 }  # fmt: skip
@@ -216,6 +218,39 @@ def test_llama_cpp_continues_as_transformers_does(
         assert abs(token["logprob"] - float(logprobs[token["id"]])) < bound, token
 
 
+@pytest.mark.llama_cpp
+@pytest.mark.skipif(find_spec(gguf_file.LLAMA_CPP) is None, reason="llama-cpp-python is missing: make test-llama-cpp")
+@pytest.mark.parametrize("form", ["llama", "mixtral"])
+def test_llama_cpp_writes_its_own_types(form: str, folder: Path, corpus: Path, command: Command) -> None:
+    import llama_cpp
+
+    name, bytes_before = f"broad-{form}", 2**40
+    recipe = tiny_on(corpus, name, model={**FORMS[form], **BROAD, "init_method_std": 0.04}, train=TRAIN)
+    assert command("train", write_recipe(recipe, folder), "--run-id", "one")[0] == 0
+    for dtype, bound in {"fp32": 1e-4, "q6_k": 0.1, "q5_k_m": 0.15, "q4_k_m": 0.25}.items():
+        out = folder / f"{name}-{dtype}"
+        code, printed = command("export", name, "--to", "gguf", "--dtype", dtype, "--out", str(out), "--json")
+        assert code == 0 and {path.name for path in out.iterdir()} == {"model.gguf"}
+        size = json.loads(printed)["bytes"]
+        program = llama_cpp.Llama(str(out / "model.gguf"), n_ctx=64, verbose=False, n_threads=1, logits_all=True)
+        prompt = program.tokenize(PROMPT.encode(), add_bos=False)
+        program.eval(prompt)
+        logits = program.scores[: len(prompt)].copy()
+        program.reset()
+        text = [token for token, _ in zip(program.generate(prompt, temp=0.0), range(NEW), strict=False)]
+        program.close()
+        if dtype == "fp32":
+            exact, expected = logits, text
+        assert size < bytes_before and text == expected, dtype
+        assert np.abs(logits - exact).mean() < bound * np.abs(exact).mean(), dtype
+        bytes_before = size
+        if form == "llama":  # transformers has no reader for Mixtral
+            read = transformers.AutoModelForCausalLM.from_pretrained(out, gguf_file="model.gguf", dtype=torch.float32)
+            with torch.no_grad():
+                same = read.eval()(torch.tensor([prompt])).logits[0].numpy()
+            assert np.abs(logits - same).mean() < 0.03 * np.abs(same).mean(), dtype
+
+
 def test_what_a_form_lacks_is_refused(
     llama: str, folder: Path, corpus: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,9 +260,15 @@ def test_what_a_form_lacks_is_refused(
     for recipe in (narrow, gateless):
         assert command("train", write_recipe(recipe, folder), "--run-id", "one")[0] == 0
     out = ("--out", str(folder / "refused"))
+    code, printed = command("export", "narrow", "--to", "gguf", "--dtype", "q4_k_m", *out)
+    assert code == 2
+    if find_spec(gguf_file.LLAMA_CPP) is None:
+        require_message(printed, "--dtype", rule="llama-cpp-python")
+    monkeypatch.setattr(gguf_file, "find_spec", lambda _: True)  # rows are compared before it is imported
     cases: dict[tuple[str, ...], tuple[str, str]] = {
         ("narrow", "--to", "gguf", "--dtype", "q8_0"): ("--dtype", "176"),
-        ("narrow", "--to", "gguf", "--dtype", "q4_k"): ("--dtype", "q4_0"),
+        ("narrow", "--to", "gguf", "--dtype", "q4_k"): ("--dtype", "q4_k_m"),
+        ("narrow", "--to", "gguf", "--dtype", "q4_k_m"): ("--dtype", "256"),
         ("narrow", "--to", "gguf", "--cache"): ("--cache", "--to"),
         ("gateless", "--to", "gguf"): ("--to", "--family"),
         ("narrow", "--to", "onnx", "--dtype", "bf16"): ("--dtype", "fp32"),
