@@ -352,10 +352,11 @@ _BF16 = (
 )
 _FP16 = "as in bf16, with 11 bits of a number"
 INT8_BOUND, INT4_BOUND = 1e-3, 1e-2
-"""As `BOUND`, of rounded weights; `_ROUNDED` says why."""
-_ROUNDED = (
+"""As `BOUND`, of rounded weights; `ROUNDED` says why."""
+ROUNDED = (
     "a weight halfway between two integers becomes the other one where the update before was summed in another order "
-    "(1/15 of the largest value of 16 in int4, 1/255 of that of a row in int8); gradients of the first step agree"
+    "(1/15 of the largest value of 16 in int4, 1/255 of that of a row in int8); the loss and gradients of "
+    "the first step are within `BOUND`"
 )
 _TOGETHER = (
     "the balance counts over the micro-batches that run at the same time on data-parallel ranks and over those before: "
@@ -559,8 +560,8 @@ def _rows() -> Iterator[Row]:
     yield Row("gpt taught by layers", "tp2 sp dp2", {"parallelism": _OVERLAP_BOTH})
     yield Row("moe taught by layers", "tp2 sp pp2 dp2 ep2 etp1")
     # -- rounded weights: groups of whole matrices, and rows that ranks have parts of --
-    int4: dict[str, Any] = {"bound": INT4_BOUND, "why": _ROUNDED}
-    int8: dict[str, Any] = {"bound": INT8_BOUND, "why": _ROUNDED}
+    int4: dict[str, Any] = {"bound": INT4_BOUND, "why": ROUNDED}
+    int8: dict[str, Any] = {"bound": INT8_BOUND, "why": ROUNDED}
     for layout in ("dp2", "tp2 sp pp2", "tp4", "pp2 vpp2 cp2 dp2"):
         yield Row("gpt in int4", layout, **int4)
     for layout in ("tp2", "tp4 sp", "tp2 sp pp2 dp2"):

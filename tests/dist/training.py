@@ -76,6 +76,8 @@ class Difference:
     worst_gradient: str
     exact: str
     """What has to be the same bit for bit and is not; empty where all is."""
+    first: float
+    """Of the loss of the first step."""
 
     @property
     def largest(self) -> float:
@@ -83,7 +85,8 @@ class Difference:
 
     def __str__(self) -> str:
         numbers = f"loss {self.loss:.1e}, gradient norm {self.norm:.1e}, parameters {self.tensor:.1e} ({self.worst})"
-        numbers += f", gradients {self.gradient:.1e} ({self.worst_gradient})"
+        numbers += f", first loss {self.first:.1e}, gradients {self.gradient:.1e} "
+        numbers += f"({self.worst_gradient})"
         return f"{numbers}; {self.exact}" if self.exact else numbers
 
 
@@ -111,6 +114,7 @@ def compare(outcome: Outcome, reference: Outcome) -> Difference:
         gradients.get(worst_gradient, 0.0),
         worst_gradient,
         "; ".join(exact),
+        _largest(outcome.losses[:1], reference.losses[-count:][:1]),
     )
 
 
