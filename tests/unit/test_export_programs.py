@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import sys
 from collections.abc import Callable, Sequence
 from http.client import HTTPConnection
 from importlib.util import find_spec
@@ -19,6 +22,7 @@ from llmrecipes.cli.app import run
 from llmrecipes.models import gguf_file, programs
 from tests.helpers import LLAMA, tiny_on, write_recipe
 from tests.refusals import refused, require_message
+from tests.unit.test_serve import started
 
 NEW, PROMPT = 12, "word 1"
 WIDE = {**LLAMA, "ffn_hidden_size": 192}
@@ -249,6 +253,50 @@ def test_llama_cpp_writes_its_own_types(form: str, folder: Path, corpus: Path, c
             with torch.no_grad():
                 same = read.eval()(torch.tensor([prompt])).logits[0].numpy()
             assert np.abs(logits - same).mean() < 0.03 * np.abs(same).mean(), dtype
+
+
+LLAMA_SERVER = """
+import signal, sys
+
+sys.path.append({folder!r})
+import xllamacpp
+
+options, params = dict(zip(sys.argv, sys.argv[1:])), xllamacpp.CommonParams()
+params.model.path, params.hostnames, params.port = options["--model"], [options["--host"]], int(options["--port"])
+params.n_ctx, params.n_parallel, params.warmup, params.cpuparams.n_threads, params.verbosity = 64, 1, False, 1, -1
+server = xllamacpp.Server(params)
+print("listening", flush=True)
+signal.pause()
+"""
+"""llama.cpp's own server, which the package has as a library, with the options of its program."""
+
+
+@pytest.mark.llama_cpp
+@pytest.mark.skipif(find_spec("xllamacpp") is None, reason="xllamacpp is missing: make test-llama-cpp LLAMA_CPP=DIR")
+def test_serve_answers_with_llama_cpp(
+    llama: str, folder: Path, command: Command, tmp_path: Path, unused_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, program = folder / "served", tmp_path / "llama-server"
+    assert command("export", llama, "--to", "gguf", "--dtype", "fp32", "--out", str(out))[0] == 0
+    package = find_spec("xllamacpp")
+    assert package is not None and package.origin is not None
+    code = LLAMA_SERVER.format(folder=str(Path(package.origin).parents[1]))
+    program.write_text(f"#!{sys.executable}\n{code}", "utf-8")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    process, _ = started(out / "model.gguf", "listening", "--backend", "llama.cpp", "--port", str(unused_port))
+    try:
+        connection = HTTPConnection("127.0.0.1", unused_port, timeout=60)
+        wanted = {"prompt": PROMPT, "max_tokens": NEW, "temperature": 0, "ignore_eos": True}
+        connection.request("POST", "/v1/completions", json.dumps(wanted), {"Content-Type": "application/json"})
+        text = json.loads(connection.getresponse().read())["choices"][0]["text"]
+        process.send_signal(signal.SIGINT)
+        printed, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0, printed
+    assert text == transformers.AutoTokenizer.from_pretrained(folder / "hf").decode(reference(folder / "hf")[1])
 
 
 def test_what_a_form_lacks_is_refused(
