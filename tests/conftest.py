@@ -53,6 +53,12 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS or not collection_path.match("test_*.py"):
+        return None
+    return selection.in_vain(collection_path.relative_to(HERE).as_posix(), config.option.markexpr) or None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     commit, of_a_version = config.getoption("--commit"), config.option.markexpr.startswith("version")
     later = set()

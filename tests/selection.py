@@ -92,6 +92,28 @@ def of_the_version(path: str, slow: bool = False, zero: str = "", row: str = "")
     return not row or row in table.essential("megatron")
 
 
+_MARKED = (("system/kubernetes/", "kubernetes"), ("system/", "system"), ("fabric/", "fabric"), ("gpu/", "gpu8"))
+"""Folders whose tests have a marker, the inner one first."""
+
+
+def in_vain(path: str, markers: str) -> bool:
+    """Whether no test of a module can be selected, so that importing it would be in vain.
+
+    Each process of pytest-xdist imports all modules that it collects, which takes longer than most of them run.
+
+    Args:
+        path: of the module, relative to `tests`.
+        markers: the expression of `make`: a marker that all tests have, unless it is negated, and `not` ones.
+    """
+    for folder, marker in _MARKED:
+        if path.startswith(folder):
+            return f"not {marker} " in f"{markers} "
+    wanted = markers.partition(" ")[0]
+    if wanted == "version":
+        return not path.startswith(VERSION)
+    return wanted == "slow" and "slow" not in (TESTS / path).read_text("utf-8")
+
+
 TURNS = 4
 """One commit in so many runs a test that is marked `rotating`."""
 

@@ -11,7 +11,18 @@ from pathlib import Path
 import pytest
 
 from tests.dist import table
-from tests.selection import NOT_VERSION, NVME, RANKS, TESTS, group, has_turn, missing_package, of_the_version, rank
+from tests.selection import (
+    NOT_VERSION,
+    NVME,
+    RANKS,
+    TESTS,
+    group,
+    has_turn,
+    in_vain,
+    missing_package,
+    of_the_version,
+    rank,
+)
 
 
 def test_tests_that_use_torch_or_an_engine_are_accounted_for() -> None:
@@ -75,6 +86,23 @@ def test_modules_stay_together_and_ranks_come_first() -> None:
         assert group(f"tests/{path}::test_a") != group(f"tests/{path}::test_b")
     assert rank("tests/dist/test_layouts.py::test_a") < rank("tests/train/test_train_faults.py::test_a")
     assert rank("tests/train/test_train_faults.py::test_a") < rank("tests/unit/test_cli.py::test_a")
+
+
+def test_a_module_is_left_out_where_none_of_its_tests_can_be_selected() -> None:
+    others = "not system and not fabric and not kubernetes and not gpu8"
+    assert in_vain("system/slurm/test_training.py", f"not slow and {others}")
+    assert in_vain("system/kubernetes/test_job_controller.py", "system and not kubernetes")
+    assert in_vain("unit/test_cli.py", f"version and {others}")
+    assert in_vain("unit/test_benchmark_mup.py", f"slow and {others}")
+    for path, markers in (
+        ("system/slurm/test_training.py", "system"), ("system/slurm/test_training.py", ""),
+        ("system/kubernetes/test_job_controller.py", "kubernetes"), ("unit/test_cli.py", f"not slow and {others}"),
+        ("dist/test_layouts.py", f"version and {others}"), ("dist/test_layouts.py", f"slow and {others}"),
+    ):  # fmt: skip
+        assert not in_vain(path, markers)
+    # Only the module itself marks its tests as slow, so its text has the word.
+    shared = [path for path in TESTS.rglob("*.py") if not path.name.startswith(("test_", "conftest"))]
+    assert shared and not [path for path in shared if "pytest.mark.slow" in path.read_text("utf-8")]
 
 
 def test_what_needs_deepspeed_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
