@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -135,71 +135,73 @@ def sum_of_calls(report: Report, key: tuple[str, int]) -> int:
 
 
 BLOCK = ("train.recompute_granularity=full", "train.recompute_method=block", "train.recompute_num_layers=1")
-SMALL_WORLDS = {
-    "one process": spec("gpt-tiny"),
-    "bf16, overlapped": spec(
-        "gpt-tiny", "train.precision=bf16", "train.micro_batch_size=2", "parallelism.overlap_grad_reduce=true",
+SMALL_WORLDS: dict[str, partial[str]] = {
+    "one process": partial(spec, "gpt-tiny"),
+    "bf16, overlapped": partial(
+        spec, "gpt-tiny", "train.precision=bf16", "train.micro_batch_size=2", "parallelism.overlap_grad_reduce=true",
         "parallelism.overlap_param_gather=true", world=4,
     ),
-    "average of weights": spec("gpt-tiny", "train.precision=bf16", "optimizer.ema_decay=0.99", world=2),
-    "tensor, pipeline": spec("gpt-tiny-3d", world=8, ranks=(0, 4)),
-    "moved embeddings": spec(
-        "gpt-tiny-3d", "train.adversarial={type: pgd, epsilon: 0.5, alpha: 0.2, steps: 2}", world=4, ranks=(0, 2),
+    "average of weights": partial(spec, "gpt-tiny", "train.precision=bf16", "optimizer.ema_decay=0.99", world=2),
+    "tensor, pipeline": partial(spec, "gpt-tiny-3d", world=8, ranks=(0, 4)),
+    "moved embeddings": partial(
+        spec, "gpt-tiny-3d", "train.adversarial={type: pgd, epsilon: 0.5, alpha: 0.2, steps: 2}", world=4, ranks=(0, 2),
     ),
-    "rounded weights": spec(
-        "gpt-tiny-3d", "qat.scheme=int8", world=4, ranks=(0, 2),
+    "rounded weights": partial(
+        spec, "gpt-tiny-3d", "qat.scheme=int8", world=4, ranks=(0, 2),
     ),
-    "rounded experts in groups": spec("moe-tiny", "qat.scheme=int4", "qat.group_size=64", world=2),
-    "context": spec("gpt-tiny", "parallelism.context_parallel_size=2", world=2),
-    "experts": spec("moe-tiny", world=2),
-    "adapters": spec(
-        "gpt-tiny", "lora.rank=8", "lora.dropout=0.1", "parallelism.tensor_model_parallel_size=2",
+    "rounded experts in groups": partial(spec, "moe-tiny", "qat.scheme=int4", "qat.group_size=64", world=2),
+    "context": partial(spec, "gpt-tiny", "parallelism.context_parallel_size=2", world=2),
+    "experts": partial(spec, "moe-tiny", world=2),
+    "adapters": partial(
+        spec, "gpt-tiny", "lora.rank=8", "lora.dropout=0.1", "parallelism.tensor_model_parallel_size=2",
         "parallelism.sequence_parallel=true", "train.micro_batch_size=2", world=4,
     ),
-    "adapters of experts": spec(
-        "moe-tiny", "lora.rank=8", "lora.target_modules=[linear_qkv,experts.linear_fc1,experts.linear_fc2]", world=2
+    "adapters of experts": partial(
+        spec, "moe-tiny", "lora.rank=8", "lora.target_modules=[linear_qkv,experts.linear_fc1,experts.linear_fc2]",
+        world=2,
     ),
-    "packed conversations, grouped queries": spec(
-        "sft-tiny", "model.num_query_groups=2", "model.seq_length=512", "model.qk_layernorm=false", world=2
+    "packed conversations, grouped queries": partial(
+        spec, "sft-tiny", "model.num_query_groups=2", "model.seq_length=512", "model.qk_layernorm=false", world=2
     ),
-    "packed conversations by boundaries": spec(
-        "sft-tiny", "model.num_query_groups=2", "model.seq_length=512", "model.qk_layernorm=false",
+    "packed conversations by boundaries": partial(
+        spec, "sft-tiny", "model.num_query_groups=2", "model.seq_length=512", "model.qk_layernorm=false",
         "train.precision=bf16", "train.micro_batch_size=1", world=2
     ),
-    "loss in chunks": spec("gpt-tiny", "train.loss_chunk_tokens=128", world=2),
-    "loss in chunks, split": spec(
-        "gpt-tiny", "train.loss_chunk_tokens=128", "train.precision=bf16", "train.micro_batch_size=2",
+    "loss in chunks": partial(spec, "gpt-tiny", "train.loss_chunk_tokens=128", world=2),
+    "loss in chunks, split": partial(
+        spec, "gpt-tiny", "train.loss_chunk_tokens=128", "train.precision=bf16", "train.micro_batch_size=2",
         "parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true",
         "model.share_embeddings_and_output_weights=false", "parallelism.pipeline_model_parallel_size=2",
         world=4, ranks=(0, 2),
     ),
-    "loss in chunks, adapters": spec(
-        "gpt-tiny", "train.loss_chunk_tokens=128", "lora.rank=8", "parallelism.tensor_model_parallel_size=2",
+    "loss in chunks, adapters": partial(
+        spec, "gpt-tiny", "train.loss_chunk_tokens=128", "lora.rank=8", "parallelism.tensor_model_parallel_size=2",
         "parallelism.sequence_parallel=true", "train.micro_batch_size=2", world=2,
     ),
-    "recomputed MLP": spec(
-        "gpt-tiny", "train.recompute_granularity=selective", "train.recompute_modules=[mlp]",
+    "recomputed MLP": partial(
+        spec, "gpt-tiny", "train.recompute_granularity=selective", "train.recompute_modules=[mlp]",
         "parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true", "train.micro_batch_size=2",
         "parallelism.pipeline_model_parallel_size=2", world=4, ranks=(0, 2),
     ),
-    "recomputed experts": spec(
-        "moe-tiny", "train.recompute_granularity=selective", "train.recompute_modules=[moe,layernorm]",
+    "recomputed experts": partial(
+        spec, "moe-tiny", "train.recompute_granularity=selective", "train.recompute_modules=[moe,layernorm]",
         "train.micro_batch_size=4", world=2
     ),
-    "written stages": spec(
-        "gpt-tiny", "model.num_layers=4", "parallelism.pipeline_model_parallel_size=2",
+    "written stages": partial(
+        spec, "gpt-tiny", "model.num_layers=4", "parallelism.pipeline_model_parallel_size=2",
         "parallelism.virtual_pipeline_model_parallel_size=2", "parallelism.pipeline_model_parallel_layout=E|ttt|t|L",
         "parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true", "train.micro_batch_size=2",
         world=4, ranks=(0, 2),
     ),
-    "written stages, more tokens": spec(
-        "gpt-tiny", "model.num_layers=5", "parallelism.pipeline_model_parallel_size=2",
+    "written stages, more tokens": partial(
+        spec, "gpt-tiny", "model.num_layers=5", "parallelism.pipeline_model_parallel_size=2",
         "parallelism.virtual_pipeline_model_parallel_size=2", "parallelism.pipeline_model_parallel_layout=Et|tt|tt|mL",
         "model.mtp_num_layers=1", "model.position_embedding_type=rope",
         "model.share_embeddings_and_output_weights=false", "train.micro_batch_size=2", *BLOCK, world=2, ranks=(0, 1),
     ),
-    "recomputed latent attention": spec(
-        "moe-tiny", "train.recompute_granularity=selective", "model.qk_head_dim=32", "model.qk_pos_emb_head_dim=16",
+    "recomputed latent attention": partial(
+        spec, "moe-tiny", "train.recompute_granularity=selective", "model.qk_head_dim=32",
+        "model.qk_pos_emb_head_dim=16",
         "train.recompute_modules=[mla_up_proj,shared_experts,layernorm]", "model.multi_latent_attention=true",
         "model.position_embedding_type=rope",
         "model.num_query_groups=null", "model.kv_lora_rank=48", "model.q_lora_rank=64", "model.v_head_dim=32",
@@ -210,22 +212,38 @@ SMALL_WORLDS = {
 }  # fmt: skip
 
 
+ALWAYS = (
+    "one process", "bf16, overlapped", "tensor, pipeline", "context", "experts", "adapters", "loss in chunks",
+    "recomputed MLP", "written stages",
+)  # fmt: skip
+"""Those that each commit runs. The others combine them with more options, and take turns."""
+
+
+def ranks_of(name: str) -> list[str]:
+    """Names of the ranks of a small world that are run."""
+    return [f"{name}, rank {rank}" for rank in SMALL_WORLDS[name].keywords.get("ranks", (0,))]
+
+
 @pytest.fixture(scope="module")
-def small(process: GlooWorld) -> dict[str, Report]:
-    found = iter(run(process, *SMALL_WORLDS.values()))
-    return {
-        f"{name}, rank {rank}": next(found)
-        for name, text in SMALL_WORLDS.items()
-        for rank in DryRunSpec.model_validate_json(text).ranks
-    }
+def small(process: GlooWorld, request: pytest.FixtureRequest) -> dict[str, Report]:
+    """Reports of the ranks of small worlds: of `ALWAYS`, and of those whose turn it is."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
+    asked = {item.callspec.params.get("name") for item in items if item.path == request.path}
+    wanted = [name for name in SMALL_WORLDS if name in ALWAYS or asked.intersection(ranks_of(name))]
+    found = iter(run(process, *(SMALL_WORLDS[name]() for name in wanted)))
+    return {rank: next(found) for name in wanted for rank in ranks_of(name)}
 
 
 @pytest.mark.parametrize(
     "name",
-    [f"{name}, rank {rank}" for name, text in SMALL_WORLDS.items() for rank in json.loads(text)["ranks"]],
+    [
+        pytest.param(rank, marks=() if name in ALWAYS else pytest.mark.rotating(f"dry run of {name}"))
+        for name in SMALL_WORLDS
+        for rank in ranks_of(name)
+    ],
 )
 def test_the_plan_is_what_the_real_code_does(name: str, small: dict[str, Report]) -> None:
-    report, plan = small[name], plan_of(SMALL_WORLDS[name.rpartition(",")[0]])
+    report, plan = small[name], plan_of(SMALL_WORLDS[name.rpartition(",")[0]]())
     require_planned(report)
     if not plan.recipe.model.mtp_num_layers or report["stage"] < plan.layout.pipeline_model_parallel_size - 1:
         require_traffic(report, plan)  # no formulas for the layers there
@@ -233,7 +251,7 @@ def test_the_plan_is_what_the_real_code_does(name: str, small: dict[str, Report]
 
 def test_the_plan_has_a_communicator_for_every_group(small: dict[str, Report]) -> None:
     for name, report in small.items():
-        plan = plan_of(SMALL_WORLDS[name.rpartition(",")[0]])
+        plan = plan_of(SMALL_WORLDS[name.rpartition(",")[0]]())
         planned = communicators(plan.recipe, plan.shape, plan.layout)
         assert {each["group"]: each["ranks"] for each in report["traffic"]} == planned, name
 
@@ -245,7 +263,7 @@ def test_the_host_waits_once_a_step(small: dict[str, Report]) -> None:
         waits = dict(report["waits"])
         ours = [f"{place} × {waits.pop(place)}" for place in report["waits"] if place.startswith("megatron/engine")]
         assert len(ours) == 1 and ours[0].endswith(" × 1") and ours[0] in page, name
-        plan = plan_of(SMALL_WORLDS[name.rpartition(",")[0]])
+        plan = plan_of(SMALL_WORLDS[name.rpartition(",")[0]]())
         if not plan.recipe.model.num_moe_experts:
             assert not waits, name
             continue
@@ -257,7 +275,7 @@ def test_the_host_waits_once_a_step(small: dict[str, Report]) -> None:
 
 def test_a_host_wait_that_is_added_is_seen(process: GlooWorld) -> None:
     """Scalars of the device in `torch.tensor`, of which no operation tells; one for each micro-batch."""
-    text = SMALL_WORLDS["one process"]
+    text = SMALL_WORLDS["one process"]()
     waits: dict[str, int] = process.start(waits_with_a_read_added, text, group=False).result()
     assert sum(waits.values()) == 1 + plan_of(text).num_microbatches
     assert any("test_dryrun" in place for place in waits)
