@@ -26,7 +26,8 @@ from typing import BinaryIO
 import numpy as np
 
 from llmrecipes.data.copies import NearDuplicates, different, doubled
-from llmrecipes.data.shards import KEY_BYTES, Shards, damaged, framed, publish, unframed
+from llmrecipes.data.shard_files import damaged, framed, publish, unframed
+from llmrecipes.data.shards import KEY_BYTES, Shards
 from llmrecipes.data.steps import DUPLICATES, NEAR_DUPLICATES, Document, Dropped
 
 _MOST_RANGES, _LEAST_RANGES = 1024, 16

@@ -178,6 +178,10 @@ class Worked:
     outcomes: list[Document | Dropped]
     encoded: Encoded
 
+    def first(self, count: int) -> Worked:
+        """The same of the first texts only. Their ids, and answers, are those in front; the others stay behind them."""
+        return replace(self, outcomes=self.outcomes[:count])
+
 
 def encode_all(batches: Iterable[Batch], spec: EncoderSpec, workers: int) -> Generator[Worked, None, None]:
     """Each batch with its ids, in the order of `batches`; at most two batches per worker are in flight.

@@ -1,8 +1,8 @@
 """Joining shards by all tasks at once: the files of a prepared folder, each task writing its bytes of them.
 
-It is for documents of which is known what happens to them without knowing which others are kept: no spans, no
-conversations, `max_tokens` of the last source only. The stages of `compare` and four others follow the encoding. Their
-items are claimed and published as shards are; a stage begins when nothing of the one before is missing.
+It is for documents of which is known what happens to them without knowing which others are kept: no spans. The stages
+of `compare` and four others follow the encoding. Their items are claimed and published as shards are; a stage begins
+when nothing of the one before is missing.
 
 1. `repeats`, `bands`, `near`: which documents are dropped.
 2. `counts`, an item a shard: what is kept of it. Its ids are not read.
@@ -10,9 +10,11 @@ items are claimed and published as shards are; a stage begins when nothing of th
 4. `packed`, an item 64 MiB of held-out text: a member of a gzip file.
 5. `placed`, an item a shard: its tokens, lengths and digests, written where they belong, and synced.
 
-With `max_tokens`, as many shards are joined as have these tokens. If comparing leaves fewer, more shards are encoded,
-and the stages up to `counts` begin again, in another folder; what happens to a document stays the same, because only
-earlier ones matter. `layout` finds the shard in which there are enough, and counts it again up to that document.
+A source with `max_tokens` ends before those behind it are compared, one after the other: as many of its shards as have
+these tokens are compared and counted, with all before it. If comparing leaves fewer, more shards are encoded, and the
+stages up to `counts` begin again, in another folder; what happens to a document stays the same, because only earlier
+ones matter. One item, `end`, finds the shard in which there are enough, and counts it again up to that document; what
+is behind it is seen by no stage. Where the last source ends is found by `layout`.
 
 Every item has the same bytes whoever makes it, so one that is made twice changes nothing. `collect` then does what is
 left to one process: the counts and the names, and to put the held-out texts together.
@@ -49,10 +51,20 @@ from llmrecipes.data.manifest import (
     stem,
 )
 from llmrecipes.data.prepared import HeldOutSplit, held_out_name
-from llmrecipes.data.shards import Shards
+from llmrecipes.data.shards import End, Shards
 from llmrecipes.data.split import DIGEST_BYTES, SPLITS, Split
-from llmrecipes.data.steps import Document, Dropped
-from llmrecipes.data.write import MEMBER_BYTES, SAMPLES, Output, Samples, compressed, record, require_readable, summary
+from llmrecipes.data.steps import UNREADABLE, Document, Dropped
+from llmrecipes.data.write import (
+    MEMBER_BYTES,
+    SAMPLES,
+    Output,
+    Samples,
+    answers_of,
+    compressed,
+    record,
+    require_readable,
+    summary,
+)
 from llmrecipes.errors import UserError
 from llmrecipes.io import sync
 
@@ -72,6 +84,8 @@ class ShardCounts(Record):
     samples: list[tuple[str, str, str]]
     texts: list[HeldOutSplit] = Field(default_factory=list)
     """Splits whose text is in a file of the shard."""
+    talks: ChatCounts = ChatCounts()
+    """Of conversations."""
 
 
 class Layout(Record):
@@ -115,10 +129,13 @@ def rounds(shards: Shards) -> Iterator[Stage | Shards]:
             if (using := shards.used()) is not None:
                 *comparing, layout, packed, placed = stages(using)
                 yield from comparing
-                if not (more := _more(using)):
+                if more := _more(using):
+                    shards.require(*more)
+                elif using.final:
                     yield from (layout, packed, placed)
                     return
-                shards.require(more)
+                else:
+                    yield Stage(using, "end", _one, _end)
             yield shards
     except FileNotFoundError:
         if shards.folder.exists():
@@ -126,25 +143,53 @@ def rounds(shards: Shards) -> Iterator[Stage | Shards]:
         # Others have done the rest, published the data and deleted the shards.
 
 
-def _more(shards: Shards) -> int:
-    """Tokens that the shards have to have, of the last source and before comparing, because too few are kept; or 0."""
-    most, last = shards.every[-1].max_tokens, len(shards.every) - 1
-    if most is None or len(shards.joined) == len(shards.shards):
-        return 0
-    kept, done = sum(_kept(shards)), shards.published()
-    if kept >= most:
-        return 0
-    tokens = sum(done[number][1] for number, shard in enumerate(shards.joined) if shard.source == last)
-    return min(max(tokens + most - kept, tokens * most // max(kept, 1)), 2 * (tokens + most))
+def _more(shards: Shards) -> tuple[int, int] | None:
+    """The source whose end is looked for, and the tokens that its shards have to have before comparing, because too few
+    are kept; None if they are enough, or all."""
+    ending = shards.ending
+    if ending is None or all(shard.source != ending for shard in shards.shards[shards.first :]):
+        return None
+    most = shards.every[ending].max_tokens or 0
+    if (kept := sum(_kept(shards))) >= most:
+        return None
+    done = shards.published()
+    tokens = sum(done[number][1] for number, shard in enumerate(shards.joined) if shard.source == ending)
+    return ending, min(max(tokens + most - kept, tokens * most // max(kept, 1)), 2 * (tokens + most))
 
 
 def _kept(shards: Shards) -> list[int]:
-    """Tokens of the last source that are kept of each shard."""
-    last, counts = len(shards.every) - 1, (_read(Item(shards.joining, "counts", n)) for n in range(len(shards.joined)))
-    return [
-        sum(of_split.tokens for of_split in of_shard.splits.values()) if shard.source == last else 0
-        for shard, of_shard in zip(shards.joined, counts, strict=True)
-    ]
+    """Of each shard the tokens that are kept of the source whose end is looked for."""
+
+    def kept(number: int) -> int:
+        return sum(of_split.tokens for of_split in _read(Item(shards.joining, "counts", number)).splits.values())
+
+    return [kept(number) if shard.source == shards.ending else 0 for number, shard in enumerate(shards.joined)]
+
+
+def _last(shards: Shards) -> tuple[int, int] | None:
+    """The shard in which a source ends, and the tokens that are used of it; None if it has fewer in all."""
+    most = shards.every[shards.ending].max_tokens if shards.ending is not None else None
+    sums = list(accumulate(_kept(shards))) if most is not None else []
+    if most is None or sums[-1] < most:
+        return None
+    number = next(number for number, kept in enumerate(sums) if kept >= most)
+    return number, most - (sums[number - 1] if number else 0)
+
+
+def _end(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) -> None:
+    end, last = End(source=shards.ending or 0), _last(shards)
+    if last is not None:
+        number, room = last
+        cut, compared = Item(item.folder, f"counts{_CUT}", number), 0
+        _counts(shards, cut, token, lost, room, _CUT)
+        counts = _read(cut)
+        read = left = counts.read + counts.dropped.get(UNREADABLE, 0)
+        for worked in shards.batches(number, ids=False):
+            compared += sum(isinstance(outcome, Document) for outcome in worked.outcomes[:left])
+            if (left := left - len(worked.outcomes)) <= 0:
+                break
+        end = End(source=end.source, shard=number, read=read, compared=compared)
+    item.publish(token, end.model_dump_json().encode())
 
 
 def _one(shards: Shards) -> int:
@@ -168,6 +213,7 @@ class _Counted:
         self.documents, self.tokens, self.size = self.documents + 1, self.tokens + length, self.size + document.size
 
 
+_ANSWERS = ".answers"
 _CUT = "-cut"
 """Behind the name of what is counted of a shard up to the end of `max_tokens`."""
 
@@ -175,13 +221,16 @@ _CUT = "-cut"
 def _item(shards: Shards, stage: str, number: int) -> Item:
     """What was counted of a shard, as far as it is used."""
     cut = Item(shards.joining, f"{stage}{_CUT}", number)
-    return cut if shards.limited and cut.file.exists() else Item(shards.joining, stage, number)
+    return cut if shards.ending is not None and cut.file.exists() else Item(shards.joining, stage, number)
 
 
 def _counts(
     shards: Shards, item: Item, token: str, lost: Callable[[], bool], room: int | None = None, suffix: str = ""
 ) -> None:
-    added = 0
+    if not shards.final and shards.shards[item.number].source != shards.ending:  # all that is asked is an end
+        item.publish(token)
+        return
+    added, talks = 0, ChatCounts()
     parts: dict[Split, _Counted] = {}
     texts: dict[HeldOutSplit, bytearray] = {}
     tally = Tally()
@@ -196,7 +245,8 @@ def _counts(
             raise Lost
         if room is not None and added >= room:
             break
-        added += output.add(worked, None if room is None else room - added, tally).tokens
+        of_batch = output.add(worked, None if room is None else room - added, tally)
+        added, talks = added + of_batch.tokens, of_batch.talks_with(talks)
     for split, text in texts.items():
         Item(item.folder, f"{split}{suffix}", item.number).publish(token, bytes(text))
     counts = ShardCounts(
@@ -211,6 +261,7 @@ def _counts(
         changed=dict(tally.changed),
         samples=[(sample.reason, sample.rule, sample.excerpt) for sample in output.samples.kept()],
         texts=list(texts),
+        talks=talks,
     )
     item.publish(token, counts.model_dump_json().encode())
 
@@ -228,12 +279,10 @@ def _layout(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) ->
     bounds: dict[str, tuple[int, int]] = {}
     texts: dict[HeldOutSplit, list[int]] = {}
     used, room = len(shards.joined), None
-    if (most := shards.every[-1].max_tokens) is not None:
-        sums = list(accumulate(_kept(shards)))
-        if sums[-1] >= most:
-            used = next(number for number, kept in enumerate(sums, start=1) if kept >= most)
-            room = most - (sums[used - 2] if used > 1 else 0)
-            _counts(shards, Item(item.folder, f"counts{_CUT}", used - 1), token, lost, room, _CUT)
+    if (last := _last(shards)) is not None:
+        number, room = last
+        used = number + 1
+        _counts(shards, Item(item.folder, f"counts{_CUT}", number), token, lost, room, _CUT)
     for number, shard in enumerate(shards.joined[:used]):
         before.append({})
         of_shard = _read_counts(shards, number)
@@ -257,6 +306,8 @@ def _layout(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) ->
             }
             if shards.spec.scored(split):
                 of_file[SCORES] = 4 * documents
+            if shards.chat is not None:
+                of_file[_ANSWERS] = tokens
             for suffix, size in of_file.items():
                 with (temporary / f"{name}{suffix}").open("wb") as file:
                     if suffix == ".idx":
@@ -310,6 +361,7 @@ class _Place:
     lengths: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     scores: list[float | None] = field(default_factory=list)
+    answers: list[bytes] = field(default_factory=list)
 
     def add(self, document: Document, length: int, ids: np.ndarray, answers: bytes) -> None:
         """The next one."""
@@ -317,6 +369,7 @@ class _Place:
         self.lengths.append(length)
         self.digests.append(document.digest)
         self.scores.append(document.score)
+        self.answers.append(answers)
 
     def flush(self) -> None:
         """Write them."""
@@ -326,6 +379,8 @@ class _Place:
         _write_at(self.files[".sha256"], b"".join(self.digests), self.documents * DIGEST_BYTES)
         if SCORES in self.files:
             _write_at(self.files[SCORES], np.array(self.scores, "<f4").tobytes(), self.documents * 4)
+        if _ANSWERS in self.files:
+            _write_at(self.files[_ANSWERS], b"".join(self.answers), self.tokens)
         index, start = self.files[".idx"], IDX_HEADER.size
         _write_at(index, lengths.astype("<i4").tobytes(), start + 4 * self.documents)
         start += 4 * self.every
@@ -334,7 +389,7 @@ class _Place:
         numbers = np.arange(self.documents + 1, self.documents + 1 + len(lengths), dtype="<i8")
         _write_at(index, numbers.tobytes(), start + 8 * (self.documents + 1))
         self.documents, self.tokens = self.documents + len(lengths), self.tokens + int(lengths.sum())
-        self.ids, self.lengths, self.digests, self.scores = [], [], [], []
+        self.ids, self.lengths, self.digests, self.scores, self.answers = [], [], [], [], []
 
 
 def _write_at(file: int, content: bytes, offset: int) -> None:
@@ -354,7 +409,8 @@ def _placed(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) ->
 
         def place(_: int, split: Split) -> _Place:
             name, files = stem(source, split), dict[str, int]()
-            for suffix in (".bin", ".idx", ".sha256", *([SCORES] if shards.spec.scored(split) else [])):
+            more = (*([SCORES] if shards.spec.scored(split) else []), *([_ANSWERS] if shards.chat is not None else []))
+            for suffix in (".bin", ".idx", ".sha256", *more):
                 files[suffix] = os.open(item.folder / JOINED / f"{name}{suffix}", os.O_WRONLY)
                 stack.callback(os.close, files[suffix])
             itemsize = np.dtype(shards.spec.dtype).itemsize
@@ -402,12 +458,15 @@ def collect(
     shards = shards.used() or shards
     layout = _read_layout(shards.joining)
     tallies = [Tally() for _ in shards.every]
+    talks = [ChatCounts() for _ in shards.every] if shards.chat is not None else []
     kept: dict[tuple[int, Split], Counter[str]] = {}
     samples = Samples(shards.spec.steps)
     for number, shard in enumerate(shards.joined[: len(layout.before)]):
         counts, tally = _read_counts(shards, number), tallies[shard.source]
         tally.read += counts.read
         tally.failure = tally.failure or counts.failure
+        if talks:
+            talks[shard.source] = talks[shard.source].with_more(counts.talks)
         for total, more in zip(
             (tally.dropped, tally.rules, tally.changed), (counts.dropped, counts.rules, counts.changed), strict=True
         ):
@@ -420,11 +479,13 @@ def collect(
         require_readable(number, source, tallies[number], shards.spec.steps.max_unreadable)
     by_split = {key: Counts(**counts) for key, counts in kept.items()}
     reasons = shards.spec.steps.reasons
-    records = [record(n, source, tallies[n], reasons, by_split, []) for n, source in enumerate(shards.every)]
-    most = shards.every[-1].max_tokens
-    for published in records:
-        full = layout.room is not None and published is records[-1]
-        log(summary(published) + (f"; read up to max_tokens {most:,}" if full else ""))
+    records = [record(n, source, tallies[n], reasons, by_split, talks) for n, source in enumerate(shards.every)]
+    full = {end.source for end in shards.ends.values() if end.shard is not None}
+    full |= set() if layout.room is None else {len(shards.every) - 1}
+    for n, published in enumerate(records):
+        log(summary(published) + (f"; read up to max_tokens {shards.every[n].max_tokens:,}" if n in full else ""))
+        if talks:
+            log(answers_of(published.label, talks[n]))
     samples.write(part / SAMPLES, [sources.label(source) for source in shards.every])
     for file in sorted((shards.joining / JOINED).iterdir()):
         os.link(file, part / file.name)
@@ -436,4 +497,4 @@ def collect(
                 if of_member == split:
                     stream.write(Item(shards.joining, "packed", number).file.read_bytes())
         held_out[split] = HeldOut(bytes=sum(sizes), gzip_bytes=file.stat().st_size)
-    return records, held_out, []
+    return records, held_out, talks

@@ -125,6 +125,12 @@ class ChatCounts(Record):
         """Conversations that are dropped."""
         return self.rejected + self.special_tokens + self.unanswered + self.too_long
 
+    def with_more(self, others: ChatCounts) -> ChatCounts:
+        """The sums of these and later ones."""
+        counts, more = self.model_dump(exclude={"refusal"}), others.model_dump(exclude={"refusal"})
+        sums = {name: count + more[name] for name, count in counts.items()}
+        return ChatCounts(**sums, refusal=self.refusal or others.refusal)
+
 
 class ChatRecord(Record):
     """How conversations became tokens; the template is the file `chat_template.jinja`."""

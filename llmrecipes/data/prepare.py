@@ -10,6 +10,7 @@ import importlib.metadata
 import platform
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -119,14 +120,15 @@ def _has_many_shards(recipe: Recipe, processes: int) -> bool:
 
     data = recipe.data
     require_usable(data)  # before the sources are listed
-    if not can_join(data.sources, data.chat, step_spec(data)):
+    if not can_join(data.sources, step_spec(data)):
         return False
-    shards, last = cut(data.sources), len(data.sources) - 1
-    if (most := data.sources[last].max_tokens) is None:
-        return len(shards) >= SHARDS_OF_A_PROCESS * processes
-    of_last = sum(shard.source == last for shard in shards)
-    used = min(of_last, int(most * sources.BYTES_PER_TOKEN) // parts.PART_BYTES)  # perhaps only its beginning
-    return len(shards) - of_last + used >= SHARDS_OF_A_PROCESS * processes
+    shards = Counter(shard.source for shard in cut(data.sources))
+    used = sum(shards.values())
+    for number, source in enumerate(data.sources):
+        if source.max_tokens is not None:  # perhaps only its beginning is read
+            of_source = int(source.max_tokens * sources.BYTES_PER_TOKEN) // parts.PART_BYTES
+            used -= max(0, shards[number] - of_source)
+    return used >= SHARDS_OF_A_PROCESS * processes
 
 
 def _shards(recipe: Recipe, target: Path, log: Callable[[str], None]) -> Shards | None:

@@ -7,39 +7,34 @@ tasks. So the prepared folder does not depend on how the sources are cut, nor on
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import struct
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 import llmrecipes
 from llmrecipes.data import parts, sources
-from llmrecipes.data.chat import Conversations
 from llmrecipes.data.corpus import EncoderSpec, Worked, batches_of, encode_all
-from llmrecipes.data.encode import Encoded
 from llmrecipes.data.gigatoken import Gigatoken
 from llmrecipes.data.manifest import Record, TokenizerRecord
 from llmrecipes.data.parts import Part
+from llmrecipes.data.shard_files import damaged, dumped, framed, publish, read, unframed
 from llmrecipes.data.split import DIGEST_BYTES
-from llmrecipes.data.steps import DUPLICATES, Document, Dropped, StepSpec
+from llmrecipes.data.steps import DUPLICATES, Document, StepSpec
 from llmrecipes.errors import UserError
 from llmrecipes.io import sync
 from llmrecipes.recipe.schema import Chat, Source
 from llmrecipes.units import GIB
 
-PLAN, _REQUIRED = "plan.json", ".required"
+PLAN, _REQUIRED, _END = "plan.json", ".required", ".end"
 KEY_BYTES = {"digests": DIGEST_BYTES, "marks": 16}
 """Of what is compared for equality; the marks are those of `copies.Duplicates` without spans."""
 MOST_RANGES = 256
 """Of digests. Each has 60 million of 15 billion documents, which take some 8 GB to sort."""
 _CHANGED = "delete the folder to start over"
-_FRAME = struct.Struct("<QQ32s")
 
 
 class Shard(Record):
@@ -57,6 +52,16 @@ class Shard(Record):
         if self.first is None:
             return None
         return [Part(file, self.begin, self.end) for file in sources.files(source)[self.first : self.last]]
+
+
+class End(Record):
+    """Where a source with `max_tokens` ends: in a shard, behind so many of the documents that were read and so many of
+    those that are compared. Without a shard, it has fewer tokens."""
+
+    source: int
+    shard: int | None = None
+    read: int = 0
+    compared: int = 0
 
 
 class Plan(Record):
@@ -120,16 +125,10 @@ def uncut(recipe_sources: tuple[Source, ...]) -> Iterator[str]:
             )
 
 
-def can_join(recipe_sources: tuple[Source, ...], chat: Chat | None, steps: StepSpec) -> bool:
+def can_join(recipe_sources: tuple[Source, ...], steps: StepSpec) -> bool:
     """Whether several tasks can join the shards: what happens to a document does not depend on which others are kept,
-    and all sources have texts, of which only the last may have `max_tokens`: what is behind the end of it is seen by no
-    other document."""
-    return (
-        chat is None
-        and steps.shareable
-        and not any(source.tokenized for source in recipe_sources)
-        and all(source.max_tokens is None for source in recipe_sources[:-1])
-    )
+    and all sources have texts."""
+    return steps.shareable and not any(source.tokenized for source in recipe_sources)
 
 
 def read_plan(folder: Path, recipe_sources: tuple[Source, ...]) -> Plan:
@@ -167,7 +166,9 @@ class Shards:
         folder: of plan, tokenizer and shards.
         every: sources, by number.
         chat: the documents are conversations.
+        ending: number of a source with `max_tokens` of which the end is looked for; None: all ends are known.
         first: how many are joined; None: all.
+        ends: those of the sources before, by number.
     """
 
     folder: Path
@@ -175,12 +176,14 @@ class Shards:
     spec: EncoderSpec
     shards: tuple[Shard, ...]
     chat: Chat | None = None
+    ending: int | None = None
     first: int | None = None
+    ends: Mapping[int, End] = field(default_factory=dict)
 
     @property
     def parallel(self) -> bool:
         """Whether several tasks can join the shards."""
-        return can_join(self.every, self.chat, self.spec.steps)
+        return can_join(self.every, self.spec.steps)
 
     @property
     def ranges(self) -> int:
@@ -188,52 +191,65 @@ class Shards:
         return min(MOST_RANGES, len(self.shards))
 
     @property
-    def limited(self) -> bool:
-        """Whether the last source has `max_tokens`, so that perhaps not all shards are needed."""
-        return self.every[-1].max_tokens is not None
+    def final(self) -> bool:
+        """Whether all sources are joined: the end of the last one may be looked for."""
+        return self.ending in (None, len(self.every) - 1)
 
     @property
     def joined(self) -> tuple[Shard, ...]:
-        """Those that are joined."""
+        """Those that are joined. Of some of them no document is used (`end`)."""
         return self.shards[: self.first]
 
     @property
     def joining(self) -> Path:
         """The folder of the files that are made to join them."""
-        return self.folder / f"first-{self.first}" if self.limited else self.folder
+        return self.folder if self.first is None else self.folder / f"first-{self.first}"
+
+    def end(self, number: int) -> End | None:
+        """How much of a shard is used, if its source ends in it or before; None: all."""
+        end = self.ends.get(self.shards[number].source)
+        if end is None or end.shard is None or number < end.shard:
+            return None
+        return end if number == end.shard else End(source=end.source)
 
     def used(self) -> Shards | None:
-        """These, joined up to the first with which the last source has the tokens that are required; None if that is
-        not encoded yet, because more are required since.
+        """These, joined up to the first with which the next source whose end is not known has the tokens that are
+        required; None if that is not encoded yet, because more are required since.
 
         Raises:
             FileNotFoundError: they are deleted, because the data is published.
         """
-        last, tokens, done = len(self.every) - 1, 0, self.published()
-        if (most := self._required(last)) is None:
-            return self
+        ends = {end.source: end for end in map(_end_of, self.folder.glob(f"first-*/*{_END}"))}
+        known = replace(self, ends=ends)
+        ending = next((n for n, of in enumerate(self.every) if of.max_tokens is not None and n not in ends), None)
+        if ending is None:
+            return known
+        most, tokens, done = self._required()[ending] or 0, 0, self.published()
         for number, shard in enumerate(self.shards):
-            if tokens >= most:
+            if tokens >= most or shard.source > ending:
                 break
+            if (end := known.end(number)) is not None and not end.read:
+                continue
             if number not in done:
                 return None
-            tokens += done[number][1] if shard.source == last else 0
+            tokens += done[number][1] if shard.source == ending else 0
         else:
             number = len(self.shards)
-        using = replace(self, first=number)
+        using = replace(known, ending=ending, first=number)
         using.joining.mkdir(exist_ok=True)
         return using
 
-    def require(self, tokens: int) -> None:
-        """Let the last source have so many tokens before documents are compared."""
-        (self.folder / f"{tokens}{_REQUIRED}").touch()
+    def require(self, source: int, tokens: int) -> None:
+        """Let a source have so many tokens before documents are compared."""
+        (self.folder / f"{source}-{tokens}{_REQUIRED}").touch()
 
-    def _required(self, source: int) -> int | None:
-        """Tokens that the shards of a source have to have; None: all of them are needed."""
-        most = self.every[source].max_tokens
-        if most is None or source != len(self.every) - 1:
-            return most
-        return max([most, *(int(path.stem) for path in self.folder.glob(f"*{_REQUIRED}"))])
+    def _required(self) -> list[int | None]:
+        """Tokens that the shards of each source have to have; None: all of them are needed."""
+        required = [source.max_tokens for source in self.every]
+        for path in self.folder.glob(f"*{_REQUIRED}"):
+            source, tokens = map(int, path.stem.split("-"))
+            required[source] = max(required[source] or 0, tokens)
+        return required
 
     def claim(self, number: int) -> Path:
         """The folder whose creation claims a shard; it has the lease."""
@@ -254,7 +270,7 @@ class Shards:
             done, missing = self.published(), list[int]()
         except FileNotFoundError:
             return []
-        tokens, required = [0 for _ in self.every], list(map(self._required, range(len(self.every))))
+        tokens, required = [0 for _ in self.every], self._required()
         for number, shard in enumerate(self.shards):
             most = required[shard.source]
             if number in done:
@@ -306,7 +322,7 @@ class Shards:
                     for document in documents:
                         for of_kind, key in zip(keys, (document.digest, *document.marks), strict=False):
                             of_kind.append(key)
-                file.write(framed(*_dumped(worked)))
+                file.write(framed(*dumped(worked)))
             file.write(framed(b"", b""))
         return tokens, keys
 
@@ -332,11 +348,15 @@ class Shards:
         return ends.tobytes() + b"".join(parts)
 
     def keys(self, number: int, of_range: int, kind: str = "digests") -> tuple[np.ndarray, np.ndarray]:
-        """The keys [n, 32 or 16] of a shard's documents in a range, and their places in the shard [n], ascending.
+        """The keys [n, 32 or 16] of a shard's documents in a range, and their places in the shard [n], ascending; only
+        of documents that are used.
 
         Raises:
             UserError: the file is not what was written.
         """
+        end = self.end(number)
+        if end is not None and not end.read:
+            return np.empty((0, KEY_BYTES[kind]), np.uint8), np.empty(0, "<i8")
         file = self._keys(number, kind)
         with file.open("rb") as stream:
             stream.seek(8 * of_range)
@@ -349,15 +369,25 @@ class Shards:
         places, keys = unframed(
             content, damaged(file, f"the {kind} of a shard are damaged", "delete it and the .shard of the same number")
         )
-        return np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES[kind]), np.frombuffer(places, "<i8")
+        all_keys, where = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES[kind]), np.frombuffer(places, "<i8")
+        used = len(where) if end is None else int(np.searchsorted(where, end.compared))
+        return all_keys[:used], where[:used]
 
     def batches(self, number: int, *, ids: bool = True) -> Iterator[Worked]:
-        """The batches of a shard that is published; without ids, their hashes are not checked.
+        """The batches of a shard that is published, as far as it is used; without ids, their hashes are not checked.
 
         Raises:
             UserError: the file is not what was written.
         """
-        return _read(self.published()[number][0], self.shards[number].source, ids=ids)
+        end = self.end(number)
+        if end is not None and not end.read:
+            return
+        left = None if end is None else end.read
+        for worked in read(self.published()[number][0], self.shards[number].source, ids=ids):
+            yield worked if left is None else worked.first(left)
+            left = None if left is None else left - len(worked.outcomes)
+            if left is not None and left <= 0:
+                return
 
     def worked(self, full: Collection[int], token: str) -> Generator[Worked, None, None]:
         """All batches in the order of the documents; one that `max_tokens` needs after all is encoded.
@@ -373,114 +403,11 @@ class Shards:
             if number not in done:
                 self.work(number, token)
                 done = self.published()
-            for worked in _read(done[number][0], shard.source):
+            for worked in read(done[number][0], shard.source):
                 if shard.source in full:
                     break
                 yield worked
 
 
-def publish(part: Path, file: Path, content: Iterable[bytes]) -> None:
-    """Write a file under another name, and rename it when it is on disk; who takes the work over removes the part.
-    Nothing is published if an error ends the content."""
-    try:
-        with part.open("wb") as stream:
-            stream.writelines(content)
-        with suppress(FileNotFoundError):
-            sync(part)
-            part.rename(file)
-    finally:
-        part.unlink(missing_ok=True)
-    sync(file.parent)
-
-
-def framed(header: bytes, body: bytes) -> bytes:
-    """Their sizes and their SHA-256, and both."""
-    return _FRAME.pack(len(header), len(body), hashlib.sha256(header + body).digest()) + header + body
-
-
-def unframed(content: bytes, failure: UserError) -> tuple[bytes, bytes]:
-    """Header and body of what `framed` made of them; raises the failure if they differ."""
-    size = _FRAME.unpack(content[: _FRAME.size])[0] if len(content) >= _FRAME.size else 0
-    header, body = content[_FRAME.size :][:size], content[_FRAME.size :][size:]
-    if framed(header, body) != content:
-        raise failure
-    return header, body
-
-
-def _dumped(worked: Worked) -> tuple[bytes, bytes]:
-    """A batch as JSON and bytes: ids, answers, and digest, text and marks of each document."""
-    encoded = worked.encoded
-    outcomes: list[list[object]] = []
-    answers = encoded.answers if isinstance(encoded, Conversations) else b""
-    body = [encoded.ids, answers]
-    for outcome in worked.outcomes:
-        if isinstance(outcome, Dropped):
-            outcomes.append([outcome.reason, outcome.rule, outcome.excerpt])
-            continue
-        sizes = [len(outcome.text), *map(len, outcome.marks)]
-        score = [] if outcome.score is None else [outcome.score]
-        outcomes.append([outcome.split, outcome.size, outcome.changed, outcome.excerpt, sizes, *score])
-        body += [outcome.digest, outcome.text, *outcome.marks]
-    header: dict[str, object] = {"ids": len(encoded.ids), "lengths": encoded.lengths, "outcomes": outcomes}
-    if isinstance(encoded, Conversations):
-        header["chat"] = {"answers": len(answers), "tallies": encoded.tallies, "refusal": encoded.refusal}
-    return json.dumps(header).encode(), b"".join(body)
-
-
-def _loaded(source: int, header: bytes, body: bytes, *, ids: bool = True) -> Worked:
-    values, start = json.loads(header), 0
-
-    def cut(size: int) -> bytes:
-        nonlocal start
-        start += size
-        return body[start - size : start]
-
-    tokens, chat = cut(values["ids"]) if ids else b"", values.get("chat")
-    answers = cut(chat["answers"]) if chat else b""
-    outcomes: list[Document | Dropped] = []
-    for row in values["outcomes"]:
-        if len(row) == len(("reason", "rule", "excerpt")):
-            outcomes.append(Dropped(*row))
-            continue
-        split, size, changed, excerpt, (length, *marks), *score = row
-        digest, text = cut(DIGEST_BYTES), cut(length)
-        outcomes.append(Document(text, digest, split, size, tuple(changed), tuple(map(cut, marks)), excerpt, *score))
-    lengths = values["lengths"]
-    if chat:
-        return Worked(source, outcomes, Conversations(tokens, lengths, answers, chat["tallies"], chat["refusal"]))
-    return Worked(source, outcomes, Encoded(tokens, lengths))
-
-
-def damaged(file: Path, what: str, fix: str) -> UserError:
-    """For a file that is not what was written."""
-    return UserError(what, where=str(file), rule="it has the SHA-256 of each of its parts", fix=f"{fix}, and run again")
-
-
-def _read(file: Path, source: int, *, ids: bool = True) -> Iterator[Worked]:
-    """The batches of a shard; without ids, their hashes are not checked.
-
-    Raises:
-        UserError: the file is not what was written.
-    """
-    with file.open("rb") as stream:
-        while True:
-            frame = stream.read(_FRAME.size)
-            sizes = _FRAME.unpack(frame)[:2] if len(frame) == _FRAME.size else (0, 0)
-            left = file.stat().st_size - stream.tell()
-            failure = damaged(file, "a shard is damaged", "delete the file, and all .bands and .near if there are some")
-            if not ids and frame and 0 < sum(sizes) <= left:
-                header = stream.read(sizes[0])
-                try:
-                    skipped = json.loads(header)["ids"]
-                    stream.seek(skipped, os.SEEK_CUR)
-                    yield _loaded(source, header, stream.read(sizes[1] - skipped), ids=False)
-                except (ValueError, KeyError, TypeError) as error:
-                    raise failure from error
-                continue
-            content = stream.read(sum(sizes)) if sum(sizes) <= left else b""
-            header, body = content[: sizes[0]], content[sizes[0] :]
-            if framed(header, body) != frame + content:
-                raise failure
-            if not content:
-                return
-            yield _loaded(source, header, body)
+def _end_of(file: Path) -> End:
+    return End.model_validate_json(file.read_bytes())

@@ -134,7 +134,7 @@ def write(
         for n, made_of in enumerate(records):
             log(summary(made_of) + (f"; read up to max_tokens {every[n].max_tokens:,}" if n in full else ""))
             if talks:
-                log(_answers(made_of.label, talks[n]))
+                log(answers_of(made_of.label, talks[n]))
         for writer in written.values():
             writer.finish()
     output.samples.write(folder / SAMPLES, [sources.label(source) for source in every])
@@ -464,7 +464,8 @@ def _left_out(counts: ChatCounts) -> str:
     )
 
 
-def _answers(label: str, counts: ChatCounts) -> str:
+def answers_of(label: str, counts: ChatCounts) -> str:
+    """How much of a source's conversations the loss counts, as a line."""
     cut = f"; {counts.cut:,} cut short by {counts.cut_tokens:,} tokens" if counts.cut else ""
     share = counts.answer_tokens / max(counts.tokens, 1)
     return (

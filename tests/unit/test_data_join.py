@@ -177,6 +177,31 @@ def test_tasks_join_a_last_source_up_to_max_tokens(
     assert content(several) == content(prepare(used, tmp_path / "one", workers=99))
 
 
+@pytest.mark.usefixtures("larger")
+@pytest.mark.rotating
+def test_tasks_join_several_sources_up_to_max_tokens(
+    copied: Recipe, expected_of_copied: Prepared, tmp_path: Path
+) -> None:
+    """What is behind the end of a source is seen by no document of a later one; a source may have fewer tokens."""
+    kept = [sum(c.tokens for c in source.splits.values()) for source in expected_of_copied.manifest.sources]
+    # The second has few documents that the first has not, so more shards are encoded than have as many tokens.
+    shares = (0.3, 0.7, 2.0)
+    limited = tuple(
+        source.model_copy(update={"max_tokens": int(share * tokens)})
+        for source, share, tokens in zip(copied.data.sources, shares, kept, strict=True)
+    )
+    for number, every in enumerate((limited, (*limited[:2], copied.data.sources[2]))):
+        data = copied.data.model_copy(update={"sources": every, "split": (98.0, 1.0, 1.0)})
+        used = copied.model_copy(update={"data": data})
+        shards, lines = begun(used, tmp_path / f"data{number}"), list[str]()
+        for stage in join.rounds(shards):
+            run(stage)
+        assert len(list(shards.folder.glob("first-*/*.end"))) == 2 and len(shards.published()) < len(shards.shards)
+        several = prepare(used, tmp_path / f"data{number}", tasks=1, progress=lines.append)
+        assert sum("max_tokens" in line for line in lines) == 2
+        assert content(several) == content(prepare(used, tmp_path / f"one{number}", workers=99))
+
+
 @pytest.mark.usefixtures("small")
 @pytest.mark.rotating
 def test_held_out_texts_are_compressed_in_members(
@@ -359,13 +384,6 @@ def test_what_depends_on_the_documents_before_is_joined_by_one_process(
     sources: tuple[Source, ...], tmp_path: Path
 ) -> None:
     used = of(sources)
-    changes: tuple[dict[str, Any], ...] = (
-        {"steps": (Step(type="duplicates", span_sentences=3),)},
-        {"sources": (sources[0].model_copy(update={"max_tokens": 9}), sources[1])},
-    )
-    for number, change in enumerate(changes):
-        data = used.data.model_copy(update=change)
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        made = _shards(used.model_copy(update={"data": data}), folder / "x", lambda line: None)
-        assert made is not None and not made.parallel and join.stages(made) == ()
+    data = used.data.model_copy(update={"steps": (Step(type="duplicates", span_sentences=3),)})
+    made = _shards(used.model_copy(update={"data": data}), tmp_path / "x", lambda line: None)
+    assert made is not None and not made.parallel and join.stages(made) == ()

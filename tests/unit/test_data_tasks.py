@@ -108,6 +108,9 @@ def test_a_second_call_encodes_only_what_is_missing(
 ) -> None:
     monkeypatch.setattr(parts, "PART_BYTES", 2000)
     used = of(sources)
+    # With spans one process joins the shards: tasks would have done it before the interruption.
+    data = used.data.model_copy(update={"steps": (Step(type="duplicates", span_sentences=99), used.data.steps[1])})
+    used = used.model_copy(update={"data": data})
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("llmrecipes.data.prepare._build", interrupted)
         prepare(used, tmp_path, tasks=1)
@@ -136,14 +139,20 @@ def interrupted(*arguments: Any) -> None:
 
 
 @pytest.mark.rotating
-def test_conversations_are_the_same(tmp_path: Path) -> None:
+def test_conversations_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With their answers and counts; of a source that ends at `max_tokens` too."""
+    monkeypatch.setattr(parts, "PART_BYTES", 2000)
     rows = [{"prompt": f"What is {n}?", "completion": f"A number, {n * n}."} for n in range(200)]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, [*rows, rows[0]])))
-    source = Source(type="jsonl", path=str(tmp_path / "a.jsonl"))
-    talks = recipe(source)
+    bad = [{"prompt": "What?", "completion": " "}, {"prompt": "<|im_end|>", "completion": "x"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, [*rows[:120], *bad, *rows[120:], rows[0]])))
+    (tmp_path / "b.jsonl").write_text("\n".join(json.dumps({**row, "prompt": "So?"}) for row in rows))
+    first = Source(type="jsonl", path=str(tmp_path / "a.jsonl"), max_tokens=5000)
+    talks = recipe(first, Source(type="jsonl", path=str(tmp_path / "b.jsonl")))
     talks = talks.model_copy(update={"data": talks.data.model_copy(update={"chat": Chat(template="chatml")})})
-    one = prepare(talks, tmp_path / "one", workers=1)
+    one = prepare(talks, tmp_path / "one", workers=99)
     two = prepare(talks, tmp_path / "two", tasks=2)
+    assert one.manifest.chat is not None and one.manifest.sources[0].read < len(rows)
+    assert [(each.unanswered, each.special_tokens) for each in one.manifest.chat.sources] == [(1, 1), (0, 0)]
     assert two.manifest == one.manifest and content(two) == content(one)
 
 

@@ -1,0 +1,128 @@
+"""The files of shards: batches, and whatever else tasks publish, each part with its size and its SHA-256."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from llmrecipes.data.chat import Conversations
+from llmrecipes.data.corpus import Worked
+from llmrecipes.data.encode import Encoded
+from llmrecipes.data.split import DIGEST_BYTES
+from llmrecipes.data.steps import Document, Dropped
+from llmrecipes.errors import UserError
+from llmrecipes.io import sync
+
+_FRAME = struct.Struct("<QQ32s")
+
+
+def publish(part: Path, file: Path, content: Iterable[bytes]) -> None:
+    """Write a file under another name, and rename it when it is on disk; who takes the work over removes the part.
+    Nothing is published if an error ends the content."""
+    try:
+        with part.open("wb") as stream:
+            stream.writelines(content)
+        with suppress(FileNotFoundError):
+            sync(part)
+            part.rename(file)
+    finally:
+        part.unlink(missing_ok=True)
+    sync(file.parent)
+
+
+def framed(header: bytes, body: bytes) -> bytes:
+    """Their sizes and their SHA-256, and both."""
+    return _FRAME.pack(len(header), len(body), hashlib.sha256(header + body).digest()) + header + body
+
+
+def unframed(content: bytes, failure: UserError) -> tuple[bytes, bytes]:
+    """Header and body of what `framed` made of them; raises the failure if they differ."""
+    size = _FRAME.unpack(content[: _FRAME.size])[0] if len(content) >= _FRAME.size else 0
+    header, body = content[_FRAME.size :][:size], content[_FRAME.size :][size:]
+    if framed(header, body) != content:
+        raise failure
+    return header, body
+
+
+def dumped(worked: Worked) -> tuple[bytes, bytes]:
+    """A batch as JSON and bytes: ids, answers, and digest, text and marks of each document."""
+    encoded = worked.encoded
+    outcomes: list[list[object]] = []
+    answers = encoded.answers if isinstance(encoded, Conversations) else b""
+    body = [encoded.ids, answers]
+    for outcome in worked.outcomes:
+        if isinstance(outcome, Dropped):
+            outcomes.append([outcome.reason, outcome.rule, outcome.excerpt])
+            continue
+        sizes = [len(outcome.text), *map(len, outcome.marks)]
+        score = [] if outcome.score is None else [outcome.score]
+        outcomes.append([outcome.split, outcome.size, outcome.changed, outcome.excerpt, sizes, *score])
+        body += [outcome.digest, outcome.text, *outcome.marks]
+    header: dict[str, object] = {"ids": len(encoded.ids), "lengths": encoded.lengths, "outcomes": outcomes}
+    if isinstance(encoded, Conversations):
+        header["chat"] = {"answers": len(answers), "tallies": encoded.tallies, "refusal": encoded.refusal}
+    return json.dumps(header).encode(), b"".join(body)
+
+
+def _loaded(source: int, header: bytes, body: bytes, *, ids: bool = True) -> Worked:
+    values, start = json.loads(header), 0
+
+    def cut(size: int) -> bytes:
+        nonlocal start
+        start += size
+        return body[start - size : start]
+
+    tokens, chat = cut(values["ids"]) if ids else b"", values.get("chat")
+    answers = cut(chat["answers"]) if chat else b""
+    outcomes: list[Document | Dropped] = []
+    for row in values["outcomes"]:
+        if len(row) == len(("reason", "rule", "excerpt")):
+            outcomes.append(Dropped(*row))
+            continue
+        split, size, changed, excerpt, (length, *marks), *score = row
+        digest, text = cut(DIGEST_BYTES), cut(length)
+        outcomes.append(Document(text, digest, split, size, tuple(changed), tuple(map(cut, marks)), excerpt, *score))
+    lengths = values["lengths"]
+    if chat:
+        return Worked(source, outcomes, Conversations(tokens, lengths, answers, chat["tallies"], chat["refusal"]))
+    return Worked(source, outcomes, Encoded(tokens, lengths))
+
+
+def damaged(file: Path, what: str, fix: str) -> UserError:
+    """For a file that is not what was written."""
+    return UserError(what, where=str(file), rule="it has the SHA-256 of each of its parts", fix=f"{fix}, and run again")
+
+
+def read(file: Path, source: int, *, ids: bool = True) -> Iterator[Worked]:
+    """The batches of a shard; without ids, their hashes are not checked.
+
+    Raises:
+        UserError: the file is not what was written.
+    """
+    with file.open("rb") as stream:
+        while True:
+            frame = stream.read(_FRAME.size)
+            sizes = _FRAME.unpack(frame)[:2] if len(frame) == _FRAME.size else (0, 0)
+            left = file.stat().st_size - stream.tell()
+            failure = damaged(file, "a shard is damaged", "delete the file, and all .bands and .near if there are some")
+            if not ids and frame and 0 < sum(sizes) <= left:
+                header = stream.read(sizes[0])
+                try:
+                    skipped = json.loads(header)["ids"]
+                    stream.seek(skipped, os.SEEK_CUR)
+                    yield _loaded(source, header, stream.read(sizes[1] - skipped), ids=False)
+                except (ValueError, KeyError, TypeError) as error:
+                    raise failure from error
+                continue
+            content = stream.read(sum(sizes)) if sum(sizes) <= left else b""
+            header, body = content[: sizes[0]], content[sizes[0] :]
+            if framed(header, body) != frame + content:
+                raise failure
+            if not content:
+                return
+            yield _loaded(source, header, body)
