@@ -223,6 +223,9 @@ def _order_change(now: Recipe, then: Recipe, data_dir: Path) -> tuple[str, str]:
 
     if then.data.chat is not None:
         return "", ""  # each pass over conversations is shuffled by itself
+    if then.data.curriculum is not None:
+        what = f"data: a curriculum of {now.train.train_iters:,} steps sorts other documents together than one of "
+        return f"{what}{then.train.train_iters:,}", f"train.train_iters={then.train.train_iters} keeps it"
     try:
         prepared = open_prepared(then, data_dir)
     except UserError:
