@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.engines import MEGATRON, engine_name
-from llmrecipes.recipe.schema import Optimizer, Recipe
+from llmrecipes.recipe.freezing import parameters
+from llmrecipes.recipe.schema import Model, Optimizer, Recipe
 from llmrecipes.recipe.stages import decay_iters
 
 KEY = "optimizer.use_precision_aware_optimizer"
 
 
-def plain(optimizer: Optimizer) -> Optimizer:
-    """The same with moments in fp32, which every machine has."""
-    return optimizer.model_copy(
-        update={"use_precision_aware_optimizer": False, "exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32"}
-    )
+def small(optimizer: Optimizer, model: Model) -> Optimizer:
+    """The same for a small model: moments in fp32, which every machine has, and groups of parameters that it has."""
+    used = _used(optimizer, model)
+    update = {"use_precision_aware_optimizer": False, "exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32"}
+    groups = tuple(each for each in optimizer.groups if each.pattern in used)
+    return optimizer.model_copy(update={**update, "groups": groups})
+
+
+def _used(optimizer: Optimizer, model: Model) -> set[str]:
+    """Patterns of the groups that parameters of the model belong to, each to the first that it matches."""
+    patterns = [each.pattern for each in optimizer.groups]
+    first = (next((each for each in patterns if fnmatchcase(name, each)), None) for name in parameters(model))
+    return {each for each in first if each is not None} if patterns else set()
 
 
 def types(recipe: Recipe) -> Iterator[Problem]:
@@ -192,6 +202,17 @@ def groups(recipe: Recipe) -> Iterator[Problem]:
                 f"{each.pattern!r} appears twice",
                 "a parameter belongs to the first group that it matches",
                 "leave it out",
+            )
+    if not all_groups or recipe.lora is not None or recipe.model.mtp_num_layers is not None:
+        return  # ranks compare what they build, also adapters and layers of multi-token prediction
+    used, names = _used(recipe.optimizer, recipe.model), list(parameters(recipe.model))
+    for number, each in enumerate(all_groups):
+        if each.pattern not in used and [other.pattern for other in all_groups].index(each.pattern) == number:
+            yield Problem(
+                f"optimizer.groups.{number}.pattern",
+                f"no parameter belongs to {each.pattern!r}",
+                "a pattern matches names of parameters, of which an earlier pattern has not all",
+                f"names are such as {', '.join(names[:: max(1, len(names) // 4)])}",
             )
 
 

@@ -13,7 +13,7 @@ from llmrecipes.recipe.degrees import model_parallel_size, smallest_world
 from llmrecipes.recipe.distill_rules import rehearsed
 from llmrecipes.recipe.engines import ENGINES, engine_name
 from llmrecipes.recipe.features import needing_a_gpu
-from llmrecipes.recipe.optimizer_rules import plain
+from llmrecipes.recipe.optimizer_rules import small
 from llmrecipes.recipe.plugins import DataStep, MetricSink, declared, settings
 from llmrecipes.recipe.preference_rules import rehearsed_chat
 from llmrecipes.recipe.rules import MIN_BPE_VOCAB
@@ -284,7 +284,7 @@ def proxy(recipe: Recipe, device: Device = "cpu") -> Recipe:
             "zero": recipe.zero and _zero(recipe, recipe.zero, device),
             "train": _train(recipe.train, model, parallel),
             "speed": recipe.speed.model_copy(update=dict.fromkeys(needing_a_gpu())),
-            "optimizer": plain(recipe.optimizer),
+            "optimizer": small(recipe.optimizer, model),
             "scheduler": _scheduler(recipe.scheduler, recipe.train.train_iters),
             "data": _data(recipe.data, model),
             "checkpoint": _checkpoint(recipe.checkpoint),

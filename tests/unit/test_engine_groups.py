@@ -147,10 +147,12 @@ def test_a_pattern_that_matches_nothing_is_refused_on_every_rank(worlds: dict[in
 @pytest.mark.parametrize(
     ("key", "overrides"),
     [
-        ("optimizer.groups.0", ["optimizer.groups=[{pattern: 'a*'}]"]),
-        ("optimizer.groups.1.pattern", ["optimizer.groups=[{pattern: a, lr_mult: 0}, {pattern: a, lr_mult: 2}]"]),
-        ("optimizer.groups", ["optimizer.groups=[{pattern: a, lr_mult: 0}]", "model.use_mup=true"]),
-        ("optimizer.groups.0.lr_mult", ["optimizer.groups=[{pattern: a, lr_mult: -1}]"]),
+        ("optimizer.groups.0", ["optimizer.groups=[{pattern: 'embedding.*'}]"]),
+        ("optimizer.groups.1.pattern", ["optimizer.groups=[{pattern: '*', lr_mult: 0}, {pattern: '*', lr_mult: 2}]"]),
+        ("optimizer.groups.0.pattern", ["optimizer.groups=[{pattern: 'decoder.layers.9.*', lr_mult: 0}]"]),
+        ("optimizer.groups.1.pattern", ["optimizer.groups=[{pattern: '*', wd_mult: 0}, {pattern: 'e*', lr_mult: 2}]"]),
+        ("optimizer.groups", ["optimizer.groups=[{pattern: '*', lr_mult: 0}]", "model.use_mup=true"]),
+        ("optimizer.groups.0.lr_mult", ["optimizer.groups=[{pattern: '*', lr_mult: -1}]"]),
     ],
 )
 def test_groups_that_contradict_are_refused(key: str, overrides: list[str]) -> None:

@@ -160,6 +160,14 @@ def test_keys_that_no_shipped_recipe_sets_are_kept_too() -> None:
     )  # fmt: skip
 
 
+def test_what_only_the_whole_recipe_has_is_left_out() -> None:
+    groups = "[{pattern: 'decoder.layers.20.*', lr_mult: 2}, {pattern: 'decoder.*', wd_mult: 0}]"
+    whole = load("gpt-1b", [f"optimizer.groups={groups}"])
+    small = proxy(whole.recipe)
+    assert check(small) == []
+    assert [each.pattern for each in small.optimizer.groups] == ["decoder.*"]
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
