@@ -70,6 +70,14 @@ def evaluate(
         str,
         typer.Option("--text-key", metavar="NAME", help="Read the text of a jsonl or parquet source from this column."),
     ] = "text",
+    per_document: Annotated[
+        Path | None,
+        typer.Option(
+            "--per-document",
+            metavar="DIR",
+            help="Write the loss of each document of the split into this new folder, for data.curriculum.",
+        ),
+    ] = None,
     window: Annotated[
         int | None,
         typer.Option(
@@ -135,6 +143,7 @@ def evaluate(
         trust_code=trust_code,
         data=tuple(data or ()),
         text_key=text_key,
+        per_document=per_document,
         checks=tuple(map(_check, check or ())),
         limit=limit,
         num_fewshot=num_fewshot,
@@ -153,6 +162,8 @@ def evaluate(
         print(json.dumps(values, indent=2))
         return
     show(*lines(done))
+    if per_document is not None:
+        print(f"loss of each document in {per_document}")
 
 
 def _check(name: str) -> Check:

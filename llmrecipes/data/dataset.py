@@ -92,8 +92,8 @@ def load(
     sizes = [size] if len(usable) == 1 else [math.ceil(size * weight) + 1 for weight in weights]
     parts = [_source(prepared, stem(n, split), split, part, config) for n, part in zip(usable, sizes, strict=True)]
     if fresh and split == "train" and recipe.data.curriculum is not None:
-        for n, part, weight in zip(usable, parts, weights, strict=True):
-            order_by_difficulty(part, prepared.path / stem(n, split), int(size * weight), recipe.data.curriculum)
+        drawn = {n: (part, int(size * weight)) for n, part, weight in zip(usable, parts, weights, strict=True)}
+        order_by_difficulty(drawn, prepared, recipe.data.curriculum, cache)
     opened: GPTDataset | BlendedDataset = parts[0]
     if len(parts) > 1:
         opened = _blend(parts, weights, size, config, fresh=fresh)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import llmrecipes
 from llmrecipes.data import card, checked, parts, sources
 from llmrecipes.data import manifest as manifests
+from llmrecipes.data.curriculum import require_same_scores
 from llmrecipes.data.manifest import ChatRecord, DataManifest, File, TokenizerRecord
 from llmrecipes.data.prepared import (
     TOKENIZER,
@@ -28,6 +29,7 @@ from llmrecipes.data.prepared import (
     content,
     fingerprint,
     has_scores,
+    index_folder,
     index_usable,
     max_length,
     open_prepared,
@@ -83,7 +85,7 @@ def prepare(
         stages = stage_recipes(recipe)
         if all(index_usable(stage, prepared) for stage in stages):  # also where the folder is read-only
             for stage in stages:
-                check_index(stage, prepared, log)
+                require_same_scores(stage.data.curriculum, check_index(stage, prepared, log))
             log(f"data is prepared in {target}")
             return prepared
     import_megatron()
@@ -107,6 +109,7 @@ def prepare(
 
         for stage_recipe in stage_recipes(recipe):
             build_order(stage_recipe, prepared, log)
+            require_same_scores(stage_recipe.data.curriculum, index_folder(stage_recipe, prepared))
     return prepared
 
 

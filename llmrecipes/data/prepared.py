@@ -338,7 +338,7 @@ def index_folder(recipe: Recipe, prepared: Prepared) -> Path:
     if recipe.data.chat is not None:
         identity["packing"] = recipe.data.chat.packing
     if recipe.data.curriculum is not None:
-        identity["curriculum"] = recipe.data.curriculum.model_dump()
+        identity["curriculum"] = recipe.data.curriculum.model_dump(exclude_none=True)
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     return prepared.path / "index" / name
 

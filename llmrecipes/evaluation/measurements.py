@@ -7,9 +7,11 @@ import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
+from llmrecipes.data import curriculum
 from llmrecipes.data.documents import token_files, token_stream, without_end
 from llmrecipes.data.prepared import Prepared
 from llmrecipes.data.split import Split
@@ -36,6 +38,7 @@ class Prepare:
         window: tokens that perplexity reads at once.
         texts: data of perplexity.
         tasks: of the harness; None if there are none.
+        model: where it is.
     """
 
     request: EvaluationRequest
@@ -44,6 +47,7 @@ class Prepare:
     window: int
     texts: tuple[Texts, ...]
     tasks: Tasks | None
+    model: str
 
     @classmethod
     def of(
@@ -53,6 +57,7 @@ class Prepare:
         tokenizer: TextTokenizer,
         window: int,
         positions: int,
+        model: str = "",
     ) -> Prepare:
         """Read and check.
 
@@ -62,6 +67,7 @@ class Prepare:
             tokenizer: of the model.
             window: tokens that perplexity reads at once, if the request does not say.
             positions: tokens that the model can read at once.
+            model: where it is.
 
         Raises:
             UserError: a task or data that is missing, or a length that the model does not have.
@@ -88,10 +94,12 @@ class Prepare:
             needed = (*needed, Texts.parse("train"), Texts.parse(DATA))
         for source in needed:
             source.require(prepared)
+        if request.per_document is not None:
+            _require_per_document(request, request.per_document, texts, prepared)
         tasks = None
         if request.tasks:
             tasks = load_tasks(request.tasks, request.include_path, trust_code=request.trust_code)
-        return cls(request, prepared, tokenizer, window, texts, tasks)
+        return cls(request, prepared, tokenizer, window, texts, tasks, model)
 
     def run(self, lead: RankZeroScorer) -> list[EvaluationResult]:
         """All results, in the order of the request: data, tasks, checks; inside `RankZeroScorer.run`.
@@ -103,13 +111,7 @@ class Prepare:
         for texts in self.texts:
             logger.info("perplexity on %s", texts.name)
             lead.name = texts.name
-            documents = texts.documents(self.tokenizer, self.prepared)
-            stride = request.stride or max(1, self.window // 2)
-            size = texts.bytes(self.prepared)
-            count, window = texts.count(self.prepared), self.window
-            results.append(
-                perplexity(lead, texts.name, documents, length=window, stride=stride, text_bytes=size, count=count)
-            )
+            results.append(self._perplexity(lead, texts))
         if self.tasks is not None:
             from llmrecipes.evaluation.harness import run_tasks
 
@@ -122,6 +124,24 @@ class Prepare:
             results.append(self._check(lead, check))
         return results
 
+    def _perplexity(self, lead: RankZeroScorer, texts: Texts) -> EvaluationResult:
+        request, prepared, window = self.request, self.prepared, self.window
+        stride = request.stride or max(1, window // 2)
+        size, count = texts.bytes(prepared), texts.count(prepared)
+        if request.per_document is None or prepared is None or texts.split is None:
+            documents = texts.documents(self.tokenizer, prepared)
+            return perplexity(lead, texts.name, documents, length=window, stride=stride, text_bytes=size, count=count)
+        documents = texts.documents(self.tokenizer, prepared, with_empty=True)
+        writer = curriculum.ScoreWriter(request.per_document, prepared, texts.split, self.model, window, stride)
+        try:
+            result = perplexity(
+                lead, texts.name, documents, length=window, stride=stride, text_bytes=size, count=count, each=writer.add
+            )
+            writer.publish()
+        finally:
+            writer.discard()
+        return result
+
     def _check(self, lead: RankZeroScorer, check: str) -> EvaluationResult:
         request = self.request
         if check == "bias":
@@ -133,6 +153,27 @@ class Prepare:
         sampling = Sampling(request.temperature, 0, 1.0, request.seed)
         documents = texts.documents(self.tokenizer, self.prepared)
         return repetition(lead, documents, prefix=prefix, length=length, samples=samples, sampling=sampling)
+
+
+def _require_per_document(
+    request: EvaluationRequest, folder: Path, texts: Sequence[Texts], prepared: Prepared | None
+) -> None:
+    """Refuse losses by document of what is not one whole split.
+
+    Raises:
+        UserError: with the option.
+    """
+    if prepared is None or len(texts) != 1 or texts[0].split is None:
+        raise UserError(
+            f"set with --data {' --data '.join(request.data) or 'of none'}", where=curriculum.OPTION,
+            rule="documents are those of one split of the run", fix="--data train",
+        )  # fmt: skip
+    if request.limit is not None or request.trust_code:
+        raise UserError(
+            "set with " + ("--limit" if request.limit is not None else "--trust-code"), where=curriculum.OPTION,
+            rule="every document of the split has a loss, in a new folder", fix="leave the other option out",
+        )  # fmt: skip
+    curriculum.require_free(folder, prepared, texts[0].split)
 
 
 NGRAM = 4

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation.lead import RankZeroScorer
@@ -20,6 +21,7 @@ def perplexity(
     stride: int,
     text_bytes: int | None = None,
     count: int | None = None,
+    each: Callable[[float, int], None] = lambda _nats, _tokens: None,
 ) -> EvaluationResult:
     """Score every token of every document, each document by itself after an end-of-document token.
 
@@ -35,33 +37,60 @@ def perplexity(
         stride: 1 to `length`; see `windows`.
         text_bytes: of all documents; None: counted.
         count: of documents, if it is known, to show progress.
+        each: receives L and the tokens of each document, in order.
 
     Raises:
         UserError: there is no document.
     """
-    eod = lead.tokenizer.eod
     documents = tokens = total_bytes = 0
 
-    def rows() -> Iterator[tuple[list[int], int]]:
+    def nats() -> Iterator[float]:
         nonlocal documents, tokens, total_bytes
-        for text in texts:
+        for text, value in document_nats(lead, texts, length=length, stride=stride):
             documents, tokens, total_bytes = documents + 1, tokens + len(text.tokens), total_bytes + text.bytes
-            yield from windows([eod, *text.tokens], length, stride)
-            lead.count(1)
+            each(value, len(text.tokens))
+            yield value
 
     lead.begin(count)
-    nats = math.fsum(value for row in lead.score(rows()) for value in row.logprobs)
+    total = math.fsum(nats())
     if not tokens:
         raise UserError(f"{name!r} has no tokens", where="--data", rule="an evaluation has at least one document")
     size = total_bytes if text_bytes is None else text_bytes
-    loss = -nats / tokens
+    loss = total / tokens
     metrics = {
         "loss": loss,
         "perplexity": math.exp(loss) if loss < 700 else math.inf,
-        "bits_per_byte": -nats / math.log(2) / size if size else math.nan,
+        "bits_per_byte": total / math.log(2) / size if size else math.nan,
     }
     settings = {"documents": documents, "tokens": tokens, "bytes": size, "window": length, "stride": stride}
     return EvaluationResult(name, metrics, settings)
+
+
+def document_nats(
+    lead: RankZeroScorer, texts: Iterable[Text], *, length: int, stride: int
+) -> Iterator[tuple[Text, float]]:
+    """L of each document, in order; what is waiting is the documents of the rows that are scored together.
+
+    The arguments are those of `perplexity`.
+    """
+    waiting: deque[tuple[Text, int]] = deque()
+
+    def rows() -> Iterator[tuple[list[int], int]]:
+        for text in texts:
+            beyond = len(text.tokens) - length
+            waiting.append((text, 1 + max(0, -(-beyond // stride)) if text.tokens else 0))
+            yield from windows([lead.tokenizer.eod, *text.tokens], length, stride)
+            lead.count(1)
+
+    parts: list[float] = []
+    for row in lead.score(rows()):
+        while not waiting[0][1]:
+            yield waiting.popleft()[0], 0.0
+        parts.append(-math.fsum(row.logprobs))
+        if len(parts) == waiting[0][1]:
+            yield waiting.popleft()[0], math.fsum(parts)
+            parts = []
+    yield from ((text, 0.0) for text, _ in waiting)
 
 
 def windows(tokens: Sequence[int], length: int, stride: int) -> Iterator[tuple[list[int], int]]:

@@ -25,6 +25,7 @@ class EvaluationRequest(BaseModel):
         include_path: folder with more task files.
         data: for perplexity; see `evaluation.texts.Texts.parse`.
         text_key: column of the text in a JSON or Parquet source.
+        per_document: new folder for the losses of the documents of `data`, which is one split.
         checks: of what the model writes.
         limit: documents of each task and source.
         num_fewshot: examples in a task's context; None: as the task says.
@@ -45,6 +46,7 @@ class EvaluationRequest(BaseModel):
     include_path: Path | None = None
     data: tuple[str, ...] = ()
     text_key: str = "text"
+    per_document: Path | None = None
     checks: tuple[Check, ...] = ()
     limit: Positive | None = None
     num_fewshot: Annotated[int, Field(ge=0)] | None = None

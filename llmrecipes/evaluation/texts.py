@@ -85,8 +85,10 @@ class Texts:
         elif self.source is not None and next(_read(self.source), None) is None:
             raise _empty(self.name)
 
-    def documents(self, tokenizer: TextTokenizer, prepared: Prepared | None) -> Iterator[Text]:
-        """The documents in order, without empty ones, and without those that are not valid Unicode.
+    def documents(
+        self, tokenizer: TextTokenizer, prepared: Prepared | None, *, with_empty: bool = False
+    ) -> Iterator[Text]:
+        """The documents in order, without empty ones unless asked for, and without those that are not valid Unicode.
 
         Bytes are counted from the text. A split only has tokens, whose text is decoded.
 
@@ -102,7 +104,7 @@ class Texts:
             texts = (Text(tokens, len(tokenizer.decode(tokens).encode())) for tokens in ids)
         else:
             raise ValueError(f"{self.name} is a split, and no prepared data was passed")
-        return islice((text for text in texts if text.tokens), self.limit)
+        return islice((text for text in texts if text.tokens or with_empty), self.limit)
 
     def count(self, prepared: Prepared | None) -> int | None:
         """Documents of a split, as many as the limit lets through; None if they are not known before they are read."""

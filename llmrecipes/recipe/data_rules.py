@@ -187,6 +187,16 @@ def curriculum(recipe: Recipe) -> Iterator[Problem]:
             "data.curriculum", "set with data.chat", "sequences of conversations are not ordered by difficulty",
             "leave curriculum out",
         )  # fmt: skip
+    if section.score == "loss" and section.scores is None:
+        yield Problem(
+            "data.curriculum.scores", "not set with score loss", "the losses of documents were computed before",
+            "llmrecipes eval RUN --data train --per-document DIR, and data.curriculum.scores=DIR",
+        )  # fmt: skip
+    if section.score != "loss" and section.scores is not None:
+        yield Problem(
+            "data.curriculum.scores", f"set with score {section.score}", "these are losses",
+            "score loss, or leave scores out",
+        )  # fmt: skip
     steps = int(recipe.train.train_iters * section.share)
     if section.windows > max(steps, 1):
         yield Problem(

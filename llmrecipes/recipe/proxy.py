@@ -53,8 +53,7 @@ MAX_ROTATED_CHANNELS = 8
 MAX_HIDDEN = 128
 MAX_SEQUENCE = 128
 MAX_VOCAB = 1024
-MAX_EXPERTS = 8
-MAX_EXPERT_GROUPS = 4
+MAX_EXPERTS, MAX_EXPERT_GROUPS = 8, 4
 
 
 def small_layout(recipe: Recipe, device: Device) -> Parallelism:
@@ -373,6 +372,7 @@ def _data(data: Data, model: Model) -> Data:
             "valid_sources": tuple(s for s in data.valid_sources if s.type != "hub" and not s.tokenized),
             "sources": local or (Source(type="docstrings" if data.chat else "stdlib"),),
             "chat": data.chat and rehearsed_chat(data.chat, model.seq_length),
+            "curriculum": data.curriculum and data.curriculum.rehearsed,
             "tokenizer": data.tokenizer.model_copy(update={"type": "bpe", "path": None, "revision": None}),
             "num_workers": min(data.num_workers, 1),
         }

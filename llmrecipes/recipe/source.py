@@ -89,9 +89,12 @@ class Curriculum(Section):
     """An order of the training documents of each source by difficulty (arXiv 2506.11300), within their shuffled order;
     each pass over them is one by itself. The mixture of sources and held-out splits stay the same."""
 
-    score: Literal["length", "compression_ratio"]
+    score: Literal["length", "compression_ratio", "loss"]
     """`length`: tokens of a document. `compression_ratio`: bytes of its text after DEFLATE, by its bytes; `prepare`
-    writes it."""
+    writes it. `loss`: of another, often smaller model, in nats per token, of `scores`."""
+    scores: str | None = None
+    """Folder of losses, as `llmrecipes eval RUN --data train --per-document DIR` writes it, relative to the working
+    directory. With `score: loss` only. `prepare` reads it; a run does not."""
     order: Literal["ascending", "descending"] = "ascending"
     """`ascending`: low scores come first."""
     windows: PosInt = 1
@@ -99,6 +102,11 @@ class Curriculum(Section):
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Part of the run, from its first sample on, that is ordered: a curriculum as a warm-up. What follows is shuffled.
     With stages, of those that share an order of samples."""
+
+    @property
+    def rehearsed(self) -> Curriculum:
+        """With a score that other data have too."""
+        return self if self.scores is None else self.model_copy(update={"score": "length", "scores": None})
 
 
 class Fim(Section):

@@ -369,7 +369,8 @@ def evaluate(spec: EvaluationSpec) -> list[EvaluationResult]:
     work = None
     if os.environ.get("RANK", "0") == "0":
         positions = plan.shape.max_position_embeddings
-        work = Prepare.of(spec.request, prepared, tokenizer, recipe.model.seq_length, positions)
+        model = str(spec.checkpoint or spec.folder)
+        work = Prepare.of(spec.request, prepared, tokenizer, recipe.model.seq_length, positions, model)
     with _scorer(spec, plan) as (scorer, world):
         progress = Counted() if spec.progress and work is not None else None
         lead = RankZeroScorer(scorer, world, tokenizer, spec.request.batch_size, progress=progress)

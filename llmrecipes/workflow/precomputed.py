@@ -95,6 +95,9 @@ def identity(path: Path | None, recipe: Recipe, log: Log) -> str:
 
 def facts(recipe: Recipe, prepared: Prepared, weights: str) -> dict[str, Any]:
     """What the values belong to, as JSON values."""
+    from llmrecipes.data.curriculum import ordering
+    from llmrecipes.data.prepared import index_folder
+
     tokens = {name: file.sha256 for name, file in prepared.manifest.files.items()
               if name.endswith((".bin", ".idx", ".answers"))}  # fmt: skip
     content = hashlib.sha256(json.dumps(tokens, sort_keys=True).encode()).hexdigest()
@@ -110,7 +113,7 @@ def facts(recipe: Recipe, prepared: Prepared, weights: str) -> dict[str, Any]:
             "train.seed": recipe.train.seed, "samples": samples_of(recipe), "data.sources.weight": prepared.weights,
             "megatron-core": version("megatron-core"),
             "data.chat.packing": None if recipe.data.chat is None else recipe.data.chat.packing,
-            "data.curriculum": None if curriculum is None else curriculum.model_dump(),
+            "data.curriculum": None if curriculum is None else ordering(curriculum, index_folder(recipe, prepared)),
         }  # fmt: skip
         values["distill.top_k"] = recipe.distill.top_k
     return cast(dict[str, Any], json.loads(json.dumps(values)))

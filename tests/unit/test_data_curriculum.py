@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,17 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from llmrecipes.data import parts
+from llmrecipes.data.curriculum import ScoreWriter, ordering
 from llmrecipes.data.curriculum import ordered as ordered_documents
 from llmrecipes.data.dataset import build
 from llmrecipes.data.manifest import stem
 from llmrecipes.data.prepare import Prepared, prepare
-from llmrecipes.data.prepared import drawn_samples
+from llmrecipes.data.prepared import drawn_samples, index_folder
+from llmrecipes.data.split import Split
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.schema import Recipe, Scheduler
 from llmrecipes.recipe.source import Curriculum
+from llmrecipes.workflow.run import require_accepted
 from tests.refusals import refused
 from tests.unit.data_recipes import corpus, recipe
 
@@ -32,6 +36,16 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, Prepared]:
         (root / "one" / f"r{number}.txt").write_text(f"{number} again " * number + "\n")
     made = recipe(*every, train_iters=30)
     return made, prepare(made, root / "data", workers=1)
+
+
+def written(folder: Path, prepared: Prepared, seed: int = 0, split: Split = "train") -> list[list[float]]:
+    """Losses of documents, drawn, as `eval --per-document` writes them; of each source."""
+    writer, draw = ScoreWriter(folder, prepared, split, "runs/small", 64, 32), np.random.default_rng(seed)
+    losses = [draw.random(source.splits[split].documents) for source in prepared.manifest.sources]
+    for loss in np.concatenate(losses):
+        writer.add(float(loss) * 7, 7)
+    writer.publish()
+    return [each.tolist() for each in losses]
 
 
 def ordered(plain: tuple[Recipe, Prepared], **section: Any) -> tuple[Recipe, Prepared]:
@@ -48,13 +62,15 @@ def samples(recipe: Recipe, prepared: Prepared) -> list[tuple[int, list[int]]]:
     return [(sources[n], dataset[n]["tokens"].tolist()) for n in range(number)]
 
 
-def by_hand(prepared: Prepared, source: int, drawn: int, section: Curriculum, seed: int) -> list[list[int]]:
+def by_hand(
+    prepared: Prepared, source: int, drawn: int, section: Curriculum, seed: int, losses: list[float] | None = None
+) -> list[list[int]]:
     """The ordered samples of a source: its documents, pass by pass and window by window, cut into 64 tokens."""
     tokenizer, tokens = prepared.tokenizer(), IndexedDataset(str(prepared.path / stem(source, "train")))
     documents = [tokens[n].tolist() for n in range(len(tokens))]
     texts = [tokenizer.decode(ids[:-1]).encode() for ids in documents]
     ratios = [len(zlib.compress(text, 1, wbits=-15)) / len(text) for text in texts]
-    scores = [len(ids) for ids in documents] if section.score == "length" else ratios
+    scores: list[float] = [len(ids) for ids in documents] if section.score == "length" else losses or ratios
     sign = 1 if section.order == "ascending" else -1
     stream: list[int] = []
     for turn in range(9):
@@ -79,10 +95,20 @@ def by_hand(prepared: Prepared, source: int, drawn: int, section: Curriculum, se
 
 @pytest.mark.parametrize(
     "section",
-    [{"score": "length"}, {"score": "compression_ratio", "order": "descending", "windows": 4, "share": 0.25}],
-    ids=["length", "compression ratio"],
+    [
+        {"score": "length"},
+        {"score": "compression_ratio", "order": "descending", "windows": 4, "share": 0.25},
+        {"score": "loss", "windows": 2},
+    ],
+    ids=["length", "compression ratio", "loss"],
 )
-def test_documents_come_by_their_difficulty(plain: tuple[Recipe, Prepared], section: dict[str, Any]) -> None:
+def test_documents_come_by_their_difficulty(
+    plain: tuple[Recipe, Prepared], section: dict[str, Any], tmp_path: Path
+) -> None:
+    losses: list[list[float]] | None = None
+    if section["score"] == "loss":
+        losses = written(tmp_path / "losses", plain[1])
+        section = section | {"scores": str(tmp_path / "losses")}
     chosen = ordered(plain, **section)
     before, after = samples(*plain), samples(*chosen)
     assert [source for source, _ in before] == [source for source, _ in after]
@@ -90,7 +116,9 @@ def test_documents_come_by_their_difficulty(plain: tuple[Recipe, Prepared], sect
         shuffled, found = ([tokens for each, tokens in every if each == source] for every in (before, after))
         curriculum = chosen[0].data.curriculum
         assert curriculum is not None
-        expected = by_hand(chosen[1], source, len(found), curriculum, chosen[0].train.seed)
+        expected = by_hand(
+            chosen[1], source, len(found), curriculum, chosen[0].train.seed, losses[source] if losses else None
+        )
         assert found[: len(expected)] == expected
         assert shuffled[: len(expected)] != expected
         dataset: Any = build(*chosen, "train")
@@ -135,6 +163,8 @@ def test_no_pass_has_a_document_twice() -> None:
         ("data.curriculum.windows", "data.curriculum={score: length, windows: 1000000}"),
         ("data.curriculum.share", "data.curriculum={score: length, share: 0}"),
         ("data.curriculum.score", "data.curriculum={score: perplexity}"),
+        ("data.curriculum.scores", "data.curriculum={score: loss}"),
+        ("data.curriculum.scores", "data.curriculum={score: length, scores: a}"),
     ],
 )
 def test_what_does_not_go_is_refused(key: str, override: str) -> None:
@@ -145,3 +175,95 @@ def test_what_does_not_go_is_refused(key: str, override: str) -> None:
 def test_conversations_have_no_curriculum() -> None:
     with refused("data.curriculum"):
         load("sft-tiny", ["data.curriculum={score: length}"])
+
+
+def test_another_number_of_steps_is_another_order_which_a_resumed_run_accepts(
+    plain: tuple[Recipe, Prepared], tmp_path: Path
+) -> None:
+    constant = plain[0].model_copy(update={"scheduler": Scheduler(lr_decay_style="constant")})
+    then, prepared = ordered((constant, plain[1]), score="length")
+    now = then.model_copy(update={"train": then.train.model_copy(update={"train_iters": 33})})
+    first, second = samples(then, prepared), samples(now, prepare(now, prepared.path.parent, workers=1))
+    assert second[: len(first)] != first
+    places: Any = {"run_dir": tmp_path, "data_dir": prepared.path.parent}
+    with refused(tmp_path, rule=("30", "train.train_iters=30")):
+        require_accepted(now, then, 5, **places, accept=False)
+    require_accepted(now, then, 5, **places, accept=True)
+    shuffled = (each.model_copy(update={"data": constant.data}) for each in (now, then))
+    require_accepted(next(shuffled), next(shuffled), 5, **places, accept=False)
+
+
+def test_losses_belong_to_texts_and_a_run_needs_their_folder_no_more(
+    plain: tuple[Recipe, Prepared], tmp_path: Path
+) -> None:
+    recipe, prepared = plain
+    section = {"score": "loss", "scores": str(tmp_path / "losses")}
+    written(tmp_path / "losses", prepared)
+    chosen = ordered(plain, **section)
+    assert chosen[1].path == prepared.path, "losses are no part of the tokens"
+    first = samples(*chosen)
+    other = recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocab_size": 600})})
+    again = ordered((other, prepare(other, tmp_path / "data", workers=1)), **section)
+    assert again[1].path.name != prepared.path.name
+    (tmp_path / "losses").rename(tmp_path / "moved")
+    assert samples(*ordered(plain, **section)) == first
+    written(tmp_path / "losses", prepared, seed=1)
+    with refused(f"data.curriculum.scores: {tmp_path / 'losses'}"):
+        ordered(plain, **section)
+    moved = ordered(plain, score="loss", scores=str(tmp_path / "moved"))
+    assert samples(*moved) == first
+    assert ordering(moved[0].data.curriculum, index_folder(*moved)) == ordering(  # type: ignore[arg-type]
+        chosen[0].data.curriculum, index_folder(*chosen)  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda folder: folder.rename(folder.with_name("else")), "data.curriculum.scores"),
+        (lambda folder: (folder / "scores.json").write_text("{"), "scores.json"),
+        (lambda folder: edited(folder, "train", "valid"), "data.curriculum.scores"),
+        (lambda folder: edited(folder, '"format": 1', '"format": 2'), "scores.json"),
+        (lambda folder: edited(folder, '"texts": "', '"texts": "0'), "data.curriculum.scores"),
+        (lambda folder: edited(folder, "01.scores", "../01.scores"), "scores.json"),
+        (lambda folder: (folder / "01.scores").unlink(), "01.scores"),
+        (lambda folder: (folder / "01.scores").write_bytes((folder / "01.scores").read_bytes()[:-4]), "01.scores"),
+        (lambda folder: (folder / "01.scores").write_bytes((folder / "00.scores").read_bytes()), "01.scores"),
+        (lambda folder: not_finite(folder), "00.scores"),
+    ],
+)
+def test_losses_of_other_data_or_damaged_ones_are_refused(
+    plain: tuple[Recipe, Prepared], tmp_path: Path, change: Any, where: str
+) -> None:
+    folder = tmp_path / "losses"
+    written(folder, plain[1])
+    change(folder)
+    path = f"data.curriculum.scores: {folder}" if "." in where and where.startswith("data") else str(folder / where)
+    with refused(path):
+        ordered(plain, score="loss", scores=str(folder))
+
+
+def edited(folder: Path, before: str, after: str) -> None:
+    text = (folder / "scores.json").read_text()
+    assert before in text
+    (folder / "scores.json").write_text(text.replace(before, after))
+
+
+def not_finite(folder: Path) -> None:
+    """A loss that is not a number, as another program may write it: with its hash."""
+    losses = np.fromfile(folder / "00.scores", "<f4")
+    before = hashlib.sha256(losses.tobytes()).hexdigest()
+    losses[3] = np.nan
+    losses.tofile(folder / "00.scores")
+    edited(folder, before, hashlib.sha256(losses.tobytes()).hexdigest())
+
+
+def test_a_writer_leaves_all_or_nothing(plain: tuple[Recipe, Prepared], tmp_path: Path) -> None:
+    writer = ScoreWriter(tmp_path / "losses", plain[1], "train", "", 64, 32)
+    writer.add(0.0, 0)
+    with refused("--per-document"):
+        writer.add(float("nan"), 3)
+    with pytest.raises(ValueError, match="missing"):
+        writer.publish()
+    writer.discard()
+    assert not list(tmp_path.iterdir())

@@ -29,6 +29,7 @@ from jinja2.exceptions import SecurityError, UndefinedError
 from lm_eval.models.huggingface import HFLM
 from rich.console import Console
 
+from llmrecipes.data.curriculum import ScoresRecord
 from llmrecipes.data.documents import documents
 from llmrecipes.data.prepare import prepare
 from llmrecipes.data.prepared import Prepared, open_prepared
@@ -148,6 +149,50 @@ def test_perplexity_and_bits_per_byte_are_those_of_the_formula(lead: RankZeroSco
     assert result.metrics["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
     assert result.metrics["bits_per_byte"] == pytest.approx(nats / math.log(2) / sum(map(len, texts)), rel=1e-6)
     assert (result.settings["documents"], result.settings["tokens"]) == (6, tokens)
+
+
+def test_each_document_has_its_own_loss(lead: RankZeroScorer, tokenizer: TextTokenizer) -> None:
+    texts = ["", *sentences(2, 60), "", "short", *sentences(40, 7, seed=1), ""]
+    every = [Text(tokenizer.encode(text), len(text)) for text in texts]
+    losses: list[tuple[float, int]] = []
+    whole = perplexity(lead, "all", every, length=LENGTH, stride=16, each=lambda *one: losses.append(one))
+    assert [tokens for _, tokens in losses] == [len(text.tokens) for text in every]
+    assert sum(nats for nats, _ in losses) == pytest.approx(whole.metrics["loss"] * whole.settings["tokens"])
+    for number in (0, 1, 3, 4, 20, 45):
+        nats, tokens = losses[number]
+        if not tokens:
+            assert nats == 0.0
+            continue
+        alone = perplexity(lead, "one", [every[number]], length=LENGTH, stride=16)
+        assert nats / tokens == pytest.approx(alone.metrics["loss"], rel=1e-5)
+
+
+@pytest.mark.usefixtures("world")
+def test_losses_by_document_are_written_beside_the_result(tmp_path: Path, prepared: Prepared) -> None:
+    own, folder, recipe = prepared.tokenizer(), tmp_path / "losses", tiny(model={"init_method_std": 0.3})
+    whole = RankZeroScorer(
+        GPTScorer(built(recipe).modules, derive(recipe, 1, ROOMY), select()), HERE, own, batch_size=8
+    )
+    wanted = {"data": ("valid",), "per_document": folder}
+    work = Prepare.of(EvaluationRequest.model_validate(wanted), prepared, own, LENGTH, LENGTH, "the model")
+    (result,) = work.run(whole)
+    record = ScoresRecord.model_validate_json((folder / "scores.json").read_bytes())
+    assert (record.split, record.model, record.window, record.stride) == ("valid", "the model", LENGTH, LENGTH // 2)
+    losses = np.concatenate([np.fromfile(folder / source.file, "<f4") for source in record.sources])
+    tokens = [len(text.tokens) for text in Texts.parse("valid").documents(own, prepared)]
+    assert len(losses) == result.settings["documents"] == len(tokens) > 1
+    assert losses @ tokens / sum(tokens) == pytest.approx(result.metrics["loss"], rel=1e-6)
+    assert len(set(losses)) > 1
+    for other in (
+        {},  # it exists
+        {"data": ("valid", "test"), "per_document": tmp_path / "new"},
+        {"data": ("stdlib",), "per_document": tmp_path / "new"},
+        {"limit": 3, "per_document": tmp_path / "new"},
+        {"trust_code": True, "per_document": tmp_path / "new"},
+    ):
+        with refused("--per-document"):
+            Prepare.of(EvaluationRequest.model_validate(wanted | other), prepared, own, LENGTH, LENGTH)
+    assert [path.name for path in tmp_path.iterdir()] == ["losses"]
 
 
 def test_bytes_are_those_of_the_text_and_a_longer_context_helps_no_less(

@@ -301,6 +301,18 @@ def curriculum_order(recipe: Recipe, *_: Any) -> list[int]:
     return curriculum.ordered(np.full(64, 9), scores, 1, tokens, 1, section).tolist()
 
 
+def curriculum_losses(recipe: Recipe, *_: Any) -> str:
+    """The folder that is read, which is not there."""
+    if recipe.data.curriculum is None:
+        return ""
+    prepared: Any = None
+    try:
+        curriculum.order_by_difficulty({}, prepared, recipe.data.curriculum, Path())
+    except UserError as error:
+        return error.where
+    return "nothing is read"
+
+
 class Recorded(Exception):
     """Ends what is observed where it builds the thing that is asked for."""
 
@@ -675,6 +687,7 @@ HELD_OUT_LABEL = HELD_OUT | {"data.valid_sources.N.label_key": "a", "data.valid_
 HELD_OUT_HUB = HELD_OUT | {"data.valid_sources.N.type": "hub"}
 FIM = {"data.sources.N.fim_rate": 0.5}
 CURRICULUM = {"data.curriculum": {"score": "length"}}
+LOSSES = {"data.curriculum": {"score": "loss", "scores": "a"}}
 CHAT = {"data.sources.N.type": "docstrings", "data.chat": {}}
 TOKENIZER = {"data.tokenizer.type": "huggingface", "data.tokenizer.path": "gpt2"}
 NEAR = {"data.steps.N.type": "near_duplicates"}
@@ -985,6 +998,7 @@ CASES: dict[str, Case] = {
     "data.fim.middle_token": Case("<m>", tokens, FIM),
     "data.fim.suffix_token": Case("<s>", tokens, FIM),
     "data.curriculum.score": Case("compression_ratio", tokens, CURRICULUM),
+    "data.curriculum.scores": Case("b", curriculum_losses, LOSSES),
     "data.curriculum.order": Case("descending", curriculum_order, CURRICULUM),
     "data.curriculum.windows": Case(2, curriculum_order, CURRICULUM),
     "data.curriculum.share": Case(0.5, curriculum_order, CURRICULUM),

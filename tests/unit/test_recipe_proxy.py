@@ -20,6 +20,7 @@ from llmrecipes.recipe.plugins import MetricSink, declared, settings
 from llmrecipes.recipe.proxy import proxy, scaled
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Recipe, Tracking
+from llmrecipes.recipe.source import Curriculum
 from llmrecipes.recipe.stage_layout import parse
 
 GIB = 1 << 30
@@ -162,10 +163,11 @@ def test_keys_that_no_shipped_recipe_sets_are_kept_too() -> None:
 
 def test_what_only_the_whole_recipe_has_is_left_out() -> None:
     groups = "[{pattern: 'decoder.layers.20.*', lr_mult: 2}, {pattern: 'decoder.*', wd_mult: 0}]"
-    whole = load("gpt-1b", [f"optimizer.groups={groups}"])
+    whole = load("gpt-1b", [f"optimizer.groups={groups}", "data.curriculum={score: loss, scores: a, share: 0.5}"])
     small = proxy(whole.recipe)
     assert check(small) == []
     assert [each.pattern for each in small.optimizer.groups] == ["decoder.*"]
+    assert small.data.curriculum == Curriculum(score="length", share=0.5)
 
 
 @pytest.mark.parametrize(
