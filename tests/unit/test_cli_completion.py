@@ -45,6 +45,7 @@ def test_names_of_commands_recipes_and_clusters(complete: Complete) -> None:
     assert complete("bench", "step", "gpt-tiny-") == [
         "gpt-tiny-3d",
         "gpt-tiny-clean",
+        "gpt-tiny-continual",
         "gpt-tiny-distil",
         "gpt-tiny-minitron",
         "gpt-tiny-stages",

@@ -112,6 +112,7 @@ SITES = {
     "gpt-tiny": ("laptop", 1, None),
     "gpt-tiny-3d": ("laptop", 4, None),
     "gpt-tiny-clean": ("laptop", 1, None),
+    "gpt-tiny-continual": ("laptop", 1, None),
     "gpt-tiny-distil": ("laptop", 1, None),
     "gpt-tiny-minitron": ("laptop", 1, None),
     "gpt-tiny-stages": ("laptop", 1, None),
