@@ -63,7 +63,7 @@ ENDS = (
     Case("SIGTERM during a save", "one step", "a start", "both steps are saved",
          (f"{FILES}::test_a_signal_during_a_save_ends_the_run_with_both_steps_saved",), "preempted"),
     Case("SIGTERM twice, then SIGINT", "one step", "a start", EQUAL,
-         (f"{SIGNALS}::test_one_run_is_stopped_interrupted_and_killed_and_the_same_command_resumes",
+         (f"{SIGNALS}::test_one_run_is_stopped_and_killed_and_the_same_command_resumes",
           "unit/test_faults_signals.py::test_second_ctrl_c_leaves_at_once_and_names_the_newest_checkpoint")),
     Case("a save slower than the grace", "the grace", "a start", "exit code 75 if it was published, else 143",
          ("unit/test_launch.py::test_after_the_grace_period_ranks_are_killed_and_the_code_tells_whether_they_saved",
