@@ -193,8 +193,9 @@ class _LlamaCpp:
         import llama_cpp
 
         self._program = llama_cpp.Llama(
-            str(spec.folder / "model.gguf"), n_ctx=0, verbose=False, n_threads=spec.threads, logits_all=True
-        )
+            str(spec.folder / "model.gguf"), n_ctx=0, verbose=False, n_threads=spec.threads,
+            n_threads_batch=spec.threads, logits_all=True,
+        )  # fmt: skip
         self.positions, self.vocabulary = int(self._program.n_ctx()), int(self._program.n_vocab())
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
