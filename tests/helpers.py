@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from llmrecipes.hardware.builds import import_megatron
+
+import_megatron()  # as ranks do, before anything else imports it: in half of the processor time
+
 import gc
 import json
 import math
