@@ -182,10 +182,11 @@ def test_tasks_join_a_last_source_up_to_max_tokens(
 def test_tasks_join_several_sources_up_to_max_tokens(
     copied: Recipe, expected_of_copied: Prepared, tmp_path: Path
 ) -> None:
-    """What is behind the end of a source is seen by no document of a later one; a source may have fewer tokens."""
+    """What is behind the end of a source is seen by no document of a later one, as copies of it in the second show; a
+    source may have fewer tokens."""
     kept = [sum(c.tokens for c in source.splits.values()) for source in expected_of_copied.manifest.sources]
-    # The second has few documents that the first has not, so more shards are encoded than have as many tokens.
-    shares = (0.3, 0.7, 2.0)
+    # The first ends in front of documents that the second has too; of those before, more shards are encoded.
+    shares = (0.1, 3.0, 2.0)
     limited = tuple(
         source.model_copy(update={"max_tokens": int(share * tokens)})
         for source, share, tokens in zip(copied.data.sources, shares, kept, strict=True)
