@@ -3,8 +3,8 @@
     python -m benchmarks.recipes_tried ramp --json ramp.json --svg docs/images/tried-ramp.svg
 
 Ways of a trial train the same number of tokens with the same data. `muon` first chooses the
-learning rate of each optimizer, by a quarter of the tokens and one seed. Figures in the JSON file are not measured
-again: the measurement can be interrupted.
+learning rate of each optimizer by the last loss of seed 1. Figures in the JSON file are not measured again: the
+measurement can be interrupted.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import statistics
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import rich
 
 from benchmarks.common import close, machine, parser, show
 
@@ -39,7 +41,7 @@ class Way:
     Args:
         overrides: of gpt-tiny.
         grown: options of `llmrecipes grow` and overrides of the grown run, which trains on; None: one run.
-        rates: learning rates to choose from, by the lowest loss after a quarter of the tokens; none: the recipe's.
+        rates: learning rates to choose from, by the lowest last loss of seed 1; none: the recipe's.
     """
 
     overrides: tuple[str, ...] = ()
@@ -92,7 +94,7 @@ TRIALS: dict[str, Trial] = {
         {"the mixture to the end": Way(_stages("[1, 1]")), "code in the last fifth": Way(_stages("[1, 0]"))},
         shared=(
             "data.sources=[{type: stdlib}, {type: machine, max_tokens: 1000000}]",
-            "data.valid_sources=[{type: text, path: 'rich/*.py', label: code}]",
+            f"data.valid_sources=[{{type: text, path: '{Path(rich.__file__).parent}/*.py', label: code}}]",
             "optimizer.lr=6e-3",
             "scheduler.lr_decay_style=constant",
             "scheduler.lr_decay_iters=null",
@@ -101,10 +103,10 @@ TRIALS: dict[str, Trial] = {
     ),
     "muon": Trial(
         {
-            "AdamW": Way(rates=("2.5e-3", "5e-3", "1e-2", "2e-2")),
+            "AdamW": Way(rates=("5e-3", "1e-2", "2e-2", "4e-2")),
             "Muon": Way(
                 ("optimizer.optimizer=muon", "parallelism.use_distributed_optimizer=false"),
-                rates=("2.5e-3", "5e-3", "1e-2", "2e-2", "4e-2"),
+                rates=("5e-3", "1e-2", "2e-2", "4e-2"),
             ),
         }
     ),
@@ -156,13 +158,15 @@ class Runner:
         return first + [(last + tokens, loss) for tokens, loss in second]
 
 
-def draw(trial: Trial, curves: Mapping[str, list[tuple[int, float]]], seeds: int, file: Path) -> None:
+def draw(
+    trial: Trial, ways: Sequence[str], curves: Mapping[str, list[tuple[int, float]]], seeds: int, file: Path
+) -> None:
     """A line for each run, in the colour of its way."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     panel = figure.subplots()
-    for number, way in enumerate(trial.ways):
+    for number, way in enumerate(ways):
         for seed in range(1, seeds + 1):
             tokens, losses = zip(*curves[f"{way}, seed {seed}"], strict=True)
             label = way if seed == 1 else None
@@ -204,29 +208,25 @@ def main() -> None:
                 arguments.json.write_text(kept + "\n", "utf-8")
         return curves[name][-1][1]
 
-    rows = []
+    rows: list[list[str]] = []
+    shown: dict[str, str] = {}
     for title, way in trial.ways.items():
-        chosen: tuple[str, ...] = ()
-        if way.rates:
-            quarter = _of_steps(80, "train.seed=1")
-            losses = {
-                rate: measure(f"{title}, rate {rate}", way, *quarter, f"optimizer.lr={rate}") for rate in way.rates
-            }
-            chosen = (f"optimizer.lr={min(losses, key=losses.__getitem__)}",)
+        ways: dict[str, tuple[str, ...]] = {f"{title} at {rate}": (f"optimizer.lr={rate}",) for rate in way.rates}
+        ways = ways or {title: ()}
+        first = {name: measure(f"{name}, seed 1", way, "train.seed=1", *more) for name, more in ways.items()}
+        best = min(first, key=first.__getitem__)
+        rows += [[name, "", f"{loss:.4f}", *[""] * arguments.seeds] for name, loss in first.items() if name != best]
         last = [
-            measure(f"{title}, seed {seed}", way, f"train.seed={seed}", *chosen)
+            measure(f"{best}, seed {seed}", way, f"train.seed={seed}", *ways[best])
             for seed in range(1, arguments.seeds + 1)
         ]
-        mean = f"{statistics.mean(last):.4f}"
-        rows.append([title, f"{curves[f'{title}, seed 1'][-1][0]:,}", *(f"{loss:.4f}" for loss in last), mean, *chosen])
-    columns = ["way", "tokens", *(f"seed {seed}" for seed in range(1, arguments.seeds + 1)), "mean", ""]
-    show(
-        f"{arguments.trial}: held-out loss [nats/token]",
-        columns,
-        [row + [""] * (len(columns) - len(row)) for row in rows],
-    )
+        tokens = f"{curves[f'{best}, seed 1'][-1][0]:,}"
+        rows.append([best, tokens, *(f"{loss:.4f}" for loss in last), f"{statistics.mean(last):.4f}"])
+        shown[title] = best
+    columns = ["way", "tokens", *(f"seed {seed}" for seed in range(1, arguments.seeds + 1)), "mean"]
+    show(f"{arguments.trial}: held-out loss [nats/token]", columns, rows)
     if arguments.svg is not None:
-        draw(trial, curves, arguments.seeds, arguments.svg)
+        draw(trial, list(shown.values()), curves, arguments.seeds, arguments.svg)
     close({"curves": curves}, started_on, arguments.json)
 
 
