@@ -196,7 +196,7 @@ class _LlamaCpp:
             str(spec.folder / "model.gguf"), n_ctx=0, verbose=False, n_threads=spec.threads,
             n_threads_batch=spec.threads, logits_all=True,
         )  # fmt: skip
-        self.positions, self.vocabulary = int(self._program.n_ctx()), int(self._program.n_vocab())
+        self.positions, self.vocabulary = self._program.scores.shape  # n_ctx() is rounded up to 256
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         import torch
