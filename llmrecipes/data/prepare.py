@@ -178,7 +178,8 @@ def _build(
         part.rename(target)
         sync(target.parent)
         if shards is not None:
-            shutil.rmtree(shards.folder, ignore_errors=True)  # first: it has second names of the files that are checked
+            shards.folder.rename(part)  # at once, so that no other task finds it half deleted
+            shutil.rmtree(part, ignore_errors=True)  # first: it has second names of the files that are checked
         checked.remember(target, contents)
     finally:
         shutil.rmtree(part, ignore_errors=True)
