@@ -28,7 +28,7 @@ def serve(
         typer.Option(
             "--backend",
             metavar="NAME",
-            help="Serve with vllm, llama.cpp or transformers; default: the first that is installed.",
+            help="Serve with vllm, tensorrt-llm, llama.cpp or transformers; default: the first that is installed.",
         ),
     ] = None,
     host: Annotated[

@@ -34,7 +34,7 @@ class ServeOptions:
     """Options of a server.
 
     Attributes:
-        backend: vllm, llama.cpp or transformers; None: the first of them that is installed.
+        backend: one of `BACKENDS`; None: the first of them that is installed.
         host: address to listen on; only this machine reaches the default.
         port: TCP port.
         dtype: of the exported weights of a run; None: the precision of its recipe.
@@ -213,7 +213,7 @@ def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-BACKENDS = ("vllm", "llama.cpp", "transformers")
+BACKENDS = ("vllm", "tensorrt-llm", "llama.cpp", "transformers")
 """In the order of preference."""
 TRANSFORMERS_NEEDS = ("accelerate", "fastapi", "openai", "pydantic", "uvicorn")
 """Packages that `transformers serve` imports; its extra `serving` has them."""
@@ -270,7 +270,7 @@ def server(
 
     Args:
         model: a folder with config.json and safetensors, or a GGUF file.
-        backend: one of `BACKENDS`; None: vLLM or llama.cpp where they are installed, else transformers.
+        backend: one of `BACKENDS`; None: the first that is installed and can read the model.
         host: address to listen on.
         port: TCP port.
         machine: what is installed.
@@ -283,7 +283,9 @@ def server(
     if backend is not None and backend not in BACKENDS:
         raise UserError(f"{backend!r}", where="--backend", rule=f"one of {', '.join(BACKENDS)}")
     chosen = backend or _first(model, machine)
-    make = {"vllm": _vllm, "llama.cpp": _llama_cpp, "transformers": _transformers}[chosen]
+    make = {
+        "vllm": _vllm, "tensorrt-llm": _tensorrt_llm, "llama.cpp": _llama_cpp, "transformers": _transformers
+    }[chosen]  # fmt: skip
     start = make(model, host, port, machine)
     return Server(start.backend, (*start.command, *extra), start.before, start.makes, start.environment)
 
@@ -292,6 +294,8 @@ def _first(model: Path, machine: Installed) -> str:
     gguf = model.suffix == ".gguf"
     if not gguf and machine.which("vllm"):
         return "vllm"
+    if not gguf and machine.which("trtllm-serve") and not _quantised(model):
+        return "tensorrt-llm"
     converts = _converter(machine) and not _quantised(model)
     if machine.which("llama-server") and (gguf or _gguf_of(model).is_file() or converts):
         return "llama.cpp"
@@ -308,6 +312,23 @@ def _vllm(model: Path, host: str, port: int, machine: Installed) -> Server:
     if model.suffix == ".gguf":
         raise _needs_folder(model, "vllm")
     return Server("vllm", (program, "serve", str(model), "--host", host, "--port", str(port)))
+
+
+def _tensorrt_llm(model: Path, host: str, port: int, machine: Installed) -> Server:
+    program = machine.which("trtllm-serve")
+    if program is None:
+        raise UserError(
+            "TensorRT-LLM is not installed", where="--backend tensorrt-llm",
+            rule="its program trtllm-serve is on the PATH", fix="use NVIDIA's image tensorrt-llm/release",
+        )  # fmt: skip
+    if model.suffix == ".gguf":
+        raise _needs_folder(model, "tensorrt-llm")
+    if _quantised(model):
+        raise UserError(
+            "quantised weights", where=str(model), rule="TensorRT-LLM reads those of NVIDIA's ModelOpt, not of "
+            "compressed-tensors", fix="--backend vllm or transformers",
+        )  # fmt: skip
+    return Server("tensorrt-llm", (program, str(model), "--host", host, "--port", str(port)))
 
 
 def _llama_cpp(model: Path, host: str, port: int, machine: Installed) -> Server:
@@ -348,7 +369,7 @@ def _transformers(model: Path, host: str, port: int, machine: Installed) -> Serv
         raise UserError(
             f"packages of transformers' server are not installed: {', '.join(missing)}",
             where="--backend transformers",
-            rule="a server is a separate program; neither vllm nor llama-server is on the PATH",
+            rule="a server is a separate program; neither vllm, trtllm-serve nor llama-server is on the PATH",
             fix="pip install 'llmrecipes[serve]', or pip install 'transformers[serving]'",
         )
     if UNPACKS in machine.missing and _quantised(model):

@@ -56,7 +56,8 @@ def here(*programs: str, missing: tuple[str, ...] = ()) -> Installed:
     ("programs", "gguf", "backend"),
     [
         ([], False, "transformers"),
-        (["vllm"], False, "vllm"),
+        (["vllm", "trtllm-serve"], False, "vllm"),
+        (["trtllm-serve", "llama-server", "convert_hf_to_gguf.py"], False, "tensorrt-llm"),
         (["vllm", "llama-server"], True, "vllm"),
         (["llama-server"], False, "transformers"),
         (["llama-server"], True, "llama.cpp"),
@@ -75,6 +76,8 @@ def test_commands(model: Path) -> None:
     where = ("--host", "127.0.0.1", "--port", "8000")
     found = server(model, "vllm", *ADDRESS, here("vllm"), ["--max-model-len", "512"])
     assert found.command == ("/opt/vllm", "serve", str(model), *where, "--max-model-len", "512")
+    found = server(model, "tensorrt-llm", *ADDRESS, here("trtllm-serve"), ["--tp_size", "2"])
+    assert found.command == ("/opt/trtllm-serve", str(model), *where, "--tp_size", "2")
     found = server(model, None, *ADDRESS, here())
     assert found.command == (sys.executable, "-m", "transformers.cli.transformers", "serve", str(model), *where)
     found = server(model, None, *ADDRESS, here("llama-server", "convert_hf_to_gguf.py"))
@@ -88,6 +91,7 @@ def test_what_cannot_be_started_is_refused(model: Path) -> None:
     for backend, installed, rule in (
         ("ollama", here(), "llama.cpp"),
         ("vllm", here(), "--backend"),
+        ("tensorrt-llm", here(), "trtllm-serve"),
         ("llama.cpp", here(), "llama-server"),
         ("transformers", here(missing=("openai",)), ("transformers[serving]", "llmrecipes[serve]")),
     ):
@@ -96,8 +100,9 @@ def test_what_cannot_be_started_is_refused(model: Path) -> None:
             server(model, backend, *ADDRESS, installed)
     with refused(model, rule=("model.gguf", "convert_hf_to_gguf.py")):
         server(model, "llama.cpp", *ADDRESS, here("llama-server"))
-    with refused(model / "x.gguf", rule="config.json"):
-        server(model / "x.gguf", "transformers", *ADDRESS, here())
+    for backend in ("transformers", "tensorrt-llm"):
+        with refused(model / "x.gguf", rule="config.json"):
+            server(model / "x.gguf", backend, *ADDRESS, here("trtllm-serve"))
     with refused(model.parent / "a@b", rule="--backend vllm"):
         server(model.parent / "a@b", None, *ADDRESS, here())
 
@@ -106,7 +111,9 @@ def test_quantised_weights_are_served_where_they_are_unpacked(model: Path, capsy
     quantised = {"model_type": "llama", "quantization_config": {"quant_method": "compressed-tensors"}}
     (model / "config.json").write_text(json.dumps(quantised), "utf-8")
     programs = ("llama-server", "convert_hf_to_gguf.py")
-    assert server(model, None, *ADDRESS, here(*programs)).backend == "transformers"
+    assert server(model, None, *ADDRESS, here("trtllm-serve", *programs)).backend == "transformers"
+    with refused(model, rule="ModelOpt"):
+        server(model, "tensorrt-llm", *ADDRESS, here("trtllm-serve"))
     assert server(model, None, *ADDRESS, here("vllm", *programs)).backend == "vllm"
     with refused(model, rule="--to gguf"):
         server(model, "llama.cpp", *ADDRESS, here(*programs))
