@@ -99,7 +99,9 @@ _TAUGHT_LAYERS: Sections = {
 }  # fmt: skip
 _TAUGHT_COSINE: Sections = {"distill": {**_TAUGHT_LAYERS["distill"], "layers_loss": "cosine"}}
 
-_INT4: Sections = {"qat": {"scheme": "int4", "group_size": 16}}
+# With the rate of the base, weights that are rounded to the other side (`ROUNDED`) change the norm of the third step by
+# up to the bound, depending on the processor.
+_INT4: Sections = {"qat": {"scheme": "int4", "group_size": 16}, "optimizer": {"lr": 3e-3, "adam_eps": 1e-2}}
 _INT8: Sections = {"qat": {"scheme": "int8"}}
 
 _FGM: Sections = {"train": {"adversarial": {"type": "fgm", "epsilon": 0.5}}}
@@ -354,9 +356,9 @@ _FP16 = "as in bf16, with 11 bits of a number"
 INT8_BOUND, INT4_BOUND = 1e-3, 1e-2
 """As `BOUND`, of rounded weights; `ROUNDED` says why."""
 ROUNDED = (
-    "a weight halfway between two integers becomes the other one where the update before was summed in another order "
-    "(1/15 of the largest value of 16 in int4, 1/255 of that of a row in int8); the loss and gradients of "
-    "the first step are within `BOUND`"
+    "the largest weight of a group is halfway between two integers, so that its last bit decides which it becomes, and "
+    "with it the order in which the update before was summed (1/15 of the value of 16 in int4, 1/255 of that of a row "
+    "in int8); the loss and gradients of the first step are within `BOUND`"
 )
 _TOGETHER = (
     "the balance counts over the micro-batches that run at the same time on data-parallel ranks and over those before: "
