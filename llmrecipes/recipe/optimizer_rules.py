@@ -211,8 +211,8 @@ def groups(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 f"optimizer.groups.{number}.pattern",
                 f"no parameter belongs to {each.pattern!r}",
-                "a pattern matches names of parameters, of which an earlier pattern has not all",
-                f"names are such as {', '.join(names[:: max(1, len(names) // 4)])}",
+                "a pattern matches a parameter that no earlier pattern matches",
+                f"a pattern of names such as {', '.join(names[:: max(1, len(names) // 4)])}",
             )
 
 

@@ -95,6 +95,6 @@ def require_matches(names: Iterable[str], optimizer: Optimizer) -> None:
             raise UserError(
                 f"no parameter belongs to {optimizer.groups[number].pattern!r}",
                 where=f"optimizer.groups.{number}.pattern",
-                rule="a pattern matches names of parameters, of which an earlier pattern has not all",
+                rule="a pattern matches a parameter that no earlier pattern matches",
                 fix=f"names of this rank are such as {', '.join(known[:: max(1, len(known) // 4)])}",
             )
