@@ -32,9 +32,9 @@ def balanced(
     most = [max_epochs * count / drawn for count in tokens]
     if sum(most) < 1:
         raise UserError(
-            f"{sum(tokens):,} training tokens, of which the run draws {drawn:,}: {drawn / sum(tokens):.3g} passes",
+            f"the run draws {drawn:,} tokens from {sum(tokens):,} training tokens: {drawn / sum(tokens):.3g} passes",
             where="data.steps[].max_epochs",
-            rule=f"no source is repeated more than max_epochs={max_epochs:g} times",
+            rule=f"no source may be repeated more than max_epochs={max_epochs:g} times",
             fix="raise max_epochs, lower train.train_iters, or add sources",
         )
     wanted = [factor * count ** (1 / temperature) for count, factor in zip(tokens, factors, strict=True)]

@@ -225,9 +225,9 @@ class _Reads(Dataset[Any]):
             return error
         except IndexError as error:
             return UserError(
-                f"the order of samples names a sample that does not exist: {error}",
+                f"the sample index refers to a sample that does not exist: {error}",
                 where=f"sample {number:,}",
-                rule="an index belongs to the tokens beside it",
+                rule="the sample index must match the tokens next to it",
                 fix="delete the index/ folder of the prepared data and prepare again",
                 code=ExitCode.STOP,
             )
@@ -306,7 +306,7 @@ def read_error(error: ReaderLost | OSError, recipe: Recipe, prepared: Prepared) 
         return UserError(
             f"prepared data changed during the run: {what}",
             where=where,
-            rule="prepared data stays as it is while a run reads it",
+            rule="prepared data must not change while a run reads it",
             fix="copy the file again from where it was prepared, or delete the folder and prepare again; then resume",
             code=ExitCode.STOP,
         )
@@ -315,22 +315,22 @@ def read_error(error: ReaderLost | OSError, recipe: Recipe, prepared: Prepared) 
         return UserError(
             f"cannot read prepared data on {host}: {error.strerror or error}",
             where=str(error.filename or prepared.path),
-            fix=f"look at the file system of {host} (dmesg), then resume",
+            fix=f"check the file system of {host} (dmesg), then resume",
             code=ExitCode.REQUEUE,
         )
     return UserError(
         f"data loader process {error.pid} on {host} {_end(error.exitcode)}",
         where="data.num_workers",
-        fix=_FIXES.get(-error.exitcode, f"look at the log of {host} (dmesg), then resume"),
+        fix=_FIXES.get(-error.exitcode, f"check the kernel log of {host} (dmesg), then resume"),
         code=ExitCode.REQUEUE,
     )
 
 
 _FIXES: dict[int, str] = {
-    signal.SIGKILL: "most often by the kernel, out of memory: more memory for the job, or a smaller data.num_workers "
-    "or data.prefetch_factor",
-    signal.SIGBUS: "most often /dev/shm is full: make it larger (docker run --shm-size), or a smaller data.num_workers "
-    "or data.prefetch_factor",
+    signal.SIGKILL: "usually the kernel, out of memory: give the job more memory, or lower data.num_workers or "
+    "data.prefetch_factor",
+    signal.SIGBUS: "usually /dev/shm is full: enlarge it (docker run --shm-size), or lower data.num_workers or "
+    "data.prefetch_factor",
 }
 
 

@@ -44,7 +44,7 @@ def card(manifest: DataManifest) -> str:
         "A document's split follows from the hash of its text.",
         "## What was dropped and changed",
         _table(("step", "settings", "documents dropped", "kept, but changed"), _steps(manifest)),
-        "Documents that are equal to an earlier one are dropped with and without the step `duplicates`.",
+        "Exact copies of an earlier document are always dropped, even without the step `duplicates`.",
     ]
     if not any(step["type"] == "personal_data" for step in data.get("steps", ())):
         parts.append("Personal data was not masked.")
@@ -58,7 +58,7 @@ def card(manifest: DataManifest) -> str:
             "Their documents are not in the other splits.",
         ]
     record, named = manifest.tokenizer, data["tokenizer"]["path"]
-    origin = f"{_code(named)} of Hugging Face" if named else "a byte-level BPE that was trained on the training split"
+    origin = f"{_code(named)} from Hugging Face" if named else "a byte-level BPE trained on the training split"
     parts += ["## Tokenizer", f"{origin}: {record.vocab_size:,} ids, id {record.eod} ends a document."]
     return "\n\n".join(parts) + "\n"
 

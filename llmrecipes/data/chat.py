@@ -65,7 +65,7 @@ class Template:
                 lambda: (render(self, prompt), render(self, prompt, add_generation_prompt=True)),
                 TEMPLATE_SECONDS,
                 f"data.chat.chat_template: {self.origin}",
-                "a chat template renders a conversation of one message within seconds",
+                "a chat template must render a one-message conversation within seconds",
             )
             render(self, prompt)
         except UserError:
@@ -80,8 +80,8 @@ class Template:
             raise UserError(
                 f"is not a chat template: {error}",
                 where=f"data.chat.chat_template: {self.origin}",
-                rule="a chat template is written in Jinja",
-                fix="correct it, or name another file in data.chat.chat_template",
+                rule="a chat template must be valid Jinja",
+                fix="fix the template, or set data.chat.chat_template to another file",
             ) from error
 
     def prompt(self, messages: Messages) -> str:
@@ -94,7 +94,9 @@ class Template:
             return render(self, messages, add_generation_prompt=True)[0]
         except Exception as error:  # of the template
             raise UserError(
-                f"the chat template refuses this: {reason(error)}", where=self.origin, fix="give other messages"
+                f"the chat template rejects these messages: {reason(error)}",
+                where=self.origin,
+                fix="use messages that the template accepts",
             ) from error
 
     def spans(self, messages: Messages, limit: int) -> tuple[str, list[tuple[int, int]]]:
@@ -122,13 +124,13 @@ class Template:
             rendered, _ = render(self, messages[: number + 1])
             if not (rendered.startswith(before) and text.startswith(rendered)):
                 raise UserError(
-                    f"it renders the first {number + 1} of {len(messages)} messages differently from these messages "
-                    "by themselves, so answers cannot be located",
+                    f"the first {number + 1} of {len(messages)} messages render differently when later ones follow, "
+                    "so answers cannot be located",
                     where=f"data.chat.chat_template: {self.origin}",
-                    rule="a template marks answers with {% generation %}, or later messages do not change earlier ones",
-                    fix="data.chat.template=qwen3 for a tokenizer of Qwen 3; or a copy of the template with "
-                    "{% generation %} … {% endgeneration %} around what the assistant says, named in "
-                    "data.chat.chat_template",
+                    rule="a template must mark answers with {% generation %}, or render messages independently of "
+                    "later ones",
+                    fix="data.chat.template=qwen3 for a Qwen 3 tokenizer; or set data.chat.chat_template to a copy "
+                    "of the template with {% generation %} … {% endgeneration %} around the assistant's text",
                 )
             spans.append((len(before), len(rendered)))
             if len(rendered) > limit:

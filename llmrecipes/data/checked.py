@@ -274,13 +274,13 @@ def _seen(stat: os.stat_result, content: Content) -> Seen:
 
 
 def _another(file: Path, content: Content, expected: File) -> UserError:
-    what = f"SHA-256 is {content.sha256[:16]}…, it was written with {expected.sha256[:16]}…"
+    what = f"SHA-256 is {content.sha256[:16]}…, expected {expected.sha256[:16]}…"
     if content.bytes != expected.bytes:
-        what = f"has {content.bytes:,} bytes, it was written with {expected.bytes:,}"
+        what = f"has {content.bytes:,} bytes, expected {expected.bytes:,}"
     return UserError(
         what,
         where=str(file),
-        rule="a prepared file is what `prepare` wrote",
+        rule="prepared files must not change after `prepare` wrote them",
         fix="copy the file again from where it was prepared, or delete the folder and prepare again",
     )
 
@@ -297,7 +297,7 @@ def _outside(file: Path, ids: Ids) -> UserError:
     return UserError(
         f"token {offset // tokens.itemsize:,} of document {document:,} has id {token}",
         where=str(file),
-        rule=f"ids are 0 to {ids.vocab_size - 1:,}, the vocabulary of tokenizer.json",
+        rule=f"ids must be 0 to {ids.vocab_size - 1:,}, the vocabulary of tokenizer.json",
         fix="delete the folder and prepare again",
     )
 
@@ -382,7 +382,7 @@ def _readable(file: Path) -> Iterator[None]:
         raise UserError(
             f"cannot read: {error.strerror or error}",
             where=str(file),
-            rule="a prepared file is what `prepare` wrote",
+            rule="prepared files must not change after `prepare` wrote them",
             fix="copy the file again from where it was prepared, or delete the folder and prepare again",
         ) from error
 

@@ -211,9 +211,9 @@ def encode_all(batches: Iterable[Batch], spec: EncoderSpec, workers: int) -> Gen
             yield future.result()
     except BrokenProcessPool as error:
         raise UserError(
-            "a process of `prepare` was killed, most often by the kernel, out of memory",
+            "a worker process was killed, usually by the kernel because memory ran out",
             where="--workers",
-            fix=f"fewer than --workers {workers}, or more memory",
+            fix=f"use fewer than --workers {workers}, or a machine with more memory",
         ) from error
     finally:
         # A stopped `prepare` waits for the batches in flight, about 1 MiB each, not for those that are queued.

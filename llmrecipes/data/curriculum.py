@@ -42,7 +42,7 @@ KEPT = "scores.txt"
 """Its copy in the index of samples that were ordered by them, where other files are arrays."""
 FORMAT = 1
 OPTION = "--per-document"
-AGAIN = f"llmrecipes eval RUN --data train {OPTION} DIR, with a RUN of these sources"
+AGAIN = f"llmrecipes eval RUN --data train {OPTION} DIR, with a RUN trained on these sources"
 BLOCK = 1 << 24
 """Bytes of losses that are checked at once."""
 
@@ -185,18 +185,26 @@ def read_record(folder: Path, where: str) -> tuple[ScoresRecord, bytes]:
         record = ScoresRecord.model_validate_json(content)
     except OSError as error:
         raise UserError(
-            f"no {RECORD} there", where=where, rule="documents are ordered by losses that were computed before",
+            f"{RECORD} is missing", where=where, rule="a curriculum orders documents by losses computed beforehand",
             fix=AGAIN,
         ) from error  # fmt: skip
     except (ValidationError, UserError) as error:
-        raise UserError("is corrupt", where=str(folder / RECORD), rule=f"as {OPTION} wrote it", fix=AGAIN) from error
+        raise UserError(
+            "is corrupt", where=str(folder / RECORD), rule=f"the file must be as {OPTION} wrote it", fix=AGAIN
+        ) from error
     if record.format != FORMAT:
         raise UserError(
-            f"format {record.format}", where=str(folder / RECORD), rule=f"this program reads {FORMAT}", fix=AGAIN
+            f"has format {record.format}",
+            where=str(folder / RECORD),
+            rule=f"this version reads format {FORMAT}",
+            fix=AGAIN,
         )
     if record.split != "train":
         raise UserError(
-            f"losses of the {record.split} split", where=where, rule="training documents are ordered", fix=AGAIN
+            f"has losses of the {record.split} split",
+            where=where,
+            rule="a curriculum needs losses of the train split",
+            fix=AGAIN,
         )
     return record, content
 
@@ -225,7 +233,7 @@ def _losses(folder: Path, record: ScoresRecord, prepared: Prepared, numbers: Seq
             raise UserError(
                 f"{has} for source {source.label!r}, which has {documents:,} training documents",
                 where=f"data.curriculum.scores: {folder}",
-                rule="each training document of a source that is drawn from has a loss",
+                rule="every training document of a source in use needs a loss",
                 fix=AGAIN,
             )
         losses[number] = _intact(folder, scored)
@@ -244,13 +252,13 @@ def _intact(folder: Path, scored: ScoredSource) -> np.ndarray:
         raise UserError(f"cannot be read: {error.strerror}", where=str(path), fix=AGAIN) from error
     if size != 4 * scored.documents or checksum.hexdigest() != scored.sha256:
         raise UserError(
-            f"{size:,} bytes with SHA-256 {checksum.hexdigest()[:16]}…",
+            f"has {size:,} bytes and SHA-256 {checksum.hexdigest()[:16]}…",
             where=str(path),
-            rule=f"{4 * scored.documents:,} bytes with {scored.sha256[:16]}… ({RECORD})",
+            rule=f"{RECORD} expects {4 * scored.documents:,} bytes and {scored.sha256[:16]}…",
             fix=AGAIN,
         )
     if not finite:
-        raise UserError("has a loss that is not finite", where=str(path), rule="losses can be ordered", fix=AGAIN)
+        raise UserError("has a loss that is not finite", where=str(path), rule="losses must be finite", fix=AGAIN)
     return np.memmap(path, "<f4", "r", shape=(scored.documents,))
 
 
@@ -272,10 +280,10 @@ def require_same_scores(curriculum: Curriculum | None, index: Path) -> None:
         return
     if now != untrusted.read(index / KEPT):
         raise UserError(
-            "has other losses than those by which the samples of this recipe are ordered",
+            "its losses differ from those that the sample order was built from",
             where=_where(curriculum),
-            rule="which sample a step has stays as it is",
-            fix=f"another name for the new folder, or delete {index} if no run is to be resumed",
+            rule="the sample order of a recipe must not change",
+            fix=f"use another folder for the new losses, or delete {index} if no run has to resume with it",
         )
 
 
@@ -331,8 +339,8 @@ class ScoreWriter:
         if not math.isfinite(loss):
             document = source.splits[self._split].documents - self._missing
             raise UserError(
-                f"a loss of {loss} for document {document:,} of source {source.label!r}", where=OPTION,
-                rule="losses can be ordered", fix="another checkpoint",
+                f"document {document:,} of source {source.label!r} has loss {loss}", where=OPTION,
+                rule="losses must be finite", fix="use another checkpoint",
             )  # fmt: skip
         value = np.float32(loss).astype("<f4").tobytes()
         self._stream.write(value)
@@ -387,11 +395,15 @@ def require_free(folder: Path, prepared: Prepared, split: Split) -> None:
     """
     if folder.exists():
         raise UserError(
-            f"{folder} exists", where=OPTION, rule="losses are written into a new folder", fix="another name"
+            f"{folder} already exists",
+            where=OPTION,
+            rule="losses are written to a new folder",
+            fix="choose another folder",
         )
     for number, source in enumerate(prepared.manifest.sources):
         if source.splits[split].documents and digests(prepared, number, split) is None:
             raise UserError(
-                f"source {source.label!r} has only tokens", where=OPTION,
-                rule="losses are recognised by the texts of documents", fix="prepare its text",
+                f"source {source.label!r} has only token ids", where=OPTION,
+                rule="losses are matched to documents by their text", fix="use a source of text instead of type "
+                "megatron",
             )  # fmt: skip

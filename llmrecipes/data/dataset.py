@@ -229,9 +229,9 @@ def _say_what_is_short(recipe: Recipe, prepared: Prepared, split: Split, log: Ca
     if split == "train":
         require_training(recipe, prepared)
     elif not usable and prepared.manifest.chat is not None:
-        log(f"the {split} split has no conversation: nothing is evaluated on it")
+        log(f"the {split} split has no conversations; it is not evaluated")
     elif not usable:
-        log(f"the {split} split has fewer than {length + 1:,} tokens in every source: nothing is evaluated on it")
+        log(f"the {split} split has fewer than {length + 1:,} tokens in every source; it is not evaluated")
     elif prepared.manifest.chat is None:
         for n in short:
             source = prepared.manifest.sources[n]
@@ -344,7 +344,7 @@ def write_order(recipe: Recipe, prepared: Prepared, split: Split, folder: Path, 
     order = _order(sequences, weights, -(-drawn_samples(recipe, split) // rows), (seed, SPLITS.index(split)))
     np.save(folder / f"{split}-order.npy", order)
     filled = tokens / (rows * sum(sequences) * length)
-    how = "packed" if chat.packing else "padded, one in each (data.chat.packing is false)"
+    how = "packed" if chat.packing else "padded, one per sequence (data.chat.packing is false)"
     what = "conversations" if chat.preference is None else "pairs"
     log(f"{split}: {talks:,} {what} in {rows * sum(sequences):,} sequences of {length:,}, {how}; {filled:.1%} filled")
 

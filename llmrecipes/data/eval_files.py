@@ -43,10 +43,10 @@ def files(paths: list[str]) -> list[Path]:
         here = {file for file in matches if file.is_file()}
         if not here:
             raise UserError(
-                f"no file {path!r}",
+                f"no file matches {path!r}",
                 where="data.steps[].paths",
-                rule="paths of decontaminate are files or globs",
-                fix=f"name files that exist; looked in {Path.cwd()}",
+                rule="paths must be files or globs",
+                fix=f"use an existing path; looked in {Path.cwd()}",
             )
         unique |= here
     return sorted(unique)
@@ -63,10 +63,10 @@ def task_files(task: Path) -> list[Path]:
     if not named or any("://" in path for path in named):
         origin = settings.get("dataset_path")
         raise UserError(
-            f"a task whose data are not local files{f', but {origin!r}' if origin else ''}",
+            f"the data of this task is not in local files{f', but in {origin!r}' if origin else ''}",
             where=str(task),
-            rule="of a task file, dataset_kwargs.data_files names the files of the data",
-            fix="name the dataset's files in paths, such as the Parquet files in $HF_HOME/hub/datasets--ORG--NAME",
+            rule="a task file must list its data in dataset_kwargs.data_files",
+            fix="add the dataset's files to paths, for example the Parquet files in $HF_HOME/hub/datasets--ORG--NAME",
         )
     return files(named)
 
@@ -88,10 +88,10 @@ def files_of_tasks(names: tuple[str, ...]) -> dict[str, tuple[Path, ...]]:
     package = find_spec("lm_eval")
     if package is None or not package.submodule_search_locations:
         raise UserError(
-            f"task {names[0]!r}, but the package lm_eval is not installed",
+            f"task {names[0]!r} needs the package lm_eval, which is not installed",
             where=WHERE,
-            rule="names of tasks are those of lm-evaluation-harness, which is in the extra eval",
-            fix="pip install 'llmrecipes[eval]', or name files in paths",
+            rule="tasks are those of lm-evaluation-harness, in the extra eval",
+            fix="pip install 'llmrecipes[eval]', or list files in paths",
         )
     texts = {}
     for file in sorted(Path(package.submodule_search_locations[0], "tasks").rglob("*.yaml")):
@@ -119,7 +119,7 @@ def _tasks(name: str, texts: dict[Path, str], seen: set[str]) -> Iterator[dict[s
         raise UserError(
             f"{name!r} is not a task of the installed lm-evaluation-harness",
             where=WHERE,
-            rule="tasks are names of its tasks, groups and tags; files are in paths",
+            rule="tasks takes names of tasks, groups and tags; files go into paths",
             fix="`lm-eval ls tasks` lists them",
         )
     for settings in matching:
@@ -161,10 +161,10 @@ def _files(name: str, settings: dict[str, Any]) -> Sequence[Path]:
     paths = [] if folder is None else [path for path in sorted(folder.rglob("*")) if _DATA.search(path.name)]
     if not paths:
         raise UserError(
-            f"the data of task {task!r}, dataset {dataset!r}, is not on this machine",
+            f"dataset {dataset!r} of task {task!r} is not on this machine",
             where=WHERE,
-            rule="prepare reads datasets of tasks from the cache of the Hub (HF_HOME), as Parquet, JSON, CSV or text",
-            fix=f"`hf download --repo-type dataset {dataset}` where there is network, or name its files in paths",
+            rule="prepare reads datasets of tasks from the Hub cache (HF_HOME), as Parquet, JSON, CSV or text",
+            fix=f"`hf download --repo-type dataset {dataset}` where there is network, or list its files in paths",
         )
     return _of_splits(_of_configuration(paths, folder, settings.get("dataset_name")), settings)
 

@@ -78,7 +78,7 @@ class Gigatoken:
         compared = [text for text in map(str.encode, _texts(config, reference)) if self.takes(text)]
         for text, expected in zip(compared, self._expected(compared), strict=True):
             if found := _difference(self._encoded(text), expected, text):
-                raise Unsupported(f"it makes other ids of {found}")
+                raise Unsupported(f"it gives other ids for {found}")
 
     def takes(self, document: bytes) -> bool:
         """Whether a document of UTF-8 text is one of which both are known to see the same."""
@@ -126,8 +126,8 @@ class Gigatoken:
         Gigatoken.differences += 1
         what = _difference(ids, self._expected([document])[0], document)
         print(
-            f"note: {PACKAGE} {version(PACKAGE)} and tokenizers {tokenizers.__version__} make different ids of {what} "
-            f"(SHA-256 {hashlib.sha256(document).hexdigest()}); from here on this process encodes with tokenizers",
+            f"note: {PACKAGE} {version(PACKAGE)} and tokenizers {tokenizers.__version__} give different ids for {what} "
+            f"(SHA-256 {hashlib.sha256(document).hexdigest()}); this process encodes with tokenizers from now on",
             file=sys.stderr,
             flush=True,
         )

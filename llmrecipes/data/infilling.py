@@ -82,10 +82,10 @@ def require_tokens(backend: tokenizers.Tokenizer, data: Data) -> dict[str, int]:
         raise UserError(
             f"tokenizer {data.tokenizer.path!r} has no special token {wanted[missing[0]]!r}",
             where=f"data.fim.{missing[0]}_token",
-            rule="the tokens of fill-in-the-middle are special tokens of the tokenizer",
-            fix=f"name those that it has, such as {', '.join(similar)}"
+            rule="fill-in-the-middle tokens must be special tokens of the tokenizer",
+            fix=f"use those that it has, such as {', '.join(similar)}"
             if similar
-            else "take a tokenizer that has them, or set fim_rate to 0",
+            else "use a tokenizer that has them, or set fim_rate to 0",
         )
     backend.add_special_tokens(list(wanted.values()))
     return {part: added[text] for part, text in wanted.items()}

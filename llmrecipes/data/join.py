@@ -344,7 +344,7 @@ def _packed(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) ->
                 text += stream.read(last - first)
         at += size
     if len(text) != min(MEMBER_BYTES, at - begin):
-        raise _damaged(item.folder, f"the held-out texts of {split} are shorter than they were")
+        raise _damaged(item.folder, f"the held-out texts of {split} have become shorter")
     item.publish(token, compressed(text))
 
 
@@ -432,7 +432,7 @@ def _placed(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) ->
         for split, begun in before.items():
             ends = (begun[0] + counts[split].documents, begun[1] + counts[split].tokens)
             if split not in places or (places[split].documents, places[split].tokens) != ends:
-                raise _damaged(item.folder, f"shard {item.number} has other documents than were counted")
+                raise _damaged(item.folder, f"shard {item.number} no longer has the documents that were counted")
             for suffix in places[split].files:
                 sync(item.folder / JOINED / f"{stem(source, split)}{suffix}")
     item.publish(token, b"")
@@ -440,7 +440,7 @@ def _placed(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) ->
 
 def _damaged(folder: Path, what: str) -> UserError:
     return UserError(
-        what, where=str(folder), rule="a file of the folder has changed since", fix="delete the folder to start over"
+        what, where=str(folder), rule="its files must not change meanwhile", fix="delete the folder to start over"
     )
 
 

@@ -96,9 +96,9 @@ def check_near_copies(prepared: Prepared, most: int = MOST) -> NearCopies | None
             highest, worst = similarity, f"{_name(tokens, number)} and {_name(*held[place])}"
     if highest >= min(1.0, threshold + margin(threshold, permutations)):
         raise UserError(
-            f"near-copies in training and held-out text: {worst} have {highest:.2f} of their shingles in common",
+            f"training and held-out text have near-copies: {worst} share {highest:.2f} of their shingles",
             where=str(prepared.path),
-            rule=f"no near-copy (threshold {threshold:g}) of training text is held out",
+            rule=f"held-out text must have no near-copies of training text (threshold {threshold:g})",
             fix="delete the folder and prepare again",
         )
     return NearCopies(len(held), total, compared, threshold, highest, above)

@@ -220,7 +220,7 @@ def load(folder: Path) -> DataManifest:
         key = ".".join(str(part) for part in first["loc"])
         raise UserError(f"damaged manifest: {key}: {first['msg']}", where=str(file), fix=_AGAIN) from error
     if manifest.format != FORMAT:
-        raise UserError(f"format {manifest.format}, this program reads {FORMAT}", where=str(file), fix=_AGAIN)
+        raise UserError(f"has format {manifest.format}; this version reads {FORMAT}", where=str(file), fix=_AGAIN)
     return manifest
 
 
@@ -238,7 +238,7 @@ def check_sizes(folder: Path, manifest: DataManifest) -> None:
             raise UserError(
                 f"{size}, the manifest says {expected.bytes:,}",
                 where=str(file),
-                rule="a prepared file is what `prepare` wrote",
+                rule="prepared files must not change after `prepare` wrote them",
                 fix=_AGAIN,
             )
     for number, source in enumerate(manifest.sources):
@@ -286,13 +286,13 @@ def _check_index(file: Path, counts: Counts, dtype: str, *, linked: bool = False
             f"indexes {sequences:,} documents and {indexed[3]:,} tokens of {indexed[0]}; "
             f"the manifest says {documents:,}, {counts.tokens:,} and {dtype}",
             where=str(file),
-            rule="an index belongs to the .bin beside it",
+            rule="an index must match the .bin next to it",
             fix=_AGAIN,
         )
 
 
 LISTING = "index.json"
-_LISTING_RULE = "a folder of sample indices is what `prepare` wrote"
+_LISTING_RULE = "a folder of sample indices must be as `prepare` wrote it"
 
 _LISTED = TypeAdapter(dict[str, File])
 
@@ -366,7 +366,7 @@ def open_array(file: Path) -> np.memmap:
         reason = next(iter(str(error).splitlines()), type(error).__name__)[:200]
         fix = _prepare_again(file.parent)
         raise UserError(
-            f"is not an index: {reason}", where=str(file), rule="an index is a .npy file of integers", fix=fix
+            f"is not an index: {reason}", where=str(file), rule="an index must be a .npy file of integers", fix=fix
         ) from error
     return opened
 

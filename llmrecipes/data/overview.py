@@ -75,7 +75,7 @@ def random_documents(prepared: Prepared, split: Split, count: int, seed: int) ->
     """
     total = prepared.manifest.counts(split).documents
     if not total:
-        raise UserError(f"the split {split} is empty", where="--split", rule="a split with documents is shown")
+        raise UserError(f"split {split} is empty", where="--split", rule="the split must have documents")
     chosen = sorted(random.Random(seed).sample(range(total), min(count, total)))
     tokenizer, eod = prepared.tokenizer(), prepared.manifest.tokenizer.eod
     labels = [source.label for source in prepared.manifest.sources if source.splits[split].documents]

@@ -71,10 +71,10 @@ def pair_encoder(tokenizer_json: str, dtype: str, eod: int, spec: ChatSpec) -> C
         if asked >= spec.max_length and spec.truncate:
             start = question[0]["content"][:SHOWN] if question else ""
             raise UserError(
-                f"a prompt of {asked:,} tokens: {start!r}",
+                f"a prompt has {asked:,} tokens: {start!r}",
                 where="data.chat.max_length",
-                rule=f"a prompt leaves room for an answer: prompt and answer have {spec.max_length:,} tokens at most",
-                fix="a larger model.seq_length, or data.chat.overlong: drop",
+                rule=f"prompt and answer together have at most {spec.max_length:,} tokens",
+                fix="raise model.seq_length, or set data.chat.overlong=drop",
             )
         beyond = [max(0, len(answer) - spec.max_length) for answer in both]
         if any(beyond) and not spec.truncate:

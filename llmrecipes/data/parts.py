@@ -121,7 +121,10 @@ def decompressor(name: str, where: str) -> Callable[..., BinaryIO] | None:
     if _is_zstd(name) and not _reads_zstd():
         # fsspec would take the package zstandard, which has no lines and ends silently after the first frame.
         raise UserError(
-            f"{ZSTD} is not installed", where=where, rule=f"{ZSTD} reads files of Zstandard", fix=f"pip install {ZSTD}"
+            f"{ZSTD} is not installed",
+            where=where,
+            rule=f"{ZSTD} is needed for Zstandard files",
+            fix=f"pip install {ZSTD}",
         )
     kind = infer_compression(name)
     return None if kind is None else compr[kind]

@@ -30,7 +30,7 @@ from llmrecipes.recipe.schema import Recipe
 
 NAME = "precomputed.json"
 FORMAT = 1
-AGAIN = "llmrecipes precompute RECIPE, with another folder or after this one is deleted"
+AGAIN = "llmrecipes precompute RECIPE with another folder, or after deleting this one"
 SHOWN = 5
 """Differences that a message has."""
 MOST_PARTS = 100_000
@@ -98,7 +98,7 @@ class LogitsForm(Record):
         """
         content = data[:-CHECKSUM]
         if zlib.crc32(content) != int.from_bytes(data[-CHECKSUM:], "little"):
-            raise ValueError("differs from its checksum")
+            raise ValueError("does not match its checksum")
         shape = self.length, self.top_k
         ids = torch.from_numpy(np.frombuffer(content, self.ids, self.length * self.top_k).astype(np.int32))
         logits = torch.frombuffer(bytearray(content[self.bytes_of_ids :]), dtype=getattr(torch, self.logits))
@@ -130,14 +130,15 @@ def read_record(folder: Path, where: str) -> tuple[PrecomputedRecord, str]:
         record = PrecomputedRecord.model_validate_json(content)
     except OSError as error:
         raise UserError(
-            "nothing was computed there", where=where, rule="training reads what was computed before",
-            fix="llmrecipes precompute RECIPE, with the same overrides",
+            "the folder has no precomputed values", where=where, rule="training reads what `llmrecipes precompute` "
+            "wrote",
+            fix="llmrecipes precompute RECIPE with the same overrides",
         ) from error  # fmt: skip
     except (ValidationError, UserError) as error:
         raise UserError("is corrupt", where=str(folder / NAME), fix=AGAIN) from error
     if record.format != FORMAT:
         raise UserError(
-            f"format {record.format}, this program reads {FORMAT}", where=str(folder / NAME), fix=AGAIN
+            f"has format {record.format}; this version reads {FORMAT}", where=str(folder / NAME), fix=AGAIN
         )  # fmt: skip
     return record, hashlib.sha256(content).hexdigest()
 
@@ -160,10 +161,10 @@ def require_same(then: Mapping[str, Any], now: Mapping[str, Any], where: str) ->
     texts = [f"{name}: {before.get(name)!r} there, {after.get(name)!r} in this recipe" for name in names[:SHOWN]]
     more = f"\n    and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     raise UserError(
-        "was computed of something else:\n    " + "\n    ".join(texts) + more,
+        "was computed for something else:\n    " + "\n    ".join(texts) + more,
         where=where,
-        rule="the values belong to these data, this model, its weights and its precision",
-        fix="set these keys back, or llmrecipes precompute RECIPE with another folder",
+        rule="the values must come from the same data, model, weights and precision",
+        fix="set these keys back, or run llmrecipes precompute RECIPE with another folder",
     )
 
 
@@ -181,11 +182,11 @@ def require_intact(folder: Path, record: PrecomputedRecord, log: Any) -> None:
         path = folder / name
         actual = path.stat().st_size if path.is_file() else None
         if actual != size:
-            what = "is missing" if actual is None else f"has {actual:,} bytes, the record says {size:,}"
-            raise UserError(what, where=str(path), rule=f"every file is as {NAME} says", fix=AGAIN)
+            what = "is missing" if actual is None else f"has {actual:,} bytes, expected {size:,}"
+            raise UserError(what, where=str(path), rule=f"every file must match {NAME}", fix=AGAIN)
     hashed = checked.hashes(folder, {name: folder / name for name in record.files}, log)
     if wrong := [name for name, file in record.files.items() if hashed[name] != file.sha256]:
-        raise UserError("differs from its hash", where=str(folder / wrong[0]), fix=AGAIN)
+        raise UserError("does not match its hash", where=str(folder / wrong[0]), fix=AGAIN)
 
 
 LOGITS = "logits"
@@ -218,7 +219,8 @@ class Taught(Dataset[dict[str, Any]]):
             ids, logits = self._form.unpacked(data)
         except ValueError as error:
             raise UserError(
-                f"sample {number:,} {error}", where=str(self._path(part)), rule="a teacher's logits are as written",
+                f"sample {number:,} {error}", where=str(self._path(part)), rule="a teacher's logits must be as they "
+                "were written",
                 fix=AGAIN, code=ExitCode.STOP,
             ) from error  # fmt: skip
         return {**self._samples[number], "teacher_ids": ids, "teacher_logits": logits}
@@ -244,7 +246,7 @@ def taught(samples: Dataset[dict[str, Any]], recipe: Recipe, folder: str) -> Tau
     record, _ = read_record(Path(folder), where)
     form = LogitsForm.of(recipe, 1 if record.logits is None else record.logits.part)
     if record.logits != form:
-        raise UserError(f"{record.logits}, expected {form}", where=where, fix=AGAIN)
+        raise UserError(f"has {record.logits}, expected {form}", where=where, fix=AGAIN)
     return Taught(samples, Path(folder), form)
 
 
@@ -269,8 +271,8 @@ def log_probs(folder: Path, stems: Sequence[str], counts: Sequence[int]) -> list
             values = np.lib.format.open_memmap(untrusted.real(path, root=folder), mode="r")  # supports no pickles
         except FileNotFoundError as error:
             raise UserError(
-                "is missing", where=str(path), rule="training reads what was computed before",
-                fix="llmrecipes precompute RECIPE, with the same overrides",
+                "is missing", where=str(path), rule="training reads what `llmrecipes precompute` wrote",
+                fix="llmrecipes precompute RECIPE with the same overrides",
             ) from error  # fmt: skip
         except Exception as error:  # of any kind: the header is the source of a Python literal
             raise UserError("is not an array", where=str(path), fix=AGAIN) from error

@@ -360,7 +360,7 @@ def _warn_if_changed(recipe: Recipe, prepared: Prepared, log: Callable[[str], No
         if now and then and now.sha256 != then.sha256:
             log(
                 f"note: {record.label} has changed since it was prepared ({then.files:,} files, now {now.files:,}); "
-                f"the prepared data is used, delete {prepared.path} to prepare it again"
+                f"the prepared data is used: delete {prepared.path} to prepare it again"
             )
     named = recipe.data.chat and recipe.data.chat.chat_template
     if named and Path(named).is_file():
@@ -368,8 +368,8 @@ def _warn_if_changed(recipe: Recipe, prepared: Prepared, log: Callable[[str], No
 
         if manifests.sha256(Path(named)) != prepared.manifest.files[templates.NAME].sha256:
             log(
-                f"note: {named} has changed since the data was prepared; the earlier template is used, "
-                f"delete {prepared.path} to prepare it again"
+                f"note: {named} has changed since the data was prepared; the earlier template is used: delete "
+                f"{prepared.path} to prepare it again"
             )
 
 
@@ -382,7 +382,7 @@ def _lock(data_dir: Path, name: str, log: Callable[[str], None]) -> Iterator[Non
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        log(f"waiting for another prepare of {name}")
+        log(f"waiting for another process that prepares {name}")
         lock.acquire()
     try:
         yield

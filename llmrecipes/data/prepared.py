@@ -90,7 +90,7 @@ class Prepared:
             raise UserError(
                 f"does not list {unknown[0]}",
                 where=str(self.path / manifests.NAME),
-                rule="a manifest lists every file that is read",
+                rule="a manifest must list every file that is read",
                 fix="delete the folder and prepare again",
             )
         checked.require(self.path, {name: files[name] for name in names}, self.ids, log, again=again)
@@ -218,16 +218,16 @@ def open_prepared(recipe: Recipe, data_dir: Path) -> Prepared:
     manifest = manifests.load(path)
     if manifest.fingerprint != path.name:
         raise UserError(
-            f"belongs to {manifest.fingerprint}, not to {path.name}",
+            f"has the fingerprint {manifest.fingerprint}, not {path.name}",
             where=str(path / manifests.NAME),
-            rule="a prepared folder is named by its fingerprint",
+            rule="a prepared folder is named after its fingerprint",
             fix="delete the folder and prepare again",
         )
     if max(manifest.tokenizer.vocab_size, manifest.tokenizer.eod + 1) > recipe.model.vocab_size:
         raise UserError(
-            f"its tokenizer has {manifest.tokenizer.vocab_size:,} ids, the model {recipe.model.vocab_size:,}",
+            f"the tokenizer has {manifest.tokenizer.vocab_size:,} ids, the model {recipe.model.vocab_size:,}",
             where=str(path / manifests.NAME),
-            rule="model.vocab_size is at least the tokenizer's",
+            rule="model.vocab_size must be at least the tokenizer's",
             fix="delete the folder and prepare again",
         )
     manifests.check_sizes(path, manifest)
@@ -388,5 +388,5 @@ def require_training(recipe: Recipe, prepared: Prepared) -> None:
                 f"source {source.label!r} has {source.splits['train'].tokens:,} training tokens",
                 where=f"data.sources[{n}]",
                 rule=f"one sequence takes {recipe.model.seq_length + 1:,} (model.seq_length + 1)",
-                fix="add text to the source, take it out, or lower model.seq_length",
+                fix="add text to the source, remove it, or lower model.seq_length",
             )

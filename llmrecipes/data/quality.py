@@ -323,8 +323,8 @@ def classifier(model: str, labels: list[str], min_probability: float) -> Step:
         raise UserError(
             f"{unknown[0]!r} is not a label of {model}",
             where="data.steps[].labels",
-            rule="the labels are those of the model, without __label__",
-            fix=f"name some of: {', '.join(sorted(known))}",
+            rule="labels are those of the model, without __label__",
+            fix=f"choose from: {', '.join(sorted(known))}",
         )
     wanted = frozenset(labels)
 
@@ -341,7 +341,7 @@ def classifier(model: str, labels: list[str], min_probability: float) -> Step:
 def _fasttext(model: str) -> Any:
     import fasttext  # type: ignore[import-untyped]
 
-    rule, fix = "model is a supervised fastText model, .bin or .ftz", "name a file that fastText has written completely"
+    rule, fix = "model must be a supervised fastText model, .bin or .ftz", "use a complete file written by fastText"
     try:
         loaded = fasttext.load_model(str(Path(model).expanduser()))
         labels = len(loaded.predict("", k=-1)[0])

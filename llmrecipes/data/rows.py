@@ -160,9 +160,9 @@ class PairRows(Labelled):
         kinds = {isinstance(row[key], str) for key in self._keys}
         if len(kinds) > 1:
             raise UserError(
-                f"{', '.join(map(repr, self._keys))} hold texts and lists of messages",
+                f"{', '.join(map(repr, self._keys))} mix text and lists of messages",
                 where=where,
-                rule="prompt and answers of a pair are all texts, or all messages",
+                rule="prompt and answers of a pair must be all text, or all messages",
                 fix="fix or delete the row",
             )
         read = self._text if kinds == {True} else turns
@@ -171,7 +171,7 @@ class PairRows(Labelled):
             raise UserError(
                 f"{self._keys[1]!r} and {self._keys[2]!r} are equal",
                 where=where,
-                rule="of the answers of a pair one is better",
+                rule="the answers of a pair must differ",
                 fix="delete the row",
             )
         return pair(prompt, chosen, rejected)
@@ -231,7 +231,7 @@ def _not_messages(what: str, where: str) -> UserError:
     return UserError(
         what,
         where=where,
-        rule=f"a message has role ({', '.join(ROLES[:4])}, …) and content, both text",
+        rule=f"a message needs role ({', '.join(ROLES[:4])}, …) and content, both text",
         fix="fix or delete the row, or set data.chat.messages_key",
     )
 
@@ -240,5 +240,5 @@ def no_column(keys: str, present: Sequence[str], where: str, rule: str) -> UserE
     """The error for rows that lack a column."""
     columns = ", ".join(present) or "none"
     return UserError(
-        f"no column {keys}; the columns are {columns}", where=where, rule=rule, fix=f"name one of: {columns}"
+        f"no column {keys}; the columns are {columns}", where=where, rule=rule, fix=f"use one of: {columns}"
     )

@@ -95,7 +95,7 @@ def _loaded(source: int, header: bytes, body: bytes, *, ids: bool = True) -> Wor
 
 def damaged(file: Path, what: str, fix: str) -> UserError:
     """For a file that is not what was written."""
-    return UserError(what, where=str(file), rule="it has the SHA-256 of each of its parts", fix=f"{fix}, and run again")
+    return UserError(what, where=str(file), rule="every part must match its SHA-256", fix=f"{fix}, and run again")
 
 
 def read(file: Path, source: int, *, ids: bool = True) -> Iterator[Worked]:
@@ -109,7 +109,9 @@ def read(file: Path, source: int, *, ids: bool = True) -> Iterator[Worked]:
             frame = stream.read(_FRAME.size)
             sizes = _FRAME.unpack(frame)[:2] if len(frame) == _FRAME.size else (0, 0)
             left = file.stat().st_size - stream.tell()
-            failure = damaged(file, "a shard is damaged", "delete the file, and all .bands and .near if there are some")
+            failure = damaged(
+                file, "a shard is damaged", "delete the file, and all .bands and .near files if there are any"
+            )
             if not ids and frame and 0 < sum(sizes) <= left:
                 header = stream.read(sizes[0])
                 try:

@@ -120,7 +120,7 @@ def uncut(recipe_sources: tuple[Source, ...]) -> Iterator[str]:
         if whole:
             largest = max(whole, key=parts.size_of)
             yield (
-                f"{sources.label(source)}: large files that cannot be cut, each read by one task: {len(whole):,}; "
+                f"{sources.label(source)}: large files that cannot be split, each read by one task: {len(whole):,}; "
                 f"the largest, {largest.name}, has {parts.size_of(largest) / GIB:.1f} GiB"
             )
 
@@ -140,15 +140,15 @@ def read_plan(folder: Path, recipe_sources: tuple[Source, ...]) -> Plan:
     stored = Plan.model_validate_json((folder / PLAN).read_text(encoding="utf-8"))
     if stored.version != llmrecipes.__version__:
         raise UserError(
-            f"begun by llmrecipes {stored.version}, this is {llmrecipes.__version__}", where=str(folder), fix=_CHANGED
+            f"started by llmrecipes {stored.version}, this is {llmrecipes.__version__}", where=str(folder), fix=_CHANGED
         )
     for source, then, now in zip(recipe_sources, stored.listings, _listings(recipe_sources), strict=True):
         if then != now:
             raise UserError(
-                f"source {sources.label(source)!r} has other files than when this was begun",
+                f"source {sources.label(source)!r} has other files than when this was started",
                 where=str(folder),
-                rule="all tasks read the same files",
-                fix=f"the same files on every node, or {_CHANGED}",
+                rule="all tasks must read the same files",
+                fix=f"use the same files on every node, or {_CHANGED}",
             )
     return stored
 

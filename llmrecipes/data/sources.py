@@ -74,7 +74,7 @@ def files(source: Source) -> list[SourceFile]:
         raise UserError(
             f"no files in source {label(source)!r}",
             where=section(source),
-            rule="a source has at least one file",
+            rule="a source needs at least one file",
             fix=_looked_for(source),
         )
     return paths
@@ -144,10 +144,10 @@ def documents(
     """
     if source.tokenized:
         raise UserError(
-            f"{label(source)!r} has tokens",
+            f"{label(source)!r} has token ids, not text",
             where=section(source),
-            rule="text is read here, and a source of type megatron has none",
-            fix="name text, or a split of prepared data",
+            rule="this command reads text, and a source of type megatron has none",
+            fix="use a source of text, or a split of prepared data",
         )
     of = rows_of(source, chat)
     if source.type == "hub" and not by_file(source):
@@ -176,7 +176,7 @@ class _Damaged(UserError):
     """A file that cannot be read, at least not to its end."""
 
     def __init__(self, what: str, where: str, fix: str = "") -> None:
-        again = "copy the file again where it is from, or let data.max_unreadable be the share of files to skip"
+        again = "copy the file again, or set data.max_unreadable to the share of files that may be skipped"
         super().__init__(what, where=where, fix=fix or again)
 
 
@@ -240,9 +240,9 @@ def _match(source: Source) -> list[Path]:
 
 def _looked_for(source: Source) -> str:
     if source.type in EMBEDDED:
-        return "this Python has no standard library source on disk; name files with type text, jsonl or parquet"
+        return "this Python has no standard library source on disk; use a source of type text, jsonl or parquet"
     if source.tokenized:
-        return f"{section(source)}[].path is that of a .bin and a .idx, without suffix; looked in {Path.cwd()}"
+        return f"{section(source)}[].path is the path of a .bin and its .idx, without suffix; looked in {Path.cwd()}"
     wanted = f"*{_SUFFIXES.get(source.type, ('',))[0]}"
     where = f"looked in {Path.cwd()}"
     return f"{section(source)}[].path is a file, a folder with {wanted} files, a glob, or their URL; {where}"

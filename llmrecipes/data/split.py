@@ -64,6 +64,6 @@ def check_disjoint(digests: Iterable[tuple[Split, Path]]) -> int:
     raise UserError(
         f"document {twice.tobytes().hex()[:16]} appears twice: {', '.join(places)}",
         where=str(parts[0][1].parent),
-        rule="no document is in two splits",
+        rule="a document must be in one split only",
         fix="delete the folder and prepare again",
     )

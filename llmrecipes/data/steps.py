@@ -204,10 +204,10 @@ def require_usable(data: Data) -> None:
         kind = STEPS[step.type]
         if kind.package and find_spec(kind.package) is None:
             raise UserError(
-                f"{step.type}, but the package {kind.package} is not installed",
+                f"the step {step.type} needs the package {kind.package}, which is not installed",
                 where=f"data.steps.{number}.type",
-                rule=f"the step {step.type} is optional: its package is in the extra {kind.extra}",
-                fix=f"pip install 'llmrecipes[{kind.extra}]', or take the step out",
+                rule=f"the package is in the extra {kind.extra}",
+                fix=f"pip install 'llmrecipes[{kind.extra}]', or remove the step",
             )
         if step.paths or step.model or step.tasks:
             resolve(kind.target)(**_settings(step))  # reads them

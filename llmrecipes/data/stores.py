@@ -78,15 +78,19 @@ def find(url: str, suffixes: tuple[str, ...], where: str) -> list[StoreFile]:
         raise UserError(
             "a URL with credentials or a query",
             where=where,
-            rule="a recipe, and the manifest with its data, have no credentials",
-            fix="a plain URL, and credentials in the environment or the profile of the store's library",
+            rule="recipes, and manifests of their data, must not have credentials",
+            fix="use a plain URL, with credentials in the environment or the profile of the store's library",
         )
     try:
         fs, root = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
         # Releases of s3fs and gcsfs go with the release of fsspec that has their version.
         package = {"s3": "s3fs", "gs": "gcsfs"}.get(parts.scheme)
-        extra = f"pip install {package}=={fsspec.__version__}" if package else f"install what reads {parts.scheme}://"
+        extra = (
+            f"pip install {package}=={fsspec.__version__}"
+            if package
+            else f"install the fsspec package for {parts.scheme}://"
+        )
         raise UserError(f"cannot read {parts.scheme}://: {error}", where=where, fix=extra) from error
 
     def listed() -> list[dict[str, Any]]:
@@ -102,7 +106,11 @@ def find(url: str, suffixes: tuple[str, ...], where: str) -> list[StoreFile]:
 
     entries = [entry for entry in patiently(listed, url) if entry["type"] == "file"]
     if unknown := next((entry for entry in entries if entry.get("size") is None), None):
-        raise UserError("the server does not say how long it is", where=str(unknown["name"]), fix="download it")
+        raise UserError(
+            "the server does not report its length",
+            where=str(unknown["name"]),
+            fix="download the file and use its local path",
+        )
     files = [StoreFile(fs.unstrip_protocol(entry["name"]), int(entry["size"])) for entry in entries]
     return sorted(files, key=lambda file: file.url)
 
@@ -158,7 +166,7 @@ class _Ranges(io.RawIOBase):
             raise UserError(
                 f"{len(content):,} bytes instead of {end - self._at:,}",
                 where=self._file.url,
-                rule="a store returns ranges of files, and files do not change meanwhile",
+                rule="a store must support range requests, and files must not change meanwhile",
                 fix="download the files, or run it again if they were replaced",
             )
         buffer[: len(content)] = content
@@ -195,12 +203,12 @@ def patiently(ask: Callable[[], T], url: str, final: Callable[[Exception], bool]
         except Exception as error:  # each library below has errors of its own
             reason = next(iter(str(error).splitlines()), "") or type(error).__name__
             if final(error):
-                raise UserError(f"the store refuses: {reason}", where=url, fix=_FIX) from error
+                raise UserError(f"the store refused the request: {reason}", where=url, fix=_FIX) from error
             away = time.monotonic() - began
             if away + pause > PATIENCE_SECONDS:
                 raise UserError(
                     f"the store has not answered for {away:.0f} s: {reason}", where=url, fix=_FIX
                 ) from error
-            logger.warning("%s: %s; again in %.1f s", url, reason, pause)
+            logger.warning("%s: %s; retrying in %.1f s", url, reason, pause)
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)

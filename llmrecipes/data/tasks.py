@@ -26,7 +26,7 @@ from llmrecipes.hardware.process import Watch, start_ticks
 from llmrecipes.launch import lease as leases
 
 _POLL_SECONDS = 1.0
-TAKEN_OVER = "another task has taken over the shard, because this one had not renewed its lease; it is left to it"
+TAKEN_OVER = "another task took over the shard, because this one did not renew its lease; leaving the shard to it"
 
 
 class Stage(Protocol):
@@ -62,7 +62,7 @@ def encode_shards(shards: Shards, count: int, log: Callable[[str], None]) -> Non
         return
     done, total = len(shards.published()), len(shards.shards)
     missing = len(shards.needed())
-    log(f"{done:,} of {total:,} shards are encoded; tasks on this machine, to encode {missing:,}: {count:,}")
+    log(f"{done:,} of {total:,} shards are encoded, {missing:,} are missing; tasks on this machine: {count:,}")
     context = multiprocessing.get_context("spawn")
     began = time.monotonic()
     running: list[tuple[BaseProcess, Connection]] = []
@@ -84,19 +84,19 @@ def encode_shards(shards: Shards, count: int, log: Callable[[str], None]) -> Non
                     raise failure
                 if task.exitcode:
                     killed += 1
-                    log(f"a task was ended (exit code {task.exitcode}); the others take its shard over")
+                    log(f"a task failed (exit code {task.exitcode}); the others take over its shard")
     finally:
         for task, _ in running:
             task.kill()
             task.join()
     if _left(shards):
         raise UserError(
-            f"all {killed} tasks were ended, most often by the kernel, out of memory",
+            f"all {killed} tasks were killed, usually by the kernel because memory ran out",
             where="--tasks",
             fix=f"run it again to continue with the missing shards, with fewer than --tasks {count} or more memory",
         )
-    joined = " and each is in its place" if shards.parallel else ""
-    log(f"no shard is missing{joined}, after {time.monotonic() - began:.1f} s")
+    joined = " and joined" if shards.parallel else ""
+    log(f"all shards are complete{joined}, after {time.monotonic() - began:.1f} s")
 
 
 def _left(shards: Shards) -> bool:

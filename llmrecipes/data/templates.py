@@ -172,7 +172,7 @@ def of_recipe(recipe: Recipe) -> Template:
         raise UserError(
             f"tokenizer {section.path!r} has no chat template",
             where="data.chat.chat_template",
-            rule="a chat template turns messages into text; that of a base model's tokenizer is usually missing",
+            rule="a chat template turns messages into text; tokenizers of base models usually have none",
             fix=f"data.chat.template={_fitting(section)}; or data.chat.chat_template=FILE.jinja, for example the one of"
             " the model's instruction-tuned version",
         )
@@ -201,7 +201,7 @@ def _require_special(section: Tokenizer, name: str) -> None:
         raise UserError(
             f"tokenizer {section.path!r} has no special token {missing[0]}",
             where=f"data.chat.template: {name}",
-            rule="turns begin and end with special tokens, which the tokenizer has as one id each",
+            rule="each special token of the template must be a single id of the tokenizer",
             fix=f"data.chat.template={_fitting(section)}; or data.chat.chat_template=FILE.jinja",
         )
 
@@ -219,7 +219,9 @@ def read(file: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise UserError(
-            f"cannot read: {reason}", where=f"data.chat.chat_template: {file}", fix="name a file with a Jinja template"
+            f"cannot read: {reason}",
+            where=f"data.chat.chat_template: {file}",
+            fix="set it to a file with a Jinja template",
         ) from error
 
 
@@ -234,7 +236,7 @@ def of_prepared(prepared: Prepared) -> Template:
         raise UserError(
             "the run was trained on text, not on conversations",
             where="--chat",
-            rule="a chat template comes with the data of a run that has data.chat",
+            rule="--chat needs a run with data.chat",
             fix="leave --chat out",
         )
     prepared.check([NAME], lambda line: None)

@@ -43,7 +43,7 @@ _SAMPLE, _PREFIX, _TAIL = 100, 128, 8
 """Documents whose beginning is encoded again, its tokens, and those at its end that a cut character may change."""
 _MOST_DIFFERENT = 0.5
 _REPORT_SECONDS = 5.0
-_RULE = "a megatron source is a complete .bin and its .idx, of megatron-core's IndexedDatasetBuilder"
+_RULE = "a megatron source is a complete .bin and its .idx, written by megatron-core's IndexedDatasetBuilder"
 
 
 class _Stored(TokenFile):
@@ -91,9 +91,9 @@ class TokenSet:
             borders = index.read(np.int64, count + 1, of_documents + 8 * begin)
             low, high = int(borders[0]), int(borders[-1])
             if (borders[1:] < borders[:-1]).any() or not 0 <= low <= high <= self.sequences:
-                raise self._bad("its documents do not follow each other")
+                raise self._bad("its documents are not contiguous")
             if (begin == 0 and low != 0) or (begin + count == self.documents and high != self.sequences):
-                raise self._bad("its documents leave sequences out")
+                raise self._bad("its documents skip sequences")
             if low == high:
                 yield 0, np.zeros(count, np.int64)
                 continue
@@ -103,7 +103,7 @@ class TokenSet:
             start = int(pointers[0])
             follows = start >= 0 and not start % itemsize and expected in (None, start)
             if not follows or (lengths < 0).any() or (pointers != start + ends[:-1] * itemsize).any():
-                raise self._bad("its sequences do not follow each other")
+                raise self._bad("its sequences are not contiguous")
             total = start // itemsize + int(ends[-1])
             expected = total * itemsize
             if total > self.tokens or (low == 0 and start) or (high == self.sequences and total != self.tokens):
@@ -142,7 +142,7 @@ def open_set(source: Source) -> TokenSet:
     """
     tokens, index = (Path(str(file)) for file in files(source))
     prefix = str(index.with_suffix("")) if index.suffix == ".idx" else str(index)
-    fix = "name files that megatron-core wrote completely, by their path without .bin and .idx"
+    fix = "set path to complete files written by megatron-core, without .bin and .idx"
     try:
         with open_file(index) as stream, open_file(tokens) as ids:
             header = stream.read(IDX_HEADER.size)
@@ -157,14 +157,14 @@ def open_set(source: Source) -> TokenSet:
         raise UserError("is not an index of megatron-core", where=str(index), rule=_RULE, fix=fix)
     if code not in IDX_DTYPES:
         raise UserError(
-            f"its ids have the type with the code {code}",
+            f"its ids have the unknown dtype code {code}",
             where=str(index),
-            rule=f"ids are {', '.join(f'{name} ({number})' for number, name in IDX_DTYPES.items())}",
+            rule=f"ids must be {', '.join(f'{name} ({number})' for number, name in IDX_DTYPES.items())}",
             fix="write the set with megatron-core's preprocess_data.py",
         )
     expected = IDX_HEADER.size + 12 * sequences + 8 * borders
     if size == expected + sequences and sequences:
-        raise UserError("has modes, of images and text", where=str(index), rule="a set is text only", fix=fix)
+        raise UserError("has modes (images and text)", where=str(index), rule="a token set must be text only", fix=fix)
     itemsize = np.dtype(IDX_DTYPES[code]).itemsize
     if size != expected or not borders:
         raise UserError(
@@ -172,7 +172,7 @@ def open_set(source: Source) -> TokenSet:
         )
     if stored % itemsize:
         raise UserError(
-            f"has {stored:,} bytes, which are not whole ids of {itemsize}", where=str(tokens), rule=_RULE, fix=fix
+            f"has {stored:,} bytes, not a multiple of the id size {itemsize}", where=str(tokens), rule=_RULE, fix=fix
         )
     return TokenSet(prefix, IDX_DTYPES[code], sequences, borders - 1, stored // itemsize)
 
@@ -207,20 +207,21 @@ def check_tokenizer(number: int, source: Source, tokenizer: TextTokenizer, log: 
     where = f"{section(source)}[{number}]"
     if different > _MOST_DIFFERENT * compared:
         raise UserError(
-            f"{different} of {compared} documents of {label(source)!r} are other tokens when they are encoded again",
+            f"{different} of {compared} documents of {label(source)!r} give other tokens when encoded again",
             where=where,
-            rule="data.tokenizer is the tokenizer that made the tokens of a megatron source",
-            fix="name that tokenizer in data.tokenizer.path, or write the set again with this one",
+            rule="data.tokenizer must be the tokenizer that made the tokens of a megatron source",
+            fix="set data.tokenizer.path to that tokenizer, or write the set again with this one",
         )
     if different:
-        log(f"note: {label(source)}: {different} of {compared} documents are other tokens when they are encoded again")
+        log(f"note: {label(source)}: {different} of {compared} documents give other tokens when encoded again")
     ended = last[tokenizer.eod]
     if ended < 0.99 * last.total():
         other, count = last.most_common(1)[0]
         most = f", {count} with id {other}" if other != tokenizer.eod else ""
         log(
-            f"note: {label(source)}: of {last.total()} documents {ended} end with the end token {tokenizer.eod}{most}; "
-            "without it, samples join documents unmarked (--append-eod of preprocess_data.py)"
+            f"note: {label(source)}: {ended} of {last.total()} documents end with the end token "
+            f"{tokenizer.eod}{most}; without it, nothing separates documents within a sample (--append-eod of "
+            "preprocess_data.py)"
         )
 
 
@@ -308,7 +309,7 @@ def write_set(
     in_place = token_set.dtype == spec.dtype
     if not in_place:
         size = token_set.tokens * np.dtype(spec.dtype).itemsize / GIB
-        log(f"{label(source)}: {token_set.dtype} ids are written again as {spec.dtype}, up to {size:,.1f} GiB")
+        log(f"{label(source)}: {token_set.dtype} ids are rewritten as {spec.dtype}, up to {size:,.1f} GiB")
     began = reported = time.monotonic()
     for start, ids in token_set.read(0, token_set.documents):
         if source.max_tokens is not None and tokens >= source.max_tokens:
@@ -389,6 +390,6 @@ def _require_ids(token_set: TokenSet, start: int, ids: np.ndarray, vocab_size: i
     raise UserError(
         f"token {start + place:,} has id {int(ids[place])}",
         where=f"{token_set.prefix}.bin",
-        rule=f"ids are 0 to {vocab_size - 1:,}, the vocabulary of data.tokenizer",
-        fix="name the tokenizer that made the tokens in data.tokenizer.path",
+        rule=f"ids must be 0 to {vocab_size - 1:,}, the vocabulary of data.tokenizer",
+        fix="set data.tokenizer.path to the tokenizer that made the tokens",
     )

@@ -81,7 +81,7 @@ def read(file: Path, eod: int, identity: str) -> TextTokenizer:
         raise UserError(
             f"SHA-256 is {digest[:16]}…, the manifest says {identity[:16]}…",
             where=str(file),
-            rule="the tokenizer is the one that made the tokens",
+            rule="the tokenizer must be the one that made the tokens",
             fix=fix,
         )
     try:
@@ -163,14 +163,14 @@ def load_huggingface(section: Section, vocab_size: int) -> tuple[tokenizers.Toke
         raise UserError(
             f"tokenizer {section.path!r} has no end-of-text token",
             where=where,
-            rule=f"documents are closed by eos_token, or by {EOD}",
-            fix="take another tokenizer, or set eos_token in its tokenizer_config.json",
+            rule=f"documents end with eos_token, or with {EOD}",
+            fix="use another tokenizer, or set eos_token in its tokenizer_config.json",
         )
     if vocabulary(backend) > vocab_size:
         raise UserError(
             f"tokenizer {section.path!r} has {vocabulary(backend)} ids, the model {vocab_size}",
             where="model.vocab_size",
-            rule="model.vocab_size is at least the tokenizer's",
+            rule="model.vocab_size must be at least the tokenizer's",
             fix=f"model.vocab_size={vocabulary(backend)}",
         )
     return backend, int(eod)
@@ -230,7 +230,7 @@ def require_bounded(section: Section) -> None:
         load_and_use,
         TOKENIZER_SECONDS,
         f"data.tokenizer: {section.path}",
-        "a tokenizer splits a short text within seconds",
+        "a tokenizer must split a short text within seconds",
     )
 
 
@@ -252,6 +252,6 @@ def _huggingface(section: Section) -> Any:
         raise UserError(
             f"cannot load tokenizer {section.path!r}: {reason}",
             where=where,
-            fix="name a tokenizer with a tokenizer.json; check that this machine reaches the Hub (HF_ENDPOINT)",
+            fix="use a tokenizer with a tokenizer.json; check that this machine reaches the Hub (HF_ENDPOINT)",
         ) from error
     return loaded

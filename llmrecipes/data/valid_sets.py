@@ -97,7 +97,7 @@ def write_sets(folder: Path, sets: tuple[ValidSource, ...], spec: EncoderSpec, s
                 f"the held-out set {held_out.label!r} has {tokens:,} tokens",
                 where=f"data.valid_sources[{number}]",
                 rule=f"one sequence takes {seq_length + 1:,} (model.seq_length + 1)",
-                fix="add text to the set, take it out, or lower model.seq_length",
+                fix="add text to the set, remove it, or lower model.seq_length",
             )
         written[held_out.label] = Counts(documents=documents, tokens=tokens, bytes=size)
     return written

@@ -406,20 +406,20 @@ def record(
             raise UserError(
                 f"source {sources.label(source)!r} has no conversation to learn from: {_left_out(talks[number])}",
                 where=where,
-                rule="a conversation has an answer within data.chat.max_length, and the template accepts it",
-                fix="look at the rows and the template, or raise max_length (at most model.seq_length + 1)",
+                rule="a conversation needs an answer within data.chat.max_length, and must be accepted by the template",
+                fix="check the rows and the template, or raise max_length (at most model.seq_length + 1)",
             )
         raise UserError(
             f"source {sources.label(source)!r} has no documents: {_dropped(source_record)} of {source_record.read:,}",
             where=where,
-            rule="a source has text that no earlier source has",
-            fix="point it at other files, or take it out",
+            rule="a source needs text that no earlier source has",
+            fix="use other files, or remove the source",
         )
     if not kept["train"].documents:
         raise UserError(
-            f"none of the documents of source {sources.label(source)!r} falls into the train split",
+            f"no document of source {sources.label(source)!r} is in the train split",
             where=where,
-            rule="the split is drawn by document hash; few documents may all fall outside",
+            rule="documents are assigned to splits by hash; a split may get none of a few documents",
             fix="add documents, or give train a larger share in data.split",
         )
     return source_record
@@ -449,7 +449,7 @@ def summary(record: SourceRecord) -> str:
     splits = ", ".join(f"{split} {counts.tokens:,}" for split, counts in record.splits.items())
     damaged = f"; {record.unreadable:,} damaged files, skipped from the damage on" if record.unreadable else ""
     text = f"{size / MIB:.1f} MiB, " if record.splits["train"].bytes else ""  # a source of tokens has none
-    where = "; used where they are" if record.linked else ""
+    where = "; used in place" if record.linked else ""
     return (
         f"{record.label}: {documents:,} of {record.read:,} documents kept (dropped: {_dropped(record)}), "
         f"{text}{tokens:,} tokens ({splits}){damaged}{where}"
