@@ -34,9 +34,9 @@ class DataTask(ConfigurableTask):
         )
         if not isinstance(builder, READERS):
             raise UserError(
-                f"{self.config.dataset_path} is read by {type(builder).__name__}",
+                f"{self.config.dataset_path} would be read by {type(builder).__name__}",
                 where=f"task {self.config.task}",
-                rule=f"data is {', '.join(LOADERS)}",
+                rule=f"data must be {', '.join(LOADERS)}",
                 fix="convert it to JSON or Parquet",
             )
         builder.download_and_prepare()
@@ -77,9 +77,9 @@ def _require_known_metrics(config: Mapping[str, Any], file: Path) -> None:
         aggregation = metric.get("aggregation")
         if aggregation is not None and aggregation not in aggregation_registry:
             raise UserError(
-                f"aggregation {aggregation!r} of metric {metric['metric']!r}",
+                f"unknown aggregation {aggregation!r} of metric {metric['metric']!r}",
                 where=str(file),
-                rule="an aggregation is one of the harness's",
+                rule="an aggregation must be one of the harness's",
                 fix=f"one of {', '.join(sorted(aggregation_registry))}",
             )
 
@@ -87,8 +87,8 @@ def _require_known_metrics(config: Mapping[str, Any], file: Path) -> None:
 def unknown_metric(metric: object, name: str, where: str) -> UserError:
     """The error of a metric that the harness does not have."""
     return UserError(
-        f"metric {metric!r} of task {name!r}",
+        f"metric {metric!r} of task {name!r} is not allowed",
         where=where,
-        rule="a metric is one of the harness's: others are code, in a file or from the Hub",
+        rule="a metric must be one of the harness's: others are code, in a file or from the Hub",
         fix="one of acc, acc_norm, exact_match, f1, perplexity, bits_per_byte, …",
     )

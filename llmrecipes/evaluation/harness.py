@@ -78,8 +78,8 @@ class HarnessModel(TemplateLM):
                 raise UserError(
                     f"an answer has {len(after)} tokens: {continuation[:60]!r} after {context[-60:]!r}",
                     where="--task",
-                    rule=f"an answer that is scored fits into the model's {longest} positions",
-                    fix="a task with shorter answers, or a model with more positions",
+                    rule=f"a scored answer must fit into the model's {longest} positions",
+                    fix="use a task with shorter answers, or a model with more positions",
                 )
             rows.append(([*before, *after][-(longest + 1) :], len(after)))
         return [(math.fsum(row.logprobs), row.greedy) for row in self._lead.score(rows)]
@@ -179,7 +179,7 @@ def run_tasks(
             RecursionError, re.error, TemplateError,
         ) as error:  # fmt: skip
             raise UserError(
-                f"a task failed: {type(error).__name__}: {error}", where=", ".join(tasks.names), fix="correct the task"
+                f"a task failed: {type(error).__name__}: {error}", where=", ".join(tasks.names), fix="fix the task"
             ) from error
     samples, versions = output.get("n-samples", {}), output.get("versions", {})
     shots = output.get("n-shot", {})

@@ -62,7 +62,7 @@ def append(run_dir: Path, new: Sequence[dict[str, Any]]) -> None:
             write_atomic(path, before + text)
     except OSError as error:
         raise UserError(
-            f"the results cannot be kept: {error.strerror}",
+            f"cannot write the results: {error.strerror}",
             where=str(path),
             rule="results are kept in the run's directory",
             fix="free some disk space, or make the directory writable",

@@ -133,7 +133,8 @@ def _refusal(reason: str) -> UserError:
     return UserError(
         f"cannot start a process without network: {reason}",
         where=OPTION,
-        rule="code of a task file runs without network, variables and credentials, by Linux's user namespaces",
-        fix="a machine that allows them (sysctl kernel.unprivileged_userns_clone, user.max_user_namespaces), or a task "
-        "without code",
+        rule="code of a task file runs without network, environment variables and credentials, in Linux user "
+        "namespaces",
+        fix="use a machine that allows them (sysctl kernel.unprivileged_userns_clone, user.max_user_namespaces), or "
+        "a task without code",
     )

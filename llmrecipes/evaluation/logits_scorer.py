@@ -54,7 +54,7 @@ class LogitsScorer:
             said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise UserError(
                 f"transformers cannot load it: {said[:300]}", where=str(folder),
-                rule="a quantised model of transformers, without custom code",
+                rule="it must be a quantised model for transformers, without custom code",
             ) from error  # fmt: skip
         return cls(lambda ids: model(input_ids=ids, use_cache=False).logits, int(model.config.max_position_embeddings))
 

@@ -76,17 +76,17 @@ class Prepare:
         window = request.window or window
         if window > positions:
             rule = f"1 to {positions}, the model's positions"
-            raise UserError(f"{window}", where="--window", rule=rule, fix=f"--window {positions}")
+            raise UserError(f"{window} is out of range", where="--window", rule=rule, fix=f"--window {positions}")
         if (request.stride or 1) > window:
             rule = f"1 to {window}, the tokens of a window"
-            raise UserError(f"{request.stride}", where="--stride", rule=rule, fix=f"--stride {window}")
+            raise UserError(f"{request.stride} is out of range", where="--stride", rule=rule, fix=f"--stride {window}")
         writes = {"repetition", "memorisation"} & set(request.checks)
         if writes and request.prefix + request.length > positions:
             half = positions // 2
             raise UserError(
-                f"{request.prefix} + {request.length} tokens",
+                f"{request.prefix} + {request.length} tokens are too many",
                 where="--prefix, --length",
-                rule=f"prompt and continuation fit into the model's {positions} positions",
+                rule=f"prompt and continuation must fit into the model's {positions} positions",
                 fix=f"--prefix {half} --length {half}",
             )
         needed = (*texts, *((Texts.parse(DATA),) if writes and not (texts and texts[0].source) else ()))
@@ -165,13 +165,13 @@ def _require_per_document(
     """
     if prepared is None or len(texts) != 1 or texts[0].split is None:
         raise UserError(
-            f"set with --data {' --data '.join(request.data) or 'of none'}", where=curriculum.OPTION,
-            rule="documents are those of one split of the run", fix="--data train",
+            f"set with --data {' --data '.join(request.data) or 'none'}", where=curriculum.OPTION,
+            rule="losses per document need a single --data that is a split of the run", fix="--data train",
         )  # fmt: skip
     if request.limit is not None or request.trust_code:
         raise UserError(
             "set with " + ("--limit" if request.limit is not None else "--trust-code"), where=curriculum.OPTION,
-            rule="every document of the split has a loss, in a new folder", fix="leave the other option out",
+            rule="every document of the split gets a loss, in a new folder", fix="leave the other option out",
         )  # fmt: skip
     curriculum.require_free(folder, prepared, texts[0].split)
 

@@ -54,7 +54,7 @@ def perplexity(
     lead.begin(count)
     total = math.fsum(nats())
     if not tokens:
-        raise UserError(f"{name!r} has no tokens", where="--data", rule="an evaluation has at least one document")
+        raise UserError(f"{name!r} has no tokens", where="--data", rule="an evaluation needs at least one document")
     size = total_bytes if text_bytes is None else text_bytes
     loss = total / tokens
     metrics = {

@@ -165,8 +165,8 @@ def require_loader(config: Mapping[str, Any], file: Path) -> None:
             raise UserError(
                 f"dataset_kwargs: {name}",
                 where=str(file),
-                rule="data is read from files of this machine, or from a data set on the Hub by its name",
-                fix="download it, and name the file",
+                rule="data must be files of this machine, or a dataset on the Hub by its name",
+                fix="download it, and use the file",
             )
 
 
@@ -192,14 +192,14 @@ def _refuse_code(values: Mapping[str, Any], file: Path) -> None:
             raise UserError(
                 f"line {value.line}: {key}: !function {value.name}",
                 where=str(value.file),
-                rule="a task file is data: !function runs Python code of this machine",
+                rule="a task file must be data: !function runs Python code of this machine",
                 fix=f"doc_to_text, doc_to_choice and doc_to_target as templates; or {TRUST}",
             )
         if key in _CODE and value:
             raise UserError(
                 f"{key}: {_CODE[key]}",
                 where=str(file),
-                rule="a task file is data, without code",
+                rule="a task file must be data, without code",
                 fix=f"doc_to_text, doc_to_choice and doc_to_target as templates; or {TRUST}",
             )
 
@@ -221,7 +221,7 @@ def _require_name(values: Mapping[str, Any], path: Path) -> None:
         raise UserError(
             "has no key task",
             where=str(path),
-            rule="a task file is a mapping with the task's name, or the group's",
+            rule="a task file must be a mapping with the name of the task or group",
             fix="task: my_task",
         )
 
@@ -250,7 +250,7 @@ class _Reader:
             raise UserError(
                 f"includes {path.name} again",
                 where=str(above),
-                rule=f"a file is included once, and at most {MOST_FILES} of them",
+                rule=f"a file may be included once, and at most {MOST_FILES} files",
                 fix="remove the include",
             )
         self._seen.add(real)
@@ -259,7 +259,12 @@ class _Reader:
         merged: dict[str, Any] = {}
         for name in includes if isinstance(includes, list) else [includes]:
             if not isinstance(name, str):
-                raise UserError(f"include: {name!r}", where=str(path), rule="the path of a task file", fix="a path")
+                raise UserError(
+                    f"include: {name!r}",
+                    where=str(path),
+                    rule="include must be the path of a task file",
+                    fix="include: FILE.yaml",
+                )
             merged |= self.merged(real.parent / name, path)
         return merged | values
 
@@ -272,9 +277,11 @@ def _parsed(data: bytes, path: Path, real: Path) -> dict[str, Any]:
         values = yaml.load(data, Loader=Loader)  # noqa: S506 (a SafeLoader)
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:  # the others: of numbers and dates
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"is not a task file in YAML: {reason}", where=str(path), fix="correct it") from error
+        raise UserError(f"is not a task file in YAML: {reason}", where=str(path), fix="fix the YAML") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise UserError("is not a mapping", where=str(path), rule="a task file has keys", fix="task: my_task")
+        raise UserError(
+            "is not a mapping", where=str(path), rule="a task file must be a mapping of keys", fix="task: my_task"
+        )
     return values
 
 
@@ -288,17 +295,17 @@ class _Plain(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent):
-            self._refuse("an alias", event, "each value is written where it is used; aliases can stand for any number")
+            self._refuse("an alias", event, "aliases are not allowed, because they can expand to any number of values")
         self._depth += 1
         if self._depth > DEEPEST:
-            self._refuse("a value", event, f"lists and mappings are nested at most {DEEPEST} times")
+            self._refuse("a value", event, f"lists and mappings may be nested at most {DEEPEST} times")
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
 
     def _refuse(self, what: str, event: yaml.Event, rule: str) -> NoReturn:
         line = event.start_mark.line + 1 if event.start_mark else 1
-        raise UserError(f"line {line}: {what}", where=str(self.file), rule=rule, fix="write the task in other words")
+        raise UserError(f"line {line}: {what}", where=str(self.file), rule=rule, fix="write the task without it")
 
 
 def _code(loader: _Plain, node: yaml.Node) -> Code:

@@ -104,10 +104,10 @@ def load_tasks(
     for name, file in folder.items():
         if name in manager.task_index:
             raise UserError(
-                f"{name!r} is a task of the harness",
+                f"{name!r} is already a task of the harness",
                 where=str(file.path),
-                rule="a file does not replace a task of the harness: its results would be taken for that task's",
-                fix="another name",
+                rule="a file must not replace a task of the harness: its results would be taken for that task's",
+                fix="use another name",
             )
     builder = _TaskBuilder(manager, folder, where, trust_code)
     with sandboxed_templates():
@@ -125,7 +125,7 @@ def _manager(defaults: bool) -> TaskManager:
     import lm_eval.tasks
 
     if defaults:
-        logger.info("reading the index of the harness's tasks, which takes some seconds")
+        logger.info("reading the index of the harness's tasks, which takes a few seconds")
     return lm_eval.tasks.TaskManager(include_defaults=defaults)
 
 
@@ -194,9 +194,9 @@ class _TaskBuilder:
         name = child.get("group", child.get("task")) if isinstance(child, dict) else None
         if not isinstance(name, str):
             raise UserError(
-                f"{str(child)[:80]!r} in group {group!r}",
+                f"{str(child)[:80]!r} is not a valid entry of group {group!r}",
                 where=str(file),
-                rule="the tasks of a group are names, and mappings with task or group",
+                rule="the tasks of a group must be names, or mappings with task or group",
                 fix="task: my_task",
             )
         known = name in self.folder or name in self.manager.task_index
@@ -210,7 +210,7 @@ class _TaskBuilder:
     def _task(self, values: Mapping[str, Any], file: Path) -> Any:
         self._count += 1
         if self._count > MOST_TASKS:
-            raise UserError(f"more than {MOST_TASKS} tasks", where=str(file), fix="fewer tasks at once")
+            raise UserError(f"more than {MOST_TASKS} tasks", where=str(file), fix="evaluate fewer tasks at once")
         name = str(values["task"])
         _require_no_written_code(values, name, str(file))
         if self.trust_code:
@@ -249,13 +249,14 @@ class _TaskBuilder:
                     f"task {name!r} needs {', '.join(remote[:3])} from the Hugging Face Hub, which this machine does "
                     f"not reach, and it is not in the cache ({type(error).__name__}: {reason[:200]})",
                     where=self.where,
-                    rule="a task's data is read before the model is loaded",
-                    fix="a machine with network, or its cache in HF_HOME; a task file with local data works everywhere",
+                    rule="a task's data must be readable before the model is loaded",
+                    fix="use a machine with network, or copy its cache (HF_HOME); a task file with local data works "
+                    "everywhere",
                 ) from error
             raise UserError(
                 f"task {shown!r} cannot be loaded: {type(error).__name__}: {reason[:300]}",
                 where=self.where,
-                fix="correct the task file or its data" if shown.endswith((".yaml", ".yml")) else "",
+                fix="fix the task file or its data" if shown.endswith((".yaml", ".yml")) else "",
             ) from error
 
 
@@ -327,10 +328,11 @@ def _data(config: dict[str, Any], name: str, where: str) -> str | None:
         return None
     if Path(path).exists():
         raise UserError(
-            f"{path} is a folder in the working directory, and the data set of task {name!r} on the Hub",
+            f"the folder {path} in the working directory has the name of the Hub dataset of task {name!r}",
             where=where,
-            rule="a task of the harness runs on its own data: its code trusts that data, and its numbers are compared",
-            fix="start in another folder",
+            rule="a task of the harness must run on its own data: its code trusts that data, and its scores are "
+            "compared",
+            fix="run this in another folder",
         )
     return path
 

@@ -56,7 +56,7 @@ class Texts:
         kind, _, path = name.partition(":")
         if kind not in TYPES or bool(path) == (kind in _PATHLESS):
             raise UserError(
-                f"{name!r}",
+                f"{name!r} is not a data source",
                 where=OPTION,
                 rule=f"a split of the run ({', '.join(SPLITS)}), {', '.join(_PATHLESS)}, or TYPE:PATH, with TYPE of: "
                 + ", ".join(kind for kind in TYPES if kind not in _PATHLESS),
@@ -74,7 +74,7 @@ class Texts:
         if self.split is not None:
             if prepared is None:
                 raise UserError(
-                    f"{self.name!r} is a split of a run's data, and none is prepared",
+                    f"{self.name!r} is a split of a run's data, but this run has none",
                     where=OPTION,
                     rule="an imported model has no training data",
                     fix=f"{OPTION} stdlib, or {OPTION} text:PATH",
@@ -131,6 +131,6 @@ def _empty(name: str) -> UserError:
     return UserError(
         f"{name!r} has no documents",
         where=OPTION,
-        rule="an evaluation has at least one document that is not empty",
+        rule="an evaluation needs at least one document that is not empty",
         fix="other data" if name not in SPLITS else f"{OPTION} of a source with documents, or a larger data.split",
     )

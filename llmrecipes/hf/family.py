@@ -28,7 +28,7 @@ def family_of(model: Model, name: str | None = None) -> Family:
         UserError: none fits; with the keys of the nearest that do not fit.
     """
     if name is not None and name not in FAMILIES:
-        raise UserError(f"unknown family {name}", where="--family", rule=f"one of {', '.join(FAMILIES)}")
+        raise UserError(f"unknown family {name!r}", where="--family", rule=f"one of {', '.join(FAMILIES)}")
     tried = [FAMILIES[name]] if name is not None else list(FAMILIES.values())
     problems = {family.name: family.config_of(model)[1] for family in tried}
     for family in tried:
@@ -57,7 +57,7 @@ def family_named(model_type: object, where: str) -> Family:
     if family is None:
         raise UserError(
             f"unsupported model_type {model_type!r}", where=where, rule=f"one of {', '.join(FAMILIES)}",
-            fix="a model of one of these types; CONTRIBUTING.md says how to add a family",
+            fix="use a model of one of these types; CONTRIBUTING.md says how to add a family",
         )  # fmt: skip
     return family
 

@@ -57,7 +57,7 @@ def section_of(config: Mapping[str, Any], folder: Path, ignored: Collection[str]
             error.what,
             where=where,
             rule=f"{error.rule}; {code} asks for custom code, which is never run",
-            fix="a model of one of these types",
+            fix="use a model of one of these types",
         ) from error
     _require_sane(config, where)
     # Code that auto_map names is not needed where the family is supported.
@@ -68,7 +68,7 @@ def section_of(config: Mapping[str, Any], folder: Path, ignored: Collection[str]
         raise UserError(
             f"a value has the wrong type or size: {str(error)[:200]}",
             where=where,
-            rule=f"values as transformers writes them for model_type {family.name}",
+            rule=f"values must be as transformers writes them for model_type {family.name}",
         ) from error
 
 
@@ -123,7 +123,7 @@ def require_ignorable(config: Mapping[str, Any], keys: Collection[str], where: s
             raise UserError(
                 f"{key} is a supported key of {family.name}",
                 where="--ignore-key",
-                rule="only a key that recipes do not have can be ignored",
+                rule="only keys without a counterpart in recipes can be ignored",
                 fix="leave it out",
             )
 
@@ -157,7 +157,7 @@ def require_same(model: Model, section: Mapping[str, Any], where: str) -> None:
         return
     if len(problems) == 1:
         raise problems[0]
-    what = "\n".join([f"{len(problems)} problems: the recipe's model is not that of config.json", *map(str, problems)])
+    what = "\n".join([f"the recipe's model does not match config.json ({len(problems)} problems)", *map(str, problems)])
     raise UserError(what, where=where, parts=problems)
 
 
@@ -172,7 +172,9 @@ def validated(section: Mapping[str, Any], seq_length: int, where: str) -> Model:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         key = ".".join(map(str, first["loc"]))
-        raise UserError(first["msg"], where=f"{where}: model.{key}", rule="config.json makes a valid model") from error
+        raise UserError(
+            first["msg"], where=f"{where}: model.{key}", rule="config.json must describe a valid model"
+        ) from error
 
 
 def _differences(model: Model, theirs: Model) -> Iterator[UserError]:
@@ -209,9 +211,9 @@ def _lengths(model: Model, theirs: Model) -> Iterator[UserError]:
             yield _problem("max_position_embeddings", model.max_position_embeddings, most)
     elif model.max_position_embeddings is None and model.seq_length > most:
         yield UserError(
-            f"{model.seq_length}, and config.json has max_position_embeddings {most}",
+            f"{model.seq_length}, but config.json has max_position_embeddings {most}",
             where="model.seq_length",
-            rule="sequences are at most as long as those that the model was trained with",
+            rule="sequences must not be longer than those that the model was trained with",
             fix=f"model.seq_length={most}; or, to extend it, model.max_position_embeddings={model.seq_length}",
         )
 
@@ -219,9 +221,9 @@ def _lengths(model: Model, theirs: Model) -> Iterator[UserError]:
 def _vocabulary(model: Model, theirs: Model) -> Iterator[UserError]:
     if model.vocab_size < theirs.vocab_size:
         yield UserError(
-            f"{model.vocab_size}, and config.json has {theirs.vocab_size}",
+            f"{model.vocab_size}, but config.json has {theirs.vocab_size}",
             where="model.vocab_size",
-            rule="the vocabulary may grow, not shrink",
+            rule="the vocabulary must not shrink",
             fix=f"model.vocab_size={theirs.vocab_size}",
         )
 
@@ -231,6 +233,6 @@ def _problem(name: str, now: Any, then: Any) -> UserError:
     return UserError(
         f"{now} in the recipe, {then} in config.json",
         where=f"model.{name}",
-        rule="the recipe describes the model whose weights it starts from",
+        rule="the recipe must describe the model whose weights it starts from",
         fix=f"model.{name}={text}",
     )

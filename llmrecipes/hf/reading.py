@@ -71,12 +71,14 @@ def resolve(text: str, revision: str | None = None) -> Located:
     """
     name, named = split(text)
     if named is not None and revision is not None and named != revision:
-        raise UserError(f"{revision} for {text}", where="--revision", rule="one revision", fix="leave one of them out")
+        raise UserError(
+            f"{revision} contradicts {text}", where="--revision", rule="give one revision", fix="leave one of them out"
+        )
     revision = revision or named
     if is_path(name):
         if revision is not None:
             raise UserError(
-                f"{revision} for a folder", where="--revision", rule="revisions belong to names on the Hub",
+                f"{revision} given for a folder", where="--revision", rule="only models on the Hub have revisions",
                 fix="leave it out",
             )  # fmt: skip
         return Located(Path(name).expanduser(), name, None)
@@ -96,8 +98,8 @@ def _fetched(name: str, revision: str | None) -> Located:
             f"{name}{'' if revision is None else '@' + revision} cannot be fetched: {reason[:300]}",
             where=name,
             rule="a folder on this machine, or a name on the Hugging Face Hub, which this machine must reach once",
-            fix="check name and revision; that this machine reaches the Hub (HF_ENDPOINT), and HF_TOKEN for a gated "
-            "model; or copy the folder to this machine, and use its path",
+            fix="check the name and revision, access to the Hub (HF_ENDPOINT), and HF_TOKEN for a gated model; or "
+            "copy the folder to this machine and use its path",
         ) from error
     # Snapshots in the Hub's cache are named by their commit.
     commit = path.name if _COMMIT.fullmatch(path.name) else None
@@ -183,7 +185,9 @@ def read_config(path: Path, quantised: str | None = None) -> dict[str, Any]:
         UserError: no folder, no such file, not a JSON object, or the weights are quantised in another way.
     """
     if not path.is_dir():
-        raise UserError("no such folder", where=str(path), rule="a folder with config.json and model.safetensors")
+        raise UserError(
+            "no such folder", where=str(path), rule="a model is a folder with config.json and model.safetensors"
+        )
     if not os.path.lexists(path / CONFIG):
         raise UserError(
             f"{CONFIG} is missing",
@@ -200,13 +204,14 @@ def read_config(path: Path, quantised: str | None = None) -> dict[str, Any]:
         raise UserError(
             f"quantised weights: quantization_config has {str(method)[:40]!r}",
             where=str(path / CONFIG),
-            rule="training starts from weights in fp32, bf16 or fp16",
+            rule="training must start from weights in fp32, bf16 or fp16",
             fix="use the original weights, or a copy converted back to bf16",
         )
     if method != quantised:
         raise UserError(
             f"quantised weights: quantization_config has {str(method)[:40]!r}", where=str(path / CONFIG),
-            rule=f"{quantised}, as llmrecipes quantize writes it", fix="the original weights",
+            rule=f"quantised weights must be {quantised}, as llmrecipes quantize writes them",
+            fix="use the original weights",
         )  # fmt: skip
     return config
 
@@ -293,7 +298,7 @@ def _indexed(path: Path) -> dict[str, list[str]]:
         raise UserError(
             f"{len(missing)} of {len(files)} files of weights are missing: {_listed(missing)}",
             where=str(path),
-            rule=f"the folder has every file that {INDEX} names",
+            rule=f"the folder must have every file that {INDEX} lists",
             fix="download the complete model again",
         )
     return files
@@ -315,7 +320,7 @@ def _header(folder: Path, name: str) -> dict[str, Held]:
         raise _broken(
             folder / name,
             f"corrupt or truncated: {str(error)[:200]}",
-            "a complete safetensors file",
+            "it must be a complete safetensors file",
             "download it again",
         ) from error
     if bad := next((key for key, held in tensors.items() if len(held.shape) > MOST_DIMENSIONS), None):
@@ -330,14 +335,14 @@ def _no_weights(path: Path) -> UserError:
             f"the weights are pickles: {_listed(pickles)}",
             where=str(path),
             rule="loading a pickle can run code in it; weights are read only from safetensors",
-            fix="a revision of the model with model.safetensors; or convert it where that is safe: load it "
-            "with transformers, then call save_pretrained",
+            fix="use a revision with model.safetensors; or convert it where that is safe: load it with "
+            "transformers, then call save_pretrained",
         )
     others = sorted({file.name for pattern in OTHER_WEIGHTS for file in path.glob(pattern)})
     return UserError(
         f"no weights in safetensors{': only ' + _listed(others) if others else ''}",
         where=str(path),
-        rule=f"weights are in {WEIGHTS}, or in files that {INDEX} lists",
+        rule=f"weights must be in {WEIGHTS}, or in files that {INDEX} lists",
         fix=_adapter_fix(path) or "download the complete model again",
     )
 
@@ -373,7 +378,7 @@ def wrong_types(folder: Folder, names: Iterator[str]) -> None:
             raise UserError(
                 f"{name} has elements of type {held.dtype}",
                 where=str(held.file),
-                rule=f"weights are {', '.join(FLOATS)}; quantised ones cannot be trained",
+                rule=f"weights must be {', '.join(FLOATS)}; quantised ones cannot be trained",
                 fix="use the original weights, or a copy converted back to bf16",
             )
 

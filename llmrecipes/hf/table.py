@@ -210,7 +210,7 @@ class Family:
         """config.json of a model, without special tokens and element type, and the keys that have no counterpart."""
         values = resolved(model)
         obstacles = [
-            Unsupported(f"model.{key}", values[key], f"a model of type {self.name} has {key}={value}")
+            Unsupported(f"model.{key}", values[key], f"a model of type {self.name} must have {key}={value}")
             for key, value in self.needs.items()
             if values[key] != value
         ]
@@ -223,7 +223,7 @@ class Family:
         for entry in self.keys:
             value = values[entry.ours]
             if entry.names is not None and value not in entry.names:
-                rule = f"a model of type {self.name} has one of {', '.join(map(str, entry.names))}"
+                rule = f"a model of type {self.name} must have one of {', '.join(map(str, entry.names))}"
                 obstacles.append(Unsupported(f"model.{entry.ours}", value, rule))
                 continue
             config[entry.theirs] = value if entry.names is None else entry.names[value][0]
@@ -250,7 +250,7 @@ class Family:
         accounts = self.accounts()
         exported = accounts["needed"] | accounts["translated"] | accounts["free"]
         return [
-            Unsupported(f"model.{key}", value, f"a model of type {self.name} has the default, {default}")
+            Unsupported(f"model.{key}", value, f"a model of type {self.name} must have the default, {default}")
             for key, default in defaults(type(model)).items()
             if key not in exported and (value := getattr(model, key)) != default
         ]

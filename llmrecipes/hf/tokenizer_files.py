@@ -85,8 +85,8 @@ def _from_transformers(folder: Path, recipe: Recipe, vocabulary: dict[str, int],
         raise UserError(
             f"the data was prepared with a different tokenizer than {section.path!r}",
             where=where,
-            rule="a model is written with the tokenizer of its training data",
-            fix="set data.tokenizer.revision to the commit of that time, or use --no-tokenizer",
+            rule="a model must be exported with the tokenizer of its training data",
+            fix="set data.tokenizer.revision to the commit used then, or use --no-tokenizer",
         )
     if end is not None:
         tokenizer.eos_token = end

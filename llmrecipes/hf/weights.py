@@ -134,7 +134,7 @@ class FolderWeights:
             raise UserError(
                 f"{_counted(missing)} missing",
                 where=where,
-                rule=f"a model of type {family.name} with this config.json has them",
+                rule=f"a model of type {family.name} with this config.json must have them",
                 fix="download the complete model again",
             )
         wrong = []
@@ -154,7 +154,7 @@ class FolderWeights:
             raise UserError(
                 f"{_counted(unused)} not part of the model",
                 where=where,
-                rule=f"every tensor of the folder belongs to a model of type {family.name}; others would be lost",
+                rule=f"every tensor must belong to a model of type {family.name}; others would be lost",
             )
         wrong_types(self._folder, iter(used))
 
@@ -225,7 +225,7 @@ def open_weights(path: Path, model: Model, ignored: Collection[str] = ()) -> Fol
         raise UserError(
             f"a model of type {family.name} does not have {error.args[0]}",
             where=str(path / CONFIG),
-            rule="keys of config.json fit each other",
+            rule="the keys of config.json must be consistent",
         ) from error
 
 
@@ -298,7 +298,7 @@ def require_weights(source: TensorSource, model: Model) -> None:
     if wrong:
         raise UserError(
             _lines("the weights do not match the recipe's model", wrong),
-            rule="every weight of the recipe's model exists, in its shape",
+            rule="every weight of the recipe's model must exist, in its shape",
             fix="use the recipe it was trained with: recipe.yaml of the run",
         )
 

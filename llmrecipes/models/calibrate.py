@@ -118,7 +118,7 @@ def calibrate(method: str, work: Calibration) -> dict[str, Changed]:
     if not changed:
         raise UserError(
             "no linear layer of this model reads the output of a norm", where="--method",
-            rule=f"{method} moves scales from linear layers into the norm before them", fix="--method gptq, or rtn",
+            rule=f"{method} moves scales from linear layers into the norm before them", fix="--method gptq or rtn",
         )  # fmt: skip
     return changed
 
@@ -221,8 +221,8 @@ def _require_gated(name: str, block: Any) -> None:
     others = ("is_transposed", "has_bias", "has_post_expert_norm")
     if not getattr(block, "has_gate", False) or any(getattr(block, key, False) for key in others):
         raise UserError(
-            f"{name} of type {type(block).__name__}", where="--method",
-            rule="gptq rounds experts of gate, up and down without biases", fix="--method rtn",
+            f"{name} has the type {type(block).__name__}", where="--method",
+            rule="gptq supports experts of gate, up and down projections without biases", fix="--method rtn",
         )  # fmt: skip
 
 
@@ -326,8 +326,8 @@ def _moved(layer: _LayerPass, norm: str, readers: Sequence[str], scale: torch.Te
             break
     else:
         raise UserError(
-            f"{norm} of type {type(module).__name__}", where="--method",
-            rule="a norm multiplies its result by its weight, so that scales can be moved into it", fix="--method gptq",
+            f"{norm} has the type {type(module).__name__}", where="--method",
+            rule="scales can only be moved into a norm that multiplies its output by a weight", fix="--method gptq",
         )  # fmt: skip
     changed = {f"{norm}.weight": Changed(module.weight.detach().clone())}
     if bias is not None:

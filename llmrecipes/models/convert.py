@@ -85,28 +85,28 @@ def converted_recipe(path: Path, to: str, overrides: Sequence[str]) -> Recipe:
     from llmrecipes.checkpoint.compatibility import compatibility, differences
 
     if to not in ENGINES:
-        raise UserError(f"no engine {to}", where="--to", rule=f"one of {', '.join(ENGINES)}")
+        raise UserError(f"unknown engine {to!r}", where="--to", rule=f"one of {', '.join(ENGINES)}")
     then = load(str(path)).recipe
     loses_keys = ENGINES[engine_name(then)].all_of_zero and not ENGINES[to].all_of_zero
     changes = [f"engine={to}", *(["zero=null"] if loses_keys else []), *overrides]
     recipe = load(str(path), changes).recipe
     if engine_name(recipe) != to:
-        raise UserError(f"{engine_name(recipe)} with --to {to}", where="engine", fix="leave engine out")
+        raise UserError(f"{engine_name(recipe)} contradicts --to {to}", where="engine", fix="leave engine out")
     before, after = then.model_dump(mode="json"), recipe.model_dump(mode="json")
     different = differences(after, before)
     kept = [*compatibility(after, before), *(difference for difference in different if difference.key in LENGTH)]
     if kept:
         raise UserError(
-            "a conversion cannot change these:\n    " + "\n    ".join(map(str, kept)),
+            "a conversion cannot change these keys:\n    " + "\n    ".join(map(str, kept)),
             where=str(path.parent),
             rule="the new run keeps its model, data, batch, seed, precision, learning rate and number of steps",
             fix="leave them out; the command that resumes the new run can extend it",
         )
     if engine_name(then) == to and all(difference.key == "engine" for difference in different):
         raise UserError(
-            f"this run already has engine {to}",
+            f"this run already uses engine {to}",
             where=str(path.parent),
-            rule="a conversion changes the engine or another key",
+            rule="a conversion must change the engine or another key",
             fix=f"--to {next(name for name in ENGINES if name != to)}, or a key such as zero.stage=3",
         )
     return recipe

@@ -74,7 +74,7 @@ def published(out: Path, elsewhere: str = "--out DIR") -> Iterator[Path]:
         raise UserError(
             f"cannot be written: {error.strerror}",
             where=str(error.filename or out),
-            rule="nothing is left behind",
+            rule="a partial result is removed",
             fix=f"free some disk space if it is full, or write to another disk with {elsewhere}",
         ) from error
 
@@ -165,7 +165,7 @@ def require_unused(run_dir: Path) -> None:
             f"run {run_dir.name} already exists",
             where=str(run_dir),
             rule="nothing is overwritten",
-            fix="another --run-id, or none; or --runs-dir DIR",
+            fix="use another --run-id, leave it out, or set --runs-dir DIR",
         )
 
 

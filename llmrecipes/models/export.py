@@ -199,7 +199,7 @@ def _measured(run: Path, entry: Entry) -> Losses:
 
 def _require_options(options: ExportOptions) -> None:
     if options.dtype is not None and options.dtype not in ELEMENT_TYPES:
-        raise UserError(f"{options.dtype!r}", where="--dtype", rule=f"one of {', '.join(ELEMENT_TYPES)}")
+        raise UserError(f"unknown type {options.dtype!r}", where="--dtype", rule=f"one of {', '.join(ELEMENT_TYPES)}")
 
 
 @dataclass(frozen=True)
@@ -327,8 +327,8 @@ def card(
         "## Environmental impact\n",
         _impact(recipe, measured),
         "## Use\n",
-        f"{_use(recipe)} It has the gaps and biases of its data. No license is stated: whoever publishes this model "
-        "adds one that is compatible with the licenses of its data, its tokenizer and its base model, if any.\n",
+        f"{_use(recipe)} It has the gaps and biases of its data. No license is stated: before publishing this "
+        "model, add one that is compatible with the licenses of its data, its tokenizer and its base model, if any.\n",
     ]
     return "\n".join(part for part in text if part)
 
@@ -357,12 +357,12 @@ def _emissions(recipe: Recipe, energy: Energy | None) -> dict[str, Any] | None:
 def _impact(recipe: Recipe, measured: Losses) -> str:
     energy = measured.energy
     if energy is None:
-        return "The energy of the training is not known.\n"
+        return "The energy used by the training is not known.\n"
     rows = {"energy": f"{energy.kwh:,.4g} kWh, {energy.how()}"}
     if energy.kg_co2 is not None:
         rows["carbon"] = f"{energy.kg_co2:,.4g} kg CO2"
     rows["tokens a joule"] = f"{measured.tokens / energy.joules:,.3g}"
-    begun = "" if recipe.train.pretrained is None else "\nThat of the weights it began from is not in it.\n"
+    begun = "" if recipe.train.pretrained is None else "\nThis does not include the training of its initial weights.\n"
     return _table(rows) + begun
 
 
@@ -392,7 +392,7 @@ def _model(recipe: Recipe) -> dict[str, str]:
         "vocabulary": f"{model.vocab_size:,}",
     }
     if model.num_moe_experts:
-        rows["experts"] = f"{model.num_moe_experts}, of which {model.moe_router_topk} for a token"
+        rows["experts"] = f"{model.num_moe_experts}, {model.moe_router_topk} active per token"
     return rows
 
 

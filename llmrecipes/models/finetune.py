@@ -47,7 +47,7 @@ _MULTIPLE = 64
 COMMENTS = {
     "model.seq_length": "the longest measured conversation, up to the model's positions",
     "train.pretrained": "weights that the run starts from",
-    "train.micro_batch_size": "the largest that fits the memory, by the plan",
+    "train.micro_batch_size": "the largest that fits in memory, by the plan",
     "data.split": "training, validation and test, by the hash of a conversation",
     "lora.rank": "only adapters are trained",
 }
@@ -195,7 +195,7 @@ def finetune(request: Finetuning, paths: Paths, log: Log, only: str | None = Non
             continue
         log(f"{number}/{len(STEPS)} {step.name:<8} {step.command}")
         if step.done:
-            log("             done before")
+            log("             already done")
             continue
         code = _do(step.name, request, paths, log)
         if code:
@@ -241,7 +241,7 @@ def _write_recipe(request: Finetuning, log: Log) -> None:
         f"{rows}, about {tokens}, the longest {lengths.longest:,}; {recipe.train.train_iters:,} steps of "
         f"{recipe.train.global_batch_size} sequences of {recipe.model.seq_length:,} tokens"
     )
-    log(f"wrote {request.recipe}, which may be edited before the next steps")
+    log(f"wrote {request.recipe}; it can be edited before the next steps")
 
 
 def make_recipe(request: Finetuning, cluster: Cluster, log: Log) -> tuple[Recipe, Lengths]:
@@ -344,8 +344,8 @@ def measured(recipe: Recipe) -> Lengths:
         raise UserError(
             f"none of {rows:,} conversations can be used" + (f"; the template: {refusal}" if refusal else ""),
             where="--data",
-            rule="a conversation has an answer of the assistant, without the text of special tokens",
-            fix="docs/guide/finetuning.md#conversations",
+            rule="a conversation needs an answer of the assistant, and no text of special tokens",
+            fix="see docs/guide/finetuning.md#conversations",
         )
     tokens = math.ceil(sum(used) * max(1, rows / MEASURED))
     return Lengths(rows, len(used), tokens, max(used))
@@ -363,7 +363,7 @@ def _require_template(request: Finetuning, recipe: Recipe) -> None:
         raise UserError(
             f"the tokenizer of {request.model} has no chat template",
             where="--template",
-            rule="a chat template turns messages into text; that of a base model's tokenizer is usually missing",
+            rule="a chat template turns messages into text; tokenizers of base models usually have none",
             fix=" or ".join(f"--template {name}" for name in names) or "data.chat.chat_template=FILE.jinja",
         )
 
@@ -392,8 +392,8 @@ def _require_same(request: Finetuning) -> None:
     now = _record(request)
     changed = sorted(name for name in now if not isinstance(then, dict) or then.get(name) != now[name])
     if changed:
-        what = f"made with another {', '.join(changed)}" if then else "not made by finetune"
+        what = f"was made with another {', '.join(changed)}" if then else "was not made by finetune"
         raise UserError(
-            what, where=str(request.folder), rule="a folder holds one fine-tuning, which the same command continues",
-            fix="--out DIR for another one; or edit the recipe in it, and repeat the steps after it",
+            what, where=str(request.folder), rule="a folder holds one fine-tuning; the same command continues it",
+            fix="--out DIR for a new one; or edit the recipe in it, and repeat the later steps",
         )  # fmt: skip

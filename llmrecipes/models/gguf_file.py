@@ -91,14 +91,15 @@ def export_gguf(
     dtype = options.dtype or opened.recipe.train.precision
     if dtype not in TYPES and dtype not in K_TYPES:
         raise UserError(
-            f"{dtype!r} with --to gguf", where="--dtype", rule=f"one of {', '.join((*TYPES, *K_TYPES))}",
-            fix="--dtype fp16, then llama.cpp's program llama-quantize, which has other types",
+            f"{dtype!r} is not supported with --to gguf", where="--dtype",
+            rule=f"one of {', '.join((*TYPES, *K_TYPES))}",
+            fix="--dtype fp16, then llama.cpp's llama-quantize for other types",
         )  # fmt: skip
     if dtype in K_TYPES and find_spec(LLAMA_CPP) is None:
         raise UserError(
-            f"{dtype}, but the package {LLAMA_CPP} is not installed", where="--dtype",
-            rule=f"llama.cpp itself writes {', '.join(K_TYPES)}",
-            fix="pip install llama-cpp-python, or --dtype fp16 and llama.cpp's program llama-quantize",
+            f"{dtype} needs the package {LLAMA_CPP}, which is not installed", where="--dtype",
+            rule=f"only llama.cpp writes {', '.join(K_TYPES)}",
+            fix="pip install llama-cpp-python, or --dtype fp16 and then llama.cpp's llama-quantize",
         )  # fmt: skip
     _require_form(opened.family.name, opened.config)
     notes: tuple[str, ...] = ()
@@ -121,23 +122,26 @@ def _require_form(family: str, config: Mapping[str, Any]) -> None:
     positions = config.get("rope_parameters") or {}
     if family not in FAMILIES:
         raise UserError(
-            f"a model of type {family}", where="--to gguf", rule=f"one of {', '.join(FAMILIES)}",
-            fix="--to onnx, or --family with one of them if the model has its form",
+            f"models of type {family} are not supported", where="--to gguf", rule=f"one of {', '.join(FAMILIES)}",
+            fix="--to onnx, or --family with one of them if the architecture matches",
         )  # fmt: skip
     kind = positions.get("rope_type", "default")
     if kind != "default":
         raise UserError(
-            f"positions of rope_type {kind}", where="--to gguf", rule="unscaled rotary positions", fix="--to onnx"
+            f"rope_type {kind} is not supported",
+            where="--to gguf",
+            rule="rotary positions must be unscaled",
+            fix="--to onnx",
         )
     if family == "qwen3_moe" and config["mlp_only_layers"]:
         raise UserError(
-            f"layers {config['mlp_only_layers']} without experts", where="--to gguf",
-            rule="every layer of a qwen3_moe has experts in llama.cpp", fix="--to onnx",
+            f"layers {config['mlp_only_layers']} have no experts", where="--to gguf",
+            rule="in llama.cpp every layer of a qwen3_moe has experts", fix="--to onnx",
         )  # fmt: skip
     if family == "qwen3_moe" and not config["norm_topk_prob"]:
         raise UserError(
-            "model.moe_router_pre_softmax", where="--to gguf",
-            rule="in llama.cpp the scores of the experts that a token visits sum to one", fix="--to onnx",
+            "model.moe_router_pre_softmax is not supported", where="--to gguf",
+            rule="in llama.cpp the scores of a token's experts sum to one", fix="--to onnx",
         )  # fmt: skip
 
 
@@ -160,7 +164,7 @@ def _write(opened: OpenedRun, file: Path, dtype: str, tokens: Mapping[str, Any])
     for name in source.names():
         theirs = known.get_name(EXPERT.sub(".experts.", name), try_suffixes=(".weight", ".bias"))
         if theirs is None:
-            raise UserError(f"the tensor {name}", where="--to gguf", rule="llama.cpp has a name for every tensor")
+            raise UserError(f"llama.cpp has no name for the tensor {name}", where="--to gguf")
         parts.setdefault(theirs, []).append(name)
     of_type: dict[str, gguf.GGMLQuantizationType] = {}
     sizes: dict[str, int] = {}
@@ -175,7 +179,8 @@ def _write(opened: OpenedRun, file: Path, dtype: str, tokens: Mapping[str, Any])
         needed = K_BLOCK if dtype in K_TYPES and of_type[theirs] is kind else block
         if row % needed:
             raise UserError(
-                f"{names[0]} has rows of {row}", where="--dtype", rule=f"{dtype} has blocks of {needed} numbers",
+                f"{names[0]} has rows of {row} elements", where="--dtype", rule=f"{dtype} needs rows of a multiple "
+                f"of {needed} elements",
                 fix="--dtype fp16",
             )  # fmt: skip
         if EXPERT.search(names[0]):
@@ -219,7 +224,7 @@ def _quantize(file: Path, dtype: str) -> None:
     options = llama_cpp.llama_model_quantize_default_params()
     options.ftype = gguf.LlamaFileType[f"MOSTLY_{K_TYPES[dtype]}"]
     if llama_cpp.llama_model_quantize(bytes(source), bytes(file), options):
-        raise RuntimeError(f"llama.cpp has not written {dtype}; its messages are above")
+        raise RuntimeError(f"llama.cpp did not write {dtype}; see its messages above")
     source.unlink()
 
 
@@ -320,13 +325,14 @@ def _tokens(opened: OpenedRun, data_dir: Path) -> tuple[dict[str, Any], tuple[st
     if json.dumps(WORDS)[1:-1] in splitter:
         pattern = OURS
         notes = (
-            f"llama.cpp splits text into words by its pattern {OURS}: where that differs from this tokenizer's "
-            "(contractions, line ends after punctuation), tokens are others than in training",
+            f"llama.cpp splits text into words by its pattern {OURS}; where it differs from this tokenizer's "
+            "(contractions, line ends after punctuation), tokens differ from those of training",
         )
     if model.get("type") != "BPE" or pattern is None:
         raise UserError(
-            f"a tokenizer of type {model.get('type')} with another pattern", where="--to gguf",
-            rule="a byte-level BPE whose pattern of words llama.cpp has", fix="--no-tokenizer, and token ids as input",
+            f"a tokenizer of type {model.get('type')} with an unknown pattern", where="--to gguf",
+            rule="the tokenizer must be a byte-level BPE with a word pattern that llama.cpp knows",
+            fix="--no-tokenizer, with token ids as input",
         )  # fmt: skip
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     added = {token["content"]: token["id"] for token in file.get("added_tokens", [])}

@@ -30,7 +30,7 @@ WARMUP, WARMUP_SHARE = 50, 20
 """Steps of warm-up, and the largest share of `train_iters` that they are: one in 20."""
 COMMENTS = {
     "train.train_iters": "steps",
-    "train.global_batch_size": "sequences of a step",
+    "train.global_batch_size": "sequences per step",
     "optimizer.lr": "small: the weights are trained already",
 }
 """Of the recipe of an imported model, by key."""

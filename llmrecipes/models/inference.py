@@ -119,7 +119,9 @@ def bench_inference(
         UserError: an unknown format or model, one that a folder cannot be written in, or a process that fails.
     """
     if unknown := [name for name in formats or () if name not in FORMATS]:
-        raise UserError(f"{unknown[0]!r}", where="--formats", rule=f"of {', '.join(FORMATS)}")
+        raise UserError(
+            f"unknown format {unknown[0]!r}", where="--formats", rule=f"one or more of {', '.join(FORMATS)}"
+        )
     rows: list[Row] = []
     own = [_own_form(Path(model)) for model in models]
     for model, form in zip(models, own, strict=True):
@@ -147,9 +149,10 @@ def bench_inference(
 def _require_trusted(model: str, form: str | None, options: InferenceOptions) -> None:
     if form == "torch-export" and not options.trust_code:
         raise UserError(
-            "model.pt2 of a folder", where=model,
-            rule="torch.export.load unpickles the file and evaluates expressions in it: it can run any code",
-            fix="a run with --formats torch-export, which writes the file now; or --trust-code, if you wrote it",
+            "model.pt2 in a folder is not loaded", where=model,
+            rule="torch.export.load unpickles the file and evaluates expressions in it, so it can run any code",
+            fix="name a run with --formats torch-export, which writes a new file; or --trust-code, if you wrote "
+            "this one",
         )  # fmt: skip
 
 
@@ -182,8 +185,8 @@ def _forms(
     exported = [name for name in formats or () if name in EXPORTED]
     if is_folder and exported:
         raise UserError(
-            f"{exported[0]} of a folder", where="--formats", rule="llmrecipes export writes it from a run",
-            fix=f"name the run, or leave {exported[0]} out",
+            f"{exported[0]} needs a run, not a folder", where="--formats", rule="this format is exported from a run",
+            fix=f"name a run, or leave {exported[0]} out",
         )  # fmt: skip
     source = folder
     if not is_folder:
@@ -232,7 +235,7 @@ def _program(name: str) -> str:
 def _require_package(scheme: str) -> None:
     if find_spec(PACKAGE) is None:
         raise UserError(
-            f"{scheme}, but the package compressed-tensors is not installed", where="--formats",
+            f"{scheme} needs the package compressed-tensors, which is not installed", where="--formats",
             rule="it is in the extra quantize", fix="pip install 'llmrecipes[quantize]'",
         )  # fmt: skip
 
@@ -243,8 +246,8 @@ def scheme_of(folder: Path) -> str | None:
         config = json.loads((folder / "config.json").read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(
-            "neither a run nor a model", where=str(folder), rule="a run, or a folder with config.json, model.onnx, "
-            "model.pt2 or model.gguf",
+            "is neither a run nor a model", where=str(folder), rule="name a run, or a folder with config.json, "
+            "model.onnx, model.pt2 or model.gguf",
         ) from error  # fmt: skip
     quantised = config.get("quantization_config")
     if quantised is None:
@@ -378,8 +381,8 @@ def measured_in_process(
         if done.returncode or not out.exists():
             last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
             raise UserError(
-                f"{program} cannot run it (exit code {done.returncode}): {last[:300]}", where=str(folder),
-                rule="a model is loaded and run once in a separate process",
+                f"{program} cannot run this model (exit code {done.returncode}): {last[:300]}", where=str(folder),
+                rule="each model is first run once in a separate process",
             )  # fmt: skip
         return Measured(**json.loads(out.read_text("utf-8")))
 
@@ -436,7 +439,9 @@ def draw(rows: Sequence[Row], file: Path) -> None:
         if row.measured is not None and row.measured.bits_per_byte is not None
     ]
     if not shown:
-        raise UserError("no row has bits per byte", where="--plot", rule="quality is drawn over size", fix="--data")
+        raise UserError(
+            "no row has bits per byte", where="--plot", rule="the plot shows quality over size", fix="add --data"
+        )
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     fastest = max(measured.tokens_per_second for _, measured, _ in shown)
@@ -462,4 +467,6 @@ def draw(rows: Sequence[Row], file: Path) -> None:
     try:
         figure.savefig(file, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)
     except OSError as error:
-        raise UserError(f"{error.strerror}", where=str(file), rule="a path that can be written") from error
+        raise UserError(
+            f"cannot write: {error.strerror}", where=str(file), fix="--plot with a path that can be written"
+        ) from error

@@ -172,7 +172,7 @@ def sizes(folder: Path) -> tuple[int, int]:
     if not isinstance(positions, int) or not isinstance(config.get("vocab_size"), int):
         raise UserError(
             "no max_position_embeddings or vocab_size", where=str(folder / CONFIG),
-            rule="a language model says how many positions and tokens it has",
+            rule="config.json of a language model must have both",
         )  # fmt: skip
     return positions, config["vocab_size"]
 
@@ -277,7 +277,7 @@ def folder_tokenizer(folder: Path) -> TextTokenizer:
 
     if not (folder / "tokenizer.json").is_file():
         raise UserError(
-            "no tokenizer.json", where=str(folder), rule="text is read with the model's own tokenizer",
+            "no tokenizer.json", where=str(folder), rule="text is encoded with the model's own tokenizer",
             fix="copy the tokenizer's files to that folder",
         )  # fmt: skip
     section = Tokenizer.model_validate({"type": "huggingface", "path": str(folder.absolute())})

@@ -107,7 +107,7 @@ def merge(
     """
     numbers = resolve(options, len(models), base=base is not None)
     if output.dtype is not None and output.dtype not in ELEMENT_TYPES:
-        raise UserError(f"{output.dtype!r}", where="--dtype", rule=f"one of {', '.join(ELEMENT_TYPES)}")
+        raise UserError(f"unknown type {output.dtype!r}", where="--dtype", rule=f"one of {', '.join(ELEMENT_TYPES)}")
     from llmrecipes.hf.safetensors import write
     from llmrecipes.models.merge_formulas import Input, MergedTensors
 
@@ -216,9 +216,9 @@ def _card(models: Sequence[str], base: str | None, numbers: Merge) -> str:
         rows.append([f"{_named(base)} (base)", *("" for _ in columns[1:])])
     lines = [
         front_matter("merge", "llmrecipes"),
-        "# A merged model", "",
-        f"Made by `llmrecipes merge --method {numbers.method}`: {METHODS[numbers.method].reference}. Its configuration",
-        "and its tokenizer are those of the first model; all models have the same.", "",
+        "# Merged model", "",
+        f"Made by `llmrecipes merge --method {numbers.method}`: {METHODS[numbers.method].reference}. The configuration",
+        "and the tokenizer, the same in all models, are copied from the first one.", "",
         *(f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows)), "",
         *(f"- {key}: {value}" for key, value in values.items() if key != "method"),
     ]  # fmt: skip
@@ -305,7 +305,7 @@ def _require_same_models(recipes: Mapping[str, Recipe]) -> None:
     for name, recipe in recipes.items():
         if recipe.lora is not None:
             raise UserError(
-                "this run trained adapters",
+                "this run trained only adapters",
                 where=f"{name}: lora",
                 rule="only runs that trained all weights can be merged into a run",
                 fix="--to hf",
@@ -315,18 +315,18 @@ def _require_same_models(recipes: Mapping[str, Recipe]) -> None:
         for key in model:
             if model[key] != other[key]:
                 raise UserError(
-                    f"{other[key]!r}, and {model[key]!r} in {first}",
+                    f"{other[key]!r}, but {model[key]!r} in {first}",
                     where=f"{name}: model.{key}",
-                    rule="only runs of one model can be merged",
+                    rule="only runs of the same model can be merged",
                 )
         same = expected.data.tokenizer == recipe.data.tokenizer
         if same and recipe.data.tokenizer.type == "bpe":  # trained on the data
             same = fingerprint(expected) == fingerprint(recipe)
         if not same:
             raise UserError(
-                f"its tokenizer is not that of {first}",
+                f"its tokenizer differs from that of {first}",
                 where=f"{name}: data.tokenizer",
-                rule="only runs with one tokenizer can be merged",
+                rule="only runs with the same tokenizer can be merged",
             )
 
 
@@ -361,11 +361,11 @@ def require_same_configs(configs: Mapping[str, Mapping[str, Any]]) -> None:
         keys = sorted({*expected, *config} - WITHOUT_MEANING)
         wrong = [key for key in keys if expected.get(key) != config.get(key)]
         if wrong:
-            lines = [f"{key}: {config.get(key)!r}, and {expected.get(key)!r} in {first}" for key in wrong]
+            lines = [f"{key}: {config.get(key)!r}, but {expected.get(key)!r} in {first}" for key in wrong]
             raise UserError(
                 "a different configuration:\n    " + "\n    ".join(lines) if len(lines) > 1 else lines[0],
                 where=f"{name}: config.json",
-                rule="only models of one configuration can be merged",
+                rule="only models with the same configuration can be merged",
                 parts=[UserError(line, where=key) for key, line in zip(wrong, lines, strict=True)],
             )
 
@@ -385,9 +385,9 @@ def require_same_tokenizers(folders: Mapping[str, Path]) -> None:
         present = _tokenizer_files(folder)
         if files != present:
             raise UserError(
-                f"the tokenizer is {_listed(present)}, and {_listed(files)} in {first}",
+                f"the tokenizer is {_listed(present)}, but {_listed(files)} in {first}",
                 where=name,
-                rule="only models with one tokenizer can be merged",
+                rule="only models with the same tokenizer can be merged",
                 fix="copy the missing files if the tokenizers are the same",
             )
         for file in files:
@@ -400,8 +400,8 @@ def _require_same_file(first: str, expected: Path, name: str, path: Path) -> Non
         raise UserError(
             f"{difference} {first}",
             where=f"{name}: {path.name}",
-            rule="only models with one tokenizer can be merged",
-            fix="merge models of one vocabulary",
+            rule="only models with the same tokenizer can be merged",
+            fix="merge models with the same vocabulary",
         )
 
 
@@ -415,7 +415,7 @@ def _first_difference(expected: Path, path: Path) -> str | None:
     tokens, others = _numbers(old, expected), _numbers(new, path)
     for token in sorted({*tokens, *others}, key=lambda token: (tokens.get(token, 1 << 62), token)):
         if tokens.get(token) != others.get(token):
-            return f"token {token!r} is {_number(others, token)}, and {_number(tokens, token)} in"
+            return f"token {token!r} is {_number(others, token)}, but {_number(tokens, token)} in"
     for key in sorted({*old, *new} - _UNIMPORTANT):
         if old.get(key) != new.get(key):
             return f"{key} differs from that of"
@@ -423,7 +423,7 @@ def _first_difference(expected: Path, path: Path) -> str | None:
 
 
 def _number(tokens: Mapping[str, int], token: str) -> str:
-    return f"number {tokens[token]}" if token in tokens else "missing"
+    return f"id {tokens[token]}" if token in tokens else "missing"
 
 
 def _numbers(tokenizer: Mapping[str, Any], path: Path) -> dict[str, int]:
@@ -436,7 +436,7 @@ def _numbers(tokenizer: Mapping[str, Any], path: Path) -> dict[str, int]:
         return {str(token): int(number) for token, number in pairs}
     except (TypeError, ValueError, LookupError) as problem:
         raise UserError(
-            f"a token without a number: {problem!r}", where=str(path), rule="every token has a number"
+            f"a token has no id: {problem!r}", where=str(path), rule="every token must have an id"
         ) from problem
 
 
@@ -467,7 +467,7 @@ def _complete(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(
             f"config.json is not valid for model_type {kind}: {reason[:200]}",
             where=name,
-            rule="transformers can read the configuration",
+            rule="transformers must be able to read the configuration",
             fix="download the model again",
         ) from problem
     return complete

@@ -317,7 +317,7 @@ def require_same_tensors(models: Sequence[Input]) -> None:
     """
     first, *others = models
     names = first.source.names()
-    rule = f"merged models have the same tensors as {first.name}"
+    rule = f"merged models must have the same tensors as {first.name}"
     for other in others:
         names_of_other = set(other.source.names())
         for missing, owner, lacking in (
@@ -331,7 +331,7 @@ def require_same_tensors(models: Sequence[Input]) -> None:
             expected, actual = first.source.shape(name), other.source.shape(name)
             if expected != actual:
                 raise UserError(
-                    f"{name} has the shape {list(actual)}, and {list(expected)} in {first.name}",
+                    f"{name} has the shape {list(actual)}, but {list(expected)} in {first.name}",
                     where=other.name,
                     rule=rule,
                 )
@@ -345,7 +345,9 @@ def require_finite(model: Input, name: str) -> None:
         UserError: it has others.
     """
     if not bool(model.source.read(name).isfinite().all()):
-        raise UserError(f"{name} has values that are not finite", where=model.name, rule="merged weights are finite")
+        raise UserError(
+            f"{name} has values that are not finite", where=model.name, rule="weights to merge must be finite"
+        )
 
 
 def _require_same_kind(name: str, first: Input, other: Input) -> None:
@@ -353,7 +355,7 @@ def _require_same_kind(name: str, first: Input, other: Input) -> None:
     if expected.is_floating_point and actual.is_floating_point:
         return
     if expected != actual:
-        raise UserError(f"{name} is {actual}, and {expected} in {first.name}", where=other.name)
+        raise UserError(f"{name} is {actual}, but {expected} in {first.name}", where=other.name)
     if not torch.equal(first.source.read(name), other.source.read(name)):
         raise UserError(
             f"{name} differs from that of {first.name}",

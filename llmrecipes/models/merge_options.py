@@ -115,7 +115,7 @@ def resolve(options: MergeOptions, models: int, *, base: bool) -> Merge:
     """
     name = options.method
     if name not in METHODS:
-        raise UserError(f"{name!r}", where="--method", rule=f"one of {', '.join(METHODS)}")
+        raise UserError(f"unknown method {name!r}", where="--method", rule=f"one of {', '.join(METHODS)}")
     method = METHODS[name]
     _require_models(name, method, models, base)
     _require_taken(name, method, options)
@@ -128,33 +128,38 @@ def resolve(options: MergeOptions, models: int, *, base: bool) -> Merge:
         densities = _numbers("--density", requested, 1.0, models)
         for density in densities:
             if not 0 < density <= 1:
-                raise UserError(f"{density:g}", where="--density", rule="above 0, and at most 1")
+                raise UserError(f"{density:g}", where="--density", rule="a density must be above 0 and at most 1")
     normalize = method.normalize if options.normalize is None else options.normalize
     if name == "linear" and normalize and abs(math.fsum(weights)) < 1e-8:
         raise UserError(
             "the weights add up to 0",
             where="--weights",
-            rule="their sum is a divisor",
+            rule="their sum must not be 0, as weights are divided by it",
             fix="--no-normalize",
         )
     (t,) = _numbers("--t", None if options.t is None else [options.t], 0.5, 1)
     if not 0 <= t <= 1:
-        raise UserError(f"{t:g}", where="--t", rule="0 is the first model, 1 the second")
+        raise UserError(f"{t:g}", where="--t", rule="t must be 0 (the first model) to 1 (the second)")
     (scale,) = _numbers("--lambda", None if options.scale is None else [options.scale], 1.0, 1)
     seed = options.seed or 0
     if seed < 0:
-        raise UserError(f"{seed}", where="--seed", rule="0 or more")
+        raise UserError(f"{seed}", where="--seed", rule="a seed must be 0 or more")
     return Merge(name, weights, densities, t, scale, bool(normalize), seed)
 
 
 def _require_models(name: str, method: Method, models: int, base: bool) -> None:
     if method.only is not None and models != method.only:
         raise UserError(
-            f"{models} models", where=f"--method {name}", rule=f"{method.only} models", fix="--method linear takes more"
+            f"{models} models",
+            where=f"--method {name}",
+            rule=f"exactly {method.only} models are needed",
+            fix="--method linear takes more",
         )
     if models < method.models:
         raise UserError(
-            f"{models} model{'s' * (models != 1)}", where=f"--method {name}", rule=f"{method.models} or more"
+            f"{models} model{'s' * (models != 1)}",
+            where=f"--method {name}",
+            rule=f"at least {method.models} models are needed",
         )
     if method.base and not base:
         raise UserError(
@@ -190,8 +195,10 @@ def _unused(name: str, option: str, methods: Sequence[str]) -> UserError:
 def _numbers(option: str, values: Sequence[float] | None, default: float, count: int) -> tuple[float, ...]:
     numbers = tuple(map(float, values)) if values is not None else (default,) * count
     if len(numbers) != count:
-        raise UserError(f"{len(numbers)} for {count} models", where=option, rule=f"one for each model: {count}")
+        raise UserError(
+            f"{len(numbers)} values for {count} models", where=option, rule="one value is needed for each model"
+        )
     for number in numbers:
         if not math.isfinite(number):
-            raise UserError(f"{number}", where=option, rule="a finite number")
+            raise UserError(f"{number}", where=option, rule="the value must be a finite number")
     return numbers

@@ -90,7 +90,10 @@ def export_program(
     dtype = options.dtype or "fp32"
     if dtype not in TYPES[form]:
         raise UserError(
-            f"{dtype} with --to {form}", where="--dtype", rule=f"one of {', '.join(TYPES[form])}", fix="--dtype fp32"
+            f"{dtype} is not supported with --to {form}",
+            where="--dtype",
+            rule=f"one of {', '.join(TYPES[form])}",
+            fix="--dtype fp32",
         )
     run, entry = find_checkpoint(reference, runs_dir)
     out = run / form / f"step-{entry.step:08d}{'-ema' if options.averaged else ''}" if out is None else out
@@ -120,8 +123,8 @@ def require_runtimes(where: str, form: str, packages: tuple[str, ...]) -> None:
     """
     if missing := [name for name in packages if find_spec(name) is None]:
         raise UserError(
-            f"{form}, but the package {', '.join(missing)} is not installed", where=where,
-            rule="its packages are in the extra runtimes", fix="pip install 'llmrecipes[runtimes]'",
+            f"{form} needs the package {', '.join(missing)}, which is not installed", where=where,
+            rule="its packages are in the extra `runtimes`", fix="pip install 'llmrecipes[runtimes]'",
         )  # fmt: skip
 
 
@@ -210,7 +213,10 @@ def _past(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
     kinds = [type(layer) for layer in layers.past_key_values.layers]
     if other := next((kind for kind in kinds if kind is not DynamicLayer), None):
         raise UserError(
-            f"layers with a {other.__name__}", where="--cache", rule="keys and values of all tokens", fix="leave it out"
+            f"layers have a {other.__name__}",
+            where="--cache",
+            rule="layers must keep keys and values of all tokens",
+            fix="leave it out",
         )
     return tuple(tensor for layer in layers.past_key_values.layers for tensor in (layer.keys, layer.values))
 
@@ -286,8 +292,8 @@ def _without_operator(error: Exception, form: str, family: str) -> UserError:
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return UserError(
         f"a model of type {family} cannot be written: {said[:300]}", where=f"--to {form}",
-        rule=f"every operation of the model has a counterpart in {form}, for any batch and length",
-        fix="--to hf, which every family has",
+        rule=f"{form} must have every operation of the model, for any batch and length",
+        fix="--to hf, which supports every family",
     )  # fmt: skip
 
 

@@ -119,7 +119,7 @@ def _require_memory(plan: Plan) -> None:
             f"weights need {gib(plan.memory.weights)}, {gib(plan.memory_capacity_bytes)} available",
             where=f"recipe {plan.recipe.name}",
             rule="one process holds the whole model while it is measured",
-            fix="prune on a machine with more memory, or with --method magnitude, which measures nothing",
+            fix="prune on a machine with more memory, or with --method magnitude, which needs no measurement",
         )
 
 
@@ -153,7 +153,7 @@ def calibration_rows(recipe: Recipe, data_dir: Path, calibration: Calibration) -
             f"{len(stream):,} tokens in {calibration.data}, {needed:,} needed",
             where="--sequences",
             rule=f"{calibration.sequences} sequences of {length} tokens each",
-            fix=f"--sequences {len(stream) // length}" if len(stream) >= length else "--data of more text",
+            fix=f"--sequences {len(stream) // length}" if len(stream) >= length else "--data with more text",
         )
     return torch.tensor(stream[:needed]).view(calibration.sequences, length)
 

@@ -176,30 +176,33 @@ def _require_options(options: QuantizeOptions) -> None:
     if find_spec(PACKAGE) is None:
         raise UserError(
             "the package compressed-tensors is not installed", where="llmrecipes quantize",
-            rule="formats and arithmetic are its", fix="pip install 'llmrecipes[quantize]'",
+            rule="it defines the formats and their arithmetic", fix="pip install 'llmrecipes[quantize]'",
         )  # fmt: skip
     from llmrecipes.models.quantized_weights import METHODS, SCHEMES
 
     if options.scheme not in SCHEMES:
-        raise UserError(f"{options.scheme!r}", where="--scheme", rule=f"one of {', '.join(SCHEMES)}")
+        raise UserError(f"unknown scheme {options.scheme!r}", where="--scheme", rule=f"one of {', '.join(SCHEMES)}")
     if options.method not in METHODS:
-        raise UserError(f"{options.method!r}", where="--method", rule=f"one of {', '.join(METHODS)}")
+        raise UserError(f"unknown method {options.method!r}", where="--method", rule=f"one of {', '.join(METHODS)}")
     methods = SCHEMES[options.scheme].methods
     if options.method not in methods:
         others = [name for name, kind in SCHEMES.items() if options.method in kind.methods]
         raise UserError(
-            f"{options.method} with {options.scheme}", where="--method", rule=f"{options.method} goes with "
-            f"{', '.join(others)}, and {options.scheme} with {', '.join(methods)}", fix=f"--method {methods[0]}",
+            f"{options.method} does not support {options.scheme}", where="--method", rule=f"{options.method} supports "
+            f"{', '.join(others)}; {options.scheme} takes {', '.join(methods)}", fix=f"--method {methods[0]}",
         )  # fmt: skip
     if options.method == "rtn" and options.calibrate is not None:
         raise UserError(
-            f"{options.calibrate} with --method rtn", where="--calibrate", rule="rtn reads no text",
+            f"{options.calibrate} has no effect with --method rtn", where="--calibrate",
+            rule="rtn needs no calibration text",
             fix=f"leave it out, or --method {methods[-1]}",
         )  # fmt: skip
     if options.scheme == "nvfp4" and options.dtype == "fp32":
-        raise UserError("fp32 with nvfp4", where="--dtype", rule="nvfp4 computes in bf16", fix="--dtype bf16")
+        raise UserError(
+            "fp32 is not supported with nvfp4", where="--dtype", rule="nvfp4 computes in bf16", fix="--dtype bf16"
+        )
     if options.dtype not in (None, "fp32", "bf16"):
-        raise UserError(f"{options.dtype!r}", where="--dtype", rule="fp32 or bf16")
+        raise UserError(f"unknown type {options.dtype!r}", where="--dtype", rule="fp32 or bf16")
 
 
 @contextmanager
@@ -229,14 +232,14 @@ def _require_for_experts(options: QuantizeOptions, layers: LinearLayers) -> None
     if not kind.experts:
         possible = [name for name, other in SCHEMES.items() if other.experts]
         raise UserError(
-            f"{options.scheme} of a model with experts", where="--scheme",
+            f"{options.scheme} is not supported for models with experts", where="--scheme",
             rule=f"transformers unpacks experts in {', '.join(possible)} only",
             fix=f"--scheme {next(name for name in reversed(possible) if SCHEMES[name].bits == kind.bits)}",
         )  # fmt: skip
     if options.method not in ("rtn", "gptq"):
         raise UserError(
-            f"{options.method} of a model with experts", where="--method",
-            rule="scales cannot be moved into the norm before experts, whose output the router reads too",
+            f"{options.method} is not supported for models with experts", where="--method",
+            rule="scales cannot be moved into the norm before experts: the router reads its output too",
             fix="--method gptq, or rtn",
         )  # fmt: skip
 
@@ -279,7 +282,7 @@ def linear_layers(folder: Path, names: Any, shape: Callable[[str], tuple[int, ..
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(
             f"transformers cannot build this model: {reason[:300]}", where=str(folder / "config.json"),
-            rule="a model_type of transformers, without custom code",
+            rule="it must have a model_type of transformers, without custom code",
         ) from error  # fmt: skip
     present = set(names)
     output = model.get_output_embeddings()
@@ -295,8 +298,8 @@ def linear_layers(folder: Path, names: Any, shape: Callable[[str], tuple[int, ..
     if others or missing:
         raise UserError(
             f"{(others or missing)[0]} is not the matrix of a linear layer or of one expert", where=str(folder),
-            rule="every matrix is; in a file with the experts of a layer as one tensor they are not",
-            fix="llmrecipes export --to gguf or onnx",
+            rule="every matrix must be one; files with all experts of a layer in one tensor are not supported",
+            fix="llmrecipes export --to gguf or --to onnx",
         )  # fmt: skip
     return LinearLayers(quantized, ignored, experts)
 
@@ -402,8 +405,8 @@ def _calibrated(
     widest = max(module.in_features for name, module in model.named_modules() if f"{name}.weight" in layers.quantized)
     if options.method == "gptq" and rows.numel() < widest:
         raise UserError(
-            f"{rows.numel():,} tokens", where="--samples",
-            rule=f"gptq needs as many as the widest layer has inputs, {widest:,}",
+            f"{rows.numel():,} tokens are too few", where="--samples",
+            rule=f"gptq needs at least as many as the widest layer has inputs, {widest:,}",
             fix=f"--samples {-(-widest // rows.size(1))}",
         )  # fmt: skip
     linears = frozenset(layers.quantized).difference(layers.experts)
@@ -425,12 +428,12 @@ def _rows(folder: Path, reference: str, runs_dir: Path, data_dir: Path, options:
     tokenizer, prepared, positions = text_of(folder, reference, runs_dir, data_dir)
     if options.calibrate is None and prepared is None:
         raise UserError(
-            "not set", where="--calibrate", rule=f"{options.method} passes text through the model",
+            "not set", where="--calibrate", rule=f"{options.method} needs calibration text",
             fix="--calibrate text:FILE, jsonl:FILE or stdlib; or --method rtn",
         )  # fmt: skip
     length = options.length or min(LENGTH, positions)
     if length > positions:
-        raise UserError(f"{length}", where="--length", rule=f"at most the model's {positions} positions")
+        raise UserError(f"{length} is too long", where="--length", rule=f"at most the model's {positions} positions")
     texts = Texts.parse(options.calibrate or "train", text_key=options.text_key)
     texts.require(prepared)
     wanted = options.samples * length
@@ -443,7 +446,7 @@ def _rows(folder: Path, reference: str, runs_dir: Path, data_dir: Path, options:
     if rows < options.samples:
         raise UserError(
             f"{texts.name} has {rows} rows of {length} tokens", where="--calibrate",
-            rule=f"--samples {options.samples} rows", fix=f"more text, or --samples {max(1, rows)}"
+            rule=f"--samples asks for {options.samples} rows", fix=f"more text, or --samples {max(1, rows)}"
             + ("" if rows else f" --length {max(2, len(ids))}"),
         )  # fmt: skip
     return torch.tensor(ids[:wanted]).view(options.samples, length)

@@ -81,8 +81,10 @@ class Scheme:
     def __init__(self, name: str, group: int | None = None, ignored: Sequence[str] = ()) -> None:
         self.name, self.kind, self.ignored = name, SCHEMES[name], tuple(ignored)
         if group is not None and name != "int4":
-            what = "scales of a whole row" if self.kind.group is None else f"groups of {self.kind.group}"
-            raise UserError(f"{group} with {name}", where="--group-size", rule=f"{name} has {what}", fix="leave it out")
+            what = "one scale per row" if self.kind.group is None else f"groups of {self.kind.group}"
+            raise UserError(
+                f"{group} is not valid for {name}", where="--group-size", rule=f"{name} has {what}", fix="leave it out"
+            )
         self.group = group or self.kind.group
 
     @cached_property
@@ -122,8 +124,8 @@ class Scheme:
         smaller = next((size for size in GROUPS if shape[-1] % size == 0), None)
         fix = f"--group-size {smaller}" if smaller is not None and self.name == "int4" else "--scheme int8"
         raise UserError(
-            f"{name} has rows of {shape[-1]}", where="--scheme" if self.name == "nvfp4" else "--group-size",
-            rule=f"{self.name} has a scale for {self.group} numbers of a row, which its length is a multiple of",
+            f"{name} has rows of {shape[-1]} elements", where="--scheme" if self.name == "nvfp4" else "--group-size",
+            rule=f"{self.name} has a scale for every {self.group} elements, so rows must be a multiple of that",
             fix=fix,
         )  # fmt: skip
 

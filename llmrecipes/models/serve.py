@@ -148,7 +148,7 @@ def serve(serving: Serving, reference: str, runs_dir: Path, data_dir: Path, opti
     _convert(serving.server, say)
     if not options.host.startswith("127.") and options.host not in LOOPBACK:
         say(f"note: the server has no password; anyone who reaches {options.host} can use it")
-    say(f"{serving.server.backend} serves {serving.model} at {serving.url}/v1 once it has loaded it (Ctrl-C ends it)")
+    say(f"{serving.server.backend} serves {serving.model} at {serving.url}/v1 once it has loaded it (Ctrl-C stops it)")
     with _child(serving.server.command, serving.server) as process:
         until_interrupted(serving.server.backend, process)
 
@@ -185,10 +185,10 @@ def _require_safe(folder: Path) -> None:
         raise UserError(
             "this model needs custom Python code (auto_map)",
             where=str(folder / name),
-            rule="code of a model is never run",
+            rule="a model's own code is never run",
         )
     if not any(folder.glob("*.safetensors")):
-        raise UserError("no safetensors", where=str(folder), rule="pickled weights are not loaded")
+        raise UserError("no safetensors files", where=str(folder), rule="pickled weights are not loaded")
 
 
 def _require_free(host: str, port: int) -> None:
@@ -204,7 +204,7 @@ def _require_free(host: str, port: int) -> None:
             raise UserError(
                 f"{host}:{port}: {error.strerror}",
                 where="--port",
-                rule="clients expect this port",
+                rule="the port must be free",
                 fix="another --port",
             ) from error
 
@@ -281,7 +281,7 @@ def server(
             with what would help.
     """
     if backend is not None and backend not in BACKENDS:
-        raise UserError(f"{backend!r}", where="--backend", rule=f"one of {', '.join(BACKENDS)}")
+        raise UserError(f"unknown backend {backend!r}", where="--backend", rule=f"one of {', '.join(BACKENDS)}")
     chosen = backend or _first(model, machine)
     make = {
         "vllm": _vllm, "tensorrt-llm": _tensorrt_llm, "llama.cpp": _llama_cpp, "transformers": _transformers
@@ -306,7 +306,7 @@ def _vllm(model: Path, host: str, port: int, machine: Installed) -> Server:
     program = machine.which("vllm")
     if program is None:
         raise UserError(
-            "vLLM is not installed", where="--backend vllm", rule="its program vllm is on the PATH",
+            "vLLM is not installed", where="--backend vllm", rule="the program vllm must be on the PATH",
             fix="pip install vllm, in a separate environment",
         )  # fmt: skip
     if model.suffix == ".gguf":
@@ -319,14 +319,14 @@ def _tensorrt_llm(model: Path, host: str, port: int, machine: Installed) -> Serv
     if program is None:
         raise UserError(
             "TensorRT-LLM is not installed", where="--backend tensorrt-llm",
-            rule="its program trtllm-serve is on the PATH", fix="use NVIDIA's image tensorrt-llm/release",
+            rule="the program trtllm-serve must be on the PATH", fix="use NVIDIA's image tensorrt-llm/release",
         )  # fmt: skip
     if model.suffix == ".gguf":
         raise _needs_folder(model, "tensorrt-llm")
     if _quantised(model):
         raise UserError(
-            "quantised weights", where=str(model), rule="TensorRT-LLM reads those of NVIDIA's ModelOpt, not of "
-            "compressed-tensors", fix="--backend vllm or transformers",
+            "the weights are quantised", where=str(model), rule="TensorRT-LLM reads weights quantised by NVIDIA's "
+            "ModelOpt, not by compressed-tensors", fix="--backend vllm or transformers",
         )  # fmt: skip
     return Server("tensorrt-llm", (program, str(model), "--host", host, "--port", str(port)))
 
@@ -335,7 +335,8 @@ def _llama_cpp(model: Path, host: str, port: int, machine: Installed) -> Server:
     program = machine.which("llama-server")
     if program is None:
         raise UserError(
-            "llama.cpp is not installed", where="--backend llama.cpp", rule="its program llama-server is on the PATH",
+            "llama.cpp is not installed", where="--backend llama.cpp", rule="the program llama-server must be on "
+            "the PATH",
             fix="install llama.cpp (github.com/ggml-org/llama.cpp), or --backend transformers",
         )  # fmt: skip
     file = model if model.suffix == ".gguf" else _gguf_of(model)
@@ -346,9 +347,9 @@ def _llama_cpp(model: Path, host: str, port: int, machine: Installed) -> Server:
         raise UserError("no such file", where=str(model))
     if _quantised(model):
         raise UserError(
-            "quantised weights", where=str(model),
-            rule="llama.cpp reads GGUF, and its converter the weights as they were trained",
-            fix="--backend vllm or transformers; of a run, llmrecipes export --to gguf --dtype q8_0",
+            "the weights are quantised", where=str(model),
+            rule="llama.cpp reads GGUF, and its converter needs unquantised weights",
+            fix="--backend vllm or transformers; for a run, llmrecipes export --to gguf --dtype q8_0",
         )  # fmt: skip
     converter = _converter(machine)
     if converter is None:
@@ -379,9 +380,9 @@ def _transformers(model: Path, host: str, port: int, machine: Installed) -> Serv
         )  # fmt: skip
     if "@" in str(model):
         raise UserError(
-            "transformers' server takes what follows @ for a revision",
+            "transformers' server reads what follows @ as a revision",
             where=str(model),
-            rule="a path without @",
+            rule="the path must not contain @",
             fix="move the folder, or --backend vllm",
         )
     command = (sys.executable, "-m", "transformers.cli.transformers", "serve", str(model))
@@ -390,7 +391,9 @@ def _transformers(model: Path, host: str, port: int, machine: Installed) -> Serv
 
 def _needs_folder(model: Path, backend: str) -> UserError:
     return UserError(
-        f"--backend {backend} does not read GGUF", where=str(model), rule="a folder with config.json and safetensors"
+        f"--backend {backend} does not read GGUF",
+        where=str(model),
+        rule="it needs a folder with config.json and safetensors",
     )
 
 

@@ -125,7 +125,7 @@ def test_a_run_is_a_model_of_transformers(
     assert "license" not in front and "library_name: transformers" in front
     assert str(corpus) not in body and corpus.name in body, "a card is published; folders of a machine are not"
     assert f"{sum(p.numel() for p in model.parameters()):,}" in body
-    assert "co2" not in front and "energy of the training is not known" in body
+    assert "co2" not in front and "energy used by the training is not known" in body
 
 
 def test_the_card_has_the_energy_up_to_the_checkpoint(trained: Path, paths: Paths, tmp_path: Path) -> None:

@@ -130,12 +130,12 @@ class Window:
         if self._switch and not config.get("use_sliding_window", False):
             window = None
         if other := sorted(map(str, kinds - {"full_attention", "sliding_attention"})):
-            return {}, [Unsupported("layer_types", other[0], "layers have full_attention or sliding_attention")]
+            return {}, [Unsupported("layer_types", other[0], "layers must have full_attention or sliding_attention")]
         if kinds == {"full_attention"}:
             window = None
         if window is None:
             problem = Unsupported(
-                "layer_types", "sliding_attention", "layers with sliding_attention have a sliding_window"
+                "layer_types", "sliding_attention", "layers with sliding_attention need a sliding_window"
             )
             return {}, [problem] if "sliding_attention" in kinds else []
         if isinstance(window, bool) or not isinstance(window, int) or window < 1:
@@ -168,10 +168,12 @@ class Rope:
         """See `Special`."""
         if model.position_embedding_type == "learned_absolute":
             return {}, [
-                Unsupported("model.position_embedding_type", "learned_absolute", "this family has rope or yarn")
+                Unsupported(
+                    "model.position_embedding_type", "learned_absolute", "this family supports only rope and yarn"
+                )
             ]
         if model.rope_scaling and self._latent:
-            return {}, [Unsupported("model.rope_scaling", True, "this family has no scaling of that kind")]
+            return {}, [Unsupported("model.rope_scaling", True, "this family does not support this scaling")]
         if (factor := model.rotary_seq_len_interpolation_factor) is not None and self._latent:
             rule = "this family does not interpolate positions"
             return {}, [Unsupported("model.rotary_seq_len_interpolation_factor", factor, rule)]
@@ -190,15 +192,17 @@ class Rope:
         if not isinstance(scaling, dict):
             return {}, [Unsupported("rope_scaling", scaling, "a mapping")]
         if self._said and not scaling:
-            return {}, [Unsupported("rope_scaling", None, "config.json of this family has rope_scaling")]
+            return {}, [Unsupported("rope_scaling", None, "config.json of this family must have rope_scaling")]
         if nested := next((key for key, value in scaling.items() if isinstance(value, Mapping)), None):
-            return {}, [Unsupported(f"rope_scaling.{nested}", scaling[nested], "one set of values for all layers")]
+            return {}, [Unsupported(f"rope_scaling.{nested}", scaling[nested], "all layers must have the same values")]
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         theta = scaling.get("rope_theta", config.get("rope_theta", self._theta))
         section: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": theta}
         share = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
         problems = (
-            [] if share in (None, 1, 1.0) else [Unsupported("partial_rotary_factor", share, "all channels rotate")]
+            []
+            if share in (None, 1, 1.0)
+            else [Unsupported("partial_rotary_factor", share, "all channels must be rotated")]
         )
         if kind == "default":
             return section, problems
@@ -212,7 +216,9 @@ class Rope:
             return section, [*problems, Unsupported("rope_scaling.rope_type", kind, rule)]
         for name, value in SCALING.items():
             if scaling.get(name) != value:
-                problems.append(Unsupported(f"rope_scaling.{name}", scaling.get(name), f"megatron-core has {value:g}"))
+                problems.append(
+                    Unsupported(f"rope_scaling.{name}", scaling.get(name), f"megatron-core supports only {value:g}")
+                )
         return {**section, "rope_scaling": True, "rope_scaling_factor": scaling.get("factor", 8.0)}, problems
 
 
