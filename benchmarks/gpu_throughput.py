@@ -109,7 +109,7 @@ def main() -> int:
     chosen = options.parse_args()
     cluster = detect()
     if not cluster.gpus and not chosen.on_cpu:
-        print("error: no GPU that nvidia-smi lists; this benchmark measures one GPU", file=sys.stderr)
+        print("error: nvidia-smi lists no GPU; this benchmark measures one GPU", file=sys.stderr)
         return 2
     tflops = cluster.gpus[0].peak_tflops if cluster.gpus else None
     peak = None if tflops is None else tflops * 1e12

@@ -33,5 +33,10 @@ def require_checkout(command: str) -> Path:
     """
     root = checkout()
     if root is None:
-        raise UserError("not a checkout", where=command, rule="it writes files of the repository", fix="git clone")
+        raise UserError(
+            "this installation is not a checkout of the repository",
+            where=command,
+            rule="the command writes files of the repository",
+            fix="run it in a git clone",
+        )
     return root

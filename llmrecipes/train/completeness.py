@@ -105,7 +105,7 @@ def move_aside(run_dir: Path) -> Path | None:
             path.rename(aside / path.name)
     except OSError as error:
         raise UserError(
-            f"the history of this run cannot be moved: {error.strerror}",
+            f"cannot move the history of this run: {error.strerror}",
             where=str(error.filename or aside),
             fix="move it by hand, or use another --run-id",
             code=ExitCode.STOP,

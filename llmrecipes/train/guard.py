@@ -177,8 +177,8 @@ def compare_replicas(step: int, engine: Engine, notes: Notes, beat: Beat, *, sav
     if fault is not None:
         which = "most others" if fault.is_outvoted else "the only other replica, which may be the wrong one"
         text = (
-            f"from the same tokens, the replica of rank {fault.rank} on {fault.node} has other {fault.parameter}, "
-            f"than that of rank {fault.other} ({which})"
+            f"the replica of rank {fault.rank} on {fault.node} computes other {fault.parameter} from the same "
+            f"tokens than that of rank {fault.other} ({which})"
         )
         if dist.get_rank() == 0:
             logger.error("ALARM: step %d: %s", step, text)
@@ -222,9 +222,9 @@ def _require_none(fault: ReplicaFault | None, step: int, when: str, notes: Notes
         f"{when}, {fault.differing} parameters differ from those of rank {fault.other} ({which}); the first "
         f"is {fault.parameter}",
         where=f"rank {fault.rank} on {fault.node}",
-        rule="data-parallel replicas have the same weights, bit for bit "
+        rule="data-parallel replicas must have the same weights, bit for bit "
         "(faults.check_weight_hash_across_dp_replicas_interval)",
-        fix="llmrecipes doctor on that node, and leave it out; the newest checkpoint was saved before this was found",
+        fix="run llmrecipes doctor on that node and exclude it; the newest checkpoint was saved before this was found",
         code=ExitCode.STOP,
     )
 

@@ -78,7 +78,7 @@ def open_loaders(recipe: Recipe, prepared: Prepared, world: World, *, pin_memory
         raise UserError(
             f"the training split has less than one sequence of {recipe.model.seq_length} tokens",
             where=str(prepared.path),
-            fix="more text in data.sources, or a smaller model.seq_length",
+            fix="add text to data.sources, or lower model.seq_length",
         )
     if recipe.tracking.loss_by_source:
         train = with_source(train, recipe, prepared)
@@ -94,8 +94,8 @@ def open_loaders(recipe: Recipe, prepared: Prepared, world: World, *, pin_memory
         raise UserError(
             f"the valid split of source {recipe.train.monitor!r} has less than one sequence",
             where="train.monitor",
-            rule="the loss of the set that is monitored is known",
-            fix="another set, or a larger share for valid in data.split",
+            rule="the monitored set must be large enough to have a loss",
+            fix="monitor another set, or raise the share of valid in data.split",
         )
     span, sizes = span_of(recipe), batch_schedule(recipe)
     first = 0 if span is None else span.order[0]  # of the order of samples, whose numbers begin with 0

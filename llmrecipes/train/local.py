@@ -67,7 +67,7 @@ class LocalCheckpoints:
         if self._group.rank == 0:
             record = {"token": self._token, "resumed": entry.step, "ranks": self._group.size}
             write_atomic(self._run.local_checkpoints, json.dumps(record) + "\n")
-            logger.info("local checkpoint of step %d; from copies: %s", entry.step, lost or "none")
+            logger.info("using the local checkpoint of step %d; restored from copies: %s", entry.step, lost or "none")
         return entry, Note(step=entry.step, event="resumed_locally", details={"from_copies": lost})
 
     def attach(self, engine: Engine) -> None:

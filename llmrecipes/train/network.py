@@ -170,10 +170,10 @@ class NcclOutput:
             handle, name = tempfile.mkstemp(prefix="llmrecipes-nccl-", suffix=".log")
         except OSError as error:
             raise UserError(
-                f"no file in {tempfile.gettempdir()} on {host}: {error.strerror}",
+                f"cannot create a file in {tempfile.gettempdir()} on {host}: {error.strerror}",
                 where="TMPDIR",
                 rule="each rank writes NCCL's log to its node, to show which network it uses",
-                fix="TMPDIR=DIR, a local disk of the node that can be written",
+                fix="set TMPDIR to a writable folder on a local disk of the node",
             ) from error
         os.close(handle)
         self.path = Path(name)

@@ -104,7 +104,7 @@ def resized(start: Start, plan: Plan, saved: Plan) -> tuple[Note, ...]:
     names = ("world_size", "data_parallel_size")
     if all(before.get(name, expected[name]) == expected[name] for name in names):
         return ()
-    logger.info("resumed on %d ranks, after %d", now["world_size"], before["world_size"])
+    logger.info("resumed on %d ranks, previously %d", now["world_size"], before["world_size"])
     details = {"before": {name: before.get(name) for name in names}, "now": {name: now[name] for name in names}}
     return (Note(step=start.entry.step, event="resized", details=details),)
 
@@ -169,7 +169,7 @@ def _set_aside(store: CheckpointStore, damaged: Damaged, step: int) -> Note:
         path = store.set_aside(damaged.path)
     except OSError as error:
         raise UserError(
-            f"the damaged checkpoint cannot be renamed: {error.strerror}",
+            f"cannot rename the damaged checkpoint: {error.strerror}",
             where=str(damaged.path),
             rule="a damaged checkpoint is kept under another name, so that its step can be saved again",
             fix="move it away by hand, then run the same command",
@@ -223,8 +223,8 @@ def teach(engine: Engine, spec: RunSpec) -> None:
         return
     if spec.teacher is None:
         raise UserError(
-            "the rank was started without it", where=key, rule="llmrecipes train locates the model",
-            fix="llmrecipes train, or llmrecipes submit",
+            "this rank was started without it", where=key, rule="llmrecipes train locates the model for its ranks",
+            fix="start it with llmrecipes train or llmrecipes submit",
         )  # fmt: skip
     load_frozen(frozen, spec.teacher, frozen_model(recipe))
 

@@ -78,8 +78,8 @@ class Rewinds:
                 f"{spike.quantity} {spike.value:.4f} in step {progress.step} (usual {spike.usual:.4f}, limit "
                 f"{spike.limit:.4f}), after {chosen} rewinds",
                 where="faults.loss_spike_max_rewinds",
-                rule="a run goes back from at most faults.loss_spike_max_rewinds spikes",
-                fix="a lower optimizer.lr, a smaller optimizer.clip_grad, or other data; rewinds.json has the samples",
+                rule="a run goes back at most faults.loss_spike_max_rewinds times",
+                fix="lower optimizer.lr or optimizer.clip_grad, or check the data; rewinds.json lists the samples",
                 code=ExitCode.STOP,
             )
         if chosen is not None:
@@ -123,7 +123,7 @@ class Rewinds:
             raise UserError(
                 f"cannot be read: {error}",
                 where=str(self.files.rewinds),
-                rule="it has the samples that the run leaves out since it went back from a spike",
+                rule="it lists the samples that the run skips after going back from a spike",
                 fix="restore it from a backup; without it, the run would train on these samples again",
                 code=ExitCode.STOP,
             ) from error

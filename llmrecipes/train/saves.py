@@ -94,7 +94,7 @@ class Saves:
         """
         self._report(self._saver.wait())
         if progress.step in self._failed:
-            logger.warning("the checkpoint of step %d is written once more before the run ends", progress.step)
+            logger.warning("writing the checkpoint of step %d again before the run ends", progress.step)
             self._start(progress)
             self._report(self._saver.wait())
         if progress.step not in self._failed:

@@ -89,10 +89,10 @@ def run(spec: RunSpec) -> ExitCode:
 def _require_gpu(device: str) -> None:
     if device != "cuda":
         raise UserError(
-            f"the run is planned for GPUs, and torch sees none on {socket.gethostname()}",
+            f"the run is planned for GPUs, but torch sees none on {socket.gethostname()}",
             where="torch.cuda",
-            rule="a run that is planned for GPUs never trains on a CPU",
-            fix="llmrecipes doctor on that node; a container needs docker run --gpus all, or apptainer exec --nv",
+            rule="a run planned for GPUs must not train on CPUs",
+            fix="run llmrecipes doctor on that node; a container needs docker run --gpus all, or apptainer exec --nv",
         )
 
 
@@ -112,8 +112,8 @@ def _as_planned(spec: RunSpec, cluster: Cluster) -> Plan:
         raise UserError(
             f"this rank derives a different plan: {'; '.join(differing)}",
             where=f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}",
-            rule="all ranks train according to the plan that was checked before the start",
-            fix="as many ranks as planned, nodes of one kind, and the same version of llmrecipes on all nodes",
+            rule="all ranks must train according to the plan that was checked before the start",
+            fix="use as many ranks as planned, identical nodes, and the same version of llmrecipes on all nodes",
         )
     return plan
 

@@ -96,7 +96,7 @@ def measure(spec: BenchSpec, nproc: int | None) -> str | None:
             environment=detected_environment(cluster, plan),
         )
         if code:
-            raise UserError(f"the ranks ended with {code}", where="bench", fix="see the messages above")
+            raise UserError(f"the ranks exited with code {code}", where="bench", fix="see the messages above")
         return (local_spec.out / ANSWER).read_text("utf-8")
 
 
@@ -112,8 +112,8 @@ def sizes(text: str) -> tuple[int, ...]:
         number = word.strip().rstrip("BKMGibkmgI")
         unit = word.strip()[len(number) :].lower()
         if not number.isdecimal() or int(number) == 0 or unit not in units:
-            rule = "sizes with commas between them"
-            raise UserError(f"{word!r}", where="--sizes", rule=rule, fix="--sizes 4KiB,1MiB")
+            rule = "a comma-separated list of sizes"
+            raise UserError(f"{word!r} is not a size", where="--sizes", rule=rule, fix="--sizes 4KiB,1MiB")
         byte_sizes.append(int(number) * units[unit])
     return tuple(byte_sizes)
 
@@ -130,12 +130,18 @@ def machine_profile(cluster: str, repeats: int, name: str) -> dict[str, Any]:
     """
     here, profile = detect(), load_profile(cluster)
     if here.gpus or profile.gpus_per_node:
-        raise UserError("a GPU", where="bench machine", rule="it measures processors; GPUs have coefficients",
+        raise UserError("this machine has a GPU", where="bench machine", rule="it measures processors only; the "
+        "planner has coefficients for GPUs",
                         fix="llmrecipes plan RECIPE --cluster NAME")  # fmt: skip
     recipe = load("gpt-tiny", []).recipe
     answer = measure(BenchSpec(what="machine", recipe=recipe, data_dir=Path(), out=Path(), repeats=repeats), 2)
     if answer is None:
-        raise UserError("in a Slurm step", where="bench machine", rule="one machine is measured", fix="without srun")
+        raise UserError(
+            "it runs in a Slurm step",
+            where="bench machine",
+            rule="it measures a single machine",
+            fix="run it without srun",
+        )
     rates = {key: float(f"{value:.4g}") for key, value in json.loads(answer).items()}
     cores = max(1, round(here.cpu_cores))
     return profile.model_dump(mode="json", exclude_defaults=True) | {
@@ -156,7 +162,8 @@ def require_new(target: Path) -> None:
     """
     if target.suffix != ".yaml" or target.exists() or not re.fullmatch(NAME, target.stem):
         raise UserError(
-            str(target), where="--write", rule="a new YAML file, named in lower-case letters, digits, `.`, `_` and `-`",
+            f"cannot write to {target}", where="--write", rule="a new .yaml file, named in lower-case letters, "
+            "digits, `.`, `_` and `-`",
             fix="--write my-machine.yaml",
         )  # fmt: skip
 
@@ -172,7 +179,9 @@ def save_profile(data: Mapping[str, Any], target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(target, yaml.safe_dump(dict(data), sort_keys=False, allow_unicode=True))
     except OSError as error:
-        raise UserError(f"cannot be written: {error.strerror}", where=str(target), fix="another --write") from error
+        raise UserError(
+            f"cannot be written: {error.strerror}", where=str(target), fix="--write FILE in a writable folder"
+        ) from error
     load_profile(str(target))
 
 
@@ -184,8 +193,8 @@ def require_own(target: Path) -> None:
     """
     shipped = (clusters_dir() / target.name).resolve() == target.resolve()
     if target.suffix != ".yaml" or target.is_dir() or shipped or not re.fullmatch(NAME, target.stem):
-        rule = "a YAML file of one's own, named in lower-case letters, digits, `.`, `_` and `-`"
-        raise UserError(str(target), where="--write", rule=rule, fix="--write my-cluster.yaml")
+        rule = "a .yaml file that is not a shipped profile, named in lower-case letters, digits, `.`, `_` and `-`"
+        raise UserError(f"cannot write to {target}", where="--write", rule=rule, fix="--write my-cluster.yaml")
 
 
 def write_profile(cluster: str, rows: Sequence[MeasuredLinks], target: Path) -> None:
@@ -209,5 +218,7 @@ def write_profile(cluster: str, rows: Sequence[MeasuredLinks], target: Path) -> 
     try:
         target.write_text(yaml.safe_dump(data, sort_keys=False, allow_unicode=True), "utf-8")
     except OSError as error:
-        raise UserError(f"cannot be written: {error.strerror}", where=str(target), fix="another --write") from error
+        raise UserError(
+            f"cannot be written: {error.strerror}", where=str(target), fix="--write FILE in a writable folder"
+        ) from error
     load_profile(str(target))

@@ -131,7 +131,7 @@ def write(calibrated: CalibrationReport, cluster: str, path: Path) -> None:
         raise UserError(
             f"no run on {device.name}",
             where="--write",
-            rule="a profile gets the factors of its own device",
+            rule="a profile can only get factors of its own device",
             fix=f"--cluster with {measured}",
         )
     data = profile.model_dump(mode="json", exclude_defaults=True)

@@ -141,7 +141,8 @@ def require_name(name: str) -> None:
     """
     if name not in names():
         close = get_close_matches(name, names(), n=3, cutoff=0.4)
-        raise UserError(f"{name!r}", where="RECIPE", rule=f"a name in {recipes_dir()}: only these recipes have cards",
+        raise UserError(f"no shipped recipe {name!r}", where="RECIPE", rule=f"only recipes in {recipes_dir()} have "
+        "cards",
                         fix=f"did you mean {' or '.join(close)}?" if close else "llmrecipes list")  # fmt: skip
 
 
@@ -158,10 +159,10 @@ def read(name: str) -> Card:
     try:
         card = Card.model_validate(read_json(path, root=path.parent))
     except (OSError, ValueError, ValidationError) as error:
-        raise UserError("cannot be read", where=str(path), rule="llmrecipes card --write wrote it",
+        raise UserError("cannot be read", where=str(path), rule="it must be as llmrecipes card --write wrote it",
                         fix="remove it, and write it again") from error  # fmt: skip
     if card.recipe != name:
-        raise UserError(f"is of {card.recipe!r}", where=str(path), rule="a card has the name of its recipe",
+        raise UserError(f"is the card of {card.recipe!r}", where=str(path), rule="a card is named after its recipe",
                         fix="remove it, and write it again")  # fmt: skip
     return card
 
@@ -177,7 +178,11 @@ def write(card: Card) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, card.model_dump_json(indent=1) + "\n")
     except OSError as error:
-        raise UserError(f"cannot write: {error.strerror}", where=str(path), fix="LLMRECIPES_RECIPES") from error
+        raise UserError(
+            f"cannot write: {error.strerror}",
+            where=str(path),
+            fix="set LLMRECIPES_RECIPES to a writable folder of recipes",
+        ) from error
     return path
 
 
@@ -358,8 +363,9 @@ def _figures(part: PartName, command: list[str]) -> dict[str, Any]:
     if ended.returncode or not isinstance(values, dict) or "error" in values:
         said = values.get("error") if isinstance(values, dict) else None
         raise UserError(
-            f"ended with {ended.returncode}{f': {said}' if said else ''}", where=shlex.join(["llmrecipes", *command]),
-            rule="a card records what ended well", fix="run the command by itself",
+            f"exited with code {ended.returncode}{f': {said}' if said else ''}",
+            where=shlex.join(["llmrecipes", *command]),
+            rule="a card records only commands that succeed", fix="run this command separately to find the cause",
         )  # fmt: skip
     return {key: _short(values[key]) for key in _KEPT[part] if key in values}
 

@@ -107,7 +107,9 @@ def compare(run_dirs: Sequence[Path], *, partial: bool = False) -> RunComparison
         UserError: fewer than two runs; or, unless `partial`, one without any step or with a corrupt recipe.
     """
     if len(run_dirs) < 2:
-        raise UserError("one run", where="RUN", rule="compare needs two runs or more", fix="llmrecipes runs lists them")
+        raise UserError(
+            "only one run", where="RUN", rule="compare needs at least two runs", fix="llmrecipes runs lists them"
+        )
     runs = tuple(_read(run_dir, partial=partial) for run_dir in run_dirs)
     return RunComparison(runs, _differences([run.recipe for run in runs]))
 
@@ -152,7 +154,7 @@ def _read(run_dir: Path, *, partial: bool) -> Compared:
         raise UserError(
             "no metrics yet",
             where=str(run_dir),
-            rule="a run can be compared from its first step on",
+            rule="a run can be compared after its first step",
             fix="leave it out; llmrecipes runs shows its state",
         )
     state = status.read(run_dir)

@@ -107,7 +107,9 @@ def _run(spec: Path, recipe: Recipe) -> None:
     )
     if ended.returncode:
         raise UserError(
-            f"the dry run ended with {ended.returncode}", where=f"recipe {recipe.name}", fix="see the messages above"
+            f"the dry run exited with code {ended.returncode}",
+            where=f"recipe {recipe.name}",
+            fix="see the messages above",
         )
 
 
@@ -115,11 +117,18 @@ def _ranks(plan: Plan, rank: int | None, *, stages: bool) -> tuple[int, ...]:
     world, number = plan.layout.world_size, plan.layout.pipeline_model_parallel_size
     if stages:
         if rank is not None:
-            raise UserError(f"{rank} with --stages", where="--rank", rule="--stages runs the first rank of each stage")
+            raise UserError(
+                f"rank {rank} cannot be combined with --stages",
+                where="--rank",
+                rule="--stages runs the first rank of each stage",
+            )
         return tuple(range(0, world, world // number))
     if rank is not None and not 0 <= rank < world:
         raise UserError(
-            f"{rank} of {world} ranks", where="--rank", rule="ranks are counted from 0", fix=f"0 to {world - 1}"
+            f"no rank {rank} among {world} ranks",
+            where="--rank",
+            rule="ranks are numbered from 0",
+            fix=f"0 to {world - 1}",
         )
     return (rank or 0,)
 
@@ -153,7 +162,9 @@ def _check(recipe: Recipe, skew: float) -> None:
             fix="model.moe_token_dispatcher_type=alltoall, which keeps the same tensors",
         )
     if skew < 1.0:
-        raise UserError(f"{skew:g}", where="--skew", rule="a factor of the even share, 1 or more", fix="1 or more")
+        raise UserError(
+            f"{skew:g}", where="--skew", rule="the skew is a multiple of the even share, and at least 1", fix="--skew 2"
+        )
 
 
 def environment() -> dict[str, str]:

@@ -143,7 +143,7 @@ def _evaluate_folder(
     if quantised and (layout.ranks or layout.tensor) > 1:
         raise UserError(
             f"{layout.ranks or layout.tensor} ranks for quantised weights", where="--tp, --nproc",
-            rule="transformers computes with them, in one process", fix="--tp 1 and no --nproc",
+            rule="transformers evaluates them in a single process", fix="--tp 1 and no --nproc",
         )  # fmt: skip
     section = section_of(config, source.path)[1]
     validated(section, 1, str(source.path / CONFIG))
@@ -184,7 +184,7 @@ def _isolated(spec: EvaluationSpec, plan: Plan, logs: Path) -> list[EvaluationRe
         raise UserError(
             f"{plan.layout.world_size} ranks",
             where=isolation.OPTION,
-            rule="code of a task file runs in one process without network, and ranks need one",
+            rule="code of a task file runs in one process without network, which several ranks would need",
             fix="--tp 1 and no --nproc",
         )
     folder = logs / f"eval-{new_run_id()}"
@@ -255,11 +255,18 @@ def on_ranks(recipe: Recipe, layout: EvaluationLayout) -> Recipe:
     tensor, ranks = layout.tensor, layout.ranks or layout.tensor
     groups = recipe.model.num_query_groups or recipe.model.num_attention_heads
     if ranks % tensor:
-        raise UserError(f"{ranks}", where="--nproc", rule=f"a multiple of --tp, {tensor}", fix=f"--nproc {tensor}")
+        raise UserError(
+            f"{ranks} is not a multiple of --tp {tensor}",
+            where="--nproc",
+            rule="the number of ranks must be a multiple of --tp",
+            fix=f"--nproc {tensor}",
+        )
     if groups % tensor:
         fits = [size for size in range(1, groups + 1) if groups % size == 0]
         near = min(fits, key=lambda size: (abs(size - tensor), size))
-        raise UserError(f"{tensor}", where="--tp", rule=f"divides the {groups} key/value heads", fix=f"--tp {near}")
+        raise UserError(
+            f"{tensor}", where="--tp", rule=f"--tp must divide the {groups} key/value heads", fix=f"--tp {near}"
+        )
     parallel = Parallelism(
         tensor_model_parallel_size=tensor,
         sequence_parallel=tensor > 1 and recipe.model.num_moe_experts is not None,  # experts need it

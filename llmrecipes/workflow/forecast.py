@@ -115,7 +115,7 @@ def checked(
             return [*checks, *((other, None) for other in candidates[number + 1 :])]
     raise UserError(
         f"none of the {len(candidates)} fastest layouts fits in its dry run", where="--dryrun",
-        rule="a winner that was checked fits", fix="without --dryrun, to see them; or more --nodes",
+        rule="the winner must fit in its dry run", fix="leave --dryrun out to see them, or use more --nodes",
     )  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def _dry_run(candidate: Candidate, cluster: str | None, nodes: int | None, log: 
     taken, _ = plan_on(candidate.recipe, nproc=None, cluster=cluster, nodes=nodes)
     if taken.layout.world_size != world:
         raise UserError(
-            f"{world} of {taken.layout.world_size} GPUs", where="--gpus", rule="a dry run takes all GPUs of its nodes",
+            f"{world} of {taken.layout.world_size} GPUs", where="--gpus", rule="a dry run uses all GPUs of its nodes",
             fix="--nodes N instead of --gpus",
         )  # fmt: skip
     fullest = max(range(len(stages)), key=lambda stage: stages[stage].total)
@@ -149,11 +149,15 @@ def require_new(path: Path) -> None:
     """
     if path.exists():
         raise UserError(
-            "already exists", where=str(path), rule="a recipe is not overwritten", fix="another --write FILE"
+            "already exists",
+            where=str(path),
+            rule="an existing recipe is not overwritten",
+            fix="use another --write FILE",
         )
     if path.suffix not in (".yaml", ".yml") or not re.fullmatch(NAME, path.stem):
         raise UserError(
-            f"{path.name!r}", where="--write", rule="NAME.yaml, of lower-case letters, digits, `.`, `_` and `-`",
+            f"{path.name!r} is not a valid file name", where="--write", rule="NAME.yaml, of lower-case letters, "
+            "digits, `.`, `_` and `-`",
             fix="--write my-recipe.yaml",
         )  # fmt: skip
 

@@ -72,10 +72,10 @@ def gpu_report(stages: Sequence[str], folder: Path, budget: float, device: str |
     ends = time.monotonic() + budget
     for stage in stages:
         if stage not in STAGES:
-            raise UserError(f"{stage!r}", where="STAGE", rule="a stage of the report", fix=", ".join(STAGES))
+            raise UserError(f"unknown stage {stage!r}", where="STAGE", rule=f"one of {', '.join(STAGES)}")
     cluster = detect()
     if device == "cuda" and not cluster.gpus:
-        raise UserError("no GPU that nvidia-smi lists", where="--device", fix="--device cpu")
+        raise UserError("nvidia-smi lists no GPU", where="--device", fix="--device cpu")
     chosen = device or cluster.device
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def gpu_report(stages: Sequence[str], folder: Path, budget: float, device: str |
                 log(f"  {' · '.join(cell for cell in row.cells() if cell)}")
     except OSError as error:
         raise UserError(
-            f"cannot be written: {error.strerror}", where=str(folder), fix="--out with another folder"
+            f"cannot be written: {error.strerror}", where=str(folder), fix="--out DIR with a writable folder"
         ) from error
     return read(folder)
 

@@ -204,7 +204,9 @@ def draw(result: LrRange, file: Path) -> None:
     try:
         figure.savefig(file, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)
     except OSError as error:
-        raise UserError(f"{error.strerror}", where=str(file), rule="a path that can be written") from error
+        raise UserError(
+            f"cannot write: {error.strerror}", where=str(file), fix="use a path that can be written"
+        ) from error
 
 
 def _points(metrics: Path) -> list[tuple[float, float]]:

@@ -116,8 +116,8 @@ def find_checkpoint(reference: str, runs_dir: Path) -> tuple[Path, Entry]:
     if step == "best":
         return run, require_best(store)
     if not step.isdecimal():
-        rule = "RUN@STEP with the step of a checkpoint, or RUN@best"
-        raise UserError(f"step {step!r}", where=reference, rule=rule)
+        rule = "name a checkpoint as RUN@STEP, with its step, or as RUN@best"
+        raise UserError(f"{step!r} is not a step", where=reference, rule=rule)
     steps = ", ".join(str(entry.step) for entry in entries)
     fix = f"one of the steps {steps}" if steps else ""
     path = store.path(int(step))
@@ -178,7 +178,7 @@ def lora_of(recipe: Recipe, run: Path) -> Lora:
             raise UserError(
                 f"{getattr(recipe.lora, key)} is not supported by PEFT",
                 where=f"lora.{key}",
-                rule=f"exported adapters have the default, {default}",
+                rule=f"exported adapters must have the default, {default}",
             )
     return recipe.lora
 
@@ -191,7 +191,7 @@ def base_of(run: Path, recipe: Recipe) -> Path:
     """
     if recipe.train.pretrained is None:
         raise UserError(
-            "not set: the adapters belong to initial values",
+            "not set: the adapters were trained on random initial weights",
             where="train.pretrained",
             rule="PEFT export needs a published base model (train.pretrained)",
             fix="train them with train.pretrained, a folder or a name on the Hub",

@@ -27,7 +27,7 @@ SUFFIXES = {".jsonl": "jsonl", ".parquet": "parquet", ".txt": "text"}
 COMMENTS = {
     "train.train_iters": "steps",
     "train.micro_batch_size": "sequences on one rank at a time: the largest that fits, by the plan",
-    "train.global_batch_size": "sequences of a step",
+    "train.global_batch_size": "sequences per step",
     "optimizer.lr": "peak; llmrecipes search tries others",
     "data.sources": "several are blended by their weights",
     "data.split": "training, validation and test, by the hash of a document",
@@ -93,7 +93,10 @@ def amount(text: str, option: str) -> int:
     number = 0 if match is None else round(float(match[1]) * _UNITS[match[2].lower()])
     if not 0 < number <= 10**18:
         raise UserError(
-            f"{text!r}", where=option, rule="a number, with K, M, B or T for thousands to trillions", fix="1b"
+            f"{text!r} is not a number",
+            where=option,
+            rule="a number, optionally with K, M, B or T for thousands to trillions",
+            fix="1b",
         )
     return number
 
@@ -118,7 +121,7 @@ def source_of(text: str, option: str, *, chat: bool = False) -> Source:
     embedded = kind in EMBEDDED
     if kind not in types or (embedded and colon) or not path:
         raise UserError(
-            f"{text!r}",
+            f"{text!r} is not a data source",
             where=option,
             rule=f"a file with the suffix {', '.join(SUFFIXES)}, or TYPE:PATH with a type of {', '.join(types)}",
             fix="jsonl:chat.jsonl" if chat else "text:FOLDER, or hub:HuggingFaceFW/fineweb-edu",

@@ -166,8 +166,8 @@ def _require_space(folder: Path, size: int) -> None:
     there = sum(path.stat().st_size for path in work_folder(folder).rglob("*.bin"))
     if size > free + there:
         raise UserError(
-            f"{gib(size)}, and {gib(free)} are free", where=str(parent), rule="everything is written there",
-            fix="another folder, or for a teacher a smaller distill.top_k",
+            f"needs {gib(size)}, and {gib(free)} are free", where=str(parent), rule="all values go there",
+            fix="use another folder, or for a teacher a smaller distill.top_k",
         )  # fmt: skip
 
 
@@ -177,7 +177,7 @@ def _ranks(recipe: Recipe, nproc: int | None, nodes_: int, cluster: Cluster) -> 
         return max(nodes_, least, len(cluster.gpus) // least * least)
     if nproc % least or nproc % nodes_:
         raise UserError(
-            f"{nproc}", where="--nproc", rule=f"a multiple of the layout's {least} ranks and of {nodes_} nodes",
+            f"{nproc}", where="--nproc", rule=f"must be a multiple of the layout's {least} ranks and {nodes_} nodes",
             fix=f"--nproc {least * nodes_}",
         )  # fmt: skip
     return nproc
@@ -205,7 +205,7 @@ def _writing(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise UserError(
             f"cannot be written: {error.strerror or error}", where=str(error.filename or folder),
-            rule=f"{folder} is written, and until it is complete {work_folder(folder).name} beside it",
+            rule=f"the folder is written as {work_folder(folder).name} next to it, and renamed when it is complete",
             fix="free some disk space, and repeat the command to continue; or name another folder",
         ) from error  # fmt: skip
 
@@ -223,7 +223,7 @@ def _only_one(folder: Path, node: Node | None) -> Iterator[None]:
         try:
             lock.acquire(timeout=0)
         except Timeout as error:
-            raise UserError("another one writes it", where=str(folder), rule="one at a time", fix="wait") from error
+            raise UserError("another process is writing it", where=str(folder), fix="wait for it to finish") from error
     try:
         yield
     finally:
@@ -233,9 +233,7 @@ def _only_one(folder: Path, node: Node | None) -> Iterator[None]:
 def _begin(folder: Path, wanted: dict[str, Any], where: str) -> None:
     """Create the folder of the parts, or require that those in it belong to the same."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(
-            "is not empty", where=where, rule="precompute writes a new folder", fix="the name of a new folder"
-        )
+        raise UserError("is not empty", where=where, rule="precompute writes a new folder", fix="use a new folder")
     work = work_folder(folder)
     if (work / REQUEST).exists():
         precomputed.require_same(read_json(work / REQUEST, root=work).get("facts", {}), wanted, f"{where} ({work})")
@@ -372,8 +370,8 @@ def _array(values: np.ndarray) -> bytes:
 def _require_finite(is_finite: bool) -> None:
     if not is_finite:
         raise UserError(
-            "its outputs are not finite", where="the frozen model", rule="log-probabilities and logits are finite",
-            fix="another model, or train.precision bf16", code=ExitCode.STOP,
+            "its outputs are not finite", where="the frozen model", rule="log-probabilities and logits must be finite",
+            fix="use another model, or train.precision=bf16", code=ExitCode.STOP,
         )  # fmt: skip
 
 
@@ -392,7 +390,7 @@ def run(spec: PrecomputeSpec) -> ExitCode:
     platform = engines.platform(int(os.environ.get("LOCAL_RANK", "0")))
     if spec.on_gpus and platform.name != "cuda":
         raise UserError("torch sees no GPU", where="torch.cuda", rule="the computation is planned for GPUs",
-                        fix="llmrecipes doctor on that node")  # fmt: skip
+                        fix="run llmrecipes doctor on this node")  # fmt: skip
     with engines.join(recipe, platform) as world, failure_reported(recipe):
         compute(spec, platform, world)
     return ExitCode.DONE

@@ -43,7 +43,7 @@ def place(recipe: Recipe) -> tuple[str, Path]:
     known = precomputed_place(recipe)
     if known is None:
         raise UserError(
-            "no key names the folder that is written", where=f"recipe {recipe.name}",
+            "no key sets the folder to write", where=f"recipe {recipe.name}",
             rule="precompute writes log-probabilities of the reference of dpo, or logits of the teacher of distill",
             fix="llmrecipes precompute RECIPE dpo.reference_log_probs=DIR, or distill.logits=DIR distill.top_k=32",
         )  # fmt: skip

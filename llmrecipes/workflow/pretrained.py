@@ -103,7 +103,7 @@ def base_folder(run_dir: Path, recipe: Recipe, log: Log = logger.info) -> Path:
         raise UserError(
             f"{RECORD} is missing or corrupt",
             where=str(run_dir),
-            rule="it records which model this run starts from, whose weights every start of it reads",
+            rule="it records the model whose weights every start of this run reads",
             fix="restore it, or start a new run",
         )
     path = resolve(record["pinned"]).path
@@ -111,7 +111,7 @@ def base_folder(run_dir: Path, recipe: Recipe, log: Log = logger.info) -> Path:
         raise UserError(
             f"{recipe.train.pretrained} has changed since this run was started",
             where=str(path),
-            rule="the adapters and the reference of a run are those of the weights that it started from",
+            rule="the adapters and the reference of a run belong to the weights that it started from",
             fix="restore that model, or start a new run with another run id",
         )
     return path
@@ -203,7 +203,7 @@ def require_tokenizer(model: Located, recipe: Recipe, overrides: Sequence[str]) 
         raise UserError(
             f"no {TOKENIZER_FILE}",
             where=str(model.path),
-            rule="a model is trained with the tokenizer that gave its token ids their meaning",
+            rule="a pretrained model must be trained with its own tokenizer",
             fix="data.tokenizer.type=huggingface data.tokenizer.path=FOLDER; or data.tokenizer.type=bpe for a new one",
         )
     if tokenizer.type == "huggingface":

@@ -47,11 +47,11 @@ def require_progress(run: Run, job: str, restart: int, step: int, max_restarts: 
         same += 1
     if restart and same > STARTS_WITHOUT_PROGRESS:
         raise UserError(
-            f"{same - 1} restarts without progress: the newest checkpoint is that of step {step} each time",
+            f"{same - 1} restarts without progress: the newest checkpoint is still that of step {step}",
             where=str(run.path),
             rule="a run that saves nothing between restarts is stopped",
-            fix="read the log for what ends it; a smaller checkpoint.save_interval loses less; then start it again "
-            "with the same --run-id",
+            fix="find the cause in the log, or lower checkpoint.save_interval; then start it again with the same "
+            "--run-id",
             code=ExitCode.STOP,
         )
 

@@ -86,7 +86,7 @@ def scaling(
         raise UserError(
             "RUN and --experiment" if names else "no runs",
             where="RUN",
-            rule="either RUN... or --experiment",
+            rule="give either RUN... or --experiment",
             fix="llmrecipes scaling RUN..., or --experiment NAME",
         )
     for budget in budgets:

@@ -90,7 +90,7 @@ def costs(recipe: Recipe, profile: Profile | None) -> Costs | None:
             raise UserError(
                 f"{'.'.join(map(str, first['loc'])) or text!r}: {first['msg']}",
                 where=COSTS,
-                rule="it has the costs of a cluster profile as JSON",
+                rule="it must have the costs of a cluster profile as JSON",
                 fix=f"unset it, or {COSTS}='{Costs(pue=1.2, kg_co2_per_kwh=0.35).model_dump_json(exclude_unset=True)}'",
             ) from error
     factor = recipe.tracking.kg_co2_per_kwh

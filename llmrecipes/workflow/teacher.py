@@ -99,8 +99,8 @@ def require_same_tokens(spec: RankSpec, path: Path) -> None:
     raise UserError(
         f"{len(apart)} of {len(tokens.keys() | others.keys())} token ids differ: {some}",
         where=f"{named(spec.recipe)}: {named_model(spec.recipe)}",
-        rule="both models are compared token by token, so they have one tokenizer",
-        fix="data.tokenizer of that model (for a folder type huggingface, path FOLDER), or another model",
+        rule="both models are compared token by token, so they must share a tokenizer",
+        fix="use the data.tokenizer of that model (for a folder: type huggingface, path FOLDER), or another model",
     )
 
 
@@ -115,7 +115,7 @@ def _recorded(spec: RunSpec) -> Path | None:
     path = Path(record["path"]) if known else None
     if path is not None and not path.is_dir():
         raise UserError(
-            "is gone", where=str(path), rule="a run that is started again learns from the same weights",
+            "no longer exists", where=str(path), rule="a restarted run must use the same weights",
             fix="restore it, or start a new run",
         )  # fmt: skip
     return path
@@ -159,24 +159,25 @@ def require_fit(path: Path, recipe: Recipe) -> None:
     where = f"{key}: {named_model(recipe)}"
     if recorded.lora is not None:
         raise UserError(
-            "this run trained only adapters", where=where, rule="a frozen model is a whole model",
-            fix=f"llmrecipes export RUN --merge-adapter, and the folder as {key}",
+            "this run trained only adapters", where=where, rule="a frozen model needs complete weights",
+            fix=f"llmrecipes export RUN --merge-adapter, then set {key} to the folder",
         )  # fmt: skip
     if wrong := [key for key in SHARED if getattr(recorded.model, key) != getattr(recipe.model, key)]:
         raise UserError(
             ", ".join(f"{getattr(recorded.model, key)} in its model.{key}" for key in wrong), where=where,
-            rule="both models read and predict the same tokens",
+            rule="both models must read and predict the same tokens",
             fix=" ".join(f"model.{key}={getattr(recorded.model, key)}" for key in wrong),
         )  # fmt: skip
     if plain(recorded.model) != plain(expected) and recipe.distill is None:
         raise UserError(
-            f"another model: {json.dumps(differing(recipe.model, recorded.model))}", where=where,
-            rule="a reference is the model that is trained, with other weights", fix="another run, or its model keys",
+            f"its model differs: {json.dumps(differing(recipe.model, recorded.model))}", where=where,
+            rule="a reference must be the model that is trained, with other weights", fix="use another run, or set "
+            "these model keys",
         )  # fmt: skip
     if plain(recorded.model) != plain(expected):
         raise UserError(
-            "another model than distill.model says", where=where,
-            rule="distill.model has the keys of model in which the teacher differs from the recipe",
+            "its model differs from distill.model", where=where,
+            rule="distill.model must have the model keys in which the teacher differs from the recipe",
             fix=f"distill.model={json.dumps(differing(recipe.model, recorded.model))}",
         )  # fmt: skip
 

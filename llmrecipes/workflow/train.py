@@ -67,14 +67,14 @@ def _train_with_those_here(recipe: Recipe, paths: Paths, options: TrainOptions, 
         raise UserError(
             f"{least} of {node.nodes} nodes",
             where="--min-nodes",
-            rule="a start with fewer nodes takes train.elastic"
+            rule="a start with fewer nodes needs train.elastic"
             if recipe.train.elastic is None
             else f"with {per_node} ranks a node, train.elastic allows {numbers} of at most {node.nodes} nodes",
             fix="leave --min-nodes out, or set train.elastic",
         )
     if node.master_port == MOST_PORT:
         raise UserError(f"port {MOST_PORT}", where="--rdzv", rule="with --min-nodes the port above it is used too",
-                        fix="a lower port")  # fmt: skip
+                        fix="use a lower port")  # fmt: skip
     token = token_of(os.environ)
     os.environ.pop(TOKEN)  # the ranks do not need it
 
@@ -150,7 +150,9 @@ def start_with_restarts(ready: PreparedStart, max_restarts: int, log: Log, recip
                 ready = PreparedStart.of(spec, plan, replace(machine, cluster=cluster))
                 ranks = plan.layout.world_size
                 resized, step = f" on {ranks} ranks", newest_step(spec.run, spec.recipe, ranks)
-            log(f"the ranks ended with {code}; restart {restart + 1} of {max_restarts}{resized}, from step {step}")
+            log(
+                f"the ranks exited with code {code}; restart {restart + 1} of {max_restarts}{resized}, from step {step}"
+            )
     raise AssertionError("the last restart returns")
 
 
@@ -219,24 +221,29 @@ def start(
 def _require_consistent(options: TrainOptions) -> None:
     if options.node is not None and options.run_id is None:
         raise UserError(
-            "missing for several nodes", where="--run-id", rule="all nodes work in one directory",
+            "required with several nodes", where="--run-id", rule="all nodes must use the same run directory",
             fix="--run-id my-run-1",
         )  # fmt: skip
     if options.min_nodes is not None and options.node is None:
-        raise UserError("needs --nnodes", where="--min-nodes", rule="--min-nodes is of several nodes",
+        raise UserError("needs --nnodes", where="--min-nodes", rule="--min-nodes is for several nodes",
                         fix="leave it out")  # fmt: skip
     if options.node is not None and options.run.max_restarts:
         raise UserError(
             f"{options.run.max_restarts} on several nodes", where="--max-restarts",
-            rule="--max-restarts works on a single node only", fix="Slurm or Kubernetes, which restart all",
+            rule="--max-restarts works on a single node only", fix="use Slurm or Kubernetes, which restart all nodes",
         )  # fmt: skip
     backwards = {"--from-scratch": options.run.from_scratch, "--from-best": options.run.from_best}
     chosen = [name for name, is_chosen in backwards.items() if is_chosen]
     if chosen and options.run_id is None:
-        raise UserError("needs --run-id", where=chosen[0], rule="a run without an id is a new one",
+        raise UserError("needs --run-id", where=chosen[0], rule="a run without --run-id is a new one",
                         fix="leave it out")  # fmt: skip
     if len(chosen) > 1:
-        raise UserError(f"with {chosen[0]}", where=chosen[1], rule="a run starts again at one step", fix="one of them")
+        raise UserError(
+            f"cannot be combined with {chosen[0]}",
+            where=chosen[1],
+            rule="a run can go back to one step only",
+            fix="use one of them",
+        )
 
 
 def _require_even_nodes(ranks: int, nodes: int) -> None:
@@ -244,7 +251,7 @@ def _require_even_nodes(ranks: int, nodes: int) -> None:
         raise UserError(
             f"{ranks} ranks on {nodes} nodes",
             where="--nproc",
-            rule="--nproc counts the ranks of all nodes, and every node has as many",
+            rule="--nproc counts the ranks of all nodes, and all nodes have the same number",
             fix=f"--nproc {multiples(ranks, nodes)}",
         )
 

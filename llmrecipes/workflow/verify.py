@@ -97,7 +97,12 @@ def verify(
         UserError: the layout cannot run on this machine, the reference has non-finite values, or a rank failed.
     """
     if not 0 < options.tolerance < math.inf:
-        raise UserError(f"{options.tolerance:g}", where="--tolerance", rule="a relative difference above 0", fix="1e-5")
+        raise UserError(
+            f"{options.tolerance:g}",
+            where="--tolerance",
+            rule="the tolerance is a relative difference above 0",
+            fix="1e-5",
+        )
     cluster = detect()
     small = verified_recipe(recipe, options.iters, cluster.device)
     plan = plan_run(small, cluster, _ranks(small, options.nproc, cluster))
@@ -170,7 +175,7 @@ def _in_one_process(spec: VerifySpec, cluster: Cluster) -> None:
             raise UserError(
                 f"step {number} of the one-process training has loss {step.loss:g}, gradient norm {step.grad_norm:g}",
                 where=f"recipe {spec.recipe.name}",
-                rule="a layout is compared with numbers, so they have to be finite",
+                rule="layouts can only be compared by finite numbers",
                 fix="a lower optimizer.lr",
             )
 
@@ -227,7 +232,10 @@ def coordinates(recipe: Recipe, paths: Paths, widths: Sequence[int], iters: int,
     """
     if len(set(widths)) < 2:
         raise UserError(
-            f"{len(set(widths))} width", where="--widths", rule="growth takes two widths or more", fix="64,128,256,512"
+            f"{len(set(widths))} width",
+            where="--widths",
+            rule="at least two widths are needed to see growth",
+            fix="64,128,256,512",
         )
     if min(widths) < 1:
         raise UserError(f"{min(widths)}", where="--widths", rule="a width is a positive number", fix="64,128,256,512")

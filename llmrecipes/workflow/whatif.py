@@ -107,7 +107,9 @@ def what_if(
     counts = list(gpus or GPUS)
     if len(profiles) * len(counts) > MOST_SEARCHES:
         what = f"{len(profiles)} × {len(counts)} searches"
-        raise UserError(what, where="--clusters", rule=f"at most {MOST_SEARCHES}", fix="fewer of --clusters or --gpus")
+        raise UserError(
+            what, where="--clusters", rule=f"at most {MOST_SEARCHES} are run", fix="use fewer --clusters or --gpus"
+        )
     law, source = _law(wanted, runs_dir)
     size = float(count(recipe.model, shape(recipe.model)).active)
     tokens = float(tokens_of(recipe))
@@ -119,7 +121,9 @@ def what_if(
     if wanted.by is not None:
         days = (wanted.by - datetime.now(UTC)).total_seconds() / 86400
         if days <= 0:
-            raise UserError(f"{wanted.by.date()} is past", where="--by", rule="a date after today", fix="--by DATE")
+            raise UserError(
+                f"{wanted.by.date()} is in the past", where="--by", rule="the date must be after today", fix="--by DATE"
+            )
     answers = options(recipe, profiles, counts, tokens, _prices(prices, [profile.name for profile in profiles]), days)
     return WhatIf(recipe.name, tokens, law.loss(size, tokens), law, source, wanted.by, tuple(answers))
 
@@ -162,7 +166,8 @@ def _prices(words: Sequence[str], names: Sequence[str]) -> dict[str, float]:
             prices[name] = math.nan
         if (name and name not in names) or not (math.isfinite(prices[name]) and prices[name] > 0):
             raise UserError(
-                f"{word!r}", where="--usd-per-gpu-hour", rule="a price above 0, or NAME=PRICE of one of --clusters",
+                f"{word!r} is not a price", where="--usd-per-gpu-hour", rule="a price above 0, or NAME=PRICE of one "
+                "of --clusters",
                 fix=f"{names[0]}=2.5",
             )  # fmt: skip
     return prices

@@ -89,7 +89,7 @@ def swap_files(zero: Zero, rank: int) -> Iterator[None]:
             raise UserError(
                 f"another run on this node uses {folder}",
                 where="zero.nvme_path",
-                rule="runs on the same node at the same time have different folders",
+                rule="concurrent runs on a node must use different folders",
                 fix=f"zero.nvme_path={zero.nvme_path}/NAME, or wait until the other run has ended",
             ) from None
         try:

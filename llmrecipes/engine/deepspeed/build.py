@@ -89,8 +89,8 @@ def accepted(plan: Plan) -> Iterator[None]:
         raise UserError(
             f"DeepSpeed refuses this configuration: {_reason(error)}",
             where="zero.extra",
-            rule="extra has keys of DeepSpeed's configuration, with values of the types that it documents",
-            fix=f"correct or leave out {', '.join(extra)}",
+            rule="extra must have keys of DeepSpeed's configuration, with values of the documented types",
+            fix=f"correct or remove {', '.join(extra)}",
         ) from error
 
 

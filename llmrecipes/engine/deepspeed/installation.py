@@ -27,8 +27,8 @@ def require_offload(recipe: Recipe) -> None:
         raise UserError(
             problem,
             where="zero.nvme_path",
-            rule="nvme_path is a folder on a fast disk of each node: every step reads and writes all of it",
-            fix="a folder on a local NVMe disk, or offload to cpu",
+            rule="nvme_path must be a folder on a fast disk of each node: every step reads and writes all of it",
+            fix="use a folder on a local NVMe disk, or offload to cpu",
         )
 
 
