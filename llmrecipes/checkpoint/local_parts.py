@@ -76,8 +76,8 @@ class LocalParts:
             raise UserError(
                 f"{directory} cannot be created: {problem.strerror}",
                 where="checkpoint.non_persistent_local_ckpt_dir",
-                rule="a folder on a disk of each node that its ranks may write",
-                fix="another folder, for example on the node's NVMe",
+                rule="it must be a folder on a local disk that the ranks of a node may write to",
+                fix="use another folder, for example on the node's NVMe disk",
             ) from problem
 
     def path(self, part: Part) -> Path:

@@ -166,7 +166,7 @@ class CheckpointStore:
             raise UserError(
                 f"checkpoints cannot be written: {problem.strerror}",
                 where=str(self.directory),
-                fix="give write permission, or choose another runs directory",
+                fix="make it writable, or choose another runs directory",
             ) from problem
 
     def release(self) -> None:
@@ -313,7 +313,7 @@ class CheckpointStore:
                 if complete and target.exists():
                     complete = not _is_valid(target) and _is_valid(path)
                 if complete:
-                    logger.warning("finishing checkpoint %s that an earlier process had written", target)
+                    logger.warning("finishing checkpoint %s, which an earlier process had written", target)
                     if target.exists():
                         self.set_aside(target)
                     self._move_into_place(path, target)
@@ -404,13 +404,13 @@ def require_best(store: CheckpointStore) -> Entry:
         raise UserError(
             "no checkpoint has a held-out loss",
             where=str(store.directory),
-            rule="the best checkpoint is one after whose step was an evaluation",
-            fix="train.eval_interval that divides checkpoint.save_interval, and held-out text; or name a step",
+            rule="the best checkpoint is chosen among those whose step was evaluated",
+            fix="set train.eval_interval to a divisor of checkpoint.save_interval, with held-out text; or name a step",
         )
     last = entries[-1].manifest.monitored
     if last is not None and last.best is not None and last.best < (lowest.held_out_loss or last.best):
         logger.warning(
-            "the lowest held-out loss, %.4f, was after step %d, of which there is no checkpoint (checkpoint.keep_best, "
+            "the lowest held-out loss, %.4f, was after step %d, which has no checkpoint (checkpoint.keep_best, "
             "checkpoint.save_interval); step %d has %.4f",
             last.best, last.best_step, lowest.step, lowest.held_out_loss,
         )  # fmt: skip

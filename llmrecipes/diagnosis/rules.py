@@ -36,7 +36,7 @@ CHECKED = {
     ),
     "plateau": Rule(
         "warning",
-        "Loss has stopped to fall",
+        "Loss has stopped falling",
         "Compare with a run of another optimizer.lr; look at gradients and layers; a model that has learnt all that "
         "its size allows needs more parameters, not more steps.",
     ),
@@ -65,7 +65,7 @@ CHECKED = {
     "vanishing_gradients": Rule(
         "warning",
         "Gradients vanish",
-        "Look at normalization, model.init_method_std and the precision; llmrecipes train RECIPE --overfit-batch shows "
+        "Check normalization, model.init_method_std and the precision; llmrecipes train RECIPE --overfit-batch shows "
         "whether the model learns at all.",
     ),
     "frozen_layer": Rule(
@@ -102,7 +102,7 @@ CHECKED = {
     ),
     "slow_rank": Rule(
         "warning",
-        "A rank is a little slower, always",
+        "A rank is always slightly slower",
         "All others wait for it. llmrecipes doctor on its node: clocks, temperature, PCIe, other processes.",
     ),
     "slow_storage": Rule(
@@ -113,19 +113,20 @@ CHECKED = {
     "memory_creep": Rule(
         "warning",
         "Memory grows",
-        "The run will end when it is used up; a restart from a checkpoint frees it. Look for what keeps tensors alive: "
-        "callbacks, lists of losses, caches of an allocator.",
+        "The run ends when memory is used up; a restart from a checkpoint frees it. Look for what keeps tensors "
+        "alive: callbacks, lists of losses, allocator caches.",
     ),
     "duplicate_data": Rule(
         "warning",
         "Duplicate documents",
-        "They were left out. Check whether a source is listed twice or has copies: less text is left than it seems. "
-        "Near-copies may be held out and in training: the step near_duplicates of data.steps, then prepare --verify.",
+        "They were dropped. Check whether a source is listed twice or has copies: there is less text than it seems. "
+        "Near-copies may be in both training and held-out text: add the step near_duplicates to data.steps, then "
+        "prepare --verify.",
     ),
     "leaking_data": Rule(
         "info",
-        "Training text had text of evaluation files",
-        "These documents were left out. Paraphrases are not noticed: trust scores on these files less.",
+        "Training data contained evaluation text",
+        "These documents were dropped. Paraphrases are not detected: trust scores on these files less.",
     ),
 }
 """Rules that checks of records apply, live and after the fact."""
@@ -136,31 +137,33 @@ ALARMS = {
         "Loss spike",
         "If it does not recover: a lower optimizer.lr, or faults.loss_spike_action=skip or rewind.",
     ),
-    "spike_skipped": Rule("info", "Update left out at a spike", "Look at the samples of the step if it happens often."),
-    "rewound": Rule("warning", "Went back from a spike", "Look at the samples that it leaves out since."),
+    "spike_skipped": Rule("info", "Update skipped at a spike", "Check the samples of the step if it happens often."),
+    "rewound": Rule("warning", "Went back after a spike", "Check the samples that it has skipped since."),
     "hardware_suspect": Rule(
         "error",
         "Equal inputs gave unequal results",
-        "llmrecipes doctor on that node, and take it out of service if it happens again.",
+        "Run llmrecipes doctor on that node, and take it out of service if it happens again.",
     ),
     "replicas_differ": Rule(
         "error",
         "Replicas have different weights",
-        "llmrecipes doctor on that node, and leave it out; resume from a checkpoint from before it.",
+        "Run llmrecipes doctor on that node and exclude it; resume from a checkpoint from before it.",
     ),
     "results_differ": Rule(
         "error",
         "Replicas compute different results",
-        "llmrecipes doctor on that node, and leave it out if it happens again.",
+        "Run llmrecipes doctor on that node, and exclude it if it happens again.",
     ),
     "straggler": Rule(
         "warning",
         "A rank is slower than its peers",
-        "llmrecipes doctor on that node: clocks, temperature, PCIe, other processes; leave it out if it stays slow.",
+        "Run llmrecipes doctor on that node: clocks, temperature, PCIe, other processes; exclude it if it stays slow.",
     ),
-    "xid": Rule("error", "A GPU reported an error", "Look the Xid up, and run llmrecipes doctor on that node."),
+    "xid": Rule("error", "A GPU reported an error", "Look up the Xid, and run llmrecipes doctor on that node."),
     "hang": Rule("error", "A rank hung", "The note has its stacks; llmrecipes doctor checks nodes and network."),
-    "save_failed": Rule("error", "A checkpoint was not written", "Free disk space; the run ends after some in a row."),
+    "save_failed": Rule(
+        "error", "A checkpoint was not written", "Free disk space; the run stops after several failures in a row."
+    ),
     "checkpoint_damaged": Rule(
         "warning", "A checkpoint is damaged", "The run resumed from an earlier one; check the file system."
     ),

@@ -76,7 +76,7 @@ def require_library(recipe: Recipe, *more: str) -> None:
     missing = [package for package in needed if find_spec(package) is None]
     if missing:
         raise UserError(
-            f"{', '.join(missing)} is not installed", where="search", rule="the packages of a search are an extra",
+            f"{', '.join(missing)} is not installed", where="search", rule="searches need packages of an extra",
             fix="make setup in the checkout, or pip install 'llmrecipes[search,server]'",
         )  # fmt: skip
 
@@ -328,6 +328,6 @@ def serve(place: str, study_id: int, port: int = 8080) -> None:
         signal.signal(number, signal.default_int_handler)
     with server(place, port) as (address, process):
         print(
-            f"optuna-dashboard shows the study at {address}/dashboard/studies/{study_id} (Ctrl-C ends it)", flush=True
+            f"optuna-dashboard shows the study at {address}/dashboard/studies/{study_id} (Ctrl-C stops it)", flush=True
         )
         until_interrupted(NAME, process)

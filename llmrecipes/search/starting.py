@@ -151,7 +151,7 @@ class Starter:
         try:
             known = None if run_id is None else record.read(self.place.run_dir(run_id))
             if known is not None:
-                logger.warning("trial %d: its job is cancelled", trial.number)
+                logger.warning("trial %d: cancelling its job", trial.number)
                 launcher(known.ref.launcher).cancel(known.ref)
         except UserError as error:
             logger.warning("trial %d: its job could not be cancelled: %s", trial.number, error)
@@ -289,7 +289,8 @@ class Starter:
         if self._infeasible >= INFEASIBLE_IN_A_ROW:
             raise UserError(
                 f"{self._infeasible} trials in a row cannot run; the last one: {error}",
-                where="search.space", rule="some values of the space run on this machine", fix="a smaller space",
+                where="search.space", rule="some values of the space must be able to run on this "
+                "machine", fix="narrow search.space",
             )  # fmt: skip
         return NotStarted(trial.number, values, TrialOutcome.INFEASIBLE, str(error))
 

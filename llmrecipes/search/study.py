@@ -287,7 +287,7 @@ def _fill(study: optuna.Study, recipe: Recipe, search: Search, where: str) -> No
     points = [dict(point) for point in search.enqueue_trials]
     recipe_point = own_point(recipe, search) if search.enqueue_recipe else None
     if search.enqueue_recipe and recipe_point is None:
-        logger.warning("the values of the recipe are outside the space; they are not tried first")
+        logger.warning("the recipe's values are outside the space, so they are not tried first")
     for point in ([recipe_point] if recipe_point is not None else []) + points:
         study.enqueue_trial(parameters(point), skip_if_exists=True)
     if search.sampler.type == "GridSampler":
@@ -355,7 +355,7 @@ def _require_comparable(earlier: optuna.Study, recipe: Recipe) -> dict[str, Any]
     if (then := earlier.user_attrs.get(BASIS)) is None:
         raise UserError(
             f"the study {earlier.study_name} does not record its recipe", where=where,
-            rule="an earlier study was made by llmrecipes search", fix="leave it out",
+            rule="a source study must have been made by llmrecipes search", fix="leave it out",
         )  # fmt: skip
     then = _with_defaults(then)
     # Each trial has its own value of these.
@@ -371,7 +371,7 @@ def _require_comparable(earlier: optuna.Study, recipe: Recipe) -> dict[str, Any]
         raise UserError(
             f"the study {earlier.study_name} measured something else: "
             + "; ".join(f"{change.key} {change.then!r}, now {change.now!r}" for change in changed),
-            where=where, rule="losses are compared between trials of one recipe, length and data",
+            where=where, rule="losses can only be compared between trials of the same recipe, length and data",
             fix="leave it out, or set these keys as they were",
         )  # fmt: skip
     return then

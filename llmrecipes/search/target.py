@@ -206,20 +206,20 @@ def target_of(
     for name in launcher_options:
         if name not in place.takes | JOB_OPTIONS:
             raise UserError(
-                f"{name} with --to {to}",
+                f"{name} is not an option of --to {to}",
                 where="--submit",
                 rule=f"one of {', '.join(sorted(place.takes | JOB_OPTIONS))}",
             )
     if not place.needs_cluster:
         if nodes > 1 or cluster is not None:
             raise UserError(f"not valid with --to {to}", where="--nodes" if nodes > 1 else "--cluster",
-                            rule="trials on this machine have one node", fix="--to slurm or --to k8s")  # fmt: skip
+                            rule="trials on this machine run on one node", fix="--to slurm or --to k8s")  # fmt: skip
         return local_target(place, launcher_options, paths, workers, nproc)
     if cluster is None:
         raise UserError(f"missing with --to {to}", where="--cluster",
                         rule="a trial is planned for the nodes it will run on", fix="--cluster NAME")  # fmt: skip
     if not place.shares_disk and "tracking-uri" not in launcher_options:
-        raise UserError(f"no tracking-uri with --to {to}", where="--submit",
+        raise UserError(f"tracking-uri is required with --to {to}", where="--submit",
                         rule="the losses of trials come back through an MLflow server",
                         fix="--submit tracking-uri=URL")  # fmt: skip
     return cluster_target(place, launcher_options, paths, workers, cluster, nodes, nproc)

@@ -312,7 +312,7 @@ class Worker:
         outcome, values = running.outcome(status, self.search.objectives)
         if outcome == TrialOutcome.LOST and running.resumed < self.search.max_retry:
             running.resumed += 1
-            logger.warning("trial %d: its job has ended (%s); it is resumed", running.number, status.state)
+            logger.warning("trial %d: its job has ended (%s); resuming it", running.number, status.state)
             try:
                 running.job = self._starter.submit(
                     running.trial, running.recipe, running.plan, running.run_id, running.slot
@@ -418,8 +418,8 @@ class Worker:
             raise UserError(
                 f"{self.failures} trials in a row have failed; the last one: {reason}",
                 where=f"study {self.study.study_name}",
-                rule="a search ends if every trial fails",
-                fix="read its log, then repeat the command with --resume",
+                rule="a search stops if trial after trial fails",
+                fix="find the cause in its log, then repeat the command with --resume",
             )
 
     def _count(self, running: Running) -> None:

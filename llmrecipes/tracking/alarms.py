@@ -177,7 +177,7 @@ class AlarmSink(Sink):
         for metrics in last:
             parts = step_parts(metrics, self._total, metrics.step_seconds)
             lines.append(f"  step {metrics.step}/{self._total}  {'  '.join(parts.values())}")
-        lines.append(f"look further: {command_line('diagnose', self._files.path.resolve())}")
+        lines.append(f"more: {command_line('diagnose', self._files.path.resolve())}")
         return "\n".join(lines) + "\n"
 
 

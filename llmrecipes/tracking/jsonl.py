@@ -236,7 +236,9 @@ class _Steps:
             self._expect(math.inf, step + 1)
         if recorded is None:
             return [text for _, text in self.problems]
-        changed = [f"lines {first} to {last} are not as they were written" for first, last in seen.changed(recorded)]
+        changed = [
+            f"lines {first} to {last} have changed since they were written" for first, last in seen.changed(recorded)
+        ]
         lacking = recorded.lines - seen.lines
         if lacking and not self.beyond:
             changed.append(f"{lacking} fewer lines than were written")

@@ -27,7 +27,7 @@ GAUGES = {
     "grad_norm": ("gradient_norm", "Global L2 norm of the gradients before clipping."),
     "lr": ("learning_rate", "Learning rate of the last step."),
     "step_seconds": ("step_seconds", "Seconds of the last step."),
-    "tokens_per_second": ("tokens_per_second", "Tokens of the last step by its seconds."),
+    "tokens_per_second": ("tokens_per_second", "Tokens per second in the last step."),
     "loss_scale": ("loss_scale", "Loss scale of fp16."),
     "memory_bytes": ("memory_bytes", "Peak bytes on the GPU of the first rank, or resident bytes on a CPU."),
     "mfu": ("mfu_ratio", "Model FLOPs utilisation, counting full attention."),
@@ -110,7 +110,7 @@ class PrometheusSink(Sink, Collector):
                 {
                     "valid_step": (evaluation.step, "Step of the last evaluation."),
                     "valid_loss": (evaluation.valid_loss, "Its loss, in nats per token."),
-                    "valid_compression_ratio": (bits and bits / 8, "The same in bits for each bit of text."),
+                    "valid_compression_ratio": (bits and bits / 8, "The same, in bits per bit of text."),
                 }
             )
         yield from self._gauges({"checkpoint_step": (self._saved, "Step of the newest checkpoint of this start.")})

@@ -56,9 +56,9 @@ def require_packages_of_tracking(recipe: Recipe) -> None:
     for name, (package, extra) in needed.items():
         if find_spec(package) is None:
             raise UserError(
-                f"set, but the package {package} is not installed",
+                f"needs the package {package}, which is not installed",
                 where=name,
-                rule=f"{package} is optional: it is in the extra {extra}",
+                rule=f"{package} is in the optional extra {extra}",
                 fix=f"pip install -e '.[{extra}]' in the checkout, or leave it out",
             )
 

@@ -170,7 +170,7 @@ def mlflow_server(runs_dir: Path, port: int) -> Iterator[tuple[str, subprocess.P
     """
     uri = tracking_uri(runs_dir)
     if is_local(uri) and not runs_dir.is_dir():
-        raise UserError("no runs yet", where=str(runs_dir), fix="train something first: make train")
+        raise UserError("no runs yet", where=str(runs_dir), fix="train a model first: make train")
     if is_local(uri):
         if not (runs_dir / DATABASE).exists():  # takes seconds
             print(f"creating {runs_dir / DATABASE} ...", file=sys.stderr, flush=True)
@@ -191,7 +191,7 @@ def serve_mlflow(runs_dir: Path, port: int = 5000) -> None:
         return
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end the server as well
     with mlflow_server(runs_dir, port) as (address, process):
-        print(f"MLflow shows {runs_dir} at {address}/{MLFLOW_PAGE} (Ctrl-C ends it)", flush=True)
+        print(f"MLflow shows {runs_dir} at {address}/{MLFLOW_PAGE} (Ctrl-C stops it)", flush=True)
         until_interrupted(MLFLOW, process)
 
 
@@ -240,5 +240,5 @@ def serve_tensorboard(run_dirs: Sequence[Path], port: int) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end the server as well
     with tensorboard_server(run_dirs, port) as (address, number, process):
         what = str(run_dirs[0]) if len(run_dirs) == 1 else f"{number} runs"
-        print(f"TensorBoard shows {what} at {address}/#scalars (Ctrl-C ends it)", flush=True)
+        print(f"TensorBoard shows {what} at {address}/#scalars (Ctrl-C stops it)", flush=True)
         until_interrupted(TENSORBOARD, process)

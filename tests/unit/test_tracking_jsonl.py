@@ -171,26 +171,29 @@ Lines = list[bytes]
     ("damage", "found"),
     [
         (lambda lines: lines, []),
-        (lambda lines: [lines[0].replace(b"5.0", b"4.0"), *lines[1:]], ["lines 1 to 100 are not as they were written"]),
+        (
+            lambda lines: [lines[0].replace(b"5.0", b"4.0"), *lines[1:]],
+            ["lines 1 to 100 have changed since they were written"],
+        ),
         (
             lambda lines: [*lines[:-1], lines[-1].replace(b"5.0", b"4.0")],
-            ["lines 201 to 250 are not as they were written"],
+            ["lines 201 to 250 have changed since they were written"],
         ),
         (
             lambda lines: lines[:150] + lines[153:],
             [
-                "lines 101 to 200 are not as they were written",
+                "lines 101 to 200 have changed since they were written",
                 "3 fewer lines than were written",
                 "steps 151 to 153 are missing",
             ],
         ),
         (
             lambda lines: lines[:150] + lines[149:],
-            ["lines 101 to 250 are not as they were written", "step 150 is repeated in line 151"],
+            ["lines 101 to 250 have changed since they were written", "step 150 is repeated in line 151"],
         ),
         (
             lambda lines: [*lines[:9], lines[9][:30] + b"\n", *lines[10:]],
-            ["lines 1 to 100 are not as they were written", "line 10 cannot be read", "step 10 is missing"],
+            ["lines 1 to 100 have changed since they were written", "line 10 cannot be read", "step 10 is missing"],
         ),
         (lambda lines: lines[:240], ["10 fewer lines than were written", "steps 241 to 250 are missing"]),
         (lambda _lines: [], ["250 fewer lines than were written", "steps 1 to 250 are missing"]),
