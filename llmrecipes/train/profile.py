@@ -27,16 +27,27 @@ KINDS = {
     "attention": r"flash|fmha|attention|attn|sdpa",
     "loss": r"cross_?entropy|softmax|nll_loss",
     "norm": r"(layer|rms)_?norm|ln_(fwd|bwd)|_norm_kernel",
-    "gemm": r"gemm|cutlass|nvjet|cublas|xmma|wgmma|::(mm|addmm|bmm|baddbmm|_grouped_mm|mkldnn_linear\w*|linear)$",
+    "gemm": r"gemm|cutlass|nvjet|cublas|xmma|wgmma|triton_(tem|b?mm)_"
+    r"|::(mm|addmm|bmm|baddbmm|_grouped_mm|mkldnn_linear\w*|linear)$",
     "copy": r"memcpy|memset|copy|catarray|index|embedding|gather|scatter|::(cat|clone|fill_|zero_)$",
 }
 """Kinds of kernels by their names on GPUs and those of operations on CPUs; the first that matches counts."""
 REST, IDLE = "elementwise", "idle"
 _PATTERNS = [(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in KINDS.items()]
+_GENERATED = re.compile(r"triton_(poi|red|per|for|spl|coo)_fused_(\w+?)_?\d*$")
+"""A kernel that torch.compile generates, other than a template's; its name has all operations that it fuses."""
+_MOVED = (
+    "_to_copy|clone|copy_?|cat|embedding|index(_put_?|_select)?|gather|scatter|view|_unsafe_view|transpose|permute|t"
+)
+_ONLY_MOVED = re.compile(rf"({_MOVED})(_({_MOVED}))*")
 
 
 def kind_of(name: str) -> str:
     """The kind of a kernel or operation; what no pattern matches is elementwise."""
+    if generated := _GENERATED.match(name):
+        # It neither multiplies matrices nor attends, and a conversion or a gather among its operations is free.
+        kinds = [kind for kind, pattern in _PATTERNS if kind in ("loss", "norm") and pattern.search(name)]
+        return kinds[0] if kinds else "copy" if _ONLY_MOVED.fullmatch(generated[2]) else REST
     return next((kind for kind, pattern in _PATTERNS if pattern.search(name)), REST)
 
 

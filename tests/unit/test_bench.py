@@ -225,6 +225,23 @@ def test_kernels_are_summed_by_kind_and_gaps_are_idle() -> None:
     assert found.seconds == pytest.approx(50e-6)
 
 
+def test_kernels_that_the_compiler_fuses_are_not_copies_because_they_convert() -> None:
+    """Names as inductor makes them: all fused operations, sorted."""
+    names = {
+        "triton_poi_fused__to_copy_add_gelu_mul_3": "elementwise",
+        "triton_poi_fused_mul_silu_split_with_sizes_0": "elementwise",
+        "triton_poi_fused__scaled_dot_product_flash_attention_add_cat_neg_transpose_7": "elementwise",
+        "triton_red_fused__to_copy_amax_gather_sub_12": "elementwise",
+        "triton_red_fused__fused_rms_norm__to_copy_add_2": "norm",
+        "triton_per_fused_add_native_layer_norm_backward_4": "norm",
+        "triton_red_fused__log_softmax__to_copy_nll_loss_forward_1": "loss",
+        "triton_poi_fused__to_copy_clone_5": "copy",
+        "triton_poi_fused_clone_transpose": "copy",
+        "triton_tem_fused_mm_9": "gemm",
+    }
+    assert {name: kind_of(name) for name in names} == names
+
+
 def test_a_site_with_gpus_is_measured_as_it_is_used_and_at_a_size_that_measures_links(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
