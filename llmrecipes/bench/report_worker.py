@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import os
 import statistics
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._dynamo.utils import counters
 
 from llmrecipes.bench import right
 from llmrecipes.bench.measure import SIZE, measure_ranks, random_tokens
@@ -31,6 +31,7 @@ from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.plan.speed.forecast import forecast
 from llmrecipes.recipe.batch_schedule import without_ramp
+from llmrecipes.recipe.features import FeatureChoice, resolve
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.proxy import proxy
 from llmrecipes.recipe.schema import Parallelism, Recipe
@@ -48,8 +49,8 @@ BIG: dict[str, dict[str, Any]] = {
     "llama3-8b": {},
     "mixtral-8x7b": {},
     "qwen3-30b-a3b": {},
-    # 32 of 256 experts: a layer with all of them does not fit on one GPU.
-    "deepseek-v3": {"num_moe_experts": 32, "moe_layer_freq": 1, "mtp_num_layers": None},
+    # 16 of 256 experts and a quarter of the vocabulary: with 32 and all of it, two layers need more than an H100 has.
+    "deepseek-v3": {"num_moe_experts": 16, "vocab_size": 32768, "moe_layer_freq": 1, "mtp_num_layers": None},
 }
 """Large models, and what is changed of them besides depth and layout."""
 DEPTHS = (1, 2)
@@ -66,7 +67,7 @@ def cut(name: str, depth: int, device: str) -> Recipe:
     changes = {"num_layers": depth, **BIG[name]}
     if device == "cpu":
         full = proxy(full, "cpu")
-        changes = {key: value for key, value in changes.items() if key != "num_moe_experts"}
+        changes = {key: value for key, value in changes.items() if key not in ("num_moe_experts", "vocab_size")}
     batch = {"global_batch_size": MICRO_BATCHES * full.train.micro_batch_size}
     no_recomputation = dict.fromkeys(("recompute_granularity", "recompute_method", "recompute_num_layers"))
     changed = {
@@ -85,6 +86,12 @@ def whole(name: str, device: str) -> Recipe:
     batch = {"global_batch_size": MICRO_BATCHES * full.train.micro_batch_size}
     changed = {"train": without_ramp(full.train, **batch), "parallelism": Parallelism()}
     return Recipe.model_validate(full.model_copy(update=changed).model_dump())
+
+
+def compiled(name: str, device: str) -> Recipe:
+    """`whole`, with `train.torch_compile`."""
+    recipe = whole(name, device)
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"torch_compile": True})})
 
 
 def offloaded(name: str, device: str, where: str) -> Recipe:
@@ -111,6 +118,7 @@ class Item:
         measures: dict[str, Callable[[str], Iterator[Row]]] = {
             "parity": self._parity,
             "model": self._model,
+            "compiled": self._compiled,
             "layers": self._layers,
             "saves": self._saves,
             "gemm": self._gemm,
@@ -148,6 +156,12 @@ class Item:
 
     def _model(self, name: str) -> Iterator[Row]:
         yield from self._speed(whole(name, self.device), "")
+
+    def _compiled(self, name: str) -> Iterator[Row]:
+        """The same with `train.torch_compile`."""
+        counters.clear()
+        yield from self._speed(compiled(name, self.device), "")
+        yield right.graph_breaks(self.row)
 
     def _dry_run(self, name: str) -> Iterator[Row]:
         """Memory of the same step without a device, beside which that of the step is put."""
@@ -191,7 +205,7 @@ class Item:
         """A layer of a large model with each fusion the other way; what the model has by rule is the first row."""
         recipe, plain = cut(name, DEPTHS[0], self.device), list[float]()
         yield from self._step(recipe, "step", plain)
-        choices = {feature.key: feature for feature in derive(recipe, 1, detect()).features}
+        choices = self._features(recipe)
         for fusion in FUSIONS:
             choice, seconds = choices[f"speed.{fusion}"], list[float]()
             if choice.ruled_out:
@@ -200,13 +214,23 @@ class Item:
             other = not choice.value
             changed = recipe.model_copy(update={"speed": recipe.speed.model_copy(update={fusion: other})})
             yield from self._step(changed, f"step {'with' if other else 'without'} {fusion}", seconds)
+            if not seconds:
+                continue
             share = 100 * (seconds[0] / plain[0] - 1)
             yield self.row(
                 f"what {fusion} gives", -share if other else share, "%", note="of the step with it off or on"
             )
 
+    def _features(self, recipe: Recipe) -> dict[str, FeatureChoice]:
+        """What this process has of the features of `speed`, by key: the plan expects TransformerEngine on every GPU."""
+        from llmrecipes.engine.core.model.gpt import software
+
+        plan = derive(recipe, 1, detect())
+        *_, target = software(plan, backend(recipe).platform())
+        return {choice.key: choice for choice in resolve(plan.recipe, target)}
+
     def _step(self, recipe: Recipe, quantity: str, seconds: list[float]) -> Iterator[Row]:
-        """Only the time of a step; a feature that the rank lacks is skipped."""
+        """Only the time of a step; a feature that the rank lacks is skipped, and no time appended."""
         try:
             for row in self._speed(recipe, "", seconds):
                 if row.quantity == "step":
@@ -215,7 +239,6 @@ class Item:
             if not error.where.startswith("speed."):
                 raise
             yield self.row(quantity, status="skipped", note=error.rule)
-            seconds.append(math.nan)
 
     def _offload(self, name: str) -> Iterator[Row]:
         """Step and memory with the optimizer on the GPU and in the host's memory."""
@@ -265,6 +288,8 @@ class Item:
                 started = time.perf_counter()
                 engine.train_step(batches)
                 platform.synchronize()
+                if number == 0 and recipe.train.torch_compile:
+                    yield self.row(f"first step{suffix}", time.perf_counter() - started, "s", note="compiles")
                 if number >= WARMUP:
                     seconds.append(time.perf_counter() - started)
             memory = platform.peak_memory()
@@ -339,12 +364,16 @@ class Item:
                 saver.reserve(engine.state(Progress(step=1)))
                 reserve = time.perf_counter() - started
                 for step in (2, 3, 4):
+                    store.withdraw(0)  # one of gpt-1b takes 18 GB, and a disk may not have room for three
                     engine.train_step(batches)
                     platform.synchronize()
                     started = time.perf_counter()
                     saver.save(engine.state(Progress(step=step)), right.info(plan, engine, step))
                     waits.append(time.perf_counter() - started)
-                    written.append(saver.wait()[0].seconds)
+                    (saved,) = saver.wait()
+                    if saved.error is not None:
+                        raise RuntimeError(f"the save of step {step} failed: {saved.error}")
+                    written.append(saved.seconds)
             yield self.row("stall: allocation starts", 1e3 * reserve, "ms", note="after the first step")
             for number, wait in enumerate(waits, start=1):
                 # The first save must not cost more than the others: its memory is allocated in advance.

@@ -155,14 +155,22 @@ def breaks(row: MakeRow, device: str) -> Iterator[Row]:
     """Whether compiled layers are whole graphs. On a CPU they are only traced, not compiled."""
     recipe = recipe_of(MODEL)
     recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"torch_compile": True})})
-    traced = partial(torch.compile, backend="eager") if device == "cpu" else torch.compile
+    compile_ = torch.compile
+
+    def traced(*args: Any, **options: Any) -> Any:
+        return compile_(*args, **{**options, "backend": "eager"})
+
     counters.clear()
-    with patch("torch.compile", traced), _trained(recipe):
-        counts = counters["graph_break"]
-        reason = next(iter(counts), "")
-        yield row("graph breaks", sum(counts.values()), limit=0, note=reason[:200])
+    with patch("torch.compile", traced if device == "cpu" else compile_), _trained(recipe):
+        yield graph_breaks(row)
         graphs = counters["stats"]["unique_graphs"]
         yield row("graphs", graphs, note="of all layers with their loss; more with each shape that is new")
+
+
+def graph_breaks(row: MakeRow) -> Row:
+    """How often torch has cut a graph since its counters were cleared."""
+    counts = counters["graph_break"]
+    return row("graph breaks", sum(counts.values()), limit=0, note=next(iter(counts), "").partition("\n")[0][:200])
 
 
 @contextmanager

@@ -294,7 +294,10 @@ app.command("inference")(inference)
 def gpu_report(
     stages: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[STAGE]...", help="Run these stages: right, fast, big, state or fp8; default: all."),
+        typer.Argument(
+            metavar="[STAGE]...",
+            help="Run these stages (right, fast, big, state, fp8) or items of them, in this order; default: all.",
+        ),
     ] = None,
     out: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="Write report.jsonl, .md and .html to this folder.")

@@ -18,6 +18,9 @@ from llmrecipes.bench.report import STAGES, Row, append, read
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.builds import compiler_obstacle
 from llmrecipes.hardware.cluster import Cluster, detect
+from llmrecipes.launch.environment import detected_environment, missing
+from llmrecipes.plan.derive import derive
+from llmrecipes.recipe.load import load
 from llmrecipes.workflow.run import Log
 
 
@@ -39,15 +42,17 @@ ITEMS = (
     *(
         Planned("fast", f"{kind} {name}", seconds)
         for name in ("gpt-125m", "gpt-1b")
-        for kind, seconds in (("dryrun", 30), ("model", 90), ("plain", 60), ("hf-trainer", 60), ("torchtitan", 60))
+        for kind, seconds in (
+            ("dryrun", 30), ("model", 90), ("compiled", 120), ("plain", 90), ("hf-trainer", 60), ("torchtitan", 60)
+        )
     ),
     *(Planned("big", f"layers {name}", 120) for name in ("llama3-8b", "mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3")),
     *(Planned("big", f"fusions {name}", 120) for name in ("llama3-8b", "mixtral-8x7b")),
     Planned("state", "saves gpt-125m", 60),
-    Planned("state", "saves gpt-1b", 120),
+    Planned("state", "saves gpt-1b", 180),
     Planned("state", "offload gpt-125m", 60),
     Planned("fp8", "scalings llama3-8b", 240),
-)
+)  # fmt: skip
 """In the order in which they are measured; each in a process of its own."""
 GRACE = 15
 """Seconds that are left when an item is stopped, for the pages."""
@@ -57,7 +62,7 @@ def gpu_report(stages: Sequence[str], folder: Path, budget: float, device: str |
     """Measure what an earlier call with the same folder has not measured.
 
     Args:
-        stages: of `STAGES`; empty: all.
+        stages: of `STAGES`, or items by name (`saves gpt-1b`) or by the first word of it, in this order; empty: all.
         folder: receives report.jsonl, report.md and report.html; each row is written as soon as it is known.
         budget: seconds of this call. An item that would not fit is skipped, and measured by the next call.
         device: `cuda` or `cpu`; None: a GPU if there is one.
@@ -70,9 +75,7 @@ def gpu_report(stages: Sequence[str], folder: Path, budget: float, device: str |
         UserError: an unknown stage, no GPU, or the folder cannot be written.
     """
     ends = time.monotonic() + budget
-    for stage in stages:
-        if stage not in STAGES:
-            raise UserError(f"unknown stage {stage!r}", where="STAGE", rule=f"one of {', '.join(STAGES)}")
+    items = list(dict.fromkeys(item for stage in stages or STAGES for item in _named(stage)))
     cluster = detect()
     if device == "cuda" and not cluster.gpus:
         raise UserError("nvidia-smi lists no GPU", where="--device", fix="--device cpu")
@@ -80,7 +83,7 @@ def gpu_report(stages: Sequence[str], folder: Path, budget: float, device: str |
     try:
         folder.mkdir(parents=True, exist_ok=True)
         about = _about(cluster, chosen)
-        for row in _rows(stages or STAGES, folder, chosen, ends, log):
+        for row in _rows(items, folder, chosen, _environment(cluster, chosen), ends, log):
             append(folder, row, about)
             if row.off:
                 log(f"  {' · '.join(cell for cell in row.cells() if cell)}")
@@ -91,10 +94,38 @@ def gpu_report(stages: Sequence[str], folder: Path, budget: float, device: str |
     return read(folder)
 
 
-def _rows(stages: Sequence[str], folder: Path, device: str, ends: float, log: Log) -> Iterator[Row]:
+def _named(stage: str) -> list[Planned]:
+    """Items of a stage, or of this name or kind.
+
+    Raises:
+        UserError: there is none.
+    """
+    items = [item for item in ITEMS if stage in (item.stage, item.name, item.name.partition(" ")[0])]
+    if not items and stage not in STAGES:
+        kinds = dict.fromkeys(item.name.partition(" ")[0] for item in ITEMS)
+        raise UserError(
+            f"unknown stage or item {stage!r}", where="STAGE", rule=f"one of {', '.join((*STAGES, *kinds))}"
+        )
+    return items
+
+
+def _environment(cluster: Cluster, device: str) -> dict[str, str]:
+    """Variables of the items: those of a rank on the device, which is the first GPU, or none."""
+    if device == "cpu":
+        return {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    plan = derive(load("gpt-tiny", []).recipe, 1, cluster)
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    ours = missing(detected_environment(cluster, plan), os.environ)
+    # With several, Hugging Face's Trainer would train on all of them.
+    return {**os.environ, **ours, "CUDA_VISIBLE_DEVICES": first}
+
+
+def _rows(
+    items: Sequence[Planned], folder: Path, device: str, environment: dict[str, str], ends: float, log: Log
+) -> Iterator[Row]:
     done = {(row.stage, row.item) for row in read(folder) if row.status == "measured" and row.quantity == "time"}
-    for item in ITEMS:
-        if item.stage not in stages or (item.stage, item.name) in done:
+    for item in items:
+        if (item.stage, item.name) in done:
             continue
         if obstacle := _obstacle(item.name.partition(" ")[0], device):
             yield Row(stage=item.stage, item=item.name, quantity="item", status="skipped", note=obstacle)
@@ -105,7 +136,7 @@ def _rows(stages: Sequence[str], folder: Path, device: str, ends: float, log: Lo
             yield Row(stage=item.stage, item=item.name, quantity="item", status="skipped", note=note)
             continue
         log(f"{item.stage}: {item.name}")
-        yield from _measured(item, folder, device, left)
+        yield from _measured(item, folder, device, environment, left)
 
 
 def _obstacle(kind: str, device: str) -> str | None:
@@ -115,16 +146,16 @@ def _obstacle(kind: str, device: str) -> str | None:
         return f"{package} is not importable"
     if kind == "torchtitan":
         return "its loop is not driven: the configuration of a model changes with each release"
-    if kind == "plain" and (obstacle := compiler_obstacle("cpu" if device == "cpu" else "cuda")):
+    if kind == "scalings" and device == "cuda" and find_spec("transformer_engine") is None:
+        return "transformer_engine is not importable"
+    if kind in ("plain", "compiled") and (obstacle := compiler_obstacle("cpu" if device == "cpu" else "cuda")):
         return f"it is compiled, and {obstacle}"
     return None
 
 
-def _measured(item: Planned, folder: Path, device: str, limit: float) -> Iterator[Row]:
+def _measured(item: Planned, folder: Path, device: str, environment: dict[str, str], limit: float) -> Iterator[Row]:
     """Rows of an item as its process prints them; the last says how long it took, or why it failed."""
-    environment = {**os.environ, "LLMRECIPES_REPORT": str(folder)}
-    if device == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
+    environment = {**environment, "LLMRECIPES_REPORT": str(folder)}
     command = [sys.executable, "-m", "llmrecipes.bench.report_worker", item.stage, item.name, device]
     started = time.monotonic()
     log = folder / f"{item.stage}-{item.name.replace(' ', '-')}.log"

@@ -6,21 +6,25 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from llmrecipes.bench import parity, right
 from llmrecipes.bench.parity import recipe_of
 from llmrecipes.bench.report import ROWS, Row, append, page, read
 from llmrecipes.bench.report_worker import BIG, DEPTHS, FOLDER, STEPS, WARMUP, Item, cut, offloaded, whole
+from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.cli.app import run
+from llmrecipes.errors import UserError
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.machine import machine
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.workflow.gpu_report import ITEMS
+from llmrecipes.workflow.gpu_report import ITEMS, Planned, gpu_report
 from tests.helpers import ROOMY
 
 
@@ -70,13 +74,87 @@ def test_a_gradient_that_differs_is_seen() -> None:
     assert apart > parity.LIMITS["fp32"] and name in where
 
 
+@pytest.mark.parametrize("gpu", ["h100-ib", "h200-ib"])
 @pytest.mark.parametrize("name", BIG)
-def test_large_models_fit_on_one_gpu_at_both_depths(name: str) -> None:
-    h200 = machine(load_profile("h200-ib"), 1)
-    plans = [derive(cut(name, depth, "cuda"), 1, h200) for depth in DEPTHS]
+def test_large_models_fit_on_one_gpu_at_both_depths(name: str, gpu: str) -> None:
+    site = machine(load_profile(gpu), 1)
+    plans = [derive(cut(name, depth, "cuda"), 1, site) for depth in DEPTHS]
     assert plans[0].num_parameters.total < plans[1].num_parameters.total
-    for plan in (*plans, derive(whole("gpt-1b", "cuda"), 1, h200)):
+    for plan in (*plans, derive(whole("gpt-1b", "cuda"), 1, site)):
         assert plan.memory.total < 0.95 * plan.memory_capacity_bytes
+
+
+def test_items_run_as_ranks_do_on_one_gpu_and_in_the_order_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[str, dict[str, str]]] = []
+
+    def measured(
+        item: Planned, _folder: Path, _device: str, environment: dict[str, str], _left: float
+    ) -> Iterator[Row]:
+        started.append((item.name, environment))
+        yield Row(stage=item.stage, item=item.name, quantity="time", value=1.0, unit="s")
+
+    monkeypatch.setattr("llmrecipes.workflow.gpu_report.detect", lambda: machine(load_profile("h100-ib"), 1))
+    monkeypatch.setattr("llmrecipes.workflow.gpu_report.find_spec", lambda _name: None)
+    monkeypatch.setattr("llmrecipes.workflow.gpu_report.compiler_obstacle", lambda _device: None)
+    monkeypatch.setattr("llmrecipes.workflow.gpu_report._measured", measured)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
+    rows = gpu_report(["compiled gpt-1b", "breaks", "saves", "fp8"], tmp_path, 900, "cuda", lambda _line: None)
+    assert [name for name, _ in started] == ["compiled gpt-1b", "breaks", "saves gpt-125m", "saves gpt-1b"]
+    assert {environment["CUDA_VISIBLE_DEVICES"] for _, environment in started} == {"3"}
+    assert {environment["PYTORCH_ALLOC_CONF"] for _, environment in started} == {"expandable_segments:True"}
+    assert rows[-1].item == "scalings llama3-8b" and "transformer_engine" in rows[-1].note
+
+
+def test_what_a_rank_lacks_of_the_plan_is_not_measured_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without TransformerEngine most fusions that the plan of a GPU has are off, so there is nothing to switch."""
+    measured: list[Recipe] = []
+
+    def speed(item: Item, recipe: Recipe, _suffix: str, median: list[float]) -> Iterator[Row]:
+        measured.append(recipe)
+        if recipe.speed.bias_activation_fusion is False:
+            raise UserError("no", where="speed.bias_activation_fusion", rule="not here")
+        median.append(1.0)
+        yield item.row("step", 1e3, "ms")
+
+    monkeypatch.setattr("llmrecipes.bench.report_worker.detect", lambda: machine(load_profile("h100-ib"), 1))
+    monkeypatch.setattr("llmrecipes.engine.core.model.gpt.compiler_obstacle", lambda _device: None)
+    monkeypatch.setattr(Item, "_speed", speed)
+    rows = {row.quantity: row for row in Item("big", "fusions mixtral-8x7b", "cuda").rows()}
+    assert len(measured) < 4
+    for fusion in ("apply_rope_fusion", "gradient_accumulation_fusion", "moe_permute_fusion", "moe_router_fusion"):
+        assert "TransformerEngine" in rows[f"step without {fusion}"].note
+        assert f"what {fusion} gives" not in rows
+    assert all(row.value is None or row.value == row.value for row in rows.values())
+
+
+def test_a_save_that_fails_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk ends no training, but a report would take the time to the error for that of writing."""
+
+    def full(*_args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setattr("llmrecipes.engine.core.checkpoint.format.write_file", full)
+    with pytest.raises(RuntimeError, match="No space left"):
+        list(Item("state", "saves gpt-125m", "cpu").rows())
+
+
+def test_a_checkpoint_is_deleted_before_the_next_because_a_small_disk_has_no_room_for_three(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    publish = CheckpointStore.publish
+
+    def counted(store: CheckpointStore, *args: Any, **options: Any) -> Any:
+        seen.append(len(store.entries()))
+        return publish(store, *args, **options)
+
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setattr(CheckpointStore, "publish", counted)
+    rows = {row.quantity: row for row in Item("state", "saves gpt-125m", "cpu").rows()}
+    assert rows["load"].value and seen == [0, 0, 0]
 
 
 def test_a_stage_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,10 +218,26 @@ def test_a_checkpoint_with_other_weights_is_seen(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.slow
 def test_compiled_layers_are_whole_graphs_and_a_dry_run_says_how_often_the_host_waits() -> None:
     item = Item("right", "breaks", "cpu")
-    rows = {row.quantity: row for row in right.breaks(item.row, "cpu")}
+    with patch("torch._inductor.compile_fx.compile_fx", side_effect=AssertionError):  # a CPU only traces
+        rows = {row.quantity: row for row in right.breaks(item.row, "cpu")}
     assert rows["graph breaks"].value == 0 and rows["graphs"].value
     (waits,) = right.waits(item.row, recipe_of("llama"), "cpu")
     assert waits.status == "skipped" and waits.note.endswith("1 in a dry run")
+
+
+def test_a_compiled_model_is_measured_with_its_graph_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def speed(item: Item, recipe: Recipe, suffix: str) -> Iterator[Row]:
+        assert recipe.train.torch_compile
+        counters["graph_break"]["a reason\n  with an explanation"] += 2
+        yield item.row(f"step{suffix}", 1.0, "ms")
+
+    monkeypatch.setattr(Item, "_speed", speed)
+    counters["graph_break"]["of another model"] += 1
+    try:
+        step, breaks = Item("fast", "compiled gpt-1b", "cuda").rows()
+    finally:
+        counters.clear()
+    assert step.value and (breaks.value, breaks.off, breaks.note) == (2, True, "a reason")
 
 
 def test_a_fusion_is_measured_the_other_way_and_one_that_is_not_there_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
