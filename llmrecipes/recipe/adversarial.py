@@ -10,23 +10,25 @@ from llmrecipes.recipe.section import PosFloat, Section
 
 
 class Adversarial(Section):
-    """Move the embeddings of each sequence to where its loss is larger, and train on these. The movement is at most
-    `epsilon` long; the loss of a step is the one that is trained on, and held-out losses are without it."""
+    """Adversarial training: perturb the embeddings of each sequence so that its loss grows, and train on the result.
+    The norm of the perturbation is at most `epsilon`. The loss reported for a step is the perturbed one; held-out
+    losses are not perturbed."""
 
     type: Literal["fgm", "pgd", "freelb"]
-    """`fgm`: one movement along the gradient, and the mean of the losses without and with it (arXiv 1605.07725,
-    equation 5; 2 passes). `pgd`: `steps` movements from a random start, and the loss after the last (arXiv 1706.06083;
-    `steps` + 1 passes). `freelb`: the mean of the losses at a random start and after each movement but the last (arXiv
-    1909.11764, algorithm 1; `steps` passes)."""
+    """`fgm`: one step along the gradient; trains on the mean of the losses without and with it (arXiv 1605.07725,
+    equation 5; 2 passes). `pgd`: `steps` steps from a random start; trains on the loss after the last (arXiv
+    1706.06083; `steps` + 1 passes). `freelb`: trains on the mean of the losses at a random start and after each step
+    but the last (arXiv 1909.11764, algorithm 1; `steps` passes)."""
     epsilon: PosFloat
-    """Largest norm of the movement of a sequence; its unit is that of the embeddings, whose standard deviation is
+    """Largest norm of the perturbation of a sequence, on the scale of the embeddings, whose standard deviation is
     `model.init_method_std` at first."""
     alpha: PosFloat | None = None
-    """Length of each movement; `pgd` and `freelb` need it."""
+    """Length of a perturbation step; required for `pgd` and `freelb`."""
     steps: Annotated[int, Field(gt=0)] | None = None
-    """Movements; `pgd` and `freelb` need it."""
+    """Number of perturbation steps; required for `pgd` and `freelb`."""
     norm: Literal["l2", "linf"] = "l2"
-    """`l2`: the root of the sum of squares over all tokens and channels of a sequence; `linf`: the largest value."""
+    """Norm of the perturbation: `l2`, the root of the sum of squares over all tokens and channels of a sequence;
+    `linf`, the largest value."""
 
     @property
     def passes(self) -> int:

@@ -75,7 +75,8 @@ LANGUAGES = tuple(_CODES.split())
 
 
 class Step(Section):
-    """A step of cleaning. Steps are applied in order; what they drop is counted, with samples in the prepared data."""
+    """A cleaning step. Steps are applied in order; documents that they drop are counted, with samples in the prepared
+    data."""
 
     type: Literal[
         "html",
@@ -95,34 +96,35 @@ class Step(Section):
         "noise",
         "balance",
     ]
-    """`html`: the text of documents that are web pages. `unicode`: repair text that was decoded wrongly (ftfy).
-    `length`: limits of characters. `language`: drop documents in other languages. `gopher`, `repetition`: the quality
-    and repetition rules of Gopher. `c4`, `fineweb`: those of C4, which also take lines out, and of FineWeb. `code`:
-    StarCoder2's rules for source code. `classifier`: keep documents that a fastText model gives certain labels.
-    `personal_data`: mask e-mail addresses and public IP addresses. `decontaminate`:
-    drop documents that have a sequence of words in common with files, such as those of evaluation tasks. `duplicates`:
-    drop documents that differ from an earlier one only in case, digits, punctuation, accents or white space.
-    `near_duplicates`: drop documents that are nearly equal to an earlier one (MinHash); no copy of a
-    training text is then held out. `noise`: replace words of training documents. `balance`: draw from sources by
-    the tokens that are kept of them."""
+    """`html`: extract the text of documents that are web pages. `unicode`: repair text that was decoded wrongly (ftfy).
+    `length`: limit the number of characters. `language`: drop documents in other languages. `gopher`, `repetition`: the
+    quality and repetition rules of Gopher. `c4`, `fineweb`: the rules of C4, which also remove lines, and of FineWeb.
+    `code`: StarCoder2's rules for source code. `classifier`: keep documents to which a fastText model gives certain
+    labels. `personal_data`: mask e-mail addresses and public IP addresses. `decontaminate`: drop documents that share a
+    sequence of words with files, such as those of evaluation tasks. `duplicates`: drop documents that differ from an
+    earlier one only in case, digits, punctuation, accents or white space. `near_duplicates`: drop documents that are
+    nearly equal to an earlier one (MinHash); no copy of a training text is then held out. `noise`: replace words of
+    training documents. `balance`: draw from sources by the number of tokens kept from them."""
     main_content: bool | None = None
-    """`html`: leave out navigation, headers, footers and forms; unset: true."""
+    """`html`: remove navigation, headers, footers and forms; unset: true."""
     min_characters: PosInt | None = None
-    """`length`: drop documents with less text; unset: none."""
+    """`length`: drop documents with less text; unset: no minimum."""
     max_characters: PosInt | None = None
-    """`length`: drop documents with more text; unset: none."""
+    """`length`: drop documents with more text; unset: no maximum."""
     languages: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
-    """`language`: codes of ISO 639, such as `[en, de]`, to keep."""
+    """`language`: languages to keep, as ISO 639 codes such as `[en, de]`."""
     min_probability: Annotated[float | None, Field(ge=0, lt=1)] = None
-    """`language`: drop documents whose language is less probable; `classifier`: whose labels are; unset: 0.5."""
+    """Minimum probability of a document's language (`language`) or labels (`classifier`); others are dropped; unset:
+    0.5."""
     min_words: PosInt | None = None
-    """`gopher`: drop documents with fewer words; `duplicates` with `cut_spans`: of which fewer are left; unset: 50."""
+    """`gopher`: drop documents with fewer words. `duplicates` with `cut_spans`: drop documents with fewer words left.
+    Unset: 50."""
     max_words: PosInt | None = None
     """`gopher`: drop documents with more words; unset: 100,000."""
     terminal_punctuation: bool | None = None
-    """`c4`: take out lines that do not end with a punctuation mark; unset: true. FineWeb sets it to false."""
+    """`c4`: remove lines that do not end with a punctuation mark; unset: true. FineWeb sets it to false."""
     min_sentences: PosInt | None = None
-    """`c4`: drop documents with fewer sentences in the lines that stay; unset: 5."""
+    """`c4`: drop documents with fewer sentences in the remaining lines; unset: 5."""
     max_line_length: PosInt | None = None
     """`code`: drop files with a longer line, in characters; unset: 1,000."""
     max_mean_line_length: PosInt | None = None
@@ -132,36 +134,40 @@ class Step(Section):
     labels: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
     """`classifier`: labels of the documents to keep, without `__label__`."""
     paths: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
-    """`decontaminate`: files or globs, of text, JSON lines or Parquet, samples that lm-evaluation-harness logged, or
-    YAML files of its tasks whose data are local files; relative to the working directory."""
+    """`decontaminate`: files or globs of text, JSON lines or Parquet, samples logged by lm-evaluation-harness, or YAML
+    files of its tasks whose data are local files; relative to the working directory."""
     tasks: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
     """`decontaminate`: names of tasks, groups or tags of lm-evaluation-harness (extra eval), whose data are local files
     or in the Hub's cache on this machine."""
     ngram_words: Annotated[int | None, Field(ge=4)] = None
-    """`decontaminate`: words of a sequence in common; unset: 13."""
+    """`decontaminate`: words in a shared sequence; unset: 13."""
     span_sentences: PosInt | None = None
-    """`duplicates`: also drop documents made of spans of so many sentences that kept documents have; C4's have 3.
+    """`duplicates`: also drop documents made of spans of this many sentences that occur in kept documents; C4 uses 3.
     Unset: compare whole documents only."""
     max_repeated_spans: Annotated[float | None, Field(ge=0, lt=1)] = None
     """`duplicates` with `span_sentences`: drop documents with a larger share of such spans; unset: 0.5."""
     cut_spans: bool | None = None
-    """`duplicates` with `span_sentences`: cut such spans out of documents, as C4 does, instead; unset: false."""
+    """`duplicates` with `span_sentences`: cut such spans out of documents instead of dropping them, as C4 does; unset:
+    false."""
     threshold: Annotated[float | None, Field(ge=0.1, lt=1)] = None
-    """`near_duplicates`: share of their shingles that two documents have in common (Jaccard); unset: 0.8."""
+    """`near_duplicates`: fraction of shingles that two documents share (Jaccard similarity) above which the later one
+    is dropped; unset: 0.8."""
     permutations: Annotated[int | None, Field(ge=16, le=1024)] = None
-    """`near_duplicates`: hash values of a signature; more are more exact; unset: 128."""
+    """`near_duplicates`: hash values per signature; more are more accurate; unset: 128."""
     shingle_words: PosInt | None = None
-    """`near_duplicates`: words of a shingle; unset: 5."""
+    """`near_duplicates`: words per shingle; unset: 5."""
     noise_rate: Annotated[float | None, Field(gt=0, lt=1)] = None
-    """`noise`: share of the words that are replaced; unset: 0.1."""
+    """`noise`: fraction of words to replace; unset: 0.1."""
     replacement: Literal["blank", "unigram"] | None = None
-    """`noise`: by `_`, or by words of the same document, drawn by their frequency; unset: blank."""
+    """`noise`: replace words by `_` (`blank`), or by words of the same document, drawn by frequency (`unigram`); unset:
+    blank."""
     seed: NonNegInt | None = None
-    """`noise`: which words, together with the text of the document; unset: 1234."""
+    """`noise`: seed that, with the text of the document, selects the words; unset: 1234."""
     temperature: Annotated[float | None, Field(ge=1)] = None
-    """`balance`: sources are drawn from in proportion to weight × tokens^(1/temperature); unset: 1, by tokens."""
+    """`balance`: draw from sources in proportion to weight × tokens^(1/temperature); unset: 1, by tokens."""
     max_epochs: PosFloat | None = None
-    """`balance`: most passes over a source in the run; the others are drawn from more often instead. Unset: 4."""
+    """`balance`: maximum number of passes over a source in the run; the other sources are drawn from more often
+    instead. Unset: 4."""
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -10,39 +10,41 @@ from llmrecipes.recipe.section import Beta, PosFloat, PosInt, Section
 
 
 class Faults(Section):
-    """What a run does by itself about numbers that are not finite, spikes, silent corruption and hangs."""
+    """How a run reacts to non-finite numbers, spikes, silent corruption and hangs."""
 
     rerun_mode: Literal["validate_results", "disabled"] | None = None
-    """A loss or gradient that is not finite: compute the step again from the same batches before any update. If it is
-    finite then, training continues and the rank is reported; else, and with `disabled`, the run stops (exit code 93).
-    Unset: `validate_results` with the engine megatron; deepspeed stops at once."""
+    """What to do about a loss or gradient that is not finite. `validate_results`: compute the step again from the same
+    batches before any update; if it is finite then, training continues and the rank is reported, otherwise the run
+    stops (exit code 93). `disabled`: the run stops at once. Unset: `validate_results` with the engine megatron;
+    deepspeed stops at once."""
     rank_heartbeat_timeout: PosFloat | None = 600.0
-    """Seconds in which a rank has to go on with a step, a read, an evaluation or a save, or ten times the longest it
-    took before if that is more; else it is reported and killed, and the run may be restarted. Null: no watchdog."""
+    """Seconds in which a rank must make progress (a step, a read, an evaluation or a save), or ten times the longest so
+    far if that is more; otherwise it is reported and killed, and the run may be restarted. Null: no watchdog."""
     initial_rank_heartbeat_timeout: PosFloat = 3600.0
-    """The same for the first of each kind, which may compile and connect."""
+    """The same for the first step, read, evaluation and save, which may compile and connect."""
     check_weight_hash_across_dp_replicas_interval: PosInt | None = None
-    """Steps between comparisons of the weights of data-parallel replicas, by their hashes: before an update, and before
-    each save too. A difference stops the run (exit code 93). Unset: none."""
+    """Steps between comparisons of the weights of data-parallel replicas by their hashes, before an update; they are
+    compared before each save too. A difference stops the run (exit code 93). Unset: none."""
     check_results_across_dp_replicas_interval: PosInt | None = None
-    """Steps between comparisons of what data-parallel replicas compute: all of them pass the same fixed tokens forward,
-    and the results have to be equal bit for bit. A difference is an alarm (`results_differ`). Unset: none."""
+    """Steps between comparisons of what data-parallel replicas compute: all run the same fixed tokens forward, and the
+    results must be bitwise equal. A difference raises an alarm (`results_differ`). Unset: none."""
     straggler_threshold: Beta | None = 0.65
-    """Speed of a rank's own work, as part of that of its peers, below which it is an alarm in two reports in a row."""
+    """Speed of a rank's own work, relative to that of its peers, below which two reports in a row raise an alarm. Null:
+    none."""
     straggler_exclude_reports: PosInt | None = None
-    """Reports in a row in which a rank is that slow, after which a Slurm job of several nodes saves and is requeued
-    without its node. Unset: it stays an alarm."""
+    """Consecutive slow reports of a rank after which a multi-node Slurm job saves and is requeued without its node.
+    Unset: alarms only."""
     loss_spike_action: Literal["none", "skip", "rewind"] = "none"
-    """A spike of the loss or of the gradient norm: `skip` leaves out its update; `rewind` loads a checkpoint from
-    before it and leaves out the batches that led to it. `none`: an alarm if the loss stays high."""
+    """What to do about a spike of the loss or the gradient norm: `skip` its update; `rewind` to a checkpoint from
+    before it and leave out the batches that led to it. `none`: an alarm if the loss stays high."""
     loss_spike_window: Annotated[int, Field(ge=2)] = 128
-    """Last steps whose median and spread decide what a spike is; none before half of them are known."""
+    """Number of recent steps whose median and spread define a spike; none is detected before half of them are known."""
     loss_spike_sigmas: PosFloat = 6.0
     """Standard deviations above the median at which a spike begins, estimated by the median absolute deviation."""
     loss_spike_rewind_steps: PosInt = 100
-    """For `rewind`: age of the checkpoint in steps, at least, and the number of batches that are left out."""
+    """For `rewind`: minimum age of the checkpoint in steps, and number of batches to leave out."""
     loss_spike_max_rewinds: PosInt = 3
-    """For `rewind`: how often a run does so; at the next spike it stops (exit code 93)."""
+    """For `rewind`: maximum number of rewinds; the next spike stops the run (exit code 93)."""
 
     def without_spikes(self) -> Faults:
         """The same without an action on spikes."""

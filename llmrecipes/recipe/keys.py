@@ -217,9 +217,9 @@ def _takes(node: dict[str, Any], defs: dict[str, Any]) -> str:
         return "any value"
     if "anyOf" in node:
         options = [_resolve(option, defs) for option in node["anyOf"]]
-        # Without the comma, `or null` would seem to be of the items.
-        word = ", or " if any("prefixItems" in option for option in options) else " or "
-        return word.join(_takes(option, defs) for option in options)
+        if any(option.get("type") == "array" for option in options):
+            options.sort(key=lambda option: option.get("type") != "null")  # last, `or null` would seem to be an item
+        return " or ".join(_takes(option, defs) for option in options)
     if "enum" in node:
         return "one of " + ", ".join(str(value) for value in node["enum"])
     match node.get("type"):
@@ -238,14 +238,14 @@ def _takes(node: dict[str, Any], defs: dict[str, Any]) -> str:
                 return f"a list of {len(items)} values, each {items[0]}"
             return "a list of " + ", ".join(items)
         case "array":
-            return (
-                f"a list with at least {node.get('minItems', 0)} item of {_takes(_resolve(node['items'], defs), defs)}"
-            )
+            least = node.get("minItems", 0)
+            words = "a list" if least == 0 else "a non-empty list" if least == 1 else f"a list of at least {least}"
+            return f"{words}, each item {_takes(_resolve(node['items'], defs), defs)}"
         case "object" if "properties" not in node:
             # Pydantic represents mappings with a key pattern differently from those with any key.
             values = node.get("additionalProperties") or next(iter(node["patternProperties"].values()))
             value = _resolve(values, defs)
-            return f"a mapping of names, each to {_takes(value, defs)}"
+            return f"a mapping from names to {_takes(value, defs)}"
     return "a mapping"
 
 

@@ -29,21 +29,24 @@ SMOOTHED = ("robust", "exo_pair")
 
 class Dpo(Section):
     """Direct preference optimization (arXiv 2305.18290) on the pairs of `data.chat.preference`. The loss is a mean over
-    pairs, of what the log-probabilities of both answers have gained on those of a frozen reference model."""
+    pairs, computed from how much the log-probabilities of both answers have gained over those of a frozen reference
+    model."""
 
     beta: PosFloat = 0.1
-    """Strength of the reference: the factor of the gains, which makes them rewards. With `ipo` its τ."""
+    """Factor of these gains, which makes them rewards: the strength of the reference. With `ipo`, its τ."""
     loss_type: LossType = "sigmoid"
-    """Loss of a pair, as TRL's `loss_type`: `sigmoid` is DPO's, `ipo` that of arXiv 2310.12036, per token, `hinge` of
-    SLiC (2305.10425), `robust` of 2403.00409, `exo_pair` of 2402.00856, `nca_pair` of 2402.05369, `bco_pair` of
-    2404.04656, `sppo_hard` of 2405.00675, `apo_zero` and `apo_down` of 2408.06266, `sigmoid_norm` of 2405.14734."""
+    """Loss of a pair, named as TRL's `loss_type`: `sigmoid` is the DPO paper's, `ipo` is from arXiv 2310.12036, per
+    token, `hinge` from SLiC (2305.10425), `robust` from 2403.00409, `exo_pair` from 2402.00856, `nca_pair` from
+    2402.05369, `bco_pair` from 2404.04656, `sppo_hard` from 2405.00675, `apo_zero` and `apo_down` from 2408.06266,
+    `sigmoid_norm` from 2405.14734."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Probability that a pair is labelled the wrong way round; with `robust` and `exo_pair`."""
+    """Probability that a pair is labelled the wrong way round; only with `robust` and `exo_pair`."""
     reference: str | None = None
-    """A run (`RUN` or `RUN@STEP`), a folder with a Hugging Face model or its name on the Hub, of the same model and
-    tokens. Unset: the weights that the run starts from, with adapters the model without them."""
+    """Reference model: a run (`RUN` or `RUN@STEP`), or a Hugging Face model as a folder or by its name on the Hub, of
+    the same architecture and tokens. Unset: the weights that the run starts from, or with adapters the model without
+    them."""
     reference_free: bool = False
-    """Compare the log-probabilities with nothing: no reference model."""
+    """Compute the loss without a reference model."""
     reference_log_probs: Annotated[str, Field(min_length=1)] | None = None
-    """Folder that `llmrecipes precompute` writes and training reads: the reference's log-probabilities of all pairs, in
-    place of the reference. Unset: the reference is in memory, and passes every micro-batch."""
+    """Folder with the reference's log-probabilities of all pairs, which `llmrecipes precompute` writes and training
+    reads instead of computing the reference. Unset: the reference is in memory and computes every micro-batch."""

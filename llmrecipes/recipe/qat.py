@@ -15,17 +15,18 @@ GROUP = 128
 
 
 class Qat(Section):
-    """Quantisation-aware training (arXiv 1712.05877, section 3): the matrices of the layers are rounded in each forward
-    pass as `llmrecipes quantize --method rtn` rounds them, and the gradient of a rounded weight is that of the weight
-    itself (the straight-through estimator, arXiv 1308.3432). Experts are rounded too; embeddings, norms, routers and
-    the output layer are not. Checkpoints have the weights that were not rounded."""
+    """Quantisation-aware training (arXiv 1712.05877, section 3): every forward pass rounds the matrices of the layers
+    as `llmrecipes quantize --method rtn` does, and the gradient ignores the rounding (straight-through estimator, arXiv
+    1308.3432). Experts are rounded too; embeddings, norms, routers and the output layer are not. Checkpoints contain
+    the unrounded weights."""
 
     scheme: Literal["int4", "int8"]
-    """As `quantize --scheme`: 4 bits with a scale for each `group_size` weights of a row, or 8 bits with one a row."""
+    """Format of the weights, as in `quantize --scheme`: 4 bits with one scale per `group_size` weights of a row, or 8
+    bits with one scale per row."""
     group_size: Annotated[int, Field(ge=8)] | None = None
-    """As `quantize --group-size`, with `int4`: weights that share a scale. Unset: 128."""
+    """Weights that share a scale, as in `quantize --group-size`; only with `int4`. Unset: 128."""
     start_step: NonNegInt = 0
-    """Steps of the run before weights are rounded, so that they have found their range."""
+    """Number of steps before rounding starts, so that the weights can find their range."""
 
     @property
     def bits(self) -> int:

@@ -38,50 +38,52 @@ from llmrecipes.recipe.zero import Zero
 
 
 class EvalTasks(Section):
-    """Tasks of lm-evaluation-harness that the training engine runs; training is not affected."""
+    """Tasks of lm-evaluation-harness that the training engine runs; they do not affect training."""
 
     tasks: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]
-    """Tasks, groups or tags of the harness, or paths of task files. Their data is read before training starts."""
+    """Tasks, groups or tags of the harness, or paths to task files. Their data is loaded before training starts."""
     interval: PosInt
-    """Steps between these evaluations; the last step is always evaluated."""
+    """Steps between task evaluations; the last step is always evaluated."""
     limit: PosInt | None = None
-    """Documents of each task; unset: all."""
+    """Maximum number of documents per task; unset: all."""
     num_fewshot: NonNegInt | None = None
-    """Examples in the context; unset: the task's default."""
+    """Examples in the prompt; unset: the task's default."""
 
 
 class EarlyStop(Section):
-    """End the run when the monitored held-out loss has stopped to improve; the last state is saved."""
+    """End the run when the monitored held-out loss stops improving; the last state is saved."""
 
     patience: PosInt
-    """Evaluations in a row without an improvement after which the run ends."""
+    """Consecutive evaluations without an improvement after which the run ends."""
     min_delta: NonNegFloat = 0.0
-    """What a loss has to be below the lowest by, and more, to be an improvement, in nats per token."""
+    """Amount by which a loss must fall below the lowest so far to count as an improvement, in nats per token."""
 
 
 class Chat(Section):
-    """Sources hold conversations, which the tokenizer's chat template turns into text; the loss is on answers only."""
+    """Sources contain conversations, which the tokenizer's chat template turns into text; the loss is computed on
+    answers only."""
 
     messages_key: str = "messages"
     """Column of conversations: a list of objects with `role` and `content`."""
     prompt_key: str = "prompt"
-    """Column of questions, in a source without `messages_key`: a conversation of one question and its answer."""
+    """Column of questions, in sources without `messages_key`: each row is a conversation of one question and one
+    answer."""
     completion_key: str = "completion"
     """Column of the answers to `prompt_key`."""
     template: Literal["chatml", "llama3", "qwen3"] | None = None
-    """Built-in chat template with marked answers, whose special tokens the tokenizer has; unset: that of the tokenizer,
-    and ChatML for a `bpe` tokenizer."""
+    """Built-in chat template with marked answers; the tokenizer must have its special tokens. Unset: the tokenizer's
+    template, or ChatML for a `bpe` tokenizer."""
     chat_template: str | None = None
-    """File of a Jinja chat template, in place of `template`."""
+    """Jinja chat template file to use instead of `template`."""
     max_length: PosInt | None = None
-    """Longest conversation, in tokens; unset: what a sequence holds, `model.seq_length` + 1."""
+    """Maximum length of a conversation, in tokens; unset: what fits in a sequence, `model.seq_length` + 1."""
     overlong: Literal["truncate", "drop"] = "truncate"
-    """Longer conversations: keep the first `max_length` tokens, or drop the whole conversation."""
+    """What to do with longer conversations: keep the first `max_length` tokens, or drop the conversation."""
     packing: bool = True
-    """Several conversations in one sequence, none of which sees another; else one conversation in a sequence, and
-    padding."""
+    """Pack several conversations into a sequence, without attention between them; false: one conversation per sequence,
+    padded."""
     preference: Preference | None = None
-    """Rows are pairs of a better and a worse answer to a prompt, for `dpo`. Unset: conversations."""
+    """Rows are pairs of a better and a worse answer to a prompt, for `dpo`. Unset: rows are conversations."""
 
 
 Target = Literal[
@@ -91,20 +93,20 @@ Target = Literal[
 
 
 class Lora(Section):
-    """Low-rank adaptation (arXiv 2106.09685): a matrix W becomes W + `alpha` / `rank` · B · A, of which only A and B
-    are trained and saved."""
+    """Low-rank adaptation (arXiv 2106.09685): a matrix W becomes W + `alpha` / `rank` · B · A; only A and B are trained
+    and saved."""
 
     rank: PosInt
-    """Rows of A and columns of B; at most the shorter side of every adapted matrix."""
+    """Rank of the adapters: rows of A and columns of B; at most the shorter side of every adapted matrix."""
     alpha: PosFloat | None = None
-    """Scale of the adapters, divided by `rank`; unset: `rank`."""
+    """Numerator of the adapter scale `alpha` / `rank`; unset: `rank`."""
     dropout: Probability = 0.0
-    """Dropout of the adapters' inputs."""
+    """Dropout on the adapters' inputs."""
     target_modules: Annotated[tuple[Target, ...], Field(min_length=1, strict=False)] | None = None
-    """Adapted matrices, by Megatron's names: `linear_qkv`, `linear_proj`, `linear_fc1` and `linear_fc2` (of dense MLPs
+    """Matrices to adapt, by Megatron's names: `linear_qkv`, `linear_proj`, `linear_fc1` and `linear_fc2` (of dense MLPs
     and shared experts), `linear_q_proj` or `linear_q_down_proj` and `linear_q_up_proj`, `linear_kv_down_proj` and
     `linear_kv_up_proj` of latent attention, `experts.linear_fc1` and `experts.linear_fc2` of routed experts, with
-    separate adapters for every expert. Unset: all matrices of the model except those of routed experts."""
+    separate adapters per expert. Unset: all matrices except those of routed experts."""
 
     @property
     def scale(self) -> float:
@@ -113,44 +115,46 @@ class Lora(Section):
 
 
 class Parallelism(Section):
-    """How the work is spread over ranks. Data-parallel size is derived: world size over the model-parallel degrees."""
+    """How the work is distributed over ranks. The data-parallel size is derived: world size divided by the
+    model-parallel degrees."""
 
     tensor_model_parallel_size: PosInt = 1
-    """Ranks that share every layer's matrices and heads (Megatron-LM, arXiv 1909.08053)."""
+    """Tensor-parallel size: ranks that share every layer's matrices and heads (Megatron-LM, arXiv 1909.08053)."""
     pipeline_model_parallel_size: PosInt = 1
-    """Stages that the layers are split into; micro-batches are pipelined through them (1F1B, arXiv 2104.04473,
-    section 2.2.1)."""
+    """Pipeline-parallel size: stages into which the layers are split; micro-batches are pipelined through them (1F1B,
+    arXiv 2104.04473, section 2.2.1)."""
     virtual_pipeline_model_parallel_size: Annotated[int, Field(gt=1)] | None = None
-    """Interleaved chunks of layers per stage: a smaller bubble at the cost of more messages (interleaved schedule,
+    """Chunks of layers per pipeline stage: a smaller bubble at the cost of more communication (interleaved schedule,
     arXiv 2104.04473, section 2.2.2); unset: one."""
     context_parallel_size: PosInt = 1
-    """Ranks that share every sequence, each with two chunks of it (Llama 3, arXiv 2407.21783, section 3.3.2)."""
+    """Context-parallel size: ranks that share every sequence, two chunks each (Llama 3, arXiv 2407.21783, section
+    3.3.2)."""
     expert_model_parallel_size: PosInt = 1
-    """Ranks that share the experts of a layer (GShard, arXiv 2006.16668). They are the tensor-, context- and
-    data-parallel ranks, not additional ones (arXiv 2504.14960)."""
+    """Expert-parallel size: ranks that share the experts of a layer (GShard, arXiv 2006.16668). These are the tensor-,
+    context- and data-parallel ranks, not additional ones (arXiv 2504.14960)."""
     expert_tensor_parallel_size: PosInt | None = None
-    """Ranks that share each expert's matrices; unset: `tensor_model_parallel_size`."""
+    """Ranks that share the matrices of each expert; unset: `tensor_model_parallel_size`."""
     sequence_parallel: bool = False
     """Split norms, dropout and the residual stream by tokens over the tensor-parallel ranks (arXiv 2205.05198)."""
     num_layers_in_first_pipeline_stage: PosInt | None = None
-    """Layers of the first stage; stages without an explicit number share the remaining layers evenly."""
+    """Layers in the first pipeline stage; stages without an explicit number share the remaining layers evenly."""
     num_layers_in_last_pipeline_stage: PosInt | None = None
-    """Layers of the last stage."""
+    """Layers in the last pipeline stage."""
     account_for_embedding_in_pipeline_split: bool = False
-    """Count the embedding as a layer of the first stage, which then has one layer less."""
+    """Count the embedding as a layer of the first stage, which then has one layer fewer."""
     account_for_loss_in_pipeline_split: bool = False
-    """Count output layer and loss as a layer of the last stage, which then has one layer less."""
+    """Count output layer and loss as a layer of the last stage, which then has one layer fewer."""
     pipeline_model_parallel_layout: Annotated[str, Field(min_length=1)] | None = None
-    """What every stage has, in megatron-core's notation: stages are separated by `|`, with virtual stages chunk by
+    """Contents of every pipeline stage in megatron-core's notation: `|` separates stages, with virtual stages chunk by
     chunk; `E` is the embedding, `t` a transformer layer, `m` a layer of multi-token prediction, `L` the loss, `t*3` is
-    `ttt` and `(tt|)*2` is `tt|tt|`; unset: by the keys above, or evenly."""
+    `ttt` and `(tt|)*2` is `tt|tt|`. Unset: as set by the keys above, or evenly."""
     use_distributed_optimizer: bool = True
     """Shard optimizer state and master weights over data-parallel ranks (ZeRO-1, arXiv 1910.02054)."""
     overlap_grad_reduce: bool = False
-    """Reduce gradients bucket by bucket while the backward pass still runs."""
+    """Reduce gradients bucket by bucket during the backward pass."""
     overlap_param_gather: bool = False
-    """Gather updated parameters while the next forward pass already runs; needs `overlap_grad_reduce` and the
-    distributed optimizer."""
+    """Gather updated parameters during the next forward pass; needs `overlap_grad_reduce` and the distributed
+    optimizer."""
     grad_reduce_in_fp32: bool = True
     """Accumulate and reduce gradients in fp32 even if the model is bf16 or fp16."""
 
@@ -163,84 +167,88 @@ class Train(Section):
     """Length, batch, precision and memory of the run."""
 
     train_iters: PosInt
-    """Optimizer steps of the run."""
+    """Number of optimizer steps."""
     micro_batch_size: PosInt
-    """Sequences in one forward pass on one data-parallel rank."""
+    """Sequences per forward pass of a data-parallel rank."""
     global_batch_size: PosInt
-    """Sequences in one optimizer step; a multiple of `micro_batch_size` × data-parallel size. The quotient is the
-    gradient-accumulation count."""
+    """Sequences per optimizer step; must be a multiple of `micro_batch_size` × data-parallel size. The quotient is the
+    number of gradient-accumulation steps."""
     rampup_batch_size: Annotated[tuple[PosInt, PosInt, PosInt], Field(strict=False)] | None = None
-    """First global batch, increment, and samples over which it grows to `global_batch_size`; learning rates then change
-    with samples. Unset: all steps have one size."""
+    """Grow the global batch: first size, increment, and number of samples over which it grows to `global_batch_size`;
+    the learning-rate schedule then counts samples. Unset: a constant batch size."""
     step_batch_size_schedule: str | None = None
-    """Global batches from numbers of tokens on, in the notation of megatron-core 0.19: `0:768 250B:1536`; the last is
-    `global_batch_size`. In place of `rampup_batch_size`."""
+    """Global batch size by number of tokens seen, in the notation of megatron-core 0.19: `0:768 250B:1536`; the last
+    size must be `global_batch_size`. An alternative to `rampup_batch_size`."""
     pretrained: Annotated[str, Field(min_length=1)] | None = None
-    """Start from the weights of a Hugging Face model: a folder, or `NAME` or `NAME@REVISION` on the Hub; unset: from
-    initial values. `model` has to describe it, but may have a larger vocabulary."""
+    """Hugging Face model to start from: a folder, or `NAME` or `NAME@REVISION` on the Hub; unset: random
+    initialisation. `model` must describe it, but may have a larger vocabulary."""
     freeze: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
-    """Parameters that are not trained, by patterns of their names as in `optimizer.groups`: they have no gradient and
-    no optimizer state. A stage may have others. Tied embeddings are one parameter."""
+    """Name patterns of parameters that are not trained, as in `optimizer.groups`: these have no gradient and no
+    optimizer state. A stage may freeze others. Tied embeddings are one parameter."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Type of weights and activations. bf16 and fp16 keep fp32 master weights; fp16 scales the loss dynamically."""
+    """Data type of weights and activations. bf16 and fp16 keep fp32 master weights; fp16 scales the loss
+    dynamically."""
     seed: NonNegInt = 1234
     """Seed of initialisation, dropout and data order."""
     eval_interval: PosInt = 100
     """Steps between evaluations on the validation split; the last step is always evaluated."""
     eval_iters: PosInt = 10
-    """Global batches of one evaluation."""
+    """Global batches per evaluation."""
     monitor: str | None = None
-    """Held-out set whose loss the next two keys and `checkpoint.keep_best` go by: a label of `data.valid_sources`, or
-    with `data.multiple_validation_sets` the name of a source. Unset: the valid split, or without one the first set."""
+    """Held-out set whose loss `early_stop`, `target_loss` and `checkpoint.keep_best` use: a label of
+    `data.valid_sources`, or with `data.multiple_validation_sets` the name of a source. Unset: the validation split, or
+    the first set if there is none."""
     early_stop: EarlyStop | None = None
     target_loss: PosFloat | None = None
-    """End the run after an evaluation with this loss or less, in nats per token; unset: never."""
+    """End the run after an evaluation with this loss or lower, in nats per token; unset: never."""
     eval_tasks: EvalTasks | None = None
-    """Tasks of lm-evaluation-harness during training; unset: none. Needs the extra `eval`."""
+    """Tasks of lm-evaluation-harness to run during training; unset: none. Needs the extra `eval`."""
     log_interval: PosInt = 1
-    """Steps between lines on the terminal and points in MLflow and TensorBoard; metrics.jsonl has every step."""
+    """Steps between log lines on the terminal and points in MLflow and TensorBoard; metrics.jsonl has every step."""
     label_smoothing: Probability = 0.0
-    """Probability mass spread over the vocabulary in the training loss; the validation loss is never smoothed."""
+    """Probability mass spread over the vocabulary in the training loss; validation losses are never smoothed."""
     z_loss_coeff: NonNegFloat = 0.0
-    """Weight of the squared log-sum-exp of a token's logits in the training loss, which keeps them small (arXiv
-    2204.02311, section 5: 1e-4); the validation loss is without it."""
+    """Weight of the z-loss, the squared log-sum-exp of a token's logits, in the training loss; it keeps logits small
+    (arXiv 2204.02311, section 5, uses 1e-4). Validation losses do not include it."""
     adversarial: Adversarial | None = None
     keep_zeros: bool = False
-    """Weights of the layers' matrices that are exactly zero stay zero, those that `llmrecipes prune` removed."""
+    """Keep weights of the layers' matrices that are exactly zero at zero, such as those removed by `llmrecipes
+    prune`."""
     recompute_granularity: Literal["selective", "full", "auto"] | None = None
     """Recompute parts of layers (`selective`, see `recompute_modules`) or whole layers (`full`) in the backward pass
-    instead of keeping activations (arXiv 2205.05198). Core attention is not recomputed where its kernel keeps no
-    scores, as on all GPUs. `auto`: the least that fits the machine with 5% of its memory free."""
+    instead of storing activations (arXiv 2205.05198). Core attention is not recomputed where its kernel stores no
+    scores, as on all GPUs. `auto`: the least recomputation that fits the machine with 5% of its memory free."""
     recompute_method: Literal["uniform", "block"] | None = None
-    """For `full`: recompute all layers in chunks (`uniform`) or the first ones only (`block`)."""
+    """For `full`: recompute all layers in chunks (`uniform`), or only the first layers (`block`)."""
     recompute_num_layers: PosInt | None = None
-    """For `full`: layers in a chunk (`uniform`) or recomputed layers (`block`)."""
+    """For `full`: layers per chunk (`uniform`), or number of recomputed layers (`block`)."""
     recompute_modules: Annotated[tuple[RecomputeModule, ...], Field(min_length=1, strict=False)] | None = None
-    """For `selective`: what is recomputed of each layer; unset: `core_attn`. `layernorm`: the norms before attention
-    and MLP, where they are not fused with the next product. `mla_up_proj`: queries, keys and values of latent
-    attention. `mlp`: dense MLPs. `moe_act`: the activation of experts (TransformerEngine only). `shared_experts`,
-    `moe`: shared experts, or all of a layer's experts with router and dispatch."""
+    """For `selective`: parts of each layer to recompute; unset: `core_attn`. `layernorm`: the norms before attention
+    and MLP, where they are not fused with the next GEMM. `mla_up_proj`: queries, keys and values of latent attention.
+    `mlp`: dense MLPs. `moe_act`: the activation of experts (TransformerEngine only). `shared_experts`: shared experts.
+    `moe`: all of a layer's experts with router and dispatch."""
     torch_compile: bool = False
-    """Compile the transformer layers and the loss with torch.compile; of layers with experts, the attention."""
+    """Compile the transformer layers and the loss with torch.compile; in layers with experts, only the attention."""
     loss_chunk_tokens: NonNegInt | None = None
-    """Tokens of which the output layer and the loss are computed at a time, with their gradients, so that the logits of
-    a micro-batch are never in memory together; 0: all. Unset: all, unless their logits would take more than 1/16 of a
-    GPU's memory, or 256 MiB on a CPU."""
+    """Tokens per chunk in which the output layer and the loss are computed, with their gradients, so that the logits of
+    a micro-batch are never all in memory at once; 0: no chunks. Unset: no chunks, unless the logits would take more
+    than 1/16 of a GPU's memory, or 256 MiB on a CPU."""
     initial_loss_scale: PosFloat = 65536.0
-    """First loss scale of fp16."""
+    """Initial fp16 loss scale."""
     min_loss_scale: PosFloat = 1.0
-    """Smallest loss scale of fp16; a run that falls below it stops."""
+    """Smallest fp16 loss scale; a run that falls below it stops."""
     loss_scale_window: PosInt = 1000
     """Steps without overflow after which the fp16 loss scale doubles."""
     hysteresis: PosInt = 2
-    """Overflows after which the fp16 loss scale halves."""
+    """Overflows after which the fp16 loss scale is halved."""
     elastic: Annotated[tuple[PosInt, PosInt], Field(strict=False)] | None = None
-    """Least and most data-parallel replicas; a start, and a restart where ranks are gone, takes as many as there are.
-    Global batch and order of the data stay the same. In stages of other layouts, the ranks of as many replicas in the
-    recipe's. Unset: the number of ranks changes only by hand."""
+    """Minimum and maximum number of data-parallel replicas: a start, or a restart after losing ranks, uses as many as
+    are available. Global batch size and data order stay the same. A stage with another layout uses the ranks that as
+    many replicas of the recipe's layout have. Unset: the number of ranks changes only by hand."""
     exit_grace_seconds: PosFloat = 240.0
-    """Seconds after a signal until ranks that have not saved and exited are killed; should be less than the scheduler's
-    grace period (Kubernetes pods have 300 here) and more than a step and a save take. Slurm kills its tasks itself."""
+    """Seconds from a signal until ranks that have not saved and exited are killed. Should exceed the time of a step and
+    a save, and be less than the scheduler's grace period (300 s for the pods of `llmrecipes submit`). Slurm kills its
+    tasks itself."""
 
     def without_stops(self) -> Train:
         """The same without what ends a run before its last step."""
@@ -253,18 +261,18 @@ class Train(Section):
 
 
 class Tokenizer(Section):
-    """How text becomes token ids."""
+    """How text is turned into token ids."""
 
     type: Literal["bpe", "huggingface"] = "bpe"
-    """`bpe`: a byte-level BPE of `model.vocab_size` tokens trained on the training split. `huggingface`: an
-    existing one."""
+    """`bpe`: a byte-level BPE with `model.vocab_size` tokens, trained on the training split. `huggingface`: an existing
+    tokenizer."""
     path: str | None = None
     """Name or folder of a Hugging Face tokenizer."""
     revision: str | None = None
     """Commit of a Hugging Face tokenizer."""
     pattern: Literal["words", "llama3"] = "words"
-    """How a `bpe` splits text into words. `words`: by a pattern of this program. `llama3`: by that of Llama 3, which
-    gigatoken and llama.cpp know."""
+    """How a `bpe` tokenizer splits text into words: `words`, this program's own pattern, or `llama3`, the pattern of
+    Llama 3, which gigatoken and llama.cpp support."""
 
 
 class Data(Section):
@@ -273,10 +281,11 @@ class Data(Section):
     sources: Annotated[tuple[Source, ...], Field(min_length=1, strict=False)] = (Source(type="stdlib"),)
     """Sources of documents."""
     valid_sources: ValidSources = ()
-    """Held-out sets besides the valid split: each is evaluated by itself, and its documents are not trained on."""
+    """Held-out sets in addition to the validation split; each is evaluated separately, and its documents are not
+    trained on."""
     multiple_validation_sets: bool = False
-    """Evaluate the valid split of every source separately too, on up to `train.eval_iters` batches of each, as
-    `--multiple-validation-sets` of Megatron-LM: `valid_source_loss` by label."""
+    """Also evaluate the validation split of every source separately, on up to `train.eval_iters` batches each, as
+    Megatron-LM's `--multiple-validation-sets` does; reported as `valid_source_loss` by label."""
     tokenizer: Tokenizer = Tokenizer()
     """Tokenizer of all sources."""
     chat: Chat | None = None
@@ -285,43 +294,46 @@ class Data(Section):
     split: Annotated[tuple[PosFloat, NonNegFloat, NonNegFloat], Field(strict=False)] = (98.0, 1.0, 1.0)
     """Relative sizes of the train, valid and test splits. A document's split depends only on the hash of its text."""
     min_characters: Annotated[PosInt | None, DataStep(target="llmrecipes.data.steps:min_characters")] = None
-    """Drop documents with less text, of a conversation that of all its messages; unset: none."""
+    """Drop documents with less text than this; for a conversation, the text of all its messages counts. Unset: no
+    minimum."""
     max_characters: Annotated[PosInt | None, DataStep(target="llmrecipes.data.steps:max_characters")] = None
-    """Drop documents with more text, of a conversation that of all its messages; unset: none."""
+    """Drop documents with more text than this; for a conversation, the text of all its messages counts. Unset: no
+    maximum."""
     steps: Steps = ()
-    """What happens to a document before it is tokenized, in order; behind `min_characters` and `max_characters`."""
+    """Cleaning steps applied to a document before it is tokenized, in order, after `min_characters` and
+    `max_characters`."""
     max_unreadable: Probability = 0.0
-    """Share of the files of a source that may be damaged: what follows the damage in a file is skipped, and the file is
-    counted. With more of them, `prepare` ends; 0: with the first."""
+    """Fraction of a source's files that may be damaged: the rest of a damaged file is skipped, and the file is counted.
+    With more damaged files than this, `prepare` fails; 0: at the first."""
     num_workers: NonNegInt = 1
-    """Loader processes per rank; 0 reads in the training process."""
+    """Loader processes per rank; 0: read in the training process."""
     prefetch_factor: PosInt = 4
     """Micro-batches that each loader process prefetches."""
     pin_memory: bool = True
-    """Pin the memory of batches for asynchronous copies to a GPU; no effect on a CPU run."""
+    """Pin the memory of batches for asynchronous copies to a GPU; no effect on CPU runs."""
 
 
 class Checkpoint(Section):
-    """Saving. A checkpoint has weights, optimizer, scheduler, loss scaler, random states and data position."""
+    """Saving. A checkpoint contains weights, optimizer, scheduler, loss scaler, random states and data position."""
 
     save_interval: PosInt = 1000
     """Steps between checkpoints; the last step is always saved."""
     async_save: bool = True
-    """Write in the background while training continues."""
+    """Write checkpoints in the background while training continues."""
     most_recent_k: PosInt = 2
-    """Newest checkpoints to keep, at least two, because one may turn out to be corrupt."""
+    """Number of newest checkpoints to keep; at least 2, because one may turn out to be corrupt."""
     keep_interval: PosInt | None = None
-    """Checkpoints whose step is a multiple of this are kept permanently."""
+    """Keep checkpoints whose step is a multiple of this permanently; unset: none."""
     keep_best: bool = False
-    """Keep the checkpoint of the lowest held-out loss too (`train.monitor`), of those after whose step was an
-    evaluation; `RUN@best` names it."""
+    """Also keep the checkpoint with the lowest held-out loss (`train.monitor`) among those followed by an evaluation;
+    `RUN@best` names it."""
     max_failed_saves: PosInt = 3
-    """Failed saves in a row after which a run ends (exit code 93); each of them is an alarm."""
+    """Consecutive failed saves after which a run ends (exit code 93); every failed save raises an alarm."""
     non_persistent_save_interval: PosInt | None = None
-    """Steps between local checkpoints: each rank writes what it needs to a disk of its node, with a copy on the next
-    node, and a restart begins with the newest that is complete. The newest two are kept. Unset: none."""
+    """Steps between local checkpoints: each rank writes its part to a disk of its node, with a copy on the next node,
+    and a restart uses the newest complete one. The newest two are kept. Unset: none."""
     non_persistent_local_ckpt_dir: str | None = None
-    """Folder for them on a disk of each node; `{node}` in it is the number of the node."""
+    """Folder for local checkpoints on a disk of each node; `{node}` is replaced by the node's number."""
 
 
 class Tracking(Section):
@@ -330,7 +342,7 @@ class Tracking(Section):
     mlflow: Annotated[
         bool, MetricSink(target="llmrecipes.tracking.mlflow.sink:MlflowSink", rehearsal=False, keeps_steps=True)
     ] = True
-    """Log to MLflow: to `MLFLOW_TRACKING_URI` if set, else to SQLite in the runs directory."""
+    """Log to MLflow: to `MLFLOW_TRACKING_URI` if set, otherwise to SQLite in the runs directory."""
     experiment: str | None = None
     """MLflow experiment; unset: the recipe's name."""
     tensorboard: Annotated[
@@ -350,9 +362,9 @@ class Tracking(Section):
     wandb_exp_name: str | None = None
     """Name of the W&B run; unset: the run id."""
     wandb_entity: str | None = None
-    """W&B user or team; unset: that of the API key."""
+    """W&B user or team; unset: the default of the API key."""
     wandb_save_dir: str | None = None
-    """Folder for W&B's own files; unset: the run directory."""
+    """Folder for W&B's local files; unset: the run directory."""
     prometheus: Annotated[
         bool,
         MetricSink(
@@ -360,32 +372,35 @@ class Tracking(Section):
             extra="prometheus", package="prometheus_client",
         ),
     ] = False  # fmt: skip
-    """Serve the newest values to Prometheus at 127.0.0.1, from the first rank. Needs the extra `prometheus`."""
+    """Serve the latest values to Prometheus at 127.0.0.1, from the first rank. Needs the extra `prometheus`."""
     prometheus_port: Annotated[int, Field(ge=1, le=65535)] = 9464
-    """Port of `http://127.0.0.1:PORT/metrics`; a second run on the machine needs another one."""
+    """Port of `http://127.0.0.1:PORT/metrics`; concurrent runs on a machine need different ports."""
     alarms: Annotated[
         bool, MetricSink(target="llmrecipes.tracking.alarms:AlarmSink", rehearsal=False, keeps_steps=False)
     ] = True
-    """Send alarms to a webhook or a command, if the variable of one is set."""
+    """Send alarms to a webhook or a command, if its environment variable is set."""
     alarms_webhook: AlarmVariable | None = "LLMRECIPES_ALARM_WEBHOOK"
-    """Environment variable with the URL of a webhook of Slack, Teams or what takes the same; null: none."""
+    """Name of the environment variable with the URL of a Slack or Teams webhook, or a compatible one; null: none."""
     alarms_command: AlarmVariable | None = "LLMRECIPES_ALARM_COMMAND"
-    """Environment variable with a command that gets alarms on its standard input, such as `mail -s alarm me@host`, and
-    is run without a shell; null: none."""
+    """Name of the environment variable with a command that receives alarms on standard input, such as `mail -s alarm
+    me@host`, run without a shell; null: none."""
     alarms_interval: PosFloat = 300.0
-    """Seconds between two messages; alarms in between are gathered into the next."""
+    """Minimum number of seconds between messages; alarms in between are collected in the next one."""
     energy_model: Literal["codecarbon"] | None = None
-    """Model of the energy of memory, and of processors without a counter, from the extra `energy`; unset: none."""
+    """Model that estimates the energy of memory, and of processors without an energy counter; needs the extra `energy`.
+    Unset: no estimate."""
     kg_co2_per_kwh: PosFloat | None = None
-    """Carbon intensity of the electricity, where no cluster profile has one in `costs`; unset: no carbon then."""
+    """Carbon intensity of the electricity in kg CO2 per kWh, if the cluster profile's `costs` has none; unset: no
+    emissions are reported then."""
     system_metrics_interval: PosFloat | None = 10.0
-    """Seconds between samples of CPU, memory, disk, network and GPU load in MLflow and W&B; null disables them."""
+    """Seconds between samples of CPU, memory, disk, network and GPU load in MLflow and W&B; null: none."""
     loss_by_source: bool = False
-    """Sum the training loss by source of the blend, with the loss and without a further message: `source_loss` by
-    label, of about ten steps at a time."""
+    """Also report the training loss by source of the blend, at no extra communication: `source_loss` by label, over
+    about ten steps at a time."""
     layers_interval: PosInt | None = None
     """Steps between measurements of every layer: norms of gradients, weights and updates by kind of parameter, size of
-    its output, largest attention logit; and histograms. Rounded up to a multiple of `train.log_interval`."""
+    its output, largest attention logit, and histograms. Rounded up to a multiple of `train.log_interval`; unset:
+    none."""
 
 
 NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
@@ -395,12 +410,12 @@ class Recipe(Section):
     """One pretraining run."""
 
     name: Annotated[str, Field(pattern=NAME)]
-    """Name of the recipe: lower-case letters, digits, `.`, `_` and `-`; runs are kept under it."""
+    """Name of the recipe: lower-case letters, digits, `.`, `_` and `-`. Also the folder of its runs."""
     description: str = ""
-    """One line for `llmrecipes list`."""
+    """One-line description for `llmrecipes list`."""
     engine: str = "auto"
     """Training engine: `auto`, `megatron` or `deepspeed`. `auto` selects deepspeed for `zero.stage` 2 and 3 and for
-    offload, else megatron."""
+    offload, otherwise megatron."""
     model: Model
     parallelism: Parallelism = Parallelism()
     zero: Zero | None = None
@@ -418,5 +433,5 @@ class Recipe(Section):
     tracking: Tracking = Tracking()
     search: Search | None = None
     stages: Annotated[tuple[Stage, ...], Field(strict=False)] = ()
-    """Parts of the run with other values of some keys, in order; unset: one."""
+    """Parts of the run with different values of some keys, in order; unset: a single stage."""
     _span: Span | None = PrivateAttr(default=None)  # of a stage's recipe, which `stage_runs` makes

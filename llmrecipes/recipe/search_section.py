@@ -42,12 +42,12 @@ Objective = Literal["valid_loss", "valid_bits_per_byte", "train_seconds", "num_p
 
 
 class Dimension(Section):
-    """One key to search: a range with `low` and `high`, or a list of `choices`."""
+    """A key to search: a range with `low` and `high`, or a list of `choices`."""
 
     key: str
     """Dotted recipe key, such as `optimizer.lr`."""
     low: float | None = None
-    """Smallest value; the range is one of integers if the key takes only integers."""
+    """Smallest value; the range contains integers only if the key takes only integers."""
     high: float | None = None
     """Largest value, included."""
     log: bool = False
@@ -57,39 +57,40 @@ class Dimension(Section):
     choices: Annotated[tuple[JsonValue, ...], Field(min_length=1, strict=False)] | None = None
     """Values to choose from, instead of a range."""
     when: dict[str, Annotated[tuple[JsonValue, ...], Field(min_length=1, strict=False)]] = Field({})
-    """Search this key only if other keys have one of these values, such as `{model.gated_linear_unit: [true]}`; else it
-    keeps the recipe's value. The other keys may be searched themselves, by earlier items."""
+    """Search this key only if other keys have one of these values, such as `{model.gated_linear_unit: [true]}`;
+    otherwise it keeps the recipe's value. The other keys may be searched themselves, by earlier items."""
 
 
 class Sampler(Section):
-    """How values are chosen (`optuna.samplers`)."""
+    """How values are sampled (`optuna.samplers`)."""
 
     type: SamplerType = "TPESampler"
-    """Tree-structured Parzen estimator, Gaussian process, CMA-ES, random, grid, or quasi-Monte Carlo."""
+    """Sampler: tree-structured Parzen estimator, Gaussian process, CMA-ES, random, grid, or quasi-Monte Carlo."""
     seed: NonNegInt | None = None
-    """Seed; each process that works on the study draws its own sequence. Unset: a new one each time."""
+    """Seed of the sampler; every process that works on the study draws a different sequence. Unset: a new seed each
+    time."""
     n_startup_trials: PosInt | None = None
     """Random trials before the sampler learns from results (TPE, GP, CMA-ES); unset: Optuna's default."""
     multivariate: bool | None = None
-    """TPE: model all keys together, rather than each by itself; unset: true."""
+    """TPE: model all keys jointly rather than independently; unset: true."""
     n_ei_candidates: PosInt | None = None
-    """TPE: candidates for each choice; unset: Optuna's default."""
+    """TPE: candidates per choice; unset: Optuna's default."""
     popsize: PosInt | None = None
-    """CMA-ES: trials in a generation; unset: Optuna's default."""
+    """CMA-ES: trials per generation; unset: Optuna's default."""
     with_margin: bool | None = None
-    """CMA-ES: keep a minimum probability for each value of integers and steps; unset: false."""
+    """CMA-ES: keep a minimum probability for every integer or stepped value; unset: false."""
     qmc_type: Literal["sobol", "halton"] | None = None
-    """QMC: sequence; unset: sobol."""
+    """QMC: kind of sequence; unset: sobol."""
     scramble: bool | None = None
     """QMC: randomise the sequence; unset: false."""
 
 
 class Pruner(Section):
-    """When a trial that does badly is ended (`optuna.pruners`); its steps are the trial's evaluations, from 1."""
+    """When to end an unpromising trial (`optuna.pruners`); steps are the trial's evaluations, counted from 1."""
 
     type: PrunerType = "MedianPruner"
-    """Compare with the median, a percentile, successive halving, Hyperband, a signed-rank test against the best trial
-    (Wilcoxon), or wait for improvements (`PatientPruner`); `NopPruner` ends no trial."""
+    """Pruner: compare with the median, a percentile, successive halving, Hyperband, or a signed-rank test against the
+    best trial (Wilcoxon), or wait for improvements (`PatientPruner`). `NopPruner` ends no trial."""
     n_startup_trials: NonNegInt | None = None
     """Median, percentile: completed trials before any is pruned; unset: 5."""
     n_warmup_steps: NonNegInt | None = None
@@ -97,15 +98,15 @@ class Pruner(Section):
     interval_steps: PosInt | None = None
     """Median, percentile: evaluations between checks; unset: 1."""
     n_min_trials: PosInt | None = None
-    """Median, percentile: least number of trials with a value at the same evaluation; unset: 1."""
+    """Median, percentile: minimum number of trials with a value at the same evaluation; unset: 1."""
     percentile: Annotated[float, Field(gt=0, lt=100)] | None = None
-    """Percentile: share of trials to keep, in percent; required for `PercentilePruner`."""
+    """Percentile: percentage of trials to keep; required for `PercentilePruner`."""
     min_resource: PosInt | None = None
     """Successive halving, Hyperband: first evaluation after which a trial may be pruned; unset: a quarter of them."""
     reduction_factor: Annotated[int, Field(ge=2)] | None = None
-    """Successive halving, Hyperband: one of so many trials is kept at each decision; unset: 4, or 3 for Hyperband."""
+    """Successive halving, Hyperband: keep one of this many trials at each decision; unset: 4, or 3 for Hyperband."""
     min_early_stopping_rate: NonNegInt | None = None
-    """Successive halving: later first decision; unset: 0."""
+    """Successive halving: how much later the first decision is made; unset: 0."""
     bootstrap_count: NonNegInt | None = None
     """Successive halving, Hyperband: trials that must reach a decision before any is pruned there; unset: 0."""
     p_threshold: Probability | None = None
@@ -117,64 +118,65 @@ class Pruner(Section):
     min_delta: NonNegFloat | None = None
     """Patient: smallest improvement that counts; unset: 0."""
     wrapped_pruner: PlainPruner | None = None
-    """Patient: a second pruner, which then has to agree; its keys are set next to it. Unset: none."""
+    """Patient: a second pruner, which must agree; set its keys beside this one. Unset: none."""
 
 
 class SourceStudy(Section):
     """An earlier study."""
 
     study_name: str
-    """Its `search.study_name`."""
+    """`search.study_name` of the earlier study."""
     storage: str | None = None
-    """Its `search.storage`, or the path of its journal file; unset: the storage of this search."""
+    """`search.storage` of the earlier study, or the path of its journal file; unset: the storage of this search."""
 
 
 class Search(Section):
-    """A hyperparameter search (Optuna): `llmrecipes search`; a training ignores it."""
+    """A hyperparameter search (Optuna) for `llmrecipes search`; training ignores it."""
 
     space: Annotated[tuple[Dimension, ...], Field(min_length=1, strict=False)]
-    """Keys to search. All others are those of the recipe."""
+    """Keys to search. All others keep the recipe's values."""
     objectives: Annotated[tuple[Objective, ...], Field(min_length=1, strict=False)] = ("valid_loss",)
-    """What is minimised, at the last evaluation of a trial. With several, the result is the set of best trade-offs."""
+    """Quantities to minimise, taken at the last evaluation of a trial. With several, the result is the set of best
+    trade-offs."""
     trial_tokens: PosInt | None = None
-    """Tokens that each trial trains on; unset: those of the recipe. Steps, evaluations and the schedule are scaled to
-    it, so that trials with different batches are compared after as many tokens."""
+    """Training tokens per trial; unset: those of the recipe. Steps, evaluations and the schedule are scaled to it, so
+    that trials with different batches are compared after the same number of tokens."""
     seeds_per_point: PosInt = 1
-    """Trainings of each point, with `train.seed` and the seeds after it. The value of a trial is their mean; only the
-    first one can be pruned."""
+    """Training runs per point, with `train.seed` and the seeds after it. The value of a trial is their mean; only the
+    first can be pruned."""
     sampler: Sampler = Sampler()
     pruner: Pruner | None = None
     study_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,40}$")] | None = None
     """Name of the study; unset: the recipe's name."""
     storage: str | None = None
-    """`sqlite:///FILE` for one machine, `postgresql://USER@HOST/DATABASE` for a cluster (the password comes from
-    `PGPASSWORD` or `~/.pgpass`), or the path of a journal file on a shared file system; unset: a journal file in the
-    folder of the study."""
+    """Storage of the study: `sqlite:///FILE` for one machine, `postgresql://USER@HOST/DATABASE` for a cluster (the
+    password comes from `PGPASSWORD` or `~/.pgpass`), or the path of a journal file on a shared file system; unset: a
+    journal file in the folder of the study."""
     enqueue_recipe: bool = True
     """Try the recipe's own values first, if the space contains them."""
     enqueue_trials: Annotated[tuple[JsonObject, ...], Field(strict=False)] = ()
-    """Known points to try first, each a mapping of keys to values; keys that are missing are sampled."""
+    """Known points to try first, each a mapping of keys to values; missing keys are sampled."""
     source_studies: Annotated[tuple[SourceStudy, ...], Field(strict=False)] = ()
-    """Earlier studies of the same space, whose trials the sampler learns from."""
+    """Earlier studies of the same space, from whose trials the sampler learns."""
     n_trials: PosInt | None = None
-    """Stop after so many trials; those that cannot run according to the plan do not count."""
+    """Stop after this many trials; those that cannot run according to the plan do not count."""
     timeout: PosFloat | None = None
-    """Start no trial after so many seconds; a resumed search starts counting again."""
+    """Start no trial after this many seconds; a resumed search starts counting again."""
     max_gpu_hours: PosFloat | None = None
-    """Start no trial once all trials together have used so many hours of a rank, GPU or not."""
+    """Start no trial once all trials together have used this many rank-hours, on GPUs or not."""
     max_tokens: PosInt | None = None
-    """Start no trial that would make all trials together train on more tokens."""
+    """Start no trial that would bring the training tokens of all trials together above this."""
     target: float | None = None
-    """Stop when the first objective has reached this value."""
+    """Stop when the first objective reaches this value."""
     patience: PosInt | None = None
-    """Stop when so many trials in a row have not improved the best value by more than `min_improvement`."""
+    """Stop when this many trials in a row have not improved the best value by more than `min_improvement`."""
     min_improvement: NonNegFloat = 0.0
-    """Smallest improvement of the best value that `patience` counts."""
+    """Smallest improvement of the best value that counts for `patience`."""
     max_retry: NonNegInt = 3
-    """How often a trial is resumed whose job or search process was lost."""
+    """How often to resume a trial whose job or search process was lost."""
     heartbeat_interval: PosInt = 60
     """Seconds between heartbeats of a running trial."""
     grace_period: PosInt | None = None
-    """Seconds without a heartbeat until a trial is given to another process; unset: twice `heartbeat_interval`."""
+    """Seconds without a heartbeat until another process takes over a trial; unset: twice `heartbeat_interval`."""
     keep_checkpoints: Literal["none", "best", "all"] = "best"
-    """Checkpoints of ended trials that are kept."""
+    """Which checkpoints of ended trials to keep."""

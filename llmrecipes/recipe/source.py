@@ -20,43 +20,43 @@ _SUFFIXES = re.compile(r"(\.(jsonl?|parquet|txt|gz|zst|xz|bz2))+$")
 
 
 class Source(Section):
-    """One source of documents. Several are blended by weight."""
+    """A source of documents. Several sources are blended by weight."""
 
     type: Literal["stdlib", "docstrings", "machine", "text", "jsonl", "parquet", "hub", "megatron"]
     """`stdlib`: the source code of Python's standard library, one document per file, no network. `docstrings`: its
     functions and what they do, as questions and answers (`data.chat`). `machine`: documentation, licences, manual pages
     and code of this machine, with planted copies and junk, to try `data.steps`. `text`: one document per file. `jsonl`,
-    `parquet`: one document per row. `hub`: a Hugging Face dataset. `megatron`: tokens that Megatron-LM's
-    `preprocess_data.py` or anything else has written as `.bin` and `.idx`."""
+    `parquet`: one document per row. `hub`: a Hugging Face dataset. `megatron`: tokens in `.bin` and `.idx` files, as
+    written by Megatron-LM's `preprocess_data.py`."""
     path: str | None = None
-    """File, folder or glob (`text`, `jsonl`, `parquet`), relative to the working directory, or its URL in a store that
-    fsspec reads (`s3://`, `gs://`, `https://`), a folder with `/` at its end; dataset name (`hub`); the
-    files' name without `.bin` and `.idx` (`megatron`)."""
+    """For `text`, `jsonl` and `parquet`: file, folder or glob, relative to the working directory, or a URL that fsspec
+    can read (`s3://`, `gs://`, `https://`), with a trailing `/` for a folder. For `hub`: dataset name. For `megatron`:
+    path without `.bin` and `.idx`."""
     name: str | None = None
     """Configuration of a `hub` dataset."""
     split: str | None = None
-    """Split of a `hub` dataset; unset: `train`. It is divided into our own train, valid and test splits by document
+    """Split of a `hub` dataset; unset: `train`. It is divided into the run's train, valid and test splits by document
     hash."""
     revision: str | None = None
     """Commit of a `hub` dataset."""
     text_key: str = "text"
-    """Column that holds the text (`jsonl`, `parquet`, `hub`)."""
+    """Column of the text (`jsonl`, `parquet`, `hub`)."""
     label_key: str | None = None
     """Column of labels, such as the language of a document (`jsonl`, `parquet`, `hub`): only rows with `label_value`
-    are read. Sources of the same files with other labels are blended, or balanced, by label."""
+    are read. Sources that read the same files with different labels are blended, or balanced, by label."""
     label_value: str | None = None
-    """Label of the rows that are read; of a number or a truth value its text in Python, such as `3` or `True`."""
+    """Label of the rows to read; for a number or boolean, its text in Python, such as `3` or `True`."""
     label: Label | None = None
-    """Its name in metrics by source (`data.multiple_validation_sets`, `tracking.loss_by_source`); unset: made of its
-    path, such as `web` of `corpora/web/*.jsonl`."""
+    """Name of the source in per-source metrics (`data.multiple_validation_sets`, `tracking.loss_by_source`); unset:
+    derived from its path, such as `web` for `corpora/web/*.jsonl`."""
     weight: PosFloat = 1.0
-    """Share of training samples drawn from this source, relative to the other sources' weights."""
+    """Share of training samples drawn from this source, relative to the weights of the other sources."""
     max_tokens: PosInt | None = None
-    """Tokens, of all splits, after which the source is not read further; a `hub` dataset is then streamed, not
-    downloaded whole. Unset: all of it."""
+    """Stop reading the source after this many tokens, over all splits; a `hub` dataset is then streamed instead of
+    downloaded in full. Unset: read all of it."""
     fim_rate: Share = 0.0
-    """Share of the training documents, of a held-out set that of its documents, that are rearranged for
-    fill-in-the-middle (`data.fim`)."""
+    """Fraction of the training documents, or in a held-out set of its documents, rearranged for fill-in-the-middle
+    (`data.fim`)."""
 
     @property
     def tokenized(self) -> bool:
@@ -65,10 +65,11 @@ class Source(Section):
 
 
 class ValidSource(Source):
-    """A held-out set, evaluated on `train.eval_iters` batches. It has no weight, and `data.steps` do not change it."""
+    """A held-out set, evaluated on `train.eval_iters` batches. It has no weight, and `data.steps` does not change
+    it."""
 
     label: Label
-    """Its name in metrics: `valid_source_loss` by label."""
+    """Name of the set in metrics: `valid_source_loss` by label."""
 
 
 def source_names(sources: Sequence[Source]) -> tuple[str, ...]:
@@ -86,22 +87,23 @@ def _name_of(source: Source) -> str:
 
 
 class Curriculum(Section):
-    """An order of the training documents of each source by difficulty (arXiv 2506.11300), within their shuffled order;
-    each pass over them is one by itself. The mixture of sources and held-out splits stay the same."""
+    """Order the training documents of each source by difficulty (arXiv 2506.11300), in each pass over them. The mixture
+    of sources and the held-out splits stay the same."""
 
     score: Literal["length", "compression_ratio", "loss"]
-    """`length`: tokens of a document. `compression_ratio`: bytes of its text after DEFLATE, by its bytes; `prepare`
-    writes it. `loss`: of another, often smaller model, in nats per token, of `scores`."""
+    """Difficulty of a document. `length`: its tokens. `compression_ratio`: bytes of its text after DEFLATE, divided by
+    its bytes; `prepare` computes it. `loss`: its loss in another, often smaller, model, in nats per token, from
+    `scores`."""
     scores: str | None = None
-    """Folder of losses, as `llmrecipes eval RUN --data train --per-document DIR` writes it, relative to the working
-    directory. With `score: loss` only. `prepare` reads it; a run does not."""
+    """Folder of losses, as written by `llmrecipes eval RUN --data train --per-document DIR`, relative to the working
+    directory; only with `score: loss`. `prepare` reads it; a run does not."""
     order: Literal["ascending", "descending"] = "ascending"
-    """`ascending`: low scores come first."""
+    """`ascending`: low scores first; `descending`: high scores first."""
     windows: PosInt = 1
-    """Parts of a pass with as many tokens, each of which begins with the first scores again."""
+    """Parts of a pass with equal numbers of tokens; the order starts again in each."""
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Part of the run, from its first sample on, that is ordered: a curriculum as a warm-up. What follows is shuffled.
-    With stages, of those that share an order of samples."""
+    """Fraction of the run, from its first sample, that is ordered: a curriculum as a warm-up. The rest is shuffled.
+    With stages, fraction of those that share an order of samples."""
 
     @property
     def rehearsed(self) -> Curriculum:
@@ -110,21 +112,21 @@ class Curriculum(Section):
 
 
 class Fim(Section):
-    """Fill-in-the-middle: of the share `fim_rate` of a source's documents, the middle comes last.
+    """Fill-in-the-middle: in the fraction `fim_rate` of a source's documents, move the middle to the end.
 
-    A `bpe` tokenizer is trained with the special tokens; another one must have them."""
+    A `bpe` tokenizer is trained with the special tokens; any other must have them."""
 
     spm_rate: Share = 0.5
-    """Share of the order suffix, prefix, middle among the rearranged documents; the others have prefix, suffix,
+    """Fraction of the rearranged documents in the order suffix, prefix, middle; the others have prefix, suffix,
     middle."""
     seed: NonNegInt = 1234
-    """Seed of the choice of documents and cuts."""
+    """Seed for choosing documents and cuts."""
     prefix_token: str = "<fim_prefix>"  # noqa: S105
-    """Special token in front of the prefix."""
+    """Special token before the prefix."""
     middle_token: str = "<fim_middle>"  # noqa: S105
-    """Special token in front of the middle."""
+    """Special token before the middle."""
     suffix_token: str = "<fim_suffix>"  # noqa: S105
-    """Special token in front of the suffix."""
+    """Special token before the suffix."""
 
 
 ValidSources = Annotated[tuple[ValidSource, ...], Field(strict=False)]

@@ -18,93 +18,96 @@ ProcessGroup = Literal["tp", "cp", "pp", "dp", "dp_cp", "tp_cp", "ep", "ep_dp", 
 
 class Speed(Section):
     """Features of megatron-core that change the speed of a run, not its training; `llmrecipes show --speed` lists what
-    a run has, and why. Unset keys are chosen by rule for the machine."""
+    a run uses, and why. Unset keys are chosen by rule for the machine."""
 
     bias_activation_fusion: Switch = None
-    """Compute the gated activation of the MLP (SwiGLU only) in one kernel. Unset: on GPUs with a compiler, and with
+    """Fuse the gated activation of the MLP (SwiGLU only) into one kernel. Unset: on for GPUs with a compiler, and with
     `train.torch_compile`."""
     bias_dropout_fusion: Switch = None
-    """Add bias, dropout and residual in one kernel. Unset: on GPUs with a compiler where the model has biases or
-    `hidden_dropout`, and with `train.torch_compile`."""
+    """Fuse bias, dropout and residual addition into one kernel. Unset: on for GPUs with a compiler where the model has
+    biases or `hidden_dropout`, and with `train.torch_compile`."""
     apply_rope_fusion: Switch = None
-    """Apply rotary embeddings in one kernel (TransformerEngine). Unset: with `position_embedding_type: rope`; of latent
-    attention, whose kernel needs `rope_type: yarn`, only if it is set."""
+    """Apply rotary embeddings in one kernel (TransformerEngine). Unset: on with `position_embedding_type: rope`, but
+    off for latent attention, whose kernel needs `rope_type: yarn`."""
     gradient_accumulation_fusion: Switch = None
-    """Add the gradient of a weight to the gradient buffer in the kernel of its product (TransformerEngine). Unset: on
-    with its layers."""
+    """Add weight gradients to the gradient buffer in the kernel of their GEMM (TransformerEngine). Unset: on with
+    TransformerEngine's layers."""
     attention_backend: Literal["auto", "flash", "fused", "unfused"] | None = None
-    """Kernel of TransformerEngine's attention: FlashAttention, cuDNN's, or unfused. Unset: `auto`, its own choice."""
+    """Attention kernel of TransformerEngine: FlashAttention (`flash`), cuDNN's (`fused`), or unfused. Unset: `auto`,
+    TransformerEngine's choice."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] | None = None
-    """How context-parallel ranks of TransformerEngine's attention exchange keys and values: in a ring (`p2p`), gathered
-    before the attention, by heads (`a2a`), or by heads in small groups and in a ring over these (`a2a+p2p`). Unset: in
-    a ring; megatron-core's own layers gather."""
+    """How context-parallel ranks exchange keys and values in TransformerEngine's attention: in a ring (`p2p`), gathered
+    before the attention (`all_gather`), by heads (`a2a`), or by heads in small groups and in a ring across these
+    (`a2a+p2p`). Unset: `p2p`; megatron-core's own layers always gather."""
     hierarchical_context_parallel_sizes: Annotated[tuple[PosInt, PosInt], Field(strict=False)] | None = None
-    """For `a2a+p2p`: ranks that exchange heads, and ranks of the ring; their product is `context_parallel_size`."""
+    """For `a2a+p2p`: ranks that exchange heads, and ranks in the ring; their product must be
+    `context_parallel_size`."""
     ddp_bucket_size: PosInt | None = None
-    """Parameters of a bucket of gradients, with `overlap_grad_reduce`. Unset: megatron-core's, the larger of 40 million
-    and 1 million × data-parallel size."""
+    """Parameters per gradient bucket, with `overlap_grad_reduce`. Unset: megatron-core's default, the larger of 40
+    million and 1 million × data-parallel size."""
     ddp_pad_buckets_for_high_nccl_busbw: Switch = None
-    """Pad buckets to a multiple of 65,536 parameters, so that messages of NCCL have the size of a power of two. Unset:
-    on where data-parallel ranks are on several nodes."""
+    """Pad buckets to a multiple of 65,536 parameters, so that NCCL's message sizes are powers of two. Unset: on if
+    data-parallel ranks are on several nodes."""
     align_param_gather: Switch = None
-    """With virtual pipeline stages and `overlap_param_gather`: all stages gather the parameters of a chunk at the same
-    time. Unset: on there."""
+    """Gather the parameters of a chunk on all stages at the same time; with virtual pipeline stages and
+    `overlap_param_gather`. Unset: on there."""
     reduce_scatter_with_fp32_accumulation: Switch = None
-    """Send gradients in 16 bits and add them in fp32; needs `grad_reduce_in_fp32: false`. Unset: off."""
+    """Send gradients in 16 bits and accumulate them in fp32; needs `grad_reduce_in_fp32: false`. Unset: off."""
     moe_permute_fusion: Switch = None
-    """Order tokens by experts in one kernel (TransformerEngine 2.1). Unset: on with its layers."""
+    """Sort tokens by expert in one kernel (TransformerEngine 2.1). Unset: on with TransformerEngine's layers."""
     moe_router_fusion: Switch = None
-    """Choose experts and compute the balancing loss in one kernel each (TransformerEngine 2.7). Unset: on with its
-    layers and `moe_router_dtype: fp32`."""
+    """Fuse expert selection and the balancing loss into one kernel each (TransformerEngine 2.7). Unset: on with
+    TransformerEngine's layers and `moe_router_dtype: fp32`."""
     moe_shared_expert_overlap: Switch = None
     """Compute shared experts while the dispatcher communicates; needs `moe_token_dispatcher_type: alltoall`. Unset: on
-    on GPUs where ranks share experts."""
+    for GPUs that share the experts of a layer."""
     moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] | None = None
-    """Library of `moe_token_dispatcher_type: flex`: DeepEP or its branch HybridEP. Unset: `deepep`."""
+    """Library for `moe_token_dispatcher_type: flex`: DeepEP or its HybridEP branch. Unset: `deepep`."""
     manual_gc: Switch = None
-    """Collect Python's garbage at the same step on all ranks, not when each has enough of it. Unset: on with several
-    GPUs."""
+    """Run Python's garbage collector at the same step on all ranks, instead of whenever a rank triggers it. Unset: on
+    with several GPUs."""
     manual_gc_interval: PosInt | None = None
-    """Steps between these collections. Unset: 100."""
+    """Steps between garbage collections, with `manual_gc`. Unset: 100."""
     deterministic_mode: Switch = None
-    """Use kernels whose result is the same bit for bit each time; slower. Unset: off."""
+    """Use kernels whose results are bitwise reproducible; slower. Unset: off."""
     high_priority_stream_groups: Annotated[tuple[ProcessGroup, ...], Field(min_length=1, strict=False)] | None = None
-    """Process groups whose NCCL kernels the GPU starts before computation. Unset: none."""
+    """Process groups whose NCCL kernels the GPU schedules before computation. Unset: none."""
     nccl_communicator_config_path: str | None = None
-    """YAML file with settings of NCCL for each process group (`min_ctas`, `max_ctas`, `cga_cluster_size`, `net_name`).
-    Unset: none."""
+    """YAML file with NCCL settings per process group (`min_ctas`, `max_ctas`, `cga_cluster_size`, `net_name`). Unset:
+    none."""
     tp_comm_overlap: Switch = None
-    """Hide tensor-parallel communication behind products of TransformerEngine 2.7, in user buffers on NVLink; needs
+    """Overlap tensor-parallel communication with TransformerEngine 2.7's GEMMs, in user buffers on NVLink; needs
     `sequence_parallel`. Unset: off."""
     tp_comm_overlap_ag: Switch = None
-    """With `tp_comm_overlap`: gathers. Unset: on."""
+    """With `tp_comm_overlap`: overlap all-gathers. Unset: on."""
     tp_comm_overlap_rs: Switch = None
-    """With `tp_comm_overlap`: scatters of the forward pass. Unset: on."""
+    """With `tp_comm_overlap`: overlap reduce-scatters of the forward pass. Unset: on."""
     tp_comm_bulk_dgrad: Switch = None
-    """With `tp_comm_overlap`: the gather beside the gradient of an input. Unset: on."""
+    """With `tp_comm_overlap`: overlap the all-gather with the GEMM of an input gradient. Unset: on."""
     tp_comm_bulk_wgrad: Switch = None
-    """With `tp_comm_overlap`: the scatter beside the gradient of a weight. Unset: on."""
+    """With `tp_comm_overlap`: overlap the reduce-scatter with the GEMM of a weight gradient. Unset: on."""
     overlap_moe_expert_parallel_comm: Switch = None
-    """Hide the experts' all-to-all behind the computation of another micro-batch; keeps one more in memory. With
-    pipeline stages it needs `virtual_pipeline_model_parallel_size`. Unset: off."""
+    """Overlap the experts' all-to-all with the computation of another micro-batch, which takes memory for one more.
+    With pipeline stages it needs `virtual_pipeline_model_parallel_size`. Unset: off."""
     delay_wgrad_compute: Switch = None
-    """With `overlap_moe_expert_parallel_comm`: compute gradients of weights apart from those of inputs, where there is
-    something to hide (TransformerEngine 2.8). Unset: off."""
+    """With `overlap_moe_expert_parallel_comm`: compute weight gradients separately from input gradients, where there is
+    communication to hide (TransformerEngine 2.8). Unset: off."""
     fp8: Literal["e4m3", "hybrid"] | None = None
-    """Multiply in 8 bits in TransformerEngine's layers, on GPUs since Hopper: `e4m3`, or `hybrid` with gradients in
-    `e5m2`. It rounds otherwise than bf16, so it is another training. Unset: off."""
+    """8-bit format of the GEMMs in TransformerEngine's layers, on Hopper GPUs or newer: `e4m3`, or `hybrid` with
+    gradients in `e5m2`. It rounds differently from bf16 and so changes the training. Unset: off."""
     fp8_recipe: Literal["blockwise", "tensorwise", "mxfp8", "delayed"] | None = None
-    """With `fp8`, what shares a scale: blocks of 128 values, a tensor, or 32 values (Blackwell). `delayed`, with scales
-    of earlier steps, is refused. Unset: `mxfp8` on Blackwell, else `blockwise`."""
+    """With `fp8`, which values share a scale: blocks of 128 values (`blockwise`), a tensor (`tensorwise`), or 32 values
+    (`mxfp8`, Blackwell). `delayed`, which uses scales of earlier steps, is refused. Unset: `mxfp8` on Blackwell,
+    otherwise `blockwise`."""
     first_last_layers_bf16: Switch = None
-    """With `fp8`: the first and the last layers multiply in bf16. Unset: off."""
+    """With `fp8`: compute the first and the last layers in bf16. Unset: off."""
     num_layers_at_start_in_bf16: NonNegInt | None = None
-    """Number of the first, with `first_last_layers_bf16`. Unset: 1."""
+    """Number of first layers in bf16, with `first_last_layers_bf16`. Unset: 1."""
     num_layers_at_end_in_bf16: NonNegInt | None = None
-    """Number of the last, with `first_last_layers_bf16`. Unset: 1."""
+    """Number of last layers in bf16, with `first_last_layers_bf16`. Unset: 1."""
     cuda_graph_impl: Literal["transformer_engine", "local", "full_iteration"] | None = None
-    """Record the kernels of each layer, so that the GPU starts them without the host: `transformer_engine` (2.7). The
-    other two of megatron-core are refused. Unset: off."""
+    """Capture the kernels of each layer in CUDA graphs, so that the GPU runs them without the host:
+    `transformer_engine` (2.7). megatron-core's other two values are refused. Unset: off."""
     cuda_graph_modules: (
         Annotated[
             tuple[Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess"], ...],
@@ -112,7 +115,7 @@ class Speed(Section):
         ]
         | None
     ) = None
-    """With `cuda_graph_impl`: parts of layers to record, `attn` and `mlp`; those of experts are refused. Unset: whole
-    layers, or `attn` of models with experts. `cuda_graph_scope` in megatron-core 0.16."""
+    """With `cuda_graph_impl`: parts of layers to capture, `attn` and `mlp`; those of experts are refused. Unset: whole
+    layers, or `attn` in models with experts. Named `cuda_graph_scope` in megatron-core 0.16."""
     cuda_graph_warmup_steps: PosInt | None = None
-    """With `cuda_graph_impl`: steps before kernels are recorded. Unset: 3."""
+    """With `cuda_graph_impl`: steps before graphs are captured. Unset: 3."""

@@ -11,35 +11,35 @@ from llmrecipes.recipe.section import JsonObject, NonNegFloat, PosInt, Section
 
 
 class StageData(Section):
-    """What a stage may change of the section `data`."""
+    """Keys of `data` that a stage may change."""
 
     weights: Annotated[tuple[NonNegFloat, ...], Field(min_length=1, strict=False)] | None = None
-    """Weight of each source of `data.sources`, in their order; 0: nothing of it is drawn. Held-out splits keep the
+    """Weight of each source of `data.sources`, in their order; 0: the source is not used. Held-out splits keep the
     weights of the sources. Unset: as before."""
 
 
 class Stage(Section):
-    """A part of a run with other values of some keys; they stay until a later stage changes them again."""
+    """A part of a run with different values of some keys, which stay until a later stage changes them again."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
-    """Its name in messages, metrics and the plan."""
+    """Name of the stage in messages, metrics and the plan."""
     train_iters: PosInt | None = None
-    """Steps of the stage. Of the last stage unset: what is left of `train.train_iters`."""
+    """Steps of the stage. Unset, in the last stage only: the rest of `train.train_iters`."""
     tokens: PosInt | None = None
-    """Tokens after which the stage ends, in place of `train_iters`: with the step that has the last of them."""
+    """Tokens after which the stage ends, instead of `train_iters`; the step with the last of them is the last step."""
     model: JsonObject = Field(default_factory=dict)
-    """Keys of `model` that change: `seq_length`, how positions are rotated, `moe_router_bias_update_rate` and
+    """Keys of `model` to change: `seq_length`, rotary position embedding, `moe_router_bias_update_rate` and
     `mtp_loss_scaling_factor`."""
     train: JsonObject = Field(default_factory=dict)
-    """Keys of `train` that change: batch, micro-batch, recomputation, and what is frozen."""
+    """Keys of `train` to change: batch, micro-batch, recomputation, and what is frozen."""
     parallelism: JsonObject = Field(default_factory=dict)
-    """Keys of `parallelism` that change: the stage has another layout of the same ranks."""
+    """Keys of `parallelism` to change: another layout of the same ranks."""
     speed: JsonObject = Field(default_factory=dict)
-    """Keys of `speed` that change, such as those that only another layout can have."""
+    """Keys of `speed` to change, such as those that need the stage's layout."""
     optimizer: JsonObject = Field(default_factory=dict)
     """`lr` and `min_lr` of the schedule that begins with the stage."""
     scheduler: JsonObject = Field(default_factory=dict)
-    """Keys of `scheduler` that change: the schedule begins again with the stage, and counts its steps."""
+    """Keys of `scheduler` to change: a new schedule begins with the stage and counts its steps."""
     data: StageData = StageData()
 
 
