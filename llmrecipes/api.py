@@ -56,7 +56,9 @@ def load_recipe(name_or_path: str | Path, overrides: Overrides = ()) -> Recipe:
 def override_words(overrides: Overrides) -> Sequence[str]:
     """Overrides as on the command line."""
     if isinstance(overrides, str):
-        raise UserError(f"overrides are {overrides!r}", rule="a mapping or a list", fix=f"[{overrides!r}]")
+        raise UserError(
+            f"overrides are {overrides!r}", rule="overrides must be a mapping or a list", fix=f"[{overrides!r}]"
+        )
     if isinstance(overrides, Mapping):
         return [f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items()]
     return overrides
@@ -327,7 +329,9 @@ def train_recipe(
         UserError: nothing was started: the recipe, its data or the machine does not allow it.
     """
     if threading.current_thread() is not threading.main_thread():
-        raise UserError("train_recipe was called from a thread", rule="only the main thread receives signals")
+        raise UserError(
+            "train_recipe was called from a thread", rule="it needs the main thread, which receives signals"
+        )
     from llmrecipes.launch.run_options import RunOptions
     from llmrecipes.workflow.run import Paths, TrainOptions
     from llmrecipes.workflow.train import train as start

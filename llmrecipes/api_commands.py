@@ -81,7 +81,7 @@ def report_run(
     from llmrecipes.rundir import Run as RunDirectory
 
     if not runs:
-        raise UserError("no run", where="report_run", rule="a page is about one to six runs")
+        raise UserError("no run", where="report_run", rule="a page needs one to six runs")
     paths = [run.path if isinstance(run, Run) else open_run(run, runs_dir=runs_dir).path for run in runs]
     data = directory(data_dir, DATA_VARIABLE, DATA_DIR)
     profile = None if cluster is None else load_profile(cluster)
@@ -241,7 +241,9 @@ def search_recipe(
     from llmrecipes.workflow.run import Paths
 
     if threading.current_thread() is not threading.main_thread():
-        raise UserError("search_recipe was called from a thread", rule="only the main thread receives signals")
+        raise UserError(
+            "search_recipe was called from a thread", rule="it needs the main thread, which receives signals"
+        )
     loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     launcher_options = _options(options, launcher(to).takes, to)
     paths = Paths(directory(runs_dir, RUNS_VARIABLE, RUNS_DIR), directory(data_dir, DATA_VARIABLE, DATA_DIR))

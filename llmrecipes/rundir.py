@@ -50,7 +50,7 @@ class Run(RunFiles):
         raise UserError(
             f"no run {name}",
             where=str(runs_dir),
-            rule="a run is named by its path, recipe/run-id, its run id, or its recipe (the newest run)",
+            rule="a run is given by its path, recipe/run-id, run id, or recipe (its newest run)",
             fix=f"one of {', '.join(near)}" if near else "llmrecipes runs lists all runs",
         )
 
@@ -66,9 +66,9 @@ class Run(RunFiles):
                 raise PermissionError(13, "Permission denied", str(self.path))
         except OSError as error:
             raise UserError(
-                f"the run directory cannot be written: {error.strerror}",
+                f"the run directory is not writable: {error.strerror}",
                 where=str(error.filename or self.path),
-                rule="a run keeps its recipe, metrics and checkpoints in its directory",
+                rule="a run writes its recipe, metrics and checkpoints to its directory",
                 fix="--runs-dir DIR, or LLMRECIPES_RUNS",
                 code=ExitCode.BAD_INPUT,
             ) from error
@@ -136,7 +136,7 @@ class Run(RunFiles):
             raise UserError(
                 f"the recipe of this run is corrupt: {error.what}",
                 where=error.where or str(self.recipe_file),
-                rule="it says which model the checkpoints are of",
+                rule="the recipe defines the model of the checkpoints",
                 fix=self._how_to_restore(self.newest()),
             ) from error
 
@@ -167,6 +167,6 @@ class Run(RunFiles):
     def _how_to_restore(self, newest: Entry | None) -> str:
         earlier = "it is also an artifact of the run in MLflow"
         if newest is None or newest.manifest.recipe is None:
-            return f"put it back from a copy; {earlier}"
+            return f"restore it from a copy; {earlier}"
         manifest, target = shlex.quote(str(newest.path / "manifest.json")), shlex.quote(str(self.recipe_file))
         return f'the newest checkpoint has it: python3 -c "{_PRINT_RECIPE}" {manifest} > {target}; {earlier}'

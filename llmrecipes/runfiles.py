@@ -177,7 +177,7 @@ def checked_run_id(run_id: str | None) -> str:
         raise UserError(
             f"run id {run_id!r}",
             where="--run-id",
-            rule=f"at most {_MOST} letters, digits, dots, dashes and underscores; a letter or digit first",
+            rule=f"at most {_MOST} letters, digits, dots, dashes and underscores, starting with a letter or digit",
             fix="--run-id my-run-1",
         )
     return run_id

@@ -69,7 +69,7 @@ def open_file(path: Path, *, root: Path | None = None, most: int | None = None) 
     try:
         handle = os.open(path, os.O_PATH | os.O_CLOEXEC)  # neither waits for a FIFO's writer nor starts a device
     except ValueError as error:  # a null byte, or a character that no file name has
-        raise Refused(f"is not the name of a file: {error}", where=repr(str(path))) from error
+        raise Refused(f"is not a file name: {error}", where=repr(str(path))) from error
     try:
         _require(handle, path, root)
         descriptor = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_CLOEXEC)  # the same file, however renamed
@@ -147,7 +147,7 @@ def parse_json(text: bytes | str, where: str = "", constant: Callable[[str], Any
         if isinstance(text, bytes) and _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair cannot be printed
     except RecursionError as error:
-        raise Refused("it is nested too deeply", where=where, rule=f"JSON has at most {DEPTH} levels") from error
+        raise Refused("it is nested too deeply", where=where, rule=f"JSON may have at most {DEPTH} levels") from error
     except ValueError as error:
         raise Refused(f"it is not valid JSON: {str(error)[:200]}", where=where) from error
     return value
@@ -238,7 +238,7 @@ def require_ends(action: Callable[[], object], seconds: int, where: str, rule: s
     if status in (_NO_MEMORY, -signal.SIGABRT):  # libraries in Rust abort
         raise Refused(f"it takes more than {_MEMORY // GIB} GiB of memory", where=where, rule=rule)
     if status == _PANIC:
-        raise Refused("its library panics, as on a regular expression without end", where=where, rule=rule)
+        raise Refused("its library crashes, as on an endless regular expression", where=where, rule=rule)
 
 
 def _limit(seconds: int) -> None:
@@ -261,8 +261,8 @@ def _require(handle: int, path: Path, root: Path | None) -> None:
         raise Refused(
             f"it is {_KINDS.get(stat.S_IFMT(mode), 'not a file')}, not a regular file",
             where=str(path),
-            rule="only regular files are read: another kind could block for ever, or never end",
-            fix="replace it by the file, or remove it",
+            rule="only regular files are read: others could block or never end",
+            fix="replace it with the file, or remove it",
         )
     if root is None:
         return
@@ -275,8 +275,8 @@ def _require(handle: int, path: Path, root: Path | None) -> None:
         raise Refused(
             f"it is a link to {target}",
             where=str(path),
-            rule=f"it lies in {root}; a link out of it would read, or copy, another file of this machine",
-            fix="replace the link by the file, if you know what it is",
+            rule=f"links must stay in {root}: a link out of it could expose other files of this machine",
+            fix="replace the link with the file, if you know what it is",
         )
 
 
@@ -311,4 +311,6 @@ def _require_shallow(value: Any) -> None:
 
 
 def _too_large(path: Path, size: int, most: int) -> Refused:
-    return Refused(f"it has {size:,} bytes", where=str(path), rule=f"a file of this kind has at most {most:,}")
+    return Refused(
+        f"it has {size:,} bytes", where=str(path), rule=f"a file of this kind may have at most {most:,} bytes"
+    )

@@ -125,7 +125,7 @@ def difference(got: Figures, golden: Figures) -> tuple[float, str]:
     for key in ("gradients", "weights"):
         ours, theirs = got[key], golden[key]  # type: ignore[literal-required]
         if ours.keys() != theirs.keys():
-            return math.inf, f"{key}: other tensors, {', '.join(sorted(ours.keys() ^ theirs.keys())[:4])}"
+            return math.inf, f"{key}: different tensors, {', '.join(sorted(ours.keys() ^ theirs.keys())[:4])}"
         # A gradient that is zero but for rounding is compared with the largest.
         scale = 1e-3 * max((norm for norm, _ in theirs.values()), default=0.0)
         for name, (norm, projection) in theirs.items():

@@ -243,7 +243,7 @@ class Item:
     def _offload(self, name: str) -> Iterator[Row]:
         """Step and memory with the optimizer on the GPU and in the host's memory."""
         if self.device == "cpu":
-            yield self.row("step with offload", status="skipped", note="offload moves states out of a GPU's memory")
+            yield self.row("step with offload", status="skipped", note="offload moves state out of GPU memory")
             return
         for where in ("none", "cpu"):
             suffix = " without offload" if where == "none" else " with offload"

@@ -70,10 +70,10 @@ def resume(row: MakeRow, device: str) -> Iterator[Row]:
             moved = [name for name, figure in before["weights"].items() if after["loaded"].get(name) != figure]
             yield row(
                 f"weights, {source} to {target}", len(moved), limit=0,
-                note="tensors of the checkpoint that are not the saved ones" + (f": {moved[0]}" if moved else ""),
+                note="tensors of the checkpoint that differ from the saved ones" + (f": {moved[0]}" if moved else ""),
             )  # fmt: skip
         apart = abs(ended[2]["losses"][-1] - whole["losses"][-1]) / abs(whole["losses"][-1])
-        yield row("loss of a run on both", apart, limit=LIMITS["fp32"], note="beside a run on the device only")
+        yield row("loss of a run on both", apart, limit=LIMITS["fp32"], note="compared with a run on the device only")
 
 
 def _said(folder: Path, steps: int, device: str, kill_after: int | None = None) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def _said(folder: Path, steps: int, device: str, kill_after: int | None = None) 
                 said.update(answer)
         code = process.wait()
     if code != (0 if kill_after is None else -signal.SIGKILL):
-        raise RuntimeError(f"a process that trains on {device} ended with {code}")
+        raise RuntimeError(f"the training process on {device} exited with code {code}")
     return said
 
 
@@ -125,7 +125,7 @@ def waits(row: MakeRow, recipe: Recipe, device: str) -> Iterator[Row]:
     """How often the host waits for the device in a step, beside a dry run."""
     expected = sum(_dry_run(recipe).waits.values())
     if device == "cpu":
-        yield row("host waits", status="skipped", note=f"a CPU waits for nothing; {expected} in a dry run")
+        yield row("host waits", status="skipped", note=f"a CPU never waits; {expected} in a dry run")
         return
     with _trained(recipe) as step, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -164,7 +164,7 @@ def breaks(row: MakeRow, device: str) -> Iterator[Row]:
     with patch("torch.compile", traced if device == "cpu" else compile_), _trained(recipe):
         yield graph_breaks(row)
         graphs = counters["stats"]["unique_graphs"]
-        yield row("graphs", graphs, note="of all layers with their loss; more with each shape that is new")
+        yield row("graphs", graphs, note="of all layers with their loss; each new shape adds more")
 
 
 def graph_breaks(row: MakeRow) -> Row:

@@ -129,7 +129,7 @@ class Command(TyperCommand):
 def _require_sane(option: str, name: str, value: float) -> None:
     most = MOST_SEED if name == "seed" else MOST.get(name, MOST_OTHERS)
     if not -most <= value <= most:  # nan is neither
-        raise UserError(f"{value}", where=option, rule=f"a number of at most {most:,}")
+        raise UserError(f"{value}", where=option, rule=f"must be a number of at most {most:,}")
 
 
 class Program(TyperGroup):
@@ -215,7 +215,7 @@ def _imported(place: str) -> Any:
 
 
 def _unbuilt() -> None:
-    raise AssertionError("a command was run that was built for its name and help only")
+    raise AssertionError("this command was built for its name and help only")
 
 
 def _command(arguments: Sequence[str]) -> str | None:
@@ -266,7 +266,7 @@ def _usage_error(error: typer.TyperException) -> UserError:
 
         namesakes = namesake(option)
         if namesakes.keys:
-            rule = "recipe keys are set without dashes, as key.path=value"
+            rule = "recipe keys are set without dashes, as KEY=VALUE"
             fix = " or ".join(f"{key}=..." for key in namesakes.keys)
             return UserError("no such option", where=option, rule=rule, fix=fix)
     command = PROGRAM if context is None else context.command_path
@@ -280,7 +280,7 @@ def _too_long(path: str) -> UserError:
     return UserError(
         f"{what} is too long",
         where=f"{path[:80]}…",
-        rule="a file system takes names of at most 255 bytes, and paths of 4,096",
+        rule="file names may have at most 255 bytes, and paths 4,096",
         fix="a shorter name",
     )
 

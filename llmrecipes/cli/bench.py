@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from llmrecipes.recipe.schema import Recipe
 
 app = typer.Typer(
-    help="Benchmark fabric, collectives, steps, data or inference. In a Slurm step, all of its nodes take part.",
+    help="Benchmark fabric, collectives, steps, data or inference. In a Slurm step, on all of its nodes.",
     rich_markup_mode=None,
     invoke_without_command=True,
 )
@@ -70,7 +70,7 @@ def collectives(
         typer.Option(
             "--sizes",
             metavar="SIZES",
-            help="Measure these buffer sizes; default: 64KiB,1MiB,16MiB, and 256MiB with a --cluster that has GPUs.",
+            help="Measure these buffer sizes; default: 64KiB,1MiB,16MiB, and 256MiB if --cluster has GPUs.",
         ),
     ] = None,
     repeats: RepeatsOption = 5,
@@ -139,7 +139,7 @@ def fabric(
             metavar="S",
             min=1,
             max=600,
-            help="Fail a transfer S seconds after its measurement should have ended.",
+            help="Fail a transfer that is S seconds overdue.",
         ),
     ] = 20,
     patience: PatienceOption = 60.0,
@@ -147,7 +147,7 @@ def fabric(
 ) -> int:
     """Measure RDMA bandwidth and latency between the adapters of a job's nodes, with perftest.
 
-    Run it once on each node at the same time, as srun --ntasks-per-node=1 does.
+    Start it once per node at the same time, for example with srun --ntasks-per-node=1.
     """
     from llmrecipes.bench.fabric.meeting import FabricRendezvous, meet, require_sensible
     from llmrecipes.bench.fabric.node import Limits
@@ -200,16 +200,16 @@ def machine(
         typer.Option(
             "--cluster",
             metavar="NAME",
-            help="Copy what is not measured, such as links between nodes, from this cluster profile.",
+            help="Copy values that are not measured, such as links between nodes, from this cluster profile.",
             autocompletion=completion.clusters,
         ),
     ] = "laptop",
     repeats: RepeatsOption = 5,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure a machine without GPUs, for the predictions of `plan`.
+    """Measure a machine without GPUs, for predictions by `plan`.
 
-    Matrix products, attention, memory, launches, and collectives of two processes. The best of the repeats counts.
+    Measures GEMMs, attention, memory, launches, and collectives of two processes, and takes the best of the repeats.
     """
     from llmrecipes.workflow import bench
 
@@ -238,7 +238,7 @@ def step(
 ) -> None:
     """Measure optimizer steps on random tokens.
 
-    No data is needed and nothing is written.
+    Needs no data and writes nothing.
     """
     from llmrecipes.bench.results import StepTimes
     from llmrecipes.plan.check import gib
@@ -303,25 +303,25 @@ def gpu_report(
         Path, typer.Option("--out", metavar="DIR", help="Write report.jsonl, .md and .html to this folder.")
     ] = Path("gpu-report"),
     budget: Annotated[
-        float, typer.Option("--budget", metavar="S", min=1, help="Skip what would not end within S seconds.")
+        float, typer.Option("--budget", metavar="S", min=1, help="Skip what would not finish within S seconds.")
     ] = 540,
     device: Annotated[
         str | None,
         typer.Option(
             "--device",
             metavar="cpu|cuda",
-            help="Run on this device; cpu: the same stages with tiny models. Default: a GPU.",
+            help="Run on this device, cuda or cpu (with tiny models); default: a GPU.",
         ),
     ] = None,
 ) -> int:
     """Compare one GPU with a CPU's results and the plan, in stages.
 
-    Each result is written at once; the same command continues where the budget ended.
+    Results are written as they are measured; repeat the command to continue where the budget ended.
     """
     from llmrecipes.workflow.gpu_report import gpu_report
 
     if device not in (None, "cpu", "cuda"):
-        raise UserError(f"{device!r}", where="--device", rule="cpu or cuda")
+        raise UserError(f"{device!r}", where="--device", rule="must be cpu or cuda")
     rows = gpu_report(stages or [], out, budget, device, print)
     off, skipped = sum(row.off for row in rows), sum(row.status == "skipped" for row in rows)
     print(f"{len(rows)} rows, {off} flagged, {skipped} skipped: {out / 'report.html'}")

@@ -24,8 +24,8 @@ def card(
         str | None,
         typer.Argument(metavar="[RECIPE]", help="Name of a recipe in recipes/.", autocompletion=completion.recipes),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="All recipes; prints a table of those for GPUs.")] = False,
-    write: Annotated[bool, typer.Option("--write", help="Plan and search again, and write the card.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="All recipes; print a table of those for GPUs.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Repeat the plan and search, and write the card.")] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Fail if a recipe or its plan has changed since its card was written.")
     ] = False,
@@ -48,22 +48,23 @@ def card(
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
 ) -> None:
-    """Show, write or check what is known of a recipe.
+    """Show, write or check the card of a recipe.
 
-    A card, recipes/cards/RECIPE.json, has what was planned, searched, dry run, verified, rehearsed and run, with
+    A card, recipes/cards/RECIPE.json, records what was planned, searched, dry run, verified, rehearsed and run, with
     commands, commits, dates and figures.
     """
     from llmrecipes.recipe.load import names
     from llmrecipes.workflow import card as workflow
 
     if every == (recipe is not None):
-        raise UserError("missing" if recipe is None else "set with --all", where="RECIPE", rule="a recipe, or --all",
+        raise UserError("missing" if recipe is None else "set with --all", where="RECIPE",
+                        rule="needs either a recipe or --all",
                         fix="llmrecipes card gpt-tiny")  # fmt: skip
     chosen = names() if recipe is None else [recipe]
     of_write = {"--do": do, "--run": run, "--cluster": cluster, "--gpus": gpus}
     for option, value in of_write.items():
         if value and (not write or (every and option != "--do")):
-            raise UserError("set without --write RECIPE", where=option, rule="it is for a card that is written",
+            raise UserError("set without --write RECIPE", where=option, rule="only valid when writing a card",
                             fix="--write")  # fmt: skip
     if unknown := [part for part in do or () if part not in workflow.PARTS]:
         raise UserError(f"{unknown[0]!r}", where="--do", rule=f"one of {', '.join(workflow.PARTS)}")
@@ -79,7 +80,7 @@ def card(
         if changed:
             said = "; ".join(f"{name}: {reason}" for name, reason in changed.items())
             raise UserError(
-                f"out of date: {said}", where="recipes/cards", rule="a card has the figures of now",
+                f"out of date: {said}", where="recipes/cards", rule="cards must have current figures",
                 fix="llmrecipes card --all --write",
             )  # fmt: skip
     cards = [workflow.read(name) for name in chosen]

@@ -88,7 +88,7 @@ def scaling(
     ] = None,
     flops: Annotated[
         list[float] | None,
-        typer.Option("--flops", metavar="C", help="Divide a budget of C FLOPs between size and tokens; repeatable."),
+        typer.Option("--flops", metavar="C", help="Split a budget of C FLOPs between size and tokens; repeatable."),
     ] = None,
     embeddings: Annotated[
         bool, typer.Option("--embeddings/--no-embeddings", help="Count embeddings and output layer in N.")
@@ -298,10 +298,10 @@ def scaling_lines(scaling: ScalingLaw) -> Iterator[str | TextTable]:
         rows.append((coefficient, f"{getattr(law, coefficient):.4g}", f"{low:.4g} to {high:.4g}"))
     yield TextTable(rows)
     if not fit.has_offset:
-        yield "E is 0: the loss of these runs does not level off yet, and the law is not to be extrapolated"
+        yield "E is 0: the loss of these runs does not level off yet, so do not extrapolate this law"
     for coefficient in COEFFICIENTS:
         if share := fit.at_bound(coefficient):
-            yield f"{coefficient}: {share:.0%} of the bootstrap samples do not determine it (a bound of the fit)"
+            yield f"{coefficient}: not determined in {share:.0%} of the bootstrap samples (at a bound of the fit)"
     yield ""
     yield f"compute-optimal for C = 6ND FLOPs: N grows with C^{law.parameter_exponent:.2f}, D with the rest"
     rows = [("FLOPs", "parameters", "90 % interval", "tokens", "90 % interval", "loss", "90 % interval")]

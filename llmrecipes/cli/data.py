@@ -44,11 +44,11 @@ def show(
     tokens: Annotated[
         int, typer.Option("--tokens", metavar="N", min=1, help="Show the first N tokens of each document.")
     ] = 60,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Choose documents by this seed.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Seed for choosing documents.")] = 0,
     as_json: JsonOption = False,
     data_dir: DataOption = DATA,
 ) -> None:
-    """Show random documents: their text, tokens, which of them the loss counts, and where they end."""
+    """Show random documents: text, tokens, which tokens count in the loss, and where documents end."""
     wanted = _split(split)
     _quietly()
     from llmrecipes.data.overview import random_documents
@@ -82,12 +82,12 @@ def stats(
     overrides: OverridesArgument = None,
     html: Annotated[
         Path | None,
-        typer.Option("--html", metavar="FILE", help="Write a page with plots, languages and domains to FILE as well."),
+        typer.Option("--html", metavar="FILE", help="Also write a page with plots, languages and domains to FILE."),
     ] = None,
     as_json: JsonOption = False,
     data_dir: DataOption = DATA,
 ) -> None:
-    """Print documents, tokens, bytes a token, lengths, and what each step dropped, with an example."""
+    """Print documents, tokens, bytes per token, lengths, and what every step dropped, with an example."""
 
     _quietly()
     from llmrecipes.data import overview

@@ -53,7 +53,7 @@ def doctor(
         typer.Option(
             "--run-id",
             metavar="ID",
-            help="Keep the result with this run of RECIPE, and check nothing if it has done all its steps.",
+            help="Store the result with this run of RECIPE; skip the checks if the run is complete.",
         ),
     ] = None,
     patience: PatienceOption = 60.0,
@@ -68,7 +68,7 @@ def doctor(
         typer.Option(
             "--record",
             metavar="FILE",
-            help="Append what was found to FILE, as JSON; with --run-id default: logs/doctor.jsonl of the run.",
+            help="Append the findings to FILE as JSON; default with --run-id: logs/doctor.jsonl of the run.",
         ),
     ] = None,
     own_gpus: Annotated[
@@ -76,7 +76,7 @@ def doctor(
         typer.Option(
             "--gpus",
             metavar="N,...",
-            help="Check only these GPUs, as on a node that jobs share; empty: none. Default: all.",
+            help="Check only these GPUs, such as those of a job on a shared node; empty: none. Default: all.",
         ),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only problems.")] = False,
@@ -153,11 +153,11 @@ def _is_done(recipe: Recipe | None, runs_dir: Path, run_id: str) -> bool:
     from llmrecipes.runfiles import checked_run_id
 
     if recipe is None:
-        raise UserError("set without RECIPE", where="--run-id", rule="a run belongs to a recipe")
+        raise UserError("set without RECIPE", where="--run-id", rule="--run-id needs the recipe of the run")
     run = Run.of(runs_dir, recipe.name, checked_run_id(run_id))
     if not run.is_finished(recipe.train):
         return False
-    print(f"{run.path} has done all its steps: nothing to check")
+    print(f"{run.path} is complete: nothing to check")
     return True
 
 
@@ -186,5 +186,5 @@ def _own(gpus: str | None) -> frozenset[int] | None:
         return None
     words = [word for word in gpus.split(",") if word]
     if not all(word.isascii() and word.isdecimal() for word in words):
-        raise UserError(f"{gpus!r}", where="--gpus", rule="comma-separated GPU numbers", fix="--gpus 0,1")
+        raise UserError(f"{gpus!r}", where="--gpus", rule="must be comma-separated GPU numbers", fix="--gpus 0,1")
     return frozenset(map(int, words))

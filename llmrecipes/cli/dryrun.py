@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 MOST_MODULES = 8
 NOT_SHOWN = {
     "cuda": (
-        "as on a GPU: flash attention, a ring under context parallelism, whole down-projections of latent attention, "
+        "as on a GPU: flash attention, a ring with context parallelism, full down-projections of latent attention, "
         "one-byte dropout masks, fused RMSNorm. Not shown: fragmentation, workspaces, NCCL's buffers, CUDA's context."
     ),
     "cpu": "not shown: the interpreter, the allocator's overhead and the data loader.",
@@ -48,15 +48,15 @@ def dryrun(
     stage: StageOption = None,
     skew: Annotated[
         float,
-        typer.Option("--skew", metavar="F", help="Send F times the even share of tokens to the rank's first expert."),
+        typer.Option("--skew", metavar="F", help="Route F times the even share of tokens to the rank's first expert."),
     ] = 1.0,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
 ) -> None:
     """Measure one rank of a run of any size, without GPUs.
 
-    A step of the real model, schedule, optimizer and save runs on tensors without data: memory by part and module,
-    traffic, host waits and the order of passes.
+    Runs a step of the real model, schedule, optimizer and save on tensors without data, and reports memory by part and
+    module, traffic, host waits and the order of passes.
     """
     from llmrecipes.recipe.load import load
     from llmrecipes.workflow.dryrun import dry_run

@@ -54,16 +54,16 @@ def evaluate(
     num_fewshot: Annotated[
         int | None,
         typer.Option(
-            "--num-fewshot", metavar="N", min=0, help="Put N examples before each question; default: the task's."
+            "--num-fewshot", metavar="N", min=0, help="Put N examples before every question; default: the task's."
         ),
     ] = None,
     include_path: Annotated[
-        Path | None, typer.Option("--include-path", metavar="DIR", help="Look for task files in this folder too.")
+        Path | None, typer.Option("--include-path", metavar="DIR", help="Also look for task files in this folder.")
     ] = None,
     trust_code: Annotated[
         bool,
         typer.Option(
-            "--trust-code", help="Run code that task files name, in a process without network and credentials."
+            "--trust-code", help="Allow code referenced by task files, in a process without network and credentials."
         ),
     ] = False,
     text_key: Annotated[
@@ -75,7 +75,7 @@ def evaluate(
         typer.Option(
             "--per-document",
             metavar="DIR",
-            help="Write the loss of each document of the split into this new folder, for data.curriculum.",
+            help="Write the loss of every document of the split to this new folder, for data.curriculum.",
         ),
     ] = None,
     window: Annotated[
@@ -89,7 +89,7 @@ def evaluate(
         typer.Option("--stride", metavar="N", min=1, help="Score N tokens of a window; default: half a window."),
     ] = None,
     prefix: Annotated[
-        int, typer.Option("--prefix", metavar="N", min=1, help="Take prompts of N tokens for --check.")
+        int, typer.Option("--prefix", metavar="N", min=1, help="Use prompts of N tokens for --check.")
     ] = 50,
     length: Annotated[
         int, typer.Option("--length", metavar="N", min=1, help="Continue prompts of --check by N tokens.")
@@ -120,7 +120,7 @@ def evaluate(
 ) -> None:
     """Evaluate a model: perplexity, harness tasks, text checks.
 
-    The model is a run's checkpoint or a Hugging Face folder. Tasks are those of lm-evaluation-harness; checks are of
+    The model is a run's checkpoint or a Hugging Face folder. Tasks are from lm-evaluation-harness; checks test for
     repetition, memorisation and bias.
     """
     from llmrecipes.console import setup_logging

@@ -76,7 +76,7 @@ def merge(
 ) -> None:
     """Merge models of one shape into one.
 
-    Tensor by tensor, without a GPU. Of several checkpoints of one run, linear makes their average.
+    Works tensor by tensor, without a GPU. Use linear to average several checkpoints of a run.
     """
     from llmrecipes.console import number, setup_logging
     from llmrecipes.models.merge import Output
@@ -91,13 +91,18 @@ def merge(
     if to == "run":
         for option, value in (("--out", out), ("--dtype", dtype)):
             if value is not None:
-                raise UserError("set with --to run", where=option, rule="only valid with --to hf", fix="leave it out")
+                raise UserError("set with --to run", where=option, rule="only valid with --to hf", fix="remove it")
         _merge_runs(models, options, base, run_id, runs_dir, as_json=as_json)
         return
     if to != "hf":
-        raise UserError(f"{to!r}", where="--to", rule="hf or run")
+        raise UserError(f"{to!r}", where="--to", rule="must be hf or run")
     if out is None:
-        raise UserError("not set", where="--out", rule="a folder that does not exist", fix="--out DIR, or --to run")
+        raise UserError(
+            "not set",
+            where="--out",
+            rule="--to hf needs a folder that does not exist yet",
+            fix="--out DIR, or --to run",
+        )
     output = Output(out, dtype, tokenizer=tokenizer)
     merged = make(models, options, output, runs_dir, data_dir, base, None if as_json else Counted())
     if as_json:
@@ -138,4 +143,4 @@ def _numbers(option: str, text: str | None) -> list[float] | None:
     try:
         return [float(number) for number in text.split(",")]
     except ValueError:
-        raise UserError(f"{text!r}", where=option, rule="comma-separated numbers", fix="0.5,0.5") from None
+        raise UserError(f"{text!r}", where=option, rule="must be comma-separated numbers", fix="0.5,0.5") from None

@@ -25,8 +25,9 @@ def export(
         str,
         typer.Argument(
             metavar="RUN[@STEP|@best]",
-            help="Run directory, recipe/run-id, run id, or recipe name; @STEP selects an older checkpoint, @best that "
-            "of the lowest held-out loss.",
+            help="Run directory, recipe/run-id, run id, or recipe name; @STEP selects an older checkpoint, @best the "
+            "one "
+            "with the lowest held-out loss.",
             autocompletion=completion.runs,
         ),
     ],
@@ -73,7 +74,7 @@ def export(
         bool, typer.Option("--merge-adapter", help="Merge the adapters of a LoRA run into its base model.")
     ] = False,
     cache: Annotated[
-        bool, typer.Option("--cache", help="Give an ONNX program keys and values as inputs and outputs.")
+        bool, typer.Option("--cache", help="Give an ONNX program a key/value cache as inputs and outputs.")
     ] = False,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
@@ -81,7 +82,7 @@ def export(
 ) -> None:
     """Export a checkpoint for other programs.
 
-    These are transformers, PEFT, ONNX Runtime, torch.export and llama.cpp. Reads any layout without a GPU; hf, peft
+    Supports transformers, PEFT, ONNX Runtime, torch.export and llama.cpp. Reads any layout without a GPU; hf, peft
     and gguf with one tensor in memory at a time.
     """
     from llmrecipes.console import number, setup_logging
@@ -97,7 +98,7 @@ def export(
         return
     options = ExportOptions(dtype, _bytes(max_shard_size), family, tokenizer, ema, merge_adapter, cache)
     if to != "onnx" and cache:
-        raise UserError(f"--to {to}", where="--cache", rule="ONNX programs have a cache or none", fix="--to onnx")
+        raise UserError(f"--to {to}", where="--cache", rule="--cache is only used with --to onnx", fix="--to onnx")
     if to != "hf":
         _export_program(run, to, out, runs_dir, data_dir, options, as_json=as_json)
         return
@@ -175,7 +176,7 @@ def _bytes(text: str) -> int:
     except (ValueError, KeyError, OverflowError):
         size = 0
     if size < 1:
-        raise UserError(f"{text!r}", where="--max-shard-size", rule="a number and KB, MB, GB or TB", fix="5GB")
+        raise UserError(f"{text!r}", where="--max-shard-size", rule="must be a number with KB, MB, GB or TB", fix="5GB")
     return size
 
 
@@ -214,7 +215,7 @@ def import_model(
 ) -> None:
     """Create a run from a Hugging Face or Megatron-LM model.
 
-    Writes a recipe and a checkpoint of step 0 that any layout loads. Example of overrides: model.seq_length=4096.
+    Writes a recipe and a checkpoint at step 0 that any layout can load. Example of overrides: model.seq_length=4096.
     """
     from llmrecipes.console import number, setup_logging
     from llmrecipes.models.importing import import_model as make
@@ -227,7 +228,9 @@ def import_model(
         _import_megatron(source, of, recipe, overrides or [], runs_dir, run_id, as_json=as_json)
         return
     if recipe is not None:
-        raise UserError(recipe, where="--recipe", rule="config.json describes the model", fix="--from megatron")
+        raise UserError(
+            recipe, where="--recipe", rule="with --from hf, config.json describes the model", fix="--from megatron"
+        )
     created = make(
         source, overrides or [], runs_dir, run_id, revision=revision, name=name, ignored=ignored or (),
         progress=None if as_json else Counted(),
@@ -241,11 +244,9 @@ def import_model(
     if origin["ignored_keys"]:
         print(f"         keys of config.json without effect: {', '.join(origin['ignored_keys'])}")
     if tokens := origin["new_rows"] - origin["padding_rows"]:
-        print(f"         {tokens} new tokens: their rows of the vocabulary are the mean of the others")
+        print(f"         {tokens} new tokens: their embedding rows are the mean of the others")
     if origin["padding_rows"]:
-        print(
-            f"         {origin['padding_rows']} rows without a token pad the vocabulary to a multiple for the layouts"
-        )
+        print(f"         {origin['padding_rows']} rows without a token pad the vocabulary")
     _print_created(created)
 
 
@@ -266,13 +267,13 @@ def _import_megatron(
     from llmrecipes.tracking.progress import Counted
 
     if of != "megatron":
-        raise UserError(f"{of!r}", where="--from", rule="one of hf, megatron")
+        raise UserError(f"{of!r}", where="--from", rule="must be hf or megatron")
     if recipe is None:
         raise UserError(
             "not set",
             where="--recipe",
-            rule="a checkpoint of Megatron-LM has weights and arguments only, no description of data and training",
-            fix="--recipe FILE.yaml, whose model section describes the trained model",
+            rule="a Megatron-LM checkpoint has no description of data and training",
+            fix="--recipe FILE.yaml, with a model section that describes the trained model",
         )
     created = make(Path(source), recipe, overrides, runs_dir, run_id, None if as_json else Counted())
     if as_json:
@@ -351,9 +352,7 @@ def finetune(
 
     setup_logging()
     if data is None:
-        raise UserError(
-            "not set", where="--data", rule="a model is fine-tuned on conversations", fix="--data chat.jsonl"
-        )
+        raise UserError("not set", where="--data", rule="fine-tuning needs conversations", fix="--data chat.jsonl")
     if step is not None and step not in STEPS:
         raise UserError(f"{step!r}", where="--step", rule=f"one of {', '.join(STEPS)}")
     request = Finetuning(model, data, out, lora, template, epochs, lr, revision, tuple(overrides or ()))

@@ -50,15 +50,17 @@ DataOption = Annotated[
 ]
 RanksOption = Annotated[
     int | None,
-    typer.Option("--nproc", metavar="N", help="Use N ranks; default: all GPUs, else the fewest that the layout needs."),
+    typer.Option(
+        "--nproc", metavar="N", help="Use N ranks; default: all GPUs, or the fewest ranks that the layout needs."
+    ),
 ]
 StageOption = Annotated[
     str | None,
-    typer.Option("--in", metavar="STAGE", help="Take this stage of a recipe with stages; default: the largest."),
+    typer.Option("--in", metavar="STAGE", help="Use this stage of a recipe with stages; default: the largest."),
 ]
 FirstStageOption = Annotated[
     str | None,
-    typer.Option("--in", metavar="STAGE", help="Take this stage of a recipe with stages; default: the first."),
+    typer.Option("--in", metavar="STAGE", help="Use this stage of a recipe with stages; default: the first."),
 ]
 RunIdOption = Annotated[
     str | None,
@@ -90,22 +92,23 @@ NodesOption = Annotated[
     typer.Option("--nodes", metavar="N", min=1, help="Use N nodes; default: the fewest that fit the layout."),
 ]
 NodeCountOption = Annotated[
-    int, typer.Option("--nnodes", metavar="N", min=1, help="Use N nodes; start the command on every one.")
+    int, typer.Option("--nnodes", metavar="N", min=1, help="Use N nodes; start the command on every node.")
 ]
 NodeRankOption = Annotated[
     int | None,
-    typer.Option("--node-rank", metavar="K", help="Start as node K, counted from 0; default in pods: the pod's index."),
+    typer.Option("--node-rank", metavar="K", help="Number of this node, from 0; default in pods: the pod's index."),
 ]
 RendezvousOption = Annotated[
     str | None,
-    typer.Option("--rdzv", metavar="HOST:PORT", help="Meet at this address of node 0; default in pods: the first pod."),
+    typer.Option("--rdzv", metavar="HOST:PORT", help="Address of node 0; default in pods: the first pod."),
 ]
 HostsOption = Annotated[
     str | None,
     typer.Option(
         "--nodes",
         metavar="HOST,...",
-        help="Check these nodes, n[0-3] for a range; start the command on all at once. Default: the Slurm step's.",
+        help="Check these nodes (n[0-3] for a range); start the command on all of them at once. Default: the Slurm "
+        "step's.",
     ),
 ]
 PatienceOption = Annotated[

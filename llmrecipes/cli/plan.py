@@ -30,7 +30,7 @@ def plan(
         str | None,
         typer.Argument(
             metavar="RECIPE",
-            help="Recipe: a name in recipes/, or the path of a YAML file. With --calibration: runs.",
+            help="Recipe: a name in recipes/, or the path of a YAML file; with --calibration: runs.",
             autocompletion=completion.recipes,
         ),
     ] = None,
@@ -43,54 +43,65 @@ def plan(
         typer.Option(
             "--gpus",
             metavar="N",
-            help="Number of GPUs; default: the fewest, or all of --nodes. With --what-if: several, as 64,128.",
+            help="Number of GPUs; default: the fewest, or all of --nodes. With --what-if, several: 64,128.",
         ),
     ] = None,
     search: Annotated[
         bool, typer.Option("--search", help="Find the fastest layouts that fit instead of the recipe's.")
     ] = False,
     dryrun: Annotated[
-        bool, typer.Option("--dryrun", help="With --search: dry run the fastest, with torch, until one fits.")
+        bool, typer.Option("--dryrun", help="With --search: dry run the fastest layouts with torch, until one fits.")
     ] = False,
     out: Annotated[
         Path | None,
         typer.Option(
             "--write",
             metavar="FILE",
-            help="With --search: save the fastest as a recipe. With --calibration: save --cluster, corrected.",
+            help="With --search: save the fastest layout as a recipe. With --calibration: save the corrected "
+            "--cluster.",
         ),
     ] = None,
     picture: Annotated[
         Path | None,
         typer.Option(
-            "--plot", metavar="FILE", help="Draw memory and passes of the stages as FILE.svg or FILE.png; not --search."
+            "--plot",
+            metavar="FILE",
+            help="Draw memory and passes of the stages to FILE.svg or FILE.png; not with --search.",
         ),
     ] = None,
     calibrate: Annotated[
-        bool, typer.Option("--calibration", help="Compare predictions with what RUN... (default: all runs) measured.")
+        bool, typer.Option("--calibration", help="Compare predictions with measurements of RUN... (default: all runs).")
     ] = False,
     experiment: Annotated[
         str | None,
         typer.Option(
-            "--experiment", metavar="NAME", help="With --calibration or --what-if: the runs of this MLflow experiment."
+            "--experiment",
+            metavar="NAME",
+            help="With --calibration or --what-if: use the runs of this MLflow experiment.",
         ),
     ] = None,
     compare: Annotated[
-        bool, typer.Option("--what-if", help="Compare --clusters and numbers of GPUs: days, cost and energy.")
+        bool, typer.Option("--what-if", help="Compare clusters and numbers of GPUs: days, cost and energy.")
     ] = False,
     clusters: Annotated[
         str | None,
-        typer.Option("--clusters", metavar="NAME,...", help="With --what-if: cluster profiles; default: three GPUs."),
+        typer.Option(
+            "--clusters",
+            metavar="NAME,...",
+            help="With --what-if: cluster profiles to compare; default: three GPU types.",
+        ),
     ] = None,
     prices: Annotated[
         str | None,
         typer.Option(
-            "--usd-per-gpu-hour", metavar="PRICE", help="With --what-if: a price, or NAME=PRICE,... of --clusters."
+            "--usd-per-gpu-hour",
+            metavar="PRICE",
+            help="With --what-if: price, or NAME=PRICE,... per profile of --clusters.",
         ),
     ] = None,
     loss: Annotated[
         float | None,
-        typer.Option("--loss", metavar="X", help="With --what-if: train until this loss, in nats a token."),
+        typer.Option("--loss", metavar="X", help="With --what-if: train to this loss, in nats per token."),
     ] = None,
     tokens: Annotated[
         str | None, typer.Option("--tokens", metavar="N", help="With --what-if: train on N tokens, such as 15e12.")
@@ -98,7 +109,7 @@ def plan(
     by: Annotated[
         datetime | None,
         typer.Option(
-            "--by", metavar="DATE", formats=["%Y-%m-%d"], help="With --what-if: end by this date, from now on."
+            "--by", metavar="DATE", formats=["%Y-%m-%d"], help="With --what-if: finish by this date, starting now."
         ),
     ] = None,
     law: Annotated[
@@ -112,15 +123,15 @@ def plan(
     curve: Annotated[
         Path | None,
         typer.Option(
-            "--scaling-curve", metavar="FILE", help="Draw MFU and speed from 8 to 16,384 GPUs as FILE.svg or FILE.png."
+            "--scaling-curve", metavar="FILE", help="Draw MFU and speed from 8 to 16,384 GPUs to FILE.svg or FILE.png."
         ),
     ] = None,
     runs_dir: RunsOption = RUNS,
 ) -> None:
-    """Predict time, memory and cost, or search the layout.
+    """Predict time, memory and cost, or search layouts.
 
-    With --search: the fastest layouts that fit. Times come from a model that was fitted to published runs, not from
-    this cluster; with --calibration runs there correct them.
+    Times come from a model fitted to published runs, not from this cluster; with --calibration, runs on the cluster
+    correct them.
     """
     from llmrecipes.workflow import forecast as workflow
 
@@ -132,7 +143,12 @@ def plan(
     }
     modes = [option for option, is_set in chosen.items() if is_set]
     if len(modes) > 1:
-        raise UserError(f"set with {modes[1]}", where=modes[0], rule="plan does one of them", fix="one of them")
+        raise UserError(
+            f"set with {modes[1]}",
+            where=modes[0],
+            rule="plan does only one of them at a time",
+            fix="remove one of them",
+        )
     mode = modes[0] if modes else ""
     one_layout = ("", "--search", "--scaling-curve")
     belongs: dict[str, tuple[object, tuple[str, ...]]] = {
@@ -153,7 +169,7 @@ def plan(
         if value is not None and mode not in of:
             raise UserError(
                 f"set with {mode}" if mode else f"set without {of[0]}", where=option,
-                rule=f"it belongs to {', '.join(owner or 'a plan of one layout' for owner in of)}",
+                rule=f"only valid with {', '.join(owner or 'a plan of one layout' for owner in of)}",
                 fix=of[0] or f"plan without {mode}",
             )  # fmt: skip
     counts = _counts(gpus, several=compare)
@@ -218,9 +234,9 @@ def _counts(text: str | None, *, several: bool) -> list[int]:
         return []
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and len(word) < 9 and 1 <= int(word) <= _MOST_GPUS for word in words):
-        raise UserError(f"{text!r}", where="--gpus", rule=f"a number from 1 to {_MOST_GPUS:,}", fix="--gpus 64")
+        raise UserError(f"{text!r}", where="--gpus", rule=f"must be a number from 1 to {_MOST_GPUS:,}", fix="--gpus 64")
     if len(words) > 1 and not several:
-        raise UserError(f"{text!r}", where="--gpus", rule="several numbers are compared by --what-if", fix="--what-if")
+        raise UserError(f"{text!r}", where="--gpus", rule="only --what-if compares several numbers", fix="--what-if")
     return [int(word) for word in words]
 
 
@@ -230,7 +246,9 @@ def _wanted(
     from llmrecipes.workflow.whatif import Wanted
 
     if loss is not None and tokens is not None:
-        raise UserError("set with --tokens", where="--loss", rule="the loss determines the tokens", fix="one of them")
+        raise UserError(
+            "set with --tokens", where="--loss", rule="the loss determines the tokens", fix="remove one of them"
+        )
     number = None
     if tokens is not None:
         try:
@@ -238,7 +256,9 @@ def _wanted(
         except ValueError:
             number = 0.0
         if not 1 <= number <= 1e18:
-            raise UserError(f"{tokens!r}", where="--tokens", rule="a number from 1 to 1e18", fix="--tokens 15e12")
+            raise UserError(
+                f"{tokens!r}", where="--tokens", rule="must be a number from 1 to 1e18", fix="--tokens 15e12"
+            )
     return Wanted(loss, number, None if by is None else by.replace(tzinfo=UTC), tuple(law or ()), experiment)
 
 
@@ -262,7 +282,12 @@ def _what_if(
     from llmrecipes.workflow.whatif import what_if
 
     if clusters is not None and cluster is not None:
-        raise UserError("set with --cluster", where="--clusters", rule="both name what is compared", fix="--clusters")
+        raise UserError(
+            "set with --cluster",
+            where="--clusters",
+            rule="with --what-if, profiles are set by --clusters",
+            fix="--clusters",
+        )
     names = _words(clusters) or ([] if cluster is None else [cluster])
     answer = what_if(recipe, overrides, names, gpus, _words(prices), wanted, runs_dir)
     if as_json:
@@ -316,7 +341,7 @@ def text(forecast: Forecast) -> str:
         for each in values.get("stages", ())
     ]  # fmt: skip
     if forecast.cost_usd is None:
-        lines.append(("cost", "left out: the profile has no costs.usd_per_gpu_hour"))
+        lines.append(("cost", "unknown: the profile has no costs.usd_per_gpu_hour"))
     else:
         lines.append(("cost", f"{forecast.cost_usd:,.0f} USD"))
     if forecast.energy_mwh is not None:
@@ -337,10 +362,12 @@ def _saves(forecast: Forecast, saving: Saving) -> list[tuple[str, str]]:
     best, share = saving.best_interval, saving.effective(saving.interval)
     most = saving.effective(best)
     if saving.mtbf is None or best is None or share is None or most is None:
-        return [*lines, ("failures", "left out: the profile has no failures.gpu_hours_per_failure")]
+        return [*lines, ("failures", "unknown: the profile has no failures.gpu_hours_per_failure")]
     steps = max(1, round(best / forecast.step.seconds))
     days = saving.days(forecast.seconds)
-    lasts = "no end: failures leave no time" if days is None else f"{duration(days * 86400)} for all steps"
+    lasts = (
+        "never finishes: failures leave no time to train" if days is None else f"{duration(days * 86400)} for all steps"
+    )
     return [
         *lines,
         ("failures", f"one in {duration(saving.mtbf)}"),

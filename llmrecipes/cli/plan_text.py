@@ -128,7 +128,7 @@ def _communication(plan: Plan, sent: Communication | None) -> list[tuple[str, st
     for part in sent.parts:
         source = part.source if part.source == "measured" else f"profile, {part.source}"
         what = f"{part.group}: {part.kind} of {part.ranks}"
-        calls = f"{part.calls:,} {'call' if part.calls == 1 else 'calls'} of {gib(part.bytes)} in all"
+        calls = f"{part.calls:,} {'call' if part.calls == 1 else 'calls'} of {gib(part.bytes)} in total"
         lines.append((f"  {what}", f"{part.seconds:.3g} s", f"{source}; {calls}"))
     return lines
 
@@ -163,7 +163,7 @@ def _time(
 
 def speed_as_text(speed: SpeedReport) -> str:
     """A block for each feature: its value and why, what it gives, and how to change it; then the environment."""
-    lines = ["Features (calculated, planned: no GPU has measured them)"]
+    lines = ["Features (calculated or planned, not measured on a GPU)"]
     for row in speed.rows:
         value = {True: "on", False: "off", None: "unset"}.get(row.value, row.value)
         lines.append(f"  {row.key:46} {value!s:12} {row.reason}")

@@ -38,7 +38,7 @@ def precompute(
     """Compute the outputs of a recipe's frozen model for its data.
 
     Training then reads them instead of holding the model. The recipe names the folder: dpo.reference_log_probs or
-    distill.logits. Repeat a command that was killed, and it continues.
+    distill.logits. Repeat an interrupted command to continue.
     """
     from llmrecipes.console import duration, setup_logging
     from llmrecipes.launch.ranks import node

@@ -64,7 +64,7 @@ def _factors(fit: FactorFit) -> Iterator[str]:
         f"({by.runs} runs); median error {fit.median_error:.1%}, with these factors {fit.corrected_error:.1%}"
     )
     if fit.unknown:
-        yield f"{fit.device}: not known: {fit.unknown}"
+        yield f"{fit.device}: not fitted: {fit.unknown}"
 
 
 def what_if_lines(answer: WhatIf) -> Iterator[str | TextTable]:
@@ -89,7 +89,7 @@ def what_if_lines(answer: WhatIf) -> Iterator[str | TextTable]:
         if option.candidate is None:
             yield f"{option.cluster}, {option.gpus:,} GPUs: {option.reason}"
     if best is None:
-        yield "none of them can train it" if answer.by is None else f"none of them ends by {answer.by.date()}"
+        yield "none of them can train it" if answer.by is None else f"none of them finishes by {answer.by.date()}"
         return
     by = "the fewest GPU-hours" if best.cost_usd is None else f"{best.cost_usd:,.0f} USD"
     date = "" if answer.by is None else f" by {answer.by.date()}"

@@ -33,7 +33,7 @@ def prune(
             help="Remove depth, width or experts, or weights by magnitude, wanda or sparsegpt.",
         ),
     ] = None,
-    ratio: Annotated[float | None, typer.Option("--ratio", metavar="R", help="Remove this share.")] = None,
+    ratio: Annotated[float | None, typer.Option("--ratio", metavar="R", help="Fraction to remove.")] = None,
     axes: Annotated[
         str, typer.Option("--axes", metavar="A,...", help="Prune these widths: ffn, heads, hidden.")
     ] = "ffn,heads",
@@ -56,7 +56,7 @@ def prune(
 ) -> None:
     """Turn a run into a smaller or sparser run.
 
-    It starts from the parts of the model that contribute most on some text.
+    The new run starts from the parts of the model that contribute most on sample text.
     """
     from llmrecipes.commandline import resume_command
     from llmrecipes.console import number, setup_logging

@@ -20,7 +20,7 @@ def punish(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     minutes: Annotated[float, typer.Option("--minutes", metavar="M", min=0, help="Inject faults for M minutes.")] = 5.0,
-    seed: Annotated[int, typer.Option("--seed", metavar="S", help="Draw faults, ranks and moments from seed S.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", metavar="S", help="Seed for choosing faults, ranks and times.")] = 0,
     every: Annotated[
         float | None,
         typer.Option(
@@ -35,9 +35,7 @@ def punish(
     fault: Annotated[
         list[str] | None, typer.Option("--fault", metavar="NAME", help="Inject this fault; repeatable; default: all.")
     ] = None,
-    once: Annotated[
-        bool, typer.Option("--once", help="Inject each fault once, however long it takes, instead of --minutes.")
-    ] = False,
+    once: Annotated[bool, typer.Option("--once", help="Inject every fault once instead of for --minutes.")] = False,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,

@@ -95,7 +95,7 @@ def quantize(
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", metavar="TYPE", help="Write all else as fp32 or bf16; default: as it is."),
+        typer.Option("--dtype", metavar="TYPE", help="Write all other weights as fp32 or bf16; default: unchanged."),
     ] = None,
     measure: Annotated[bool, typer.Option(help="Compare size, quality and speed with those of the original.")] = True,
     data: SourceOption = None,
@@ -109,8 +109,8 @@ def quantize(
 ) -> None:
     """Quantize a model to 8 or 4 bits, for transformers and vLLM.
 
-    Linear layers and experts are quantized; embeddings, norms, routers and the output layer stay. rtn needs no text,
-    and one matrix in memory at a time. Both models are then measured.
+    Linear layers and experts are quantized; embeddings, norms, routers and the output layer are not. rtn needs no
+    text, and only one matrix in memory at a time. Both models are then measured.
     """
     from llmrecipes.console import number, setup_logging
     from llmrecipes.models.inference import InferenceOptions, compare_folders
@@ -141,13 +141,13 @@ def quantize(
     print(f"to       {made.path}")
     read = "" if not made.calibration_tokens else f", calibrated on {made.calibration_tokens:,} tokens"
     if made.unvisited_matrices:
-        read += f", {made.unvisited_matrices} matrices of experts that none of them visits rounded to nearest"
+        read += f", {made.unvisited_matrices} expert matrices that no token reached rounded to nearest"
     print(f"         {made.scheme} by {made.method}{read}; compressed-tensors {made.form}, {made.seconds:.1f} s")
     print(f"         {made.bytes_before / MIB:,.1f} MiB before, {made.bytes / MIB:,.1f} MiB now")
     grown = made.peak_memory_bytes - made.memory_before_bytes
     largest = made.largest_matrix_bytes / MIB
     print(
-        f"memory   {made.peak_memory_bytes / MIB:,.0f} MiB, {grown / MIB:,.1f} of them for the model; "
+        f"memory   {made.peak_memory_bytes / MIB:,.0f} MiB, {grown / MIB:,.1f} of it for the model; "
         f"its largest matrix has {largest:,.1f}"
     )
     if rows:
@@ -183,7 +183,9 @@ def inference(
     threads: ThreadsOption = None,
     trust_code: Annotated[
         bool,
-        typer.Option("--trust-code", help="Load a folder's model.pt2, which can run code: one that you wrote."),
+        typer.Option(
+            "--trust-code", help="Load a folder's model.pt2, which can run code: only for files that you wrote."
+        ),
     ] = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw size, quality and speed: .svg, .png or .pdf.")

@@ -34,19 +34,19 @@ def list_recipes(as_json: JsonOption = False) -> None:
 def new(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="Name the recipe; without NAME, ask for all values on the terminal."),
+        typer.Argument(metavar="NAME", help="Name of the recipe; without it, ask for all values on the terminal."),
     ] = None,
     overrides: OverridesArgument = None,
     params: Annotated[
         str | None,
         typer.Option(
-            "--params", metavar="N", help="Take the shape of the recipe nearest to N parameters, such as 350m or 1b."
+            "--params", metavar="N", help="Use the shape of the recipe closest to N parameters, such as 350m or 1b."
         ),
     ] = None,
     like: Annotated[
         str | None,
         typer.Option(
-            "--like", metavar="RECIPE", help="Take the shape of this recipe.", autocompletion=completion.recipes
+            "--like", metavar="RECIPE", help="Use the shape of this recipe.", autocompletion=completion.recipes
         ),
     ] = None,
     data: Annotated[
@@ -60,7 +60,7 @@ def new(
         typer.Option(
             "--tokenizer",
             metavar="NAME",
-            help="Use bpe, trained on the data, or the tokenizer of a Hugging Face model.",
+            help="Use bpe (trained on the data), or the tokenizer of a Hugging Face model.",
         ),
     ] = None,
     seq_length: Annotated[
@@ -69,7 +69,7 @@ def new(
             "--seq-length",
             metavar="N",
             min=2,
-            help="Train on sequences of N tokens; default: as in the recipe whose shape is taken.",
+            help="Train on sequences of N tokens; default: as in the recipe whose shape is used.",
         ),
     ] = None,
     tokens: Annotated[
@@ -84,7 +84,7 @@ def new(
 ) -> None:
     """Make a recipe from a few answers, or from options.
 
-    Without NAME it asks, on a terminal. Layout, batch and recomputation are chosen so that it fits the machine.
+    Without NAME, it asks on the terminal. Layout, batch and recomputation are chosen so that it fits the machine.
     """
     from llmrecipes.commandline import command_line
     from llmrecipes.console import number
@@ -93,15 +93,15 @@ def new(
 
     if name is None:
         if as_json or not sys.stdin.isatty():
-            raise UserError("not set", where="NAME", rule="values are prompted for only on a terminal",
+            raise UserError("not set", where="NAME", rule="NAME is required unless run on a terminal",
                             fix="llmrecipes new NAME --params 1b")  # fmt: skip
         name = typer.prompt("Name of the recipe")
         if params is None and like is None:
             params = typer.prompt("Parameters of the model (350m, 1b, 7b)")
-        data = data or typer.prompt("Data: stdlib, jsonl:FILE, text:FOLDER or hub:NAME, several with spaces").split()
-        tokenizer = tokenizer or typer.prompt("Tokenizer: bpe, or the name of a Hugging Face one", default="bpe")
-        seq_length = seq_length or typer.prompt("Tokens of a sequence", default=2048, type=int)
-        tokens = tokens or typer.prompt("Tokens to train on (20b; auto: 20 for each parameter)", default="auto")
+        data = data or typer.prompt("Data: stdlib, jsonl:FILE, text:FOLDER or hub:NAME, separated by spaces").split()
+        tokenizer = tokenizer or typer.prompt("Tokenizer: bpe, or the name of a Hugging Face tokenizer", default="bpe")
+        seq_length = seq_length or typer.prompt("Tokens per sequence", default=2048, type=int)
+        tokens = tokens or typer.prompt("Tokens to train on (20b; auto: 20 per parameter)", default="auto")
         named = cluster_name or typer.prompt(
             "Cluster profile (llmrecipes clusters lists them; local: this machine)", default="local"
         )
@@ -147,7 +147,7 @@ def show(
     plan_only: Annotated[bool, typer.Option("--plan", help="Print only the plan.")] = False,
     speed: Annotated[
         bool,
-        typer.Option("--speed", help="Print features that decide on speed: on or off, why, what they give."),
+        typer.Option("--speed", help="Print features that affect speed: on or off, why, and what they give."),
     ] = False,
     step_seconds: Annotated[
         float | None,
@@ -156,8 +156,8 @@ def show(
 ) -> None:
     """Show a resolved recipe and its plan: memory, FLOPs, fit.
 
-    The plan is for this machine, or with --cluster for nodes of a cluster. The configuration of an engine's library
-    (a ds_config.json) follows it.
+    The plan is for this machine, or with --cluster for nodes of a cluster. It is followed by the configuration of the
+    engine's library, if it has one (ds_config.json).
     """
     from llmrecipes.cli import plan_text as render
     from llmrecipes.recipe.load import load
@@ -202,7 +202,7 @@ def layout(
     nodes: NodesOption = None,
     stage: FirstStageOption = None,
 ) -> None:
-    """Show which part of model and data each rank holds."""
+    """Show which part of the model and data every rank holds."""
     from llmrecipes.cli import plan_text as render
     from llmrecipes.hardware.machine import planned
     from llmrecipes.plan.placement import place
@@ -236,7 +236,7 @@ def schema() -> None:
 
 
 def docs(
-    check: Annotated[bool, typer.Option("--check", help="Only check them; fail if they are out of date.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Only check the files; fail if they are out of date.")] = False,
 ) -> None:
     """Generate docs/reference/keys.md and recipes/schema.json."""
     from llmrecipes.files import require_checkout

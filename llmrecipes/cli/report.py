@@ -31,7 +31,7 @@ def report(
         typer.Option("--out", metavar="FILE", help="Write to FILE; default: report.html in the run's directory."),
     ] = None,
     watch: Annotated[
-        bool, typer.Option("--watch", help=f"Write it every {SECONDS_BETWEEN_PAGES} s until the run ends.")
+        bool, typer.Option("--watch", help=f"Rewrite the page every {SECONDS_BETWEEN_PAGES} s until the run ends.")
     ] = False,
     cluster: Annotated[str | None, site_option("Use prices and power of this cluster profile.")] = None,
     as_json: JsonOption = False,
@@ -40,7 +40,7 @@ def report(
 ) -> None:
     """Write a page about a run: what looks wrong, curves, cost.
 
-    The page is one HTML file that needs no network. A run that still trains can be reported too.
+    The page is a single HTML file that needs no network. The run may still be training.
     """
     from llmrecipes.hardware.load import load_profile
     from llmrecipes.report.comparison import write
@@ -48,7 +48,7 @@ def report(
 
     runs = [Run.find(name, runs_dir) for name in names]
     if watch and len(runs) > 1:
-        raise UserError(f"{len(runs)} runs", where="--watch", rule="--watch follows one run", fix="name one run")
+        raise UserError(f"{len(runs)} runs", where="--watch", rule="--watch follows a single run", fix="a single run")
     profile = None if cluster is None else load_profile(cluster)
     refresh = SECONDS_BETWEEN_PAGES if watch else None
     values, running = write(runs, out, data_dir, profile, refresh)
@@ -57,7 +57,7 @@ def report(
         print(json.dumps(values, indent=2))
     else:
         size = path.stat().st_size / 1e3
-        print(f"{path}: {size:,.0f} KB; open it in a browser, or repeat the command with --open")
+        print(f"{path}: {size:,.0f} KB; open it in a browser, or use --open")
     if open_page:
         _open(path)
     try:

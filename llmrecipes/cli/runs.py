@@ -70,7 +70,7 @@ def generate(
         int, typer.Option("--top-k", metavar="K", help="Sample from the K most likely tokens; 0: from all.")
     ] = SAMPLING.top_k,
     top_p: Annotated[
-        float, typer.Option("--top-p", metavar="P", help="Sample from the most likely tokens of total probability P.")
+        float, typer.Option("--top-p", metavar="P", help="Sample from the most likely tokens with total probability P.")
     ] = SAMPLING.top_p,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed the samples.")] = SAMPLING.seed,
     num_samples: Annotated[
@@ -80,7 +80,7 @@ def generate(
         bool, typer.Option("--ema", help="Use the moving average of the weights (`optimizer.ema_decay`).")
     ] = False,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Send the prompt as a message, by the run's chat template.")
+        bool, typer.Option("--chat", help="Send the prompt as a message, using the run's chat template.")
     ] = False,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,

@@ -35,7 +35,7 @@ def search(
     overrides: OverridesArgument = None,
     workers: Annotated[int, typer.Option("--workers", metavar="N", min=1, help="Run N trials at a time.")] = 1,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Resume the study, or join the processes that work on it.")
+        bool, typer.Option("--resume", help="Resume the study, or join other processes working on it.")
     ] = False,
     to: Annotated[str, typer.Option("--to", metavar="WHERE", help="Run trials on local, slurm or k8s.")] = "local",
     cluster: Annotated[str | None, site_option("Plan for this cluster profile or YAML file (slurm, k8s).")] = None,
@@ -69,7 +69,7 @@ def search(
 ) -> int:
     """Search hyperparameters; every trial is a run.
 
-    The recipe's section search has the space, the sampler and the limits.
+    The recipe's section search defines the space, the sampler and the limits.
     """
     from llmrecipes.console import setup_logging
     from llmrecipes.recipe.load import load
@@ -119,7 +119,7 @@ def _given(options: list[str]) -> dict[str, Any]:
     for text in options:
         name, equals, value = text.partition("=")
         if not equals or not name or (name in OF_A_NUMBER and not value.isdecimal()):
-            raise UserError(f"{text!r}", where="--submit", rule="NAME=VALUE, an option of llmrecipes submit",
+            raise UserError(f"{text!r}", where="--submit", rule="must be NAME=VALUE, an option of llmrecipes submit",
                             fix="--submit time=2:00:00")  # fmt: skip
         if name in OF_A_LIST:
             options_by_name.setdefault(name, []).append(value)

@@ -51,7 +51,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP with vLLM, llama.cpp or transformers.
 
-    A run is exported first, into its own directory. The API is that of OpenAI: /v1/completions, /v1/chat/completions.
+    A run is first exported to its run directory. The API is OpenAI's: /v1/completions, /v1/chat/completions.
     """
     from llmrecipes.console import setup_logging
     from llmrecipes.models.serve import ServeOptions, prepare

@@ -67,7 +67,7 @@ def submit(
     ] = None,
     time: Annotated[
         str | None,
-        typer.Option("--time", metavar="LIMIT", help="slurm: limit the time, such as 8:00:00; default: the profile's."),
+        typer.Option("--time", metavar="LIMIT", help="slurm: time limit, such as 8:00:00; default: the profile's."),
     ] = None,
     image: Annotated[
         str | None,
@@ -84,7 +84,7 @@ def submit(
     python: Annotated[
         str | None,
         typer.Option(
-            "--python", metavar="PATH", help="Start ranks with this Python; default: this one, or the image's."
+            "--python", metavar="PATH", help="Start ranks with this Python; default: the current one, or the image's."
         ),
     ] = None,
     warning: Annotated[
@@ -94,7 +94,8 @@ def submit(
             metavar="S",
             min=1,
             max=65535,
-            help="slurm: save and requeue S seconds before the time limit; default: twice a step and a save.",
+            help="slurm: save and requeue S seconds before the time limit; default: twice the time of a step and a "
+            "save.",
         ),
     ] = None,
     max_restarts: Annotated[
@@ -103,7 +104,7 @@ def submit(
             "--max-restarts",
             metavar="N",
             min=0,
-            help="Restart at most N times after a failure; exit with 93 when exceeded.",
+            help="Restart at most N times after failures, then exit with code 93.",
         ),
     ] = None,
     prepare_partition: Annotated[
@@ -158,10 +159,10 @@ def submit(
         str | None, typer.Option("--pull-secret", metavar="NAME", help="k8s: pull the image with this Secret.")
     ] = None,
     host_network: Annotated[
-        bool | None, typer.Option("--host-network", help="k8s: use the network of the node, where RDMA needs it.")
+        bool | None, typer.Option("--host-network", help="k8s: use the host network, if RDMA needs it.")
     ] = None,
     prepared: Annotated[
-        bool, typer.Option("--prepared", help="k8s: skip the Job that prepares data; the claim already has it.")
+        bool, typer.Option("--prepared", help="k8s: skip the data preparation Job; the data is already on the claim.")
     ] = False,
     run_id: Annotated[
         str | None,
@@ -176,7 +177,7 @@ def submit(
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
 ) -> int:
-    """Submit a recipe to a scheduler, once its plan fits the nodes."""
+    """Submit a recipe to a scheduler, if its plan fits the nodes."""
     from llmrecipes.console import setup_logging
     from llmrecipes.launch.registry import launcher
     from llmrecipes.workflow.run import Paths
@@ -195,9 +196,7 @@ def submit(
     }  # fmt: skip
     _require_options_of(to, place, launcher_options)
     if dry_run and wait:
-        raise UserError(
-            "not valid with --dry-run", where="--wait", rule="a dry run submits nothing", fix="leave it out"
-        )
+        raise UserError("not valid with --dry-run", where="--wait", rule="a dry run submits nothing", fix="remove it")
     if cluster is None and not place.needs_cluster:
         planned = plan_on_this_machine(recipe, overrides or [], nodes, ranks_per_node)
     else:
@@ -249,15 +248,15 @@ def cancel(
     elif before.ended:
         print(f"job {job.ref.job_id} has already ended: {before}")
     else:
-        print(f"job {job.ref.job_id} is being cancelled; it was {before}")
+        print(f"job {job.ref.job_id} is being cancelled (was {before})")
 
 
 def _require_options_of(to: str, place: Launcher, launcher_options: dict[str, Any]) -> None:
     """Raise UserError for an option of a different launcher, which would have no effect."""
     foreign = [f"--{name}" for name, value in launcher_options.items() if value is not None and name not in place.takes]
     if foreign:
-        raise UserError(f"not valid with --to {to}", where=foreign[0], rule="an option of a different launcher",
-                        fix="leave it out")  # fmt: skip
+        raise UserError(f"not valid with --to {to}", where=foreign[0], rule="this option is for a different launcher",
+                        fix="remove it")  # fmt: skip
 
 
 def _wait(job: JobHandle, changed: Callable[[JobStatus], None]) -> JobResult:

@@ -59,7 +59,7 @@ def train(
             "--min-nodes",
             metavar="M",
             min=1,
-            help="Start with M of the N nodes, or more, if not all of them come (train.elastic); default: with all.",
+            help="Start with at least M of the N nodes if some do not join (train.elastic); default: N.",
         ),
     ] = None,
     join_seconds: Annotated[
@@ -109,7 +109,7 @@ def prepare(
         bool,
         typer.Option(
             "--verify",
-            help="Check the hash of every file, that no document is in two splits, and with near_duplicates that no "
+            help="Check all file hashes, that no document is in two splits, and with near_duplicates that no "
             "near-copy of training text is held out.",
         ),
     ] = False,
@@ -123,14 +123,14 @@ def prepare(
             "--tasks",
             metavar="N",
             min=1,
-            help="Encode shards with N processes, together with other calls for the same --data-dir, and keep what "
-            "a killed one has encoded.",
+            help="Encode shards with N processes, shared with other calls for the same --data-dir; shards that "
+            "a killed call has encoded are kept.",
         ),
     ] = None,
     as_json: JsonOption = False,
     data_dir: DataOption = DATA,
 ) -> None:
-    """Tokenize a recipe's data, unless it is prepared already."""
+    """Tokenize a recipe's data, unless it is already prepared."""
     from llmrecipes.console import setup_logging
     from llmrecipes.data.prepare import prepare as make
     from llmrecipes.data.split import SPLITS
@@ -138,7 +138,12 @@ def prepare(
 
     setup_logging()
     if workers is not None and tasks is not None:
-        raise UserError("--workers and --tasks", where="--tasks", rule="a task is one process", fix="--tasks only")
+        raise UserError(
+            "--workers and --tasks",
+            where="--tasks",
+            rule="use one of them: a task is a single process",
+            fix="--tasks only",
+        )
     log = None if as_json else _say
     prepared = make(load(recipe, overrides or []).recipe, data_dir, workers=workers, tasks=tasks, progress=log)
     documents, copies = None, None
@@ -155,7 +160,7 @@ def prepare(
     for split in SPLITS:
         counts = prepared.manifest.counts(split)
         rows.append((split, f"{counts.documents:,}", f"{counts.tokens:,}", f"{counts.bytes:,}"))
-    checked = "" if documents is None else f": all hashes match, {documents:,} documents in one split each"
+    checked = "" if documents is None else f": all hashes match, {documents:,} documents, none in two splits"
     show(TextTable(rows, right=(1, 2, 3)), f"{prepared.path}{checked}")
     if copies is not None:
         typer.echo(str(copies))
@@ -191,20 +196,20 @@ def smoke(
 def lr_range(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    low: Annotated[float, typer.Option("--low", metavar="LR", help="Begin with this learning rate.")] = 1e-6,
-    high: Annotated[float, typer.Option("--high", metavar="LR", help="End with this learning rate.")] = 1.0,
+    low: Annotated[float, typer.Option("--low", metavar="LR", help="Start at this learning rate.")] = 1e-6,
+    high: Annotated[float, typer.Option("--high", metavar="LR", help="End at this learning rate.")] = 1.0,
     steps: Annotated[int, typer.Option("--steps", metavar="N", help="Train for N steps.")] = 100,
     nproc: RanksOption = None,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the loss into an .svg, .png or .pdf file.")
+        Path | None, typer.Option("--plot", metavar="FILE", help="Plot the loss to an .svg, .png or .pdf file.")
     ] = None,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
 ) -> None:
-    """Find a learning rate: train while it rises, and see where the loss is lowest.
+    """Find a learning rate: raise it while training, and see where the loss is lowest.
 
-    It is a first guess in a few minutes; `llmrecipes search` compares whole runs.
+    This gives a first guess within minutes; `llmrecipes search` compares full runs.
     """
     from llmrecipes.console import console, setup_logging
     from llmrecipes.recipe.load import load
@@ -233,7 +238,7 @@ def lr_range_lines(result: LrRange) -> Iterator[str | Text]:
     from llmrecipes.cli.comparison import plot as plotted
 
     xs = [math.log10(rate) for rate in result.rates]
-    yield "smoothed loss over the decimal logarithm of the learning rate:"
+    yield "smoothed loss over log10 of the learning rate:"
     yield from plotted([Series("a", xs, result.smoothed)], width=60, height=14, braille=True)
     yield f"lowest     {result.lowest:.2e}"
     yield f"diverged   {'no' if result.diverged is None else f'{result.diverged:.2e}'}"
@@ -315,7 +320,7 @@ def coordinates(
     try:
         chosen = [int(width) for width in widths.split(",")]
     except ValueError:
-        raise UserError(widths, where="--widths", rule="comma-separated numbers", fix="64,128,256") from None
+        raise UserError(widths, where="--widths", rule="must be comma-separated integers", fix="64,128,256") from None
     measured = measure(
         load(recipe, overrides or []).recipe, Paths(runs_dir, data_dir), chosen, iters, _silent if as_json else _say
     )
@@ -364,7 +369,7 @@ def convert(
         typer.Option(
             "--to",
             metavar="ENGINE",
-            help="Write a run of this engine: megatron or deepspeed.",
+            help="Engine of the new run: megatron or deepspeed.",
             autocompletion=completion.engines,
         ),
     ],
@@ -415,7 +420,7 @@ def coordinate_lines(measured: Coordinates, most: float) -> Iterator[str | TextT
             (name, *(f"{value:.4g}" for value in values[step]), f"{measured.growth(name, step):+.2f}")
             for name, values in measured.values.items()
         ]
-        yield f"mean absolute activation in step {step + 1}, and its growth (exponent of the width)"
+        yield f"mean absolute activation in step {step + 1}, and its growth with width (exponent)"
         yield TextTable(rows, right=range(1, len(rows[0])))
         yield ""
     worst = measured.growth(measured.worst)

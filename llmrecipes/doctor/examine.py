@@ -103,7 +103,7 @@ def _findings(subject: DoctorContext) -> Iterator[Finding]:
     yield from check_directory(subject.data_dir, "data")
     if subject.several and (kind := _temporary(subject.runs_dir)):
         fix = "--runs-dir on a file system that all nodes mount"
-        yield fail("runs", f"{subject.runs_dir} is on {kind}, which other nodes cannot see", fix)
+        yield fail("runs", f"{subject.runs_dir} is on {kind}, which is not visible to other nodes", fix)
     if subject.recipe is not None:
         yield from check_data(subject.recipe, subject.data_dir)
 
@@ -219,7 +219,11 @@ def _transformer_engine(versions: Mapping[str, str]) -> Iterator[Finding]:
     parts = {name: version for name, version in versions.items() if name.startswith("transformer-engine")}
     if len(set(parts.values())) > 1:
         what = ", ".join(f"{name} {version}" for name, version in sorted(parts.items()))
-        yield fail("version of TransformerEngine", f"its parts differ: {what}", "install the same version of all parts")
+        yield fail(
+            "version of TransformerEngine",
+            f"its packages differ: {what}",
+            "install the same version of all its packages",
+        )
 
 
 def _public(version: str) -> str:
@@ -305,7 +309,7 @@ def check_directory(
         yield fail(name, what, "free some space, or use another directory")
     elif disk.used > FULL * disk.total and _file_system(existing) in SHARED:
         what = f"{existing} is {disk.used / disk.total:.0%} full, {free / GIB:,.0f} GiB free, {_file_system(existing)}"
-        yield warn(name, what, "free some space: Lustre and GPFS are slow when nearly full, and others fill the rest")
+        yield warn(name, what, "free some space: Lustre and GPFS are slow when nearly full")
     else:
         yield ok(name, f"{existing}: {free / GIB:,.0f} GiB free, {_file_system(existing)}")
     if os.statvfs(existing).f_files and os.statvfs(existing).f_favail < 1000:
@@ -363,7 +367,7 @@ def _metadata(folder: Path, name: str) -> Iterator[Finding]:
     if seconds > FILES_SECONDS:
         what = f"{FILES} small files take {seconds:.1f} s"
         yield warn(
-            f"{name} files", what, "look for a busy metadata server: other jobs, or a folder with millions of files"
+            f"{name} files", what, "check for a busy metadata server: other jobs, or a folder with millions of files"
         )
 
 

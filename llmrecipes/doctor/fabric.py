@@ -56,7 +56,7 @@ def _check_wanted(ports: Sequence[Port], profile: Profile, user: Mapping[str, st
     wanted, choice = expected(profile), choose(ports, profile, user)
     for name in choice.absent:
         devices = ", ".join(sorted({port.device for port in ports})) or "none"
-        yield fail(f"adapter {name}", f"missing, but chosen by {choice.reason}", f"adapters of this node: {devices}")
+        yield fail(f"adapter {name}", f"missing, but selected by {choice.reason}", f"adapters of this node: {devices}")
     if not choice.ports:
         yield _none_chosen(ports, profile, choice)
         return
@@ -84,7 +84,7 @@ def _check_wanted(ports: Sequence[Port], profile: Profile, user: Mapping[str, st
 
 
 def _none_chosen(ports: Sequence[Port], profile: Profile, choice: Choice) -> Finding:
-    what = f"none is chosen by {choice.reason}, but {profile.name} has {profile.inter_node.kind}"
+    what = f"none is selected by {choice.reason}, but {profile.name} has {profile.inter_node.kind}"
     if not ports:
         return fail(
             "adapters", f"this node has none; {what}", "load the driver, or pass /dev/infiniband to the container"
@@ -156,7 +156,7 @@ def check_roce(
         interface = _read(folder, "gid_attrs", "ndevs", str(usable))
         mtu = _read(network, interface, "mtu") if interface else ""
         if mtu.isdecimal() and int(mtu) < ROCE_MTU:
-            what = f"MTU of {interface} is {mtu}, too small for RoCE's packets of 4096 bytes"
+            what = f"MTU of {interface} is {mtu}, too small for RoCE packets of 4096 bytes"
             yield warn(f"RoCE {port.name}", what, f"ip link set dev {interface} mtu 9000, and the same on the switch")
 
 
@@ -183,12 +183,12 @@ def _unusable(port: Port, folder: Path, index: str) -> Finding:
         f"show_gids lists the GIDs of an adapter; {GID_INDEX} chooses one, RoCE v2 with IPv4",
     )
     if not index:
-        return fail(name, "no GID of RoCE v2 with an IPv4 address", "give the interface of the adapter an address")
+        return fail(name, "no RoCE v2 GID with an IPv4 address", "assign an IPv4 address to the adapter's interface")
     kind, gid = _read(folder, "gid_attrs", "types", index), _read(folder, "gids", index)
     if gid in ("", EMPTY_GID):
         return fail(name, f"GID {index} is empty", fix)
     if kind == "RoCE v2":
-        return warn(name, f"GID {index} is {gid}, no IPv4 address", fix)
+        return warn(name, f"GID {index} is {gid}, not an IPv4 address", fix)
     return fail(name, f"GID {index} is of {kind or 'an unknown type'}, not RoCE v2", fix)
 
 
@@ -336,12 +336,12 @@ def check_name(host: str, several: bool) -> Finding:
         verdict = fail if several else warn
         return verdict("host name", f"{host} does not resolve: {error}", f"an entry for {host} in DNS or /etc/hosts")
     if all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses):
-        what = f"{host} is {', '.join(sorted(addresses))}, a loopback address, which every node resolves to itself"
+        what = f"{host} resolves to {', '.join(sorted(addresses))}, a loopback address, different on every node"
         # Debian writes 127.0.1.1 into /etc/hosts.
         return (fail if several else ok)(
             "host name", what, *([f"remove {host} from the 127.0.1.1 line of /etc/hosts"] if several else [])
         )
-    return ok("host name", f"{host} is {', '.join(sorted(addresses))}")
+    return ok("host name", f"{host} resolves to {', '.join(sorted(addresses))}")
 
 
 def free_port(port: int) -> Finding:

@@ -82,5 +82,5 @@ def bad_nodes(findings: Iterable[Finding]) -> list[str]:
 def ignored(connections: int, host: str) -> list[Finding]:
     """Finding of the first node about connections from outside the job; none without such connections."""
     what = f"ignored {connections} malformed or unauthenticated connections"
-    fix = "nothing if a port scanner did it; a node with another token is among those that did not connect"
+    fix = "nothing, if it was a port scanner; a node with a different token is listed as not connected"
     return [replace(warn("rendezvous", what, fix), node=host)] if connections else []

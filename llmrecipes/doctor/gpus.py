@@ -126,19 +126,19 @@ def damaged(report: str) -> Iterator[Finding]:
     """GPUs whose infoROM is corrupt, which nvidia-smi prints beside its report."""
     for line in report.splitlines():
         if "infoROM is corrupted" in line:
-            yield warn("GPUs", line.strip(), "have the GPU checked: its ECC and row remapping records may be lost")
+            yield warn("GPUs", line.strip(), "have the GPU checked: its ECC and row-remapping records may be lost")
 
 
 def _check_one(name: str, gpu: GpuState) -> Iterator[Finding]:
     if gpu.processes or (gpu.used_mib or 0) > TAKEN_MIB:
         who = f" by process {', '.join(map(str, gpu.processes))}" if gpu.processes else ""
         yield fail(
-            name, f"in use: {gpu.used_mib} MiB{who}", "kill what an earlier job left behind, or use another node"
+            name, f"in use: {gpu.used_mib} MiB{who}", "kill leftover processes of an earlier job, or use another node"
         )
     if gpu.uncorrectable:
         yield fail(name, f"{gpu.uncorrectable} uncorrectable memory errors", "reset the GPU; replace it if they return")
     if gpu.recovery in ("Reset", "Reboot", "Drain and Reset"):
-        yield fail(name, f"the driver requests: {gpu.recovery}", "reset the GPU or reboot the node, as it says")
+        yield fail(name, f"the driver requests: {gpu.recovery}", "reset the GPU or reboot the node accordingly")
     if gpu.remap_failed:
         yield fail(name, "row remapping failed", "replace the GPU")
     elif gpu.remap_pending:
@@ -155,7 +155,7 @@ def _check_one(name: str, gpu: GpuState) -> Iterator[Finding]:
     if gpu.link_gen:
         now, slot, device_most = gpu.link_gen
         if slot < device_most:
-            yield warn(name, f"PCIe generation {slot} of {device_most}", "BIOS settings, riser or slot limit it")
+            yield warn(name, f"PCIe generation {slot} of {device_most}", "limited by BIOS settings, riser or slot")
         elif now < slot and gpu.state == "P0":
             yield warn(name, f"PCIe generation {now} of {slot}", "reseat the GPU; check the riser and the BIOS")
     if gpu.power_watts and gpu.power_watts[0] < gpu.power_watts[1]:
@@ -343,9 +343,9 @@ def check_kernel_log(log: Sequence[str] | None, now: float, fine: Collection[str
         age = max(0.0, now - at)
         what = f"Xid {xid} on {gpu}, {times} times, last {_ago(age)} ago" + (f": {text}" if text else "")
         verdict = fail if xid in NEEDS and age < DAY and gpu.lower() not in fine else warn
-        yield verdict("kernel log", what, NEEDS.get(xid, "look the number up in NVIDIA's Xid catalogue"))
+        yield verdict("kernel log", what, NEEDS.get(xid, "look up the number in NVIDIA's Xid catalog"))
     if not seen:
-        yield ok("kernel log", "no Xid errors of GPUs")
+        yield ok("kernel log", "no Xid errors")
 
 
 def _ago(seconds: float) -> str:

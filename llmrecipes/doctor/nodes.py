@@ -210,7 +210,7 @@ def _serve(host: str, number: int, channel: Channel, attendance: _RendezvousStat
     try:
         report = findings_of(message.get("findings"))
     except ValueError as error:
-        raise Disconnected("sent findings of another form") from error
+        raise Disconnected("sent malformed findings") from error
     attendance.put(attendance.reports, number, [finding.seen_on(host) for finding in report])
     attendance.wait(attendance.verdict)
     channel.send({"bad": attendance.verdict.get(0, [])})

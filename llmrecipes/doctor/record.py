@@ -55,7 +55,7 @@ def keep(path: Path, findings: Sequence[Finding], bad: Sequence[str]) -> str | N
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(summary(findings, bad)) + "\n")
     except OSError as error:
-        return f"{path}: what the doctor found is not kept with the run: {error.strerror}"
+        return f"{path}: cannot store the doctor's findings with the run: {error.strerror}"
     return None
 
 

@@ -171,7 +171,7 @@ def _plausible(name: str, args: Any, options: Any) -> Any:
         return tensor.fill_(1)
     if name == "_to_copy":
         return torch.ones(tensor.shape, dtype=options.get("dtype") or tensor.dtype)
-    raise NotImplementedError(f"{name}: the number of its results is data")
+    raise NotImplementedError(f"{name}: the number of its results depends on data")
 
 
 def _place() -> str:

@@ -266,8 +266,8 @@ def main() -> None:
         (path.parent / report_name(rank)).write_text(report.model_dump_json() + "\n", "utf-8")
         if number < ranks:
             taken = time.monotonic() - began
-            left = f"about {duration(taken / number * (ranks - number))} left for the others"
-            _say(which, f"done, {duration(taken / number)} a rank, {left}")
+            left = f"about {duration(taken / number * (ranks - number))} left for the other ranks"
+            _say(which, f"done, {duration(taken / number)} per rank, {left}")
 
 
 def _say(which: str, line: str) -> None:

@@ -59,7 +59,7 @@ def require_gpu_build() -> None:
         UserError: it is one.
     """
     if cuda_version() is None and find_spec("torch") is not None and (gpus := visible_gpus()):
-        raise unusable(f"{len(gpus)} × {gpus[0].name}, and torch {metadata.version('torch')} is a CPU build")
+        raise unusable(f"{len(gpus)} × {gpus[0].name}, but torch {metadata.version('torch')} is a CPU build")
 
 
 def unusable(what: str) -> UserError:
@@ -67,8 +67,8 @@ def unusable(what: str) -> UserError:
     return UserError(
         f"this machine has {what}",
         where="torch.cuda",
-        rule="a machine with a GPU trains on the CPU only if CUDA_VISIBLE_DEVICES is empty",
-        fix="llmrecipes doctor; make setup LOCK=py311-cuda where torch is a CPU build; or CUDA_VISIBLE_DEVICES= in "
+        rule="on a machine with a GPU, training on the CPU needs an empty CUDA_VISIBLE_DEVICES",
+        fix="llmrecipes doctor; make setup LOCK=py311-cuda if torch is a CPU build; or CUDA_VISIBLE_DEVICES= in "
         "front of the command, to train on the CPU",
     )
 
@@ -179,7 +179,7 @@ def compiler_obstacle(device: str) -> str | None:
     On a GPU it generates Triton, whose launchers are C; on a CPU it generates C++.
     """
     if device == "cuda" and find_spec("triton") is None:
-        return "Triton is not installed, with which torch compiles for GPUs"
+        return "Triton, which torch needs to compile for GPUs, is not installed"
     variable, names = ("CC", ("gcc", "clang")) if device == "cuda" else ("CXX", ("g++", "clang++"))
     wanted = shlex.split(os.environ.get(variable, ""))[:1] or names
     if any(shutil.which(name) for name in wanted):
@@ -219,14 +219,14 @@ def operator_obstacle(operator: str) -> MissingPart | None:
     if not compiler or shutil.which(compiler[0]) is None:
         return MissingPart(f"no C++ compiler ({' '.join(compiler) or 'CXX is empty'})", "apt-get install g++")
     if not _compiles(compiler, _PYTHON_PROGRAM, f"-I{sysconfig.get_path('include')}", "-fopenmp"):
-        what = f"{' '.join(compiler)} does not compile a program with Python.h and OpenMP"
+        what = f"{' '.join(compiler)} cannot compile a program with Python.h and OpenMP"
         return MissingPart(what, "apt-get install g++ libgomp1 python3-dev")
     if operator == ASYNC_IO and not _compiles(compiler, _LIBAIO_PROGRAM, "-laio"):
         return MissingPart("libaio.h or libaio.so is missing", "apt-get install libaio-dev")
     folder = build_folder()
     if not _holds_programs(folder):
         what = f"{folder} is not writable, or its file system is mounted with noexec"
-        return MissingPart(what, "TORCH_EXTENSIONS_DIR=DIR, a folder on this node's own disk")
+        return MissingPart(what, "TORCH_EXTENSIONS_DIR=DIR, a folder on a local disk of this node")
     return None
 
 

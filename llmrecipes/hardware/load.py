@@ -71,19 +71,17 @@ def check(profile: Profile, stem: str) -> list[Problem]:
     """
     problems = []
     if profile.name != stem:
-        rule = "a profile has the name of its file"
+        rule = "name must match the file name"
         problems.append(Problem("name", f"{profile.name!r} in a file named {stem}.yaml", rule, f"name: {stem}"))
     if bool(profile.gpus_per_node) != bool(profile.gpu):
         what = f"{profile.gpus_per_node} with {'a' if profile.gpu else 'no'} section gpu"
-        rule = "a profile with GPUs says which, one without says none"
-        problems.append(
-            Problem("gpus_per_node", what, rule, "gpus_per_node: 0" if not profile.gpu else "leave gpu out")
-        )
+        rule = "a profile needs the section gpu exactly if it has GPUs"
+        problems.append(Problem("gpus_per_node", what, rule, "gpus_per_node: 0" if not profile.gpu else "remove gpu"))
     domain = profile.nvlink_domain
     if domain and (not profile.gpus_per_node or domain % profile.gpus_per_node):
-        rule = "an NVLink domain is a number of whole nodes"
+        rule = "nvlink_domain must be a multiple of gpus_per_node"
         what = f"{domain} with gpus_per_node {profile.gpus_per_node}"
-        problems.append(Problem("nvlink_domain", what, rule, "a multiple of gpus_per_node, or leave it out"))
+        problems.append(Problem("nvlink_domain", what, rule, "a multiple of gpus_per_node, or remove it"))
     problems += _adapters(profile)
     problems += _measured(profile)
     problems += check_kubernetes(profile.kubernetes)
@@ -97,24 +95,26 @@ def _measured(profile: Profile) -> Iterator[Problem]:
     for number, row in enumerate(profile.measured):
         first = seen.setdefault(row.key, number)
         if first != number:
-            rule = "each operation is measured once in groups of a kind, number of ranks and size"
-            yield Problem(f"measured.{number}", f"the same as measured.{first}", rule, "remove one of the two")
+            rule = "a measurement must be unique by operation, kind of group, number of ranks and size"
+            yield Problem(f"measured.{number}", f"duplicates measured.{first}", rule, "remove one of the two")
         if row.ranks_per_node is not None and row.ranks_per_node > row.ranks:
-            what = f"{row.ranks_per_node} of {row.ranks} ranks"
-            yield Problem(f"measured.{number}.ranks_per_node", what, "at most all ranks of the group", f"{row.ranks}")
+            what = f"{row.ranks_per_node} with {row.ranks} ranks"
+            yield Problem(f"measured.{number}.ranks_per_node", what, "at most the ranks of the group", f"{row.ranks}")
 
 
 def _variables(section: str, variables: Mapping[str, str | int | None]) -> Iterator[Problem]:
     for name, value in variables.items():
         key = f"{section}.{name}"
         if name in OURS or name in DANGEROUS:
-            rule = "the launcher sets it" if name in OURS else "it would change which programs run"
+            rule = (
+                "the launcher sets this variable" if name in OURS else "this variable would change which programs run"
+            )
             yield Problem(key, "may not be set in a profile", rule, "remove it")
         elif is_secret(name):
-            rule = "profiles are shared: secrets stay in the environment, or in a Kubernetes Secret"
+            rule = "profiles are shared, so secrets belong in the environment or in a Kubernetes Secret"
             yield Problem(key, "looks like a secret", rule, "remove it")
         elif not str(value).isprintable():
-            yield Problem(key, f"{clip(str(value))!r} does not fit", "a value is one line of printable characters")
+            yield Problem(key, f"{clip(str(value))!r} is not valid", "a value must be one line of printable characters")
 
 
 def _adapters(profile: Profile) -> list[Problem]:
@@ -123,23 +123,21 @@ def _adapters(profile: Profile) -> list[Problem]:
         return []
     if link.kind not in RDMA:
         rule = f"only {', '.join(RDMA)} have such ports"
-        return [Problem("adapters", f"with inter_node.kind {link.kind}", rule, "leave it out")]
+        return [Problem("adapters", f"with inter_node.kind {link.kind}", rule, "remove it")]
     problems = []
     gpus = profile.gpus_per_node or 1
     if adapters.ports * adapters.gb_per_s < 0.9 * gpus * link.gb_per_s:
         what = f"{adapters.ports} × {adapters.gb_per_s:g} GB/s with inter_node.gb_per_s {link.gb_per_s:g} a GPU"
-        rule = "the ports of a node carry what its GPUs send"
+        rule = "the ports of a node must carry what its GPUs send"
         problems.append(
             Problem("adapters.ports", what, rule, f"inter_node.gb_per_s is the send bandwidth of one of {gpus}")
         )
     if adapters.names and len(adapters.names) != adapters.ports:
         what = f"{len(adapters.names)} names for {adapters.ports} ports"
-        problems.append(
-            Problem("adapters.names", what, "each port is named, or none", "mlx5_0, or mlx5_0:1 and mlx5_0:2")
-        )
+        problems.append(Problem("adapters.names", what, "name every port, or none", "mlx5_0, or mlx5_0:1 and mlx5_0:2"))
     if adapters.names and "NCCL_IB_HCA" in profile.environment:
         rule = "adapters.names sets NCCL_IB_HCA"
-        problems.append(Problem("adapters.names", "and environment.NCCL_IB_HCA", rule, "one of the two"))
+        problems.append(Problem("adapters.names", "set with environment.NCCL_IB_HCA", rule, "remove one of the two"))
     return problems
 
 
@@ -158,19 +156,21 @@ def check_kubernetes(kubernetes: Kubernetes) -> Iterator[Problem]:
     """All of them."""
     if bool(kubernetes.rdma_resource) != bool(kubernetes.rdma_count):
         what = f"{kubernetes.rdma_count} of {kubernetes.rdma_resource or 'no resource'}"
-        yield Problem("kubernetes.rdma_count", what, "rdma_resource and rdma_count come together")
+        yield Problem("kubernetes.rdma_count", what, "rdma_resource and rdma_count must be set together")
     for page, amount in kubernetes.hugepages.items():
         if mebibytes(amount) % PAGES[page]:
-            yield Problem(f"kubernetes.hugepages.{page}", amount, f"a multiple of {page}")
+            yield Problem(f"kubernetes.hugepages.{page}", amount, f"must be a multiple of {page}")
     for key in kubernetes.annotations:
         if key.startswith(RESERVED):
-            yield Problem(f"kubernetes.annotations.{key}", "is set by submit", f"no annotation begins with {RESERVED}")
+            yield Problem(
+                f"kubernetes.annotations.{key}", "is set by submit", f"annotations must not begin with {RESERVED}"
+            )
     for number, toleration in enumerate(kubernetes.tolerations):
         if (toleration.operator == "Equal") != (toleration.value is not None):
-            rule = "a value belongs to the operator Equal"
+            rule = "value is only used with the operator Equal"
             yield Problem(f"kubernetes.tolerations.{number}.value", f"with {toleration.operator}", rule)
         elif toleration.key is None and toleration.operator == "Equal":
-            yield Problem(f"kubernetes.tolerations.{number}.key", "missing", "Equal compares the value of a key")
+            yield Problem(f"kubernetes.tolerations.{number}.key", "missing", "the operator Equal needs a key")
     for number, volume in enumerate(kubernetes.volumes):
         sources = [name for name in ("host_path", "claim", "empty_dir") if getattr(volume, name) is not None]
         yield from _one_of(f"kubernetes.volumes.{number}", sources, "host_path, claim and empty_dir")
@@ -186,7 +186,7 @@ def check_kubernetes(kubernetes: Kubernetes) -> Iterator[Problem]:
     for number, sidecar in enumerate(kubernetes.sidecars):
         for key in ("name", "image"):
             if not isinstance(sidecar.get(key), str):
-                rule = "a sidecar is a container as in a pod, with name and image"
+                rule = "a sidecar is a container as in a pod: it needs name and image"
                 what = "missing" if key not in sidecar else "not a string"
                 yield Problem(f"kubernetes.sidecars.{number}.{key}", what, rule)
         if isinstance(name := sidecar.get("name"), str) and not NAME.fullmatch(name):
@@ -197,7 +197,7 @@ def check_kubernetes(kubernetes: Kubernetes) -> Iterator[Problem]:
     )
     for key in kubernetes.patch:
         if key not in PATCHED:
-            rule = "the patch is one of a pod template, which has metadata and spec"
+            rule = "a patch may contain metadata and spec of the pod template only"
             yield Problem(f"kubernetes.patch.{key}", "not part of a pod template", rule)
 
 
@@ -209,5 +209,5 @@ def _one_of(key: str, sources: list[str], rule: str) -> Iterator[Problem]:
 def _unique(key: str, field: str, values: Iterable[str], taken: frozenset[str]) -> Iterator[Problem]:
     for value, count in Counter(values).items():
         if count > 1 or value in taken:
-            rule = f"each {field} is used once" if count > 1 else f"the pods of a run have their own {value}"
+            rule = f"each {field} must be unique" if count > 1 else f"the pods of a run already have {value}"
             yield Problem(key, f"{field} {value!r}", rule)

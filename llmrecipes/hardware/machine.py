@@ -48,12 +48,12 @@ def planned(cluster: str | None, nodes: int | None, ranks: int) -> Cluster:
     if cluster is None:
         if nodes is not None:
             raise UserError("set without --cluster", where="--nodes",
-                            rule="a plan for several nodes needs to know what they are",
+                            rule="a plan for several nodes needs a cluster profile",
                             fix="--cluster NAME; llmrecipes clusters lists them")  # fmt: skip
         return detect()
     profile = load_profile(cluster)
     if nodes is None:
         nodes = -(-ranks // profile.gpus_per_node) if profile.gpus_per_node else 1
     if nodes < 1:
-        raise UserError(f"{nodes}", where="--nodes", rule="a run has at least one node", fix="--nodes 1")
+        raise UserError(f"{nodes}", where="--nodes", rule="a run needs at least one node", fix="--nodes 1")
     return machine(profile, nodes)

@@ -107,7 +107,7 @@ def fault(network: Network, kind: str) -> str | None:
         kind: `infiniband`, `roce` or `efa`.
     """
     if not network.names:
-        return "a network that NCCL's log does not name"
+        return "a network not named in NCCL's log"
     names = ", ".join(network.names)
     if kind == "efa":
         if not all("libfabric" in name.lower() or "ofi" in name.lower() for name in network.names):

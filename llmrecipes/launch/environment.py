@@ -124,29 +124,29 @@ def gpu_variables(plan: Plan, gpu: str) -> dict[str, tuple[str, str]]:
     """
     stages = plan.stages or (plan,)
     values = {
-        "CUDA_DEVICE_ORDER": ("PCI_BUS_ID", "nvidia-smi's order, by which ranks are bound to the cores next to a GPU"),
-        "NCCL_DEBUG": ("WARN", "what NCCL cannot do is in the log"),
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("1", "a rank ends when a collective fails"),
-        "TORCH_FR_BUFFER_SIZE": (str(FLIGHT_RECORDER_ENTRIES), "collectives that a dump after a timeout has"),
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": ("1", "a timeout leaves such a dump"),
-        "PYTORCH_ALLOC_CONF": ("expandable_segments:True", "less memory is lost between allocations"),
+        "CUDA_DEVICE_ORDER": ("PCI_BUS_ID", "nvidia-smi's order, used to bind ranks to the cores next to their GPU"),
+        "NCCL_DEBUG": ("WARN", "logs NCCL's warnings"),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("1", "ends a rank when a collective fails"),
+        "TORCH_FR_BUFFER_SIZE": (str(FLIGHT_RECORDER_ENTRIES), "number of collectives in a dump after a timeout"),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": ("1", "writes a dump after a timeout"),
+        "PYTORCH_ALLOC_CONF": ("expandable_segments:True", "reduces memory fragmentation"),
     }
     together = [_shares_layers(stage) for stage in stages]
     if any(value(stage.features, "overlap_moe_expert_parallel_comm") for stage in stages):
         values["CUDA_DEVICE_MAX_CONNECTIONS"] = (
             "32",
-            "the experts' messages and another micro-batch's kernels need queues of their own; Megatron-Bridge sets it",
+            "expert communication and another micro-batch's kernels need separate queues; Megatron-Bridge sets it",
         )
     elif any(together):
         blackwell = BLACKWELL & set(gpu.replace("-", " ").split())
         values["CUDA_DEVICE_MAX_CONNECTIONS"] = (
             "32" if blackwell else "1",
-            "one queue runs kernels in launch order, on which megatron-core's overlap of tensor and context "
-            "parallelism relies (tensor_parallel/layers.py); Blackwell needs no single queue",
+            "a single queue runs kernels in launch order, which megatron-core's overlap of tensor and context "
+            "parallelism relies on (tensor_parallel/layers.py); not needed on Blackwell",
         )
     if plan.layout.world_size > 1 and not any(stage.recipe.speed.high_priority_stream_groups for stage in stages):
         values["TORCH_NCCL_HIGH_PRIORITY"] = (
-            "1", "NCCL's kernels start before computation that is queued as well; Megatron-Bridge sets it"
+            "1", "starts NCCL's kernels before queued computation; Megatron-Bridge sets it"
         )  # fmt: skip
     hopper = HOPPER & set(gpu.replace("-", " ").split())
     overlapped = any(
@@ -154,12 +154,13 @@ def gpu_variables(plan: Plan, gpu: str) -> dict[str, tuple[str, str]]:
         for shared, stage in zip(together, stages, strict=True)
     )
     if hopper and plan.target.transformer_engine and overlapped:
-        margin = (NORM_MARGIN, "multiprocessors that TransformerEngine's norms leave to overlapped NCCL kernels; "
+        margin = (NORM_MARGIN, "multiprocessors that TransformerEngine's norms leave free for overlapped NCCL kernels; "
                   "Megatron-Bridge sets it on H100")  # fmt: skip
         values |= {f"NVTE_{direction}_LAYERNORM_SM_MARGIN": margin for direction in ("FWD", "BWD")}
     if any(value(stage.features, "cuda_graph_impl") for stage in stages):
         values["NCCL_GRAPH_REGISTER"] = (
-            "0", "NCCL would register buffers of CUDA graphs that expandable segments move; megatron-core asks for it"
+            "0",
+            "otherwise NCCL registers CUDA graph buffers, which expandable segments move; megatron-core requires it"
         )  # fmt: skip
     if value(plan.features, "deterministic_mode"):
         reason = "speed.deterministic_mode"

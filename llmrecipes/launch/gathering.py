@@ -114,7 +114,7 @@ class _First:
                 if now >= end and here >= self._counts[0]:
                     break
                 if now >= line:
-                    self._log(f"{here} of {self._most} nodes are here; at least {self._counts[0]} are needed")
+                    self._log(f"{here} of {self._most} nodes have joined; at least {self._counts[0]} are needed")
                     line = now + LINE_SECONDS
                 self._changed.wait(min(ALIVE_SECONDS, max(0.01, end - now)) if now < end else ALIVE_SECONDS)
             size = self._largest(here)
@@ -131,7 +131,7 @@ class _First:
             self._changed.wait_for(lambda: self._ended is not None or self._could_grow())
             if self._ended is not None:
                 return
-        self._log("more nodes are here: the run is saved, and starts again with them")
+        self._log("more nodes have joined: saving the run and restarting with them")
         self._grow()
 
     def end(self, code: int) -> None:
@@ -166,7 +166,7 @@ def _followed(node: Node, hosts: tuple[str, ...], port: int, token: bytes) -> Ga
     except UserError as error:
         # Not a mistake of the user: pods start again, the first one before the others.
         raise UserError(
-            error.what, where=error.where, fix="the log of the first node says why", code=ExitCode.REQUEUE
+            error.what, where=error.where, fix="see the log of the first node", code=ExitCode.REQUEUE
         ) from error
 
 
@@ -175,5 +175,5 @@ def _understood(node: Node, answer: dict[str, int]) -> Gathered:
     if isinstance(end, int):
         return Gathered(None, end if end in tuple(ExitCode) else int(ExitCode.REQUEUE))
     if not (isinstance(number, int) and isinstance(nodes, int) and 0 < number < nodes <= node.nodes):
-        raise Disconnected("sent an answer of another form")
+        raise Disconnected("sent an unexpected answer")
     return Gathered(Node(number, nodes, node.master_addr, node.master_port))

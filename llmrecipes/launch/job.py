@@ -54,7 +54,7 @@ class Job:
             except SchedulerUnavailable as error:
                 if before is None or time.monotonic() - answered > PATIENCE_SECONDS:
                     raise
-                logger.warning("%s; the job is still waited for", error)
+                logger.warning("%s; still waiting for the job", error)
                 now = before
             if now != before:
                 changed(now)

@@ -28,7 +28,7 @@ RENEW_SECONDS = 5.0
 LEASE_SECONDS = 120.0
 """A lease that has not changed for so long is lost; longer than network file systems cache attributes (60 s)."""
 MOST_BYTES = 4096
-RUN = "another job has taken over the run; this one ends"
+RUN = "another job has taken over the run; this one stops"
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,9 @@ def allow_nodes(nodes: int) -> None:
         UserError: it may not be raised so far.
     """
     needed = OWN_OF_A_CHECK + 2 * nodes
-    _allow(needed, f"the first of {nodes} nodes", f"it needs {needed}, for the connections of the others")
+    _allow(
+        needed, f"the first of {nodes} nodes", f"it needs {needed} open files for the connections of the other nodes"
+    )
 
 
 def _allow(needed: int, who: str, rule: str) -> None:

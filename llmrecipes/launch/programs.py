@@ -26,7 +26,7 @@ def require_program(program: str, fix: str) -> None:
         raise UserError(
             "not on this machine",
             where=program,
-            rule="a job is submitted, watched and cancelled where the scheduler's programs are, such as a login node",
+            rule="jobs can only be managed where the scheduler's programs are installed, such as on a login node",
             fix=fix,
         )
 

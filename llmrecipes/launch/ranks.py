@@ -98,7 +98,7 @@ def node(nodes: int, number: int | None, rendezvous: str | None, environment: Ma
         number = int(index)
     if not 0 <= number < nodes:
         raise UserError(
-            f"node {number} of {nodes}",
+            f"{number} with --nnodes {nodes}",
             where="--node-rank",
             rule=f"a number from 0 to {nodes - 1}, different on every node",
         )
@@ -120,7 +120,7 @@ def node(nodes: int, number: int | None, rendezvous: str | None, environment: Ma
         raise UserError(
             f"{rendezvous!r} is not HOST:PORT",
             where="--rdzv",
-            rule="the address of the first node",
+            rule="--rdzv is the address of the first node",
             fix="--rdzv node-0:29500",
         )
     return Node(number, nodes, host.strip("[]"), int(port))

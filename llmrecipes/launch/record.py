@@ -53,7 +53,7 @@ def read(run_dir: Path) -> JobRecord | None:
         raise UserError(
             "the record of the submitted job is corrupt",
             where=str(path),
-            fix="name the job id instead of the run",
+            fix="use the job id instead of the run",
         ) from error
 
 

@@ -73,7 +73,9 @@ def own_number(hosts: tuple[str, ...]) -> int:
     if matches := [number for number, host in enumerate(hosts) if host in names or host.partition(".")[0] in names]:
         return matches[0]
     raise UserError(
-        f"{hostname} is not among {', '.join(hosts)}", where="--nodes", rule="the command runs on every node of --nodes"
+        f"{hostname} is not one of {', '.join(hosts)}",
+        where="--nodes",
+        rule="the command must run on the nodes of --nodes",
     )
 
 
@@ -121,7 +123,7 @@ def token_of(environment: Mapping[str, str]) -> bytes:
         raise UserError(
             "is not set" if not token else f"has {len(token)} characters",
             where=TOKEN,
-            rule=f"the nodes of a job share one secret of at least {LEAST_TOKEN} characters",
+            rule=f"the nodes of a job need a shared secret of at least {LEAST_TOKEN} characters",
             fix=f"export {TOKEN}=$(openssl rand -hex 32) before srun, or the same value on every node",
         )
     return token.encode()
@@ -188,7 +190,7 @@ class Channel:
             self._connection.settimeout(max(0.01, seconds))
             self._connection.sendall(line + b"\n")
         except OSError as error:
-            raise Disconnected(error.strerror or "did not read in time") from error
+            raise Disconnected(error.strerror or "timed out while reading") from error
 
     def receive_line(self, longest: int, seconds: float) -> bytes:
         """The next line, without its end.
@@ -205,12 +207,12 @@ class Channel:
                 self._connection.settimeout(max(0.001, deadline - time.monotonic()))
                 received = self._connection.recv(1 << 16)
             except OSError as error:
-                raise Disconnected(error.strerror or "no answer in time") from error
+                raise Disconnected(error.strerror or "timed out") from error
             if not received:
                 raise Disconnected("closed the connection")
             self._buffer += received
             if time.monotonic() > deadline:
-                raise Disconnected("no answer in time")
+                raise Disconnected("timed out")
         if not 0 <= end <= longest:
             raise Disconnected(f"sent a line of more than {longest} bytes")
         line = bytes(self._buffer[:end])
@@ -319,7 +321,7 @@ class FirstNode:
         index = int(number)
         with self._lock:
             if not self._least <= index < self._count or index in self._present:
-                raise Disconnected("is not a node, or is there already")
+                raise Disconnected("is not an expected node, or has already joined")
             self._present.add(index)
             self._ignored -= 1
         try:
@@ -354,7 +356,7 @@ def joined(hosts: tuple[str, ...], number: int, port: int, token: bytes, patienc
         raise UserError(
             f"lost the connection to the first node: {error}",
             where=f"{hosts[0]}:{port}",
-            fix="read its messages; check the network that host names resolve to",
+            fix="check that node's output, and which network its host name resolves to",
         ) from error
     finally:
         channel.close()
@@ -369,7 +371,7 @@ def listening(port: int, host: str, backlog: int) -> socket.socket:
     try:
         return socket.create_server(("", port), backlog=backlog)
     except OSError as error:
-        what = f"port {port} cannot be used: {error.strerror}"
+        what = f"cannot use port {port}: {error.strerror}"
         raise UserError(what, where=host, fix="stop the program on that port (ss -ltnp)") from error
 
 

@@ -51,11 +51,11 @@ class RunOptions(BaseModel):
     max_restarts: Annotated[int, Field(ge=0), Option("Restart failed ranks at most N times.", metavar="N")] = 0
     """Of ranks on this machine. Not `in_jobs`: schedulers restart in their own way, each with its own default."""
     warm_spares: Annotated[
-        bool, Option("With --max-restarts, keep a process per rank that has imported everything.")
+        bool, Option("With --max-restarts, keep a warm spare process per rank that has already imported everything.")
     ] = True
     """It takes host memory only. Without it a restart imports torch and megatron-core again."""
     from_best: Annotated[
-        bool, Option("Delete the checkpoints after the one of the lowest held-out loss, and resume from that.")
+        bool, Option("Resume from the checkpoint with the lowest held-out loss, and delete later ones.")
     ] = False
     from_scratch: Annotated[bool, Option("Move the run's earlier output aside and restart at step 0.")] = False
 

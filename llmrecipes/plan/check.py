@@ -76,7 +76,7 @@ def require_elastic_world(recipe: Recipe, ranks: int) -> None:
     raise UserError(
         f"{ranks} ranks, with [{least}, {most}] replicas of {dense} rank{'s' * (dense > 1)}",
         where="train.elastic",
-        rule="the number of replicas is in the range, and shares the global batch evenly",
+        rule="the number of replicas must be in the range and divide the global batch",
         fix=f"{' or '.join(map(str, near))} ranks",
     )
 
@@ -100,7 +100,7 @@ def check_fewer(recipe: Recipe, ranks: int, cluster: Cluster) -> None:
             raise UserError(
                 f"allows {fewer} rank{'s' * (fewer > 1)}: {error.what}",
                 where="train.elastic",
-                rule="a run fits every number of ranks with which it may go on",
+                rule="the run must fit every number of ranks that train.elastic allows",
                 fix=f"elastic [{least}, {most}]",
             ) from error
         fitting = fewer
@@ -138,8 +138,8 @@ def _check_host(plan: Plan, cluster: Cluster) -> None:
         f"does not fit: a node offloads {gib(plan.host_memory_bytes)} to main memory, "
         f"{gib(plan.host_capacity_bytes)} available {place}",
         where=f"recipe {plan.recipe.name}",
-        rule="main memory holds what the ranks of a node offload with zero.offload_optimizer and zero.offload_param",
-        fix="more nodes, which take a smaller share each; zero.offload_optimizer nvme with zero.stage 3; or none",
+        rule="what the ranks of a node offload (zero.offload_optimizer, zero.offload_param) must fit in main memory",
+        fix="more nodes, with a smaller share each; zero.offload_optimizer nvme with zero.stage 3; or no offload",
     )
 
 
@@ -161,7 +161,7 @@ def recommend(recipe: Recipe, s: Shape, cluster: Cluster) -> str:
             return f"it runs on {number} × {gpu.name} ({gib(needed)} each)"
         number *= 2
     if smallest is None:
-        return f"its layout takes a multiple of {number} ranks, over which its batch does not divide"
+        return f"its layout needs a multiple of {number} ranks, over which its batch does not divide evenly"
     return f"it does not fit on any number of {gpu.name}: a rank needs at least {gib(smallest)}"
 
 
@@ -213,7 +213,7 @@ def fitted(recipe: Recipe, cluster: Cluster) -> tuple[Recipe, int]:
         raise refused or UserError(
             f"no layout of {ranks} ranks",
             where="parallelism",
-            rule="the ranks are a multiple of the other degrees of the recipe",
+            rule="the number of ranks must be a multiple of the recipe's other degrees",
         )
     return last, ranks
 

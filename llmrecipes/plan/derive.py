@@ -182,8 +182,8 @@ class Plan:
         if not value(self.features, "moe_flex_dispatcher_backend"):
             return ()
         return (
-            "model.moe_token_dispatcher_type flex needs the package deep_ep in the image of the run, and "
-            "docker/Dockerfile.cuda is without it; a rank that lacks it does not start",
+            "model.moe_token_dispatcher_type flex needs the package deep_ep in the run's image, which "
+            "docker/Dockerfile.cuda does not install; a rank without it does not start",
         )
 
     def _nothing_recomputed(self) -> tuple[str, ...]:
@@ -192,9 +192,9 @@ class Plan:
             return ()
         wanted = train.recompute_modules or ("core_attn",)
         reasons = {
-            "core_attn": "the attention kernel keeps no scores and recomputes them itself",
-            "layernorm": "norms are fused with the product after them",
-            "moe_act": "only TransformerEngine's layers have the activation of experts by itself",
+            "core_attn": "the attention kernel stores no scores and recomputes them itself",
+            "layernorm": "norms are fused with the next GEMM",
+            "moe_act": "only TransformerEngine's layers compute the activation of experts separately",
         }
         idle = [f"{name} ({reasons[name]})" for name in wanted if name not in self.recompute_modules]
         return (f"train.recompute_modules has no effect for {', '.join(idle)}",) if idle else ()
@@ -204,8 +204,9 @@ class Plan:
             return ()
         needed, capacity = self.memory.total / GIB, self.memory_capacity_bytes / GIB
         return (
-            f"memory headroom is {self.memory_headroom:.1%}: a rank needs {needed:.1f} of {capacity:.1f} GiB, and the "
-            f"need is an estimate; below {LEAST_HEADROOM:.0%} a run may end out of memory "
+            f"memory headroom is {self.memory_headroom:.1%}: a rank needs an estimated {needed:.1f} of "
+            f"{capacity:.1f} GiB; "
+            f"below {LEAST_HEADROOM:.0%}, a run may run out of memory "
             "(smaller train.micro_batch_size, more recomputation, or more ranks)",
         )
 
@@ -443,7 +444,7 @@ def num_microbatches(recipe: Recipe, laid_out: Layout) -> int:
         raise UserError(
             f"{whole} is not a multiple of micro_batch_size {micro} × data-parallel size {ranks} = {together}",
             where="train.global_batch_size",
-            rule="global_batch_size is a multiple of micro_batch_size × data-parallel size",
+            rule="global_batch_size must be a multiple of micro_batch_size × data-parallel size",
             fix=f"global_batch_size {multiples(whole, together)}{fewer}",
         )
     number = whole // together
@@ -454,11 +455,11 @@ def num_microbatches(recipe: Recipe, laid_out: Layout) -> int:
         require_divisible(recipe, together * group, words)
     if laid_out.virtual_pipeline_model_parallel_size > 1 and number % stages:
         raise UserError(
-            f"{number} micro-batches do not divide over pipeline_model_parallel_size {stages}",
+            f"{number} micro-batches are not a multiple of pipeline_model_parallel_size {stages}",
             where="train.global_batch_size",
-            rule="the interleaved schedule of virtual stages takes micro-batches in groups of one for each stage",
+            rule="the interleaved schedule of virtual stages needs a multiple of one micro-batch per stage",
             fix=f"global_batch_size {multiples(whole, together * stages)}, "
-            "or leave virtual_pipeline_model_parallel_size out",
+            "or remove virtual_pipeline_model_parallel_size",
         )
     return number
 

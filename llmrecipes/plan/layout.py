@@ -79,7 +79,7 @@ def layout(recipe: Recipe, world_size: int, cluster: Cluster) -> Layout:
         raise UserError(
             f"{world_size} ranks are not a multiple of {_product(parallel, dense)}",
             where="parallelism",
-            rule="the number of ranks is tensor × pipeline × context × data-parallel size",
+            rule="the number of ranks must be tensor × pipeline × context × data-parallel size",
             fix=_ranks(recipe, world_size, dense),
         )
     experts = parallel.expert_model_parallel_size
@@ -92,7 +92,7 @@ def layout(recipe: Recipe, world_size: int, cluster: Cluster) -> Layout:
             f"{world_size} ranks are not a multiple of expert_model_parallel_size {experts} × "
             f"expert_tensor_parallel_size {expert_tensor} × pipeline_model_parallel_size {stages} = {of_experts}",
             where="parallelism.expert_model_parallel_size",
-            rule="the number of ranks is expert × expert-tensor × pipeline × expert-data-parallel size too",
+            rule="the number of ranks must also be expert × expert-tensor × pipeline × expert-data-parallel size",
             fix=_ranks(recipe, world_size, math.lcm(dense, of_experts)),
         )
     if recipe.model.num_moe_experts and experts == 1 and expert_tensor != tensor:
@@ -101,18 +101,18 @@ def layout(recipe: Recipe, world_size: int, cluster: Cluster) -> Layout:
             f"tensor_model_parallel_size {tensor} with expert_tensor_parallel_size {expert_tensor} and "
             "expert_model_parallel_size 1",
             where="parallelism.expert_model_parallel_size",
-            rule="without expert parallelism megatron-core sums the experts' gradients over too few ranks, silently, "
-            "unless they are split as the dense layers are",
+            rule="without expert parallelism, megatron-core silently sums the experts' gradients over too few ranks, "
+            "unless experts are sharded like the dense layers",
             fix=f"expert_model_parallel_size 2 or more, or expert_tensor_parallel_size {tensor}",
         )
     even = recipe.model.moe_pad_expert_input_to_capacity
     if recipe.model.num_moe_experts and expert_tensor > 1 and not even and cluster.device == "cpu":
-        unset = ", as tensor_model_parallel_size where it is unset," if not parallel.expert_tensor_parallel_size else ""
+        unset = " (unset: tensor_model_parallel_size)" if not parallel.expert_tensor_parallel_size else ""
         raise UserError(
             f"expert_tensor_parallel_size {expert_tensor}{unset} on a CPU",
             where="parallelism.expert_tensor_parallel_size",
-            rule="gloo, which joins CPU ranks, cannot gather the uneven numbers of tokens for experts that ranks share",
-            fix="expert_tensor_parallel_size 1, or even numbers: moe_pad_expert_input_to_capacity true",
+            rule="gloo, used by CPU ranks, cannot gather the uneven numbers of tokens of experts sharded over ranks",
+            fix="expert_tensor_parallel_size 1, or even numbers with moe_pad_expert_input_to_capacity true",
         )
     _check_latent_attention(recipe, cluster)
     return Layout(
@@ -132,7 +132,7 @@ def layout(recipe: Recipe, world_size: int, cluster: Cluster) -> Layout:
 
 def _check_machine(parallel: Parallelism, world_size: int, cluster: Cluster) -> None:
     if world_size < 1:
-        raise UserError(f"{world_size} ranks", where="--nproc", rule="a run has at least one rank")
+        raise UserError(f"{world_size} ranks", where="--nproc", rule="a run needs at least one rank")
     if not cluster.gpus:
         return
     gpus, tensor, near = len(cluster.gpus), parallel.tensor_model_parallel_size, cluster.gpus_per_domain
@@ -141,7 +141,7 @@ def _check_machine(parallel: Parallelism, world_size: int, cluster: Cluster) -> 
         raise UserError(
             f"{tensor} on {many} of {near} GPUs",
             where="parallelism.tensor_model_parallel_size",
-            rule=f"tensor-parallel ranks talk within every layer: they stay inside {one}, and share it evenly",
+            rule=f"tensor-parallel ranks communicate in every layer, so they must be in {one} and divide it evenly",
             fix=f"tensor_model_parallel_size {divisors(near, tensor)}",
         )
     if world_size > gpus:
@@ -149,7 +149,7 @@ def _check_machine(parallel: Parallelism, world_size: int, cluster: Cluster) -> 
         raise UserError(
             f"{world_size} ranks on {gpus} GPUs",
             where="--nproc" if least <= gpus else "parallelism",
-            rule="one rank a GPU",
+            rule="at most one rank per GPU",
             fix=f"at most {gpus} ranks on this machine"
             if least <= gpus
             else f"smaller parallel degrees: these need a multiple of {least} ranks",
@@ -161,7 +161,7 @@ def only_in_local_layers(recipe: Recipe) -> str | None:
     if reason := needs_local_layers(recipe) or qat_rules.needs_local_layers(recipe):
         return reason
     if recipe.data.chat is not None and recipe.data.chat.packing and packs_in_local_layers(recipe):
-        return "keeps packed conversations apart"
+        return "separates packed conversations"
     return None
 
 
@@ -170,9 +170,9 @@ def local_layers_reason(recipe: Recipe) -> str | None:
     if reason := only_in_local_layers(recipe):
         return reason
     if engine_name(recipe) == DEEPSPEED:
-        return "DeepSpeed is not tested with TransformerEngine's layers"
+        return "DeepSpeed is untested with TransformerEngine's layers"
     if recipe.train.precision == "fp32":
-        return "fp32, which TransformerEngine multiplies in TF32"
+        return "fp32, which TransformerEngine would compute in TF32"
     return None
 
 
@@ -197,8 +197,9 @@ def _check_latent_attention(recipe: Recipe, cluster: Cluster) -> None:
             f"false with multi_latent_attention, tensor_model_parallel_size {tensor} and transformer_impl "
             f"{model.transformer_impl}",
             where="parallelism.sequence_parallel",
-            rule="with TransformerEngine, only sequence parallelism sums the gradient of the rotated key of all heads "
-            "over tensor-parallel ranks; without it their weights drift apart silently",
+            rule="with TransformerEngine, only sequence parallelism sums the gradient of the rotated key shared by "
+            "all heads "
+            "over tensor-parallel ranks; without it, their weights silently diverge",
             fix="sequence_parallel true, or model.transformer_impl local",
         )
 

@@ -155,14 +155,15 @@ def check_zeropp(recipe: Recipe, world_size: int, cluster: Cluster) -> None:
             "true on a CPU",
             where=f"zero.{quantized[0]}",
             rule="DeepSpeed quantizes with CUDA kernels",
-            fix=f"leave out {' and '.join(quantized)}",
+            fix=f"remove {' and '.join(quantized)}",
         )
     size = zero.zero_hpz_partition_size
     if world_size % size:
         raise UserError(
             f"{size} with {world_size} {'rank' if world_size == 1 else 'ranks'}",
             where="zero.zero_hpz_partition_size",
-            rule="every zero_hpz_partition_size adjacent ranks share a copy of the parameters: it divides the ranks",
+            rule="zero_hpz_partition_size must divide the number of ranks: that many adjacent ranks share a copy of "
+            "the parameters",
             fix=f"zero_hpz_partition_size {divisors(world_size, size)}",
         )
     if zero.zero_quantized_gradients:
@@ -171,6 +172,6 @@ def check_zeropp(recipe: Recipe, world_size: int, cluster: Cluster) -> None:
             raise UserError(
                 f"true with {world_size} ranks on nodes of {node} GPUs",
                 where="zero.zero_quantized_gradients",
-                rule="DeepSpeed quantizes gradients between nodes: on two or more nodes, with a rank on every GPU",
-                fix=f"{2 * node} ranks or another multiple of {node}, or leave zero_quantized_gradients out",
+                rule="DeepSpeed quantizes gradients between nodes: needs two or more nodes, with a rank on every GPU",
+                fix=f"{2 * node} ranks or another multiple of {node}, or remove zero_quantized_gradients",
             )

@@ -38,7 +38,7 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
         ranks += f", of {len(cluster.gpus)} GPUs"
     lines = [("parameters", f"{parameters.total:,}", f"{parameters.embedding:,} in embeddings")]
     if parameters.experts or parameters.mtp:
-        extra = f"; {parameters.mtp:,} predict more tokens" if parameters.mtp else ""
+        extra = f"; {parameters.mtp:,} in multi-token prediction" if parameters.mtp else ""
         lines.append(("active parameters", f"{parameters.active:,}", f"{parameters.experts:,} in experts{extra}"))
     if lora := plan.recipe.lora:
         share = f"{plan.num_adapter_parameters / parameters.total:.2%} in adapters of rank {lora.rank}"
@@ -48,7 +48,7 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
         share = f"{1 - still / parameters.total:.2%}; {still:,} are frozen (train.freeze)"
         lines.append(("trained parameters", f"{parameters.total - still:,}", share))
     if plan.num_parameters_on_rank != parameters.total:
-        lines.append(("parameters of a rank", f"{plan.num_parameters_on_rank:,}", "of the rank that has most"))
+        lines.append(("parameters of a rank", f"{plan.num_parameters_on_rank:,}", "on the rank with the most"))
     lines += [
         ("padded vocabulary", f"{plan.shape.vocab_size:,}", "vocab_size, make_vocab_size_divisible_by"),
         ("MLP width", f"{plan.shape.ffn_hidden_size:,}", "ffn_hidden_size"),
@@ -67,27 +67,31 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
         *_of_run(plan),
         *_batches(plan),
         ("tokens a step", f"{plan.tokens_per_step:,}", "global_batch_size × seq_length"),
-        ("tokens in all", f"{plan.total_tokens:,}", "× train_iters" if plan.batches.is_constant else "of all steps"),
+        (
+            "tokens in total",
+            f"{plan.total_tokens:,}",
+            "× train_iters" if plan.batches.is_constant else "over all steps",
+        ),
         ("learning rate decays until", f"{plan.lr_decay_iters:,}", "lr_decay_iters"),
         (
             "FLOPs a token",
             f"{plan.flops_per_token_full:.4g}",
             f"{plan.flops_per_token_causal:.4g} with causal attention",
         ),
-        ("FLOPs in all", f"{_flops(plan):.4g}", "forward and backward"),
+        ("FLOPs in total", f"{_flops(plan):.4g}", "forward and backward"),
     ]
     lines += [(f"memory: {name.replace('_', ' ')}", gib(size), "") for name, size in memory.as_dict().items() if size]
     share = "free on one GPU" if cluster.gpus else "available memory / ranks"
     if plan.host_memory_bytes:
         available = f"of {gib(plan.host_capacity_bytes)} of main memory"
-        lines.append(("offloaded, a node", gib(plan.host_memory_bytes), available))
+        lines.append(("offloaded per node", gib(plan.host_memory_bytes), available))
     lines.append(("fits" if plan.fits else "does NOT fit", gib(plan.memory_capacity_bytes), share))
     return [*lines, *_start(plan.recipe), *_disk(plan.recipe, plan)]
 
 
 def _start(recipe: Recipe) -> list[tuple[str, str, str]]:
     pretrained, distill = recipe.train.pretrained, recipe.distill
-    rows = [] if pretrained is None else [("starts from the weights of", pretrained, "train.pretrained")]
+    rows = [] if pretrained is None else [("pretrained weights", pretrained, "train.pretrained")]
     if distill is not None:
         teacher = teacher_model(recipe)
         size = f"{count(teacher, shape(teacher)).total:,} parameters, forward only"
@@ -99,7 +103,7 @@ def _start(recipe: Recipe) -> list[tuple[str, str, str]]:
                 ("learns from", f"{distill.top_k} logits a token", f"distill.logits: {disk} in {distill.logits}")
             )
     if recipe.dpo is not None:
-        rows.append(("pairs are compared with", _reference(recipe), "dpo.reference"))
+        rows.append(("preference reference", _reference(recipe), "dpo.reference"))
     return rows
 
 
@@ -109,9 +113,9 @@ def _reference(recipe: Recipe) -> str:
     if not has_reference(recipe):
         return "nothing"
     if not has_second_model(recipe):
-        return "the model without its adapters"
+        return "this model without its adapters"
     named = recipe.dpo and recipe.dpo.reference
-    return f"{named or 'the weights of the start'}, a second model, forward only"
+    return f"{named or 'the initial weights'}, a second model, forward only"
 
 
 def _disk(recipe: Recipe, plan: Plan) -> list[tuple[str, str, str]]:
@@ -120,7 +124,7 @@ def _disk(recipe: Recipe, plan: Plan) -> list[tuple[str, str, str]]:
     newest = "the newest is kept" if kept == 1 else f"the newest {kept} are kept"
     # One more is on disk while it is written: the oldest is deleted when the new one is complete.
     most = f"at most {gib((kept + 1 + bool(best)) * plan.checkpoint_bytes)}"
-    more = f", and each of step {recipe.checkpoint.keep_interval:,} × n" if recipe.checkpoint.keep_interval else ""
+    more = f", plus one every {recipe.checkpoint.keep_interval:,} steps" if recipe.checkpoint.keep_interval else ""
     return [("checkpoint", gib(plan.checkpoint_bytes), f"{newest}{best}: {most} on disk{more}")]
 
 
@@ -162,7 +166,7 @@ def _of_run(plan: Plan) -> list[tuple[str, str, str]]:
         text = f"{sizes}, {facts['tokens']:,} tokens, {gib(facts['memory_bytes'])} a rank{laid_out}"
         rows.append((name, steps, text))
     if plan.stages:
-        rows.append(("largest stage", cast(Span, span_of(plan.recipe)).name, "all other lines are of it"))
+        rows.append(("largest stage", cast(Span, span_of(plan.recipe)).name, "all other lines are for this stage"))
     return rows
 
 
@@ -172,7 +176,7 @@ def _batches(plan: Plan) -> list[tuple[str, str, str]]:
         return []
     used = plan.batches.until(plan.recipe.train.train_iters)
     sizes = f"{used[0].global_batch_size:,} to {used[-1].global_batch_size:,}"
-    return [("global batches", sizes, f"{len(used)} sizes, the last from step {used[-1].first_step + 1:,} on")]
+    return [("global batches", sizes, f"{len(used)} sizes, the last from step {used[-1].first_step + 1:,}")]
 
 
 def _mup(plan: Plan) -> list[tuple[str, str, str]]:
@@ -208,20 +212,20 @@ def degrees(plan: Plan) -> str:
 def _chunks(plan: Plan) -> list[tuple[str, str, str]]:
     if not plan.loss_chunk_tokens:
         return []
-    return [("loss", f"of {plan.loss_chunk_tokens:,} tokens at a time", "loss_chunk_tokens: without the logits of all")]
+    return [("loss", f"{plan.loss_chunk_tokens:,} tokens at a time", "loss_chunk_tokens: avoids keeping all logits")]
 
 
 def _recomputed(plan: Plan) -> list[tuple[str, str, str]]:
     train, key = plan.recipe.train, f"recompute_granularity {plan.recompute_granularity}"
     if plan.recompute_auto:
-        key = "recompute_granularity auto: the least work with 5% of the memory free"
+        key = "recompute_granularity auto: the least that leaves 5% of the memory free"
     if plan.recompute_granularity is None:
         return [("recomputed", "nothing", key)] if plan.recompute_auto else []
     if plan.recompute_granularity == "selective":
         return [("recomputed", ", ".join(plan.recompute_modules), key)]
     most = max(layers for stage in plan.layout.layers_per_stage for layers in stage)
     number = most if train.recompute_method == "uniform" else min(most, train.recompute_num_layers or most)
-    return [("recomputed", f"{number} of {most} layers", f"{key}; of each chunk of a stage")]
+    return [("recomputed", f"{number} of {most} layers", f"{key}; in every chunk of a stage")]
 
 
 def _stages(plan: Plan) -> list[tuple[str, str, str]]:

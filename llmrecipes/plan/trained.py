@@ -21,9 +21,9 @@ def require_trained(recipe: Recipe, s: Shape, laid_out: Layout, device: str) -> 
     for stage in range(laid_out.pipeline_model_parallel_size):
         if lora is not None and not count_adapters_on_rank(lora, model, s, laid_out, stage).total:
             raise UserError(
-                f"pipeline stage {stage} has no layer with one of them",
+                f"pipeline stage {stage} has none of these matrices",
                 where="lora.target_modules",
-                rule="every pipeline stage trains something",
+                rule="every pipeline stage must train some parameters",
                 fix="fewer stages, or target_modules that every layer has",
             )
         local = own_layers(recipe, device)
@@ -34,6 +34,6 @@ def require_trained(recipe: Recipe, s: Shape, laid_out: Layout, device: str) -> 
             raise UserError(
                 f"all parameters of pipeline stage {stage} are frozen",
                 where=KEY,
-                rule="in fp16 every pipeline stage trains something: its optimizer has the loss scale",
+                rule="in fp16, every pipeline stage must train some parameters: its optimizer keeps the loss scale",
                 fix="train.precision bf16, fewer stages, or fewer patterns",
             )

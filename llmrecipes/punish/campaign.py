@@ -103,11 +103,12 @@ def begin(
         raise UserError(f"{unknown[0]!r}", where="--fault", rule="one of: " + ", ".join(known))
     if engine_name(recipe) != "megatron":
         raise UserError(
-            f"engine {engine_name(recipe)}", where="engine", rule="faults are injected into the engine megatron only",
+            f"engine {engine_name(recipe)}", where="engine",
+            rule="faults can only be injected into the engine megatron",
             fix="engine=megatron",
         )  # fmt: skip
     if ranks < 2:
-        raise UserError(f"{ranks}", where="--nproc", rule="at least 2 ranks: one has the fault", fix="--nproc 2")
+        raise UserError(f"{ranks}", where="--nproc", rule="at least 2 ranks are needed", fix="--nproc 2")
     if steps < 4 * pace.save_interval:
         raise UserError(
             f"{steps}", where="--steps", rule="at least four times --save-interval",
@@ -225,7 +226,7 @@ class Campaign:
                     return time.monotonic()
             seen = self._false_alarms(signs, seen, injected)
             if injected is None and ended:
-                raise Unrecovered(f"{run.path} ended by itself with {code}:\n" + signs.tail())
+                raise Unrecovered(f"{run.path} exited by itself with code {code}:\n" + signs.tail())
             if injected is not None:
                 injected = self._followed(injected, signs, disk)
             if ended:
@@ -459,12 +460,12 @@ def differences(reference: Signs, other: Signs, steps: int, ranks: int) -> list[
     curves = [curve(signs.files.metrics) for signs in (reference, other)]
     if curves[0] != curves[1] or len(curves[0]) != steps:
         unequal = [step for step in range(1, steps + 1) if curves[0].get(step) != curves[1].get(step)]
-        differing.append(f"numbers of {len(unequal)} steps differ, the first is {min(unequal, default=None)}")
+        differing.append(f"{len(unequal)} steps differ, the first is {min(unequal, default=None)}")
     for rank in range(ranks):
         seen = [batches(signs.orders, rank) for signs in (reference, other)]
         expected = {step: {digest} for step, digests in seen[0].items() for digest in digests}
         if seen[1] != expected or seen[1].keys() != set(range(1, steps + 1)):
-            differing.append(f"rank {rank} had other samples")
+            differing.append(f"rank {rank} had different samples")
     return differing
 
 

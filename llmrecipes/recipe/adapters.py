@@ -83,9 +83,9 @@ def needs_local_layers(recipe: Recipe) -> str | None:
     if lora is None:
         return None
     if model.multi_latent_attention:
-        return "adapters of latent attention are inserted into megatron-core's own layers"
+        return "adapters of latent attention need megatron-core's own layers"
     if any(name.startswith(EXPERTS) for name in lora.target_modules or ()):
-        return "adapters of routed experts are inserted into megatron-core's own layers"
+        return "adapters of routed experts need megatron-core's own layers"
     return None
 
 
@@ -106,13 +106,16 @@ def _targets(lora: Lora, model: Model) -> Iterator[Problem]:
         if name not in known:
             yield Problem(
                 f"lora.target_modules.{index}",
-                f"{name}, which this model does not have",
-                "adapters are of matrices that the model has",
+                f"{name} is not a matrix of this model",
+                "adapters must target matrices of the model",
                 f"one of {', '.join(known)}",
             )
         elif name in (lora.target_modules or ())[:index]:
             yield Problem(
-                f"lora.target_modules.{index}", f"{name} twice", "a matrix has one adapter", "leave one of them out"
+                f"lora.target_modules.{index}",
+                f"{name} appears twice",
+                "a matrix can have only one adapter",
+                "remove one of them",
             )
     sides = {
         min(matrix.width, matrix.height): matrix.name
@@ -124,8 +127,9 @@ def _targets(lora: Lora, model: Model) -> Iterator[Problem]:
         yield Problem(
             "lora.rank",
             f"{lora.rank} for {sides[least]}, whose shorter side is {least}",
-            "rank is at most the shorter side of every adapted matrix: beyond it A and B have more parameters than the "
-            "matrix has",
+            "rank must be at most the shorter side of every adapted matrix: beyond it, A and B have more parameters "
+            "than the "
+            "matrix",
             f"lora.rank {least} or less, or target_modules without {sides[least]}",
         )
 
@@ -136,26 +140,26 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
         "engine": (
             engine_name(recipe) == DEEPSPEED,
             "deepspeed with lora",
-            "adapters are trained by the engine megatron: gradients and optimizer state of frozen weights, which ZeRO "
-            "shards, do not exist",
+            "adapters need the engine megatron: frozen weights have no gradients and no optimizer state for ZeRO "
+            "to shard",
             "engine megatron without zero.stage 2, 3 and offload",
         ),
         "model.mtp_num_layers": (
             model.mtp_num_layers is not None,
             f"{model.mtp_num_layers} with lora",
-            "adapters are those of the decoder's layers; frozen layers of multi-token prediction would not follow them",
+            "only the decoder's layers have adapters; frozen multi-token prediction layers would not adapt to them",
             "model.mtp_num_layers null",
         ),
         "train.keep_zeros": (
             recipe.train.keep_zeros,
             "true with lora",
-            "adapters start with a matrix of zeros, and the weights below them are frozen",
+            "keep_zeros would keep the adapters at zero, and the weights below them are frozen",
             "train.keep_zeros false",
         ),
         "model.use_mup": (
             model.use_mup,
             "true with lora",
-            "the maximal-update parametrisation has no rule for the rates of adapters",
+            "the maximal-update parametrisation does not define learning rates for adapters",
             "model.use_mup false",
         ),
         "model.transformer_impl": (

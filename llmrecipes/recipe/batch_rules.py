@@ -32,21 +32,21 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "faults.loss_spike_action",
             f"rewind with {key(recipe)}",
-            "a run that goes back leaves out whole global batches, which have to be of one size",
+            "a rewind skips whole global batches, which must all have the same size",
             "loss_spike_action skip",
         )
     if recipe.search is not None:
         yield Problem(
             "search",
             f"with {key(recipe)}",
-            "trials have as many equal steps as their tokens take",
-            f"leave {key(recipe)} out, and set it for the run with the values that were found",
+            "the steps of a trial must have equal batches",
+            f"remove {key(recipe)}; set it later, for the run with the best values",
         )
     if recipe.speed.cuda_graph_impl is not None:
         yield Problem(
             "speed.cuda_graph_impl",
             f"{recipe.speed.cuda_graph_impl} with {key(recipe)}",
-            "kernels are recorded for one number of micro-batches",
+            "CUDA graphs are captured for a fixed number of micro-batches",
             "cuda_graph_impl null",
         )
 
@@ -67,7 +67,7 @@ def not_divisible(recipe: Recipe, at: Stretch, of: int, words: str) -> Problem:
     return Problem(
         key(recipe),
         f"{step}{size} is not a multiple of {words}",
-        "global_batch_size is a multiple of micro_batch_size × data-parallel size",
+        "global_batch_size must be a multiple of micro_batch_size × data-parallel size",
         f"global_batch_size {near}" if not step else f"a start and an increment that are multiples of {of}: {near}",
     )
 
@@ -91,8 +91,8 @@ def _malformed(recipe: Recipe) -> Problem | None:
             return Problem(
                 "train.step_batch_size_schedule",
                 "set with train.rampup_batch_size",
-                "one key says how the batch grows",
-                "leave one of them out",
+                "use only one of them to grow the batch",
+                "remove one of them",
             )
         start, increment, _ = train.rampup_batch_size
         grows = train.global_batch_size - start
@@ -100,15 +100,15 @@ def _malformed(recipe: Recipe) -> Problem | None:
             return Problem(
                 "train.rampup_batch_size",
                 f"the first batch, {start}, is not less than global_batch_size {train.global_batch_size}",
-                "a ramp ends at global_batch_size",
-                "a smaller first batch, or leave rampup_batch_size out",
+                "the first batch must be smaller than global_batch_size",
+                "a smaller first batch, or remove rampup_batch_size",
             )
         if grows % increment:
             ends = start + grows // increment * increment, start + -(-grows // increment) * increment
             return Problem(
                 "train.rampup_batch_size",
-                f"global_batch_size {train.global_batch_size} is not {start} and a multiple of {increment}",
-                "a ramp reaches global_batch_size in equal increments",
+                f"global_batch_size {train.global_batch_size} is not {start} plus a multiple of {increment}",
+                "the batch must reach global_batch_size in equal increments",
                 f"global_batch_size {ends[0]} or {ends[1]}",
             )
         if grows // increment > MOST_SIZES:
@@ -119,19 +119,22 @@ def _malformed(recipe: Recipe) -> Problem | None:
         return None
     if train.step_batch_size_schedule is None:
         return None
-    where, form = "train.step_batch_size_schedule", '"0:768 250B:1536": tokens, from 0 on and growing, and batches'
+    where, form = (
+        "train.step_batch_size_schedule",
+        '"0:768 250B:1536": pairs of tokens and batch size, with increasing tokens from 0',
+    )
     try:
         pairs = thresholds(train.step_batch_size_schedule, recipe.model.seq_length)
     except ValueError as error:
         return Problem(where, str(error), form, '"0:SIZE TOKENS:SIZE"')
     starts = [first for first, _ in pairs]
     if not pairs or starts[0] != 0 or any(a >= b for a, b in pairwise(starts)):
-        return Problem(where, f"begins at samples {starts}", form, '"0:SIZE TOKENS:SIZE"')
+        return Problem(where, f"starts are at samples {starts}", form, '"0:SIZE TOKENS:SIZE"')
     if min(size for _, size in pairs) < 1 or pairs[-1][1] != train.global_batch_size:
         return Problem(
             where,
-            f"ends with {pairs[-1][1]}, and global_batch_size is {train.global_batch_size}",
-            "the last batch is global_batch_size, and none is 0",
+            f"ends with {pairs[-1][1]}, but global_batch_size is {train.global_batch_size}",
+            "the last size must be global_batch_size, and none may be 0",
             f"global_batch_size {pairs[-1][1]}",
         )
     return None

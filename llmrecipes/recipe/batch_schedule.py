@@ -226,7 +226,7 @@ def thresholds(text: str, seq_length: int) -> list[tuple[int, int]]:
     """
     pairs = [entry.split(":") for entry in text.replace(",", " ").split()]
     if any(len(pair) != 2 for pair in pairs):
-        raise ValueError(f"{text!r} is not pairs of tokens and sizes")
+        raise ValueError(f"{text!r} is not a list of TOKENS:SIZE pairs")
     return [(_number(tokens) // seq_length, _number(size)) for tokens, size in pairs]
 
 

@@ -23,19 +23,19 @@ def held_out_sets(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 f"{key}.label",
                 f"{each.label!r} appears {counts[each.label]} times",
-                "the label of a set names its metrics, so it is unique",
+                "labels must be unique: they name the metrics of a set",
                 "rename one of them",
             )
         if each.weight != 1.0:
             yield Problem(
-                f"{key}.weight", "set", "a held-out set is evaluated by itself and has no weight", "leave weight out"
+                f"{key}.weight", "set", "held-out sets are evaluated separately and have no weight", "remove weight"
             )
     if sets and recipe.data.chat is not None:
         yield Problem(
             "data.valid_sources",
             "set with data.chat",
-            "held-out sets are texts; of conversations the valid split is held out",
-            "leave valid_sources out",
+            "held-out sets must be plain text; conversations are only held out by the validation split",
+            "remove valid_sources",
         )
 
 
@@ -47,26 +47,26 @@ def by_source(recipe: Recipe) -> Iterator[Problem]:
     counts = Counter([*names, *(held_out.label for held_out in data.valid_sources)])
     for number, (name, source) in enumerate(zip(names, data.sources, strict=True)):
         if name is not None and counts[name] > 1:
-            origin = "" if source.label else ", which is made of its path,"
+            origin = "" if source.label else ", derived from the path,"
             yield Problem(
                 f"data.sources.{number}.label",
                 f"{name!r}{origin} appears {counts[name]} times among data.sources and data.valid_sources",
-                "the label of a source names its metrics, so it is unique",
+                "labels must be unique: they name the metrics of a source",
                 "set another label",
             )
     if data.multiple_validation_sets and not data.split[1]:
         yield Problem(
             "data.multiple_validation_sets",
-            "true, and data.split has no valid split",
-            "it evaluates the valid split of each source",
-            "data.split 98,1,1, or leave it out",
+            "true, but data.split has no validation split",
+            "it evaluates the validation split of every source",
+            "data.split 98,1,1, or remove it",
         )
     if tracking.loss_by_source and recipe.dpo is not None:
         yield Problem(
             "tracking.loss_by_source",
             "true with dpo",
-            "the loss of pairs compares two answers, and is not summed by source",
-            "leave it out; data.multiple_validation_sets works",
+            "the loss compares two answers of a pair and cannot be summed by source",
+            "remove it, or use data.multiple_validation_sets instead",
         )
 
 
@@ -79,16 +79,16 @@ def row_labels(recipe: Recipe) -> Iterator[Problem]:
                 missing, other = ("label_key", "label_value")[:: 1 if source.label_key is None else -1]
                 yield Problem(
                     f"{key}.{missing}",
-                    f"missing, and {other} is set",
-                    "label_key is the column, and label_value what the rows that are read have in it",
-                    f"set {missing}, or leave {other} out",
+                    f"missing, but {other} is set",
+                    "label_key names the column and label_value the value of the rows to read; both are needed",
+                    f"set {missing}, or remove {other}",
                 )
             elif source.label_key is not None and source.type not in ("jsonl", "parquet", "hub"):
                 yield Problem(
                     f"{key}.label_key",
                     f"set with type {source.type}",
-                    "jsonl, parquet and hub have columns",
-                    "leave label_key and label_value out",
+                    "only jsonl, parquet and hub sources have columns",
+                    "remove label_key and label_value",
                 )
 
 
@@ -100,9 +100,10 @@ def token_sets(recipe: Recipe) -> Iterator[Problem]:
         if each.tokenized and texts:
             yield Problem(
                 f"data.valid_sources.{number}.type",
-                f"{each.type}, and data.sources.{texts[0]} is text",
-                "the documents of a held-out set are kept out of the sources by their ids or by their text",
-                "a set of text, sources of tokens only, or documents of the source by data.split",
+                f"{each.type}, but data.sources.{texts[0]} is text",
+                "documents of a held-out set are removed from the sources by token ids or by text, so both must be "
+                "of one kind",
+                "a text set, sources with tokens only, or a validation split (data.split) instead",
             )
     numbers = [number for number, each in enumerate(data.sources) if each.tokenized]
     if not numbers:
@@ -111,8 +112,8 @@ def token_sets(recipe: Recipe) -> Iterator[Problem]:
     if data.tokenizer.type == "bpe":
         yield Problem(
             "data.tokenizer.type",
-            f"bpe, and {first} has tokens",
-            "the tokenizer of a recipe is the one that made the tokens of its sources",
+            f"bpe, but {first} is already tokenized",
+            "the recipe's tokenizer must be the one that tokenized the source",
             "type: huggingface, with the path of that tokenizer",
         )
     every = [(f"data.sources.{number}", each) for number, each in enumerate(data.sources)]
@@ -125,13 +126,18 @@ def token_sets(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 f"{key}.path",
                 repr(path),
-                "the path of a megatron source is that of two files on a disk, without .bin and .idx",
-                path.removesuffix(".bin").removesuffix(".idx") if path.endswith((".bin", ".idx")) else "a source a set",
+                "a megatron source needs the path of two local files, without .bin and .idx",
+                path.removesuffix(".bin").removesuffix(".idx")
+                if path.endswith((".bin", ".idx"))
+                else "one source per dataset",
             )
         for name, default in (("text_key", "text"), ("fim_rate", 0.0)):
             if getattr(source, name) != default:
                 yield Problem(
-                    f"{key}.{name}", "set with type megatron", f"{name} needs text, and has only tokens", "leave it out"
+                    f"{key}.{name}",
+                    "set with type megatron",
+                    f"{name} needs text, but the source has only tokens",
+                    "remove it",
                 )
     keys = [name for name in declared(type(data), DataStep) if getattr(data, name) is not None]
     keys += [f"steps.{n}.type" for n, step in enumerate(data.steps) if not STEPS[step.type].weighs]
@@ -140,9 +146,9 @@ def token_sets(recipe: Recipe) -> Iterator[Problem]:
     for name in keys:
         yield Problem(
             f"data.{name}",
-            f"set, and {first} has tokens",
-            "steps and held-out sets compare texts, so tokens would reach the model without them",
-            f"clean the text and tokenize it again, or leave {name} or the source out; balance is possible",
+            f"set, but {first} is already tokenized",
+            "steps and held-out sets work on text and cannot be applied to tokens",
+            f"clean the text and tokenize it again, or remove {name} or the source; only balance is possible",
         )
 
 
@@ -159,20 +165,20 @@ def monitored(recipe: Recipe) -> Iterator[Problem]:
     if train.monitor is not None and train.monitor not in sets:
         yield Problem(
             "train.monitor",
-            f"{train.monitor!r} is not the label of a set",
+            f"{train.monitor!r} is not the label of a held-out set",
             "a label of data.valid_sources, or with data.multiple_validation_sets the name of a source: "
             + (", ".join(sets) or "there is none"),
-            "one of them, or leave monitor out for the valid split",
+            "one of these, or remove monitor to use the validation split",
         )
     if train.monitor is not None and not used:
         yield Problem(
-            "train.monitor", "set without a key that uses it", f"used by {', '.join(users)}", "set one, or leave it out"
+            "train.monitor", "set without a key that uses it", f"used by {', '.join(users)}", "set one, or remove it"
         )
     if used and not labels and not recipe.data.split[1]:
         yield Problem(
             used[0],
-            "set, and data.split has no valid split",
-            "it goes by a held-out loss",
+            "set, but data.split has no validation split",
+            "it needs a held-out loss",
             "data.split 98,1,1, or sets in data.valid_sources",
         )
 
@@ -184,24 +190,24 @@ def curriculum(recipe: Recipe) -> Iterator[Problem]:
         return
     if recipe.data.chat is not None:
         yield Problem(
-            "data.curriculum", "set with data.chat", "sequences of conversations are not ordered by difficulty",
-            "leave curriculum out",
+            "data.curriculum", "set with data.chat", "conversations cannot be ordered by difficulty",
+            "remove curriculum",
         )  # fmt: skip
     if section.score == "loss" and section.scores is None:
         yield Problem(
-            "data.curriculum.scores", "not set with score loss", "the losses of documents were computed before",
+            "data.curriculum.scores", "not set with score loss", "score loss needs losses computed beforehand",
             "llmrecipes eval RUN --data train --per-document DIR, and data.curriculum.scores=DIR",
         )  # fmt: skip
     if section.score != "loss" and section.scores is not None:
         yield Problem(
-            "data.curriculum.scores", f"set with score {section.score}", "these are losses",
-            "score loss, or leave scores out",
+            "data.curriculum.scores", f"set with score {section.score}", "scores is only used with score loss",
+            "score loss, or remove scores",
         )  # fmt: skip
     steps = int(recipe.train.train_iters * section.share)
     if section.windows > max(steps, 1):
         yield Problem(
             "data.curriculum.windows", f"{section.windows} for {steps:,} ordered steps",
-            "a window has the samples of one step or more", f"windows of at most {max(steps, 1)}",
+            "a window must contain at least one step", f"windows {max(steps, 1)} or less",
         )  # fmt: skip
 
 
@@ -215,20 +221,20 @@ def fill_in_the_middle(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "data.fim",
             "set, but no source has fim_rate",
-            "data.fim says how the documents of data.sources[].fim_rate are rearranged",
-            "set fim_rate of a source, or leave fim out",
+            "data.fim applies to the documents selected by data.sources[].fim_rate",
+            "set fim_rate of a source, or remove fim",
         )
     if used and data.chat is not None:
         yield Problem(
-            used[0], "set with data.chat", "conversations are not rearranged", "leave fim_rate out, or data.chat"
+            used[0], "set with data.chat", "conversations cannot be rearranged", "remove fim_rate, or data.chat"
         )
     texts = (data.fim.prefix_token, data.fim.middle_token, data.fim.suffix_token)
     if used and (len(set(texts)) < len(texts) or "" in texts):
         yield Problem(
             "data.fim",
             f"the tokens are {', '.join(map(repr, texts))}",
-            "prefix_token, middle_token and suffix_token are three different tokens",
-            "name the three of the tokenizer",
+            "prefix_token, middle_token and suffix_token must be three different tokens",
+            "the tokenizer's three fill-in-the-middle tokens",
         )
 
 
@@ -239,7 +245,7 @@ def characters(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "data.min_characters",
             f"{least} is more than max_characters {most}",
-            "min_characters is at most max_characters",
+            "min_characters must be at most max_characters",
             "lower min_characters or raise max_characters",
         )
 
@@ -259,32 +265,32 @@ def steps(recipe: Recipe) -> Iterator[Problem]:
         for name in sorted(step.model_fields_set - {"type", *takes}):
             if getattr(step, name) is None:
                 continue  # as a resolved recipe has it
-            choices = f"its keys are {', '.join(takes)}" if takes else "it has no keys"
+            choices = f"the keys are {', '.join(takes)}" if takes else "there are none"
             of = [kind for kind, each in STEPS.items() if name in each.takes]
             yield Problem(
                 f"{key}.{name}",
                 f"set with type {step.type}",
-                f"{name} is a key of {', '.join(of)}; of {step.type}, {choices}",
-                f"leave {name} out",
+                f"{name} is a key of {', '.join(of)}; for {step.type}, {choices}",
+                f"remove {name}",
             )
         for name in REQUIRED.get(step.type, ()):
             if getattr(step, name) is None:
                 yield Problem(
-                    f"{key}.{name}", "missing", f"{step.type} needs {name}", f"set {name}, or take the step out"
+                    f"{key}.{name}", "missing", f"{step.type} needs {name}", f"set {name}, or remove the step"
                 )
         if step.type == "decontaminate" and step.paths is None and step.tasks is None:
             yield Problem(
                 f"{key}.paths",
-                "missing, and tasks too",
-                "decontaminate compares documents with files (paths) or with the data of evaluation tasks (tasks)",
-                "set paths or tasks, or take the step out",
+                "missing, as is tasks",
+                "decontaminate needs files (paths) or evaluation tasks (tasks) to compare documents with",
+                "set paths or tasks, or remove the step",
             )
         for code in sorted(set(step.languages or ()) - set(LANGUAGES)):
             short = code[:2].lower()
             yield Problem(
                 f"{key}.languages",
-                f"{code!r} is not a language of the model",
-                f"the codes are those of ISO 639: {', '.join(LANGUAGES)}",
+                f"{code!r} is not a language code",
+                f"one of the ISO 639 codes {', '.join(LANGUAGES)}",
                 short if short in LANGUAGES else "",
             )
         for low, high in _LIMITS:
@@ -294,21 +300,21 @@ def steps(recipe: Recipe) -> Iterator[Problem]:
                 yield Problem(
                     f"{key}.{low}",
                     f"{least} is more than {high} {most}",
-                    f"{low} is at most {high}",
+                    f"{low} must be at most {high}",
                     f"lower {low} or raise {high}",
                 )
         if step.type == "duplicates":
             yield from _spans(recipe, key, step)
         if step.type == "length" and step.min_characters is None and step.max_characters is None:
             yield Problem(
-                key, "length without a limit", "length has min_characters or max_characters", "set one, or take it out"
+                key, "length without a limit", "length needs min_characters or max_characters", "set one, or remove it"
             )
     for kind, count in Counter(step.type for step in steps).items():
         if count > 1:
             yield Problem(
                 "data.steps",
                 f"{kind} appears {count} times",
-                "a type appears once: its documents are counted by it",
+                "a type may appear only once, because dropped documents are counted by type",
                 f"keep one step of type {kind}",
             )
     yield from _contradictions(recipe)
@@ -319,15 +325,15 @@ def steps(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 f"data.steps.{number}",
                 f"{after.type} after {before.type}",
-                f"{before.type} weighs sources by what all other steps keep",
+                f"{before.type} weighs sources by what all other steps keep, so it must be last",
                 f"move {before.type} to the end",
             )
         elif STEPS[before.type].augments and not STEPS[after.type].weighs:
             yield Problem(
                 f"data.steps.{number}",
                 f"{after.type} after {before.type}",
-                f"{before.type} changes what all other steps keep",
-                f"move {after.type} in front of {before.type}",
+                f"{before.type} must come after all other steps: it changes what they keep",
+                f"move {after.type} before {before.type}",
             )
         elif STEPS[before.type].compares and not any(
             (STEPS[after.type].compares, STEPS[after.type].augments, STEPS[after.type].weighs)
@@ -335,15 +341,15 @@ def steps(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 f"data.steps.{number}",
                 f"{after.type} after {before.type}",
-                f"{before.type} compares the documents that all other steps keep",
-                f"move {after.type} in front of {before.type}",
+                f"{before.type} must come after all other steps: it compares the documents that they keep",
+                f"move {after.type} before {before.type}",
             )
         elif STEPS[after.type].compares and before.type == "near_duplicates":
             yield Problem(
                 f"data.steps.{number}",
                 f"{after.type} after {before.type}",
-                f"{before.type} compares the documents that {after.type} keeps",
-                f"move {after.type} in front of {before.type}",
+                f"{before.type} must come after {after.type}: it compares the documents that {after.type} keeps",
+                f"move {after.type} before {before.type}",
             )
 
 
@@ -360,19 +366,22 @@ def _spans(recipe: Recipe, key: str, step: Step) -> Iterator[Problem]:
             yield Problem(
                 f"{key}.{name}",
                 f"set without {other}",
-                f"{name} says what happens to the spans of {other}",
-                f"set {other}, or leave it out",
+                f"{name} is only used with {other}",
+                f"set {other}, or remove it",
             )
     if cuts and step.max_repeated_spans is not None:
         yield Problem(
             f"{key}.max_repeated_spans",
             "set with cut_spans",
-            "max_repeated_spans drops whole documents, from which cut_spans cuts the spans instead",
-            "leave one of them out",
+            "max_repeated_spans drops whole documents; cut_spans cuts spans out of them instead",
+            "remove one of them",
         )
     if cuts and recipe.data.chat is not None:
         yield Problem(
-            f"{key}.cut_spans", "set with data.chat", "conversations are kept or dropped whole", "leave cut_spans out"
+            f"{key}.cut_spans",
+            "set with data.chat",
+            "conversations can only be kept or dropped as a whole",
+            "remove cut_spans",
         )
 
 
@@ -384,43 +393,43 @@ def _contradictions(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             f"data.steps.{places['code']}.type",
             "code with c4",
-            "c4 drops documents with a curly bracket, so nearly all code",
-            "take out c4 or code, and prepare code with a separate recipe",
+            "c4 drops documents with curly brackets, and so nearly all code",
+            "remove c4 or code, and prepare code with a separate recipe",
         )
     if "language" in of and "gopher" in of and "en" not in (of["language"].languages or ("en",)):
         yield Problem(
             f"data.steps.{places['gopher']}.type",
             f"gopher with the languages {', '.join(of['language'].languages or ())}",
-            "gopher drops documents without English stop words",
-            "add en to the languages, or take gopher out",
+            "gopher drops documents without English stop words, and so other languages",
+            "add en to the languages, or remove gopher",
         )
     if "noise" in of and recipe.data.chat is not None:
         yield Problem(
             f"data.steps.{places['noise']}.type",
             "noise with data.chat",
-            "the answers of a conversation are what is learnt",
-            "leave noise out",
+            "noise would change the answers that the model learns",
+            "remove noise",
         )
     if "noise" in of and "duplicates" in of and of["duplicates"].cut_spans:
         yield Problem(
             f"data.steps.{places['noise']}.type",
             "noise with cut_spans of duplicates",
-            "spans are cut out of the text that is tokenized, and noise changes it",
-            "leave noise or cut_spans out",
+            "cut_spans needs the text that is tokenized, but noise changes it",
+            "remove noise or cut_spans",
         )
     early = [kind for kind in JUDGES if kind in of and places[kind] < places.get("html", -1)]
     if early:
         yield Problem(
             f"data.steps.{places['html']}.type",
             f"html after {early[0]}",
-            f"{early[0]} judges text, and html makes it of web pages",
-            f"move html in front of {early[0]}",
+            f"{early[0]} needs text, which html extracts from web pages",
+            f"move html before {early[0]}",
         )
     least, length = recipe.data.min_characters, of.get("length")
     if least is not None and length is not None and least > (length.max_characters or least):
         yield Problem(
             f"data.steps.{places['length']}.max_characters",
             f"{length.max_characters} is less than data.min_characters {least}",
-            "data.min_characters is at most max_characters of length",
+            "data.min_characters must be at most max_characters of length",
             "lower data.min_characters or raise max_characters",
         )

@@ -123,17 +123,19 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
         default = type(distill).model_fields[key].default
         if distill.loss == "mse" and getattr(distill, key) != default:
             yield Problem(
-                f"distill.{key}", f"{getattr(distill, key)} with loss mse", "only the loss kl has probabilities",
-                f"leave {key} out, or loss kl",
+                f"distill.{key}", f"{getattr(distill, key)} with loss mse", "only loss kl uses probabilities",
+                f"remove {key}, or loss kl",
             )  # fmt: skip
     if distill.top_k is not None and distill.top_k > recipe.model.vocab_size:
         yield Problem(
-            "distill.top_k", f"{distill.top_k} of {recipe.model.vocab_size} tokens", "at most model.vocab_size",
-            "leave top_k out",
+            "distill.top_k", f"{distill.top_k} of {recipe.model.vocab_size} tokens",
+            "top_k must be at most model.vocab_size",
+            "remove top_k",
         )  # fmt: skip
     if distill.logits is not None and distill.top_k is None:
         yield Problem(
-            "distill.top_k", "unset with distill.logits", "all logits of every token would be on a disk",
+            "distill.top_k", "unset with distill.logits",
+            "distill.logits needs top_k: otherwise all logits of every token would be stored",
             "top_k: 32",
         )  # fmt: skip
     yield from _combinations(recipe)
@@ -141,7 +143,7 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
         if key in distill.model:
             yield Problem(
                 f"distill.model.{key}", f"{distill.model[key]!r}",
-                "teacher and student read and predict the same tokens", f"leave it out, or change model.{key}",
+                "teacher and student must read and predict the same tokens", f"remove it, or change model.{key}",
             )  # fmt: skip
     try:
         teacher = teacher_model(recipe)
@@ -150,7 +152,7 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 ".".join(["distill.model", *map(str, problem["loc"])]),
                 problem["msg"],
-                "keys and values are those of model",
+                "keys and values as in model",
             )
     else:
         yield from _layers(recipe, distill, teacher)
@@ -163,38 +165,38 @@ def _layers(recipe: Recipe, distill: Distill, teacher: Model) -> Iterator[Proble
             value = getattr(distill, key)
             if value != type(distill).model_fields[key].default:
                 yield Problem(
-                    f"distill.{key}", f"{value} without layers", "it is about the layers that are compared",
-                    f"leave {key} out, or layers: [[{recipe.model.num_layers}, {teacher.num_layers}]]",
+                    f"distill.{key}", f"{value} without layers", f"{key} is only used with layers",
+                    f"remove {key}, or layers: [[{recipe.model.num_layers}, {teacher.num_layers}]]",
                 )  # fmt: skip
         return
     if distill.logits is not None:
         yield Problem(
-            "distill.layers", "set with distill.logits", "hidden states of the teacher are not on the disk",
-            "leave logits out, or layers",
+            "distill.layers", "set with distill.logits", "the precomputed folder has no hidden states of the teacher",
+            "remove logits or layers",
         )  # fmt: skip
     if recipe.train.torch_compile:
         yield Problem(
-            "train.torch_compile", "true with distill.layers", "the output of a compiled layer is not seen",
-            "leave torch_compile out",
+            "train.torch_compile", "true with distill.layers", "the output of compiled layers cannot be read",
+            "remove torch_compile",
         )  # fmt: skip
     if teacher.hidden_size != recipe.model.hidden_size:
         yield Problem(
-            "distill.layers", f"hidden_size {recipe.model.hidden_size}, of the teacher {teacher.hidden_size}",
-            "hidden states are compared channel by channel, without a projection",
-            f"model.hidden_size {teacher.hidden_size}, or leave layers out",
+            "distill.layers", f"hidden_size is {recipe.model.hidden_size}, but {teacher.hidden_size} in the teacher",
+            "hidden states are compared without a projection, so both models need the same hidden_size",
+            f"model.hidden_size {teacher.hidden_size}, or remove layers",
         )  # fmt: skip
     for place, (name, model) in enumerate({"the student": recipe.model, "the teacher": teacher}.items()):
         if beyond := sorted({pair[place] for pair in distill.layers if pair[place] > model.num_layers}):
             yield Problem(
-                "distill.layers", f"layer {beyond[-1]} of {name}, which has {model.num_layers}",
-                "a pair is a layer of the student and one of the teacher, from 1",
+                "distill.layers", f"layer {beyond[-1]} of {name}, which has {model.num_layers} layers",
+                "a pair is a student layer and a teacher layer, counted from 1",
                 f"at most {model.num_layers}",
             )  # fmt: skip
     own = [layer for layer, _ in distill.layers]
     if twice := sorted({layer for layer in own if own.count(layer) > 1}):
         yield Problem(
-            "distill.layers", f"layer {twice[0]} of the student in {own.count(twice[0])} pairs",
-            "a layer of the student is compared with one of the teacher", f"one pair with layer {twice[0]}",
+            "distill.layers", f"student layer {twice[0]} is in {own.count(twice[0])} pairs",
+            "a student layer can be compared with only one teacher layer", f"only one pair with layer {twice[0]}",
         )  # fmt: skip
 
 
@@ -203,29 +205,30 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
     obstacles = {
         "engine": (
             engine_name(recipe) != MEGATRON,
-            "the engine megatron computes the teacher's passes",
+            "only the engine megatron can compute a teacher",
             "engine megatron without zero.stage 2, 3 and offload",
         ),
         "train.label_smoothing": (
             recipe.train.label_smoothing > 0,
-            "the teacher says how probability is spread over other tokens",
+            "the teacher already smooths the targets",
             "label_smoothing 0",
         ),
         "model.mtp_num_layers": (
             recipe.model.mtp_num_layers is not None,
             "a teacher predicts the next token only",
-            "leave mtp_num_layers out",
+            "remove mtp_num_layers",
         ),
         "speed.tp_comm_overlap": (
-            bool(speed.tp_comm_overlap), "user buffers have the width of one model", "leave tp_comm_overlap out",
+            bool(speed.tp_comm_overlap), "its user buffers fit the width of one model only", "remove tp_comm_overlap",
         ),
         "speed.cuda_graph_impl": (
-            speed.cuda_graph_impl is not None, "the teacher's passes are not recorded", "leave cuda_graph_impl out",
+            speed.cuda_graph_impl is not None, "the teacher's forward pass cannot be captured in CUDA graphs",
+            "remove cuda_graph_impl",
         ),
         "speed.overlap_moe_expert_parallel_comm": (
             bool(speed.overlap_moe_expert_parallel_comm),
-            "its schedule has no place for a teacher's pass",
-            "leave overlap_moe_expert_parallel_comm out",
+            "its schedule has no forward pass of a teacher",
+            "remove overlap_moe_expert_parallel_comm",
         ),
     }  # fmt: skip
     for key, (wrong, rule, fix) in obstacles.items():
@@ -265,12 +268,12 @@ def _apart(recipe: Recipe, teacher: Recipe) -> Iterator[Problem]:
             continue
         there = [number for number, each in enumerate(theirs, 1) if each == place]
         near = min(there, key=lambda number: abs(number - other), default=None)
-        beside = f"layers {there[0]}-{there[-1]} of the teacher are" if there else "no layer of the teacher is"
+        beside = f"teacher layers {there[0]}-{there[-1]} are" if there else "no teacher layer is"
         yield Problem(
             "distill.layers",
-            f"layer {layer} of the student is on {_name(recipe, place)}, layer {other} of the teacher on "
+            f"student layer {layer} is on {_name(recipe, place)}, teacher layer {other} on "
             f"{_name(recipe, elsewhere)}",
-            f"hidden states are compared where both are: {beside} on {_name(recipe, place)}",
+            f"both layers of a pair must be on the same stage: {beside} on {_name(recipe, place)}",
             f"[{layer}, {near}]" if near else f"no pair with layer {layer}",
         )  # fmt: skip
 

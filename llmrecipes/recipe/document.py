@@ -150,22 +150,26 @@ def _refuse(text: str) -> Problem | None:
             if isinstance(event, yaml.DocumentStartEvent):
                 documents += 1
                 if documents > 1:
-                    return Problem("", "a second document starts here", "a recipe is one YAML document", line=line)
+                    return Problem(
+                        "", "a second document starts here", "a recipe must be a single YAML document", line=line
+                    )
             if isinstance(event, yaml.NodeEvent):
                 nodes += 1
                 if nodes > MAX_NODES:
                     return Problem("", "too many keys and values", f"at most {MAX_NODES:,} in a file", line=line)
             if isinstance(event, yaml.NodeEvent) and event.anchor:
                 return Problem(
-                    "", f"anchor or alias {clip(event.anchor)!r}", "recipes are plain: no anchors, no aliases",
-                    "write the value out", line,
+                    "", f"anchor or alias {clip(event.anchor)!r}", "anchors and aliases are not allowed in recipes",
+                    "write out the value", line,
                 )  # fmt: skip
             if isinstance(event, (yaml.ScalarEvent, yaml.CollectionStartEvent)) and event.tag:
-                return Problem("", f"tag {clip(event.tag)!r}", "recipes are plain: no tags", "remove the tag", line)
+                return Problem(
+                    "", f"tag {clip(event.tag)!r}", "tags are not allowed in recipes", "remove the tag", line
+                )
             if isinstance(event, yaml.CollectionStartEvent):
                 depth += 1
                 if depth > MAX_DEPTH:
-                    return Problem("", "nested too deep", f"at most {MAX_DEPTH} levels", line=line)
+                    return Problem("", "nested too deeply", f"at most {MAX_DEPTH} levels", line=line)
             elif isinstance(event, yaml.CollectionEndEvent):
                 depth -= 1
     except yaml.MarkedYAMLError as error:
@@ -201,15 +205,19 @@ class _Builder:
             line = key_node.start_mark.line + 1
             if key_node.tag != _TAG + "str":
                 shown = key_node.value if isinstance(key_node, yaml.ScalarNode) else "a list or mapping"
-                self._problem(path, f"{clip(shown)} as a key", "keys are words", line=line)
+                self._problem(path, f"{clip(shown)} as a key", "keys must be strings", line=line)
                 continue
             key = key_node.value
             if len(key) > MAX_KEY:
-                self._problem(path, f"{clip(key, 40)!r} as a key", f"keys have at most {MAX_KEY} characters", line=line)
+                self._problem(
+                    path, f"{clip(key, 40)!r} as a key", f"keys may have at most {MAX_KEY} characters", line=line
+                )
                 continue
             if key in first:
                 lines = f"lines {first[key]} and {line}"
-                self._problem((*path, key), f"duplicate key, on {lines}", "a key appears once", "remove one", line)
+                self._problem(
+                    (*path, key), f"duplicate key, on {lines}", "a key may appear only once", "remove one", line
+                )
                 continue
             first[key] = line
             self.lines[dotted((*path, key))] = line
@@ -238,7 +246,7 @@ class _Builder:
             if abs(number) <= MAX_INT:
                 return number
         shown = text if len(text) <= 40 else f"{text[:20]}… ({len(text)} digits)"
-        self._problem(path, f"{shown} is too large", f"integers are at most 2^63 - 1 = {MAX_INT}", line=line)
+        self._problem(path, f"{shown} is too large", f"integers may be at most 2^63 - 1 = {MAX_INT}", line=line)
         return None
 
     def _problem(self, path: KeyPath, what: str, rule: str, fix: str = "", line: int = 0) -> None:
@@ -259,7 +267,7 @@ class Kind:
 
     @property
     def rule(self) -> str:
-        return f"{self.argument} is a name in {self.folder} or the path of a YAML file"
+        return f"{self.argument} must be a name in {self.folder} or the path of a YAML file"
 
 
 def names(directory: Path) -> list[str]:
@@ -285,7 +293,7 @@ def find(name_or_path: str, directory: Path, kind: Kind) -> Path:
         return path
     close = get_close_matches(name_or_path, known, n=3, cutoff=0.4)
     raise UserError(
-        f"no {kind.name} of this name in {directory}",
+        f"no such {kind.name} in {directory}",
         where=f"{clip(name_or_path)!r}",
         rule=kind.rule,
         fix=f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known) or 'none'}",
@@ -300,13 +308,13 @@ def read(path: Path, kind: Kind) -> str:
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", where=str(path)) from error
     if len(raw) > MAX_BYTES:
-        raise UserError("larger than 1 MiB", where=str(path), rule=f"a {kind.name} is a short text file")
+        raise UserError("larger than 1 MiB", where=str(path), rule=f"a {kind.name} file may be at most 1 MiB")
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise UserError(f"byte 0x{raw[error.start]:02x} is not UTF-8", where=f"{path}:{line}",
-                        rule=f"{kind.name}s are UTF-8 text") from error  # fmt: skip
+                        rule=f"{kind.name} files must be UTF-8 text") from error  # fmt: skip
 
 
 def shown(path: Path) -> Path:
@@ -321,9 +329,9 @@ def require_mapping(parsed: ParsedDocument, kind: Kind) -> list[Problem]:
     if isinstance(parsed.data, dict) or (parsed.data is None and parsed.problems):
         return []
     if parsed.data is None:
-        return [Problem("", "the file is empty", f"a {kind.name} has at least {kind.least}")]
+        return [Problem("", "the file is empty", f"a {kind.name} needs at least {kind.least}")]
     what = "a list" if isinstance(parsed.data, list) else "a single value"
-    return [Problem("", f"{what} at the top", f"a {kind.name} is a mapping of keys", line=1)]
+    return [Problem("", f"{what} at the top level", f"a {kind.name} must be a mapping of keys to values", line=1)]
 
 
 def where(key: str, path: Path, lines: Mapping[str, int], overridden: Mapping[str, str]) -> str:

@@ -81,19 +81,21 @@ def _problem(details: ErrorDetails, document: type[BaseModel], hints: Mapping[st
     if kind == "extra_forbidden":
         return Problem(key, "unknown key", fix=str(hints.get(key, "")))
     if known is None and any(_is_free(details["loc"][:depth], all_keys) for depth in range(1, len(details["loc"]))):
-        return Problem(key, f"{show(details['input'])} does not fit", rule_of(details))
+        return Problem(key, f"{show(details['input'])} is not valid", rule_of(details))
     takes = known.takes if known else ""
     if kind == "missing":
         if known is None:  # an item of a list of fixed length, reported by its index
             key = key.rpartition(".")[0]
             above = next(each for each in (key, *_parents(key)) if normal(each) in all_keys)
-            return Problem(key, f"{show(details['input'])} is too short", f"{above} is {all_keys[normal(above)].takes}")
+            return Problem(
+                key, f"{show(details['input'])} is too short", f"{above} must be {all_keys[normal(above)].takes}"
+            )
         return Problem(key, "missing", f"{key} is required: {takes}")
     fix = _spelling(key, details["input"], options_of(key, document))
     if known is None:
         key_of_list = key.rpartition(".")[0]
         takes = all_keys[normal(key_of_list)].takes if normal(key_of_list) in all_keys else rule_of(details)
-    return Problem(key, f"{show(details['input'])} does not fit", f"{clip(key)} is {takes}", fix)
+    return Problem(key, f"{show(details['input'])} is not valid", f"{clip(key)} must be {takes}", fix)
 
 
 def rule_of(details: ErrorDetails) -> str:
@@ -129,7 +131,7 @@ def _spelling(key: str, value: object, options: tuple[Mapping[str, Any], ...]) -
     if isinstance(value, dict) and (foreign := synonym(key)):
         return foreign.note
     if value is None and any("properties" in node for node in options):
-        return "put keys under it, indented, or leave it out"
+        return "indent its keys below it, or remove it"
     return ""
 
 

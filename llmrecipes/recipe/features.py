@@ -118,7 +118,7 @@ def _everywhere(_target: SpeedTarget) -> None:
 
 
 def _gpu(target: SpeedTarget) -> str | None:
-    return None if target.device == "cuda" else "a setting of NCCL, and CPU ranks are joined by gloo"
+    return None if target.device == "cuda" else "a setting of NCCL, but CPU ranks use gloo"
 
 
 def _transformer_engine(target: SpeedTarget) -> str | None:
@@ -143,7 +143,7 @@ def _eight_bits(target: SpeedTarget) -> str | None:
 
 
 def _recorded(target: SpeedTarget) -> str | None:
-    return "graphs are recorded on a GPU" if target.device != "cuda" else _since(GRAPHS_VERSION)(target)
+    return "CUDA graphs need a GPU" if target.device != "cuda" else _since(GRAPHS_VERSION)(target)
 
 
 def _compiler(target: SpeedTarget) -> str | None:
@@ -162,8 +162,8 @@ def _compiled(recipe: Recipe, target: SpeedTarget) -> Default:
     if recipe.train.torch_compile:
         return True, "train.torch_compile"
     if target.device == "cuda":
-        return True, "on a GPU, and a compiler is there"
-    return False, "on a CPU compiling takes longer than it saves, unless train.torch_compile does it anyway"
+        return True, "on a GPU, with a compiler"
+    return False, "on a CPU, compiling takes longer than it saves unless train.torch_compile compiles anyway"
 
 
 def _compiled_if_needed(recipe: Recipe, target: SpeedTarget) -> Default:
@@ -175,7 +175,7 @@ def _compiled_if_needed(recipe: Recipe, target: SpeedTarget) -> Default:
 
 def _rotated(recipe: Recipe, _target: SpeedTarget) -> Default:
     if recipe.model.multi_latent_attention:
-        return False, "megatron-core calls its kernel for latent attention experimental"
+        return False, "megatron-core's kernel for latent attention is experimental"
     return True, "TransformerEngine's layers"
 
 
@@ -185,7 +185,7 @@ def _with_layers(_recipe: Recipe, _target: SpeedTarget) -> Default:
 
 def _padded(_recipe: Recipe, target: SpeedTarget) -> Default:
     if target.device == "cuda" and target.spans_nodes:
-        return True, "data-parallel ranks are on several nodes"
+        return True, "data-parallel ranks span several nodes"
     return False, "data-parallel ranks are on one node"
 
 
@@ -193,14 +193,14 @@ def _overlapped(recipe: Recipe, target: SpeedTarget) -> Default:
     parallel = recipe.parallelism
     split = parallel.expert_model_parallel_size > 1 or parallel.tensor_model_parallel_size > 1
     if target.device == "cuda" and split:
-        return True, "ranks share experts, so the dispatcher communicates"
-    return False, "the dispatcher does not communicate" if not split else "on a CPU nothing runs at the same time"
+        return True, "experts are spread over ranks, so the dispatcher communicates"
+    return False, "the dispatcher does not communicate" if not split else "on a CPU, nothing runs concurrently"
 
 
 def _together(_recipe: Recipe, target: SpeedTarget) -> Default:
     if target.device == "cuda" and target.ranks > 1:
-        return True, "a collection on one rank keeps all ranks waiting"
-    return False, "one rank" if target.ranks == 1 else "on a CPU a step takes longer than a collection"
+        return True, "a garbage collection on one rank makes all ranks wait"
+    return False, "one rank" if target.ranks == 1 else "on a CPU, a step takes much longer than a collection"
 
 
 def _every_hundredth(recipe: Recipe, target: SpeedTarget) -> Default:
@@ -233,20 +233,20 @@ FEATURES: Mapping[str, Feature] = {
         obstacles.weight_gradients, _transformer_engine, _with_layers,
     ),
     "attention_backend": Feature(
-        "TransformerConfig.attention_backend", "another kernel where TransformerEngine's choice is slow",
+        "TransformerConfig.attention_backend", "selects another kernel where TransformerEngine's choice is slow",
         obstacles.anything, _transformer_engine, _value(None, "TransformerEngine chooses by shape and GPU"),
     ),
     "cp_comm_type": Feature(
-        "TransformerConfig.cp_comm_type", "a2a sends less than a ring where heads divide over the ranks",
-        obstacles.context, _transformer_engine, _value(None, "a ring, TransformerEngine's default"),
+        "TransformerConfig.cp_comm_type", "a2a sends less than a ring if heads divide evenly over the ranks",
+        obstacles.context, _transformer_engine, _value(None, "p2p, TransformerEngine's default"),
     ),
     "hierarchical_context_parallel_sizes": Feature(
-        "initialize_model_parallel.hierarchical_context_parallel_sizes", "heads are exchanged inside a node",
-        obstacles.hierarchy, _transformer_engine, _value(None, "cp_comm_type needs none"),
+        "initialize_model_parallel.hierarchical_context_parallel_sizes", "exchanges heads within a node only",
+        obstacles.hierarchy, _transformer_engine, _value(None, "not needed by cp_comm_type"),
     ),
     "ddp_bucket_size": Feature(
-        "DistributedDataParallelConfig.bucket_size", "fewer, larger messages; Megatron-Bridge has 128Mi on H100",
-        obstacles.buckets, _everywhere, _value(None, "megatron-core's: max(40M, 1M × data-parallel size)"),
+        "DistributedDataParallelConfig.bucket_size", "fewer, larger messages; Megatron-Bridge uses 128Mi on H100",
+        obstacles.buckets, _everywhere, _value(None, "megatron-core's default: max(40M, 1M × data-parallel size)"),
     ),
     "ddp_pad_buckets_for_high_nccl_busbw": Feature(
         "DistributedDataParallelConfig.pad_buckets_for_high_nccl_busbw", "bus bandwidth at large data-parallel sizes",
@@ -258,15 +258,16 @@ FEATURES: Mapping[str, Feature] = {
     ),
     "reduce_scatter_with_fp32_accumulation": Feature(
         "DistributedDataParallelConfig.reduce_scatter_with_fp32_accumulation",
-        "half the bytes of fp32 gradients, with their sum in fp32",
-        obstacles.short_gradients, _everywhere, _value(False, "sums are rounded otherwise, so only by name"),
+        "half the bytes of fp32 gradients, but sums in fp32",
+        obstacles.short_gradients, _everywhere, _value(False,
+                                                       "sums are rounded differently, so only if set explicitly"),
     ),
     "moe_permute_fusion": Feature(
-        "TransformerConfig.moe_permute_fusion", "fewer passes over dispatched tokens",
+        "TransformerConfig.moe_permute_fusion", "fewer passes over the dispatched tokens",
         obstacles.experts, _since((2, 1)), _with_layers,
     ),
     "moe_router_fusion": Feature(
-        "TransformerConfig.moe_router_fusion", "fewer launches for each layer with experts",
+        "TransformerConfig.moe_router_fusion", "fewer kernel launches per layer with experts",
         obstacles.fused_router, _since((2, 7)), _with_layers,
     ),
     "moe_shared_expert_overlap": Feature(
@@ -275,27 +276,28 @@ FEATURES: Mapping[str, Feature] = {
     ),
     "moe_flex_dispatcher_backend": Feature(
         "TransformerConfig.moe_flex_dispatcher_backend",
-        "all-to-all of deepseek-v3: 10.7 s of a step with NCCL on 128 nodes, which kernels of DeepEP shorten",
+        "all-to-all of deepseek-v3: 10.7 s of a step with NCCL on 128 nodes, less with DeepEP's kernels",
         obstacles.flex, _deep_ep, _value("deepep", "moe_token_dispatcher_type flex"),
     ),
     "manual_gc": Feature(
-        "", "no step in which one rank collects and the others wait", obstacles.anything, _everywhere, _together,
+        "", "avoids steps in which one rank collects garbage while the others wait", obstacles.anything, _everywhere,
+        _together,
     ),
     "manual_gc_interval": Feature(
-        "", "rarer collections; memory of reference cycles stays longer",
+        "", "less frequent collections; reference cycles are freed later",
         obstacles.collections, _everywhere, _every_hundredth,
     ),
     "deterministic_mode": Feature(
-        "TransformerConfig.deterministic_mode", "nothing: it costs speed for a result that repeats bit for bit",
+        "TransformerConfig.deterministic_mode", "no gain: trades speed for bitwise reproducible results",
         obstacles.own_engine, _everywhere, _value(False, "slower"),
     ),
     "high_priority_stream_groups": Feature(
         "initialize_model_parallel.high_priority_stream_groups", "overlapped messages start at once",
-        obstacles.anything, _gpu, _value(None, "only by name"),
+        obstacles.anything, _gpu, _value(None, "only if set explicitly"),
     ),
     "nccl_communicator_config_path": Feature(
         "initialize_model_parallel.nccl_communicator_config_path", "fewer multiprocessors for overlapped messages",
-        obstacles.anything, _gpu, _value(None, "only by name"),
+        obstacles.anything, _gpu, _value(None, "only if set explicitly"),
     ),
     **{
         name: Feature(
@@ -368,9 +370,9 @@ def require(choices: Iterable[FeatureChoice]) -> None:
     """
     for choice in choices:
         if choice.refused:
-            instead = "alltoall" if choice.key.startswith("model.") else "null, which leaves it to the rule"
+            instead = "alltoall" if choice.key.startswith("model.") else "null, to choose by rule"
             raise UserError(
-                "asked for, and cannot be had on this machine",
+                "not available on this machine",
                 where=choice.key,
                 rule=choice.reason,
                 fix=f"{choice.key}={instead}",
@@ -382,4 +384,4 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
     for name, feature in FEATURES.items():
         wanted = getattr(recipe.speed, name)
         if wanted not in SWITCHED_OFF and (obstacle := feature.recipe(recipe)):
-            yield Problem(f"speed.{name}", "true" if wanted is True else f"{wanted}", obstacle, f"leave {name} out")
+            yield Problem(f"speed.{name}", "true" if wanted is True else f"{wanted}", obstacle, f"remove {name}")

@@ -69,13 +69,13 @@ def in_bf16(recipe: Recipe, layer: int) -> bool:
 
 def _recipe(recipe: Recipe) -> str | None:
     if recipe.train.precision != "bf16":
-        return f"weights and gradients are in bf16 (train.precision {recipe.train.precision})"
+        return f"needs weights and gradients in bf16 (train.precision is {recipe.train.precision})"
     if engine_name(recipe) != MEGATRON:
-        return "only the engine megatron: DeepSpeed replaces weights while TransformerEngine has copies in fp8"
+        return "needs the engine megatron: DeepSpeed replaces weights of which TransformerEngine keeps fp8 copies"
     if key := frozen_weights(recipe):
         return f"frozen weights stay in bf16 ({key})"
     if recipe.speed.tp_comm_overlap:
-        return "user buffers of tp_comm_overlap are made for 16 bits"
+        return "the user buffers of tp_comm_overlap are 16-bit"
     return _uneven(recipe, _multiple(recipe.speed.fp8_recipe))
 
 
@@ -87,7 +87,7 @@ def _uneven(recipe: Recipe, multiple: int) -> str | None:
     """The first size of a product on a rank that is not a multiple."""
     for what, size in _sizes(recipe):
         if size % multiple:
-            return f"products in fp8 need multiples of {multiple}: {what} is {size} on a rank"
+            return f"fp8 GEMMs need multiples of {multiple}, but {what} is {size} on a rank"
     return None
 
 
@@ -106,14 +106,14 @@ def _sizes(recipe: Recipe) -> Iterator[tuple[str, int]]:
 
 
 def _belongs(recipe: Recipe) -> str | None:
-    return "belongs to fp8" if recipe.speed.fp8 is None else None
+    return "only used with fp8" if recipe.speed.fp8 is None else None
 
 
 def _scaling(recipe: Recipe) -> str | None:
     if (reason := _belongs(recipe)) is None and recipe.speed.fp8_recipe == "delayed":
         return (
-            "its history of largest values is in an object that TransformerEngine pickles; checkpoints load no pickle, "
-            "and without it a resumed run would be another one"
+            "TransformerEngine pickles its history of maxima; checkpoints do not load pickles, "
+            "and without the history a resumed run would differ"
         )
     return reason
 
@@ -130,7 +130,7 @@ def _ends(recipe: Recipe) -> str | None:
     if (reason := _belongs(recipe)) is not None:
         return reason
     if not recipe.speed.first_last_layers_bf16:
-        return "belongs to first_last_layers_bf16"
+        return "only used with first_last_layers_bf16"
     most = recipe.model.num_layers // recipe.parallelism.pipeline_model_parallel_size
     if max(bf16_layers(recipe)) > most:
         return f"at most num_layers / pipeline_model_parallel_size = {most}"
@@ -138,15 +138,15 @@ def _ends(recipe: Recipe) -> str | None:
 
 
 def _by_name(_recipe: Recipe, _target: SpeedTarget) -> Default:
-    return None, "it rounds the inputs of each product to 8 bits, so only by name"
+    return None, "it rounds GEMM inputs to 8 bits, so only if set explicitly"
 
 
 def _stateless(recipe: Recipe, target: SpeedTarget) -> Default:
     if target.capability is not None and target.capability >= BLACKWELL and not _uneven(recipe, _multiple("mxfp8")):
-        return "mxfp8", "Blackwell has it in hardware; without a history, so that a run is resumed exactly"
+        return "mxfp8", "supported by Blackwell in hardware; keeps no history, so a run resumes exactly"
     if lacking := _scaling_on("blockwise", target):
         return "tensorwise", lacking
-    return "blockwise", "a scale for each block of 128; without a history, so that a run is resumed exactly"
+    return "blockwise", "one scale per block of 128; keeps no history, so a run resumes exactly"
 
 
 def _all_layers(_recipe: Recipe, _target: SpeedTarget) -> Default:
@@ -163,15 +163,16 @@ def _dotted(version: tuple[int, int]) -> str:
 
 FP8: Mapping[str, Fp8Key] = {
     "fp8": Fp8Key(
-        "products at up to twice the rate of bf16 (1,979 against 989 TFLOP/s of an H100), their inputs kept in one "
-        "byte; 2 bytes more for each weight of a layer",
+        "GEMMs at up to twice the rate of bf16 (1,979 against 989 TFLOP/s on an H100), inputs kept in one "
+        "byte; 2 more bytes per layer weight",
         _recipe, _by_name,
     ),
     "fp8_recipe": Fp8Key(
-        "blockwise keeps the most of small values, tensorwise costs the least", _scaling, _stateless, _scaling_on,
+        "blockwise preserves small values best, tensorwise costs least", _scaling, _stateless, _scaling_on,
     ),
-    "first_last_layers_bf16": Fp8Key("nothing: layers that round the least, for stability", _belongs, _all_layers),
-    "num_layers_at_start_in_bf16": Fp8Key("nothing: as first_last_layers_bf16", _ends, _one),
-    "num_layers_at_end_in_bf16": Fp8Key("nothing: as first_last_layers_bf16", _ends, _one),
+    "first_last_layers_bf16": Fp8Key("no gain: keeps some layers in higher precision for stability", _belongs,
+                                     _all_layers),
+    "num_layers_at_start_in_bf16": Fp8Key("no gain: as first_last_layers_bf16", _ends, _one),
+    "num_layers_at_end_in_bf16": Fp8Key("no gain: as first_last_layers_bf16", _ends, _one),
 }  # fmt: skip
 """Keys of `speed` by name."""

@@ -75,31 +75,31 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
         "lora": (
             recipe.lora is not None,
             "with train.freeze",
-            "adapters are trained beside a model that is frozen as a whole",
-            "leave train.freeze out; lora.target_modules selects what gets adapters",
+            "with adapters, the whole model is frozen already",
+            "remove train.freeze; lora.target_modules selects the adapted matrices",
         ),
         "engine": (
             engine_name(recipe) != MEGATRON,
             f"{engine_name(recipe)} with train.freeze",
-            "ZeRO's engine has no place for weights without optimizer state",
+            "the engine deepspeed does not support weights without optimizer state",
             "engine megatron without zero.stage 2, 3 and offload",
         ),
         "model.mtp_num_layers": (
             recipe.model.mtp_num_layers is not None,
             f"{recipe.model.mtp_num_layers} with train.freeze",
-            "layers of multi-token prediction share parameters with layers that would be frozen",
+            "multi-token prediction layers share parameters with layers that would be frozen",
             "model.mtp_num_layers null",
         ),
         "optimizer.optimizer": (
             recipe.optimizer.optimizer in ("muon", "lion"),
             f"{recipe.optimizer.optimizer} with train.freeze",
-            "the plan of an optimizer with two kinds of state counts all parameters",
+            "frozen parameters are not supported with this optimizer, whose state is planned for all parameters",
             "optimizer.optimizer adam",
         ),
         "optimizer.ema_decay": (
             recipe.optimizer.ema_decay is not None,
             f"{recipe.optimizer.ema_decay} with train.freeze",
-            "the moving average is a state of the optimizer, which frozen weights do not have",
+            "the moving average is optimizer state, which frozen weights do not have",
             "optimizer.ema_decay null",
         ),
     }
@@ -117,16 +117,16 @@ def _patterns(model: Model, patterns: tuple[str, ...]) -> Iterator[Problem]:
             yield Problem(
                 f"{KEY}.{number}",
                 f"{each!r} matches no parameter",
-                "a pattern matches names of parameters of the whole model",
+                "a pattern must match parameter names of the whole model",
                 f"names are such as {names}",
             )
     still = _frozen(model, patterns)
     if len(still) == len(known):
-        yield Problem(KEY, "matches all parameters", "a run trains something", "fewer patterns")
+        yield Problem(KEY, "matches all parameters", "a run must train something", "fewer patterns")
     for name in still:
         bias = f"{name.removesuffix('weight')}bias"
         if name.endswith(f"{_QKV}weight") and bias in known and bias not in still:
-            yield Problem(KEY, f"matches {name} and not its bias",
-                          "megatron-core computes no gradient of this bias without that of its weight",
-                          f"{bias} too, or not {name}")  # fmt: skip
+            yield Problem(KEY, f"matches {name} but not its bias",
+                          "megatron-core computes the gradient of this bias only together with that of its weight",
+                          f"add {bias}, or do not match {name}")  # fmt: skip
             return

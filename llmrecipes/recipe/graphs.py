@@ -54,61 +54,63 @@ def not_recomputed(recipe: Recipe) -> frozenset[str]:
 
 
 _OTHERS = {
-    "local": "once recorded, its graphs are run in evaluation too, as in training and only for texts of one length",
-    "full_iteration": "it records all passes of a step at once, which copy each micro-batch from the host's memory",
+    "local": "its captured graphs also run in evaluation, as in training and for a single sequence length only",
+    "full_iteration": "it captures all passes of a step at once, but these copy every micro-batch from host memory",
 }
 
 
 def _implementation(recipe: Recipe) -> str | None:
     speed, train = recipe.speed, recipe.train
     if engine_name(recipe) != MEGATRON:
-        return "only the engine megatron records them"
+        return "needs the engine megatron"
     if (other := _OTHERS.get(speed.cuda_graph_impl or "")) is not None:
         return other
     if train.precision == "fp32":
-        return "TransformerEngine's layers are for bf16 and fp16 (precision)"
+        return "TransformerEngine's layers need bf16 or fp16 (precision)"
     if train.recompute_granularity == "full":
-        return "layers that are recomputed as a whole are not recorded (recompute_granularity full)"
+        return "layers that are recomputed as a whole cannot be captured (recompute_granularity full)"
     if again := not_recomputed(recipe) & set(train.recompute_modules or ()):
-        return f"a recorded part is not recomputed by checkpoints (recompute_modules {', '.join(sorted(again))})"
+        return f"a captured part of a layer cannot be recomputed (recompute_modules {', '.join(sorted(again))})"
     if train.torch_compile:
-        return "compiled layers are not recorded (torch_compile)"
+        return "compiled layers cannot be captured (torch_compile)"
     if recipe.lora is not None:
-        return "layers with adapters are not recorded (lora)"
+        return "layers with adapters cannot be captured (lora)"
     if recipe.train.freeze:
-        return "layers with frozen weights are not recorded (train.freeze)"
+        return "layers with frozen weights cannot be captured (train.freeze)"
     if recipe.data.chat is not None and recipe.data.chat.packing:
-        return "packed conversations have other boundaries in each micro-batch, and a graph has one shape (data.chat)"
+        return (
+            "packed conversations have different boundaries in every micro-batch, but a graph has one shape (data.chat)"
+        )
     if speed.overlap_moe_expert_parallel_comm:
-        return "overlap_moe_expert_parallel_comm runs the parts of a layer in another order"
+        return "overlap_moe_expert_parallel_comm runs the parts of a layer in a different order"
     return None
 
 
 def _modules(recipe: Recipe) -> str | None:
     speed, s = recipe.speed, shape(recipe.model)
     if speed.cuda_graph_impl is None:
-        return "belongs to cuda_graph_impl"
+        return "only used with cuda_graph_impl"
     if routed := sorted(name for name in speed.cuda_graph_modules or () if name.startswith("moe")):
         return (
-            f"{', '.join(routed)}: the number of an expert's tokens differs each time, and the balance of experts is "
-            "counted in the router, which a graph would not call"
+            f"{', '.join(routed)}: the number of tokens per expert varies, and the balance of experts is "
+            "counted in the router's Python code, which a graph skips"
         )
     if "mlp" in (speed.cuda_graph_modules or ()) and s.moe_layers(0, s.num_layers) == s.num_layers:
-        return "mlp is that of layers without experts, and there are none"
+        return "mlp captures dense layers only, but all layers have experts"
     return None
 
 
 def _steps(recipe: Recipe) -> str | None:
-    return "belongs to cuda_graph_impl" if recipe.speed.cuda_graph_impl is None else None
+    return "only used with cuda_graph_impl" if recipe.speed.cuda_graph_impl is None else None
 
 
 def _by_name(_recipe: Recipe, _target: SpeedTarget) -> Default:
-    return None, "off unless set: no GPU has run it, and each layer keeps its buffers between steps"
+    return None, "off unless set: untested on GPUs, and every layer keeps its buffers between steps"
 
 
 def _whole(recipe: Recipe, _target: SpeedTarget) -> Default:
     if recipe.model.num_moe_experts:
-        return ("attn",), "the number of an expert's tokens differs each time"
+        return ("attn",), "the number of tokens per expert varies"
     return None, "whole layers"
 
 
@@ -119,15 +121,15 @@ def _few(_recipe: Recipe, _target: SpeedTarget) -> Default:
 GRAPHS: Mapping[str, GraphKey] = {
     "cuda_graph_impl": GraphKey(
         "TransformerConfig.cuda_graph_impl",
-        "hides the host's time for starting kernels: the most with small layers, nothing where the GPU is behind the "
-        "host anyway",
+        "hides kernel launch time: most with small layers, nothing where the GPU is the bottleneck "
+        "anyway",
         _implementation, _by_name,
     ),
     "cuda_graph_modules": GraphKey(
-        "TransformerConfig.cuda_graph_modules", "less memory where not whole layers are recorded", _modules, _whole,
+        "TransformerConfig.cuda_graph_modules", "less memory than capturing whole layers", _modules, _whole,
     ),
     "cuda_graph_warmup_steps": GraphKey(
-        "TransformerConfig.cuda_graph_warmup_steps", "nothing: steps before kernels are recorded", _steps, _few,
+        "TransformerConfig.cuda_graph_warmup_steps", "no gain: steps before graphs are captured", _steps, _few,
     ),
 }  # fmt: skip
 """Keys of `speed` by name."""

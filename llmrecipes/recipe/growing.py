@@ -161,22 +161,26 @@ def _refused(small: Recipe, growth: Growth) -> Iterator[UserError]:
     if growth.by is not None and growth.by not in METHODS:
         yield UserError(f"{growth.by!r}", where="--by", rule=f"one of {', '.join(METHODS)}")
     if growth.by is not None and growth.layers is None:
-        yield UserError("set without --layers", where="--by", rule="it says how layers are added", fix="--layers N")
+        yield UserError(
+            "set without --layers", where="--by", rule="--by selects how layers are added", fix="--layers N"
+        )
     if not asked or all(size == now[name] for name, size in asked.items()):
         option = OPTIONS[next(iter(asked), "layers")]
-        yield UserError("nothing grows", where=option, rule="a size is larger than that of the run",
+        yield UserError("nothing grows", where=option, rule="at least one size must be larger than that of the run",
                         fix=f"--layers {2 * s.num_layers}, for example")  # fmt: skip
     if not model.num_moe_experts:
         for name in ("experts", "moe_ffn_hidden_size"):
             if name in asked:
-                yield UserError("set for a dense model", where=OPTIONS[name], rule="it is a size of experts",
-                                fix="llmrecipes upcycle RUN makes a mixture of experts of a dense model")  # fmt: skip
+                yield UserError("set for a dense model", where=OPTIONS[name],
+                                rule="only models with experts have this size",
+                                fix="llmrecipes upcycle RUN turns a dense model into a mixture of experts")  # fmt: skip
     if "ffn_hidden_size" in asked and s.moe_layers(0, s.num_layers) == s.num_layers:
         yield UserError("set for a model without dense layers", where="--ffn-hidden-size",
-                        rule="it is the width of dense MLPs", fix="--moe-ffn-hidden-size N")  # fmt: skip
+                        rule="--ffn-hidden-size is the width of dense MLPs", fix="--moe-ffn-hidden-size N")  # fmt: skip
     for name, size in asked.items():
         if size < now[name]:
-            yield UserError(f"{size}, less than {now[name]}", where=OPTIONS[name], rule="a model grows",
+            yield UserError(f"{size} is less than the run's {now[name]}", where=OPTIONS[name],
+                            rule="sizes can only grow",
                             fix=f"{OPTIONS[name]} {2 * now[name]}")  # fmt: skip
     yield from _not_multiples(asked, now, growth)
     yield from _impossible(small, asked)
@@ -184,12 +188,12 @@ def _refused(small: Recipe, growth: Growth) -> Iterator[UserError]:
 
 def _not_multiples(asked: dict[str, int], now: dict[str, int], growth: Growth) -> Iterator[UserError]:
     rules = {
-        "hidden_size": "every channel of the residual stream has as many copies as the others, or the norms change",
-        "heads": "every head has as many copies as the others",
-        "experts": "every expert has as many copies as the others",
+        "hidden_size": "every channel of the residual stream must be copied equally often, or the norms change",
+        "heads": "every head must be copied equally often",
+        "experts": "every expert must be copied equally often",
     }
     if growth.method == "stack":
-        rules["layers"] = "stacking repeats the whole model"
+        rules["layers"] = "stacking repeats all layers"
     for name, rule in rules.items():
         if name in asked and now[name] and asked[name] % now[name]:
             yield UserError(f"{asked[name]} is not a multiple of {now[name]}", where=OPTIONS[name], rule=rule,
@@ -199,28 +203,28 @@ def _not_multiples(asked: dict[str, int], now: dict[str, int], growth: Growth) -
 def _impossible(small: Recipe, asked: dict[str, int]) -> Iterator[UserError]:
     model = small.model
     if small.lora is not None:
-        yield UserError("the run has adapters only", where="lora", rule="the weights of a whole model grow",
+        yield UserError("the run has adapters only", where="lora", rule="only a full model can be grown",
                         fix="llmrecipes export RUN --to hf --merge-adapter, and import the result")  # fmt: skip
     if model.mtp_num_layers:
         yield UserError(f"{model.mtp_num_layers}", where="model.mtp_num_layers",
-                        rule="layers of multi-token prediction do not grow")  # fmt: skip
+                        rule="multi-token prediction layers cannot be grown")  # fmt: skip
     if model.use_mup and "hidden_size" in asked:
         yield UserError("true with --hidden-size", where="model.use_mup",
                         rule="the maximal-update parametrisation scales activations by the width",
-                        fix="leave --hidden-size out")  # fmt: skip
+                        fix="remove --hidden-size")  # fmt: skip
     if "experts" not in asked:
         return
-    fix = "leave --experts out"
+    fix = "remove --experts"
     if model.moe_router_num_groups:
         yield UserError(f"{model.moe_router_num_groups} with --experts", where="model.moe_router_num_groups",
-                        rule="scores of groups would count the copies of an expert", fix=fix)  # fmt: skip
+                        rule="group scores would count the copies of an expert", fix=fix)  # fmt: skip
     if model.moe_expert_capacity_factor is not None:
         yield UserError(f"{model.moe_expert_capacity_factor:g} with --experts",
                         where="model.moe_expert_capacity_factor",
-                        rule="a token that a full expert drops loses a part of its output", fix=fix)  # fmt: skip
+                        rule="a full expert drops tokens, which then lose part of their output", fix=fix)  # fmt: skip
     if model.moe_router_score_function == "sigmoid" and model.moe_router_topk == 1:
         yield UserError("1 with sigmoid scores and --experts", where="model.moe_router_topk",
-                        rule="the score of one expert is not normalised, those of its copies would be",
+                        rule="the score of a single expert is not normalised, but those of its copies would be",
                         fix=fix)  # fmt: skip
 
 
@@ -232,8 +236,10 @@ def _unchanged(small: Recipe, grown: Recipe, keys: dict[str, Any]) -> Iterator[P
     for name in Model.model_fields:
         before, after = keys.get(f"model.{name}", getattr(small.model, name)), getattr(grown.model, name)
         if before != after and name not in free:
-            yield Problem(f"model.{name}", f"{after}, and {before} in the grown model",
-                          "growth changes the sizes of its options only", "leave it out")  # fmt: skip
+            yield Problem(f"model.{name}", f"{after}, but {before} in the grown model",
+                          "only the sizes given as options may change", "remove it")  # fmt: skip
     if grown.name == small.name:
-        yield Problem("name", f"{grown.name!r} is that of the run", "another model has another name", "leave name out")
-    yield from unchanged_tokens(small, grown, "grow a run with a tokenizer from Hugging Face")
+        yield Problem(
+            "name", f"{grown.name!r} is the run's name", "the new model needs a different name", "remove name"
+        )
+    yield from unchanged_tokens(small, grown, "grow a run that uses a Hugging Face tokenizer")

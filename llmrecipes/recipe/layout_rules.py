@@ -20,7 +20,7 @@ def tensor(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "parallelism.tensor_model_parallel_size",
             f"{degree} does not divide {', '.join(wrong)}",
-            "tensor-parallel ranks share heads, query groups, MLP and vocabulary evenly",
+            "tensor_model_parallel_size must divide heads, query groups, MLP width and vocabulary",
             f"tensor_model_parallel_size {divisors(math.gcd(*sizes.values()), degree)}",
         )
 
@@ -52,14 +52,15 @@ def sequence(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "parallelism.sequence_parallel",
             "true with tensor_model_parallel_size 1",
-            "sequence parallelism shares tokens among tensor-parallel ranks",
+            "sequence parallelism splits tokens over tensor-parallel ranks",
             "tensor_model_parallel_size 2, or sequence_parallel false",
         )
     if model.num_moe_experts and tensor_size > 1 and not parallel.sequence_parallel:
         yield Problem(
             "parallelism.sequence_parallel",
             f"false with num_moe_experts and tensor_model_parallel_size {tensor_size}",
-            "experts with tensor parallelism need sequence parallelism, or every rank would route the same tokens",
+            "experts with tensor parallelism need sequence parallelism; otherwise every rank would route the same "
+            "tokens",
             "sequence_parallel true, or tensor_model_parallel_size 1",
         )
     chunks = 2 * context_size if context_size > 1 else 1
@@ -73,7 +74,7 @@ def sequence(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "model.seq_length",
             f"{model.seq_length} is not a multiple of {' and of '.join(parts)}",
-            "every rank has the same number of tokens, and under context parallelism two chunks of the same length",
+            "every rank needs the same number of tokens, with context parallelism in two chunks of equal length",
             f"seq_length {multiples(model.seq_length, step)}",
         )
 
@@ -91,7 +92,7 @@ def yarn(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             f"model.{name}",
             f"{length} is not a multiple of 2 × context_parallel_size {ranks}",
-            "context-parallel ranks share the angles of the original context in two chunks of the same length",
+            "context-parallel ranks split the original context into two chunks of equal length each",
             f"{name} {multiples(length, 2 * ranks)}",
         )
 
@@ -117,8 +118,8 @@ def pipeline(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 f"parallelism.{name}",
                 f"{getattr(parallel, name)} with pipeline_model_parallel_size 1".replace("True", "true"),
-                f"{name} says how pipeline stages share the layers",
-                f"pipeline_model_parallel_size 2, or leave {name} out",
+                f"{name} is only used with pipeline stages",
+                f"pipeline_model_parallel_size 2, or remove {name}",
             )
         return
     if parallel.pipeline_model_parallel_layout:
@@ -126,8 +127,8 @@ def pipeline(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 f"parallelism.{stage_layout.KEY}",
                 f"set with {', '.join(used[:-1])}",
-                f"{stage_layout.KEY} says what every stage has; the other keys say it in another way",
-                f"leave {', '.join(used[:-1])} out, or {stage_layout.KEY}",
+                f"{stage_layout.KEY} defines all stages, so the other keys cannot be set too",
+                f"remove {', '.join(used[:-1])}, or {stage_layout.KEY}",
             )
             return
         yield from stage_layout.problems(recipe)
@@ -136,8 +137,8 @@ def pipeline(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             f"parallelism.{used[0]}",
             f"set with {used[-1]}",
-            "num_layers_in_*_pipeline_stage and account_for_* exclude each other",
-            f"leave {used[0]} or {used[-1]} out",
+            "num_layers_in_*_pipeline_stage and account_for_* cannot be combined",
+            f"remove {used[0]} or {used[-1]}",
         )
         return
     yield from _uneven(recipe, ends) if any(ends.values()) else _even(recipe, sum(counted.values()), layers)
@@ -160,8 +161,8 @@ def _even(recipe: Recipe, extra: int, layers: int) -> Iterator[Problem]:
     near = " or ".join(str(number) for number in around if number > 0)
     yield Problem(
         "parallelism.pipeline_model_parallel_size",
-        f"{layers} layers{counted} do not divide over {degree}",
-        "every pipeline stage, and every chunk of it, has the same number of layers",
+        f"{layers} layers{counted} do not divide evenly over {degree}",
+        "all pipeline stages and their chunks must have the same number of layers",
         f"{fits}num_layers {near}",
     )
 
@@ -176,7 +177,7 @@ def _uneven(recipe: Recipe, ends: dict[str, int | None]) -> Iterator[Problem]:
             yield Problem(
                 f"parallelism.{name}",
                 f"{value} is not a multiple of virtual_pipeline_model_parallel_size {chunks}",
-                "the chunks of a stage have the same number of layers",
+                "all chunks of a stage must have the same number of layers",
                 f"{name} {multiples(value, chunks)}",
             )
             return
@@ -193,7 +194,7 @@ def _uneven(recipe: Recipe, ends: dict[str, int | None]) -> Iterator[Problem]:
         yield Problem(
             f"parallelism.{first}",
             f"{words} leave {rest} of {layers} layers to {middle} stages",
-            "the stages without a number of their own share the other layers evenly",
+            "stages without an explicit number must share the remaining layers evenly",
             f"{first} {' or '.join(str(value) for value in sorted(near))}" if near else "fewer pipeline stages",
         )
 
@@ -211,23 +212,23 @@ def expert(recipe: Recipe) -> Iterator[Problem]:
                 yield Problem(
                     f"parallelism.{name}",
                     f"{value} without model.num_moe_experts",
-                    f"{name} shares experts among ranks",
-                    f"model.num_moe_experts, or leave {name} out",
+                    f"{name} is only used with experts",
+                    f"model.num_moe_experts, or remove {name}",
                 )
         return
     if model.num_moe_experts % degree:
         yield Problem(
             "parallelism.expert_model_parallel_size",
             f"{degree} does not divide num_moe_experts {model.num_moe_experts}",
-            "expert-parallel ranks have the same number of experts",
+            "expert_model_parallel_size must divide num_moe_experts",
             f"expert_model_parallel_size {divisors(model.num_moe_experts, degree)}",
         )
     if degree > 1 and recipe.train.precision == "fp16":
         yield Problem(
             "train.precision",
             f"fp16 with expert_model_parallel_size {degree}",
-            "megatron-core has an optimizer of its own for these experts, with a loss scale of its own; the two scales "
-            "come apart at the first overflow",
+            "megatron-core uses a separate optimizer with a separate loss scale for these experts; the two scales "
+            "diverge at the first overflow",
             "precision bf16, or expert_model_parallel_size 1",
         )
     inner = inner or parallel.tensor_model_parallel_size
@@ -235,7 +236,7 @@ def expert(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "parallelism.expert_tensor_parallel_size",
             f"{inner} does not divide moe_ffn_hidden_size {s.moe_ffn_hidden_size}",
-            "the ranks of one expert share its MLP evenly",
+            "expert_tensor_parallel_size must divide the width of an expert",
             f"expert_tensor_parallel_size {divisors(s.moe_ffn_hidden_size, inner)}",
         )
 
@@ -247,7 +248,7 @@ def elastic(recipe: Recipe) -> Iterator[Problem]:
     (least, most), micro = recipe.train.elastic, recipe.train.micro_batch_size
     if least > most:
         yield Problem(
-            "train.elastic", f"[{least}, {most}]", "the least number of replicas is at most the most",
+            "train.elastic", f"[{least}, {most}]", "the minimum must not exceed the maximum",
             f"elastic [{most}, {least}]",
         )  # fmt: skip
     elif recipe.train.global_batch_size % micro == 0 and not elastic_worlds(recipe):
@@ -259,8 +260,8 @@ def elastic(recipe: Recipe) -> Iterator[Problem]:
         near = sorted(replicas, key=lambda number: abs(number - least))[:4]
         yield Problem(
             "train.elastic",
-            f"no number of replicas from {least} to {most} shares global_batch_size {recipe.train.global_batch_size} "
-            f"of micro_batch_size {micro}",
-            "global_batch_size is a multiple of micro_batch_size × data-parallel size",
-            f"a range with one of {', '.join(map(str, sorted(near)))}" if near else "another global_batch_size",
+            f"no number of replicas from {least} to {most} divides global_batch_size {recipe.train.global_batch_size} "
+            f"with micro_batch_size {micro}",
+            "global_batch_size must be a multiple of micro_batch_size × data-parallel size",
+            f"a range that includes {' or '.join(map(str, sorted(near)))}" if near else "another global_batch_size",
         )

@@ -26,7 +26,7 @@ from llmrecipes.runfiles import RECIPE
 
 logger = logging.getLogger(__name__)
 
-DEFAULTS_NOTE = "Keys that are left out have their defaults (docs/reference/keys.md)."
+DEFAULTS_NOTE = "Omitted keys have their default values (docs/reference/keys.md)."
 RECIPES = Kind("recipe", "RECIPE", "recipes/", "name, model, train and optimizer")
 
 
@@ -124,7 +124,7 @@ def _loaded(parsed: document.ParsedDocument, path: Path, overrides: Sequence[str
     if ignored:
         stage, engine = cast(Zero, recipe.zero).stage, engine_name(recipe)
         names = ", ".join(f"zero.{key}" for key in ignored)
-        logger.warning("note: %s: without effect at zero.stage %d by engine %s: %s", path, stage, engine, names)
+        logger.warning("note: %s: keys without effect at zero.stage %d with engine %s: %s", path, stage, engine, names)
     return Loaded(recipe, path, parsed.lines, overridden, tuple(f"zero.{key}" for key in ignored))
 
 
@@ -162,7 +162,7 @@ def _check_name(recipe: Recipe, path: Path, overridden: Mapping[str, str]) -> li
         Problem(
             "name",
             f"{recipe.name!r} in a file named {path.name}",
-            "a recipe has the name of its file, so that two recipes never share runs/<name>",
+            "name must match the file name, so that recipes never share runs/<name>",
             f"name: {path.stem}",
         )
     ]

@@ -91,7 +91,7 @@ def check(arguments: Arguments, recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 f"model.{key}",
                 f"{_shown(ours)} in the recipe, {name} {_shown(theirs)} in the checkpoint",
-                "the recipe describes the model that was trained",
+                "the recipe must describe the checkpoint's model",
                 f"model.{key}={_shown(theirs)}",
             )
     yield from _not_compared(arguments, recipe.model, seen)
@@ -101,7 +101,7 @@ def check(arguments: Arguments, recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 name,
                 f"{_shown(arguments[name])} in the checkpoint",
-                f"recipes have {name} {_shown(needed)}",
+                f"only {name} {_shown(needed)} is supported",
             )
 
 
@@ -113,8 +113,8 @@ def _not_compared(arguments: Arguments, model: Model, seen: Collection[str]) -> 
         if key not in known and ours != default:
             yield Problem(
                 f"model.{key}",
-                f"{_shown(ours)} in the recipe, no argument in the checkpoint",
-                "a key that the arguments do not have is at its default",
+                f"{_shown(ours)} in the recipe, not in the checkpoint's arguments",
+                "keys missing from the arguments must have their default",
                 "" if field.is_required() else f"model.{key}={_shown(default)}",
             )
 
@@ -132,18 +132,18 @@ def _without_effect(model: Model) -> Iterator[str]:
 def notes(arguments: Arguments, recipe: Recipe) -> Iterator[str]:
     """What differs without being refused, a sentence each."""
     if not arguments:
-        yield "the checkpoint has no arguments: only names and shapes of its weights were compared with the recipe"
+        yield "the checkpoint has no arguments: only names and shapes of weights were compared with the recipe"
     if recipe.data.tokenizer.type == "bpe":
-        yield "data.tokenizer.type bpe trains a new tokenizer: token ids mean something else than they did"
+        yield "data.tokenizer.type bpe trains a new tokenizer, so token ids no longer mean the same"
     plain = recipe.model.activation_func == "gelu" and not recipe.model.gated_linear_unit
     if plain and _approximates(arguments):
         yield (
-            "its GELU was the tanh approximation (bias_gelu_fusion), in the recipe it is exact; the same is "
+            "its GELU is the tanh approximation (bias_gelu_fusion), but exact in the recipe; to match it, set "
             "model.activation_func=gelu_tanh"
         )
     kind = next((name for name in ("bf16", "fp16") if arguments.get(name)), "fp32") if "bf16" in arguments else ""
     if kind and kind != recipe.train.precision:
-        yield f"its weights were trained in {kind}; they are converted to {recipe.train.precision}"
+        yield f"its weights are in {kind} and will be converted to {recipe.train.precision}"
 
 
 def _approximates(arguments: Arguments) -> bool:
@@ -278,7 +278,7 @@ def _vocabulary(arguments: Arguments, model: Model) -> Iterator[Problem]:
             yield Problem(
                 "model.vocab_size",
                 f"{model.vocab_size} in the recipe, {name} {theirs} in the checkpoint",
-                "a token keeps its row of the embedding: vocab_size ≤ model.vocab_size ≤ padded_vocab_size",
+                "tokens must keep their rows of the embedding: vocab_size ≤ model.vocab_size ≤ padded_vocab_size",
                 f"model.vocab_size={tokens or rows}",
             )
 

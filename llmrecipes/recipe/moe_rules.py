@@ -30,7 +30,7 @@ def experts(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "model.moe_router_topk",
             f"{model.moe_router_topk} of {model.num_moe_experts} experts",
-            "moe_router_topk is at most num_moe_experts",
+            "moe_router_topk must be at most num_moe_experts",
             f"moe_router_topk {model.num_moe_experts}",
         )
     pattern = model.moe_layer_freq
@@ -38,14 +38,14 @@ def experts(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "model.moe_layer_freq",
             f"a list of {len(pattern)} for {model.num_layers} layers",
-            "a list in moe_layer_freq has one entry for each layer",
+            "a moe_layer_freq list needs one entry per layer",
             f"{model.num_layers} entries, or num_layers {len(pattern)}",
         )
     if model.add_bias_linear:
         yield Problem(
             "model.add_bias_linear",
             "true with num_moe_experts",
-            "megatron-core cannot train biases in its experts, and its shared experts have none",
+            "megatron-core does not support biases in experts",
             "add_bias_linear false",
         )
     if model.moe_pad_expert_input_to_capacity and model.moe_expert_capacity_factor is None:
@@ -63,21 +63,21 @@ def _router(model: Model) -> Iterator[Problem]:
         yield Problem(
             "model.moe_aux_loss_coeff",
             f"{model.moe_aux_loss_coeff:g} with moe_router_load_balancing_type none",
-            "a coefficient needs a loss",
+            "a coefficient needs an auxiliary loss",
             "moe_router_load_balancing_type aux_loss, or moe_aux_loss_coeff 0",
         )
     if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
         yield Problem(
             "model.moe_router_enable_expert_bias",
             f"true with moe_router_score_function {model.moe_router_score_function}",
-            "the expert bias is made for sigmoid scores",
+            "the expert bias needs sigmoid scores",
             "moe_router_score_function sigmoid",
         )
     if model.moe_router_topk == 1 and model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax:
         yield Problem(
             "model.moe_router_topk",
             "1 with moe_router_pre_softmax false",
-            "a softmax over one expert is always 1, and the router would learn nothing",
+            "a softmax over one expert is always 1, so the router would not learn",
             "moe_router_pre_softmax true",
         )
     yield from _groups(model)
@@ -93,27 +93,27 @@ def _groups(model: Model) -> Iterator[Problem]:
             f"model.moe_router_{present}",
             f"set without moe_router_{missing}",
             "group-limited routing needs moe_router_num_groups and moe_router_group_topk",
-            f"model.moe_router_{missing}, or leave moe_router_{present} out",
+            f"model.moe_router_{missing}, or remove moe_router_{present}",
         )
     elif number % groups:
         yield Problem(
             "model.moe_router_num_groups",
-            f"{groups} groups do not divide {number} experts",
-            "moe_router_num_groups divides num_moe_experts",
+            f"{number} experts do not divide evenly into {groups} groups",
+            "moe_router_num_groups must divide num_moe_experts",
             f"moe_router_num_groups {divisors(number, groups)}",
         )
     elif chosen > groups:
         yield Problem(
             "model.moe_router_group_topk",
             f"{chosen} of {groups} groups",
-            "moe_router_group_topk is at most moe_router_num_groups",
+            "moe_router_group_topk must be at most moe_router_num_groups",
             f"moe_router_group_topk {groups}",
         )
     elif model.moe_router_topk % chosen or model.moe_router_topk // chosen > number // groups:
         yield Problem(
             "model.moe_router_group_topk",
             f"{chosen} groups of {number // groups} experts for moe_router_topk {model.moe_router_topk}",
-            "moe_router_group_topk divides moe_router_topk, and each group has that many experts",
+            "moe_router_group_topk must divide moe_router_topk, and a group must have at least the quotient of experts",
             f"moe_router_group_topk {divisors(model.moe_router_topk, chosen)}",
         )
 
@@ -129,14 +129,14 @@ def latent_attention(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 f"model.{name}",
                 "set with multi_latent_attention",
-                f"latent attention has its own head sizes and rotation, and no {name}",
-                f"leave {name} out",
+                f"latent attention has separate head sizes and does not use {name}",
+                f"remove {name}",
             )
     if model.position_embedding_type != "rope":
         yield Problem(
             "model.position_embedding_type",
             f"{model.position_embedding_type} with multi_latent_attention",
-            "latent attention rotates a part of its queries and keys; YaRN is its rope_type",
+            "latent attention needs rotary embeddings; YaRN is selected by rope_type",
             "position_embedding_type rope" + (", rope_type yarn" if model.position_embedding_type == "yarn" else ""),
         )
     if model.rope_type != "yarn":
@@ -144,8 +144,8 @@ def latent_attention(recipe: Recipe) -> Iterator[Problem]:
     if model.qk_pos_emb_head_dim % 2:
         yield Problem(
             "model.qk_pos_emb_head_dim",
-            f"{model.qk_pos_emb_head_dim} channels",
-            "the rotary embedding turns pairs of channels",
+            f"{model.qk_pos_emb_head_dim} is odd",
+            "rotary embeddings rotate pairs of channels",
             f"qk_pos_emb_head_dim {model.qk_pos_emb_head_dim + 1}",
         )
 
@@ -160,8 +160,8 @@ def multi_token_prediction(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "model.mtp_num_layers",
             f"{model.mtp_num_layers} with position_embedding_type {model.position_embedding_type}",
-            "the last pipeline stage would need the table of positions too: multi-token prediction goes with rope",
-            "position_embedding_type rope, or leave mtp_num_layers out",
+            "multi-token prediction needs rope: a table of positions would be needed on the last pipeline stage too",
+            "position_embedding_type rope, or remove mtp_num_layers",
         )
     if model.share_embeddings_and_output_weights and recipe.parallelism.pipeline_model_parallel_size > 1:
         yield Problem(
@@ -174,7 +174,7 @@ def multi_token_prediction(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "train.recompute_num_layers",
             f"{train.recompute_num_layers} with recompute_method uniform and mtp_num_layers",
-            "megatron-core recomputes multi-token prediction layers one by one, or not at all with block",
+            "megatron-core recomputes multi-token prediction layers one at a time, or with block not at all",
             "recompute_num_layers 1, or recompute_method block",
         )
 
@@ -191,8 +191,8 @@ def belongs(model: Model, names: tuple[str, ...], what: str, switch: str) -> Ite
             yield Problem(
                 f"model.{name}",
                 f"set without {switch}",
-                f"{name} belongs to {what}",
-                f"model.{switch}, or leave {name} out",
+                f"{name} is only used with {what}",
+                f"model.{switch}, or remove {name}",
             )
 
 
@@ -204,13 +204,14 @@ def dispatcher(recipe: Recipe) -> Iterator[Problem]:
     key, backend = "model.moe_token_dispatcher_type", recipe.speed.moe_flex_dispatcher_backend or "deepep"
     tensor = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
     if parallel.expert_model_parallel_size * tensor == 1:
-        yield Problem(key, "flex with experts that no ranks share", "flex needs expert or expert-tensor parallelism",
+        yield Problem(key, "flex without expert parallelism", "flex needs expert or expert-tensor parallelism",
                       "alltoall, or expert_model_parallel_size 2")  # fmt: skip
     if backend == "deepep" and model.moe_pad_expert_input_to_capacity:
-        yield Problem(key, "flex with moe_pad_expert_input_to_capacity true", "DeepEP does not pad",
+        yield Problem(key, "flex with moe_pad_expert_input_to_capacity true", "DeepEP does not support padding",
                       "alltoall, or moe_pad_expert_input_to_capacity false")  # fmt: skip
     if model.moe_router_dtype != "fp32":
-        yield Problem(key, f"flex with moe_router_dtype {model.moe_router_dtype}", "its kernels send scores in fp32",
+        yield Problem(key, f"flex with moe_router_dtype {model.moe_router_dtype}",
+                      "DeepEP's kernels send scores in fp32",
                       "moe_router_dtype fp32")  # fmt: skip
     if engine_name(recipe) != MEGATRON:
-        yield Problem(key, "flex with engine deepspeed", "flex is not tested with DeepSpeed's experts", "alltoall")
+        yield Problem(key, "flex with engine deepspeed", "flex is untested with DeepSpeed's experts", "alltoall")

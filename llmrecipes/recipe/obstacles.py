@@ -16,18 +16,18 @@ def swiglu(recipe: Recipe) -> str | None:
     model = recipe.model
     if model.activation_func == "silu" and model.gated_linear_unit:
         return None
-    return "only SwiGLU (activation_func silu, gated_linear_unit true): its fused GELU is the tanh approximation"
+    return "needs SwiGLU (activation_func silu, gated_linear_unit true): the fused GELU is the tanh approximation"
 
 
 def rotation(recipe: Recipe) -> str | None:
     model = recipe.model
     if model.multi_latent_attention:
         return None if model.rope_type == "yarn" else "the kernel of latent attention needs rope_type yarn"
-    return None if model.position_embedding_type == "rope" else "only position_embedding_type rope"
+    return None if model.position_embedding_type == "rope" else "needs position_embedding_type rope"
 
 
 def megatron(recipe: Recipe) -> str | None:
-    return None if engine_name(recipe) == MEGATRON else "the gradient buffers are those of the engine megatron"
+    return None if engine_name(recipe) == MEGATRON else "only the engine megatron has gradient buffers"
 
 
 def weight_gradients(recipe: Recipe) -> str | None:
@@ -36,26 +36,26 @@ def weight_gradients(recipe: Recipe) -> str | None:
 
 
 def own_engine(recipe: Recipe) -> str | None:
-    return None if engine_name(recipe) == MEGATRON else "only the engine megatron has it"
+    return None if engine_name(recipe) == MEGATRON else "needs the engine megatron"
 
 
 def buckets(recipe: Recipe) -> str | None:
     if recipe.parallelism.overlap_grad_reduce:
         return megatron(recipe)
-    return "without overlap_grad_reduce there is one bucket"
+    return "without overlap_grad_reduce there is only one bucket"
 
 
 def sharded(recipe: Recipe) -> str | None:
     if recipe.parallelism.use_distributed_optimizer:
         return megatron(recipe)
-    return "only buckets of use_distributed_optimizer are padded and scattered"
+    return "needs use_distributed_optimizer, whose buckets are padded and scattered"
 
 
 def interleaved(recipe: Recipe) -> str | None:
     parallel = recipe.parallelism
     if parallel.overlap_param_gather and parallel.virtual_pipeline_model_parallel_size:
         return None
-    return "only with virtual pipeline stages and overlap_param_gather"
+    return "needs virtual pipeline stages and overlap_param_gather"
 
 
 def short_gradients(recipe: Recipe) -> str | None:
@@ -79,20 +79,20 @@ def shared_experts(recipe: Recipe) -> str | None:
     if not model.num_moe_experts or not model.moe_shared_expert_intermediate_size:
         return "the model has no shared experts"
     if model.moe_token_dispatcher_type != "alltoall":  # noqa: S105 - no password
-        return "only the dispatcher alltoall calls shared experts between its messages"
+        return "needs the dispatcher alltoall, which computes shared experts while it communicates"
     if recipe.lora is not None:
-        return "adapters of shared experts communicate as their layers do (lora)"
+        return "adapters of shared experts communicate themselves (lora)"
     if {"shared_experts", "moe"} & set(train.recompute_modules or ()):
-        return "recompute_modules has them"
+        return "shared experts are recomputed (recompute_modules)"
     if recipe.speed.overlap_moe_expert_parallel_comm:
-        return "overlap_moe_expert_parallel_comm hides the same messages"
+        return "overlap_moe_expert_parallel_comm hides the same communication"
     return None
 
 
 def flex(recipe: Recipe) -> str | None:
     if recipe.model.num_moe_experts and recipe.model.moe_token_dispatcher_type == "flex":  # noqa: S105 - no password
         return None
-    return "belongs to moe_token_dispatcher_type flex"
+    return "only used with moe_token_dispatcher_type flex"
 
 
 def context(recipe: Recipe) -> str | None:
@@ -103,7 +103,7 @@ def context(recipe: Recipe) -> str | None:
     if kind is None or kind == "p2p":
         return None
     if model.multi_latent_attention:
-        return "latent attention, whose keys and values differ in width, exchanges them in a ring only"
+        return "latent attention supports p2p only: its keys and values differ in width"
     sizes = recipe.speed.hierarchical_context_parallel_sizes
     if kind == "a2a+p2p":
         if sizes is None:
@@ -111,16 +111,16 @@ def context(recipe: Recipe) -> str | None:
         size = sizes[0]
     heads = shape(model).num_query_groups // tensor
     if kind != "all_gather" and heads % size:
-        return f"{heads} query groups of a tensor-parallel rank do not divide over {size} ranks that exchange heads"
+        return f"{heads} query groups of a tensor-parallel rank do not divide evenly over {size} ranks exchanging heads"
     return None
 
 
 def hierarchy(recipe: Recipe) -> str | None:
     sizes = recipe.speed.hierarchical_context_parallel_sizes
     if recipe.speed.cp_comm_type != "a2a+p2p":
-        return "belongs to cp_comm_type a2a+p2p"
+        return "only used with cp_comm_type a2a+p2p"
     if sizes is not None and sizes[0] * sizes[1] != recipe.parallelism.context_parallel_size:
-        return f"their product is context_parallel_size {recipe.parallelism.context_parallel_size}"
+        return f"their product must be context_parallel_size {recipe.parallelism.context_parallel_size}"
     return None
 
 

@@ -75,28 +75,29 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
         return
     if engine_name(recipe) != MEGATRON:
         yield Problem(KEY, f"{kind} with engine {engine_name(recipe)}",
-                      "the engine megatron has the optimizers besides adam",
+                      "only the engine megatron has optimizers other than adam",
                       "optimizer.optimizer adam, or zero.stage 0 without offload")  # fmt: skip
     elif recipe.parallelism.use_distributed_optimizer:
         yield Problem("parallelism.use_distributed_optimizer", f"true with optimizer.optimizer {kind}",
-                      "megatron-core's distributed optimizer cuts parameters anywhere, and is AdamW only",
+                      "megatron-core's distributed optimizer splits parameters at arbitrary places and supports "
+                      "AdamW only",
                       "parallelism.use_distributed_optimizer false, or optimizer.optimizer adam")  # fmt: skip
     if recipe.model.use_mup:
         yield Problem("model.use_mup", f"true with optimizer.optimizer {kind}",
-                      "the factors of the maximal-update parametrisation are those of AdamW",
+                      "the scaling rules of the maximal-update parametrisation are for AdamW",
                       "model.use_mup false, or optimizer.optimizer adam")  # fmt: skip
     if kind not in OF_MATRICES:
         return
     if kind == "muon" and recipe.train.keep_zeros:
         yield Problem("train.keep_zeros", "true with optimizer.optimizer muon",
-                      "muon's update of a weight depends on the gradients of the whole matrix",
+                      "muon's update of a weight depends on the gradient of the whole matrix",
                       "train.keep_zeros false, or optimizer.optimizer adam")  # fmt: skip
     if recipe.train.precision == "fp16":
         yield Problem("train.precision", f"fp16 with optimizer.optimizer {kind}",
-                      f"megatron-core has {kind} for fp32 and bf16", "train.precision bf16")  # fmt: skip
+                      f"megatron-core supports {kind} in fp32 and bf16 only", "train.precision bf16")  # fmt: skip
     if recipe.lora is not None:
         yield Problem(KEY, f"{kind} with lora",
-                      "an adapter is the product of two matrices, neither of which is one between hidden layers",
+                      f"{kind} is for matrices between hidden layers, not for the factors of adapters",
                       "optimizer.optimizer adam or sgd")  # fmt: skip
 
 
@@ -108,7 +109,7 @@ def _keys_of_others(optimizer: Optimizer) -> Iterator[Problem]:
         if (value := getattr(optimizer, name)) != field.default:
             yield Problem(f"optimizer.{name}", f"{value} with optimizer.optimizer {optimizer.optimizer}",
                           f"{name} is only used with optimizer.optimizer {of}",
-                          f"leave {name} out, or optimizer.optimizer {of}")  # fmt: skip
+                          f"remove {name}, or optimizer.optimizer {of}")  # fmt: skip
 
 
 def require_optimizer(recipe: Recipe) -> None:

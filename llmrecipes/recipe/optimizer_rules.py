@@ -38,22 +38,22 @@ def types(recipe: Recipe) -> Iterator[Problem]:
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
             if (value := getattr(optimizer, name)) != "fp32":
                 yield Problem(f"optimizer.{name}", f"{value} with use_precision_aware_optimizer false",
-                              "other optimizers keep moments in fp32",
+                              "only the precision-aware optimizer supports other types than fp32",
                               "use_precision_aware_optimizer true, or fp32")  # fmt: skip
         return
     off = "use_precision_aware_optimizer false"
     if optimizer.optimizer != "adam":
         yield Problem(KEY, f"true with optimizer.optimizer {optimizer.optimizer}",
-                      "only AdamW has moments of several types", off)  # fmt: skip
+                      "only AdamW supports other types of moments", off)  # fmt: skip
     if engine_name(recipe) != MEGATRON:
-        yield Problem(KEY, "true with engine deepspeed", "DeepSpeed has optimizers of its own", off)
+        yield Problem(KEY, "true with engine deepspeed", "DeepSpeed uses its own optimizers", off)
     elif not recipe.parallelism.use_distributed_optimizer:
         yield Problem(KEY, "true with use_distributed_optimizer false",
-                      "only the distributed optimizer of megatron-core has it",
+                      "needs megatron-core's distributed optimizer",
                       f"use_distributed_optimizer true, or {off}")  # fmt: skip
     if recipe.train.precision != "bf16":
         yield Problem(KEY, f"true with precision {recipe.train.precision}",
-                      "its master weights are those of weights in bf16", f"precision bf16, or {off}")  # fmt: skip
+                      "the precision-aware optimizer needs bf16 weights", f"precision bf16, or {off}")  # fmt: skip
 
 
 def require_fused_adam(recipe: Recipe, device: Literal["cpu", "cuda"]) -> None:
@@ -75,35 +75,35 @@ def qk_clip(recipe: Recipe) -> Iterator[Problem]:
         for name in ("qk_clip_alpha", "qk_clip_threshold"):
             if (value := getattr(optimizer, name)) != type(optimizer).model_fields[name].default:
                 yield Problem(f"optimizer.{name}", f"{value:g} without qk_clip", f"{name} is only used with qk_clip",
-                              "qk_clip true, or leave it out")  # fmt: skip
+                              "qk_clip true, or remove it")  # fmt: skip
         return
     obstacles = {
         "engine": (
-            engine_name(recipe) != MEGATRON, "the engine megatron scales them",
+            engine_name(recipe) != MEGATRON, "QK-clip needs the engine megatron",
             "engine megatron without zero.stage 2, 3 and offload",
         ),
-        "lora": (recipe.lora is not None, "weights beside adapters stay as they are", "leave qk_clip or lora out"),
+        "lora": (recipe.lora is not None, "the weights that QK-clip would scale are frozen", "remove qk_clip or lora"),
         "model.qk_layernorm": (
             model.qk_layernorm and not model.multi_latent_attention,
-            "a norm behind the projections undoes the scaling, and bounds the logits itself", "qk_clip false",
+            "the norm of queries and keys undoes the scaling, and already bounds the logits", "qk_clip false",
         ),
         "model.mtp_num_layers": (
-            model.mtp_num_layers is not None, "layers of multi-token prediction are not scaled",
-            "leave mtp_num_layers out",
+            model.mtp_num_layers is not None, "QK-clip does not scale multi-token prediction layers",
+            "remove mtp_num_layers",
         ),
         "data.chat.packing": (
-            chat is not None and chat.packing, "logits are not known where conversations share a sequence",
+            chat is not None and chat.packing, "the logits of packed conversations cannot be measured",
             "packing false",
         ),
         "train.torch_compile": (
-            recipe.train.torch_compile, "a compiled layer does not show its queries", "leave torch_compile out",
+            recipe.train.torch_compile, "the queries of a compiled layer cannot be read", "remove torch_compile",
         ),
         "speed.cuda_graph_impl": (
-            recipe.speed.cuda_graph_impl is not None, "a recorded layer does not show its queries",
-            "leave cuda_graph_impl out",
+            recipe.speed.cuda_graph_impl is not None, "the queries of a captured layer cannot be read",
+            "remove cuda_graph_impl",
         ),
         KEY: (
-            optimizer.use_precision_aware_optimizer, "its kernel writes weights and master weights together",
+            optimizer.use_precision_aware_optimizer, "its kernel updates weights and master weights together",
             "use_precision_aware_optimizer false",
         ),
     }  # fmt: skip
@@ -118,7 +118,7 @@ def learning_rate(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "optimizer.min_lr",
             f"{optimizer.min_lr:g} is above lr {optimizer.lr:g}",
-            "min_lr is at most lr",
+            "min_lr must be at most lr",
             f"min_lr {optimizer.lr / 10:g}",
         )
 
@@ -132,7 +132,7 @@ def schedule(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "scheduler.lr_warmup_iters",
             f"{warmup} is not less than {decay_name} {decay}",
-            "the warm-up ends before the decay does",
+            "the warm-up must end before the decay",
             f"lr_warmup_iters {decay // 10}",
         )
     wsd = keys.lr_wsd_decay_iters
@@ -142,20 +142,20 @@ def schedule(recipe: Recipe) -> Iterator[Problem]:
                 "scheduler.lr_wsd_decay_iters",
                 f"set with lr_decay_style {keys.lr_decay_style}",
                 "lr_wsd_decay_iters is only used with lr_decay_style WSD",
-                "leave it out, or lr_decay_style WSD",
+                "remove it, or lr_decay_style WSD",
             )
     elif wsd is None:
         yield Problem(
             "scheduler.lr_decay_style",
             "WSD without lr_wsd_decay_iters",
-            "WSD needs the length of its final decay",
+            "WSD needs lr_wsd_decay_iters, the length of its final decay",
             f"lr_wsd_decay_iters {max(1, (decay - warmup) // 5)}",
         )
     elif wsd > decay - warmup > 0:
         yield Problem(
             "scheduler.lr_wsd_decay_iters",
-            f"{wsd} is more than {decay_name} {decay} less lr_warmup_iters {warmup}",
-            "WSD's final decay begins after the warm-up",
+            f"{wsd} is more than {decay_name} {decay} minus lr_warmup_iters {warmup}",
+            "WSD's final decay must begin after the warm-up",
             f"at most {decay - warmup}",
         )
     yield from _warmup(recipe)
@@ -167,13 +167,13 @@ def schedule(recipe: Recipe) -> Iterator[Problem]:
             "scheduler.lr_polynomial_power",
             f"{keys.lr_polynomial_power:g} with lr_decay_style {keys.lr_decay_style}",
             "lr_polynomial_power is only used with lr_decay_style polynomial",
-            "leave it out, or lr_decay_style polynomial",
+            "remove it, or lr_decay_style polynomial",
         )
     if keys.lr_decay_style == "inverse-square-root" and not warmup:
         yield Problem(
             "scheduler.lr_warmup_iters",
             "0 with lr_decay_style inverse-square-root",
-            "the inverse square root begins at the end of the warm-up: without one the rate falls by half in 4 steps",
+            "the inverse square root needs a warm-up: without one, the rate halves within 4 steps",
             f"lr_warmup_iters {max(1, decay // 10)}",
         )
 
@@ -185,23 +185,23 @@ def groups(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "optimizer.groups",
             "set with model.use_mup",
-            "the maximal-update parametrisation sets the learning rates of hidden matrices",
-            "leave one of them out",
+            "the maximal-update parametrisation already sets learning rates by parameter",
+            "remove one of them",
         )
     for number, each in enumerate(all_groups):
         if each.lr_mult == each.wd_mult == 1.0:
             yield Problem(
                 f"optimizer.groups.{number}",
-                "lr_mult and wd_mult are 1",
-                "a group has another learning rate or weight decay",
-                "set one of them, or leave the group out",
+                "lr_mult and wd_mult are both 1",
+                "a group must change the learning rate or weight decay",
+                "set one of them, or remove the group",
             )
         if [other.pattern for other in all_groups].index(each.pattern) != number:
             yield Problem(
                 f"optimizer.groups.{number}.pattern",
                 f"{each.pattern!r} appears twice",
-                "a parameter belongs to the first group that it matches",
-                "leave it out",
+                "a parameter belongs to the first group whose pattern it matches",
+                "remove it",
             )
     if not all_groups or recipe.lora is not None or recipe.model.mtp_num_layers is not None:
         return  # ranks compare what they build, also adapters and layers of multi-token prediction
@@ -211,7 +211,7 @@ def groups(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 f"optimizer.groups.{number}.pattern",
                 f"no parameter belongs to {each.pattern!r}",
-                "a pattern matches a parameter that no earlier pattern matches",
+                "a pattern must match a parameter that no earlier pattern matches",
                 f"a pattern of names such as {', '.join(names[:: max(1, len(names) // 4)])}",
             )
 
@@ -222,19 +222,22 @@ def _warmup(recipe: Recipe) -> Iterator[Problem]:
         value = getattr(keys, name)
         if not keys.lr_warmup_iters and value != type(keys).model_fields[name].default:
             yield Problem(
-                f"scheduler.{name}", f"{value} without a warm-up", f"{name} is of the warm-up", "set lr_warmup_iters"
+                f"scheduler.{name}",
+                f"{value} without a warm-up",
+                f"{name} is only used with a warm-up",
+                "set lr_warmup_iters",
             )
     if keys.lr_warmup_init > recipe.optimizer.lr:
         yield Problem(
             "scheduler.lr_warmup_init",
             f"{keys.lr_warmup_init:g} is above optimizer.lr {recipe.optimizer.lr:g}",
-            "the warm-up ends at optimizer.lr and does not fall",
+            "the learning rate must rise to optimizer.lr in the warm-up",
             f"lr_warmup_init {recipe.optimizer.lr / 100:g}",
         )
     if keys.lr_warmup_style == "exponential" and not keys.lr_warmup_init:
         yield Problem(
             "scheduler.lr_warmup_style",
             "exponential from 0",
-            "an exponential warm-up multiplies, so it begins above 0",
+            "an exponential warm-up must start above 0",
             f"lr_warmup_init {recipe.optimizer.lr / 100:g}",
         )

@@ -36,61 +36,61 @@ def _tensor(recipe: Recipe) -> str | None:
     """What megatron-core and TransformerEngine's user buffers need; neither says so before the first pass."""
     model, parallel = recipe.model, recipe.parallelism
     if engine_name(recipe) != MEGATRON:
-        return "only the engine megatron creates the user buffers"
+        return "needs the engine megatron, which creates the user buffers"
     if parallel.tensor_model_parallel_size == 1:
         return "tensor_model_parallel_size is 1"
     if not parallel.sequence_parallel:
-        return "only sequence_parallel gathers and scatters, which is what hides"
+        return "needs sequence_parallel, whose gathers and scatters it hides"
     if recipe.lora is not None:
-        return "adapters communicate beside their layers (lora)"
+        return "adapters communicate separately from their layers (lora)"
     if recipe.train.freeze:
-        return "products of frozen weights are missing that messages hide behind (train.freeze)"
+        return "frozen weights have no gradient GEMMs to hide communication behind (train.freeze)"
     if recipe.train.precision == "fp32":
-        return "user buffers have 16 bits (precision)"
+        return "user buffers are 16-bit (precision)"
     if model.multi_latent_attention:
-        return "megatron-core switches it off for all layers after the first projection of latent attention"
+        return "megatron-core turns it off for all layers after the first projection of latent attention"
     if model.mtp_num_layers:
-        return "megatron-core switches it off for layers of multi-token prediction, on their stage only"
+        return "megatron-core turns it off for multi-token prediction layers, on their stage only"
     if recipe.train.eval_tasks:
-        return "user buffers have the shape of a micro-batch, and texts of eval_tasks have others"
+        return "user buffers have the shape of a micro-batch, but texts of eval_tasks have other shapes"
     if recipe.speed.deterministic_mode:
-        return "sums in rings have another order than without (deterministic_mode)"
+        return "ring sums are in a different order (deterministic_mode)"
     return None
 
 
 def _part(recipe: Recipe) -> str | None:
-    return None if recipe.speed.tp_comm_overlap else "belongs to tp_comm_overlap"
+    return None if recipe.speed.tp_comm_overlap else "only used with tp_comm_overlap"
 
 
 def _experts(recipe: Recipe) -> str | None:
     """megatron-core's assertions of both versions, and what its schedule would bypass silently."""
     model, parallel, train = recipe.model, recipe.parallelism, recipe.train
     if engine_name(recipe) != MEGATRON:
-        return "only the engine megatron has that schedule"
+        return "needs the engine megatron, which has that schedule"
     if not model.num_moe_experts or parallel.expert_model_parallel_size == 1:
-        return "ranks share no experts (expert_model_parallel_size)"
+        return "experts are not spread over ranks (expert_model_parallel_size)"
     if model.moe_token_dispatcher_type == "allgather":  # noqa: S105 - no password
-        return "only the dispatchers alltoall and flex"
+        return "needs the dispatcher alltoall or flex"
     if train.precision == "fp32":
-        return "only in bf16 and fp16"
+        return "needs bf16 or fp16"
     if parallel.pipeline_model_parallel_size > 1 and not parallel.virtual_pipeline_model_parallel_size:
         return "pipeline stages need virtual_pipeline_model_parallel_size"
     if train.recompute_granularity == "full" or "moe" in (train.recompute_modules or ()):
-        return "a recomputed dispatch is not overlapped (recompute_granularity full, recompute_modules moe)"
+        return "a recomputed dispatch cannot be overlapped (recompute_granularity full, recompute_modules moe)"
     if recipe.speed.moe_shared_expert_overlap:
-        return "moe_shared_expert_overlap hides the same messages"
+        return "moe_shared_expert_overlap hides the same communication"
     if (model.mtp_num_layers or 0) > 1 or (model.mtp_num_layers and parallel.pipeline_model_parallel_size == 1):
-        return "one layer of multi-token prediction at most, and only with pipeline stages"
+        return "supports at most one multi-token prediction layer, and only with pipeline stages"
     if recipe.lora is not None:
-        return "not with adapters"
+        return "does not support adapters"
     if recipe.train.freeze:
-        return "not with frozen weights (train.freeze)"
+        return "does not support frozen weights (train.freeze)"
     return None
 
 
 def _weight_gradients(recipe: Recipe) -> str | None:
     if not recipe.speed.overlap_moe_expert_parallel_comm:
-        return "belongs to overlap_moe_expert_parallel_comm"
+        return "only used with overlap_moe_expert_parallel_comm"
     return None
 
 
@@ -99,31 +99,34 @@ _WITHIN = (True, "with tp_comm_overlap")
 OVERLAP: Mapping[str, OverlapKey] = {
     "tp_comm_overlap": OverlapKey(
         "TransformerConfig.tp_comm_overlap",
-        "hides a third of tensor-parallel communication in published runs; 10 user buffers of a micro-batch's width",
-        _tensor, (2, 7), (False, "only by name: no GPU has run its user buffers here"),
+        "hides a third of tensor-parallel communication in published runs; takes 10 user buffers the size of a "
+        "micro-batch",
+        _tensor, (2, 7), (False, "only if set explicitly: user buffers are untested on GPUs here"),
     ),
     "tp_comm_overlap_ag": OverlapKey(
-        "TransformerConfig.tp_comm_overlap_ag", "gathers beside the product that needs them", _part, (2, 7), _WITHIN,
+        "TransformerConfig.tp_comm_overlap_ag", "overlaps gathers with the GEMM that needs them", _part, (2, 7),
+        _WITHIN,
     ),
     "tp_comm_overlap_rs": OverlapKey(
-        "TransformerConfig.tp_comm_overlap_rs", "scatters beside the product before them", _part, (2, 7), _WITHIN,
+        "TransformerConfig.tp_comm_overlap_rs", "overlaps scatters with the GEMM before them", _part, (2, 7), _WITHIN,
     ),
     "tp_comm_bulk_dgrad": OverlapKey(
-        "TransformerConfig.tp_comm_bulk_dgrad", "gathers an input again beside the input's gradient",
+        "TransformerConfig.tp_comm_bulk_dgrad", "overlaps gathering an input again with computing its gradient",
         _part, (2, 7), _WITHIN,
     ),
     "tp_comm_bulk_wgrad": OverlapKey(
-        "TransformerConfig.tp_comm_bulk_wgrad", "scatters an input's gradient beside the weight's",
+        "TransformerConfig.tp_comm_bulk_wgrad", "overlaps scattering an input's gradient with the weight's",
         _part, (2, 7), _WITHIN,
     ),
     "overlap_moe_expert_parallel_comm": OverlapKey(
         "TransformerConfig.overlap_moe_expert_parallel_comm",
-        "hides two fifths of the experts' all-to-all in published runs, behind another micro-batch",
-        _experts, None, (False, "only by name: one micro-batch more is kept, and no GPU has run it here"),
+        "hides two fifths of the experts' all-to-all behind another micro-batch in published runs",
+        _experts, None, (False,
+                         "only if set explicitly: keeps one more micro-batch in memory, and is untested on GPUs here"),
     ),
     "delay_wgrad_compute": OverlapKey(
-        "TransformerConfig.delay_wgrad_compute", "more to hide the all-to-all behind: weight gradients come later",
-        _weight_gradients, (2, 8), (False, "only by name"),
+        "TransformerConfig.delay_wgrad_compute", "delays weight gradients, to hide more of the all-to-all",
+        _weight_gradients, (2, 8), (False, "only if set explicitly"),
     ),
 }  # fmt: skip
 """Keys by name. Shares are those of the planner's frameworks (`plan/speed/data/stacks.json`)."""

@@ -33,10 +33,12 @@ def parse_override(text: str, hints: bool = True) -> Override:
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals or not key:
-        raise UserError("not key.path=value", where=where, rule="an override names a key and its value",
+        raise UserError("not KEY=VALUE", where=where, rule="an override is a dotted key and a value",
                         fix="for example train.train_iters=50")  # fmt: skip
     if ITEM in key.split("."):
-        raise UserError(f"{ITEM} stands for an index", where=f"{where}: {key}", fix=key.replace(f".{ITEM}", ".0"))
+        raise UserError(
+            f"{ITEM} must be replaced by an index", where=f"{where}: {key}", fix=key.replace(f".{ITEM}", ".0")
+        )
     if not is_key(key):
         raise UserError("unknown key", where=f"{where}: {clip(key)}", fix=str(hint(key)) if hints else "")
     parsed = document.parse(value)
@@ -58,12 +60,12 @@ def apply(data: dict[str, Any], change: Override) -> Problem | None:
         last = depth == len(parts) - 1
         if isinstance(node, list):
             if not part.isdecimal():
-                return Problem(change.key, f"{part!r} in a list", "items of a list have a number, from 0",
+                return Problem(change.key, f"{part!r} in a list", "list items are numbered from 0",
                                f"{'.'.join([*parts[:depth], '0', *parts[depth + 1 :]])}")  # fmt: skip
             index = int(part)
             if index > len(node):
-                return Problem(change.key, f"no item {index}", f"the list has {len(node)}",
-                               f"0 to {len(node) - 1}, or {len(node)} for a new one")  # fmt: skip
+                return Problem(change.key, f"no item {index}", f"the list has {len(node)} item{'s' * (len(node) != 1)}",
+                               f"an index from 0 to {len(node)}; {len(node)} appends")  # fmt: skip
             if index == len(node):
                 node.append({})
             if last:

@@ -93,72 +93,76 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
     pairs = chat is not None and chat.preference is not None
     if dpo is None:
         if pairs:
-            yield Problem("data.chat.preference", "set without dpo", "pairs are compared by the section dpo",
-                          "dpo: {}, or leave preference out")  # fmt: skip
+            yield Problem("data.chat.preference", "set without dpo", "preference pairs are only used by dpo",
+                          "dpo: {}, or remove preference")  # fmt: skip
         return
     if not pairs:
-        yield Problem("dpo", "set without data.chat.preference", "its loss is of pairs of answers",
-                      "data.chat.preference: {}, or leave dpo out")  # fmt: skip
+        yield Problem("dpo", "set without data.chat.preference", "dpo needs pairs of answers",
+                      "data.chat.preference: {}, or remove dpo")  # fmt: skip
     if dpo.label_smoothing and dpo.loss_type not in SMOOTHED:
         yield Problem("dpo.label_smoothing", f"{dpo.label_smoothing:g} with loss_type {dpo.loss_type}",
                       f"label_smoothing is only used with {' and '.join(SMOOTHED)}",
-                      "leave label_smoothing out, or loss_type: robust")  # fmt: skip
+                      "remove label_smoothing, or loss_type: robust")  # fmt: skip
     if dpo.loss_type == "exo_pair" and not dpo.label_smoothing:
-        yield Problem("dpo.label_smoothing", "0 with loss_type exo_pair", "exo_pair has the logarithm of it",
+        yield Problem("dpo.label_smoothing", "0 with loss_type exo_pair", "exo_pair takes its logarithm",
                       "label_smoothing: 1e-3")  # fmt: skip
     if dpo.reference_free and dpo.reference is not None:
-        yield Problem("dpo.reference", f"{dpo.reference!r} with reference_free", "a reference is compared, or none",
-                      "leave one of them out")  # fmt: skip
+        yield Problem("dpo.reference", f"{dpo.reference!r} with reference_free",
+                      "reference_free uses no reference model",
+                      "remove one of them")  # fmt: skip
     if dpo.reference_free and dpo.reference_log_probs is not None:
         yield Problem("dpo.reference_log_probs", f"{dpo.reference_log_probs!r} with reference_free",
-                      "a reference is compared, or none", "leave one of them out")  # fmt: skip
+                      "reference_free uses no reference model", "remove one of them")  # fmt: skip
     for key in ("micro_batch_size", "global_batch_size"):
         size = getattr(recipe.train, key)
         if size % rows_of_a_pair(recipe):
             yield Problem(f"train.{key}", f"{size} with data.chat.packing false",
-                          "the answers of a pair are two sequences of one micro-batch",
+                          "both answers of a pair must be in the same micro-batch, as two sequences",
                           f"{key}: {size + 1}, or data.chat.packing true")  # fmt: skip
     yield from _combinations(recipe)
 
 
 def _combinations(recipe: Recipe) -> Iterator[Problem]:
     speed, train, model = recipe.speed, recipe.train, recipe.model
-    count = "the loss is divided by pairs, and this by tokens"
+    count = "the loss is averaged over pairs, but this term over tokens"
     obstacles = {
         "engine": (
-            engine_name(recipe) != MEGATRON, "the engine megatron computes the loss of pairs",
+            engine_name(recipe) != MEGATRON, "only the engine megatron supports preference losses",
             "engine megatron without zero.stage 2, 3 and offload",
         ),
-        "distill": (recipe.distill is not None, "a run learns from a teacher or from pairs", "leave distill out"),
+        "distill": (recipe.distill is not None, "a run can use distillation or preference pairs, not both",
+                    "remove distill"),
         "train.label_smoothing": (
-            train.label_smoothing > 0, "log-probabilities of answers are not smoothed", "dpo.label_smoothing",
+            train.label_smoothing > 0, "preference losses use dpo.label_smoothing instead", "dpo.label_smoothing",
         ),
         "train.adversarial": (
-            train.adversarial is not None, "a step has one pass over the pairs", "leave adversarial out",
+            train.adversarial is not None, "preference losses need a single pass per step", "remove adversarial",
         ),
-        "train.z_loss_coeff": (train.z_loss_coeff > 0, count, "leave z_loss_coeff out"),
+        "train.z_loss_coeff": (train.z_loss_coeff > 0, count, "remove z_loss_coeff"),
         "train.rampup_batch_size": (
             train.rampup_batch_size is not None and rows_of_a_pair(recipe) > 1,
-            "a batch that grows may cut a pair", "leave it out, or data.chat.packing true",
+            "a growing batch could split a pair", "remove it, or data.chat.packing true",
         ),
         "model.mtp_num_layers": (
-            model.mtp_num_layers is not None, "the loss is of the next token only", "leave mtp_num_layers out",
+            model.mtp_num_layers is not None, "preference losses are computed on the next token only",
+            "remove mtp_num_layers",
         ),
         "model.moe_aux_loss_coeff": (
             bool(model.num_moe_experts) and model.moe_aux_loss_coeff > 0, count, "moe_aux_loss_coeff 0",
         ),
         "model.moe_z_loss_coeff": (
-            bool(model.num_moe_experts) and bool(model.moe_z_loss_coeff), count, "leave moe_z_loss_coeff out",
+            bool(model.num_moe_experts) and bool(model.moe_z_loss_coeff), count, "remove moe_z_loss_coeff",
         ),
         "speed.tp_comm_overlap": (
-            bool(speed.tp_comm_overlap), "user buffers are those of one model", "leave tp_comm_overlap out",
+            bool(speed.tp_comm_overlap), "its user buffers fit one model only", "remove tp_comm_overlap",
         ),
         "speed.cuda_graph_impl": (
-            speed.cuda_graph_impl is not None, "the reference's passes are not recorded", "leave cuda_graph_impl out",
+            speed.cuda_graph_impl is not None, "the reference's forward pass cannot be captured in CUDA graphs",
+            "remove cuda_graph_impl",
         ),
         "speed.overlap_moe_expert_parallel_comm": (
-            bool(speed.overlap_moe_expert_parallel_comm), "its schedule has no place for a reference's pass",
-            "leave overlap_moe_expert_parallel_comm out",
+            bool(speed.overlap_moe_expert_parallel_comm), "its schedule has no forward pass of a reference model",
+            "remove overlap_moe_expert_parallel_comm",
         ),
     }  # fmt: skip
     for key, (wrong, rule, fix) in obstacles.items():

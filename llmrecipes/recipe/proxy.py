@@ -403,8 +403,8 @@ SHORT = {
 }
 """Common abbreviations of degrees."""
 
-UNEVEN = "gloo, which joins CPU ranks, cannot gather uneven numbers of tokens; verify it on GPUs"
-SPREAD = "experts are spread over the tensor-parallel ranks, because they cannot be split on a CPU"
+UNEVEN = "gloo, used by CPU ranks, cannot gather uneven numbers of tokens; verify it on GPUs"
+SPREAD = "experts are spread over the tensor-parallel ranks, because they cannot be sharded on a CPU"
 
 
 @dataclass(frozen=True)

@@ -22,14 +22,14 @@ from llmrecipes.recipe.upcycling import problems_error, unchanged_tokens
 
 SUFFIX = "-pruned"
 STRUCTURED = {
-    "depth": "layers by block influence (ShortGPT, arXiv 2403.03853)",
-    "width": "neurons, heads and channels by activations (Minitron, arXiv 2407.14679)",
-    "experts": "experts by the probabilities that the router gives them",
+    "depth": "remove layers by block influence (ShortGPT, arXiv 2403.03853)",
+    "width": "remove neurons, heads and channels by activations (Minitron, arXiv 2407.14679)",
+    "experts": "remove experts by router probability",
 }
 UNSTRUCTURED = {
-    "magnitude": "weights by their size",
-    "wanda": "weights by their size times the norm of their input (arXiv 2306.11695)",
-    "sparsegpt": "weights that the others make up for best (arXiv 2301.00774)",
+    "magnitude": "remove weights by magnitude",
+    "wanda": "remove weights by magnitude times the norm of their input (arXiv 2306.11695)",
+    "sparsegpt": "remove weights that the others compensate for best (arXiv 2301.00774)",
 }
 METHODS = {**STRUCTURED, **UNSTRUCTURED}
 AXES = ("ffn", "heads", "hidden")
@@ -76,15 +76,15 @@ class PruneOptions:
             for option, value in (("--method", self.method), ("--ratio", self.ratio), ("--pattern", self.pattern)):
                 if value is not None:
                     raise UserError(
-                        f"{value} with --into {self.into}", where=option, rule="the recipe has the sizes of the result",
-                        fix=f"leave {option} out, or --into",
+                        f"{value} with --into {self.into}", where=option, rule="with --into, the recipe sets the sizes",
+                        fix=f"remove {option}, or --into",
                     )  # fmt: skip
             return
         if self.method not in METHODS:
             what = "not set" if self.method is None else repr(self.method)
             raise UserError(what, where="--method", rule=f"one of {', '.join(METHODS)}; or --into RECIPE")
         if unknown := [axis for axis in self.axes if axis not in AXES] or not self.axes:
-            raise UserError(f"{unknown}", where="--axes", rule=f"comma-separated names of {', '.join(AXES)}")
+            raise UserError(f"{unknown}", where="--axes", rule=f"a comma-separated list of {', '.join(AXES)}")
         if self.pattern is not None and (self.pattern not in PATTERNS or not self.unstructured):
             raise UserError(
                 f"{self.pattern!r} with --method {self.method}", where="--pattern",
@@ -92,12 +92,13 @@ class PruneOptions:
             )  # fmt: skip
         if self.pattern is not None and self.ratio is not None:
             raise UserError(
-                f"{self.ratio:g} with --pattern {self.pattern}", where="--ratio", rule="the pattern says the share",
-                fix="leave --ratio out",
+                f"{self.ratio:g} with --pattern {self.pattern}", where="--ratio",
+                rule="the pattern determines the ratio",
+                fix="remove --ratio",
             )  # fmt: skip
         if self.pattern is None and (self.ratio is None or not 0 < self.ratio < 1):
             what = "not set" if self.ratio is None else f"{self.ratio:g}"
-            raise UserError(what, where="--ratio", rule="the share to remove, above 0 and below 1", fix="--ratio 0.3")
+            raise UserError(what, where="--ratio", rule="the fraction to remove, between 0 and 1", fix="--ratio 0.3")
 
 
 def load_pruned(path: Path, overrides: Sequence[str], options: PruneOptions) -> tuple[Recipe, Recipe]:
@@ -116,13 +117,13 @@ def load_pruned(path: Path, overrides: Sequence[str], options: PruneOptions) -> 
     before = load(str(path)).recipe
     if before.lora is not None:
         raise UserError(
-            "the run trained adapters only", where="lora", rule="pruning takes parts of a whole model",
+            "the run has adapters only", where="lora", rule="only a full model can be pruned",
             fix="llmrecipes export RUN --to hf --merge-adapter, and llmrecipes import of the result",
         )  # fmt: skip
     if before.model.mtp_num_layers is not None:
         raise UserError(
             f"{before.model.mtp_num_layers}", where="model.mtp_num_layers",
-            rule="layers of multi-token prediction are not pruned", fix="train the model without them",
+            rule="multi-token prediction layers cannot be pruned", fix="train the model without them",
         )  # fmt: skip
     if options.into is not None:
         loaded = load(options.into, overrides)
@@ -149,7 +150,10 @@ def _sizes(recipe: Recipe, options: PruneOptions) -> list[str]:
     if options.method == "experts":
         if model.num_moe_experts is None:
             raise UserError(
-                "experts of a dense model", where="--method", rule="model.num_moe_experts is set", fix="--method width"
+                "experts, but the model is dense",
+                where="--method",
+                rule="experts needs a model with experts",
+                fix="--method width",
             )
         return [f"model.num_moe_experts={_left('experts', model.num_moe_experts, kept)}"]
     # Unset, they would follow from sizes that change.
@@ -176,13 +180,13 @@ def _left(what: str, number: int, share: float, multiple: int = 1) -> int:
     left = round(number * share / multiple) * multiple
     if left < 1:
         raise UserError(
-            f"{1 - share:g} of {number} {what} leaves none", where="--ratio",
-            rule=f"at least {multiple} of the {what} stay", fix=f"--ratio {max(0.0, 1 - multiple / number):.2f}",
+            f"removing {1 - share:g} of {number} {what} leaves none", where="--ratio",
+            rule=f"at least {multiple} {what} must remain", fix=f"--ratio {max(0.0, 1 - multiple / number):.2f}",
         )  # fmt: skip
     if left >= number:
         raise UserError(
-            f"{1 - share:g} of {number} {what} removes none", where="--ratio",
-            rule=f"a multiple of {multiple} {what} stays", fix="a larger --ratio",
+            f"{1 - share:g} of {number} {what} rounds to none", where="--ratio",
+            rule=f"the number of remaining {what} must be a multiple of {multiple}", fix="a larger --ratio",
         )  # fmt: skip
     return left
 
@@ -191,7 +195,9 @@ def check(before: Recipe, after: Recipe, *, unstructured: bool) -> Iterator[Prob
     """What keeps the new model from being made of parts of the run's."""
     old, new, ours, theirs = shape(before.model), shape(after.model), before.model, after.model
     if before.name == after.name:
-        yield Problem("name", f"{after.name!r} is the run's", "another model has another name", "leave name out")
+        yield Problem(
+            "name", f"{after.name!r} is the run's name", "the new model needs a different name", "remove name"
+        )
     pairs = {
         "num_layers": (old.num_layers, new.num_layers),
         "hidden_size": (old.hidden_size, new.hidden_size),
@@ -206,52 +212,56 @@ def check(before: Recipe, after: Recipe, *, unstructured: bool) -> Iterator[Prob
             continue
         optional = key == "moe_shared_expert_intermediate_size" or not was
         if now > was or (was and not now and not optional):
-            yield Problem(f"model.{key}", f"{now} in the new recipe, {was} in the run", "pruning only removes")
+            yield Problem(f"model.{key}", f"{now} in the new recipe, {was} in the run", "pruning can only reduce sizes")
     if not unstructured and all(was == now for was, now in pairs.values()):
-        yield Problem("model", "the sizes of the run", "pruning removes something", "--ratio, or another recipe")
+        yield Problem(
+            "model", "same sizes as the run", "pruning must remove something", "--ratio, or a recipe with smaller sizes"
+        )
     share = old.num_attention_heads // old.num_query_groups
     if new.num_attention_heads != new.num_query_groups * share:
         yield Problem(
             "model.num_attention_heads", f"{new.num_attention_heads} with {new.num_query_groups} groups",
-            f"heads are removed in groups of {share}, those of a key and value head",
+            f"heads are removed in groups of {share}, with their key and value head",
             f"num_attention_heads {new.num_query_groups * share}",
         )  # fmt: skip
     if old.kv_channels != new.kv_channels:
         yield Problem(
             "model.kv_channels", f"{new.kv_channels} in the new recipe, {old.kv_channels} in the run",
-            "heads keep their channels", f"kv_channels {old.kv_channels}",
+            "the channels per head cannot change", f"kv_channels {old.kv_channels}",
         )  # fmt: skip
     if ours.multi_latent_attention and (old.num_attention_heads, old.hidden_size) != (
         new.num_attention_heads, new.hidden_size,
     ):  # fmt: skip
         yield Problem(
             "model.multi_latent_attention", "true with fewer heads or channels",
-            "of models with latent attention only layers, neurons and experts are removed", "--axes ffn",
+            "with latent attention, only layers, neurons and experts can be removed", "--axes ffn",
         )  # fmt: skip
     if ours.use_mup and old.hidden_size != new.hidden_size:
         yield Problem(
-            "model.hidden_size", f"{new.hidden_size} with use_mup", "its factors follow from the width",
+            "model.hidden_size", f"{new.hidden_size} with use_mup",
+            "the scaling factors of use_mup depend on the width",
             "--axes ffn,heads",
         )  # fmt: skip
     if ours.moe_router_num_groups and old.num_moe_experts != new.num_moe_experts:
         yield Problem(
             "model.num_moe_experts", f"{new.num_moe_experts} with moe_router_num_groups",
-            "groups of experts keep their experts", "--method width",
+            "experts cannot be removed from expert groups", "--method width",
         )  # fmt: skip
     kinds = ours.moe_layer_freq if isinstance(ours.moe_layer_freq, list) else [0, 1][: ours.moe_layer_freq]
     if ours.num_moe_experts and old.num_layers != new.num_layers and len(set(kinds)) > 1:
         yield Problem(
             "model.num_layers", f"{new.num_layers} with moe_layer_freq {ours.moe_layer_freq}",
-            "layers are removed from a model whose layers are of one kind", "--method width or experts",
+            "layers can only be removed if all layers are of one kind", "--method width or experts",
         )  # fmt: skip
     learned = ours.position_embedding_type == "learned_absolute"
     if learned and old.max_position_embeddings != new.max_position_embeddings:
         yield Problem(
-            "model.max_position_embeddings", f"{new.max_position_embeddings}, {old.max_position_embeddings} in the run",
-            "the table of positions stays", f"max_position_embeddings {old.max_position_embeddings}",
+            "model.max_position_embeddings",
+            f"{new.max_position_embeddings}, but {old.max_position_embeddings} in the run",
+            "the table of positions cannot change", f"max_position_embeddings {old.max_position_embeddings}",
         )  # fmt: skip
     yield from _unchanged(ours, theirs)
-    yield from unchanged_tokens(before, after, "prune a run with a tokenizer from Hugging Face")
+    yield from unchanged_tokens(before, after, "prune a run that uses a Hugging Face tokenizer")
 
 
 def _unchanged(ours: Model, theirs: Model) -> Iterator[Problem]:
@@ -259,11 +269,13 @@ def _unchanged(ours: Model, theirs: Model) -> Iterator[Problem]:
         was, now = getattr(ours, key), getattr(theirs, key)
         if was != now and key not in _FREE and not (key.startswith("moe_") and theirs.num_moe_experts is None):
             yield Problem(
-                f"model.{key}", f"{now} in the new recipe, {was} in the run", "what is not removed stays",
+                f"model.{key}", f"{now} in the new recipe, {was} in the run",
+                "everything that is not removed must stay the same",
                 f"{key} {str(was).lower() if isinstance(was, bool) else was}",
             )  # fmt: skip
     if ours.num_moe_experts and ours.moe_layer_freq != theirs.moe_layer_freq:
         yield Problem(
-            "model.moe_layer_freq", f"{theirs.moe_layer_freq} in the new recipe", "experts stay where they are",
+            "model.moe_layer_freq", f"{theirs.moe_layer_freq} in the new recipe",
+            "experts must stay in the same layers",
             f"moe_layer_freq {ours.moe_layer_freq}",
         )  # fmt: skip

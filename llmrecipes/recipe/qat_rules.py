@@ -17,7 +17,7 @@ GROUPS = (128, 64, 32, 16, 8)
 
 def needs_local_layers(recipe: Recipe) -> str | None:
     """Why the layers are megatron-core's own; None without `qat`."""
-    return None if recipe.qat is None else "weights are rounded in megatron-core's own layers"
+    return None if recipe.qat is None else "quantisation-aware training needs megatron-core's own layers"
 
 
 def rules(recipe: Recipe) -> Iterator[Problem]:
@@ -26,11 +26,12 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
     if qat is None:
         return
     if qat.scheme == "int8" and qat.group_size is not None:
-        yield Problem("qat.group_size", f"{qat.group_size} with int8", "int8 has scales of a whole row",
-                      "leave group_size out, or scheme int4")  # fmt: skip
+        yield Problem("qat.group_size", f"{qat.group_size} with int8", "int8 has one scale per row",
+                      "remove group_size, or scheme int4")  # fmt: skip
     if qat.start_step >= recipe.train.train_iters:
         yield Problem("qat.start_step", f"{qat.start_step} of {recipe.train.train_iters} steps",
-                      "less than train.train_iters: else no step rounds", "a smaller start_step")  # fmt: skip
+                      "start_step must be less than train.train_iters, or no step rounds",
+                      "a smaller start_step")  # fmt: skip
     for key, (wrong, rule, fix) in _obstacles(recipe).items():
         if wrong:
             yield Problem(key, "set with qat", rule, fix)
@@ -40,16 +41,16 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
 def _obstacles(recipe: Recipe) -> dict[str, tuple[bool, str, str]]:
     return {
         "engine": (
-            engine_name(recipe) != MEGATRON, "the engine megatron rounds weights",
+            engine_name(recipe) != MEGATRON, "quantisation-aware training needs the engine megatron",
             "engine megatron without zero.stage 2, 3 and offload",
         ),
         "lora": (
-            recipe.lora is not None, "matrices with adapters are frozen, so that they do not learn to be rounded",
-            "leave lora out, or qat",
+            recipe.lora is not None, "matrices with adapters are frozen and cannot adapt to rounding",
+            "remove lora or qat",
         ),
         "train.torch_compile": (
-            recipe.train.torch_compile, "weights are rounded once a step, which compiled layers do not see",
-            "leave torch_compile out",
+            recipe.train.torch_compile, "weights are rounded once per step, which compiled layers would miss",
+            "remove torch_compile",
         ),
         "model.transformer_impl": (
             recipe.model.transformer_impl == "transformer_engine", f"{needs_local_layers(recipe)}",
@@ -67,8 +68,8 @@ def _groups(recipe: Recipe, group: int | None) -> Iterator[Problem]:
             near = next((size for size in GROUPS if matrix.width % (size * ranks) == 0), None)
             shared = f", on {ranks} ranks" if ranks > 1 else ""
             yield Problem(
-                "qat.group_size", f"{group}, and {matrix.name} has rows of {matrix.width} weights{shared}",
-                "a row, or what a tensor-parallel rank has of it, is whole groups",
+                "qat.group_size", f"{group}, but {matrix.name} has rows of {matrix.width} weights{shared}",
+                "group_size must divide a row, or a tensor-parallel rank's shard of it",
                 f"group_size {near}" if near else "scheme int8",
             )  # fmt: skip
             return

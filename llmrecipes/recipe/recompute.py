@@ -36,7 +36,7 @@ MODULES: dict[str, Module] = {
     "mla_up_proj": Module(
         "model.multi_latent_attention true", lambda recipe: recipe.model.multi_latent_attention, discards=True
     ),
-    "mlp": Module("a layer without experts", lambda recipe: _dense_layers(recipe) > 0),
+    "mlp": Module("a dense layer", lambda recipe: _dense_layers(recipe) > 0),
     "moe_act": Module(
         "model.num_moe_experts", lambda recipe: bool(recipe.model.num_moe_experts), inside=("moe",), discards=True
     ),
@@ -77,7 +77,7 @@ def _only_with(recipe: Recipe, name: str, granularity: str) -> Problem:
         f"train.{name}",
         f"set with recompute_granularity {recipe.train.recompute_granularity or 'null'}",
         f"{name} is only used with recompute_granularity {granularity}",
-        f"leave {name} out, or recompute_granularity {granularity}",
+        f"remove {name}, or recompute_granularity {granularity}",
     )
 
 
@@ -95,7 +95,7 @@ def _full(recipe: Recipe, parts: Mapping[str, str | int | None]) -> Iterator[Pro
         yield Problem(
             "train.recompute_num_layers",
             f"{layers} of {recipe.model.num_layers} layers",
-            "recompute_num_layers is at most model.num_layers",
+            "recompute_num_layers must be at most model.num_layers",
             f"recompute_num_layers {recipe.model.num_layers}",
         )
 
@@ -112,29 +112,29 @@ def _modules(recipe: Recipe, names: tuple[str, ...]) -> Iterator[Problem]:
     key = "train.recompute_modules"
     if len(set(names)) < len(names):
         different = ", ".join(dict.fromkeys(names))
-        yield Problem(key, f"[{', '.join(names)}]", "a module is named once", f"recompute_modules [{different}]")
+        yield Problem(key, f"[{', '.join(names)}]", "a module may appear only once", f"recompute_modules [{different}]")
     for name in dict.fromkeys(names):
         module = MODULES[name]
-        left = f"leave {name} out of recompute_modules"
+        left = f"remove {name} from recompute_modules"
         if not module.applies(recipe):
             yield Problem(key, f"{name} without {module.needs}", f"{name} needs {module.needs}", left)
         for outer in module.inside:
             if outer in names:
-                yield Problem(key, f"{name} with {outer}", f"{outer} recomputes {name} as well", left)
+                yield Problem(key, f"{name} with {outer}", f"{outer} already recomputes {name}", left)
         if name != "core_attn" and (obstacle := obstacle_to_modules(recipe)):
             yield Problem(key, f"{name} with {obstacle[0]}", obstacle[1], f"{left}, or recompute_granularity full")
     if "mlp" in names and recipe.model.add_bias_linear:
         yield Problem(
             key,
             "mlp with model.add_bias_linear true",
-            "the MLP returns its bias too, and megatron-core's backward pass of a recomputed parameter never ends",
-            "add_bias_linear false, leave mlp out of recompute_modules, or recompute_granularity full",
+            "the MLP also returns its bias, and megatron-core's backward pass hangs on a recomputed parameter",
+            "add_bias_linear false, remove mlp from recompute_modules, or recompute_granularity full",
         )
     if "moe_act" in names and recipe.model.transformer_impl == "local":
         yield Problem(
             key,
             "moe_act with transformer_impl local",
-            "moe_act is recomputed in TransformerEngine's grouped products only",
+            "moe_act needs TransformerEngine's grouped GEMMs",
             "moe, or transformer_impl auto",
         )
 
@@ -142,9 +142,9 @@ def _modules(recipe: Recipe, names: tuple[str, ...]) -> Iterator[Problem]:
 def obstacle_to_modules(recipe: Recipe) -> tuple[str, str] | None:
     """A key with which core attention is the only module that can be recomputed, and the reason."""
     if recipe.train.torch_compile:
-        return "train.torch_compile true", "compiled layers recompute as a whole or their core attention"
+        return "train.torch_compile true", "compiled layers can only be recomputed as a whole or in core attention"
     if key := frozen_weights(recipe):
-        return key, "the input of a frozen layer has no gradient that would start the recomputation"
+        return key, "the input of a frozen layer has no gradient to trigger the recomputation"
     if recipe.zero is not None and recipe.zero.stage == 3:
-        return "zero.stage 3", "ZeRO 3 has the weights of a module in its own forward and backward pass only"
+        return "zero.stage 3", "ZeRO 3 gathers the weights of a module only in its own forward and backward pass"
     return None

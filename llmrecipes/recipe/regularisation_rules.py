@@ -18,17 +18,18 @@ def adversarial(recipe: Recipe) -> Iterator[Problem]:
         value = getattr(section, key)
         if section.type == "fgm" and value is not None:
             yield Problem(
-                f"train.adversarial.{key}", f"{value} with type fgm", "fgm moves once, by epsilon",
-                f"leave {key} out, or type pgd",
+                f"train.adversarial.{key}", f"{value} with type fgm", "fgm makes a single step of length epsilon",
+                f"remove {key}, or type pgd",
             )  # fmt: skip
         if section.type != "fgm" and value is None:
             yield Problem(
                 f"train.adversarial.{key}", f"unset with type {section.type}",
-                f"{section.type} makes steps movements of length alpha", f"{key} {3 if key == 'steps' else 0.1}",
+                f"{section.type} makes `steps` steps of length alpha", f"{key} {3 if key == 'steps' else 0.1}",
             )  # fmt: skip
     if section.type == "freelb" and section.steps == 1:
         yield Problem(
-            "train.adversarial.steps", "1 with type freelb", "the last movement of freelb is not trained on",
+            "train.adversarial.steps", "1 with type freelb",
+            "freelb does not train on its last step, so it needs at least 2",
             "steps 2, or type pgd",
         )  # fmt: skip
     for key, (wrong, rule, fix) in _obstacles(recipe).items():
@@ -40,31 +41,31 @@ def _obstacles(recipe: Recipe) -> dict[str, tuple[bool, str, str]]:
     model, speed = recipe.model, recipe.speed
     return {
         "engine": (
-            engine_name(recipe) != MEGATRON, "the engine megatron makes the passes of a step",
+            engine_name(recipe) != MEGATRON, "only the engine megatron supports adversarial training",
             "engine megatron without zero.stage 2, 3 and offload",
         ),
-        "dpo": (recipe.dpo is not None, "the reference passes each micro-batch once", "leave dpo out"),
-        "distill": (recipe.distill is not None, "a teacher passes each micro-batch once", "leave distill out"),
+        "dpo": (recipe.dpo is not None, "the reference model computes every micro-batch only once", "remove dpo"),
+        "distill": (recipe.distill is not None, "the teacher computes every micro-batch only once", "remove distill"),
         "model.num_moe_experts": (
             model.num_moe_experts is not None,
-            "routers balance over the sequences of a micro-batch, so that one moves the others",
-            "leave num_moe_experts out",
+            "routers balance over the sequences of a micro-batch, so a perturbed sequence would affect the others",
+            "remove num_moe_experts",
         ),
         "model.mtp_num_layers": (
-            model.mtp_num_layers is not None, "multi-token prediction embeds the tokens a second time",
-            "leave mtp_num_layers out",
+            model.mtp_num_layers is not None, "multi-token prediction embeds the tokens again",
+            "remove mtp_num_layers",
         ),
         "speed.cuda_graph_impl": (
-            speed.cuda_graph_impl is not None, "recorded layers pass each micro-batch once",
-            "leave cuda_graph_impl out",
+            speed.cuda_graph_impl is not None, "captured layers compute every micro-batch only once",
+            "remove cuda_graph_impl",
         ),
         "speed.align_param_gather": (
-            bool(speed.align_param_gather), "only the first pass of a step gathers parameters",
-            "leave align_param_gather out",
+            bool(speed.align_param_gather), "parameters are only gathered in the first pass of a step",
+            "remove align_param_gather",
         ),
         "tracking.layers_interval": (
-            recipe.tracking.layers_interval is not None, "layers are measured in one pass",
-            "leave layers_interval out",
+            recipe.tracking.layers_interval is not None, "layers can only be measured with a single pass per step",
+            "remove layers_interval",
         ),
     }  # fmt: skip
 
@@ -76,27 +77,28 @@ def layer_drop(recipe: Recipe) -> Iterator[Problem]:
     speed, parallel = recipe.speed, recipe.parallelism
     obstacles = {
         "engine": (
-            engine_name(recipe) != MEGATRON, "the engine megatron leaves layers out",
+            engine_name(recipe) != MEGATRON, "only the engine megatron can skip layers",
             "engine megatron without zero.stage 2, 3 and offload",
         ),
-        "dpo": (recipe.dpo is not None, "the reference has all layers", "leave dpo out"),
+        "dpo": (recipe.dpo is not None, "the reference model uses all layers", "remove dpo"),
         "model.num_moe_experts": (
             recipe.model.num_moe_experts is not None,
-            "ranks that share experts have different micro-batches, and would wait for one that left the layer out",
-            "leave num_moe_experts out",
+            "ranks that share experts have different micro-batches, and would wait for a rank that skipped the layer",
+            "remove num_moe_experts",
         ),
         "parallelism.overlap_grad_reduce": (
-            parallel.overlap_grad_reduce, "a gradient is reduced once the last micro-batch has computed it",
+            parallel.overlap_grad_reduce,
+            "gradients are reduced when the last micro-batch has computed them, which a skipped layer never does",
             "overlap_grad_reduce false",
         ),
         "train.torch_compile": (
-            recipe.train.torch_compile, "a compiled layer is always there", "leave torch_compile out",
+            recipe.train.torch_compile, "compiled layers cannot be skipped", "remove torch_compile",
         ),
         "speed.cuda_graph_impl": (
-            speed.cuda_graph_impl is not None, "a recorded layer is always there", "leave cuda_graph_impl out",
+            speed.cuda_graph_impl is not None, "captured layers cannot be skipped", "remove cuda_graph_impl",
         ),
         "speed.fp8": (
-            speed.fp8 is not None, "ranks share the scales of the layers that all of them have", "leave fp8 out",
+            speed.fp8 is not None, "ranks share scales, so all of them must compute every layer", "remove fp8",
         ),
     }  # fmt: skip
     for key, (wrong, rule, fix) in obstacles.items():

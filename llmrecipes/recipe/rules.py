@@ -45,7 +45,7 @@ def chat_sources(recipe: Recipe) -> Iterator[Problem]:
                 yield Problem(
                     f"{key}.type",
                     "docstrings without data.chat",
-                    "docstrings are questions and answers, not text",
+                    "docstrings sources contain questions and answers, not plain text",
                     "data.chat: {}, or type stdlib",
                 )
             continue
@@ -53,14 +53,14 @@ def chat_sources(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 f"{key}.type",
                 f"{source.type} with data.chat",
-                f"conversations come from {', '.join(CONVERSATIONS)}",
-                "type jsonl, or leave data.chat out",
+                f"conversations must come from {', '.join(CONVERSATIONS)}",
+                "type jsonl, or remove data.chat",
             )
         if source.text_key != "text":
             yield Problem(
                 f"{key}.text_key",
                 f"{source.text_key!r} with data.chat",
-                "columns of conversations are named in data.chat",
+                "the columns of conversations are set in data.chat",
                 "data.chat.messages_key, or data.chat.prompt_key and data.chat.completion_key",
             )
 
@@ -70,16 +70,16 @@ def chat_length(recipe: Recipe) -> Iterator[Problem]:
     chat, holds = recipe.data.chat, recipe.model.seq_length + 1
     if chat is None or chat.max_length is None:
         return
-    rule = "a conversation has at least two tokens, and at most model.seq_length + 1"
+    rule = "max_length must be from 2 to model.seq_length + 1"
     if chat.preference is not None and chat.packing:
         holds = recipe.model.seq_length // 2 + 1
-        rule = "both answers of a pair are in one sequence, with the prompt each: half of it, or packing false"
+        rule = "with packing, both answers of a pair, each with the prompt, must fit in one sequence"
     if not 1 < chat.max_length <= holds:
         yield Problem(
             "data.chat.max_length",
-            f"{chat.max_length} tokens, and a sequence holds {holds}",
+            f"{chat.max_length} tokens, but a sequence holds {holds}",
             rule,
-            f"max_length {holds}, or leave it out",
+            f"max_length {holds}, or remove it",
         )
 
 
@@ -90,21 +90,21 @@ def chat_template(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "data.chat.template",
             f"{chat.template} with data.chat.chat_template",
-            "a template is built in or comes from a file",
-            "leave one of template and chat_template out",
+            "use either a built-in template or a file",
+            "remove one of template and chat_template",
         )
 
 
 def packs_in_local_layers(recipe: Recipe) -> tuple[str, str] | None:
     """A key with which only the local layers keep packed conversations apart, and the reason."""
     if recipe.train.micro_batch_size > 1:
-        return f"train.micro_batch_size {recipe.train.micro_batch_size}", "all conversations are one sequence"
+        return f"train.micro_batch_size {recipe.train.micro_batch_size}", "packed conversations form a single sequence"
     if recipe.model.multi_latent_attention:
-        return "model.multi_latent_attention true", "latent attention has whole sequences"
+        return "model.multi_latent_attention true", "latent attention does not support packed sequences"
     if recipe.train.precision == "fp32":
-        return "train.precision fp32", "attention to several conversations is in 16 bits"
+        return "train.precision fp32", "attention to packed conversations needs 16 bits"
     if engine_name(recipe) == DEEPSPEED:
-        return "engine deepspeed", "it is not passed where conversations begin"
+        return "engine deepspeed", "the engine deepspeed does not support packed sequences"
     return None
 
 
@@ -117,15 +117,15 @@ def chat_packing(recipe: Recipe) -> Iterator[Problem]:
     obstacles = {
         "model.transformer_impl": (
             recipe.model.transformer_impl == "transformer_engine" and local is not None,
-            f"with {local[0]} only local layers keep packed conversations apart: in TransformerEngine's {local[1]}"
+            f"with {local[0]}, only local layers separate packed conversations: in TransformerEngine's, {local[1]}"
             if local
             else "",
             "transformer_impl local or auto",
         ),
         "model.mtp_num_layers": (
             recipe.model.mtp_num_layers,
-            "multi-token prediction would predict the beginning of the next conversation",
-            "leave mtp_num_layers out",
+            "multi-token prediction would predict into the next conversation",
+            "remove mtp_num_layers",
         ),
         "parallelism.context_parallel_size": (
             recipe.parallelism.context_parallel_size > 1,
@@ -144,7 +144,7 @@ def chat_objectives(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "search.objectives",
             "valid_bits_per_byte with data.chat",
-            "the loss counts the tokens of answers, and bits per byte those of the whole text",
+            "the loss is over answers only, but bits per byte are over the whole text",
             "valid_loss",
         )
 
@@ -172,7 +172,7 @@ def _heads(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "model.num_attention_heads",
             f"{heads} heads do not divide hidden_size {model.hidden_size}",
-            "num_attention_heads divides hidden_size, unless kv_channels is set",
+            "num_attention_heads must divide hidden_size, unless kv_channels is set",
             f"{divisors(model.hidden_size, heads)} heads, or hidden_size {multiples(model.hidden_size, heads)}",
         )
     groups = model.num_query_groups
@@ -180,7 +180,7 @@ def _heads(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "model.num_query_groups",
             f"{groups} query groups do not divide {heads} heads",
-            "num_query_groups divides num_attention_heads",
+            "num_query_groups must divide num_attention_heads",
             f"num_query_groups {divisors(heads, groups)}",
         )
 
@@ -191,8 +191,8 @@ def _positions(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "model.seq_length",
             f"{model.seq_length} is longer than max_position_embeddings {model.max_position_embeddings}",
-            "seq_length is at most max_position_embeddings",
-            f"seq_length {model.max_position_embeddings}, or leave max_position_embeddings out",
+            "seq_length must be at most max_position_embeddings",
+            f"seq_length {model.max_position_embeddings}, or remove max_position_embeddings",
         )
     rope = model.position_embedding_type == "rope"
     if model.rope_scaling and not rope:
@@ -208,7 +208,7 @@ def _positions(recipe: Recipe) -> Iterator[Problem]:
             f"set with position_embedding_type {model.position_embedding_type}, rope_scaling "
             f"{str(model.rope_scaling).lower()}",
             "linear interpolation is only used with position_embedding_type rope and rope_scaling false",
-            "leave it out",
+            "remove it",
         )
     yield from _yarn(model)
     channels = model.kv_channels or model.hidden_size // model.num_attention_heads
@@ -217,8 +217,8 @@ def _positions(recipe: Recipe) -> Iterator[Problem]:
     if rotates and channels and not model.multi_latent_attention and (rotated < 2 or rotated % 2):
         yield Problem(
             "model.rotary_percent",
-            f"{model.rotary_percent:g} of {channels} channels a head rotates {rotated}",
-            "the rotary embedding turns pairs: the rotated channels of a head are an even number, at least 2",
+            f"{model.rotary_percent:g} of {channels} channels per head is {rotated}",
+            "rotary embeddings rotate pairs: the number of rotated channels must be even and at least 2",
             "an even kv_channels with rotary_percent 1",
         )
 
@@ -236,15 +236,14 @@ def _yarn(model: Model) -> Iterator[Problem]:
             yield Problem(
                 f"model.{name}",
                 "unset with position_embedding_type yarn",
-                "YaRN extends a context by a factor: yarn_rotary_scaling_factor and "
-                "yarn_original_max_position_embeddings",
+                "YaRN needs yarn_rotary_scaling_factor and yarn_original_max_position_embeddings",
                 f"{name} {value}",
             )
     if model.rotary_percent != 1:
         yield Problem(
             "model.rotary_percent",
             f"{model.rotary_percent:g} with position_embedding_type yarn",
-            "megatron-core's YaRN rotates all channels of a head",
+            "megatron-core's YaRN must rotate all channels of a head",
             "rotary_percent 1, or position_embedding_type rope",
         )
 
@@ -255,7 +254,7 @@ def _loss_scale(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "train.min_loss_scale",
             f"{train.min_loss_scale:g} is above initial_loss_scale {train.initial_loss_scale:g}",
-            "min_loss_scale is at most initial_loss_scale",
+            "min_loss_scale must be at most initial_loss_scale",
             f"min_loss_scale {train.initial_loss_scale:g}",
         )
 
@@ -282,15 +281,15 @@ def _sources(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 f"{key}.path",
                 f"{source.path!r} with type {source.type}",
-                f"{source.type} has no path: it is what this machine has",
-                "type text for a folder of files, or leave path out",
+                f"{source.type} has no path: it is read from this machine",
+                "type text for a folder of files, or remove path",
             )
         if not embedded and not source.path:
-            wanted = "the dataset's name" if source.type == "hub" else "a file, folder or glob"
+            wanted = "the dataset's name" if source.type == "hub" else "the file, folder or glob"
             yield Problem(
                 f"{key}.type",
                 f"{source.type} without path",
-                f"a {source.type} source needs path: {wanted}",
+                f"a {source.type} source needs path, {wanted}",
                 f"{key}.path",
             )
         for name in ("name", "split", "revision"):
@@ -299,7 +298,7 @@ def _sources(recipe: Recipe) -> Iterator[Problem]:
                     f"{key}.{name}",
                     f"set with type {source.type}",
                     f"{name} is only used by hub sources",
-                    f"leave {name} out, or type hub",
+                    f"remove {name}, or type hub",
                 )
 
 
@@ -309,7 +308,7 @@ def _tokenizer(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "data.tokenizer.type",
             "huggingface without path",
-            "a huggingface tokenizer needs path: its name or folder",
+            "a huggingface tokenizer needs path, its name or folder",
             "data.tokenizer.path, for example gpt2",
         )
     if tokenizer.type == "huggingface" and tokenizer.pattern != "words":
@@ -317,7 +316,7 @@ def _tokenizer(recipe: Recipe) -> Iterator[Problem]:
             "data.tokenizer.pattern",
             "set with type huggingface",
             "a huggingface tokenizer has its own pattern",
-            "leave pattern out, or type bpe",
+            "remove pattern, or type bpe",
         )
     if tokenizer.type == "bpe":
         for name in ("path", "revision"):
@@ -326,13 +325,13 @@ def _tokenizer(recipe: Recipe) -> Iterator[Problem]:
                     f"data.tokenizer.{name}",
                     "set with type bpe",
                     f"a bpe tokenizer is trained from data.sources and has no {name}",
-                    f"leave {name} out, or type huggingface",
+                    f"remove {name}, or type huggingface",
                 )
         if recipe.model.vocab_size < MIN_BPE_VOCAB:
             yield Problem(
                 "model.vocab_size",
                 f"{recipe.model.vocab_size} for a bpe tokenizer",
-                f"a byte-level BPE has at least {MIN_BPE_VOCAB} tokens: 256 bytes and the end of a document",
+                f"a byte-level BPE needs at least {MIN_BPE_VOCAB} tokens: 256 bytes and the end of a document",
                 f"model.vocab_size {MIN_BPE_VOCAB}",
             )
 
@@ -343,13 +342,13 @@ def _retention(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "checkpoint.keep_interval",
             f"{keep} is not a multiple of save_interval {save}",
-            "only steps that are saved can be kept: keep_interval is a multiple of save_interval",
+            "only saved steps can be kept: keep_interval must be a multiple of save_interval",
             f"keep_interval {multiples(keep, save)}",
         )
     both = "non_persistent_save_interval", "non_persistent_local_ckpt_dir"
     here, other = sorted(both, key=lambda name: getattr(recipe.checkpoint, name) is None)
     if getattr(recipe.checkpoint, here) is not None and getattr(recipe.checkpoint, other) is None:
-        fix = f"checkpoint.{other}, or leave {here} out"
+        fix = f"checkpoint.{other}, or remove {here}"
         yield Problem(f"checkpoint.{here}", f"set without {other}", "local checkpoints need both", fix)
 
 
@@ -369,7 +368,7 @@ def _spikes(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "faults.loss_spike_rewind_steps",
             f"{faults.loss_spike_rewind_steps} with {kept} checkpoints, {save} steps apart",
-            "one of the newest checkpoints that are kept is so old: (most_recent_k - 1) × save_interval steps",
+            "one of the kept checkpoints must be that old: (most_recent_k - 1) × save_interval steps or more",
             f"checkpoint.most_recent_k {enough}, or a smaller loss_spike_rewind_steps",
         )
     needed: dict[str, tuple[str, ...]] = {
@@ -384,8 +383,8 @@ def _spikes(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 f"faults.{name}",
                 f"{value} with loss_spike_action {faults.loss_spike_action}",
-                f"{name} has an effect with loss_spike_action {' or '.join(actions)} only",
-                f"loss_spike_action {actions[-1]}, or leave {name} out",
+                f"{name} is only used with loss_spike_action {' or '.join(actions)}",
+                f"loss_spike_action {actions[-1]}, or remove {name}",
             )
 
 
@@ -397,7 +396,7 @@ def _watchdog(recipe: Recipe) -> Iterator[Problem]:
             f"faults.{name}",
             f"{value} with rank_heartbeat_timeout null",
             "without rank_heartbeat_timeout there is no watchdog",
-            f"leave {name} out, or set rank_heartbeat_timeout",
+            f"remove {name}, or set rank_heartbeat_timeout",
         )
 
 
@@ -407,16 +406,16 @@ def _same_results(recipe: Recipe) -> Iterator[Problem]:
     if interval is None:
         return
     if recipe.dpo is not None:
-        yield Problem(f"faults.{key}", f"{interval} with dpo", "replicas pass fixed tokens, not pairs of answers",
-                      f"leave {key} out")  # fmt: skip
+        yield Problem(f"faults.{key}", f"{interval} with dpo", "the comparison runs fixed tokens, not pairs of answers",
+                      f"remove {key}")  # fmt: skip
     split = parallel.context_parallel_size > 1 or parallel.expert_tensor_parallel_size not in (None, tensor)
     if parallel.expert_model_parallel_size > 1 and split:
         yield Problem(
             f"faults.{key}",
             f"{interval} with expert_model_parallel_size {parallel.expert_model_parallel_size}",
-            "ranks that hold the same experts pass the same tokens: without context parallelism, and with "
-            "expert_tensor_parallel_size unset or tensor_model_parallel_size",
-            f"leave {key} out",
+            "ranks that hold the same experts must compute the same tokens: no context parallelism, and "
+            "expert_tensor_parallel_size unset or equal to tensor_model_parallel_size",
+            f"remove {key}",
         )
 
 
@@ -428,20 +427,23 @@ def _secrets(recipe: Recipe) -> Iterator[Problem]:
         if isinstance(value, str) and has_secret(value) and name.rpartition(".")[2] != "storage":  # search_rules has it
             yield Problem(
                 name,
-                "has a password or token",
-                "recipes are recorded with every run",
-                "the environment variable or credentials file of that service",
+                "contains a password or token",
+                "recipes are stored with every run",
+                "use an environment variable or credentials file of that service",
             )
 
 
 def obstacle_to_chunks(recipe: Recipe) -> tuple[str, str] | None:
     """A key with which the loss cannot be computed in chunks, and the reason."""
     if recipe.distill:
-        return "distill", "the distance to a teacher is computed from all logits of a micro-batch"
+        return "distill", "the distance to a teacher needs all logits of a micro-batch"
     if recipe.dpo:
-        return "dpo", "the weight of an answer's tokens depends on all of them"
+        return "dpo", "preference losses need all tokens of an answer at once"
     if recipe.zero is not None and recipe.zero.stage == 3:
-        return "zero.stage 3", "ZeRO 3 has the output weight in the output layer's own forward and backward pass only"
+        return (
+            "zero.stage 3",
+            "ZeRO 3 gathers the output weight only in the output layer's own forward and backward pass",
+        )
     return None
 
 
@@ -449,14 +451,14 @@ def _loss_chunks(recipe: Recipe) -> Iterator[Problem]:
     obstacle = obstacle_to_chunks(recipe)
     if recipe.train.loss_chunk_tokens and obstacle is not None:
         what = f"{recipe.train.loss_chunk_tokens} with {obstacle[0]}"
-        yield Problem("train.loss_chunk_tokens", what, obstacle[1], "leave loss_chunk_tokens out")
+        yield Problem("train.loss_chunk_tokens", what, obstacle[1], "remove loss_chunk_tokens")
     unchunked = recipe.train.loss_chunk_tokens == 0 or obstacle is not None
     if recipe.train.z_loss_coeff and unchunked:
         yield Problem(
             "train.z_loss_coeff",
             f"{recipe.train.z_loss_coeff:g} with {obstacle[0] if obstacle else 'train.loss_chunk_tokens 0'}",
-            "a z-loss is computed by the loss in chunks",
-            "leave z_loss_coeff out" if obstacle else "leave loss_chunk_tokens out",
+            "the z-loss needs the loss in chunks",
+            "remove z_loss_coeff" if obstacle else "remove loss_chunk_tokens",
         )
 
 
@@ -472,10 +474,10 @@ def _sink_settings(recipe: Recipe) -> Iterator[Problem]:
                     f"tracking.{name}",
                     f"{value!r} with {sink} false",
                     f"{name} is only used with tracking.{sink} true",
-                    f"leave {name} out, or tracking.{sink} true",
+                    f"remove {name}, or tracking.{sink} true",
                 )
             elif isinstance(value, str) and not value.strip():
-                yield Problem(f"tracking.{name}", "empty", f"{name} is a name", f"leave {name} out")
+                yield Problem(f"tracking.{name}", "empty", f"{name} must not be empty", f"remove {name}")
 
 
 _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (

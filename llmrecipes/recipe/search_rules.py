@@ -42,13 +42,13 @@ def check(recipe: Recipe) -> Iterator[Problem]:
     yield from _storage(search)
     if search.grace_period is not None and search.grace_period <= search.heartbeat_interval:
         yield Problem(
-            "search.grace_period", f"{search.grace_period} s, and heartbeat_interval is {search.heartbeat_interval} s",
-            "a trial is requeued when it has missed a heartbeat",
+            "search.grace_period", f"{search.grace_period} s, but heartbeat_interval is {search.heartbeat_interval} s",
+            "grace_period must exceed heartbeat_interval, or healthy trials are requeued",
             f"search.grace_period: {2 * search.heartbeat_interval}",
         )  # fmt: skip
     if search.sampler.type != "GridSampler" and all(getattr(search, name) is None for name in _LIMITS):
         yield Problem(
-            "search.n_trials", "the study has no limit", f"a search has at least one of {', '.join(_LIMITS)}",
+            "search.n_trials", "the study has no limit", f"a search needs at least one of {', '.join(_LIMITS)}",
             "search.n_trials: 20",
         )  # fmt: skip
 
@@ -59,31 +59,32 @@ def _dimension(recipe: Recipe, search: Search, number: int, dimension: Dimension
     known = key_of(key)
     if not is_key(key) or (known is not None and known.section):
         what = "is a section" if known is not None else "is not a recipe key"
-        yield Problem(f"{where}.key", f"{key!r} {what}", "a search is over keys of the recipe", str(hint(key)))
+        yield Problem(f"{where}.key", f"{key!r} {what}", "only recipe keys can be searched", str(hint(key)))
         return
     if not _has_place(recipe.model_dump(mode="json"), key):
-        yield Problem(f"{where}.key", f"{key} is in no item of the recipe",
-                      "a search changes items that the recipe has", "an item from 0")  # fmt: skip
+        yield Problem(f"{where}.key", f"{key} is in an item that the recipe does not have",
+                      "only existing list items can be searched", "the index of an existing item, from 0")  # fmt: skip
         return
     if key in FIXED or key.partition(".")[0] in FIXED_SECTIONS:
         yield Problem(
-            f"{where}.key", f"{key} is the same in all trials", "trials are compared with each other",
+            f"{where}.key", f"{key} cannot be searched",
+            "it must be the same in all trials, so that they are comparable",
             "search.trial_tokens sets the length of a trial" if key == "train.train_iters" else "",
         )  # fmt: skip
     if key in earlier:
-        yield Problem(f"{where}.key", f"{key} appears twice", "a key has one range", "remove one")
+        yield Problem(f"{where}.key", f"{key} appears twice", "a key may have only one range", "remove one")
     for condition, allowed in dimension.when.items():
         if not is_key(condition):
             yield Problem(f"{where}.when", f"{condition!r} is not a recipe key", fix=str(hint(condition)))
         elif condition in [dimension.key for dimension in search.space[number:]]:
             yield Problem(
-                f"{where}.when", f"{condition} is not searched before {key}",
-                "a condition is on a key that has its value already", f"move {condition} up",
+                f"{where}.when", f"{condition} comes after {key}",
+                "a condition must be on a key that is searched earlier", f"move {condition} up",
             )  # fmt: skip
         else:
             for value in allowed:
                 if reason := _misfit(recipe, condition, value):
-                    yield Problem(f"{where}.when", f"{value!r} does not fit {condition}", reason)
+                    yield Problem(f"{where}.when", f"{value!r} is not valid for {condition}", reason)
     if dimension.choices is not None:
         yield from _choices(recipe, where, dimension)
     else:
@@ -93,12 +94,17 @@ def _dimension(recipe: Recipe, search: Search, number: int, dimension: Dimension
 def _choices(recipe: Recipe, where: str, dimension: Dimension) -> Iterator[Problem]:
     choices = dimension.choices or ()
     if dimension.low is not None or dimension.high is not None or dimension.step is not None or dimension.log:
-        yield Problem(f"{where}.choices", f"{dimension.key} has choices and a range", "a key has one", "remove one")
+        yield Problem(
+            f"{where}.choices",
+            f"{dimension.key} has choices and a range",
+            "a key needs either choices or a range",
+            "remove one",
+        )
     for position, choice in enumerate(choices):
         if choice in choices[:position]:
-            yield Problem(f"{where}.choices", f"{choice!r} appears twice", "choices differ", "remove one")
+            yield Problem(f"{where}.choices", f"{choice!r} appears twice", "choices must be different", "remove one")
         elif reason := _misfit(recipe, dimension.key, choice):
-            yield Problem(f"{where}.choices", f"{choice!r} does not fit {dimension.key}", reason)
+            yield Problem(f"{where}.choices", f"{choice!r} is not valid for {dimension.key}", reason)
 
 
 def _has_place(data: Any, key: str) -> bool:
@@ -125,14 +131,17 @@ def _misfit(recipe: Recipe, key: str, value: object) -> str:
 def _range(where: str, dimension: Dimension) -> Iterator[Problem]:
     key, low, high, step = dimension.key, dimension.low, dimension.high, dimension.step
     if low is None or high is None:
-        yield Problem(where, f"{key} has no range", "a key has low and high, or choices", "low: 1, high: 10")
+        yield Problem(where, f"{key} has no range", "a key needs low and high, or choices", "low: 1, high: 10")
         return
     if not is_number(key):
-        yield Problem(where, f"a range for {key}", f"{key} is {_takes(key)}", "choices: [...]")
+        yield Problem(where, f"a range for {key}", f"{key} must be {_takes(key)}", "choices: [...]")
         return
     if low >= high:
         yield Problem(
-            f"{where}.low", f"{low:g} to {high:g} is empty", "low is less than high", f"low: {high:g}, high: {low:g}"
+            f"{where}.low",
+            f"{low:g} to {high:g} is empty",
+            "low must be less than high",
+            f"low: {high:g}, high: {low:g}",
         )
         return
     whole = is_integer(key)
@@ -140,19 +149,19 @@ def _range(where: str, dimension: Dimension) -> Iterator[Problem]:
         if whole and not value.is_integer():
             yield Problem(f"{where}.{name}", f"{value:g} for {key}", f"{key} is an integer", f"{name}: {round(value)}")
         elif not any(admits(node, int(value) if whole else value) for node in options_of(key)):
-            yield Problem(f"{where}.{name}", f"{value:g} does not fit", f"{key} is {_takes(key)}")
+            yield Problem(f"{where}.{name}", f"{value:g} is not valid", f"{key} must be {_takes(key)}")
     if dimension.log and low <= 0:
-        yield Problem(f"{where}.low", f"{low:g} with log", "a logarithmic range is greater than 0", "log: false")
+        yield Problem(f"{where}.low", f"{low:g} with log", "a logarithmic range must start above 0", "log: false")
     if step is None:
         return
     if dimension.log:
-        yield Problem(f"{where}.step", "set with log", "a logarithmic range has no step", "choices, or no step")
+        yield Problem(f"{where}.step", "set with log", "a logarithmic range cannot have a step", "choices, or no step")
     elif whole and not step.is_integer():
         yield Problem(f"{where}.step", f"{step:g} for {key}", f"{key} is an integer", f"step: {max(1, round(step))}")
     elif not math.isclose(round((high - low) / step) * step, high - low):
         last = low + math.floor((high - low) / step) * step
         yield Problem(f"{where}.high", f"{high:g} is not low + a multiple of step {step:g}",
-                      "high is the last value", f"high: {last:g}")  # fmt: skip
+                      "high must be the last value", f"high: {last:g}")  # fmt: skip
 
 
 def is_number(key: str) -> bool:
@@ -190,7 +199,7 @@ def _sampler(search: Search) -> Iterator[Problem]:
     sampler, kind = search.sampler, search.sampler.type
     for key in type(sampler).model_fields:
         if key != "type" and getattr(sampler, key) is not None and key not in SAMPLER_KEYS[kind]:
-            yield Problem(f"search.sampler.{key}", f"has no effect on {kind}", fix="leave it out")
+            yield Problem(f"search.sampler.{key}", f"has no effect on {kind}", fix="remove it")
     cannot: list[tuple[str, str]] = []
     if kind == "GridSampler":
         cannot += [(dimension.key, "a range without step") for dimension in search.space if not is_finite(dimension)]
@@ -200,7 +209,7 @@ def _sampler(search: Search) -> Iterator[Problem]:
         cannot += [(dimension.key, "a condition") for dimension in search.space if dimension.when]
     for key, what in cannot:
         yield Problem(
-            "search.sampler.type", f"{kind}, and {key} has {what}", f"{kind} cannot sample {what}",
+            "search.sampler.type", f"{kind}, but {key} has {what}", f"{kind} cannot sample {what}",
             "TPESampler" if what != "a range without step" else f"a step for {key}, or TPESampler",
         )  # fmt: skip
     if kind == "GridSampler" and not cannot and (points := math.prod(map(_size, search.space))) > MOST_POINTS:
@@ -210,7 +219,7 @@ def _sampler(search: Search) -> Iterator[Problem]:
         yield Problem("search.sampler.type", f"{kind} for one key", f"{kind} needs at least two", "TPESampler")
     if kind == "CmaEsSampler" and len(search.objectives) > 1:
         yield Problem("search.sampler.type", f"{kind} with {len(search.objectives)} objectives",
-                      f"{kind} has one objective", "TPESampler")  # fmt: skip
+                      f"{kind} supports one objective only", "TPESampler")  # fmt: skip
 
 
 def _pruner(recipe: Recipe, search: Search) -> Iterator[Problem]:
@@ -220,13 +229,13 @@ def _pruner(recipe: Recipe, search: Search) -> Iterator[Problem]:
     taken = set(pruner_keys(pruner))
     for key in type(pruner).model_fields:
         if key != "type" and getattr(pruner, key) is not None and key not in taken:
-            yield Problem(f"search.pruner.{key}", f"has no effect on {pruner.type}", fix="leave it out")
+            yield Problem(f"search.pruner.{key}", f"has no effect on {pruner.type}", fix="remove it")
     for key, kind in (("percentile", "PercentilePruner"), ("patience", "PatientPruner")):
         if kind in (pruner.type, pruner.wrapped_pruner) and getattr(pruner, key) is None:
             yield Problem(f"search.pruner.{key}", "missing", f"{kind} needs it")
     if len(search.objectives) > 1 and pruner.type != "NopPruner":
         yield Problem("search.pruner.type", f"{pruner.type} with {len(search.objectives)} objectives",
-                      "Optuna prunes trials with one objective only", "NopPruner")  # fmt: skip
+                      "Optuna can only prune trials with a single objective", "NopPruner")  # fmt: skip
     evaluations = -(-recipe.train.train_iters // recipe.train.eval_interval)
     if "WilcoxonPruner" in (pruner.type, pruner.wrapped_pruner):
         threshold = WILCOXON_P if pruner.p_threshold is None else pruner.p_threshold
@@ -250,10 +259,11 @@ def pruner_keys(pruner: Pruner) -> tuple[str, ...]:
 def _objectives(recipe: Recipe, search: Search) -> Iterator[Problem]:
     names = search.objectives
     if search.seeds_per_point > 1 and any(dimension.key == "train.seed" for dimension in search.space):
-        yield Problem("search.seeds_per_point", f"{search.seeds_per_point}, and train.seed is searched",
-                      "each point is trained with the same seeds", "remove train.seed from search.space")  # fmt: skip
+        yield Problem("search.seeds_per_point", f"{search.seeds_per_point}, but train.seed is searched",
+                      "all points must be trained with the same seeds",
+                      "remove train.seed from search.space")  # fmt: skip
     if len(set(names)) < len(names):
-        yield Problem("search.objectives", f"{', '.join(names)}", "objectives differ", "remove one")
+        yield Problem("search.objectives", f"{', '.join(names)}", "objectives must be different", "remove one")
     if recipe.data.split[1] == 0:
         yield Problem("data.split", "no validation split", "trials are compared by their validation loss",
                       "data.split: [98, 1, 1]")  # fmt: skip
@@ -263,11 +273,12 @@ def _objectives(recipe: Recipe, search: Search) -> Iterator[Problem]:
         if dimension.key == "model.vocab_size" or ".tokenizer." in dimension.key
     ]
     if tokens and "valid_loss" in names:
-        yield Problem("search.objectives", f"valid_loss, and {tokens[0]} is searched",
-                      "losses of different tokenizers are not comparable", "valid_bits_per_byte")  # fmt: skip
+        yield Problem("search.objectives", f"valid_loss, but {tokens[0]} is searched",
+                      "losses with different tokenizers are not comparable", "valid_bits_per_byte")  # fmt: skip
     if search.patience is not None and len(names) > 1:
-        yield Problem("search.patience", f"set with {len(names)} objectives", "several objectives have no best value",
-                      "leave it out")  # fmt: skip
+        yield Problem("search.patience", f"set with {len(names)} objectives",
+                      "with several objectives there is no single best value",
+                      "remove it")  # fmt: skip
 
 
 def _points(search: Search) -> Iterator[Problem]:
@@ -276,10 +287,10 @@ def _points(search: Search) -> Iterator[Problem]:
         for key, value in point.items():
             where = f"search.enqueue_trials.{number}"
             if key not in dimensions:
-                yield Problem(where, f"{key} is not searched", "a point has values of searched keys",
+                yield Problem(where, f"{key} is not searched", "a point may only set searched keys",
                               f"one of {', '.join(dimensions)}")  # fmt: skip
             elif not contains(dimensions[key], value):
-                yield Problem(where, f"{value!r} is not in the range of {key}", "a point is inside the space")
+                yield Problem(where, f"{value!r} is not in the range of {key}", "points must be inside the space")
 
 
 def contains(dimension: Dimension, value: object) -> bool:
@@ -300,17 +311,18 @@ def _storage(search: Search) -> Iterator[Problem]:
     addresses += [(f"search.source_studies.{n}.storage", each.storage) for n, each in enumerate(search.source_studies)]
     for where, storage in addresses:
         if storage == "":
-            yield Problem(where, "is empty", "a storage is a URL or a path", "leave it out")
+            yield Problem(where, "is empty", "storage must be a URL or a path", "remove it")
         if storage is None or "://" not in storage:
             continue
         parts = urlsplit(storage)
         if parts.scheme.partition("+")[0] not in STORAGES:
-            yield Problem(where, f"scheme {parts.scheme!r}", "a storage is sqlite:///FILE, postgresql://..., or a path",
-                          "a path of a journal file")  # fmt: skip
+            yield Problem(where, f"scheme {parts.scheme!r}",
+                          "storage must be sqlite:///FILE, postgresql://... or a path",
+                          "the path of a journal file")  # fmt: skip
         elif parts.scheme.startswith("sqlite") and parts.path in ("", "/", "/:memory:"):
             yield Problem(
-                where, f"{redact(storage)} is in memory", "a study outlives its process", "sqlite:///study.db"
+                where, f"{redact(storage)} is in memory", "a study must outlive its process", "sqlite:///study.db"
             )
         elif has_secret(storage):
-            yield Problem(where, "has a password", "recipes are recorded with every run",
+            yield Problem(where, "has a password", "recipes are stored with every run",
                           "PGPASSWORD or ~/.pgpass")  # fmt: skip

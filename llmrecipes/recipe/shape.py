@@ -134,21 +134,21 @@ def mup_rules(recipe: Recipe) -> Iterator[Problem]:
                 yield Problem(
                     f"model.{name}",
                     "set without use_mup",
-                    f"{name} belongs to the maximal-update parametrisation",
-                    f"model.use_mup true, or leave {name} out",
+                    f"{name} is only used with the maximal-update parametrisation",
+                    f"model.use_mup true, or remove {name}",
                 )
         return
     if model.init_method != "normal":
         yield Problem(
             "model.init_method",
             f"{model.init_method} with use_mup",
-            "the maximal-update parametrisation scales the standard deviation of the base width",
+            "the maximal-update parametrisation scales init_method_std, which only init_method normal uses",
             "init_method normal with init_method_std",
         )
     if model.multi_latent_attention:
         yield Problem(
             "model.use_mup",
             "true with multi_latent_attention",
-            "megatron-core does not scale the scores of latent attention",
+            "megatron-core does not scale attention scores of latent attention for it",
             "use_mup false, or multi_latent_attention false",
         )

@@ -50,7 +50,7 @@ def parse(text: str) -> tuple[str, ...]:
             last = end
         text = "".join([*written, text[last:]])
     if unknown := set(text) - {*NAMES, "|"}:
-        raise ValueError(f"{', '.join(repr(letter) for letter in sorted(unknown))} in it")
+        raise ValueError(f"unknown {', '.join(repr(letter) for letter in sorted(unknown))}")
     return tuple(text.split("|"))
 
 
@@ -158,9 +158,10 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
     except ValueError as error:
         yield _problem(
             f"{written[:200]!r}: {error}",
-            "stages are separated by |, and have E (embedding), t (transformer layer), m (multi-token prediction) and "
+            "stages are separated by | and consist of E (embedding), t (transformer layer), m (multi-token "
+            "prediction) and "
             "L (loss), with repetitions as t*3 and (tt|)*2",
-            "Et*3|(tt|)*2tL, for example; llmrecipes plan --search writes one for the model",
+            "for example Et*3|(tt|)*2tL; llmrecipes plan --search proposes one for the model",
         )
         return
     stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
@@ -168,7 +169,7 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
         yield _problem(
             f"{len(parts)} stages for pipeline_model_parallel_size {stages} × virtual_pipeline_model_parallel_size "
             f"{chunks}",
-            f"the layout has a part for each chunk of each stage: {stages * chunks}",
+            f"the layout needs {stages * chunks} parts, one per chunk of every stage",
             _degrees(len(parts), stages) or f"{stages * chunks} stages in {KEY}",
         )
         return
@@ -181,7 +182,7 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
             other = f", or model.{name} {counts[part] or 'null'}" if name else ""
             yield _problem(
                 f"{counts[part]} {part} for {f'{name} ' if name else ''}{number}",
-                f"{part} is the {NAMES[part]}: every one is on one stage",
+                f"{part} is the {NAMES[part]}: each must be on exactly one stage",
                 f"{number} {part} in {KEY}{other}",
             )
             return
@@ -192,14 +193,14 @@ def _places(parts: tuple[str, ...], stages: int, chunks: int) -> Iterator[Proble
     if not parts[0].startswith(EMBEDDING) or not parts[-1].endswith(LOSS):
         yield _problem(
             f"stages begin with {parts[0] or 'nothing'} and end with {parts[-1] or 'nothing'}",
-            "the first stage begins with the embedding, and the last one ends with the loss",
+            "the first stage must begin with the embedding, and the last must end with the loss",
             f"{EMBEDDING} at the beginning and {LOSS} at the end of {KEY}",
         )
         return
     if empty := [number for number, part in enumerate(parts) if not part]:
         yield _problem(
             f"nothing on stage {empty[0] % stages}, chunk {empty[0] // stages}",
-            "every chunk of a stage computes something",
+            "every chunk of a stage needs a layer",
             f"a layer there, or fewer stages in {KEY}",
         )
     predicting = [number for number, part in enumerate(parts) if PREDICTION in part]
@@ -209,13 +210,13 @@ def _places(parts: tuple[str, ...], stages: int, chunks: int) -> Iterator[Proble
     if LAYER in whole[whole.index(PREDICTION) :]:
         yield _problem(
             f"{LAYER} after {PREDICTION}",
-            "multi-token prediction continues from the last transformer layer",
+            "multi-token prediction must come after the last transformer layer",
             f"{PREDICTION} after every {LAYER}",
         )
     elif predicting != [len(parts) - 1]:
         yield _problem(
             f"{PREDICTION} on stage {predicting[0] % stages}, chunk {predicting[0] // stages}",
-            "all layers of multi-token prediction are on the stage of the loss",
+            "multi-token prediction layers must be on the stage of the loss",
             f"{parts[-1].replace(LOSS, '')}{PREDICTION * whole.count(PREDICTION)}{LOSS} as the last stage",
         )
 

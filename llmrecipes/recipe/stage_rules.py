@@ -33,7 +33,7 @@ def in_stages(recipe: Recipe, rules: Iterable[Rule]) -> Iterator[Problem]:
     for stage, each in zip(recipe.stages, stage_recipes(recipe), strict=True):
         problems = [problem for rule in rules for problem in rule(each)]
         for problem in problems:
-            yield replace(problem, what=f"in stage {stage.name}: {problem.what}")
+            yield replace(problem, what=f"stage {stage.name}: {problem.what}")
         if problems:
             return
 
@@ -50,9 +50,9 @@ def elastic(recipe: Recipe) -> Iterator[Problem]:
     size = replica_ranks(recipe)
     yield Problem(
         "train.elastic",
-        f"[{least}, {most}] replicas of {size} rank{'s' * (size > 1)}, and no number of ranks is one of all stages: "
+        f"[{least}, {most}] replicas of {size} rank{'s' * (size > 1)}, but no number of ranks works for all stages: "
         + "; ".join(ranks),
-        "all stages run on the same ranks",
+        "all stages must run on the same ranks",
         "a wider range, or layouts that divide the same numbers of ranks",
     )
 
@@ -63,37 +63,43 @@ def _structure(recipe: Recipe) -> Iterator[Problem]:
     for number, stage in enumerate(recipe.stages):
         where = f"stages.{number}"
         if names.index(stage.name) != number:
-            yield Problem(f"{where}.name", f"{stage.name!r} is the name of an earlier stage", "stages have a name each",
+            yield Problem(f"{where}.name", f"{stage.name!r} is the name of an earlier stage",
+                          "stage names must be unique",
                           "another name")  # fmt: skip
         last = number == len(names) - 1
         ends = (stage.train_iters is not None) + (stage.tokens is not None)
         if ends > 1 or (not ends and not last):
             yield Problem(where, f"stage {stage.name} has {'two ends' if ends else 'no end'}",
-                          "a stage ends after train_iters steps, or after tokens",
-                          "train_iters or tokens")  # fmt: skip
+                          "a stage needs either train_iters or tokens",
+                          "set one of train_iters and tokens")  # fmt: skip
         for section, allowed in CHANGES.items():
             for key in getattr(stage, section):
                 if key not in allowed:
-                    yield Problem(f"{where}.{section}.{key}", f"in stage {stage.name}", f"a stage changes {section}: "
-                                  + ", ".join(allowed), "leave it out, or set it for the run")  # fmt: skip
+                    yield Problem(f"{where}.{section}.{key}", f"set in stage {stage.name}",
+                                  f"a stage may only change these keys of {section}: "
+                                  + ", ".join(allowed), "remove it, or set it for the run")  # fmt: skip
         weights = stage.data.weights
         if weights is not None and (len(weights) != len(recipe.data.sources) or not any(weights)):
             yield Problem(f"{where}.data.weights", f"{list(weights)} in stage {stage.name}",
-                          f"a weight for each of the {len(recipe.data.sources)} sources, not all of them 0",
+                          f"one weight per source ({len(recipe.data.sources)}), not all of them 0",
                           f"{[1.0] * len(recipe.data.sources)}")  # fmt: skip
     if recipe.data.chat is not None:
-        yield Problem("stages", "with data.chat", "stages are of text", "leave stages or data.chat out")
+        yield Problem(
+            "stages", "set with data.chat", "stages do not support conversations", "remove stages or data.chat"
+        )
     if recipe.faults.loss_spike_action == "rewind":
-        yield Problem("faults.loss_spike_action", "rewind with stages", "a run with stages does not go back",
+        yield Problem("faults.loss_spike_action", "rewind with stages", "runs with stages cannot be rewound",
                       "loss_spike_action: skip")  # fmt: skip
     if recipe.checkpoint.non_persistent_save_interval is not None:
         yield Problem("checkpoint.non_persistent_save_interval", "set with stages",
-                      "a stage begins with a checkpoint that all ranks read", "leave it out")  # fmt: skip
+                      "a stage starts from a checkpoint that all ranks can read", "remove it")  # fmt: skip
     if recipe.distill is not None and recipe.distill.logits is not None:
-        yield Problem("distill.logits", "set with stages", "what is on a disk is of one order of samples, and a stage "
-                      "may begin another", "leave distill.logits out: the teacher computes in each stage")  # fmt: skip
+        yield Problem("distill.logits", "set with stages",
+                      "precomputed logits are for one order of samples, but a stage "
+                      "may start a new one",
+                      "remove distill.logits, to compute the teacher in every stage")  # fmt: skip
     if recipe.search is not None:
-        yield Problem("search", "with stages", "trials have equal steps", "leave search out")
+        yield Problem("search", "set with stages", "trials do not support stages", "remove search")
 
 
 def _values(recipe: Recipe) -> Iterator[Problem]:
@@ -106,7 +112,7 @@ def _values(recipe: Recipe) -> Iterator[Problem]:
             for problem in explain(error, {}):
                 yield Problem(
                     f"stages.{number}.{problem.key}",
-                    f"{problem.what}, in stage {stage.name}",
+                    f"{problem.what} (stage {stage.name})",
                     problem.rule,
                     problem.fix,
                 )
@@ -122,15 +128,15 @@ def _length(recipe: Recipe) -> Iterator[Problem]:
     if stage.train_iters is None and stage.tokens is None:
         yield Problem(
             f"stages.{len(last) - 1}",
-            f"stage {stage.name} would begin at step {last[-2] if len(last) > 1 else 0:,} of {whole:,}",
-            "a last stage without an end has what is left of train.train_iters",
-            f"train.train_iters of more than {last[-2] if len(last) > 1 else 0}",
+            f"stage {stage.name} would start at step {last[-2] if len(last) > 1 else 0:,} of {whole:,}",
+            "a last stage without an end takes the remaining steps of train.train_iters",
+            f"train.train_iters greater than {last[-2] if len(last) > 1 else 0}",
         )
         return
     yield Problem(
         "train.train_iters",
-        f"{whole:,}, and the stages have {last[-1]:,} steps",
-        "stages add up to train.train_iters",
+        f"{whole:,}, but the stages have {last[-1]:,} steps",
+        "the steps of all stages must add up to train.train_iters",
         f"train.train_iters={last[-1]}",
     )
 
@@ -148,10 +154,10 @@ def _positions(recipe: Recipe) -> Iterator[Problem]:
     one_kind = 0 not in tables
     yield Problem(
         "model.max_position_embeddings" if one_kind else "model.position_embedding_type",
-        f"stages with learned positions for {', '.join(f'{size:,}' for size in sorted(tables - {0}))} tokens"
-        + ("" if one_kind else ", and stages with rotated ones"),
-        "a learned table has a row for each position of the run, in every stage",
-        f"model.max_position_embeddings={longest}" if one_kind else "one kind of positions in all stages",
+        f"stages have learned positions for {', '.join(f'{size:,}' for size in sorted(tables - {0}))} tokens"
+        + ("" if one_kind else ", and others rotary positions"),
+        "a learned table must have a row for every position of the run, in all stages",
+        f"model.max_position_embeddings={longest}" if one_kind else "the same kind of positions in all stages",
     )
 
 
@@ -171,8 +177,8 @@ def _teacher(recipe: Recipe) -> Iterator[Problem]:
             if value != of_run[key]:
                 yield Problem(
                     f"stages.{number}.model.{key}",
-                    f"{value!r} in stage {stage.name} would be the teacher's too, which has {of_run[key]!r}",
-                    "the teacher does not change between stages",
+                    f"{value!r} in stage {stage.name} would also apply to the teacher, which has {of_run[key]!r}",
+                    "the teacher cannot change between stages",
                     f"distill.model.{key}={of_run[key]}",
                 )
                 return

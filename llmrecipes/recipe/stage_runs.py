@@ -60,8 +60,8 @@ def stage_named(recipe: Recipe, name: str) -> Recipe:
         raise UserError(
             f"{recipe.name} has no stage {name}",
             where="--in",
-            rule="a stage of the recipe",
-            fix=f"--in {' or '.join(names)}" if names else "leave it out: the recipe has no stages",
+            rule="--in needs the name of a stage in the recipe",
+            fix=f"--in {' or '.join(names)}" if names else "remove it: the recipe has no stages",
         )
     return stage_recipes(recipe)[names.index(name)]
 
@@ -82,7 +82,7 @@ def in_stage(recipe: Recipe) -> Iterator[None]:
         if span is None:
             raise
         raise UserError(
-            f"in stage {span.name}: {error.what}", where=error.where, rule=error.rule, fix=error.fix, code=error.code
+            f"stage {span.name}: {error.what}", where=error.where, rule=error.rule, fix=error.fix, code=error.code
         ) from error
 
 

@@ -144,10 +144,10 @@ NOTES: tuple[tuple[str, str], ...] = (
         "n_positions n_ctx max_positions model_max_length max_sequence_length",
         "model.seq_length is the length of training sequences",
     ),
-    ("warmup_ratio warmup_fraction lr_warmup_fraction", "a number of steps: the share × train.train_iters"),
+    ("warmup_ratio warmup_fraction lr_warmup_fraction", "a number of steps: the ratio × train.train_iters"),
     (
         "num_train_epochs num_epochs epochs train_tokens train_samples lr_warmup_samples lr_decay_samples",
-        "a run is counted in steps of global_batch_size × seq_length tokens",
+        "the length of a run is a number of steps of global_batch_size × seq_length tokens",
     ),
     (
         "gradient_accumulation_steps gradient_accumulation grad_accum accumulate_grad_batches "
@@ -169,19 +169,22 @@ NOTES: tuple[tuple[str, str], ...] = (
         "data_parallel_replicate_degree",
         "data-parallel size is derived: ranks / (tensor × pipeline × context); --nproc sets the number of ranks",
     ),
-    ("optimizer.type optimizer.name optimizer_type optim", "leave it out: the optimizer is AdamW"),
-    ("bos_token_id eos_token_id pad_token_id", "leave it out: it comes from the tokenizer"),
+    (
+        "optimizer.type optimizer.name optimizer_type optim",
+        "set optimizer.optimizer: adam (AdamW, the default), sgd, muon or lion",
+    ),
+    ("bos_token_id eos_token_id pad_token_id", "remove it: it comes from the tokenizer"),
     (
         "architectures model_type auto_map _name_or_path transformers_version",
-        "leave it out: the keys under model describe the architecture",
+        "remove it: the keys under model describe the architecture",
     ),
     (
         "use_cache pretraining_tp output_attentions output_hidden_states output_router_logits return_dict",
-        "leave it out: it has no effect on pretraining",
+        "remove it: it has no effect on pretraining",
     ),
     (
         "attn_logit_softcapping final_logit_softcapping",
-        "the model has no softcapping of logits",
+        "not supported: softcapping of logits",
     ),
     (
         "use_parallel_residual parallel_attn",
@@ -202,7 +205,7 @@ NOTES: tuple[tuple[str, str], ...] = (
         "rotary_base is rope_theta; Llama 3.1's scaling is rope_scaling: true and rope_scaling_factor; YaRN is "
         "position_embedding_type: yarn",
     ),
-    ("rotary_dim", "a share: rotary_dim / kv_channels"),
+    ("rotary_dim", "a fraction: rotary_dim / kv_channels"),
     ("use_rotary_position_embeddings rotary", "rope, yarn or learned_absolute"),
     (
         "attention_bias",
@@ -214,13 +217,13 @@ NOTES: tuple[tuple[str, str], ...] = (
     ),
     (
         "first_k_dense_replace mlp_only_layers",
-        "a list with 0 for each dense layer and 1 for each layer with experts",
+        "a list with 0 per dense layer and 1 per layer with experts",
     ),
     ("seq_aux", "seq_aux: true is seq_aux_loss"),
     ("topk_method", "noaux_tc is moe_router_enable_expert_bias: true"),
     ("norm_topk_prob", "norm_topk_prob: true is moe_router_pre_softmax: false"),
-    ("num_layers_per_virtual_pipeline_stage", "the number of chunks on a stage, not of layers in a chunk"),
-    ("batch_size", "sequences on one rank in one forward pass, or in one optimizer step"),
+    ("num_layers_per_virtual_pipeline_stage", "the number of chunks per stage, not of layers per chunk"),
+    ("batch_size", "sequences per forward pass on a rank, or per optimizer step"),
     ("min_lr_ratio min_lr_factor", "a learning rate: the ratio × optimizer.lr"),
     ("gradient_checkpointing recompute_layer", "selective or full"),
     (
@@ -230,9 +233,9 @@ NOTES: tuple[tuple[str, str], ...] = (
     ("per_device_eval_batch_size", "evaluation takes train.micro_batch_size and train.global_batch_size"),
     (
         "attn_implementation _attn_implementation use_flash_attn",
-        "leave it out: the attention kernel follows from the device",
+        "remove it: the attention kernel follows from the device",
     ),
-    ("output_dir save_dir", "leave it out: --runs-dir says where runs are kept"),
+    ("output_dir save_dir", "remove it: --runs-dir sets where runs are stored"),
     (
         "rope_scaling",
         "Llama 3.1's scaling is rope_scaling: true, and its factor rope_scaling_factor; YaRN is "

@@ -43,15 +43,15 @@ def check(dense: Recipe, moe: Recipe) -> Iterator[Problem]:
     if dense.model.num_moe_experts is not None:
         yield Problem(
             "model.num_moe_experts",
-            f"the run has {dense.model.num_moe_experts} experts already",
-            "upcycling starts from a dense model",
+            f"the run already has {dense.model.num_moe_experts} experts",
+            "only dense models can be upcycled",
         )
         return
     if dense.lora is not None:
         yield Problem(
             "lora",
             "the run has adapters only",
-            "upcycling copies the MLP of a whole model",
+            "only a full model can be upcycled",
             "llmrecipes export RUN --to hf --merge-adapter, and llmrecipes import of the result",
         )
         return
@@ -59,12 +59,14 @@ def check(dense: Recipe, moe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "model.num_moe_experts",
             "not set",
-            "upcycling makes a mixture of experts",
+            "the new recipe must have experts",
             "model.num_moe_experts=8 model.moe_router_topk=2",
         )
         return
     if moe.name == dense.name:
-        yield Problem("name", f"{moe.name!r} is the dense run's", "another model has another name", "leave name out")
+        yield Problem(
+            "name", f"{moe.name!r} is the dense run's name", "the new model needs a different name", "remove name"
+        )
     yield from _router(moe.model)
     yield from _experts(moe.model)
     yield from _unchanged(dense, moe)
@@ -72,7 +74,7 @@ def check(dense: Recipe, moe: Recipe) -> Iterator[Problem]:
 
 def _router(model: Model) -> Iterator[Problem]:
     all_experts = model.moe_router_topk == model.num_moe_experts
-    sums = "the probabilities of a token's experts sum to one"
+    sums = "the probabilities of a token's experts must sum to one"
     if model.moe_router_score_function == "softmax" and model.moe_router_pre_softmax and not all_experts:
         yield Problem(
             "model.moe_router_pre_softmax",
@@ -97,21 +99,21 @@ def _experts(model: Model) -> Iterator[Problem]:
         yield Problem(
             "model.moe_ffn_hidden_size",
             f"{sizes.moe_ffn_hidden_size} for a dense MLP of {sizes.ffn_hidden_size}",
-            "every expert is a copy of the whole dense MLP",
+            "every expert is a full copy of the dense MLP",
             f"model.moe_ffn_hidden_size={sizes.ffn_hidden_size}",
         )
     if sizes.moe_shared_ffn_hidden_size:
         yield Problem(
             "model.moe_shared_expert_intermediate_size",
             f"{sizes.moe_shared_ffn_hidden_size}",
-            "shared experts would add to what the copies of the dense MLP give already",
+            "shared experts would add to the output of the copied MLPs",
             "model.moe_shared_expert_intermediate_size=null",
         )
     if model.moe_expert_capacity_factor is not None:
         yield Problem(
             "model.moe_expert_capacity_factor",
             f"{model.moe_expert_capacity_factor:g}",
-            "a token that a full expert drops loses a part of its MLP output",
+            "a full expert drops tokens, which then lose part of their MLP output",
             "model.moe_expert_capacity_factor=null",
         )
 
@@ -125,17 +127,17 @@ def _unchanged(dense: Recipe, moe: Recipe) -> Iterator[Problem]:
         yield Problem(
             f"model.{name}",
             f"{after} in the new recipe, {before} in the dense run",
-            "everything but the experts stays as the dense model has it",
-            f"leave it out, or train the dense model with model.{name}={str(after).lower()}",
+            "everything except the experts must be the same as in the dense model",
+            f"remove it, or train the dense model with model.{name}={str(after).lower()}",
         )
-    yield from unchanged_tokens(dense, moe, "upcycle a run with a tokenizer from Hugging Face")
+    yield from unchanged_tokens(dense, moe, "upcycle a run that uses a Hugging Face tokenizer")
 
 
 def unchanged_tokens(before: Recipe, after: Recipe, otherwise: str) -> Iterator[Problem]:
     """Differences that change which token a number stands for.
 
     Args:
-        otherwise: what else the user may do than leave the change out.
+        otherwise: what else the user may do than leave out the change.
     """
     same = ["tokenizer"]
     if after.data.tokenizer.type == "bpe":
@@ -144,9 +146,9 @@ def unchanged_tokens(before: Recipe, after: Recipe, otherwise: str) -> Iterator[
         if getattr(before.data, name) != getattr(after.data, name):
             yield Problem(
                 f"data.{name}",
-                "another one than that of the run",
-                "token ids keep their meaning, so the tokenizer and what it was trained on stay",
-                f"leave it out, or {otherwise}",
+                "different from the run's",
+                "token ids must keep their meaning, so the tokenizer and its training data must stay the same",
+                f"remove it, or {otherwise}",
             )
 
 

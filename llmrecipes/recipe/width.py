@@ -63,13 +63,13 @@ def base_width(recipe: Recipe) -> Recipe:
         raise UserError(
             f"{base} with hidden_size {model.hidden_size}" if base else "unset" if model.use_mup else "false",
             where="model.mup_base_hidden_size" if model.use_mup else "model.use_mup",
-            rule="a proxy is narrower, and values transfer only with the maximal-update parametrisation",
+            rule="a proxy is a narrower model; values transfer from it only with the maximal-update parametrisation",
             fix="model.use_mup=true model.mup_base_hidden_size=256 model.mup_base_head_dim=CHANNELS_OF_A_HEAD",
         )
     for dimension in recipe.search.space if recipe.search else ():
         if dimension.key in _WIDTH or dimension.key.startswith("parallelism."):
             raise UserError(
-                f"{dimension.key} is searched", where="--proxy", rule="the proxy has its own width and layout",
+                f"{dimension.key} is searched", where="--proxy", rule="--proxy sets width and layout itself",
                 fix="search it without --proxy",
             )  # fmt: skip
     kept = {name: getattr(recipe.parallelism, name) for name in _REDUCTION}
@@ -94,7 +94,7 @@ def _whole(model: Model, name: str, hidden_size: int, factor: float) -> int | No
         raise UserError(
             f"hidden_size {hidden_size} would have {scaled:g} {name}",
             where=f"model.{name}",
-            rule=f"heads keep their channels: {value} at hidden_size {model.hidden_size}",
-            fix=f"a multiple of {model.hidden_size // value}, for which the number is whole",
+            rule=f"channels per head stay the same: {value} {name} at hidden_size {model.hidden_size}",
+            fix=f"a hidden_size that is a multiple of {model.hidden_size // value}",
         )
     return int(scaled)

@@ -167,7 +167,7 @@ INSIDE = (
 
 
 UNSUPPORTED: Mapping[str, str] = {
-    "weight_quantization": "weights are initialised and saved in train.precision",
+    "weight_quantization": "weights are always initialised and saved in train.precision",
     f"{SECTION}.offload_optimizer.ratio": "a checkpoint would lack the state that a ratio below 1 leaves on the GPU",
     f"{SECTION}.offload_optimizer.super_offload": "checkpoints of its optimizer are not supported",
 }
@@ -199,8 +199,8 @@ def check_extra(zero: Zero) -> Iterator[Problem]:
         yield Problem(
             f"zero.extra.{SECTION}",
             clip(repr(section)),
-            f"{SECTION} is a mapping",
-            "leave it out: zero.stage is its key",
+            f"{SECTION} must be a mapping",
+            "remove it, and set zero.stage",
         )
         return
     yield from _level(section, f"{SECTION}.", INSIDE)
@@ -215,23 +215,25 @@ def check_extra(zero: Zero) -> Iterator[Problem]:
             yield Problem(
                 f"zero.extra.{SECTION}.{part}",
                 f"set with zero.{part} none",
-                "its keys have an effect with offload only",
-                f"zero.{part} cpu, or leave it out",
+                "its keys are only used with offload",
+                f"zero.{part} cpu, or remove it",
             )
         elif part in section and not isinstance(inside, dict):
-            yield Problem(f"zero.extra.{SECTION}.{part}", clip(repr(inside)), f"{part} is a mapping", "leave it out")
+            yield Problem(f"zero.extra.{SECTION}.{part}", clip(repr(inside)), f"{part} must be a mapping", "remove it")
 
 
 def _inner(section: str, values: object) -> Iterator[Problem]:
     if not isinstance(values, dict):
-        yield Problem(f"zero.extra.{section}", clip(repr(values)), f"{section} is a mapping", "leave it out")
+        yield Problem(f"zero.extra.{section}", clip(repr(values)), f"{section} must be a mapping", "remove it")
         return
     yield from _level(values, f"{section}.", tuple(INNER[section]))
     for name, kind in INNER[section].items():
         fits = type(values.get(name)) in ((int, float) if kind is float else (kind,))
         if name in values and not fits:
             key = f"zero.extra.{section}.{name}"
-            yield Problem(key, clip(repr(values[name])), f"{name} is {_TYPES[kind]}", "leave it out for the default")
+            yield Problem(
+                key, clip(repr(values[name])), f"{name} must be {_TYPES[kind]}", "remove it to use the default"
+            )
 
 
 def _level(values: Mapping[str, object], prefix: str, known: tuple[str, ...]) -> Iterator[Problem]:
@@ -243,7 +245,7 @@ def _level(values: Mapping[str, object], prefix: str, known: tuple[str, ...]) ->
             yield Problem(
                 f"zero.extra.{prefix}{name}",
                 "unknown key",
-                "extra has keys of DeepSpeed's configuration",
+                "extra takes keys of DeepSpeed's configuration",
                 f"did you mean {close[0]}?" if close else f"known: {', '.join(known or ours)}",
             )
 
@@ -252,12 +254,12 @@ def _determined(values: Mapping[str, object], prefix: str) -> Iterator[Problem]:
     for name in values:
         reason = UNSUPPORTED.get(f"{prefix}{name}")
         if reason is not None:
-            yield Problem(f"zero.extra.{prefix}{name}", "not supported", reason, "leave it out")
+            yield Problem(f"zero.extra.{prefix}{name}", "not supported", reason, "remove it")
         key = DETERMINED.get(f"{prefix}{name}")
         if key is not None:
             yield Problem(
                 f"zero.extra.{prefix}{name}",
-                "the recipe determines it",
-                f"{prefix}{name} follows from {key} of the recipe",
-                f"set {key}, and leave it out of extra",
+                "determined by the recipe",
+                f"{prefix}{name} is derived from {key}",
+                f"set {key} instead",
             )

@@ -20,7 +20,7 @@ def engine(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "zero",
             "missing with engine deepspeed",
-            "the engine deepspeed needs the section zero, with zero.stage at least",
+            "the engine deepspeed needs the section zero with at least zero.stage",
             "zero.stage=2, or engine megatron",
         )
     if name != MEGATRON or zero is None:
@@ -33,7 +33,7 @@ def engine(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 "engine",
                 f"megatron with zero {', '.join(needed)}",
-                "the engine megatron has zero.stage 0 and 1, without offload",
+                "the engine megatron supports zero.stage 0 and 1, without offload",
                 "engine auto or deepspeed, or zero.stage 1 without offload",
             )
         return
@@ -42,7 +42,7 @@ def engine(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 f"zero.{key}",
                 "set with engine megatron",
-                f"at stages 0 and 1 {key} has an effect with the engine deepspeed only",
+                f"at stages 0 and 1, {key} is only used by the engine deepspeed",
                 f"engine deepspeed, or {_left_out(key)}",
             )
 
@@ -81,7 +81,8 @@ def optimizer_sharding(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "parallelism.use_distributed_optimizer",
             f"{str(sharded).lower()} with zero.stage {stage}",
-            "use_distributed_optimizer is true with zero.stage 1 to 3 and false with 0: optimizer state is sharded "
+            "use_distributed_optimizer must be true with zero.stage 1 to 3 and false with 0: optimizer state is "
+            "sharded "
             "from stage 1 on",
             f"use_distributed_optimizer {str(not sharded).lower()}, or zero.stage {int(sharded)}",
         )
@@ -94,8 +95,8 @@ def pipeline(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "zero.stage",
             f"{recipe.zero.stage} with pipeline_model_parallel_size {stages}",
-            "a pipeline accumulates whole gradients over its micro-batches, and stages 2 and 3 would reduce and shard "
-            "them after each one (DeepSpeed refuses it too)",
+            "a pipeline accumulates full gradients over its micro-batches, but stages 2 and 3 would reduce and shard "
+            "them after every one (DeepSpeed rejects this too)",
             "zero.stage 1, or pipeline_model_parallel_size 1 with more data-parallel ranks",
         )
 
@@ -112,94 +113,94 @@ def unsupported(recipe: Recipe) -> Iterator[Problem]:
         "parallelism.pipeline_model_parallel_size": (
             without_pipeline and parallel.pipeline_model_parallel_size > 1,
             parallel.pipeline_model_parallel_size,
-            "the engine deepspeed runs the whole model on every data-parallel rank, without a pipeline",
+            "the engine deepspeed does not support pipeline parallelism",
             "pipeline_model_parallel_size 1",
         ),
         f"parallelism.{virtual}": (
             parallel.virtual_pipeline_model_parallel_size is not None,
             parallel.virtual_pipeline_model_parallel_size,
-            "the engine deepspeed has no pipeline that could be interleaved",
-            f"leave {virtual} out",
+            "the engine deepspeed does not support pipeline parallelism",
+            f"remove {virtual}",
         ),
         "parallelism.context_parallel_size": (
             parallel.context_parallel_size > 1,
             parallel.context_parallel_size,
-            "the engine deepspeed does not split sequences over context-parallel ranks",
+            "the engine deepspeed does not support context parallelism",
             "context_parallel_size 1",
         ),
         f"parallelism.{experts}": (
             parallel.expert_model_parallel_size > 1 and (recipe.zero is None or recipe.zero.stage not in (1, 2)),
             parallel.expert_model_parallel_size,
-            "with the engine deepspeed experts are spread over ranks at stages 1 and 2 only: stage 3 would shard them "
-            "over ranks that hold different ones",
-            f"zero.stage 2, or {experts} 1, with which every rank has all experts",
+            "the engine deepspeed supports expert parallelism at stages 1 and 2 only: stage 3 would shard experts "
+            "over ranks that hold different experts",
+            f"zero.stage 2, or {experts} 1, so that every rank has all experts",
         ),
         f"parallelism.{tensor}": (
             model.num_moe_experts is not None
             and parallel.expert_tensor_parallel_size not in (None, parallel.tensor_model_parallel_size),
             parallel.expert_tensor_parallel_size,
-            "tensor-parallel ranks that do not share an expert's matrices are replicas of it, and DeepSpeed does not "
+            "tensor-parallel ranks that do not share an expert's matrices hold replicas of it, and DeepSpeed does not "
             "average over them",
             f"{tensor} {parallel.tensor_model_parallel_size}, or tensor_model_parallel_size 1",
         ),
         "model.mtp_num_layers": (
             model.mtp_num_layers is not None,
             model.mtp_num_layers,
-            "multi-token prediction is not supported with the engine deepspeed",
-            "leave mtp_num_layers out",
+            "the engine deepspeed does not support multi-token prediction",
+            "remove mtp_num_layers",
         ),
         f"model.{bias}": (
             model.num_moe_experts is not None and model.moe_router_enable_expert_bias,
             "true",
-            "the expert bias is updated after a step of the engine megatron; deepspeed does not support it",
+            "the engine deepspeed does not support updating the expert bias",
             f"{bias} false with moe_router_load_balancing_type aux_loss",
         ),
         "faults.rerun_mode": (
             recipe.faults.rerun_mode == "validate_results",
             "validate_results",
-            "the engine deepspeed cannot compute a step again, and stops at numbers that are not finite",
-            "leave rerun_mode out",
+            "the engine deepspeed cannot recompute a step; it stops at non-finite numbers",
+            "remove rerun_mode",
         ),
         "faults.check_weight_hash_across_dp_replicas_interval": (
             recipe.faults.check_weight_hash_across_dp_replicas_interval is not None,
             recipe.faults.check_weight_hash_across_dp_replicas_interval,
-            "the replicas of the engine deepspeed are not compared",
-            "leave check_weight_hash_across_dp_replicas_interval out",
+            "the engine deepspeed does not support comparing replicas",
+            "remove check_weight_hash_across_dp_replicas_interval",
         ),
         "faults.check_results_across_dp_replicas_interval": (
             recipe.faults.check_results_across_dp_replicas_interval is not None,
             recipe.faults.check_results_across_dp_replicas_interval,
-            "the replicas of the engine deepspeed are not compared",
-            "leave check_results_across_dp_replicas_interval out",
+            "the engine deepspeed does not support comparing replicas",
+            "remove check_results_across_dp_replicas_interval",
         ),
         "checkpoint.non_persistent_save_interval": (
             recipe.checkpoint.non_persistent_save_interval is not None,
             recipe.checkpoint.non_persistent_save_interval,
-            "local checkpoints have the state of the engine megatron",
-            "leave it and non_persistent_local_ckpt_dir out",
+            "the engine deepspeed does not support local checkpoints",
+            "remove it and non_persistent_local_ckpt_dir",
         ),
         "optimizer.ema_decay": (
             recipe.optimizer.ema_decay is not None,
             recipe.optimizer.ema_decay,
-            "the engine deepspeed keeps no average of the weights",
-            "leave ema_decay out",
+            "the engine deepspeed does not support a moving average of the weights",
+            "remove ema_decay",
         ),
         "train.keep_zeros": (
             train.keep_zeros,
             "true",
-            "zeros are kept by the engine megatron",
-            "leave keep_zeros out",
+            "the engine deepspeed does not support keep_zeros",
+            "remove keep_zeros",
         ),
         "tracking.layers_interval": (
             recipe.tracking.layers_interval is not None,
             recipe.tracking.layers_interval,
-            "the engine deepspeed measures no layers",
-            "leave layers_interval out",
+            "the engine deepspeed cannot measure layers",
+            "remove layers_interval",
         ),
         "train.torch_compile": (
             train.torch_compile,
             "true",
-            "torch.compile is not supported with the engine deepspeed",
+            "the engine deepspeed does not support torch.compile",
             "torch_compile false",
         ),
     }
@@ -211,7 +212,7 @@ def unsupported(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 f"parallelism.{name}",
                 "true with engine deepspeed",
-                f"{name} belongs to the engine megatron; zero.overlap_comm is DeepSpeed's",
+                f"{name} is only used by the engine megatron; DeepSpeed uses zero.overlap_comm",
                 f"{name} false, and zero.overlap_comm true",
             )
 
@@ -225,21 +226,21 @@ def offload(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "zero.offload_optimizer",
             f"{zero.offload_optimizer} with zero.stage 0",
-            "offload_optimizer moves a rank's share of the optimizer state: zero.stage 1 to 3 with cpu, 3 with nvme",
+            "offload_optimizer moves a rank's shard of the optimizer state: zero.stage 1 to 3 with cpu, 3 with nvme",
             "zero.stage 2, or offload_optimizer none",
         )
     elif zero.offload_optimizer == "nvme" and zero.stage < 3:
         yield Problem(
             "zero.offload_optimizer",
             f"nvme with zero.stage {zero.stage}",
-            "DeepSpeed keeps optimizer state on NVMe only at zero.stage 3",
+            "DeepSpeed supports optimizer state on NVMe only at zero.stage 3",
             "offload_optimizer cpu, or zero.stage 3",
         )
     if zero.offload_param != "none" and zero.stage < 3:
         yield Problem(
             "zero.offload_param",
             f"{zero.offload_param} with zero.stage {zero.stage}",
-            "parameters are sharded, and can be offloaded, only at zero.stage 3",
+            "parameters are sharded, and so can be offloaded, only at zero.stage 3",
             "zero.stage 3, or offload_param none",
         )
     on_disk = zero.offload_optimizer == "nvme"
@@ -254,8 +255,8 @@ def offload(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "zero.nvme_path",
             f"{zero.nvme_path!r} without nvme",
-            "nvme_path belongs to offload_optimizer nvme",
-            "leave nvme_path out",
+            "nvme_path is only used with offload_optimizer nvme",
+            "remove nvme_path",
         )
 
 
@@ -271,14 +272,14 @@ def stages(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 f"zero.{key}",
                 f"{_shown(getattr(zero, key))} with zero.stage {zero.stage}",
-                f"{key} has an effect only at zero.stage {allowed}",
+                f"{key} is only used at zero.stage {allowed}",
                 _left_out(key),
             )
         elif key == "allgather_bucket_size" and zero.allgather_bucket_size % 2:
             yield Problem(
                 f"zero.{key}",
                 f"{zero.allgather_bucket_size}",
-                "DeepSpeed aligns what it gathers to two elements: allgather_bucket_size is even",
+                "allgather_bucket_size must be even: DeepSpeed gathers in units of two elements",
                 f"{key} {zero.allgather_bucket_size + 1}",
             )
 
@@ -303,16 +304,16 @@ def zeropp(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(
                 f"zero.{key}",
                 f"{_shown(getattr(zero, key))} with tensor_model_parallel_size {tensor}",
-                "DeepSpeed groups adjacent ranks, and tensor-parallel ranks have different parameters",
-                f"leave {key} out, or tensor_model_parallel_size 1",
+                "DeepSpeed groups adjacent ranks, but tensor-parallel ranks hold different parameters",
+                f"remove {key}, or tensor_model_parallel_size 1",
             )
     if zero.zero_quantized_gradients and not _reduces_in_fp16(recipe):
         yield Problem(
             "zero.zero_quantized_gradients",
             f"true with train.precision {recipe.train.precision} and "
             f"grad_reduce_in_fp32 {_shown(recipe.parallelism.grad_reduce_in_fp32)}",
-            "DeepSpeed's kernel reads all gradients as fp16, whatever their type",
-            "train.precision fp16 with parallelism.grad_reduce_in_fp32 false, or leave zero_quantized_gradients out",
+            "DeepSpeed's kernel reads all gradients as fp16, regardless of their type",
+            "train.precision fp16 with parallelism.grad_reduce_in_fp32 false, or remove zero_quantized_gradients",
         )
 
 
@@ -329,7 +330,7 @@ def precision(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "train.precision",
             f"{train.precision} with engine deepspeed and zero.stage 0",
-            "without ZeRO the engine deepspeed trains in fp32 only",
+            "without ZeRO, the engine deepspeed supports fp32 only",
             "zero.stage 1, or engine megatron",
         )
     if train.precision != "fp16":
@@ -339,14 +340,14 @@ def precision(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "train.initial_loss_scale",
             f"{train.initial_loss_scale:g}",
-            "with the engine deepspeed initial_loss_scale is a power of two (DeepSpeed's initial_scale_power)",
+            "with the engine deepspeed, initial_loss_scale must be a power of two (DeepSpeed's initial_scale_power)",
             f"initial_loss_scale {2 ** math.floor(power):g} or {2 ** math.ceil(power):g}",
         )
     if train.min_loss_scale != round(train.min_loss_scale) or train.min_loss_scale < 1:
         yield Problem(
             "train.min_loss_scale",
             f"{train.min_loss_scale:g}",
-            "with the engine deepspeed min_loss_scale is a whole number, at least 1",
+            "with the engine deepspeed, min_loss_scale must be an integer, at least 1",
             f"min_loss_scale {max(1, round(train.min_loss_scale))}",
         )
 
@@ -366,7 +367,7 @@ def _changed(zero: Zero) -> list[str]:
 def _left_out(key: str) -> str:
     """The fix for a key without effect; an override cannot remove it from a file."""
     default = Zero.model_fields[key].get_default(call_default_factory=True)
-    return f"leave {key} out, or set its default: zero.{key}={_shown(default)}"
+    return f"remove {key}, or set its default: zero.{key}={_shown(default)}"
 
 
 def _shown(value: object) -> str:

@@ -51,7 +51,7 @@ SECTIONS: tuple[tuple[str, str, Section], ...] = (
     ("time", "Time line", training.time_line),
     ("causes", "Where the time went", training.causes),
     ("memory", "Memory", machine.memory),
-    ("plan", "Plan beside measured", machine.planned),
+    ("plan", "Planned and measured", machine.planned),
     ("stragglers", "Stragglers", machine.stragglers),
     ("nodes", "Nodes", machine.nodes),
     ("model", "Model", model.picture),
@@ -85,7 +85,7 @@ def report(
 def page(material: Material, refresh: int | None = None) -> str:
     """The page about what was read."""
     run, summary = material.run, material.summary
-    again = "this page is written and loaded again" if refresh else "run the same command again for a newer page"
+    again = "this page refreshes itself" if refresh else "run the same command again for a newer page"
     state = training.STATES.get(summary.state, summary.state)
     about = f"{state}; last report {training.when(summary.updated)}{machine.age(material)}"
     body = [
@@ -138,7 +138,8 @@ def write(path: Path, html: str) -> None:
         write_atomic(path, html.encode("utf-8", "replace"), durable=False)
     except OSError as error:
         raise UserError(
-            f"cannot be written: {error.strerror}", where=str(path), rule="a page is written beside its run",
+            f"cannot be written: {error.strerror}", where=str(path),
+            rule="by default, the page is written to the run directory",
             fix="--out FILE", code=ExitCode.BAD_INPUT,
         ) from error  # fmt: skip
 

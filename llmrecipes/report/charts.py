@@ -143,7 +143,7 @@ def curves(title: str, lines: Sequence[Line], *, unit: str = "", along: str = "s
             f"{scale.clipped:,} values above {short(scale.high)} are cut off; the largest is {short(scale.most)}."
         )
     if bad:
-        notes.append(f"{bad:,} values are not finite: short vertical lines at the lower edge.")
+        notes.append(f"{bad:,} values are not finite; they are marked by short vertical lines at the lower edge.")
     words = "; ".join(_words(line) for line in lines)
     name = f"{title}{f', {unit}' if unit else ''}"
     return "\n".join(

@@ -55,7 +55,7 @@ def write(
         UserError: too many runs, the page cannot be written, or as `report`.
     """
     if len(runs) > MOST_RUNS:
-        raise UserError(f"{len(runs)} runs", where="RUN", rule=f"a page compares at most {MOST_RUNS} runs")
+        raise UserError(f"{len(runs)} runs", where="RUN", rule=f"a page can compare at most {MOST_RUNS} runs")
     running = False
     if len(runs) > 1:
         html, values = report([run.path for run in runs], data_dir, profile)
@@ -109,7 +109,7 @@ def _problems(names: Sequence[str], materials: Sequence[Material]) -> str:
         absent = material.unread if len(material.records) else [material.records.missing, *material.unread]
         rows += [(name, "note", "Missing or unreadable", "", text) for text in dict.fromkeys(absent)]
     if not rows:
-        return training.nothing("Nothing: no check has seen anything in these runs.")
+        return training.nothing("Nothing: no check found a problem in these runs.")
     return webpage.table(("run", "severity", "what", "where", "details"), rows)
 
 
@@ -117,7 +117,11 @@ def _differences(names: Sequence[str], compared: RunComparison) -> str:
     if not compared.differences:
         unread = [name for name, run in zip(names, compared.runs, strict=True) if run.recipe is None]
         but = f" The recipe of {', '.join(unread)} cannot be read." if unread else ""
-        known = "The recipes are the same." if len(names) - len(unread) > 1 else "There are no two recipes to compare."
+        known = (
+            "The recipes are the same."
+            if len(names) - len(unread) > 1
+            else "There are fewer than two recipes to compare."
+        )
         return training.nothing(known + but)
     rows = [(key, *(value if isinstance(value, str) else json.dumps(value) for value in values))
             for key, values in compared.differences.items()]  # fmt: skip
@@ -139,7 +143,7 @@ def _figures(names: Sequence[str], compared: RunComparison, materials: Sequence[
     rows.append(("time", *(duration(material.history.wall) for material in materials)))
     rows.append(("interruptions", *(str(material.history.interruptions) for material in materials)))
     hours = [material.history.rank_hours for material in materials]
-    rows.append(("hours of all ranks", *("unknown" if hour is None else f"{hour:,.3g}" for hour in hours)))
+    rows.append(("rank-hours", *("unknown" if hour is None else f"{hour:,.3g}" for hour in hours)))
     energies = [used_energy(material) for material in materials]
     tokens = [run.figures["tokens"] or 0 for run in compared.runs]
     rows += [row for row in energy_rows(energies, tokens, "unknown") if any(cell != "unknown" for cell in row[1:])]
@@ -182,7 +186,7 @@ def _causes(names: Sequence[str], materials: Sequence[Material]) -> str:
             cells.append(f"{duration(seconds)} ({share:.1%})" if seconds else "none")
         rows.append((CAUSES[key], *cells))
     return webpage.table(("what", *names), rows, numbers=range(1, len(names) + 1)) if rows else training.nothing(
-        "No time is recorded."
+        "No times were recorded."
     )  # fmt: skip
 
 
@@ -191,5 +195,5 @@ def _environments(names: Sequence[str], materials: Sequence[Material]) -> str:
     keys = [key for key in dict.fromkeys(key for values in environments for key in values)
             if len({values.get(key, "") for values in environments}) > 1]  # fmt: skip
     if not keys:
-        return training.nothing("They are the same.")
+        return training.nothing("No differences.")
     return webpage.table(("key", *names), [(key, *(values.get(key, "") for values in environments)) for key in keys])

@@ -40,10 +40,10 @@ def memory(material: Material) -> str:
     )
     parts = at(material.plan, "memory")
     if not isinstance(parts, Mapping):
-        return (drawn or nothing("No memory was recorded.")) + nothing("The plan of this run is missing.")
+        return (drawn or nothing("No memory was recorded.")) + nothing("This run has no plan.")
     known = [(name.replace("_", " "), float(size)) for name, each in parts.items()
              if name != "total" and (size := number(each)) is not None and size > 0]  # fmt: skip
-    bar = charts.bars("Memory of a rank by plan", [(name, size, gib(int(size))) for name, size in known], "bytes")
+    bar = charts.bars("Planned memory per rank", [(name, size, gib(int(size))) for name, size in known], "bytes")
     return f'<div class="charts">{drawn or nothing("No memory was recorded.")}{bar}</div>'
 
 
@@ -62,20 +62,20 @@ def planned(material: Material) -> str:
     step = material.measured("measured/step_seconds")
     if step is None and records.has("step_seconds"):
         step = float(np.nanmedian(records["step_seconds"]))
-    row("seconds a step, median", material.planned("predicted", "step_seconds"), step, "{:.4g}")
-    for name, key in (("computing in a step", "compute_seconds"), ("communication in a step", "communication_seconds")):
+    row("seconds per step, median", material.planned("predicted", "step_seconds"), step, "{:.4g}")
+    for name, key in (("computation per step", "compute_seconds"), ("communication per step", "communication_seconds")):
         row(name, material.planned("predicted", key), material.measured(f"measured/{key}"), "{:.4g}")
     held = material.planned("predicted", "memory_bytes") or material.planned("memory", "total")
     most = material.measured("measured/memory_bytes")
     if most is None and records.has("memory_bytes"):
         most = float(np.nanmax(records["memory_bytes"]))
     scale = 1 / GIB
-    row("memory of the fullest rank, GiB", held and held * scale, most and most * scale, "{:.2f}")
+    row("memory of the rank that uses most, GiB", held and held * scale, most and most * scale, "{:.2f}")
     if not rows:
         return nothing("There is neither a plan nor a measurement yet.")
     text = webpage.table(("quantity", "predicted", "measured", "difference"), rows, numbers=(1, 2, 3))
     if material.planned("predicted", "step_seconds") is None:
-        text += nothing("No time was predicted: nothing is known of the speed of this machine (docs/guide/planner.md).")
+        text += nothing("No time was predicted: the speed of this machine is unknown (docs/guide/planner.md).")
     return text + _layout(material)
 
 
@@ -90,7 +90,7 @@ def _layout(material: Material) -> str:
 def experts(material: Material) -> str:
     """Load of the experts of each layer."""
     if not material.records.experts.kept:
-        return nothing("The model has no experts, or their load was not measured yet.")
+        return nothing("The model has no experts, or their load has not been measured yet.")
     steps = [step for step, _ in material.records.experts.kept]
     imbalance: dict[int, dict[int, float]] = {}
     entropy: dict[int, dict[int, float]] = {}
@@ -112,7 +112,7 @@ def experts(material: Material) -> str:
     drawn = [
         charts.heat(f"{title} by layer", [f"layer {name}" for name in values], columns, _grid(values, len(steps)))
         for title, values in (
-            ("Largest over mean load of an expert (1 is even)", imbalance),
+            ("Largest over mean expert load (1 is even)", imbalance),
             ("Entropy of the router, nats", entropy),
         )
         if values
@@ -151,11 +151,11 @@ def _load(last: Mapping[int, list[float]], step: str) -> str:
         if 0 in tokens
     ]
     lost = (
-        f"Experts without a token in step {step}: {', '.join(dead)}."
+        f"Experts without tokens in step {step}: {', '.join(dead)}."
         if dead
         else f"Every expert had tokens in step {step}."
     )
-    title, columns = f"Load of each expert in step {step} (1 is even)", [str(n) for n in range(many)]
+    title, columns = f"Load per expert in step {step} (1 is even)", [str(n) for n in range(many)]
     return charts.heat(title, names, columns, cells, along="expert", note=lost)
 
 
@@ -172,7 +172,7 @@ def stragglers(material: Material) -> str:
         name for name in names if "memory" not in name and name not in TIMES
     ]
     if not shown:
-        return nothing("Times of single ranks were not recorded.")
+        return nothing("Times per rank were not recorded.")
     rows = []
     for name in shown:
         who = material.records[f"ranks/{name}/max_rank"]
@@ -189,7 +189,7 @@ def nodes(material: Material) -> str:
     names = _spreads(material, "nodes")
     if not names:
         return nothing(
-            "Nothing was recorded of the nodes: GPU use, power, clocks, temperature, processor, disk, network."
+            "Nothing was recorded about the nodes: GPU use, power, clocks, temperature, processor, disk, network."
         )
     rows = []
     for name in names:
@@ -237,16 +237,14 @@ def energy(material: Material) -> str:
     """Energy and carbon: what the run has recorded, else by the power of a cluster profile."""
     used = used_energy(material)
     if used is None:
-        return nothing(
-            "No energy was measured. With --cluster NAME it is estimated, if that profile has costs.watts_per_gpu."
-        )
+        return nothing("No energy was measured. --cluster NAME estimates it, if that profile has costs.watts_per_gpu.")
     rows = [("energy", f"{used.kwh:,.3g} kWh")]
     rows += [] if used.kg_co2 is None else [("carbon", f"{used.kg_co2:,.3g} kg CO₂")]
     tokens = material.records.last("consumed_tokens")
-    rows += [] if tokens is None else [("tokens a joule", f"{tokens / used.joules:,.3g}")]
+    rows += [] if tokens is None else [("tokens per joule", f"{tokens / used.joules:,.3g}")]
     missing = material.records.last("energy/nodes_missing")
-    rows += [] if missing is None else [("nodes that could not be read, and are not in it", f"{missing:,.0f}")]
-    drawn = series(material, "Tokens a joule", [("energy/tokens_per_joule", "of all nodes")])
+    rows += [] if missing is None else [("nodes that could not be read and are not included", f"{missing:,.0f}")]
+    drawn = series(material, "Tokens per joule", [("energy/tokens_per_joule", "of all nodes")])
     return webpage.table(("quantity", "value"), rows, numbers=(1,)) + nothing(f"Energy was {used.how()}.") + drawn
 
 
@@ -267,16 +265,16 @@ def cost(material: Material) -> str:
     """Hours and their price."""
     hours, costs = material.history.rank_hours, material.costs
     if hours is None:
-        return nothing("The number of ranks, or the time, is not known.")
-    rows = [("hours of all ranks, starts included", f"{hours:,.3g}")]
+        return nothing("The number of ranks or the time is unknown.")
+    rows = [("rank-hours, including starts", f"{hours:,.3g}")]
     lost = sum(start.repeated_seconds * (start.ranks or 0) for start in material.history.starts) / 3600
     if lost:
-        rows.append(("of these lost in steps that were computed again", f"{lost:,.3g}"))
+        rows.append(("of these, lost in repeated steps", f"{lost:,.3g}"))
     if costs is None or costs.usd_per_gpu_hour is None:
         return webpage.table(("quantity", "value"), rows, numbers=(1,)) + nothing(
-            "No price: --cluster NAME names a profile with costs.usd_per_gpu_hour."
+            "No price: use --cluster NAME with a profile that has costs.usd_per_gpu_hour."
         )
-    rows.append((f"cost at {costs.usd_per_gpu_hour:g} USD a GPU hour", f"{hours * costs.usd_per_gpu_hour:,.2f} USD"))
+    rows.append((f"cost at {costs.usd_per_gpu_hour:g} USD per GPU-hour", f"{hours * costs.usd_per_gpu_hour:,.2f} USD"))
     return webpage.table(("quantity", "value"), rows, numbers=(1,))
 
 
@@ -295,7 +293,7 @@ def environment(material: Material) -> str:
         rows = [(key, *(values.get(key, "") for _, values in starts)) for key in keys]
         text = webpage.table(head, rows, caption="Differences between starts") if rows else ""
     else:
-        text = nothing("All starts had the same environment, or there was one start.")
+        text = nothing("All starts had the same environment, or there was only one.")
     table = webpage.table(("key", "value"), newest.items())
     return f"{text}<details><summary>environment of the newest start</summary>{table}</details>"
 
@@ -336,9 +334,9 @@ def doctor(material: Material) -> str:
         bad = material.run.bad_nodes.read_text("utf-8", errors="replace")[:4096].splitlines()
     except OSError:
         bad = []
-    rows += [("left out by the Slurm job", "", "", line) for line in bad]
+    rows += [("excluded by the Slurm job", "", "", line) for line in bad]
     noted = webpage.table(("what", "step", "when", "details"), rows[:MOST_EVENTS], numbers=(1,)) if rows else nothing(
-        "No check of nodes, network or replicas has left a note while the run trained."
+        "No check of nodes, network or replicas reported anything during training."
     )  # fmt: skip
     return _examined(material) + noted
 
@@ -347,8 +345,8 @@ def _examined(material: Material) -> str:
     """What the doctor said before the newest start."""
     if not material.examined:
         return nothing(
-            "What the doctor says before a start is kept by jobs, and by `llmrecipes doctor RECIPE --run-id ID`; "
-            "for this run there is nothing."
+            "Jobs store the doctor's findings before a start, as does `llmrecipes doctor RECIPE --run-id ID`; "
+            "this run has none."
         )
     newest = material.examined[-1]
     findings = [finding for finding in newest["findings"] if isinstance(finding, Mapping)]
@@ -362,7 +360,7 @@ def _examined(material: Material) -> str:
     left = f"; bad nodes: {', '.join(map(str, bad))}" if isinstance(bad, list) and bad else ""
     earlier = len(material.examined) - 1
     failed = sum(examination.get("ok") is False for examination in material.examined[:-1])
-    before = f" Of {earlier:,} checks before, {failed:,} failed." if earlier else ""
+    before = f" Of {earlier:,} earlier checks, {failed:,} failed." if earlier else ""
     of = number(newest.get("nodes"))
     nodes = f", {of:,} nodes" if of is not None and of > 1 else ""
     about = f"The doctor, {when(number(newest.get('time')))}{nodes}: {said or 'nothing'}{left}.{before}"
@@ -384,7 +382,7 @@ def data(material: Material) -> str:
     """What was trained on."""
     if material.data is None:
         missing = nothing(
-            "The prepared data of this run is not in this data folder (--data-dir), so its counts are not shown."
+            "The prepared data of this run is not in this data folder (--data-dir), so counts are not shown."
         )
         if material.recipe is None:
             return missing
@@ -422,9 +420,9 @@ def contamination(data: DataManifest) -> str:
     if dropped is None:
         return nothing("Training text was not compared with evaluation tasks (step decontaminate of data.steps).")
     if not dropped:
-        return nothing("No document had text of the evaluation files of the step decontaminate.")
+        return nothing("No document contained text of the evaluation files of the step decontaminate.")
     rows = [(file, f"{count:,}") for file, count in sorted(dropped.items(), key=lambda item: -item[1])]
-    head = ("evaluation file", "documents with its text, dropped")
+    head = ("evaluation file", "dropped documents with its text")
     return webpage.table(head, rows, numbers=(1,), caption="Contamination of evaluation tasks")
 
 
@@ -444,7 +442,7 @@ def recipe(material: Material) -> str:
 def events(material: Material) -> str:
     """Notes of the run, the newest last."""
     if not material.records.notes:
-        return nothing("No event was recorded.")
+        return nothing("No events were recorded.")
     counts = ", ".join(
         f"{name.replace('_', ' ')} ({count:,})" for name, count in material.records.events.most_common(50)
     )
@@ -455,7 +453,7 @@ def events(material: Material) -> str:
         for note in shown
     ]  # fmt: skip
     table = webpage.table(("step", "when", "event", "details"), rows, numbers=(0,))
-    left = "" if len(rows) == sum(material.records.events.values()) else f", the last {len(rows):,} of them below"
+    left = "" if len(rows) == sum(material.records.events.values()) else f", the last {len(rows):,} are shown below"
     return f"<p>{webpage.text(counts + left)}</p><details><summary>events</summary>{table}</details>"
 
 
@@ -469,7 +467,7 @@ def _details(details: Mapping[str, Any]) -> str:
 def logs(material: Material) -> str:
     """The last lines of the logs."""
     if not material.logs:
-        return nothing("There are no logs in the run's folder: a run of one rank prints to its terminal.")
+        return nothing("There are no logs in the run's folder: a run with one rank prints to its terminal.")
     return "".join(
         f"<details><summary>{webpage.text(name)}, last {len(lines)} lines</summary>"
         f'<pre tabindex="0">{webpage.text(chr(10).join(lines))}</pre></details>'

@@ -79,7 +79,7 @@ class Material:
         recipe, text = _recipe(run, unread)
         ranks = number(plan.get("world_size"))
         if diagnosis.damaged:
-            unread.append(f"metrics.jsonl: {diagnosis.damaged:,} lines are damaged and left out")
+            unread.append(f"metrics.jsonl: {diagnosis.damaged:,} lines are damaged and were skipped")
         try:
             tasks = task_history.read(run.path)
         except (OSError, ValueError) as error:
@@ -147,7 +147,7 @@ def _document(run: Run, path: Path, unread: list[str]) -> dict[str, Any]:
         unread.append(f"{path.name}: {getattr(error, 'what', error)}")
         return {}
     if not isinstance(values, dict):
-        unread.append(f"{path.name}: it is not a JSON object")
+        unread.append(f"{path.name}: not a JSON object")
         return {}
     return values
 

@@ -25,13 +25,13 @@ LAYER = re.compile(r"(?P<before>(?:.*/)?)layer_(?P<layer>\d{1,6})/(?P<after>.+)"
 def picture(material: Material) -> str:
     """The model as its recipe builds it: blocks with their weights, and which pipeline stage holds which layers."""
     if material.recipe is None or check(material.recipe):
-        return nothing("The recipe of this run cannot be read, and so its model is not drawn.")
+        return nothing("The recipe of this run cannot be read, so its model is not drawn.")
     graph_ = graph(material.recipe)
     held = _stages(graph_) if len(graph_.stages) > 1 else ""
     return (
         f"<figure><figcaption>{webpage.text(drawing.words(graph_))}</figcaption>\n{drawing.picture(graph_)}"
-        '<p class="note">By the recipe, not measured. The number of a layer is that of all its copies; those of its '
-        f"blocks are of one.</p></figure>{held}"
+        '<p class="note">From the recipe, not measured. The number of a layer is for all its copies; those of its '
+        f"blocks are for one.</p></figure>{held}"
     )
 
 
@@ -68,7 +68,7 @@ def layers(material: Material) -> str:
             charts.heat(_words(name), [f"layer {layer}" for layer in sorted(columns)], steps, values[:, known])
         )
     if not any(drawn):
-        return nothing("Nothing was recorded by layer: tracking.layers_interval does.")
+        return nothing("Nothing was recorded by layer; set tracking.layers_interval to do so.")
     return f'<div class="charts">{"".join(drawn)}</div>' + histograms(material)
 
 
@@ -101,7 +101,7 @@ def _shares(title: str, counts: Mapping[str, Counter[int]], *, wide: bool) -> st
     places = list(range(low, high + 1))
     cells = np.array([[counts[place] / counts.total() for place in places] for counts in known.values()])
     sizes = [f"2^{place}" for place in places]
-    note = "A value of 2^-10 is at least 2^-10 and less than 2^-9, of either sign; zeros are left out."
+    note = "A value of 2^-10 means at least 2^-10 and less than 2^-9, of either sign; zeros are not counted."
     if wide:
         names = [name.replace("_", " ") for name in known]
         return charts.heat(title, names, sizes, cells, along="size", note=note)

@@ -25,7 +25,7 @@ SEVERITY = {"error": "Error", "warning": "Warning", "info": "Note"}
 STATES = {
     "running": "still running",
     "finished": "finished",
-    "saved": "stopped from outside; its state is saved and it can be resumed",
+    "saved": "stopped by a signal; its state is saved and it can be resumed",
     "failed": "failed",
     "interrupted": "interrupted: its process is gone",
     "unknown": "in an unknown state: status.json is missing or cannot be read",
@@ -63,11 +63,11 @@ def problems(material: Material) -> str:
     state = material.summary.state
     if state in ("failed", "interrupted"):
         advice = f"To continue from the newest checkpoint: {resume_command(material.run.path)}"
-        what = "The last lines of its logs are at the end of this page." if material.logs else "It left no logs."
+        what = "The last lines of its logs are at the end of this page." if material.logs else "There are no logs."
         items.insert(0, _item("error", f"The run is {STATES[state]}", "", what, advice))
     items += [_item("warning", "Not readable", "", text, "") for text in material.unread]
     if not items:
-        said = "Nothing: no check has seen anything." if len(material.records) else "Nothing is known yet."
+        said = "Nothing: no check found a problem." if len(material.records) else "Nothing is known yet."
         return f'<section class="box good" id="problems"><h2>What looks wrong</h2><p>{said}</p></section>'
     kind = "bad" if any('class="error"' in item for item in items) else "warn"
     return (
@@ -153,10 +153,10 @@ def loss(material: Material) -> str:
         for line in (_series(material, "token_accuracy", "training"), _held_out(material, "valid_token_accuracy"))
         if line
     ]
-    options = {"note": f"{len(material.records.skipped):,} updates were left out."} if material.records.skipped else {}
+    options = {"note": f"{len(material.records.skipped):,} updates were skipped."} if material.records.skipped else {}
     drawn = [
         charts.curves("Loss", lines, unit="nats a token", **options),
-        charts.curves("Tokens predicted right", accuracy, unit="share") if accuracy else "",
+        charts.curves("Tokens predicted correctly", accuracy, unit="share") if accuracy else "",
         series(material, "Distance of hidden states to the teacher's", [("hidden_distance", "mean over layers")]),
         *_by_label("Training loss by source", _by_source(material.records.source_losses.kept), unit="nats a token"),
         series(material, "Gradient norm before clipping", [("grad_norm", "gradient norm")]),
@@ -168,7 +168,8 @@ def loss(material: Material) -> str:
 
 STAGE = (
     ("first_step", "steps before it"), ("last_step", "last step"), ("tokens", "tokens"), ("seq_length", "sequence"),
-    ("global_batch_size", "sequences a step"), ("micro_batch_size", "micro-batch"), ("memory_bytes", "bytes of a rank"),
+    ("global_batch_size", "sequences per step"), ("micro_batch_size", "micro-batch"), ("memory_bytes", "bytes of a "
+                                                                                                       "rank"),
 )  # fmt: skip
 """Numbers of a stage in plan.json, and their columns."""
 
@@ -199,7 +200,7 @@ def speed(material: Material) -> str:
         series(material, "Seconds a step", [("step_seconds", "seconds")], unit="s"),
         series(material, "Model FLOPs utilisation", [("mfu", "full attention"), ("mfu_causal", "causal half")]),
     ]
-    missing = "" if drawn[-1] else nothing("No MFU: it is measured on GPUs whose peak is known.")
+    missing = "" if drawn[-1] else nothing("No MFU: it is only measured on GPUs with a known peak.")
     return _charts(drawn) + missing
 
 
@@ -225,12 +226,12 @@ def held_out(material: Material) -> str:
     drawn += [charts.curves(f"Task {name}", [line]) for name, line in _tasks(material)[:TASK_CURVES]]
     if not any(drawn):
         return nothing(
-            "No evaluation yet: train.eval_interval and train.eval_iters decide when held-out text is scored."
+            "No evaluation yet: train.eval_interval and train.eval_iters set when held-out text is evaluated."
         )
     sources = (
         []
         if by_source
-        else [nothing("There are no curves by source: data.multiple_validation_sets and data.valid_sources add them.")]
+        else [nothing("No curves by source: data.multiple_validation_sets and data.valid_sources add them.")]
     )
     return _charts(drawn) + "".join(sources)
 
@@ -316,12 +317,12 @@ def time_line(material: Material) -> str:
     head = ("start", "began", "from step", "to step", "lasted", "before its first step", "lost steps", "ranks", "host")
     rows_of_starts = [_start(len(past.starts) - len(shown) + n + 1, start) for n, start in enumerate(shown)]
     table = webpage.table(head, rows_of_starts, numbers=range(2, 8), caption=f"Starts{left}")
-    inferred = nothing("This run has no notes of its starts; interruptions are inferred from gaps between steps.")
+    inferred = nothing("This run has no records of its starts; interruptions are inferred from gaps between steps.")
     return drawn + table + (inferred if any(start.inferred for start in past.starts) else "")
 
 
 def _start(count: int, start: Start) -> tuple[object, ...]:
-    kind = " (went back)" if start.rewound else ""
+    kind = " (rewound)" if start.rewound else ""
     lost = f"{start.repeated:,} in {duration(start.repeated_seconds)}" if start.repeated else "0"
     return (
         f"{count}{kind}", when(start.begin), f"{start.from_step:,}", f"{start.to_step:,}",
@@ -334,9 +335,9 @@ def causes(material: Material) -> str:
     """Where the time of the run went."""
     past = material.history
     if not past.causes:
-        return nothing("No time is recorded yet.")
+        return nothing("No times recorded yet.")
     parts = [(CAUSES[name], seconds, duration(seconds)) for name, seconds in past.causes.items()]
     split = "" if "compute" in past.causes else nothing(
-        "Steps are not divided into computing, communication and waiting for data: this run did not record them."
+        "Steps are not split into computation, communication and waiting for data: this run did not record them."
     )  # fmt: skip
     return charts.bars(f"{duration(past.wall)} from the first start to the last record", parts, "time") + split

@@ -118,8 +118,8 @@ def fit(points: Sequence[Point], *, seed: int = 0, resamples: int | None = None)
         raise UserError(
             f"{len(resampled)} of {wanted * MOST_DRAWS} bootstrap samples determine a law",
             where="RUN",
-            rule="an interval takes more runs than the fewest that determine a law",
-            fix="more runs of other sizes and numbers of tokens",
+            rule="confidence intervals need more runs than the minimum that determines a law",
+            fix="more runs with other sizes and numbers of tokens",
         )
     return Fit(tuple(points), data.law(best), tuple(resampled))
 
@@ -137,17 +137,17 @@ def require_enough(points: Sequence[Point]) -> None:
     """
     if len(points) < LEAST_RUNS:
         raise UserError(
-            f"{len(points)} finished runs of different size or tokens",
+            f"only {len(points)} finished runs with different sizes or tokens",
             where="RUN",
-            rule=f"the law has 5 coefficients: a fit takes at least {LEAST_RUNS} runs",
+            rule=f"the law has 5 coefficients: a fit needs at least {LEAST_RUNS} runs",
             fix="finish more runs; llmrecipes runs shows their state",
         )
     if obstacle := _obstacle(points):
         raise UserError(
             obstacle,
             where="RUN",
-            rule=f"a fit takes at least {LEAST_SIZES} sizes and {LEAST_SIZES} numbers of tokens, varied independently",
-            fix="train each size for several numbers of tokens",
+            rule=f"a fit needs at least {LEAST_SIZES} sizes and {LEAST_SIZES} numbers of tokens, varied independently",
+            fix="train every size for several numbers of tokens",
         )
 
 
@@ -159,7 +159,7 @@ def _obstacle(points: Sequence[Point]) -> str | None:
     values = np.log([[point.parameters, point.tokens] for point in points])
     correlation = float(np.corrcoef(values.T)[0, 1])
     if abs(correlation) > MOST_CORRELATION:
-        return f"tokens follow from the size (correlation of their logarithms {correlation:.3f})"
+        return f"the number of tokens is determined by the size (correlation of logarithms {correlation:.3f})"
     if len({point.loss for point in points}) == 1:
         return f"all runs have loss {points[0].loss:g}"
     return None
@@ -179,7 +179,7 @@ def _require_terms(values: Array) -> None:
             raise UserError(
                 f"these runs do not determine {name}: their loss does not fall with {what} as a power law",
                 where="RUN",
-                rule="a fit determines both terms of the law",
+                rule="a fit must determine both terms of the law",
                 fix="runs over a wider range of sizes and tokens, each with a tuned learning rate",
             )
 

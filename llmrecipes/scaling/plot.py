@@ -27,7 +27,7 @@ def require_file(file: Path) -> None:
         UserError: what is wrong with it.
     """
     if file.suffix.lower() not in FORMATS:
-        raise UserError(str(file), where="--plot", rule=f"the name ends with {', '.join(FORMATS)}")
+        raise UserError(str(file), where="--plot", rule=f"the file name must end with {', '.join(FORMATS)}")
     if not file.absolute().parent.is_dir():
         raise UserError(f"{file.parent} is not a directory", where="--plot", fix="create it first")
 
@@ -64,4 +64,4 @@ def draw(fit: Fit, file: Path) -> None:
     try:
         figure.savefig(file, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)
     except OSError as error:
-        raise UserError(f"{error.strerror}", where=str(file), rule="a path that can be written") from error
+        raise UserError(f"{error.strerror}", where=str(file), rule="--plot needs a writable path") from error

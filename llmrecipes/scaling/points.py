@@ -95,7 +95,7 @@ def experiment_runs(experiment: str, runs_dir: Path) -> list[Any]:
             runs += part
             page = part.token or ""
     except MlflowException as error:
-        raise UserError(str(error).splitlines()[0], where=store, rule="the MLflow store answers") from error
+        raise UserError(str(error).splitlines()[0], where=store, rule="the MLflow store must be reachable") from error
     return list(runs)
 
 
@@ -149,7 +149,7 @@ def _point(run: Tracked, embeddings: bool) -> Point | str:
     if run.loss is None or not run.tokens:
         return "no validation loss"
     if not math.isfinite(run.loss) or run.loss <= 0:
-        return f"its validation loss is {run.loss:g}"
+        return f"validation loss {run.loss:g}"
     try:
         model = Model.model_validate(
             {
@@ -160,7 +160,7 @@ def _point(run: Tracked, embeddings: bool) -> Point | str:
             }
         )
     except ValidationError:
-        return "no recipe of this program"
+        return "not a run of this program"
     parameters = count(model, shape(model))
     size = parameters.active if embeddings else parameters.active - parameters.embedding
     return Point(float(size), float(run.tokens), run.loss)
@@ -181,8 +181,8 @@ def _require_same_text(runs: Sequence[Tracked]) -> None:
         differing = sorted(key for key in first.keys() & other.keys() if first[key] != other[key])
         if differing:
             raise UserError(
-                f"{', '.join(differing)} of {run.name} differ from those of {runs[0].name}",
+                f"{', '.join(differing)} of {run.name} differ from {runs[0].name}",
                 where="RUN",
-                rule="losses are comparable on the same text with the same tokenizer only",
-                fix="name runs of the same data",
+                rule="losses are only comparable on the same text with the same tokenizer",
+                fix="use runs on the same data",
             )

@@ -116,7 +116,9 @@ def measure(recipes: Sequence[Recipe], iters: int, data_dir: Path) -> Coordinate
             finally:
                 engine.close()
     if not seen[0][0]:
-        raise UserError(f"engine {first.engine}", where="engine", rule="activations are those of megatron-core's model")
+        raise UserError(
+            f"engine {first.engine}", where="engine", rule="only the engine megatron can measure activations"
+        )
     values = {name: [[width[step][name] for width in seen] for step in range(iters)] for name in seen[0][0]}
     return Coordinates(tuple(recipe.model.hidden_size for recipe in recipes), values)
 

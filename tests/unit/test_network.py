@@ -133,8 +133,8 @@ def test_the_expected_network(log: str, kind: str, described: str, connections: 
             "IB without GPUD",
         ),
         (TCPX, "infiniband", "GPUDirectTCPX_v7"),
-        (GLOO, "infiniband", "a network that NCCL's log does not name"),
-        ("", "efa", "a network that NCCL's log does not name"),
+        (GLOO, "infiniband", "a network not named in NCCL's log"),
+        ("", "efa", "a network not named in NCCL's log"),
     ],
 )
 def test_anything_else_is_a_fault(log: str, kind: str, why: str | None) -> None:

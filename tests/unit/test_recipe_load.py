@@ -270,8 +270,8 @@ def test_overrides_win_and_are_read_as_yaml(write: Write) -> None:
     [
         ("train.train_itres=5", "override 'train.train_itres=5': train.train_itres", "train.train_iters"),
         ("train_iters=5", "train_iters", "train.train_iters"),
-        ("train.train_iters", "override 'train.train_iters'", "key.path=value"),
-        ("=5", "override '=5'", "key.path=value"),
+        ("train.train_iters", "override 'train.train_iters'", "KEY=VALUE"),
+        ("=5", "override '=5'", "KEY=VALUE"),
         ("train.train_iters=five", "override 'train.train_iters=five': train.train_iters", "'five'"),
         ("train.train_iters='5'", "train.train_iters", "'5'"),
         ("train.train_iters=[", "override 'train.train_iters=['", "YAML:"),

@@ -132,11 +132,11 @@ def make(**sections: dict[str, Any]) -> Recipe:
              "model": {"num_moe_experts": 4, "moe_router_topk": 2, "add_bias_linear": False},
              "parallelism": {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
                              "tensor_model_parallel_size": 2, "sequence_parallel": True}},
-            "faults.check_results_across_dp_replicas_interval", "expert_model_parallel_size 2", "leave",
+            "faults.check_results_across_dp_replicas_interval", "expert_model_parallel_size 2", "remove",
         ),
         (
             {"faults": {"check_results_across_dp_replicas_interval": 9}, "zero": {"stage": 2}},
-            "faults.check_results_across_dp_replicas_interval", "9", "leave",
+            "faults.check_results_across_dp_replicas_interval", "9", "remove",
         ),
     ],
 )  # fmt: skip

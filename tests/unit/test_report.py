@@ -307,7 +307,7 @@ def test_experts_layers_and_ranks_are_drawn(tmp_path: Path) -> None:
     make(tmp_path, "one", lines)
     html = written(tmp_path, "one")
     for name, *shown in (
-        ("loss", "Tokens predicted right, share", "training: first 0.125, last 0.375"),
+        ("loss", "Tokens predicted correctly, share", "training: first 0.125, last 0.375"),
         ("loss", "Training loss by source, nats a token", "s11: first 2, last 4", "The first 12 of 20 by name"),
         ("experts", "layer 1: 1 of 3, layer 2: 1 of 3"),
         ("layers", "Norms, gradient", "Updates, q", "Layers, attention logit, max"),
@@ -320,7 +320,7 @@ def test_experts_layers_and_ranks_are_drawn(tmp_path: Path) -> None:
         ),
         ("stragglers", "rank 7", "Compute"),
         ("nodes", "n9", "Power, W"),
-        ("energy", "0.75 kWh", "measured by nvml", "Tokens a joule"),
+        ("energy", "0.75 kWh", "measured by nvml", "Tokens per joule"),
     ):
         section = html.split(f'<section id="{name}">')[1].split("</section>")[0]
         assert "<svg" in section and all(words in section for words in shown), (name, section)

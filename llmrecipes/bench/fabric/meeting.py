@@ -83,15 +83,15 @@ def require_sensible(hosts: tuple[str, ...], profile: Profile | None) -> None:
     tasks, step = os.environ.get("SLURM_STEP_NUM_TASKS", ""), "srun --ntasks-per-node=1 llmrecipes bench fabric"
     if profile is not None and profile.inter_node.kind not in KINDS:
         what = f"{profile.name} has {profile.inter_node.kind} between nodes"
-        rule = f"perftest measures {' and '.join(KINDS)}"
+        rule = f"perftest can only measure {' and '.join(KINDS)}"
         raise UserError(
             what, where="--cluster", rule=rule, fix=command_line("bench collectives", options={"cluster": profile.name})
         )
     if len(hosts) < 2:
-        rule = "a fabric is measured between nodes"
-        raise UserError("one node", where="--nodes", rule=rule, fix=f"{step}, or --nodes HOST,HOST on each of them")
+        rule = "measuring a fabric needs at least two nodes"
+        raise UserError("one node", where="--nodes", rule=rule, fix=f"{step}, or --nodes HOST,HOST on every node")
     if tasks.isdecimal() and int(tasks) > len(hosts):
-        raise UserError(f"{tasks} tasks on {len(hosts)} nodes", where="srun", rule="one task on each node", fix=step)
+        raise UserError(f"{tasks} tasks on {len(hosts)} nodes", where="srun", rule="start one task per node", fix=step)
 
 
 def meet(meeting: FabricRendezvous, profile: Profile | None) -> Outcome:
@@ -166,10 +166,10 @@ class _FirstNode:
         try:
             introduction = Introduction.model_validate(channel.receive(CONNECT_SECONDS))
         except ValidationError as error:
-            raise Disconnected("introduced itself in another form") from error
+            raise Disconnected("sent a malformed introduction") from error
         with self._changed:
             if self._late:
-                raise Disconnected("is too late")
+                raise Disconnected("connected too late")
             self._members[number] = _Member(channel, introduction.ports)
             for finding in introduction.findings:
                 self._add(number, finding)
@@ -279,9 +279,9 @@ class _FirstNode:
             except (Disconnected, ValidationError) as error:
                 member.channel.close()
                 del self._members[number]
-                why = "answered in another form" if isinstance(error, ValidationError) else str(error)
-                what = f"{why}, asked to {order['do']} {order.get('what', '')}".rstrip()
-                self._add(number, fail("node", what, "see the messages of that node; drain it if it hangs"))
+                why = "sent a malformed answer" if isinstance(error, ValidationError) else str(error)
+                what = f"{why}, when asked to {order['do']} {order.get('what', '')}".rstrip()
+                self._add(number, fail("node", what, "see the output of that node; drain it if it hangs"))
         return answers
 
     def _add(self, number: int, finding: Finding, host: str = "") -> None:

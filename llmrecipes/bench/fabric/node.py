@@ -73,7 +73,7 @@ class Node:
 
     def _look(self, ports: list[Port]) -> list[Finding]:
         if missing := perftest.missing():
-            fix = "apt-get install perftest, or the project's CUDA image, which has it"
+            fix = "apt-get install perftest, or use the project's CUDA image, which has it"
             return [fail("perftest", f"{' and '.join(missing)} not found on PATH", fix)]
         if not ports and self._profile is None:
             return [fail("adapters", "this node has none", "load the driver, or pass /dev/infiniband to the container")]

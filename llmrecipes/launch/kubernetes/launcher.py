@@ -38,7 +38,7 @@ from llmrecipes.recipe.load import recipe_hash, to_yaml
 logger = logging.getLogger(__name__)
 
 DRY_RUN = "--dry-run prints the objects"
-TOKENIZE = "a Job on CPUs does it first if the data is missing; the run is created after it (--prepared: at once)"
+TOKENIZE = "a CPU Job tokenizes the data first if it is missing, then the run is created (--prepared: at once)"
 INSTANCE = "app.kubernetes.io/instance"
 NO_DRY_RUN = "does not support dry run"
 """What the API server says of a webhook of the site."""
@@ -205,8 +205,8 @@ def pod_spec(workload: Object) -> Object:
 
 def _warnings(profile: Profile, options: KubernetesOptions) -> tuple[str, ...]:
     names = site.left_out(profile, options.host_network)
-    what = f"pods do not get {', '.join(names)} of {profile.name}, which names interfaces of its nodes"
-    return (f"{what}: kubernetes.environment sets those of pods",) if names else ()
+    what = f"{', '.join(names)} of {profile.name} is not passed to pods, because it names interfaces of its nodes"
+    return (f"{what}; set kubernetes.environment for pods",) if names else ()
 
 
 def _require_admission(namespace: str, needed: Mapping[str, Any]) -> None:
@@ -398,8 +398,8 @@ def finish_preparation(launcher: Launcher, ref: JobRef, apply: tuple[str, ...], 
     if known is None or known.state.ended:
         tell(apply, text)
     logs = " ".join(launcher.logs(ref).command)
-    logger.info("tokenizing on CPUs before the run asks for GPUs: job %s; %s", ref.job_id, logs)
-    logger.info("Ctrl-C leaves it running; the same command with --run-id %s waits for it again", run_id)
+    logger.info("tokenizing on CPUs before the run requests GPUs: job %s; %s", ref.job_id, logs)
+    logger.info("Ctrl-C leaves it running; run the same command with --run-id %s to wait for it again", run_id)
 
     def tell_state(status: JobStatus) -> None:
         logger.info("tokenizing: %s%s", status.state, f" ({status.reason})" if status.reason else "")
@@ -407,5 +407,5 @@ def finish_preparation(launcher: Launcher, ref: JobRef, apply: tuple[str, ...], 
     state = Job(launcher, ref).wait(changed=tell_state)
     if state is not JobState.COMPLETED:
         raise UserError(
-            f"job {ref.job_id}, which tokenizes, has {state}", where="kubectl", rule="the run was not created", fix=logs
+            f"the tokenizing job {ref.job_id} has {state}", where="kubectl", rule="the run was not created", fix=logs
         )

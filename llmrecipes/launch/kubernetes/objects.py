@@ -47,7 +47,7 @@ def render(run: PodRun, options: KubernetesOptions) -> list[Object]:
     """
     check(options)
     if len(run.recipe_yaml.encode()) + len(_profile(run, options).encode()) > MOST_CONFIG_BYTES:
-        where, rule = f"recipe {run.plan.recipe.name}", "pods read it from a ConfigMap, which holds 1 MiB"
+        where, rule = f"recipe {run.plan.recipe.name}", "pods read it from a ConfigMap, which holds at most 1 MiB"
         raise UserError("larger than 1 MiB", where=where, rule=rule)
     objects = [_recipe(run, options)]
     if run.channel is not None:
@@ -186,8 +186,8 @@ def _jobset(run: PodRun, options: KubernetesOptions) -> Object:
         raise UserError(
             f"{run.profile.name} has kubernetes.compute_domain",
             where="train.elastic",
-            rule="the IMEX domain of a run waits for all of its nodes",
-            fix="--flavor job, which always starts all of them, or train.elastic=null",
+            rule="the IMEX domain of a run needs all of its nodes",
+            fix="--flavor job, which always starts all nodes, or train.elastic=null",
         )
     template = pod.template(run, options, stem=f"{run.name}-{GROUP}-0")
     return {
@@ -262,7 +262,7 @@ def _require_patchable(run: PodRun, options: KubernetesOptions) -> None:
     """UserError for what a TrainJob can only take from its runtime."""
     fix = "--flavor jobset"
     if options.host_network:
-        rule = "a TrainJob takes host networking from its runtime"
+        rule = "host networking of a TrainJob is set by its runtime"
         raise UserError("set with --flavor trainjob", where="--host-network", rule=rule, fix=fix)
     kubernetes = run.profile.kubernetes
     wanted = {
@@ -274,7 +274,7 @@ def _require_patchable(run: PodRun, options: KubernetesOptions) -> None:
     }
     if unsupported := [f"kubernetes.{name}" for name, value in wanted.items() if value]:
         what = f"{run.profile.name} has {', '.join(unsupported)}"
-        raise UserError(what, where="--flavor trainjob", rule="a TrainJob takes these from its runtime", fix=fix)
+        raise UserError(what, where="--flavor trainjob", rule="the runtime of a TrainJob sets these", fix=fix)
 
 
 PATCHABLE = {"nodeSelector", "tolerations", "serviceAccountName", "imagePullSecrets"}
@@ -337,12 +337,16 @@ def patched(template: dict[str, Any], patch: JsonObject, cluster: str) -> dict[s
     if not patch:
         return template
     where = f"kubernetes.patch of {cluster}"
-    require_program("kubectl", f"kubectl applies {where}; run this where it is, or remove the patch")
+    require_program(
+        "kubectl", f"{where} is applied by kubectl: run this where kubectl is installed, or remove the patch"
+    )
     pod = {"apiVersion": "v1", "kind": "Pod", **template, "metadata": {"name": "pod", **template["metadata"]}}
     command = ("kubectl", "patch", "--local", "--filename", "-", "--type", "strategic", "--output", "json")
     code, answer, words = run((*command, "--patch", json.dumps(patch)), json.dumps(pod))
     if code:
-        raise UserError(f"rejected by kubectl:\n{words}", where=where, rule="a strategic merge patch of a pod template")
+        raise UserError(
+            f"rejected by kubectl:\n{words}", where=where, rule="must be a strategic merge patch of a pod template"
+        )
     merged = json.loads(answer)
     if missing := _containers(template["spec"]) - _containers(merged["spec"]):
         rule = "a patch cannot remove the containers of a run"

@@ -72,7 +72,7 @@ def check(options: KubernetesOptions) -> None:
         raise UserError(
             f"{options.image!r}",
             where="--image",
-            rule="NAME@sha256:DIGEST: a tag may name another image by the time a pod restarts",
+            rule="must be NAME@sha256:DIGEST: a tag may point to another image by the time a pod restarts",
             fix="docker buildx imagetools inspect IMAGE prints the digest",
         )
     for where, value in (("--namespace", options.namespace), ("--queue", options.queue)):
@@ -86,16 +86,20 @@ def check(options: KubernetesOptions) -> None:
     }
     for where, value in names.items():
         if value is not None and not SUBDOMAIN.fullmatch(value):
-            raise UserError(f"{value!r}", where=where, rule="an object's name: lowercase letters, digits, - and .")
+            raise UserError(
+                f"{value!r}", where=where, rule="must be an object name: lowercase letters, digits, - and ."
+            )
     for variable, secret in options.secrets.items():
         if not VARIABLE.fullmatch(variable) or not KEY.fullmatch(secret.key):
             raise UserError(
-                f"{variable!r} from key {secret.key!r}", where="--secret", rule="VARIABLE=SECRET or VARIABLE=SECRET:KEY"
+                f"{variable!r} from key {secret.key!r}",
+                where="--secret",
+                rule="must be VARIABLE=SECRET or VARIABLE=SECRET:KEY",
             )
     if options.topology is not None and not NODE_LABEL.fullmatch(options.topology):
-        raise UserError(f"{options.topology!r}", where="--topology", rule="the key of a node label")
+        raise UserError(f"{options.topology!r}", where="--topology", rule="must be the key of a node label")
     if options.topology is not None and options.queue is None:
-        raise UserError("set without --queue", where="--topology", rule="Kueue places pods by topology",
+        raise UserError("set without --queue", where="--topology", rule="only Kueue places pods by topology",
                         fix="--queue NAME")  # fmt: skip
     if options.tracking_uri is not None:
         _check_tracking_uri(options.tracking_uri)
@@ -146,6 +150,6 @@ def _check_tracking_uri(uri: str) -> None:
         raise UserError(
             "the URL has a user name, a password or a query",
             where="--tracking-uri",
-            rule="credentials come from a Secret",
+            rule="credentials must come from a Secret",
             fix="--secret MLFLOW_TRACKING_USERNAME=mlflow --secret MLFLOW_TRACKING_PASSWORD=mlflow",
         )

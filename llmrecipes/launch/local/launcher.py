@@ -46,7 +46,8 @@ class LocalLauncher:
         """The command of the process."""
         planned = submission.planned
         if planned.nodes != 1:
-            raise UserError(f"{planned.nodes} with --to local", where="--nodes", rule="this machine is one node",
+            raise UserError(f"{planned.nodes} with --to local", where="--nodes",
+                            rule="--to local runs on this machine only",
                             fix="--to slurm or --to k8s")  # fmt: skip
         values = {
             "exit-file": RunFiles(submission.run_dir).exit_code,

@@ -198,7 +198,7 @@ def _wait(
                     continue  # all have the stop signal, and exit by themselves
                 if grace is not None and -code in STOP_SIGNALS:
                     # Every rank has handlers for these before any of them runs the first step.
-                    logger.warning("stopped before training began: nothing is lost, run the same command again")
+                    logger.warning("stopped before training began; nothing is lost, run the same command again")
                     first_failure = int(ExitCode.REQUEUE)
                 elif key.data != first:
                     log = _log(logs, key.data)
@@ -220,14 +220,14 @@ def _end(waiting: dict[str, subprocess.Popen[bytes]], grace: Grace, newest_then:
         with suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel, for example on a dead file system
             process.wait(LONGEST_DEATH)
     newest = grace.newest()
-    what = f"these ranks did not end within {grace.seconds:g} s of the signal and were killed: {ranks}"
+    what = f"ranks did not exit within {grace.seconds:g} s of the signal and were killed: {ranks}"
     if newest is not None and newest != newest_then:
         logger.error("%s; the state is saved: %s", what, newest)
         return int(ExitCode.REQUEUE)
     raise UserError(
-        f"{what}; nothing was saved after the signal, the newest checkpoint is {newest or 'none'}",
+        f"{what}; nothing was saved after the signal, newest checkpoint: {newest or 'none'}",
         where="train.exit_grace_seconds",
-        rule="ranks save and end within train.exit_grace_seconds of a signal",
+        rule="ranks must save and exit within train.exit_grace_seconds of a signal",
         fix="run the same command again: it resumes from the newest checkpoint; if a save takes longer, set a larger "
         "train.exit_grace_seconds",
         code=ExitCode.TERMINATED,

@@ -82,8 +82,8 @@ class SlurmLauncher:
                 else ("; --prepare-partition NAME for one without GPUs")
             )
             tasks = options.prepare_tasks
-            on = "on one node" if tasks == 1 else f"an array of {tasks:,} tasks, on a node for each"
-            notes["tokenize"] = f"the data is not prepared: another job does it first, {on}{where}"
+            on = "on one node" if tasks == 1 else f"as an array of {tasks:,} tasks, one node per task"
+            notes["tokenize"] = f"the data is not prepared: a separate job prepares it first, {on}{where}"
         given_last = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
         return Rendering(
             words,

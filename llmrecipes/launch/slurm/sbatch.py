@@ -262,7 +262,7 @@ def check(request: SlurmRequest, profile: Profile, options: SlurmOptions) -> Non
         value = getattr(options, name)
         if value is not None and not WORD.fullmatch(value):
             option = f"--{name.replace('_', '-')}"
-            raise UserError(f"{value!r}", where=option, rule="letters, digits and . _ : / @ = + , - only")
+            raise UserError(f"{value!r}", where=option, rule="only letters, digits and . _ : / @ = + , - are allowed")
     if options.time is not None and not TIME.fullmatch(options.time):
         raise UserError(f"{options.time!r}", where="--time", rule=TIME_RULE, fix="--time 8:00:00")
     if options.runtime is not None and options.runtime not in RUNTIMES:
@@ -274,30 +274,30 @@ def check(request: SlurmRequest, profile: Profile, options: SlurmOptions) -> Non
         raise UserError(
             f"{options.image!r}, but cluster profile {profile.name} has no container runtime",
             where="--image",
-            fix="--runtime pyxis or --runtime apptainer, where the site has it",
+            fix="--runtime pyxis or --runtime apptainer, if the site has it",
         )
     if options.image is not None and (options.image.startswith("-") or not _is_plain(options.image)):
-        raise UserError(f"{options.image!r}", where="--image", rule="one word of printable characters")
+        raise UserError(f"{options.image!r}", where="--image", rule="must be one word of printable characters")
     if options.image is not None:
         _check_image(options.image, runtime)
     for option in options.more:
         name = option.partition("=")[0]
         if not option.startswith("--") or not option.isprintable():
-            raise UserError(f"{option!r}", where="--sbatch", rule="one option of sbatch, as --name=value")
+            raise UserError(f"{option!r}", where="--sbatch", rule="must be a single sbatch option, as --name=value")
         if name == "--array":
             raise UserError(
                 option,
                 where="--sbatch",
-                rule="a training is one job: the tasks of an array would share its run directory",
+                rule="a run is a single job: the tasks of an array would share its run directory",
                 fix="submit every run separately",
             )
     for path in (request.runs_dir, request.data_dir):
         if not str(path).isprintable() or "\\" in str(path):
             raise UserError("not printable", where=f"{str(path)!r}",
-                            rule="paths in Slurm's --output are printable and have no backslash")  # fmt: skip
+                            rule="paths in Slurm's --output must be printable and have no backslash")  # fmt: skip
         if runtime != "none" and options.image and set(str(path)) & set(":,"):
             raise UserError("cannot be mounted", where=str(path),
-                            rule="a path that is mounted into a container has neither : nor ,")  # fmt: skip
+                            rule="paths mounted into a container must not contain : or ,")  # fmt: skip
 
 
 def _check_image(image: str, runtime: str) -> None:

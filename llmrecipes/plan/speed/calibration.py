@@ -83,7 +83,7 @@ def tracked(name: str, degrees: dict[str, int], predicted: dict[str, Any], measu
     )
     figures = (run.compute, run.predicted, run.measured, run.predicted_memory, run.measured_memory)
     if not all(_LEAST <= figure <= _MOST for figure in figures) or not 0 <= run.communication <= _MOST:
-        message = f"{name}: a figure that no run has"
+        message = f"{name}: implausible figures"
         raise ValueError(message)
     return run
 
@@ -117,16 +117,16 @@ def fit(runs: Sequence[MeasuredRun]) -> FactorFit:
     if not telling:
         # The little communication there is keeps its prediction.
         compute = math.fsum(c * (1 - m) for c, m in share) / cc
-        unknown = f"communication: no run has {LEAST_SHARE:.0%} of it"
+        unknown = f"communication: less than {LEAST_SHARE:.0%} of the step in all runs"
     elif len(runs) < 2 or determinant < LEAST_ANGLE**2 * cc * mm:
         whole = math.fsum((c + m) ** 2 for c, m in share)
         compute = communication = math.fsum(c + m for c, m in share) / whole
-        unknown = "kernels and communication apart: all runs have the same shares of them; one factor is for both"
+        unknown = "kernels and communication separately: all runs have the same shares of both, so one factor is fitted"
     else:
         compute, communication = (c1 * mm - m1 * cm) / determinant, (m1 * cc - c1 * cm) / determinant
         if min(compute, communication) <= 0:
             compute, communication = math.fsum(c * (1 - m) for c, m in share) / cc, 1.0
-            unknown = "communication: the runs contradict any positive factor"
+            unknown = "communication: no positive factor fits the runs"
     if compute <= 0:
         compute = c1 / cc
     factors = Calibration(compute=compute, communication=communication, runs=len(runs))

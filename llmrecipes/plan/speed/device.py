@@ -169,7 +169,7 @@ def device(name: str) -> Device:
                 return of_json(stem, {**values, **changes})
         return of_json(stem, values)
     raise UserError(
-        f"{name} has no coefficients", where="gpu", rule="the time model needs rates of the GPU",
+        f"{name} has no coefficients", where="gpu", rule="the time model needs coefficients of the GPU",
         fix=f"one of {', '.join(device_names())}",
     )  # fmt: skip
 

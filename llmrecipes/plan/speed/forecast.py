@@ -87,7 +87,7 @@ class Forecast:
         zero = self.plan.recipe.zero
         unknown = ""
         if zero is not None and (zero.offload_optimizer, zero.offload_param) != ("none", "none"):
-            unknown = "; not counted: copies to and from main memory, and the update there"
+            unknown = "; not counted: copies to and from main memory, and updates there"
         if seconds < 0.03 * self.step.seconds:
             return f"kernels take {share:.0%} of a step; nothing else takes 3%{unknown}"
         return f"kernels take {share:.0%} of a step, {name} {seconds / self.step.seconds:.0%}{unknown}"
@@ -103,7 +103,7 @@ class Forecast:
         if saving is None or saving.interval >= saving.write:
             return list(plan.warnings)
         late = (
-            f"a checkpoint takes {duration(saving.write)} to write at the profile's storage_gb_per_s, longer than the "
+            f"writing a checkpoint takes {duration(saving.write)} at the profile's storage_gb_per_s, longer than the "
             f"{duration(saving.interval)} of checkpoint.save_interval {plan.recipe.checkpoint.save_interval}: training "
             "waits for it"
         )
@@ -214,7 +214,7 @@ def gpu(plan: Plan, profile: Profile | None) -> Device:
     if not plan.cluster.gpus:
         if profile is None or profile.rates is None:
             raise UserError(
-                "no GPU, and no rates of its processors", where="--cluster",
+                "no GPU, and no measured rates of the processors", where="--cluster",
                 rule="the time model needs coefficients of the machine",
                 fix="--cluster NAME; llmrecipes clusters lists them; bench machine --write FILE measures this one",
             )  # fmt: skip
@@ -297,9 +297,9 @@ def device_of(profile: Profile) -> Device:
     if profile.rates is not None:
         return _processors(profile, profile.rates, 1)
     raise UserError(
-        f"{profile.name} has neither a GPU nor rates",
+        f"{profile.name} has neither a GPU nor measured rates",
         where="--cluster",
-        rule="predictions need one of them",
+        rule="predictions need one of the two",
         fix="bench machine --write FILE",
     )
 

@@ -18,7 +18,7 @@ from llmrecipes.units import gib
 ALLOCATOR = "expandable_segments:True"
 LEAST_GAIN = 0.01
 """Share of the memory below which a change is not worth its name."""
-_UNKNOWN = "copies to main memory and the update there are not counted"
+_UNKNOWN = "copies to main memory and updates there are not counted"
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,7 @@ def ladder(plan: Plan, allocator: str = "") -> list[Rung]:
 def _allocator(value: str) -> Rung:
     if not value or ALLOCATOR in value:
         return Rung("allocator", note=f"{ALLOCATOR} is set")
-    return Rung(
-        "allocator", f"PYTORCH_ALLOC_CONF={ALLOCATOR}", note="less is lost between allocations, which no plan counts"
-    )
+    return Rung("allocator", f"PYTORCH_ALLOC_CONF={ALLOCATOR}", note="less fragmentation, which plans do not count")
 
 
 def plan_seconds(plan: Plan) -> float | None:
@@ -94,7 +92,7 @@ def _rung(
             break
         refusal = refusal or ("" if less else f"saves less than {LEAST_GAIN:.0%}")
     if best is None:
-        return Rung(name, note=otherwise or refusal or "not with this layout")
+        return Rung(name, note=otherwise or refusal or "not possible with this layout")
     candidate, tried = best
     zero = candidate.zero
     moved = zero is not None and (zero.offload_optimizer, zero.offload_param) != ("none", "none")
@@ -133,7 +131,7 @@ def _kinds(plan: Plan, recipe: Recipe) -> Iterator[tuple[str, Iterator[Recipe], 
     yield (
         "sequence parallelism",
         sequence,
-        "with tensor parallelism only" if tensor == 1 else ("on" if parallel.sequence_parallel else ""),
+        "only with tensor parallelism" if tensor == 1 else ("on" if parallel.sequence_parallel else ""),
     )
     near = plan.cluster.gpus_per_domain if plan.cluster.gpus else ranks
     degrees = _doubled(tensor, min(near, ranks))

@@ -244,9 +244,9 @@ def fastest(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | Non
     """
     if recipe.stages:
         raise UserError(
-            "a recipe with stages has no one step to compare layouts by",
+            "a recipe with stages has no single step by which to compare layouts",
             where="--search",
-            rule="the layout of a run is the same in all stages",
+            rule="--search compares layouts of a run without stages",
             fix="stages=[] with the model and train keys of the longest stage",
         )
     results = _fitting(recipe, candidates(recipe, ranks, cluster.gpus_per_domain), cluster, ranks, profile, number)
@@ -258,13 +258,13 @@ def fastest(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | Non
             raise UserError(
                 f"no layout of {ranks} GPUs",
                 where="--search",
-                rule=f"the data-parallel ranks divide global_batch_size {recipe.train.global_batch_size}",
+                rule=f"the data-parallel size must divide global_batch_size {recipe.train.global_batch_size}",
                 fix=_smallest(recipe, cluster, ranks, profile),
             )
         raise UserError(
             f"no layout of {ranks} GPUs fits",
             where="--search",
-            rule="a rank's states and activations fit its GPU",
+            rule="a rank's state and activations must fit on its GPU",
             fix=f"{_smallest(recipe, cluster, ranks, profile)}{_by_zero(recipe, cluster, ranks, profile)}",
         )
     return results
@@ -279,7 +279,7 @@ def _by_zero(recipe: Recipe, cluster: Cluster, ranks: int, profile: Profile | No
         degrees = _degrees(sharded, ranks, cluster.gpus_per_domain)
         for candidate in _fitting(sharded, degrees, cluster, ranks, profile, 1):
             keys = " ".join(chain.from_iterable(changes(recipe, candidate.recipe).values()))
-            unknown = " (the time of offload is not known)" if offload else ""
+            unknown = " (offload time is unknown)" if offload else ""
             return f"; or DeepSpeed on these GPUs: {keys}{unknown}"
     return ""
 
