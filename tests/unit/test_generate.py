@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from llmrecipes.engine.core.generation import Sampling, draw, generate
 from llmrecipes.engine.core.model.gpt import RecipeGPTModel
 from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.core.score import GPTScorer
 from llmrecipes.plan.derive import derive
-from tests.helpers import LLAMA, ROOMY, built, tiny
+from tests.helpers import LLAMA, ROOMY, built, engine_of, steps, tiny
 from tests.refusals import refused
 
 GREEDY = Sampling(temperature=0)
@@ -78,6 +79,26 @@ def test_texts_are_computed_in_bf16_where_training_is_in_fp8() -> None:
     scorer.score(torch.tensor([PROMPT]))
     assert seen == [None] * 3
     assert whole.config.fp8 == "e4m3"
+
+
+@pytest.mark.usefixtures("world")
+def test_texts_of_other_lengths_use_up_no_compilation_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch gives up after eight shapes: a run that resumes with an evaluation of tasks would train uncompiled."""
+    plain = RecipeGPTModel.compile_layers
+    monkeypatch.setattr(RecipeGPTModel, "compile_layers", lambda module: plain(module, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    engine = engine_of(tiny(train={"torch_compile": True}))
+    try:
+        for length in range(3, 13):
+            engine.scorer().score(torch.ones(1, length, dtype=torch.long))
+        continuation(engine.modules[0], max_new_tokens=3)
+        engine.scorer().extend([PROMPT], [3], [0], GREEDY, lambda _new: False)
+        assert not counters["stats"]
+        steps(engine, 1)
+        assert counters["stats"]["unique_graphs"] == 2  # of all layers, and of the loss
+    finally:
+        torch._dynamo.reset()
 
 
 @pytest.mark.usefixtures("world")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
@@ -62,11 +62,27 @@ def generate(
 
 @contextmanager
 def evaluating(modules: Sequence[RecipeGPTModel]) -> Iterator[None]:
-    """A block with the chunks of a model in evaluation mode, and with its products in bf16.
+    """A block with the chunks of a model in evaluation mode, not compiled, and with its products in bf16.
 
     Texts of any length have other numbers of tokens than products in fp8 take, and copies of weights in fp8 are renewed
-    by training steps only. Rounded weights (`qat`) are renewed here.
+    by training steps only. Each length would be compiled, until torch gives up on the layers, also in training. Rounded
+    weights (`qat`) are renewed here.
     """
+    with uncompiled(modules), _evaluating(modules):
+        yield
+
+
+def uncompiled(modules: Iterable[torch.nn.Module]) -> AbstractContextManager[object]:
+    """A block in which compiled layers of these modules run as they are."""
+    parts = (part for module in modules for part in module.modules())
+    if all(part._compiled_call_impl is None for part in parts):
+        return nullcontext()
+    stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+@contextmanager
+def _evaluating(modules: Sequence[RecipeGPTModel]) -> Iterator[None]:
     before = [(module, module.training, module.config.fp8) for module in modules]
     try:
         for module in modules:
