@@ -36,6 +36,7 @@ def setup_logging(level: int = logging.INFO, rank: int = 0) -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("llmrecipes").setLevel(level)
     ignore_library_warnings()
+    logging.getLogger("huggingface_hub").propagate = False  # it has a handler, and would print everything twice
 
 
 def ignore_library_warnings() -> None:

@@ -175,7 +175,7 @@ def checked_run_id(run_id: str | None) -> str:
         return new_run_id()
     if not 0 < len(run_id) <= _MOST or run_id[0] in "._-" or set(run_id) - _ID:
         raise UserError(
-            f"run id {run_id!r}",
+            f"{run_id!r} is not a valid run id",
             where="--run-id",
             rule=f"at most {_MOST} letters, digits, dots, dashes and underscores, starting with a letter or digit",
             fix="--run-id my-run-1",

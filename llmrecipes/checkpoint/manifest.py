@@ -239,7 +239,7 @@ def _wrong_size(path: Path, name: str, record: FileRecord) -> str:
     status = (path / name).stat()
     if not stat.S_ISREG(status.st_mode):
         return "is not a regular file"
-    return "" if status.st_size == record.size else f"{status.st_size} bytes, {record.size} were written"
+    return "" if status.st_size == record.size else f"{status.st_size} bytes, expected {record.size}"
 
 
 def _wrong_content(path: Path, name: str, record: FileRecord) -> str:

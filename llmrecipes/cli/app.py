@@ -261,7 +261,8 @@ def _usage_error(error: typer.TyperException) -> UserError:
     """An error in options or arguments; for an option such as Megatron-LM's `--num-layers`, with the recipe key."""
     context = getattr(error, "ctx", None)
     option: str = getattr(error, "option_name", "")
-    if option.startswith("--"):
+    takes_keys = context is not None and any(each.name == "overrides" for each in context.command.params)
+    if option.startswith("--") and takes_keys:
         from llmrecipes.recipe.keys import namesake
 
         namesakes = namesake(option)

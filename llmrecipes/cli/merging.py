@@ -95,7 +95,7 @@ def merge(
         _merge_runs(models, options, base, run_id, runs_dir, as_json=as_json)
         return
     if to != "hf":
-        raise UserError(f"{to!r}", where="--to", rule="must be hf or run")
+        raise UserError(f"unknown form {to!r}", where="--to", rule="must be hf or run")
     if out is None:
         raise UserError(
             "not set",

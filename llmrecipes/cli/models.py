@@ -92,7 +92,7 @@ def export(
 
     setup_logging()
     if to not in FORMS:
-        raise UserError(f"{to!r}", where="--to", rule=f"one of {', '.join(FORMS)}")
+        raise UserError(f"unknown form {to!r}", where="--to", rule=f"one of {', '.join(FORMS)}")
     if to == "peft":
         _export_adapter(run, out, runs_dir, as_json=as_json)
         return

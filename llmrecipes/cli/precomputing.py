@@ -41,12 +41,13 @@ def precompute(
     distill.logits. Repeat an interrupted command to continue.
     """
     from llmrecipes.console import duration, setup_logging
+
+    setup_logging()  # before imports of which libraries warn
     from llmrecipes.launch.ranks import node
     from llmrecipes.recipe.load import load
     from llmrecipes.workflow.precompute import precompute as compute
     from llmrecipes.workflow.run import Paths
 
-    setup_logging()
     here = node(nnodes, node_rank, rdzv, os.environ) if nnodes > 1 else None
     resolved = load(recipe, overrides or []).recipe
     done = compute(resolved, Paths(runs_dir, data_dir), nproc, here, lambda line: typer.echo(line, err=as_json))

@@ -240,5 +240,5 @@ def no_column(keys: str, present: Sequence[str], where: str, rule: str) -> UserE
     """The error for rows that lack a column."""
     columns = ", ".join(present) or "none"
     return UserError(
-        f"no column {keys}; the columns are {columns}", where=where, rule=rule, fix=f"use one of: {columns}"
+        f"no column {keys}; the columns are {columns}", where=where, rule=rule, fix=f"set the key to one of: {columns}"
     )

@@ -243,9 +243,10 @@ def _looked_for(source: Source) -> str:
         return "this Python has no standard library source on disk; use a source of type text, jsonl or parquet"
     if source.tokenized:
         return f"{section(source)}[].path is the path of a .bin and its .idx, without suffix; looked in {Path.cwd()}"
-    wanted = f"*{_SUFFIXES.get(source.type, ('',))[0]}"
+    suffix = _SUFFIXES.get(source.type, ("",))[0]
+    wanted = f"*{suffix} files" if suffix else "files"
     where = f"looked in {Path.cwd()}"
-    return f"{section(source)}[].path is a file, a folder with {wanted} files, a glob, or their URL; {where}"
+    return f"{section(source)}[].path is a file, a folder with {wanted}, a glob, or their URL; {where}"
 
 
 def _decode(data: bytes) -> str | None:

@@ -176,14 +176,16 @@ def _invalid(error: ValidationError, kind: type[TaskSection], file: Path) -> Use
         str(part) for part in first["loc"] if not str(part).startswith(("list[", "dict[", "str", "function"))
     )
     if kind is TaskOverride:
-        rule = "a group changes only the examples and delimiters of a task of the harness, which may be code"
-        fix = "a separate task, with its data and templates"
+        rule = "a group can only change examples and delimiters of a task of the harness, which may be code"
+        fix = "write a separate task, with its data and templates"
     elif first["type"] == "extra_forbidden":
-        rule = "the keys of a task are those of lm-evaluation-harness that are data"
+        rule = "a task file may have those keys of lm-evaluation-harness that are data"
         fix = f"remove it; or {TRUST}"
     else:
-        rule, fix = "values of a task file have the types of lm-evaluation-harness's keys", "correct it"
-    return UserError(f"{key}: {first['msg']}: {str(first['input'])[:80]!r}", where=str(file), rule=rule, fix=fix)
+        rule, fix = "values of a task file must have the types of lm-evaluation-harness's keys", f"fix {key}"
+    missing = first["type"] == "missing"
+    what = f"{key} is missing" if missing else f"{key}: {first['msg']}: {str(first['input'])[:80]!r}"
+    return UserError(what, where=str(file), rule=rule, fix=f"add {key}" if missing else fix)
 
 
 def _refuse_code(values: Mapping[str, Any], file: Path) -> None:

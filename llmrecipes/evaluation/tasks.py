@@ -161,7 +161,7 @@ class _TaskBuilder:
             f"no task {name!r}",
             where=self.where if file is None else str(file),
             rule="a task, group or tag of lm-evaluation-harness, or the path of a task file",
-            fix=f"one of {', '.join(near)}" if near else "lm-eval ls tasks lists them",
+            fix=f"did you mean {' or '.join(near)}?" if near else "lm-eval ls tasks lists them",
         )
 
     def file(self, file: TaskFile, overrides: dict[str, Any], above: tuple[str, ...]) -> list[Any]:

@@ -56,7 +56,8 @@ def family_named(model_type: object, where: str) -> Family:
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise UserError(
-            f"unsupported model_type {model_type!r}", where=where, rule=f"one of {', '.join(FAMILIES)}",
+            "model_type is missing" if model_type is None else f"unsupported model_type {model_type!r}",
+            where=where, rule=f"one of {', '.join(FAMILIES)}",
             fix="use a model of one of these types; CONTRIBUTING.md says how to add a family",
         )  # fmt: skip
     return family

@@ -95,8 +95,8 @@ def _fetched(name: str, revision: str | None) -> Located:
     except Exception as error:  # HTTP, DNS, permissions, names: each library below has its own errors
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         raise UserError(
-            f"{name}{'' if revision is None else '@' + revision} cannot be fetched: {reason[:300]}",
-            where=name,
+            f"cannot fetch this model: {reason[:300]}",
+            where=f"{name}{'' if revision is None else '@' + revision}",
             rule="a folder on this machine, or a name on the Hugging Face Hub, which this machine must reach once",
             fix="check the name and revision, access to the Hub (HF_ENDPOINT), and HF_TOKEN for a gated model; or "
             "copy the folder to this machine and use its path",

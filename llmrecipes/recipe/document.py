@@ -176,6 +176,8 @@ def _refuse(text: str) -> Problem | None:
         mark = error.problem_mark or error.context_mark
         what = ", ".join(part for part in (error.context, error.problem) if part)
         fix = "indent with spaces, not tabs" if "\t" in text and "cannot start any token" in what else ""
+        if "unexpected ':'" in what:
+            fix = "put a space after each colon between a key and its value"
         return Problem("", f"not valid YAML: {what}", fix=fix, line=mark.line + 1 if mark else 0)
     except yaml.YAMLError as error:
         return Problem("", f"not valid YAML: {' '.join(str(error).split())}")
@@ -335,15 +337,13 @@ def require_mapping(parsed: ParsedDocument, kind: Kind) -> list[Problem]:
 
 
 def where(key: str, path: Path, lines: Mapping[str, int], overridden: Mapping[str, str]) -> str:
-    """Location of a key or of the nearest section around it: file and line, or the override that set it."""
-    name = key
-    while name:
-        if name in overridden:
-            return f"override {clip(overridden[name])!r}"
-        if name in lines:
-            return f"{path}:{lines[name]}"
-        name = name.rpartition(".")[0]
-    return str(path)
+    """Location of a key or of the nearest section around it: the override that set it, or file and line."""
+    parts = key.split(".")
+    names = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    if set_by := next((overridden[name] for name in names if name in overridden), None):
+        return f"override {clip(set_by)!r}"
+    line = next((lines[name] for name in names if name in lines), None)
+    return str(path) if line is None else f"{path}:{line}"
 
 
 def in_order(problems: Iterable[Problem], lines: Mapping[str, int]) -> list[Problem]:

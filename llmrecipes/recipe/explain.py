@@ -79,6 +79,9 @@ def _problem(details: ErrorDetails, document: type[BaseModel], hints: Mapping[st
     key = dotted(details["loc"]) if kind == "extra_forbidden" else _place(details, all_keys)
     known = all_keys.get(normal(key))
     if kind == "extra_forbidden":
+        name, colon, value = str(details["loc"][-1]).partition(":")
+        if colon and details["input"] is None:  # {type:text} is a key without a value
+            return Problem(key, "unknown key", fix=f"put a space after the colon: {name}: {value}")
         return Problem(key, "unknown key", fix=str(hints.get(key, "")))
     if known is None and any(_is_free(details["loc"][:depth], all_keys) for depth in range(1, len(details["loc"]))):
         return Problem(key, f"{show(details['input'])} is not valid", rule_of(details))

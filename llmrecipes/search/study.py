@@ -111,7 +111,7 @@ def require_section(recipe: Recipe) -> Search:
     """
     if recipe.search is None:
         raise UserError(
-            "missing", where=f"recipe {recipe.name}: search", rule="a search needs a space",
+            "missing", where=f"recipe {recipe.name}: search", rule="a search needs search.space",
             fix="search: {space: [{key: optimizer.lr, low: 1e-4, high: 1e-2, log: true}], n_trials: 20}",
         )  # fmt: skip
     return recipe.search

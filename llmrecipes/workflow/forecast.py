@@ -224,7 +224,9 @@ def scaling_curve(
 
 def _require_picture(path: Path, option: str) -> None:
     if path.suffix not in (".svg", ".png"):
-        raise UserError(f"{path.suffix or 'no suffix'}", where=option, rule="FILE.svg or FILE.png", fix="plan.svg")
+        raise UserError(
+            f"{path.suffix or 'no suffix'}", where=option, rule="FILE.svg or FILE.png", fix=f"{option} plan.svg"
+        )
 
 
 def _save(figure: Figure, path: Path, option: str) -> None:

@@ -96,7 +96,7 @@ def amount(text: str, option: str) -> int:
             f"{text!r} is not a number",
             where=option,
             rule="a number, optionally with K, M, B or T for thousands to trillions",
-            fix="1b",
+            fix=f"{option} 1b",
         )
     return number
 
@@ -120,11 +120,12 @@ def source_of(text: str, option: str, *, chat: bool = False) -> Source:
         kind, path = SUFFIXES.get(Path(text).suffix, "text" if Path(text).is_dir() and not chat else text), text
     embedded = kind in EMBEDDED
     if kind not in types or (embedded and colon) or not path:
+        suffixes = ", ".join(suffix for suffix, of_suffix in SUFFIXES.items() if of_suffix in types)
         raise UserError(
             f"{text!r} is not a data source",
             where=option,
-            rule=f"a file with the suffix {', '.join(SUFFIXES)}, or TYPE:PATH with a type of {', '.join(types)}",
-            fix="jsonl:chat.jsonl" if chat else "text:FOLDER, or hub:HuggingFaceFW/fineweb-edu",
+            rule=f"a file with the suffix {suffixes}, or TYPE:PATH with a type of {', '.join(types)}",
+            fix=f"{option} jsonl:chat.jsonl" if chat else f"{option} text:FOLDER, or hub:HuggingFaceFW/fineweb-edu",
         )
     return Source(type=kind) if embedded else Source(type=kind, path=path)  # type: ignore[arg-type]
 

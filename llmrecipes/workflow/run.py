@@ -135,6 +135,8 @@ def new_spec(recipe: Recipe, paths: Paths, options: TrainOptions) -> RunSpec:
     run = Run.of(paths.runs_dir, recipe.name, checked_run_id(options.run_id))
     if not options.run.from_scratch:
         require_complete(run.path)
+        if not options.run.from_best:
+            _require_steps(recipe, run)
         require_same_recipe(recipe, run, paths.data_dir, accept=options.run.accept_changes)
     run.create()
     return RunSpec(
@@ -144,6 +146,16 @@ def new_spec(recipe: Recipe, paths: Paths, options: TrainOptions) -> RunSpec:
         data_dir=paths.data_dir,
         **options.run.model_dump(),
     )
+
+
+def _require_steps(recipe: Recipe, run: Run) -> None:
+    newest = run.newest()
+    if newest is not None and newest.step > recipe.train.train_iters:
+        raise UserError(
+            f"train.train_iters is {recipe.train.train_iters}, but the run has done {newest.step} steps",
+            where=str(run.path),
+            fix=f"train.train_iters={newest.step} or more, or a new run id",
+        )
 
 
 def require_same_recipe(recipe: Recipe, run: Run, data_dir: Path, *, accept: bool) -> None:

@@ -91,7 +91,7 @@ def scaling(
         )
     for budget in budgets:
         if not (math.isfinite(budget) and budget > 0):
-            raise UserError(f"{budget:g}", where="--flops", rule="a number of FLOPs above 0", fix="1e18")
+            raise UserError(f"{budget:g}", where="--flops", rule="a number of FLOPs above 0", fix="--flops 1e18")
     tracked = from_mlflow(experiment, runs_dir) if experiment is not None else _named(names, runs_dir)
     selection = select(tracked, embeddings=embeddings)
     fitted = fit(selection.points)

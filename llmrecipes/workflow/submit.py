@@ -312,7 +312,7 @@ def find_job(name: str, runs_dir: Path) -> JobHandle:
             if ref in launcher(kind).statuses([ref]):
                 return handle(ref)
     raise UserError(
-        f"no run and no job {name}",
+        f"no submitted run and no job {name}",
         where=str(runs_dir),
         rule="a job is named by its run (directory, recipe/run-id or run id), or by the id that submit printed",
         fix="llmrecipes runs lists runs; --runs-dir DIR if they are elsewhere",

@@ -226,7 +226,7 @@ def _require_consistent(options: TrainOptions) -> None:
         )  # fmt: skip
     if options.min_nodes is not None and options.node is None:
         raise UserError("needs --nnodes", where="--min-nodes", rule="--min-nodes is for several nodes",
-                        fix="leave it out")  # fmt: skip
+                        fix="add --nnodes N, or leave it out")  # fmt: skip
     if options.node is not None and options.run.max_restarts:
         raise UserError(
             f"{options.run.max_restarts} on several nodes", where="--max-restarts",
@@ -236,7 +236,7 @@ def _require_consistent(options: TrainOptions) -> None:
     chosen = [name for name, is_chosen in backwards.items() if is_chosen]
     if chosen and options.run_id is None:
         raise UserError("needs --run-id", where=chosen[0], rule="a run without --run-id is a new one",
-                        fix="leave it out")  # fmt: skip
+                        fix="add --run-id RUN, or leave it out")  # fmt: skip
     if len(chosen) > 1:
         raise UserError(
             f"cannot be combined with {chosen[0]}",

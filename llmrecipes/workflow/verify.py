@@ -101,7 +101,7 @@ def verify(
             f"{options.tolerance:g}",
             where="--tolerance",
             rule="the tolerance is a relative difference above 0",
-            fix="1e-5",
+            fix="--tolerance 1e-5",
         )
     cluster = detect()
     small = verified_recipe(recipe, options.iters, cluster.device)
@@ -235,10 +235,12 @@ def coordinates(recipe: Recipe, paths: Paths, widths: Sequence[int], iters: int,
             f"{len(set(widths))} width",
             where="--widths",
             rule="at least two widths are needed to see growth",
-            fix="64,128,256,512",
+            fix="--widths 64,128,256,512",
         )
     if min(widths) < 1:
-        raise UserError(f"{min(widths)}", where="--widths", rule="a width is a positive number", fix="64,128,256,512")
+        raise UserError(
+            f"{min(widths)}", where="--widths", rule="a width is a positive number", fix="--widths 64,128,256,512"
+        )
     cluster = detect()
     small = [_small(recipe, iters, width, cluster) for width in sorted(set(widths))]
     for variant in small:

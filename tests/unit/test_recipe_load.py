@@ -367,3 +367,9 @@ def test_a_short_recipe_keeps_sections_of_defaults_and_strings_that_look_like_so
     made = load("sft-tiny", ["description='yes: # no'", "data.chat={}", "tracking.experiment='1e5'"]).recipe
     text = short(made)
     assert "  chat: {}" in text and "  split: [96.0, 4.0, 0.0]" in text and "  experiment: '1e5'" in text
+
+
+def test_a_missing_space_after_a_colon_is_named_with_its_override(write: Write) -> None:
+    text = "data.sources=[{type:text}]"
+    with refused(f"override {text!r}: data.sources.0.type:text", rule="type: text"):
+        write(("optimizer:", "data:\n  sources: [{type: stdlib}]\noptimizer:"), overrides=(text,))
