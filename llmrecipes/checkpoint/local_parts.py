@@ -62,7 +62,7 @@ class LocalParts:
     """Parts on the disk of this node, of all its ranks.
 
     Args:
-        directory: of this run only; created if it is missing.
+        directory: directory of this run only; created if it is missing.
 
     Raises:
         UserError: it cannot be created.
@@ -180,7 +180,7 @@ def folder_of(directory: str, recipe: str, token: str, node: int) -> Path:
     Args:
         directory: `checkpoint.non_persistent_local_ckpt_dir`.
         recipe: name of the recipe.
-        token: of the run.
+        token: token of the run.
         node: its number.
     """
     return Path(directory.replace("{node}", str(node))) / f"{recipe}-{token}"

@@ -45,9 +45,9 @@ class Peers:
     """A gloo group of a few ranks that send files to each other.
 
     Args:
-        name: of the group, the same on its ranks and used once.
-        place: of this rank in it.
-        size: of the group.
+        name: name of the group, the same on its ranks and used once.
+        place: place of this rank in it.
+        size: size of the group.
     """
 
     def __init__(self, name: str, place: int, size: int) -> None:
@@ -121,7 +121,7 @@ def neighbours(rank: int, ranks: int, per_node: int) -> list[int]:
 
     Args:
         rank: one of them.
-        ranks: of all nodes, in their order.
+        ranks: ranks of all nodes, in their order.
         per_node: ranks of a node.
     """
     nodes, node, local = ranks // per_node, rank // per_node, rank % per_node
@@ -138,7 +138,7 @@ class LocalSaver:
     Creating it and `newest` are collectives of all ranks; saving is one of a group of neighbours.
 
     Args:
-        parts: of this node.
+        parts: parts of this node.
         group: all ranks; used at the start only.
         per_node: ranks of a node.
         layout: parallel degrees, which the parts must have to be used.
@@ -333,7 +333,7 @@ def run_token(path: Path, group: Ranks) -> str:
     A run that was deleted, or began from scratch, never finds parts of an earlier one of its name.
 
     Args:
-        path: of the file with the token, in the run directory.
+        path: path of the file with the token, in the run directory.
         group: all ranks.
     """
     token: str | None = None

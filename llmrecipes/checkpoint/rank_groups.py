@@ -38,7 +38,7 @@ class Ranks:
     Every rank makes the same calls in the same order, from one thread at a time.
 
     Args:
-        timeout: of a rank that waits for the others.
+        timeout: timeout of a rank that waits for the others.
         row: ranks in a row; by default √N, or all of few.
 
     Raises:

@@ -56,7 +56,7 @@ class CheckpointFormat(Protocol):
         """Write the index of all ranks' files. Called on rank 0, after all have written.
 
         Args:
-            directory: of the files.
+            directory: directory of the files.
             indexes: what `write` returned on each rank.
         """
 

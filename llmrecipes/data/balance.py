@@ -17,8 +17,8 @@ def balanced(
     the share that repeats it as often, and the others divide the rest in their proportion.
 
     Args:
-        tokens: of the training split of each source.
-        factors: of each source: its `weight`.
+        tokens: tokens of the training split of each source.
+        factors: factors of each source: its `weight`.
         drawn: tokens of the run.
         temperature: 1: in proportion to the tokens; the higher, the more equal.
         max_epochs: most passes over a source.

@@ -150,7 +150,7 @@ def batches(
         prefetch_factor: micro-batches that each process prefetches.
         pin_memory: page-locked tensors; no effect without a GPU.
         skipped: samples to leave out; not with `sizes`.
-        sizes: of the global batches, where they differ; None: all have `global_batch_size`.
+        sizes: sizes of the global batches, where they differ; None: all have `global_batch_size`.
 
     Yields:
         `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each [micro_batch_size, seq_length]; of
@@ -294,7 +294,7 @@ def read_error(error: ReaderLost | OSError, recipe: Recipe, prepared: Prepared) 
 
     Args:
         error: what the loader raised.
-        recipe: of the run.
+        recipe: recipe of the run.
         prepared: its data, whose files are checked again.
     """
     try:

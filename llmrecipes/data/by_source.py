@@ -29,7 +29,7 @@ class WithSource(Dataset[dict[str, Any]]):
 
     Args:
         samples: from `dataset.build`.
-        numbers: of the sources, in the order of the blend.
+        numbers: numbers of the sources, in the order of the blend.
     """
 
     def __init__(self, samples: Dataset[Any], numbers: Sequence[int]) -> None:
@@ -60,7 +60,7 @@ class HeldOutPart(Dataset[dict[str, Any]]):
     there are fewer than one global batch has.
 
     Args:
-        samples: of the source.
+        samples: samples of the source.
         batch: samples of a global batch.
         batches: global batches, at most.
     """

@@ -19,7 +19,7 @@ def card(manifest: DataManifest) -> str:
     """The card, as Markdown.
 
     Args:
-        manifest: of the folder; its files are not read.
+        manifest: manifest of the folder; its files are not read.
     """
     data: dict[str, Any] = manifest.data
     total = [manifest.counts(split) for split in SPLITS]

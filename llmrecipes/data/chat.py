@@ -106,7 +106,7 @@ class Template:
         messages before it, with the prompt for an answer.
 
         Args:
-            messages: of roles and contents.
+            messages: messages with roles and contents.
             limit: answers that begin at a later character may be missing.
 
         Raises:
@@ -164,7 +164,7 @@ class ChatSpec:
     """How conversations are encoded.
 
     Args:
-        template: of the tokenizer.
+        template: template of the tokenizer.
         max_length: tokens that a conversation may have.
         truncate: cut longer ones; else they are dropped.
         pairs: documents are pairs of answers (`data.pairs`), each of which has the length with its prompt.
@@ -182,7 +182,7 @@ class Conversations(Encoded):
 
     Args:
         answers: for each id a byte, 1 where the loss counts it.
-        tallies: of each conversation, why it was dropped or that it was cut, and the tokens that were cut off
+        tallies: counts of each conversation, why it was dropped or that it was cut, and the tokens that were cut off
             (`cut_tokens`; of more than a million characters, at least).
         refusal: what the template said to the first one that it rejected.
     """

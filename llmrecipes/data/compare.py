@@ -215,10 +215,10 @@ def piece(places: list[int], marks: list[bytes], bands: int, ranges: int) -> byt
     keys, in the order of the documents, and in a second part their sketches, both with a SHA-256.
 
     Args:
-        places: of the documents in their shard, ascending.
-        marks: of `copies.NearDuplicates`.
-        bands: of a document.
-        ranges: of keys.
+        places: places of the documents in their shard, ascending.
+        marks: marks of `copies.NearDuplicates`.
+        bands: bands of a document.
+        ranges: ranges of keys.
     """
     words = np.frombuffer(b"".join(marks), "<u8").reshape(len(marks), -1)
     keys, sketches, where = words[:, :bands].ravel(), words[:, bands:], np.array(places, "<u4")
@@ -284,9 +284,9 @@ def dropped_in(
     document of a bucket is compared with its representatives, so a bucket of n that are not similar takes n² / 2.
 
     Args:
-        files: of the bands of each shard, in order.
+        files: files of the bands of each shard, in order.
         of_range: number of the range.
-        ranges: of keys.
+        ranges: ranges of keys.
         step: the settings.
         lost: whether the work is another task's by now.
 
@@ -324,9 +324,9 @@ class Buckets:
     """Representatives of buckets, as `copies.NearDuplicates` has them, for many documents at once.
 
     Args:
-        count: of the buckets.
+        count: number of the buckets.
         most: values in which sketches of similar documents differ at most.
-        words: of a sketch.
+        words: words of a sketch.
     """
 
     def __init__(self, count: int, most: int, words: int) -> None:
@@ -344,7 +344,7 @@ class Buckets:
         """Whether each of some documents is similar to an earlier representative of its bucket: bool[n].
 
         Args:
-            buckets: of each; int64[n]. A bucket's documents are in the order of the sources.
+            buckets: buckets of each; int64[n]. A bucket's documents are in the order of the sources.
             sketches: uint64[n, words].
         """
         similar = np.zeros(len(buckets), bool)

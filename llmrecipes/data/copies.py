@@ -28,7 +28,7 @@ class Duplicates:
         span_sentences: sentences or lines of a span; None: whole documents only. A shorter text has no spans.
         max_repeated_spans: largest share of spans that kept documents have.
         cut_spans: remove the sentences of spans that are in kept documents or earlier in this one.
-        min_words: of what is left of a document that was cut, without which it is dropped.
+        min_words: minimum number of words of what is left of a document that was cut, without which it is dropped.
     """
 
     def __init__(

@@ -83,7 +83,7 @@ def _order_source(source: GPTDataset, scores: np.ndarray | None, drawn: int, cur
 
     Args:
         source: whose indices have just been built.
-        scores: of its documents; None: their lengths.
+        scores: scores of its documents; None: their lengths.
         drawn: samples that the run draws from it.
         curriculum: how.
     """
@@ -116,10 +116,10 @@ def ordered(
 
     Args:
         lengths: tokens of each document.
-        scores: of each document.
+        scores: scores of each document.
         passes: over all documents.
         tokens: from the first on, whose documents are sorted.
-        seed: of the run.
+        seed: seed of the run.
         curriculum: how.
     """
     places = []
@@ -174,7 +174,7 @@ def read_record(folder: Path, where: str) -> tuple[ScoresRecord, bytes]:
     """The record of a folder of losses, and the bytes of its file.
 
     Args:
-        folder: of the losses.
+        folder: folder of the losses.
         where: key and value that name it.
 
     Raises:
@@ -266,7 +266,7 @@ def require_same_scores(curriculum: Curriculum | None, index: Path) -> None:
     """Refuse an order of samples that was made by other losses than the folder has now, if it is still there.
 
     Args:
-        curriculum: of the recipe.
+        curriculum: curriculum of the recipe.
         index: folder of the order, which has been checked.
 
     Raises:
@@ -291,7 +291,7 @@ def ordering(curriculum: Curriculum, index: Path) -> dict[str, object]:
     """What an order depends on besides documents and seed: the keys, and of losses their record, not where it was.
 
     Args:
-        curriculum: of the recipe.
+        curriculum: curriculum of the recipe.
         index: folder of the order, which has been checked.
     """
     keys = curriculum.model_dump(exclude_none=True)
@@ -308,7 +308,7 @@ class ScoreWriter:
     Args:
         folder: that is written; `require_free` has checked it.
         prepared: whose documents.
-        split: of them.
+        split: the split that they belong to.
         model: that the losses are of.
         window, stride: see `ScoresRecord`.
     """

@@ -273,10 +273,10 @@ class ConversationDataset(Dataset[dict[str, Any]]):
     where they begin. The first token of a conversation is nobody's label.
 
     Args:
-        files: of the sources that the split has.
+        files: files of the sources that the split has.
         packed: the sequences of each.
         order: [samples, 2]: source and sequence of each sample, whose source samples have too, as those of a blend.
-        length: of a sequence.
+        length: length of a sequence.
         pad: id of the padding, whose labels the loss does not count.
     """
 
@@ -323,7 +323,7 @@ def write_order(recipe: Recipe, prepared: Prepared, split: Split, folder: Path, 
         recipe: gives length, seed, batch, weights and packing.
         prepared: the opened folder.
         split: whose samples.
-        folder: of the arrays.
+        folder: folder of the arrays.
         log: receives how full the sequences are.
     """
     chat, length, seed = recipe.data.chat, recipe.model.seq_length, recipe.train.seed
@@ -353,10 +353,10 @@ def _order(sequences: list[int], weights: list[float], samples: int, seed: tuple
     """[samples, 2]: source and sequence; each pass over a source is shuffled by itself, so a longer run begins alike.
 
     Args:
-        sequences: of each source.
-        weights: of each source.
+        sequences: sequences of each source.
+        weights: weights of each source.
         samples: to draw.
-        seed: of the run, and a number of the split.
+        seed: seed of the run, and a number of the split.
     """
     order = np.zeros((samples, 2), np.int64)
     if len(sequences) > 1:
@@ -386,7 +386,7 @@ def load_conversations(recipe: Recipe, prepared: Prepared, split: Split, folder:
         recipe: gives the length of a sequence.
         prepared: the opened folder.
         split: to open.
-        folder: of the arrays, checked.
+        folder: folder of the arrays, checked.
 
     Returns:
         The samples; None if no source has a conversation of the split.
@@ -442,8 +442,8 @@ def best_fit(lengths: np.ndarray, room: int, seed: int) -> Packed:
     different lengths instead of that of conversations (as in histogram packing: Krell et al., arXiv 2107.02027).
 
     Args:
-        lengths: of each conversation, from 1 to `room`.
-        room: of a sequence.
+        lengths: lengths of each conversation, from 1 to `room`.
+        room: room of a sequence.
         seed: which of the conversations of one length share a sequence.
     """
     shuffled = np.random.default_rng(seed).permutation(len(lengths))

@@ -71,7 +71,7 @@ def token_stream(prepared: Prepared, split: Split, overlap: int, size: int = CHU
 
     Args:
         prepared: the opened folder.
-        split: of its documents, with end tokens.
+        split: split of its documents, with end tokens.
         overlap: tokens at the end of a piece that the next one repeats.
         size: new tokens of a piece.
     """

@@ -38,10 +38,10 @@ class FimSpec:
     """All a worker process needs to rearrange documents.
 
     Args:
-        rates: of each source, by number.
+        rates: rates of each source, by number.
         spm_rate: share of SPM among the rearranged ones.
-        seed: of the choices.
-        ids: of `prefix`, `middle` and `suffix`.
+        seed: seed of the choices.
+        ids: ids of `prefix`, `middle` and `suffix`.
     """
 
     rates: tuple[float, ...]
@@ -109,7 +109,7 @@ def cut(length: int, digest: bytes, rate: float, spm_rate: float, seed: int) -> 
     """Whether and how a text is rearranged: independent uniform choices, made from the hash of seed and digest.
 
     Args:
-        length: of the text, in characters.
+        length: length of the text, in characters.
         digest: SHA-256 of the text.
         rate: share of texts that are rearranged.
         spm_rate: share of SPM among them.
@@ -128,8 +128,8 @@ def encode_cut(texts: Sequence[bytes], cuts: Sequence[Cut | None], ids: Sequence
 
     Args:
         texts: UTF-8.
-        cuts: of each text; None: as it is.
-        ids: of the special tokens, in the order of `PARTS`.
+        cuts: cuts of each text; None: as it is.
+        ids: ids of the special tokens, in the order of `PARTS`.
         encode: tokenizes and appends an end token.
     """
     pieces: list[bytes] = []
@@ -172,7 +172,7 @@ def restored(tokens: list[int], ids: Mapping[str, int]) -> list[int]:
 
     Args:
         tokens: without an end token.
-        ids: of the special tokens, by part; none: nothing was rearranged.
+        ids: ids of the special tokens, by part; none: nothing was rearranged.
     """
     order = order_of(tokens, ids)
     if order is None:

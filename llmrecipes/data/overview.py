@@ -34,7 +34,7 @@ class ShownToken:
     """A token of a document.
 
     Args:
-        text: of the id by itself; of an incomplete character U+FFFD.
+        text: text of the id by itself; of an incomplete character U+FFFD.
         loss: whether its prediction counts for the loss.
         end: it ends the document.
     """
@@ -66,9 +66,9 @@ def random_documents(prepared: Prepared, split: Split, count: int, seed: int) ->
 
     Args:
         prepared: the opened folder.
-        split: of the documents.
-        count: of documents; all of them if there are fewer.
-        seed: of the choice.
+        split: split of the documents.
+        count: number of documents; all of them if there are fewer.
+        seed: seed of the choice.
 
     Raises:
         UserError: the split is empty.
@@ -174,7 +174,7 @@ class DataStats:
 
     Args:
         languages: None: the package of the step `language` is not installed, or they were not asked for.
-        domains: of the sources that have the column and are on this machine.
+        domains: domains of the sources that have the column and are on this machine.
     """
 
     sources: list[SourceStats]

@@ -24,10 +24,10 @@ class PairDataset(Dataset[dict[str, torch.Tensor]]):
     Positions begin at 0 in every answer's sequence of prompt and answer, and in the padding.
 
     Args:
-        files: of the sources that the split has.
+        files: files of the sources that the split has.
         packed: the sequences of each.
         order: [samples, 2]: source and sequence of each sample, or of each two if a sample is one answer.
-        length: of a sequence.
+        length: length of a sequence.
         pad: id of the padding.
         packing: both answers of a pair, and several pairs, are in one sequence.
         reference: [pairs, 2] of each source: log-probabilities of both answers under the reference of `dpo`. Samples

@@ -146,7 +146,7 @@ def parts_of(kind: str, files: Sequence[SourceFile], most: int | None = None) ->
 
     Args:
         kind: type of their source.
-        files: of a source.
+        files: files of a source.
         most: bytes of a part; None: `part_bytes` of these files.
     """
     most = part_bytes(files) if most is None else most

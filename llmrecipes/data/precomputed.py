@@ -199,9 +199,9 @@ class Taught(Dataset[dict[str, Any]]):
     """Training samples with what a teacher says of them: `teacher_ids` and `teacher_logits`, [length, top_k].
 
     Args:
-        samples: of the training split.
+        samples: samples of the training split.
         folder: that `distill.logits` names.
-        form: of what is there.
+        form: form of what is there.
     """
 
     def __init__(self, samples: Dataset[dict[str, Any]], folder: Path, form: LogitsForm) -> None:

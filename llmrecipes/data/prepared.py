@@ -78,7 +78,7 @@ class Prepared:
         """Check files against the manifest, and ids against the vocabulary, unless that was done on this machine.
 
         Args:
-            names: of the files.
+            names: names of the files.
             log: receives a line when files are read.
             again: read them even if they were checked before.
 

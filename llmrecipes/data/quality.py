@@ -311,7 +311,7 @@ def classifier(model: str, labels: list[str], min_probability: float) -> Step:
 
     Args:
         model: its file, `.bin` or `.ftz`.
-        labels: of the documents to keep, without `__label__`.
+        labels: labels of the documents to keep, without `__label__`.
         min_probability: that these labels have together.
 
     Raises:

@@ -163,7 +163,7 @@ class Shards:
     """The shards of a recipe, in a folder that all tasks share.
 
     Args:
-        folder: of plan, tokenizer and shards.
+        folder: folder of plan, tokenizer and shards.
         every: sources, by number.
         chat: the documents are conversations.
         ending: number of a source with `max_tokens` of which the end is looked for; None: all ends are known.
@@ -394,7 +394,7 @@ class Shards:
 
         Args:
             full: numbers of sources that are read no further; grows meanwhile.
-            token: of this process.
+            token: token of this process.
         """
         done = self.published()
         for number, shard in enumerate(self.shards):

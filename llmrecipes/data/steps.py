@@ -70,9 +70,9 @@ class Document:
 
     Args:
         changed: the steps that changed it.
-        marks: of the steps that compare.
+        marks: marks of the steps that compare.
         excerpt: the beginning of its text, with marks.
-        score: of a curriculum; None: it has none, or is not trained on.
+        score: score of a curriculum; None: it has none, or is not trained on.
     """
 
     text: bytes

@@ -63,7 +63,7 @@ def find(url: str, suffixes: tuple[str, ...], where: str) -> list[StoreFile]:
 
     Args:
         url: such as `s3://bucket/folder/`.
-        suffixes: of the files of a folder.
+        suffixes: suffixes of the files of a folder.
         where: the key of the recipe.
 
     Raises:

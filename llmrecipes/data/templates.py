@@ -250,7 +250,7 @@ class Question:
     """A prompt for a model.
 
     Args:
-        text: of the template.
+        text: text of the template.
         ids: its tokens.
         end: id that ends an answer.
     """

@@ -62,7 +62,7 @@ class TokenSet:
     """A set whose header and sizes are right; the rest of the index is checked while it is read.
 
     Args:
-        prefix: of its files.
+        prefix: path prefix of its files.
         dtype: NumPy name of the type of its ids.
         sequences: in the index; a document is one or more of them.
         documents: in the index.
@@ -287,11 +287,11 @@ def write_set(
 
     Args:
         folder: the prepared folder.
-        source: of the set.
+        source: source of the set.
         spec: has the type of ids of the folder, its tokenizer and the rule of splits.
         seen: the documents of the folder so far.
         part: makes what takes the documents of a split where the ids are of another type than the folder's.
-        name: of a split's files, without suffix.
+        name: name of a split's files, without suffix.
         add_text: takes the texts of held-out splits, which are decoded.
         log: receives the progress.
         stack: closes the files.

@@ -16,7 +16,7 @@ class Checks:
     """Judges records in the order of metrics.jsonl: constant time and memory a record.
 
     Args:
-        facts: of the recipe.
+        facts: facts of the recipe.
     """
 
     def __init__(self, facts: RunFacts) -> None:

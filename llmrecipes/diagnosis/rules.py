@@ -179,7 +179,7 @@ def finding(seen: Sighting, first: Sighting | None = None, count: int = 1) -> Ru
 
     Args:
         first: the first one of the same rule; None: this one.
-        count: of all of them.
+        count: number of all of them.
     """
     rule = RULES[seen.rule]
     return RunFinding(

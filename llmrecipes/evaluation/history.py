@@ -27,8 +27,8 @@ def records(results: Sequence[EvaluationResult], step: int, checkpoint: str) -> 
     """Results as JSON values without secrets: a number that is not finite is null.
 
     Args:
-        results: of one evaluation.
-        step: of the checkpoint.
+        results: results of one evaluation.
+        step: step of the checkpoint.
         checkpoint: its directory.
     """
     now = time.time()

@@ -61,7 +61,7 @@ class RankZeroScorer:
     Args:
         scorer: this rank's part of the model.
         world: this rank.
-        tokenizer: of the model, on every rank.
+        tokenizer: tokenizer of the model, on every rank.
         batch_size: rows of one data-parallel rank in a forward pass.
         stop: whether this rank was asked to stop.
         progress: shows what is done; on the first rank.

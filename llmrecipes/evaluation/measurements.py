@@ -34,10 +34,10 @@ class Prepare:
     Attributes:
         request: what is asked for.
         prepared: the run's data; None for a model without a run.
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         window: tokens that perplexity reads at once.
         texts: data of perplexity.
-        tasks: of the harness; None if there are none.
+        tasks: tasks of the harness; None if there are none.
         model: where it is.
     """
 
@@ -64,7 +64,7 @@ class Prepare:
         Args:
             request: what is asked for.
             prepared: the run's data; None for a model without a run.
-            tokenizer: of the model.
+            tokenizer: tokenizer of the model.
             window: tokens that perplexity reads at once, if the request does not say.
             positions: tokens that the model can read at once.
             model: where it is.
@@ -210,7 +210,7 @@ def repetition(
         prefix: tokens of a prompt.
         length: tokens of a continuation.
         samples: documents at most.
-        sampling: of the sampled continuations.
+        sampling: parameters of the sampled continuations.
 
     Raises:
         UserError: no document is long enough.
@@ -296,7 +296,7 @@ def memorisation(
         prefix: tokens of context.
         length: tokens to reproduce.
         samples: pieces of each split.
-        seed: of the choice of documents, and of the places in them.
+        seed: seed of the choice of documents, and of the places in them.
         heldout: split of the baseline.
 
     Raises:

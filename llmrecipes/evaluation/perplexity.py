@@ -31,12 +31,12 @@ def perplexity(
 
     Args:
         lead: the model.
-        name: of the data.
+        name: name of the data.
         texts: documents; read once.
         length: tokens that are read at once.
         stride: 1 to `length`; see `windows`.
-        text_bytes: of all documents; None: counted.
-        count: of documents, if it is known, to show progress.
+        text_bytes: size in bytes of all documents; None: counted.
+        count: number of documents, if it is known, to show progress.
         each: receives L and the tokens of each document, in order.
 
     Raises:
@@ -101,7 +101,7 @@ def windows(tokens: Sequence[int], length: int, stride: int) -> Iterator[tuple[l
     are those of lm-evaluation-harness's `loglikelihood_rolling`.
 
     Args:
-        tokens: of the document, after one that is only read.
+        tokens: tokens of the document, after one that is only read.
         length: tokens that the model can read at once.
         stride: 1 to `length`.
 

@@ -20,23 +20,23 @@ class EvaluationRequest(BaseModel):
     """One evaluation.
 
     Attributes:
-        tasks: of the harness, or paths of task files.
+        tasks: tasks of the harness, or paths of task files.
         trust_code: run the code that task files name, in a process without network and variables.
         include_path: folder with more task files.
         data: for perplexity; see `evaluation.texts.Texts.parse`.
         text_key: column of the text in a JSON or Parquet source.
         per_document: new folder for the losses of the documents of `data`, which is one split.
-        checks: of what the model writes.
+        checks: checks of what the model writes.
         limit: documents of each task and source.
         num_fewshot: examples in a task's context; None: as the task says.
         batch_size: rows of one data-parallel rank in a forward pass.
         window: tokens that perplexity reads at once; None: the recipe's sequence length.
-        stride: of perplexity's windows; None: half a window.
+        stride: stride of perplexity's windows; None: half a window.
         prefix: tokens of a prompt of a check.
         length: tokens of a continuation in a check.
         samples: continuations in a check.
-        temperature: of sampled continuations.
-        seed: of draws.
+        temperature: temperature of sampled continuations.
+        seed: seed of draws.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

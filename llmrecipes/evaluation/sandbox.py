@@ -108,7 +108,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     Args:
         filters: more of them.
-        options: of the environment.
+        options: options of the environment.
     """
 
     intercepted_binops = frozenset({"*", "**", "+", "%"})

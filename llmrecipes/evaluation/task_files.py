@@ -44,8 +44,8 @@ class Code:
 
     Attributes:
         name: `module.function`, as in the file.
-        folder: of the file, without links; the harness looks in it first.
-        line: of the file.
+        folder: folder of the file, without links; the harness looks in it first.
+        line: line of the file.
         file: for messages.
     """
 
@@ -83,7 +83,7 @@ def read_task_file(path: Path, where: str) -> TaskFile:
     """A task or group.
 
     Args:
-        path: of a YAML file.
+        path: path of a YAML file.
         where: option or key that named it.
 
     Raises:
@@ -129,7 +129,7 @@ def checked(kind: type[TaskSection], values: Mapping[str, Any], file: Path) -> d
 
     Args:
         kind: which keys there are.
-        values: of a file.
+        values: values of a file.
         file: for messages.
 
     Raises:

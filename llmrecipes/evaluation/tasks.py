@@ -48,7 +48,7 @@ class Tasks:
     Attributes:
         names: as the user wrote them.
         built: the harness's tasks and groups.
-        manager: of the harness's own tasks.
+        manager: manager of the harness's own tasks.
     """
 
     names: tuple[str, ...]
@@ -134,7 +134,7 @@ class _TaskBuilder:
     """Makes the harness's objects from parsed files, and from its tasks.
 
     Args:
-        manager: of the harness's own tasks.
+        manager: manager of the harness's own tasks.
         folder: files of `--include-path`, by name.
         where: option or key that named the tasks.
         trust_code: see `load_tasks`.

@@ -34,7 +34,7 @@ class Texts:
 
     Attributes:
         name: as the user wrote it, such as `valid` or `jsonl:questions.jsonl`.
-        split: of the run's data; None for another source.
+        split: split of the run's data; None for another source.
         source: None for a split.
         limit: documents at most; None for all.
     """

@@ -53,7 +53,7 @@ def memory_hints(plan: Plan, *, allocator: str = "") -> list[str]:
     The prediction was too low for a run that ran out of memory, but its differences hold.
 
     Args:
-        plan: of the run.
+        plan: plan of the run.
         allocator: the value of PYTORCH_ALLOC_CONF.
 
     Returns:
@@ -76,7 +76,7 @@ def out_of_memory(error: BaseException, recipe: Recipe, *, ranks: int, nodes: in
     """The error to end a run with, or None if `error` is not about memory.
 
     Args:
-        ranks: of the run.
+        ranks: ranks of the run.
         nodes: that they are on, all like this one.
         where: rank and step.
     """

@@ -126,7 +126,7 @@ class SpikeRule:
     Args:
         window: steps in the statistic; none is a spike before half of them are known.
         sigmas: standard deviations.
-        losses, norms: of the steps before, oldest first.
+        losses, norms: those of the steps before, oldest first.
     """
 
     def __init__(self, window: int, sigmas: float, losses: Iterable[float] = (), norms: Iterable[float] = ()) -> None:
@@ -171,7 +171,7 @@ class Spike:
     """A loss far above the usual one.
 
     Args:
-        loss: of this step, nats per token.
+        loss: loss of this step, nats per token.
         usual: lowest median of up to 50 consecutive losses since the start.
         limit: largest loss that is not a spike.
     """

@@ -37,7 +37,7 @@ def slowness(own: Floats, work: Sequence[float]) -> Floats:
 
     Args:
         own: [ranks] seconds, in Megatron's order: stages are farthest apart.
-        work: of each pipeline stage, in any unit.
+        work: work of each pipeline stage, in any unit.
     """
     stages = own.reshape(len(work), -1)
     if stages.shape[1] == 1:
@@ -66,7 +66,7 @@ class StragglerWatch:
 
     Args:
         threshold: speed of a rank, as part of its peers', below which it is slow.
-        work: of each pipeline stage; see `slowness`.
+        work: work of each pipeline stage; see `slowness`.
     """
 
     def __init__(self, threshold: float, work: Sequence[float]) -> None:

@@ -81,7 +81,7 @@ class RankHeartbeat:
     """What a rank does, in memory that its watchdog reads.
 
     Args:
-        limits: of each phase.
+        limits: limits of each phase.
         memory: to write to.
     """
 
@@ -147,7 +147,7 @@ def watched(
 
     Args:
         folder: for reports, the same for all ranks and of this start only; made when a rank hangs.
-        rank: of this process.
+        rank: rank of this process.
         world_size: ranks of the run.
         collectives: what the report says of this rank's, as JSON; called in a thread when it hangs. None: nothing.
     """
@@ -246,7 +246,7 @@ def report(hangs: Mapping[int, Hang], world_size: int) -> str:
 
     Args:
         hangs: the ranks that hang.
-        world_size: of the run.
+        world_size: number of ranks of the run.
     """
     lines = []
     places = Counter(_place(hang) for hang in hangs.values())

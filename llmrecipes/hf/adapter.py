@@ -41,7 +41,7 @@ class Merged:
     Args:
         base: the weights that the adapters were trained on.
         adapters: a checkpoint's, by the names of megatron-core.
-        model, lora: of the recipe.
+        model, lora: those of the recipe.
     """
 
     def __init__(self, base: FolderWeights, adapters: TensorSource, model: Model, lora: Lora) -> None:
@@ -85,8 +85,8 @@ def write(adapters: TensorSource, family: Family, model: Model, lora: Lora, base
 
     Args:
         adapters: a checkpoint's, by the names of megatron-core.
-        family: of the base model.
-        model, lora: of the recipe.
+        family: family of the base model.
+        model, lora: those of the recipe.
         base: folder or name of the base model.
         folder: an empty folder.
 

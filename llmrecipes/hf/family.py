@@ -21,7 +21,7 @@ def family_of(model: Model, name: str | None = None) -> Family:
     """The family with the form of a model.
 
     Args:
-        model: of a recipe.
+        model: model of a recipe.
         name: `model_type` of the one to use; None: the first that fits.
 
     Raises:

@@ -144,7 +144,7 @@ def require_same(model: Model, section: Mapping[str, Any], where: str) -> None:
     """Check that a recipe's model is that of a config.json.
 
     Args:
-        model: of the recipe.
+        model: model of the recipe.
         section: from `section_of`.
         where: config.json.
 

@@ -33,7 +33,7 @@ class Located:
     Attributes:
         path: its folder.
         name: on the Hub, or the path as the user wrote it.
-        commit: of the Hub's repository; None for a folder.
+        commit: commit of the Hub's repository; None for a folder.
     """
 
     path: Path

@@ -141,7 +141,7 @@ class WrittenWeights:
         shards: files of weights.
         tensors: number of tensors.
         parameters: elements of all tensors.
-        bytes: of all tensors.
+        bytes: size in bytes of all tensors.
         largest_shard: bytes of the largest file of weights.
     """
 

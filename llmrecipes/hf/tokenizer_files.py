@@ -26,8 +26,8 @@ def write_tokenizer(folder: Path, recipe: Recipe, prepared: Prepared) -> dict[st
     made its tokens, and `eos_token` what ends an answer.
 
     Args:
-        folder: of the model.
-        recipe: of the run.
+        folder: folder of the model.
+        recipe: recipe of the run.
         prepared: its data.
 
     Returns:

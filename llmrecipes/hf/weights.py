@@ -49,9 +49,9 @@ class FolderWeights:
 
     Args:
         folder: the model.
-        family: of its config.json.
-        model: of the recipe, which may have a larger vocabulary.
-        rows: of the vocabulary in the folder.
+        family: family of its config.json.
+        model: model of the recipe, which may have a larger vocabulary.
+        rows: rows of the vocabulary in the folder.
 
     Raises:
         UserError: weights are missing, of another shape, quantised, or unused.
@@ -210,7 +210,7 @@ def open_weights(path: Path, model: Model, ignored: Collection[str] = ()) -> Fol
 
     Args:
         path: the folder.
-        model: of the recipe.
+        model: model of the recipe.
         ignored: keys of config.json that the user says have no effect.
 
     Raises:
@@ -236,8 +236,8 @@ class AsHuggingFace:
 
     Args:
         source: weights named as in `recipe.weight_names.weights`.
-        family: of the model.
-        model: of its recipe.
+        family: family of the model.
+        model: model of its recipe.
 
     Raises:
         UserError: a weight of the model is missing, or has another shape.

@@ -45,7 +45,7 @@ class ExpertMatrix:
         parameter: name of the tensor [experts, out, in] that has it.
         expert: number of the expert.
         first: its first row there: gate and up are one matrix.
-        rows: of the matrix.
+        rows: rows of the matrix.
     """
 
     parameter: str
@@ -64,11 +64,11 @@ class Calibration:
     """What a calibration is made of.
 
     Attributes:
-        model: of transformers, in eval mode; its weights change.
+        model: transformers model, in eval mode; its weights change.
         rows: token ids [rows, length].
-        scheme: of the matrices.
+        scheme: scheme of the matrices.
         linears: names of the matrices in the model, with `.weight`.
-        dtype: of the scales in the file; None: that of the model.
+        dtype: dtype of the scales in the file; None: that of the model.
         progress: shows how many layers are done.
         experts: matrices of experts by their names in the file; with `gptq` only.
     """
@@ -238,7 +238,7 @@ def _routed(
 
     Args:
         block: the module with the experts.
-        name: of the module.
+        name: name of the module.
         see: called with the inputs of an expert's matrices.
         states: [tokens, hidden].
         chosen: [tokens, k] numbers of experts.
@@ -376,7 +376,7 @@ def gptq(
     Args:
         weight: [out, in], fp32; unchanged.
         hessian: [in, in] sum of the outer products of the inputs; it is overwritten.
-        scheme: of integers.
+        scheme: scheme of integers.
         dtype: that scales have in the file.
 
     Returns:

@@ -41,7 +41,7 @@ def convert(run: Path, to: str, overrides: Sequence[str], runs_dir: Path, run_id
         to: name of the engine.
         overrides: `key.path=value`; keys that a resumed run may change.
         runs_dir: where runs are kept.
-        run_id: of the new run.
+        run_id: run id of the new run.
 
     Returns:
         With the origin: `from_run`, `step` of the checkpoint, `from_engine` that wrote it, `engine` and `zero_stage` of

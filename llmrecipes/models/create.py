@@ -136,9 +136,9 @@ def create_run(
     Args:
         run_dir: where the run appears when all of it is on the disk.
         write: writes the checkpoint into a folder that becomes the run's directory, and returns the origin.
-        text: of recipe.yaml; training replaces it by the resolved recipe.
+        text: text of recipe.yaml; training replaces it by the resolved recipe.
         record: file with the origin.
-        step: of the checkpoint.
+        step: step of the checkpoint.
 
     Raises:
         UserError: the run id is in use, or the disk is full or fails.

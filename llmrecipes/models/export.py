@@ -59,11 +59,11 @@ class Exported:
     Attributes:
         path: the folder.
         run: directory of the run.
-        step: of the checkpoint.
+        step: step of the checkpoint.
         family: `model_type`.
         dtype: element type of the weights.
-        parameters: of the model, without padding of the vocabulary.
-        bytes: of the weights.
+        parameters: parameters of the model, without padding of the vocabulary.
+        bytes: size in bytes of the weights.
         shards: files of the weights.
         largest_shard: bytes of the largest.
         notes: what users of the model must know.
@@ -209,12 +209,12 @@ class ExportedAdapter:
     Attributes:
         path: the folder.
         run: directory of the run.
-        step: of the checkpoint.
+        step: step of the checkpoint.
         base: folder of the model that the adapters belong to.
         family: its `model_type`.
         adapters: matrices of transformers that have one.
-        parameters: of all adapters.
-        bytes: of the weights.
+        parameters: parameters of all adapters.
+        bytes: size in bytes of the weights.
         seconds: duration.
     """
 
@@ -276,11 +276,11 @@ class Losses:
     """Metrics up to the checkpoint.
 
     Attributes:
-        step: of the checkpoint.
+        step: step of the checkpoint.
         tokens: consumed until then.
-        loss: of the last step.
-        valid_loss: of the last evaluation; None if there was none.
-        bits_per_byte: of the same, on the held-out text.
+        loss: loss of the last step.
+        valid_loss: validation loss of the last evaluation; None if there was none.
+        bits_per_byte: bits per byte of the same, on the held-out text.
         energy: that all starts of the run have used until then; None: unknown.
     """
 
@@ -298,9 +298,9 @@ def card(
     """README.md of an exported model.
 
     Args:
-        recipe: of the run.
+        recipe: recipe of the run.
         family: `model_type`.
-        parameters: of the model.
+        parameters: parameters of the model.
         measured: losses.
         data: manifest of the prepared data; None: unknown.
         notes: what users of the model must know.

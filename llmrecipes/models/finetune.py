@@ -62,10 +62,10 @@ class Finetuning:
         data: `FILE.jsonl`, `FILE.parquet`, or `TYPE:PATH` of a source.
         out: folder of the recipe and the exported model; None: named after the model.
         lora: train adapters, and merge them into the exported model.
-        template: of `data.chat.template`; None: that of the tokenizer.
+        template: template of `data.chat.template`; None: that of the tokenizer.
         epochs: passes over the training split.
         lr: None: `LEARNING_RATE`.
-        revision: of the model on the Hub.
+        revision: revision of the model on the Hub.
         overrides: `key.path=value` of the recipe.
     """
 
@@ -137,7 +137,7 @@ class Lengths:
     Attributes:
         conversations: rows of all sources, including those that cannot be used.
         used: conversations that were measured and can be used.
-        tokens: of all, extrapolated from those measured.
+        tokens: tokens of all, extrapolated from those measured.
         longest: tokens of the longest that was measured.
     """
 

@@ -259,7 +259,7 @@ class _Arrays:
     """Arrays that are written one after another, as one tensor: what `GGUFWriter.write_tensor_data` asks of an array.
 
     Args:
-        nbytes: of all of them.
+        nbytes: size in bytes of all of them.
         arrays: in order; each is made when it is written.
     """
 

@@ -49,7 +49,7 @@ def grow(
         growth: the sizes.
         overrides: keys of the new recipe, such as its length and learning rate.
         runs_dir: where runs are kept.
-        run_id: of the new run.
+        run_id: run id of the new run.
         progress: shows how much is written.
 
     Returns:
@@ -239,8 +239,8 @@ def _part(values: torch.Tensor, copies: torch.Tensor, place: torch.Tensor) -> to
     """What a copy of each value has of it: all copies together sum to the value, without rounding.
 
     Args:
-        values: of any floating-point type.
-        copies: of each value; as `values`, or broadcast to it.
+        values: values of any floating-point type.
+        copies: copies of each value; as `values`, or broadcast to it.
         place: number of the copy among them, from 0.
     """
     import torch

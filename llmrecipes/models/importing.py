@@ -56,9 +56,9 @@ def import_model(
         source: a folder with config.json and safetensors, or a name on the Hub.
         overrides: `key.path=value` of the recipe.
         runs_dir: where runs are kept.
-        run_id: of the new run.
+        run_id: run id of the new run.
         revision: branch, tag or commit on the Hub.
-        name: of the recipe; None: made from `source`.
+        name: name of the recipe; None: made from `source`.
         ignored: keys of config.json that recipes do not have, and that the user says have no effect.
         progress: shows how much is written.
 
@@ -162,7 +162,7 @@ def import_megatron(
         recipe: name or path of the recipe that describes the model.
         overrides: `key.path=value` of the recipe.
         runs_dir: where runs are kept.
-        run_id: of the new run.
+        run_id: run id of the new run.
         progress: shows how much is written.
 
     Returns:

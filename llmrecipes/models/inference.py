@@ -54,10 +54,10 @@ class InferenceOptions:
         data: source of text (`evaluation.texts.Texts.parse`); None: the split `valid` of a run, none of a folder.
         text_key: column of a source in jsonl or parquet.
         limit: documents at most; None: all.
-        prompt_tokens: of the prompt.
+        prompt_tokens: number of tokens of the prompt.
         new_tokens: that are generated.
-        repeats: of the generation; the median counts.
-        threads: of a process; None: the cores of this machine.
+        repeats: repetitions of the generation; the median counts.
+        threads: threads of a process; None: the cores of this machine.
         trust_code: load a folder's model.pt2, whoever wrote it.
     """
 
@@ -79,7 +79,7 @@ class Row:
         model: run or folder, as the user wrote it.
         format: its name.
         program: that ran it.
-        bytes: of its weights on disk.
+        bytes: size in bytes of its weights on disk.
         measured: None where it was skipped.
         skipped: why.
         same_tokens: of the greedy continuation, those before the first that differs from the model's first row.
@@ -312,7 +312,7 @@ def written_texts(
 
     Args:
         model: run or folder.
-        folder: of the model in Hugging Face's form.
+        folder: folder of the model in Hugging Face's form.
         runs_dir: where runs are kept.
         data_dir: where prepared data is kept.
         options: source and limit.
@@ -352,7 +352,7 @@ def measured_in_process(
     """Measure a model in a new process.
 
     Args:
-        folder: of the model.
+        folder: folder of the model.
         program: that runs it.
         dtype: `fp32`, `bf16` or `auto`, of transformers.
         texts: for perplexity and the prompt.

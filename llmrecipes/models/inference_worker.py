@@ -58,10 +58,10 @@ class Measured:
         first_token_seconds: from the prompt to the first new token, median of the repeats.
         tokens_per_second: new tokens a second after the first, one text at a time; median of the repeats.
         peak_memory_bytes: of the process until it had written them, at most; program and libraries are in it.
-        memory_before_bytes: of the process before it loaded the model.
+        memory_before_bytes: memory in bytes of the process before it loaded the model.
         cache: whether keys and values are kept; else each token is computed from all before it.
         tokens: the greedy continuation of the prompt.
-        bits_per_byte: of the texts; None without them.
+        bits_per_byte: bits per byte of the texts; None without them.
         perplexity: e to the loss in nats a token; None without texts.
     """
 

@@ -61,7 +61,7 @@ class MergeResult:
         merge: `Merge.as_dict`: method and numbers.
         tensors: how many.
         parameters: their elements.
-        bytes: of the weights.
+        bytes: size in bytes of the weights.
         shards: files of weights.
         seconds: that it took.
     """
@@ -246,7 +246,7 @@ def merge_runs(
         models: each `RUN` (its newest checkpoint) or `RUN@STEP`.
         options: method and numbers.
         runs_dir: where runs are kept.
-        run_id: of the new run.
+        run_id: run id of the new run.
         base: the run that the others were fine-tuned from, likewise.
         progress: shows how much is written.
 

@@ -32,7 +32,7 @@ def linear(tensors: Iterable[Tensor], weights: Sequence[float], *, normalize: bo
     """The weighted mean, Σ wᵢ·θᵢ / Σ wᵢ (model soups, Wortsman et al. 2022, arXiv 2203.05482).
 
     Args:
-        tensors: of equal shapes.
+        tensors: tensors of equal shapes.
         weights: one for each.
         normalize: divide by the sum of the weights.
     """
@@ -161,10 +161,10 @@ def keep(shape: Sequence[int], density: float, *, seed: int, name: str, model: i
     """Which elements of a task vector DARE keeps: the same on every machine and in every order of tensors.
 
     Args:
-        shape: of the tensor.
+        shape: shape of the tensor.
         density: probability of each element.
-        seed: of the merge.
-        name: of the tensor.
+        seed: seed of the merge.
+        name: name of the tensor.
         model: index of the model: masks of different models are independent.
 
     Returns:

@@ -55,7 +55,7 @@ class Merge:
         t: position between the models, for slerp.
         scale: factor of the merged task vector (λ), for methods with a base.
         normalize: divide by the sum of the weights.
-        seed: of the dropped elements.
+        seed: seed of the dropped elements.
     """
 
     method: str
@@ -87,8 +87,8 @@ class MergeOptions:
     Attributes:
         method: its name in `METHODS`.
         weights: one for each model; default: 1 each.
-        density: of all models, or one for each; default: 1, which drops nothing.
-        t: of slerp; default: 0.5.
+        density: density of all models, or one for each; default: 1, which drops nothing.
+        t: t of slerp; default: 0.5.
         scale: λ; default: 1.
         normalize: default: that of the method.
         seed: default: 0.

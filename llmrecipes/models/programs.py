@@ -44,13 +44,13 @@ class ExportedProgram:
     Attributes:
         path: the folder.
         run: directory of the run.
-        step: of the checkpoint.
+        step: step of the checkpoint.
         form: `onnx`, `torch-export` or `gguf`.
         family: `model_type` of transformers.
         dtype: element type of the matrices.
-        parameters: of the model, without padding of the vocabulary.
-        bytes: of the program.
-        largest_difference: of a logit, from transformers' model; None: not compared.
+        parameters: parameters of the model, without padding of the vocabulary.
+        bytes: size in bytes of the program.
+        largest_difference: largest difference of a logit, from transformers' model; None: not compared.
         notes: what users of the model must know.
         seconds: duration.
     """
@@ -241,7 +241,7 @@ class OnnxProgram:
 
     Args:
         file: the program.
-        threads: of an operation; None: as ONNX Runtime chooses.
+        threads: threads of an operation; None: as ONNX Runtime chooses.
     """
 
     def __init__(self, file: Path, threads: int | None = None) -> None:
@@ -261,7 +261,7 @@ class OnnxProgram:
         """Logits [batch, sequence, vocabulary] of token ids [batch, sequence], and keys and values of all tokens.
 
         Args:
-            ids: of the tokens.
+            ids: ids of the tokens.
             past: keys and values of those before; None: there are none.
         """
         import numpy as np

@@ -36,7 +36,7 @@ class Calibration:
 
     Attributes:
         data: as `llmrecipes eval --data`: a split of the run's data, or a source.
-        sequences: of the model's length.
+        sequences: sequences of the model's length.
     """
 
     data: str = "train"
@@ -65,7 +65,7 @@ def prune(
         overrides: more keys of the new recipe.
         runs_dir: where runs are kept.
         data_dir: where prepared data is kept.
-        run_id: of the new run.
+        run_id: run id of the new run.
         progress: shows how much is measured and written.
 
     Returns:

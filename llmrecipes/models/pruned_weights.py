@@ -27,7 +27,7 @@ class SmallerWeights:
     """Rows and columns of a model's tensors; a `TensorSource` by the names in one process.
 
     Args:
-        source: of the whole model.
+        source: source of the whole model.
         before, after: sections `model` of the whole model and of the result.
         importance: importance of the whole model's parts.
     """
@@ -147,7 +147,7 @@ class SparseWeights:
     `sparsegpt` they are pruned already.
 
     Args:
-        source: of the whole model.
+        source: source of the whole model.
         options: method and share, or pattern.
         inputs: by matrix [columns], sums of squares of its input; with `wanda`.
         pruned: weights by name that have their zeros; with `sparsegpt`.

@@ -68,20 +68,20 @@ class Quantized:
     Attributes:
         path: the folder.
         source: folder or run.
-        scheme: of the matrices.
+        scheme: scheme of the matrices.
         method: how they were rounded.
         form: `format` of compressed-tensors.
         matrices: that were quantised.
         expert_matrices: those of them that are of experts.
-        parameters: of the model.
-        quantized_parameters: of these matrices.
-        bytes: of all tensors.
-        bytes_before: of all tensors of the source.
+        parameters: parameters of the model.
+        quantized_parameters: parameters of these matrices.
+        bytes: size in bytes of all tensors.
+        bytes_before: size in bytes of all tensors of the source.
         calibration_tokens: 0 without calibration.
-        unvisited_matrices: of experts to which no token of a calibration went: they are rounded to nearest.
-        largest_matrix_bytes: of the largest one, as stored in the source.
-        memory_before_bytes: of this process before it read a weight, at most.
-        peak_memory_bytes: of this process, until the folder was written.
+        unvisited_matrices: matrices of experts to which no token of a calibration went: they are rounded to nearest.
+        largest_matrix_bytes: size in bytes of the largest one, as stored in the source.
+        memory_before_bytes: memory in bytes of this process before it read a weight, at most.
+        peak_memory_bytes: peak memory in bytes of this process, until the folder was written.
         seconds: duration.
     """
 
@@ -265,8 +265,8 @@ def linear_layers(folder: Path, names: Any, shape: Callable[[str], tuple[int, ..
 
     Args:
         folder: with config.json.
-        names: of the tensors in its files.
-        shape: of a tensor.
+        names: names of the tensors in its files.
+        shape: shape of a tensor.
 
     Raises:
         UserError: transformers does not know the model, or it has other matrices.
@@ -456,7 +456,7 @@ def text_of(folder: Path, reference: str, runs_dir: Path, data_dir: Path) -> tup
     """The tokenizer of a model, the data of its run (None for a folder), and its positions.
 
     Args:
-        folder: of the model in Hugging Face's form.
+        folder: folder of the model in Hugging Face's form.
         reference: the run, or the folder.
         runs_dir: where runs are kept.
         data_dir: where prepared data is kept.

@@ -34,7 +34,7 @@ class Kind:
 
     Attributes:
         preset: its name in compressed-tensors.
-        bits: of a weight.
+        bits: bits of a weight.
         group: input channels that share a scale; None: all of a row.
         activations: quantised too, when they are computed, with a scale for each token.
         methods: that go with it, the default first.
@@ -133,9 +133,9 @@ class Scheme:
         """Names, shapes and types of the tensors that a matrix becomes.
 
         Args:
-            name: of the matrix, with `.weight`.
+            name: name of the matrix, with `.weight`.
             shape: [out, in].
-            dtype: of its elements, and of its scales.
+            dtype: dtype of its elements, and of its scales.
         """
         rows, columns = shape
         groups = columns // self.group if self.group else 1
@@ -203,8 +203,8 @@ class Scheme:
         """The tensors that a matrix becomes, by their names in the file.
 
         Args:
-            name: of the matrix, with `.weight`.
-            rows: of the matrix.
+            name: name of the matrix, with `.weight`.
+            rows: rows of the matrix.
             pieces: begins to return its rows [some, in]; called twice if the scheme has a scale of the whole matrix.
             scale: [out, groups]; None: from the largest value of each group.
         """
@@ -240,7 +240,7 @@ class Changed:
 
     Attributes:
         value: its new values.
-        scale: of a quantised matrix, [out, groups]; None: from the largest values.
+        scale: scale of a quantised matrix, [out, groups]; None: from the largest values.
     """
 
     value: torch.Tensor
@@ -252,9 +252,9 @@ class QuantizedSource:
 
     Args:
         source: the model.
-        scheme: of its matrices.
+        scheme: scheme of its matrices.
         linears: names of the matrices, with `.weight`.
-        dtype: of scales, and of what is not quantised; None: as stored.
+        dtype: dtype of scales, and of what is not quantised; None: as stored.
         changed: tensors with other values than those of the source.
 
     Raises:

@@ -37,7 +37,7 @@ class ServeOptions:
         backend: one of `BACKENDS`; None: the first of them that is installed.
         host: address to listen on; only this machine reaches the default.
         port: TCP port.
-        dtype: of the exported weights of a run; None: the precision of its recipe.
+        dtype: dtype of the exported weights of a run; None: the precision of its recipe.
         extra: further arguments of the server.
     """
 
@@ -131,7 +131,7 @@ def serve(serving: Serving, reference: str, runs_dir: Path, data_dir: Path, opti
     """Serve until Ctrl-C or SIGTERM; the server ends with this process, also if that is killed.
 
     Args:
-        serving: of `prepare`.
+        serving: result of `prepare`.
         reference, runs_dir, data_dir, options: as for `prepare`.
         say: receives lines for the user.
 

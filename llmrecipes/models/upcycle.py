@@ -34,7 +34,7 @@ def upcycle(dense_run: Path, overrides: Sequence[str], runs_dir: Path, run_id: s
         dense_run: directory of the dense run.
         overrides: keys that turn its recipe into a mixture of experts.
         runs_dir: where runs are kept.
-        run_id: of the new run.
+        run_id: run id of the new run.
 
     Returns:
         With the origin: `dense_run`, `dense_step` of the checkpoint, `dense_parameters` of that model, `parameters` of

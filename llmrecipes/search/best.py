@@ -48,7 +48,7 @@ class Keeper:
 
     Attributes:
         recipe: that the best values are for: of the search, or that of which it tunes a proxy.
-        place: of the study.
+        place: place of the study.
     """
 
     recipe: Recipe

@@ -52,7 +52,7 @@ def used(
 
     Args:
         trials: see `trials.own_trials`.
-        trial_tokens: of one trial.
+        trial_tokens: tokens of one trial.
         min_improvement: see `search.min_improvement`.
         run_dir: directory of a run, by its id: the jobs of trials that no process follows may run and use GPUs, which
             only their runs record. None: not looked at.

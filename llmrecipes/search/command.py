@@ -62,7 +62,7 @@ def require_library(recipe: Recipe, *more: str) -> None:
     """Refuse a search without the packages of the extra that it needs.
 
     Args:
-        recipe: of the search.
+        recipe: recipe of the search.
         more: packages that are needed besides Optuna and what the recipe names.
 
     Raises:
@@ -130,7 +130,7 @@ def search(
 
     Args:
         recipe: with the section `search`.
-        make_target: of the trials.
+        make_target: makes the target of the trials.
         resume: continue a study that exists.
         log: receives a line for each event.
         goal: recipe that the best values are for, if `recipe` is its proxy.
@@ -189,7 +189,7 @@ def earlier_overrides(recipe: Recipe, runs_dir: Path) -> list[str]:
 
     Args:
         recipe: with the section `search`.
-        runs_dir: of the study.
+        runs_dir: runs directory of the study.
 
     Raises:
         UserError: its storage does not respond.
@@ -218,7 +218,7 @@ def report(recipe: Recipe, runs_dir: Path, data_dir: Path) -> Path:
 
     Args:
         recipe: with the section `search`.
-        runs_dir, data_dir: of the study, and for the command that trains its best recipe.
+        runs_dir, data_dir: directories of the study, and for the command that trains its best recipe.
 
     Raises:
         UserError: there is no such study, or it cannot be written.
@@ -302,7 +302,7 @@ def server(place: str, port: int) -> Iterator[tuple[str, Popen[bytes]]]:
 
     Args:
         place: URL of the storage, or path of a journal file.
-        port: of the dashboard, if it is free.
+        port: port of the dashboard, if it is free.
 
     Raises:
         UserError: it does not start.
@@ -321,8 +321,8 @@ def serve(place: str, study_id: int, port: int = 8080) -> None:
 
     Args:
         place: URL of the storage, or path of a journal file.
-        study_id: of the study in its storage, which may have many.
-        port: of the dashboard, if it is free.
+        study_id: id of the study in its storage, which may have many.
+        port: port of the dashboard, if it is free.
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # a signal ends the server, not a search
         signal.signal(number, signal.default_int_handler)

@@ -110,8 +110,8 @@ class MlflowReader:
 
     Attributes:
         uri: MLflow server.
-        experiment: of the run.
-        name: of the run: its id in the directory.
+        experiment: experiment of the run.
+        name: name of the run: its id in the directory.
     """
 
     uri: str

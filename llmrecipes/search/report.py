@@ -82,9 +82,9 @@ def write_report(
     Args:
         study: the study.
         recipe: as it is now, with the section `search`; the page says what has changed.
-        path: of the page.
+        path: path of the page.
         commands: that train the best recipes.
-        place: of the study, for what the runs of trials have recorded.
+        place: place of the study, for what the runs of trials have recorded.
 
     Raises:
         OSError: it cannot be written.

@@ -345,7 +345,7 @@ def pruner(search: Search, evaluations: int) -> BasePruner:
 
     Args:
         search: the section.
-        evaluations: of a trial.
+        evaluations: evaluations of a trial.
     """
     wanted = search.pruner or Pruner(type="MedianPruner" if len(search.objectives) == 1 else "NopPruner")
     if wanted.type != "PatientPruner":

@@ -75,10 +75,10 @@ class Starter:
         recipe: with the section `search`.
         goal: recipe that the best values are for: the same, or that of which `recipe` is a proxy.
         search: the section.
-        place: of the study.
+        place: place of the study.
         target: where trials run.
         with_retries: makes a call that uses the storage.
-        heartbeat: of running trials.
+        heartbeat: heartbeat of running trials.
     """
 
     study: optuna.Study

@@ -63,7 +63,7 @@ def address(search: Search, folder: Path) -> str:
 
     Args:
         search: the section.
-        folder: of the study.
+        folder: folder of the study.
     """
     return search.storage or str(folder / "journal.log")
 

@@ -64,9 +64,9 @@ class Place:
     """Where a study and its trials are.
 
     Attributes:
-        runs_dir: of all runs.
+        runs_dir: runs directory of all runs.
         group: name of the trials' recipes; `<recipe>-search`.
-        name: of the study.
+        name: name of the study.
     """
 
     runs_dir: Path
@@ -86,8 +86,8 @@ class Place:
         """Ids of the runs of a trial, one for each seed.
 
         Args:
-            run_id: of any of them.
-            seeds: of a trial.
+            run_id: run id of any of them.
+            seeds: seeds of a trial.
         """
         first = re.sub(rf"{SEED}\d+$", "", run_id)
         return [first, *(f"{first}{SEED}{number}" for number in range(1, seeds))]
@@ -129,7 +129,7 @@ def open_study(
 
     Args:
         recipe: with the section `search`.
-        place: of the study.
+        place: place of the study.
         resume: continue a study that exists, or join those who work on it.
         overrides: with which the recipe was loaded, for commands that read the study later.
         log: receives what has changed since the study was started, and may.

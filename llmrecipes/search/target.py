@@ -43,13 +43,13 @@ class Target:
     """What a trial may use, and how it is submitted.
 
     Attributes:
-        launcher: of the jobs.
+        launcher: launcher of the jobs.
         launcher_options: its options, as in `submit`.
-        paths: of runs and data.
+        paths: paths of runs and data.
         workers: trials at a time.
         site: resources of one trial.
-        ranks: of a trial; None: `default_world_size`.
-        nodes: of a trial.
+        ranks: ranks of a trial; None: `default_world_size`.
+        nodes: nodes of a trial.
         cluster: name of the profile; None: this machine.
         profile: the profile.
     """
@@ -90,9 +90,9 @@ class Target:
         """Start or resume the job of a trial.
 
         Args:
-            recipe: of the trial.
-            plan: of the trial.
-            run_id: of its run.
+            recipe: recipe of the trial.
+            plan: plan of the trial.
+            run_id: id of its run.
             slot: which of `workers`, from 0; a trial on this machine has its share of it.
 
         Raises:
@@ -177,7 +177,7 @@ def cluster_target(
     Args:
         launcher, launcher_options, paths, workers: see `Target`.
         cluster: name or path of its profile.
-        nodes: of each trial.
+        nodes: nodes of each trial.
         ranks: on each node; None: one per GPU.
 
     Raises:

@@ -54,7 +54,7 @@ class StudyTracker:
     Attributes:
         study: the study.
         recipe: with the section `search`.
-        place: of the study.
+        place: place of the study.
         uri: MLflow store; None: nothing is sent.
     """
 

@@ -78,20 +78,20 @@ class Running:
 
     Attributes:
         trial: Optuna's.
-        values: of the searched keys.
-        recipe: of the trial.
-        plan: of the trial.
-        run_id: of its run.
+        values: values of the searched keys.
+        recipe: recipe of the trial.
+        plan: plan of the trial.
+        run_id: id of its run.
         slot: its share of this machine.
         job: the newest job of its run.
-        reader: of its metrics.
+        reader: reader of its metrics.
         reported: evaluations that Optuna knows.
         ending: why this process has cancelled the job; None: it has not.
         rank_seconds: seconds in which its jobs ran, times ranks.
         earlier_seeds: the same, of the seeds that are complete.
         continued: numbers of the trials that it continues, parts of the same run.
         seeds: values of the objectives of the seeds that are complete.
-        tokens: of these seeds.
+        tokens: tokens of these seeds.
         errors: standard errors of the objectives; empty with one seed.
     """
 

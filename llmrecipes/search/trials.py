@@ -65,7 +65,7 @@ def take_back(study: optuna.Study, grace: float, watch: Watch, jobs: Jobs) -> No
         study: the study.
         grace: seconds after which a trial that was created but never started is abandoned.
         watch: the same at each call.
-        jobs: of the trials.
+        jobs: jobs of the trials.
     """
     storage = heartbeats(study)
     without_beat = set() if storage is None else set(storage._get_stale_trial_ids(study._study_id))
@@ -217,7 +217,7 @@ class Heartbeat:
     was taken over by another process gets none any more.
 
     Args:
-        study: of the trials.
+        study: study of the trials.
         seconds: between heartbeats.
     """
 

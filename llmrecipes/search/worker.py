@@ -113,11 +113,11 @@ class Worker:
     Attributes:
         study: the study.
         recipe: with the section `search`.
-        place: of the study.
+        place: place of the study.
         target: where trials run.
         log: receives a line for each trial.
-        keeper: of the best recipe and of checkpoints.
-        tracker: of the study in MLflow.
+        keeper: keeper of the best recipe and of checkpoints.
+        tracker: tracker of the study in MLflow.
     """
 
     study: optuna.Study

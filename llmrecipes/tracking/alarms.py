@@ -57,7 +57,7 @@ class AlarmSink(Sink):
     The first alarm is sent at once; those of the next `interval` seconds are gathered into one message.
 
     Args:
-        files: of the run.
+        files: files of the run.
         total_steps: the last step.
         webhook: variable of the environment that has the URL; None: none.
         command: variable that has a command, which gets the message on its standard input; None: none.

@@ -23,7 +23,7 @@ class Energy:
     """Of a run so far.
 
     Attributes:
-        joules: of its machines.
+        joules: joules of its machines.
         kwh: the same with the PUE of the building, which is 1 without a profile.
         kg_co2: None: a start had no `costs.kg_co2_per_kwh`.
         methods: how it is known.
@@ -102,7 +102,7 @@ def energy_rows(runs: Sequence[Energy | None], tokens: Sequence[float], unknown:
 
     Args:
         tokens: that each run has consumed.
-        unknown: of a run that has no such number.
+        unknown: value for a run that has no such number.
     """
     carbon = [None if run is None else run.kg_co2 for run in runs]
     rates = zip(runs, tokens, strict=True)

@@ -68,7 +68,7 @@ class LayerBalance:
         tokens_per_expert: tokens that each expert processed, summed over ranks.
         imbalance: largest over mean tokens per expert; 1 is even, the number of experts means that one gets all.
         dropped: token-expert assignments dropped because the expert was full; a token has top-k assignments.
-        entropy: of the router's distribution over all experts, in nats, mean over tokens; at most log(experts).
+        entropy: entropy of the router's distribution over all experts, in nats, mean over tokens; at most log(experts).
         z_loss: squared log-sum-exp of the router's logits, mean over tokens (arXiv 2202.08906), without coefficient.
     """
 
@@ -208,7 +208,7 @@ class RunStart:
         resumed_step: step of the checkpoint that this attempt continues, 0 for a new run. What an earlier attempt
             recorded of later steps does not count: a sink that keeps steps drops them.
         total_steps: the last step.
-        tags: of the run in a tracker, without secrets.
+        tags: tags of the run in a tracker, without secrets.
         documents: names of files in `run_dir` that describe the run.
         console: the user's terminal or log.
         messages: lines for the user from other threads, which must not print into a progress bar.

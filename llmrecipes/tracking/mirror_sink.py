@@ -37,7 +37,7 @@ class MirrorSink(Sink):
         where: name of the tracker for messages.
         log: file in the run's logs/ with the output of its library.
         config: passed to the process.
-        environment: of the process.
+        environment: environment of the process.
         show: called from another thread with the line that has the address of the run.
         close_seconds: time after which the process and its children are killed; by default `CLOSE_SECONDS`.
 

@@ -49,7 +49,7 @@ class PrometheusSink(Sink, Collector):
 
     Args:
         run: value of the label `run`.
-        port: of `HOST`.
+        port: port of `HOST`.
         total_steps: the last step.
 
     Raises:

@@ -19,7 +19,7 @@ def spread(values: NDArray[np.float64], where: Where, names: Sequence[str] | Non
 
     Args:
         where: `rank` or `node`, in the keys of the places.
-        names: of the places; None: their numbers.
+        names: names of the places; None: their numbers.
     """
     present = np.flatnonzero(~np.isnan(values))
     if not len(present):

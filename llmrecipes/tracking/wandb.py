@@ -39,7 +39,7 @@ class WandbConfig(MirrorConfig):
     """Configuration of the W&B mirror.
 
     Attributes:
-        project, entity: of the run in W&B; the default entity is that of the API key.
+        project, entity: those of the run in W&B; the default entity is that of the API key.
         save_dir: directory for W&B's own files, in `wandb/`.
         recipe: becomes the run's config.
         pid: process whose memory and CPU time W&B samples.

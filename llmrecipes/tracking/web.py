@@ -67,7 +67,7 @@ def started(
     Its output is only shown if it fails: notices of libraries, and addresses that the caller prints.
 
     Args:
-        name: of the server, for messages.
+        name: name of the server, for messages.
         command: starts it on `HOST` and `port`.
 
     Raises:

@@ -62,7 +62,7 @@ class TaskEvaluations:
         recipe: has the tasks.
         engine: whose model is evaluated.
         world: this rank.
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         tasks: loaded; on the first rank.
         tracker: receives the results.
         stop: set by signals.
@@ -152,7 +152,7 @@ def evaluation_due(step: int, recipe: Recipe, metrics: Path, rank: Rank, monitor
         recipe: the resolved recipe.
         metrics: the run's metrics.jsonl, read on the first rank.
         rank: this one.
-        monitored: of the checkpoint; a run that goes by it needs the evaluation there too.
+        monitored: monitored loss of the checkpoint; a run that goes by it needs the evaluation there too.
     """
     if step == 0 or not is_evaluated(step, recipe):
         return False

@@ -45,8 +45,8 @@ class SpikeGuard:
     """Decides on every rank whether a step's update is made, from numbers that are the same on all of them.
 
     Args:
-        faults: of the recipe, with an action.
-        progress: of the run, with the last losses and norms.
+        faults: faults of the recipe, with an action.
+        progress: progress of the run, with the last losses and norms.
     """
 
     def __init__(self, faults: Faults, progress: Progress) -> None:

@@ -238,7 +238,7 @@ def first_failure(failure: UserError | None, device: torch.device) -> UserError 
     """The read failure of some rank, the same on every rank; None if there is none. A collective of all ranks.
 
     Args:
-        failure: of this rank.
+        failure: failure of this rank.
         device: for the collective.
     """
     # A failure that forbids a restart takes precedence.

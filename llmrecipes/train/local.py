@@ -32,9 +32,9 @@ class LocalCheckpoints:
     """Local checkpoints of this rank; creating it and `newest` are collectives of all ranks.
 
     Args:
-        plan: of the run, whose recipe has a folder for them.
+        plan: plan of the run, whose recipe has a folder for them.
         interval: steps between them.
-        run: of whose parts the folder has a subfolder.
+        run: the run, for whose parts the folder has a subfolder.
         group: all ranks; used at the start only.
     """
 

@@ -67,7 +67,7 @@ class Loop:
         watch: raises an alarm at a loss spike.
         beat: told the phase that begins, and its step; see `faults.watchdog`.
         telemetry: measures the ranks; None: nothing but this loop's own numbers.
-        rewinds: of a run that goes back from spikes; None: their updates are left out.
+        rewinds: rewinds of a run that goes back from spikes; None: their updates are left out.
         local: local checkpoints of this rank; None: the recipe wants none.
         losses: training loss of every step of this start.
         steady: seconds of its steps, without the first `FIRST_STEPS` and those during which a save was written.

@@ -75,7 +75,7 @@ def measured(steady: Sequence[float], platform: Platform, predicted: Mapping[str
 
     Args:
         steady: seconds of the steps that neither begin the start nor run beside a save.
-        platform: of this rank, whose peak memory is compared with that of the others.
+        platform: platform of this rank, whose peak memory is compared with that of the others.
         predicted: `Forecast.record` of the plan; None: the machine has no coefficients.
     """
     most = torch.tensor(platform.peak_memory(), dtype=torch.int64, device=platform.device)

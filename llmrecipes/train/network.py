@@ -44,8 +44,8 @@ def require_fabric(platform: Platform, output: NcclOutput | None, *, allow_socke
     """Connect all ranks, and compare what NCCL says about its network with the site's. A collective of all ranks.
 
     Args:
-        platform: of this rank.
-        output: of NCCL in this rank; None where no network is expected: one node, or a site without a fabric.
+        platform: platform of this rank.
+        output: output of NCCL in this rank; None where no network is expected: one node, or a site without a fabric.
         allow_socket: accept any network.
 
     Returns:
@@ -76,7 +76,7 @@ def leave_out_other_adapters(ports: Sequence[Port]) -> None:
     NCCL itself uses InfiniBand and Ethernet ports together; those of the other kind are for storage.
 
     Args:
-        ports: of this node.
+        ports: ports of this node.
     """
     layer = LINK_LAYERS.get(os.environ.get(FABRIC, ""))
     ours = [f"{port.device}:{port.number}" for port in ports if port.link_layer == layer]
@@ -89,9 +89,9 @@ def report(kind: str, backend: str, log: str, host: str, where: str, *, leads: b
 
     Args:
         kind: network of the site.
-        backend: of torch.distributed; gloo, which CPUs use, only knows sockets.
-        log: of NCCL.
-        host: of the rank.
+        backend: backend of torch.distributed; gloo, which CPUs use, only knows sockets.
+        log: log of NCCL.
+        host: host of the rank.
         where: the log is, for a message.
         leads: whether to quote it: all ranks of a node say the same, and every rank receives what all say.
     """
@@ -110,7 +110,7 @@ def judge(reports: Sequence[NetworkReport], kind: str, *, allow_socket: bool) ->
     """The network of each node in one line.
 
     Args:
-        reports: of all ranks.
+        reports: reports of all ranks.
         kind: network of the site.
         allow_socket: accept any.
 

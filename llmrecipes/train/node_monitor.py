@@ -114,7 +114,7 @@ def monitored(folder: Path, *, model: Literal["codecarbon"] | None = None) -> It
 
     Args:
         folder: on the file system whose use is reported.
-        model: of the energy of processors and memory; None: only counters are read.
+        model: model of the energy of processors and memory; None: only counters are read.
     """
     file = os.memfd_create("node")
     os.ftruncate(file, _FORMAT.size)
@@ -141,7 +141,7 @@ class Sampler:
     Args:
         folder: on the file system whose use is reported.
         gpus: NVML's side; None: no GPU, driver or nvidia-ml-py.
-        model: of processors and memory; None: only counters are read.
+        model: model of processors and memory; None: only counters are read.
     """
 
     def __init__(

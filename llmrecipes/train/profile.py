@@ -88,7 +88,7 @@ def table(kernels: Iterable[Kernel], window: float, steps: int, device: str) -> 
     """Sum kernels up.
 
     Args:
-        kernels: of all steps.
+        kernels: kernels of all steps.
         window: seconds of all steps.
         steps: how many they are.
         device: `cuda` or `cpu`.
@@ -140,7 +140,7 @@ def profiled(steps: int, folder: Path, rank: int, *, trace: bool = False) -> Ite
     Args:
         steps: how many, after `WARMUP_STEPS`; 0 for none.
         folder: `kernels-rank-<rank>.json` goes there.
-        rank: of this process.
+        rank: rank of this process.
         trace: write `trace-rank-<rank>.json` too, for chrome://tracing or Perfetto.
     """
     if steps == 0:

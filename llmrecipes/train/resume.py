@@ -95,7 +95,7 @@ def resized(start: Start, plan: Plan, saved: Plan) -> tuple[Note, ...]:
     """The note of a run that continues with another number of ranks.
 
     Args:
-        plan: of what is trained next.
+        plan: plan of what is trained next.
         saved: on these ranks, of the stage that the checkpoint is of; a later stage may have another layout.
     """
     if start.entry is None:
@@ -185,7 +185,7 @@ def initial_weights(spec: RunSpec, *, resumed: bool = False) -> Iterator[FolderW
     """Open the weights that `train.pretrained` names; None: the recipe names none, or a checkpoint has all weights.
 
     Args:
-        spec: of the run.
+        spec: spec of the run.
         resumed: a checkpoint is loaded next; one with adapters has nothing else.
 
     Raises:

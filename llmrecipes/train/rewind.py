@@ -64,7 +64,7 @@ class Rewinds:
         """Go back, if there is a checkpoint that is old enough.
 
         Args:
-            spike: of the step.
+            spike: spike of the step.
             progress: after it.
             began: first sample of its batch.
 

@@ -55,10 +55,10 @@ class Joined:
     """What the stages of a run share: a rank that has joined the others.
 
     Attributes:
-        plan: of the run, with those of its stages.
+        plan: plan of the run, with those of its stages.
         lay_out: see `layouts`.
-        group: of the savers.
-        network: of NCCL; None without.
+        group: group of the savers.
+        network: NCCL network; None: there is none.
     """
 
     spec: RunSpec

@@ -52,7 +52,7 @@ def after_evaluation(before: Monitored, step: int, losses: Mapping[str, float], 
 
     Args:
         before: the state so far; it is returned if it has this step already.
-        step: of the evaluation.
+        step: step of the evaluation.
         losses: in nats per token by set, of the valid split as `SPLIT`.
         train: names the set.
     """

@@ -98,9 +98,9 @@ class Telemetry:
         world: this rank.
         clock: counts its waits.
         beat: is told each phase, which is measured here.
-        readings: of this node, on its first rank; None: on the others.
-        stop: of this rank, which all agree on at the next step; None: stragglers stay.
-        costs: of the cluster; None: unknown.
+        readings: readings of this node, on its first rank; None: on the others.
+        stop: stop flag of this rank, which all agree on at the next step; None: stragglers stay.
+        costs: costs of the cluster; None: unknown.
         energy: what the run has used before this start; None: nothing.
     """
 

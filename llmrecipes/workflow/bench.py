@@ -123,7 +123,7 @@ def machine_profile(cluster: str, repeats: int, name: str) -> dict[str, Any]:
 
     Args:
         cluster: profile with what is not measured here.
-        name: of the new one.
+        name: name of the new one.
 
     Raises:
         UserError: the machine or the profile has GPUs, or a rank failed.

@@ -28,7 +28,7 @@ def calibration(names: Sequence[str], runs_dir: Path, experiment: str | None) ->
 
     Args:
         names: runs; a recipe's name is all its runs. Empty: all in `runs_dir`, unless there is an experiment.
-        experiment: of MLflow, whose runs are added where `runs_dir` does not have them.
+        experiment: MLflow experiment, whose runs are added where `runs_dir` does not have them.
 
     Raises:
         UserError: no such run or experiment, or none of them has both figures.

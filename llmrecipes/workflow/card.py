@@ -47,7 +47,7 @@ class CardPart(BaseModel):
 
     Attributes:
         command: that does it again.
-        recipe_hash: of the recipe that it was done with.
+        recipe_hash: hash of the recipe that it was done with.
         figures: what came out.
     """
 
@@ -210,7 +210,7 @@ class Asked:
     """What a card is made of besides the plan.
 
     Attributes:
-        cluster, gpus: of the plan; None: as the card has them, else `_target`.
+        cluster, gpus: those of the plan; None: as the card has them, else `_target`.
         parts: done now, by running their commands.
         run: a run to be recorded.
     """

@@ -58,9 +58,9 @@ def dry_run(
         log: receives a line before each slow step.
         cluster: name or path of a cluster profile; None: this machine.
         nodes: nodes of the cluster; None: the fewest that fit the layout.
-        rank: of the world; None: the first.
+        rank: rank of the world; None: the first.
         stages: the first rank of each pipeline stage instead.
-        stage: of a recipe with stages, in its layout; None: the one that needs the most memory.
+        stage: stage to run, of a recipe with stages, in its layout; None: the one that needs the most memory.
         skew: times its even share of tokens that one expert of each layer on the rank gets.
 
     Raises:

@@ -67,8 +67,8 @@ class Evaluation:
 
     Attributes:
         model: run or folder that was evaluated.
-        run_dir: of the run, where the results are kept; None for a folder.
-        step: of the checkpoint.
+        run_dir: directory of the run, where the results are kept; None for a folder.
+        step: step of the checkpoint.
         records: a task each, as they stand in evaluations.jsonl.
         warnings: what could not be done with the results.
     """

@@ -37,7 +37,7 @@ class FeatureRow:
         value: what the run has.
         reason: why.
         gives: what it is expected to give; None: unknown.
-        source: of that: `calculated` for some recipe and GPU, `planned` for this one, or only `expected`.
+        source: source of that: `calculated` for some recipe and GPU, `planned` for this one, or only `expected`.
         change: an override that changes it; None if nothing does on this machine.
     """
 

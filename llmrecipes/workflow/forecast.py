@@ -86,7 +86,7 @@ class Check:
     Attributes:
         bytes: at its peak, with what no dry run has: workspaces, buffers of communicators, a copy for saves.
         fits: whether that is less than a GPU has.
-        seconds: of the dry run, torch's start included.
+        seconds: seconds of the dry run, torch's start included.
     """
 
     rank: int

@@ -44,12 +44,12 @@ class LrRange:
     Attributes:
         recipe: name of the recipe.
         low, high: ends of the sweep.
-        rates, losses, smoothed: of every step up to the divergence; losses in nats per token.
+        rates, losses, smoothed: those of every step up to the divergence; losses in nats per token.
         lowest: rate with the lowest smoothed loss.
         suggestion: by `RULE`; None if the lowest is at an end of the sweep.
         diverged: rate at which the smoothed loss was `DIVERGED` times the lowest; None: it did not.
         rule: where the suggestion comes from.
-        run_dir: of the sweep.
+        run_dir: run directory of the sweep.
     """
 
     recipe: str
@@ -85,7 +85,7 @@ def lr_range(recipe: Recipe, paths: Paths, low: float, high: float, steps: int, 
         recipe: the resolved recipe.
         paths: where runs and data are kept.
         low, high: ends of the sweep.
-        steps: of the sweep.
+        steps: steps of the sweep.
         nproc: ranks; None: as for `train`.
         log: receives one line for each slow step.
 

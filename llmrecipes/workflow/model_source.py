@@ -39,7 +39,7 @@ class OpenedRun(Opened):
 
     Attributes:
         family: whose names and form the weights have.
-        recipe: of the run.
+        recipe: recipe of the run.
         entry: the checkpoint.
     """
 

@@ -42,15 +42,15 @@ class Wanted:
     """Answers from which a recipe is made.
 
     Attributes:
-        name: of the recipe and its file.
-        params: of the model; None: those of `like`.
+        name: name of the recipe and its file.
+        params: parameters of the model; None: those of `like`.
         like: recipe with the shape and everything that is not set; None: the nearest by `params`.
         data: sources, as `source_of` reads them; none: those of `like`.
         tokenizer: bpe, or the name or folder of a Hugging Face tokenizer; None: that of `like`.
         seq_length: None: that of `like`.
         tokens: to train on; None: 20 for each parameter, or with `like` those of that recipe.
         cluster: name or path of the profile of the machine; None: this machine.
-        nodes: of the cluster; None: one.
+        nodes: nodes of the cluster; None: one.
         overrides: `key.path=value`, applied last.
     """
 

@@ -27,11 +27,11 @@ class Preparation:
     """What `llmrecipes prepare` has to do for a recipe, from the sizes of its sources.
 
     Attributes:
-        text_bytes: of all sources together.
+        text_bytes: size in bytes of all sources together.
         tokens: at `bytes_per_token` bytes of text each, at most `max_tokens` of each source.
-        disk_bytes: of the token files.
-        cores: of one node.
-        bytes_per_second: of one core, assumed.
+        disk_bytes: size in bytes of the token files.
+        cores: cores of one node.
+        bytes_per_second: bytes per second of one core, assumed.
         seconds: on `cores`.
     """
 
@@ -97,7 +97,7 @@ def communication_on(plan: Plan, machine: Cluster, cluster: str | None) -> Commu
     """Time of a step's collectives; None without a profile, which has the links and what was measured.
 
     Args:
-        plan, machine: of `plan_on`.
+        plan, machine: those of `plan_on`.
         cluster: name or path of the profile.
     """
     if cluster is None:

@@ -65,9 +65,9 @@ class Precomputed:
     """A computation that is complete.
 
     Attributes:
-        folder: of the values.
+        folder: folder of the values.
         values, unit: pairs, or samples.
-        bytes: of the files.
+        bytes: size in bytes of the files.
         seconds: that it took now; 0: it was there.
     """
 

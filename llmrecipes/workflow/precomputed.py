@@ -126,7 +126,7 @@ def require_precomputed(spec: RunSpec, log: Log) -> None:
     without them.
 
     Args:
-        spec: of a run whose data is prepared.
+        spec: spec of a run whose data is prepared.
 
     Raises:
         UserError: what is wrong.

@@ -58,7 +58,7 @@ def with_pretrained(spec: RunSpec, log: Log) -> RunSpec:
     with adapters needs them whenever it is started, because its checkpoints have only adapters.
 
     Args:
-        spec: of a run whose directory exists.
+        spec: spec of a run whose directory exists.
         log: receives one line.
 
     Raises:
@@ -90,7 +90,7 @@ def base_folder(run_dir: Path, recipe: Recipe, log: Log = logger.info) -> Path:
 
     Args:
         run_dir: the run.
-        recipe: of the run.
+        recipe: recipe of the run.
         log: receives a line when the model is read to compare it.
 
     Raises:
@@ -169,7 +169,7 @@ def recipe_values(model: Located, section: Mapping[str, Any], name: str) -> dict
 
     Args:
         section: `model`, but for `seq_length`.
-        name: of the recipe.
+        name: name of the recipe.
     """
     most = section.get("max_position_embeddings")
     tokenizer: dict[str, Any] = {}

@@ -66,7 +66,7 @@ def plan_run(recipe: Recipe, cluster: Cluster, ranks: int | None = None) -> Plan
     Args:
         recipe: the resolved recipe.
         cluster: all nodes of the run together.
-        ranks: of all nodes; None: `default_world_size`.
+        ranks: ranks of all nodes; None: `default_world_size`.
 
     Raises:
         UserError: the layout or the batch does not fit the ranks, or the run does not fit the machine; or it would not
@@ -265,7 +265,7 @@ def sample_order(tokens: list[int], weights: list[float], seq_length: int, sampl
     """What megatron-core's order of a run's samples depends on, besides its seed.
 
     Args:
-        tokens, weights: of each source.
+        tokens, weights: those of each source.
         seq_length: tokens per sample.
         samples: number that the run draws.
     """

@@ -63,7 +63,7 @@ def begin(arguments: argparse.Namespace, variables: Mapping[str, str]) -> Path |
     """Check the run against the nodes, prepare its data, and write the parameters of the ranks.
 
     Args:
-        arguments: of `begin`.
+        arguments: arguments of `begin`.
         variables: the environment, with Slurm's variables.
 
     Returns:

@@ -38,7 +38,7 @@ class Machine:
     Attributes:
         cluster: all nodes together.
         ranks: on all nodes; None: all GPUs, else the fewest that the layout needs.
-        profile: of the site, whose variables the ranks get; None: those of the detected GPUs.
+        profile: profile of the site, whose variables the ranks get; None: those of the detected GPUs.
     """
 
     cluster: Cluster

@@ -135,7 +135,7 @@ def submit(
         given: its options.
         paths: where runs and data are kept.
         run_id: None: a new one.
-        options: of the start of the ranks.
+        options: options of the start of the ranks.
         prepare: where this machine cannot see whether the data is prepared, a job finds out first.
         dry_run: only render.
         environment: more variables, for a job on this machine.

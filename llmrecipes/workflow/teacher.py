@@ -60,7 +60,7 @@ def record_teacher(spec: RunSpec) -> None:
     started again learns from the same weights although its teacher has trained on.
 
     Args:
-        spec: of a run whose data is prepared.
+        spec: spec of a run whose data is prepared.
 
     Raises:
         UserError: ids differ; the message has some.

@@ -162,7 +162,7 @@ def elastic_size(recipe: Recipe, gpus: int | None, ends: Sequence[tuple[int, int
     Args:
         recipe: with `train.elastic`.
         gpus: that this machine has now; None: the ranks are on CPUs.
-        ends: of the starts so far: ranks, and the step of the newest checkpoint after it.
+        ends: ends of the starts so far: ranks, and the step of the newest checkpoint after it.
     """
     ranks, worlds = ends[-1][0], elastic_worlds(recipe)
     without_progress = len(ends) > 1 and ends[-1] == ends[-2]
@@ -176,10 +176,10 @@ def start(
     """Run all ranks of this machine until they exit; returns the exit code.
 
     Args:
-        ready: of all nodes together.
+        ready: prepared start of all nodes together.
         node: which of several this is.
         separate_process: start a process even for a single rank, which could crash this one.
-        spares: of a start that may be followed by others.
+        spares: spare nodes of a start that may be followed by others.
     """
     spec, variables, ranks = ready.spec, ready.variables, ready.plan.layout.world_size
     # The user's value takes precedence, and may be more or less than an even share.

@@ -297,7 +297,7 @@ def reference_recipe(small: Recipe, data_parallel_size: int) -> Recipe:
 
     Args:
         small: from `verified_recipe`.
-        data_parallel_size: of the layout.
+        data_parallel_size: data-parallel size of the layout.
     """
     # Micro-batches have the same sequences in both, except with global_aux_loss, which balances experts over those of
     # all data-parallel ranks.

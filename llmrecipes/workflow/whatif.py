@@ -35,10 +35,10 @@ class Wanted:
 
     Attributes:
         loss: in nats per token, to be reached.
-        tokens: of the whole training; with neither, the recipe's.
+        tokens: tokens of the whole training; with neither, the recipe's.
         by: date on which it has ended; it begins now.
         runs: whose scaling law is fitted; a recipe's name is all its runs.
-        experiment: of MLflow, whose runs are fitted.
+        experiment: MLflow experiment, whose runs are fitted.
     """
 
     loss: float | None = None

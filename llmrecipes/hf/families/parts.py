@@ -61,7 +61,7 @@ class Heads:
 
     Args:
         free: whether a head may have other channels than its share of the width.
-        channels: of a head where config.json does not say; None: its share of the width.
+        channels: channels of a head where config.json does not say; None: its share of the width.
         groups: key and value heads where config.json does not say; None: as many as query heads.
     """
 
@@ -262,7 +262,7 @@ def _from_yarn(
     """Values of `model` of a `rope_scaling` with YaRN, as transformers' `_compute_yarn_parameters` reads it.
 
     Args:
-        rope_scaling: of config.json.
+        rope_scaling: rope scaling of config.json.
         longest: `max_position_embeddings`, which is the original length by default.
         latent: as in `Rope`.
     """

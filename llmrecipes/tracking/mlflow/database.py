@@ -46,7 +46,7 @@ def restore(uri: str, kept: Path) -> None:
     """Start from the copy of an earlier attempt, unless there is a database already.
 
     Args:
-        uri: of a `sqlite:` store.
+        uri: uri of a `sqlite:` store.
         kept: the copy; may be missing.
     """
     path = _path(uri)
@@ -62,7 +62,7 @@ def keep(uri: str, kept: Path) -> None:
     """Copy a database that others may have open; the copy is complete or the one before.
 
     Args:
-        uri: of a `sqlite:` store.
+        uri: uri of a `sqlite:` store.
         kept: the copy, on any file system.
     """
     path = _path(uri)

@@ -128,7 +128,7 @@ def add_metrics(run_dir: Path, runs_dir: Path, values: Mapping[str, float], step
         run_dir: the run, whose mlflow.json names the MLflow run.
         runs_dir: where runs are kept.
         values: by name of the metric.
-        step: of all of them.
+        step: step of all of them.
 
     Returns:
         Why they were not added; None if they were.
