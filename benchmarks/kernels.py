@@ -3,11 +3,11 @@
     CUDA_VISIBLE_DEVICES= python -m benchmarks.kernels [RECIPE] [KEY=VALUE ...] [--json FILE]
 
 The real code of one rank runs a step without data, with megatron-core's own layers and the kernels that a dry run
-puts for a GPU's (flash attention, fused norms, SwiGLU in one kernel where it is fused). Each operation that computes is
-a kernel: bytes are those of the tensors that it reads and writes, time is the longer of bytes at the data sheet's
-bandwidth and FLOPs at its peak, so a lower bound without launches. "In one pass": the elementwise kernels of a group
-that follow one another read what comes from outside and write what is read afterwards, once: the most that fusing them
-saves.
+puts for a GPU's (flash attention, fused norms, and SwiGLU, rotary embeddings and the loss in one kernel where they are
+fused). Each operation that computes is a kernel: bytes are those of the tensors that it reads and writes, time is the
+longer of bytes at the data sheet's bandwidth and FLOPs at its peak, so a lower bound without launches.
+"In one pass": the elementwise kernels of a group that follow one another read what comes from outside and write what is
+read afterwards, once: the most that fusing them saves.
 
 One rank, one micro-batch, and all layers: the default is gpt-1b. Nothing is timed, so a busy machine changes nothing.
 """
@@ -68,7 +68,8 @@ OPAQUE = ("swiglu", "bias_swiglu", "weighted_swiglu", "swiglu_back", "bias_swigl
 VARIANTS: dict[str, dict[str, Any]] = {
     "as planned": {},
     "without bias_activation_fusion": {"speed.bias_activation_fusion": False},
-    "without loss_chunk_tokens": {"train.loss_chunk_tokens": 0},
+    "without apply_rope_fusion": {"speed.apply_rope_fusion": False},
+    "without cross_entropy_loss_fusion": {"speed.cross_entropy_loss_fusion": False},
 }
 
 
@@ -196,7 +197,7 @@ def followed(counter: Counter, modules: Any) -> Iterator[None]:
     """A block in which the counter knows the running module, and fused kernels are one each."""
     from megatron.core.transformer import attention
 
-    from llmrecipes.engine.core.platform import kernels
+    from llmrecipes.engine.core.platform import kernels, rope
 
     names = {id(module): pattern(name) for chunk in modules for name, module in chunk.named_modules(prefix="model")}
     stack: list[str] = []
@@ -232,9 +233,11 @@ def followed(counter: Counter, modules: Any) -> Iterator[None]:
         def call(*args: Any, **options: Any) -> Any:
             module, counter.module = counter.module, name
             try:
-                return function(*args, **options)
+                result = function(*args, **options)
             finally:
                 counter.module = module
+            label(result.grad_fn, name)
+            return result
 
         return call
 
@@ -242,6 +245,9 @@ def followed(counter: Counter, modules: Any) -> Iterator[None]:
     swiglu = __import__(SWIGLU, fromlist=["swiglu"])
     for name in OPAQUE:
         put(swiglu, name, one(getattr(swiglu, name)))
+    put(rope, "kernel", one(rope.kernel))
+    for name in ("_statistics", "_gradient"):
+        put(kernels.LossShapes, name, staticmethod(one(getattr(kernels.LossShapes, name))))
     for kind, forward, backward in (
         (kernels._FlashAttention, _attention, _attention_back), (kernels._RMSNorm, lambda *_: 0, lambda *_: 0)
     ):  # fmt: skip

@@ -55,8 +55,8 @@ BIG: dict[str, dict[str, Any]] = {
 """Large models, and what is changed of them besides depth and layout."""
 DEPTHS = (1, 2)
 FUSIONS = (
-    "bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion", "gradient_accumulation_fusion",
-    "moe_permute_fusion", "moe_router_fusion",
+    "bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion", "cross_entropy_loss_fusion",
+    "gradient_accumulation_fusion", "moe_permute_fusion", "moe_router_fusion",
 )  # fmt: skip
 MICRO_BATCHES = 4
 

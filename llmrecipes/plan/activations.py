@@ -18,7 +18,7 @@ from llmrecipes.plan.kernels import copies_keys, keeps_scores, mask_per_token, m
 from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.pending import fullest
 from llmrecipes.recipe.adapters import adapted, is_target
-from llmrecipes.recipe.features import resolve, value
+from llmrecipes.recipe.features import value_of
 from llmrecipes.recipe.fp8 import in_bf16
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape
@@ -73,14 +73,17 @@ def _moments(
     chunks = [(kept + mask_per_token(recipe, s, device), again) for kept, again in chunks]
     last = stage == layout.pipeline_model_parallel_size - 1
     predictions, recomputed_prediction = _mtp(recipe, per)
+    # Of the losses, and of recomputed predictions: freed with them.
+    inputs = 1 + s.mtp_num_layers * (2 if recipe.train.recompute_method == "uniform" else 1)
     ends = per.edge * (recipe.lora is None) + predictions
     norm = layout.final_norm(s.mtp_num_layers)
     if norm == (layout.pipeline_model_parallel_size - 1, len(chunks) - 1):
         ends += per.norm
     elif norm[0] == stage:
         chunks[norm[1]] = chunks[norm[1]][0] + per.norm, chunks[norm[1]][1]
-    kept_logits, most_logits = losses.kept_and_most(recipe, s, layout)
-    tables = len(chunks) * per.tables if recipe.train.recompute_granularity == "full" else 0.0
+    kept_logits, most_logits = losses.kept_and_most(recipe, s, layout, device)
+    frees = losses.frees_its_input(recipe, device)
+    tables = len(chunks) * per.tables
     moments = fullest(
         layout.pipeline_model_parallel_size,
         layout.virtual_pipeline_model_parallel_size,
@@ -103,13 +106,15 @@ def _moments(
         else:
             yield Peak(int(tokens * (stack + held * per.edge + recomputed)), outputs=outputs)
         if last and chunk == len(chunks) - 1:
-            yield Peak(int(tokens * (stack + held * per.edge + ends)), most_logits, kept_logits, outputs)
-            if recipe.train.loss_chunk_tokens and s.mtp_num_layers:
-                kept, most = losses.of_a_prediction(recipe, s, layout, recipe.train.loss_chunk_tokens)
-                freed = per.edge * (recipe.lora is None)  # the main loss's input
-                yield Peak(int(tokens * (stack + held * per.edge + ends - freed)), most, kept, outputs)
+            end, freed = stack + held * per.edge + ends, per.edge * (recipe.lora is None)  # the main loss's input
+            yield Peak(int(tokens * end), kept_logits if frees else most_logits, kept_logits, outputs)
+            if frees:
+                yield Peak(int(tokens * (end - freed)), most_logits, kept_logits, outputs)
+            if (prediction := losses.of_a_prediction(recipe, s, layout, device)) is not None:
+                freed = per.edge * inputs if frees else freed
+                yield Peak(int(tokens * (end - freed)), prediction[1], prediction[0], outputs)
             # The losses have been differentiated by then: they were computed after the layers.
-            yield Peak(int(tokens * (stack + held * per.edge + ends + recomputed_prediction)), outputs=outputs)
+            yield Peak(int(tokens * (end - freed + recomputed_prediction)), outputs=outputs)
 
 
 def _chunk(recipe: Recipe, per: _PerToken, numbers: range) -> tuple[float, float]:
@@ -144,7 +149,8 @@ def _mtp(recipe: Recipe, per: _PerToken) -> tuple[float, float]:
     # Both inputs and their norms, concatenated for the projection; the result's norm, and the output layer's input.
     around = 2 * per.norm + 2 * per.edge + per.norm + per.edge
     if recipe.train.recompute_method == "uniform":
-        return depth * 3 * per.edge, layer + around if depth else 0.0
+        # The next token's embedding, and the output layer's input; the hidden states are the input of the loss before.
+        return depth * 2 * per.edge, layer + around if depth else 0.0
     discarded = per.discarded(experts=experts)
     return depth * (layer - discarded.total + around), discarded.most if depth else 0.0
 
@@ -258,7 +264,7 @@ class _PerToken:
             attention += self._attention - (inside._attention - inside.core)
         if "mla_up_proj" in recomputed:
             projected = self.element * inside._projected(gathered=False) / tensor
-            attention += projected + self._angles
+            attention += projected + self._angles_of_a_layer
             twice += projected
         if "layernorm" in recomputed:
             # The result, and what the norm keeps besides its input.
@@ -333,10 +339,19 @@ class _PerToken:
 
     @cached_property
     def tables(self) -> float:
-        """Rotary angles in fp32, which recomputed layers keep; all sequences have the same."""
-        if self.recipe.model.position_embedding_type == "learned_absolute":
+        """Rotary angles in fp32, with their cosines and sines; all sequences and layers have the same."""
+        model = self.recipe.model
+        if model.position_embedding_type == "learned_absolute" or model.multi_latent_attention:
             return 0.0
-        return 4.0 * self.shape.kv_channels / self.recipe.train.micro_batch_size
+        return (4.0 + self._cosine_and_sine) * self.shape.kv_channels / self.recipe.train.micro_batch_size
+
+    @cached_property
+    def _cosine_and_sine(self) -> float:
+        """Bytes of both for an angle: in fp32 in a compiled kernel, none in TransformerEngine's."""
+        if own_layers(self.recipe, self.device):
+            fused = value_of("apply_rope_fusion", self.recipe, expected(self.recipe, self.device))
+            return 8.0 if fused else 2.0 * self.element
+        return 0.0
 
     @cached_property
     def _of(self) -> tuple[Recipe, Shape, Layout, str]:
@@ -364,8 +379,7 @@ class _PerToken:
     @cached_property
     def _fused(self) -> bool:
         """Whether one kernel computes the gated activation."""
-        choices = resolve(self.recipe, expected(self.recipe, self.device))
-        return bool(value(choices, "bias_activation_fusion"))
+        return bool(value_of("bias_activation_fusion", self.recipe, expected(self.recipe, self.device)))
 
     @cached_property
     def _in_parts(self) -> bool:
@@ -406,27 +420,24 @@ class _PerToken:
         inner = float(element * (s.context_size + keys_and_values + self._projected(gathered=gathered or copied)))
         if model.multi_latent_attention:
             outside += self._latent / self._sequence_ranks
-            tables = self._angles
         else:
             # Rotation or norm allocate new queries and keys, while the values keep the full projection alive.
             if not self._in_parts and (rope or model.qk_layernorm):
                 inner += element * (s.query_size + (0 if gathered or copied else s.key_size))
             inner += self._heads(rotated=rope)
-            tables = self._angles
         if gathered:
             # Our attention gathers keys and values of the full sequence, and has an output for each of two chunks;
             # TransformerEngine's uses a ring.
             inner += element * (s.key_size + s.value_size) * self.layout.context_parallel_size
             inner += element * s.context_size
-        return outside + inner / tensor + tables + self.core
+        return outside + inner / tensor + self._angles_of_a_layer + self.core
 
     @cached_property
-    def _angles(self) -> float:
-        """Cosines and sines, for queries and for keys; all sequences have the same."""
-        s, model = self.shape, self.recipe.model
-        width = model.qk_pos_emb_head_dim if model.multi_latent_attention else s.kv_channels
-        rope = model.position_embedding_type != "learned_absolute" or model.multi_latent_attention
-        return 4.0 * self.element * width / self.recipe.train.micro_batch_size if rope else 0.0
+    def _angles_of_a_layer(self) -> float:
+        """Rotary angles of latent attention, with their cosines and sines: each layer has its own."""
+        if not self.recipe.model.multi_latent_attention:
+            return 0.0
+        return 2.0 * self.element * self.recipe.model.qk_pos_emb_head_dim / self.recipe.train.micro_batch_size
 
     def _projected(self, *, gathered: bool) -> int:
         """Width of queries, keys and values as they are projected that is kept: by attention, or by a norm of heads."""

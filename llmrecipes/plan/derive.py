@@ -338,18 +338,18 @@ def with_chunks(recipe: Recipe, s: Shape, laid_out: Layout, memory: int | None) 
     Args:
         memory: bytes of a GPU, free or not; None: on a CPU.
     """
-    most, of_chunk = MOST_CPU_LOGITS, CPU_LOGITS_OF_CHUNK
+    device, most, of_chunk = "cpu", MOST_CPU_LOGITS, CPU_LOGITS_OF_CHUNK
     if memory is not None:
-        most, of_chunk = int(MOST_LOGITS * memory), int(LOGITS_OF_CHUNK * memory)
+        device, most, of_chunk = "cuda", int(MOST_LOGITS * memory), int(LOGITS_OF_CHUNK * memory)
     if recipe.train.loss_chunk_tokens is not None or obstacle_to_chunks(recipe):
         return recipe
-    whole = logits(recipe, s, laid_out)
+    whole = logits(recipe, s, laid_out, device)
     if whole <= most and not recipe.train.z_loss_coeff:
         return recipe
     tokens = of_chunk / (4 * s.vocab_size / laid_out.tensor_model_parallel_size)
     chunk = 1 << max(int(tokens).bit_length() - 1, 6)
     in_chunks = recipe.model_copy(update={"train": recipe.train.model_copy(update={"loss_chunk_tokens": chunk})})
-    return in_chunks if recipe.train.z_loss_coeff or logits(in_chunks, s, laid_out) < whole else recipe
+    return in_chunks if recipe.train.z_loss_coeff or logits(in_chunks, s, laid_out, device) < whole else recipe
 
 
 def _least_recomputation(recipe: Recipe, s: Shape, laid_out: Layout, micro_batches: int, cluster: Cluster) -> Recipe:

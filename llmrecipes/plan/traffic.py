@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.kernels import own_layers, recomputed_layers
+from llmrecipes.plan.losses import in_kernels
 from llmrecipes.plan.parameters import (
     WORDS,
     adapted_on_stage,
@@ -236,6 +237,9 @@ def _output(plan: Plan) -> Iterator[Call]:
         yield Call("reduce-scatter", ranks, size)
     else:
         yield Call("all-reduce", ranks, size)
+    if in_kernels(plan.recipe, plan.device):
+        yield Call("all-gather", ranks, 2 * _FP32 * ranks * _tokens(plan))
+        return
     # Largest logit, logit of the label, and sum of the exponentials, for each token.
     yield from [Call("all-reduce", ranks, _FP32 * _tokens(plan))] * 3
 

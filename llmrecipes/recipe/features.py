@@ -99,7 +99,7 @@ class Feature:
         recipe: what of a recipe rules it out; None if nothing does.
         target: what of a machine rules it out.
         default: the value that a rule chooses where nothing rules it out, and why.
-        of_value: what of a machine rules one value out.
+        of_value: what of a recipe and a machine together rules one value out.
     """
 
     field: str
@@ -107,7 +107,7 @@ class Feature:
     recipe: Callable[[Recipe], str | None]
     target: Callable[[SpeedTarget], str | None]
     default: Callable[[Recipe, SpeedTarget], Default]
-    of_value: Callable[[Any, SpeedTarget], str | None] | None = None
+    of_value: Callable[[Any, Recipe, SpeedTarget], str | None] | None = None
 
 
 # -- what a machine rules out ----------------------------------------------------------------------------------------
@@ -150,6 +150,14 @@ def _compiler(target: SpeedTarget) -> str | None:
     return target.no_compiler
 
 
+def _rotating_kernel(target: SpeedTarget) -> str | None:
+    return None if target.transformer_engine else target.no_compiler
+
+
+def _latent_rotation(wanted: bool, recipe: Recipe, target: SpeedTarget) -> str | None:
+    return _transformer_engine(target) if wanted and recipe.model.multi_latent_attention else None
+
+
 def _deep_ep(target: SpeedTarget) -> str | None:
     return target.no_deep_ep if target.device == "cuda" else "DeepEP and HybridEP need GPUs"
 
@@ -173,10 +181,10 @@ def _compiled_if_needed(recipe: Recipe, target: SpeedTarget) -> Default:
     return _compiled(recipe, target)
 
 
-def _rotated(recipe: Recipe, _target: SpeedTarget) -> Default:
+def _rotated(recipe: Recipe, target: SpeedTarget) -> Default:
     if recipe.model.multi_latent_attention:
         return False, "megatron-core's kernel for latent attention is experimental"
-    return True, "TransformerEngine's layers"
+    return _with_layers(recipe, target) if target.transformer_engine else _compiled(recipe, target)
 
 
 def _with_layers(_recipe: Recipe, _target: SpeedTarget) -> Default:
@@ -224,8 +232,14 @@ FEATURES: Mapping[str, Feature] = {
         obstacles.anything, _compiler, _compiled_if_needed,
     ),
     "apply_rope_fusion": Feature(
-        "TransformerConfig.apply_rope_fusion", "with fused norms 4% of gpt-1b's step",
-        obstacles.rotation, _transformer_engine, _rotated,
+        "TransformerConfig.apply_rope_fusion",
+        "3% of gpt-1b's step: one pass over queries and keys instead of three",
+        obstacles.rotation, _rotating_kernel, _rotated, _latent_rotation,
+    ),
+    "cross_entropy_loss_fusion": Feature(
+        "TransformerConfig.cross_entropy_loss_fusion",
+        "7% of gpt-1b's step, 36% of gpt-125m's with megatron-core's layers: 6 bytes of traffic a logit instead of 44",
+        obstacles.anything, _compiler, _compiled,
     ),
     "gradient_accumulation_fusion": Feature(
         "TransformerConfig.gradient_accumulation_fusion",
@@ -328,7 +342,7 @@ def _choice(name: str, feature: Feature, recipe: Recipe, target: SpeedTarget) ->
     missing = feature.recipe(recipe)
     obstacle = missing or feature.target(target)
     if not obstacle and wanted is not None and feature.of_value is not None:
-        obstacle = feature.of_value(wanted, target)
+        obstacle = feature.of_value(wanted, recipe, target)
     if wanted is None:
         # The dispatcher is the request.
         asked = name == "moe_flex_dispatcher_backend" and missing is None
@@ -355,6 +369,11 @@ def values(choices: Iterable[FeatureChoice], kind: str) -> dict[str, Any]:
         if owner == kind and choice.value is not None:
             chosen[field] = choice.value
     return chosen
+
+
+def value_of(name: str, recipe: Recipe, target: SpeedTarget) -> Any:
+    """What a run has of one feature on a machine, without the choice of the others."""
+    return _choice(name, FEATURES[name], recipe, target).value
 
 
 def value(choices: Iterable[FeatureChoice], name: str) -> Any:

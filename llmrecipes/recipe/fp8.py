@@ -40,7 +40,7 @@ class Fp8Key:
     gain: str
     recipe: Callable[[Recipe], str | None]
     default: Callable[[Recipe, SpeedTarget], Default]
-    of_value: Callable[[Any, SpeedTarget], str | None] | None = None
+    of_value: Callable[[Any, Recipe, SpeedTarget], str | None] | None = None
 
 
 def obstacle_of_gpu(target: SpeedTarget) -> str | None:
@@ -118,7 +118,7 @@ def _scaling(recipe: Recipe) -> str | None:
     return reason
 
 
-def _scaling_on(scaling: str, target: SpeedTarget) -> str | None:
+def _scaling_on(scaling: str, _recipe: Recipe, target: SpeedTarget) -> str | None:
     if scaling == "mxfp8" and target.capability is not None and target.capability < BLACKWELL:
         return f"mxfp8 needs compute capability 10.0 (Blackwell); this GPU has {_dotted(target.capability)}"
     if scaling == "blockwise" and target.cuda is not None and target.cuda < BLOCKWISE_CUDA:
@@ -144,7 +144,7 @@ def _by_name(_recipe: Recipe, _target: SpeedTarget) -> Default:
 def _stateless(recipe: Recipe, target: SpeedTarget) -> Default:
     if target.capability is not None and target.capability >= BLACKWELL and not _uneven(recipe, _multiple("mxfp8")):
         return "mxfp8", "supported by Blackwell in hardware; keeps no history, so a run resumes exactly"
-    if lacking := _scaling_on("blockwise", target):
+    if lacking := _scaling_on("blockwise", recipe, target):
         return "tensorwise", lacking
     return "blockwise", "one scale per block of 128; keeps no history, so a run resumes exactly"
 

@@ -27,8 +27,12 @@ class Speed(Section):
     """Fuse bias, dropout and residual addition into one kernel. Unset: on for GPUs with a compiler where the model has
     biases or `hidden_dropout`, and with `train.torch_compile`."""
     apply_rope_fusion: Switch = None
-    """Apply rotary embeddings in one kernel (TransformerEngine). Unset: on with `position_embedding_type: rope`, but
-    off for latent attention, whose kernel needs `rope_type: yarn`."""
+    """Apply rotary embeddings in one kernel, TransformerEngine's or a compiled one. Unset: on for GPUs with
+    `position_embedding_type: rope`, but off for latent attention, whose kernel needs TransformerEngine's layers and
+    `rope_type: yarn`."""
+    cross_entropy_loss_fusion: Switch = None
+    """Compute the loss in compiled kernels, which keep logits in the precision of the model instead of fp32. Unset: on
+    for GPUs with a compiler, and with `train.torch_compile`."""
     gradient_accumulation_fusion: Switch = None
     """Add weight gradients to the gradient buffer in the kernel of their GEMM (TransformerEngine). Unset: on with
     TransformerEngine's layers."""

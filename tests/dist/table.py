@@ -494,7 +494,8 @@ def _rows() -> Iterator[Row]:
     ):
         together: Sections = {**more, "speed": {"overlap_moe_expert_parallel_comm": True}}
         yield Row(variant, layout, together, bound=BF16_BOUND, why=_BF16)
-    yield Row("llama", "tp2 sp", {"speed": {"bias_activation_fusion": True, "bias_dropout_fusion": True}})
+    fused = ("bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion", "cross_entropy_loss_fusion")
+    yield Row("llama", "tp2 sp", {"speed": dict.fromkeys(fused, True)})
     yield Row("moe with shared experts", "dp2 ep2", {"speed": {"moe_shared_expert_overlap": True}})
     yield Row("gpt", "dp2", {"parallelism": _OVERLAP_BOTH, "speed": _SMALL_BUCKETS})
     yield Row("gpt", "tp2", {"speed": {"deterministic_mode": True}})

@@ -144,7 +144,7 @@ def test_show_plan_leaves_the_recipe_out_and_the_time_open(capsys: pytest.Captur
 
 def test_show_warns_where_little_memory_is_left(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("show", "llama3-70b", "speed.bias_activation_fusion=false", "--cluster", "h100-ib", "--nodes", "8")
-    assert "warning: memory headroom is 1.0%" in run(capsys, *asked, "--plan")[1]
+    assert "warning: memory headroom is 1.5%" in run(capsys, *asked, "--plan")[1]
     plan = json.loads(run(capsys, *asked, "--json")[1])["plan"]
     assert plan["fits"] and len(plan["warnings"]) == 1
     assert not json.loads(run(capsys, *asked[:-1], "16", "--json")[1])["plan"]["warnings"]

@@ -54,12 +54,13 @@ def sharded(process: GlooWorld) -> dict[str, list[Report]]:
 
 
 def require_planned(report: Report, weights: float = 1e-4) -> None:
-    """As in `test_dryrun`, and buffers at most as large; DeepSpeed pads flat buffers to a multiple of the ranks."""
+    """As in `test_dryrun`, and no more in all; DeepSpeed pads flat buffers to a multiple of the ranks."""
     memory, expected = report["memory"], report["planned"]
     for part, within in (("weights", weights), ("gradients", 1e-4), ("optimizer", 1e-4)):
         assert memory[part] == pytest.approx(expected[part], rel=within), part
-    assert expected["activations"] == pytest.approx(memory["activations"], rel=0.03)
-    assert memory["communication"] <= expected["communication"]
+    # Their peak may come later, when DeepSpeed has its buckets and the logits are freed; the plan adds both.
+    assert report["planned_most_activations"] == pytest.approx(report["most_activations"], rel=0.03)
+    assert sum(memory.values()) <= 1.01 * sum(expected.values())
 
 
 @pytest.mark.parametrize("name", ZERO)

@@ -96,9 +96,18 @@ def test_texts_of_other_lengths_use_up_no_compilation_of_training(monkeypatch: p
         engine.scorer().extend([PROMPT], [3], [0], GREEDY, lambda _new: False)
         assert not counters["stats"]
         steps(engine, 1)
-        assert counters["stats"]["unique_graphs"] == 2  # of all layers, and of the loss
+        assert counters["stats"]["unique_graphs"] == 3  # of all layers, of the loss, and of its gradient
     finally:
         torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("world")
+def test_texts_are_scored_without_compiled_functions() -> None:
+    counters.clear()
+    fused = ("bias_activation_fusion", "apply_rope_fusion", "cross_entropy_loss_fusion")
+    engine = engine_of(tiny(model=LLAMA, speed=dict.fromkeys(fused, True)))
+    engine.scorer().score(torch.ones(1, 5, dtype=torch.long))
+    assert not counters["stats"]
 
 
 @pytest.mark.usefixtures("world")

@@ -108,7 +108,7 @@ def test_items_run_as_ranks_do_on_one_gpu_and_in_the_order_that_is_asked_for(
 
 
 def test_what_a_rank_lacks_of_the_plan_is_not_measured_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without TransformerEngine most fusions that the plan of a GPU has are off, so there is nothing to switch."""
+    """Without TransformerEngine some fusions that the plan of a GPU has are off, so there is nothing to switch."""
     measured: list[Recipe] = []
 
     def speed(item: Item, recipe: Recipe, _suffix: str, median: list[float]) -> Iterator[Row]:
@@ -122,8 +122,8 @@ def test_what_a_rank_lacks_of_the_plan_is_not_measured_the_other_way(monkeypatch
     monkeypatch.setattr("llmrecipes.engine.core.model.gpt.compiler_obstacle", lambda _device: None)
     monkeypatch.setattr(Item, "_speed", speed)
     rows = {row.quantity: row for row in Item("big", "fusions mixtral-8x7b", "cuda").rows()}
-    assert len(measured) < 4
-    for fusion in ("apply_rope_fusion", "gradient_accumulation_fusion", "moe_permute_fusion", "moe_router_fusion"):
+    assert len(measured) < 6
+    for fusion in ("gradient_accumulation_fusion", "moe_permute_fusion", "moe_router_fusion"):
         assert "TransformerEngine" in rows[f"step without {fusion}"].note
         assert f"what {fusion} gives" not in rows
     assert all(row.value is None or row.value == row.value for row in rows.values())
@@ -250,9 +250,9 @@ def test_a_fusion_is_measured_the_other_way_and_one_that_is_not_there_says_why(m
 
     monkeypatch.setattr(Item, "_speed", speed)
     rows = {row.quantity: row for row in Item("big", "fusions llama3-8b", "cpu").rows()}
-    assert [each.speed.bias_activation_fusion for each in measured] == [None, True, None]
+    assert [each.speed.bias_activation_fusion for each in measured] == [None, True, None, None, None]
     assert rows["what bias_activation_fusion gives"].value == pytest.approx(20)
-    assert "TransformerEngine" in rows["step without apply_rope_fusion"].note
+    assert "TransformerEngine" in rows["step without gradient_accumulation_fusion"].note
 
 
 @pytest.mark.slow

@@ -195,12 +195,12 @@ EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32
 
 @pytest.mark.parametrize(
     ("model", "graphs"),
-    [(LLAMA, 2), ({**LLAMA, **EXPERTS, "moe_layer_freq": [0, 1, 1]}, 3)],
+    [(LLAMA, 3), ({**LLAMA, **EXPERTS, "moe_layer_freq": [0, 1, 1]}, 4)],
     ids=["dense", "experts"],
 )
 @pytest.mark.rotating
 def test_all_layers_are_one_graph_which_is_compiled_once(model: dict[str, Any], graphs: int) -> None:
-    """On rank 0 of initialised groups, where megatron-core warns; and one graph is the loss's."""
+    """On rank 0 of initialised groups, where megatron-core warns; two graphs are the loss and its gradient."""
     module = built(tiny(model={"num_layers": 3, **model})).module
     ids, positions = inputs()
     torch._dynamo.reset()

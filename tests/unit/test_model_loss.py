@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,10 +10,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmrecipes.engine.core.model.gpt import RecipeGPTModel
-from llmrecipes.engine.core.model.loss import Chunking, Split, chunked_losses, exponentials, gradient
+from llmrecipes.engine.core.model.gpt import RecipeGPTModel, loss_chunk_tokens
+from llmrecipes.engine.core.model.loss import Chunking, CompiledLossKernels, LossKernels, Split, chunked_losses
+from llmrecipes.hardware.cluster import DetectedGpu
+from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import load
-from tests.helpers import LLAMA, built, engine_of, steps, tiny
+from llmrecipes.units import GIB
+from tests.helpers import LLAMA, ROOMY, built, engine_of, steps, tiny
 from tests.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -145,7 +149,7 @@ def test_a_chunk_takes_the_bytes_per_logit_that_are_planned(dtype: torch.dtype, 
     """Whether gradients are computed in the forward pass (the weights are known) or in the backward pass."""
     hidden, weight = (torch.randn(*size, dtype=dtype, requires_grad=True) for size in ((LENGTH, 2, 8), (VOCABULARY, 8)))
     ids, _, mask = batch()
-    how = Chunking(32, Split(), 0.0, 0.0, exponentials, gradient, torch.nn.Identity(), lambda *_: None)
+    how = Chunking(32, Split(), 0.0, 0.0, LossKernels(), torch.nn.Identity(), lambda *_: None)
     with _Alive(32 * VOCABULARY) as alive:
         (chunked_losses(hidden, weight, ids, mask if known else None, how) * mask).sum().backward()
     assert alive.most == most * 32 * VOCABULARY
@@ -178,11 +182,44 @@ def test_scores_and_likeliest_tokens_are_those_of_all_logits(sections: dict[str,
     torch.testing.assert_close(found.logprobs, whole.logprobs, rtol=1e-6, atol=1e-6)
 
 
-def test_a_compiled_loss_in_chunks_is_the_same() -> None:
-    module = chunked(48, train={"label_smoothing": 0.2})
-    expected = results(module)
-    module.compile_layers(backend="eager")
-    require_close(results(module), expected, 1e-6)
+@pytest.mark.parametrize("tokens", [0, 48])
+@pytest.mark.parametrize(
+    "train", [{"label_smoothing": 0.2}, {"precision": "bf16"}, {"precision": "fp16", "label_smoothing": 0.2}]
+)
+def test_compiled_kernels_compute_the_same_loss(tokens: int, train: dict[str, Any]) -> None:
+    module = chunked(tokens, train=train)
+    expected = results(module, 3.0)
+    module.compile_loss(backend="eager")
+    found = results(module, 3.0)
+    rounded = "precision" in train
+    torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-5, atol=1e-5)
+    require_close(found, expected, 1e-2 if rounded else 1e-6)
+
+
+def test_a_rank_without_a_compiler_computes_in_chunks_what_was_planned_at_once() -> None:
+    gpu = DetectedGpu("NVIDIA H100", 79 * GIB, 79 * GIB, None)
+    plan = derive(load("gpt-125m", []).recipe, 1, replace(ROOMY, gpus=(gpu,)))
+    assert [loss_chunk_tokens(plan, compiled=compiled) for compiled in (True, False)] == [0, 4096]
+    whole = derive(load("gpt-125m", ["train.loss_chunk_tokens=0"]).recipe, 1, replace(ROOMY, gpus=(gpu,)))
+    assert loss_chunk_tokens(whole, compiled=False) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_kernels_replace_logits_with_their_gradient(dtype: torch.dtype) -> None:
+    """As torch compiles them, and for any number of tokens."""
+    kernels = CompiledLossKernels()
+    for tokens in (40, 24):
+        labels, has = torch.randint(VOCABULARY, (tokens,)), torch.ones(tokens, dtype=torch.bool)
+        logits, weights = torch.randn(tokens, VOCABULARY).mul(4).to(dtype), torch.rand(tokens, 1)
+        expected = logits.float().softmax(-1) * weights
+        expected[torch.arange(tokens), labels] -= weights[:, 0]
+        totals, place = logits.float().logsumexp(-1, keepdim=True), logits.data_ptr()
+        values, offset, parts = kernels.statistics(logits, labels, has, 0.0)
+        slope = kernels.gradient(values, offset - parts[:, :1], weights, weights, labels, None, dtype)
+        torch.testing.assert_close(parts[:, :1], totals)
+        torch.testing.assert_close(slope.float(), expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+        assert slope.data_ptr() == place
 
 
 Z_LOSS = 0.05

@@ -84,6 +84,6 @@ def test_a_machine_without_coefficients_has_memory_but_no_time() -> None:
 
 def test_a_refused_plan_has_the_ladder() -> None:
     plan = planned("llama3-8b", *TIGHT)
-    steps = ("train.micro_batch_size=1", "zero.stage=2", "zero.offload_optimizer=cpu")
+    steps = ("train.micro_batch_size=1", "zero.stage=3", "zero.offload_optimizer=cpu")
     with refused("recipe llama3-8b", rule=steps):
         check(plan, plan.cluster)

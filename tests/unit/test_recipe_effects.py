@@ -866,6 +866,7 @@ CASES: dict[str, Case] = {
     "speed.bias_activation_fusion": Case(True, config, SWIGLU),
     "speed.bias_dropout_fusion": Case(True, config),
     "speed.apply_rope_fusion": Case(False, config_on_gpu, ROPE),
+    "speed.cross_entropy_loss_fusion": Case(True, config),
     "speed.gradient_accumulation_fusion": Case(False, config_on_gpu),
     "speed.attention_backend": Case("flash", config_on_gpu),
     "speed.cp_comm_type": Case("all_gather", config_on_gpu, {"parallelism.context_parallel_size": 2}),

@@ -23,6 +23,7 @@ GPU = SpeedTarget("cuda", transformer_engine=True, version=(2, 9))
 LOCAL = SpeedTarget("cuda", transformer_engine=False)
 CPU = SpeedTarget("cpu", transformer_engine=False)
 NODE = replace(ROOMY, gpus=(DetectedGpu("NVIDIA H100", 1 << 40, 1 << 40, None),) * 8)
+LATENT = {"multi_latent_attention": True, "position_embedding_type": "rope", "rope_type": "yarn"}
 BF16: dict[str, Any] = {"train": {"precision": "bf16"}}
 
 
@@ -39,19 +40,33 @@ def test_every_key_is_a_feature() -> None:
 
 
 def test_fusions_need_a_gpu_with_a_compiler() -> None:
-    llama, fusions = tiny(model=LLAMA), {"bias_activation_fusion", "bias_dropout_fusion"}
-    assert on(llama, GPU) & fusions == {"bias_activation_fusion"}
-    assert on(llama, LOCAL) & fusions == {"bias_activation_fusion"}
-    assert on(tiny(model={"hidden_dropout": 0.1}), GPU) & fusions == {"bias_dropout_fusion"}
+    always = {"bias_activation_fusion", "cross_entropy_loss_fusion"}
+    llama, fusions = tiny(model=LLAMA), {"bias_dropout_fusion", *always}
+    assert on(llama, GPU) & fusions == always
+    assert on(llama, LOCAL) & fusions == always
+    assert on(tiny(model={"hidden_dropout": 0.1}), GPU) & fusions == {
+        "bias_dropout_fusion",
+        "cross_entropy_loss_fusion",
+    }
     assert not on(llama, replace(GPU, no_compiler="no C compiler")) & fusions
     assert not on(llama, CPU) & fusions
     assert on(tiny(model=LLAMA, train={"torch_compile": True}), CPU) & fusions == fusions
 
 
 def test_what_transformer_engine_has_needs_its_layers() -> None:
-    names = {"apply_rope_fusion", "gradient_accumulation_fusion"}
-    assert on(tiny(model=LLAMA), GPU) & names == names
-    assert not on(tiny(model=LLAMA), LOCAL) & names
+    assert "gradient_accumulation_fusion" in on(tiny(model=LLAMA), GPU)
+    assert "gradient_accumulation_fusion" not in on(tiny(model=LLAMA), LOCAL)
+
+
+def test_rotary_embeddings_are_fused_by_transformer_engine_or_a_compiler() -> None:
+    llama = tiny(model=LLAMA)
+    assert all("apply_rope_fusion" in on(llama, target) for target in (GPU, replace(GPU, no_compiler="none"), LOCAL))
+    assert not {"apply_rope_fusion"} & (on(llama, replace(LOCAL, no_compiler="none")) | on(llama, CPU))
+    latent = tiny(model=LATENT, speed={"apply_rope_fusion": True})
+    assert chosen(latent, GPU)["apply_rope_fusion"].on
+    assert chosen(latent, LOCAL)["apply_rope_fusion"].refused, (
+        "megatron-core's kernel is for TransformerEngine's layers"
+    )
 
 
 def test_a_key_that_a_recipe_rules_out_is_refused() -> None:
@@ -63,11 +78,11 @@ def test_a_key_that_a_recipe_rules_out_is_refused() -> None:
 
 @pytest.mark.parametrize(("cluster", "train"), [(ROOMY, BF16["train"]), (NODE, {"precision": "fp32"})])
 def test_a_key_that_a_machine_cannot_give_is_refused_by_the_plan(cluster: Cluster, train: dict[str, Any]) -> None:
-    recipe = tiny(model=LLAMA, train=train, speed={"apply_rope_fusion": True})
+    recipe = tiny(model=LLAMA, train=train, speed={"gradient_accumulation_fusion": True})
     assert not check(recipe)
-    with refused("speed.apply_rope_fusion"):
+    with refused("speed.gradient_accumulation_fusion"):
         derive(recipe, 1, cluster)
-    assert derive(tiny(model=LLAMA, speed={"apply_rope_fusion": True}, **BF16), 1, NODE).fits
+    assert derive(tiny(model=LLAMA, speed={"gradient_accumulation_fusion": True}, **BF16), 1, NODE).fits
 
 
 def test_a_plan_has_every_feature_and_its_reason() -> None:

@@ -72,13 +72,18 @@ def evaluating(modules: Sequence[RecipeGPTModel]) -> Iterator[None]:
         yield
 
 
-def uncompiled(modules: Iterable[torch.nn.Module]) -> AbstractContextManager[object]:
-    """A block in which compiled layers of these modules run as they are."""
-    parts = (part for module in modules for part in module.modules())
-    if all(part._compiled_call_impl is None for part in parts):
+def uncompiled(modules: Iterable[RecipeGPTModel]) -> AbstractContextManager[object]:
+    """A block in which compiled layers of these modules, and compiled functions, run as they are."""
+    if not any(_compiles(module) for module in modules):
         return nullcontext()
     stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
     return stance
+
+
+def _compiles(module: RecipeGPTModel) -> bool:
+    config = module.config
+    functions = config.bias_activation_fusion or config.apply_rope_fusion or config.cross_entropy_loss_fusion
+    return bool(functions) or any(part._compiled_call_impl is not None for part in module.modules())
 
 
 @contextmanager

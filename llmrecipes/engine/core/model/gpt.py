@@ -24,12 +24,20 @@ from llmrecipes.engine.core.model.fake_quantize import FakeQuantizer
 from llmrecipes.engine.core.model.freezing import freeze
 from llmrecipes.engine.core.model.init import buffers, fill, initialise, parameter_slices
 from llmrecipes.engine.core.model.lora import ADAPTER, insert
-from llmrecipes.engine.core.model.loss import Chunking, Split, chunked_losses, exponentials, gradient
+from llmrecipes.engine.core.model.loss import (
+    Chunking,
+    CompiledLossKernels,
+    LossKernels,
+    Split,
+    chunked_losses,
+    losses_of_logits,
+)
 from llmrecipes.engine.core.model.spec import block_spec, choose, mtp_spec
 from llmrecipes.engine.core.platform import Platform
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.builds import compiler_obstacle, transformer_engine_version
-from llmrecipes.plan.derive import Plan
+from llmrecipes.plan.derive import Plan, gpu_memory, with_chunks
+from llmrecipes.plan.losses import in_kernels
 from llmrecipes.recipe.features import FeatureChoice, SpeedTarget, require, resolve, value
 from llmrecipes.recipe.schema import Recipe
 
@@ -64,8 +72,7 @@ class RecipeGPTModel(GPTModel):
     _loss_weights: Iterator[torch.Tensor | None] = iter(())
     _in_chunks = False
     _output_weight: tuple[torch.Tensor, ...]  # one, in a tuple because a module would register it
-    _exponentials: Any = staticmethod(exponentials)
-    _gradient: Any = staticmethod(gradient)
+    _compiled_loss: LossKernels | None = None
 
     def chunk_loss(self, tokens: int) -> None:
         """Compute the loss in chunks of this many tokens from now on."""
@@ -94,11 +101,15 @@ class RecipeGPTModel(GPTModel):
         for layer in self.decoder.layers:
             part = layer.self_attention if isinstance(layer.mlp, MoELayer) else layer
             part.compile(dynamic=False, backend=backend)
-        self._token_losses = torch.compile(  # type: ignore[method-assign]
-            self._token_losses, dynamic=False, backend=backend
-        )
-        self._exponentials = torch.compile(exponentials, dynamic=False, backend=backend)
-        self._gradient = torch.compile(gradient, dynamic=False, backend=backend)
+        self.compile_loss(backend)
+
+    def compile_loss(self, backend: str = "inductor") -> None:
+        """Compute the loss in compiled kernels, which never have all logits of a chunk in fp32.
+
+        Args:
+            backend: as of `compile_layers`.
+        """
+        self._compiled_loss = CompiledLossKernels(backend)
 
     def forward(self, *args: Any, prediction_weights: Sequence[torch.Tensor] = (), **kwargs: Any) -> torch.Tensor:
         """megatron-core's, with a weight for each loss of multi-token prediction.
@@ -149,19 +160,21 @@ class RecipeGPTModel(GPTModel):
 
     def _chunked_losses(self, labels: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """As `_token_losses`, with the output layer's input [s, b, h] (scaled as the logits are)."""
+        (weight,) = self._output_weight
+        how = self._chunking(self.logits, self.accuracy.see)
+        return chunked_losses(hidden, weight, labels, next(self._loss_weights), how)
+
+    def _chunking(self, evaluated: Callable[..., torch.Tensor], seen: Callable[..., None]) -> Chunking:
         split = self.config.tensor_model_parallel_size > 1
-        how = Chunking(
+        return Chunking(
             self.loss_chunk_tokens,
             Split(parallel_state.get_tensor_model_parallel_group() if split else None, self.config.sequence_parallel),
             self.label_smoothing if self.training else 0.0,
             self.z_loss_coeff if self.training else 0.0,
-            self._exponentials,
-            self._gradient,
-            self.logits,
-            self.accuracy.see,
+            self._compiled_loss or LossKernels(),
+            evaluated,
+            seen,
         )
-        (weight,) = self._output_weight
-        return chunked_losses(hidden, weight, labels, next(self._loss_weights), how)
 
     def _token_losses(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Cross entropy of each token.
@@ -173,6 +186,8 @@ class RecipeGPTModel(GPTModel):
         Returns:
             [b, s] in fp32. Smoothed in training only, so that validation losses are comparable across recipes.
         """
+        if self._compiled_loss is not None:
+            return losses_of_logits(logits, labels, self._chunking(torch.nn.Identity(), lambda *_: None))
         smoothing = self.label_smoothing if self.training else 0.0
         if self.config.tensor_model_parallel_size > 1:
             excess = smoothing * _AboveMean.apply(logits, labels.t()).t() if smoothing else 0.0
@@ -390,6 +405,17 @@ def deep_ep_obstacle(hybrid: bool) -> str | None:
     )
 
 
+def loss_chunk_tokens(plan: Plan, *, compiled: bool) -> int:
+    """Tokens of a chunk of the loss: as planned, or smaller where the plan counts on compiled kernels that this rank
+    cannot have, without which logits take six times the memory."""
+    if compiled or not plan.cluster.gpus or not in_kernels(plan.recipe, plan.device):
+        return plan.loss_chunk_tokens
+    speed = plan.recipe.speed.model_copy(update={"cross_entropy_loss_fusion": False})
+    recipe = plan.recipe.model_copy(update={"speed": speed})
+    memory = gpu_memory(plan.cluster, plan.layout.world_size)
+    return with_chunks(recipe, plan.shape, plan.layout, memory).train.loss_chunk_tokens or 0
+
+
 def _chunk(plan: Plan, config: TransformerConfig, implementation: Any, stage: int | None) -> RecipeGPTModel:
     model = plan.recipe.model
     block = block_spec(config, implementation, stage)
@@ -415,7 +441,9 @@ def _chunk(plan: Plan, config: TransformerConfig, implementation: Any, stage: in
     module.z_loss_coeff = plan.recipe.train.z_loss_coeff
     module.logits = torch.nn.Identity()
     module.accuracy = TokenAccuracy(model.vocab_size)
-    module.chunk_loss(plan.loss_chunk_tokens)
+    module.chunk_loss(loss_chunk_tokens(plan, compiled=config.cross_entropy_loss_fusion))
+    if config.cross_entropy_loss_fusion and last:
+        module.compile_loss()
     if factors := own_mup(model):
         scale_activations(module, factors)
     if plan.recipe.lora is not None:

@@ -1,4 +1,6 @@
-"""Output layer and cross entropy in chunks of tokens: the logits of a micro-batch are never in memory together.
+"""Cross entropy with one exchange between tensor-parallel ranks, of all logits or with the output layer in chunks.
+
+In chunks of tokens the logits of a micro-batch are never in memory together.
 
 As in Liger Kernel (arXiv 2410.10989, section 3.2) the gradients of a chunk are computed with its loss, in one pass:
 those of a sum of losses, of which only a common factor is not known yet. Where the weights of that sum are not known,
@@ -57,7 +59,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Chunking:
-    """How the losses are computed; `exponentials` and `gradient` are those below, compiled or not.
+    """How the losses are computed, with which kernels.
 
     With `z_loss` its multiple of the squared log-sum-exp Z of a token's logits is added to its loss. The gradient of
     z·Z² is 2 z Z times the probabilities, so those of the loss get the factor 1 + 2 z Z.
@@ -70,8 +72,7 @@ class Chunking:
     split: Split
     smoothing: float
     z_loss: float
-    exponentials: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    gradient: Callable[..., torch.Tensor]
+    kernels: LossKernels
     evaluated: Callable[[torch.Tensor], torch.Tensor]
     seen: Callable[[torch.Tensor, torch.Tensor], None]
 
@@ -84,53 +85,156 @@ class Chunking:
         return (slice(start, start + self.tokens) for start in range(0, number, self.tokens))
 
 
-def exponentials(
-    logits: torch.Tensor, local: torch.Tensor, has: torch.Tensor, smoothing: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a rank's logits contribute.
+class LossKernels:
+    """What is computed of the logits of a chunk, with torch's operations.
+
+    The logits are overwritten with their exponentials, which both the loss and its gradient need.
+    """
+
+    def statistics(
+        self, logits: torch.Tensor, local: torch.Tensor, has: torch.Tensor, smoothing: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What a rank's logits contribute.
+
+        Args:
+            logits: [n, rows], of any precision; overwritten in fp32.
+            local, has: [n], from `Split.local`.
+            smoothing: probability spread over the vocabulary.
+
+        Returns:
+            Values [n, rows], and their offset [n, 1], for `gradient`; and [n, 2 or 3]: log-sum-exp, logit of the label,
+            and with smoothing the sum of the logits.
+        """
+        values = logits.float()  # first: on a CPU, operations on two types take twice as long
+        most = values.amax(-1, keepdim=True)
+        label = values.gather(-1, local[:, None]) * has[:, None]
+        parts = [label]
+        if smoothing:
+            parts.append(values.sum(-1, keepdim=True))
+        values.sub_(most).exp_()
+        parts.insert(0, most + values.sum(-1, keepdim=True).log())
+        return values, most, torch.cat(parts, dim=-1)
+
+    def again(self, logits: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As the first two results of `statistics`, with the log-sum-exp over all ranks, [n, 1]."""
+        return logits.float().sub_(total).exp_(), total
+
+    def gradient(
+        self,
+        values: torch.Tensor,
+        shift: torch.Tensor,
+        factor: torch.Tensor,
+        label: torch.Tensor,
+        local: torch.Tensor,
+        spread: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """Gradient of the logits; overwrites `values`.
+
+        Args:
+            values: [n, rows], from `statistics`.
+            shift: [n, 1], their offset less the log-sum-exp.
+            factor: [n, 1], of the probabilities.
+            label: [n, 1], taken off at the label's row.
+            local: [n], that row.
+            spread: [n, 1], taken off at every row; None: nothing.
+            dtype: of the result.
+        """
+        values.mul_(factor * shift.exp())
+        if spread is not None:
+            values.sub_(spread)
+        return values.scatter_add_(-1, local[:, None], -label).to(dtype)
+
+
+class CompiledLossKernels(LossKernels):
+    """The same in one compiled kernel that reads the logits, and one that replaces them with their gradient.
+
+    In 16 bits these are 6 bytes for each logit, where torch's operations move 44: they compute in fp32, one after the
+    other.
 
     Args:
-        logits: [n, rows], of any precision; overwritten in fp32.
-        local, has: [n], from `Split.local`.
-        smoothing: probability spread over the vocabulary.
-
-    Returns:
-        exp(logits - their largest), [n, rows] in fp32; the largest, [n, 1]; and [n, 2 or 3]: log-sum-exp, logit of the
-        label, and with smoothing the sum of the logits.
+        backend: of torch.compile; `eager` traces only.
     """
-    values = logits.float()  # first: on a CPU, operations on two types take twice as long
+
+    def __init__(self, backend: str = "inductor") -> None:
+        # Compiled once more, for all numbers of tokens, with the second one: the last chunk, or an evaluation's.
+        self._statistics = torch.compile(statistics, backend=backend)
+        self._gradient = torch.compile(gradient, backend=backend)
+
+    def statistics(
+        self, logits: torch.Tensor, local: torch.Tensor, has: torch.Tensor, smoothing: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As the values of `gradient` the logits themselves."""
+        parts = self._statistics(logits.detach(), local, has, smoothing)
+        return logits, parts.new_zeros(1, 1), parts
+
+    def again(self, logits: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits."""
+        return logits, total.new_zeros(1, 1)
+
+    def gradient(self, values: torch.Tensor, *others: Any) -> torch.Tensor:
+        """As there, in the place of the logits, whose type the result has."""
+        result: torch.Tensor = self._gradient(values.detach(), *others)
+        return result
+
+
+def statistics(logits: torch.Tensor, local: torch.Tensor, has: torch.Tensor, smoothing: float) -> torch.Tensor:
+    """The last result of `LossKernels.statistics`, for torch.compile to make one kernel of; arguments as there."""
+    values = logits.float()
     most = values.amax(-1, keepdim=True)
+    total = most + (values - most).exp().sum(-1, keepdim=True).log()
     label = values.gather(-1, local[:, None]) * has[:, None]
-    parts = [label]
-    if smoothing:
-        parts.append(values.sum(-1, keepdim=True))
-    values.sub_(most).exp_()
-    parts.insert(0, most + values.sum(-1, keepdim=True).log())
-    return values, most, torch.cat(parts, dim=-1)
+    return torch.cat([total, label, *([values.sum(-1, keepdim=True)] if smoothing else [])], dim=-1)
 
 
 def gradient(
-    values: torch.Tensor,
+    logits: torch.Tensor,
+    shift: torch.Tensor,
     factor: torch.Tensor,
     label: torch.Tensor,
     local: torch.Tensor,
     spread: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Gradient of the logits; overwrites `values`.
+    """`LossKernels.gradient` of logits, for torch.compile to make one kernel of; arguments as there."""
+    rows = torch.arange(logits.size(-1), device=logits.device)
+    slope = (logits.float() + shift).exp() * factor
+    if spread is not None:
+        slope = slope - spread
+    return logits.copy_(torch.where(rows == local[:, None], slope - label, slope).to(dtype))
+
+
+def losses_of_logits(logits: torch.Tensor, labels: torch.Tensor, how: Chunking) -> torch.Tensor:
+    """Cross entropy of each token, whose backward pass overwrites the logits with their gradient.
 
     Args:
-        values: [n, rows], in proportion to the probabilities.
-        factor: [n, 1], their factor.
-        label: [n, 1], taken off at the label's row.
-        local: [n], that row.
-        spread: [n, 1], taken off at every row; None: nothing.
-        dtype: of the result.
+        logits: [s, b, rows] on this rank.
+        labels: [b, s].
+
+    Returns:
+        [b, s] in fp32.
     """
-    values.mul_(factor)
-    if spread is not None:
-        values.sub_(spread)
-    return values.scatter_add_(-1, local[:, None], -label).to(dtype)
+    losses: torch.Tensor = _LossesOfLogits.apply(logits.reshape(-1, logits.size(-1)), labels.t().reshape(-1), how)
+    return losses.view(labels.size(1), labels.size(0)).t().contiguous()
+
+
+class _LossesOfLogits(torch.autograd.Function):
+    """`losses_of_logits` of [n, rows]; keeps the logits and the log-sum-exp of each token."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, how: Chunking) -> torch.Tensor:
+        """[n] from logits [n, rows] and labels [n]."""
+        losses, total, _, offset = _of_chunk(logits, labels, how)
+        ctx.how, ctx.offset = how, offset
+        ctx.save_for_backward(logits, labels, total)
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradient of the logits."""
+        logits, labels, total = ctx.saved_tensors
+        return _of_logits(logits, ctx.offset, total, labels, gradients[0], logits.dtype, ctx.how), None, None
 
 
 def chunked_losses(
@@ -166,11 +270,11 @@ def _losses(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, ho
 def _of_chunk(
     logits: torch.Tensor, labels: torch.Tensor, how: Chunking
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Losses [n], log-sum-exp [n, 1], exponentials and the largest logit of this rank."""
+    """Losses [n], log-sum-exp [n, 1], and the first two results of `LossKernels.statistics`."""
     rows = logits.size(-1)
     how.seen(logits, labels)
     local, has = how.split.local(labels, rows)
-    values, most, parts = how.exponentials(logits, local, has, how.smoothing)
+    values, offset, parts = how.kernels.statistics(logits, local, has, how.smoothing)
     if how.split.group is not None:
         gathered = parts.new_empty(how.split.ranks * parts.size(0), parts.size(1))
         dist.all_gather_into_tensor(gathered, parts, group=how.split.group)
@@ -182,7 +286,7 @@ def _of_chunk(
         losses = losses - how.smoothing / (rows * how.split.ranks) * parts[:, 2]
     if how.z_loss:
         losses = losses + how.z_loss * total[:, 0].square()
-    return losses, total, values, most
+    return losses, total, values, offset
 
 
 class _ChunkedLosses(torch.autograd.Function):
@@ -203,12 +307,11 @@ class _ChunkedLosses(torch.autograd.Function):
         grads = _Gradients(tokens, weight, ctx.needs_input_grad, how) if weights is not None else None
         losses, totals = [], []
         for part in how.chunks(len(labels)):
-            loss, total, values, most = _of_chunk(tokens[part] @ weight.t(), labels[part], how)
+            loss, total, values, offset = _of_chunk(tokens[part] @ weight.t(), labels[part], how)
             losses.append(loss)
             totals.append(total)
             if grads is not None and weights is not None:
-                share, more = (most - total).exp(), how.share(total)
-                grads.add(part, values, share if more is None else share * more, labels[part], weights[part])
+                grads.add(part, values, offset, total, labels[part], weights[part])
             del values
         if grads is not None:
             ctx.save_for_backward(weights, grads.hidden, grads.weight)
@@ -233,8 +336,8 @@ class _ChunkedLosses(torch.autograd.Function):
             tokens = how.split.all_tokens(hidden)
             grads = _Gradients(tokens, weight, ctx.needs_input_grad, how)
             for part in how.chunks(len(labels)):
-                values = (tokens[part] @ weight.t()).float().sub_(totals[part]).exp_()
-                grads.add(part, values, how.share(totals[part]), labels[part], incoming[part])
+                values, offset = how.kernels.again(tokens[part] @ weight.t(), totals[part])
+                grads.add(part, values, offset, totals[part], labels[part], incoming[part])
                 del values
             of_hidden, of_weight = grads.hidden, grads.weight
         of_hidden = None if of_hidden is None else how.split.summed(of_hidden)
@@ -253,24 +356,19 @@ class _Gradients:
         self,
         part: slice,
         values: torch.Tensor,
-        share: torch.Tensor | None,
+        offset: torch.Tensor,
+        total: torch.Tensor,
         labels: torch.Tensor,
         weights: torch.Tensor,
     ) -> None:
         """Add a chunk's.
 
         Args:
-            values: [n, rows], overwritten.
-            share: [n, 1], the probabilities by `values`, with the factor of `Chunking.share`; None: 1.
+            values, offset: from `LossKernels`; may be overwritten.
+            total: [n, 1], log-sum-exp over all ranks.
             weights: [n] of the losses.
         """
-        rows, smoothing = self._weight.size(0), self._how.smoothing
-        local, has = self._how.split.local(labels, rows)
-        weighted = weights.float()[:, None]
-        spread = smoothing / (rows * self._how.split.ranks) * weighted if smoothing else None
-        label = (1 - smoothing) * weighted * has[:, None]
-        factor = weighted if share is None else weighted * share
-        of_logits = self._how.gradient(values, factor, label, local, spread, self._weight.dtype)
+        of_logits = _of_logits(values, offset, total, labels, weights, self._weight.dtype, self._how)
         if self.hidden is not None:
             torch.mm(of_logits, self._weight, out=self.hidden[part])
         if self.weight is not None:
@@ -278,6 +376,26 @@ class _Gradients:
                 self.weight.addmm_(of_logits.t(), self._tokens[part])
             else:
                 self.weight.add_(of_logits.t() @ self._tokens[part])
+
+
+def _of_logits(
+    values: torch.Tensor,
+    offset: torch.Tensor,
+    total: torch.Tensor,
+    labels: torch.Tensor,
+    weights: torch.Tensor,
+    dtype: torch.dtype,
+    how: Chunking,
+) -> torch.Tensor:
+    """Gradient of the logits, [n, rows]; arguments as of `_Gradients.add`."""
+    rows, smoothing = values.size(-1), how.smoothing
+    local, has = how.split.local(labels, rows)
+    weighted = weights.float()[:, None]
+    spread = smoothing / (rows * how.split.ranks) * weighted if smoothing else None
+    label = (1 - smoothing) * weighted * has[:, None]
+    share = how.share(total)
+    factor = weighted if share is None else weighted * share
+    return how.kernels.gradient(values, offset - total, factor, label, local, spread, dtype)
 
 
 def _factor(incoming: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

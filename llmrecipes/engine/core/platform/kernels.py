@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
+from llmrecipes.engine.core.model.loss import CompiledLossKernels
 from llmrecipes.engine.core.model.spec import LatentAttention, PlainQueries
 from llmrecipes.engine.core.platform import cuda
 from llmrecipes.engine.core.platform.patching import replace, resolve
@@ -23,6 +24,7 @@ from llmrecipes.engine.core.versions import PERMUTES_BY_MASK
 
 _FUNCTIONAL, _ATTENTION = "torch.nn.functional", "llmrecipes.engine.core.model.attention"
 _SWIGLU, _DROPOUT = "megatron.core.fusions.fused_bias_swiglu", "megatron.core.fusions.fused_bias_dropout"
+_ROPE, _GPT = "llmrecipes.engine.core.platform.rope", "llmrecipes.engine.core.model.gpt"
 _LATENT = "megatron.core.transformer.multi_latent_attention"
 _REPLACED = (
     (_FUNCTIONAL, "scaled_dot_product_attention"),
@@ -40,6 +42,8 @@ _REPLACED = (
     (_SWIGLU, "bias_swiglu_back"),
     (_SWIGLU, "weighted_swiglu_back"),
     (_DROPOUT, "bias_dropout_add_fused_train"),
+    (_ROPE, "kernel"),
+    (_GPT, "CompiledLossKernels"),
 )
 _PLAIN = {name: getattr(resolve(owner), name) for owner, name in _REPLACED}
 _ALIGNED = torch.empty(0)
@@ -161,6 +165,26 @@ def _weighted_gradient(
     return torch.empty_like(values), torch.empty_like(weights)
 
 
+def _rotary(values: torch.Tensor, *_others: Any) -> torch.Tensor:
+    """Rotary embeddings in one kernel."""
+    return torch.empty_like(values, memory_format=torch.contiguous_format)
+
+
+class LossShapes(CompiledLossKernels):
+    """Shapes of what the kernels of the loss compute."""
+
+    def __init__(self, _backend: str = "") -> None:
+        pass
+
+    @staticmethod
+    def _statistics(logits: torch.Tensor, _local: Any, _has: Any, smoothing: float) -> torch.Tensor:
+        return logits.new_empty(logits.size(0), 2 + bool(smoothing), dtype=torch.float32)
+
+    @staticmethod
+    def _gradient(logits: torch.Tensor, *_others: Any) -> torch.Tensor:
+        return logits
+
+
 _COMPILED = {
     "swiglu": _half,
     "bias_swiglu": _half,
@@ -168,6 +192,8 @@ _COMPILED = {
     "swiglu_back": _gradient,
     "bias_swiglu_back": _gradient,
     "weighted_swiglu_back": _weighted_gradient,
+    "kernel": _rotary,
+    "CompiledLossKernels": LossShapes,
     "bias_dropout_add_fused_train": partial(resolve(_DROPOUT)._bias_dropout_add_func, training=True),
 }
 """Kernels that torch compiles for a device that has one; what it compiles of bias and dropout keeps a mask as well."""
