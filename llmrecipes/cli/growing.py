@@ -80,8 +80,8 @@ def grow(
     print(f"       {sizes}{by_method}")
     print(f"to     {created.run_dir}, {number(origin['parameters'])} parameters")
     if origin["preserves"]:
-        print("loss   that of the run before the first step: what the model computes is preserved")
+        print("loss   unchanged before the first step: the grown model computes the same")
     else:
-        print(f"loss   another before the first step: {origin['by']} does not preserve what the model computes")
+        print(f"loss   changes before the first step: {origin['by']} does not preserve what the model computes")
     print("       optimizer state and data order start from the beginning")
     print(f"train: {resume_command(Path(created.run_dir))}")

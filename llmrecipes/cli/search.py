@@ -80,7 +80,7 @@ def search(
 
     setup_logging()
     if report and ui:
-        raise UserError("set with --ui", where="--report", fix="one of them")
+        raise UserError("set with --ui", where="--report", rule="use one of them at a time", fix="remove one of them")
     changed = overrides or []
     goal = load(recipe, changed).recipe
     loaded = base_width(goal) if proxy else goal

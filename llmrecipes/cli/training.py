@@ -207,9 +207,9 @@ def lr_range(
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
 ) -> None:
-    """Find a learning rate: raise it while training, and see where the loss is lowest.
+    """Find a learning rate by raising it during training.
 
-    This gives a first guess within minutes; `llmrecipes search` compares full runs.
+    It is a first guess within minutes, from where the loss is lowest; `llmrecipes search` compares full runs.
     """
     from llmrecipes.console import console, setup_logging
     from llmrecipes.recipe.load import load

@@ -37,39 +37,39 @@ class Toleration(Section):
     """A taint of the nodes that pods tolerate, besides the one named like `gpu_resource`."""
 
     key: Word | None = None
-    """Its key; unset: all taints."""
+    """Key of the taint; unset: all taints."""
     operator: Literal["Exists", "Equal"] = "Exists"
-    """Whether the value matters."""
+    """Whether the taint's value must match (`Equal`) or not (`Exists`)."""
     value: str | None = None
-    """Its value, for `Equal`."""
+    """Value of the taint, for `Equal`."""
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-    """Its effect; unset: all."""
+    """Effect of the taint; unset: all effects."""
 
 
 class Volume(Section):
-    """A volume of the pod, from one of `host_path`, `claim` and `empty_dir`."""
+    """A volume of the pod; set exactly one of `host_path`, `claim` and `empty_dir`."""
 
     name: Label
-    """Its name in the pod."""
+    """Name of the volume in the pod."""
     mount_path: Folder | None = None
-    """Folder in the containers of the run; unset: only sidecars mount it."""
+    """Mount point in the containers of the run; unset: only sidecars mount it."""
     host_path: Folder | None = None
-    """Folder of the node; needs a namespace that allows `privileged` pods."""
+    """Folder on the node; needs a namespace that allows `privileged` pods."""
     claim: ObjectName | None = None
     """PersistentVolumeClaim in the namespace."""
     empty_dir: Quantity | None = None
     """Size limit of an empty folder on the node's disk."""
     read_only: bool = False
-    """Whether the run only reads it."""
+    """Mount the volume read-only in the containers of the run."""
 
 
 class ResourceClaim(Section):
-    """A claim of dynamic resource allocation (DRA), from one of `template` and `claim`."""
+    """A claim for dynamic resource allocation (DRA); set exactly one of `template` and `claim`."""
 
     name: Label
-    """Its name in the pod."""
+    """Name of the claim in the pod."""
     template: ObjectName | None = None
-    """ResourceClaimTemplate: each pod gets its own claim."""
+    """ResourceClaimTemplate from which every pod gets a separate claim."""
     claim: ObjectName | None = None
     """ResourceClaim that all pods share."""
 
@@ -78,31 +78,31 @@ class Kubernetes(Section):
     """Resources and settings of this site's pods."""
 
     gpu_resource: Word = "nvidia.com/gpu"
-    """Resource that counts GPUs."""
+    """Resource name of GPUs."""
     rdma_resource: Word | None = None
-    """Resource of network adapters; unset: none is asked for."""
+    """Resource name of network adapters; unset: none are requested."""
     rdma_count: NonNegInt = 0
-    """Number of them for a pod with a full node."""
+    """Number of network adapters to request for a pod with a full node."""
     hugepages: dict[Literal["2Mi", "32Mi", "1Gi"], Quantity] = Field(default_factory=dict)
-    """Memory in huge pages of a size, for a pod with a full node; a multiple of the size."""
+    """Memory in huge pages by page size, for a pod with a full node; must be a multiple of the page size."""
     compute_domain: bool = False
-    """Whether pods get a channel of IMEX, which NVLink between nodes needs, from NVIDIA's DRA driver."""
+    """Request an IMEX channel from NVIDIA's DRA driver, which NVLink between nodes needs."""
     resource_claims: Annotated[tuple[ResourceClaim, ...], Field(strict=False)] = ()
-    """Further claims of dynamic resource allocation."""
+    """Additional claims for dynamic resource allocation."""
     node_selector: dict[QualifiedName, LabelValue] = Field(default_factory=dict)
-    """Labels of the nodes."""
+    """Labels that nodes must have."""
     tolerations: Annotated[tuple[Toleration, ...], Field(strict=False)] = ()
-    """Further taints of the nodes."""
+    """Additional taints to tolerate."""
     priority_class: ObjectName | None = None
     """PriorityClass of the pods."""
     environment: dict[Variable, str | int | None] = Field(default_factory=dict)
-    """Variables of pods, over the profile's `environment`; null removes one."""
+    """Environment variables of pods, in addition to the profile's `environment`; null removes one."""
     annotations: dict[QualifiedName, str] = Field(default_factory=dict)
-    """Annotations of pods, such as the networks of Multus or GKE."""
+    """Annotations of pods, such as networks for Multus or GKE."""
     volumes: Annotated[tuple[Volume, ...], Field(strict=False)] = ()
-    """Further volumes."""
+    """Additional volumes."""
     sidecars: Annotated[tuple[JsonObject, ...], Field(strict=False)] = ()
-    """Containers as in a pod, which start after the check of the node and stop after the training."""
+    """Additional containers, which start after the node check and stop after training."""
     patch: JsonObject = Field(default_factory=dict)
     """Strategic merge patch of the pod template (`metadata`, `spec`), applied by kubectl."""
 
@@ -114,12 +114,12 @@ Group = Literal["tensor", "context", "pipeline", "data", "expert", "world"]
 
 
 class Gpu(Section):
-    """One GPU of a node."""
+    """A GPU of a node."""
 
     name: str
     """Name in nvidia-smi."""
     memory_gib: PosFloat
-    """Free GiB of an idle GPU."""
+    """Free memory of an idle GPU in GiB."""
     peak_tflops: PosFloat
     """Dense bf16 peak in TFLOP/s, without sparsity."""
 
@@ -128,45 +128,48 @@ class Link(Section):
     """Connection between GPUs, or between processes of nodes without GPUs."""
 
     kind: Literal["nvlink", "pcie", "infiniband", "roce", "efa", "tcpx", "ethernet", "memory"]
-    """Its type."""
+    """Type of the connection."""
     gb_per_s: PosFloat
-    """Gigabytes (1e9 bytes) per second that one GPU can send while all others send as well; from a data sheet."""
+    """Gigabytes (1e9 bytes) per second that a GPU can send while all others send too; from a data sheet."""
 
 
 class Adapters(Section):
     """InfiniBand, RoCE or EFA ports of a node."""
 
     ports: PosInt
-    """Ports that training uses."""
+    """Number of ports that training uses."""
     gb_per_s: PosFloat
-    """Gigabytes (1e9 bytes) per second of one port."""
+    """Gigabytes (1e9 bytes) per second per port."""
     names: Annotated[tuple[Word, ...], Field(strict=False)] = ()
-    """Such as `mlx5_0` or `mlx5_0:1`, for NCCL_IB_HCA; unset: all ports with the link layer of `inter_node`."""
+    """Names of the ports for NCCL_IB_HCA, such as `mlx5_0` or `mlx5_0:1`; unset: all ports with the link layer of
+    `inter_node`."""
 
 
 class Slurm(Section):
-    """Defaults of jobs that `llmrecipes submit --to slurm` submits to this site."""
+    """Defaults for jobs submitted to this site by `llmrecipes submit --to slurm`."""
 
     partition: Word | None = None
     """Partition; unset: the site's default."""
     gres: Word | None = None
-    """Generic resources of each node, such as `gpu:h100:8`; unset: no --gres."""
+    """Generic resources per node, such as `gpu:h100:8`; unset: no --gres."""
     constraint: str | None = None
     """Node features, such as `h100&nvme`; unset: none."""
     container_runtime: Literal["pyxis", "apptainer", "none"] = "none"
-    """How a container image is run: the pyxis plugin of srun, Apptainer, or not at all."""
+    """How to run a container image: with the pyxis plugin of srun, with Apptainer, or not at all."""
     mounts: Annotated[tuple[Mount, ...], Field(strict=False)] = ()
-    """Folders that a container sees besides the working, runs and data directories: `SRC`, `SRC:DST`, `SRC:DST:ro`."""
+    """Folders to mount into containers besides the working, runs and data directories: `SRC`, `SRC:DST`,
+    `SRC:DST:ro`."""
     cpu_partition: Word | None = None
     """Partition without GPUs, for jobs that tokenize; unset: the partition of the run."""
     switches: PosInt | None = None
-    """Maximum leaf switches of a job's nodes; unset: from `nodes_per_switch`, else no limit."""
+    """Maximum number of leaf switches for the nodes of a job; unset: derived from `nodes_per_switch`, otherwise no
+    limit."""
     nodes_per_switch: PosInt | None = None
-    """Nodes of a leaf switch, or of a rail-optimized group of them: a job asks for as few as its nodes need."""
+    """Nodes per leaf switch, or per rail-optimized group of switches; a job requests as few as its nodes need."""
     switches_wait: str = "01:00:00"
-    """How long a job waits for this number of switches (Slurm's time format)."""
+    """How long a job waits for that number of switches (Slurm's time format)."""
     segment: PosInt | None = None
-    """Nodes that must be in one block (an NVLink domain) of Slurm's block topology; unset: no blocks."""
+    """Nodes that must be in the same block (an NVLink domain) of Slurm's block topology; unset: no blocks."""
 
 
 LINK_BYTES = 256 << 20
@@ -174,52 +177,53 @@ LINK_BYTES = 256 << 20
 
 
 class Rates(Section):
-    """Speed of a node without GPUs in fp32, by `llmrecipes bench machine --write`."""
+    """Speed of a node without GPUs in fp32, measured by `llmrecipes bench machine --write`."""
 
     gflops: PosFloat
-    """1e9 FLOP/s of a large matrix product on one core."""
+    """1e9 FLOP/s of a large GEMM on one core."""
     gflops_all: PosFloat
     """The same on all cores of the node, in one process."""
     depth: float = Field(ge=0)
-    """Inner dimension at which a product reaches half of `gflops`."""
+    """Inner dimension at which a GEMM reaches half of `gflops`."""
     attention_gflops: PosFloat
-    """1e9 FLOP/s of causal attention on one core, 512 positions, heads of 64 channels, half of the scores counted."""
+    """1e9 FLOP/s of causal attention on one core, with 512 positions and heads of 64 channels, counting half of the
+    scores."""
     memory_gb_per_s: PosFloat
-    """Gigabytes (1e9 bytes) per second, read and written, of element-wise operations on one core."""
+    """Gigabytes (1e9 bytes) per second read and written by element-wise operations on one core."""
     launch_us: PosFloat
-    """Microseconds of a small operation, its part of the backward pass included."""
+    """Microseconds of a small operation, including its part of the backward pass."""
     latency_us: PosFloat
-    """Microseconds of a step of a ring between two processes of a node."""
+    """Microseconds per step of a ring between two processes of a node."""
 
 
 class Calibration(Section):
-    """Measured over predicted times, by `llmrecipes plan --calibration --write`."""
+    """Ratio of measured to predicted times, from `llmrecipes plan --calibration --write`."""
 
     compute: PosFloat = 1
-    """Factor of kernels, launches and memory traffic."""
+    """Factor for kernels, launches and memory traffic."""
     communication: PosFloat = 1
-    """Factor of collectives and messages."""
+    """Factor for collectives and messages."""
     runs: PosInt
-    """Runs it was fitted to."""
+    """Number of runs used for the fit."""
 
 
 class MeasuredLinks(Section):
     """A result of `llmrecipes bench collectives`."""
 
     operation: Operation
-    """The collective."""
+    """Collective operation."""
     group: Group
-    """Ranks of the layout that took part; all groups of a kind at the same time."""
+    """Kind of group in the layout; all groups of a kind ran at the same time."""
     ranks: PosInt
-    """Ranks of one such group."""
+    """Ranks per group."""
     bytes: PosInt
-    """Size of the buffer as nccl-tests counts it."""
+    """Buffer size, as nccl-tests counts it."""
     seconds: PosFloat
-    """Median of the slowest rank's times."""
+    """Median time of the slowest rank."""
     bus_gb_per_s: PosFloat
-    """Bus bandwidth in 1e9 bytes a second (nccl-tests, doc/PERFORMANCE.md)."""
+    """Bus bandwidth in 1e9 bytes per second (nccl-tests, doc/PERFORMANCE.md)."""
     ranks_per_node: PosInt | None = None
-    """Ranks of such a group on one node; unset: unknown."""
+    """Ranks of a group on the same node; unset: unknown."""
 
     @property
     def key(self) -> tuple[str, str, int, int | None, int]:
@@ -233,16 +237,16 @@ class MeasuredLinks(Section):
 
 
 class Costs(Section):
-    """Costs of a GPU, for `llmrecipes plan` and the energy of runs."""
+    """Costs of GPUs, for `llmrecipes plan` and the energy of runs."""
 
     usd_per_gpu_hour: PosFloat | None = None
-    """Price of a GPU for an hour, in US dollars."""
+    """Price of a GPU-hour in US dollars."""
     watts_per_gpu: PosFloat | None = None
-    """Power of a node in training, divided by its GPUs."""
+    """Power of a node during training, divided by its GPUs, in watts."""
     pue: Annotated[float, Field(ge=1)] = 1.0
-    """Power of the building divided by that of its machines."""
+    """Power usage effectiveness: power of the building divided by that of its machines."""
     kg_co2_per_kwh: PosFloat | None = None
-    """Carbon intensity of its electricity."""
+    """Carbon intensity of the electricity, in kg CO2 per kWh."""
 
 
 COSTS = "LLMRECIPES_COSTS"
@@ -253,50 +257,51 @@ class Failures(Section):
     """Failure rate of GPUs, for `llmrecipes plan`."""
 
     gpu_hours_per_failure: PosFloat
-    """Hours that GPUs train, added up, for each failure that ends a run."""
+    """Training GPU-hours per failure that ends a run."""
     restart_minutes: PosFloat
     """Minutes from a failure to the next step."""
 
 
 class Profile(Section):
-    """A site."""
+    """A cluster profile."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
-    """Name of the profile; matches its file name."""
+    """Name of the profile; must match its file name."""
     description: str = ""
-    """One line for `llmrecipes clusters`."""
+    """One-line description for `llmrecipes clusters`."""
     gpus_per_node: NonNegInt
-    """GPUs of a node; 0: training on CPUs."""
+    """GPUs per node; 0: train on CPUs."""
     gpu: Gpu | None = None
-    """The GPU; required if there are any."""
+    """GPU type; required if there are GPUs."""
     cpu_cores: PosInt
-    """CPU cores of a node."""
+    """CPU cores per node."""
     memory_gib: PosFloat
-    """Main memory of a node in GiB."""
+    """Main memory per node in GiB."""
     nvlink_domain: PosInt | None = None
-    """GPUs that reach each other at the speed of `intra_node`, over nodes; unset: those of one node."""
+    """GPUs that communicate at the speed of `intra_node`, across nodes; unset: those of a node."""
     intra_node: Link
-    """Between GPUs of a node, or of an NVLink domain."""
+    """Link between GPUs of a node, or of an NVLink domain."""
     inter_node: Link
-    """Between GPUs of different nodes."""
+    """Link between GPUs of different nodes."""
     adapters: Adapters | None = None
-    """Ports behind `inter_node`; unset: one for each GPU."""
+    """Network ports of `inter_node`; unset: one per GPU."""
     storage_gb_per_s: PosFloat = 5
-    """Gigabytes (1e9 bytes) per second that all nodes of a job together write to the file system of runs."""
+    """Gigabytes (1e9 bytes) per second that all nodes of a job together can write to the file system of runs."""
     costs: Costs | None = None
-    """Prices and power; unset: `llmrecipes plan` leaves cost, energy and carbon out."""
+    """Prices and power; unset: `llmrecipes plan` omits cost, energy and carbon."""
     failures: Failures | None = None
-    """Failures of its GPUs; unset: intervals between checkpoints are not compared."""
+    """Failure rate of the GPUs; unset: checkpoint intervals are not compared."""
     rates: Rates | None = None
-    """Speed of a node without GPUs, by `llmrecipes bench machine --write`; unset: no times are predicted for it."""
+    """Speed of a node without GPUs, from `llmrecipes bench machine --write`; unset: no times are predicted."""
     calibration: Calibration | None = None
-    """What runs here have measured; unset: predictions are those of the GPU's data file."""
+    """Corrections from runs on this cluster; unset: predictions use the GPU's data file."""
     environment: dict[Variable, str | int] = Field(default_factory=dict)
-    """Variables of every rank: NCCL, UCX, GLOO, libfabric. Pods take no names of network interfaces from it."""
+    """Environment variables of every rank: NCCL, UCX, GLOO, libfabric. Names of network interfaces are not passed to
+    pods."""
     slurm: Slurm = Slurm()
-    """Slurm's part."""
+    """Settings for Slurm."""
     kubernetes: Kubernetes = Kubernetes()
-    """Kubernetes' part."""
+    """Settings for Kubernetes."""
     measured: Annotated[tuple[MeasuredLinks, ...], Field(strict=False)] = ()
     """Results of `llmrecipes bench collectives --write`."""
 

@@ -231,7 +231,7 @@ def _experts(model: Model, s: Shape, weights: dict[str, Matrix]) -> Block:
     many, h = s.num_moe_experts, s.hidden_size
     parts = [Part("router", f"{h:,} → {many:,}", h * many)]
     parts += [_product(weights[EXPERTS + name], copies=many) for name in ("linear_fc1", "linear_fc2")]
-    notes = [f"{model.moe_router_topk} of {many:,} per token, width {s.moe_ffn_hidden_size:,}"]
+    notes = [f"{model.moe_router_topk} of {many:,} for each token, width {s.moe_ffn_hidden_size:,}"]
     if s.moe_shared_ffn_hidden_size:
         notes.append(f"and shared experts, width {s.moe_shared_ffn_hidden_size:,}")
         parts += [_product(weights[name], name=f"shared_experts.{name}") for name in ("linear_fc1", "linear_fc2")]

@@ -49,7 +49,7 @@ def picture(graph: Graph) -> str:
         drawn.arrow()
         many = len(layers.numbers)
         notes = [f"{ranges(layers.numbers)}; each {number(layers.parameters)}"] if many > 1 else []
-        notes += ["alternating with the other kind, as below"] if graph.alternates else []
+        notes += ["in turn with those of the other kind, as below"] if graph.alternates else []
         title, count = f"{many:,} {_kind(layers, many)}", number(many * layers.parameters)
         _frame(drawn, title, count, layers.blocks, notes, layers.adapters)
     drawn.arrow()

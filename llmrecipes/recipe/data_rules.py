@@ -52,7 +52,7 @@ def by_source(recipe: Recipe) -> Iterator[Problem]:
                 f"data.sources.{number}.label",
                 f"{name!r}{origin} appears {counts[name]} times among data.sources and data.valid_sources",
                 "labels must be unique: they name the metrics of a source",
-                "set another label",
+                "set a different label",
             )
     if data.multiple_validation_sets and not data.split[1]:
         yield Problem(

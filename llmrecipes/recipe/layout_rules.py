@@ -263,5 +263,5 @@ def elastic(recipe: Recipe) -> Iterator[Problem]:
             f"no number of replicas from {least} to {most} divides global_batch_size {recipe.train.global_batch_size} "
             f"with micro_batch_size {micro}",
             "global_batch_size must be a multiple of micro_batch_size × data-parallel size",
-            f"a range that includes {' or '.join(map(str, sorted(near)))}" if near else "another global_batch_size",
+            f"a range that includes {' or '.join(map(str, sorted(near)))}" if near else "a different global_batch_size",
         )

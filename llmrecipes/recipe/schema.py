@@ -395,7 +395,7 @@ class Tracking(Section):
     system_metrics_interval: PosFloat | None = 10.0
     """Seconds between samples of CPU, memory, disk, network and GPU load in MLflow and W&B; null: none."""
     loss_by_source: bool = False
-    """Also report the training loss by source of the blend, at no extra communication: `source_loss` by label, over
+    """Also report the training loss by source of the blend, without extra communication: `source_loss` by label, over
     about ten steps at a time."""
     layers_interval: PosInt | None = None
     """Steps between measurements of every layer: norms of gradients, weights and updates by kind of parameter, size of

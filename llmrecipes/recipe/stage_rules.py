@@ -65,7 +65,7 @@ def _structure(recipe: Recipe) -> Iterator[Problem]:
         if names.index(stage.name) != number:
             yield Problem(f"{where}.name", f"{stage.name!r} is the name of an earlier stage",
                           "stage names must be unique",
-                          "another name")  # fmt: skip
+                          "a different name")  # fmt: skip
         last = number == len(names) - 1
         ends = (stage.train_iters is not None) + (stage.tokens is not None)
         if ends > 1 or (not ends and not last):

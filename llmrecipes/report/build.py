@@ -51,7 +51,7 @@ SECTIONS: tuple[tuple[str, str, Section], ...] = (
     ("time", "Time line", training.time_line),
     ("causes", "Where the time went", training.causes),
     ("memory", "Memory", machine.memory),
-    ("plan", "Planned and measured", machine.planned),
+    ("plan", "Plan beside measured", machine.planned),
     ("stragglers", "Stragglers", machine.stragglers),
     ("nodes", "Nodes", machine.nodes),
     ("model", "Model", model.picture),

@@ -27,11 +27,11 @@ def page(name: str, prepared: Prepared, stats: DataStats) -> str:
     read = sum(source.read for source in stats.sources)
     figures = [
         ("documents", f"{documents:,}"),
-        ("kept documents", f"{documents / read:.1%}" if read else "none"),
+        ("kept of those read", f"{documents / read:.1%}" if read else "none"),
         ("tokens", number(tokens)),
         ("bytes of text", number(size)),
-        ("bytes per token", f"{size / tokens:.2f}" if tokens else "none"),
-        ("tokens per document", f"{tokens / documents:,.0f}" if documents else "none"),
+        ("bytes a token", f"{size / tokens:.2f}" if tokens else "none"),
+        ("tokens a document", f"{tokens / documents:,.0f}" if documents else "none"),
     ]
     tiles = "".join(f"<div><dt>{webpage.text(key)}</dt><dd>{webpage.text(value)}</dd></div>" for key, value in figures)
     sections = {
@@ -39,7 +39,7 @@ def page(name: str, prepared: Prepared, stats: DataStats) -> str:
         "Lengths": _lengths(stats),
         "Languages": _languages(stats),
         "Domains": _domains(stats),
-        "Dropped by the steps": _steps(stats),
+        "What the steps dropped": _steps(stats),
     }
     body = [
         f"<h1>Data of {webpage.text(name)}</h1>",
@@ -57,7 +57,7 @@ def _sources(prepared: Prepared, stats: DataStats) -> str:
          "" if s.bytes_per_token is None else f"{s.bytes_per_token:.2f}", f"{weight:.1%}")
         for s, weight in zip(stats.sources, _shares(prepared), strict=True)
     ]  # fmt: skip
-    head = ("source", "read", "documents", "tokens", "bytes", "bytes per token", "share of samples")
+    head = ("source", "read", "documents", "tokens", "bytes", "bytes a token", "share of samples")
     splits = [(split, prepared.manifest.counts(split)) for split in SPLITS]
     sets = [*splits, *((f"set {label}", counts) for label, counts in prepared.manifest.valid_sources.items())]
     drawn = [(s.label, float(s.tokens), number(s.tokens)) for s in stats.sources]
@@ -84,8 +84,8 @@ def _lengths(stats: DataStats) -> str:
     tokens = [(name, float(each.tokens), number(each.tokens)) for name, each in named]
     return (
         '<div class="charts">'
-        + charts.ranks("Documents by number of tokens", documents, "documents")
-        + charts.ranks("Tokens by document length", tokens, "tokens")
+        + charts.ranks("Documents by their tokens", documents, "documents")
+        + charts.ranks("Tokens by the length of their document", tokens, "tokens")
         + "</div>"
     )
 
@@ -95,15 +95,13 @@ def _languages(stats: DataStats) -> str:
     if languages is None:
         return nothing("Not detected: the package of the step `language` is not installed (extra corpora).")
     rows = [(code, float(n), f"{n / languages.documents:.1%}") for code, n in list(languages.by_code.items())[:20]]
-    note = (
-        f"Detected by py3langid in {languages.documents:,} evenly spaced documents; unreliable for short texts, code."
-    )
+    note = f"Detected by py3langid in {languages.documents:,} evenly spaced documents. Short texts and code mislead it."
     return charts.ranks("Most frequent languages", rows, "documents", note)
 
 
 def _domains(stats: DataStats) -> str:
     if not stats.domains:
-        return nothing("No source on this machine has a column named url.")
+        return nothing("No source on this machine has a column url.")
     return '<div class="charts">' + "".join(
         charts.ranks(
             f"Top domains of {domain.source}",

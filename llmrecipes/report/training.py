@@ -338,6 +338,6 @@ def causes(material: Material) -> str:
         return nothing("No times recorded yet.")
     parts = [(CAUSES[name], seconds, duration(seconds)) for name, seconds in past.causes.items()]
     split = "" if "compute" in past.causes else nothing(
-        "Steps are not split into computation, communication and waiting for data: this run did not record them."
+        "Steps are not divided into computing, communication and waiting for data: this run did not record them."
     )  # fmt: skip
     return charts.bars(f"{duration(past.wall)} from the first start to the last record", parts, "time") + split
