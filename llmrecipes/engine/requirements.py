@@ -37,7 +37,7 @@ def require_installed(recipe: Recipe) -> None:
     missing = [package for package in engine.packages if find_spec(package) is None]
     if missing:
         raise UserError(
-            f"{name}, but the package {', '.join(missing)} is not installed",
+            f"engine {name} needs the package {', '.join(missing)}, which is not installed",
             where="engine",
             rule=f"the engine {name} is optional: its packages are in the extra {engine.extra}",
             fix=f"make setup-{engine.extra} in the checkout, or pip install 'llmrecipes[{engine.extra}]'",

@@ -99,7 +99,7 @@ def corrupt(path: Path, why: str) -> UserError:
     return UserError(
         f"this checkpoint cannot be read: {why}",
         where=str(path),
-        rule="a checkpoint of Megatron-LM has .metadata, the .distcp files that it names, and plain data in them",
+        rule="a Megatron-LM checkpoint must have .metadata and the .distcp files that it lists, with plain data only",
         fix="copy it again from where it was saved, or use another iteration",
     )
 
@@ -108,7 +108,9 @@ def _chosen(path: Path) -> Path:
     """The folder of the checkpoint."""
     try:
         if not path.is_dir():
-            raise UserError("no such folder", where=str(path), fix="the folder of a checkpoint, such as iter_0001000")
+            raise UserError(
+                "no such folder", where=str(path), fix="name the folder of a checkpoint, such as iter_0001000"
+            )
         if (path / INDEX).is_file():
             return path
         if (tracker := path / TRACKER).is_file():
@@ -143,9 +145,9 @@ def _no_index(folder: Path) -> UserError:
         return corrupt(folder, f"{INDEX} is missing: it is written last, so the save was interrupted")
     inside = next((name for name in reversed(names) if name.startswith("iter_")), "")
     return UserError(
-        "no checkpoint of Megatron-LM in this folder",
+        "this folder has no Megatron-LM checkpoint",
         where=str(folder),
-        rule=f"it has {INDEX} with .distcp files, or {TRACKER}",
+        rule=f"a checkpoint folder has {INDEX} with .distcp files, or {TRACKER}",
         fix=str(folder / inside) if inside else "the folder of Megatron-LM's --save",
     )
 
@@ -372,11 +374,10 @@ class SavedWeights:
         hidden = len(differing) - _SHOWN
         lines = [*islice(differing, _SHOWN), *([f"and {hidden} more"] if hidden > 0 else [])]
         raise UserError(
-            "the recipe describes another model:\n    " + "\n    ".join(lines),
+            "the recipe describes a different model:\n    " + "\n    ".join(lines),
             where=str(self._saved.path),
-            rule="every weight of the checkpoint has a place in the recipe's model, with the same shape, and the "
-            "other way round",
-            fix="change the recipe's section model to what was trained",
+            rule="the checkpoint and the recipe's model must have the same weights, with the same shapes",
+            fix="set the recipe's section model to that of the trained model",
         )
 
     def _part(self, stored: StoredTensor, place: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:

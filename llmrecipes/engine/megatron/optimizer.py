@@ -104,7 +104,7 @@ def require_fused_adam(recipe: Recipe) -> None:
         missing = {"exp_avg_dtype", "exp_avg_sq_dtype", "use_decoupled_grad"} - set(signature(FusedAdam).parameters)
     if missing:
         raise UserError(
-            f"TransformerEngine's FusedAdam is not there, or without {', '.join(sorted(missing))}",
+            f"TransformerEngine's FusedAdam is missing, or lacks {', '.join(sorted(missing))}",
             where="optimizer.use_precision_aware_optimizer",
             rule="only its kernel updates weights of one type with gradients and moments of others; a dry run has none",
             fix="optimizer.use_precision_aware_optimizer=false with moments in fp32, or the CUDA image",

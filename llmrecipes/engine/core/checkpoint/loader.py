@@ -76,7 +76,7 @@ def load(entry: Entry, state: dict[str, Any], index: Index | None = None) -> dic
         raise UserError(
             "this checkpoint has a different architecture:\n    " + "\n    ".join(lines),
             where=str(entry.path),
-            rule="every tensor has the same name and global shape in the checkpoint and in the model",
+            rule="every tensor must have the same name and global shape in checkpoint and model",
             fix="use the recipe it was trained with (recipe.yaml in the run directory), or another run id",
         )
     if entry.manifest.format == 1 and dist.get_rank() == 0:
@@ -299,7 +299,7 @@ def unfit(path: Path, why: str) -> UserError:
     return UserError(
         f"this checkpoint is inconsistent: {why}",
         where=str(path),
-        rule="the index describes what is in the files that the manifest lists",
+        rule="the index must match the files that the manifest lists",
         fix="use another checkpoint: this one was altered, or written by another program",
     )
 
@@ -343,6 +343,7 @@ def unsafe(path: Path, why: str) -> UserError:
     return UserError(
         f"this checkpoint file is not plain data: {detail}",
         where=str(path),
-        rule="checkpoints hold tensors, numbers, strings, lists and dicts; anything else could run code on loading",
-        fix="use a checkpoint that this program wrote",
+        rule="a checkpoint may hold only tensors, numbers, strings, lists and dicts; anything else could run code "
+        "on loading",
+        fix="use a checkpoint written by llmrecipes",
     )

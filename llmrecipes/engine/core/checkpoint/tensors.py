@@ -108,7 +108,7 @@ class StoredWeights:
                 f"this checkpoint cannot be read: {error.strerror}",
                 where=str(path),
                 rule="a running training deletes its older checkpoints",
-                fix="a checkpoint that the run keeps: checkpoint.keep_interval",
+                fix="use a checkpoint that the run keeps (checkpoint.keep_interval)",
             ) from error
         require_tensor(value, stored.dtype, shape, stored.name, path)
         return cast(torch.Tensor, value)
@@ -122,7 +122,9 @@ def _checked(part: _Window, path: Path, name: str) -> Any:
     except (zipfile.BadZipFile, NotImplementedError, ValueError) as problem:
         raise unsafe(path, str(problem)) from problem
     if damaged is not None:
-        raise UserError(f"{name} is corrupt: its CRC-32 differs", where=str(path), fix="an older checkpoint: RUN@STEP")
+        raise UserError(
+            f"{name} is corrupt: its CRC-32 differs", where=str(path), fix="use an older checkpoint: RUN@STEP"
+        )
     part.seek(0)
     return load_plain(part, path)
 
