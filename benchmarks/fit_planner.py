@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.optimize import least_squares
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import planner
@@ -224,6 +223,8 @@ class Fit:
                 for kind, _, key in self.names
             ]
         )
+        from scipy.optimize import least_squares  # not at the top: it takes a third of a second
+
         # Launches that are too slow show in every row, those that are hidden in none.
         slow = np.array([2.0 * (key == "launch") for _, _, key in self.names])
         start = np.minimum(self.start + slow if begin is None else begin, upper - 1e-3)

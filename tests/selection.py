@@ -96,6 +96,9 @@ _MARKED = (("system/kubernetes/", "kubernetes"), ("system/", "system"), ("fabric
 """Folders whose tests have a marker, the inner one first."""
 
 
+_ALL_SLOW = re.compile(r"^pytestmark = .*\bpytest\.mark\.slow\b", re.MULTILINE)
+
+
 def in_vain(path: str, markers: str) -> bool:
     """Whether no test of a module can be selected, so that importing it would be in vain.
 
@@ -111,7 +114,10 @@ def in_vain(path: str, markers: str) -> bool:
     wanted = markers.partition(" ")[0]
     if wanted == "version":
         return not path.startswith(VERSION)
-    return wanted == "slow" and "slow" not in (TESTS / path).read_text("utf-8")
+    if wanted not in ("slow", "not"):
+        return False
+    text = (TESTS / path).read_text("utf-8")
+    return "slow" not in text if wanted == "slow" else "not slow" in markers and _ALL_SLOW.search(text) is not None
 
 
 TURNS = 4

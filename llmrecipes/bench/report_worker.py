@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._dynamo.utils import counters
 
 from llmrecipes.bench import right
 from llmrecipes.bench.measure import SIZE, measure_ranks, random_tokens
@@ -159,7 +158,7 @@ class Item:
 
     def _compiled(self, name: str) -> Iterator[Row]:
         """The same with `train.torch_compile`."""
-        counters.clear()
+        torch._dynamo.utils.counters.clear()
         yield from self._speed(compiled(name, self.device), "")
         yield right.graph_breaks(self.row)
 

@@ -18,7 +18,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._dynamo.utils import counters
 
 from llmrecipes.bench.measure import random_tokens
 from llmrecipes.bench.parity import LIMITS, figures, recipe_of
@@ -160,16 +159,16 @@ def breaks(row: MakeRow, device: str) -> Iterator[Row]:
     def traced(*args: Any, **options: Any) -> Any:
         return compile_(*args, **{**options, "backend": "eager"})
 
-    counters.clear()
+    torch._dynamo.utils.counters.clear()
     with patch("torch.compile", traced if device == "cpu" else compile_), _trained(recipe):
         yield graph_breaks(row)
-        graphs = counters["stats"]["unique_graphs"]
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         yield row("graphs", graphs, note="of all layers with their loss; each new shape adds more")
 
 
 def graph_breaks(row: MakeRow) -> Row:
     """How often torch has cut a graph since its counters were cleared."""
-    counts = counters["graph_break"]
+    counts = torch._dynamo.utils.counters["graph_break"]
     return row("graph breaks", sum(counts.values()), limit=0, note=next(iter(counts), "").partition("\n")[0][:200])
 
 

@@ -14,7 +14,6 @@ from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import minimize
 
 from llmrecipes.errors import UserError
 from llmrecipes.scaling.law import Law, Point
@@ -226,6 +225,8 @@ class _Data:
 
     def optimize(self, start: Array) -> tuple[float, Array]:
         """(objective, coefficients) of the minimum that L-BFGS finds."""
+        from scipy.optimize import minimize  # not at the top: it takes a third of a second
+
         result = minimize(
             self.objective,
             start,

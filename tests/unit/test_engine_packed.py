@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.varlen import varlen_attn
 
 from llmrecipes.data.batches import KEYS
 from llmrecipes.data.dataset import ConversationDataset, best_fit, unpacked
@@ -184,6 +183,8 @@ def by_lengths(
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "latent attention"])  # whose heads differ in width
 def test_attention_by_boundaries_is_that_of_the_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, but for the kernel: its arguments are bound to torch's signature."""
+    from torch.nn.attention.varlen import varlen_attn
+
     called = []
 
     def varlen(*args: Any, **options: Any) -> torch.Tensor:

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.quantization.lifecycle.forward import fake_quantize
-from compressed_tensors.quantization.utils import calculate_qparams
 
 from llmrecipes.engine.core import integers
 from llmrecipes.models.quantized_weights import Scheme
@@ -53,6 +51,9 @@ def matrices(engine: Any) -> dict[str, torch.nn.Parameter]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("scheme", "group"), [("int4", 8), ("int4", 128), ("int8", None)])
 def test_rounding_is_that_of_compressed_tensors(scheme: str, group: int | None, dtype: torch.dtype) -> None:
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.utils import calculate_qparams
+
     weight = torch.randn(20, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
     weight[3, :128], weight[7] = 0, 0
     arithmetic = Scheme(scheme, group)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from tests.helpers import LLAMA, engine_of, largest_difference, random_batches, steps, tiny
@@ -263,6 +262,7 @@ def test_other_precisions_report_no_loss_scale() -> None:
 @pytest.mark.slow
 def test_compiled_layers_compute_the_same() -> None:
     """Two equal layers share one graph; the loss has one of its own."""
+    from torch._dynamo.utils import counters
 
     def run(compiled: bool) -> list[float]:
         results = steps(engine_of(tiny(train={"torch_compile": compiled})), 3)

@@ -17,16 +17,14 @@ import tarfile
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lm_eval
 import numpy as np
 import pytest
 import tokenizers
 import torch
 import transformers
 from jinja2.exceptions import SecurityError, UndefinedError
-from lm_eval.models.huggingface import HFLM
 from rich.console import Console
 
 from llmrecipes.data.curriculum import ScoresRecord
@@ -41,7 +39,6 @@ from llmrecipes.engine.sampling import Sampling
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation import history, isolation, measurements
 from llmrecipes.evaluation import task_files as task_files_module
-from llmrecipes.evaluation.harness import BOOTSTRAP, HarnessModel, metrics_of, run_tasks
 from llmrecipes.evaluation.lead import Interrupted, RankZeroScorer
 from llmrecipes.evaluation.measurements import Prepare, bias, distinct, rep, repetition
 from llmrecipes.evaluation.perplexity import perplexity, windows
@@ -62,6 +59,9 @@ from llmrecipes.workflow import evaluate
 from tests.helpers import ROOMY, built, tiny, tiny_on
 from tests.refusals import refused, require_refusal
 from tests.unit.test_model_hf import Weights, state_of
+
+if TYPE_CHECKING:
+    from lm_eval.models.huggingface import HFLM
 
 HERE = World(rank=0, size=1, data_parallel_rank=0, data_parallel_size=1, holds_whole_model=True)
 LENGTH = 64
@@ -121,12 +121,12 @@ def test_each_token_is_scored_once_after_as_many_as_fit(size: int, stride: int) 
 
 
 def test_a_stride_of_the_window_is_the_harness_own_rolling() -> None:
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
     tokens = list(range(30))
     theirs = [
         (list(before), list(after))
-        for before, after in map(
-            lm_eval.utils.make_disjoint_window, lm_eval.utils.get_rolling_token_windows(tokens, -1, 8, 1)
-        )
+        for before, after in map(make_disjoint_window, get_rolling_token_windows(tokens, -1, 8, 1))
     ]
     ours = [(row[: len(row) - last], row[-last:]) for row, last in windows([-1, *tokens], 8, 8)]
     assert ours == theirs
@@ -291,6 +291,8 @@ metric_list: [{{metric: exact_match, {mean}}}]
 @pytest.fixture
 def theirs(lead: RankZeroScorer, tokenizer: TextTokenizer, tmp_path: Path) -> HFLM:
     """The harness's own model, with transformers' GPT-2 of the same weights."""
+    from lm_eval.models.huggingface import HFLM
+
     (module,) = lead._scorer._modules  # type: ignore[attr-defined]
     model = tiny(model=SPEECH).model
     family = family_of(model)
@@ -306,6 +308,10 @@ def theirs(lead: RankZeroScorer, tokenizer: TextTokenizer, tmp_path: Path) -> HF
 
 def test_numbers_are_those_of_the_harness_own_model(lead: RankZeroScorer, theirs: HFLM, task_files: Path) -> None:
     """Contexts that are too long are cut in the same way; and nothing is drawn from the random states of training."""
+    import lm_eval
+
+    from llmrecipes.evaluation.harness import BOOTSTRAP, metrics_of, run_tasks
+
     names = [str(task_files / f"{name}.yaml") for name in ("choice", "whole", "written")]
     tasks = load_tasks(names)
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # type: ignore[index]
@@ -330,6 +336,8 @@ def test_numbers_are_those_of_the_harness_own_model(lead: RankZeroScorer, theirs
 
 
 def test_an_answer_that_ends_in_a_token_of_the_context_is_scored_by_itself(lead: RankZeroScorer) -> None:
+    from llmrecipes.evaluation.harness import HarnessModel
+
     model, encode = HarnessModel(lead), lead.tokenizer.encode
     assert len(encode("the ca")) >= len(encode("the cat")), "one token, which begins in the context"
     assert model._encode_pair("the ca", "t") == (encode("the ca"), encode("t"))
@@ -503,6 +511,8 @@ def test_a_local_task_takes_no_name_of_the_harness(task_files: Path, monkeypatch
 def test_a_template_that_fails_on_a_later_document_is_the_task_s_mistake(
     lead: RankZeroScorer, task_files: Path
 ) -> None:
+    from llmrecipes.evaluation.harness import run_tasks
+
     path = task_files / "choice.yaml"
     (task_files / "rows.jsonl").write_text("".join(f'{{"n": {n}, "choices": ["a", "b"]}}\n' for n in (1, 0)))
     text = path.read_text().replace("{{answer}}", "{{0}}")

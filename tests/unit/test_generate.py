@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 from llmrecipes.engine.core.generation import Sampling, draw, generate
 from llmrecipes.engine.core.model.gpt import RecipeGPTModel
@@ -87,6 +86,7 @@ def test_texts_of_other_lengths_use_up_no_compilation_of_training(monkeypatch: p
     plain = RecipeGPTModel.compile_layers
     monkeypatch.setattr(RecipeGPTModel, "compile_layers", lambda module: plain(module, backend="eager"))
     torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
     counters.clear()
     engine = engine_of(tiny(train={"torch_compile": True}))
     try:

@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 from llmrecipes.bench import parity, right
 from llmrecipes.bench.parity import recipe_of
@@ -226,6 +225,8 @@ def test_compiled_layers_are_whole_graphs_and_a_dry_run_says_how_often_the_host_
 
 
 def test_a_compiled_model_is_measured_with_its_graph_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.utils import counters
+
     def speed(item: Item, recipe: Recipe, suffix: str) -> Iterator[Row]:
         assert recipe.train.torch_compile
         counters["graph_break"]["a reason\n  with an explanation"] += 2

@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -96,26 +97,26 @@ def latent(**mscales: float) -> transformers.PretrainedConfig:
     return config
 
 
-POSITIONS: dict[str, tuple[transformers.PretrainedConfig, int]] = {
-    "mistral-window": (transformers.MistralConfig(**SIZES, sliding_window=WINDOW), WINDOW),
+POSITIONS: dict[str, tuple[Callable[[], transformers.PretrainedConfig], int]] = {
+    "mistral-window": (lambda: transformers.MistralConfig(**SIZES, sliding_window=WINDOW), WINDOW),
     "qwen2-window": (
-        transformers.Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+        lambda: transformers.Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
         WINDOW,
     ),
     "linear": (
-        transformers.LlamaConfig(**SIZES, rope_parameters={**ROPE, "rope_type": "linear", "factor": 4.0}),
+        lambda: transformers.LlamaConfig(**SIZES, rope_parameters={**ROPE, "rope_type": "linear", "factor": 4.0}),
         LENGTH,
     ),
-    "yarn": (transformers.LlamaConfig(**SIZES, rope_parameters=YARN), LENGTH),
+    "yarn": (lambda: transformers.LlamaConfig(**SIZES, rope_parameters=YARN), LENGTH),
     "qwen3-yarn": (
-        transformers.Qwen3Config(
+        lambda: transformers.Qwen3Config(
             **SIZES, head_dim=32,
             rope_parameters={**YARN, "attention_factor": 0.8, "beta_fast": 2.0, "beta_slow": 0.2, "truncate": False},
         ),
         LENGTH,
     ),
-    "deepseek_v3-yarn": (latent(mscale=1.0, mscale_all_dim=0.7), LENGTH),
-    "deepseek_v3-yarn-attention-factor": (latent(mscale_all_dim=1.0, attention_factor=1.5), LENGTH),
+    "deepseek_v3-yarn": (lambda: latent(mscale=1.0, mscale_all_dim=0.7), LENGTH),
+    "deepseek_v3-yarn-attention-factor": (lambda: latent(mscale_all_dim=1.0, attention_factor=1.5), LENGTH),
 }  # fmt: skip
 """A configuration, and the longest sequences that a recipe computes the same."""
 
@@ -123,7 +124,7 @@ POSITIONS: dict[str, tuple[transformers.PretrainedConfig, int]] = {
 @pytest.mark.parametrize("kind", POSITIONS)
 def test_windows_and_interpolated_positions_compute_the_same(kind: str, models: Path) -> None:
     config, longest = POSITIONS[kind]
-    theirs = saved(config, models / kind)
+    theirs = saved(config(), models / kind)
     family, section = section_of(read_config(models / kind), models / kind)
     assert section["max_position_embeddings"] == longest
     values = {

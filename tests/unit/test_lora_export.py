@@ -7,7 +7,6 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers
@@ -118,6 +117,8 @@ def theirs(model: torch.nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.rotating
 def test_peft_computes_the_same(kind: str, tmp_path: Path) -> None:
+    import peft
+
     base = tmp_path / "base"
     saved(kind, base)
     spec = new_run(lora_recipe(base, CASES[kind]), tmp_path)

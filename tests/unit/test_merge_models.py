@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import llmrecipes
 from llmrecipes.cli.app import run
@@ -43,11 +43,11 @@ def make(folder: Path, seed: int, dtype: torch.dtype = torch.float32, **changes:
     """A folder as transformers saves it, with random weights."""
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(seed)
-    config = LlamaConfig(vocab_size=VOCABULARY, **{**shape, "num_key_value_heads": 2, **changes})
-    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    config = transformers.LlamaConfig(vocab_size=VOCABULARY, **{**shape, "num_key_value_heads": 2, **changes})
+    transformers.LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
     letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab={**letters, END: len(letters)}, merges=[]))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END).save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END).save_pretrained(folder)
     return folder
 
 
@@ -100,10 +100,12 @@ def test_every_tensor_is_what_the_formula_says(folders: list[Path], tmp_path: Pa
 def test_transformers_loads_the_result(folders: list[Path], tmp_path: Path) -> None:
     merged(folders, tmp_path / "out", weights=[0, 1, 0])
     ids = torch.arange(12)[None]
-    loaded, second = (AutoModelForCausalLM.from_pretrained(each) for each in (tmp_path / "out", folders[1]))
+    loaded, second = (
+        transformers.AutoModelForCausalLM.from_pretrained(each) for each in (tmp_path / "out", folders[1])
+    )
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, second(ids).logits)
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == END
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == END
     card = (tmp_path / "out" / "README.md").read_text("utf-8")
     assert "linear" in card and str(tmp_path) not in card and str(folders[0].parent) not in card
 
@@ -420,9 +422,9 @@ def test_checkpoints_of_a_run_are_averaged(paths: Paths, tmp_path: Path) -> None
     average = llmrecipes.merge_models(["runs/one@2", "runs/one@3"], tmp_path / "mean", method="linear", **places)
     for name, value in weights(average).items():
         torch.testing.assert_close(value, (steps[0][name] + steps[1][name]) / 2)
-    assert AutoTokenizer.from_pretrained(average).decode([5, 6, 7])
+    assert transformers.AutoTokenizer.from_pretrained(average).decode([5, 6, 7])
     again = llmrecipes.merge_models([average, "runs/one@1"], tmp_path / "again", method="slerp", **places)
-    assert AutoModelForCausalLM.from_pretrained(again).config.vocab_size == 512
+    assert transformers.AutoModelForCausalLM.from_pretrained(again).config.vocab_size == 512
     with refused("runs/one", rule="runs/one@3"):
         llmrecipes.merge_models(["runs/one@3", "runs/one"], tmp_path / "twice", method="linear", **places)
 

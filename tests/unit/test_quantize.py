@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationConfig
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -70,6 +68,12 @@ def llama(folder: Path, corpus: Path, command: Command) -> Path:
     return folder / "hf"
 
 
+def compressor_of(form: str) -> Any:
+    from compressed_tensors.compressors import BaseCompressor
+
+    return BaseCompressor.get_value_from_registry(form)
+
+
 def loaded(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
 
@@ -120,9 +124,11 @@ def test_transformers_loads_the_rounded_weights(
     assert error(loaded(out), rounded_by_hand(llama, arithmetic)) < bound
     # vLLM reads the same package's schema and names.
     config = json.loads((out / "config.json").read_text())["quantization_config"]
+    from compressed_tensors.quantization import QuantizationConfig
+
     schema = QuantizationConfig.model_validate(config)
     assert schema.quantization_status == "compressed" and schema.ignore == ["lm_head"]
-    names = set(BaseCompressor.get_value_from_registry(schema.format).compression_param_names(arithmetic.spec))
+    names = set(compressor_of(schema.format).compression_param_names(arithmetic.spec))
     with safe_open(out / "model.safetensors", framework="pt") as file:
         parts = {name.rpartition(".")[2] for name in file.keys() if ".q_proj." in name}  # noqa: SIM118
     assert parts == names
@@ -164,7 +170,7 @@ def test_gptq_keeps_the_products(group: int | None) -> None:
     changed = (inputs @ (made - weight).t()).square().sum()
     assert changed < 0.2 * (inputs @ (scheme.rounded(weight) - weight).t()).square().sum()
     parts = scheme.compress("layer.weight", 24, lambda: made.split(5), scale)
-    whole = BaseCompressor.get_value_from_registry(scheme.kind.form).decompress(
+    whole = compressor_of(scheme.kind.form).decompress(
         {key.removeprefix("layer."): value for key, value in parts.items()}, scheme.spec
     )
     torch.testing.assert_close(whole["weight"], made)
@@ -277,7 +283,7 @@ def test_weights_are_those_that_training_saw(precision: str, folder: Path, corpu
             module(IDS, IDS, None)
     assert module.fake_quantizer is not None
     seen, file = module.fake_quantizer._rounded, load_file(out / "model.safetensors")
-    compressor = BaseCompressor.get_value_from_registry(scheme.kind.form)
+    compressor = compressor_of(scheme.kind.form)
 
     def written(*names: str) -> torch.Tensor:
         parts = ("weight_packed", "weight_scale", "weight_shape")

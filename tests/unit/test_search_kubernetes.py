@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from mlflow.tracking import MlflowClient
 
 from llmrecipes.cli.app import run
 from llmrecipes.search.command import quiet
@@ -53,6 +52,8 @@ def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_trial_is_a_kubernetes_job(
     kubectl: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from mlflow.tracking import MlflowClient
+
     quiet()
     server = tmp_path / "server"
     server.mkdir()

@@ -94,6 +94,7 @@ def test_a_module_is_left_out_where_none_of_its_tests_can_be_selected() -> None:
     assert in_vain("system/kubernetes/test_job_controller.py", "system and not kubernetes")
     assert in_vain("unit/test_cli.py", f"version and {others}")
     assert in_vain("unit/test_benchmark_mup.py", f"slow and {others}")
+    assert in_vain("dist/test_zero.py", f"not slow and {others}")
     for path, markers in (
         ("system/slurm/test_training.py", "system"), ("system/slurm/test_training.py", ""),
         ("system/kubernetes/test_job_controller.py", "kubernetes"), ("unit/test_cli.py", f"not slow and {others}"),

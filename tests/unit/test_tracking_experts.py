@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflow.tracking import MlflowClient
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from llmrecipes.recipe.schema import Model, Optimizer, Recipe, Tracking, Train
 from llmrecipes.tracking.events import LayerBalance, StepMetrics, expert_metrics, is_measured
 from llmrecipes.tracking.histograms import MOST_SAMPLES, HistogramFiles, edges
-from llmrecipes.tracking.mlflow.client import METRICS_IN_A_BATCH
 from llmrecipes.tracking.mlflow.database import tracking_uri
 from llmrecipes.tracking.run_tracker import RunTracker
 
@@ -134,6 +132,10 @@ NUMBERS = ("imbalance", "dropped", "entropy", "z_loss")
 def test_a_step_with_more_values_than_one_mlflow_request_allows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from mlflow.tracking import MlflowClient
+
+    from llmrecipes.tracking.mlflow.client import METRICS_IN_A_BATCH
+
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     deep = tuple(layer(number, *range(16), imbalance=float(number)) for number in range(1, 61))
     assert 60 * 16 + 60 * len(NUMBERS) > METRICS_IN_A_BATCH

@@ -27,8 +27,6 @@ from urllib.parse import unquote, urlsplit
 import psutil
 import pytest
 import yaml
-from matplotlib.image import imread
-from mlflow.tracking import MlflowClient
 from rich.console import Console
 
 from llmrecipes.recipe.schema import Model, Optimizer, Recipe, Tracking, Train
@@ -102,8 +100,14 @@ def evaluation(number: int) -> EvalMetrics:
     return EvalMetrics(step=number, valid_loss=4.5, consumed_samples=1, consumed_tokens=1, eval_seconds=0.1)
 
 
+def client_of(uri: str) -> Any:
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(uri)
+
+
 def only_run(uri: str, experiment: str) -> Any:
-    client = MlflowClient(uri)
+    client = client_of(uri)
     found = client.get_experiment_by_name(experiment)
     assert found is not None
     (run,) = client.search_runs([found.experiment_id])
@@ -111,7 +115,7 @@ def only_run(uri: str, experiment: str) -> Any:
 
 
 def history(uri: str, run_id: str, key: str) -> list[tuple[int, float]]:
-    return sorted((metric.step, metric.value) for metric in MlflowClient(uri).get_metric_history(run_id, key))
+    return sorted((metric.step, metric.value) for metric in client_of(uri).get_metric_history(run_id, key))
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -151,14 +155,14 @@ def test_a_run_is_recorded_with_all_that_belongs_to_it(runs_dir: Path, tmp_path:
     # The same names as TensorBoard's; what it does not have comes in a group of its own.
     assert {"train/loss", "train/lr", "valid/valid_loss", "valid/eval_seconds"} <= run.data.metrics.keys()
     assert all("/" in name for name in run.data.metrics)
-    (only,) = MlflowClient(uri).search_experiments()  # no empty `Default`, neither now nor after another start
+    (only,) = client_of(uri).search_experiments()  # no empty `Default`, neither now nor after another start
     assert only.name == experiment and only.tags["mlflow.experimentKind"] == "custom_model_development"
     assert run.data.metrics["system/system_memory_usage_megabytes"] > 0
 
     assert unquote(urlsplit(run.info.artifact_uri).path).startswith(str(runs_dir))
-    stored = Path(MlflowClient(uri).download_artifacts(run.info.run_id, "recipe.yaml", str(tmp_path)))
+    stored = Path(client_of(uri).download_artifacts(run.info.run_id, "recipe.yaml", str(tmp_path)))
     assert yaml.safe_load(stored.read_text())["description"] == long  # in full
-    assert {file.path for file in MlflowClient(uri).list_artifacts(run.info.run_id)} == {
+    assert {file.path for file in client_of(uri).list_artifacts(run.info.run_id)} == {
         "recipe.yaml",
         "plan.json",
         "env.json",
@@ -168,7 +172,9 @@ def test_a_run_is_recorded_with_all_that_belongs_to_it(runs_dir: Path, tmp_path:
 
 
 def require_histograms(uri: str, run_id: str, folder: Path, steps: list[int]) -> None:
-    folder = Path(MlflowClient(uri).download_artifacts(run_id, "histograms", str(folder)))
+    from matplotlib.image import imread
+
+    folder = Path(client_of(uri).download_artifacts(run_id, "histograms", str(folder)))
     assert {path.name for path in folder.iterdir()} == {"histograms.json", "gradient.png"}
     kinds = json.loads((folder / "histograms.json").read_text())["gradient"]
     assert kinds == {"mlp_fc1": [{"step": number, **HISTOGRAMS["gradient"]["mlp_fc1"]} for number in steps]}
@@ -251,7 +257,7 @@ require_database({uri!r}, {str(tmp_path)!r})
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not (tmp_path / "mlflow.db").exists()
     require_database(uri, str(tmp_path))
-    assert MlflowClient(uri).create_experiment("first")
+    assert client_of(uri).create_experiment("first")
     assert not list(tmp_path.glob("*.part*"))
 
 
@@ -261,7 +267,7 @@ def test_a_run_continues_in_its_mlflow_run(runs_dir: Path) -> None:
     run_dir.mkdir(parents=True)
     (run_dir / "metrics.jsonl").write_text("".join(f'{{"step": {at}, "loss": 5.0}}\n' for at in (1, 2, 3)))
     require_database(uri, artifact_root(runs_dir))
-    client = MlflowClient(uri)
+    client = client_of(uri)
     run = client.create_run(client.create_experiment("before", artifact_root(runs_dir)), run_name="old").info
     for at in (1, 2):
         client.log_metric(run.run_id, "train/loss", 5.0, step=at)
@@ -312,8 +318,8 @@ def test_a_run_killed_outright_is_closed_in_mlflow_all_the_same(runs_dir: Path) 
     wait_for(lambda: "run_id" in identity(runs_dir / "tiny" / "killed"))  # two that create the database fail
 
     def closed() -> bool:
-        found = MlflowClient(uri).get_experiment_by_name("killed")
-        runs = MlflowClient(uri).search_runs([found.experiment_id]) if found else []
+        found = client_of(uri).get_experiment_by_name("killed")
+        runs = client_of(uri).search_runs([found.experiment_id]) if found else []
         return bool(runs) and runs[0].info.status == "KILLED"
 
     wait_for(closed)
@@ -404,7 +410,7 @@ def test_a_dead_server_neither_stops_nor_delays_training_and_gets_missed_points_
             return "run_id" in known and len(history(address, known["run_id"], "train/loss")) == 10
 
         wait_for(arrived)
-        found = MlflowClient(address).get_run(identity(runs / "tiny" / "r")["run_id"]).info
+        found = client_of(address).get_run(identity(runs / "tiny" / "r")["run_id"]).info
         tracker.step(step(11))
         assert (
             f"{address}/#/experiments/{found.experiment_id}/runs/{found.run_id}?workflowType=machine_learning"
@@ -469,7 +475,7 @@ def test_a_run_deleted_in_mlflow_becomes_a_new_one(runs_dir: Path) -> None:
         tracker.step(step(1))
     uri = tracking_uri(runs_dir)
     first = only_run(uri, "deleted").info.run_id
-    MlflowClient(uri).delete_run(first)
+    client_of(uri).delete_run(first)
     with start(runs_dir, recipe("deleted"), "d", resumed_step=1) as tracker:
         tracker.step(step(2))
     second = only_run(uri, "deleted").info.run_id

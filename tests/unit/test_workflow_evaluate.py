@@ -7,7 +7,6 @@ import signal
 from pathlib import Path
 
 import pytest
-from mlflow.tracking import MlflowClient
 
 from llmrecipes.api import open_run
 from llmrecipes.cli import app as cli
@@ -82,6 +81,8 @@ def test_training_is_the_same_with_tasks_and_reports_them(run_dir: Path) -> None
 def test_a_run_is_evaluated_as_it_was_in_training_and_everything_is_kept(
     run_dir: Path, folder: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from mlflow.tracking import MlflowClient
+
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     runs_dir = run_dir.parents[1]
     uri = sqlite_uri(runs_dir.resolve() / "mlflow.db")
