@@ -41,6 +41,7 @@ def test_layers_are_measured_without_another_wait(worlds: dict[int, GlooWorld]) 
 
 
 @pytest.mark.deepspeed
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.rotating
 def test_around_deepspeeds_own_a_step_waits_once(stage: int, worlds: dict[int, GlooWorld]) -> None:
