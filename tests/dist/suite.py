@@ -36,6 +36,7 @@ class Suite:
         """The steps after a checkpoint of another layout against the same steps of one process without one."""
         row = case.resumed_row
         outcome = self._worlds[row.ranks].run(go_on, self.runnable(row), self._checkpoint(case.saved_row))
+        assert len(outcome.losses) == 1
         return compare(outcome, self.reference(row.reference_recipe))
 
     def staged(self, case: Staged) -> Difference:
@@ -67,8 +68,9 @@ class Suite:
         return recipe
 
     def _checkpoint(self, row: Row) -> Path:
-        if row.name not in self._checkpoints:
+        key = row.recipe.model_dump_json()
+        if key not in self._checkpoints:
             path = self._folder / f"checkpoint-{len(self._checkpoints)}"
             self._worlds[row.ranks].run(save_midway, self.runnable(row), path)
-            self._checkpoints[row.name] = path
-        return self._checkpoints[row.name]
+            self._checkpoints[key] = path
+        return self._checkpoints[key]

@@ -6,7 +6,7 @@ pytest runs it on gloo (`test_layouts.py`), `under_torchrun.py` on GPUs with NCC
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -23,12 +23,11 @@ BF16_BOUND = 2e-2
 """As `BOUND`, in bf16; `_BF16` says why."""
 
 STEPS = 3
-SAVED_AT = 2
-"""Step after which checkpoints for other layouts are written."""
+"""Of a row that a test makes itself; those of the tables take fewer (`_size`)."""
 
 BASE: Sections = {
     "model": {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "vocab_size": 320},
-    "train": {"train_iters": STEPS, "micro_batch_size": 1, "global_batch_size": 8, "precision": "fp32"},
+    "train": {"train_iters": STEPS, "micro_batch_size": 1, "global_batch_size": 4, "precision": "fp32"},
     # Adam turns a gradient that is nothing but rounding noise (that of a key's bias is zero in exact arithmetic) into a
     # full step, and does not see a gradient that is too large by a factor; with a large epsilon it does neither.
     "optimizer": {"lr": 1e-2, "adam_eps": 1e-2},
@@ -75,6 +74,8 @@ _MUP: dict[str, Any] = {
     "use_mup": True, "mup_base_hidden_size": 16, "mup_base_head_dim": 4.0, "mup_embedding_mult": 2.0,
 }  # fmt: skip
 _LORA: Sections = {"lora": {"rank": 4, "alpha": 16.0}}
+_LONGER: dict[str, Any] = {"train_iters": 3, "global_batch_size": 8}
+"""Of models that learn too little in the steps of `_size`, or whose batch grows."""
 _EXPERTS_LORA: Sections = {
     "lora": {"rank": 4, "alpha": 16.0, "target_modules": ["linear_qkv", "experts.linear_fc1", "experts.linear_fc2"]},
     "optimizer": {"lr": 2e-2},
@@ -126,7 +127,7 @@ _EMERGING: dict[str, Sections] = {
         **_MUON, "optimizer": {**_MUON["optimizer"], "muon_tp_mode": "distributed", "muon_split_qkv": False},
     },
     "llama with muon": {"model": _LLAMA, **_MUON},
-    "mla with muon": {"model": _MLA, **_MUON},
+    "mla with muon": {"model": {**_MLA, "num_layers": 4}, **_MUON, "train": _LONGER},
     "moe with muon": {"model": _MOE, **_MUON},
     "gpt with lion": _LION,
 }  # fmt: skip
@@ -155,7 +156,7 @@ VARIANTS: dict[str, Sections] = {
     "gpt with z-loss": {"train": {"z_loss_coeff": 0.05, "label_smoothing": 0.1}},
     "gpt with more weights": {"model": _MORE},
     "gpt with muP": {"model": _MUP},
-    "gpt with a growing batch": {"train": {"rampup_batch_size": [4, 2, 8]}},
+    "gpt with a growing batch": {"train": {"rampup_batch_size": [4, 2, 8], **_LONGER}},
     "gpt with sgd": _SGD,
     "gpt with sgd without momentum": {"optimizer": {**_SGD["optimizer"], "sgd_momentum": 0.0}, **_UNSHARDED},
     "moe with sgd": {"model": _MOE, **_SGD},
@@ -203,7 +204,7 @@ VARIANTS: dict[str, Sections] = {
     "lora": _LORA,
     "llama with lora": {**_LORA, "model": _LLAMA},
     "moe with lora": {**_EXPERTS_LORA, "model": {**_LLAMA, **_MOE}},
-    "mla with lora": {**_LORA, "model": _MLA},
+    "mla with lora": {**_LORA, "model": {**_MLA, "num_layers": 4}, "train": _LONGER},
     "lora in bf16": {**_LORA, "train": {"precision": "bf16"}},
     "taught gpt": _TAUGHT,
     "taught llama": {"model": _LLAMA, **_TAUGHT},
@@ -219,7 +220,7 @@ VARIANTS: dict[str, Sections] = {
     "attacked gpt": _PGD,
     "attacked llama": {"model": _LLAMA, **_FGM},
     "gpt with freelb": _FREELB,
-    "attacked gpt with lora": {**_LORA, **_PGD},
+    "attacked gpt with lora": {**_LORA, "train": {**_PGD["train"], **_LONGER}},
     "gpt without some layers": _DROP,
     "gpt with qk-clip": _CLIP,
     "llama with qk-clip": {"model": _LLAMA, **_CLIP},
@@ -280,6 +281,7 @@ class Row:
         why: reason of another bound or reference.
         nccl: whether only NCCL can run it.
         engine: of the layout; the reference is always megatron-core's.
+        size: steps, samples and layers of the layout and the reference, instead of the base's.
     """
 
     variant: str
@@ -290,6 +292,7 @@ class Row:
     why: str = ""
     nccl: bool = False
     engine: str = "megatron"
+    size: Sections = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -317,8 +320,7 @@ class Row:
     @property
     def degrees(self) -> dict[str, int]:
         """Degrees by their short name; `sp` is 1."""
-        return {word.rstrip("0123456789"): int(word.lstrip("abcdefghijklmnopqrstuvwxyz") or 1)
-                for word in self.layout.split()}  # fmt: skip
+        return degrees_of(self.layout)
 
     @property
     def ranks(self) -> int:
@@ -332,12 +334,17 @@ class Row:
         parallelism: dict[str, Any] = {_DEGREES[name]: size for name, size in self.degrees.items() if name in _DEGREES}
         if "sp" in self.degrees:
             parallelism["sequence_parallel"] = True
-        recipe = make(VARIANTS[self.variant], {"parallelism": parallelism}, self.changes)
+        recipe = make(self.size, VARIANTS[self.variant], {"parallelism": parallelism}, self.changes)
         return recipe.model_copy(update={"engine": self.engine})
 
     @property
     def reference_recipe(self) -> Recipe:
-        return make(VARIANTS[self.variant], self.reference)
+        return make(self.size, VARIANTS[self.variant], self.reference)
+
+
+def degrees_of(layout: str) -> dict[str, int]:
+    """Degrees by their short name; `sp` is 1."""
+    return {word.rstrip("0123456789"): int(word.lstrip("abcdefghijklmnopqrstuvwxyz") or 1) for word in layout.split()}
 
 
 def make(*changes: Sections) -> Recipe:
@@ -664,7 +671,34 @@ EMERGING_ROWS = (
     Row("gpt with lion", "tp2 sp pp2"),
 )
 
-ROWS = (*_rows(), *(EMERGING_ROWS if EMERGING else ()))
+
+def _size(variant: str, *layouts: str, zero: bool = False) -> Sections:
+    """The least in which layouts of a model can differ.
+
+    That is two steps, because the second one has moments; two micro-batches of each rank, or enough to fill its stages;
+    and two layers where there are no stages.
+
+    Args:
+        variant: the model, of `VARIANTS`. What it sets itself stays.
+        layouts: those that are compared with one process, or with one another, as in `Row`.
+        zero: whether DeepSpeed cuts the model into buckets (`_BUCKETS`), for which two layers are too small.
+    """
+    sections = VARIANTS[variant]
+    train, model = sections.get("train", {}), sections.get("model", {})
+    degrees = [degrees_of(layout) for layout in layouts]
+    micro_batches = max(2 * each.get("dp", 1) * each.get("pp", 1) for each in degrees)
+    samples = max(4, micro_batches) * train.get("micro_batch_size", 1)
+    size: Sections = {"train": {"train_iters": max(2, len(layouts)), "global_batch_size": samples}}
+    names_layers = {"layer_drop", "moe_layer_freq"} & model.keys() or "freeze" in train or "distill" in sections
+    if not (zero or names_layers or any("pp" in each for each in degrees)):
+        size["model"] = {"num_layers": 2}
+    return size
+
+
+ROWS = tuple(
+    replace(row, size=_size(row.variant, row.layout, zero=row.engine == "deepspeed"))
+    for row in (*_rows(), *(EMERGING_ROWS if EMERGING else ()))
+)
 
 CORE = frozenset(
     (
@@ -788,16 +822,21 @@ class Resume:
 
     @property
     def saved_row(self) -> Row:
-        return Row(self.variant, self.saved, self.saved_changes, engine=_engine(self.saved_changes))
+        return Row(self.variant, self.saved, self.saved_changes, engine=_engine(self.saved_changes), size=self._size)
 
     @property
     def resumed_row(self) -> Row:
-        return Row(self.variant, self.resumed, self.resumed_changes, engine=_engine(self.resumed_changes))
+        changes = self.resumed_changes
+        return Row(self.variant, self.resumed, changes, engine=_engine(changes), size=self._size)
+
+    @property
+    def _size(self) -> Sections:
+        return _size(self.variant, self.saved, self.resumed, zero="deepspeed" in self.engines)
 
     @property
     def engines(self) -> set[str]:
         """Engines that it needs."""
-        return {self.saved_row.engine, self.resumed_row.engine}
+        return {_engine(self.saved_changes), _engine(self.resumed_changes)}
 
     @property
     def bound(self) -> float:
@@ -899,7 +938,9 @@ class Staged:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        return tuple(Row(self.variant, each, self.changes, engine=_engine(self.changes)) for each in self.layouts)
+        (engine,) = self.engines
+        size = _size(self.variant, *self.layouts, zero=engine == "deepspeed")
+        return tuple(Row(self.variant, each, self.changes, engine=engine, size=size) for each in self.layouts)
 
     @property
     def engines(self) -> set[str]:

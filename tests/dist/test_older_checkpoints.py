@@ -15,15 +15,16 @@ import pytest
 
 from llmrecipes.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from llmrecipes.engine.core.checkpoint.index import JSON_NAME
-from tests.dist.table import BF16_BOUND, SAVED_AT, Row, Sections
+from tests.dist.table import BF16_BOUND, Row, Sections
 from tests.dist.training import Outcome, go_on
 from tests.dist.worlds import GlooWorld
 
 pytestmark = pytest.mark.dist
 
+SAVED_AT = 2
 ARCHIVE = Path(__file__).parents[1] / "golden" / "checkpoint-with-json-index.tar.xz"
 SMALL: Sections = {
-    "train": {"train_iters": 4},
+    "train": {"train_iters": 4, "global_batch_size": 8},
     "model": {
         "num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_query_groups": 1, "ffn_hidden_size": 24,
         "vocab_size": 64, "seq_length": 16,

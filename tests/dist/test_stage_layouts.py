@@ -61,11 +61,14 @@ THREE: Stages = [
 def staged(corpus: Path, data_dir: Path, stages: Stages, dropout: float = 0.0) -> Recipe:
     one = tiny_on(
         corpus,
-        model={"num_layers": 4, "position_embedding_type": "rope", "hidden_dropout": dropout},
-        train={"train_iters": 9 if stages is THREE else 6, "micro_batch_size": 1, "eval_interval": 4},
+        model={"num_layers": 4 if stages is THREE else 2, "position_embedding_type": "rope", "hidden_dropout": dropout},
+        train={
+            "train_iters": 9 if stages is THREE else 6, "micro_batch_size": 1, "global_batch_size": 4,
+            "eval_interval": 4,
+        },
         data={"num_workers": 0},  # ranks of the pool may have no children
         checkpoint={"save_interval": 2, "most_recent_k": 8},
-    )
+    )  # fmt: skip
     recipe = Recipe.model_validate({**one.model_dump(mode="json"), "stages": stages})
     prepare(recipe, data_dir)
     return recipe

@@ -31,7 +31,6 @@ from llmrecipes.train.resume import choose, resume
 from llmrecipes.train.stage import layouts
 from llmrecipes.verify import observe
 from llmrecipes.verify.spec import ReplicaDifference
-from tests.dist.table import SAVED_AT, STEPS
 from tests.helpers import ROOMY, random_batches
 
 NOISE = 1e-3
@@ -136,6 +135,7 @@ def train_staged(recipes: Sequence[Recipe], folder: Path) -> Outcome | None:
     """Train from the beginning, each part of the steps in the layout of another recipe and from the checkpoint of the
     one before."""
     platform, store, before = select(), CheckpointStore(folder), list[StepResult]()
+    steps = recipes[0].train.train_iters
     outcome, progress = None, Progress()
     with layouts(backend(recipes[0])) as lay_out:
         for number, recipe in enumerate(recipes, 1):
@@ -148,12 +148,12 @@ def train_staged(recipes: Sequence[Recipe], folder: Path) -> Outcome | None:
                 entry = choose(store, world).entry
                 assert entry is not None
                 progress = resume(engine, entry, world)
-            assert progress.step == STEPS * (number - 1) // len(recipes)
+            assert progress.step == steps * (number - 1) // len(recipes)
             try:
                 if number == len(recipes):
                     outcome = _run(engine, world, progress)
                 else:
-                    before += _train(engine, world, progress, STEPS * number // len(recipes))
+                    before += _train(engine, world, progress, steps * number // len(recipes))
                     _save(engine, folder, len(before))
             finally:
                 engine.close()
@@ -168,10 +168,11 @@ def train_staged(recipes: Sequence[Recipe], folder: Path) -> Outcome | None:
 
 
 def save_midway(recipe: Recipe, folder: Path) -> None:
-    """Train the first steps and write a checkpoint."""
+    """Train all steps but the last and write a checkpoint, from which other layouts go on."""
+    step = recipe.train.train_iters - 1
     with training(recipe) as (engine, world):
-        _train(engine, world, Progress(), SAVED_AT)
-        _save(engine, folder, SAVED_AT)
+        _train(engine, world, Progress(), step)
+        _save(engine, folder, step)
         saved = everything(engine, world)
         if world.is_first:
             np.savez(_beside(folder), allow_pickle=False, **saved)
@@ -206,7 +207,7 @@ def go_on(recipe: Recipe, folder: Path) -> Outcome | None:
         entry = choose(CheckpointStore(folder), world).entry
         assert entry is not None
         progress = resume(engine, entry, world)
-        assert progress.step == SAVED_AT
+        assert progress.step == entry.step
         loaded = everything(engine, world)
         outcome = _run(engine, world, progress)
     return None if outcome is None else replace(outcome, lost=_changed(loaded, _beside(folder)))
