@@ -103,6 +103,7 @@ def test_texts_of_other_lengths_use_up_no_compilation_of_training(monkeypatch: p
 
 @pytest.mark.usefixtures("world")
 def test_texts_are_scored_without_compiled_functions() -> None:
+    counters = torch._dynamo.utils.counters
     counters.clear()
     fused = ("bias_activation_fusion", "apply_rope_fusion", "cross_entropy_loss_fusion")
     engine = engine_of(tiny(model=LLAMA, speed=dict.fromkeys(fused, True)))
