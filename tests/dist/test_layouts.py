@@ -188,6 +188,8 @@ def test_the_core_has_every_kind_of_parallelism_and_every_pair() -> None:
         "train.recompute_modules=['moe', 'layernorm']",
         "speed.bias_activation_fusion=True",
         "speed.bias_dropout_fusion=True",
+        "speed.apply_rope_fusion=True",
+        "speed.cross_entropy_loss_fusion=True",
         "speed.moe_shared_expert_overlap=True",
         "speed.ddp_pad_buckets_for_high_nccl_busbw=True",
         "speed.deterministic_mode=True",
