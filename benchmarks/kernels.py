@@ -3,9 +3,9 @@
     CUDA_VISIBLE_DEVICES= python -m benchmarks.kernels [RECIPE] [KEY=VALUE ...] [--json FILE]
 
 The real code of one rank runs a step without data, with megatron-core's own layers and the kernels that a dry run
-puts for a GPU's (flash attention, fused norms, and SwiGLU, rotary embeddings and the loss in one kernel where they are
-fused). Each operation that computes is a kernel: bytes are those of the tensors that it reads and writes, time is the
-longer of bytes at the data sheet's bandwidth and FLOPs at its peak, so a lower bound without launches.
+puts for a GPU's (flash attention, fused norms, and activations, rotary embeddings and the loss in one kernel where they
+are fused). Each operation that computes is a kernel: bytes are those of the tensors that it reads and writes, time is
+the longer of bytes at the data sheet's bandwidth and FLOPs at its peak, so a lower bound without launches.
 "In one pass": the elementwise kernels of a group that follow one another read what comes from outside and write what is
 read afterwards, once: the most that fusing them saves.
 
@@ -197,7 +197,7 @@ def followed(counter: Counter, modules: Any) -> Iterator[None]:
     """A block in which the counter knows the running module, and fused kernels are one each."""
     from megatron.core.transformer import attention
 
-    from llmrecipes.engine.core.platform import kernels, rope
+    from llmrecipes.engine.core.platform import gelu, kernels, rope
 
     names = {id(module): pattern(name) for chunk in modules for name, module in chunk.named_modules(prefix="model")}
     stack: list[str] = []
@@ -246,6 +246,8 @@ def followed(counter: Counter, modules: Any) -> Iterator[None]:
     for name in OPAQUE:
         put(swiglu, name, one(getattr(swiglu, name)))
     put(rope, "kernel", one(rope.kernel))
+    for name in ("bias_gelu_kernel", "bias_gelu_kernel_back"):
+        put(gelu, name, one(getattr(gelu, name)))
     for name in ("_statistics", "_gradient"):
         put(kernels.LossShapes, name, staticmethod(one(getattr(kernels.LossShapes, name))))
     for kind, forward, backward in (

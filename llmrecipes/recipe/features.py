@@ -224,8 +224,8 @@ def _value(value: Any, reason: str) -> Callable[[Recipe, SpeedTarget], Default]:
 FEATURES: Mapping[str, Feature] = {
     "bias_activation_fusion": Feature(
         "TransformerConfig.bias_activation_fusion",
-        "3% of gpt-1b's step, 10% of mixtral-8x7b's; keeps 3 widths of the MLP for the backward pass instead of 5",
-        obstacles.swiglu, _compiler, _compiled,
+        "3% of gpt-1b's step, 10% of mixtral-8x7b's; SwiGLU keeps 3 widths of the MLP instead of 5",
+        obstacles.activation, _compiler, _compiled,
     ),
     "bias_dropout_fusion": Feature(
         "TransformerConfig.bias_dropout_fusion", "one pass over the residual stream instead of three",

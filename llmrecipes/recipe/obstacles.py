@@ -12,11 +12,15 @@ def anything(_recipe: Recipe) -> None:
     return None
 
 
-def swiglu(recipe: Recipe) -> str | None:
+def activation(recipe: Recipe) -> str | None:
     model = recipe.model
     if model.activation_func == "silu" and model.gated_linear_unit:
         return None
-    return "needs SwiGLU (activation_func silu, gated_linear_unit true): the fused GELU is the tanh approximation"
+    if model.activation_func == "gelu" and not model.gated_linear_unit and model.add_bias_linear:
+        return "the MLP of an expert has no fused GELU" if model.num_moe_experts else None
+    return (
+        "needs SwiGLU (activation_func silu, gated_linear_unit true), or gelu with add_bias_linear and without a gate"
+    )
 
 
 def rotation(recipe: Recipe) -> str | None:

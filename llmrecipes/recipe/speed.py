@@ -21,8 +21,8 @@ class Speed(Section):
     a run uses, and why. Unset keys are chosen by rule for the machine."""
 
     bias_activation_fusion: Switch = None
-    """Fuse the gated activation of the MLP (SwiGLU only) into one kernel. Unset: on for GPUs with a compiler, and with
-    `train.torch_compile`."""
+    """Fuse the activation of the MLP into one kernel: SwiGLU, or bias and exact GELU. Unset: on for GPUs with a
+    compiler, and with `train.torch_compile`."""
     bias_dropout_fusion: Switch = None
     """Fuse bias, dropout and residual addition into one kernel. Unset: on for GPUs with a compiler where the model has
     biases or `hidden_dropout`, and with `train.torch_compile`."""

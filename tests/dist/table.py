@@ -505,7 +505,7 @@ def _rows() -> Iterator[Row]:
     yield Row("llama", "tp2 sp", {"speed": dict.fromkeys(fused, True)})
     yield Row("moe with shared experts", "dp2 ep2", {"speed": {"moe_shared_expert_overlap": True}})
     yield Row("gpt", "dp2", {"parallelism": _OVERLAP_BOTH, "speed": _SMALL_BUCKETS})
-    yield Row("gpt", "tp2", {"speed": {"deterministic_mode": True}})
+    yield Row("gpt", "tp2", {"speed": {"deterministic_mode": True, "bias_activation_fusion": True}})
     scattered: Sections = {
         "parallelism": {"grad_reduce_in_fp32": False}, "speed": {"reduce_scatter_with_fp32_accumulation": True},
     }  # fmt: skip

@@ -24,6 +24,7 @@ from llmrecipes.engine.core.versions import PERMUTES_BY_MASK
 
 _FUNCTIONAL, _ATTENTION = "torch.nn.functional", "llmrecipes.engine.core.model.attention"
 _SWIGLU, _DROPOUT = "megatron.core.fusions.fused_bias_swiglu", "megatron.core.fusions.fused_bias_dropout"
+_GELU = "llmrecipes.engine.core.platform.gelu"
 _ROPE, _GPT = "llmrecipes.engine.core.platform.rope", "llmrecipes.engine.core.model.gpt"
 _LATENT = "megatron.core.transformer.multi_latent_attention"
 _REPLACED = (
@@ -43,6 +44,8 @@ _REPLACED = (
     (_SWIGLU, "weighted_swiglu_back"),
     (_DROPOUT, "bias_dropout_add_fused_train"),
     (_ROPE, "kernel"),
+    (_GELU, "bias_gelu_kernel"),
+    (_GELU, "bias_gelu_kernel_back"),
     (_GPT, "CompiledLossKernels"),
 )
 _PLAIN = {name: getattr(resolve(owner), name) for owner, name in _REPLACED}
@@ -165,8 +168,8 @@ def _weighted_gradient(
     return torch.empty_like(values), torch.empty_like(weights)
 
 
-def _rotary(values: torch.Tensor, *_others: Any) -> torch.Tensor:
-    """Rotary embeddings in one kernel."""
+def _same(values: torch.Tensor, *_others: Any) -> torch.Tensor:
+    """Rotary embeddings, or GELU of a sum, in one kernel."""
     return torch.empty_like(values, memory_format=torch.contiguous_format)
 
 
@@ -192,7 +195,9 @@ _COMPILED = {
     "swiglu_back": _gradient,
     "bias_swiglu_back": _gradient,
     "weighted_swiglu_back": _weighted_gradient,
-    "kernel": _rotary,
+    "kernel": _same,
+    "bias_gelu_kernel": _same,
+    "bias_gelu_kernel_back": _same,
     "CompiledLossKernels": LossShapes,
     "bias_dropout_add_fused_train": partial(resolve(_DROPOUT)._bias_dropout_add_func, training=True),
 }

@@ -43,6 +43,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch.optim.adamw import adamw
 
+from llmrecipes.engine.core.platform.gelu import install_gelu
 from llmrecipes.engine.core.platform.patching import replace, resolve
 from llmrecipes.engine.core.platform.rope import install_rope
 from llmrecipes.hardware.builds import transformer_engine_obstacle
@@ -57,6 +58,7 @@ def install_substitutes() -> None:
     replace("megatron.core.tensor_parallel.layers", "get_tensor_model_parallel_group_if_none", default_group)
     install_restoring()
     install_rope()
+    install_gelu()
     replace("megatron.core.tensor_parallel", "ColumnParallelLinear", OutputLayer)
     install_uncounted()
     install_uncompiled_optimizers()
