@@ -28,8 +28,10 @@ LONGEST_JOB = timedelta(minutes=5)
 LOOPBACK = "127.0.0.1"
 
 _CONTEXT = get_context("forkserver")
-# The latter is for context parallelism.
-_CONTEXT.set_forkserver_preload(["tests.dist.training", "torch.nn.attention.bias"])
+# What each rank would import by itself; the last is for context parallelism.
+_CONTEXT.set_forkserver_preload(
+    ["tests.dist.training", "tests.dist.worlds", "llmrecipes.engine.megatron.backend", "torch.nn.attention.bias"]
+)
 
 
 class WorldFailed(AssertionError):
