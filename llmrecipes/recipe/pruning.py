@@ -152,7 +152,7 @@ def _sizes(recipe: Recipe, options: PruneOptions) -> list[str]:
             raise UserError(
                 "experts, but the model is dense",
                 where="--method",
-                rule="experts needs a model with experts",
+                rule="experts needs model.num_moe_experts",
                 fix="--method width",
             )
         return [f"model.num_moe_experts={_left('experts', model.num_moe_experts, kept)}"]
