@@ -44,16 +44,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Look for no garbage while modules are imported, nor later in what they hold: it takes half of this time.
-
-    A run in this process would make them visible to each later collection: a twentieth of the time of tests.
-    """
+    """Look for no garbage while modules are imported, nor later in what they hold: it takes half of this time."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
-        gc.unfreeze = lambda: None
         gc.enable()
 
 

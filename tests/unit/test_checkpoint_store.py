@@ -105,7 +105,7 @@ def _flip_in_manifest(path: Path) -> None:
     ("damage", "says"),
     [
         (_flip, "weights.bin: SHA-256 differs"),
-        (_truncate, "weights.bin: 7 bytes, 1200 were written"),
+        (_truncate, "weights.bin: 7 bytes, expected 1200"),
         (_lose_file, "folder/rng.bin: No such file"),
         (_lose_manifest, "manifest.json: No such file"),
         (_cut_manifest, "manifest.json: Invalid JSON"),

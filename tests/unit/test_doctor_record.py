@@ -89,7 +89,7 @@ def test_a_report_shows_it_escaped(tmp_path: Path, capsys: pytest.CaptureFixture
     shown = section()
     for words in (
         "20 nodes: 1 fail, 1 warn, 1 ok",
-        "Of 1 checks before, 1 failed",
+        "Of 1 earlier checks, 1 failed",
         "&lt;it&gt;",
         "n7 and 12 more",
     ):
