@@ -17,6 +17,7 @@ from benchmarks.turns import Session
 from llmrecipes.bench.rivals import count, gpu_memory, hf_trainer, micro_batches, plain
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.derive import derive
+from llmrecipes.recipe.features import FEATURES
 from llmrecipes.recipe.schema import Recipe
 
 
@@ -55,6 +56,13 @@ def ours_default_allocator(recipe: Recipe, session: Session) -> None:
 
     cpu._keep_freed_memory = lambda: None
     ours(recipe, session)
+
+
+def ours_fused(recipe: Recipe, session: Session) -> None:
+    """This project with the functions that are compiled by default on a GPU only."""
+    names = {"bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion", "cross_entropy_loss_fusion"}
+    wanted = {name: True for name in sorted(names) if FEATURES[name].recipe(recipe) is None}
+    ours(recipe.model_copy(update={"speed": recipe.speed.model_copy(update=wanted)}), session)
 
 
 def litgpt(recipe: Recipe, session: Session) -> None:
@@ -136,6 +144,7 @@ def ours_compiled(recipe: Recipe, session: Session) -> None:
 CONTENDERS: dict[str, Callable[[Recipe, Session], None]] = {
     "llmrecipes": ours,
     "llmrecipes+compile": ours_compiled,
+    "llmrecipes+fused": ours_fused,
     "llmrecipes-allocator": ours_default_allocator,
     "hf-trainer": hf_trainer,
     "hf-trainer+compile": hf_trainer_compiled,
