@@ -74,7 +74,7 @@ def _moments(
     last = stage == layout.pipeline_model_parallel_size - 1
     predictions, recomputed_prediction = _mtp(recipe, per)
     # Of the losses, and of recomputed predictions: freed with them.
-    inputs = 1 + s.mtp_num_layers * (2 if recipe.train.recompute_method == "uniform" else 1)
+    inputs = (recipe.lora is None) + s.mtp_num_layers * (2 if recipe.train.recompute_method == "uniform" else 1)
     ends = per.edge * (recipe.lora is None) + predictions
     norm = layout.final_norm(s.mtp_num_layers)
     if norm == (layout.pipeline_model_parallel_size - 1, len(chunks) - 1):
