@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from llmrecipes.engine.core.platform.patching import replace
+from llmrecipes.hardware.builds import compiled_at_first_call
 
 
 def install_gelu() -> None:
@@ -33,32 +32,16 @@ class _BiasGelu(torch.autograd.Function):
     def forward(ctx: Any, values: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         """As the values."""
         ctx.save_for_backward(values, bias)
-        return bias_gelu_kernel(values, bias)
+        result: torch.Tensor = bias_gelu_kernel(values.detach(), bias.detach())
+        return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Gradients of the values and of the bias."""
         values, bias = ctx.saved_tensors
-        slope = bias_gelu_kernel_back(gradients[0], values, bias)
+        slope = bias_gelu_kernel_back(gradients[0], values.detach(), bias.detach())
         return slope, slope.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
-
-
-def bias_gelu_kernel(values: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """`forth`, compiled."""
-    result: torch.Tensor = _compiled(forth)(values.detach(), bias.detach())
-    return result
-
-
-def bias_gelu_kernel_back(gradient: torch.Tensor, values: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """`back`, compiled."""
-    result: torch.Tensor = _compiled(back)(gradient, values.detach(), bias.detach())
-    return result
-
-
-@cache
-def _compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return torch.compile(function)
 
 
 def forth(values: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -72,3 +55,7 @@ def back(gradient: torch.Tensor, values: torch.Tensor, bias: torch.Tensor) -> to
     normal = 0.5 * (1 + torch.erf(total * math.sqrt(0.5)))
     density = torch.exp(-0.5 * total * total) / math.sqrt(2 * math.pi)
     return (gradient.float() * (normal + total * density)).to(gradient.dtype)
+
+
+bias_gelu_kernel = compiled_at_first_call(torch.compile, forth)
+bias_gelu_kernel_back = compiled_at_first_call(torch.compile, back)

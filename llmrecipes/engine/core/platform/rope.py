@@ -8,13 +8,14 @@ computed once for all layers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from llmrecipes.engine.core.platform.patching import replace, resolve
+from llmrecipes.hardware.builds import compiled_at_first_call
 
 ROPE = "megatron.core.models.common.embeddings.rope_utils"
 _PLAIN, _FUSED = "_apply_rotary_pos_emb_bshd", "fused_apply_rotary_pos_emb"
@@ -142,20 +143,17 @@ def one_pass(values: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, b
 
 def kernel(values: torch.Tensor, angles: torch.Tensor, mscale: float, back: bool) -> torch.Tensor:
     """As `three_passes`, in one compiled kernel."""
-    factors = _factors(angles, mscale, torch.float32)
-    result: torch.Tensor = _compiled(_back if back else _forth)(values.detach(), *factors)
+    rotate = _back if back else _forth
+    result: torch.Tensor = rotate(values.detach(), *_factors(angles, mscale, torch.float32))
     return result
 
 
-@cache
-def _compiled(rotate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return torch.compile(rotate)  # compiled once more, for all sizes, when it sees a second one
-
-
-# Two functions, because torch counts how often it compiles each.
+# Two functions, because torch counts how often it compiles each: once more, for all sizes, at the second one.
+@partial(compiled_at_first_call, torch.compile)
 def _forth(values: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
     return one_pass(values, cosines, sines, False)
 
 
+@partial(compiled_at_first_call, torch.compile)
 def _back(values: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
     return one_pass(values, cosines, sines, True)
