@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -116,6 +116,20 @@ PatienceOption = Annotated[
 ]
 
 
+def with_options(**tables: Mapping[str, Any]) -> Callable[[T], T]:
+    """Mark a command that takes several options as one parameter, a mapping from their names to their values.
+
+    Args:
+        tables: by parameter, the annotated type of each option by its name on the command line; its default is None.
+    """
+
+    def mark(command: T) -> T:
+        command.tables = tables  # type: ignore[attr-defined]
+        return command
+
+    return mark
+
+
 def with_run_options(*, in_jobs: bool) -> Callable[[T], T]:
     """Mark a command whose parameter `options` stands for the options of a start.
 
@@ -133,13 +147,35 @@ def with_run_options(*, in_jobs: bool) -> Callable[[T], T]:
 
 
 def expanded(command: Callable[..., Any]) -> Callable[..., Any]:
-    """A command with an option for each field of `RunOptions`, if it is marked; else the same."""
+    """A command with an option for each of its marks (`with_run_options`, `with_options`); else the same."""
     in_jobs: bool | None = getattr(command, "in_jobs", None)
+    tables: Mapping[str, Mapping[str, Any]] = getattr(command, "tables", {})
     if in_jobs is None:
         return command
+    from llmrecipes.launch.run_options import RunOptions
+
+    inserted = {"options": _run_parameters(in_jobs), **{name: _parameters(table) for name, table in tables.items()}}
+    parameters: list[Parameter] = []
+    for parameter in signature(command, eval_str=True).parameters.values():
+        parameters += inserted.get(parameter.name, [parameter])
+
+    @wraps(command)
+    def decorated(**arguments: Any) -> Any:
+        chosen = {option.name: arguments.pop(option.name) for option in inserted["options"]}
+        options = RunOptions(**({"sample": False} if in_jobs else {}), **chosen)
+        values = {
+            name: {option: arguments.pop(_identifier(option)) for option in table} for name, table in tables.items()
+        }
+        return command(**arguments, options=options, **values)
+
+    decorated.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    decorated.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return decorated
+
+
+def _run_parameters(in_jobs: bool) -> list[Parameter]:
     from llmrecipes.launch.run_options import RunOptions, declared, flag
 
-    names = [name for name, _ in declared(in_jobs=in_jobs)]
     options: list[Parameter] = []
     for name, option in declared(in_jobs=in_jobs):
         field = RunOptions.model_fields[name]
@@ -148,18 +184,18 @@ def expanded(command: Callable[..., Any]) -> Callable[..., Any]:
         shown = typer.Option(*words, help=option.help, metavar=option.metavar, min=_least(field.metadata))
         kind = Annotated[field.annotation, shown]  # type: ignore[name-defined]
         options.append(Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=field.default, annotation=kind))
-    parameters: list[Parameter] = []
-    for parameter in signature(command, eval_str=True).parameters.values():
-        parameters += options if parameter.name == "options" else [parameter]
+    return options
 
-    @wraps(command)
-    def decorated(**arguments: Any) -> Any:
-        chosen = {name: arguments.pop(name) for name in names}
-        return command(**arguments, options=RunOptions(**({"sample": False} if in_jobs else {}), **chosen))
 
-    decorated.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    decorated.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return decorated
+def _parameters(table: Mapping[str, Any]) -> list[Parameter]:
+    return [
+        Parameter(_identifier(name), Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=kind)
+        for name, kind in table.items()
+    ]
+
+
+def _identifier(option: str) -> str:
+    return option.replace("-", "_")
 
 
 def _least(metadata: Sequence[object]) -> int | None:

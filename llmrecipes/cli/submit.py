@@ -21,6 +21,7 @@ from llmrecipes.cli.options import (
     RecipeArgument,
     RunsOption,
     site_option,
+    with_options,
     with_run_options,
 )
 from llmrecipes.commandline import command_line
@@ -31,9 +32,125 @@ if TYPE_CHECKING:
     from llmrecipes.workflow.submit import Preview, Submitted
 
 LONGEST_REASON = 200
+LAUNCHER_OPTIONS: dict[str, Any] = {
+    "partition": Annotated[
+        str | None,
+        typer.Option("--partition", metavar="NAME", help="slurm: submit to this partition; default: the profile's."),
+    ],
+    "account": Annotated[
+        str | None,
+        typer.Option("--account", metavar="NAME", help="slurm: charge this account; default: the profile's."),
+    ],
+    "qos": Annotated[
+        str | None,
+        typer.Option("--qos", metavar="NAME", help="slurm: use this quality of service; default: the profile's."),
+    ],
+    "time": Annotated[
+        str | None,
+        typer.Option("--time", metavar="LIMIT", help="slurm: time limit, such as 8:00:00; default: the profile's."),
+    ],
+    "image": Annotated[
+        str | None,
+        typer.Option("--image", metavar="REF", help="Run in this container image; for k8s, NAME@sha256:DIGEST."),
+    ],
+    "runtime": Annotated[
+        str | None,
+        typer.Option(
+            "--runtime",
+            metavar="WHAT",
+            help="slurm: run containers with pyxis or apptainer, or none; default: the profile's.",
+        ),
+    ],
+    "python": Annotated[
+        str | None,
+        typer.Option(
+            "--python", metavar="PATH", help="Start ranks with this Python; default: the current one, or the image's."
+        ),
+    ],
+    "warning": Annotated[
+        int | None,
+        typer.Option(
+            "--warning",
+            metavar="S",
+            min=1,
+            max=65535,
+            help="slurm: save and requeue S seconds before the time limit; default: twice the time of a step and a "
+            "save.",
+        ),
+    ],
+    "max-restarts": Annotated[
+        int | None,
+        typer.Option(
+            "--max-restarts",
+            metavar="N",
+            min=0,
+            help="Restart at most N times after failures, then exit with code 93.",
+        ),
+    ],
+    "prepare-partition": Annotated[
+        str | None,
+        typer.Option("--prepare-partition", metavar="NAME", help="slurm: tokenize missing data in this partition."),
+    ],
+    "prepare-tasks": Annotated[
+        int | None,
+        typer.Option(
+            "--prepare-tasks",
+            metavar="N",
+            min=1,
+            max=1000,
+            help="slurm, k8s: tokenize missing data with an array of N nodes, or a Job of N pods; default: 1.",
+        ),
+    ],
+    "sbatch": Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sbatch", metavar="OPTION", help="Pass an option to sbatch, repeatable: --sbatch=--reservation=x"
+        ),
+    ],
+    "flavor": Annotated[
+        str | None,
+        typer.Option("--flavor", metavar="KIND", help="k8s: create a job (default), jobset or trainjob."),
+    ],
+    "namespace": Annotated[
+        str | None,
+        typer.Option("--namespace", metavar="NAME", help="k8s: create objects in this namespace; default: default."),
+    ],
+    "claim": Annotated[
+        str | None,
+        typer.Option("--claim", metavar="NAME", help="k8s: keep runs and data on this PersistentVolumeClaim."),
+    ],
+    "queue": Annotated[
+        str | None, typer.Option("--queue", metavar="NAME", help="k8s: submit to this LocalQueue of Kueue.")
+    ],
+    "topology": Annotated[
+        str | None, typer.Option("--topology", metavar="LABEL", help="k8s: prefer nodes that share this label's value.")
+    ],
+    "secret": Annotated[
+        list[str] | None,
+        typer.Option("--secret", metavar="VAR=NAME[:KEY]", help="k8s: set a variable from a Secret."),
+    ],
+    "tracking-uri": Annotated[
+        str | None, typer.Option("--tracking-uri", metavar="URL", help="k8s: log to this MLflow server.")
+    ],
+    "service-account": Annotated[
+        str | None, typer.Option("--service-account", metavar="NAME", help="k8s: run pods under this service account.")
+    ],
+    "pull-secret": Annotated[
+        str | None, typer.Option("--pull-secret", metavar="NAME", help="k8s: pull the image with this Secret.")
+    ],
+    "host-network": Annotated[
+        bool | None, typer.Option("--host-network", help="k8s: use the host network, if RDMA needs it.")
+    ],
+    "prepared": Annotated[
+        bool | None,
+        typer.Option("--prepared", help="k8s: skip the data preparation Job; the data is already on the claim."),
+    ],
+}
+"""Options of launchers by name; each launcher lists those that it supports in `takes`."""
 
 
 @with_run_options(in_jobs=True)
+@with_options(launcher_options=LAUNCHER_OPTIONS)
 def submit(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
@@ -53,117 +170,7 @@ def submit(
             help="Start N ranks on a node; default: one per GPU, or one without GPUs.",
         ),
     ] = None,
-    partition: Annotated[
-        str | None,
-        typer.Option("--partition", metavar="NAME", help="slurm: submit to this partition; default: the profile's."),
-    ] = None,
-    account: Annotated[
-        str | None,
-        typer.Option("--account", metavar="NAME", help="slurm: charge this account; default: the profile's."),
-    ] = None,
-    qos: Annotated[
-        str | None,
-        typer.Option("--qos", metavar="NAME", help="slurm: use this quality of service; default: the profile's."),
-    ] = None,
-    time: Annotated[
-        str | None,
-        typer.Option("--time", metavar="LIMIT", help="slurm: time limit, such as 8:00:00; default: the profile's."),
-    ] = None,
-    image: Annotated[
-        str | None,
-        typer.Option("--image", metavar="REF", help="Run in this container image; for k8s, NAME@sha256:DIGEST."),
-    ] = None,
-    runtime: Annotated[
-        str | None,
-        typer.Option(
-            "--runtime",
-            metavar="WHAT",
-            help="slurm: run containers with pyxis or apptainer, or none; default: the profile's.",
-        ),
-    ] = None,
-    python: Annotated[
-        str | None,
-        typer.Option(
-            "--python", metavar="PATH", help="Start ranks with this Python; default: the current one, or the image's."
-        ),
-    ] = None,
-    warning: Annotated[
-        int | None,
-        typer.Option(
-            "--warning",
-            metavar="S",
-            min=1,
-            max=65535,
-            help="slurm: save and requeue S seconds before the time limit; default: twice the time of a step and a "
-            "save.",
-        ),
-    ] = None,
-    max_restarts: Annotated[
-        int | None,
-        typer.Option(
-            "--max-restarts",
-            metavar="N",
-            min=0,
-            help="Restart at most N times after failures, then exit with code 93.",
-        ),
-    ] = None,
-    prepare_partition: Annotated[
-        str | None,
-        typer.Option("--prepare-partition", metavar="NAME", help="slurm: tokenize missing data in this partition."),
-    ] = None,
-    prepare_tasks: Annotated[
-        int | None,
-        typer.Option(
-            "--prepare-tasks",
-            metavar="N",
-            min=1,
-            max=1000,
-            help="slurm, k8s: tokenize missing data with an array of N nodes, or a Job of N pods; default: 1.",
-        ),
-    ] = None,
-    sbatch: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--sbatch", metavar="OPTION", help="Pass an option to sbatch, repeatable: --sbatch=--reservation=x"
-        ),
-    ] = None,
-    flavor: Annotated[
-        str | None,
-        typer.Option("--flavor", metavar="KIND", help="k8s: create a job (default), jobset or trainjob."),
-    ] = None,
-    namespace: Annotated[
-        str | None,
-        typer.Option("--namespace", metavar="NAME", help="k8s: create objects in this namespace; default: default."),
-    ] = None,
-    claim: Annotated[
-        str | None,
-        typer.Option("--claim", metavar="NAME", help="k8s: keep runs and data on this PersistentVolumeClaim."),
-    ] = None,
-    queue: Annotated[
-        str | None, typer.Option("--queue", metavar="NAME", help="k8s: submit to this LocalQueue of Kueue.")
-    ] = None,
-    topology: Annotated[
-        str | None, typer.Option("--topology", metavar="LABEL", help="k8s: prefer nodes that share this label's value.")
-    ] = None,
-    secret: Annotated[
-        list[str] | None,
-        typer.Option("--secret", metavar="VAR=NAME[:KEY]", help="k8s: set a variable from a Secret."),
-    ] = None,
-    tracking_uri: Annotated[
-        str | None, typer.Option("--tracking-uri", metavar="URL", help="k8s: log to this MLflow server.")
-    ] = None,
-    service_account: Annotated[
-        str | None, typer.Option("--service-account", metavar="NAME", help="k8s: run pods under this service account.")
-    ] = None,
-    pull_secret: Annotated[
-        str | None, typer.Option("--pull-secret", metavar="NAME", help="k8s: pull the image with this Secret.")
-    ] = None,
-    host_network: Annotated[
-        bool | None, typer.Option("--host-network", help="k8s: use the host network, if RDMA needs it.")
-    ] = None,
-    prepared: Annotated[
-        bool, typer.Option("--prepared", help="k8s: skip the data preparation Job; the data is already on the claim.")
-    ] = False,
+    launcher_options: Any = None,
     run_id: Annotated[
         str | None,
         typer.Option("--run-id", metavar="ID", help="Start or resume the run with this id; default: a new id."),
@@ -186,14 +193,6 @@ def submit(
 
     setup_logging()
     place = launcher(to)
-    launcher_options: dict[str, Any] = {
-        "partition": partition, "account": account, "qos": qos, "time": time, "image": image, "runtime": runtime,
-        "python": python, "warning": warning, "max-restarts": max_restarts, "sbatch": sbatch, "flavor": flavor,
-        "namespace": namespace, "claim": claim, "queue": queue, "topology": topology, "secret": secret,
-        "tracking-uri": tracking_uri, "service-account": service_account, "pull-secret": pull_secret,
-        "host-network": host_network,
-        "prepare-partition": prepare_partition, "prepare-tasks": prepare_tasks, "prepared": prepared or None,
-    }  # fmt: skip
     _require_options_of(to, place, launcher_options)
     if dry_run and wait:
         raise UserError("not valid with --dry-run", where="--wait", rule="a dry run submits nothing", fix="remove it")

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import Entry
     from llmrecipes.data.manifest import DataManifest
     from llmrecipes.data.prepared import Prepared
-    from llmrecipes.recipe.schema import Recipe
     from llmrecipes.tracking.energy import Energy
     from llmrecipes.tracking.progress import Counted
 

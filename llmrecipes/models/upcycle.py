@@ -82,7 +82,7 @@ def _require_memory(dense: Plan, moe: Plan, cluster: Cluster) -> None:
     if needed > moe.memory_capacity_bytes:
         raise UserError(
             f"upcycling needs {gib(needed)}, {gib(moe.memory_capacity_bytes)} available",
-            where=f"recipe {moe.recipe}",
+            where=f"recipe {moe.recipe.name}",
             rule="one process holds the dense model, the mixture of experts and its optimizer state",
             fix="upcycle on a machine with more memory"
             + (", or without its GPU: CUDA_VISIBLE_DEVICES=" if cluster.gpus else ""),

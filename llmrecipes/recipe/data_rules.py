@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
-from llmrecipes.recipe.data_steps import JUDGES, LANGUAGES, REQUIRED, STEPS, Step
+from llmrecipes.recipe.data_steps import LANGUAGES, REQUIRED, STEPS, Step
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.plugins import DataStep, declared
 from llmrecipes.recipe.schema import Recipe
@@ -417,7 +417,7 @@ def _contradictions(recipe: Recipe) -> Iterator[Problem]:
             "cut_spans needs the text that is tokenized, but noise changes it",
             "remove noise or cut_spans",
         )
-    early = [kind for kind in JUDGES if kind in of and places[kind] < places.get("html", -1)]
+    early = [kind for kind in of if places[kind] < places.get("html", -1) and not STEPS[kind].takes_markup]
     if early:
         yield Problem(
             f"data.steps.{places['html']}.type",

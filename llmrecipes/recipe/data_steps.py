@@ -12,10 +12,16 @@ from llmrecipes.recipe.section import NonNegInt, PosFloat, PosInt, Section
 NAMESPACE = "llmrecipes.data"
 STEPS: dict[str, DataStep] = {
     "html": DataStep(
-        target=f"{NAMESPACE}.cleaning:html", takes={"main_content": True}, extra="corpora", package="resiliparse"
+        target=f"{NAMESPACE}.cleaning:html",
+        takes_markup=True,
+        takes={"main_content": True},
+        extra="corpora",
+        package="resiliparse",
     ),
-    "unicode": DataStep(target=f"{NAMESPACE}.cleaning:unicode", extra="corpora", package="ftfy"),
-    "length": DataStep(target=f"{NAMESPACE}.steps:length", takes={"min_characters": None, "max_characters": None}),
+    "unicode": DataStep(target=f"{NAMESPACE}.cleaning:unicode", takes_markup=True, extra="corpora", package="ftfy"),
+    "length": DataStep(
+        target=f"{NAMESPACE}.steps:length", takes_markup=True, takes={"min_characters": None, "max_characters": None}
+    ),
     "language": DataStep(
         target=f"{NAMESPACE}.quality:language",
         takes={"languages": None, "min_probability": 0.5},
@@ -33,17 +39,21 @@ STEPS: dict[str, DataStep] = {
         extra="corpora",
         package="fasttext",
     ),
-    "personal_data": DataStep(target=f"{NAMESPACE}.cleaning:personal_data"),
+    "personal_data": DataStep(target=f"{NAMESPACE}.cleaning:personal_data", takes_markup=True),
     "decontaminate": DataStep(
-        target=f"{NAMESPACE}.contamination:decontaminate", takes={"paths": None, "tasks": None, "ngram_words": 13}
+        target=f"{NAMESPACE}.contamination:decontaminate",
+        takes_markup=True,
+        takes={"paths": None, "tasks": None, "ngram_words": 13},
     ),
     "duplicates": DataStep(
         target=f"{NAMESPACE}.copies:Duplicates",
+        takes_markup=True,
         takes={"span_sentences": None, "max_repeated_spans": 0.5, "cut_spans": False, "min_words": 50},
         compares=True,
     ),
     "near_duplicates": DataStep(
         target=f"{NAMESPACE}.copies:NearDuplicates",
+        takes_markup=True,
         takes={"threshold": 0.8, "permutations": 128, "shingle_words": 5},
         compares=True,
         extra="corpora",
@@ -51,18 +61,20 @@ STEPS: dict[str, DataStep] = {
     ),
     "noise": DataStep(
         target=f"{NAMESPACE}.steps:noise",
+        takes_markup=True,
         takes={"noise_rate": 0.1, "replacement": "blank", "seed": 1234},
         augments=True,
     ),
     "balance": DataStep(
-        target=f"{NAMESPACE}.balance:balanced", takes={"temperature": 1.0, "max_epochs": 4.0}, weighs=True
+        target=f"{NAMESPACE}.balance:balanced",
+        takes_markup=True,
+        takes={"temperature": 1.0, "max_epochs": 4.0},
+        weighs=True,
     ),
 }
 """What `data.steps[].type` may be. A step that compares documents comes after those that look at one."""
 REQUIRED = {"language": ("languages",), "classifier": ("model", "labels")}
 """The keys that a type does not work without."""
-JUDGES = ("language", "gopher", "repetition", "c4", "fineweb", "code", "classifier")
-"""Types that judge text, which must not be a web page any more."""
 _CODES = """
 ace af am an ar ary arz as az ba bcl be bg bn br bs ca crh cs cy da de dz el en eo es et eu ext fa
 fi fo fr fuv fy ga gcf gcr gd gl gom grc gu gug guw ha hbo he hi hr ht hu hy id ig is it ja jv ka

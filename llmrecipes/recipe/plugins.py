@@ -52,6 +52,8 @@ class DataStep:
     is in, are those of the text before."""
     weighs: bool = False
     """Whether it only decides how often sources are drawn from, so that tokens do not depend on it."""
+    takes_markup: bool = False
+    """Whether it may come before `html`, on web pages; steps that judge text may not."""
     extra: str | None = None
     """Extra of pyproject.toml that has its package; None: the project's dependencies are enough."""
     package: str | None = None

@@ -151,6 +151,15 @@ def test_every_type_has_its_function_and_its_keys() -> None:
     assert step_spec(Data()).steps == () and SplitRule((1.0, 0.0, 0.0)).of(b"\0" * 32) == "train"
 
 
+def test_a_step_that_judges_text_comes_after_html() -> None:
+    judges = [name for name, step in STEPS.items() if not step.takes_markup]
+    assert {name for name, step in STEPS.items() if ".quality:" in step.target} <= set(judges)
+    keys = {"language": ", languages: [en]", "classifier": ", model: a.bin, labels: [good]"}
+    for name in judges:
+        with refused("data.steps.1.type"):
+            load("gpt-tiny", [f"data.steps=[{{type: {name}{keys.get(name, '')}}}, {{type: html}}]"])
+
+
 @pytest.mark.parametrize(
     ("steps", "where", "value"),
     [

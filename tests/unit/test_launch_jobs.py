@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from llmrecipes.cli.app import run
+from llmrecipes.cli.submit import LAUNCHER_OPTIONS
 from llmrecipes.launch import job as jobs
 from llmrecipes.launch import record, registry
 from llmrecipes.launch.base import (
@@ -434,6 +435,40 @@ def test_a_local_job_is_cancelled_and_resumed(
     capsys.readouterr()
     assert run([*words, f"train.train_iters={result.step + 3}", "--accept-changes", "--wait"]) == 0
     assert json.loads(capsys.readouterr().out)["result"]["step"] == result.step + 3
+
+
+LAUNCHER_VALUES = {
+    "time": "8:00:00", "runtime": "apptainer", "image": f"example.com/y@sha256:{'1' * 64}", "python": "/opt/python3",
+    "warning": "300", "max-restarts": "0", "sbatch": "--comment=x", "prepare-tasks": "2", "flavor": "jobset",
+    "secret": "TOKEN=name", "tracking-uri": "http://mlflow:5000", "host-network": None, "prepared": None,
+    "topology": "rack",
+}  # fmt: skip
+"""Values of the options that do not take any word; None: a flag."""
+
+
+@pytest.mark.parametrize("to", [*registry.LAUNCHERS])
+def test_no_option_of_a_launcher_is_ignored(to: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(*words: str) -> tuple[str, str]:
+        assert run([*command, *words, "--dry-run"]) == 0
+        told = capsys.readouterr()
+        return told.out, told.err
+
+    command = ["submit", "gpt-7b", "--to", to, "--run-id", "r", "--cluster", "h100-ib"]
+    if to == "local":
+        command[1] = "gpt-tiny"
+        del command[-2:]
+    image = ["--image", f"example.com/x@sha256:{'0' * 64}"]
+    for name in registry.launcher(to).takes:
+        value = LAUNCHER_VALUES.get(name, "word")
+        words = [f"--{name}"] if value is None else [f"--{name}={value}"]
+        more = image if name == "runtime" or (to == "k8s" and name != "image") else []
+        more = [*more, "--queue", "q"] if name == "topology" else more
+        before = image if to == "k8s" else []
+        assert shown(*more, *words) != shown(*(more or before)), name
+
+
+def test_every_option_of_a_launcher_is_one_of_submit() -> None:
+    assert set().union(*(registry.launcher(name).takes for name in registry.LAUNCHERS)) == LAUNCHER_OPTIONS.keys()
 
 
 def test_the_options_of_a_start_reach_the_ranks_of_every_launcher(capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,7 +50,7 @@ def notice(plan: Plan, profile: Profile, runs_dir: Path, fixed: int | None) -> N
         fixed: the user's own seconds.
     """
     if fixed is not None:
-        return Notice(fixed, "--notice")
+        return Notice(fixed, "--warning")
     earlier = _longest(measured(runs_dir / plan.recipe.name, RUNS))
     if earlier is None:
         seconds = plan.checkpoint_bytes / (profile.storage_gb_per_s * GB)
