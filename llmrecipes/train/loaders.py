@@ -22,7 +22,7 @@ from llmrecipes.data.batches import Ranges, ReaderLost, batches, read_error
 from llmrecipes.data.by_source import counts_of_parts, held_out_parts, with_source
 from llmrecipes.data.dataset import build, build_set
 from llmrecipes.data.precomputed import taught
-from llmrecipes.data.prepared import Prepared, bits_per_byte
+from llmrecipes.data.prepared import Prepared, bits_per_byte, drawn_sources
 from llmrecipes.engine.base import Batch, World
 from llmrecipes.errors import UserError
 from llmrecipes.faults.watchdog import Beat, unwatched
@@ -62,6 +62,11 @@ class DataLoaders:
     def leaving_out(self, skipped: Ranges) -> DataLoaders:
         """Loaders without the global batches that have a sample in these ranges."""
         return replace(self, train=partial(self.train, skipped=skipped)) if skipped else self
+
+
+def has_held_out(recipe: Recipe, prepared: Prepared) -> bool:
+    """Whether the loaders of this recipe evaluate anything; reads no tokens."""
+    return bool(recipe.data.valid_sources or drawn_sources(recipe, prepared, "valid"))
 
 
 def open_loaders(recipe: Recipe, prepared: Prepared, world: World, *, pin_memory: bool) -> DataLoaders:

@@ -133,12 +133,12 @@ class Loop:
         saves = Saves(self.plan, self.engine, self.saver, self.tracker, self.recipe_hash, self.local, self)
         if self.evaluation_due:
             if not self._evaluate(progress):
-                return self._stopped(progress)
+                return self.stopped(progress.step), progress.step
             if monitors(self.plan.recipe):
                 saves.save(progress)  # once more: the checkpoint does not have this evaluation
         ended = stop_reason(self.monitored, train) is not None
         if self.tasks is not None and self.tasks.missing(progress.step, ended) and not self.tasks.run(progress.step):
-            return self._stopped(progress)
+            return self.stopped(progress.step), progress.step
         first = progress.step
         while progress.step < train.train_iters and not ended:
             began = guard.first_sample(progress, self.plan)
@@ -169,15 +169,14 @@ class Loop:
             # When a stop is requested, an evaluation is left for the resumed run, even that of the last step.
             if stopping and (evaluating or not last):
                 saves.require(progress)
-                return self._stopped(progress)
+                return self.stopped(progress.step), progress.step
         saves.require(progress)
         return LoopOutcome.FINISHED, progress.step
 
-    def _stopped(self, progress: Progress) -> tuple[LoopOutcome, int]:
-        logger.info(
-            "stopped after step %d of %d; the state is saved", progress.step, self.plan.recipe.train.train_iters
-        )
-        return LoopOutcome.STOPPED, progress.step
+    def stopped(self, step: int) -> LoopOutcome:
+        """Say that the run stops after a step, which is saved."""
+        logger.info("stopped after step %d of %d; the state is saved", step, self.plan.run_recipe.train.train_iters)
+        return LoopOutcome.STOPPED
 
     def _require_read(self, step: int, failure: UserError | None) -> None:
         failure = first_failure(failure, self.engine.platform.device)

@@ -14,6 +14,7 @@ from itertools import count
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from llmrecipes.checkpoint.saver import AsyncSaver
 from llmrecipes.console import console
@@ -36,7 +37,7 @@ from llmrecipes.train.debug import anomaly_mode
 from llmrecipes.train.evaluations import TaskEvaluations, evaluation_due
 from llmrecipes.train.folder import require_exists, stop_when_deleted
 from llmrecipes.train.hangs import hangs, watchdog
-from llmrecipes.train.loaders import one_batch_forever, open_loaders
+from llmrecipes.train.loaders import has_held_out, one_batch_forever, open_loaders
 from llmrecipes.train.local import choose_from, open_local
 from llmrecipes.train.loop import Loop, LoopOutcome
 from llmrecipes.train.measured import line, measured
@@ -97,26 +98,29 @@ def layouts(engines: Backend) -> Iterator[Callable[[Recipe], World]]:
 
 def train_stages(joined: Joined) -> ExitCode:
     """Train from the newest checkpoint to the end of the run, stage by stage; a collective of all ranks."""
-    code = train_stage(joined, from_scratch=joined.spec.from_scratch, from_best=joined.spec.from_best)
+    code, last = train_stage(joined, from_scratch=joined.spec.from_scratch, from_best=joined.spec.from_best)
     while code is None:
         # What the last stage had is gone before the next one is built, also for what does not allocate through torch.
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        code = train_stage(joined, from_scratch=False, from_best=False)
+        code, last = train_stage(joined, from_scratch=False, from_best=False, ended_at=last)
     return code
 
 
-def train_stage(joined: Joined, *, from_scratch: bool, from_best: bool) -> ExitCode | None:
+def train_stage(
+    joined: Joined, *, from_scratch: bool, from_best: bool, ended_at: int | None = None
+) -> tuple[ExitCode | None, int]:
     """Train the stage of the next step, or the whole of a run without stages; a collective of all ranks.
 
     Args:
         from_scratch: first move the run's history aside.
         from_best: first delete the checkpoints after the one of the lowest held-out loss.
+        ended_at: last step of the stage that these processes have just ended, with all its evaluations.
 
     Returns:
-        The exit code of the run; None: another stage follows.
+        The exit code of the run, None if another stage follows; and its last step.
     """
     spec, platform, rank, store = joined.spec, joined.platform, joined.rank, joined.store
     prepared, stop, engines = joined.prepared, joined.stop, backend(joined.spec.recipe)
@@ -130,7 +134,12 @@ def train_stage(joined: Joined, *, from_scratch: bool, from_best: bool) -> ExitC
         step = 0 if start.entry is None else start.entry.step
         # An evaluation that a stop has left out is one of the stage that ended.
         ended = stage_of(spec.recipe, step, ending=True)
-        is_due = evaluation_due(step, ended, spec.run.metrics, rank, monitored(start.entry))
+        is_due = (
+            step != ended_at
+            and not spec.overfit_batch
+            and has_held_out(ended, prepared)
+            and evaluation_due(step, ended, spec.run.metrics, rank, monitored(start.entry))
+        )
         recipe = ended if is_due else stage_of(spec.recipe, step)
         span, plan = span_of(recipe), plan_of(whole, recipe)
         world = joined.lay_out(recipe)
@@ -252,7 +261,7 @@ def train_stage(joined: Joined, *, from_scratch: bool, from_best: bool) -> ExitC
                 )
                 tracker.note(rewind.note)
                 held_out = monitored(rewind.entry)
-                due = evaluation_due(progress.step, recipe, spec.run.metrics, world, held_out)
+                due = loaders.evaluates and evaluation_due(progress.step, recipe, spec.run.metrics, world, held_out)
                 loop = loop.again(tracker, due, held_out)
         last = progress.step + len(loop.losses)
         telemetry.end(last)
@@ -271,6 +280,10 @@ def train_stage(joined: Joined, *, from_scratch: bool, from_best: bool) -> ExitC
             local.forget()
         more = outcome is LoopOutcome.FINISHED and span is not None and last < span.whole.train.train_iters
         more = more and stop_reason(loop.monitored, recipe.train) is None  # which ends the run, not the stage
+        if more and not loop.losses and not is_due:
+            raise RuntimeError(f"the stage that ends at step {last} had neither a step nor an evaluation to do")
+        if more and any_rank(stop.requested or last == spec.stop_after, platform.device):
+            more, outcome = False, loop.stopped(last)
         # Close the progress display before printing anything else.
         tracker.close("FINISHED" if outcome is LoopOutcome.FINISHED and not more else "KILLED")
         with engine.params_synced():
@@ -280,7 +293,14 @@ def train_stage(joined: Joined, *, from_scratch: bool, from_best: bool) -> ExitC
                 console().print(used.line(tokens), markup=False)
             if world.is_first and outcome is LoopOutcome.FINISHED and not more:
                 print_summary(spec.model_copy(update={"recipe": recipe}), prepared, loop)
-    return None if more else outcome.value
+    return None if more else outcome.value, last
+
+
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Whether the flag is set on some rank; a collective of all ranks."""
+    answer = torch.tensor(int(flag), device=device)
+    dist.all_reduce(answer, dist.ReduceOp.MAX)
+    return bool(answer.item())
 
 
 def plan_of(plan: Plan, recipe: Recipe) -> Plan:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -145,6 +147,45 @@ def test_patience_counts_evaluations_of_the_same_sequences_and_ends_the_run(
         assert [line["step"] for line in train_lines(early)] == [1, 2, 3, 4, 5]
         assert [line["step"] for line in lines(early) if line.get("event") == "ended_early"] == [5]
         assert Run(early).is_finished(stopping(2).train)
+
+
+def test_stages_without_held_out_text_end_and_stop_at_their_boundary(
+    corpus: Path, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of(split: list[float]) -> Recipe:
+        train = {"train_iters": 4, "eval_interval": 2}
+        one = tiny_on(corpus, train=train, data={"split": split, "num_workers": 0})
+        stages = [{"name": "one", "train_iters": 2}, {"name": "two"}]
+        made = Recipe.model_validate({**one.model_dump(mode="json"), "stages": stages})
+        prepare(made, data_dir)
+        return made
+
+    recipe = of([100.0, 0.0, 0.0])
+    assert run_spec(recipe, tmp_path, data_dir) == 0
+    whole = tmp_path / "runs/tiny/r"
+    assert [line["step"] for line in train_lines(whole)] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines(whole) if line.get("event") == "started"] == [0, 2]
+    # Asked to stop in the last step of a stage, by an option or by a signal, it does not begin the next one.
+    assert run_spec(recipe, tmp_path / "option", data_dir, stop_after=2) == 75
+    real = MegatronEngine.train_step
+
+    def signalled(engine: MegatronEngine, *arguments: Any, **options: Any) -> Any:
+        result = real(engine, *arguments, **options)
+        if len(train_lines(tmp_path / "signal/runs/tiny/r")) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)  # after the loss of the step, which has carried no flag
+        return result
+
+    monkeypatch.setattr(MegatronEngine, "train_step", signalled)
+    assert run_spec(recipe, tmp_path / "signal", data_dir) == 75
+    monkeypatch.undo()
+    for folder in ("option", "signal"):
+        run = tmp_path / folder / "runs/tiny/r"
+        assert [line["step"] for line in train_lines(run)] == [1, 2]
+        assert run_spec(recipe, tmp_path / folder, data_dir) == 0
+        assert curve(run) == curve(whole)
+    # Held-out text that a rehearsal leaves out is not evaluated either.
+    run_spec(of([90.0, 5.0, 5.0]), tmp_path / "overfit", data_dir, overfit_batch=True)
+    assert [line["step"] for line in train_lines(tmp_path / "overfit/runs/tiny/r")] == [1, 2, 3, 4]
 
 
 def require_same(run: Path, other: Path) -> None:
