@@ -43,6 +43,23 @@ def _has_ended(values: dict[str, Any]) -> bool:
     return then.host == this.host and then.boot_id != this.boot_id  # the machine was restarted
 
 
+def local_step(run_dir: Path) -> int | None:
+    """Step of the last start from local checkpoints, which may be gone with their nodes; None: there was none."""
+    try:
+        step = read_json(RunFiles(run_dir).local_checkpoints, root=run_dir, most=RECORD)["resumed"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return step if type(step) is int else None
+
+
+def _published(run_dir: Path, resumed_step: int, earlier: Any) -> int | None:
+    """Step of the last checkpoint in the run directory, as a start from this step knows it."""
+    earlier = earlier if type(earlier) is int else None
+    if resumed_step and resumed_step != local_step(run_dir):
+        return resumed_step
+    return None if earlier is None else min(earlier, resumed_step)
+
+
 class StatusSink(Sink):
     """Keeps status.json up to date, at most once a second."""
 
@@ -62,7 +79,7 @@ class StatusSink(Sink):
             # The rules by which the run ended before its last step, until it goes on.
             "ended_by": earlier.get("ended_by") if resumed_step and resumed_step == earlier.get("step") else None,
             # Evidence that there was a checkpoint, even if none is found.
-            "checkpoint": resumed_step if resumed_step or type(earlier.get("checkpoint")) is int else None,
+            "checkpoint": _published(run_dir, resumed_step, earlier.get("checkpoint")),
         }
         # Of all processes of the run, so that what it has used is known whether or not anybody watched it.
         seconds = earlier.get("seconds")

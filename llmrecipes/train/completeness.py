@@ -71,7 +71,8 @@ def saved_step(run_dir: Path) -> int | None:
     values = status.read(run_dir)
     step, checkpoint = values.get("step"), values.get("checkpoint")
     if type(checkpoint) is int:
-        steps.append(checkpoint)
+        # An older version recorded the step of a start from local checkpoints too.
+        steps += [] if checkpoint == status.local_step(run_dir) else [checkpoint]
     elif "checkpoint" not in values and values.get("state") in ("finished", "saved") and type(step) is int and step > 0:
         steps.append(step)
     names = (DAMAGED.fullmatch(path.name) for path in _children(Run(run_dir).checkpoints))

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from llmrecipes.errors import ExitCode
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.rundir import Run
+from llmrecipes.tracking import status
 from llmrecipes.train import folder
 from llmrecipes.train.completeness import require_complete
 from llmrecipes.workflow import slurm
@@ -149,6 +151,40 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(run_dir:
     (run_dir / "checkpoints" / "damaged-step-00000004-ab").mkdir(parents=True)
     with refused(run_dir, rule="step 4", code=ExitCode.STOP):
         require_complete(run_dir)
+
+
+def test_local_checkpoints_alone_are_continued_by_a_second_command(
+    tmp_path: Path, corpus: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    local = {"non_persistent_save_interval": 2, "non_persistent_local_ckpt_dir": str(tmp_path / "disk-{node}")}
+    recipe = write_recipe(tiny_on(corpus, "local", checkpoint={"save_interval": 100, **local}), tmp_path)
+    paths = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(data_dir)]
+    command = ["train", recipe, "--run-id", "r", "--no-sample", *paths]
+    run, real, calls = tmp_path / "runs/local/r", MegatronEngine.train_step, count(1)
+
+    class Killed(BaseException):
+        pass
+
+    def killed(engine: MegatronEngine, *arguments: Any, **options: Any) -> Any:
+        if next(calls) % 6 == 0:
+            raise Killed
+        return real(engine, *arguments, **options)
+
+    monkeypatch.setattr(MegatronEngine, "train_step", killed)
+    for _ in range(2):
+        with pytest.raises(Killed):
+            cli.run(command)
+    monkeypatch.undo()
+    # Its steps are evidence of no checkpoint, whoever looks: this command, or a program that reads the status.
+    assert json.loads((run / "status.json").read_text())["checkpoint"] is None
+    require_complete(run)
+    older = {**json.loads((run / "status.json").read_text()), "checkpoint": status.local_step(run)}
+    (run / "status.json").write_text(json.dumps(older))
+    assert cli.run(command) == 0, capfd.readouterr().err
+    assert [line["step"] for line in train_lines(run)] == list(range(1, 13))
+    resumed = [line["step"] for line in lines(run) if line.get("event") == "resumed_locally"]
+    assert len(resumed) == 2 and resumed == sorted(set(resumed))
+    assert json.loads((run / "status.json").read_text())["checkpoint"] == 12
 
 
 def test_from_scratch_belongs_to_a_run_that_is_named(trained: Path, tmp_path: Path) -> None:
