@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from llmrecipes.data.encode import Encoded
+from llmrecipes.data.encode import Encoded, load
 from llmrecipes.errors import UserError
 from llmrecipes.untrusted import require_ends
 
@@ -205,7 +205,7 @@ def chat_encoder(tokenizer_json: str, dtype: str, spec: ChatSpec) -> Callable[[l
         dtype: NumPy name of the ids' type.
         spec: template and longest conversation.
     """
-    backend = tokenizers.Tokenizer.from_str(tokenizer_json)
+    backend = load(tokenizer_json, special_as_text=False)
     # A name of a special token in a message would become that token: a user's text would end its turn.
     special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
     forged = re.compile("|".join(map(re.escape, special)) or "(?!)")

@@ -56,10 +56,22 @@ class Encoded:
 Encode = Callable[[list[bytes]], Encoded]
 
 
-def load(tokenizer_json: str) -> tokenizers.Tokenizer:
-    """A tokenizer that treats names of special tokens in text as plain text: data cannot end a document."""
+def load(tokenizer_json: str, *, special_as_text: bool = True) -> tokenizers.Tokenizer:
+    """A tokenizer whose ids depend on the text only.
+
+    A `tokenizer.json` keeps the truncation and padding of the last call before it was saved; transformers switches both
+    off unless a call asks for them. It may also keep the dropout of a BPE, which draws other ids in every call.
+
+    Args:
+        tokenizer_json: text of the file.
+        special_as_text: names of special tokens in text are plain text, so that data cannot end a document.
+    """
     tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
-    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None):
+        tokenizer.model.dropout = None
+    tokenizer.encode_special_tokens = special_as_text
     return tokenizer
 
 
@@ -83,8 +95,9 @@ def encoder(tokenizer_json: str, eod: int, dtype: str, *, by_word: bool) -> Enco
 @lru_cache(maxsize=1)
 def gigatoken(tokenizer_json: str) -> Gigatoken | str:
     """What encodes with a Hugging Face tokenizer in this process, or why its own library does."""
+    reference = load(tokenizer_json)
     try:
-        return Gigatoken(tokenizer_json, load(tokenizer_json))
+        return Gigatoken(reference.to_str(), reference)
     except Unsupported as reason:
         return str(reason)
 

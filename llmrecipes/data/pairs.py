@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 import numpy as np
-import tokenizers
 
 from llmrecipes.data.chat import (
     CUT,
@@ -28,6 +27,7 @@ from llmrecipes.data.chat import (
     render,
 )
 from llmrecipes.data.chat import REJECTED as REFUSED
+from llmrecipes.data.encode import load
 from llmrecipes.data.rows import CHOSEN, PROMPT, REJECTED
 from llmrecipes.errors import UserError
 
@@ -46,7 +46,7 @@ def pair_encoder(tokenizer_json: str, dtype: str, eod: int, spec: ChatSpec) -> C
         eod: id that ends an answer of a pair of texts; templates end messages themselves.
         spec: template, and the longest prompt with its answer.
     """
-    backend = tokenizers.Tokenizer.from_str(tokenizer_json)
+    backend = load(tokenizer_json, special_as_text=False)
     special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
     forged = re.compile("|".join(map(re.escape, special)) or "(?!)")
 

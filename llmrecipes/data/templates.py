@@ -15,6 +15,7 @@ import tokenizers
 
 from llmrecipes import untrusted
 from llmrecipes.data.chat import Template
+from llmrecipes.data.encode import load
 from llmrecipes.data.prepared import TOKENIZER, Prepared
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Recipe, Tokenizer
@@ -267,10 +268,14 @@ def question(prepared: Prepared, content: str) -> Question:
         UserError: see `of_prepared`; or the template refuses the message.
     """
     template = of_prepared(prepared)
-    backend = tokenizers.Tokenizer.from_file(str(prepared.path / TOKENIZER))
+    backend = _backend(prepared)
     text = template.prompt([{"role": "user", "content": content}])
     ids = backend.encode(text, add_special_tokens=False).ids
     return Question(text, ids, answer_end(prepared, template, content))
+
+
+def _backend(prepared: Prepared) -> tokenizers.Tokenizer:
+    return load((prepared.path / TOKENIZER).read_text("utf-8"), special_as_text=False)
 
 
 def answer_end(prepared: Prepared, template: Template, content: str = ".") -> int:
@@ -284,7 +289,7 @@ def answer_end(prepared: Prepared, template: Template, content: str = ".") -> in
     Raises:
         UserError: the template refuses the message.
     """
-    backend = tokenizers.Tokenizer.from_file(str(prepared.path / TOKENIZER))
+    backend = _backend(prepared)
     user = {"role": "user", "content": content}
     limit = len(template.prompt([user])) + 1
     answered, spans = template.spans([user, {"role": "assistant", "content": "."}], limit)

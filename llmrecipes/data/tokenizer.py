@@ -157,7 +157,7 @@ def load_huggingface(section: Section, vocab_size: int) -> tuple[tokenizers.Toke
     """
     where = "data.tokenizer"
     loaded = _huggingface(section)
-    backend = tokenizers.Tokenizer.from_str(loaded.backend_tokenizer.to_str())
+    backend = load(loaded.backend_tokenizer.to_str(), special_as_text=False)
     eod = loaded.eos_token_id if loaded.eos_token_id is not None else backend.token_to_id(EOD)
     if eod is None:
         raise UserError(
@@ -222,7 +222,7 @@ def require_bounded(section: Section) -> None:
         loaded = transformers.AutoTokenizer.from_pretrained(
             section.path, revision=section.revision or "main", trust_remote_code=False
         )
-        backend = tokenizers.Tokenizer.from_str(loaded.backend_tokenizer.to_str())
+        backend = load(loaded.backend_tokenizer.to_str())
         for text in _SLOW:
             backend.encode(text, add_special_tokens=False)
 
