@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llmrecipes.data.copies import shingles
 from llmrecipes.data.eval_files import files, task_files
 from llmrecipes.data.parts import damages, decompressor
 from llmrecipes.data.steps import Step
+from llmrecipes.data.words import sequences
 from llmrecipes.errors import UserError
 
 _ROWS = tuple(f".{name}{end}" for name in ("jsonl", "json") for end in ("", ".gz", ".zst", ".xz", ".bz2"))
@@ -19,10 +19,10 @@ _ROWS = tuple(f".{name}{end}" for name in ("jsonl", "json") for end in ("", ".gz
 def decontaminate(paths: list[str] | None, ngram_words: int, tasks: dict[str, list[str]] | None = None) -> Step:
     """Drop documents that have a sequence of `ngram_words` words in common with a text of the files.
 
-    Words are in lower case, without punctuation. GPT-3's sequences have 13 (Brown et al. 2020, arXiv 2005.14165,
-    appendix C), and what is around them is removed; this step drops the document. Texts with fewer words are not
-    looked for. Counted by the name of the file or task. Every process holds the hashes of all sequences: some 100 bytes
-    a word.
+    Words (`words.words`) are in lower case, without punctuation. GPT-3's sequences have 13 (Brown et al. 2020, arXiv
+    2005.14165, appendix C), and what is around them is removed; this step drops the document. Texts with fewer words
+    are not looked for. Counted by the name of the file or task. Every process holds the hashes of all sequences: some
+    100 bytes a word.
 
     Args:
         paths: files or globs: of JSON lines and Parquet every string of a row is a text, of samples that
@@ -36,12 +36,11 @@ def decontaminate(paths: list[str] | None, ngram_words: int, tasks: dict[str, li
     named_files += [(name, Path(file)) for name, of_task in (tasks or {}).items() for file in of_task]
     for name, file in named_files:
         for text in _texts(file):
-            for gram in shingles(text, ngram_words):
-                if gram.count(" ") == ngram_words - 1:
-                    names.setdefault(hash(gram), name)
+            for gram in sequences(text, ngram_words):
+                names.setdefault(hash(gram), name)
 
     def step(texts: list[str]) -> list[str] | str:
-        for gram in shingles("\n".join(texts), ngram_words):
+        for gram in sequences("\n".join(texts), ngram_words):
             if name := names.get(hash(gram)):
                 return name
         return texts

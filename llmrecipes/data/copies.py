@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import re
-import unicodedata
 from functools import lru_cache
 
 import numpy as np
 
-_DIGITS, _NOT_WORDS = re.compile(r"\d"), re.compile(r"[\W_]+")
-
-
-_SENTENCE = re.compile(r"(?<=[.!?])[\"'”’)\]]*\s+|\n+")
+from llmrecipes.data.words import normalized, pieces, sentence_starts, shingles
 
 
 class Duplicates:
@@ -44,7 +39,9 @@ class Duplicates:
 
     def mark(self, text: str) -> bytes:
         """The hash of the normalized text: 16 bytes; then 8 bytes of each span."""
-        whole = hashlib.blake2b(normalized(text).encode(), digest_size=16).digest()
+        # Of a text without words, such as emoji, the characters.
+        words = normalized(text) or "".join(text.split())
+        whole = hashlib.blake2b(words.encode(), digest_size=16).digest()
         if self._span is None:
             return whole
         sentences = [each for _, each in _sentences(text)]
@@ -77,12 +74,13 @@ class Duplicates:
             return text, []
         # What has no words, such as a rule of dashes, belongs to the sentence before it.
         starts = [start for start, _ in _sentences(text)]
-        pieces = [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
-        left = text[: starts[0]] + "".join(piece for n, piece in enumerate(pieces) if n not in repeated)
-        if len(left.split()) < self._min_words:
+        bounds = zip(starts, [*starts[1:], len(text)], strict=True)
+        parts = [text[start:end] for start, end in bounds]
+        left = text[: starts[0]] + "".join(part for n, part in enumerate(parts) if n not in repeated)
+        if len(pieces(left)) < self._min_words:
             return "", [text]
         self._seen |= new
-        return left, [piece for n, piece in enumerate(pieces) if n in repeated]
+        return left, [part for n, part in enumerate(parts) if n in repeated]
 
 
 def _whole_and_spans(mark: bytes) -> tuple[bytes, list[bytes]]:
@@ -91,40 +89,14 @@ def _whole_and_spans(mark: bytes) -> tuple[bytes, list[bytes]]:
 
 def _sentences(text: str) -> list[tuple[int, str]]:
     """Where the sentences and lines of a text begin, and each normalized; none without a word."""
-    starts = [0, *(match.end() for match in _SENTENCE.finditer(text))]
+    starts = sentence_starts(text)
     bounds = zip(starts, [*starts[1:], len(text)], strict=True)
     return [(start, words) for start, end in bounds if (words := normalized(text[start:end]))]
 
 
-def normalized(text: str) -> str:
-    """Lower case, digits as 0, without accents, one space for what lies between words."""
-    if not text.isascii():
-        text = "".join(c for c in unicodedata.normalize("NFD", text) if not unicodedata.combining(c))
-    return _NOT_WORDS.sub(" ", _DIGITS.sub("0", text.lower())).strip()
-
-
-# A word; of Chinese and Japanese, which do not put spaces between words, a character.
-_HAN_KANA = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-_WORD = re.compile(rf"[{_HAN_KANA}]|[^\W{_HAN_KANA}]+")
-_APART = {code: " " for code in range(128) if not re.match(r"\w", chr(code))}
 _SEED = 1
 _CERTAIN = 0.99
 """Probability of comparing a document with an earlier one of exactly the threshold's similarity."""
-
-
-def shingles(text: str, n: int) -> list[str]:
-    """Sequences of n words in lower case, without punctuation; of a shorter text all its words."""
-    words = _words(text.lower())
-    return list(map(" ".join, zip(*(words[k:] for k in range(n)), strict=False))) or [" ".join(words)]
-
-
-def _words(text: str) -> list[str]:
-    """What `_WORD` finds; in ASCII in a third of the time, and no word goes beyond a line."""
-    if text.isascii():
-        return text.translate(_APART).split()
-    if "\n" not in text:
-        return _WORD.findall(text)
-    return [word for line in text.split("\n") for word in _words(line)]
 
 
 def bands_of(threshold: float, permutations: int) -> tuple[int, int]:

@@ -10,11 +10,12 @@ from typing import Any
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from llmrecipes.data.copies import BandIndex, band_keys, bands_of, margin, shingles, signature
+from llmrecipes.data.copies import BandIndex, band_keys, bands_of, margin, signature
 from llmrecipes.data.documents import token_files, without_end
 from llmrecipes.data.infilling import restored
 from llmrecipes.data.prepared import Prepared
 from llmrecipes.data.split import Split
+from llmrecipes.data.words import shingles
 from llmrecipes.errors import UserError
 
 HELD_OUT: tuple[Split, ...] = ("valid", "test")

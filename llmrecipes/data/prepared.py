@@ -156,7 +156,7 @@ def content(recipe: Recipe) -> dict[str, object]:
         if name not in chosen:
             del data[name]  # likewise before this step existed
     if steps := [step for step in recipe.data.steps if not STEPS[step.type].weighs]:
-        data["steps"] = [{"type": step.type, **step.settings} for step in steps]
+        data["steps"] = [{"type": step.type, **step.settings, **_revision(step.type)} for step in steps]
         for each in data["steps"]:
             if each.get("cut_spans") is False:
                 del each["cut_spans"], each["min_words"]  # likewise
@@ -167,6 +167,7 @@ def content(recipe: Recipe) -> dict[str, object]:
     if recipe.data.valid_sources:
         for source in data["valid_sources"]:
             del source["weight"]
+        data |= _revision("duplicates")
     else:
         del data["valid_sources"]  # likewise before this key existed
     if recipe.data.chat is None:
@@ -180,6 +181,11 @@ def content(recipe: Recipe) -> dict[str, object]:
     if has_scores(recipe):
         data["scores"] = "compression_ratio"
     return {**data, "vocab_size": recipe.model.vocab_size}
+
+
+def _revision(kind: str) -> dict[str, int]:
+    revision = STEPS[kind].revision
+    return {} if revision == 1 else {"revision": revision}
 
 
 def has_scores(recipe: Recipe) -> bool:

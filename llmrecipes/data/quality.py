@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmrecipes.data.steps import Step
+from llmrecipes.data.words import ends_sentence, pieces, sentences, tokens
 from llmrecipes.errors import UserError
 
 _STOP_WORDS = frozenset({"the", "be", "to", "of", "and", "that", "have", "with"})
@@ -140,15 +141,14 @@ def classifier_of_languages() -> Callable[[str], tuple[str, float]]:
 _CITATION = re.compile(r"\[\d*]|\[edit]|\[citation needed]")
 _LINE_ENDS = (".", "?", "!", '"', "'")
 _POLICIES = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
-_SENTENCE_END = re.compile(r"[.!?]+[\"'”’)\]]*(?=\s|$)")
 _LONGEST_WORD, _LEAST_WORDS = 1000, 3  # characters of a word, words of a line
 
 
 def c4(terminal_punctuation: bool, min_sentences: int) -> Step:
     """Take lines out of documents, and drop documents, by the rules of C4 (Raffel et al. 2020, arXiv 1910.10683, 2.2).
 
-    A line stays if it ends with a full stop, a question or exclamation mark or a straight quotation mark, but not with
-    an ellipsis, and has at least 3 words, none of more than 1,000 characters, and neither "javascript" nor a phrase of
+    A line stays if it ends with a mark that ends sentences in some script or a straight quotation mark, but not with an
+    ellipsis, and has at least 3 words, none of more than 1,000 characters, and neither "javascript" nor a phrase of
     cookie and privacy notices. Citations such as [1] are removed. A document is dropped by `curly_bracket` or
     `lorem_ipsum` in a line that would stay, or by `sentences` if what stays has fewer than `min_sentences`. C4's list
     of bad words is not applied.
@@ -159,7 +159,7 @@ def c4(terminal_punctuation: bool, min_sentences: int) -> Step:
     """
 
     def step(texts: list[str]) -> list[str] | str:
-        kept_lines, sentences = [], 0
+        kept_lines, count = [], 0
         for text in texts:
             kept = []
             for whole in text.splitlines():
@@ -167,10 +167,10 @@ def c4(terminal_punctuation: bool, min_sentences: int) -> Step:
                 if line in _C4_DROPS:
                     return line
                 if line:
-                    sentences += max(1, len(_SENTENCE_END.findall(line)))
+                    count += max(1, sentences(line))
                     kept.append(line)
             kept_lines.append("\n".join(kept).strip())
-        return kept_lines if sentences >= min_sentences else "sentences"
+        return kept_lines if count >= min_sentences else "sentences"
 
     return step
 
@@ -180,12 +180,12 @@ _C4_DROPS = frozenset({"lorem_ipsum", "curly_bracket"})
 
 def _line(line: str, terminal: bool) -> str:
     """A line as it stays, empty if it does not, or the rule by which it drops its document."""
-    words = line.split()
+    words = pieces(line)
     if len(line) > _LONGEST_WORD and any(len(word) > _LONGEST_WORD for word in words):
         return ""
     if "[" in line:
         line = _CITATION.sub("", line)
-    if terminal and (not line.endswith(_LINE_ENDS) or line.endswith("...")):
+    if terminal and (not (line.endswith(_LINE_ENDS) or ends_sentence(line)) or line.endswith("...")):
         return ""
     if len(words) < _LEAST_WORDS:
         return ""
@@ -199,7 +199,6 @@ def _line(line: str, terminal: bool) -> str:
     return "" if any(map(lower.__contains__, _POLICIES)) else line
 
 
-_TOKEN = re.compile(r"\w(?:[^\s/-]*\w)?|[^\w\s]")  # a word or a punctuation mark; as many as spaCy's within 10 %
 _SHORT_LINE = 30
 
 
@@ -211,16 +210,13 @@ def fineweb() -> Step:
     more than 67 % have at most 30 characters; `line_characters`: more than 1 % of the characters are in lines that
     repeat an earlier one; `list`: more than 0.3 line breaks a word or punctuation mark.
     """
-    import regex  # type: ignore[import-untyped]
-
-    ends = regex.compile(r"\p{STerm}").match  # Unicode's Sentence_Terminal
 
     def step(texts: list[str]) -> list[str] | str:
         text = "\n".join(texts)
         lines = [line for line in text.split("\n") if line.strip()]
         if not lines:
             return "line_punctuation"
-        if sum(ends(line[-1]) is not None for line in lines) < 0.12 * len(lines):
+        if sum(map(ends_sentence, lines)) < 0.12 * len(lines):
             return "line_punctuation"
         if sum(len(line) <= _SHORT_LINE for line in lines) > 0.67 * len(lines):
             return "short_lines"
@@ -233,7 +229,7 @@ def fineweb() -> Step:
         breaks = text.count("\n")
         if again > 0.01 * (len(text) - breaks):
             return "line_characters"
-        return "list" if breaks > 0.3 * len(_TOKEN.findall(text)) else texts
+        return "list" if breaks > 0.3 * tokens(text) else texts
 
     return step
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, Protocol, runtime_checkable
 
 from llmrecipes.data.split import Split, SplitRule, digest
+from llmrecipes.data.words import pieces, with_pieces
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.data_steps import STEPS
 from llmrecipes.recipe.data_steps import Step as Step_
@@ -338,9 +338,6 @@ def max_characters(most: int) -> Step:
     return lambda texts: texts if sum(map(len, texts)) <= most else None
 
 
-_WORD = re.compile(r"\S+")
-
-
 def noise(noise_rate: float, replacement: str, seed: int) -> Step:
     """Replace words, with the white space as it is (Xie et al. 2017, arXiv 1703.02573, 3.2).
 
@@ -350,13 +347,13 @@ def noise(noise_rate: float, replacement: str, seed: int) -> Step:
 
     def step(texts: list[str]) -> list[str]:
         draw = random.Random(digest(f"{seed}\n{texts[0]}".encode())).random
-        words = _WORD.findall(texts[0])
+        words = pieces(texts[0])
 
-        def replaced(word: re.Match[str]) -> str:
+        def replaced(word: str) -> str:
             if draw() >= noise_rate:
-                return word[0]
+                return word
             return "_" if replacement == "blank" else words[int(draw() * len(words))]
 
-        return [_WORD.sub(replaced, texts[0])]
+        return [with_pieces(texts[0], replaced)]
 
     return step

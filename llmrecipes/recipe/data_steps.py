@@ -30,8 +30,10 @@ STEPS: dict[str, DataStep] = {
     ),
     "gopher": DataStep(target=f"{NAMESPACE}.quality:gopher", takes={"min_words": 50, "max_words": 100_000}),
     "repetition": DataStep(target=f"{NAMESPACE}.quality:repetition"),
-    "c4": DataStep(target=f"{NAMESPACE}.quality:c4", takes={"terminal_punctuation": True, "min_sentences": 5}),
-    "fineweb": DataStep(target=f"{NAMESPACE}.quality:fineweb", extra="corpora", package="regex"),
+    "c4": DataStep(
+        target=f"{NAMESPACE}.quality:c4", takes={"terminal_punctuation": True, "min_sentences": 5}, revision=2
+    ),
+    "fineweb": DataStep(target=f"{NAMESPACE}.quality:fineweb", revision=2),
     "code": DataStep(target=f"{NAMESPACE}.quality:code", takes={"max_line_length": 1000, "max_mean_line_length": 100}),
     "classifier": DataStep(
         target=f"{NAMESPACE}.quality:classifier",
@@ -44,18 +46,21 @@ STEPS: dict[str, DataStep] = {
         target=f"{NAMESPACE}.contamination:decontaminate",
         takes_markup=True,
         takes={"paths": None, "tasks": None, "ngram_words": 13},
+        revision=2,
     ),
     "duplicates": DataStep(
         target=f"{NAMESPACE}.copies:Duplicates",
         takes_markup=True,
         takes={"span_sentences": None, "max_repeated_spans": 0.5, "cut_spans": False, "min_words": 50},
         compares=True,
+        revision=2,
     ),
     "near_duplicates": DataStep(
         target=f"{NAMESPACE}.copies:NearDuplicates",
         takes_markup=True,
         takes={"threshold": 0.8, "permutations": 128, "shingle_words": 5},
         compares=True,
+        revision=2,
         extra="corpora",
         package="rensa",
     ),
@@ -64,6 +69,7 @@ STEPS: dict[str, DataStep] = {
         takes_markup=True,
         takes={"noise_rate": 0.1, "replacement": "blank", "seed": 1234},
         augments=True,
+        revision=2,
     ),
     "balance": DataStep(
         target=f"{NAMESPACE}.balance:balanced",

@@ -54,6 +54,8 @@ class DataStep:
     """Whether it only decides how often sources are drawn from, so that tokens do not depend on it."""
     takes_markup: bool = False
     """Whether it may come before `html`, on web pages; steps that judge text may not."""
+    revision: int = 1
+    """Raised when it makes something else of the same documents: what was prepared before is then prepared again."""
     extra: str | None = None
     """Extra of pyproject.toml that has its package; None: the project's dependencies are enough."""
     package: str | None = None

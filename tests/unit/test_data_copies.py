@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmrecipes.data import compare, copies
+from llmrecipes.data import compare
 from llmrecipes.data import corpus as corpus_module
 from llmrecipes.data.copies import (
     BandIndex,
@@ -21,12 +21,12 @@ from llmrecipes.data.copies import (
     different,
     margin,
     most_different,
-    shingles,
     sketch,
 )
 from llmrecipes.data.leaks import check_near_copies
 from llmrecipes.data.prepare import prepare
 from llmrecipes.data.prepared import Prepared
+from llmrecipes.data.words import shingles
 from llmrecipes.recipe.schema import Source
 from tests.refusals import refused
 from tests.unit.test_data_steps import with_steps
@@ -67,15 +67,6 @@ def test_bands_find_a_pair_of_the_threshold(threshold: float, permutations: int)
     assert bands * rows <= permutations
     assert rows == 1 or probability(bands, rows) >= 0.99
     assert probability(permutations // (rows + 1), rows + 1) < 0.99
-
-
-def test_words_are_those_of_the_pattern_however_they_are_split() -> None:
-    """Shingles count for the marks of prepared data, so a faster way has the same words."""
-    rng = random.Random(3)
-    letters = [*map(chr, range(0x250)), *"中あ_ _\n\n  \u2028\u212a\x1c\x85" * 20]
-    for text in ["", *("".join(rng.choices(letters, k=rng.randrange(60))) for _ in range(1000)), "a-b_c 1\n" * 9]:
-        for each in (text, text.encode("ascii", "ignore").decode()):
-            assert shingles(each, 1) == (copies._WORD.findall(each.lower()) or [""])
 
 
 def test_the_index_finds_what_a_dictionary_finds() -> None:

@@ -16,13 +16,13 @@ from tokenizers import Tokenizer
 
 from llmrecipes.data import contamination
 from llmrecipes.data import corpus as corpus_module
-from llmrecipes.data.copies import normalized
 from llmrecipes.data.documents import documents
 from llmrecipes.data.eval_files import files_of_tasks
 from llmrecipes.data.prepare import prepare
 from llmrecipes.data.prepared import fingerprint, held_out_text
 from llmrecipes.data.split import SPLITS, SplitRule, digest
 from llmrecipes.data.steps import Dropped, pipeline, step_spec
+from llmrecipes.data.words import normalized
 from llmrecipes.data.write import SAMPLES
 from llmrecipes.diagnosis.prepared import of_data
 from llmrecipes.recipe.data_steps import LANGUAGES, STEPS, Step
