@@ -40,6 +40,8 @@ PHASES = ("data", "step", "evaluate", "tasks", "save")
 LEAST = {"save": 7200.0, "tasks": 3600.0}
 """Seconds of a phase that may wait for something else: a save for the one before, which has its own timeout; a batch of
 a task for the first rank, which prepares texts and computes statistics."""
+LEARNED_LEAST = {"tasks": LEAST["tasks"]}
+"""The same where limits are learned: batches of tasks have too little in common."""
 FACTOR = 10.0
 """Times the longest measured time of a phase that it may last."""
 POLL_SECONDS = 1.0
@@ -75,6 +77,8 @@ class HangLimits:
     """However short it was before."""
     first: float
     """Before it was measured once: compilation, connections, cold caches."""
+    learned: bool = False
+    """`least` is for work whose duration is known; saves too have a limit by how long they were written."""
 
 
 class RankHeartbeat:
@@ -88,6 +92,7 @@ class RankHeartbeat:
     def __init__(self, limits: HangLimits, memory: mmap.mmap) -> None:
         self._limits, self._memory = limits, memory
         self._longest: dict[str, float] = {}
+        self._written: float | None = None
         self._phase, self._since, self._step, self._steps = "", 0.0, 0, 0
 
     def __call__(self, phase: str, step: int | None = None) -> None:
@@ -108,9 +113,17 @@ class RankHeartbeat:
             self._step = step
         _STATE.pack_into(self._memory, 0, now, now + self.limit(phase), self._step, PHASES.index(phase))
 
+    def written(self, seconds: float) -> None:
+        """Learn how long a save took to the end of its writing, for which the next one waits."""
+        self._written = max(self._written or 0.0, seconds)
+
     def limit(self, phase: str) -> float:
         """Seconds that a phase may last."""
-        least, longest = max(self._limits.least, LEAST.get(phase, 0.0)), self._longest.get(phase)
+        learned = self._limits.learned and (phase != "save" or self._written is not None)
+        least = max(self._limits.least, (LEARNED_LEAST if learned else LEAST).get(phase, 0.0))
+        longest = self._longest.get(phase)
+        if learned and phase == "save":
+            longest = max(longest or 0.0, self._written or 0.0)
         if longest is None or self._in_first_step(phase):
             return max(self._limits.first, least)
         return max(least, FACTOR * longest)

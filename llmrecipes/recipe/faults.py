@@ -17,9 +17,10 @@ class Faults(Section):
     batches before any update; if it is finite then, training continues and the rank is reported, otherwise the run
     stops (exit code 93). `disabled`: the run stops at once. Unset: `validate_results` with the engine megatron;
     deepspeed stops at once."""
-    rank_heartbeat_timeout: PosFloat | None = 600.0
+    rank_heartbeat_timeout: PosFloat | Literal["learned"] | None = "learned"
     """Seconds in which a rank must make progress (a step, a read, an evaluation or a save), or ten times the longest so
-    far if that is more; otherwise it is reported and killed, and the run may be restarted. Null: no watchdog."""
+    far if that is more; otherwise it is reported and killed, and the run may be restarted. `learned`: 30 seconds,
+    once the first of its kind has ended. Null: no watchdog."""
     initial_rank_heartbeat_timeout: PosFloat = 3600.0
     """The same for the first step, read, evaluation and save, which may compile and connect."""
     check_weight_hash_across_dp_replicas_interval: PosInt | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
@@ -20,24 +20,36 @@ NOTED = "noted.json"
 """Name of a report that is a note of the run."""
 
 
-def limits(recipe: Recipe) -> HangLimits | None:
+LEARNED_SECONDS = 30.0
+PROFILED_SECONDS = 600.0
+"""The ranks wait in a step while one of them writes its profile, which no step before has shown."""
+
+
+def limits(recipe: Recipe, *, profiled: bool = False) -> HangLimits | None:
     """Of a recipe's watchdog; None: it has none."""
-    least = recipe.faults.rank_heartbeat_timeout
-    return None if least is None else HangLimits(least, recipe.faults.initial_rank_heartbeat_timeout)
+    least, first = recipe.faults.rank_heartbeat_timeout, recipe.faults.initial_rank_heartbeat_timeout
+    if least == "learned":
+        return HangLimits(PROFILED_SECONDS if profiled else LEARNED_SECONDS, first, learned=True)
+    return None if least is None else HangLimits(least, first)
 
 
 @contextmanager
-def watchdog(recipe: Recipe, files: RunFiles, world: World) -> Iterator[Beat]:
-    """Watch this rank while the block runs, and yield what it calls at each phase; a collective of all ranks."""
-    wanted = limits(recipe)
+def watchdog(
+    recipe: Recipe, files: RunFiles, world: World, *, profiled: bool = False
+) -> Iterator[tuple[Beat, Callable[[float], None]]]:
+    """Watch this rank while the block runs, a collective of all ranks.
+
+    Yields what the rank calls at each phase, and with the seconds of each save that was written.
+    """
+    wanted = limits(recipe, profiled=profiled)
     if wanted is None:
-        yield unwatched
+        yield unwatched, lambda seconds: None
         return
     token = [secrets.token_hex(4)]  # reports of an earlier start are not those of this one
     dist.broadcast_object_list(token, src=0)
     folder = files.hang(token[0])
     with watched(wanted, folder, rank=world.rank, world_size=world.size, collectives=last_collectives) as beat:
-        yield beat
+        yield beat, beat.written
 
 
 def hangs(files: RunFiles, step: int) -> Iterator[Note]:

@@ -66,6 +66,7 @@ class Loop:
         evaluation_due: whether the step to resume from still has to be evaluated (see `evaluations.evaluation_due`).
         watch: raises an alarm at a loss spike.
         beat: told the phase that begins, and its step; see `faults.watchdog`.
+        written: told the seconds of each save that was written.
         telemetry: measures the ranks; None: nothing but this loop's own numbers.
         rewinds: rewinds of a run that goes back from spikes; None: their updates are left out.
         local: local checkpoints of this rank; None: the recipe wants none.
@@ -93,6 +94,7 @@ class Loop:
     telemetry: Telemetry | None = None
     rewinds: Rewinds | None = None
     beat: Beat = unwatched
+    written: Callable[[float], None] = lambda seconds: None
     local: LocalCheckpoints | None = None
     losses: list[float] = field(default_factory=list)
     steady: list[float] = field(default_factory=list)
@@ -130,7 +132,8 @@ class Loop:
 
     def _run(self, progress: Progress, batches: ReadAhead) -> tuple[LoopOutcome, int]:
         train = self.plan.recipe.train
-        saves = Saves(self.plan, self.engine, self.saver, self.tracker, self.recipe_hash, self.local, self)
+        noted = self.tracker, self.recipe_hash, self.local, self, self.written
+        saves = Saves(self.plan, self.engine, self.saver, *noted)
         if self.evaluation_due:
             if not self._evaluate(progress):
                 return self.stopped(progress.step), progress.step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from llmrecipes.checkpoint.manifest import CheckpointInfo, Monitored
@@ -45,6 +46,7 @@ class Saves:
         recipe_hash: goes into the manifests.
         local: local checkpoints of this rank; None: it has none.
         held_out: has the monitored loss so far, for the manifests; None: the run is not evaluated.
+        written: told the seconds of each save that was written.
     """
 
     def __init__(
@@ -56,7 +58,9 @@ class Saves:
         recipe_hash: str,
         local: LocalCheckpoints | None = None,
         held_out: Monitoring | None = None,
+        written: Callable[[float], None] = lambda seconds: None,
     ) -> None:
+        self._written = written
         self._local, self._held_out = local, held_out
         self._plan, self._engine, self._saver, self._notes, self._hash = plan, engine, saver, notes, recipe_hash
         self._failed: dict[int, str] = {}
@@ -154,6 +158,7 @@ class Saves:
                 note = Note(step=report.step, event="save_failed", details={"error": report.error}, alarm=True)
             else:
                 self._failed.clear()
+                self._written(report.seconds)
                 details = {
                     "path": str(report.path),
                     "seconds": round(report.seconds, 3),

@@ -205,7 +205,8 @@ def train_stage(
             if number & (number - 1) == 0:
                 note_hangs()
 
-        watched = stack.enter_context(watchdog(recipe, spec.run, world))
+        profiling = bool(spec.profile_steps)
+        watched, written = stack.enter_context(watchdog(recipe, spec.run, world, profiled=profiling))
         used = tracker.energy if isinstance(tracker, RunTracker) else Energy()
         telemetry = stack.enter_context(
             measured_ranks(plan, platform, world, watched, spec.run_dir, stop=stop, costs=spec.costs, energy=used)
@@ -240,6 +241,7 @@ def train_stage(
             monitored=at_start(start.entry, recipe),
             rewinds=rewinds if recipe.faults.loss_spike_action == "rewind" else None,
             beat=beat,
+            written=written,
             local=local,
             telemetry=telemetry,
         )

@@ -256,8 +256,7 @@ def test_two_commands_cannot_train_one_run(runs: Runs) -> None:
 def test_a_rank_that_is_stopped_is_reported_killed_and_all_start_again(runs: Runs) -> None:
     """No rank answers: one does not run, and the other waits for it."""
     run_id = "hung"
-    limits = ("faults.rank_heartbeat_timeout=10.0", "faults.initial_rank_heartbeat_timeout=240.0")
-    process = runs.start(run_id, 2, "--max-restarts", "1", *limits)
+    process = runs.start(run_id, 2, "--max-restarts", "1")
     wait_for_step(process, runs.directory(run_id), 17)
     second = next(
         child
@@ -267,7 +266,7 @@ def test_a_rank_that_is_stopped_is_reported_killed_and_all_start_again(runs: Run
     began = time.monotonic()
     second.suspend()
     second.wait(60)
-    assert 10.0 <= time.monotonic() - began < 2 * 10.0 + 15.0, "and what its report takes"
+    assert 30.0 <= time.monotonic() - began < 60.0, "the learned limit, and what its report takes"
     finish(process, 0)
     (note,) = [line for line in lines(runs.directory(run_id)) if line.get("event") == "hang"]
     assert note["alarm"] is True

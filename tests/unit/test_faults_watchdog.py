@@ -216,6 +216,30 @@ def test_limits_follow_the_longest_time_of_each_phase(monkeypatch: pytest.Monkey
     assert beat.limit("tasks") == LEAST["tasks"]
 
 
+def test_learned_limits_begin_when_the_first_of_a_kind_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    import mmap
+
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    beat = RankHeartbeat(HangLimits(30.0, 3600.0, learned=True), mmap.mmap(-1, 64))
+
+    def last(phase: str, seconds: float, step: int | None = None) -> None:
+        beat(phase, step)
+        now[0] += seconds
+
+    last("step", 40.0, 1)
+    last("step", 0.2, 2)
+    last("evaluate", 4.0)
+    last("save", 0.5)  # its snapshot; it is written in the background, and the next one waits for that
+    beat("step", 3)
+    assert [beat.limit(phase) for phase in ("step", "evaluate", "save")] == [30.0, FACTOR * 4.0, LEAST["save"]]
+    beat.written(0.6)
+    assert beat.limit("save") == 30.0
+    beat.written(300.0)
+    assert beat.limit("save") == FACTOR * 300.0
+    assert beat.limit("tasks") == LEAST["tasks"]
+
+
 def test_a_rank_that_ends_takes_its_watchdog_with_it(tmp_path: Path) -> None:
     process = start("leave_out", tmp_path)
     assert process.stdout is not None
