@@ -1,6 +1,7 @@
 """Sends a run's alarms to a webhook (Slack, Teams and what takes the same JSON) or a command, such as an e-mail.
 
-The training only puts an alarm into a bounded queue; a daemon thread sends it. What hangs or refuses is said once.
+The training only puts an alarm into a bounded queue of each; a daemon thread of each sends it. What hangs or refuses is
+said once.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ import shlex
 import socket
 import subprocess
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, Full, Queue
 from typing import Any, Self
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import HTTPRedirectHandler, Request, build_opener
+from urllib.request import HTTPHandler, HTTPRedirectHandler, HTTPSHandler, Request, build_opener
 
 from llmrecipes.commandline import command_line
 from llmrecipes.redact import redact, remember
@@ -77,19 +80,11 @@ class AlarmSink(Sink):
         say: Callable[[str], None],
         close_seconds: float = CLOSE_SECONDS,
     ) -> None:
-        self._files, self._total, self._interval, self._say = files, total_steps, interval, say
-        self._close_seconds = close_seconds
+        self._files, self._total, self._close_seconds = files, total_steps, close_seconds
         self._last: deque[StepMetrics] = deque(maxlen=LAST_STEPS)
-        self._step = 0
-        self._queue: Queue[Alarm | None] = Queue(MOST_WAITING)
-        self._unsent = 0
-        self._sending: _Sender | None = None
-        self._ending = threading.Event()
-        self._senders = [sender for sender in (_webhook(webhook, say), _command(command, say)) if sender is not None]
-        self._thread: threading.Thread | None = None
-        if self._senders:
-            self._thread = threading.Thread(target=self._work, name="alarms", daemon=True)
-            self._thread.start()
+        self._step, self._ended = 0, False
+        senders = [sender for sender in (_webhook(webhook, say), _command(command, say)) if sender is not None]
+        self._ways = [_Way(sender, self._message, interval) for sender in senders]
 
     @classmethod
     def of(cls, start: RunStart) -> Self:
@@ -115,57 +110,24 @@ class AlarmSink(Sink):
             self._put(note_line(note, self._total))
 
     def end(self, status: RunStatus) -> None:
-        if self._ending.is_set():
+        if self._ended:
             return
         if status == "FAILED":
             self._put(f"ALARM  the run failed after step {self._step}/{self._total}")
-        self._ending.set()
-        self._put_last()
+        self._ended = True
+        for way in self._ways:
+            way.end()
 
     def close(self, status: RunStatus) -> None:
         self.end(status)
-        if self._thread is None:
-            return
-        self._thread.join(self._close_seconds)
-        if self._thread.is_alive() and (sender := self._sending) is not None:
-            sender.complain(f"no answer within {self._close_seconds:g} s of the end of the run")
+        until = time.monotonic() + self._close_seconds
+        for way in self._ways:
+            if not way.wait(until - time.monotonic()):
+                way.sender.complain(f"no answer within {self._close_seconds:g} s of the end of the run")
 
     def _put(self, line: str) -> None:
-        if self._thread is None:
-            return
-        try:
-            self._queue.put_nowait(Alarm(line, tuple(self._last)))
-        except Full:
-            self._unsent += 1
-
-    def _put_last(self) -> None:
-        with suppress(Full):  # then the thread looks at `_ending`
-            self._queue.put_nowait(None)
-
-    def _work(self) -> None:
-        while (alarm := self._next()) is not None:
-            gathered = [alarm]
-            while not self._queue.empty():
-                if (more := self._queue.get()) is not None:
-                    gathered.append(more)
-            unsent, self._unsent = self._unsent, 0
-            message = redact(self._message(gathered, unsent))
-            for sender in self._senders:
-                self._sending = sender
-                sender.send(message)
-            self._sending = None
-            self._ending.wait(self._interval)
-
-    def _next(self) -> Alarm | None:
-        while True:
-            try:
-                alarm = self._queue.get(timeout=None if not self._ending.is_set() else 0.0)
-            except Empty:
-                return None
-            if alarm is not None:
-                return alarm
-            if self._ending.is_set() and self._queue.empty():
-                return None
+        for way in self._ways:
+            way.put(Alarm(line, tuple(self._last)))
 
     def _message(self, alarms: Sequence[Alarm], unsent: int) -> str:
         left_out = max(0, len(alarms) - MOST_LINES) + unsent
@@ -179,6 +141,62 @@ class AlarmSink(Sink):
             lines.append(f"  step {metrics.step}/{self._total}  {'  '.join(parts.values())}")
         lines.append(f"more: {command_line('diagnose', self._files.path.resolve())}")
         return "\n".join(lines) + "\n"
+
+
+class _Way:
+    """Alarms to one sender, from a thread of its own: another one that hangs does not hold them up.
+
+    Args:
+        sender: sends messages.
+        message: text of some alarms, and of a number that were not sent.
+        interval: seconds between two messages.
+    """
+
+    def __init__(self, sender: _Sender, message: Callable[[Sequence[Alarm], int], str], interval: float) -> None:
+        self.sender, self._message, self._interval = sender, message, interval
+        self._queue: Queue[Alarm | None] = Queue(MOST_WAITING)
+        self._unsent = 0
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="alarms", daemon=True)
+        self._thread.start()
+
+    def put(self, alarm: Alarm) -> None:
+        try:
+            self._queue.put_nowait(alarm)
+        except Full:
+            self._unsent += 1
+
+    def end(self) -> None:
+        """Send what there is without waiting for the interval, and no more."""
+        self._ending.set()
+        with suppress(Full):  # then the thread looks at `_ending`
+            self._queue.put_nowait(None)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether all is sent within this time."""
+        self._thread.join(max(0.0, seconds))
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        while (alarm := self._next()) is not None:
+            gathered = [alarm]
+            while not self._queue.empty():
+                if (more := self._queue.get()) is not None:
+                    gathered.append(more)
+            unsent, self._unsent = self._unsent, 0
+            self.sender.send(redact(self._message(gathered, unsent)))
+            self._ending.wait(self._interval)
+
+    def _next(self) -> Alarm | None:
+        while True:
+            try:
+                alarm = self._queue.get(timeout=None if not self._ending.is_set() else 0.0)
+            except Empty:
+                return None
+            if alarm is not None:
+                return alarm
+            if self._ending.is_set() and self._queue.empty():
+                return None
 
 
 class _Sender:
@@ -243,6 +261,41 @@ class _NoRedirects(HTTPRedirectHandler):
         return None
 
 
+class _Connections(HTTPHandler):
+    """Opens connections that another thread can shut, also while they are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = False
+        self._opened: list[http.client.HTTPConnection] = []
+
+    def kept(self, kind: type[http.client.HTTPConnection], *arguments: Any, **options: Any) -> Any:
+        """A new connection."""
+        self._opened.append(kind(*arguments, **options))
+        return self._opened[-1]
+
+    def http_open(self, req: Request) -> http.client.HTTPResponse:
+        return self.do_open(partial(self.kept, http.client.HTTPConnection), req)
+
+    def shut(self) -> None:
+        """End every exchange; a read of it returns at once."""
+        self.late = True
+        for connection in self._opened:
+            if connection.sock is not None:
+                with suppress(OSError):
+                    # Not that of an SSLSocket, which takes its state from under the thread that reads.
+                    socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
+
+
+class _Secure(HTTPSHandler):
+    def __init__(self, connections: _Connections) -> None:
+        super().__init__()
+        self._connections = connections
+
+    def https_open(self, req: Request) -> http.client.HTTPResponse:
+        return self.do_open(partial(self._connections.kept, http.client.HTTPSConnection), req)
+
+
 def _post(url: str, message: str) -> None:
     """Post a message.
 
@@ -251,11 +304,23 @@ def _post(url: str, message: str) -> None:
     """
     body = json.dumps(payload(url, message)).encode()
     request = Request(url, body, {"Content-Type": "application/json"}, method="POST")  # noqa: S310 - http or https
+    connections = _Connections()
+    # The timeout of a socket is for each read: a server that sends a byte now and then would never meet it.
+    deadline = threading.Timer(SEND_SECONDS, connections.shut)
+    deadline.daemon = True
+    deadline.start()
     try:
-        with build_opener(_NoRedirects).open(request, timeout=SEND_SECONDS):
+        with build_opener(_NoRedirects, connections, _Secure(connections)).open(request, timeout=SEND_SECONDS):
             pass
     except HTTPError as error:  # whose own text may have the URL
         raise http.client.HTTPException(f"HTTP status {error.code}") from None
+    except Exception:
+        if not connections.late:
+            raise
+    finally:
+        deadline.cancel()
+    if connections.late:  # what was cut off may look like an answer
+        raise TimeoutError(f"no whole answer within {SEND_SECONDS:g} s")
 
 
 def payload(url: str, message: str) -> dict[str, Any]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import http.server
 import json
+import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -174,6 +176,48 @@ def test_what_never_answers_is_said(
     sent.note(alarm(1))
     assert "HOOK" in said.get(timeout=WAIT)
     sent.close("FINISHED")
+
+
+def test_the_command_gets_the_failure_beside_a_webhook_that_hangs(
+    tmp_path: Path, server: Server, said: SimpleQueue[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.answering.clear()
+    sent = sink(tmp_path, said, monkeypatch, url=server.url, command=f"tee {tmp_path / 'mail'}", close_seconds=5.0)
+    sent.note(alarm(1))
+    server.posted.get(timeout=WAIT)  # it now hangs
+    sent.close("FAILED")
+    assert "the run failed" in (tmp_path / "mail").read_text()
+    assert "HOOK" in said.get_nowait() and said.empty()
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+@pytest.mark.parametrize("answer", [b"H", b"HTTP/1.1 200 OK\r\n", b"\x16\x03\x03\x7f\xff"])
+def test_a_whole_answer_has_a_deadline(
+    tmp_path: Path, said: SimpleQueue[str], monkeypatch: pytest.MonkeyPatch, scheme: str, answer: bytes
+) -> None:
+    """A server that always sends a little more, before, in or instead of its answer."""
+    monkeypatch.setattr(alarms, "SEND_SECONDS", 1.0)
+    done = threading.Event()
+
+    def trickle() -> None:
+        connection, _ = listener.accept()
+        with connection, suppress(OSError):
+            connection.sendall(answer)
+            while not done.wait(0.05):
+                connection.sendall(b"X: y\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        url = f"{scheme}://127.0.0.1:{listener.getsockname()[1]}/s3cret"
+        sent = sink(tmp_path, said, monkeypatch, url=url)
+        sent.note(alarm(1))
+        line = said.get(timeout=WAIT)
+        sent.close("FINISHED")
+        done.set()
+        thread.join()
+    assert "HOOK" in line
+    assert "s3cret" not in line
 
 
 def test_a_command_gets_the_message(tmp_path: Path, said: SimpleQueue[str], monkeypatch: pytest.MonkeyPatch) -> None:
