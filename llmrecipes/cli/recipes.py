@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,6 +21,9 @@ from llmrecipes.cli.options import (
 )
 from llmrecipes.cli.tables import TextTable
 from llmrecipes.errors import UserError
+
+if TYPE_CHECKING:
+    from llmrecipes.workflow.new import Wanted
 
 
 def list_recipes(as_json: JsonOption = False) -> None:
@@ -47,6 +50,15 @@ def new(
         str | None,
         typer.Option(
             "--like", metavar="RECIPE", help="Use the shape of this recipe.", autocompletion=completion.recipes
+        ),
+    ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            help="Translate a configuration of Megatron-LM, axolotl, LLaMA-Factory, torchtitan, NeMo, Megatron-Bridge "
+            "or Hugging Face, and list what is left out.",
         ),
     ] = None,
     data: Annotated[
@@ -82,7 +94,7 @@ def new(
     force: Annotated[bool, typer.Option("--force", help="Overwrite the recipe if it exists.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a recipe from a few answers, or from options.
+    """Make a recipe from a few answers, from options, or from another program's configuration (--from).
 
     Without NAME, it asks on the terminal. Layout, batch and recomputation are chosen so that it fits the machine.
     """
@@ -91,7 +103,10 @@ def new(
     from llmrecipes.plan.check import gib
     from llmrecipes.workflow.new import Wanted, amount, make, write
 
-    if name is None:
+    if name is not None and "=" in name:  # the name may be left out with --from
+        overrides = [name, *(overrides or [])]
+        name = None
+    if name is None and source is None:
         if as_json or not sys.stdin.isatty():
             raise UserError("not set", where="NAME", rule="NAME is required unless run on a terminal",
                             fix="llmrecipes new NAME --params 1b")  # fmt: skip
@@ -109,7 +124,7 @@ def new(
         if cluster_name is not None and nodes is None:
             nodes = typer.prompt("Nodes", default=1, type=int)
     wanted = Wanted(
-        name=name,
+        name=name or "",
         params=None if params is None else amount(params, "--params"),
         like=like,
         data=tuple(data or ()),
@@ -120,8 +135,11 @@ def new(
         nodes=nodes,
         overrides=tuple(overrides or ()),
     )
+    if source is not None:
+        _translate(source, wanted, out, force=force, as_json=as_json)
+        return
     created = make(wanted)
-    path, plan = write(created, out, force=force), created.plan
+    path, plan = write(created.recipe.name, created.text, out, force=force), created.plan
     if as_json:
         shown = {"path": str(path), "like": created.like, "fits": plan.fits, "world_size": plan.layout.world_size}
         print(json.dumps({**shown, "parameters": plan.num_parameters.total, "tokens": plan.total_tokens}, indent=2))
@@ -134,6 +152,27 @@ def new(
     memory = f"{gib(plan.memory.total)} of {gib(plan.memory_capacity_bytes)} a rank"
     print(f"plan   {'fits' if plan.fits else 'does NOT fit'}: {memory}")
     options = {"cluster": cluster_name, "nodes": nodes, "plan": True}
+    print(f"show:  {command_line('show', path, options=options)}")
+
+
+def _translate(source: Path, wanted: Wanted, out: Path, *, force: bool, as_json: bool) -> None:
+    from llmrecipes.commandline import command_line
+    from llmrecipes.foreign.read import account, translate
+    from llmrecipes.workflow.new import write
+
+    made = translate(source, wanted)
+    path = write(made.recipe.name, made.text, out, force=force)
+    if as_json:
+        print(json.dumps({"path": str(path), **made.draft.as_dict()}, indent=2))
+        return
+    rows = made.draft.rows
+    tables.show(TextTable([(made.draft.kind, "value", "recipe", "why"), *account(rows)]))
+    left = [row for row in rows if not row.key]
+    differ = sum(row.differs for row in left)
+    print(f"wrote  {path}: {len(rows) - len(left)} values; {len(left)} left out, of which {differ} change the training")
+    for line in made.draft.advice:
+        print(line)
+    options = {"cluster": wanted.cluster, "nodes": wanted.nodes, "plan": True}
     print(f"show:  {command_line('show', path, options=options)}")
 
 

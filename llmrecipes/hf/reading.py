@@ -23,6 +23,8 @@ from llmrecipes.errors import UserError
 
 PATTERNS = ("*.safetensors", "*.json", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt", "*.jinja")
 """Files that are fetched: no code, no pickles."""
+SMALL = tuple(pattern for pattern in PATTERNS if pattern != "*.safetensors")
+"""Those without weights."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -59,12 +61,13 @@ def is_path(text: str) -> bool:
     return Path(text).expanduser().exists() or text.startswith((".", "/", "~")) or text.count("/") > 1
 
 
-def resolve(text: str, revision: str | None = None) -> Located:
+def resolve(text: str, revision: str | None = None, patterns: tuple[str, ...] = PATTERNS) -> Located:
     """Locate a model, and fetch it from the Hub if it is not on this machine.
 
     Args:
         text: a folder, or `NAME` or `NAME@REVISION` on the Hub.
         revision: branch, tag or commit.
+        patterns: files that are fetched.
 
     Raises:
         UserError: no such folder or name, no network, no permission, or a revision of a folder.
@@ -82,16 +85,16 @@ def resolve(text: str, revision: str | None = None) -> Located:
                 fix="leave it out",
             )  # fmt: skip
         return Located(Path(name).expanduser(), name, None)
-    return _fetched(name, revision)
+    return _fetched(name, revision, patterns)
 
 
-def _fetched(name: str, revision: str | None) -> Located:
+def _fetched(name: str, revision: str | None, patterns: tuple[str, ...]) -> Located:
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()
     try:
-        path = Path(snapshot_download(name, revision=revision, allow_patterns=list(PATTERNS)))
+        path = Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
     except Exception as error:  # HTTP, DNS, permissions, names: each library below has its own errors
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         raise UserError(

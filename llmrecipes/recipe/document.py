@@ -298,8 +298,13 @@ def find(name_or_path: str, directory: Path, kind: Kind) -> Path:
         f"no such {kind.name} in {directory}",
         where=f"{clip(name_or_path)!r}",
         rule=kind.rule,
-        fix=f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known) or 'none'}",
+        fix=f"did you mean {' or '.join(close)}?" if close else f"known: {_some(known)}",
     )
+
+
+def _some(names: Sequence[str], most: int = 8) -> str:
+    more = f", and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}" if names else "none"
 
 
 def read(path: Path, kind: Kind) -> str:

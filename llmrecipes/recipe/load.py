@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from llmrecipes.errors import UserError
 from llmrecipes.files import folder
-from llmrecipes.recipe import document, rules, zero_rules
+from llmrecipes.recipe import document, foreign, rules, zero_rules
 from llmrecipes.recipe.document import Kind, Problem
 from llmrecipes.recipe.engines import engine_name
 from llmrecipes.recipe.explain import explain
@@ -27,6 +27,8 @@ from llmrecipes.runfiles import RECIPE
 logger = logging.getLogger(__name__)
 
 DEFAULTS_NOTE = "Omitted keys have their default values (docs/reference/keys.md)."
+OTHERS = (".sh", ".bash", ".slurm", ".sbatch", ".json", ".toml", ".txt")
+"""Suffixes of other programs' configurations."""
 RECIPES = Kind("recipe", "RECIPE", "recipes/", "name, model, train and optimizer")
 
 
@@ -77,8 +79,16 @@ def load(name_or_path: str, overrides: Sequence[str] = (), directory: Path | Non
     Raises:
         UserError: no such recipe, unreadable file, or any problem in it; all problems are in one message.
     """
+    plain = Path(name_or_path) if Path(name_or_path).suffix in OTHERS else None
+    if plain is not None and plain.is_file():
+        foreign.refuse(document.read(plain, RECIPES), plain)
     path = document.shown(document.find(name_or_path, directory or recipes_dir(), RECIPES))
-    return _loaded(document.parse(document.read(path, RECIPES)), path, overrides)
+    text = document.read(path, RECIPES)
+    try:
+        return _loaded(document.parse(text), path, overrides)
+    except UserError:
+        foreign.refuse(text, path)
+        raise
 
 
 def load_values(values: Mapping[str, object], path: Path, overrides: Sequence[str] = ()) -> Loaded:

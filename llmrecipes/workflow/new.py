@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -44,6 +45,7 @@ class Wanted:
     Attributes:
         name: name of the recipe and its file.
         params: parameters of the model; None: those of `like`.
+        model: section `model` of another shape than that of `like`; None: the shape of `like`.
         like: recipe with the shape and everything that is not set; None: the nearest by `params`.
         data: sources, as `source_of` reads them; none: those of `like`.
         tokenizer: bpe, or the name or folder of a Hugging Face tokenizer; None: that of `like`.
@@ -64,6 +66,7 @@ class Wanted:
     cluster: str | None = None
     nodes: int | None = None
     overrides: tuple[str, ...] = ()
+    model: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -170,7 +173,7 @@ def make(wanted: Wanted) -> Made:
     values = base.model_dump(mode="json", exclude_defaults=True)
     for section in ("zero", "search", "parallelism", "engine"):
         values.pop(section, None)
-    model = values["model"] | {"seq_length": seq_length}
+    model = dict(wanted.model or values["model"]) | {"seq_length": seq_length}
     if model.get("max_position_embeddings", seq_length) < seq_length:
         model["max_position_embeddings"] = seq_length
     overlaps = ("overlap_grad_reduce", "overlap_param_gather")
@@ -192,7 +195,7 @@ def make(wanted: Wanted) -> Made:
     sized = load_values(values, path, wanted.overrides).recipe
     default = TOKENS_PER_PARAMETER * count(sized.model, shape(sized.model)).total
     same = tokens_of(base)
-    tokens = wanted.tokens or (same if wanted.like else default)
+    tokens = wanted.tokens or (default if wanted.like is None or wanted.model is not None else same)
     batch = max(1, round(base.train.global_batch_size * base.model.seq_length / sized.model.seq_length))
     while batch > 1 and tokens < LEAST_STEPS * batch * sized.model.seq_length:
         batch = -(-batch // 2)
@@ -215,19 +218,24 @@ def make(wanted: Wanted) -> Made:
     return Made(loaded, short(loaded, COMMENTS, header), like, plan)
 
 
-def write(new: Made, folder: Path, *, force: bool) -> Path:
+def write(name: str, text: str, folder: Path, *, force: bool) -> Path:
     """Write the file of a recipe.
+
+    Args:
+        name: of the recipe.
+        text: its content.
+        folder: created if it does not exist.
 
     Raises:
         UserError: it exists, unless `force`; or it cannot be written.
     """
-    path = folder / f"{new.recipe.name}.yaml"
+    path = folder / f"{name}.yaml"
     if path.exists() and not force:
         raise UserError("already exists", where=str(path), rule="a recipe is overwritten only with --force",
                         fix="--force, or another name")  # fmt: skip
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, new.text)
+        write_atomic(path, text)
     except OSError as error:
         raise UserError(
             f"cannot write: {error.strerror}", where=str(error.filename or path), fix="--out DIR"

@@ -44,6 +44,7 @@ LAYERS = (
     ("workflow",),
     ("punish", "report"),
     ("models",),
+    ("foreign",),
     ("search",),
     ("api",),
     ("api_commands",),
