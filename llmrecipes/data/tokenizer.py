@@ -38,11 +38,18 @@ class TextTokenizer:
         backend: the tokenizer itself.
         eod: id that ends a document.
         identity: SHA-256 of its `tokenizer.json`; megatron-core names its index files by it.
+        prefix: ids that transformers puts before a text (BOS).
+        suffix: ids that it puts behind one.
+        empty: id that stands for an empty context in the harness: BOS, whether it is put before texts or not; None:
+            `eod`.
     """
 
     backend: tokenizers.Tokenizer
     eod: int
     identity: str
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    empty: int | None = None
 
     pad: int = -1
     """No token: samples are cut from a stream and never padded, so the loss must not mask any id."""
@@ -60,6 +67,11 @@ class TextTokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of a text; nothing is added, and names of special tokens are plain text."""
         return list(self.backend.encode(text, add_special_tokens=False).ids)
+
+    @property
+    def start(self) -> list[int]:
+        """What a document begins with, or follows: BOS, or the end of the document before."""
+        return list(self.prefix) or [self.eod]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; incomplete characters become U+FFFD, special tokens are dropped."""
@@ -174,6 +186,24 @@ def load_huggingface(section: Section, vocab_size: int) -> tuple[tokenizers.Toke
             fix=f"model.vocab_size={vocabulary(backend)}",
         )
     return backend, int(eod)
+
+
+def open_huggingface(section: Section, vocab_size: int) -> TextTokenizer:
+    """The tokenizer in the folder of a model, with what transformers puts before and behind a text.
+
+    Raises:
+        UserError: see `load_huggingface`.
+    """
+    backend, eod = load_huggingface(section, vocab_size)
+    prefix, suffix = added_ids(backend)
+    return TextTokenizer(backend, eod, "", prefix, suffix, _huggingface(section).bos_token_id)
+
+
+def added_ids(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ids that a tokenizer's post-processor puts before and behind every text."""
+    both, text = backend.encode("a"), backend.encode("a", add_special_tokens=False).ids
+    before = next((n for n, special in enumerate(both.special_tokens_mask) if not special), len(both.ids))
+    return tuple(both.ids[:before]), tuple(both.ids[before + len(text) :])
 
 
 def huggingface_template(section: Section) -> tuple[str | None, dict[str, str]]:

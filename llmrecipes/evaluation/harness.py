@@ -39,8 +39,8 @@ ANSWER = 256
 class HarnessModel(TemplateLM):
     """The harness's interface of a model, on the first rank; see `RankZeroScorer`.
 
-    Contexts lose tokens on the left where they do not fit, as with the harness's models. Texts are encoded without
-    special tokens; an empty context is the end-of-document token, before every document in training.
+    Contexts lose tokens on the left where they do not fit, as with the harness's models. Texts begin with BOS where
+    transformers puts it there; an empty context is BOS, or else the end-of-document token. Both as in `HFLM`.
 
     Args:
         lead: the model.
@@ -55,9 +55,20 @@ class HarnessModel(TemplateLM):
         """Id that ends a document."""
         return self._lead.tokenizer.eod
 
+    @property
+    def prefix_token_id(self) -> int:
+        """Id that stands for an empty context."""
+        empty = self._lead.tokenizer.empty
+        return self.eot_token_id if empty is None else empty
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_kwargs: Any) -> list[int]:
-        """Ids of a text."""
-        return self._lead.tokenizer.encode(string)
+        """Ids of a text, with BOS unless that is switched off or the text begins with its name."""
+        tokenizer = self._lead.tokenizer
+        ids = tokenizer.encode(string)
+        if add_special_tokens is None:
+            name = tokenizer.backend.decode([self.prefix_token_id], skip_special_tokens=False)
+            add_special_tokens = not string.startswith(name)
+        return [*tokenizer.prefix, *ids, *tokenizer.suffix] if add_special_tokens else ids
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """The harness's, which encodes both together, and so has no token left to score where they end in one token:
@@ -66,7 +77,8 @@ class HarnessModel(TemplateLM):
         before, after = super()._encode_pair(context, continuation)
         if after and before:
             return before, after
-        return self.tok_encode(context) or [self.eot_token_id], self.tok_encode(continuation)
+        apart = self.tok_encode(continuation, add_special_tokens=False)
+        return self.tok_encode(context) or [self.prefix_token_id], apart
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_kwargs: Any
@@ -91,7 +103,7 @@ class HarnessModel(TemplateLM):
 
         def rows() -> Iterator[tuple[list[int], int]]:
             for number, request in enumerate(requests):
-                for row in windows([self.eot_token_id, *self.tok_encode(request.args[0])], longest, longest):
+                for row in windows([self.prefix_token_id, *self.tok_encode(request.args[0])], longest, longest):
                     parts.append(number)
                     yield row
                 self._lead.count(1)
@@ -124,7 +136,7 @@ class HarnessModel(TemplateLM):
         sampling = Sampling(
             temperature if drawn else 0.0, int(options.get("top_k") or 0), float(options.get("top_p") or 1.0), SEED
         )
-        prompts = [(self.tok_encode(text) or [self.eot_token_id])[-(longest - limit) :] for text in contexts]
+        prompts = [(self.tok_encode(text) or [self.prefix_token_id])[-(longest - limit) :] for text in contexts]
         written = self._lead.extend(prompts, [limit] * len(prompts), sampling, [text for text in until if text])
         return {
             number: _before(self._lead.tokenizer.decode(new), until)

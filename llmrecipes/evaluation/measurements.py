@@ -429,12 +429,12 @@ def bias(lead: RankZeroScorer) -> EvaluationResult:
 
 def _sentences(lead: RankZeroScorer) -> Iterator[tuple[int, tuple[tuple[list[int], int], tuple[list[int], int]]]]:
     """Sign, and the rows of the two sentences, of which the occupation is scored."""
-    encode, eod = lead.tokenizer.encode, lead.tokenizer.eod
+    encode, start = lead.tokenizer.encode, lead.tokenizer.start
     for sign, occupations in ((1, MALE), (-1, FEMALE)):
         for occupation in occupations:
             last = encode(f" {occupation}")
             for template in TEMPLATES:
                 for man, woman in PEOPLE:
                     beginnings = (encode(template.format(person=person)) for person in (man, woman))
-                    one, other = (([eod, *beginning, *last], len(last)) for beginning in beginnings)
+                    one, other = (([*start, *beginning, *last], len(last)) for beginning in beginnings)
                     yield sign, (one, other)

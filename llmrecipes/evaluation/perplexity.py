@@ -23,7 +23,7 @@ def perplexity(
     count: int | None = None,
     each: Callable[[float, int], None] = lambda _nats, _tokens: None,
 ) -> EvaluationResult:
-    """Score every token of every document, each document by itself after an end-of-document token.
+    """Score every token of every document, each document by itself after what precedes a document in training.
 
     The end token after a document is not scored. With L the sum of the tokens' negative log-probabilities in nats:
     loss = L / tokens, perplexity = e^loss, bits per byte = L / (ln 2 × bytes); the last is comparable between
@@ -74,12 +74,13 @@ def document_nats(
     The arguments are those of `perplexity`.
     """
     waiting: deque[tuple[Text, int]] = deque()
+    start = lead.tokenizer.start
 
     def rows() -> Iterator[tuple[list[int], int]]:
         for text in texts:
-            beyond = len(text.tokens) - length
+            beyond = len(text.tokens) + len(start) - 1 - length
             waiting.append((text, 1 + max(0, -(-beyond // stride)) if text.tokens else 0))
-            yield from windows([lead.tokenizer.eod, *text.tokens], length, stride)
+            yield from windows([*start, *text.tokens], length, stride, len(start))
             lead.count(1)
 
     parts: list[float] = []
@@ -93,23 +94,24 @@ def document_nats(
     yield from ((text, 0.0) for text, _ in waiting)
 
 
-def windows(tokens: Sequence[int], length: int, stride: int) -> Iterator[tuple[list[int], int]]:
-    """Rows that together score each token of a document, but the first, exactly once.
+def windows(tokens: Sequence[int], length: int, stride: int, given: int = 1) -> Iterator[tuple[list[int], int]]:
+    """Rows that together score each token of a document, but those given, exactly once.
 
-    The first row scores up to `length` tokens. Each further one scores the next `stride`, after as many earlier tokens
+    The first row scores as many tokens as fit. Each further one scores the next `stride`, after as many earlier tokens
     as fit: a token there is predicted from at least `length` - `stride` + 1 others. With a stride of `length` the rows
     are those of lm-evaluation-harness's `loglikelihood_rolling`.
 
     Args:
-        tokens: tokens of the document, after one that is only read.
+        tokens: tokens of the document, after `given` ones that are only read.
         length: tokens that the model can read at once.
         stride: 1 to `length`.
+        given: tokens at the beginning, 1 to `length`.
 
     Yields:
         A row of 2 to `length` + 1 tokens, and how many of its last ones it scores.
     """
-    end = 1  # tokens[:end] are read or scored
-    size = length
+    end = given  # tokens[:end] are read or scored
+    size = length + 1 - given
     while end < len(tokens):
         scored = min(size, len(tokens) - end)
         end += scored

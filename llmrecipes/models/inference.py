@@ -283,12 +283,12 @@ class Texts:
 
     Attributes:
         file: lines {"tokens": [...], "bytes": N}, a document each.
-        eod: the token that ends a document.
+        start: ids before the text of a document.
         window: tokens that perplexity reads at once.
     """
 
     file: Path
-    eod: int
+    start: tuple[int, ...]
     window: int
 
 
@@ -335,7 +335,7 @@ def written_texts(
             for text in texts.documents(tokenizer, prepared)
         )
         file.write_text("".join(f"{line}\n" for line in lines), "utf-8")
-    return Texts(file, tokenizer.eod, window)
+    return Texts(file, tuple(tokenizer.start), window)
 
 
 def prepared_window(model: str, runs_dir: Path) -> int:
@@ -369,7 +369,7 @@ def measured_in_process(
         spec = InferenceSpec(
             folder=folder.absolute(), program=program, dtype=dtype, prompt_tokens=options.prompt_tokens,
             new_tokens=options.new_tokens, repeats=options.repeats, threads=threads, out=out,
-            window=texts.window if texts else 1, eod=texts.eod if texts else 0,
+            window=texts.window if texts else 1, start=texts.start if texts else (),
             texts=texts.file.absolute() if texts else None,
         )  # fmt: skip
         file.write_text(spec.model_dump_json(), "utf-8")

@@ -41,7 +41,8 @@ class InferenceSpec(BaseModel):
     """Lines {"tokens": [...], "bytes": N}, a document each; None: neither perplexity nor a prompt of text."""
     window: int
     """Tokens that perplexity reads at once."""
-    eod: int = 0
+    start: tuple[int, ...] = ()
+    """Ids before the text of a document."""
     prompt_tokens: int
     new_tokens: int
     repeats: int
@@ -260,7 +261,8 @@ def _perplexity(spec: InferenceSpec, program: Program, texts: list[dict[str, Any
     from llmrecipes.evaluation.texts import Text
 
     window = min(spec.window, program.positions)
-    tokenizer = TextTokenizer(None, spec.eod, "")  # type: ignore[arg-type]  # texts are tokens already
+    # Texts are tokens already.
+    tokenizer = TextTokenizer(None, spec.start[-1], "", prefix=spec.start)  # type: ignore[arg-type]
     lead = RankZeroScorer(LogitsScorer(program.logits, program.positions), ALONE, tokenizer, ROWS)
     documents = [Text(text["tokens"], text["bytes"]) for text in texts]
     return dict(perplexity(lead, "texts", documents, length=window, stride=max(1, window // 2)).metrics)
@@ -272,7 +274,7 @@ def folder_tokenizer(folder: Path) -> TextTokenizer:
     Raises:
         UserError: there is none, or it has no end-of-text token.
     """
-    from llmrecipes.data.tokenizer import TextTokenizer, load_huggingface
+    from llmrecipes.data.tokenizer import open_huggingface
     from llmrecipes.recipe.schema import Tokenizer
 
     if not (folder / "tokenizer.json").is_file():
@@ -281,8 +283,7 @@ def folder_tokenizer(folder: Path) -> TextTokenizer:
             fix="copy the tokenizer's files to that folder",
         )  # fmt: skip
     section = Tokenizer.model_validate({"type": "huggingface", "path": str(folder.absolute())})
-    backend, eod = load_huggingface(section, sizes(folder)[1])
-    return TextTokenizer(backend, eod, "")
+    return open_huggingface(section, sizes(folder)[1])
 
 
 def peak_memory() -> int:

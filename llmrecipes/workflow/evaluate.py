@@ -371,7 +371,7 @@ def evaluate(spec: EvaluationSpec) -> list[EvaluationResult]:
         recipe.data.tokenizer.type == "huggingface" and not (spec.data_dir / fingerprint(recipe)).is_dir()
     )
     prepared = None if downloads_tokenizer else open_prepared(recipe, spec.data_dir)
-    tokenizer = _tokenizer_of(recipe) if prepared is None else prepared.tokenizer()
+    tokenizer = _tokenizer_of(spec) if prepared is None else prepared.tokenizer()
     plan = derive(recipe, int(os.environ.get("WORLD_SIZE", "1")), detect())
     work = None
     if os.environ.get("RANK", "0") == "0":
@@ -420,11 +420,14 @@ def _model(spec: EvaluationSpec, engines: Backend, plan: Plan, platform: Platfor
         weights.close()
 
 
-def _tokenizer_of(recipe: Recipe) -> TextTokenizer:
-    """The tokenizer in the folder of a model."""
-    from llmrecipes.data.tokenizer import TextTokenizer, load_huggingface
+def _tokenizer_of(spec: EvaluationSpec) -> TextTokenizer:
+    """The tokenizer in the folder of a model, or that of a run, which was trained without BOS."""
+    from llmrecipes.data.tokenizer import TextTokenizer, load_huggingface, open_huggingface
 
-    backend, eod = load_huggingface(recipe.data.tokenizer, recipe.model.vocab_size)
+    section, vocab_size = spec.recipe.data.tokenizer, spec.recipe.model.vocab_size
+    if spec.folder is not None:
+        return open_huggingface(section, vocab_size)
+    backend, eod = load_huggingface(section, vocab_size)
     return TextTokenizer(backend, eod, "")
 
 

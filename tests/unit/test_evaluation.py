@@ -306,6 +306,44 @@ def theirs(lead: RankZeroScorer, tokenizer: TextTokenizer, tmp_path: Path) -> HF
     return HFLM(pretrained=loaded, tokenizer=wrapped, batch_size=4, max_length=LENGTH, device="cpu")
 
 
+@pytest.mark.parametrize("added", [(), ("bos",), ("eos",), ("bos", "eos")], ids="-".join)
+def test_texts_begin_as_those_of_the_harness_own_model(
+    lead: RankZeroScorer, theirs: HFLM, tmp_path: Path, added: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With BOS before a text, EOS behind it, both and neither; the folder's tokenizer has the key of transformers."""
+    import lm_eval.api.instance
+
+    from llmrecipes.data.tokenizer import open_huggingface
+    from llmrecipes.evaluation.harness import HarnessModel
+    from llmrecipes.recipe.schema import Tokenizer
+
+    backend = lead.tokenizer.backend
+    number = backend.get_vocab_size() - 1
+    bos = backend.id_to_token(number)
+    keys = {f"add_{name}_token": name in added for name in ("bos", "eos")}
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer.from_str(backend.to_str()), bos_token=bos, eos_token=EOD, **keys
+    ).save_pretrained(tmp_path / "folder")
+    theirs.tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")
+    section = Tokenizer(type="huggingface", path=str(tmp_path / "folder"))
+    monkeypatch.setattr(lead, "tokenizer", open_huggingface(section, 1 << 20))
+    ours = HarnessModel(lead)
+    assert ours.prefix_token_id == theirs.prefix_token_id == number
+    for text in ("the cat sat", "", f"{bos} the cat", "the cat " * 200):
+        assert ours.tok_encode(text) == theirs.tok_encode(text)
+        assert ours.tok_encode(text, add_special_tokens=False) == theirs.tok_encode(text, add_special_tokens=False)
+
+    def asked(kind: str, *arguments: Any) -> Any:
+        return lm_eval.api.instance.Instance(kind, {}, arguments, 0)
+
+    pairs = [asked("loglikelihood", context, " the cat sat") for context in ("", "a mat", "a mat " * 90)]
+    scored = zip(ours.loglikelihood(pairs), theirs.loglikelihood(pairs), strict=True)
+    assert all(one[0] == pytest.approx(other[0], rel=1e-4) and one[1] == other[1] for one, other in scored)
+    # Not one phrase again and again: the harness takes windows with the same tokens for one.
+    whole = [asked("loglikelihood_rolling", text) for text in ("the cat sat", *sentences(3, 90))]
+    assert ours.loglikelihood_rolling(whole) == pytest.approx(theirs.loglikelihood_rolling(whole), rel=1e-4)
+
+
 def test_numbers_are_those_of_the_harness_own_model(lead: RankZeroScorer, theirs: HFLM, task_files: Path) -> None:
     """Contexts that are too long are cut in the same way; and nothing is drawn from the random states of training."""
     import lm_eval
