@@ -15,6 +15,9 @@ Turns = list[dict[str, str]]
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 """Roles of messages; a template may refuse some of them, or their order."""
 
+SAYS_MORE = ("tool_calls", "function_call", "tools", "reasoning_content", "reasoning", "thinking")
+"""Keys of a message with text that its content does not have; without it the model would learn an empty answer."""
+
 
 def section(source: Source) -> str:
     """The list of a recipe that a source is in."""
@@ -130,6 +133,13 @@ def turns(value: Any, column: str, where: str) -> list[dict[str, str]]:
         name = f"message {number} of {column!r}"
         if not isinstance(message, dict):
             raise _not_messages(f"{name} is {_kind(message)}, not an object", where)
+        if unused := [key for key in SAYS_MORE if message.get(key)]:
+            raise UserError(
+                f"{name} has {unused[0]!r}",
+                where=where,
+                rule="a message has role and content; what else it says would be missing in training",
+                fix="write it into content as the model is to write it, or delete the row",
+            )
         if missing := [key for key in ("role", "content") if key not in message]:
             keys = ", ".join(map(repr, message)) or "none"
             raise _not_messages(f"{name} has no {missing[0]!r}; its keys: {keys}", where)

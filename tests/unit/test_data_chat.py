@@ -23,7 +23,7 @@ from llmrecipes.data.chat import ChatSpec, Conversations, Template, chat_encoder
 from llmrecipes.data.dataset import best_fit, build
 from llmrecipes.data.prepare import Prepared, prepare
 from llmrecipes.data.prepared import fingerprint
-from llmrecipes.data.rows import conversation
+from llmrecipes.data.rows import SAYS_MORE, conversation
 from llmrecipes.data.templates import CHATML, SPECIAL, TEMPLATES, question
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Chat, Recipe, Source, Tokenizer
@@ -78,6 +78,11 @@ def test_rows_hold_messages_or_a_prompt_and_its_completion(tmp_path: Path) -> No
         ('{"messages": ["hello"]}', "'messages'"),
         ('{"messages": [{"from": "human", "value": "a"}]}', "'role'"),
         ('{"messages": [{"role": "user"}]}', "'content'"),
+        *(
+            (f'{{"messages": [{{"role": "assistant", "content": {content}, "{key}": [{{"name": "a"}}]}}]}}', f"'{key}'")
+            for key in SAYS_MORE
+            for content in ('""', "null")
+        ),
         ('{"messages": [{"role": "asistant", "content": "a"}]}', "'asistant'"),
         ('{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "'content'"),
         ('{"messages": [{"role": "assistant", "content": null}]}', "'content'"),
