@@ -154,6 +154,11 @@ ALARMS = {
         "Replicas compute different results",
         "Run llmrecipes doctor on that node, and exclude it if it happens again.",
     ),
+    "gradients_wrong": Rule(
+        "error",
+        "The layout computes wrong gradients",
+        "The note names weights and sizes; use another layout or other versions, and report it.",
+    ),
     "straggler": Rule(
         "warning",
         "A rank is slower than its peers",

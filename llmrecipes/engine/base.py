@@ -166,7 +166,7 @@ class Slice(NamedTuple):
     """Its values, of the slice's size; of weights and gradients that an engine shows, fp32 copies on the CPU."""
 
 
-class Engine(Protocol):
+class Engine(meters.Meters, Protocol):
     """Model, gradients, optimizer and schedule of one rank."""
 
     name: str
@@ -177,30 +177,6 @@ class Engine(Protocol):
     implementation: Implementation
     local_loss: float
     """This rank's part of the last loss."""
-
-    @property
-    def balance(self) -> meters.BalanceCounter | None:
-        """None for a dense model."""
-
-    @property
-    def accuracy(self) -> meters.AccuracyMeter | None:
-        """None if the engine does not measure it."""
-
-    @property
-    def rewards(self) -> meters.RewardMeter | None:
-        """None if the recipe does not compare pairs."""
-
-    @property
-    def hidden(self) -> meters.DistanceMeter | None:
-        """None if the recipe does not compare hidden states."""
-
-    @property
-    def sources(self) -> meters.SourceMeter | None:
-        """None if the engine does not sum losses by source, or the recipe does not want it."""
-
-    @property
-    def layers(self) -> meters.LayerMeter | None:
-        """None if the engine does not measure layers, or the recipe does not want it."""
 
     @property
     def modules(self) -> Sequence[torch.nn.Module]:

@@ -30,6 +30,32 @@ class ReplicaFault:
 
 
 @dataclass(frozen=True)
+class GradientFault:
+    """Gradients of a step that no layout should have."""
+
+    norm: float
+    """That clips."""
+    of_each_weight: float
+    """Norm over each element of each weight once."""
+    is_miscounted: bool
+    """These differ."""
+    miscounted: tuple[str, ...]
+    """Weights that make the difference, with the norm of it; empty where the engine cannot tell."""
+    copies: tuple[str, ...]
+    """Weights whose copies have other gradients, with the least and largest norm."""
+
+
+class GradientCheck(Protocol):
+    """Compares the gradients of the first finite step of a start, before its update."""
+
+    due: bool
+    """Whether the next step's are compared."""
+
+    def take(self) -> GradientFault | None:
+        """What it found, once, the same on all ranks; None: nothing, or it was another step."""
+
+
+@dataclass(frozen=True)
 class Balance:
     """Expert routing of one step, over all ranks."""
 
@@ -105,6 +131,38 @@ class BalanceCounter(Protocol):
 
     def collect(self) -> Balance:
         """Stop counting, and sum the counts over ranks; a collective of all ranks."""
+
+
+class Meters(Protocol):
+    """What an engine measures in its steps."""
+
+    @property
+    def accuracy(self) -> AccuracyMeter | None:
+        """None if the engine does not measure it."""
+
+    @property
+    def balance(self) -> BalanceCounter | None:
+        """None for a dense model."""
+
+    @property
+    def gradient_check(self) -> GradientCheck | None:
+        """None if the engine has no copies of weights to compare."""
+
+    @property
+    def hidden(self) -> DistanceMeter | None:
+        """None if the recipe does not compare hidden states."""
+
+    @property
+    def layers(self) -> LayerMeter | None:
+        """None if the engine does not measure layers, or the recipe does not want it."""
+
+    @property
+    def rewards(self) -> RewardMeter | None:
+        """None if the recipe does not compare pairs."""
+
+    @property
+    def sources(self) -> SourceMeter | None:
+        """None if the engine does not sum losses by source, or the recipe does not want it."""
 
 
 @dataclass

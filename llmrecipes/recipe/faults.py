@@ -29,6 +29,9 @@ class Faults(Section):
     check_results_across_dp_replicas_interval: PosInt | None = None
     """Steps between comparisons of what data-parallel replicas compute: all run the same fixed tokens forward, and the
     results must be bitwise equal. A difference raises an alarm (`results_differ`). Unset: none."""
+    gradient_check_action: Literal["stop", "alarm", "none"] = "stop"
+    """What to do if the first step of a start clips by another norm than that of all weights, or if copies of a weight
+    have different gradients: `stop` the run (exit code 93), or only raise an `alarm`. `none`: not compared."""
     straggler_threshold: Beta | None = 0.65
     """Speed of a rank's own work, relative to that of its peers, below which two reports in a row raise an alarm. Null:
     none."""

@@ -313,8 +313,8 @@ def flat(values: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 DOCTOR = (
-    "network", "hardware_suspect", "hang", "replicas_differ", "results_differ", "straggler", "straggler_left_out",
-    "straggler_kept", "xid",
+    "network", "hardware_suspect", "hang", "replicas_differ", "results_differ", "gradients_wrong", "straggler",
+    "straggler_left_out", "straggler_kept", "xid",
 )  # fmt: skip
 
 

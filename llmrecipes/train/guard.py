@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
 from llmrecipes.data.batches import after_skipped, sample_ids
 from llmrecipes.engine.base import Accept, Engine, Progress, StepResult, World
-from llmrecipes.engine.meters import ReplicaFault
+from llmrecipes.engine.meters import GradientFault, ReplicaFault
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.numerics import BadParameter, NonFinite, SpikeRule, StepSpike, first_bad_parameter
 from llmrecipes.faults.watchdog import Beat
@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 MOST_NAMED = 16
 """Ranks or samples that a note or message names."""
+MOST_IN_TEXT = 4
+"""Weights that a sentence names; the note has more."""
 
 
 @dataclass(frozen=True)
@@ -227,6 +229,44 @@ def _require_none(fault: ReplicaFault | None, step: int, when: str, notes: Notes
         fix="run llmrecipes doctor on that node and exclude it; the newest checkpoint was saved before this was found",
         code=ExitCode.STOP,
     )
+
+
+def require_right_gradients(step: int, engine: Engine, notes: Notes) -> None:
+    """Answer to what the engine has found in the gradients of a step, once in a start.
+
+    Raises:
+        UserError: on every rank, with `ExitCode.STOP`: a fault, with `faults.gradient_check_action` `stop`.
+    """
+    fault = None if engine.gradient_check is None else engine.gradient_check.take()
+    if fault is None:
+        return
+    text = " ".join(_sentences(fault))
+    notes.note(Note(step=step, event="gradients_wrong", details={"text": text, **asdict(fault)}, alarm=True))
+    if engine.recipe.faults.gradient_check_action == "stop":
+        raise UserError(
+            f"the gradients of step {step} are wrong in this layout: {text}",
+            where=f"recipe {engine.recipe.name}",
+            rule="a layout changes neither the gradient norm nor the gradient of any copy of a weight",
+            fix="another layout or version of megatron-core or TransformerEngine, and report it; "
+            "faults.gradient_check_action=alarm trains on",
+            code=ExitCode.STOP,
+        )
+    if dist.get_rank() == 0:
+        logger.error("ALARM: step %d: %s", step, text)
+
+
+def _sentences(fault: GradientFault) -> Iterator[str]:
+    if fault.is_miscounted:
+        weights = f": {_first(fault.miscounted)}" if fault.miscounted else ""
+        norms = f"{fault.norm:.6g}, but all weights have {fault.of_each_weight:.6g}"
+        yield f"They are clipped by a norm of {norms}{weights}."
+    if fault.copies:
+        yield f"Copies of a weight have gradients of different norms: {_first(fault.copies)}."
+
+
+def _first(names: Sequence[str]) -> str:
+    more = len(names) - MOST_IN_TEXT
+    return ", ".join(names[:MOST_IN_TEXT]) + (f" and {more} more" if more > 0 else "")
 
 
 def samples_of(consumed: int, plan: Plan, data_parallel_rank: int) -> list[int]:

@@ -217,6 +217,7 @@ class Loop:
         cluster = ClusterReport() if self.telemetry is None else self.telemetry.after_step(progress.step, seconds)
         self._report(progress, result, seconds, cluster, counts | by_source)
         guard.require_finite(before, result, self.engine, self.world)
+        guard.require_right_gradients(progress.step, self.engine, self.tracker)
         if suspect := guard.hardware_suspect(before, result, self.engine, self.world):
             self.tracker.note(suspect)
         guard.require_loss_scale(progress.step, result, self.plan.recipe.train)

@@ -100,7 +100,7 @@ def held_out_lines(spec: RunSpec, now: Monitored) -> list[str]:
     return lines
 
 
-DECISIONS = ("hardware_suspect", "results_differ", "spike_skipped", "rewound", "hang")
+DECISIONS = ("hardware_suspect", "results_differ", "gradients_wrong", "spike_skipped", "rewound", "hang")
 """Events that a run has answered by itself."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -38,6 +39,18 @@ def test_a_step_waits_for_the_device_once(name: str, worlds: dict[int, GlooWorld
 def test_layers_are_measured_without_another_wait(worlds: dict[int, GlooWorld]) -> None:
     recipe = tiny(tracking={"layers_interval": 1}, train={"micro_batch_size": 1, "global_batch_size": 4})
     assert worlds[2].run(waits_of_a_step, recipe)[0] == ["tolist"]
+
+
+@pytest.mark.parametrize("name", ["distributed optimizer", "tensor", "pipeline"])
+def test_gradients_are_compared_without_another_wait(name: str, worlds: dict[int, GlooWorld]) -> None:
+    ranks, parallelism = LAYOUTS[name]
+    recipe = tiny(
+        model={**LLAMA, "num_layers": 4},
+        parallelism=parallelism,
+        train={"micro_batch_size": 1, "global_batch_size": 4},
+    )
+    found, _ = worlds[ranks].run(partial(waits_of_a_step, compared=True), recipe)
+    assert found == ["tolist"]
 
 
 @pytest.mark.deepspeed

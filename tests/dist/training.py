@@ -235,7 +235,13 @@ def _train(engine: Engine, world: World, progress: Progress, last: int) -> list[
     """The steps up to the last one."""
     batches = loaders(engine.recipe, world, progress.consumed_samples)
     numbers = map(engine.plan.num_microbatches_of, range(progress.step, last))
-    return [engine.train_step(batches, num_microbatches=number) for number in numbers]
+    results = [engine.train_step(batches, num_microbatches=number) for number in numbers]
+    # Any layout, engine and precision: the norm counts each weight once, and copies have the same gradients.
+    check = engine.gradient_check
+    assert check is not None
+    assert check.take() is None
+    assert not check.due or not results, "the gradients of the first step were not compared"
+    return results
 
 
 def _run(engine: Engine, world: World, progress: Progress = Progress()) -> Outcome | None:  # noqa: B008 - frozen

@@ -10,8 +10,14 @@ from tests.dist.training import loaders, training
 from tests.waits import waits
 
 
-def waits_of_a_step(recipe: Recipe, package: str = "") -> tuple[list[str], list[tuple[int, int]]]:
-    """Waits of the first rank's second step (see `waits`), and the elements that its stage's outputs had and keep."""
+def waits_of_a_step(
+    recipe: Recipe, package: str = "", *, compared: bool = False
+) -> tuple[list[str], list[tuple[int, int]]]:
+    """Waits of the first rank's second step (see `waits`), and the elements that its stage's outputs had and keep.
+
+    Args:
+        compared: gradients are compared in this step, as in the first.
+    """
     freed: list[tuple[int, int]] = []
     deallocate = schedules.deallocate_output_tensor
 
@@ -29,6 +35,7 @@ def waits_of_a_step(recipe: Recipe, package: str = "") -> tuple[list[str], list[
         engine.train_step(ready)
         if engine.layers is not None:
             engine.layers.start()
+        engine.gradient_check.due = compared  # type: ignore[union-attr]
         patch.setattr(schedules, "deallocate_output_tensor", counted)
         with waits(package) as found:
             engine.train_step(ready)

@@ -97,6 +97,7 @@ class PlainEngine:
     layers = None
     rewards = None
     sources = None
+    gradient_check = None
 
     def __init__(self, plan: Plan, platform: Platform) -> None:
         self.recipe, self.plan, self.platform = plan.recipe, plan, platform

@@ -36,7 +36,7 @@ from llmrecipes.engine.core.model.init import parameter_slices  # noqa: E402
 from llmrecipes.engine.core.platform.rendezvous import TIMEOUT  # noqa: E402
 from llmrecipes.engine.core.versions import GRAPH_MODULES  # noqa: E402
 from llmrecipes.engine.core.world import model_parallel  # noqa: E402
-from llmrecipes.engine.megatron.engine import data_parallel, data_parallel_config  # noqa: E402
+from llmrecipes.engine.megatron.data_parallel import data_parallel, data_parallel_config  # noqa: E402
 from llmrecipes.engine.megatron.graphs import RecordedLayers  # noqa: E402
 from llmrecipes.engine.megatron.user_buffers import create_user_buffers  # noqa: E402
 from llmrecipes.errors import UserError  # noqa: E402

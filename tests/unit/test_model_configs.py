@@ -17,7 +17,7 @@ from megatron.core.package_info import MAJOR, MINOR
 from packaging.version import Version
 
 from llmrecipes.engine.core.model.config import transformer_config
-from llmrecipes.engine.megatron.engine import data_parallel_config
+from llmrecipes.engine.megatron.data_parallel import data_parallel_config
 from llmrecipes.engine.megatron.optimizer import optimizer_config
 from llmrecipes.hardware.cluster import DetectedGpu
 from llmrecipes.plan.derive import derive

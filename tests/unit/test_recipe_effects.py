@@ -35,8 +35,9 @@ from llmrecipes.engine.core.model.config import transformer_config
 from llmrecipes.engine.core.update import learning_rate
 from llmrecipes.engine.core.world import model_parallel
 from llmrecipes.engine.deepspeed.configuration import deepspeed_config
-from llmrecipes.engine.megatron.engine import data_parallel_config
+from llmrecipes.engine.megatron.data_parallel import data_parallel_config
 from llmrecipes.engine.megatron.optimizer import keys_of_kind, optimizer_config
+from llmrecipes.engine.meters import GradientFault
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.numerics import StepSpike
 from llmrecipes.faults.signals import StopRequest
@@ -55,9 +56,10 @@ from llmrecipes.recipe.stages import span_of
 from llmrecipes.rundir import Run
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking import run_tracker
-from llmrecipes.tracking.events import is_sampled
+from llmrecipes.tracking.events import NoTracker, is_sampled
 from llmrecipes.train import evaluations, loaders, stage, telemetry, worker
 from llmrecipes.train.evaluations import TaskEvaluations
+from llmrecipes.train.guard import require_right_gradients
 from llmrecipes.train.hangs import limits as watch_limits
 from llmrecipes.train.loaders import DataLoaders
 from llmrecipes.train.local import open_local
@@ -576,6 +578,19 @@ def faulty(recipe: Recipe, *_: Any) -> dict[str, Any]:
     return {"code": code, "rejected": rejected, "compared": compared, **asdict(ran)}
 
 
+def wrong_gradients(recipe: Recipe, *_: Any) -> tuple[bool, int]:
+    """Whether gradients are compared, and the code with which a run ends whose copies have different ones."""
+    engine: Any = engine_of(recipe)
+    due, code = engine.gradient_check.due, ExitCode.DONE
+    engine.gradient_check._fault = GradientFault(1.0, 1.0, False, (), ("a (1 to 2)",))
+    try:
+        require_right_gradients(1, engine, NoTracker())
+    except UserError as ended:
+        code = ended.code
+    engine.close()
+    return due, code
+
+
 def rewound(recipe: Recipe, folder: Path, *_: Any) -> list[Any]:
     """Where a run goes back to from two spikes, and the code with which it stops."""
     here: Any = SimpleNamespace(is_first=True)
@@ -1081,6 +1096,7 @@ CASES: dict[str, Case] = {
     "faults.initial_rank_heartbeat_timeout": Case(1.0, lambda recipe, *_: watch_limits(recipe)),
     "faults.check_weight_hash_across_dp_replicas_interval": Case(3, faulty),
     "faults.check_results_across_dp_replicas_interval": Case(3, faulty),
+    "faults.gradient_check_action": Case("alarm", wrong_gradients),
     "faults.straggler_threshold": Case(0.5, lambda recipe, *_: vars(telemetry.straggler_watch(planned(recipe)))),
     "faults.straggler_exclude_reports": Case(3, left_out),
     "faults.loss_spike_action": Case("skip", faulty, along={"faults.loss_spike_window": 8}),

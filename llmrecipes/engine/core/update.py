@@ -108,6 +108,12 @@ def squared_norm(optimizer: MegatronOptimizer, device: torch.device) -> torch.Te
     return total
 
 
+def counted_gradients(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
+    """Gradients that this rank adds to `squared_norm`."""
+    for part in parts(optimizer):
+        yield from gradients_for_norm(part)
+
+
 def watch_reduction(chunks: Sequence[Any], sums: list[torch.Tensor]) -> None:
     """Append the sum of each gradient buffer to a list before it is reduced over data-parallel ranks.
 

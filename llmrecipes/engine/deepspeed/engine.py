@@ -28,6 +28,7 @@ from llmrecipes.engine.core.balance import RouterBalance
 from llmrecipes.engine.core.checkpoint.format import ShardedFormat
 from llmrecipes.engine.core.checkpoint.slices import ShardedParameter
 from llmrecipes.engine.core.generation import generate
+from llmrecipes.engine.core.gradient_check import GradientCheck, OwnGradient
 from llmrecipes.engine.core.model.attention import masks
 from llmrecipes.engine.core.model.gpt import BuiltModel
 from llmrecipes.engine.core.model.init import slice_of
@@ -96,6 +97,8 @@ class DeepSpeedEngine:
             # The loop decides what a scale at its minimum means; DeepSpeed would raise.
             self.optimizer.loss_scaler.raise_error_at_min_scale = False
         self.partition = Partition(self.optimizer, sharded_parameters)
+        wanted = plan.recipe.faults.gradient_check_action != "none"
+        self.gradient_check = GradientCheck(sharded_parameters, platform.device, sharded=False, wanted=wanted)
         self.scheduler = scheduler(plan.recipe, self.optimizer)
         self.local_loss = 0.0
         self._right = torch.zeros((), dtype=torch.float64, device=platform.device)
@@ -140,10 +143,13 @@ class DeepSpeedEngine:
             if not last:
                 self._engine.step()
         lr = self.learning_rate
+        checked = self.gradient_check.measure(self._full_gradients()) if self.gradient_check.due else None
+        if checked is not None and scale is not None:
+            checked[0] /= scale**2
         if self._see is not None:
             self._see(self.weights(), self._gradients())
         if zero(self.recipe).stage == 0:
-            mean, _, stopping, norm = self._read(loss, counts, self._norm_without_zero())
+            mean, _, stopping, norm = self._read(loss, counts, self._norm_without_zero(), checked)
             if not (math.isfinite(mean) and math.isfinite(norm)):
                 # The update would spread it to every weight and hide where it started; with ZeRO, DeepSpeed looks.
                 is_local = not math.isfinite(self.local_loss)
@@ -151,7 +157,7 @@ class DeepSpeedEngine:
             self._engine.step()
         else:
             self._engine.step()
-            mean, _, stopping, norm = self._read(loss, counts, self._engine.get_global_grad_norm())
+            mean, _, stopping, norm = self._read(loss, counts, self._engine.get_global_grad_norm(), checked)
         if not self._engine.was_step_applied():
             # Without a loss scale this is not an overflow that a smaller scale cures: the run has to stop.
             return StepResult(mean, math.nan if scale is None else None, lr, scale, scale is not None, stopping)
@@ -263,7 +269,11 @@ class DeepSpeedEngine:
         return counts / self.plan.layout.tensor_model_parallel_size
 
     def _read(
-        self, loss: torch.Tensor, counts: torch.Tensor, norm: torch.Tensor | float | None = None
+        self,
+        loss: torch.Tensor,
+        counts: torch.Tensor,
+        norm: torch.Tensor | float | None = None,
+        checked: torch.Tensor | None = None,
     ) -> tuple[float, float, bool, float]:
         """Mean loss, its tokens, whether to stop, and the norm. Tokens predicted right go to `accuracy`, sums by source
         to `sources`.
@@ -274,6 +284,7 @@ class DeepSpeedEngine:
             loss: summed over the micro-batches of this rank.
             counts: from `_agree`.
             norm: on the device, or already read by DeepSpeed; None: there is none.
+            checked: from `gradient_check`.
         """
         totals = torch.cat([torch.stack([loss, self._right]), self._by_source])
         self._right, self._by_source = torch.zeros_like(self._right), torch.zeros_like(self._by_source)
@@ -281,7 +292,9 @@ class DeepSpeedEngine:
         numbers = [totals, loss[None], counts]
         if isinstance(norm, torch.Tensor) and norm.device == loss.device:
             numbers.append(norm.double().reshape(1))
-        read: list[float] = torch.cat(numbers).tolist()
+        read: list[float] = torch.cat(numbers if checked is None else [*numbers, checked]).tolist()
+        if checked is not None:
+            read, found = read[:-3], read[-3:]
         (whole, right), sums = read[:2], read[2 : len(totals)]
         self.local_loss, tokens, stops, *norms = read[len(totals) :]
         size = self.plan.layout.tensor_model_parallel_size
@@ -289,7 +302,10 @@ class DeepSpeedEngine:
         self.accuracy.add(right / size, tokens)
         if self.sources is not None:
             self.sources.add(sums)
-        return mean, tokens, stops > 0, norms[0] if norms else math.nan if norm is None else float(norm)
+        that_clips = norms[0] if norms else math.nan if norm is None else float(norm)
+        if checked is not None:
+            self.gradient_check.see(that_clips, found)
+        return mean, tokens, stops > 0, that_clips
 
     def _norm_without_zero(self) -> torch.Tensor:
         """Global gradient norm; DeepSpeed's stage 0 clips without telling it."""
@@ -309,14 +325,20 @@ class DeepSpeedEngine:
 
     def _gradients(self) -> list[Slice]:
         """Copies of the reduced gradients of this rank's parameters, in model order."""
-        from deepspeed.utils import safe_get_full_grad
-
+        shards = {sharded.parameter: sharded for sharded in self.sharded_parameters}
         return [
             slice_of(part.shard, values[part.start : part.start + part.numel].view(part.shard.local_shape).clone())
-            for sharded in self.sharded_parameters
-            for values in (safe_get_full_grad(sharded.parameter).detach().to("cpu", torch.float32).flatten(),)
-            for part in sharded.slices
+            for gradient in self._full_gradients()
+            for values in (gradient.values.detach().to("cpu", torch.float32).flatten(),)
+            for part in shards[gradient.parameter].slices
         ]
+
+    def _full_gradients(self) -> Iterator[OwnGradient]:
+        """Reduced gradients, each gathered from the ranks that have its parts."""
+        from deepspeed.utils import safe_get_full_grad
+
+        for sharded in self.sharded_parameters:
+            yield OwnGradient(sharded.parameter, 0, safe_get_full_grad(sharded.parameter))
 
     def _gathered(self) -> AbstractContextManager[None]:
         if zero(self.recipe).stage < 3:

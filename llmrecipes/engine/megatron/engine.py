@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
@@ -35,6 +34,7 @@ from llmrecipes.engine.core.balance import RouterBalance
 from llmrecipes.engine.core.checkpoint.format import ShardedFormat
 from llmrecipes.engine.core.checkpoint.part import PartFormat
 from llmrecipes.engine.core.generation import generate
+from llmrecipes.engine.core.gradient_check import GradientCheck
 from llmrecipes.engine.core.model.attention import apart, own_chunks, prediction_weights
 from llmrecipes.engine.core.model.fake_quantize import renew_rounded, rounded
 from llmrecipes.engine.core.model.gpt import BuiltModel, RecipeGPTModel
@@ -47,6 +47,7 @@ from llmrecipes.engine.core.versions import auxiliary_losses
 from llmrecipes.engine.core.weights import gradient_slices, named_tensors, weight_slices
 from llmrecipes.engine.megatron import state
 from llmrecipes.engine.megatron.adversary import adversary
+from llmrecipes.engine.megatron.data_parallel import data_parallel
 from llmrecipes.engine.megatron.distillation import SaidBefore, Teacher
 from llmrecipes.engine.megatron.graphs import RecordedLayers
 from llmrecipes.engine.megatron.layer_drop import layer_drop
@@ -61,7 +62,6 @@ from llmrecipes.engine.sampling import Sampling
 from llmrecipes.faults.numerics import first_bad_parameter
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.distill_rules import has_teacher
-from llmrecipes.recipe.features import value, values
 
 GRADIENT_BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
 
@@ -107,6 +107,12 @@ class MegatronEngine:
         self._qk_clip = qk_clip(recipe, self.modules, self.optimizer, platform)
         self._zeros = KeptZeros(self.modules if recipe.train.keep_zeros else ())
         self.layers = LayerNorms(self.modules, recipe, platform.device) if recipe.tracking.layers_interval else None
+        self.gradient_check = GradientCheck(
+            state.trained_parameters(self.modules),
+            platform.device,
+            sharded=recipe.parallelism.use_distributed_optimizer,
+            wanted=recipe.faults.gradient_check_action != "none",
+        )
         self.updates = 0  # so far; a rank may have no parameter that counts them
         self.local_loss, self._micro_batches = 0.0, plan.num_microbatches
         config = built.config
@@ -193,8 +199,10 @@ class MegatronEngine:
         overflow = self.optimizer.prepare_grads()
         self._zeros.before_update(self.optimizer)
         square = update.squared_norm(self.optimizer, self.platform.device)
+        due = self.gradient_check.due
+        checked = self.gradient_check.measure(state.own_gradients(self.optimizer), square) if due else None
         loss, _, stopping, (norm, scale_then, local) = self._agree(
-            outputs, stop, square.sqrt(), scale, update.total(self._local_sums, self.platform.device)
+            outputs, stop, square.sqrt(), scale, update.total(self._local_sums, self.platform.device), checked
         )
         layers = None if self.layers is None else self.layers.take()
         lr = self.learning_rate
@@ -396,6 +404,7 @@ class MegatronEngine:
         norm: torch.Tensor | None = None,
         scale: torch.Tensor | None = None,
         local: torch.Tensor | None = None,
+        checked: torch.Tensor | None = None,
     ) -> tuple[float, float, bool, tuple[float, float | None, float]]:
         """Mean loss of the global batch, its tokens, whether a rank has to stop, and three numbers of this device.
 
@@ -416,7 +425,13 @@ class MegatronEngine:
         totals[-1:].fill_(stop is not None and stop())  # an assignment copies from the host, and waits
         dist.all_reduce(totals)
         more = [totals.new_zeros(1) if value is None else value.reshape(1) for value in (norm, scale, local)]
+        if checked is not None:
+            more.insert(0, checked)
         numbers = torch.cat([local_totals, totals, *more]).tolist()
+        if checked is not None:
+            found, numbers[-6:] = numbers[-6:-3], numbers[-3:]
+            own, counted = state.own_gradients(self.optimizer), update.counted_gradients(self.optimizer)
+            self.gradient_check.see(numbers[-3], found, own, counted)
         own_loss, own_tokens, loss, tokens, right, *others, stops, the_norm, the_scale, the_local = numbers
         if self.preference is None:
             self.accuracy.add(right, tokens)
@@ -472,25 +487,3 @@ class MegatronEngine:
 
 def _is_finite(loss: float, norm: float | None) -> bool:
     return math.isfinite(loss) and norm is not None and math.isfinite(norm)
-
-
-def data_parallel(plan: Plan, built: BuiltModel, number: int) -> DistributedDataParallel:
-    """One of this rank's chunks with its gradient buffers."""
-    config = data_parallel_config(plan)
-    # The first chunk's gradients are computed last; the other chunks need no buckets to overlap.
-    return DistributedDataParallel(built.config, config, built.modules[number], disable_bucketing=number > 0)
-
-
-def data_parallel_config(plan: Plan) -> DistributedDataParallelConfig:
-    """megatron-core's configuration of gradient buffers and their reduction."""
-    recipe = plan.recipe
-    parallelism = recipe.parallelism
-    return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=parallelism.grad_reduce_in_fp32 or recipe.train.precision == "fp32",
-        overlap_grad_reduce=parallelism.overlap_grad_reduce,
-        overlap_param_gather=parallelism.overlap_param_gather,
-        use_distributed_optimizer=parallelism.use_distributed_optimizer,
-        # Gradients of weights that come later are reduced later.
-        delay_wgrad_compute=bool(value(plan.features, "delay_wgrad_compute")),
-        **values(plan.features, "DistributedDataParallelConfig"),
-    )

@@ -37,9 +37,10 @@ from llmrecipes.engine.core.checkpoint.slices import (
     other_state,
     sharded_parameters,
 )
+from llmrecipes.engine.core.gradient_check import OwnGradient
 from llmrecipes.engine.core.model.init import global_name, whole_name
 from llmrecipes.engine.core.random_states import load_random_states, same_random_states, sharded_random_states
-from llmrecipes.engine.core.update import load_schedule
+from llmrecipes.engine.core.update import gradient, load_schedule
 from llmrecipes.engine.core.weights import saved_states
 from llmrecipes.recipe.freezing import is_frozen, patterns_of
 
@@ -348,6 +349,21 @@ def updated(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, torch
         group, place = part.model_param_group_index_map[parameter]
         master = part.optimizer.param_groups[group]["params"][place]
         yield parameter, master, part.optimizer.state[master].get(MASTER, master)
+
+
+def own_gradients(optimizer: Any) -> Iterator[OwnGradient]:
+    """What this rank updates with, after `prepare_grads`."""
+    for part in _parts(optimizer):
+        starts = dict(own_ranges(part)) if isinstance(part, DistributedOptimizer) else {}
+        for parameter, main, _ in updated(part):
+            values = gradient(main)
+            if values is not None:
+                yield OwnGradient(parameter, starts.get(parameter, 0), values)
+
+
+def trained_parameters(modules: Sequence[Any]) -> list[ShardedParameter]:
+    """Parameters of this rank's chunks that have gradients, in model order."""
+    return [each for each in _sharded_parameters(saved_states(modules)) if each.parameter.requires_grad]
 
 
 def own_ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int]]:
