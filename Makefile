@@ -119,7 +119,7 @@ test-fabric: setup ## test the doctor and bench fabric on emulated machines with
 	@FABRIC_LAB="$$LAB" $(PYTEST) -rs -m fabric tests/fabric
 
 test-llama-cpp: setup ## read GGUF with llama.cpp itself: LLAMA_CPP=DIR, from pip install --target DIR xllamacpp llama-cpp-python
-	@PYTHONPATH="$$LLAMA_CPP" $(PYTEST) -n0 -rs -m llama_cpp tests/unit/test_export_programs.py
+	@PYTHONPATH="$$LLAMA_CPP" $(PYTEST) -n0 -rs -m llama_cpp tests/unit/test_export_programs.py tests/unit/test_export_gguf.py
 
 # DIR has etcd, kube-apiserver and kube-controller-manager, which no package index has: dl.k8s.io.
 test-kubernetes: setup ## run the tests against Kubernetes' control plane: KUBERNETES=DIR

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 CONFIG = "tokenizer_config.json"
 
 
-def write_tokenizer(folder: Path, recipe: Recipe, prepared: Prepared) -> dict[str, Any]:
+def write_tokenizer(folder: Path, recipe: Recipe, prepared: Prepared | None) -> dict[str, Any]:
     """Write the tokenizer that made a run's tokens.
 
     A `bpe` one is one file and its end-of-text token. A Hugging Face one is written by transformers, with its special
@@ -37,6 +38,10 @@ def write_tokenizer(folder: Path, recipe: Recipe, prepared: Prepared) -> dict[st
     Raises:
         UserError: it is corrupt, can no longer be loaded, or has changed.
     """
+    if prepared is None:
+        special = _from_transformers(folder, recipe, None, None)
+        _serve(folder)
+        return special
     tokenizer = prepared.tokenizer()
     template = of_prepared(prepared) if prepared.manifest.chat is not None else None
     # A program that generates stops where an answer ends, and where a document does.
@@ -60,11 +65,56 @@ def write_tokenizer(folder: Path, recipe: Recipe, prepared: Prepared) -> dict[st
         )
     if template is not None:
         (folder / NAME).write_text(template.source, "utf-8")
+    _serve(folder)
     return {**special, "eos_token_id": ends[0] if len(ends) == 1 else ends}
 
 
-def _from_transformers(folder: Path, recipe: Recipe, vocabulary: dict[str, int], end: str | None) -> dict[str, Any]:
-    """Save the tokenizer of the recipe, with another `eos_token` if `end` is set."""
+_MARK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}(\s*)")
+
+
+def serving_form(template: str) -> str:
+    """A chat template without the marks of what the loss counts, which only transformers reads.
+
+    Each mark becomes a comment: both remove the same whitespace around them, so that the text stays the same. Where
+    variables are set between two marks, these become `with`, which keeps them inside, as the marks do.
+
+    Args:
+        template: in Jinja.
+
+    Raises:
+        jinja2.TemplateSyntaxError: it is not.
+    """
+    from jinja2 import Environment
+
+    # Blocks, and what is between them: marks in comments, strings and raw text are none.
+    parts = [""]
+    inside, scoped = False, False
+    for _, kind, value in Environment(keep_trailing_newline=True, autoescape=True).lex(template):
+        if kind == "block_begin":
+            parts.append("")
+        parts[-1] += value
+        if kind == "block_end":
+            if mark := _MARK.fullmatch(parts[-1]):
+                inside = mark[2] is None
+            scoped |= inside and re.match(r"\{%[-+]?\s*set\b", parts[-1]) is not None
+            parts.append("")
+    if scoped:
+        return "".join(_MARK.sub(r"{%\1 \2with \3%}\4", part) if _MARK.fullmatch(part) else part for part in parts)
+    return "".join(_MARK.sub(r"{#\1 \3#}\4", part) if _MARK.fullmatch(part) else part for part in parts)
+
+
+def _serve(folder: Path) -> None:
+    """Write all chat templates of a folder, of which a tokenizer may have several by name, as `serving_form`."""
+    for file in folder.rglob("*.jinja"):
+        template = file.read_text("utf-8")
+        if "generation" in template:
+            file.write_text(serving_form(template), "utf-8")
+
+
+def _from_transformers(
+    folder: Path, recipe: Recipe, vocabulary: dict[str, int] | None, end: str | None
+) -> dict[str, Any]:
+    """Save the tokenizer of the recipe, with another `eos_token` if `end` is set; a `vocabulary` must be the same."""
     from transformers import AutoTokenizer
 
     section = recipe.data.tokenizer
@@ -81,7 +131,7 @@ def _from_transformers(folder: Path, recipe: Recipe, vocabulary: dict[str, int],
             where=where,
             fix="check that this machine reaches the Hub (HF_ENDPOINT), or --no-tokenizer",
         ) from error
-    if tokenizer.get_vocab() != vocabulary:
+    if vocabulary is not None and tokenizer.get_vocab() != vocabulary:
         raise UserError(
             f"the data was prepared with a different tokenizer than {section.path!r}",
             where=where,
@@ -91,4 +141,4 @@ def _from_transformers(folder: Path, recipe: Recipe, vocabulary: dict[str, int],
     if end is not None:
         tokenizer.eos_token = end
     tokenizer.save_pretrained(folder)
-    return {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "pad", "eos")}

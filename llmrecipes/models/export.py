@@ -9,6 +9,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from llmrecipes import __version__
+from llmrecipes.commandline import command_line
 from llmrecipes.errors import UserError
 from llmrecipes.models.create import published, require_absent
 from llmrecipes.recipe.optimizer_kinds import named
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from llmrecipes.data.prepared import Prepared
     from llmrecipes.tracking.energy import Energy
     from llmrecipes.tracking.progress import Counted
+    from llmrecipes.workflow.model_source import OpenedRun
 
 
 FORMS = ("hf", "peft", "onnx", "torch-export", "gguf")
@@ -118,11 +120,11 @@ def export(
     require_merge(Run(run).recipe(), run, requested=options.merge_adapter)
     opened = open_run(run, entry, options.family, averaged=options.averaged)
     recipe = opened.recipe
-    prepared = prepared_of(recipe, data_dir) if options.tokenizer else None
+    prepared = prepared_of(opened, data_dir) if options.tokenizer else None
     dtype = options.dtype or recipe.train.precision
     notes = _notes(recipe, averaged=options.averaged)
     with published(out) as folder:
-        special = write_tokenizer(folder, recipe, prepared) if prepared else {}
+        special = write_tokenizer(folder, recipe, prepared) if options.tokenizer else {}
         write_json(folder / "generation_config.json", {**special, "_from_model_config": True})
         written = write(opened.source, {**opened.config, **special}, folder, dtype, options.shard_bytes, progress)
         measured = _measured(run, entry)
@@ -157,19 +159,27 @@ def _notes(recipe: Recipe, *, averaged: bool) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def prepared_of(recipe: Recipe, data_dir: Path) -> Prepared:
-    """The data of a recipe, with its tokenizer.
+def prepared_of(opened: OpenedRun, data_dir: Path) -> Prepared | None:
+    """The data of a run, with the tokenizer that made it.
+
+    None: it has none yet, as an imported model, whose tokenizer is the one that its recipe names.
 
     Raises:
         UserError: it is not prepared.
     """
+    from llmrecipes.data.prepared import fingerprint, open_prepared
 
-    from llmrecipes.data.prepared import open_prepared
-
+    recipe = opened.recipe
+    absent = not (data_dir / fingerprint(recipe)).is_dir()
+    if absent and opened.entry.step == 0 and recipe.data.tokenizer.type == "huggingface":
+        return None
     try:
         return open_prepared(recipe, data_dir)
     except UserError as error:
-        fix = f"{error.fix}; or --no-tokenizer" if error.fix else "--no-tokenizer"
+        fix = error.fix
+        if absent:
+            fix = command_line("prepare", Run(opened.folder).recipe_file, data_dir=data_dir)
+        fix = f"{fix}; or --no-tokenizer" if fix else "--no-tokenizer"
         raise UserError(error.what, where=error.where, rule=error.rule, fix=fix) from error
 
 

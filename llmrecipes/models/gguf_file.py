@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from llmrecipes.errors import UserError
 from llmrecipes.models.create import published, require_absent
@@ -26,7 +27,9 @@ from llmrecipes.tracking.progress import Counted
 from llmrecipes.workflow.model_source import find_checkpoint, open_run, require_merge
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
     from llmrecipes.workflow.model_source import OpenedRun
 
@@ -52,10 +55,16 @@ FAMILIES: Mapping[str, str] = {
 """llama.cpp's architecture of a family."""
 ROTATES_PAIRS = ("LLAMA",)
 """Architectures that rotate neighbouring channels, where transformers rotates channels half a head apart."""
+DIVISORS = "rope_freqs.weight"
+"""Tensor of what the frequencies of the rotation are divided by; llama.cpp reads it for `ROTATES_PAIRS` only."""
 ROUTER = ".ffn_gate_inp.weight"
 """End of the names of routers, which llama.cpp's own files have in fp32: their scores select the experts."""
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 """The number of an expert in a name; llama.cpp has the same matrix of all experts of a layer as one tensor."""
+LOOKS_SPECIAL = re.compile(r"<\|.*\|>|<｜.*｜>|<unused.*>|<pad>|<mask>|<2mass>|\[@BOS@\]")
+"""Added tokens that llama.cpp's converter takes for special ones, whatever the tokenizer says."""
+GPT2 = "gpt-2"
+"""llama.cpp's name of the pattern that the library tokenizers has built in."""
 OURS = "llama-bpe"
 """llama.cpp's pattern of words next to that of the byte-level BPE of `prepare`, which it does not have."""
 PATTERNS = {
@@ -102,12 +111,9 @@ def export_gguf(
             fix="pip install llama-cpp-python, or --dtype fp16 and then llama.cpp's llama-quantize",
         )  # fmt: skip
     _require_form(opened.family.name, opened.config)
-    notes: tuple[str, ...] = ()
+    vocabulary, notes = _vocabulary(opened, data_dir) if options.tokenizer else (None, ())
     with published(out) as folder:
-        tokens: dict[str, Any] = {}
-        if options.tokenizer:
-            tokens, notes = _tokens(opened, data_dir)
-        parameters = _write(opened, folder / FILE, dtype, tokens)
+        parameters = _write(opened, folder / FILE, dtype, vocabulary)
         if dtype in K_TYPES:
             _quantize(folder / FILE, dtype)
         size = (folder / FILE).stat().st_size
@@ -119,20 +125,11 @@ def export_gguf(
 
 
 def _require_form(family: str, config: Mapping[str, Any]) -> None:
-    positions = config.get("rope_parameters") or {}
     if family not in FAMILIES:
         raise UserError(
             f"models of type {family} are not supported", where="--to gguf", rule=f"one of {', '.join(FAMILIES)}",
             fix="--to onnx, or --family with one of them if the architecture matches",
         )  # fmt: skip
-    kind = positions.get("rope_type", "default")
-    if kind != "default":
-        raise UserError(
-            f"rope_type {kind} is not supported",
-            where="--to gguf",
-            rule="rotary positions must be unscaled",
-            fix="--to onnx",
-        )
     if family == "qwen3_moe" and config["mlp_only_layers"]:
         raise UserError(
             f"layers {config['mlp_only_layers']} have no experts", where="--to gguf",
@@ -145,7 +142,7 @@ def _require_form(family: str, config: Mapping[str, Any]) -> None:
         )  # fmt: skip
 
 
-def _write(opened: OpenedRun, file: Path, dtype: str, tokens: Mapping[str, Any]) -> int:
+def _write(opened: OpenedRun, file: Path, dtype: str, vocabulary: Vocabulary | None) -> int:
     import gguf
     import numpy as np
     import torch
@@ -159,7 +156,8 @@ def _write(opened: OpenedRun, file: Path, dtype: str, tokens: Mapping[str, Any])
     writer.add_name(opened.recipe.name)
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind.name}" if written != "fp32" else "ALL_F32"])
     _add_shape(writer, config)
-    _add_tokens(writer, tokens, config["vocab_size"])
+    divisors = _add_positions(writer, architecture.name, config)
+    _add_vocabulary(writer, vocabulary, config["vocab_size"])
     parts: dict[str, list[str]] = {}
     for name in source.names():
         theirs = known.get_name(EXPERT.sub(".experts.", name), try_suffixes=(".weight", ".bias"))
@@ -192,6 +190,9 @@ def _write(opened: OpenedRun, file: Path, dtype: str, tokens: Mapping[str, Any])
         element = {"F32": "float32", "F16": "float16"}.get(of_type[theirs].name, "uint8")
         stored = gguf.quant_shape_to_byte_shape(shape, of_type[theirs]) if element == "uint8" else shape
         writer.add_tensor_info(theirs, stored, np.dtype(element), sizes[theirs], of_type[theirs])
+    if divisors is not None:
+        kind = gguf.GGMLQuantizationType.F32
+        writer.add_tensor_info(DIVISORS, divisors.shape, divisors.dtype, divisors.nbytes, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -210,6 +211,8 @@ def _write(opened: OpenedRun, file: Path, dtype: str, tokens: Mapping[str, Any])
     for theirs, names in parts.items():
         writer.write_tensor_data(_Arrays(sizes[theirs], (converted(name, theirs) for name in names)))
     progress.close()
+    if divisors is not None:
+        writer.write_tensor_data(divisors)
     writer.close()
     return parameters
 
@@ -240,7 +243,6 @@ def _add_shape(writer: Any, config: Mapping[str, Any]) -> None:
     writer.add_key_length(channels)
     writer.add_value_length(channels)
     writer.add_rope_dimension_count(channels)
-    writer.add_rope_freq_base(float((config.get("rope_parameters") or {}).get("rope_theta", 10000.0)))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     if experts := config.get("num_local_experts") or config.get("num_experts"):
@@ -248,6 +250,56 @@ def _add_shape(writer: Any, config: Mapping[str, Any]) -> None:
         writer.add_expert_used_count(config["num_experts_per_tok"])
     if "moe_intermediate_size" in config:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def _add_positions(writer: Any, architecture: str, config: Mapping[str, Any]) -> NDArray[np.float32] | None:
+    """Say how positions are rotated, as transformers reads config.json.
+
+    Returns:
+        [channels / 2] what llama.cpp divides the frequencies by, for the tensor `DIVISORS`; None: nothing.
+
+    Raises:
+        UserError: llama.cpp lacks the scaling, or has it for other architectures only.
+    """
+    import gguf
+    import numpy as np
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    read: Any = AutoConfig.for_model(**config)
+    positions = read.rope_parameters
+    kind, base = positions["rope_type"], float(positions["rope_theta"])
+    writer.add_rope_freq_base(base)
+    if kind == "default":
+        return None
+    if kind == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(positions["factor"])
+        return None
+    if kind not in ("llama3", "yarn") or (kind == "llama3" and architecture not in ROTATES_PAIRS):
+        raise UserError(
+            f"rope_type {kind} is not supported for models of type {config['model_type']}", where="--to gguf",
+            rule="llama.cpp has linear and yarn, and llama3 for llama, mistral and mixtral", fix="--to onnx",
+        )  # fmt: skip
+    frequencies, attention = ROPE_INIT_FUNCTIONS[kind](read, "cpu")
+    if kind == "llama3":
+        channels = 2 * len(frequencies)
+        unscaled = 1 / base ** (np.arange(0, channels, 2, dtype=np.float32) / channels)
+        divisors: NDArray[np.float32] = (unscaled / frequencies.numpy()).astype(np.float32)
+        return divisors
+    fast, slow = positions.get("beta_fast") or 32, positions.get("beta_slow") or 1
+    if (fast, slow) != (32, 1) or not positions.get("truncate", True):
+        raise UserError(
+            f"YaRN with beta_fast {fast}, beta_slow {slow} and truncate {positions.get('truncate', True)}",
+            where="--to gguf", rule="llama.cpp computes with 32, 1 and true for these models", fix="--to onnx",
+        )  # fmt: skip
+    factor = positions["factor"]
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(factor)
+    writer.add_rope_scaling_orig_ctx_len(int(positions["original_max_position_embeddings"]))
+    # llama.cpp multiplies queries and keys by this and by what follows from the factor.
+    writer.add_rope_scaling_attn_factors(attention / (1 + 0.1 * math.log(max(factor, 1.0))))
+    return None
 
 
 def _expert(name: str) -> int:
@@ -282,62 +334,94 @@ def _pairs(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return halves.transpose(1, 2).reshape(weight.shape)
 
 
-def _add_tokens(writer: Any, tokens: Mapping[str, Any], vocabulary: int) -> None:
+def _add_vocabulary(writer: Any, vocabulary: Vocabulary | None, size: int) -> None:
     import gguf
 
-    if not tokens:
+    if vocabulary is None:
         writer.add_tokenizer_model("no_vocab")
         return
-    special: set[int] = tokens["special"]
-    names: list[str] = [f"[PAD{number}]" for number in range(vocabulary)]
-    kinds = [gguf.TokenType.UNUSED] * vocabulary
-    for text, number in tokens["tokens"].items():
-        names[number] = text
-        kinds[number] = gguf.TokenType.CONTROL if number in special else gguf.TokenType.NORMAL
+    names: list[str] = [f"[PAD{number}]" for number in range(size)]
+    kinds = [gguf.TokenType.UNUSED] * size
+    for text, number in vocabulary.tokens.items():
+        names[number], kinds[number] = text, gguf.TokenType.NORMAL
+    for token in vocabulary.added:
+        control = token["special"] or LOOKS_SPECIAL.fullmatch(token["content"])
+        names[token["id"]] = token["content"]
+        kinds[token["id"]] = gguf.TokenType.CONTROL if control else gguf.TokenType.USER_DEFINED
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(tokens["pattern"])
+    writer.add_tokenizer_pre(vocabulary.pattern)
     writer.add_token_list(names)
     writer.add_token_types([int(kind) for kind in kinds])
-    writer.add_token_merges(tokens["merges"])
-    writer.add_eos_token_id(tokens["end"])
-    writer.add_add_bos_token(False)
+    vocabulary.special.add_to_gguf(writer, quiet=True)
+    if "bos" not in vocabulary.special.add_special_token:
+        writer.add_add_bos_token(False)  # llama.cpp's default depends on the pattern
+    if vocabulary.ends[1:]:
+        # Generation stops at the end of an answer and at that of a document.
+        writer.add_eot_token_id(vocabulary.ends[0])
+        writer.add_eom_token_id(vocabulary.ends[1])
 
 
-def _tokens(opened: OpenedRun, data_dir: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """What a file says of a run's byte-level BPE, and notes.
+class Vocabulary(NamedTuple):
+    """What a file says of a byte-level BPE."""
+
+    tokens: Mapping[str, int]
+    added: Sequence[Mapping[str, Any]]
+    """Added tokens, as in tokenizer.json."""
+    special: Any
+    """`gguf.SpecialVocab`: merges, special tokens, which of them the tokenizer adds to a text, and chat templates."""
+    pattern: str
+    """llama.cpp's name of how text is split into words."""
+    ends: Sequence[int]
+    """Ids that end an answer."""
+
+
+def _vocabulary(opened: OpenedRun, data_dir: Path) -> tuple[Vocabulary, tuple[str, ...]]:
+    """The vocabulary of a run, by the files that `export --to hf` writes; and notes.
 
     Raises:
-        UserError: its data is not prepared, or llmrecipes does not know its pattern in llama.cpp.
+        UserError: its data is not prepared, or llama.cpp lacks its pattern.
     """
-    from llmrecipes.data.encode import LLAMA3, WORDS
+    import gguf
+
+    from llmrecipes.data.encode import WORDS
     from llmrecipes.data.prepared import TOKENIZER
+    from llmrecipes.hf.reading import CONFIG
+    from llmrecipes.hf.safetensors import write_json
     from llmrecipes.hf.tokenizer_files import write_tokenizer
     from llmrecipes.models.export import prepared_of
 
-    prepared = prepared_of(opened.recipe, data_dir)
-    with tempfile.TemporaryDirectory() as folder:
-        special = write_tokenizer(Path(folder), opened.recipe, prepared)
-        file: dict[str, Any] = json.loads((Path(folder) / TOKENIZER).read_text("utf-8"))
-    model, splitter = file["model"], json.dumps(file.get("pre_tokenizer"))
-    known = PATTERNS | {LLAMA3: OURS}
-    pattern = next((name for text, name in known.items() if json.dumps(text)[1:-1] in splitter), None)
-    notes: tuple[str, ...] = ()
-    if json.dumps(WORDS)[1:-1] in splitter:
-        pattern = OURS
-        notes = (
-            f"llama.cpp splits text into words by its pattern {OURS}; where it differs from this tokenizer's "
-            "(contractions, line ends after punctuation), tokens differ from those of training",
-        )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        special = write_tokenizer(folder, opened.recipe, prepared_of(opened, data_dir))
+        end = special["eos_token_id"]
+        ends: list[int] = end if isinstance(end, list) else [end]
+        write_json(folder / CONFIG, {**special, "eos_token_id": ends[0]})
+        file: dict[str, Any] = json.loads((folder / TOKENIZER).read_text("utf-8"))
+        marks = gguf.SpecialVocab(folder, load_merges=True, n_vocab=opened.config["vocab_size"])
+    model = file["model"]
+    pattern = _pattern(file.get("pre_tokenizer"))
     if model.get("type") != "BPE" or pattern is None:
         raise UserError(
             f"a tokenizer of type {model.get('type')} with an unknown pattern", where="--to gguf",
             rule="the tokenizer must be a byte-level BPE with a word pattern that llama.cpp knows",
             fix="--no-tokenizer, with token ids as input",
         )  # fmt: skip
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    added = {token["content"]: token["id"] for token in file.get("added_tokens", [])}
-    end = special["eos_token_id"]
-    return {
-        "tokens": {**model["vocab"], **added}, "special": set(added.values()), "merges": merges, "pattern": pattern,
-        "end": end[0] if isinstance(end, list) else end,
-    }, notes  # fmt: skip
+    notes: tuple[str, ...] = ()
+    if json.dumps(WORDS)[1:-1] in json.dumps(file["pre_tokenizer"]):
+        notes = (
+            f"llama.cpp splits text into words by its pattern {OURS}; where it differs from this tokenizer's "
+            "(contractions, line ends after punctuation), tokens differ from those of training",
+        )
+    return Vocabulary(model["vocab"], file.get("added_tokens", []), marks, pattern, ends), notes
+
+
+def _pattern(splitter: Any) -> str | None:
+    """llama.cpp's name of a `pre_tokenizer`; None: it has none."""
+    from llmrecipes.data.encode import LLAMA3, WORDS
+
+    text = json.dumps(splitter)
+    known = PATTERNS | {LLAMA3: OURS, WORDS: OURS}
+    if isinstance(splitter, dict) and splitter.get("type") == "ByteLevel":
+        plain = splitter.get("use_regex", True) and not splitter.get("add_prefix_space", True)
+        return GPT2 if plain else None
+    return next((name for pattern, name in known.items() if json.dumps(pattern)[1:-1] in text), None)

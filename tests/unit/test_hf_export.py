@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 import tokenizers
 import torch
@@ -21,20 +22,21 @@ import transformers
 from huggingface_hub import ModelCard
 from rich.console import Console
 from safetensors import safe_open
+from transformers.utils.chat_template_utils import render_jinja_template
 
 import llmrecipes
 from llmrecipes.checkpoint.manifest import MANIFEST_NAME
 from llmrecipes.cli.app import run
 from llmrecipes.data.prepare import prepare
 from llmrecipes.data.prepared import open_prepared
-from llmrecipes.data.templates import CHATML, SPECIAL, of_prepared
+from llmrecipes.data.templates import CHATML, SPECIAL, TEMPLATES, of_prepared
 from llmrecipes.data.tokenizer import EOD
 from llmrecipes.data.tokenizer import train as train_tokenizer
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.hardware.profile import Costs
 from llmrecipes.hf.family import FAMILIES, family_named, family_of, model_of
 from llmrecipes.hf.safetensors import SafetensorsFolder, write
-from llmrecipes.hf.tokenizer_files import write_tokenizer
+from llmrecipes.hf.tokenizer_files import serving_form, write_tokenizer
 from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.models.create import published
 from llmrecipes.recipe.load import load
@@ -508,6 +510,23 @@ def test_the_chat_template_is_the_one_that_made_the_tokens(kind: str, paths: Pat
     assert found.apply_chat_template(talk, tokenize=False) == expected
     ends = special["eos_token_id"] if isinstance(special["eos_token_id"], list) else [special["eos_token_id"]]
     assert found.eos_token_id in ends and found.eos_token in expected
+
+
+@pytest.mark.parametrize("template", [
+    *(marked.source for marked in TEMPLATES.values()),
+    "{% for m in messages %}\n  {% generation %}\n  {{ m.content }}\n  {% endgeneration %}\n end\n{% endfor %}\n",
+    "{% for m in messages %}a  {%- generation -%}  \n {{ m.content }}{% endgeneration -%} \n b{% endfor %}",
+    "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}{# {% generation %} #}",
+    "{{ '{% generation %}' }}{% raw %}{% generation %}{% endraw %}{% generation %}a{% endgeneration %}",
+])  # fmt: skip
+def test_a_template_without_marks_writes_the_same_text(template: str) -> None:
+    served = serving_form(template)
+    jinja2.Environment(autoescape=True).from_string(served)  # whose tags are plain Jinja's
+    talk = [{"role": "user", "content": " question\n"}, {"role": "assistant", "content": "answer"}] * 2
+    for asked in (True, False):
+        of_both = [render_jinja_template([talk], chat_template=source, add_generation_prompt=asked)[0]
+                   for source in (template, served)]  # fmt: skip
+        assert of_both[0] == of_both[1]
 
 
 def test_a_model_ends_with_every_token_that_ends_an_answer_or_a_document(paths: Paths, tmp_path: Path) -> None:
