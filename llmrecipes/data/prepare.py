@@ -202,6 +202,12 @@ def _encoding(recipe: Recipe, part: Path, log: Callable[[str], None]) -> tuple[T
         template = templates.of_recipe(recipe)  # and a missing template
         (part / templates.NAME).write_text(template.source, encoding="utf-8")
     tokenizer = _tokenizer(recipe, steps, part, log)
+    talks = recipe.data.chat is not None and recipe.data.chat.preference is None
+    if talks and not templates.ends_answers(template, (part / TOKENIZER).read_text("utf-8")):
+        log(
+            f"warning: no special token ends an answer in the chat template ({template.origin}): the model never "
+            "stops; write {{ eos_token }} after the assistant's text"
+        )
     for section in (recipe.data.sources, recipe.data.valid_sources):
         for number, source in enumerate(section):
             if source.tokenized:

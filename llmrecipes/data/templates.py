@@ -274,6 +274,18 @@ def question(prepared: Prepared, content: str) -> Question:
     return Question(text, ids, answer_end(prepared, template, content))
 
 
+def ends_answers(template: Template, tokenizer_json: str) -> bool:
+    """Whether what the loss counts of an answer has a special token, after which a model can stop."""
+    backend = load(tokenizer_json, special_as_text=False)
+    try:
+        text, spans = template.spans([{"role": "user", "content": "."}, {"role": "assistant", "content": "."}], 1 << 20)
+    except Exception:  # of the template; what it refuses is counted later
+        return True
+    ids = backend.encode(text[slice(*spans[-1])] if spans else "", add_special_tokens=False).ids
+    added = backend.get_added_tokens_decoder()
+    return any(number in added and added[number].special for number in ids)
+
+
 def _backend(prepared: Prepared) -> tokenizers.Tokenizer:
     return load((prepared.path / TOKENIZER).read_text("utf-8"), special_as_text=False)
 

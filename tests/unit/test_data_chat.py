@@ -24,7 +24,7 @@ from llmrecipes.data.dataset import best_fit, build
 from llmrecipes.data.prepare import Prepared, prepare
 from llmrecipes.data.prepared import fingerprint
 from llmrecipes.data.rows import SAYS_MORE, conversation
-from llmrecipes.data.templates import CHATML, SPECIAL, TEMPLATES, question
+from llmrecipes.data.templates import CHATML, SPECIAL, TEMPLATES, ends_answers, question
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Chat, Recipe, Source, Tokenizer
 from tests.helpers import tiny
@@ -559,3 +559,15 @@ def test_rules(changes: dict[str, Any], where: str, rule: str) -> None:
     padded = {**sections["data"], "chat": {**sections["data"].get("chat", {}), "packing": False}}
     if where.startswith(("model", "parallelism")):
         assert where not in {problem.key for problem in check(tiny(**{**sections, "data": padded}))}
+
+
+def test_a_template_without_an_end_of_turn_is_noticed() -> None:
+    backend, _ = tokenizer.train(["a text"], 300, SPECIAL)
+    messages = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+    plain = messages + "{% if add_generation_prompt %}assistant:{% endif %}"
+    end = " + '<|im_end|>' }}\n{%- endgeneration -%}"
+    outside = CHATML.replace(end, " }}\n{%- endgeneration -%}\n{{ '<|im_end|>' }}")
+    assert outside != CHATML
+    templates = (CHATML, PREFIX, plain, outside)
+    ends = [ends_answers(Template(source, "test"), backend.to_str()) for source in templates]
+    assert ends == [True, True, False, False]
