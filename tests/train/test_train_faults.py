@@ -486,7 +486,7 @@ def test_a_finished_run_has_nothing_to_do_and_may_be_made_longer(train: Command,
     assert [line["step"] for line in train_lines(run_dir)] == list(range(1, 16))
     code, printed = train(train={"train_iters": 10}, scheduler={"lr_decay_iters": 12})
     assert code == 2
-    require_message(printed, "step-00000015", rule=("train.train_iters=15", "10"))
+    require_message(printed, "train.train_iters", rule=("train.train_iters=15", "10"))
 
 
 def test_what_a_run_leaves_behind(train: Command, run_dir: Path) -> None:
