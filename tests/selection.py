@@ -16,7 +16,8 @@ from tests.dist import table
 TESTS = Path(__file__).parent
 
 VERSION = (
-    "dist/test_accuracy", "dist/test_checkpoint_scale", "dist/test_ema", "dist/test_evaluating", "dist/test_hf_",
+    "dist/test_accuracy", "dist/test_checkpoint_scale", "dist/test_ema", "dist/test_gradient_check",
+    "dist/test_evaluating", "dist/test_hf_",
     "dist/test_keep_zeros", "dist/test_layouts", "dist/test_layer_norms", "dist/test_local_checkpoints",
     "dist/test_loss_by_source",
     "dist/test_precomputed",
@@ -41,7 +42,7 @@ NOT_VERSION = (
     "unit/test_data_pairs", "unit/test_data_published", "unit/test_data_token_sets",
     "unit/test_data_steps",
     "unit/test_data_stores", "unit/test_data_tasks", "unit/test_deepspeed_config", "unit/test_distill_start",
-    "unit/test_evaluation", "unit/test_export_programs", "unit/test_faults_", "unit/test_finetune",
+    "unit/test_evaluation", "unit/test_export_",  "unit/test_faults_", "unit/test_finetune", "unit/test_foreign",
     "unit/test_hf_reading", "unit/test_precompute", "unit/test_prune", "unit/test_quantize",
     "unit/test_layout_names", "unit/test_merge_", "unit/test_gpu_report", "unit/test_network", "unit/test_rendezvous",
     "unit/test_workflow_lr_range", "unit/test_workflow_train",

@@ -94,7 +94,7 @@ def new(
     force: Annotated[bool, typer.Option("--force", help="Overwrite the recipe if it exists.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a recipe from a few answers, from options, or from another program's configuration (--from).
+    """Make a recipe from options or another program's file.
 
     Without NAME, it asks on the terminal. Layout, batch and recomputation are chosen so that it fits the machine.
     """

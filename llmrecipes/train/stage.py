@@ -137,8 +137,8 @@ def train_stage(
         is_due = (
             step != ended_at
             and not spec.overfit_batch
-            and has_held_out(ended, prepared)
             and evaluation_due(step, ended, spec.run.metrics, rank, monitored(start.entry))
+            and has_held_out(ended, prepared)
         )
         recipe = ended if is_due else stage_of(spec.recipe, step)
         span, plan = span_of(recipe), plan_of(whole, recipe)
