@@ -76,6 +76,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("optimizer", "optimizer.distrib_optimizer"):
         monkeypatch.setattr(f"megatron.core.{module}.Adam", TorchFusedAdam)
     monkeypatch.setattr("megatron.core.optimizer.is_te_min_version", lambda *_args: True)
-    # 0.16 asks there whether remainders can be stored.
+    # It asks there whether remainders can be stored.
     monkeypatch.setattr("megatron.core.optimizer.optimizer_config.is_te_min_version", lambda *_args: True)
     monkeypatch.setattr("llmrecipes.plan.derive.require_fused_adam", lambda *_args: None)

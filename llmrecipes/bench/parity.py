@@ -47,7 +47,7 @@ _DEEPSEEK = {
     "moe_router_load_balancing_type": "none", "moe_router_enable_expert_bias": True,
 }  # fmt: skip
 
-# Without multi-token prediction, whose gradients differ between megatron-core 0.16 and 0.19 (by 1.6 %).
+# Without multi-token prediction, whose gradients changed with megatron-core 0.19 (by 1.6 %).
 MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "gpt": {},
     "gpt bf16": {"train": {"precision": "bf16"}},

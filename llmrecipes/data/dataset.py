@@ -156,7 +156,7 @@ def _blend(
 ) -> BlendedDataset:
     """A BlendedDataset whose indices are in the cache.
 
-    megatron-core 0.16 queries its rank before it writes them, which fails in a process without a group: new ones are
+    megatron-core queries its rank before it writes them, which fails in a process without a group: new ones are
     built in memory and written under its names.
     """
     if fresh:

@@ -9,7 +9,6 @@ import socket
 import stat
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -84,9 +83,9 @@ def _findings(subject: DoctorContext) -> Iterator[Finding]:
         ]
         fine = {state.address for state in states if state not in of_job or state.recovery == "None"}
         yield from gpus.check_kernel_log(gpus.kernel_records(), time.clock_gettime(time.CLOCK_MONOTONIC), fine)
-    pins = locked(lock_file(ROOT, len(states)))
+    pins = locked(ROOT / "requirements" / "lock.txt")
     packages = installed()
-    yield from check_versions(packages, sys.version_info[:2], driver, len(states), pins, builds.cuda_version())
+    yield from check_versions(packages, driver, len(states), pins, builds.cuda_version())
     yield from check_zero(packages.get("deepspeed"), subject.recipe)
     yield nodes.inventory(packages, driver)
     ports = nics.ports()
@@ -118,8 +117,8 @@ def _nvlinks(profile: Profile | None, own_gpus: frozenset[int] | None) -> Iterat
 
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "deepspeed", "numpy", "datasets", "mlflow")
-MEGATRON = {(3, 11): ("0.16",), (3, 12): ("0.19",)}
-"""megatron-core releases that the test suite covers, by Python version; newer ones use the newest entry."""
+MEGATRON = "0.19"
+"""megatron-core release that the test suite covers."""
 DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
 """Oldest Linux driver by CUDA major version (CUDA compatibility guide, minor version compatibility)."""
 
@@ -136,7 +135,6 @@ def installed() -> dict[str, str]:
 
 def check_versions(
     versions: Mapping[str, str],
-    python: tuple[int, int],
     driver: str | None,
     gpus: int,
     locked: Mapping[str, str],
@@ -145,7 +143,6 @@ def check_versions(
     """Find incompatible versions.
 
     Args:
-        python: major and minor version.
         driver: GPU driver version according to nvidia-smi; None without one.
         gpus: number of GPUs of this machine.
         locked: pinned versions; empty without a lock file.
@@ -155,7 +152,7 @@ def check_versions(
         if name not in versions:
             yield fail(f"version of {name}", "not installed", "make setup")
     if "megatron-core" in versions:
-        yield _megatron(versions["megatron-core"], python)
+        yield _megatron(versions["megatron-core"])
     if "torch" in versions:
         yield from _torch(versions["torch"], cuda, driver, gpus)
     yield from _transformer_engine(versions)
@@ -178,27 +175,16 @@ def locked(requirements: Path) -> dict[str, str]:
     return {name.lower(): version for name, version in pins if name.lower() in PACKAGES}
 
 
-def lock_file(root: Path, gpus: int) -> Path:
-    """The lock file that `make setup` uses on this machine."""
-    python = f"py3{sys.version_info.minor}" if sys.version_info < (3, 12) else "py312"
-    return (
-        root / "requirements" / (f"{python}-{'cuda' if gpus else 'cpu'}.txt" if python == "py311" else f"{python}.txt")
-    )
-
-
-def _megatron(version: str, python: tuple[int, int]) -> Finding:
-    tested = MEGATRON[max(key for key in MEGATRON if key <= max(python, min(MEGATRON)))]
-    if version.startswith(tuple(f"{release}." for release in tested)):
-        return ok("version of megatron-core", f"{version} on Python {python[0]}.{python[1]}")
-    what = f"{version} on Python {python[0]}.{python[1]}, tested with {', '.join(tested)}"
-    return warn("version of megatron-core", what, f"pip install 'megatron-core~={tested[-1]}.0', or make setup")
+def _megatron(version: str) -> Finding:
+    if version.startswith(f"{MEGATRON}."):
+        return ok("version of megatron-core", version)
+    what = f"{version}, tested with {MEGATRON}"
+    return warn("version of megatron-core", what, f"pip install 'megatron-core~={MEGATRON}.0', or make setup")
 
 
 def _torch(version: str, cuda: str | None, driver: str | None, gpus: int) -> Iterator[Finding]:
     if gpus and cuda is None:
-        yield fail(
-            "version of torch", f"{version} is a CPU build on a node with {gpus} GPUs", "make setup LOCK=py311-cuda"
-        )
+        yield fail("version of torch", f"{version} is a CPU build on a node with {gpus} GPUs", "make setup TORCH=cuda")
         return
     if not gpus or cuda is None:
         yield ok("version of torch", version)

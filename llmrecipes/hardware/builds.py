@@ -68,7 +68,7 @@ def unusable(what: str) -> UserError:
         f"this machine has {what}",
         where="torch.cuda",
         rule="on a machine with a GPU, training on the CPU needs an empty CUDA_VISIBLE_DEVICES",
-        fix="llmrecipes doctor; make setup LOCK=py311-cuda if torch is a CPU build; or CUDA_VISIBLE_DEVICES= in "
+        fix="llmrecipes doctor; make setup TORCH=cuda if torch is a CPU build; or CUDA_VISIBLE_DEVICES= in "
         "front of the command, to train on the CPU",
     )
 

@@ -24,8 +24,8 @@ from llmrecipes.recipe.shape import Shape, shape
 from llmrecipes.recipe.stage_layout import layer_places, layers_per_stage
 from llmrecipes.units import GIB, MIB
 
-# Resident after importing everything that a CPU run imports: 0.5 GiB with megatron-core 0.16, 0.84 GiB with 0.19. A
-# loader process is forked and shares most of it.
+# Resident after importing everything that a CPU run imports: 0.84 GiB. A loader process is forked and shares most of
+# it.
 _CPU_PROCESS = int(0.9 * GIB)
 _CPU_LOADER = int(0.1 * GIB)
 # CUDA context, loaded kernels, and workspaces of cuBLAS and cuDNN; an estimate, not measured.

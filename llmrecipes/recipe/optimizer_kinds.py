@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import metadata
 from importlib.util import find_spec
 
 from llmrecipes.errors import UserError
@@ -15,7 +14,6 @@ KEY = "optimizer.optimizer"
 OF_MATRICES = ("muon", "lion")
 """Those that update matrices between hidden layers only, and leave the other parameters to AdamW."""
 PACKAGE = "emerging_optimizers"
-_FIRST_VERSION = (0, 19)
 _MOMENT_BYTES = {"fp32": 4, "bf16": 2}
 
 
@@ -113,23 +111,14 @@ def _keys_of_others(optimizer: Optimizer) -> Iterator[Problem]:
 
 
 def require_optimizer(recipe: Recipe) -> None:
-    """Refuse an optimizer that the megatron-core of this environment does not have.
+    """Refuse an optimizer whose package this environment does not have.
 
     Raises:
-        UserError: it is older than 0.19, or emerging-optimizers is not installed.
+        UserError: emerging-optimizers is not installed.
     """
     kind = recipe.optimizer.optimizer
-    if kind not in OF_MATRICES:
-        return
-    version = metadata.version("megatron-core")
-    rule = f"{kind} needs megatron-core 0.19 or newer and emerging-optimizers, both for Python 3.12 or newer"
-    if tuple(int(part) for part in version.split(".")[:2]) < _FIRST_VERSION:
+    if kind in OF_MATRICES and find_spec(PACKAGE) is None:
         raise UserError(
-            f"{kind} with megatron-core {version}", where=KEY, rule=rule,
-            fix="make setup PYTHON=python3.12, or optimizer.optimizer adam",
-        )  # fmt: skip
-    if find_spec(PACKAGE) is None:
-        raise UserError(
-            f"{kind}, but the package {PACKAGE} is not installed", where=KEY, rule=rule,
-            fix="make setup PYTHON=python3.12, or pip install 'llmrecipes[optimizers]'",
+            f"{kind}, but the package {PACKAGE} is not installed", where=KEY, rule=f"{kind} needs emerging-optimizers",
+            fix="pip install 'llmrecipes[optimizers]', or optimizer.optimizer adam",
         )  # fmt: skip

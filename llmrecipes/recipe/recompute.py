@@ -14,7 +14,7 @@ from llmrecipes.recipe.shape import shape
 
 @dataclass(frozen=True)
 class Module:
-    """One value of `train.recompute_modules`; megatron-core 0.16 and 0.19 have the same.
+    """One value of `train.recompute_modules`; with the names of megatron-core.
 
     Attributes:
         needs: a setting without which there is nothing of the kind in the model.

@@ -120,6 +120,6 @@ class Speed(Section):
         | None
     ) = None
     """With `cuda_graph_impl`: parts of layers to capture, `attn` and `mlp`; those of experts are refused. Unset: whole
-    layers, or `attn` in models with experts. Named `cuda_graph_scope` in megatron-core 0.16."""
+    layers, or `attn` in models with experts."""
     cuda_graph_warmup_steps: PosInt | None = None
     """With `cuda_graph_impl`: steps before graphs are captured. Unset: 3."""

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from llmrecipes.engine.core import update
-from llmrecipes.engine.core.versions import gradients_for_norm
 from llmrecipes.engine.megatron import engine, state
 from llmrecipes.engine.megatron.optimizer import create_optimizer
 from llmrecipes.engine.meters import GradientFault
@@ -50,13 +50,14 @@ def change(patch: pytest.MonkeyPatch, weights: str, attribute: str, value: bool)
 
 def count(patch: pytest.MonkeyPatch, counts: Callable[[Any, bool], bool]) -> None:
     """Let a parameter's gradient count in the norm as `counts(parameter, whether it does)` says."""
+    plain = MegatronOptimizer.get_grads_for_grad_norm
 
     def counted(part: Any) -> list[Any]:
-        before = {id(each) for each in gradients_for_norm(part)}
+        before = {id(each) for each in plain(part)}
         owned = [(parameter, update.gradient(main)) for parameter, main, _ in state.updated(part)]
         return [each for parameter, each in owned if each is not None and counts(parameter, id(each) in before)]
 
-    patch.setattr(update, "gradients_for_norm", counted)
+    patch.setattr(MegatronOptimizer, "get_grads_for_grad_norm", counted)
 
 
 def experts_on_the_first_rank_only(patch: pytest.MonkeyPatch) -> None:

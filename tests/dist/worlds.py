@@ -209,9 +209,9 @@ def say(*words: Any) -> None:
 def _serve(rank: int, size: int, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
+    from megatron.core.transformer.moe.moe_utils import get_moe_metrics_tracker
 
     from llmrecipes.engine.core.platform import select
-    from llmrecipes.engine.core.versions import auxiliary_losses
 
     global _to_the_test
     _to_the_test = pipe
@@ -235,7 +235,8 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
         except Exception:  # raised again by the test that started the job; this process serves the next one
             ok, answer = False, traceback.format_exc()
         pipe.send(("answer", (time.monotonic(), ok, answer)))
-        auxiliary_losses().clear()  # megatron-core keeps them per process, sized for the layers of its first model
+        # megatron-core keeps them per process, sized for the layers of its first model
+        get_moe_metrics_tracker().metrics.clear()
         if rendezvous is not None:
             dist.destroy_process_group()
         gc.collect()

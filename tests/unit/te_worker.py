@@ -34,7 +34,6 @@ from llmrecipes.engine.core.model.attention import apart  # noqa: E402
 from llmrecipes.engine.core.model.gpt import construct  # noqa: E402
 from llmrecipes.engine.core.model.init import parameter_slices  # noqa: E402
 from llmrecipes.engine.core.platform.rendezvous import TIMEOUT  # noqa: E402
-from llmrecipes.engine.core.versions import GRAPH_MODULES  # noqa: E402
 from llmrecipes.engine.core.world import model_parallel  # noqa: E402
 from llmrecipes.engine.megatron.data_parallel import data_parallel, data_parallel_config  # noqa: E402
 from llmrecipes.engine.megatron.graphs import RecordedLayers  # noqa: E402
@@ -284,7 +283,7 @@ def recorded_layers(platform: Any) -> dict[str, Any]:
             "recorded": calls, "in step": steps, "hooks that gather": hooks > 0,
             "deleted": all(graph.deleted for graph in graphs) and not first.cuda_graphs,
         }  # fmt: skip
-        result[name]["parts"] = [part.name for part in getattr(made.config, GRAPH_MODULES)]
+        result[name]["parts"] = [part.name for part in made.config.cuda_graph_modules]
         result[name]["generators"] = made.config.use_te_rng_tracker
     with patch.dict(os.environ, {"NCCL_GRAPH_REGISTER": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}):
         try:

@@ -21,7 +21,6 @@ from llmrecipes.engine.core.model.attention import SdpaCoreAttention
 from llmrecipes.engine.core.model.config import transformer_config
 from llmrecipes.engine.core.model.gpt import RecipeGPTModel
 from llmrecipes.engine.core.model.spec import choose
-from llmrecipes.engine.core.versions import SENDS_BEFORE_FREEING
 from llmrecipes.hardware import builds
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe
@@ -280,7 +279,7 @@ def test_pipeline_stages_free_what_they_have_sent_and_wait_for_nothing() -> None
     assert not two.batch_p2p_sync
     assert not config().deallocate_pipeline_outputs
     chunks = config(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
-    assert chunks.deallocate_pipeline_outputs is SENDS_BEFORE_FREEING
+    assert chunks.deallocate_pipeline_outputs
 
 
 RECOMPUTE: list[dict[str, Any]] = [

@@ -1,4 +1,4 @@
-"""Maximal-update parametrisation: the same numbers with every megatron-core, its own and ours."""
+"""Maximal-update parametrisation: megatron-core's factors, our initial values."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.engine.base import Progress
-from llmrecipes.engine.core import versions
-from llmrecipes.engine.core.model import config as engine_config
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.plan.derive import derive
 from llmrecipes.plan.table import rows
 from llmrecipes.recipe.rules import check
-from llmrecipes.recipe.schema import Model, Parallelism, Recipe
+from llmrecipes.recipe.schema import Parallelism, Recipe
 from llmrecipes.recipe.shape import mup
 from tests.helpers import LLAMA, ROOMY, engine_of, steps, tiny
 
@@ -46,7 +44,6 @@ LOSSES = {
 }
 """Of four steps with megatron-core 0.19's own parametrisation."""
 
-IMPLEMENTATIONS = sorted({False, versions.MUP_IS_BUILT_IN})
 NORMS = ("layernorm.weight", "norm.weight")
 BASE_RATE = ("word_embeddings.weight", "position_embeddings.weight", "output_layer.weight", ".bias", *NORMS)
 
@@ -57,16 +54,6 @@ def recipe(name: str = "gpt", **model: Any) -> Recipe:
         optimizer={"lr": LR, "min_lr": MIN_LR, "adam_eps": EPS},
         scheduler={"lr_warmup_iters": 2},
     )
-
-
-@pytest.fixture(params=IMPLEMENTATIONS, ids=lambda built_in: "megatron-core" if built_in else "ours")
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """megatron-core's parametrisation where it has one, and ours with every version."""
-    if not request.param:
-        monkeypatch.setattr(versions, "MUP_IS_BUILT_IN", False)
-        ours = {name for name in Model.model_fields if name.startswith(("use_mup", "mup_"))}
-        monkeypatch.setattr(engine_config, "NOT_PASSED", engine_config.NOT_PASSED | ours)
-    return bool(request.param)
 
 
 @contextmanager
@@ -104,7 +91,7 @@ def expected_groups(engine: MegatronEngine) -> set[tuple[float, float, float, fl
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_parameter_has_the_rate_and_epsilon_of_its_kind(name: str, implementation: bool) -> None:
+def test_every_parameter_has_the_rate_and_epsilon_of_its_kind(name: str) -> None:
     with running(recipe(name)) as engine:
         found = {(g["max_lr"], g["min_lr"], g["eps"], g["wd_mult"], g["count"]) for g in groups(engine)}
         assert found == expected_groups(engine)
@@ -115,7 +102,7 @@ def test_every_parameter_has_the_rate_and_epsilon_of_its_kind(name: str, impleme
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.rotating
-def test_losses_are_those_of_megatron_cores_own(name: str, implementation: bool) -> None:
+def test_losses_are_those_of_megatron_cores_own(name: str) -> None:
     with running(recipe(name)) as engine:
         assert [step.loss for step in steps(engine, 4)] == pytest.approx(LOSSES[name], rel=5e-6)
 
@@ -132,18 +119,17 @@ def test_initial_weights_are_narrower_but_for_embeddings_and_output_layer() -> N
             assert parameter.std().item() == pytest.approx(std, rel=0.03), name
 
 
-def test_the_configuration_has_the_factors(implementation: bool) -> None:
+def test_the_configuration_has_the_factors() -> None:
     with running(recipe(mup_attn_scale_power=0.75)) as engine:
         config, factors = engine.modules[0].config, mup(engine.recipe.model)
         assert factors is not None
         assert config.softmax_scale == factors.softmax_scale == pytest.approx(2 / 16**0.75)
         assert (factors.width_mult, factors.output_mult, factors.embedding_mult) == (WIDTH, 1 / WIDTH, 2.0)
-        if implementation:
-            theirs = (config.mup_width_mult, config.mup_output_mult, config.mup_embedding_mult)
-            assert theirs == (factors.width_mult, factors.output_mult, factors.embedding_mult)
+        theirs = (config.mup_width_mult, config.mup_output_mult, config.mup_embedding_mult)
+        assert theirs == (factors.width_mult, factors.output_mult, factors.embedding_mult)
 
 
-def test_logits_of_generation_are_those_of_training(implementation: bool) -> None:
+def test_logits_of_generation_are_those_of_training() -> None:
     with running(recipe()) as engine:
         module = engine.modules[0].eval()
         ids = torch.arange(16)[None]
@@ -155,7 +141,7 @@ def test_logits_of_generation_are_those_of_training(implementation: bool) -> Non
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-def test_a_resumed_run_keeps_its_groups(sharded: bool, implementation: bool, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_groups(sharded: bool, tmp_path: Path) -> None:
     parallelism = Parallelism(use_distributed_optimizer=sharded)
     with running(recipe().model_copy(update={"parallelism": parallelism})) as engine:
         steps(engine, 1)

@@ -8,7 +8,6 @@ from dataclasses import fields
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.package_info import MAJOR, MINOR
 from megatron.core.parallel_state import initialize_model_parallel
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
@@ -19,11 +18,6 @@ from tests.helpers import ROOT
 ROW = re.compile(r"^\| `([A-Za-z]+|initialize_model_parallel)\.(\w+)` \| (?:`([\w.]+)`|none) \|", re.MULTILINE)
 PAGE = (ROOT / "docs/guide/performance.md").read_text("utf-8")
 ROWS = [(f"{owner}.{field}", key or None) for owner, field, key in ROW.findall(PAGE)]
-RENAMED = {
-    (0, 16): {"TransformerConfig.cuda_graph_modules"},
-    (0, 19): {"TransformerConfig.moe_router_padding_for_fp8"},
-}
-"""Fields of the page that a version of megatron-core has under another name."""
 
 
 def known() -> set[str]:
@@ -38,7 +32,7 @@ def known() -> set[str]:
 
 def test_every_row_is_a_field_of_megatron_core() -> None:
     assert len(ROWS) > 40 and len(dict(ROWS)) == len(ROWS)
-    assert {field for field, _ in ROWS} - RENAMED.get((MAJOR, MINOR), set()) <= known()
+    assert {field for field, _ in ROWS} <= known()
 
 
 def test_what_the_page_calls_reachable_is_a_key() -> None:

@@ -400,7 +400,7 @@ def test_ranks_share_the_memory_of_a_machine_without_gpus() -> None:
 
 
 def test_experts_split_otherwise_than_dense_layers_need_expert_parallelism() -> None:
-    # With EP 1 megatron-core 0.16 and 0.19 leave the tensor-parallel ranks out of the experts' reduction.
+    # With EP 1 megatron-core leaves the tensor-parallel ranks out of the experts' reduction.
     layers = ("parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true")
     split = recipe(
         "moe-tiny", *layers, "parallelism.expert_model_parallel_size=1", "parallelism.expert_tensor_parallel_size=1"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmrecipes.engine.core.platform import cpu, cuda, select
+from llmrecipes.engine.core.platform import cpu, select
 from llmrecipes.engine.core.platform.cpu import CpuPlatform, CpuTorch, names_cuda
 from llmrecipes.engine.core.platform.patching import MissingPatchTarget, replace, resolve
 from llmrecipes.engine.core.platform.substitutes import GroupStepAdamW
@@ -184,7 +184,7 @@ def test_gpus_that_torch_cannot_use_are_refused_with_the_reason(monkeypatch: pyt
         module, "visible_gpus", lambda: (DetectedGpu("NVIDIA H100 80GB HBM3", 80 << 30, 79 << 30, None),) * 8
     )
     monkeypatch.setattr(torch.version, "cuda", None)
-    with refused("torch.cuda", rule=("8", "H100", "CPU", "LOCK=py311-cuda", "CUDA_VISIBLE_DEVICES")):
+    with refused("torch.cuda", rule=("8", "H100", "CPU", "TORCH=cuda", "CUDA_VISIBLE_DEVICES")):
         select()
 
     def too_old() -> None:
@@ -294,31 +294,3 @@ def test_adam_resumes_from_a_saved_state_exactly() -> None:
 def test_adam_refuses_what_it_cannot_do(option: dict[str, bool]) -> None:
     with pytest.raises(ValueError, match="GroupStepAdamW"):
         GroupStepAdamW(parameters(), **option)  # type: ignore[arg-type]
-
-
-# -- permutation of tokens -------------------------------------------------------------------------------------------
-
-
-def test_tokens_are_permuted_as_by_megatron_core() -> None:
-    """What runs on a GPU, where megatron-core 0.16 would wait: same values, places and gradients, bit by bit."""
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.rand(37, 8, generator=generator)
-    chosen = torch.zeros(37, 8, dtype=torch.bool).scatter_(1, scores.topk(3).indices, True)
-    found = []
-    for permute in (cuda.PLAIN_PERMUTE, cuda.permute):
-        tokens = torch.rand(37, 5, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        probabilities = (scores * chosen).requires_grad_()
-        moved, weights, places, *_ = permute(tokens, chosen, probabilities, 37 * 3)
-        (moved * weights.unsqueeze(-1)).square().sum().backward()
-        found.append((moved, weights, places, tokens.grad, probabilities.grad))
-    for plain, ours in zip(*found, strict=True):
-        assert plain is not None and ours is not None
-        assert torch.equal(plain, ours)
-
-
-def test_dropped_tokens_are_left_to_megatron_core() -> None:
-    chosen = torch.tensor([[True, False], [False, False], [True, True]])
-    tokens = torch.arange(6.0).view(3, 2)
-    moved, _, places, *_ = cuda.permute(tokens, chosen, chosen.float(), chosen.sum())
-    assert places.tolist() == [0, 2, 2]
-    assert torch.equal(moved, tokens[places])

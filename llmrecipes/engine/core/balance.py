@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.transformer.moe.moe_utils import get_moe_metrics_tracker
 from megatron.core.transformer.moe.router import TopKRouter
 
 from llmrecipes.engine.core.model.gpt import RecipeGPTModel
-from llmrecipes.engine.core.versions import auxiliary_losses, auxiliary_values
 from llmrecipes.engine.meters import Balance
 from llmrecipes.plan.derive import Plan
 from llmrecipes.tracking.events import LayerBalance
@@ -51,7 +51,7 @@ class RouterBalance:
     def start(self) -> None:
         """Start counting."""
         self._sums.zero_()
-        auxiliary_losses().clear()
+        get_moe_metrics_tracker().metrics.clear()
         self._counting = True
 
     def restart(self) -> None:
@@ -63,8 +63,8 @@ class RouterBalance:
         """Stop counting, and sum the counts over ranks; a collective of all ranks."""
         self._counting = False
         losses = [
-            auxiliary_values(entry).sum()
-            for name, entry in auxiliary_losses().items()
+            entry.values.sum()
+            for name, entry in get_moe_metrics_tracker().metrics.items()
             if name.endswith("balancing_loss")
         ]
         for loss in losses:

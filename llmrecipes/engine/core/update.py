@@ -23,7 +23,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
-from llmrecipes.engine.core.versions import gradients_for_norm
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.batch_schedule import batch_schedule
 from llmrecipes.recipe.schema import Recipe
@@ -56,7 +55,7 @@ def _complete_latent_norms(config: TransformerConfig) -> Iterator[None]:
 
     By the name it takes `q_layernorm` there for a norm of the rank's heads. It normalizes what all heads share: the
     up-projection that follows sums the gradient already, and a second sum makes it too large by the number of ranks
-    (0.16.1 and 0.19.2). With sequence parallelism the norms are marked like all others.
+    (0.19.2). With sequence parallelism the norms are marked like all others.
     """
     whole = config.multi_latent_attention and config.qk_layernorm
     if whole:
@@ -96,7 +95,7 @@ def squared_norm(optimizer: MegatronOptimizer, device: torch.device) -> torch.Te
     """
     by_group: dict[Any, list[torch.Tensor]] = defaultdict(list)
     for part in parts(optimizer):
-        by_group[part.get_grad_stats_parallel_group()] += gradients_for_norm(part)
+        by_group[part.get_grad_stats_parallel_group()] += part.get_grads_for_grad_norm()
     total = torch.zeros((), dtype=torch.float64, device=device)
     for group, gradients in by_group.items():
         square = torch.zeros((), dtype=torch.float64, device=device)
@@ -111,7 +110,7 @@ def squared_norm(optimizer: MegatronOptimizer, device: torch.device) -> torch.Te
 def counted_gradients(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
     """Gradients that this rank adds to `squared_norm`."""
     for part in parts(optimizer):
-        yield from gradients_for_norm(part)
+        yield from part.get_grads_for_grad_norm()
 
 
 def watch_reduction(chunks: Sequence[Any], sums: list[torch.Tensor]) -> None:
@@ -172,7 +171,7 @@ def gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 def step(optimizer: MegatronOptimizer, chunks: Sequence[Any]) -> None:
     """Update the weights, and gather them unless the next forward pass does.
 
-    With experts there are two optimizers, each of which makes megatron-core 0.16 gather the parameters of both.
+    With experts there are two optimizers; the weights of both are gathered together.
 
     Args:
         optimizer: with clipped gradients.

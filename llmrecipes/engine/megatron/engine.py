@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.moe_utils import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from llmrecipes.checkpoint.store import Entry
@@ -43,7 +44,6 @@ from llmrecipes.engine.core.rerun import RerunState, announced, kept
 from llmrecipes.engine.core.score import GPTScorer
 from llmrecipes.engine.core.token_sums import SourceLosses, sum_over_tokens
 from llmrecipes.engine.core.update import mean_over_tokens, scheduler
-from llmrecipes.engine.core.versions import auxiliary_losses
 from llmrecipes.engine.core.weights import gradient_slices, named_tensors, weight_slices
 from llmrecipes.engine.megatron import state
 from llmrecipes.engine.megatron.adversary import adversary
@@ -360,7 +360,7 @@ class MegatronEngine:
             vars(chunk).clear()
         # Process-wide state whose size depends on this model.
         MTPLossLoggingHelper.tracker.clear()
-        auxiliary_losses().clear()
+        get_moe_metrics_tracker().metrics.clear()
 
     @property
     def rewards(self) -> RewardMeter | None:

@@ -23,7 +23,6 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from llmrecipes.engine.core.model.attention_logits import largest_logit, softmax_scale
 from llmrecipes.engine.core.model.gpt import RecipeGPTModel
 from llmrecipes.engine.core.update import gradient, parts
-from llmrecipes.engine.core.versions import gradients_for_norm
 from llmrecipes.engine.megatron.histograms import BINS, count, histogram
 from llmrecipes.engine.megatron.state import updated
 from llmrecipes.engine.meters import LayerMeasurements
@@ -214,7 +213,7 @@ class LayerNorms:
         """The group of each optimizer, and what it updates that no other rank of the group counts."""
         for part in parts(optimizer):
             # They are kept, so that no other tensor has their identity.
-            counted = gradients_for_norm(part)
+            counted = part.get_grads_for_grad_norm()
             identities = {id(each) for each in counted}
             owned = [
                 _Owned(self._places[parameter], slope, weight)

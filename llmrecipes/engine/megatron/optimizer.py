@@ -124,7 +124,7 @@ def allocate_state(optimizer: MegatronOptimizer) -> None:
         if not part.config.use_precision_aware_optimizer:
             part.init_state_fn(part.optimizer, part.config)
             continue
-        # Newer versions of TransformerEngine ask for an argument that megatron-core 0.16 does not pass.
+        # TransformerEngine asks for an argument that megatron-core does not pass.
         for parameter in part.get_parameters():
             part.optimizer.initialize_state(parameter, False)
 

@@ -142,8 +142,7 @@ class RMSNorm(_Module):
     public = "pytorch.RMSNorm"
 
     def create(self, **options: Any) -> None:
-        # 0.16 of megatron-core uses the older name.
-        size = options.get("normalized_shape") or options["hidden_size"]
+        size = options["normalized_shape"]
         for name in self.names():
             self.parameter(name, (size,), options)
         for values in self.parameters():
@@ -198,8 +197,6 @@ _module("pytorch.fp8").FP8GlobalStateManager = type("FP8GlobalStateManager", (),
 _module("pytorch.tensor").QuantizedTensor = type("QuantizedTensor", (torch.Tensor,), {})
 _module("pytorch.tensor.float8_tensor").Float8Tensor = type("Float8Tensor", (torch.Tensor,), {})
 _module("pytorch.float8_tensor").Float8Tensor = _module("pytorch.tensor.float8_tensor").Float8Tensor
-# The versions that megatron-core 0.16 was written for have it; without it, that uses no GEMM of TransformerEngine.
-_module("pytorch.module.base").get_workspace = lambda: None
 
 
 class UserBufferQuantizationMode(enum.Enum):
@@ -228,6 +225,6 @@ class _Scaling:
 
 for _last in ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling"):
     setattr(_recipe, _last, type(_last, (_Scaling,), {}))
-# megatron-core 0.16 evaluates annotations with these names.
+# megatron-core evaluates annotations with these names.
 for _last in ("Sequential", "FusibleOperation"):
     setattr(_module("pytorch.ops"), _last, type(_last, (), {}))

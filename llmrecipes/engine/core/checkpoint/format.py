@@ -116,7 +116,7 @@ class ShardedFormat:
         if rank == 0:
             directory.mkdir(parents=True)
         strategy = _Translation()
-        # The first rank writes here what is not sharded (megatron-core 0.16). No rank knows what the others write:
+        # The first rank writes here what is not sharded. No rank knows what the others write:
         # `finish` checks that it is every element once.
         options: dict[str, Any] = {"validate_access_integrity": False, "async_sharded_save": True}
         try:

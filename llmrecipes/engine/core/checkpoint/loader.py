@@ -49,7 +49,7 @@ _PICKLED_INDEX = ".metadata"
 INDEXES = (INDEX_NAME, JSON_NAME, _PICKLED_INDEX)
 """Files that an index may be in."""
 _COMMON_FILE = "common.pt"
-"""File in which megatron-core 0.16 stores everything that is not sharded."""
+"""File in which megatron-core before 0.19 stores everything that is not sharded."""
 COMMON_OBJECT = ShardedObject("common_state", None, (1,), (0,)).unique_key
 """The same in megatron-core 0.19."""
 

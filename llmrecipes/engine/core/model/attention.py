@@ -29,7 +29,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from llmrecipes.engine.core.versions import PREDICTION_LOSSES_ARE_SCALED
 from llmrecipes.plan.kernels import attends_by_boundaries
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import shape
@@ -323,7 +322,7 @@ def own_chunks(batch: dict[str, torch.Tensor], size: int, rank: int) -> dict[str
 def prediction_weights(mask: torch.Tensor, depths: int, size: int, rank: int) -> list[torch.Tensor]:
     """Weights of a rank's losses of multi-token prediction, in place of the loss mask.
 
-    A token predicted *k* further has no label for the last *k* tokens of a sequence. megatron-core 0.19 compensates:
+    A token predicted *k* further has no label for the last *k* tokens of a sequence. megatron-core compensates:
     it multiplies the loss by tokens / tokens with such a label, counted on this rank. Other ranks have a different
     ratio, or none if all their tokens are masked, and a single process has that of full sequences. With a mask of ones
     and these weights, the result is the latter.
@@ -337,7 +336,7 @@ def prediction_weights(mask: torch.Tensor, depths: int, size: int, rank: int) ->
     Returns:
         [b, s / size] for each further token; nothing if megatron-core's ratio is correct.
     """
-    if size == 1 or not PREDICTION_LOSSES_ARE_SCALED:
+    if size == 1:
         return []
     weights = []
     for depth in range(1, depths + 1):

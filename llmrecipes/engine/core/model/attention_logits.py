@@ -2,7 +2,7 @@
 
 Logits that grow over training are an early sign of divergence (arXiv 2302.05442, arXiv 2309.14322).
 megatron-core's `log_max_attention_logit` asks TransformerEngine for them in every step, needs version 2.9 of it, keeps
-the graphs of all micro-batches alive in 0.16.1, and reads a number a layer on the host. Here the queries and keys of a
+the graphs of all micro-batches alive, and reads a number a layer on the host. Here the queries and keys of a
 measured step are multiplied once more, in parts, with any attention: half of the FLOPs of attention's forward pass.
 """
 

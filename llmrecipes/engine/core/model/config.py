@@ -1,7 +1,6 @@
 """recipe -> megatron-core `TransformerConfig`: keys of the same name are passed on, the others translated here.
 
-Maximal-update parametrisation (arXiv 2203.03466) is applied here for the versions of megatron-core that do not have it,
-with the numbers of megatron-core 0.19. Its initial values are in `init` for all versions.
+megatron-core has the maximal-update parametrisation (arXiv 2203.03466) but for its initial values, which are in `init`.
 """
 
 from __future__ import annotations
@@ -14,18 +13,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import optimizer as megatron_optimizer
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
+from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from llmrecipes.engine.core import versions
 from llmrecipes.engine.core.model import groups
-from llmrecipes.engine.core.versions import ROUTER_LOSSES_COUNT_LAYOUT, SENDS_BEFORE_FREEING
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.features import SpeedTarget, resolve, values
-from llmrecipes.recipe.schema import Model, Optimizer, Recipe
+from llmrecipes.recipe.schema import Optimizer, Recipe
 from llmrecipes.recipe.shape import Mup, mup
 
 
@@ -108,8 +104,7 @@ def transformer_config(
         # It waits for the device after each message, for a fault of old versions of torch.
         "batch_p2p_sync": False,
         # A stage's output is freed once it is sent: the backward pass needs its graph alone.
-        "deallocate_pipeline_outputs": recipe.parallelism.pipeline_model_parallel_size > 1
-        and (recipe.parallelism.virtual_pipeline_model_parallel_size is None or SENDS_BEFORE_FREEING),
+        "deallocate_pipeline_outputs": recipe.parallelism.pipeline_model_parallel_size > 1,
         # The loss is a mean over the tokens of the global batch, however it was cut into micro-batches and ranks.
         "calculate_per_token_loss": True,
         "masked_softmax_fusion": False,
@@ -122,8 +117,6 @@ def transformer_config(
         options["moe_grouped_gemm"] = transformer_engine
         if recipe.lora is not None:
             options["moe_router_bias_update_rate"] = 0.0  # routers are frozen, biases included
-    if factors := own_mup(model):
-        options["softmax_scale"] = factors.softmax_scale
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "use_mup is enabled, but custom", UserWarning)  # `init` scales the values
         config = kind(**options)
@@ -142,7 +135,7 @@ def _speed(recipe: Recipe, target: SpeedTarget) -> dict[str, Any]:
     if "attention_backend" in chosen:
         chosen["attention_backend"] = AttnBackend[chosen["attention_backend"]]
     if "cuda_graph_impl" in chosen:
-        chosen[versions.GRAPH_MODULES] = list(chosen.pop("cuda_graph_modules", ()))  # empty: whole layers
+        chosen["cuda_graph_modules"] = list(chosen.get("cuda_graph_modules", ()))  # empty: whole layers
         chosen["use_te_rng_tracker"] = True
     return chosen
 
@@ -163,43 +156,18 @@ def _balance_coefficients(plan: Plan) -> dict[str, float | None]:
     """Coefficients that give the routers' losses the same weight in every layout.
 
     Each rank adds its part of such a loss, times a number of tokens, to a sum that is divided by the tokens of the
-    global batch. The parts add up to one loss, so that number must be the tokens of all ranks that share it. 0.16
-    uses those of one rank, and of one sequence if the loss is per sequence; 0.19 uses those of the tensor- and
-    context-parallel ranks, which is correct except for the loss that data-parallel ranks share too.
+    global batch. The parts add up to one loss, so that number must be the tokens of all ranks that share it.
+    megatron-core uses those of the tensor- and context-parallel ranks, which is correct except for the loss that
+    data-parallel ranks share too.
     """
-    recipe = plan.recipe
-    model, parallel = recipe.model, recipe.parallelism
-    kind, auxiliary, z_loss = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff, model.moe_z_loss_coeff
-    if kind == "global_aux_loss":
+    model = plan.recipe.model
+    auxiliary = model.moe_aux_loss_coeff
+    if model.moe_router_load_balancing_type == "global_aux_loss":
         auxiliary *= plan.layout.data_parallel_size
-    if not ROUTER_LOSSES_COUNT_LAYOUT:
-        ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
-        auxiliary *= ranks * (recipe.train.micro_batch_size if kind == "seq_aux_loss" else 1)
-        z_loss = None if z_loss is None else z_loss * ranks
-    return {"moe_aux_loss_coeff": auxiliary, "moe_z_loss_coeff": z_loss}
+    return {"moe_aux_loss_coeff": auxiliary, "moe_z_loss_coeff": model.moe_z_loss_coeff}
 
 
 def _leave(_weight: torch.Tensor) -> None: ...
-
-
-def own_mup(model: Model) -> Mup | None:
-    """The factors that have to be applied here; None where megatron-core does it, or without `use_mup`."""
-    return None if versions.MUP_IS_BUILT_IN else mup(model)
-
-
-def scale_activations(module: GPTModel, factors: Mup) -> None:
-    """Multiply the output of the embedding and the logits, those of multi-token prediction too.
-
-    Args:
-        module: a pipeline stage may have neither.
-        factors: of its recipe.
-    """
-    if hasattr(module, "embedding") and factors.embedding_mult != 1.0:
-        module.embedding.register_forward_hook(lambda _module, _inputs, output: output * factors.embedding_mult)
-    if hasattr(module, "output_layer") and factors.output_mult != 1.0:
-        module.output_layer.register_forward_hook(
-            lambda _module, _inputs, output: (output[0] * factors.output_mult, *output[1:])
-        )
 
 
 def is_hidden(name: str, dimensions: int) -> bool:
@@ -210,8 +178,8 @@ def is_hidden(name: str, dimensions: int) -> bool:
 def hidden_group(optimizer: Optimizer, factors: Mup) -> dict[str, float]:
     """Options of the parameter group of hidden matrices, by megatron-core's names.
 
-    Its scheduler reads `max_lr` and `min_lr`. `lr_mult` has no effect on the rate: 0.16 tells groups of a checkpoint
-    apart by it.
+    Its scheduler reads `max_lr` and `min_lr`. `lr_mult` has no effect on the rate: megatron-core tells groups of a
+    checkpoint apart by it.
     """
     width = factors.width_mult
     return {
@@ -242,9 +210,4 @@ def optimizer_overrides(config: OptimizerConfig, recipe: Recipe, modules: Iterab
     overrides: dict[ParamKey, Any] = megatron_optimizer.get_standard_config_overrides(config) | by_pattern
     if factors is None:
         return overrides
-    if versions.MUP_IS_BUILT_IN:
-        return overrides | megatron_optimizer.get_mup_config_overrides(config, factors.width_mult)
-    if factors.width_mult == 1.0:
-        return overrides
-    hidden = ParamWithNamePredicate("mup_hidden", lambda parameter, name: is_hidden(name, parameter.dim()))
-    return {**overrides, ParamKey(with_name_predicate=hidden): hidden_group(optimizer, factors)}
+    return overrides | megatron_optimizer.get_mup_config_overrides(config, factors.width_mult)

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from llmrecipes.engine.base import WeightSource
 from llmrecipes.engine.core.accuracy import TokenAccuracy
 from llmrecipes.engine.core.checkpoint.slices import other_state
-from llmrecipes.engine.core.model.config import own_mup, scale_activations, transformer_config
+from llmrecipes.engine.core.model.config import transformer_config
 from llmrecipes.engine.core.model.fake_quantize import FakeQuantizer
 from llmrecipes.engine.core.model.freezing import freeze
 from llmrecipes.engine.core.model.init import buffers, fill, initialise, parameter_slices
@@ -444,8 +444,6 @@ def _chunk(plan: Plan, config: TransformerConfig, implementation: Any, stage: in
     module.chunk_loss(loss_chunk_tokens(plan, compiled=config.cross_entropy_loss_fusion))
     if config.cross_entropy_loss_fusion and last:
         module.compile_loss()
-    if factors := own_mup(model):
-        scale_activations(module, factors)
     if plan.recipe.lora is not None:
         insert(module, plan.recipe.lora)
     if plan.recipe.train.freeze:

@@ -165,7 +165,7 @@ class Whole(torch.nn.Module):
         if base.explicit:
             if base.group.size() > 1:
                 self.weight.register_hook(partial(_summed, base.group))
-            # Every expert counts in the gradient norm: 0.16 would leave out those on further tensor-parallel ranks.
+            # Every expert counts in the gradient norm, also those on further tensor-parallel ranks.
             set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
             self.weight.shared = base.group.rank() > 0  # type: ignore[attr-defined]
         else:

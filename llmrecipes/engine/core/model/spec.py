@@ -147,8 +147,7 @@ def _use_ours(layer: ModuleSpec) -> None:
         parts.sharded_state_dict_keys_map = {
             f"{norm}.": f"{linear}.layer_norm_" for linear, norm in FUSED_NORMS.items() if norm != "input_layernorm"
         }
-    # A specification in megatron-core 0.16, a partial in 0.19.
-    if MoELayer in (getattr(parts.mlp, "module", None), getattr(parts.mlp, "func", None)):
+    if getattr(parts.mlp, "func", None) is MoELayer:
         # TransformerEngine fuses this norm into dense MLPs only; its name in checkpoints is the same in both.
         parts.sharded_state_dict_keys_map = {
             name: other
@@ -183,12 +182,12 @@ class TorchNorm:
 class PlainQueries(MLASelfAttention):
     """megatron-core's, whose queries have no norm unless they are compressed (`q_lora_rank`).
 
-    With `qk_layernorm` version 0.19 requires one in front of an uncompressed projection, which only TransformerEngine
-    has; DeepSeek-V2-Lite (arXiv 2405.04434, appendix B) and version 0.16 have none.
+    With `qk_layernorm` megatron-core requires one in front of an uncompressed projection, which only TransformerEngine
+    has; DeepSeek-V2-Lite (arXiv 2405.04434, appendix B) has none.
     """
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """The modules of 0.19 as the specification names them."""
+        """The modules as the specification names them."""
         if self.config.q_lora_rank is not None:
             resolved: dict[str, Any] = super()._resolve_qk_norm_config(submodules)
             return resolved

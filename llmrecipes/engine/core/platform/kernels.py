@@ -18,9 +18,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from llmrecipes.engine.core.model.loss import CompiledLossKernels
 from llmrecipes.engine.core.model.spec import LatentAttention, PlainQueries
-from llmrecipes.engine.core.platform import cuda
 from llmrecipes.engine.core.platform.patching import replace, resolve
-from llmrecipes.engine.core.versions import PERMUTES_BY_MASK
 
 _FUNCTIONAL, _ATTENTION = "torch.nn.functional", "llmrecipes.engine.core.model.attention"
 _SWIGLU, _DROPOUT = "megatron.core.fusions.fused_bias_swiglu", "megatron.core.fusions.fused_bias_dropout"
@@ -34,7 +32,6 @@ _REPLACED = (
     (f"{_ATTENTION}.SdpaCoreAttention", "_attend_over_context"),
     (_LATENT, "TELinear"),
     ("llmrecipes.engine.core.model.spec", "_use_ours"),
-    (cuda.DISPATCHER, "permute"),
     ("megatron.core.transformer.transformer_layer.TransformerLayer", "__init__"),
     (_SWIGLU, "swiglu"),
     (_SWIGLU, "bias_swiglu"),
@@ -63,10 +60,9 @@ def install_kernels(device: str) -> None:
         "_attend_over_context": _ring_attention,
         "TELinear": DuplicatedLinear,
         "_use_ours": _use_duplicated,
-        "permute": cuda.permute if PERMUTES_BY_MASK else cuda.PLAIN_PERMUTE,
         "__init__": _with_fused_norms,
     }
-    originals = {name: on_gpu[name] for name in ("scaled_dot_product_attention", "dropout", "rms_norm", "permute")}
+    originals = {name: on_gpu[name] for name in ("scaled_dot_product_attention", "dropout", "rms_norm")}
     of_device = {"cuda": on_gpu, "cuda, local": originals}
     chosen = of_device.get(device, {"scaled_dot_product_attention": _cpu_attention})
     chosen = {**chosen, **_COMPILED}

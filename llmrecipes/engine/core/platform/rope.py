@@ -34,16 +34,13 @@ def install_rope() -> None:
         values: torch.Tensor,
         angles: torch.Tensor,
         rotary_interleaved: bool = False,
-        interleaved: bool = False,
+        mla_rotary_interleaved: bool = False,
         mscale: float = 1.0,
         **options: Any,
     ) -> torch.Tensor:
-        # 0.16 calls the fourth argument `multi_latent_attention`, 0.19 `mla_rotary_interleaved`.
-        interleaved = interleaved or options.pop("mla_rotary_interleaved", False)
-        interleaved = bool(interleaved or options.pop("multi_latent_attention", False))
         if rotary_interleaved or options:
-            return plain(values, angles, rotary_interleaved, interleaved, mscale, **options)
-        if interleaved:
+            return plain(values, angles, rotary_interleaved, mla_rotary_interleaved, mscale, **options)
+        if mla_rotary_interleaved:
             width = angles.size(-1)
             parts = (values[..., 0:width:2], values[..., 1:width:2], values[..., width:])
             values = torch.cat(parts, dim=-1)

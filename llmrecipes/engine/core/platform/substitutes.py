@@ -13,17 +13,18 @@ it. torch.compile cannot trace the warning and would cut every layer into pieces
 megatron-core's own linear layers add a weight's gradient to its buffer with APEX only, and raise without it; with
 TransformerEngine's layers the output layer is one of them (`gradient_accumulation_fusion`).
 
-0.19 also counts how often multi-token prediction is right, in each micro-batch: nothing reads it, and a loss in chunks
-has no logits that could be counted.
+megatron-core also counts how often multi-token prediction is right, in each micro-batch: nothing reads it, and a loss
+in chunks has no logits that could be counted.
 
-Routers call a function that both versions compile, although all it does is to count the tokens of each expert, and
+Routers call a function that megatron-core compiles, although all it does is to count the tokens of each expert, and
 nothing without expert biases: each rank would start torch's compiler, which on a CPU needs a C++ compiler.
 
 torch's optimizers import its compiler at the first call of some of their methods, to except them from what it compiles:
 a quarter of the processor time that a rank takes to import everything.
 
 Recomputation that discards a result (`recompute_modules`) asks TransformerEngine for its fp8 state also where there is
-none, and 0.19 compiles a C++ function on each rank at the first backward pass to restore the result without a copy.
+none, and megatron-core compiles a C++ function on each rank at the first backward pass to restore the result without a
+copy.
 """
 
 from __future__ import annotations
@@ -63,13 +64,8 @@ def install_substitutes() -> None:
     install_uncounted()
     install_uncompiled_optimizers()
     replace(ROUTER, COUNT, unwrap(resolve(f"{ROUTER}.{COUNT}")))
-    if transformer_engine_obstacle() is None:
-        return
-    # 0.16 assumes that TransformerEngine is installed, because the names it imports exist, but are None.
-    replace("megatron.core.transformer.multi_latent_attention", "HAVE_TE", False)
-    router = resolve("megatron.core.transformer.moe.moe_utils")
-    if not hasattr(router, "te_general_gemm"):
-        router.te_general_gemm = None  # 0.16 compares it with None, but the name does not exist
+    if transformer_engine_obstacle() is not None:  # it may be installed and not run here
+        replace("megatron.core.transformer.multi_latent_attention", "HAVE_TE", False)
 
 
 class OutputLayer(ColumnParallelLinear):
@@ -92,8 +88,7 @@ def install_restoring() -> None:
     """Let discarded results be restored without TransformerEngine and without a compiler."""
     module = resolve(RANDOM)
     resolve(f"{RANDOM}.CheckpointWithoutOutput")
-    if hasattr(module, "_get_share_storage"):
-        replace(RANDOM, "_get_share_storage", lambda: _copy_storage)
+    replace(RANDOM, "_get_share_storage", lambda: _copy_storage)
     if not hasattr(module, "FP8GlobalStateManager"):
         module.FP8GlobalStateManager = _NoFp8
         module.activation_recompute_forward = module.fp8_autocast = lambda **_options: nullcontext()
@@ -103,9 +98,8 @@ PREDICTION = "megatron.core.transformer.multi_token_prediction"
 
 
 def install_uncounted() -> None:
-    """Do not count the right predictions of multi-token prediction; 0.16 does not."""
-    if hasattr(resolve(PREDICTION), "_compute_mtp_acceptance_counts"):
-        replace(PREDICTION, "_compute_mtp_acceptance_counts", _uncounted)
+    """Do not count the right predictions of multi-token prediction."""
+    replace(PREDICTION, "_compute_mtp_acceptance_counts", _uncounted)
 
 
 def _uncounted(_logits: torch.Tensor, _labels: torch.Tensor, mask: torch.Tensor, *_options: Any) -> Any:
