@@ -1,14 +1,14 @@
 # Entry points for users. `make` alone lists the targets; each sets up its environment first.
 #
 #   make train RECIPE=gpt-125m ARGS="train.train_iters=50"
-#   make test PYTHON=python3.12
+#   make test PYTHON=python3.12   # in an environment of its own, .venv-3.12
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
 
-PYTHON ?= python3
+TORCH ?=
 RECIPE ?= gpt-tiny
 RUN ?=
 BENCH ?=
@@ -17,7 +17,6 @@ IMAGE ?= cpu
 CLUSTER ?=
 KUBERNETES ?=
 ARGS ?=
-LOCK ?=
 LAB ?=
 LLAMA_CPP ?=
 
@@ -33,10 +32,12 @@ override KUBERNETES := $(value KUBERNETES)
 override ARGS := $(value ARGS)
 override LAB := $(value LAB)
 override LLAMA_CPP := $(value LLAMA_CPP)
-export RECIPE RUN BENCH NODES CLUSTER IMAGE KUBERNETES ARGS LAB LLAMA_CPP
+override TORCH := $(value TORCH)
+export RECIPE RUN BENCH NODES CLUSTER IMAGE KUBERNETES ARGS LAB LLAMA_CPP TORCH
 
-# `.venv` is for python3; any other PYTHON has its own environment.
-ifeq ($(PYTHON),python3)
+# `.venv` has the newest Python there is; one that is named has its own environment.
+ifeq ($(origin PYTHON),undefined)
+PYTHON := $(shell tools/find_python.sh)
 VENV := .venv
 else
 VENV := .venv-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
@@ -46,19 +47,20 @@ endif
 endif
 BIN := $(VENV)/bin
 LLMRECIPES := $(BIN)/python tools/with_args.py $(BIN)/llmrecipes
+SETUP = python="$(PYTHON)" && python=$${python:-$$(tools/find_python.sh --install)} && "$$python" tools/setup_env.py --venv $(VENV) --torch "$$TORCH"
 
 .PHONY: help setup setup-zero train search smoke verify prepare generate ui test check bench lock gpu-bundle clean slurm k8s image test-deep test-version test-system test-all test-fabric test-kubernetes test-gpu-8 test-llama-cpp
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
 	@echo
-	@echo "  Variables: RECIPE=gpt-tiny  ARGS=\"key.path=value --option\"  RUN=run-id  NODES=1  CLUSTER=name  PYTHON=python3"
+	@echo "  Variables: RECIPE=gpt-tiny  ARGS=\"key.path=value --option\"  RUN=run-id  NODES=1  CLUSTER=name  PYTHON=python3.12"
 
-setup: ## create the environment in .venv (updated when the lock file has changed)
-	@$(PYTHON) tools/setup_env.py --venv $(VENV) --lock "$(LOCK)"
+setup: ## create the environment in .venv (updated when the lock file has changed); TORCH=cuda on a login node without GPUs
+	@$(SETUP)
 
 setup-zero: ## the environment of setup with DeepSpeed, for recipes with ZeRO 2, 3 or offload
-	@$(PYTHON) tools/setup_env.py --venv $(VENV) --lock "$(LOCK)" --zero
+	@$(SETUP) --zero
 
 train: setup ## train RECIPE on this machine
 	@$(LLMRECIPES) train "$$RECIPE"
@@ -82,7 +84,7 @@ k8s: setup ## submit RECIPE to Kubernetes: NODES=4 CLUSTER=h100-ib ARGS="--image
 	@$(LLMRECIPES) submit "$$RECIPE" --to k8s --nodes "$$NODES" $${CLUSTER:+--cluster "$$CLUSTER"}
 
 image: ## build the container image: IMAGE=cpu or cuda, ARGS="--builder podman"
-	@$(PYTHON) tools/with_args.py $(PYTHON) tools/build_image.py "$$IMAGE"
+	@python3 tools/with_args.py python3 tools/build_image.py "$$IMAGE"
 
 generate: setup ## sample from RUN: ARGS='--prompt "def "'
 	@$(LLMRECIPES) generate "$$RUN"
@@ -104,7 +106,7 @@ test-deep: setup-zero ## run the tests that `make test` leaves out: all layouts,
 	@$(BIN)/python -m tests.operators >/dev/null
 	@$(PYTEST) $(WORKERS) -m "slow and not system and not fabric and not kubernetes and not gpu8 and not llama_cpp"
 
-test-version: setup-zero ## run the tests that depend on the versions of Python and megatron-core: PYTHON=python3.12
+test-version: setup ## run the tests that depend on the version of Python: PYTHON=python3.13
 	@$(PYTEST) $(WORKERS) -m "version and not system and not fabric and not kubernetes and not gpu8 and not llama_cpp"
 
 test-system: setup ## run the tests against real daemons (Slurm, containers); installs Debian packages if permitted
@@ -140,16 +142,14 @@ bench: setup-zero ## run one of benchmarks/: BENCH=name
 	@test -f "benchmarks/$$BENCH.py" || { echo "BENCH is one of:" $$(cd benchmarks && ls *.py | sed 's/\.py$$//'); exit 2; }
 	@$(BIN)/python tools/with_args.py $(BIN)/python "benchmarks/$$BENCH.py"
 
-# uv does not read pip's configuration, and only `make setup` translates it: set UV_* variables here. If torch's CPU wheel is in a
-# local directory, use CPU_WHEELS="--find-links DIR". ARGS=--upgrade upgrades every version.
-CPU_WHEELS ?= --torch-backend cpu
-COMPILE = $(BIN)/python tools/with_args.py $(BIN)/uv pip compile --quiet --no-config --system-certs --generate-hashes \
-	--excludes tools/not_locked.txt --custom-compile-command "make lock" --extra corpora --extra dev --extra energy --extra eval --extra optimizers --extra prometheus --extra quantize --extra runtimes --extra search --extra serve --extra server --extra wandb --extra zero pyproject.toml
+# uv does not read pip's configuration, and only `make setup` translates it: set UV_* variables here.
+# ARGS=--upgrade upgrades every version.
+COMPILE = $(BIN)/python tools/with_args.py $(BIN)/uv pip compile --quiet --no-config --system-certs --generate-hashes --custom-compile-command "make lock" --python-version 3.12
+EXTRAS = corpora dev energy eval gpu optimizers prometheus quantize runtimes search serve server wandb zero
 
 lock: setup ## update the lock files in requirements/ after a change of pyproject.toml
-	@$(COMPILE) $(CPU_WHEELS) --python-version 3.11 --python-platform x86_64-manylinux_2_28 -o requirements/py311-cpu.txt
-	@$(COMPILE) --extra gpu --python-version 3.11 --python-platform x86_64-manylinux_2_28 -o requirements/py311-cuda.txt
-	@$(COMPILE) --extra gpu --python-version 3.12 --universal -o requirements/py312.txt
+	@$(COMPILE) --universal --excludes tools/not_locked.txt $(EXTRAS:%=--extra %) pyproject.toml -o requirements/lock.txt
+	@sed -n 's/^torch==\([^ ]*\).*/torch==\1/p' requirements/lock.txt | $(COMPILE) --no-deps --torch-backend cpu - -o requirements/torch-cpu.txt
 	@git --no-pager diff --stat -- requirements
 
 gpu-bundle: setup ## write the wheel, with recipes and the CPU's figures of gpu-report, to dist/gpu-bundle/ for a machine without network

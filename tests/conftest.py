@@ -60,21 +60,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    commit, of_a_version = config.getoption("--commit"), config.option.markexpr.startswith("version")
+    commit = config.getoption("--commit")
     later = set()
     for item in items:
         path = item.path.relative_to(HERE).as_posix()
         slow = item.get_closest_marker("slow") is not None
-        zero = item.nodeid if item.get_closest_marker("deepspeed") else ""
+        if path.startswith(selection.VERSION) and not slow:
+            item.add_marker(pytest.mark.version)
         row = (
             item.callspec.params.get("row") if isinstance(item, pytest.Function) and hasattr(item, "callspec") else None
         )
-        name = row.name if isinstance(row, Row) else ""
-        if selection.of_the_version(path, slow, zero, name):
-            item.add_marker(pytest.mark.version)
-        # Rows that have something new always run; the other megatron-core repeats what the first has passed.
+        # Rows that have something new always run.
         marker = item.get_closest_marker("rotating")
-        rotates = marker is not None or (slow and (of_a_version or not name))
+        rotates = marker is not None or (slow and not isinstance(row, Row))
         turn = marker.args[0] if marker is not None and marker.args else item.nodeid
         if commit and ((rotates and not selection.has_turn(turn, commit)) or selection.recorded(path)):
             later.add(item)

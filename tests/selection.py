@@ -11,54 +11,19 @@ from pathlib import Path
 
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.dist import table
-
 TESTS = Path(__file__).parent
 
 VERSION = (
-    "dist/test_accuracy", "dist/test_checkpoint_scale", "dist/test_ema", "dist/test_gradient_check",
-    "dist/test_evaluating", "dist/test_hf_",
-    "dist/test_keep_zeros", "dist/test_layouts", "dist/test_layer_norms", "dist/test_local_checkpoints",
-    "dist/test_loss_by_source",
-    "dist/test_precomputed",
-    "dist/test_megatron_lm", "dist/test_older_checkpoints", "dist/test_resume_state", "dist/test_waiting",
-    "dist/test_zero", "unit/test_checkpoint_", "unit/test_coordinates", "unit/test_data_batches",
-    "unit/test_data_curriculum", "unit/test_data_prepare", "unit/test_data_valid_sources",
-    "unit/test_dryrun", "unit/test_engine_", "unit/test_generate", "unit/test_hf_export",
-    "unit/test_hf_import", "unit/test_lora_", "unit/test_model_", "unit/test_performance_page", "unit/test_plan_model",
-    "unit/test_plan_placement", "unit/test_plan_ranks", "unit/test_platform", "unit/test_recipe_effects",
-    "unit/test_recipe_batch_schedule", "unit/test_recipe_stages", "unit/test_recipe_graphs",
-    "unit/test_recipe_stage_layout", "unit/test_train_balance", "unit/test_train_initial_values",
-    "unit/test_workflow_grow", "unit/test_workflow_smoke", "unit/test_workflow_upcycle",
+    "dist/test_checkpoint_killed", "dist/test_resume_state", "dist/test_stops", "train/test_train_lost",
+    "train/test_train_older_runs", "unit/test_api", "unit/test_checkpoint_", "unit/test_cli", "unit/test_commandline",
+    "unit/test_data_encode", "unit/test_data_prepare", "unit/test_data_sources", "unit/test_data_tasks",
+    "unit/test_data_words", "unit/test_docs", "unit/test_faults_", "unit/test_gathering", "unit/test_generate",
+    "unit/test_hf_export", "unit/test_launch", "unit/test_model_gpt", "unit/test_platform", "unit/test_recipe_load",
+    "unit/test_redact", "unit/test_rendezvous", "unit/test_search_study", "unit/test_tracking_", "unit/test_untrusted",
+    "unit/test_wheel", "unit/test_workflow_smoke", "unit/test_workflow_train",
 )  # fmt: skip
-"""Path prefixes of tests of what stands on megatron-core: models, checkpoints, optimizers, layouts, dry runs."""
-
-NOT_VERSION = (
-    "dist/test_checkpoint_killed", "dist/test_failing", "dist/test_stage_layouts", "dist/test_stops",
-    "dist/test_verify", "faults/", "train/",
-    "unit/test_bench.py", "unit/test_benchmark_contenders", "unit/test_data_chat", "unit/test_data_copies",
-    "unit/test_attention_logits",
-    "unit/test_data_hub", "unit/test_data_infilling", "unit/test_data_join", "unit/test_data_overview",
-    "unit/test_data_pairs", "unit/test_data_published", "unit/test_data_token_sets",
-    "unit/test_data_steps",
-    "unit/test_data_stores", "unit/test_data_tasks", "unit/test_deepspeed_config", "unit/test_distill_start",
-    "unit/test_evaluation", "unit/test_export_",  "unit/test_faults_", "unit/test_finetune", "unit/test_foreign",
-    "unit/test_hf_reading", "unit/test_precompute", "unit/test_prune", "unit/test_quantize",
-    "unit/test_layout_names", "unit/test_merge_", "unit/test_gpu_report", "unit/test_network", "unit/test_rendezvous",
-    "unit/test_workflow_lr_range", "unit/test_workflow_train",
-)  # fmt: skip
-"""Path prefixes of tests that import torch or an engine, but whose subject is this project's code around it."""
-
-VERSION_SLOW = ("dist/test_layouts",)
-"""Those whose slow tests do so too: on each commit those that have their turn, of the resumes and of the rows of
-`table.essential`. A row that only combines what other rows have is left to `make test-deep`, because the combinations
-depend on this project's code."""
-
-VERSION_ZERO = (
-    "[gpt: dp2, deepspeed, stage=2, reduce_bucket_size=20000, use_distributed_optimizer]",
-    "[gpt: tp2 sp dp2, deepspeed, stage=3",
-)
-"""Beginnings of the ids of those with DeepSpeed that do; DeepSpeed itself has the same version everywhere."""
+"""Path prefixes of tests of what a release of Python changes: processes and their starts, threads, signals and sockets,
+pickles, typing and dataclasses, command lines, regular expressions and Unicode, files, the import of all packages."""
 
 RANKS = ("ranks 1", "ranks 2")
 """Groups of the tests that need the worlds, so that two processes start some: half of the tests' time is theirs."""
@@ -75,22 +40,6 @@ FIRST = (
     "unit/test_benchmark_layouts", "unit/test_tracking_mlflow", "unit/test_bench", "train/",
 )  # fmt: skip
 """Slow groups, the slowest first, so that short ones run last."""
-
-
-def of_the_version(path: str, slow: bool = False, zero: str = "", row: str = "") -> bool:
-    """Whether a test belongs to `make test-version`.
-
-    Args:
-        path: of its module, relative to `tests`.
-        slow: whether `make test` excludes it.
-        zero: its id, if it needs DeepSpeed.
-        row: name of the layout, if it compares one with one process.
-    """
-    if not path.startswith(VERSION_SLOW if slow else VERSION):
-        return False
-    if zero:
-        return any(start in zero for start in VERSION_ZERO)
-    return not row or row in table.essential("megatron")
 
 
 _MARKED = (("system/kubernetes/", "kubernetes"), ("system/", "system"), ("fabric/", "fabric"), ("gpu/", "gpu8"))

@@ -97,12 +97,13 @@ def image(kind: str, fabric: str, base: str | None, torch_index: str | None, rep
         kind: `cpu` or `cuda`.
         fabric: `rdma` or `efa`; the CPU image has none.
         base: another base image than that of versions.env.
-        torch_index: where torch's CPU wheel is; empty for pip's own configuration, None for PyTorch's.
+        torch_index: where torch's CPU wheel is; empty for pip's own configuration, `pypi` for torch with CUDA, None for
+            PyTorch's.
         repository: name in front of the tag.
     """
     values = versions((ROOT / "docker" / "versions.env").read_text("utf-8"))
     base = base or values[BASES[kind]]
-    arguments = {"BASE_IMAGE": base, "LOCK": values[f"{kind.upper()}_LOCK"]}
+    arguments = {"BASE_IMAGE": base}
     if kind == "cuda":
         arguments |= {"FABRIC": fabric, **{name: values[name] for name in ("EFA_VERSION", "EFA_SHA256")}}
     dockerfile = f"docker/Dockerfile.{kind}"
@@ -238,7 +239,9 @@ def main() -> int:
     parser.add_argument("--builder-arg", action="append", default=[], help="more for the builder, once for each word")
     parser.add_argument("--fabric", choices=("rdma", "efa"), default="rdma", help="network of the CUDA image")
     parser.add_argument("--base", help="another base image")
-    parser.add_argument("--torch-index", help="where torch's CPU wheel is; '' for pip's own configuration")
+    parser.add_argument(
+        "--torch-index", help="where torch's CPU wheel is; '' for pip's own configuration; pypi for torch with CUDA"
+    )
     parser.add_argument("--host-pip", action="store_true", help="build with this machine's pip configuration")
     parser.add_argument("--repository", default="llmrecipes", help="name in front of the tag")
     parser.add_argument("--sbom", type=Path, help="where the bill of materials goes; default: build/")

@@ -113,6 +113,8 @@ class Installer:
             for phrase in (
                 f"No matching distribution found for {pinned}",
                 f"there is no version of {pinned}",
+                f"{pinned} has no wheels with a matching",
+                f"Cannot install {pinned} because",  # pip with a constraint
                 f"{name} was not found in the",
             )
         )

@@ -1,9 +1,10 @@
 """Print the part of a lock file that some packages need, hashes included: what goes into an image.
 
-    python tools/runtime_lock.py requirements/py311-cpu.txt
-    python tools/runtime_lock.py requirements/py312.txt --without torch
-    python tools/runtime_lock.py requirements/py311-cpu.txt --only torch
-    python tools/runtime_lock.py requirements/py311-cpu.txt --extra zero --except deepspeed
+    python tools/runtime_lock.py requirements/lock.txt
+    python tools/runtime_lock.py requirements/lock.txt --without torch
+    python tools/runtime_lock.py requirements/lock.txt --without-cuda
+    python tools/runtime_lock.py requirements/torch-cpu.txt --only torch
+    python tools/runtime_lock.py requirements/lock.txt --extra zero --except deepspeed
 
 The lock files hold development tools too. uv writes below each package who needs it (`# via`), which gives the graph.
 Needs nothing but Python: it runs while an image is built.
@@ -63,6 +64,12 @@ def needed(lock: dict[str, Entry], roots: Collection[str], without: Collection[s
     return [name for name in lock if name in kept]
 
 
+def without_cuda(lock: str) -> str:
+    """A lock file without torch and the packages of CUDA that only its build for GPUs needs."""
+    cuda = re.compile(r"torch|triton|cuda-.*|nvidia-(?!ml-py$).*")
+    return "".join(entry.text for name, entry in entries(lock).items() if not cuda.fullmatch(name))
+
+
 def declared(pyproject: str, extras: Collection[str]) -> list[str]:
     """Normal names of the project's dependencies with those of the extras."""
     project = tomllib.loads(pyproject)["project"]
@@ -82,8 +89,10 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], help="this package alone, without what it needs")
     parser.add_argument("--without", action="append", default=[], help="leave out, with what nothing else needs")
     parser.add_argument("--except", action="append", default=[], dest="but", help="leave out, but not what it needs")
+    parser.add_argument("--without-cuda", action="store_true", help="leave out torch and its packages of CUDA")
     options = parser.parse_args()
-    lock = entries(options.lock.read_text("utf-8"))
+    text = options.lock.read_text("utf-8")
+    lock = entries(text)
     roots = options.only or declared((ROOT / "pyproject.toml").read_text("utf-8"), options.extra)
     try:
         names = needed(lock, [normal(name) for name in roots], [normal(name) for name in options.without])
@@ -92,6 +101,9 @@ def main() -> None:
     if options.only:
         names = [name for name in names if name in map(normal, options.only)]
     names = [name for name in names if name not in map(normal, options.but)]
+    if options.without_cuda:
+        kept = entries(without_cuda(text))
+        names = [name for name in names if name in kept]
     sys.stdout.write("".join(lock[name].text for name in names))
 
 

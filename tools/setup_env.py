@@ -1,10 +1,11 @@
 """Make the virtual environment that the Makefile's targets run in.
 
-Run by `make setup` with the Python to use; needs nothing but that Python. The environment is exactly one lock file from
-requirements/ plus this checkout (editable). DeepSpeed, which PyPI has only as source, is left out until
-`make setup-zero` builds it from the same lock file. A second run compares `setup.json` inside the environment with what
-is wanted and ends at once. uv, from the lock file, does the installing with the user's pip configuration (mirrors,
-certificates); where it cannot, pip does.
+Run by `make setup` with the Python to use; needs nothing but that Python. The environment is exactly
+requirements/lock.txt plus this checkout (editable); without a GPU, torch's small CPU wheel from
+requirements/torch-cpu.txt replaces torch with its CUDA packages where it can be had. DeepSpeed, which PyPI has only as
+source, is left out until `make setup-zero` builds it from the same lock file. A second run compares `setup.json` inside
+the environment with what is wanted and ends at once. uv, from the lock file, does the installing with the user's pip
+configuration (mirrors, certificates); where it cannot, pip does.
 """
 
 from __future__ import annotations
@@ -20,41 +21,53 @@ import shutil
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.parse
+import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 
 from installer import ROOT, Installer, SetupError, pip_instead, shown, use_uv
+from runtime_lock import without_cuda
 
-OLDEST = (3, 11)
+OLDEST = (3, 12)
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-CPU_TORCH = r"torch==\S+\+cpu"
+REACHED_SECONDS = 10
+CPU_SIZE = "192 MB"
+CUDA_SIZE = "the environment takes 6.6 GB instead of 2 GB"
+LOCK = ROOT / "requirements" / "lock.txt"
+TORCH_CPU = ROOT / "requirements" / "torch-cpu.txt"
 UV = r"uv==\S+"
 ZERO = r"deepspeed==\S+"
 
 
-def choose_lock(version: tuple[int, int], system: str, machine: str, gpu: bool, present: str | None) -> str:
-    """Name of the lock file for this Python and machine.
+def check_python(version: tuple[int, int]) -> None:
+    """Refuse a Python that megatron-core does not support.
+
+    Raises:
+        SetupError: it is too old.
+    """
+    if version < OLDEST:
+        oldest = f"{OLDEST[0]}.{OLDEST[1]}"
+        raise SetupError(
+            f"Python {version[0]}.{version[1]} is too old: llmrecipes needs {oldest} or newer.\n"
+            f"  fix: make setup, which looks for one, or make setup PYTHON=python{oldest}"
+        )
+
+
+def choose_torch(asked: str, system: str, machine: str, gpu: bool, present: str | None) -> str:
+    """Which build of torch the environment gets: `cpu` or `cuda`.
 
     Args:
-        version: (major, minor) of the Python that will run.
+        asked: the user's choice; empty without one.
         system: `platform.system()`.
         machine: `platform.machine()`.
         gpu: whether `nvidia-smi` lists a GPU here.
-        present: lock the environment was made from, if there is one: CUDA packages are kept on a machine without a
-            GPU, so that a login node does not undo what a GPU node of the same shared folder needs.
-
-    Raises:
-        SetupError: this Python is too old.
+        present: choice that the environment was made with, if there is one: CUDA packages are kept on a machine without
+            a GPU, so that a login node does not undo what a GPU node of the same shared folder needs.
     """
-    if version < OLDEST:
-        raise SetupError(
-            f"Python {version[0]}.{version[1]} is too old: llmrecipes needs {OLDEST[0]}.{OLDEST[1]} or newer.\n"
-            "  fix: make setup PYTHON=python3.11"
-        )
-    if version >= (3, 12):
-        return "py312"
-    has_cpu_wheel = system == "Linux" and machine == "x86_64"
-    return "py311-cuda" if gpu or present == "py311-cuda" or not has_cpu_wheel else "py311-cpu"
+    has_cpu_wheel = system == "Linux" and machine in ("x86_64", "aarch64")
+    return asked or ("cuda" if gpu or present == "cuda" or not has_cpu_wheel else "cpu")
 
 
 def has_gpu() -> bool:
@@ -74,12 +87,12 @@ def take_block(lock: str, pinned: str) -> tuple[str, str]:
     return found.group(), lock[: found.start()] + lock[found.end() :]
 
 
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def sha256(*paths: Path) -> str:
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in paths)).hexdigest()
 
 
 def read_state(venv: Path) -> dict[str, str]:
-    """What the environment was made from: `root` and `lock` alone before it is finished, nothing if it is not ours."""
+    """What the environment was made from: `root` and `torch` alone before it is finished, nothing if it is not ours."""
     try:
         state = json.loads((venv / "setup.json").read_text())
     except (OSError, ValueError):
@@ -147,25 +160,48 @@ def install_uv(installer: Installer, block: str) -> None:
         pip_instead(installer, f"it cannot be installed, {shown(installer.log)} says why")
 
 
-def install_torch_cpu(installer: Installer, block: str, index: str) -> None:
-    """The CPU wheel of torch: from the user's own pip sources, and where they do not have it from PyTorch's index."""
-    pinned = block.split(maxsplit=1)[0]
-    installer.say(pinned)
+def install_torch_cpu(installer: Installer, block: str, index: str) -> bool:
+    """The CPU wheel of torch: from the user's own pip sources, and where they do not have it from PyTorch's index.
+
+    Returns:
+        Whether it is installed; False where neither can be reached.
+
+    Raises:
+        SetupError: it is there, and could not be installed.
+    """
+    pinned = next(line for line in block.splitlines() if line.startswith("torch==")).split(maxsplit=1)[0]
+    installer.say(f"{pinned} ({CPU_SIZE})")
     if installer.requirements(block, "torch.txt", absent=pinned):
-        return
+        return True
     if not installer.lacks(pinned):
         raise installer.failure(f"Installing {pinned}")
+    if not reached(index):
+        installer.note(f"not on your pip's index, and {index} cannot be reached: taking torch with CUDA instead")
+        installer.note(f"it also runs without a GPU; {CUDA_SIZE}")
+        return False
     installer.note(f"not on your pip's index, taking it from {index}")
     if not installer.requirements(block, "torch.txt", index=index):
         raise installer.failure(f"Installing {pinned} from {index}")
+    return True
 
 
-def install(installer: Installer, lock: Path, index: str, fresh: bool, unfinished: Mapping[str, str]) -> None:
-    """Install a lock file, without DeepSpeed, and this checkout.
+def reached(index: str) -> bool:
+    """Whether an index answers, by whatever proxy the user has: asking pip takes a minute of retries."""
+    if index.startswith("file:"):
+        return Path(urllib.request.url2pathname(urllib.parse.urlparse(index).path)).is_dir()
+    try:
+        with urllib.request.urlopen(index, timeout=REACHED_SECONDS):  # noqa: S310 - PyTorch's, or what the user gave
+            return True
+    except (OSError, ValueError) as error:
+        return isinstance(error, urllib.error.HTTPError)
+
+
+def install(installer: Installer, torch: str, index: str, fresh: bool, unfinished: Mapping[str, str]) -> None:
+    """Install the lock file, without DeepSpeed, and this checkout.
 
     Args:
         installer: of the environment.
-        lock: lock file to install.
+        torch: `cpu` or `cuda`.
         index: where torch's CPU wheel is looked for second.
         fresh: make the environment anew; otherwise only this checkout's own metadata is renewed.
         unfinished: state of the environment until all is done.
@@ -174,19 +210,18 @@ def install(installer: Installer, lock: Path, index: str, fresh: bool, unfinishe
         SetupError: a step failed.
     """
     if fresh:
-        torch, rest = take_block(lock.read_text(), CPU_TORCH)
-        _, rest = take_block(rest, ZERO)
+        _, rest = take_block(LOCK.read_text(), ZERO)
         uv, _ = take_block(rest, UV)
         installer.say(f"{installer.venv.name}: virtual environment for Python {platform.python_version()}")
         make_venv(installer.venv, unfinished)
         if uv:
             install_uv(installer, uv)
-        if torch:
-            install_torch_cpu(installer, torch, index)
+        if torch == "cpu" and install_torch_cpu(installer, TORCH_CPU.read_text(), index):
+            rest = without_cuda(rest)
         count = len(re.findall(r"^[a-z0-9].*==", rest, re.MULTILINE))
-        installer.say(f"{count} packages from {lock.relative_to(lock.parent.parent)}")
+        installer.say(f"{count} packages from {shown(LOCK)}")
         if not installer.requirements(rest, "packages.txt"):
-            raise installer.failure(f"Installing {lock.name}")
+            raise installer.failure(f"Installing {LOCK.name}")
         if installer.uv:
             installer.compile(installer.site())
     write_state(installer.venv, unfinished)
@@ -215,43 +250,38 @@ def install_zero(installer: Installer, block: str) -> None:
         installer.compile(installer.site() / "deepspeed")
 
 
-def set_up(venv: Path, lock_name: str | None, index: str, zero: bool = False) -> None:
+def set_up(venv: Path, asked: str, index: str, zero: bool = False) -> None:
     """Bring the environment to the wanted state, or do nothing when it is there already.
 
     An environment with DeepSpeed keeps it, also where a changed lock file makes everything anew.
     """
+    check_python(sys.version_info[:2])
     state = read_state(venv)
     check_place(venv, state)
-    name = lock_name or choose_lock(
-        sys.version_info[:2], platform.system(), platform.machine(), has_gpu(), state.get("lock")
-    )
-    lock = ROOT / "requirements" / f"{name}.txt"
-    if not lock.is_file():
-        names = ", ".join(sorted(path.stem for path in lock.parent.glob("*.txt")))
-        raise SetupError(f"There is no lock file {lock}.\n  fix: LOCK is one of {names}")
+    torch = choose_torch(asked, platform.system(), platform.machine(), has_gpu(), state.get("torch"))
     wanted = {
         "python": platform.python_version(),
         "base": sys.base_prefix,
         "root": str(ROOT),
-        "lock": name,
-        "lock_sha256": sha256(lock),
+        "torch": torch,
+        "lock_sha256": sha256(LOCK, TORCH_CPU),
         "project_sha256": sha256(ROOT / "pyproject.toml"),
     }
     extra = {"zero": "deepspeed"} if zero or "zero" in state else {}
     if state == wanted | extra:
         return
     started = time.monotonic()
-    text = lock.read_text()
+    text = LOCK.read_text()
     block, _ = take_block(text, ZERO)
     if extra and not block:
-        raise SetupError(f"{shown(lock)} has no deepspeed.\n  fix: make lock")
+        raise SetupError(f"{shown(LOCK)} has no deepspeed.\n  fix: make lock")
     fresh = any(state.get(key) != value for key, value in wanted.items() if key != "project_sha256")
     renewed = fresh or state["project_sha256"] != wanted["project_sha256"]
     build = bool(extra) and (fresh or "zero" not in state)
-    first = 2 + sum(bool(take_block(text, pinned)[0]) for pinned in (CPU_TORCH, UV)) if fresh else 0
+    first = 2 + (torch == "cpu") + bool(take_block(text, UV)[0]) if fresh else 0
     installer = Installer(venv, first + renewed + build)
     if renewed:
-        install(installer, lock, index, fresh, {"root": str(ROOT), "lock": name, **extra})
+        install(installer, torch, index, fresh, {"root": str(ROOT), "torch": torch, **extra})
         write_state(venv, wanted if build else wanted | extra)
     if build:
         install_zero(installer, block)
@@ -264,7 +294,7 @@ def set_up(venv: Path, lock_name: str | None, index: str, zero: bool = False) ->
 def main() -> int:
     parser = argparse.ArgumentParser(description="Make the virtual environment of this checkout.")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="folder of the environment")
-    parser.add_argument("--lock", help="name of a lock file in requirements/; chosen by Python and machine if absent")
+    parser.add_argument("--torch", choices=("cpu", "cuda", ""), default="", help="build of torch; default: by machine")
     parser.add_argument("--torch-index", default=PYTORCH_CPU_INDEX, help="where to look second for torch's CPU wheel")
     parser.add_argument("--zero", action="store_true", help="build DeepSpeed too, for the engine deepspeed")
     options = parser.parse_args()
@@ -274,7 +304,7 @@ def main() -> int:
         # Two targets started at once must not build the same environment twice.
         with venv.with_name(f"{venv.name}.lock").open("w") as mutex:
             fcntl.flock(mutex, fcntl.LOCK_EX)
-            set_up(venv, options.lock or None, options.torch_index, options.zero)
+            set_up(venv, options.torch, options.torch_index, options.zero)
     except SetupError as error:
         print(error, file=sys.stderr)
         return 2

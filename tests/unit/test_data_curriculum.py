@@ -148,7 +148,7 @@ def test_a_score_of_the_tokens_needs_no_other_tokens(plain: tuple[Recipe, Prepar
 
 def test_no_pass_has_a_document_twice() -> None:
     lengths, section = np.arange(1, 101), Curriculum(score="length", windows=3)
-    made = ordered_documents(lengths, lengths, 3, 2 * lengths.sum() + 50, 7, section)
+    made = ordered_documents(lengths, lengths, 3, 2 * int(lengths.sum()) + 50, 7, section)
     assert made.dtype == np.int32
     for turn in made.reshape(3, 100):
         assert sorted(turn.tolist()) == list(range(100))

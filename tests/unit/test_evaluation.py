@@ -352,10 +352,10 @@ def test_numbers_are_those_of_the_harness_own_model(lead: RankZeroScorer, theirs
 
     names = [str(task_files / f"{name}.yaml") for name in ("choice", "whole", "written")]
     tasks = load_tasks(names)
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # type: ignore[index]
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     ours = {result.task: result for result in run_tasks(lead, tasks, limit=None, num_fewshot=0)}
     assert before[0] == random.getstate()
-    assert before[1] == np.random.get_state()[1].tolist()  # type: ignore[index]
+    assert before[1] == np.random.get_state()[1].tolist()
     assert torch.equal(before[2], torch.get_rng_state())
     assert "DISABLE_MULTIPROC" not in os.environ
     again = load_tasks(names)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +99,7 @@ def left_out(account: dict[str, Any]) -> dict[str, bool]:
 
 
 def parser() -> argparse.ArgumentParser:
-    from megatron.training import arguments  # not in the wheel of megatron-core 0.16
+    from megatron.training import arguments
 
     made = argparse.ArgumentParser(allow_abbrev=False)
     arguments.add_megatron_arguments(made)
@@ -403,10 +402,3 @@ def test_files_that_are_not_translated(folder: Path, capsys: pytest.CaptureFixtu
 )  # fmt: skip
 def test_names_of_fine_tuning_programs_are_answered(name: str, key: str) -> None:
     assert hint(name).keys == (key,)
-
-
-if sys.version_info < (3, 12):  # the wheel of megatron-core 0.16 has no parser to compare with
-    del (
-        test_a_megatron_script_means_what_megatrons_parser_reads,
-        test_every_default_of_megatron_is_shared_or_written_out,
-    )

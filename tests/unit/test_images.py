@@ -19,7 +19,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
-LOCKS = ["py311-cpu", "py311-cuda", "py312"]
+LOCK = "requirements/lock.txt"
 
 
 def load_tool(path: str) -> ModuleType:
@@ -145,9 +145,8 @@ def test_pip_configuration_is_mounted_and_moved(tmp_path: Path) -> None:
     assert "file:///run/host-pip/1" in written
 
 
-@pytest.mark.parametrize("name", LOCKS)
-def test_the_runtime_part_of_a_lock_has_no_tools(name: str) -> None:
-    lock = runtime_lock.entries((ROOT / "requirements" / f"{name}.txt").read_text())
+def test_the_runtime_part_of_the_lock_has_no_tools() -> None:
+    lock = runtime_lock.entries((ROOT / LOCK).read_text())
     pyproject = (ROOT / "pyproject.toml").read_text()
     kept = set(runtime_lock.needed(lock, runtime_lock.declared(pyproject, ["server"])))
     assert {"torch", "megatron-core", "mlflow", "psycopg2-binary", "sympy"} <= kept
@@ -160,10 +159,9 @@ def test_the_runtime_part_of_a_lock_has_no_tools(name: str) -> None:
         assert re.match(r"[\w.-]+==\S+( ; [^\\]+)? \\\n    --hash=sha256:", lock[package].text), package
 
 
-@pytest.mark.parametrize("name", LOCKS)
-def test_deepspeed_is_installed_apart_from_what_it_needs(name: str) -> None:
+def test_deepspeed_is_installed_apart_from_what_it_needs() -> None:
     """It is built from source, after torch and setuptools; everything else in an image is a wheel."""
-    command = [sys.executable, "tools/runtime_lock.py", f"requirements/{name}.txt"]
+    command = [sys.executable, "tools/runtime_lock.py", LOCK]
 
     def packages(*options: str) -> set[str]:
         done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -176,10 +174,10 @@ def test_deepspeed_is_installed_apart_from_what_it_needs(name: str) -> None:
 
 
 def test_a_package_that_is_not_locked_is_named() -> None:
-    command = [sys.executable, "tools/runtime_lock.py", "requirements/py312.txt", "--only", "no-such-package"]
+    command = [sys.executable, "tools/runtime_lock.py", LOCK, "--only", "no-such-package"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr.startswith("requirements/py312.txt ") and "no-such-package" in done.stderr
+    assert done.stderr.startswith(f"{LOCK} ") and "no-such-package" in done.stderr
 
 
 @pytest.mark.rotating
@@ -230,7 +228,7 @@ def test_compose_images_are_pinned_and_its_buckets_exist() -> None:
     port = re.search(r":(\d+)$", services["mlflow"]["environment"]["MLFLOW_S3_ENDPOINT_URL"])
     assert port and f"--port :{port[1]} " in services["store"]["entrypoint"][-1]
     runtime = runtime_lock.needed(
-        runtime_lock.entries((ROOT / "requirements/py311-cpu.txt").read_text()),
+        runtime_lock.entries((ROOT / LOCK).read_text()),
         runtime_lock.declared((ROOT / "pyproject.toml").read_text(), ["server"]),
     )
     assert "boto3" in set(runtime), "MLflow's client of such stores"

@@ -24,7 +24,8 @@ from tests import prose
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "llmrecipes"
-LOCKS = sorted((ROOT / "requirements").glob("*.txt"))
+TORCH_CPU = ROOT / "requirements" / "torch-cpu.txt"
+LOCKS = sorted(set((ROOT / "requirements").glob("*.txt")) - {TORCH_CPU})
 
 # Imports go from a later line to an earlier or the same one, never back. A new part of the package gets its place here.
 LAYERS = (
@@ -257,17 +258,14 @@ def test_one_module_knows_the_directory_of_a_run() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-VERSIONS = "llmrecipes.engine.core.versions"
-
-
-def test_one_module_knows_megatrons_version() -> None:
-    """It says what a version does; others ask it that, and not for numbers."""
+def test_no_code_asks_for_megatrons_version() -> None:
+    """One release is supported: pyproject.toml names it."""
     asking = re.compile(r"package_info|\bMAJOR\b|\bMINOR\b|megatron\.core\.__version__|hasattr\([^)]*\).*#.*0\.\d\d")
     found = {
         f"{relative(path)}:{number}"
         for path in sources()
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if part(path) == "engine" and module_name(path) != VERSIONS and asking.search(line)
+        if part(path) == "engine" and asking.search(line)
     }
     assert not found, sorted(found)
 
@@ -352,26 +350,15 @@ def test_lock_pins_and_hashes_everything(lock: Path) -> None:
 def test_lock_answers_pyproject(lock: Path) -> None:
     """A dependency added without `make lock` is noticed here, not by the first user."""
     locked = set(re.findall(r"^([a-z0-9.-]+)==", lock.read_text(), re.MULTILINE))
-    assert (
-        declared("corpora", "dev", "energy", "prometheus", "quantize", "runtimes", "search", "server", "wandb")
-        - {"llmrecipes"}
-        <= locked
-    )
-    if lock.stem != "py311-cpu":
-        assert declared("gpu") <= locked
-    assert (declared("optimizers") <= locked) == (lock.stem == "py312")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert declared(*extras) - {"llmrecipes"} <= locked
 
 
-def test_lock_files_are_the_three_that_setup_chooses_from() -> None:
-    assert [lock.stem for lock in LOCKS] == ["py311-cpu", "py311-cuda", "py312"]
-    pins = {lock.stem: dict(re.findall(r"^([a-z0-9.-]+)==([^\s;]+)", lock.read_text(), re.MULTILINE)) for lock in LOCKS}
-    assert {stem: pin["torch"] for stem, pin in pins.items()} == {
-        "py311-cpu": "2.13.0+cpu",
-        "py311-cuda": "2.13.0",
-        "py312": "2.13.0",
-    }
-    assert pins["py311-cpu"]["megatron-core"] == pins["py311-cuda"]["megatron-core"] == "0.16.1"
-    assert pins["py312"]["megatron-core"].startswith("0.19.")
+def test_both_lock_files_have_the_same_torch() -> None:
+    assert [lock.stem for lock in LOCKS] == ["lock"]
+    pins = dict(re.findall(r"^([a-z0-9.-]+)==([^\s;]+)", LOCKS[0].read_text(), re.MULTILINE))
+    cpu = dict(re.findall(r"^([a-z0-9.-]+)==([^\s;]+)", TORCH_CPU.read_text(), re.MULTILINE))
+    assert cpu == {"torch": f"{pins['torch']}+cpu"}
 
 
 def normal(name: str) -> str:

@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-TOOLS = ("setup_env.py", "installer.py", "pip_settings.py")
+TOOLS = ("setup_env.py", "installer.py", "pip_settings.py", "runtime_lock.py")
 
 
 def load_tool(name: str) -> ModuleType:
@@ -34,50 +34,95 @@ def load_tool(name: str) -> ModuleType:
 
 pip_settings = load_tool("pip_settings")
 load_tool("installer")
+runtime_lock = load_tool("runtime_lock")
 setup_env = load_tool("setup_env")
 
 
 @pytest.mark.parametrize(
-    ("version", "system", "machine", "gpu", "present", "lock"),
+    ("asked", "system", "machine", "gpu", "present", "torch"),
     [
-        ((3, 11), "Linux", "x86_64", False, None, "py311-cpu"),
-        ((3, 11), "Linux", "x86_64", True, None, "py311-cuda"),
-        ((3, 11), "Linux", "x86_64", True, "py311-cpu", "py311-cuda"),
-        ((3, 11), "Linux", "x86_64", False, "py311-cuda", "py311-cuda"),
-        ((3, 11), "Linux", "aarch64", False, None, "py311-cuda"),
-        ((3, 12), "Linux", "x86_64", False, None, "py312"),
-        ((3, 13), "Linux", "x86_64", True, "py311-cpu", "py312"),
+        ("", "Linux", "x86_64", False, None, "cpu"),
+        ("", "Linux", "x86_64", True, None, "cuda"),
+        ("", "Linux", "x86_64", True, "cpu", "cuda"),
+        ("", "Linux", "x86_64", False, "cuda", "cuda"),
+        ("", "Linux", "aarch64", False, None, "cpu"),
+        ("", "Linux", "ppc64le", False, None, "cuda"),
+        ("cuda", "Linux", "x86_64", False, "cpu", "cuda"),
+        ("cpu", "Linux", "x86_64", True, "cuda", "cpu"),
     ],
 )
-def test_lock_follows_python_and_machine(
-    version: tuple[int, int], system: str, machine: str, gpu: bool, present: str | None, lock: str
+def test_torch_follows_the_machine_unless_asked(
+    asked: str, system: str, machine: str, gpu: bool, present: str | None, torch: str
 ) -> None:
-    assert setup_env.choose_lock(version, system, machine, gpu, present) == lock
-    assert (ROOT / "requirements" / f"{lock}.txt").is_file()
+    assert setup_env.choose_torch(asked, system, machine, gpu, present) == torch
 
 
 def test_old_python_is_refused_with_the_fix() -> None:
-    with pytest.raises(setup_env.SetupError, match=r"3\.10 is too old(.|\n)*PYTHON=python3\.11"):
-        setup_env.choose_lock((3, 10), "Linux", "x86_64", False, None)
+    with pytest.raises(setup_env.SetupError, match=r"3\.11 is too old(.|\n)*PYTHON=python3\.12"):
+        setup_env.check_python((3, 11))
+    setup_env.check_python((3, 13))
 
 
-CPU_TORCH = r"torch==\S+\+cpu"
+FIND = ROOT / "tools" / "find_python.sh"
 
 
-@pytest.mark.parametrize("lock", ["py311-cpu", "py311-cuda", "py312"])
-def test_every_lock_brings_its_own_uv(lock: str) -> None:
-    block, _ = setup_env.take_block((ROOT / "requirements" / f"{lock}.txt").read_text(), r"uv==\S+")
+def find_python(
+    folder: Path, *options: str, home: Path | None = None, path: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """The tool in a checkout of its own, where only `folder/bin` has Pythons and `home` has those of pyenv and uv."""
+    (folder / "tools").mkdir(exist_ok=True)
+    (folder / "tools" / FIND.name).write_bytes(FIND.read_bytes())
+    environment = {"PATH": f"{folder}/bin:/usr/bin:/bin{path}", "HOME": str(home or folder)}
+    command = ["bash", str(folder / "tools" / FIND.name), *options]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def fake_python(path: Path, *, works: bool = True) -> str:
+    """A program that answers as a Python with venv does, or as a shim of pyenv whose version is not selected."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\nexit {0 if works else 127}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_the_newest_python_that_runs_is_taken(tmp_path: Path) -> None:
+    assert find_python(tmp_path).stdout.strip() in ("", "/usr/bin/python3.12", "/usr/bin/python3.13")
+    of_uv = fake_python(tmp_path / ".local/share/uv/python/cpython-3.12.9-linux/bin/python3.12")
+    assert find_python(tmp_path, "3.12").stdout.strip() == of_uv
+    of_pyenv = fake_python(tmp_path / ".pyenv/versions/3.12.1/bin/python3.12")
+    assert find_python(tmp_path, "3.12").stdout.strip() == of_pyenv
+    fake_python(tmp_path / "bin/python3.13", works=False)
+    assert find_python(tmp_path, "3.12").stdout.strip() == of_pyenv
+    newest = fake_python(tmp_path / "bin/python3.13")
+    assert find_python(tmp_path).stdout.strip() == newest
+    # an environment that runs keeps its Python
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "pyvenv.cfg").write_text(f"home = x\nexecutable = {of_pyenv}\n")
+    assert find_python(tmp_path).stdout.strip() == of_pyenv
+    fake_python(Path(of_pyenv), works=False)
+    assert find_python(tmp_path).stdout.strip() == newest
+
+
+def test_no_python_is_one_message_with_three_ways(tmp_path: Path) -> None:
+    done = find_python(tmp_path, "3.99", "--install")
+    assert (done.returncode, done.stdout) == (0, "\n")
+    done = find_python(tmp_path, "--install")
+    if done.returncode:  # unless the machine has one in /usr/bin
+        assert done.returncode == 2 and not done.stdout
+        assert all(way in done.stderr for way in ("apt-get", "pyenv install", "uv python install", "PYTHON="))
+
+
+def test_the_lock_brings_its_own_uv() -> None:
+    block, _ = setup_env.take_block(setup_env.LOCK.read_text(), r"uv==\S+")
     assert block.startswith("uv==") and "--hash=sha256:" in block
 
 
-def test_torch_is_extracted_completely_from_the_cpu_lock() -> None:
-    text = (ROOT / "requirements" / "py311-cpu.txt").read_text()
-    torch, rest = setup_env.take_block(text, CPU_TORCH)
-    assert torch.startswith("torch==2.13.0+cpu \\\n") and "--hash=sha256:" in torch
-    assert not any(line.startswith("torch==") for line in rest.splitlines())
-    assert sorted((torch + rest).splitlines()) == sorted(text.splitlines())
-    cuda = (ROOT / "requirements" / "py311-cuda.txt").read_text()
-    assert setup_env.take_block(cuda, CPU_TORCH) == ("", cuda)
+def test_without_cuda_nothing_else_is_missing() -> None:
+    text = setup_env.LOCK.read_text()
+    every, kept = (set(runtime_lock.entries(each)) for each in (text, runtime_lock.without_cuda(text)))
+    assert {"torch", "triton", "nvidia-cudnn-cu13", "cuda-toolkit"} <= every - kept
+    assert all(name in ("torch", "triton") or name.startswith(("nvidia-", "cuda-")) for name in every - kept)
+    assert {"nvidia-ml-py", "sympy", "networkx", "emerging-optimizers"} <= kept
 
 
 def make_wheel(folder: Path, name: str, version: str, script: str = "") -> str:
@@ -162,12 +207,15 @@ class Checkout:
             (self.root / "tools" / tool).write_bytes((ROOT / "tools" / tool).read_bytes())
         self.project('version = "1"')
         (self.root / "llmrecipes.py").touch()
-        hashes = {
-            "torch==9.9+cpu": make_wheel(self.torch_index, "torch", "9.9+cpu"),
+        self.hashes = {
+            "torch==9.9": make_wheel(self.user_index, "torch", "9.9"),
             "other==1.0": make_wheel(self.user_index, "other", "1.0"),
         }
-        self.hashes = hashes
-        self.lock(hashes)
+        self.lock(self.hashes)
+        cpu = make_wheel(self.torch_index, "torch", "9.9+cpu")
+        (self.root / "requirements" / "torch-cpu.txt").write_text(
+            f"# of uv\ntorch==9.9+cpu \\\n    --hash=sha256:{cpu}\n"
+        )
 
     def project(self, version: str) -> None:
         lines = ["[build-system]", 'requires = ["none"]', 'build-backend = "backend"', 'backend-path = ["."]']
@@ -177,7 +225,7 @@ class Checkout:
 
     def lock(self, hashes: dict[str, str]) -> None:
         text = "".join(f"{pin} \\\n    --hash=sha256:{value}\n    # via test\n" for pin, value in hashes.items())
-        (self.root / "requirements" / "test.txt").write_text(text)
+        (self.root / "requirements" / "lock.txt").write_text(text)
 
     def uv(self, script: str) -> None:
         """Put a package uv with this program into the user's index and the lock."""
@@ -188,7 +236,7 @@ class Checkout:
         environment = {**clean, "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": self.user_index.as_uri()}
         environment |= {"UV_CACHE_DIR": str(self.root.parent / "uv-cache"), "UV_NO_VERIFY_HASHES": "1"}
         index = (torch_index or self.torch_index).as_uri()
-        command = [sys.executable, str(self.root / "tools" / "setup_env.py"), "--lock", "test", "--torch-index", index]
+        command = [sys.executable, str(self.root / "tools" / "setup_env.py"), "--torch", "cpu", "--torch-index", index]
         command += options
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
@@ -223,7 +271,7 @@ def test_setup_refuses_a_wrong_hash_starts_over_and_is_idempotent(tmp_path: Path
     refused = checkout.setup()
     assert refused.returncode == 2
     assert "THESE PACKAGES DO NOT MATCH THE HASHES" in refused.stderr
-    assert "test.txt" in refused.stderr and ".venv/setup.log:" in refused.stderr
+    assert "packages.txt" in refused.stderr and ".venv/setup.log:" in refused.stderr
     assert len(refused.stderr.splitlines()) <= 25 and "Traceback" not in refused.stderr
     assert "python" not in json.loads(state.read_text())
 
@@ -236,7 +284,7 @@ def test_setup_refuses_a_wrong_hash_starts_over_and_is_idempotent(tmp_path: Path
         f"[{n}/4]" for n in (1, 2, 3, 4)
     ]
     assert checkout.value("import torch, other, llmrecipes; print(torch.VERSION, other.VERSION)") == "9.9+cpu 1.0"
-    assert json.loads(state.read_text())["lock"] == "test"
+    assert json.loads(state.read_text())["torch"] == "cpu"
 
     before = state.stat().st_mtime_ns
     again = checkout.setup()
@@ -301,7 +349,7 @@ def test_deepspeed_is_built_on_request_and_stays(tmp_path: Path) -> None:
     assert checkout.setup().stdout.startswith("[1/1] llmrecipes (editable)\n")
     assert (checkout.setup("--zero").stdout, checkout.value(installed)) == ("", "True")
 
-    lock = checkout.root / "requirements" / "test.txt"
+    lock = checkout.root / "requirements" / "lock.txt"
     lock.write_text(lock.read_text() + "# changed\n")
     renewed = checkout.setup()
     assert renewed.returncode == 0, renewed.stdout + renewed.stderr
@@ -327,13 +375,25 @@ def test_pip_is_the_fallback_if_uv_does_not_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.rotating
-def test_a_missing_torch_is_reported_once(tmp_path: Path) -> None:
+def test_without_pytorchs_index_the_locks_own_torch_is_taken(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
     nowhere = tmp_path / "nowhere"
-    nowhere.mkdir()
     done = checkout.setup(torch_index=nowhere)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{nowhere.as_uri()} cannot be reached" in done.stdout and "6.6 GB" in done.stdout
+    assert checkout.value("import torch; print(torch.VERSION)") == "9.9"
+    assert checkout.setup(torch_index=nowhere).stdout == ""
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_an_index_without_the_wheel_is_an_error(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    done = checkout.setup(torch_index=empty)
     assert done.returncode == 2
-    assert f"Installing torch==9.9+cpu from {nowhere.as_uri()} failed" in done.stderr
+    assert f"Installing torch==9.9+cpu from {empty.as_uri()} failed" in done.stderr
 
 
 def refused(checkout: Checkout) -> str:
@@ -460,20 +520,6 @@ def test_no_index_and_what_uv_has_nothing_like() -> None:
     assert settings.arguments == ["--no-index"] and "UV_DEFAULT_INDEX" not in settings.environment
     with pytest.raises(pip_settings.NotTranslatableError, match="keyring-provider import"):
         pip_settings.translate({"keyring-provider": "import"}, {})
-
-
-def test_unknown_lock_names_the_choices(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        str(ROOT / "tools" / "setup_env.py"),
-        "--venv",
-        str(tmp_path / "venv"),
-        "--lock",
-        "py310",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "py311-cpu, py311-cuda, py312" in done.stderr and not (tmp_path / "venv").exists()
 
 
 @pytest.mark.parametrize(

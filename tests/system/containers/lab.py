@@ -131,7 +131,7 @@ def base_image(tool: Podman, name: str, folder: Path) -> str:
         tool("pull", "--quiet", name, timeout=60)
     except (AssertionError, subprocess.TimeoutExpired):
         root = folder / "debian"
-        subprocess.run(["debootstrap", "--variant=minbase", "bookworm", str(root)], check=True, capture_output=True)
+        subprocess.run(["debootstrap", "--variant=minbase", "trixie", str(root)], check=True, capture_output=True)
         # As the slim image is made: without documentation and translations.
         for part in ("var/cache/apt", "usr/share/doc", "usr/share/man", "usr/share/locale", "usr/share/info"):
             shutil.rmtree(root / part)
