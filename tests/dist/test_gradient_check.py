@@ -167,3 +167,22 @@ def test_copies_of_a_weight_whose_gradients_differ(
     assert fault.copies
     assert all(weight in each for each in fault.copies)
     assert code == ExitCode.STOP
+
+
+@pytest.mark.deepspeed
+@pytest.mark.slow
+def test_a_norm_that_deepspeed_rounds_is_not_wrong(worlds: dict[int, GlooWorld]) -> None:
+    """It adds up the squares of a tensor as large as an embedding in fp32."""
+    model = {"vocab_size": 1 << 14, "hidden_size": 192, "share_embeddings_and_output_weights": False}
+    row = Row("gpt", "dp2", {"zero": {"stage": 3}, "model": model}, engine="deepspeed")
+    fault = worlds[2].run(norm_of_the_first_step, row)
+    assert fault is None
+
+
+def norm_of_the_first_step(row: Row) -> GradientFault | None:
+    """What the check finds."""
+    with training(row.recipe) as (built, world):
+        built.train_step(loaders(row.recipe, world))
+        check = built.gradient_check
+        assert check is not None
+        return check.take()
