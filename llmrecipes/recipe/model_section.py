@@ -119,7 +119,8 @@ class Model(Section):
     2006.16668), each sequence (`seq_aux_loss`; DeepSeek-V3, arXiv 2412.19437, section 2.1.2), or the global batch so
     far (`global_aux_loss`; arXiv 2501.11873). `none`: no auxiliary loss."""
     moe_aux_loss_coeff: NonNegFloat = 0.0
-    """Weight of the auxiliary loss; Switch Transformer (arXiv 2101.03961) uses 0.01."""
+    """Weight of the auxiliary loss beside the mean loss of a token, however many tokens are masked; Switch Transformer
+    (arXiv 2101.03961) uses 0.01."""
     moe_z_loss_coeff: NonNegFloat | None = None
     """Weight of the router z-loss, which keeps router logits small (ST-MoE, arXiv 2202.08906, uses 0.001); unset:
     none."""
@@ -188,7 +189,8 @@ class Model(Section):
     """Number of multi-token prediction layers after the last layer, each predicting one token further ahead, in
     training only (DeepSeek-V3, arXiv 2412.19437, section 2.2); unset: none."""
     mtp_loss_scaling_factor: PosFloat = 0.1
-    """Weight of the mean loss of the multi-token prediction layers."""
+    """Weight of the mean loss of the multi-token prediction layers. For the prediction of *k* tokens further, each
+    token's loss has the factor `seq_length` / (`seq_length` - *k*), as in Megatron-core where no token is masked."""
     make_vocab_size_divisible_by: PosInt = 128
     """Pad the rows of the embedding to a multiple of this, which keeps GEMMs aligned."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"

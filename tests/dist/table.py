@@ -518,6 +518,8 @@ def _rows() -> Iterator[Row]:
         yield Row("mtp", layout)
     for layout in ("cp2", "pp2", "pp2 dp2", "pp2 vpp2", "tp2 sp pp2"):
         yield Row("mtp without weight tying", layout)
+    for layout in ("dp2", "cp2 dp2"):
+        yield Row("mtp", layout, {"train": {"micro_batch_size": 2}})
     for layout in ("dp2 ep2", "tp2 sp ep2 etp1", "tp2 sp pp2 dp2 ep2 etp1"):
         yield Row("deepseek", layout)
     # -- maximal-update parametrisation: rates by parameter group, on stages that lack some of the groups --
@@ -632,6 +634,12 @@ def _rows() -> Iterator[Row]:
     yield Row("moe with aux_loss", "dp2", _zero(3), engine="deepspeed")
     for stage, layout in ((1, "dp4 ep2"), (2, "dp2 ep2"), (2, "dp4 ep2")):
         yield Row("moe with aux_loss", layout, _zero(stage), engine="deepspeed")
+    # Of other balances than that of the micro-batch, which needs no memory of the one before.
+    for balance in ("seq_aux_loss", "z-loss"):
+        yield Row(f"moe with {balance}", "dp2 ep2", _zero(1), engine="deepspeed")
+    for stage, layout in ((2, "dp2"), (2, "dp2 ep2"), (3, "dp2")):
+        at_once = {"train": {"micro_batch_size": 2}}
+        yield Row("moe with global_aux_loss", layout, _zero(stage), at_once, why=_TOGETHER, engine="deepspeed")
     yield Row("moe in bf16", "dp2 ep2", _zero(1), bound=BF16_BOUND, why=_BF16, engine="deepspeed")
     yield Row("moe", "dp4 ep2", _zero(2, offload_optimizer="cpu"), engine="deepspeed")
     for layout in ("dp1", "dp4"):

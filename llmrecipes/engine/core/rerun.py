@@ -6,12 +6,13 @@ routers), balances the bias of experts, and in fp16 counts overflows for the los
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from llmrecipes.engine.base import Batch
+from llmrecipes.engine.base import Batch, StepResult
 from llmrecipes.engine.core.random_states import random_states, set_random_states
 
 _EXPERT_BIAS = "expert_bias"
@@ -65,6 +66,16 @@ def announced(batches: list[Batch], announce: Callable[[], None]) -> Iterator[Ba
     for batch in batches:
         announce()
         yield batch
+
+
+def is_finite(loss: float, norm: float | None) -> bool:
+    """Whether the loss of a step is finite, and the norm of its gradients, which is None if they overflowed."""
+    return math.isfinite(loss) and norm is not None and math.isfinite(norm)
+
+
+def is_update(result: StepResult) -> bool:
+    """Whether a step has changed the weights."""
+    return not result.rejected and not result.skipped and is_finite(result.loss, result.grad_norm)
 
 
 def _copy(value: object) -> object:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from llmrecipes.checkpoint.store import Entry
@@ -76,6 +77,7 @@ class DeepSpeedEngine:
         self.recipe, self.plan, self.platform = plan.recipe, plan, platform
         self._mask = masks(plan.recipe, platform.device)
         self.modules = built.modules
+        self._config = built.config
         self.accuracy = built.module.accuracy
         self.module = built.module
         self.sharded_parameters = sharded_parameters
@@ -128,7 +130,7 @@ class DeepSpeedEngine:
         # needed before the first backward pass.
         counts = self._agree(sum(float(batch["loss_mask"].sum()) for batch in of_this_step), stop)
         factor = (self.plan.layout.data_parallel_size / counts[0].clamp(min=1.0)).float()
-        self._scale_router_losses(factor)
+        self._prepare_routers(sum(batch["loss_mask"].numel() for batch in of_this_step))
         loss = torch.zeros((), dtype=torch.float64, device=self.platform.device)
         scale = float(self.optimizer.loss_scale) if self.recipe.train.precision == "fp16" else None
         for place, batch in enumerate(of_this_step):
@@ -314,14 +316,20 @@ class DeepSpeedEngine:
         result: torch.Tensor = clip_grad_norm_(self.module.parameters(), math.inf, mpu=mpu())
         return result
 
-    def _scale_router_losses(self, factor: torch.Tensor) -> None:
-        """The routers' auxiliary losses, which have their own backward pass, get the factor of the loss."""
+    def _prepare_routers(self, tokens: int) -> None:
+        """Begin a step: no tokens counted, and the weight of the routers' losses, which have their own backward pass.
+
+        megatron-core multiplies them by all tokens of a micro-batch, masked ones too, so they are divided by these.
+
+        Args:
+            tokens: of this rank's micro-batches. DeepSpeed averages over ranks.
+        """
         if self.balance is None:
             return
-        if self.recipe.train.precision == "fp16":
-            factor = factor * float(self.optimizer.loss_scale)
-        # As megatron-core gives it, which copies into it later.
-        MoEAuxLossAutoScaler.set_loss_scale(factor.reshape(1).clone())
+        reset_model_temporary_tensors(self._config, self.modules)
+        scale = float(self.optimizer.loss_scale) if self.recipe.train.precision == "fp16" else 1.0
+        # A tensor as megatron-core gives it, which copies into it later.
+        MoEAuxLossAutoScaler.set_loss_scale(torch.full((1,), scale / tokens, device=self.platform.device))
 
     def _gradients(self) -> list[Slice]:
         """Copies of the reduced gradients of this rank's parameters, in model order."""

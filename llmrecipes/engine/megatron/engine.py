@@ -40,7 +40,7 @@ from llmrecipes.engine.core.model.attention import apart, own_chunks, prediction
 from llmrecipes.engine.core.model.fake_quantize import renew_rounded, rounded
 from llmrecipes.engine.core.model.gpt import BuiltModel, RecipeGPTModel
 from llmrecipes.engine.core.platform import patching
-from llmrecipes.engine.core.rerun import RerunState, announced, kept
+from llmrecipes.engine.core.rerun import RerunState, announced, is_finite, is_update, kept
 from llmrecipes.engine.core.score import GPTScorer
 from llmrecipes.engine.core.token_sums import SourceLosses, sum_over_tokens
 from llmrecipes.engine.core.update import mean_over_tokens, scheduler
@@ -55,6 +55,7 @@ from llmrecipes.engine.megatron.layer_norms import LayerNorms
 from llmrecipes.engine.megatron.optimizer import create_optimizer
 from llmrecipes.engine.megatron.preference import COUNTS, PreferenceLoss, RewardMeter, find_answers
 from llmrecipes.engine.megatron.qk_clip import qk_clip
+from llmrecipes.engine.megatron.router_losses import RouterLosses
 from llmrecipes.engine.megatron.user_buffers import create_user_buffers, destroy_user_buffers
 from llmrecipes.engine.megatron.zeros import KeptZeros
 from llmrecipes.engine.meters import ReplicaFault
@@ -117,6 +118,7 @@ class MegatronEngine:
         self.local_loss, self._micro_batches = 0.0, plan.num_microbatches
         config = built.config
         config.grad_scale_func, config.finalize_model_grads_func = self.optimizer.scale_loss, update.finalize
+        self._router_losses = RouterLosses(plan, config, self.optimizer, platform.device)
         self._local_sums: list[torch.Tensor] = []
         self._reruns = recipe.faults.rerun_mode != "disabled"
         if self._reruns:
@@ -155,9 +157,9 @@ class MegatronEngine:
             self.balance.micro_batches = self._micro_batches
         before, used = RerunState(self.modules, self.optimizer), list[Batch]()
         result = self._attempt(kept(batches, used), stop, accept)
-        if result.rejected:
+        if not is_update(result):
             before.restore_expert_bias()
-        if not self._reruns or result.skipped or _is_finite(result.loss, result.grad_norm):
+        if not self._reruns or result.skipped or is_finite(result.loss, result.grad_norm):
             return result
         # All ranks have the same numbers, so all of them compute the step again.
         first = FirstAttempt(
@@ -177,7 +179,7 @@ class MegatronEngine:
         if self.layers is not None and self.layers.measuring:
             self.layers.start()
         second = self._attempt(iter(used) if redo is None else announced(used, redo), stop, accept)
-        if second.rejected:
+        if not is_update(second):
             before.restore_expert_bias()
         return replace(second, stop=second.stop or result.stop, first_attempt=first, layers=result.layers)
 
@@ -208,7 +210,7 @@ class MegatronEngine:
         lr = self.learning_rate
         if overflow:
             return StepResult(loss, None, lr, scale_then, True, stopping, layers=layers)
-        if not _is_finite(loss, norm):
+        if not is_finite(loss, norm):
             # The update would spread it to every weight and hide where it started. All ranks have the same numbers.
             is_local = not (math.isfinite(self.local_loss) and math.isfinite(local))
             return StepResult(loss, norm, lr, scale_then, False, stopping, is_local=is_local, layers=layers)
@@ -348,7 +350,7 @@ class MegatronEngine:
         """
         config = self.chunks[0].config
         config.grad_scale_func = config.finalize_model_grads_func = config.no_sync_func = None
-        config.param_sync_func = None
+        config.param_sync_func = config.moe_grad_scale_func = None
         if self._user_buffers:
             destroy_user_buffers()
         if self._recorded is not None:
@@ -374,6 +376,8 @@ class MegatronEngine:
     def _passes(self, batches: Iterator[Batch], *, forward_only: bool) -> list[dict[str, torch.Tensor]]:
         """All micro-batches of a step through the pipeline, once in each pass; what `sum_over_tokens` reports, on the
         last stage."""
+        if not forward_only:
+            batches = self._router_losses.ahead(batches, self._micro_batches)
         if self.teacher is not None and not forward_only:
             batches = self.teacher.ahead(batches, self._micro_batches)
         if self.preference is not None:
@@ -477,13 +481,9 @@ class MegatronEngine:
             batch["position_ids"],
             **conversations,
             labels=batch["labels"],
-            loss_mask=torch.ones_like(batch["loss_mask"]) if weights else batch["loss_mask"],
+            loss_mask=batch["loss_mask"],
             prediction_weights=weights,
         )
         if self.preference is not None and answers is not None:
             return losses, self.preference.counter(batch, answers.count, self.accuracy)
         return losses, partial(sum_over_tokens, batch["loss_mask"], self.accuracy, self.sources, source)
-
-
-def _is_finite(loss: float, norm: float | None) -> bool:
-    return math.isfinite(loss) and norm is not None and math.isfinite(norm)

@@ -319,13 +319,13 @@ def own_chunks(batch: dict[str, torch.Tensor], size: int, rank: int) -> dict[str
     return {name: torch.cat([chunks[rank], chunks[-1 - rank]], dim=1) for name, chunks in pieces.items()}
 
 
-def prediction_weights(mask: torch.Tensor, depths: int, size: int, rank: int) -> list[torch.Tensor]:
-    """Weights of a rank's losses of multi-token prediction, in place of the loss mask.
+def prediction_weights(mask: torch.Tensor, depths: int, size: int = 1, rank: int = 0) -> list[torch.Tensor]:
+    """Weights of a rank's losses of multi-token prediction, for a loss mask of ones.
 
-    A token predicted *k* further has no label for the last *k* tokens of a sequence. megatron-core compensates:
-    it multiplies the loss by tokens / tokens with such a label, counted on this rank. Other ranks have a different
-    ratio, or none if all their tokens are masked, and a single process has that of full sequences. With a mask of ones
-    and these weights, the result is the latter.
+    A token predicted *k* further has no label for the last *k* of the *s* tokens of a sequence. megatron-core
+    compensates: it multiplies the loss by tokens / tokens with such a label, of the loss mask of this rank's
+    micro-batch, so a token's weight depends on the tokens beside it. Here every token has *s* / (*s* - *k*),
+    which is the same where all tokens count.
 
     Args:
         mask: loss mask of full sequences, [b, s].
@@ -334,16 +334,14 @@ def prediction_weights(mask: torch.Tensor, depths: int, size: int, rank: int) ->
         rank: this one.
 
     Returns:
-        [b, s / size] for each further token; nothing if megatron-core's ratio is correct.
+        [b, s / size] for each further token.
     """
-    if size == 1:
-        return []
-    weights = []
+    weights, length = [], mask.size(1)
     for depth in range(1, depths + 1):
-        further, labels = (F.pad(tensor[:, depth:], (0, depth)) for tensor in (mask, torch.ones_like(mask)))
-        local = own_chunks({"mask": further, "labels": labels}, size, rank)
-        ratio = local["labels"].numel() / local["labels"].sum()
-        weights.append(local["mask"] * (mask.sum() / further.sum().clamp(min=1.0) / ratio))
+        local = own_chunks({"mask": F.pad(mask[:, depth:], (0, depth))}, size, rank)["mask"]
+        # Of a mask of ones, only the rank with the end of a sequence (`own_chunks`) has tokens without a label.
+        labels = length // size - (depth if rank == 0 else 0)
+        weights.append(local * (length / (length - depth) * labels / (length // size)))
     return weights
 
 

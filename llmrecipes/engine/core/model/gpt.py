@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import Any, Literal
@@ -115,11 +115,11 @@ class RecipeGPTModel(GPTModel):
         """megatron-core's, with a weight for each loss of multi-token prediction.
 
         Args:
-            prediction_weights: those weights.
+            prediction_weights: those weights, [b, s], in place of the loss mask.
             args, kwargs: megatron-core's. The sum of the losses has to be weighted with `loss_mask`, if both it and
-                `labels` are passed without `prediction_weights`.
+                `labels` are passed.
         """
-        self._expect_losses(prediction_weights, kwargs)
+        kwargs = self._expect_losses(prediction_weights, kwargs)
         try:
             result: torch.Tensor = super().forward(*args, **kwargs)
         finally:
@@ -132,16 +132,15 @@ class RecipeGPTModel(GPTModel):
 
         Args: as `forward`.
         """
-        self._expect_losses(prediction_weights, kwargs)
-        return super().build_schedule_plan(*args, **kwargs)
+        return super().build_schedule_plan(*args, **self._expect_losses(prediction_weights, kwargs))
 
-    def _expect_losses(self, prediction_weights: Sequence[torch.Tensor], options: Mapping[str, Any]) -> None:
-        """What the losses of a micro-batch are computed with; arguments as `forward`."""
+    def _expect_losses(self, prediction_weights: Sequence[torch.Tensor], options: dict[str, Any]) -> dict[str, Any]:
+        """What the losses of a micro-batch are computed with, and megatron-core's arguments; arguments as `forward`."""
         self._weights = iter(prediction_weights)
         self._in_chunks = self.loss_chunk_tokens > 0 and options.get("labels") is not None
         # What weights the losses of multi-token prediction is decided in megatron-core.
-        known = None if prediction_weights else options.get("loss_mask")
-        self._loss_weights = chain(repeat(None, self.config.mtp_num_layers or 0), [known])
+        self._loss_weights = chain(repeat(None, self.config.mtp_num_layers or 0), [options.get("loss_mask")])
+        return options | {"loss_mask": torch.ones_like(options["loss_mask"])} if prediction_weights else options
 
     def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Loss of each token; megatron-core first requests those of multi-token prediction, which have weights.

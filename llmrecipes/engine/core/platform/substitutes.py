@@ -17,7 +17,8 @@ megatron-core also counts how often multi-token prediction is right, in each mic
 in chunks has no logits that could be counted.
 
 Routers call a function that megatron-core compiles, although all it does is to count the tokens of each expert, and
-nothing without expert biases: each rank would start torch's compiler, which on a CPU needs a C++ compiler.
+nothing without expert biases: each rank would start torch's compiler, which on a CPU needs a C++ compiler. It counts
+experts that are padded to their capacity as if all were equally busy, so that their bias would never move.
 
 torch's optimizers import its compiler at the first call of some of their methods, to except them from what it compiles:
 a quarter of the processor time that a rank takes to import everything.
@@ -63,7 +64,7 @@ def install_substitutes() -> None:
     replace("megatron.core.tensor_parallel", "ColumnParallelLinear", OutputLayer)
     install_uncounted()
     install_uncompiled_optimizers()
-    replace(ROUTER, COUNT, unwrap(resolve(f"{ROUTER}.{COUNT}")))
+    install_counts()
     if transformer_engine_obstacle() is not None:  # it may be installed and not run here
         replace("megatron.core.transformer.multi_latent_attention", "HAVE_TE", False)
 
@@ -134,8 +135,8 @@ def default_group(tp_group: Any, is_expert: bool = False, check_initialized: boo
 
 
 ROUTER, METHOD = "megatron.core.transformer.moe.router.TopKRouter", "apply_input_jitter"
-COUNT = "_apply_expert_bias"
-"""Of `ROUTER`: adds to the tokens of each expert."""
+COUNT, ROUTING = "_apply_expert_bias", "routing"
+"""Of `ROUTER`: adds to the tokens of each expert; chooses experts, and then counts."""
 
 
 def install_jitter() -> None:
@@ -149,6 +150,28 @@ def install_jitter() -> None:
         return plain(router, values) if router.training else values
 
     replace(ROUTER, METHOD, in_training)
+
+
+def install_counts() -> None:
+    """Count the tokens of each expert for its bias without a compiler, and only those that chose the expert."""
+    routing = resolve(f"{ROUTER}.{ROUTING}")
+    if hasattr(routing, "__wrapped__"):  # already installed
+        return
+    count = unwrap(resolve(f"{ROUTER}.{COUNT}"))
+
+    def unless_padded(router: Any, chosen: Any, *options: Any, **named: Any) -> None:
+        if not router.config.moe_pad_expert_input_to_capacity:
+            count(router, chosen, *options, **named)
+
+    @wraps(routing)
+    def counted(router: Any, *args: Any, **options: Any) -> Any:
+        probabilities, chosen = routing(router, *args, **options)
+        if router.config.moe_pad_expert_input_to_capacity:
+            count(router, chosen & (probabilities > 0))  # tokens that fill an expert up have probability 0
+        return probabilities, chosen
+
+    replace(ROUTER, COUNT, unless_padded)
+    replace(ROUTER, ROUTING, counted)
 
 
 class GroupStepAdamW(torch.optim.Optimizer):
