@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -112,18 +113,20 @@ def lines(card: Card) -> Iterator[str]:
             yield f"{name:12}not done"
             continue
         older = "" if part.recipe_hash == card.planned.recipe_hash else ", with an earlier version of the recipe"
-        yield f"{name:12}{_text(part)}"
+        yield from wrap(_text(part), 120, initial_indent=f"{name:12}", subsequent_indent=" " * 12)
         yield f"{'':12}{part.date}, commit {part.commit}{older}: {part.command}"
 
 
 def _text(part: CardPart) -> str:
-    return ", ".join(f"{key} {_value(value)}" for key, value in part.figures.items() if value is not None)
+    return "; ".join(f"{key} {_value(value)}" for key, value in part.figures.items() if value is not None)
 
 
 def _value(value: Any) -> str:
     if isinstance(value, dict):
         return "(" + ", ".join(f"{key} {_value(each)}" for key, each in value.items()) + ")"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,}" if type(value) is int else str(value)
 
 
 def table(cards: Sequence[Card]) -> Iterator[str]:

@@ -104,12 +104,12 @@ def curves(title: str, lines: Sequence[Line], *, unit: str = "", along: str = "s
         note: below it.
     """
     finite = [line.y[np.isfinite(line.y)] for line in lines]
-    values = np.concatenate(finite) if finite else np.empty(0)
-    if not values.size:
+    finite = [each for each in finite if each.size]
+    if not finite:
         return ""
     across = np.concatenate([line.x for line in lines])
     left, right = float(across.min()), float(across.max())
-    scale = _Scale.of(values)
+    scale = _Scale.of(finite)
     body = [f'<path class="grid" d="{"".join(f"M-4 {_n(scale.up(at))}H{COLUMNS + 4}" for at in scale.ticks)}"/>']
     bad = 0
     for place, line in enumerate(lines):
@@ -340,7 +340,8 @@ class _Scale:
     most: float
 
     @classmethod
-    def of(cls, values: Values) -> _Scale:
+    def of(cls, lines: Sequence[Values]) -> _Scale:
+        values = np.concatenate(lines)
         low, most = float(values.min()), float(values.max())
         high = most
         if low > 0 and most / low > LOG_RATIO:
@@ -352,6 +353,10 @@ class _Scale:
         usual, least = (float(np.quantile(values, at)) for at in (0.995, 0.005))
         if values.size > 200 and most - low > 8 * (usual - least) > 0:
             high = min(most, usual + 2 * (usual - least))
+        # Nor may a run that diverged flatten the others.
+        tame = min(float(np.quantile(line, 0.98)) for line in lines)
+        if len(lines) > 1 and high - low > 8 * (tame - low) > 0:
+            high = low + 2 * (tame - low)
         step = _step(high - low, max(abs(high), abs(low)))
         first, last = math.floor(low / step), math.ceil(high / step)
         if first == last:

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.markup import escape
@@ -95,7 +95,8 @@ class ProgressSink(Sink):
     def step(self, metrics: StepMetrics) -> None:
         self._print_messages()
         self._seconds.append(metrics.step_seconds)
-        parts = step_parts(metrics, self._total, statistics.median(self._seconds))
+        usual = statistics.median(self._seconds) if len(self._seconds) > 1 else None
+        parts = step_parts(metrics, self._total, usual)
         if self._live is not None:
             shown = parts.values() if self._console.width >= WIDE else [parts[name] for name in SHORT if name in parts]
             self._live.update(self._task, completed=metrics.step, description=escape("  ".join(shown)))
@@ -190,8 +191,12 @@ class Counted:
         return f"{self._done:,}/{self._total:,}  {speed}  left {duration(left)}"
 
 
-def step_parts(metrics: StepMetrics, total: int, seconds_a_step: float) -> dict[str, str]:
-    """One step as text parts by name: `loss 5.1234`, `lr 3.0e-04`, ..., `left 3m12s`, in this order."""
+def step_parts(metrics: StepMetrics, total: int, seconds_a_step: float | None) -> dict[str, str]:
+    """One step as text parts by name: `loss 5.1234`, `lr 3.0e-04`, ..., `left 3m12s`, in this order.
+
+    Args:
+        seconds_a_step: None: not known, as after the first step of a start, which compiles and connects.
+    """
     parts = {
         "loss": f"loss {metrics.loss:.4f}",
         "lr": f"lr {metrics.lr:.1e}",
@@ -205,7 +210,9 @@ def step_parts(metrics: StepMetrics, total: int, seconds_a_step: float) -> dict[
         parts["memory"] = f"mem {metrics.memory_bytes / GIB:.1f} GiB"
     if metrics.skipped:
         parts["skipped"] = f"skipped: {'fp16 overflow' if math.isnan(metrics.grad_norm) else 'spike'}"
-    return parts | {"left": f"left {duration((total - metrics.step) * seconds_a_step)}"}
+    if seconds_a_step is None and metrics.step < total:
+        return parts
+    return parts | {"left": f"left {duration((total - metrics.step) * (seconds_a_step or 0.0))}"}
 
 
 def eval_line(metrics: EvalMetrics, total: int) -> str:
@@ -220,10 +227,18 @@ def eval_line(metrics: EvalMetrics, total: int) -> str:
 
 
 def note_line(note: Note, total: int) -> str:
-    """One note as text; alarms are marked."""
-    details = "  ".join(
-        f"{key} {value if isinstance(value, str) else json.dumps(value, default=str)}"
-        for key, value in note.details.items()
-    )
+    """One note as text; alarms are marked. Details that the note's own text says are not repeated."""
     alarm = "ALARM  " if note.alarm else ""
-    return f"note {note.step}/{total}  {alarm}{note.event.replace('_', ' ')}  {details}".rstrip()
+    return f"note {note.step}/{total}  {alarm}{note.event.replace('_', ' ')}  {_details(note)}".rstrip()
+
+
+def _details(note: Note) -> str:
+    if "text" in note.details:
+        return str(note.details["text"])
+    return "  ".join(f"{key} {_value(value)}" for key, value in note.details.items())
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:.4g}" if isinstance(value, float) else json.dumps(value, default=str)

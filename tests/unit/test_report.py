@@ -427,6 +427,16 @@ def test_a_long_run_has_a_small_page_and_keeps_its_spikes() -> None:
     assert min(tops) < 0.7 * sorted(tops)[5]  # the spike is drawn, far above all others
 
 
+def test_a_diverged_run_does_not_flatten_the_others() -> None:
+    at = np.arange(100.0)
+    falling = charts.Line("good", at, 8 - 4 * at / 100)
+    drawn = charts.curves("Loss", [falling, charts.Line("diverged", at, 8 + 3 * at)])
+    path = re.findall(r'class="line s0" d="M([^"]*)"', drawn)[-1]
+    heights = [float(each) for each in path.split()[1::2]]
+    assert max(heights) - min(heights) > charts.HEIGHT / 4
+    assert "98 values above 12 are cut off; the largest is 305." in drawn
+
+
 def test_a_watched_page_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = make(tmp_path, "one", interrupted(), state="running")
     status = json.loads((run_dir / "status.json").read_text())

@@ -51,10 +51,12 @@ def plain(total: int, log_interval: int, resumed_step: int = 0) -> tuple[Progres
 
 def test_a_plain_line_has_everything_and_is_never_wrapped() -> None:
     sink, file, _ = plain(total=600, log_interval=10)
-    sink.step(step(1))
-    assert file.getvalue() == (
-        "step 1/600  loss 5.1234  lr 3.0e-04  grad 1.23  12,345 tok/s  mem 1.2 GiB  left 5m00s\n"
-    )
+    sink.step(step(1, step_seconds=30.0))
+    sink.step(step(2))
+    sink.step(step(600))
+    first, last = file.getvalue().splitlines()
+    assert first == "step 1/600  loss 5.1234  lr 3.0e-04  grad 1.23  12,345 tok/s  mem 1.2 GiB"
+    assert last == "step 600/600  loss 5.1234  lr 3.0e-04  grad 1.23  12,345 tok/s  mem 1.2 GiB  left 0.0s"
 
 
 def test_a_gpu_shows_mfu_in_both_conventions() -> None:
@@ -95,9 +97,13 @@ def test_evaluations_and_notes_are_always_printed_and_taken_literally() -> None:
         )
     )
     sink.note(Note(step=10, event="save_failed", details={"error": "[red]disk full[/]", "step": 10}, alarm=True))
+    sink.note(Note(step=11, event="hang", details={"text": "rank 3 hangs", "rank": 3}, alarm=True))
+    sink.note(Note(step=12, event="loss_spike", details={"loss": 13.885471820831299, "limit": 11.6}, alarm=True))
     assert file.getvalue().splitlines()[1:] == [
         "eval 10/600  valid loss 4.5000  1.2500 bits/byte  in 2.0s",
         "note 10/600  ALARM  save failed  error [red]disk full[/]  step 10",
+        "note 11/600  ALARM  hang  rank 3 hangs",
+        "note 12/600  ALARM  loss spike  loss 13.89  limit 11.6",
     ]
 
 
@@ -137,6 +143,7 @@ def test_a_terminal_gets_a_bar_that_moves_at_every_step_and_lines_above_it() -> 
 def test_on_eighty_columns_the_bar_keeps_to_one_line() -> None:
     sink, _ = terminal(width=80, total=250_000, log_interval=100)
     try:
+        sink.step(step(123_455))
         sink.step(step(123_456, tokens_per_second=1_234_567.0, mfu=0.5))
         shown = bar(sink)
     finally:

@@ -89,7 +89,7 @@ class Forecast:
         if zero is not None and (zero.offload_optimizer, zero.offload_param) != ("none", "none"):
             unknown = "; not counted: copies to and from main memory, and updates there"
         if seconds < 0.03 * self.step.seconds:
-            return f"kernels take {share:.0%} of a step; nothing else takes 3%{unknown}"
+            return f"compute: kernels take {share:.0%} of a step; communication and bubbles less than 3% each{unknown}"
         return f"kernels take {share:.0%} of a step, {name} {seconds / self.step.seconds:.0%}{unknown}"
 
     @property
