@@ -158,7 +158,13 @@ def evaluate(
     )
     done = evaluate_run(run, request, runs_dir, data_dir, EvaluationLayout(tensor, nproc), progress=not as_json)
     if as_json:
-        values = {"model": str(done.model), "step": done.step, "results": done.records, "warnings": done.warnings}
+        values = {
+            "model": str(done.model),
+            "step": done.step,
+            "results": done.records,
+            "precision": done.precision,
+            "warnings": done.warnings,
+        }
         print(json.dumps(values, indent=2))
         return
     show(*lines(done))
@@ -176,6 +182,12 @@ def _check(name: str) -> Check:
     raise UserError(f"{name!r}", where="--check", rule=f"one of {', '.join(CHECKS)}", fix=f"--check {near[0]}")
 
 
+def _evaluated(done: Evaluation) -> str:
+    if done.run_dir is not None:
+        return f"step {done.step} of {done.run_dir}"
+    return str(done.model) if done.precision is None else f"{done.model}, computed in {done.precision}"
+
+
 MOST_STEPS = 6
 """Columns of steps, the newest."""
 SHOWN = ("documents", "tokens", "bytes", "window", "stride", "num_fewshot", "version", "pieces", "pairs")
@@ -191,7 +203,7 @@ def lines(done: Evaluation) -> list[str | TextTable]:
             rows.append((record["task"], name, number(value), settings))
             settings = ""
     printed: list[str | TextTable] = [
-        str(done.model) if done.run_dir is None else f"step {done.step} of {done.run_dir}",
+        _evaluated(done),
         "",
         TextTable(rows, right=(2,)),
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,8 @@ from llmrecipes.errors import UserError
 from llmrecipes.faults.signals import early_signals
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from llmrecipes.models.create import CreatedRun
     from llmrecipes.models.export import ExportOptions
 
@@ -241,6 +243,7 @@ def import_model(
     origin = created.origin
     commit = "" if origin["commit"] is None else f" at {origin['commit']}"
     print(f"imported {origin['source']}{commit}: {origin['model_type']}, {number(origin['parameters'])} parameters")
+    print(f"         weights in {origin['precision']}, {_precision_note(origin)}")
     if origin["ignored_keys"]:
         print(f"         keys of config.json without effect: {', '.join(origin['ignored_keys'])}")
     if tokens := origin["new_rows"] - origin["padding_rows"]:
@@ -248,6 +251,12 @@ def import_model(
     if origin["padding_rows"]:
         print(f"         {origin['padding_rows']} rows without a token pad the vocabulary")
     _print_created(created)
+
+
+def _precision_note(origin: Mapping[str, Any]) -> str:
+    if origin["precision"] == origin["stored_precision"]:
+        return "as in the folder (train.precision)"
+    return f"as train.precision; {origin['stored_precision']} in the folder"
 
 
 def _print_created(created: CreatedRun) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,6 +148,39 @@ class Folder:
     path: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, Held]
+
+
+_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp32"}
+"""Of computing, by the name of an element type."""
+
+
+def precision_of(folder: Folder) -> str:
+    """Precision that transformers computes with: `dtype` of config.json, or that of the stored weights.
+
+    Weights of several types have the one of most elements: transformers takes that of the first tensor.
+
+    Returns:
+        A value of `train.precision`. fp32 stands for float64 too, which no recipe computes with.
+
+    Raises:
+        UserError: `dtype` is not the name of a floating-point type.
+    """
+    named = next((key for key in ("dtype", "torch_dtype") if folder.config.get(key) is not None), None)
+    if named is None:
+        elements: Counter[str] = Counter()
+        for held in folder.tensors.values():
+            if held.dtype in FLOATS:
+                elements[FLOATS[held.dtype]] += math.prod(held.shape)
+        return _PRECISIONS[elements.most_common(1)[0][0]] if elements else "bf16"
+    value = folder.config[named]
+    if not isinstance(value, str) or value not in _PRECISIONS:
+        raise UserError(
+            f"{str(value)[:80]!r} is not an element type of weights",
+            where=f"{folder.path / CONFIG}: {named}",
+            rule=f"one of {', '.join(_PRECISIONS)}, or missing: the type of the stored weights",
+            fix=f"remove {named}",
+        )
+    return _PRECISIONS[value]
 
 
 COMPRESSED = "compressed-tensors"

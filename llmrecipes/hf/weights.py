@@ -30,6 +30,8 @@ MAPPED = 1 << 28
 OTHERS = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.[a-z_]+)$")
 """Tensors of older files that follow from config.json: masks, and frequencies of the rotary embedding."""
 
+OUTPUT = "lm_head.weight"
+
 
 class _Source(NamedTuple):
     """One tensor of the folder, as the source of some rows of a weight."""
@@ -62,11 +64,11 @@ class FolderWeights:
         self._model = model.model_copy(update={"vocab_size": rows, "make_vocab_size_divisible_by": 1})
         self._sizes = weights(self._model)
         self._pairs = {pair.ours: _as_named(pair, family, folder) for pair in family.pairs(self._model)}
-        self._require(family)
         self._rows = cache(partial(_rows, model=self._model))
         self._mean = cache(self._mean_of)
         self._open: tuple[object, Any] | None = None
         self._mapped = 0
+        self._require(family)
 
     def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """See `WeightSource`."""
@@ -156,12 +158,31 @@ class FolderWeights:
                 where=where,
                 rule=f"every tensor must belong to a model of type {family.name}; others would be lost",
             )
-        wrong_types(self._folder, iter(used))
+        tied = self._model.share_embeddings_and_output_weights and OUTPUT in tensors
+        wrong_types(self._folder, iter([*used, OUTPUT] if tied else used))
+        if tied:
+            self._require_equal(self._pairs["embedding.word_embeddings.weight"].theirs[0], OUTPUT)
+
+    def _require_equal(self, embedding: str, output: str) -> None:
+        """transformers ties two tensors of a file only if they are equal; a recipe cannot have it both ways."""
+        rows = self._folder.tensors[embedding].shape[0]
+        equal = self._folder.tensors[embedding].shape == self._folder.tensors[output].shape
+        for start in range(0, rows if equal else 0, MEAN_ROWS):
+            taken = slice(start, min(start + MEAN_ROWS, rows))
+            first, second = (self._file(name).get_slice(name)[taken].double() for name in (embedding, output))
+            equal = equal and torch.equal(first, second)
+        if not equal:
+            raise UserError(
+                f"{output} differs from {embedding}, to which config.json ties it",
+                where=str(self._folder.path),
+                rule="with tie_word_embeddings true the output layer is the embedding; the other one would be lost",
+                fix=f"tie_word_embeddings: false in {CONFIG}, to keep both; or remove {output}",
+            )
 
     def _ignorable(self, name: str) -> bool:
         if OTHERS.search(name):
             return True
-        if name == "lm_head.weight":  # some programs write a tied one
+        if name == OUTPUT:  # some programs write a tied one; compared in `_require`
             return self._model.share_embeddings_and_output_weights
         # Layers that predict more tokens come after the others; transformers leaves them out, too.
         extra = self._folder.config.get("num_nextn_predict_layers")

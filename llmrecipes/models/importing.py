@@ -64,7 +64,8 @@ def import_model(
 
     Returns:
         With the origin: `source` (folder or name), `commit` of the Hub's repository (None for a folder), `model_type`,
-        `parameters` with padding of the vocabulary, `vocab_size` of the recipe, `new_rows` of the embedding that the
+        `parameters` with padding of the vocabulary, `precision` of the checkpoint and `stored_precision` that the
+        folder asks for, `vocab_size` of the recipe, `new_rows` of the embedding that the
         folder does not have (for new tokens and padding: their mean), `padding_rows` of these that only pad,
         `ignored_keys` of config.json that have no effect, and the cost: `checkpoint_bytes`, `peak_memory_bytes` of this
         process, `seconds`.
@@ -74,7 +75,7 @@ def import_model(
             remains.
     """
     from llmrecipes.hf.match import require_ignorable, section_of, validated, without_effect
-    from llmrecipes.hf.reading import CONFIG, read_config, resolve
+    from llmrecipes.hf.reading import CONFIG, open_folder, precision_of, read_config, resolve
     from llmrecipes.hf.weights import open_weights
 
     started = time.monotonic()
@@ -84,6 +85,7 @@ def import_model(
     family, section = section_of(config, model.path, ignored)
     validated(section, 1, str(model.path / CONFIG))
     values = recipe_values(model, section, name or recipe_name(model.name))
+    values["train"]["precision"] = precision_of(open_folder(model.path))
     recipe = _recipe(values, model.path / CONFIG, overrides)
     run_dir = Run.of(runs_dir, recipe.name, run_id).path
     require_tokenizer(model, recipe, overrides)
@@ -98,6 +100,8 @@ def import_model(
             "commit": model.commit,
             "model_type": family.name,
             "parameters": plan.num_parameters.total,
+            "precision": recipe.train.precision,
+            "stored_precision": values["train"]["precision"],
             "vocab_size": recipe.model.vocab_size,
             "new_rows": plan.shape.vocab_size - section["vocab_size"],
             "padding_rows": plan.shape.vocab_size - recipe.model.vocab_size,

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 
 LARGEST_RESULTS = 64 * MIB
 """Bytes of an isolated process's results."""
-PRECISIONS = {"float32": "fp32", "float16": "fp16"}
-"""Of computing with a folder's weights, by their type; bf16 for the others."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +68,7 @@ class Evaluation:
         run_dir: directory of the run, where the results are kept; None for a folder.
         step: step of the checkpoint.
         records: a task each, as they stand in evaluations.jsonl.
+        precision: that a folder was computed in; None for a run, which has its own, and for quantised weights.
         warnings: what could not be done with the results.
     """
 
@@ -78,6 +77,7 @@ class Evaluation:
     step: int
     records: list[dict[str, Any]]
     warnings: tuple[str, ...] = ()
+    precision: str | None = None
 
 
 def evaluate_run(
@@ -134,7 +134,7 @@ def _evaluate_folder(
 ) -> Evaluation:
     """Evaluate a folder of a Hugging Face model, which is only read."""
     from llmrecipes.hf.match import section_of, validated
-    from llmrecipes.hf.reading import COMPRESSED, CONFIG, open_folder, read_config, resolve
+    from llmrecipes.hf.reading import COMPRESSED, CONFIG, open_folder, precision_of, read_config, resolve
     from llmrecipes.workflow.pretrained import TOKENIZER_FILE, recipe_name, recipe_values
 
     source = resolve(str(path))
@@ -147,15 +147,14 @@ def _evaluate_folder(
         )  # fmt: skip
     section = section_of(config, source.path)[1]
     validated(section, 1, str(source.path / CONFIG))
-    open_folder(source.path, COMPRESSED)  # refuses pickles and missing files before anything is loaded
+    weights = open_folder(source.path, COMPRESSED)  # refuses pickles and missing files before anything is loaded
     if not (source.path / TOKENIZER_FILE).is_file():
         raise UserError(
             "no tokenizer.json", where=str(source.path), rule="text is evaluated with the model's own tokenizer",
             fix="copy the tokenizer's files to that folder",
         )  # fmt: skip
     values = recipe_values(source, section, recipe_name(source.name))
-    precision = PRECISIONS.get(str(config.get("dtype") or config.get("torch_dtype")), "bf16")
-    recipe = load_values(values, source.path / CONFIG, [f"train.precision={precision}"]).recipe
+    recipe = load_values(values, source.path / CONFIG, [f"train.precision={precision_of(weights)}"]).recipe
     spec = EvaluationSpec(
         recipe=on_ranks(recipe, layout),
         data_dir=data_dir,
@@ -166,7 +165,8 @@ def _evaluate_folder(
     )
     with TemporaryDirectory() as logs:
         results = _results(spec, layout, Path(logs))
-    return Evaluation(path, None, 0, history.records(results, 0, str(path)))
+    precision = None if quantised else recipe.train.precision
+    return Evaluation(path, None, 0, history.records(results, 0, str(path)), precision=precision)
 
 
 def _results(spec: EvaluationSpec, layout: EvaluationLayout, logs: Path) -> list[EvaluationResult]:

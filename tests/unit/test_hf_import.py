@@ -85,6 +85,27 @@ def test_an_import_computes_the_same_and_leaves_with_the_same_bytes(kind: str, m
         assert source.read(name).equal(value), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_an_import_stores_the_type_of_the_weights_and_says_it(
+    dtype: torch.dtype, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved("llama", tmp_path / "m", dtype)
+    config = json.loads((tmp_path / "m" / CONFIG).read_text())
+    config.pop("dtype")
+    (tmp_path / "m" / CONFIG).write_text(json.dumps(config))
+    precision = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+    for run_id, override, stored in (("a", [], precision), ("b", ["train.precision=bf16"], "bf16")):
+        where = ["--runs-dir", str(tmp_path), "--run-id", run_id]
+        assert run(["import", str(tmp_path / "m"), BPE, *override, *where]) == 0
+        printed = capsys.readouterr().out
+        assert "train.precision" in printed and stored in printed and precision in printed
+        recipe, entry = opened(tmp_path / "m" / run_id)
+        assert recipe.train.precision == stored
+        source = AsHuggingFace(MegatronBackend().tensors(entry), family_of(recipe.model), recipe.model)
+        original = load_file(tmp_path / "m" / "model.safetensors")
+        assert all(source.read(name).equal(value) for name, value in original.items()) is (stored == precision)
+
+
 WINDOW = 16
 ROPE = {"rope_theta": 10000.0}
 # An eighth of the sequence: most of the positions are beyond the original context.

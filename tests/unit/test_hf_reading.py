@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from llmrecipes.cli.app import run
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hf.match import section_of
-from llmrecipes.hf.reading import CONFIG, INDEX, WEIGHTS, fingerprint, open_folder, read_config
+from llmrecipes.hf.reading import CONFIG, INDEX, WEIGHTS, fingerprint, open_folder, precision_of, read_config
 from llmrecipes.hf.weights import open_weights
 from llmrecipes.recipe.load import load_values
 from llmrecipes.recipe.schema import Recipe
@@ -175,6 +176,48 @@ def test_quantised_weights_are_refused(dtype: torch.dtype, model: Path) -> None:
     changed(model, quantization_config={"quant_method": "gptq", "bits": 4})
     with refused(model / CONFIG, rule="quantization_config"):
         opened(model)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_the_precision_is_that_of_transformers(stored: torch.dtype, tmp_path: Path) -> None:
+    saved("llama", tmp_path, stored)
+    config = {key: value for key, value in read_config(tmp_path).items() if key != "dtype"}
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp32"}
+    for keys in (
+        {}, {"dtype": None}, {"dtype": "float16"}, {"torch_dtype": "bfloat16"}, {"dtype": "float64"},
+        {"dtype": "float32", "torch_dtype": "bfloat16"}, {"dtype": None, "torch_dtype": "float16"},
+    ):  # fmt: skip
+        (tmp_path / CONFIG).write_text(json.dumps({**config, **keys}))
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype
+        assert precision_of(open_folder(tmp_path)) == names[theirs], keys
+    for odd in ("auto", "torch.float32", "int8", "", 3, ["float32"]):
+        (tmp_path / CONFIG).write_text(json.dumps({**config, "dtype": odd}))
+        with refused(f"{tmp_path / CONFIG}: dtype", rule=("float32", "bfloat16", "float16")):
+            precision_of(open_folder(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen3"])
+def test_a_tied_output_layer_is_kept_or_refused_as_transformers_ties_it(kind: str, tmp_path: Path) -> None:
+    """transformers ties what is equal, and keeps an output layer of its own, which a tied recipe cannot have."""
+    saved(kind, tmp_path)
+    opened(tmp_path)
+    name = next(name for name in load_file(tmp_path / WEIGHTS) if name.endswith(("wte.weight", "embed_tokens.weight")))
+    embedding = load_file(tmp_path / WEIGHTS)[name]
+    for output, kept in ((embedding.clone(), False), (embedding + 1e-3, True)):
+        save_file({**load_file(tmp_path / WEIGHTS), "lm_head.weight": output}, tmp_path / WEIGHTS)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert theirs.get_output_embeddings().weight.equal(theirs.get_input_embeddings().weight) is not kept
+        if not kept:
+            opened(tmp_path)
+            continue
+        with refused(tmp_path, rule=("lm_head.weight", name, "tie_word_embeddings")):
+            opened(tmp_path)
+    changed(tmp_path, tie_word_embeddings=False)
+    opened(tmp_path)
+    changed(tmp_path, tie_word_embeddings=True)
+    rewritten(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors[name][:-1].clone()}))
+    with refused(tmp_path, rule=("lm_head.weight", name)):
+        opened(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "consolidated.00.pth"])
