@@ -32,7 +32,14 @@ from rich.console import Console
 from llmrecipes.recipe.schema import Model, Optimizer, Recipe, Tracking, Train
 from llmrecipes.tracking import mirror_sink, web
 from llmrecipes.tracking.events import EvalMetrics, Note, StepMetrics
-from llmrecipes.tracking.mlflow.database import artifact_root, redact, require_database, sqlite_uri, tracking_uri
+from llmrecipes.tracking.mlflow.database import (
+    KEY_TAG,
+    artifact_root,
+    redact,
+    require_database,
+    sqlite_uri,
+    tracking_uri,
+)
 from llmrecipes.tracking.mlflow.sink import LOCK
 from llmrecipes.tracking.run_tracker import RunTracker
 from tests.helpers import ROOT, not_waiting_for
@@ -268,10 +275,12 @@ def test_a_run_continues_in_its_mlflow_run(runs_dir: Path) -> None:
     (run_dir / "metrics.jsonl").write_text("".join(f'{{"step": {at}, "loss": 5.0}}\n' for at in (1, 2, 3)))
     require_database(uri, artifact_root(runs_dir))
     client = client_of(uri)
-    run = client.create_run(client.create_experiment("before", artifact_root(runs_dir)), run_name="old").info
+    key = uuid.uuid4().hex
+    experiment = client.create_experiment("before", artifact_root(runs_dir))
+    run = client.create_run(experiment, run_name="old", tags={KEY_TAG: key}).info
     for at in (1, 2):
         client.log_metric(run.run_id, "train/loss", 5.0, step=at)
-    known = {"tracking_uri": uri, "experiment": "before", "key": uuid.uuid4().hex, "run_id": run.run_id}
+    known = {"tracking_uri": uri, "experiment": "before", "key": key, "run_id": run.run_id}
     (run_dir / "mlflow.json").write_text(json.dumps(known))
     shown = io.StringIO()
     with start(runs_dir, recipe("before", system_metrics_interval=None), "old", resumed_step=3, shown=shown) as tracker:

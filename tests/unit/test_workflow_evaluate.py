@@ -14,7 +14,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.evaluation import isolation
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.events import TASKS_EVALUATED
-from llmrecipes.tracking.mlflow.database import artifact_root, require_database, sqlite_uri
+from llmrecipes.tracking.mlflow.database import KEY_TAG, artifact_root, require_database, sqlite_uri
 from tests.helpers import curve, lines, start_command, tiny_on, write_recipe
 from tests.refusals import refused, require_message
 
@@ -88,9 +88,10 @@ def test_a_run_is_evaluated_as_it_was_in_training_and_everything_is_kept(
     uri = sqlite_uri(runs_dir.resolve() / "mlflow.db")
     require_database(uri, artifact_root(runs_dir))
     client = MlflowClient(uri)
-    known = client.create_run(client.create_experiment("known"))
+    known = client.create_run(client.create_experiment("known"), tags={KEY_TAG: "k"})
     client.set_terminated(known.info.run_id)
-    (run_dir / "mlflow.json").write_text(json.dumps({"tracking_uri": uri, "run_id": known.info.run_id}))
+    identity = {"tracking_uri": uri, "run_id": known.info.run_id, "key": "k"}
+    (run_dir / "mlflow.json").write_text(json.dumps(identity))
     recorded = run_dir / "recipe.yaml"
     recorded.write_text(recorded.read_text("utf-8").replace("mlflow: false", "mlflow: true"), "utf-8")
     file = str(folder / "task.yaml")

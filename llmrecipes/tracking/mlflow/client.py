@@ -9,13 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlflow.entities import Metric, Param, RunTag
-from mlflow.exceptions import MlflowException
-from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from mlflow.tracking import MlflowClient
 
 from llmrecipes.io import write_atomic
 from llmrecipes.tracking.mirror import tracker_name
-from llmrecipes.tracking.mlflow.database import is_local, keep, redact, require_database, restore, sqlite_uri
+from llmrecipes.tracking.mlflow.database import (
+    KEY_TAG,
+    is_local,
+    keep,
+    own_run,
+    redact,
+    require_database,
+    restore,
+    sqlite_uri,
+)
 from llmrecipes.tracking.mlflow.sink import RUN_FILE
 from llmrecipes.untrusted import RECORD, read_json
 
@@ -26,7 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-KEY_TAG = "llmrecipes.key"
 KIND_TAG = "mlflow.experimentKind"
 TRAINING_KIND = "custom_model_development"
 """A value of MLflow's UI (`ExperimentKind` in its shared/constants); MLflow's Python has no name for it."""
@@ -71,7 +77,7 @@ class MlflowRun:
 
     def _find(self, experiment_id: str) -> Run:
         identity = self._identity()
-        run = self._existing(identity.get("run_id"))
+        run = own_run(self.client, identity)
         if run is None:
             matches = self.client.search_runs([experiment_id], f"tags.`{KEY_TAG}` = '{identity['key']}'", max_results=1)
             run = matches[0] if matches else None
@@ -81,17 +87,6 @@ class MlflowRun:
             self.client.update_run(run.info.run_id, status="RUNNING")
         self._save({**identity, "experiment_id": run.info.experiment_id, "run_id": run.info.run_id})
         return run
-
-    def _existing(self, run_id: str | None) -> Run | None:
-        if run_id is None:
-            return None
-        try:
-            run = self.client.get_run(run_id)
-        except MlflowException as error:
-            if error.error_code == ErrorCode.Name(RESOURCE_DOES_NOT_EXIST):
-                return None
-            raise
-        return run if run.info.lifecycle_stage == "active" else None
 
     def _identity(self) -> dict[str, str]:
         """Contents of mlflow.json for this store; with a new key for a new run or store."""

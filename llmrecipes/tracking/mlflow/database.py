@@ -6,15 +6,24 @@ import logging
 import os
 import shutil
 import sqlite3
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
 from llmrecipes.io import sync
 from llmrecipes.redact import address
 from llmrecipes.runfiles import RunFiles
+from llmrecipes.untrusted import real
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
+    from mlflow.tracking import MlflowClient
+
+KEY_TAG = "llmrecipes.key"
+"""Tag of an MLflow run with the random key that mlflow.json has."""
 
 
 def require_database(uri: str, artifacts: str) -> None:
@@ -54,8 +63,47 @@ def restore(uri: str, kept: Path) -> None:
     if path.exists() or not kept.exists():
         return
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    shutil.copyfile(kept, part)
+    shutil.copyfile(real(kept, root=kept.parent), part)
     part.replace(path)
+
+
+def holds(uri: str, identity: Mapping[str, str], run_dir: Path) -> bool:
+    """Whether a `sqlite:` store has the run of mlflow.json. MLflow itself would add its tables to any database.
+
+    Args:
+        uri: the store; a file in the run's directory may not be a link out of it.
+        identity: what mlflow.json has.
+        run_dir: the run.
+    """
+    path = _path(uri)
+    query = "SELECT 1 FROM tags JOIN runs USING (run_uuid) WHERE run_uuid = ? AND key = ? AND value = ?"
+    try:
+        file = real(path, root=run_dir if path.parent == run_dir.resolve() else None)
+        with closing(sqlite3.connect(f"{file.as_uri()}?mode=rw", uri=True)) as database:  # creates no file
+            return bool(database.execute(query, (identity["run_id"], KEY_TAG, identity["key"])).fetchone())
+    except (OSError, ValueError, sqlite3.Error):
+        return False
+
+
+def own_run(client: MlflowClient, identity: Mapping[str, str]) -> Run | None:
+    """The run that mlflow.json names; None: it is deleted or missing, or has another key and so is somebody else's.
+
+    Args:
+        client: of the store.
+        identity: what mlflow.json has.
+    """
+    from mlflow.exceptions import MlflowException
+    from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
+
+    if "run_id" not in identity:
+        return None
+    try:
+        run = client.get_run(identity["run_id"])
+    except MlflowException as error:
+        if error.error_code == ErrorCode.Name(RESOURCE_DOES_NOT_EXIST):
+            return None
+        raise
+    return run if run.info.lifecycle_stage == "active" and run.data.tags.get(KEY_TAG) == identity["key"] else None
 
 
 def keep(uri: str, kept: Path) -> None:
@@ -138,7 +186,7 @@ def artifact_root(runs_dir: Path) -> str:
 
 def is_local(uri: str) -> bool:
     """Whether the store is a local file, with no server that would choose the artifact location."""
-    return urlsplit(uri).scheme == "sqlite"
+    return uri.lower().startswith("sqlite:")  # of any text: another's mlflow.json may hold what is no URL
 
 
 def redact(uri: str) -> str:

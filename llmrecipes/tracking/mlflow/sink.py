@@ -20,8 +20,10 @@ from llmrecipes.tracking.mirror_sink import MirrorSink
 from llmrecipes.tracking.mlflow.database import (
     DATABASE,
     artifact_root,
+    holds,
     is_local,
     own_database,
+    own_run,
     process_environment,
     redact,
     sqlite_uri,
@@ -35,6 +37,7 @@ LOCK = ".mlflow.lock"
 LOCAL_CLOSE_SECONDS = 120.0
 """Longer than for a server, which may be dead: a busy machine takes a minute to create a database."""
 LONGEST_PARAM = 6000  # MLflow's limits, in characters
+LONGEST_NAMED = 200
 CUT = " ... [cut: the whole value is in the artifact recipe.yaml]"
 
 
@@ -125,8 +128,8 @@ def add_metrics(run_dir: Path, runs_dir: Path, values: Mapping[str, float], step
     """Add points to the MLflow run of a run directory, whose status and times stay as they are.
 
     Args:
-        run_dir: the run, whose mlflow.json names the MLflow run.
-        runs_dir: where runs are kept.
+        run_dir: the run, whose mlflow.json names the MLflow run; it may come from somebody else.
+        runs_dir: where runs are kept, with their store unless MLFLOW_TRACKING_URI names another.
         values: by name of the metric.
         step: step of all of them.
 
@@ -135,14 +138,20 @@ def add_metrics(run_dir: Path, runs_dir: Path, values: Mapping[str, float], step
     """
     try:
         known = read_json(run_dir / RUN_FILE, root=run_dir, most=RECORD)
-        uri, run_id = str(known["tracking_uri"]), str(known["run_id"])
+        named, identity = str(known["tracking_uri"]), {name: str(known[name]) for name in ("run_id", "key")}
     except (OSError, ValueError, KeyError, TypeError):
         return "MLflow does not have this run; the results are only in the run's directory"
-    if not is_local(uri):  # without its password in the file
-        store = tracking_uri(runs_dir)
-        if redact(store) != uri:
-            return f"MLflow: the run is at {uri}; set MLFLOW_TRACKING_URI to add the results"
-        uri = store
+    uri = tracking_uri(runs_dir)
+    if is_local(named) and (run_dir / DATABASE).is_file():  # that of a pod, kept at its end
+        uri = sqlite_uri(run_dir.resolve() / DATABASE)
+    # The file may be somebody else's, so the address in it is compared or shown, and never opened.
+    same_kind = is_local(uri) if is_local(named) else redact(uri) == named
+    if not same_kind or (is_local(uri) and not holds(uri, identity, run_dir)):
+        shown = "".join(c for c in named[:LONGEST_NAMED] if c.isprintable())
+        return (
+            f"MLflow: {redact(uri)} does not have this run, whose {RUN_FILE} names {shown}; the results are in the "
+            "run's directory; if the address is yours, set MLFLOW_TRACKING_URI to it to add them"
+        )
     os.environ.update(process_environment())  # short timeouts, before the client is created
     from mlflow.entities import Metric
     from mlflow.tracking import MlflowClient
@@ -151,8 +160,10 @@ def add_metrics(run_dir: Path, runs_dir: Path, values: Mapping[str, float], step
     metrics = [Metric(name, value, now, step) for name, value in values.items()]
     try:
         client = MlflowClient(uri)
+        if (run := own_run(client, identity)) is None:
+            return f"MLflow: {redact(uri)} does not have this run; the results are in the run's directory"
         for start in range(0, len(metrics), 1000):
-            client.log_batch(run_id, metrics=metrics[start : start + 1000])
+            client.log_batch(run.info.run_id, metrics=metrics[start : start + 1000])
     except Exception as error:  # of MLflow, its database or its server
         reason = next(iter(str(error).splitlines()), "")[:200].replace(uri, redact(uri))
         return (
