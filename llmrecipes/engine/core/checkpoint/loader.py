@@ -12,6 +12,7 @@ import logging
 import mmap
 import os
 import pickle
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import groupby
@@ -326,14 +327,42 @@ def load_plain(stream: io.IOBase, path: Path) -> Any:
         path: their file, for the message.
 
     Raises:
-        UserError: it contains anything else, or is corrupt.
+        UserError: it contains anything else, takes more memory than its bytes, or is corrupt.
     """
     try:
+        _require_bounded(stream)
         return torch.load(cast(IO[bytes], stream), map_location="cpu", weights_only=True)
     except (OSError, MemoryError):
         raise
     except Exception as problem:  # torch and its parsers raise many kinds of exceptions for malformed bytes
         raise unsafe(path, str(problem)) from problem
+
+
+_TAKES_MEMORY = re.compile(r"(?:__builtin__|builtins)\.bytearray|torch\.(?:.*\.)?(?:\w*Tensor|(?:Unt|T)ypedStorage)")
+"""What torch also calls with a number: of bytes or elements that the file does not have."""
+_GLOBAL = re.compile(rb"(?=c([\w.]{1,64})\n([\w.]{1,64})\n)")
+"""The operation of a pickle that names a module and something in it, also where a text looks like one."""
+
+
+def _require_bounded(stream: io.IOBase) -> None:
+    """Check by torch's own reader that the values need no more memory than the file has bytes.
+
+    Raises:
+        pickle.UnpicklingError: they do, such as zeros that are stored compressed.
+        RuntimeError: it is not of the form that torch.save writes since 1.6; the older one reserves before it reads.
+    """
+    start = stream.tell()
+    stream.seek(0, io.SEEK_END)
+    length = stream.tell() - start
+    stream.seek(start)
+    reader = torch._C.PyTorchFileReader(cast(IO[bytes], stream))
+    size = sum(map(reader.get_record_size, reader.get_all_records()))
+    if size > length:
+        raise pickle.UnpicklingError(f"{length:,} bytes hold values of {size:,}")
+    for module, name in _GLOBAL.findall(reader.get_record("data.pkl")):
+        if _TAKES_MEMORY.fullmatch(called := f"{module.decode()}.{name.decode()}"):
+            raise pickle.UnpicklingError(f"it calls {called}")
+    stream.seek(start)
 
 
 def unsafe(path: Path, why: str) -> UserError:
