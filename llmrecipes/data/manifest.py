@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Annotated
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from llmrecipes import untrusted
 from llmrecipes.data.split import Split
@@ -33,6 +34,17 @@ class Record(BaseModel):
     """A section of the JSON file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+def _inside(name: str) -> str:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not name.isprintable():
+        raise ValueError("a file of the folder has a relative path without ..")
+    return name
+
+
+Inside = Annotated[str, AfterValidator(_inside)]
+"""Path of a file in the folder: the record may be somebody else's."""
 
 
 class File(Record):
@@ -153,7 +165,7 @@ class DataManifest(Record):
     tokenizer: TokenizerRecord
     sources: list[SourceRecord]
     held_out: dict[Split, HeldOut]
-    files: dict[str, File]
+    files: dict[Inside, File]
     chat: ChatRecord | None = None
     valid_sources: dict[str, Counts] = Field(default_factory=dict, exclude_if=lambda sets: not sets)
     """Held-out sets of `data.valid_sources`, by label."""
@@ -294,7 +306,7 @@ def _check_index(file: Path, counts: Counts, dtype: str, *, linked: bool = False
 LISTING = "index.json"
 _LISTING_RULE = "a folder of sample indices must be as `prepare` wrote it"
 
-_LISTED = TypeAdapter(dict[str, File])
+_LISTED = TypeAdapter(dict[Inside, File])
 
 
 def listing_text(files: dict[str, File]) -> str:

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from llmrecipes import untrusted
 from llmrecipes.data import checked
 from llmrecipes.data.documents import TokenFile
-from llmrecipes.data.manifest import File, Record
+from llmrecipes.data.manifest import File, Inside, Record
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.nested import leaves
 from llmrecipes.recipe.batch_schedule import samples_of
@@ -33,6 +33,8 @@ FORMAT = 1
 AGAIN = "llmrecipes precompute RECIPE with another folder, or after deleting this one"
 SHOWN = 5
 """Differences that a message has."""
+LONGEST = 200
+"""Characters of a value in it."""
 MOST_PARTS = 100_000
 """Files whose sizes a start looks at."""
 
@@ -111,7 +113,7 @@ class PrecomputedRecord(Record):
     format: int
     facts: dict[str, Any]
     """What the values depend on, by name: data, model, weights, precision."""
-    files: dict[str, File] = Field(default_factory=dict)
+    files: dict[Inside, File] = Field(default_factory=dict)
     logits: LogitsForm | None = Field(default=None, exclude_if=lambda form: form is None)
     """Of the files in `logits/`, whose samples have checksums of their own; None: there are none."""
 
@@ -158,7 +160,10 @@ def require_same(then: Mapping[str, Any], now: Mapping[str, Any], where: str) ->
     names = [name for name in before | after if before.get(name) != after.get(name)]
     if not names:
         return
-    texts = [f"{name}: {before.get(name)!r} there, {after.get(name)!r} in this recipe" for name in names[:SHOWN]]
+    texts = [
+        f"{_short(name)}: {_short(before.get(name))} there, {_short(after.get(name))} in this recipe"
+        for name in names[:SHOWN]
+    ]
     more = f"\n    and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     raise UserError(
         "was computed for something else:\n    " + "\n    ".join(texts) + more,
@@ -166,6 +171,12 @@ def require_same(then: Mapping[str, Any], now: Mapping[str, Any], where: str) ->
         rule="the values must come from the same data, model, weights and precision",
         fix="set these keys back, or run llmrecipes precompute RECIPE with another folder",
     )
+
+
+def _short(value: Any) -> str:
+    """Of a fact or its name, which the file may make as long as it likes, and of which each character is shown."""
+    text = value if isinstance(value, str) and value.isprintable() and value else repr(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ... [{len(text):,} characters]"
 
 
 def require_intact(folder: Path, record: PrecomputedRecord, log: Any) -> None:

@@ -69,7 +69,6 @@ def find(url: str, suffixes: tuple[str, ...], where: str) -> list[StoreFile]:
     Raises:
         UserError: the store refuses, does not answer, or is of an unknown kind; the URL has credentials in it.
     """
-    import fsspec  # type: ignore[import-untyped]
     from fsspec.core import has_magic  # type: ignore[import-untyped]
     from fsspec.utils import glob_translate  # type: ignore[import-untyped]
 
@@ -81,17 +80,7 @@ def find(url: str, suffixes: tuple[str, ...], where: str) -> list[StoreFile]:
             rule="recipes, and manifests of their data, must not have credentials",
             fix="use a plain URL, with credentials in the environment or the profile of the store's library",
         )
-    try:
-        fs, root = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        # Releases of s3fs and gcsfs go with the release of fsspec that has their version.
-        package = {"s3": "s3fs", "gs": "gcsfs"}.get(parts.scheme)
-        extra = (
-            f"pip install {package}=={fsspec.__version__}"
-            if package
-            else f"install the fsspec package for {parts.scheme}://"
-        )
-        raise UserError(f"cannot read {parts.scheme}://: {error}", where=where, fix=extra) from error
+    fs, root = _file_system(url, where)
 
     def listed() -> list[dict[str, Any]]:
         fs.invalidate_cache()
@@ -115,6 +104,40 @@ def find(url: str, suffixes: tuple[str, ...], where: str) -> list[StoreFile]:
     return sorted(files, key=lambda file: file.url)
 
 
+def _file_system(url: str, where: str) -> tuple[Any, str]:
+    """The store of a URL and the path in it; some connect here already.
+
+    Raises:
+        UserError: as `find`.
+    """
+    import fsspec  # type: ignore[import-untyped]
+
+    scheme = urlsplit(url).scheme
+
+    def opened() -> tuple[Any, str]:
+        try:
+            found: tuple[Any, str] = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            # Releases of s3fs and gcsfs go with the release of fsspec that has their version.
+            package = {"s3": "s3fs", "gs": "gcsfs"}.get(scheme)
+            extra = (
+                f"pip install {package}=={fsspec.__version__}"
+                if package
+                else f"install the fsspec package for {scheme}://"
+            )
+            raise UserError(f"cannot read {scheme}://: {error}", where=where, fix=extra) from error
+        except (TypeError, AttributeError) as error:  # it has no place of its own, or needs more than a URL
+            raise UserError(
+                f"cannot read {scheme}:// by a URL alone: {error}",
+                where=f"{where}: {url}",
+                rule="a source's URL names a store such as s3://, gs://, az://, hf:// or https://",
+                fix="use such a URL, or a local path",
+            ) from error
+        return found
+
+    return patiently(opened, url)
+
+
 def _walk(fs: Any, folder: str) -> Iterator[dict[str, Any]]:
     """The files below a folder but hidden ones. fsspec's own walk leaves out what it cannot list."""
     for entry in fs.ls(folder, detail=True):
@@ -136,10 +159,8 @@ class _Ranges(io.RawIOBase):
     """The bytes of a file of a store, range by range."""
 
     def __init__(self, file: StoreFile) -> None:
-        import fsspec
-
         self._file, self._at = file, 0
-        self._fs, self._path = fsspec.core.url_to_fs(file.url)
+        self._fs, self._path = _file_system(file.url, file.url)
         # The Hub's files would read 5 MiB ahead with each range, and forget them.
         self._options = {"cache_type": "none"} if file.url.startswith("hf://") else {}
 

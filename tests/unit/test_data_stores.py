@@ -156,6 +156,12 @@ def test_what_a_store_refuses_is_one_message(corpus: Path, monkeypatch: pytest.M
         sources.files(Source(type="jsonl", path=f"{root}/rows/"))
     with refused("data.sources"):
         sources.files(Source(type="jsonl", path="nostore://bucket/"))
+    for path in ("ftp://127.0.0.1:1/x/", "zip://x", "hdfs://x/y"):  # these connect, or open, before they are asked
+        with refused(path):
+            sources.files(Source(type="jsonl", path=path))
+    for path in ("reference://x", "dir://x", "jupyter://x", "dbfs://x", "generic://x", "simplecache://x"):
+        with refused("data.sources", rule=path.partition("x")[0]):
+            sources.files(Source(type="jsonl", path=path))
     if find_spec("gcsfs") is None:
         with refused("data.sources", rule=f"gcsfs=={fsspec.__version__}"):
             sources.files(Source(type="jsonl", path="gs://bucket/"))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmrecipes.data import precomputed
+from llmrecipes.data import manifest, precomputed
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Recipe
@@ -227,6 +227,27 @@ def test_a_form_without_parts_is_refused(tmp_path: Path) -> None:
     (tmp_path / precomputed.NAME).write_text(json.dumps({"format": 1, "facts": {}, "logits": form}))
     with refused(tmp_path / precomputed.NAME):
         precomputed.read_record(tmp_path, "")
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../other/secret", "logits/../../x", "a\x1b[2J"])
+def test_files_outside_of_the_folder_are_refused_by_every_record(tmp_path: Path, name: str) -> None:
+    listed = {name: {"bytes": 1, "sha256": "0" * 64}}
+    (tmp_path / precomputed.NAME).write_text(json.dumps({"format": 1, "facts": {}, "files": listed}))
+    (tmp_path / manifest.LISTING).write_text(json.dumps(listed))
+    with refused(tmp_path / precomputed.NAME):
+        precomputed.read_record(tmp_path, "")
+    with refused(tmp_path / manifest.LISTING):
+        manifest.read_listing(tmp_path)
+    with pytest.raises(ValueError, match="files"):
+        manifest.DataManifest.model_validate({"files": listed})
+
+
+def test_what_a_folder_says_of_itself_is_shown_in_short() -> None:
+    facts = {"data\x1b[2J": "x\n" * 5_000_000, "key" * 1000: ["y" * 5_000_000]}
+    with refused("dpo.reference_log_probs") as caught:
+        precomputed.require_same(facts, {"data": "x"}, "dpo.reference_log_probs: there")
+    message = str(caught.value)
+    assert len(message) < 2500 and all(line.isprintable() for line in message.splitlines())
 
 
 def test_samples_are_read_as_they_were_written() -> None:
