@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 MISSING = object()
+STARTED_FOR, STARTED_BY = "LLMRECIPES_STARTED_FOR", "LLMRECIPES_STARTED_BY"
+"""Variables of all processes of a start: the folder of the run's logs, and the launcher as PID:START in clock ticks."""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 from urllib.request import HTTPHandler, HTTPRedirectHandler, HTTPSHandler, Request, build_opener
 
 from llmrecipes.commandline import command_line
+from llmrecipes.hardware.process import STARTED_FOR
 from llmrecipes.redact import redact, remember
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStart, RunStatus, Sink, StepMetrics
@@ -353,6 +354,7 @@ def _run(words: Sequence[str], message: str) -> None:
             stderr=subprocess.DEVNULL,
             timeout=COMMAND_SECONDS,
             check=False,
+            env={name: value for name, value in os.environ.items() if name != STARTED_FOR},  # outlives it
             start_new_session=True,  # Ctrl-C in the terminal must not end it
         )
     except subprocess.TimeoutExpired:

@@ -18,6 +18,7 @@ from typing import IO, Any, cast
 
 import psutil
 
+from llmrecipes.hardware.process import STARTED_FOR
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStatus, Sink, StepMetrics
 from llmrecipes.tracking.mirror import MirrorConfig
@@ -73,7 +74,8 @@ class MirrorSink(Sink):
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stream,
-                env=dict(environment),
+                # Without the mark of this start: it sends what is left when the ranks are gone.
+                env={name: value for name, value in environment.items() if name != STARTED_FOR},
                 start_new_session=True,  # Ctrl-C in the terminal must only reach the training, which ends this process
             )
         # Both are pipes; the types also allow None.

@@ -29,6 +29,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+from llmrecipes.hardware.process import STARTED_FOR
 from llmrecipes.recipe.schema import Model, Optimizer, Recipe, Tracking, Train
 from llmrecipes.tracking import mirror_sink, web
 from llmrecipes.tracking.events import EvalMetrics, Note, StepMetrics
@@ -316,7 +317,8 @@ def train_and_die(runs_dir: Path, name: str) -> None:
         "os.kill(os.getpid(), 9)\n"
     )
     here = str(Path(__file__).parent)
-    done = subprocess.run([sys.executable, "-c", script, str(runs_dir), here, name], check=False)
+    command = [sys.executable, "-c", script, str(runs_dir), here, name]
+    done = subprocess.run(command, check=False, env={**os.environ, STARTED_FOR: "here"})
     assert done.returncode == -signal.SIGKILL
 
 
@@ -356,6 +358,7 @@ def test_the_last_state_wins_however_long_mirrors_of_killed_starts_wait(runs_dir
         train_and_die(runs_dir, "quick-kills")
         wait_for(lambda: len(mirrors(run_dir)) == 1)
         (left_behind,) = mirrors(run_dir)
+        assert STARTED_FOR not in left_behind.environ(), "a next start does not end it"
         left_behind.suspend()  # so that it is the last one to get the lock
         wait_for(lambda: left_behind.status() == psutil.STATUS_STOPPED)
     with start(runs_dir, recipe("quick-kills"), "quick-kills", resumed_step=8) as tracker:

@@ -27,6 +27,7 @@ import psutil
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.io import write_atomic
 from llmrecipes.launch.environment import missing
+from llmrecipes.launch.local.leftover import LONGEST_DEATH, end_leftover, marks
 from llmrecipes.launch.local.spares import Spares
 from llmrecipes.launch.ranks import (
     FIRST_PORT,
@@ -44,8 +45,6 @@ logger = logging.getLogger(__name__)
 
 PROCESSES = "processes.json"
 """Process ids of the ranks that run now, by rank, in the folder of the logs; written where there are spares."""
-LONGEST_DEATH = 10.0
-"""Seconds to wait for a killed rank."""
 
 
 def rank_environment(rank: int, world_size: int, port: int, threads: int) -> dict[str, str]:
@@ -85,6 +84,7 @@ def run_ranks(
     """Run `python -m module arguments…` once per rank of this node and wait for all of them.
 
     The first has this process's output; the others write to `<logs>/rank-<n>.log`. If one fails, the rest are stopped.
+    What an earlier start with these logs has left on this machine is ended first.
 
     Args:
         module: that a rank runs.
@@ -104,7 +104,8 @@ def run_ranks(
     Raises:
         UserError: ranks were killed after the grace period, and no checkpoint was published since the signal.
     """
-    common = {**missing(environment or {}, os.environ), **os.environ, LAUNCHER: str(os.getpid())}
+    common = {**missing(environment or {}, os.environ), **os.environ, LAUNCHER: str(os.getpid()), **marks(logs)}
+    end_leftover(logs, () if spares is None else spares.pids)
     processes: list[subprocess.Popen[bytes]] = []
     with ExitStack() as stack:
         if node is None:

@@ -61,6 +61,11 @@ class Spares:
         os.close(self._began)
         os.close(self.write_end)
 
+    @property
+    def pids(self) -> set[int]:
+        """Process ids."""
+        return {spare.process.pid for spare in self._spares.values()}
+
     def watch(
         self,
         selector: selectors.BaseSelector,
