@@ -56,8 +56,8 @@ class WandbConfig(MirrorConfig):
 class WandbRun:
     """The W&B run of a run directory, however often that is resumed.
 
-    wandb.json in the run directory has the id of the W&B run, written before its first use, and the last step of each
-    kind that was sent, because W&B cannot delete points.
+    wandb.json in the run directory has the id of the W&B run, written before its first use, the last step of each kind
+    that was sent, because W&B cannot delete points, and the rows of its history, which W&B calls steps.
     """
 
     def __init__(self, config: WandbConfig) -> None:
@@ -67,6 +67,8 @@ class WandbRun:
         self._sent: dict[str, int] = {}
         self._known = self._identity(config)
         self._earlier: dict[str, int] = dict(self._known["sent"])
+        self.resumes = bool(self._known["rows"])
+        """Whether an earlier attempt has sent something."""
         interval = config.system_metrics_interval
         settings = wandb.Settings(
             console="off",
@@ -94,6 +96,8 @@ class WandbRun:
             allow_val_change=True,  # a resumed run may change some keys of its recipe
             settings=settings,
         )
+        # A server says at which row of its history a resumed run goes on; offline, each start would begin at row 0.
+        self._known["rows"] = max(self._known["rows"], self.run.starting_step)
         # Points carry their step: W&B's own only increases, so repeated evaluations of a resumed run would be lost.
         self.run.define_metric("*", step_metric="step")
         for name in config.artifacts:
@@ -108,7 +112,7 @@ class WandbRun:
     def log(self, values: dict[str, Any]) -> None:
         """Send a line of metrics.jsonl to W&B; only the last note of each kind is kept."""
         if values.get("event") in METRIC_NOTES:
-            self.run.log({"step": values["step"], **note_metrics(values["details"])})
+            self._log({"step": values["step"], **note_metrics(values["details"])})
         elif "event" in values:
             self.run.summary[f"note/{values['event']}"] = {"step": values["step"], **(values.get("details") or {})}
         else:
@@ -118,8 +122,12 @@ class WandbRun:
                 | source_metrics(values)
                 | numbers(values)
             )
-            self.run.log({"step": values["step"], **points, **histograms(values.get("histograms") or {})})
+            self._log({"step": values["step"], **points, **histograms(values.get("histograms") or {})})
         self._sent[_kind(values)] = values["step"]
+
+    def _log(self, row: dict[str, Any]) -> None:
+        self.run.log(row, step=self._known["rows"])
+        self._known["rows"] += 1
 
     def remember(self) -> None:
         """Record what was sent, for the next attempt at this run."""
@@ -139,10 +147,11 @@ class WandbRun:
         try:
             known = read_json(self._file, root=self._file.parent, most=RECORD)
             if known["project"] == config.project and known["entity"] == config.entity and known["id"]:
-                return {**known, "sent": {kind: int(known["sent"].get(kind, -1)) for kind in KINDS}}
+                sent = {kind: int(known["sent"].get(kind, -1)) for kind in KINDS}
+                return {**known, "id": str(known["id"]), "sent": sent, "rows": max(0, int(known.get("rows", 0)))}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             pass
-        known = {"project": config.project, "entity": config.entity, "id": uuid.uuid4().hex[:16], "sent": {}}
+        known = {"project": config.project, "entity": config.entity, "id": uuid.uuid4().hex[:16], "sent": {}, "rows": 0}
         self._save(known)
         return known
 
@@ -170,7 +179,9 @@ class WandbMirror(Mirror[WandbConfig, WandbRun]):
     def _connect(self) -> tuple[WandbRun, str | None]:
         connected = WandbRun(self._config)
         if connected.run.offline:
-            return connected, f"    W&B  offline; later: wandb sync {shlex.quote(str(Path(connected.run.dir).parent))}"
+            append = "--append " if connected.resumes else ""
+            folder = shlex.quote(str(Path(connected.run.dir).parent))
+            return connected, f"    W&B  offline; later: wandb sync {append}{folder}"
         return connected, f"    W&B  {connected.run.url}"
 
     def _send(self, run: WandbRun) -> None:

@@ -233,7 +233,9 @@ class Modelled:
 
         logging.getLogger("codecarbon").setLevel(logging.ERROR)
         processor = TDP()
-        most = None if processor.tdp is None else processor.tdp * count_physical_cpus()
+        # For a processor that it does not know it takes 4 W for each thread of the node: of all sockets already.
+        known = processor.tdp is not None and processor._get_cpu_power_from_registry(processor.model) is not None
+        most = processor.tdp * count_physical_cpus() if known else processor.tdp
         self._processors = CPU.from_utils("", MODE_CPU_LOAD, processor.model, most)
         self._processors.start()
         self._memory = RAM()

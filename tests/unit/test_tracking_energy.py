@@ -19,6 +19,7 @@ from llmrecipes.tracking.events import ENERGY, STARTED, Note, StepMetrics, note_
 from llmrecipes.tracking.jsonl import JsonlSink, record
 from llmrecipes.tracking.mlflow.sender import entities
 from llmrecipes.tracking.run_tracker import require_packages_of_tracking
+from llmrecipes.train.node_monitor import Modelled
 from tests.refusals import refused
 from tests.unit.test_tracking_run import recipe, step
 
@@ -144,3 +145,14 @@ def test_codecarbon_models_processors_and_memory_without_network_or_files(tmp_pa
     assert done.stderr == "", "nothing is said in the terminal of a run"
     assert list(tmp_path.iterdir()) == []
     assert 0.2 * 10 < float(joules) < 1000, "two memory modules of 5 W, at least"
+
+
+@pytest.mark.parametrize(
+    ("name", "watts"), [("Processor of 2050", None), ("Intel(R) Xeon(R) CPU E5-2687W v3 @ 3.10GHz", 160.0)]
+)
+def test_sockets_are_counted_once(name: str, watts: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, util = (pytest.importorskip(f"codecarbon.core.{module}") for module in ("cpu", "util"))
+    monkeypatch.setattr(cpu, "detect_cpu_model", lambda: name)
+    monkeypatch.setattr(util, "count_physical_cpus", lambda: 2)
+    expected = 4 * util.count_cpus() if watts is None else 2 * watts
+    assert Modelled()._processors._tdp == expected

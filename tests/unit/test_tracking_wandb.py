@@ -143,10 +143,13 @@ def test_a_resumed_run_is_the_same_wandb_run_and_leaves_no_process(
     bins = {"values": [0, 5, 1, 2, 3], "bins": [-1.0, -0.5, -0.25, 0.25, 0.5, 1.0]}
     assert parts == {"_type": "histogram", **bins}
     assert points(second, "train/loss") == [(4, 5.0)]
+    rows = [[each.history.step.num for each in found if each.HasField("history")] for found in (first, second)]
+    assert rows == [[0, 1, 2, 3], [4]], "what W&B calls steps goes on, so that an upload can append"
     assert "note/restarted" in summary_keys(second) and "note/checkpoint_saved" in summary_keys(first)
     assert [each.exit.exit_code for each in first if each.HasField("exit")] == [0]
     shown = capfd.readouterr().out
-    assert "wandb sync" in shown
+    folders = [str(folder) for folder in sorted((run_dir / "wandb").glob("offline-run-*"))]
+    assert f"wandb sync {folders[0]}" in shown and f"wandb sync --append {folders[1]}" in shown
 
 
 DIES = """
