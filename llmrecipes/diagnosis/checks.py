@@ -7,7 +7,15 @@ from typing import Any
 
 from llmrecipes.diagnosis.finding import Check, Record, RunFacts, RunFinding, Sighting
 from llmrecipes.diagnosis.gradients import DeadExperts, GradientNorm, Layers, LossScale
-from llmrecipes.diagnosis.loss import Divergence, LearningRateHigh, LearningRateLow, Overfitting, Plateau, TrainValidGap
+from llmrecipes.diagnosis.loss import (
+    Divergence,
+    Guessing,
+    LearningRateHigh,
+    LearningRateLow,
+    Overfitting,
+    Plateau,
+    TrainValidGap,
+)
 from llmrecipes.diagnosis.machine import Clocks, MemoryCreep, SlowRank, Storage, Use
 from llmrecipes.diagnosis.rules import ALARMS, CHECKED, finding, order
 
@@ -23,7 +31,8 @@ class Checks:
         self._facts, self._of_losses = facts, _of_losses(facts)
         self._stage: Any = None
         self._checks: tuple[Check, ...] = (
-            LearningRateLow(facts), GradientNorm(facts), Use(facts), SlowRank(facts), MemoryCreep(), Storage(),
+            LearningRateLow(facts), Guessing(facts), GradientNorm(facts), Use(facts), SlowRank(facts), MemoryCreep(),
+            Storage(),
         )  # fmt: skip
         self._of_key: tuple[tuple[str, Check], ...] = (
             ("layers", Layers()), ("experts", DeadExperts(facts)), ("loss_scale", LossScale()), ("nodes", Clocks()),
@@ -34,7 +43,7 @@ class Checks:
 
     def add(self, record: Record) -> list[RunFinding]:
         """Judge a record; returns what was not seen before in this run or start."""
-        return [finding(seen) for seen in self._sightings(record) if self.see(seen)]
+        return [finding(seen, facts=self._facts) for seen in self._sightings(record) if self.see(seen)]
 
     def see(self, seen: Sighting) -> bool:
         """Count a sighting; returns whether it is the first of its rule."""
@@ -44,7 +53,8 @@ class Checks:
 
     def findings(self) -> list[RunFinding]:
         """Everything seen so far, the most severe first."""
-        return sorted((finding(last, first, count) for first, last, count in self._seen.values()), key=order)
+        seen = self._seen.values()
+        return sorted((finding(last, first, count, self._facts) for first, last, count in seen), key=order)
 
     def _sightings(self, record: Record) -> Iterator[Sighting]:
         event = record.get("event")

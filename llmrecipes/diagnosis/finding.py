@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from math import inf, isfinite
+from math import inf, isfinite, log
 from operator import sub
 from typing import Any, Literal, Protocol
 
@@ -78,6 +78,18 @@ class RunFacts:
     experts: bool = False
     straggler: float = inf
     """Own time of a rank, over that of its peers, from which it is an alarm of the training."""
+    usual_lr: float | None = None
+    """Learning rate that models of this size usually take; None: not known for this optimizer or kind of run."""
+    recipe: Recipe | None = None
+    """The recipe, for advice that it follows already."""
+
+    @property
+    def rate_is_high(self) -> str:
+        """That the learning rate is far above the usual one; empty if it is not."""
+        if self.lr is None or self.usual_lr is None or self.lr < HIGH_RATE * self.usual_lr:
+            return ""
+        times = f"{self.lr / self.usual_lr:,.0f} times"
+        return f"optimizer.lr {self.lr:g} is {times} the usual one for a model of this size ({self.usual_lr:.2g})"
 
     @classmethod
     def of(cls, recipe: Recipe) -> RunFacts:
@@ -95,7 +107,25 @@ class RunFacts:
             pipeline_stages=max(stage.parallelism.pipeline_model_parallel_size for stage in stage_recipes(recipe)),
             experts=recipe.model.num_moe_experts is not None,
             straggler=1 / limit if (limit := recipe.faults.straggler_threshold) else inf,
+            usual_lr=usual_lr(recipe),
+            recipe=recipe,
         )
+
+
+HIGH_RATE = 20.0
+"""Times the usual learning rate, from which it is named as the cause: small models bear ten times as much."""
+
+
+def usual_lr(recipe: Recipe) -> float | None:
+    """Peak learning rate of AdamW by the number of parameters without embeddings (arXiv 2001.08361, equation D.1).
+
+    None for other optimizers, adapters, and µP, whose rate is that of a narrow model.
+    """
+    model = recipe.model
+    if recipe.optimizer.optimizer != "adam" or recipe.lora is not None or model.use_mup:
+        return None
+    parameters = 12 * model.num_layers * model.hidden_size**2
+    return max(1e-5, 0.003239 - 0.0001395 * log(parameters))
 
 
 class Check(Protocol):

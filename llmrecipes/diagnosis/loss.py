@@ -11,6 +11,8 @@ from llmrecipes.diagnosis.finding import Record, RunFacts, Sighting, median_of, 
 
 WINDOW = 20
 """Losses of a median."""
+ABOVE = 0.1
+"""Nats above guessing that noise of a batch may give."""
 NATS, DEVIATIONS = 0.5, 10.0
 """A median this far above the lowest one, in nats and in standard deviations of the loss, is a divergence."""
 
@@ -153,6 +155,37 @@ class LearningRateLow:
             )
             evidence = {"loss": now, "guessing": self._guessing, "grad_norm": norm_now, "grad_norm_start": norm_first}
             yield Sighting("learning_rate_low", step, text, evidence | {"lr": value(record, "lr")})
+
+
+class Guessing:
+    """The loss is above that of guessing, ln(vocabulary): after the warm-up and `LOW_AFTER` steps, or at the end.
+
+    Also says whether it had been lower before the learning rate reached its peak: then the rate is the cause.
+    """
+
+    def __init__(self, facts: RunFacts) -> None:
+        self._warmup, self._steps = facts.warmup, facts.steps
+        self._guessing = math.log(facts.vocabulary) if facts.vocabulary > 1 else math.inf
+        self._losses: deque[float] = deque(maxlen=WINDOW)
+        self._lowest, self._lowest_at = math.inf, 0
+
+    def add(self, record: Record) -> Iterator[Sighting]:
+        loss, step = value(record, "loss"), record["step"]
+        if loss is None or not steps_only(record):
+            return
+        self._losses.append(loss)
+        if loss < self._lowest:
+            self._lowest, self._lowest_at = loss, step
+        median = median_of(self._losses)
+        if median <= self._guessing + ABOVE or not (step >= self._warmup + LOW_AFTER or step == self._steps):
+            return
+        text = f"the loss is {median:.2f}; guessing, with equal probabilities for all tokens, is {self._guessing:.2f}"
+        evidence = {"loss": median, "guessing": self._guessing, "lr": value(record, "lr")}
+        if self._lowest < median - NATS and self._lowest_at <= self._warmup + WINDOW:
+            text += f"; it was lowest, {self._lowest:.2f}, at step {self._lowest_at}, when the warm-up to the peak of "
+            text += f"the learning rate ended (step {self._warmup})"
+            evidence |= {"lowest": self._lowest, "lowest_at": self._lowest_at}
+        yield Sighting("worse_than_guessing", step, text, evidence)
 
 
 PLATEAU_SHARE, PLATEAU_LEAST, PLATEAU_GAIN = 0.25, 200, 0.002

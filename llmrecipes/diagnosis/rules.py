@@ -2,19 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from llmrecipes.diagnosis.finding import PAGE, SEVERITIES, RunFinding, Severity, Sighting
+from llmrecipes.diagnosis.finding import PAGE, SEVERITIES, RunFacts, RunFinding, Severity, Sighting
+from llmrecipes.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Tip:
+    """A sentence of advice that is left out where the recipe already does what it says."""
+
+    text: str
+    done: Callable[[Recipe], bool]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What is said wherever a rule applies."""
+    """What is said wherever a rule applies.
+
+    Attributes:
+        advice: said to every run.
+        tips: said after it, to those that do not follow them yet.
+        by_rate: a learning rate that is too high is a cause, and is named where it is.
+    """
 
     severity: Severity
     title: str
     advice: str
+    tips: tuple[Tip, ...] = ()
+    by_rate: bool = False
+
+
+CLIP = Tip("Set optimizer.clip_grad to 1.0.", lambda recipe: 0 < recipe.optimizer.clip_grad <= 1)
+QK_NORM = Tip("model.qk_layernorm keeps attention logits small.", lambda recipe: recipe.model.qk_layernorm)
+REWIND = Tip(
+    "faults.loss_spike_action=rewind goes back by itself.", lambda recipe: recipe.faults.loss_spike_action == "rewind"
+)
+SKIP = Tip(
+    "faults.loss_spike_action=skip leaves such updates out, rewind goes back.",
+    lambda recipe: recipe.faults.loss_spike_action in ("skip", "rewind"),
+)
+KEEP_BEST = Tip(
+    "checkpoint.keep_best keeps the checkpoint of the lowest held-out loss (RUN@best).",
+    lambda recipe: recipe.checkpoint.keep_best,
+)
+EARLY_STOP = Tip(
+    "train.early_stop ends the run when the held-out loss stops falling.",
+    lambda recipe: recipe.train.early_stop is not None,
+)
 
 
 CHECKED = {
@@ -22,12 +59,24 @@ CHECKED = {
         "error",
         "Loss diverges",
         "Stop the run and go back to a checkpoint from before it, with a lower optimizer.lr or a longer "
-        "scheduler.lr_warmup_iters; faults.loss_spike_action=rewind does so by itself.",
+        "scheduler.lr_warmup_iters.",
+        (REWIND,),
+        by_rate=True,
+    ),
+    "worse_than_guessing": Rule(
+        "error",
+        "Worse than guessing",
+        "Start again: what this run has learnt is of no use. Lower optimizer.lr first; then check that tokenizer and "
+        "data are those of the weights.",
+        (CLIP, QK_NORM),
+        by_rate=True,
     ),
     "learning_rate_high": Rule(
         "warning",
         "Learning rate too high",
-        "Lower optimizer.lr by a factor of 3 to 10, or lengthen scheduler.lr_warmup_iters; keep clip_grad 1.0.",
+        "Lower optimizer.lr by a factor of 3 to 10, or lengthen scheduler.lr_warmup_iters.",
+        (CLIP,),
+        by_rate=True,
     ),
     "learning_rate_low": Rule(
         "warning",
@@ -48,19 +97,21 @@ CHECKED = {
     "overfitting": Rule(
         "warning",
         "Overfitting",
-        "Use the checkpoint of the lowest held-out loss (checkpoint.keep_best, RUN@best); add data or take fewer steps "
-        "(train.early_stop); raise dropout or weight decay.",
+        "Add data or take fewer steps; raise dropout or weight decay.",
+        (KEEP_BEST, EARLY_STOP),
     ),
     "train_valid_gap": Rule(
         "info",
         "Training loss leaves held-out loss behind",
-        "Watch whether the held-out loss still falls: train.early_stop ends the run when it does not, and "
-        "checkpoint.keep_best keeps its best state. More data, fewer passes over it, or regularisation close the gap.",
+        "Watch whether the held-out loss still falls. More data, fewer passes over it, or regularisation close it.",
+        (EARLY_STOP, KEEP_BEST),
     ),
     "exploding_gradients": Rule(
         "warning",
         "Gradients explode",
-        "Set optimizer.clip_grad to 1.0 and lower optimizer.lr; model.qk_layernorm keeps attention logits small.",
+        "Lower optimizer.lr.",
+        (CLIP, QK_NORM),
+        by_rate=True,
     ),
     "vanishing_gradients": Rule(
         "warning",
@@ -76,8 +127,13 @@ CHECKED = {
     "dead_experts": Rule(
         "warning",
         "Experts without tokens",
-        "Raise model.moe_aux_loss_coeff, or use model.moe_router_enable_expert_bias; lower optimizer.lr if routers "
-        "collapse early.",
+        "Raise model.moe_aux_loss_coeff; lower optimizer.lr if routers collapse early.",
+        (
+            Tip(
+                "model.moe_router_enable_expert_bias balances experts without a loss.",
+                lambda recipe: recipe.model.moe_router_enable_expert_bias,
+            ),
+        ),
     ),
     "fp16_scale_collapse": Rule(
         "error",
@@ -108,7 +164,8 @@ CHECKED = {
     "slow_storage": Rule(
         "warning",
         "Slow storage",
-        "Save less often (checkpoint.save_interval) or onto a faster file system; keep checkpoint.async_save on.",
+        "Save less often (checkpoint.save_interval) or onto a faster file system.",
+        (Tip("checkpoint.async_save writes while training continues.", lambda recipe: recipe.checkpoint.async_save),),
     ),
     "memory_creep": Rule(
         "warning",
@@ -120,8 +177,13 @@ CHECKED = {
         "warning",
         "Duplicate documents",
         "They were dropped. Check whether a source is listed twice or has copies: there is less text than it seems. "
-        "Near-copies may be in both training and held-out text: add the step near_duplicates to data.steps, then "
-        "prepare --verify.",
+        "prepare --verify looks for near-copies in both training and held-out text.",
+        (
+            Tip(
+                "The step near_duplicates of data.steps drops them.",
+                lambda recipe: any(step.type == "near_duplicates" for step in recipe.data.steps),
+            ),
+        ),
     ),
     "leaking_data": Rule(
         "info",
@@ -135,7 +197,9 @@ ALARMS = {
     "loss_spike": Rule(
         "warning",
         "Loss spike",
-        "If it does not recover: a lower optimizer.lr, or faults.loss_spike_action=skip or rewind.",
+        "If it does not recover: a lower optimizer.lr.",
+        (SKIP,),
+        by_rate=True,
     ),
     "spike_skipped": Rule("info", "Update skipped at a spike", "Check the samples of the step if it happens often."),
     "rewound": Rule("warning", "Went back after a spike", "Check the samples that it has skipped since."),
@@ -179,14 +243,20 @@ ALARMS = {
 RULES = CHECKED | ALARMS
 
 
-def finding(seen: Sighting, first: Sighting | None = None, count: int = 1) -> RunFinding:
+def finding(seen: Sighting, first: Sighting | None = None, count: int = 1, facts: RunFacts | None = None) -> RunFinding:
     """A sighting in full.
 
     Args:
+        seen: the last one of its rule.
         first: the first one of the same rule; None: this one.
         count: number of all of them.
+        facts: of the recipe, which decide what is advised; None: unknown.
     """
     rule = RULES[seen.rule]
+    facts = facts or RunFacts()
+    cause = facts.rate_is_high if rule.by_rate else ""
+    tips = [tip.text for tip in rule.tips if facts.recipe is None or not tip.done(facts.recipe)]
+    lower = [f"Lower optimizer.lr to about {facts.usual_lr:.2g}."] if cause else []
     return RunFinding(
         rule=seen.rule,
         severity=rule.severity,
@@ -194,9 +264,9 @@ def finding(seen: Sighting, first: Sighting | None = None, count: int = 1) -> Ru
         first_step=(first or seen).step,
         last_step=seen.step,
         count=count,
-        text=seen.text,
-        evidence=seen.evidence,
-        advice=rule.advice,
+        text=f"{seen.text}; {cause}" if cause else seen.text,
+        evidence=seen.evidence | ({"lr": facts.lr, "usual_lr": facts.usual_lr} if cause else {}),
+        advice=" ".join([*lower, rule.advice, *tips]),
         link=f"{PAGE}#{seen.rule.replace('_', '-')}",
     )
 

@@ -61,6 +61,10 @@ def problems(material: Material) -> str:
     """The box at the top."""
     items = [_finding(finding) for finding in material.findings]
     state = material.summary.state
+    failing = [finding.title for finding in material.findings if finding.severity == "error"]
+    if state == "finished" and failing:
+        what = f"Its result is in doubt: {', '.join(failing).lower()}."
+        items.insert(0, _item("error", "The run is finished, but not well", "", what, ""))
     if state in ("failed", "interrupted"):
         advice = f"To continue from the newest checkpoint: {resume_command(material.run.path)}"
         what = "The last lines of its logs are at the end of this page." if material.logs else "There are no logs."

@@ -21,6 +21,7 @@ from llmrecipes.diagnosis.checks import Checks
 from llmrecipes.diagnosis.finding import PAGE, RunFacts, RunFinding
 from llmrecipes.diagnosis.prepared import of_data
 from llmrecipes.diagnosis.rules import RULES
+from llmrecipes.recipe.keys import is_key
 from llmrecipes.recipe.load import load, to_yaml
 from llmrecipes.rundir import Run
 from llmrecipes.tracking.events import StepMetrics
@@ -107,6 +108,7 @@ def slow(*slowness: float, rank: int = 3, start: int = 8) -> list[dict[str, Any]
 
 PROVOKED: dict[str, list[dict[str, Any]]] = {
     "divergence": changed(steps(lambda r: {"loss": r["loss"] + min(3, (r["step"] - 300) / 50)}), since=300),
+    "worse_than_guessing": [r | {"loss": r["loss"] + 6} if "loss" in r else r for r in healthy(150)],
     "learning_rate_high": changed(steps(lambda r: {"loss": r["loss"] + 0.3 * (r["step"] % 40 < 20)})),
     "learning_rate_low": [r | {"loss": 8.3 - r["step"] / 400, "grad_norm": 1.0} for r in healthy(120) if "loss" in r],
     "plateau": changed(steps(lambda r: {"loss": 4 + 0.05 * math.sin(7 * r["step"])})),
@@ -222,6 +224,52 @@ def test_a_stage_of_other_text_is_not_a_divergence_and_one_within_it_is() -> Non
     assert "divergence" in found(risen)
     assert found([r | ({"stage": 1 + (r["step"] > 300)} if "loss" in r else {}) for r in risen]) == {}
     assert "divergence" in found([r | ({"stage": 1} if "loss" in r else {}) for r in PROVOKED["divergence"]])
+
+
+def advised(rule: str, *overrides: str) -> RunFinding:
+    return found(PROVOKED[rule], RunFacts.of(load("gpt-tiny", overrides).recipe))[rule]
+
+
+@pytest.mark.parametrize(
+    ("rule", "key", "setting", "other"),
+    [
+        ("exploding_gradients", "optimizer.clip_grad", "1.0", "0"),
+        ("exploding_gradients", "model.qk_layernorm", "true", "false"),
+        ("divergence", "faults.loss_spike_action", "rewind", "none"),
+        ("overfitting", "checkpoint.keep_best", "true", "false"),
+        ("train_valid_gap", "train.early_stop", "{patience: 2}", "null"),
+        ("slow_storage", "checkpoint.async_save", "true", "false"),
+    ],
+)
+def test_nothing_is_advised_that_the_recipe_has(rule: str, key: str, setting: str, other: str) -> None:
+    assert key not in advised(rule, f"{key}={setting}").advice
+    assert key in advised(rule, f"{key}={other}").advice
+
+
+def test_every_tip_is_for_a_recipe_that_does_not_follow_it() -> None:
+    for name, rule in RULES.items():
+        for tip in rule.tips:
+            assert tip.done(load("gpt-tiny").recipe) in (True, False), name
+        words = re.findall(r"\b(?:model|train|optimizer|scheduler|checkpoint|faults|data)\.\w+", rule.advice)
+        assert not [word for word in words if not is_key(word)], name
+
+
+def test_a_learning_rate_that_is_too_high_is_named_as_the_cause() -> None:
+    for rule in ("worse_than_guessing", "divergence", "exploding_gradients", "learning_rate_high"):
+        high, usual = advised(rule, "optimizer.lr=2.0"), advised(rule)
+        assert "optimizer.lr 2 is" in high.text and high.evidence["usual_lr"] == pytest.approx(1.2e-3, rel=0.2)
+        assert "optimizer.lr" not in usual.text
+    # Without the size of the model: the loss was lowest at the end of the warm-up.
+    rising = [{"step": n, "loss": 8 - n / 40 if n <= 40 else min(25.0, 7 + n / 20), "lr": 2.0} for n in range(1, 150)]
+    seen = found(rising, replace(FACTS, warmup=40, vocabulary=4096))["worse_than_guessing"]
+    assert seen.severity == "error" and seen.evidence["lowest_at"] == 40
+
+
+def test_a_short_run_that_ends_above_guessing_is_an_error() -> None:
+    records = [{"step": step, "loss": 9.0, "lr": 1e-3} for step in range(1, 31)]
+    assert set(found(records, replace(FACTS, steps=30))) == {"worse_than_guessing"}
+    assert found(records, replace(FACTS, steps=31)) == {}  # not yet
+    assert found(records, RunFacts(steps=30)) == {}
 
 
 def test_the_note_of_a_live_check_is_not_counted_again() -> None:
