@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -24,6 +23,7 @@ from llmrecipes.hardware.cluster import detect
 from llmrecipes.io import write_atomic
 from llmrecipes.launch.local.processes import PROCESSES
 from llmrecipes.punish import faults
+from llmrecipes.punish.comparison import differences, keep_manifest
 from llmrecipes.punish.faults import ALARMS, COMPARED, FAULTS, ORDERS, Fault, Pace
 from llmrecipes.punish.report import Injection, Punished
 from llmrecipes.punish.signs import Signs
@@ -32,7 +32,6 @@ from llmrecipes.recipe.engines import engine_name
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.rundir import Run
-from llmrecipes.tracking.jsonl import parse
 from llmrecipes.workflow.run import Log, Paths, plan_run, prepare_data
 
 POLL_SECONDS = 0.05
@@ -114,9 +113,18 @@ def begin(
             f"{steps}", where="--steps", rule="at least four times --save-interval",
             fix=f"--steps {4 * pace.save_interval}",
         )  # fmt: skip
-    recipe = plan_run(punished_recipe(recipe, ranks, steps, pace.save_interval), detect(), ranks).recipe
+    planned = plan_run(punished_recipe(recipe, ranks, steps, pace.save_interval), detect(), ranks)
+    recipe, layout = planned.recipe, planned.layout
+    drawn = tuple(known[name] for name in names or known)
+    if layout.data_parallel_size * layout.context_parallel_size == 1 and any(fault.replicas for fault in drawn):
+        hidden = ", ".join(fault.name for fault in drawn if fault.replicas)
+        drawn = tuple(fault for fault in drawn if not fault.replicas)
+        if not drawn:
+            raise UserError(hidden, where="--fault", rule="it shows only between data-parallel replicas, of which this "
+                            "layout has one", fix=f"--nproc {2 * ranks}")  # fmt: skip
+        log(f"{hidden}: left out, because it shows only between data-parallel replicas, of which this layout has one")
     prepare_data(recipe, paths.data_dir, log)
-    campaign = Campaign(recipe, paths, ranks, pace, tuple(known[name] for name in names or known), log)
+    campaign = Campaign(recipe, paths, ranks, pace, drawn, log)
     result = campaign.run()
     values = {**result.as_dict(), "faults": [injection.as_dict() for injection in result.injections]}
     write_atomic(campaign.recipe_file.with_name("punish.json"), json.dumps(values, indent=1) + "\n")
@@ -167,7 +175,7 @@ class Campaign:
             try:
                 signs, seconds = self._round(f"run-{number}", until)
             except Unrecovered as problem:
-                self.log(f"run {number}: {problem}")
+                self._judge(number, str(problem))
                 equal, failures = False, failures + 1
                 if failures == MOST_FAILURES:
                     break
@@ -179,7 +187,7 @@ class Campaign:
             kept += sum({step.step: step.ended - step.began for step in signs.steps}.values())
             different = differences(reference, signs, self.recipe.train.train_iters, self.ranks)
             equal = equal and not different
-            self.log(f"run {number}: {'equal to the uninterrupted run' if not different else '; '.join(different)}")
+            self._judge(number, "; ".join(different))
         return Punished(
             tuple(self.injections), tuple(self.false_alarms), wall, kept, done * undisturbed, number, healthy, equal,
             max(over, default=None), str(self.recipe_file.parent),
@@ -192,6 +200,17 @@ class Campaign:
     @property
     def recipe_file(self) -> Path:
         return self.folder / self.token / f"{self.recipe.name}.yaml"
+
+    def _judge(self, number: int, different: str) -> None:
+        """Say whether a run that has ended is equal, after which faults, and what became of those that were missed."""
+        path = str(self.folder / f"run-{number}-{self.token}")
+        had = [injection for injection in self.injections if injection.run == path]
+        names = ", ".join(f"{injection.fault.name} at step {injection.step}" for injection in had) or "no faults"
+        self.log(f"run {number}: {different or 'equal to the uninterrupted run'}; after {names}")
+        for injection in had:
+            injection.equal = not different
+            if injection.recovering is None:
+                self.log(f"run {number}: MISSED  {injection.line()}")
 
     # -- one run -------------------------------------------------------------------------------------------------------
 
@@ -221,6 +240,8 @@ class Campaign:
             if ended:
                 code = self._reap(signs)
                 if code == ExitCode.DONE:
+                    if injected is not None and (injected := self._followed(injected, signs, disk)) is not None:
+                        fault = self._ended_with(injected)
                     if fault is not None:  # there was no room left in this run
                         self._deck.append(fault)
                     return time.monotonic()
@@ -235,6 +256,18 @@ class Campaign:
                 fault, at = self._next(disk), self._moment(signs)
             if injected is None and fault is not None and self._is_time(fault, at, signs, run):
                 injected, fault = self._inject(fault, run, signs, disk), None
+
+    def _ended_with(self, injection: Injection) -> Fault | None:
+        """Settle a fault whose run came to its last step while it was followed; the fault if it has to be drawn again.
+
+        One that was ordered, and whose moment did not come, has not happened. One that was noticed is repaired.
+        """
+        if injection.injected_at is None:
+            self.injections.remove(injection)
+            return injection.fault
+        if injection.noticed_at is not None:
+            injection.recovered_at = time.monotonic()
+        return None
 
     def _moment(self, signs: Signs) -> int:
         return signs.last_step + 2 + self._random.randrange(8)
@@ -435,52 +468,3 @@ def read_only(disk: Path) -> Callable[[], object]:
     """Mount a folder read-only onto itself; returns what undoes it."""
     mount("--bind", "-o", "ro", str(disk), str(disk))
     return lambda: subprocess.run(["umount", str(disk)], check=True)
-
-
-# -- comparison --------------------------------------------------------------------------------------------------------
-
-LAST = "last-checkpoint.json"
-
-
-def keep_manifest(run: Run, step: int) -> None:
-    """Keep the digests of the last checkpoint, whose file system goes away."""
-    entry = run.newest()
-    if entry is None or entry.step != step or not run.store().valid(step, full=True):
-        raise UserError("its last checkpoint is missing or damaged", where=str(run.path), code=ExitCode.STOP)
-    files = {name: record.sha256 for name, record in entry.manifest.files.items()}
-    write_atomic(run.logs / LAST, json.dumps(files, indent=1) + "\n")
-
-
-def differences(reference: Signs, other: Signs, steps: int, ranks: int) -> list[str]:
-    """In what a run differs from the reference: weights and optimizer, losses, batches of each rank and step."""
-    differing = []
-    last = [json.loads((signs.files.logs / LAST).read_text("utf-8")) for signs in (reference, other)]
-    if last[0] != last[1]:
-        differing.append(f"the checkpoint of step {steps} differs")
-    curves = [curve(signs.files.metrics) for signs in (reference, other)]
-    if curves[0] != curves[1] or len(curves[0]) != steps:
-        unequal = [step for step in range(1, steps + 1) if curves[0].get(step) != curves[1].get(step)]
-        differing.append(f"{len(unequal)} steps differ, the first is {min(unequal, default=None)}")
-    for rank in range(ranks):
-        seen = [batches(signs.orders, rank) for signs in (reference, other)]
-        expected = {step: {digest} for step, digests in seen[0].items() for digest in digests}
-        if seen[1] != expected or seen[1].keys() != set(range(1, steps + 1)):
-            differing.append(f"rank {rank} had different samples")
-    return differing
-
-
-def curve(metrics: Path) -> dict[int, tuple[Any, ...]]:
-    """Loss, gradient norm, learning rate and place in the data of each step."""
-    lines = (parse(line) for line in metrics.read_bytes().splitlines())
-    keys = ("loss", "grad_norm", "lr", "consumed_samples")
-    return {line["step"]: tuple(line[key] for key in keys) for line in lines if line and "loss" in line}
-
-
-def batches(orders: Path, rank: int) -> dict[int, set[str]]:
-    """Digests of the tokens that a rank computed each step from: one, however often it did."""
-    digests: dict[int, set[str]] = {}
-    for line in (orders / f"{rank}-{faults.STEPS}").read_text("utf-8").splitlines():
-        with suppress(ValueError):  # of a rank that was killed while it wrote
-            record = json.loads(line)
-            digests.setdefault(record["step"], set()).add(record["batch"])
-    return digests

@@ -32,6 +32,7 @@ class Fault:
         launcher: whether the launcher is the target, not a rank.
         checkpoint: whether it needs an older checkpoint to go back to.
         mounted: whether it needs a file system of its own for the checkpoints, which needs root.
+        replicas: whether it shows only between data-parallel replicas.
         recovered: matches the sign of recovery; empty: the next step that begins.
     """
 
@@ -45,6 +46,7 @@ class Fault:
     launcher: bool = False
     checkpoint: bool = False
     mounted: bool = False
+    replicas: bool = False
     recovered: str = ""
 
 
@@ -62,8 +64,8 @@ FAULTS = (
     Fault("preempted", "SIGTERM to the launcher", "exit: 75", 60.0, launcher=True),
     Fault("NaN", "a gradient of a rank is not finite, once", "note: hardware_suspect", steps=1, inside=True),
     Fault("NaN that stays", "the same each time", "exit: 93", steps=1, inside=True),
-    Fault("flipped weight bit", "one bit on one replica before a comparison", "note: replicas_differ|exit: 93",
-          steps=COMPARED, inside=True),
+    Fault("flipped weight bit", "one bit on one replica in a step with a comparison", "note: replicas_differ|exit: 93",
+          steps=COMPARED, inside=True, replicas=True),
     Fault("truncated checkpoint", "a file of the newest, then SIGKILL to the launcher", "note: checkpoint_damaged",
           120.0, launcher=True, checkpoint=True),
     Fault("flipped checkpoint bit", "in the newest, then SIGKILL to the launcher", "note: checkpoint_damaged",

@@ -9,6 +9,8 @@ from typing import Any
 
 from llmrecipes.punish.faults import Fault
 
+EQUAL = {None: "", True: ", the run is equal", False: ", the run is NOT EQUAL"}
+
 
 @dataclass
 class Injection:
@@ -32,6 +34,8 @@ class Injection:
     """Of the step that shows the recovery."""
     orphans: int = 0
     """Processes that outlived their launcher."""
+    equal: bool | None = None
+    """Whether its run has ended as the one without faults; None: it has not ended yet."""
     undo: Callable[[], object] = field(default=lambda: None, repr=False)
 
     @property
@@ -55,17 +59,27 @@ class Injection:
             return 0.0
         return (self.noticing or 0.0) + max(0.0, (self.recovering or 0.0) - self.step_seconds)
 
+    @property
+    def outcome(self) -> str:
+        """What became of it."""
+        if self.noticing is None:
+            return "NOT NOTICED"
+        noticed = f"noticed after {self.noticing:.1f} s"
+        if self.recovered_at is None or self.noticed_at is None:
+            return f"{noticed}, NOT REPAIRED"
+        again = f"{noticed}, training again {self.recovered_at - self.noticed_at:.1f} s later"
+        return f"{again}, {self.steps_lost} steps lost{f', {self.orphans} PROCESSES LEFT OVER' if self.orphans else ''}"
+
     def line(self) -> str:
         """For a log."""
-        times = f"noticed after {self.noticing or 0.0:.1f} s, training again {self.recovering or 0.0:.1f} s later"
-        orphans = f", {self.orphans} processes left over" if self.orphans else ""
-        return f"step {self.step}, rank {self.rank}, {self.fault.name}: {times}, {self.steps_lost} steps lost{orphans}"
+        return f"step {self.step}, rank {self.rank}, {self.fault.name}: {self.outcome}{EQUAL[self.equal]}"
 
     def as_dict(self) -> dict[str, Any]:
         """JSON values."""
         return {
             "fault": self.fault.name, "rank": self.rank, "step": self.step, "detection_seconds": self.noticing,
             "recovery_seconds": self.recovering, "steps_lost": self.steps_lost, "sign": self.sign,
+            "outcome": self.outcome, "equal_to_uninterrupted": self.equal, "run": self.run,
         }  # fmt: skip
 
 
@@ -104,10 +118,14 @@ class Punished:
         return self.undisturbed_seconds / (self.wall_seconds - down) if self.wall_seconds > down else 0.0
 
     @property
+    def missed(self) -> list[Injection]:
+        """Faults that were not noticed or repaired, left processes, or belong to a run that ended otherwise."""
+        return [one for one in self.injections if one.recovering is None or one.equal is False]
+
+    @property
     def ok(self) -> bool:
         """Everything was noticed, the run always recovered and lost nothing, and there was no false alarm."""
-        noticed = all(injection.recovering is not None for injection in self.injections)
-        return noticed and self.equal and not self.false_alarms
+        return not self.missed and self.equal and not self.false_alarms
 
     def as_dict(self) -> dict[str, Any]:
         """JSON values."""
@@ -121,6 +139,7 @@ class Punished:
             "detection_seconds": percentiles([injection.noticing for injection in self.injections]),
             "recovery_seconds": percentiles([injection.recovering for injection in self.injections]),
             "equal_to_uninterrupted": self.equal,
+            "missed": [injection.line() for injection in self.missed],
         }
 
     def rows(self) -> list[tuple[str, ...]]:
@@ -147,6 +166,7 @@ class Punished:
             f"false alarms: {len(self.false_alarms)}"
             f"{'' if not self.false_alarms else ' (' + ', '.join(self.false_alarms[:8]) + ')'}\n"
             + ("" if self.over_limit is None else f"hangs noticed at most {self.over_limit:.1f} s after their limit\n")
+            + "".join(f"MISSED  {injection.line()}, in {injection.run}\n" for injection in self.missed)
             + f"weights, losses and samples {'equal' if self.equal else 'DIFFER from'} those of an uninterrupted run\n"
             f"runs are in {self.folder}"
         )

@@ -22,7 +22,7 @@ from llmrecipes.train.spec import RunSpec
 from llmrecipes.train.worker import import_all, run
 
 IN_STEP = frozenset({"GIL held", "collective left out", "exception", "NaN", "NaN that stays"})
-BEFORE_COMPARISON = frozenset({"flipped weight bit"})
+IN_COMPARED_STEP = frozenset({"flipped weight bit"})
 IN_EVALUATION, IN_SAVE = frozenset({"exception in evaluation"}), frozenset({"killed in a save"})
 
 
@@ -53,13 +53,11 @@ def install(folder: Path, rank: int) -> None:
     def punished_step(engine: Any, batches: Iterator[Any], **options: Any) -> Any:
         began, digest = time.monotonic(), hashlib.sha256()
         step = engine.scheduler.num_steps + 1
-        if fault := taken(IN_STEP):
+        # In a step with a comparison: in others the next gather of the distributed optimizer overwrites a flip.
+        if fault := taken(IN_STEP | IN_COMPARED_STEP if step % faults.COMPARED == 0 else IN_STEP):
             _have(fault, engine)
         result = train_step(engine, _digested(batches, digest), **options)
         values = {"step": step, "began": began, "ended": time.monotonic(), "batch": digest.hexdigest()}
-        # Replicas are compared before the next update, with which the distributed optimizer gathers all weights again.
-        if (step + 1) % faults.COMPARED == 0 and (fault := taken(BEFORE_COMPARISON)):
-            _have(fault, engine)
         record.write(json.dumps(values) + "\n")
         return result
 
@@ -96,8 +94,14 @@ def _have(fault: str, engine: Any) -> None:
         ctypes.PyDLL(None).sleep(3600)  # PyDLL does not release it
     weight = next(weight for weight in engine.modules[-1].parameters() if weight.requires_grad)
     if fault == "flipped weight bit":
-        with torch.no_grad():
-            weight.view(-1).view(torch.int32)[0] ^= 1
+        # In a backward pass: with `overlap_param_gather` weights are gathered in the forward pass before it.
+        flips = iter(range(1))
+
+        def flip(_gradient: torch.Tensor) -> None:
+            if next(flips, None) is not None:
+                weight.data.view(-1).view(torch.int32)[0] ^= 1
+
+        weight.register_hook(flip)
     elif fault == "collective left out":
         ordinary = dist.all_reduce
 

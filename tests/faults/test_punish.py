@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import random
 import statistics
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from llmrecipes.cli import app as cli
 from llmrecipes.punish import faults, report
-from tests.helpers import tiny_on, write_recipe
+from llmrecipes.punish.campaign import Campaign
+from llmrecipes.workflow.run import Paths
+from tests.helpers import tiny, tiny_on, write_recipe
 from tests.refusals import require_message
 
 pytestmark = pytest.mark.dist
@@ -31,8 +35,9 @@ def test_faults_inside_ranks_are_noticed_and_change_nothing(
     assert code == 0, printed.out + printed.err
     assert answer.keys() == {
         "injected", "detected", "recovered", "false_alarms", "effective_time", "effective_time_of_allowed",
-        "detection_seconds", "recovery_seconds", "equal_to_uninterrupted",
+        "detection_seconds", "recovery_seconds", "equal_to_uninterrupted", "missed",
     }  # fmt: skip
+    assert answer["missed"] == []
     assert answer["injected"] == answer["detected"] == answer["recovered"] == len(INSIDE)
     assert answer["false_alarms"] == 0
     assert answer["equal_to_uninterrupted"] is True
@@ -70,9 +75,33 @@ def test_what_was_not_noticed_or_recovered_counts() -> None:
     assert not worse.ok
     values = worse.as_dict()
     assert (values["injected"], values["detected"], values["recovered"], values["false_alarms"]) == (3, 2, 1, 1)
+    assert [worse.summary().count(f"step {one.step}, rank {one.rank}") for one in (fine, hidden, left)] == [0, 1, 1]
+    assert [len(text) > 20 and text in worse.summary() for text in values["missed"]] == [True, True]
+    unequal = replace(fine, number=3, step=17, equal=False)
+    assert report.Punished([fine, unequal], [], 20.0, 12.0, 14.4, 1, 30, False, None, "folder").missed == [unequal]
     assert values["detection_seconds"] == {"p50": 1.0, "p95": 1.0}
     assert not report.Punished([fine], ["exit: 1"], 20.0, 12.0, 14.4, 1, 30, True, None, "folder").ok
     assert not report.Punished([fine], [], 20.0, 12.0, 14.4, 1, 30, False, None, "folder").ok
+
+
+def test_a_fault_whose_run_ends_meanwhile_is_settled(tmp_path: Path) -> None:
+    fault = faults.FAULTS[0]
+    paths = Paths(tmp_path, tmp_path)
+    several = Campaign(tiny(), paths, 2, faults.Pace(), faults.FAULTS, lambda _: None)
+    ordered, had, noticed = (report.Injection(number, fault, 1, "r", 5) for number in range(3))
+    had.injected_at = noticed.injected_at = time.monotonic()
+    noticed.noticed_at = time.monotonic()
+    several.injections = [ordered, had, noticed]
+    assert [several._ended_with(one) for one in (ordered, had, noticed)] == [fault, None, None]
+    assert several.injections == [had, noticed], "what did not happen does not count"
+    assert (had.recovering, noticed.recovering is not None) == (None, True)
+
+
+def test_a_fault_that_shows_between_replicas_needs_some(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    paths = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(tmp_path / "data")]
+    words = ["gpt-tiny", "parallelism.tensor_model_parallel_size=2", "--nproc", "2", "--fault", "flipped weight bit"]
+    assert cli.run(["punish", *words, *paths]) == 2
+    require_message(capfd.readouterr().err, "--fault", rule="--nproc 4")
 
 
 def test_faults_come_at_a_mean_interval() -> None:
