@@ -18,15 +18,15 @@ from llmrecipes.errors import UserError
 if TYPE_CHECKING:
     from llmrecipes.tracking.run_list import RunSummary
 
-COLUMNS = ("run", "state", "step", "loss", "valid loss", "newest checkpoint", "started")
+COLUMNS = ("run", "job", "state", "step", "loss", "valid loss", "newest checkpoint", "started")
 PortOption = Annotated[int, typer.Option("--port", min=1, max=65535, help="Serve on this TCP port.")]
 
 
 def runs(as_json: JsonOption = False, runs_dir: RunsOption = RUNS) -> None:
-    """List runs with their state, step and loss."""
-    from llmrecipes.tracking.run_list import list_runs
+    """List runs with their job, state, step and loss."""
+    from llmrecipes.launch.listing import runs_with_jobs
 
-    listed = list_runs(runs_dir)
+    listed = runs_with_jobs(runs_dir)
     if as_json:
         print(json.dumps([run.as_dict() for run in listed], indent=2))
     else:  # oldest first
@@ -37,6 +37,7 @@ def _row(run: RunSummary) -> tuple[str, ...]:
     started = "" if run.started is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started))
     return (
         f"{run.recipe}/{run.run_id}",
+        run.job or "",
         run.state,
         f"{run.step or 0}/{run.total or '?'}",
         "" if run.loss is None else f"{run.loss:.4f}",

@@ -28,10 +28,12 @@ from llmrecipes.commandline import command_line
 from llmrecipes.errors import UserError
 
 if TYPE_CHECKING:
-    from llmrecipes.launch.base import JobHandle, JobResult, JobStatus, Launcher
+    from llmrecipes.launch.base import JobHandle, JobResult, JobStatus, Launcher, Logs
     from llmrecipes.workflow.submit import Preview, Submitted
 
 LONGEST_REASON = 200
+LAST_LINES = 15
+"""Of the log of a job that has failed or is held."""
 LAUNCHER_OPTIONS: dict[str, Any] = {
     "partition": Annotated[
         str | None,
@@ -219,6 +221,10 @@ def submit(
     if done.job is None or not wait:
         return 0
     result = _wait(done.job, _tell)
+    if result.state in ("failed", "held"):
+        _print_ends(done.job.logs())
+    if result.state == "held":
+        print(f"the job waits until it is released: scontrol release {done.job.ref.job_id}", file=sys.stderr)
     print(_summary(result))
     return result.exit_code
 
@@ -283,6 +289,16 @@ def _summary(result: JobResult) -> str:
     losses = "".join(f", {name} {value:.4f}" for name, value in numbers.items() if value is not None)
     steps = "" if result.step is None else f" at step {result.step}/{result.total}"
     return f"{result.state}{steps}, exit code {result.exit_code}{losses}"
+
+
+def _print_ends(logs: Logs) -> None:
+    """Print the last lines of a job's files to stderr."""
+    from llmrecipes.tracking.run_list import tail
+
+    for path in logs.files:
+        for line in tail(path)[-LAST_LINES:]:
+            print(f"  {line.decode('utf-8', 'replace')}", file=sys.stderr)
+        print(f"log  {path}", file=sys.stderr)
 
 
 def _print_job(done: Submitted, job: JobHandle) -> None:

@@ -95,7 +95,7 @@ def choose(
         threads: first hardware thread of the core of each logical CPU.
     """
     if len(devices) < ranks:
-        return Binding(reason=f"{len(devices)} GPUs are visible for {ranks} ranks")
+        return Binding(reason=f"visible GPUs: {len(devices)}, ranks: {ranks}")
     local_device = devices[local_rank]
     near = local_device.cores & allowed
     if not near:

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from llmrecipes.files import folder
 from llmrecipes.hardware.nics import RDMA
 from llmrecipes.hardware.profile import PAGES, Kubernetes, Profile, mebibytes
+from llmrecipes.hardware.slurm_words import gpus_of
 from llmrecipes.recipe import document
 from llmrecipes.recipe.document import Kind, Problem, clip
 from llmrecipes.recipe.explain import explain
@@ -82,6 +83,10 @@ def check(profile: Profile, stem: str) -> list[Problem]:
         rule = "nvlink_domain must be a multiple of gpus_per_node"
         what = f"{domain} with gpus_per_node {profile.gpus_per_node}"
         problems.append(Problem("nvlink_domain", what, rule, "a multiple of gpus_per_node, or remove it"))
+    gpus = None if profile.slurm.gres is None else gpus_of(profile.slurm.gres)
+    if gpus is not None and gpus != profile.gpus_per_node:
+        what = f"{profile.slurm.gres} with gpus_per_node {profile.gpus_per_node}"
+        problems.append(Problem("slurm.gres", what, "a job requests all GPUs of its nodes", "the same number in both"))
     problems += _adapters(profile)
     problems += _measured(profile)
     problems += check_kubernetes(profile.kubernetes)

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from llmrecipes.hardware.slurm_words import TIME
 from llmrecipes.recipe.section import JsonObject, NonNegInt, PosFloat, PosInt, Section
 
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@=,-]*$")]
@@ -107,6 +108,9 @@ class Kubernetes(Section):
     """Strategic merge patch of the pod template (`metadata`, `spec`), applied by kubectl."""
 
 
+TimeLimit = Annotated[str, Field(pattern=f"^({TIME.pattern})$")]
+"""In Slurm's notation."""
+Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]
 Mount = Annotated[str, Field(pattern=r"^/[^:,\n]*(:/[^:,\n]*(:(ro|rw))?)?$")]
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
@@ -150,6 +154,17 @@ class Slurm(Section):
 
     partition: Word | None = None
     """Partition; unset: the site's default."""
+    account: Word | None = None
+    """Account to charge; unset: the user's default."""
+    qos: Word | None = None
+    """Quality of service; unset: the account's default."""
+    time: TimeLimit | None = None
+    """Time limit of a run's job, such as `8:00:00` or `2-00:00:00`; unset: the partition's."""
+    sbatch: Annotated[tuple[Line, ...], Field(strict=False)] = ()
+    """Further sbatch options of a run's job, such as `--reservation=x` or `--mail-type=FAIL`."""
+    setup: Annotated[tuple[Line, ...], Field(strict=False)] = ()
+    """Shell commands before anything else in jobs, such as `module load cuda`; all processes of the job get their
+    environment."""
     gres: Word | None = None
     """Generic resources per node, such as `gpu:h100:8`; unset: no --gres."""
     constraint: str | None = None

@@ -24,6 +24,8 @@ class JobState(StrEnum):
     """State of a job, the same for every launcher; a requeued job is pending again."""
 
     PENDING = "pending"
+    HELD = "held"
+    """Pending until its user or an administrator releases it."""
     RUNNING = "running"
     COMPLETED = "completed"
     SAVED = "saved"
@@ -35,13 +37,14 @@ class JobState(StrEnum):
 
     @property
     def ended(self) -> bool:
-        return self not in (JobState.PENDING, JobState.RUNNING)
+        return self not in (JobState.PENDING, JobState.HELD, JobState.RUNNING)
 
 
 EXIT_CODES = {
     JobState.COMPLETED: int(ExitCode.DONE),
     JobState.SAVED: int(ExitCode.REQUEUE),
     JobState.CANCELLED: int(ExitCode.TERMINATED),
+    JobState.HELD: int(ExitCode.STOP),
 }
 """Exit codes of jobs if the scheduler reports none; 1 for all other states."""
 
@@ -196,7 +199,7 @@ class JobHandle(Protocol):
             changed: receives the initial status and every change.
 
         Returns:
-            The state; not a final one after a timeout.
+            The state; not a final one after a timeout, or if the job was held after it had started.
         """
         ...
 

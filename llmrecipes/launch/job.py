@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 FIRST_POLL_SECONDS = 0.5
 PATIENCE_SECONDS = 3600.0
 """How long to retry while a scheduler does not answer: jobs survive a restart of its daemons."""
+HELD_SECONDS = 60.0
+"""A job that leaves bad nodes out is held for a moment while they are set."""
 RECORDED = {"finished": JobState.COMPLETED, "saved": JobState.SAVED, "failed": JobState.FAILED}
 
 
@@ -45,7 +47,7 @@ class Job:
         self, timeout: float | None = None, changed: Callable[[JobStatus], None] = lambda _status: None
     ) -> JobState:
         """See `JobHandle.wait`. A query that the scheduler does not answer is retried for an hour."""
-        started = answered = time.monotonic()
+        started = answered = since = time.monotonic()
         before, pause = None, min(FIRST_POLL_SECONDS, self._launcher.poll_seconds)
         while True:
             try:
@@ -58,10 +60,12 @@ class Job:
                 now = before
             if now != before:
                 changed(now)
+                since = time.monotonic()
                 pause = min(FIRST_POLL_SECONDS, self._launcher.poll_seconds)
             before = now
             left = None if timeout is None else started + timeout - time.monotonic()
-            if now.state.ended or (left is not None and left <= 0):
+            stuck = now.state == JobState.HELD and now.restarts and time.monotonic() - since >= HELD_SECONDS
+            if now.state.ended or stuck or (left is not None and left <= 0):
                 return now.state
             time.sleep(pause if left is None else min(pause, left))
             pause = min(2 * pause, self._launcher.poll_seconds)

@@ -25,7 +25,8 @@ class RunSummary:
 
     Attributes:
         state: running, finished, saved (stopped from outside, can be resumed), failed, interrupted (its process is
-            gone), or unknown (status.json cannot be read).
+            gone), or unknown (status.json cannot be read); `launch.listing` adds those of jobs.
+        job: id of its newest job; None: it was not submitted.
         step: last step recorded.
         total: last step planned.
         loss: last training loss.
@@ -46,6 +47,7 @@ class RunSummary:
     started: float | None
     updated: float | None
     checkpoints: tuple[int, ...]
+    job: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The same as JSON values."""
@@ -93,7 +95,7 @@ def _changed(run_dir: Path) -> float:
 
 def _measured(run_dir: Path) -> MeasuredRun | None:
     steps, saves = [0.0], []
-    for line in _tail(RunFiles(run_dir).metrics, TAIL_BYTES_OF_SAVES):
+    for line in tail(RunFiles(run_dir).metrics, TAIL_BYTES_OF_SAVES):
         if b"step_seconds" not in line and b"checkpoint_saved" not in line:
             continue
         record = parse(line) or {}
@@ -108,7 +110,7 @@ def _measured(run_dir: Path) -> MeasuredRun | None:
 def last_note(run_dir: Path, event: str) -> dict[str, Any] | None:
     """Details of the last note of a kind at the end of a run's metrics; None without one."""
     note = None
-    for line in _tail(RunFiles(run_dir).metrics, TAIL_BYTES_OF_SAVES):
+    for line in tail(RunFiles(run_dir).metrics, TAIL_BYTES_OF_SAVES):
         if event.encode() in line and (parse(line) or {}).get("event") == event:
             note = (parse(line) or {}).get("details", {})
     return note
@@ -126,7 +128,7 @@ def summary(run_dir: Path) -> RunSummary:
     values = status.read(run_dir)
     last = {"valid_loss": number(values.get("valid_loss")), "loss": None}
     step = number(values.get("step"))
-    for line in _tail(RunFiles(run_dir).metrics):
+    for line in tail(RunFiles(run_dir).metrics):
         record = parse(line)
         if record is None:
             continue
@@ -154,7 +156,7 @@ def _checkpoints(directory: Path) -> tuple[int, ...]:
     return tuple(sorted(int(match[1]) for match, path in named if match and (path / "manifest.json").is_file()))
 
 
-def _tail(path: Path, size_read: int = TAIL_BYTES) -> list[bytes]:
+def tail(path: Path, size_read: int = TAIL_BYTES) -> list[bytes]:
     """The last lines of a file; the first of them may be incomplete."""
     try:
         with open_file(path, root=path.parent) as file:

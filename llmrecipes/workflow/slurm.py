@@ -3,9 +3,9 @@
     python -m llmrecipes.workflow.slurm begin … -- RECIPE [KEY=VALUE]...
     python -m llmrecipes.workflow.slurm rank JOB.json
 
-`begin` prints the path of the file that ranks read, or nothing if the run has finished. Both exit with this program's
-exit codes, except for ranks that have saved: they exit with 0, because Slurm ends all tasks when one fails, and the
-first rank writes its code to `logs/outcome`, which is `started` until then.
+`begin` prints the ranks per node and the path of the file that ranks read, or nothing if the run has finished. Both
+exit with this program's exit codes, except for ranks that have saved: they exit with 0, because Slurm ends all tasks
+when one fails, and the first rank writes its code to `logs/outcome`, which is `started` until then.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from llmrecipes.hardware import binding
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.machine import machine
+from llmrecipes.launch import record
+from llmrecipes.launch.base import JobRef
 from llmrecipes.launch.environment import missing, threads
 from llmrecipes.launch.ranks import Rank, from_slurm
 from llmrecipes.launch.run_options import RunOptions, add_arguments
@@ -59,7 +61,7 @@ class SlurmJob(BaseModel):
     """Whether ranks bind themselves to the cores and memory next to their GPU."""
 
 
-def begin(arguments: argparse.Namespace, variables: Mapping[str, str]) -> Path | None:
+def begin(arguments: argparse.Namespace, variables: Mapping[str, str]) -> tuple[int, Path] | None:
     """Check the run against the nodes, prepare its data, and write the parameters of the ranks.
 
     Args:
@@ -67,14 +69,16 @@ def begin(arguments: argparse.Namespace, variables: Mapping[str, str]) -> Path |
         variables: the environment, with Slurm's variables.
 
     Returns:
-        The file, or None if the run has finished.
+        Ranks per node and the file, or None if the run has finished.
 
     Raises:
         UserError: the run cannot be started or resumed; with `ExitCode.STOP` where restarts make no progress.
     """
     recipe = load(arguments.recipe, arguments.overrides).recipe
-    ranks = arguments.nodes * arguments.ranks_per_node
     profile = None if arguments.cluster is None else load_profile(arguments.cluster)
+    on_cpus = arguments.ranks_by_gpus and profile is not None and not profile.gpus_per_node
+    ranks_per_node = 1 if on_cpus else arguments.ranks_per_node
+    ranks = arguments.nodes * ranks_per_node
     cluster = detect().times(arguments.nodes) if profile is None else machine(profile, arguments.nodes)
     paths = Paths(arguments.runs_dir, arguments.data_dir)
     options = TrainOptions(run_id=arguments.run_id, run=RunOptions.parsed(arguments))
@@ -100,9 +104,7 @@ def begin(arguments: argparse.Namespace, variables: Mapping[str, str]) -> Path |
         "slurm.nodes": variables.get("SLURM_JOB_NODELIST", ""),
     }
     # A profile has its own number of cores.
-    omp_threads = threads(
-        int(variables.get("SLURM_CPUS_ON_NODE") or 1), arguments.ranks_per_node, on_gpus=ready.spec.on_gpus
-    )
+    omp_threads = threads(int(variables.get("SLURM_CPUS_ON_NODE") or 1), ranks_per_node, on_gpus=ready.spec.on_gpus)
     job = SlurmJob(
         run=ready.spec.model_copy(update={"restart": restart, "tags": tags}),
         environment={"OMP_NUM_THREADS": str(omp_threads), **ready.variables},
@@ -113,7 +115,15 @@ def begin(arguments: argparse.Namespace, variables: Mapping[str, str]) -> Path |
     (logs / OUTCOME).unlink(missing_ok=True)
     path = (logs / JOB).resolve()
     path.write_text(job.model_dump_json(indent=2) + "\n", "utf-8")
-    return path
+    record_job(ready.spec.run.path, job_id)
+    return ranks_per_node, path
+
+
+def record_job(run_dir: Path, job_id: str) -> None:
+    """Record a job that was submitted with sbatch itself, so that `runs` and `cancel` know it."""
+    recorded = record.read(run_dir)
+    if job_id and (recorded is None or recorded.ref.job_id.partition(";")[0] != job_id):
+        record.write(JobRef("slurm", job_id, run_dir))
 
 
 def _to_stderr(line: str) -> None:
@@ -179,6 +189,7 @@ def main(arguments: Sequence[str]) -> int:
     first = commands.add_parser("begin", allow_abbrev=False)
     first.add_argument("--nodes", type=int, required=True)
     first.add_argument("--ranks-per-node", type=int, required=True)
+    first.add_argument("--ranks-by-gpus", action="store_true")
     first.add_argument("--runs-dir", type=Path, required=True)
     first.add_argument("--data-dir", type=Path, required=True)
     first.add_argument("--run-id", required=True)
@@ -197,14 +208,14 @@ def main(arguments: Sequence[str]) -> int:
             rank(parsed.job)
         setup_logging()
         with redirect_stdout(sys.stderr):
-            path = begin(parsed, os.environ)
+            begun = begin(parsed, os.environ)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return int(error.code)
-    if path is None:
+    if begun is None:
         print("the run has already finished; nothing to do", file=sys.stderr)
         return ExitCode.DONE
-    print(path)
+    print(*begun)
     return ExitCode.DONE
 
 

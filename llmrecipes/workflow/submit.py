@@ -225,7 +225,7 @@ class Preview:
         hardware = f"{self.gpus} × {self.gpu}" if self.gpu else "no GPU"
         share = f"({self.memory_headroom:.0%} headroom)"
         rows = {
-            "nodes": f"{nodes}, {hardware}, {self.ranks} ranks",
+            "nodes": f"{nodes}, {hardware}, {self.ranks} {'rank' if self.ranks == 1 else 'ranks'}",
             "memory": f"{gib(self.memory_bytes)} of {gib(self.memory_capacity_bytes)} a rank {share}",
             **{name: value or "the site's default" for name, value in self.place.items()},
             "time limit": self.time_limit or "the partition's own",

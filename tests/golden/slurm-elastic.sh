@@ -1,6 +1,6 @@
 sbatch \
     --parsable \
-    --job-name=gpt-7b \
+    --job-name=gpt-7b/run-1 \
     --nodes=8,16,32 \
     --gres=gpu:4 \
     --segment=8 \

@@ -2,7 +2,7 @@ mkdir -p /shared/runs/gpt-7b/run-1/logs
 prepare=$(sbatch \
     --parsable \
     --exclusive \
-    --job-name=gpt-7b-prepare \
+    --job-name=gpt-7b/run-1-prepare \
     --partition=cpu \
     --mem=0 \
     --array=0-2 \
@@ -15,7 +15,7 @@ sbatch \
     --parsable \
     "--dependency=afterok:${prepare%%;*}_0?afterok:${prepare%%;*}_1?afterok:${prepare%%;*}_2" \
     --kill-on-invalid-dep=yes \
-    --job-name=gpt-7b \
+    --job-name=gpt-7b/run-1 \
     --nodes=4 \
     --gres=gpu:8 \
     --switches=1@00:10:00 \

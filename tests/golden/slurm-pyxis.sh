@@ -1,6 +1,6 @@
 sbatch \
     --parsable \
-    --job-name=gpt-7b \
+    --job-name=gpt-7b/run-1 \
     --nodes=4 \
     --partition=gpu \
     --time=8:00:00 \

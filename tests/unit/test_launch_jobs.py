@@ -116,6 +116,55 @@ def test_a_launcher_is_a_line_of_the_table_and_wait_ends_with_its_code(
     assert f"{state}, exit code {code}" in told.out
 
 
+def test_wait_ends_when_a_job_is_held_after_it_had_started(
+    tiny: list[JobStatus | BaseException], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """By its user before it starts, and for a moment while nodes are left out, it is only told."""
+    monkeypatch.setattr(jobs, "HELD_SECONDS", 0.02)
+    held = JobStatus(JobState.HELD, reason="JobHeldUser")
+    log = tmp_path / "runs/gpt-tiny/r1/logs/tiny.out"
+    log.parent.mkdir(parents=True)
+    log.write_text("\n".join(f"line {number}" for number in range(100)) + "\nbad nodes: n2\n")
+    tiny += [*[held] * 50, RUNNING, replace(held, restarts=1), replace(PENDING, restarts=1), replace(held, restarts=2)]
+    assert run([*SUBMIT, "--wait"]) == 93
+    told = capsys.readouterr()
+    assert "bad nodes: n2" in told.err and "line 99" in told.err and "line 50" not in told.err
+    assert str(log) in told.err and "release tiny-1" in told.err and "held, exit code 93" in told.out
+    tiny[:] = [JobStatus(JobState.FAILED, 93)]
+    assert run([*SUBMIT, "--wait"]) == 93
+    assert "bad nodes: n2" in capsys.readouterr().err
+
+
+def test_runs_have_their_jobs_and_those_that_wait_are_listed(
+    tiny: list[JobStatus | BaseException], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def listed() -> dict[str, tuple[str, str | None]]:
+        assert run(["runs", "--json"]) == 0
+        return {row["run_id"]: (row["state"], row["job"]) for row in json.loads(capsys.readouterr().out)}
+
+    tiny.append(PENDING)
+    assert run(SUBMIT) == 0
+    wrote(tmp_path / "runs/gpt-tiny/own", state="finished", step=3, total=3)
+    wrote(tmp_path / "runs/gpt-tiny/done", state="finished", step=3, total=3)
+    record.write(JobRef("tiny", "tiny-2", tmp_path / "runs/gpt-tiny/done"))
+    capsys.readouterr()
+    Tiny.asked.clear()
+    own = {"own": ("finished", None), "done": ("finished", "tiny-2")}
+    assert listed() == {**own, "r1": ("pending", "tiny-1")}
+    assert Tiny.asked == [1]  # not about a run that has finished
+    tiny[:] = [JobStatus(JobState.HELD, restarts=1)]
+    wrote(tmp_path / "runs/gpt-tiny/r1", state="saved", step=3, total=9)
+    assert listed() == {**own, "r1": ("held", "tiny-1")}
+    tiny[:] = [JobStatus(JobState.SAVED, 75)]
+    assert listed() == {**own, "r1": ("saved", "tiny-1")}
+    (tmp_path / "runs/gpt-tiny/r1/status.json").unlink()
+    tiny[:] = [SchedulerUnavailable("away")]
+    assert listed() == {**own, "r1": ("submitted", "tiny-1")}
+    assert run(["runs"]) == 0
+    assert "tiny-1" in capsys.readouterr().out
+
+
 def test_wait_as_json_has_the_result_with_the_runs_numbers(
     tiny: list[JobStatus | BaseException], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -225,7 +274,9 @@ def test_a_scheduler_that_stays_away_ends_the_waiting(
     ("word", "exit_code", "reason", "expected"),
     [
         ("PENDING", "0:0", "Priority", JobStatus(JobState.PENDING, reason="Priority")),
-        ("REQUEUE_HOLD", "0:0", "held", JobStatus(JobState.PENDING, None, "held")),
+        ("REQUEUE_HOLD", "0:0", "held", JobStatus(JobState.HELD, None, "held")),
+        ("PENDING", "0:0", "JobHeldUser", JobStatus(JobState.HELD, None, "JobHeldUser")),
+        ("PENDING", "0:0", "job requeued in held state", JobStatus(JobState.HELD, None, "job requeued in held state")),
         ("COMPLETING", "0:0", "None", RUNNING),
         ("COMPLETED", "0:0", "None", JobStatus(JobState.COMPLETED, 0)),
         ("FAILED", "2:0", "NonZeroExitCode", JobStatus(JobState.FAILED, 2)),

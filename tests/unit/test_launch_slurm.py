@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from llmrecipes.cli import app as cli
 from llmrecipes.hardware.load import load_profile
+from llmrecipes.hardware.slurm_words import gpus_of, limit_seconds
 from llmrecipes.launch.programs import tell
+from llmrecipes.launch.slurm.options import SlurmOptions, SlurmRequest
 from llmrecipes.launch.slurm.sbatch import (
     LONGEST,
     SHORTEST,
-    SlurmOptions,
-    SlurmRequest,
     as_text,
     command,
     notice,
@@ -134,6 +135,23 @@ def test_hostile_values_stay_what_they_are(value: str, tmp_path: Path) -> None:
         ({"more": ("--array=0-3",)}, "--sbatch", "--array=0-3"),
         ({"more": ("-a0-3",)}, "--sbatch", "--name=value"),
         ({"more": ("--comment=a\n#SBATCH",)}, "--sbatch", "--name=value"),
+        ({"time": "2", "warning": 121}, "--time", ("120", "121")),
+        ({"time": "1:30", "warning": 121}, "--time", ("120", "121")),  # Slurm rounds up to 2 minutes
+        ({"time": "10", "warning": 900}, "--time", ("600", "900")),
+        ({"time": "0:05:00", "warning": 240}, "--time", "300"),  # Slurm may warn a minute early
+        ({"time": "8:00:00", "warning": 121, "more": ("--time=2",)}, "--sbatch", "120"),
+        ({"more": ("--time=soon",)}, "--sbatch", "--time=soon"),
+        ({"more": ("--nodes=4",)}, "--sbatch", "--nodes"),
+        ({"more": ("--signal=B:USR1@60",)}, "--sbatch", "--warning"),
+        ({"more": ("--sig=B:USR1@60",)}, "--sbatch", "--warning"),  # sbatch takes any unambiguous beginning
+        ({"more": ("--output=x",)}, "--sbatch", "--output=x"),
+        ({"more": ("--ntasks-per-node=4",)}, "--sbatch", "--ranks-per-node"),
+        ({"more": ("--wait",)}, "--sbatch", "--wait"),
+        ({"more": ("--test-only",)}, "--sbatch", "--dry-run"),
+        ({"more": ("--gres=gpu:4",)}, "--sbatch", ("--gres=gpu:4", "8")),
+        ({"more": ("--gres=nvme:1",)}, "--sbatch", ("--gres=nvme:1", "8")),  # replaces the profile's
+        ({"more": ("--gpus-per-node=h100:4",)}, "--sbatch", ("--gpus-per-node=h100:4", "8")),
+        ({"more": ("--gpus=8",)}, "--sbatch", ("--gpus=8", "32")),
     ],
 )
 def test_options_that_slurm_would_reject_are_refused(
@@ -141,6 +159,53 @@ def test_options_that_slurm_would_reject_are_refused(
 ) -> None:
     with refused(where, rule=rule):
         rendered(**options)
+
+
+def test_options_that_agree_with_the_plan_are_passed_on() -> None:
+    more = ("--gres=gpu:h100:8,nvme:1", "--gpus=32", "--wait-all-nodes=1", "--ntasks-per-core=1", "--time=0", "--hold")
+    words = rendered(time="4", warning=121, more=more)
+    assert words[words.index("--hold") - len(more) + 1 : words.index("--hold") + 1] == more
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("30", 1800), ("1:30", 120), ("8:00:00", 28800), ("2-0", 172800), ("1-2:03", 93780), ("1-02:03:04", 93840),
+     ("0", None), ("UNLIMITED", None), ("infinite", None), ("NONE", None)],
+)  # fmt: skip
+def test_time_limits_as_slurm_reads_them(text: str, seconds: int | None) -> None:
+    assert limit_seconds(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpus"),
+    [("gpu:8", 8), ("gpu", 1), ("gpu:h100", 1), ("gpu:h100:8", 8), ("gpu:a:2,nvme:1,gpu:b:3", 5), ("gres/gpu=4", 4),
+     ("gpu_shard:8", None), ("nvme:1", None)],
+)  # fmt: skip
+def test_gpus_of_generic_resources(gres: str, gpus: int | None) -> None:
+    assert gpus_of(gres) == gpus
+
+
+def test_a_profile_has_the_defaults_of_its_site(tmp_path: Path) -> None:
+    keys = {
+        "account": "research", "qos": "high", "time": "4:00:00", "sbatch": ["--mail-type=FAIL"],
+        "setup": ["module load cuda"],
+    }  # fmt: skip
+    own = yaml.safe_load(Path("recipes/clusters/h100-ib.yaml").read_text())
+    own |= {"name": "own", "slurm": {**own["slurm"], **keys}}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(own))
+    cluster = str(tmp_path / "own.yaml")
+    words = rendered(cluster)
+    assert {"--account=research", "--qos=high", "--time=4:00:00", "--mail-type=FAIL"} <= set(words)
+    assert words[words.index("--setup") + 1] == "module load cuda"
+    assert {"--account=other", "--time=1:00:00"} <= set(rendered(cluster, account="other", time="1:00:00"))
+    with refused("slurm.time", rule="120"):
+        own["slurm"]["time"] = "2"
+        (tmp_path / "own.yaml").write_text(yaml.safe_dump(own))
+        rendered(cluster)
+    own["slurm"] |= {"time": "2:00:00", "gres": "gpu:4"}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(own))
+    with refused("slurm.gres", rule=("gpu:4", "8")):
+        load_profile(cluster)
 
 
 @pytest.mark.parametrize("folder", ["/a\\b", "/a\nb"])
@@ -296,6 +361,58 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     return folder
+
+
+PARTITIONS = """\
+PartitionName=train AllowGroups=ALL AllowAccounts=ALL Default=YES QoS=N/A DefaultTime=NONE Hidden=NO \
+MaxNodes=UNLIMITED MaxTime=UNLIMITED MinNodes=0 Nodes=n[1-3] State=UP TotalCPUs=6 TotalNodes=3 JobDefaults=(null)
+PartitionName=big AllowGroups=ALL AllowAccounts=ALL Default=NO QoS=N/A DefaultTime=00:02:00 Hidden=NO \
+MaxNodes=4 MaxTime=01:00:00 MinNodes=0 Nodes=n[4-12] State=UP TotalCPUs=18 TotalNodes=9 JobDefaults=(null)
+"""
+"""As Slurm 22.05 prints them, without most fields."""
+
+
+@pytest.mark.parametrize(
+    ("options", "where", "rule"),
+    [
+        (["--nodes", "4"], "--nodes", ("4", "3", "--partition", "big")),
+        (["--nodes", "16", "--partition", "train,big"], "--nodes", ("16", "3", "9")),
+        (["--nodes", "4", "--partition", "train,big", "--time", "30"], "", ()),
+        (["--nodes", "4", "--partition", "train,big"], "partition big", "120"),  # the only one that is large enough
+        (["--nodes", "2"], "", ()),
+        (["--nodes", "16", "--partition", "train,hidden"], "", ()),
+        (["--nodes", "4", "--partition", "big"], "partition big", "120"),
+        (["--nodes", "8", "--partition", "big", "--time", "2:00:00"], "", ("4", "8", "01:00:00")),
+        (["--partition", "nope"], "sbatch", ("train", "big")),
+    ],
+)
+def test_a_job_that_could_never_start_is_refused(
+    programs: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, options: list[str],
+    where: str, rule: tuple[str, ...],
+) -> None:  # fmt: skip
+    sbatch_that(programs, 'case "$*" in *nope*) exit 1;; esac')
+    program(programs, "scontrol", f"cat <<'END'\n{PARTITIONS}END")
+    code = cli.run(["submit", "gpt-7b", "--cluster", "h100-ib", "--sbatch=--dependency=singleton", *options])
+    told = capsys.readouterr().err + caplog.text
+    if where:
+        assert code == 2 and not (programs / "jobs").exists()
+        require_message(told, where)
+        assert not list(Path("runs").rglob("*/logs"))
+    else:
+        assert code == 0 and len(jobs(programs)) == 1
+    assert all(word in told for word in rule)
+
+
+def test_a_cluster_that_does_not_answer_leaves_it_to_sbatch(programs: Path) -> None:
+    sbatch_that(programs)
+    program(programs, "scontrol", "exit 1")
+    assert cli.run(["submit", "gpt-7b", "--cluster", "h100-ib", "--nodes", "4"]) == 0
+
+
+def test_an_answer_of_sbatch_that_names_no_job_is_an_error(programs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program(programs, "sbatch", "echo sbatch 22.05.8")
+    assert cli.run(["submit", "gpt-7b", "--cluster", "h100-ib"]) == 2
+    require_message(capsys.readouterr().err, "sbatch", rule="22.05.8")
 
 
 def test_what_a_dry_run_prints_can_be_pasted(programs: Path, capsys: pytest.CaptureFixture[str]) -> None:

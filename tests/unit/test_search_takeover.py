@@ -357,6 +357,7 @@ def test_what_optuna_warns_of_is_a_line_of_the_log(
     monkeypatch.setattr(logging.getLogger(), "handlers", [caplog.handler])
     with warnings.catch_warnings():
         warnings.simplefilter("always")
+        logging.captureWarnings(False)  # of an earlier test, whose hook is gone
         quiet()
         for _ in range(2):
             optuna.distributions.FloatDistribution(0.0, 1.0, step=0.3)  # not divisible

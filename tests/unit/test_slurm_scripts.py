@@ -24,7 +24,8 @@ SRUN = r"""
 [ -z "$LLMRECIPES_RENDEZVOUS_TOKEN" ] || printf '%s %s\n' "$LLMRECIPES_RENDEZVOUS_TOKEN" "$*" >> "$LAB/tokens"
 for word; do printf '%s\0' "$word"; done >> "$LAB/calls"; printf '\1' >> "$LAB/calls"
 case "$*" in
-    *" begin "*) mkdir -p "$LAB/runs/logs"; [ -n "$FINISHED" ] || echo "$LAB/runs/logs/job.json"; exit $BEGIN;;
+    *" begin "*) mkdir -p "$LAB/runs/logs"; ranks=$(echo "$*" | sed -n 's/.* --ranks-per-node \([0-9]*\).*/\1/p')
+        [ -n "$FINISHED" ] || echo "${ON_CPUS:-$ranks} $LAB/runs/logs/job.json"; exit $BEGIN;;
     *" doctor "*) [ -z "$BAD" ] || echo "$BAD" > "$LAB/runs/.doctor-7"; exit $DOCTOR;;
     *" rank "*) [ -z "$OUTCOME" ] || echo "$OUTCOME" > "$LAB/runs/logs/outcome"; exec sh -c "$TRAINING exit $RANKS";;
     *) exit $RANKS;;
@@ -441,6 +442,24 @@ def test_options_reach_the_check(lab: Lab) -> None:
         assert lab.train(option, "no").code == 2
     _, begin, _ = lab.train("--max-restarts", "5").calls
     assert value_after(begin, "--max-restarts") == "5"
+
+
+def test_setup_is_run_before_all_steps_as_in_a_shell_without_options(lab: Lab) -> None:
+    for script in ("train.sbatch", "prepare.sbatch"):
+        setup = ["--setup", 'echo "of the site $NOT_SET"', "--setup", "false; true"]
+        ended = lab.run(script, *setup, "x")
+        assert ended.code == 0 and "of the site" in ended.said and ended.calls
+        ended = lab.run(script, "--setup", "(exit 7)", "x")
+        assert (ended.code, ended.calls) == (2, []) and "--setup" in ended.said and "7" in ended.said
+
+
+def test_a_profile_decides_the_ranks_of_a_node_unless_they_are_given(lab: Lab) -> None:
+    """Nodes with GPUs, and a profile without: one rank per node."""
+    _, begin, ranks = lab.run("train.sbatch", "x", SLURM_GPUS_ON_NODE="4", ON_CPUS="1").calls
+    assert value_after(begin, "--ranks-per-node") == "4" and "--ranks-by-gpus" in begin
+    assert "--ntasks-per-node=1" in ranks
+    _, begin, ranks = lab.run("train.sbatch", "--ranks-per-node", "2", "x", SLURM_GPUS_ON_NODE="4").calls
+    assert "--ranks-by-gpus" not in begin and "--ntasks-per-node=2" in ranks
 
 
 @pytest.mark.parametrize(

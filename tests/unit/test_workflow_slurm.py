@@ -60,7 +60,7 @@ def test_a_job_from_its_beginning_to_its_end(arguments: list[str], tmp_path: Pat
     begun = run(arguments, SLURM_RESTART_COUNT="2")
     assert begun.returncode == 0, begun.stderr
     path = tmp_path / "runs/tiny/mine/logs/job.json"
-    assert begun.stdout == f"{path}\n"  # and nothing else, whatever preparing says
+    assert begun.stdout == f"1 {path}\n"  # and nothing else, whatever preparing says
     job = SlurmJob.model_validate_json(path.read_text())
     assert job.run.restart == 2
     assert job.run.tags["slurm.restart_count"] == "2"
@@ -82,7 +82,7 @@ def test_bad_input_ends_with_2_and_one_message(arguments: list[str]) -> None:
 
 @pytest.mark.slow
 def test_a_rank_outside_of_srun_is_refused(arguments: list[str], tmp_path: Path) -> None:
-    path = Path(run(arguments).stdout.strip())
+    path = Path(run(arguments).stdout.split()[1])
     done = run(["rank", str(path)], SLURM_PROCID="x")
     assert done.returncode == 2
     require_message(done.stderr, "srun", rule="slurm/train.sbatch")
@@ -179,7 +179,7 @@ def test_ranks_on_detected_gpus_get_their_environment(
     (tmp_path / "runs" / ".doctor-7.jsonl").write_text('{"findings": []}\n')
     assert slurm.main([*asked, "--prepare", "--bind", "--", recipe]) == 0
     assert (tmp_path / "runs/tiny/mine/logs/doctor.jsonl").read_text() == '{"findings": []}\n'
-    job = SlurmJob.model_validate_json(Path(capsys.readouterr().out.strip()).read_text("utf-8"))
+    job = SlurmJob.model_validate_json(Path(capsys.readouterr().out.split()[1]).read_text("utf-8"))
     assert job.run.on_gpus and job.bind
     assert job.environment["OMP_NUM_THREADS"] == "16"
     assert job.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"

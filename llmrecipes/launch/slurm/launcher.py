@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -15,21 +16,18 @@ from llmrecipes.launch import record
 from llmrecipes.launch.base import JobHandle, JobRef, JobState, JobStatus, LauncherOptions, Logs, Rendering, Submission
 from llmrecipes.launch.job import Job
 from llmrecipes.launch.programs import SchedulerUnavailable, ask, require_program, run, tell
-from llmrecipes.launch.slurm.sbatch import (
-    SlurmOptions,
-    SlurmRequest,
-    after,
-    command,
-    notice,
-    prepare_command,
-    script_text,
-)
+from llmrecipes.launch.slurm import partitions
+from llmrecipes.launch.slurm.options import SlurmOptions, SlurmRequest, value_of
+from llmrecipes.launch.slurm.sbatch import after, command, notice, prepare_command, script_text
 from llmrecipes.runfiles import RunFiles
 
 DRY_RUN = "--dry-run prints the command"
 SCRIPTS = folder("slurm")
 RUNNING = {"RUNNING", "COMPLETING", "STOPPED", "SUSPENDED", "SIGNALING", "STAGE_OUT", "RESIZING"}
-PENDING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
+PENDING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED"}
+HELD = {"REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
+HELD_REASON = re.compile("held", re.IGNORECASE)
+"""Of a pending job: `JobHeldUser`, `JobHeldAdmin`, `job requeued in held state`, `launch failed requeued held`."""
 ENDED = {"COMPLETED": JobState.COMPLETED, "CANCELLED": JobState.CANCELLED}
 """Other states (FAILED, TIMEOUT, NODE_FAIL, OUT_OF_MEMORY ...) are failures, with the state as the reason."""
 SQUEUE = ("squeue", "--noheader", "--states=all", "--Format=JobID:|,State:|,Reason:60|,exit_code:|,RestartCnt:|")
@@ -73,7 +71,7 @@ class SlurmLauncher:
         first: tuple[str, ...] = ()
         notes = {"last save": f"{warned.seconds} s before the time limit: {warned.reason}"}
         # With a dependency of their own users say what the job waits for.
-        has_dependency = any(word.partition("=")[0] == "--dependency" for word in options.more)
+        has_dependency = value_of("dependency", (*planned.profile.slurm.sbatch, *options.more)) is not None
         if planned.profile.gpus_per_node and not submission.prepared and not has_dependency:
             first = prepare_command(request, planned.profile, options, SCRIPTS / "prepare.sbatch")
             where = (
@@ -84,7 +82,7 @@ class SlurmLauncher:
             tasks = options.prepare_tasks
             on = "on one node" if tasks == 1 else f"as an array of {tasks:,} tasks, one node per task"
             notes["tokenize"] = f"the data is not prepared: a separate job prepares it first, {on}{where}"
-        given_last = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
+        given_last = _options_of(words)
         return Rendering(
             words,
             first=first,
@@ -107,16 +105,29 @@ class SlurmLauncher:
     def submit(self, submission: Submission, rendering: Rendering) -> JobHandle:
         """Run sbatch, whose `--parsable` output is the id: `JOB`, or `JOB;CLUSTER` with several clusters."""
         words, prepare = rendering.command, ""
+        given = _options_of(words)
+        known = partitions.known((f"--clusters={given['clusters']}",) if "clusters" in given else ())
+        partitions.require_room(known, _wanted(given))
         if rendering.first:
-            prepare = tell(rendering.first, fix=f"--prepare-partition NAME; {DRY_RUN}")
+            prepare = self._sbatch(rendering.first, known, "--prepare-partition")
             words = after(words, prepare.partition(";")[0], rendering.details["prepare_tasks"])
         try:
-            job = tell(words, rendering.text, DRY_RUN)
+            job = self._sbatch(words, known, "--partition")
         except UserError:
             if prepare:
                 self.cancel(JobRef("slurm", prepare, submission.run_dir))
             raise
         return Job(self, JobRef("slurm", job, submission.run_dir))
+
+    def _sbatch(self, words: Sequence[str], known: Sequence[partitions.Partition], option: str) -> str:
+        """The id of the new job; a refused partition is answered with those that there are."""
+        names = [entry.name for entry in known]
+        asked = _names(_options_of(words).get("partition"))
+        wrong = names and not set(asked) <= set(names)
+        job = tell(words, fix=f"{option} {' or '.join(names)}" if wrong else DRY_RUN)
+        if not self.names_job(job):
+            raise UserError(f"printed {job!r}, which is not the id of a job", where=words[0], fix=DRY_RUN)
+        return job
 
     def statuses(self, refs: Sequence[JobRef]) -> dict[JobRef, JobStatus]:
         """One squeue per cluster; then sacct and the exit files, for jobs that slurmctld has forgotten."""
@@ -167,6 +178,8 @@ def status_of(word: str, exit_code: str, reason: str = "", restarts: int = 0) ->
         restarts: number of requeues.
     """
     state, pending = word.partition(" ")[0].rstrip("+"), "" if reason in ("None", "") else reason
+    if state in HELD or (state in PENDING and HELD_REASON.search(pending)):
+        return JobStatus(JobState.HELD, reason=pending, restarts=restarts)
     if state in PENDING:
         return JobStatus(JobState.PENDING, reason=pending, restarts=restarts)
     if state in RUNNING:
@@ -182,6 +195,26 @@ def status_of(word: str, exit_code: str, reason: str = "", restarts: int = 0) ->
     job_state = ENDED.get(state, JobState.FAILED)
     code_or_none = ended or (0 if job_state == JobState.COMPLETED else None)
     return JobStatus(job_state, code_or_none, "" if state in ENDED else state, restarts)
+
+
+def _options_of(words: Sequence[str]) -> dict[str, str]:
+    """The options of an sbatch command with their last values."""
+    return dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
+
+
+def _names(partition: str | None) -> tuple[str, ...]:
+    """The partitions that a value names; without one, those of sbatch's variable."""
+    return tuple(filter(None, (partition or os.environ.get("SBATCH_PARTITION", "")).split(",")))
+
+
+def _wanted(given: Mapping[str, str]) -> partitions.Wanted:
+    fewest = re.match("[0-9]*", given["nodes"])
+    return partitions.Wanted(
+        _names(given.get("partition")),
+        int(fewest[0] or 1) if fewest else 1,
+        given.get("time") or os.environ.get("SBATCH_TIMELIMIT"),
+        int(given["signal"].rpartition("@")[2]),
+    )
 
 
 def _squeue(job_ids: Iterable[str], where: tuple[str, ...]) -> dict[str, JobStatus]:

@@ -6,15 +6,13 @@ The batch script, slurm/train.sbatch, is a file that does not change; everything
 from __future__ import annotations
 
 import math
-import re
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from llmrecipes.errors import UserError
 from llmrecipes.hardware.profile import Profile, Slurm
-from llmrecipes.launch.run_options import RunOptions
+from llmrecipes.launch.slurm.options import SlurmOptions, SlurmRequest, check
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.degrees import elastic_nodes
@@ -68,54 +66,6 @@ def _warning(save: float, step: float, source: str) -> Notice:
     return Notice(min(needed, LONGEST), f"a save takes {save:.0f} s ({source})")
 
 
-WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@=+,-]*")
-TIME = re.compile(r"\d+|\d+:\d+(:\d+)?|\d+-\d+(:\d+(:\d+)?)?|UNLIMITED|INFINITE", re.IGNORECASE)
-TIME_RULE = (
-    "minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes or days-hours:minutes:seconds"
-)
-RUNTIMES = ("pyxis", "apptainer", "none")
-
-
-@dataclass(frozen=True)
-class SlurmOptions:
-    """Options of the user; None is the default of the profile or the site.
-
-    `image` is for srun's `--container-image` or Apptainer. The run saves `warning` seconds before the time limit.
-    `more` are further options of sbatch, each as one `--name=value`. `python` runs the ranks. `prepare_partition` is
-    that of the job that tokenizes, an array if it has several `prepare_tasks`. `run` is passed on to the ranks.
-    """
-
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    time: str | None = None
-    runtime: str | None = None
-    image: str | None = None
-    python: str | None = None
-    warning: int | None = None
-    prepare_partition: str | None = None
-    prepare_tasks: int = 1
-    max_restarts: int | None = None
-    run: RunOptions = field(default_factory=RunOptions)
-    more: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class SlurmRequest:
-    """A run and its nodes.
-
-    `asked` is the recipe and its overrides, and `cluster` the profile, as the user wrote them; paths are absolute.
-    """
-
-    asked: tuple[str, ...]
-    cluster: str
-    nodes: int
-    run_id: str
-    runs_dir: Path
-    data_dir: Path
-    run_dir: Path
-
-
 def command(
     request: SlurmRequest, plan: Plan, profile: Profile, options: SlurmOptions, script: Path
 ) -> tuple[str, ...]:
@@ -131,17 +81,18 @@ def command(
     Raises:
         UserError: a value that Slurm would reject.
     """
-    check(request, profile, options)
+    ranks_per_node = plan.layout.world_size // request.nodes
+    check(request, profile, options, ranks_per_node)
     site = profile.slurm
     runtime = options.runtime or (site.container_runtime if options.image else "none")
-    counts = elastic_nodes(plan.run_recipe, request.nodes, plan.layout.world_size // request.nodes)
+    counts = elastic_nodes(plan.run_recipe, request.nodes, ranks_per_node)
     wanted = {
-        "job-name": plan.recipe.name,
+        "job-name": f"{plan.recipe.name}/{request.run_id}",
         "nodes": _node_counts(counts),
         "partition": options.partition or site.partition,
-        "account": options.account,
-        "qos": options.qos,
-        "time": options.time,
+        "account": options.account or site.account,
+        "qos": options.qos or site.qos,
+        "time": options.time or site.time,
         "gres": site.gres,
         "constraint": site.constraint,
         "switches": _switches(request.nodes, site),
@@ -155,7 +106,7 @@ def command(
         "runtime": runtime,
         "image": options.image,
         "python": options.python,
-        "ranks-per-node": str(plan.layout.world_size // request.nodes),
+        "ranks-per-node": str(ranks_per_node),
         "run-id": request.run_id,
         "runs-dir": str(request.runs_dir),
         "data-dir": str(request.data_dir),
@@ -168,11 +119,13 @@ def command(
         "sbatch",
         "--parsable",
         *(f"--{name}={value}" for name, value in wanted.items() if value is not None),
+        *site.sbatch,
         *options.more,
         str(script),
         *(word for name, value in flags.items() if value is not None for word in (f"--{name}", value)),
         *options.run.words("yes"),
         *_mounts(profile, runtime),
+        *(word for line in site.setup for word in ("--setup", line)),
         *request.asked,
     )
 
@@ -187,9 +140,9 @@ def prepare_command(request: SlurmRequest, profile: Profile, options: SlurmOptio
     site = profile.slurm
     runtime = options.runtime or (site.container_runtime if options.image else "none")
     wanted = {
-        "job-name": f"{RunFiles(request.run_dir).recipe_name}-prepare",
+        "job-name": f"{RunFiles(request.run_dir).recipe_name}/{request.run_id}-prepare",
         "partition": options.prepare_partition or site.cpu_partition or options.partition or site.partition,
-        "account": options.account,
+        "account": options.account or site.account,
         "mem": "0",
         "array": f"0-{options.prepare_tasks - 1}" if options.prepare_tasks > 1 else None,
         "output": _output(request, "prepare"),
@@ -208,6 +161,7 @@ def prepare_command(request: SlurmRequest, profile: Profile, options: SlurmOptio
         str(script),
         *(word for name, value in flags.items() if value is not None for word in (f"--{name}", value)),
         *_mounts(profile, runtime),
+        *(word for line in site.setup for word in ("--setup", line)),
         *request.asked,
     )
 
@@ -252,71 +206,6 @@ def as_text(words: Sequence[str]) -> str:
     return " ".join(lines)
 
 
-def check(request: SlurmRequest, profile: Profile, options: SlurmOptions) -> None:
-    """Reject values that sbatch would reject or misinterpret.
-
-    Raises:
-        UserError: the first such value.
-    """
-    for name in ("partition", "account", "qos", "prepare_partition"):
-        value = getattr(options, name)
-        if value is not None and not WORD.fullmatch(value):
-            option = f"--{name.replace('_', '-')}"
-            raise UserError(f"{value!r}", where=option, rule="only letters, digits and . _ : / @ = + , - are allowed")
-    if options.time is not None and not TIME.fullmatch(options.time):
-        raise UserError(f"{options.time!r}", where="--time", rule=TIME_RULE, fix="--time 8:00:00")
-    if options.runtime is not None and options.runtime not in RUNTIMES:
-        raise UserError(f"{options.runtime!r}", where="--runtime", rule=f"one of {', '.join(RUNTIMES)}")
-    runtime = options.runtime or profile.slurm.container_runtime
-    if options.runtime not in (None, "none") and not options.image:
-        raise UserError(f"{runtime} without an image", where="--runtime", fix="--image IMAGE, or --runtime none")
-    if options.image and runtime == "none":
-        raise UserError(
-            f"{options.image!r}, but cluster profile {profile.name} has no container runtime",
-            where="--image",
-            fix="--runtime pyxis or --runtime apptainer, if the site has it",
-        )
-    if options.image is not None and (options.image.startswith("-") or not _is_plain(options.image)):
-        raise UserError(f"{options.image!r}", where="--image", rule="must be one word of printable characters")
-    if options.image is not None:
-        _check_image(options.image, runtime)
-    for option in options.more:
-        name = option.partition("=")[0]
-        if not option.startswith("--") or not option.isprintable():
-            raise UserError(f"{option!r}", where="--sbatch", rule="must be a single sbatch option, as --name=value")
-        if name == "--array":
-            raise UserError(
-                option,
-                where="--sbatch",
-                rule="a run is a single job: the tasks of an array would share its run directory",
-                fix="submit every run separately",
-            )
-    for path in (request.runs_dir, request.data_dir):
-        if not str(path).isprintable() or "\\" in str(path):
-            raise UserError("not printable", where=f"{str(path)!r}",
-                            rule="paths in Slurm's --output must be printable and have no backslash")  # fmt: skip
-        if runtime != "none" and options.image and set(str(path)) & set(":,"):
-            raise UserError("cannot be mounted", where=str(path),
-                            rule="paths mounted into a container must not contain : or ,")  # fmt: skip
-
-
-def _check_image(image: str, runtime: str) -> None:
-    if runtime == "pyxis" and image.endswith(".sqsh") and not image.startswith("/"):
-        raise UserError(
-            f"{image!r} with pyxis",
-            where="--image",
-            rule="a .sqsh file needs an absolute path; pyxis looks up other names in a registry",
-            fix=f"--image {Path(image).absolute()}",
-        )
-    suffix = {"pyxis": ".sif", "apptainer": ".sqsh"}.get(runtime)
-    if suffix is not None and image.endswith(suffix):
-        raise UserError(
-            f"{image!r} with {runtime}",
-            where="--image",
-            rule="pyxis takes REGISTRY#NAME:TAG or a .sqsh file, Apptainer a .sif file or docker://NAME:TAG",
-        )
-
-
 def _output(request: SlurmRequest, name: str) -> str:
     """The log, whose directory Slurm does not create; % starts a replacement symbol."""
     return str(RunFiles(request.run_dir).logs / f"{name}-").replace("%", "%%") + "%j.out"
@@ -348,7 +237,3 @@ def _segment(nodes: int, segment: int) -> int:
 
 def _mount(mount: str) -> str:
     return mount if ":" in mount else f"{mount}:{mount}"
-
-
-def _is_plain(text: str) -> bool:
-    return text.isprintable() and not set(text) & set(" \"'`$\\;|&<>()")

@@ -35,7 +35,9 @@ environment:
 IMPATIENT = """\
 from llmrecipes.cli.app import main
 from llmrecipes.launch.slurm.launcher import SlurmLauncher
+from llmrecipes.launch import job
 SlurmLauncher.poll_seconds = 1.0
+job.HELD_SECONDS = 5.0
 main()
 """
 """`llmrecipes`, which asks for its jobs every second; a cluster of many users it would ask every 15 s."""

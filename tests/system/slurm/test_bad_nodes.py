@@ -36,7 +36,7 @@ def test_a_job_leaves_a_bad_node_out_and_runs_on_another(site: Site, recipe: Rec
     headings = [line for line in printed.splitlines() if line.endswith(":")]
     assert headings == ["n2:"]
     assert f"{port_of(job)} " in printed
-    assert f"job {job}: n2 " in printed
+    assert f"job {job}: bad nodes, left out for 24 hours: n2;" in printed
     assert "step 1/" not in printed
     fields = site.finish(job, run_dir)
     assert (fields["NodeList"], fields["ExcNodeList"], fields["Restarts"]) == ("n[1,3]", "n2", "1")
@@ -44,9 +44,20 @@ def test_a_job_leaves_a_bad_node_out_and_runs_on_another(site: Site, recipe: Rec
 
 
 def test_a_job_without_other_nodes_is_held(site: Site, recipe: Recipe) -> None:
-    """Its user leaves out n3, and n2 is bad: n1 is not enough."""
+    """Its user leaves out n3, and n2 is bad: n1 is not enough. Who waits for it is told."""
     words = ["train.train_iters=5", "--sbatch=--hold", "--sbatch=--exclude=n3"]
-    job, run_dir = site.submit(recipe, "stuck", *words)
+    with site.waiting(recipe, "stuck", *words) as waiting:
+        job, run_dir = waiting.job, waiting.run_dir
+        _hold_for_a_bad_node(site, job)
+        code, answer, states = waiting.end()
+    assert (code, answer["result"]["state"]) == (93, "held") and states[-1].startswith("held, restart 1")
+    assert "held" in site.llmrecipes("runs")
+    assert f"scontrol release {job}" in site.log(run_dir, job)
+    site.lab.run("scontrol", "release", job)  # the node is repaired
+    assert site.finish(job, run_dir)["NodeList"] == "n[1-2]"
+
+
+def _hold_for_a_bad_node(site: Site, job: str) -> None:
     with site.lab.inside("n2", sys.executable, "-c", LISTEN, str(port_of(job))) as taken:
         try:
             assert taken.stdout is not None
@@ -57,9 +68,6 @@ def test_a_job_without_other_nodes_is_held(site: Site, recipe: Recipe) -> None:
             )
         finally:
             taken.kill()
-    assert f"scontrol release {job}" in site.log(run_dir, job)
-    site.lab.run("scontrol", "release", job)  # the node is repaired
-    assert site.finish(job, run_dir)["NodeList"] == "n[1-2]"
 
 
 def test_the_prolog_drains_a_bad_node(new_site: Callable[[Lab], Site], recipe: Recipe, tmp_path: Path) -> None:

@@ -26,16 +26,16 @@ def test_slurm_takes_the_scripts_and_what_is_rendered(site: Site, recipe: Recipe
     path = write_recipe(recipe, site.folder)
     printed = site.llmrecipes(
         "submit", path, "--cluster", str(site.folder / "lab.yaml"), "--nodes", "2", "--time", "1:00:00", "--partition",
-        "spot", "--sbatch=--nice=10", "--sbatch=--test-only", "--dry-run", "--json",
+        "spot", "--sbatch=--nice=10", "--dry-run", "--json",
     )  # fmt: skip
-    assert "to start at" in site.sbatch(*json.loads(printed)["command"][1:])
+    assert "to start at" in site.sbatch("--test-only", *json.loads(printed)["command"][1:])
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--partition", "nope"], "invalid partition specified: nope"),
-        (["--nodes", "4"], "Node count specification invalid"),
+        (["--partition", "nope"], "--partition train or spot"),
         (["--sbatch=--constraint=quantum"], "Invalid feature specification"),
     ],
 )
@@ -47,6 +47,13 @@ def test_a_refusal_shows_slurms_message(site: Site, recipe: Recipe, arguments: l
     assert "error: sbatch: " in said
     assert words in said
     assert "Traceback" not in said
+
+
+def test_more_nodes_than_the_partition_has_are_refused(site: Site, recipe: Recipe) -> None:
+    """Where limits of partitions are not enforced, Slurm would queue such a job forever."""
+    path = write_recipe(recipe, site.folder)
+    said = site.llmrecipes("submit", path, "--cluster", str(site.folder / "lab.yaml"), "--nodes", "4", code=2)
+    assert "error: --nodes: 4 nodes, but partition train has 3" in said
 
 
 def test_hostile_values_reach_the_job_as_they_are(site: Site) -> None:

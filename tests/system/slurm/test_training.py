@@ -251,8 +251,8 @@ def test_time_limit_whose_warning_comes_before_the_ranks_are_started(site: Site,
         '*"slurm begin"*) [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || '
         f"until [ -e {shlex.quote(str(released))} ]; do sleep 0.1; done",
     )
-    # slurmctld looks every 30 s and warns up to 30 s early: 8 to 38 s after the start, when the script has its handler.
-    arguments = ["--time", "5", "--warning", "262", "--python", held_up]
+    # slurmctld looks every 30 s and warns up to 30 s early: 31 to 61 s after the start, when it has a handler.
+    arguments = ["--time", "5", "--warning", "239", "--python", held_up]
     job, run_dir = site.submit(recipe, "limited", *arguments)
     log, sent = site.lab.root / "log/slurmctld.log", f"job_signal: {signal.SIGUSR1.value} of running JobId={job} "
     site.lab.until(lambda: True if sent in log.read_text("utf-8") else None, f"job {job} is not warned")
