@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import signal
@@ -102,15 +103,18 @@ class _LoggedWarnings:
     """
 
     def __init__(self, library: Path, others: Callable[..., None]) -> None:
-        # Optuna attributes its warnings to its caller where Python can do so (3.12).
-        self._folders, self._others = (str(library), str(Path(__file__).parent)), others
+        self._library, self._others = str(library), others
         self._seen: set[str] = set()
 
     def __call__(
         self, message: Warning | str, category: type[Warning], filename: str, lineno: int,
         file: TextIO | None = None, line: str | None = None,
     ) -> None:  # fmt: skip
-        if not filename.startswith(self._folders):
+        # Optuna attributes its warnings to its caller: the file name says nothing.
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code.co_filename in (__file__, warnings.__file__):
+            frame = frame.f_back
+        if frame is None or not frame.f_code.co_filename.startswith(self._library):
             self._others(message, category, filename, lineno, file, line)
         elif str(message) not in self._seen:
             self._seen.add(str(message))

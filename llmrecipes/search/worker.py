@@ -66,7 +66,9 @@ class Stop:
 
     def wait(self, seconds: float) -> None:
         """Wait so long, or until a signal arrives."""
-        select.select([self._read], [], [], seconds)
+        poll = select.poll()  # select.select refuses descriptors above 1,023
+        poll.register(self._read, select.POLLIN)
+        poll.poll(seconds * 1000)
 
     def again(self) -> None:
         """Stop waiting for trials; another Ctrl-C ends this process."""

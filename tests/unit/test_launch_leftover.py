@@ -41,11 +41,13 @@ def started(logs: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
     fifo = logs / "said"
     os.mkfifo(fifo)
     said = os.open(fifo, os.O_RDWR)
+    poll = select.poll()
+    poll.register(said, select.POLLIN)
     launcher = subprocess.Popen([sys.executable, "-c", START, str(logs), str(fifo)], cwd=ROOT)
     try:
         text = b""
         while text.count(b"\n") < 4:
-            assert select.select([said], [], [], 60.0)[0], "the ranks did not start"
+            assert poll.poll(60_000), "the ranks did not start"
             text += os.read(said, 4096)
         pids = list(map(int, text.split()))
         yield launcher, pids

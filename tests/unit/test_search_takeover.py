@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +33,7 @@ from llmrecipes.search.budget import ENDED, RANK_SECONDS, RANKS, RUN_ID, used
 from llmrecipes.search.command import quiet
 from llmrecipes.search.starting import MACHINE, NotStarted
 from llmrecipes.search.trials import RETURNED, WORKER, own_trials
-from llmrecipes.search.worker import Worker
+from llmrecipes.search.worker import Stop, Worker
 from tests.unit.search_lab import Curves, bowl, curves, ran, searched, states, worker
 
 __all__ = ["curves"]
@@ -350,6 +352,21 @@ def test_a_resumed_trial_warns_of_nothing_and_has_the_constraints_of_its_own_pla
     assert [str(each.message) for each in recwarn if "constraint" in str(each.message)] == []
 
 
+def test_a_signal_ends_a_wait_where_many_files_are_open() -> None:
+    many = [
+        os.open(os.devnull, os.O_RDONLY) for _ in range(min(1100, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 100))
+    ]
+    try:
+        stop = Stop()
+        stop.receive(signal.SIGTERM, None)
+        began = time.monotonic()
+        stop.wait(60.0)
+        assert time.monotonic() - began < 30
+    finally:
+        for each in many:
+            os.close(each)
+
+
 def test_what_optuna_warns_of_is_a_line_of_the_log(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,7 +374,6 @@ def test_what_optuna_warns_of_is_a_line_of_the_log(
     monkeypatch.setattr(logging.getLogger(), "handlers", [caplog.handler])
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        logging.captureWarnings(False)  # of an earlier test, whose hook is gone
         quiet()
         for _ in range(2):
             optuna.distributions.FloatDistribution(0.0, 1.0, step=0.3)  # not divisible
