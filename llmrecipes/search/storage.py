@@ -10,7 +10,8 @@ import os
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
@@ -24,9 +25,11 @@ from optuna.storages import (
     get_storage,
 )
 from optuna.storages._heartbeat import BaseHeartbeat
+from optuna.storages._rdb.models import TrialModel
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.study._constrained_optimization import _CONSTRAINTS_KEY
 from optuna.trial import TrialState
+from sqlalchemy import update
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
@@ -272,6 +275,25 @@ class _RedactedAttributes(BaseStorage):
 
 class Database(_RedactedAttributes, RDBStorage):
     """SQLite or PostgreSQL."""
+
+    def set_trial_state_values(self, trial_id: int, state: TrialState, values: Sequence[float] | None = None) -> bool:
+        """Set the state of a trial; False if it is to run, and another process has taken it.
+
+        Optuna reads the state, then writes it. SQLite has no lock for that: of processes that ask at the same moment,
+        several would train the trial. One statement that does both is atomic in every database.
+        """
+        if state != TrialState.RUNNING:
+            return super().set_trial_state_values(trial_id, state, values)
+        take = (
+            update(TrialModel)
+            .where(TrialModel.trial_id == trial_id, TrialModel.state == TrialState.WAITING)
+            .values(state=state, datetime_start=datetime.now())
+        )
+        with self.engine.begin() as connection:
+            taken = connection.execute(take).rowcount == 1
+        if not taken:
+            self.check_trial_is_updatable(trial_id, self.get_trial(trial_id).state)
+        return taken
 
 
 class HeartbeatJournal(_RedactedAttributes, JournalStorage, BaseHeartbeat):
