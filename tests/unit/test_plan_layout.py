@@ -162,6 +162,12 @@ def test_data_parallel_sizes(name: str, ranks: int, dense: int, experts: int) ->
             "parallelism.expert_tensor_parallel_size",
             ("expert_tensor_parallel_size 2", "tensor_model_parallel_size", "expert_tensor_parallel_size 1"),
         ),
+        (
+            "moe-tiny", {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 1,
+                         "expert_model_parallel_size": 1}, 2, LAPTOP,
+            "parallelism.expert_model_parallel_size",
+            ("expert_tensor_parallel_size 1", "expert_model_parallel_size 2", "expert_tensor_parallel_size 2"),
+        ),
         ("llama3-405b", {}, 128, gpus(8), "parallelism", ("128", "8")),
         (
             "llama3-405b", {}, 128, gpus(4), "parallelism.tensor_model_parallel_size",

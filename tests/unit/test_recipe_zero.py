@@ -114,6 +114,7 @@ NVME = {"offload_optimizer": "nvme", "nvme_path": "/nvme"}
         (on_deepspeed(parallelism={PP: 2}), f"parallelism.{PP}", ("engine deepspeed", f"{PP} 1")),
         (make({"stage": 2}, parallelism={CP: 2}), f"parallelism.{CP}", ("engine deepspeed", f"{CP} 1")),
         (on_deepspeed(zero=3, model=MOE, parallelism={EP: 2}), f"parallelism.{EP}", ("zero.stage 2", f"{EP} 1")),
+        (on_deepspeed(zero=0, model=MOE, parallelism={EP: 2}), f"parallelism.{EP}", ("zero.stage 2", f"{EP} 1")),
         (
             on_deepspeed(model={"mtp_num_layers": 1, "position_embedding_type": "rope"}),
             "model.mtp_num_layers", "engine deepspeed",

@@ -27,6 +27,7 @@ BIAS: dict[str, Any] = {
     "moe_router_score_function": "sigmoid",
     "moe_router_bias_update_rate": 0.01,
 }
+FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def batches(recipe: Recipe, counted: list[int]) -> Iterator[Batch]:
@@ -92,6 +93,17 @@ def test_a_routers_loss_is_all_that_is_left_where_every_token_is_masked(world: W
     require_same(gradients(moe_recipe(**keys), [0]), term([SEQUENCE], **keys))
 
 
+def test_padding_experts_to_a_capacity_that_holds_all_changes_no_loss_per_sequence(world: World) -> None:
+    keys = ROUTER_TERMS["seq_aux_loss"]
+    room: dict[str, Any] = {
+        "moe_expert_capacity_factor": 2.0,
+        "moe_pad_expert_input_to_capacity": True,
+        "moe_ffn_hidden_size": 16,
+    }
+    plain = gradients(moe_recipe(moe_ffn_hidden_size=16, **keys), [SEQUENCE])
+    require_same(gradients(moe_recipe(**room, **keys), [SEQUENCE]), plain, rtol=1e-5)
+
+
 def test_what_routers_report_does_not_depend_on_masked_tokens(world: World) -> None:
     recipe = moe_recipe(**ROUTER_TERMS["aux_loss"])
 
@@ -119,6 +131,27 @@ def test_a_predicted_token_has_the_same_weight_in_every_micro_batch(world: World
         require_same(of(size, counted), one, rtol=1e-5)
 
 
+@pytest.mark.parametrize("train", [{}, FULL], ids=["plain", "recomputed"])
+def test_labels_of_masked_tokens_have_no_effect_on_predictions(world: World, train: dict[str, Any]) -> None:
+    model = {"num_moe_experts": None, "mtp_num_layers": 2, "mtp_loss_scaling_factor": 1.0, **ROPE}
+    recipe = moe_recipe(train=train, **model)
+
+    def of(label: int | None) -> dict[str, torch.Tensor]:
+        engine, seen = engine_of(recipe), dict[str, torch.Tensor]()
+        engine.watch_gradients(
+            lambda _, slices: seen.update({f"{each.name} {each.offset}": each.tensor for each in slices})
+        )
+        engine.train_step(
+            batch if label is None else {**batch, "labels": batch["labels"].where(batch["loss_mask"] > 0, label)}
+            for batch in batches(recipe, [5, 3, 16, 0])
+        )
+        return seen
+
+    written = of(None)
+    for label in (0, 7):
+        assert all(torch.equal(value, written[name]) for name, value in of(label).items())
+
+
 def biases(engine: MegatronEngine) -> list[float]:
     named = engine.modules[0].named_buffers()
     return [value for name, buffer in named if name.endswith("expert_bias") for value in buffer.tolist()]
@@ -136,6 +169,23 @@ def test_experts_that_are_padded_to_their_capacity_are_balanced_alike(world: Wor
             engine.train_step(batches(recipe, [SEQUENCE]))
         found.append(biases(engine))
     assert found[0] == found[1] and any(found[0])
+
+
+def test_the_bias_of_experts_counts_each_trained_token_once(world: World) -> None:
+    """Neither those of a second forward pass for recomputation nor those of an evaluation."""
+
+    def trained(evaluating: bool, **train: Any) -> list[float]:
+        recipe = moe_recipe(train=train, **BIAS)
+        engine = engine_of(recipe)
+        for _ in range(3):
+            engine.train_step(batches(recipe, [SEQUENCE]))
+            if evaluating:
+                engine.evaluate(({**batch, "tokens": 0 * batch["tokens"]} for batch in batches(recipe, [SEQUENCE])), 1)
+        return biases(engine)
+
+    plain = trained(False)
+    assert any(plain)
+    assert trained(False, **FULL) == trained(True) == plain
 
 
 def test_a_step_without_an_update_leaves_the_bias_of_experts(world: World) -> None:
