@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -40,6 +41,8 @@ TRAIN = (
     "hidden_distance",
 )
 
+FLUSH_SECONDS = 10
+
 
 class TensorBoardSink(Sink):
     """Writes every `log_interval`-th step and all evaluations.
@@ -53,7 +56,9 @@ class TensorBoardSink(Sink):
         from torch.utils.tensorboard import SummaryWriter
 
         self._log_interval = log_interval
-        self._writer = SummaryWriter(str(directory), purge_step=resumed_step + 1, flush_secs=10)
+        self._writer = SummaryWriter(str(directory), purge_step=resumed_step + 1, flush_secs=FLUSH_SECONDS)
+        self._hook = threading.excepthook
+        threading.excepthook = self._on_thread_error
 
     @classmethod
     def of(cls, start: RunStart) -> Self:
@@ -104,6 +109,13 @@ class TensorBoardSink(Sink):
 
     def close(self, status: RunStatus) -> None:
         self._writer.close()
+        if threading.excepthook == self._on_thread_error:
+            threading.excepthook = self._hook
+
+    def _on_thread_error(self, error: threading.ExceptHookArgs, /) -> None:
+        # The writer's thread keeps its error, which the next call raises and the tracker reports.
+        if type(error.thread).__module__ != "tensorboard.summary.writer.event_file_writer":
+            self._hook(error)
 
     def _write(self, group: str, keys: tuple[str, ...], metrics: StepMetrics | EvalMetrics) -> None:
         for key in keys:

@@ -35,7 +35,7 @@ from llmrecipes.tracking.events import ENERGY, MEASURED, Note
 from llmrecipes.tracking.run_tracker import RunTracker
 from llmrecipes.train.debug import anomaly_mode
 from llmrecipes.train.evaluations import TaskEvaluations, evaluation_due
-from llmrecipes.train.folder import require_exists, stop_when_deleted
+from llmrecipes.train.folder import RunFolder
 from llmrecipes.train.hangs import hangs, watchdog
 from llmrecipes.train.loaders import has_held_out, one_batch_forever, open_loaders
 from llmrecipes.train.local import choose_from, open_local
@@ -185,7 +185,7 @@ def train_stage(
         if spec.anomaly:
             for module in engine.modules:
                 stack.enter_context(anomaly_mode(module))
-        check_folder = stop_when_deleted(spec.run_dir, stop, world)
+        folder = stack.enter_context(RunFolder(spec.run_dir, stop, world))
         report_first_step = first_step_reporter()
 
         steps = count(1)
@@ -197,7 +197,7 @@ def train_stage(
 
         def after_step() -> None:
             profile_step()
-            check_folder()
+            folder.check()
             collect()
             report_first_step()
             # The report of a start that hung may be written after the ranks have started again.
@@ -268,7 +268,7 @@ def train_stage(
         last = progress.step + len(loop.losses)
         telemetry.end(last)
         note_hangs()
-        require_exists(spec.run_dir, world, lambda: tracker.close("FAILED"))
+        folder.require_exists(lambda: tracker.close("FAILED"))
         predicted = spec.predicted
         if predicted is not None and span is not None:
             predicted = predicted["stages"][span.number]

@@ -55,7 +55,7 @@ def train(trained: Path, tmp_path: Path, data_dir: Path, capfd: pytest.CaptureFi
 
     def run(*more: str) -> tuple[int, str]:
         paths = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(data_dir)]
-        code = cli.run(["train", str(trained / "lost.yaml"), *more, "--run-id", "r", "--no-sample", *paths])
+        code = cli.run(["train", str(trained / "lost.yaml"), "--run-id", "r", *more, "--no-sample", *paths])
         captured = capfd.readouterr()
         assert "Traceback" not in captured.err
         return code, captured.out + captured.err
@@ -252,6 +252,33 @@ def test_a_directory_that_is_deleted_ends_the_run_with_its_state_saved(
     code, printed = train("optimizer.lr=2e-3")
     assert code == ExitCode.BAD_INPUT, "the checkpoint knows its recipe"
     require_message(printed, run_dir, rule="optimizer.lr:")
+
+
+def test_a_directory_that_is_renamed_has_its_state_under_its_new_name(
+    train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, done, run_dir = MegatronEngine.train_step, [0], tmp_path / "runs/lost/r"
+
+    def step(engine: MegatronEngine, *arguments: Any, **options: Any) -> Any:
+        done[0] += 1
+        if done[0] == 6:
+            run_dir.rename(run_dir.with_name("kept"))
+        return real(engine, *arguments, **options)
+
+    monkeypatch.setattr(MegatronEngine, "train_step", step)
+    monkeypatch.setattr(folder, "SECONDS_BETWEEN_CHECKS", 0.0)
+    code, printed = train("checkpoint.save_interval=100")
+    assert code == ExitCode.STOP
+    require_message(printed, run_dir, rule="--run-id kept")
+    assert done[0] < 12, "it stops at once, not at its last step"
+    assert not run_dir.exists(), "nothing is left under the old name"
+    kept = run_dir.with_name("kept")
+    (entry,) = CheckpointStore(kept / "checkpoints").entries()
+    assert entry.step == done[0] and (kept / "recipe.yaml").exists()
+    monkeypatch.setattr(MegatronEngine, "train_step", real)
+    code, printed = train("checkpoint.save_interval=100", "--run-id", "kept")
+    assert code == 0, printed
+    assert [line["step"] for line in train_lines(kept)] == list(range(1, 13)), "and goes on from there"
 
 
 # -- the recipe --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -22,6 +23,7 @@ from llmrecipes.recipe.plugins import MetricSink, declared, resolve
 from llmrecipes.recipe.proxy import proxy
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Model, Optimizer, Recipe, Tracking, Train
+from llmrecipes.tracking import tensorboard
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStart, RunStatus, Sink, StepMetrics
 from llmrecipes.tracking.run_list import list_runs
 from llmrecipes.tracking.run_tracker import RunTracker
@@ -171,6 +173,25 @@ def test_a_failing_sink_is_dropped_once_and_the_run_continues(tmp_path: Path, ca
     assert caplog.text.count("tracking.tensorboard is disabled") == 1
     assert caplog.text.count("progress is disabled") == 1
     assert len(steps(tmp_path / "tiny" / "one")) == 6
+
+
+def test_the_error_of_tensorboards_thread_is_one_message(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unhandled: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", unhandled.append)
+    monkeypatch.setattr(tensorboard, "FLUSH_SECONDS", 0.01)
+    before = set(threading.enumerate())
+    tracker = open_tracker(tmp_path)
+    (writer,) = set(threading.enumerate()) - before
+    (tmp_path / "tiny" / "one").rename(tmp_path / "tiny" / "two")
+    tracker.step(step(10))  # log_interval's
+    writer.join()
+    tracker.step(step(20))
+    tracker.close("FINISHED")
+    assert not unhandled
+    (message,) = (line for line in caplog.messages if "tensorboard is" in line)
+    assert "tracking.tensorboard" in message and "FileNotFoundError" in message
 
 
 def test_closing_twice_keeps_the_first_status(tmp_path: Path) -> None:
