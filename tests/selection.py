@@ -93,12 +93,16 @@ IMAGE = TESTS / "golden" / "image.sha256"
 """`image_digest` of the last image that passed its tests; `make test-system ARGS="--update-golden -k built_image"`
 writes it."""
 
-_IMAGE_INPUTS = ("docker", "requirements", ".dockerignore", "tools/build_image.py", "tools/runtime_lock.py")
+_IMAGE_INPUTS = (
+    "docker", "requirements", ".dockerignore", "tools/build_image.py", "tools/runtime_lock.py",
+    "tests/system/containers",
+)  # fmt: skip
 
 
 @cache
 def image_digest() -> str:
-    """SHA-256 of what the image is built from without this package: Dockerfiles, locks, the programs that build it."""
+    """SHA-256 of what the image is built from without this package: Dockerfiles, locks, the programs that build it; and
+    of its tests."""
     root = TESTS.parent
     files = [path for name in _IMAGE_INPUTS for path in (root / name, *(root / name).rglob("*"))]
     digest = hashlib.sha256()
@@ -108,7 +112,7 @@ def image_digest() -> str:
 
 
 def recorded(path: str) -> bool:
-    """Whether a module tests the image, and an image of the same Dockerfiles and locks has passed."""
+    """Whether a module tests the image, and an image of the same Dockerfiles and locks has passed the same tests."""
     return path.startswith("system/containers") and IMAGE.is_file() and IMAGE.read_text().strip() == image_digest()
 
 

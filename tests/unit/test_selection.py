@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import selection
 from tests.dist import table
 from tests.selection import (
     NVME,
@@ -71,6 +72,22 @@ def test_a_module_is_left_out_where_none_of_its_tests_can_be_selected() -> None:
     # Only the module itself marks its tests as slow, so its text has the word.
     shared = [path for path in TESTS.rglob("*.py") if not path.name.startswith(("test_", "conftest"))]
     assert shared and not [path for path in shared if "pytest.mark.slow" in path.read_text("utf-8")]
+
+
+@pytest.mark.parametrize("changed", ["docker/Dockerfile", "tests/system/containers/test_built_image.py"])
+def test_tests_of_the_image_run_when_it_or_they_have_changed(
+    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("docker/Dockerfile", "tests/system/containers/test_built_image.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("as it passed\n")
+    monkeypatch.setattr(selection, "TESTS", tmp_path / "tests")
+    monkeypatch.setattr(selection, "IMAGE", tmp_path / "image.sha256")
+    monkeypatch.setattr(selection, "image_digest", selection.image_digest.__wrapped__)
+    selection.IMAGE.write_text(f"{selection.image_digest()}\n")
+    assert selection.recorded("system/containers/test_built_image.py")
+    (tmp_path / changed).write_text("changed\n")
+    assert not selection.recorded("system/containers/test_built_image.py")
 
 
 def test_what_needs_deepspeed_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
