@@ -15,6 +15,7 @@ STEPS: dict[str, DataStep] = {
         target=f"{NAMESPACE}.cleaning:html",
         takes_markup=True,
         takes={"main_content": True},
+        revision=2,
         extra="corpora",
         package="resiliparse",
     ),

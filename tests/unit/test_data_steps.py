@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib.machinery
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,46 @@ def test_what_a_step_makes_of_a_document(text: str, step: dict[str, Any], expect
 def test_navigation_is_kept_where_the_whole_page_is_wanted() -> None:
     assert "Home" in run(PAGE, {"type": "html", "main_content": False})
     assert "Home" not in run(PAGE, {"type": "html"})
+
+
+COOKING = (
+    "<html><body><main><ul><li>flour</li><li>eggs</li></ul><ol><li>mix</li><li>bake</li></ol>"
+    "<p>10<sup>6</sup> bytes, x<sup>2</sup>, a word<sup>1</sup>, H<sub>2</sub>O</p></main></body></html>"
+)
+
+
+def test_lists_and_exponents_of_a_page_are_kept() -> None:
+    text = run(COOKING, {"type": "html"})
+    for kept in ("flour", "eggs", "mix", "bake", "10^6 bytes", "x^2", "word1", "H2O"):
+        assert kept in text, text
+
+
+@pytest.mark.parametrize(
+    ("page", "outcome"),
+    [
+        ("<!---->" * 4000 + "x", None),
+        ("<?xml " * 4000, None),
+        ("<html><body>" + "<div>" * 40_000 + "x", ("html", "depth")),
+        ("<html><body>" + "<table><tr><td>" * 20_000, ("html", "depth")),
+        ("<html><body>" + "<ul>" * 200 + "<li>a" * 40_000, ("html", "depth")),
+        ("<html><body>" + ("<ul>" * 30 + "<li>a" + "</ul>" * 30) * 500, None),
+        ("<html><body><p " + " ".join(f"a{n}=1" for n in range(40_000)) + ">x", ("html", "attributes")),
+        ("<html><body>" + '<a ="' * 40_000, ("html", "attributes")),
+        ("<html><body><select>" + "<OPTION>a" * 60_000, ("html", "options")),
+        ("<html><body>" + "x" * (8 << 20), ("html", "size")),
+        ("<html><body>" + "<ul><li>a</li></ul>" * 5000, None),
+        ("<html><body><ul>" + "<li><a href=x>link</a> then some more text</li>" * 5000, None),
+        ("<html><body>" + "1<sup>2</sup>" * 5000, None),
+        ("<html><body>" + "<a><b><i><p>x" * 5000, None),
+    ],
+)
+def test_the_time_for_a_page_is_bounded(page: str, outcome: tuple[str, str] | None) -> None:
+    """By CPU time, which other processes do not lengthen; what grows with the square takes minutes for some of them."""
+    run(PAGE, {"type": "html"})  # which imports the extractor
+    begin = time.process_time()
+    result = run(page, {"type": "html"})
+    assert time.process_time() - begin < 5
+    assert result == outcome if outcome else isinstance(result, str)
 
 
 def test_steps_are_applied_in_their_order() -> None:
