@@ -32,6 +32,7 @@ DEFAULTS_IF: Mapping[str, tuple[str, Any, Any]] = {
     "train.initial_loss_scale": ("train.precision", "fp16", 2.0**32),
     "scheduler.lr_wsd_decay_style": ("scheduler.lr_decay_style", "WSD", "exponential"),
     "optimizer.muon_momentum": ("optimizer.optimizer", "muon", 0.9),
+    "optimizer.muon_num_ns_steps": ("optimizer.optimizer", "muon", 5),
     "model.kv_lora_rank": ("model.multi_latent_attention", True, 32),
     "model.rotary_scaling_factor": ("model.rope_type", "yarn", 1.0),
 }

@@ -8,6 +8,10 @@ from pydantic import Field
 
 from llmrecipes.recipe.section import Beta, NonNegFloat, NonNegInt, PosFloat, PosInt, Probability, Section
 
+MUON_STEPS = {"simple": 5, "quintic": 5, "polar_express": 8, "cans": 5, "aol": 4, "deepseekv4": 10}
+"""Iterations of Newton-Schulz by `muon_coefficient_type`: the length of the set in emerging-optimizers, except for
+`simple`, which repeats one row (modded-nanogpt: 5)."""
+
 
 class ParameterGroup(Section):
     """Parameters with a different learning rate or weight decay."""
@@ -27,7 +31,7 @@ class Optimizer(Section):
     optimizer: Literal["adam", "sgd", "muon", "lion"] = "adam"
     """Optimizer. `adam`: AdamW. `sgd`: SGD with momentum. `muon` (arXiv 2502.16982): orthogonalizes the momentum of
     each matrix between hidden layers; embeddings, output layer, norms and biases use AdamW. `lion` (arXiv 2302.06675):
-    updates the same matrices by sign, with `adam_beta1` and `adam_beta2`. `muon` and `lion` need megatron-core 0.19 and
+    updates the same matrices by sign, with `adam_beta1` and `adam_beta2`. `muon` and `lion` need
     emerging-optimizers."""
     lr: PosFloat
     """Peak learning rate."""
@@ -49,10 +53,15 @@ class Optimizer(Section):
     """Momentum of `muon`: decay of the mean of gradients."""
     muon_nesterov: bool = False
     """Use Nesterov momentum with `muon`."""
-    muon_num_ns_steps: PosInt = 5
-    """Number of Newton-Schulz iterations that orthogonalize the momentum."""
     muon_coefficient_type: Literal["simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"] = "quintic"
-    """Coefficients of the Newton-Schulz iterations, as named by emerging-optimizers."""
+    """Coefficients of the Newton-Schulz iterations, as named by emerging-optimizers. `aol` is refused: the update of a
+    nearly rank-one matrix has the wrong sign."""
+    muon_num_ns_steps: PosInt = Field(
+        default_factory=lambda keys: MUON_STEPS[keys.get("muon_coefficient_type", "quintic")],
+        json_schema_extra={"default": MUON_STEPS["quintic"]},
+    )
+    """Number of Newton-Schulz iterations that orthogonalize the momentum. Default: 5, with `polar_express` 8, with
+    `deepseekv4` 10; others only with `simple` and `polar_express`."""
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
     """Factor of an orthogonalized matrix [out, in]: √max(out, in) (arXiv 2502.16982), √(out / in) (arXiv 2502.07529),
     or √max(1, out / in)."""

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.engines import MEGATRON, engine_name
+from llmrecipes.recipe.optimizer import MUON_STEPS
 from llmrecipes.recipe.schema import Optimizer, Recipe
 
 KEY = "optimizer.optimizer"
@@ -86,6 +87,8 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
                       "model.use_mup false, or optimizer.optimizer adam")  # fmt: skip
     if kind not in OF_MATRICES:
         return
+    if kind == "muon":
+        yield from _iterations(optimizer)
     if kind == "muon" and recipe.train.keep_zeros:
         yield Problem("train.keep_zeros", "true with optimizer.optimizer muon",
                       "muon's update of a weight depends on the gradient of the whole matrix",
@@ -99,12 +102,29 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
                       "optimizer.optimizer adam or sgd")  # fmt: skip
 
 
+def _iterations(optimizer: Optimizer) -> Iterator[Problem]:
+    chosen, number = optimizer.muon_coefficient_type, optimizer.muon_num_ns_steps
+    length = MUON_STEPS[chosen]
+    if chosen == "aol":
+        # Its first polynomial is negative above 0.884, and megatron-core divides by the Frobenius norm: a matrix whose
+        # largest singular value has that share is moved uphill along it.
+        yield Problem("optimizer.muon_coefficient_type", chosen,
+                      "aol needs a normalization that megatron-core does not have; without it, the update of a nearly "
+                      "rank-one matrix has the wrong sign",
+                      "muon_coefficient_type quintic")  # fmt: skip
+    elif chosen not in ("simple", "polar_express") and number != length:
+        yield Problem("optimizer.muon_num_ns_steps", f"{number} with muon_coefficient_type {chosen}",
+                      f"{chosen} has the coefficients of {length} iterations, each for the result of the one before",
+                      f"muon_num_ns_steps {length}, or muon_coefficient_type simple or polar_express")  # fmt: skip
+
+
 def _keys_of_others(optimizer: Optimizer) -> Iterator[Problem]:
     for name, field in Optimizer.model_fields.items():
         of, separator, _ = name.partition("_")
         if not separator or of not in ("sgd", "muon") or of == optimizer.optimizer:
             continue
-        if (value := getattr(optimizer, name)) != field.default:
+        default = field.get_default(call_default_factory=True, validated_data=dict(optimizer))
+        if (value := getattr(optimizer, name)) != default:
             yield Problem(f"optimizer.{name}", f"{value} with optimizer.optimizer {optimizer.optimizer}",
                           f"{name} is only used with optimizer.optimizer {of}",
                           f"remove {name}, or optimizer.optimizer {of}")  # fmt: skip

@@ -63,7 +63,7 @@ def _part(recipe: Recipe) -> str | None:
 
 
 def _experts(recipe: Recipe) -> str | None:
-    """megatron-core's assertions of both versions, and what its schedule would bypass silently."""
+    """megatron-core's assertions, and what its schedule would bypass silently."""
     model, parallel, train = recipe.model, recipe.parallelism, recipe.train
     if engine_name(recipe) != MEGATRON:
         return "needs the engine megatron, which has that schedule"

@@ -177,7 +177,7 @@ class Train(Section):
     """Grow the global batch: first size, increment, and number of samples over which it grows to `global_batch_size`;
     the learning-rate schedule then counts samples. Unset: a constant batch size."""
     step_batch_size_schedule: str | None = None
-    """Global batch size by number of tokens seen, in the notation of megatron-core 0.19: `0:768 250B:1536`; the last
+    """Global batch size by number of tokens seen, in the notation of megatron-core: `0:768 250B:1536`; the last
     size must be `global_batch_size`. An alternative to `rampup_batch_size`."""
     pretrained: Annotated[str, Field(min_length=1)] | None = None
     """Hugging Face model to start from: a folder, or `NAME` or `NAME@REVISION` on the Hub; unset: random

@@ -16,8 +16,10 @@ from llmrecipes.engine.core.checkpoint import initial
 from llmrecipes.engine.core.checkpoint.loader import read_index
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.engine.requirements import require_installed
+from llmrecipes.errors import UserError
 from llmrecipes.models.create import first_checkpoint
 from llmrecipes.recipe.load import load
+from llmrecipes.recipe.optimizer import MUON_STEPS
 from llmrecipes.recipe.optimizer_kinds import PACKAGE
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Recipe
@@ -134,6 +136,35 @@ def test_updates_are_those_of_plain_pytorch(kind: str) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", MUON_STEPS)
+def test_accepted_iterations_of_muon_orthogonalize(kind: str) -> None:
+    """The library is the judge, also of a matrix that is nearly of rank one, as many momenta are."""
+    utils = pytest.importorskip("emerging_optimizers.orthogonalized_optimizers.muon_utils")
+    length = len(utils._COEFFICIENT_SETS[kind])
+    assert MUON_STEPS[kind] == (5 if kind == "simple" else length)
+    columns = torch.linalg.qr(torch.randn(64, 8, generator=torch.Generator().manual_seed(1)))[0]
+
+    def singular_values(steps: int) -> torch.Tensor:
+        """Of what several matrices become, in the directions of their own."""
+        shares = [torch.tensor([1.0] + [rest] * 7) for rest in (1.0, 0.5, 0.1)]
+        return torch.cat([(columns * utils.newton_schulz(columns * each, steps, kind)).sum(0) for each in shares])
+
+    def accepted(*overrides: str) -> bool:
+        try:
+            load("gpt-tiny", ["optimizer.optimizer=muon", UNSHARDED, *overrides])
+        except UserError:
+            return False
+        return True
+
+    chosen = f"optimizer.muon_coefficient_type={kind}"
+    values = singular_values(MUON_STEPS[kind])
+    assert accepted(chosen) == bool(values.min() > 0.6 and values.max() < 1.3), values
+    assert accepted(chosen) or values.min() < -0.5, "uphill"
+    assert accepted(chosen, f"optimizer.muon_num_ns_steps={length + 1}") == (kind in ("simple", "polar_express"))
+    if kind == "quintic":
+        assert singular_values(length + 1).max() < 0.2, "the set begins again"
+
+
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -214,6 +245,12 @@ def test_the_plan_knows_what_is_kept(kind: str, precision: str) -> None:
         ("optimizer.sgd_momentum", ["optimizer.optimizer=muon", UNSHARDED, "optimizer.sgd_momentum=0.5"]),
         ("optimizer.sgd_momentum", ["optimizer.optimizer=sgd", UNSHARDED, "optimizer.sgd_momentum=1.0"]),
         ("optimizer.muon_tp_mode", ["optimizer.optimizer=muon", UNSHARDED, "optimizer.muon_tp_mode=blockwise"]),
+        ("optimizer.muon_num_ns_steps", ["optimizer.muon_num_ns_steps=6"]),
+        ("optimizer.muon_num_ns_steps",
+         ["optimizer.muon_coefficient_type=polar_express", "optimizer.muon_num_ns_steps=7"]),
+        ("optimizer.muon_num_ns_steps", ["optimizer.optimizer=muon", UNSHARDED, "optimizer.muon_num_ns_steps=6"]),
+        ("optimizer.muon_coefficient_type",
+         ["optimizer.optimizer=muon", UNSHARDED, "optimizer.muon_coefficient_type=aol"]),
         ("optimizer.optimizer", ["optimizer.optimizer=soap"]),
     ],
 )  # fmt: skip

@@ -968,7 +968,7 @@ CASES: dict[str, Case] = {
     "optimizer.qk_clip_threshold": Case(0.02, clipped, {**QK_CLIP, "optimizer.qk_clip": True}),
     "optimizer.muon_momentum": Case(0.5, kind, MUON),
     "optimizer.muon_nesterov": Case(True, kind, MUON),
-    "optimizer.muon_num_ns_steps": Case(4, kind, MUON),
+    "optimizer.muon_num_ns_steps": Case(6, kind, {**MUON, "optimizer.muon_coefficient_type": "simple"}),
     "optimizer.muon_coefficient_type": Case("polar_express", kind, MUON),
     "optimizer.muon_scale_mode": Case("unit_rms_norm", kind, MUON),
     "optimizer.muon_extra_scale_factor": Case(0.2, kind, MUON),
