@@ -37,6 +37,11 @@ _EMAIL = re.compile(
 _OCTET = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
 _IPV4 = re.compile(rf"(?<![\w.]){_OCTET}(?:\.{_OCTET}){{3}}(?![\w]|\.\d)")
 _IPV6 = re.compile(r"(?<![\w:.])[0-9A-Fa-f]{0,4}(?::[0-9A-Fa-f]{0,4}){2,7}(?![\w:]|\.\d)")
+_BEFORE_VERSION = re.compile(
+    r"\b(?:ver|versions?|releases?|revision|rev|build|upgrade to|since)[.:]?\s*$|(?<![\w./])(?-i:[A-Z])\w*/$",
+    re.IGNORECASE,
+)
+_AFTER_VERSION = re.compile(r"\s*(?:releases?|changelog|build)\b|-(?:rc|beta|alpha)", re.IGNORECASE)
 EMAIL, ADDRESS = "|||EMAIL_ADDRESS|||", "|||IP_ADDRESS|||"
 """Masks, as in Dolma."""
 
@@ -135,11 +140,15 @@ def _keep_lists(tree: Any) -> None:
         innermost.append_child(listed)
 
 
-def unicode() -> Step:
+def unicode(unescape_html: bool) -> Step:
     """Repair text that was decoded as the wrong encoding, and remove control characters, by ftfy (Speer 2019).
 
     The settings are those of FineWeb (Penedo et al. 2024, arXiv 2406.17557; `datatrove`'s `FTFYFormatter`): quotation
-    marks, ligatures, wide characters and line breaks stay as they are, and nothing is normalized.
+    marks, ligatures, wide characters and line breaks stay as they are, and nothing is normalized. Entities stay too,
+    differently from there: in code and in texts about HTML they are meant.
+
+    Args:
+        unescape_html: replace entities such as `&amp;` in texts without `<`, as FineWeb does.
     """
     import ftfy
 
@@ -150,11 +159,12 @@ def unicode() -> Step:
         fix_line_breaks=False,
         normalization=None,
         explain=False,
+        unescape_html="auto" if unescape_html else False,
     )
 
     def fix(text: str) -> str:
         # ASCII has nothing to repair but entities and control characters.
-        if text.isascii() and text.isprintable() and "&" not in text:
+        if text.isascii() and text.isprintable() and not (unescape_html and "&" in text):
             return text
         return str(ftfy.fix_text(text, settings))
 
@@ -164,7 +174,8 @@ def unicode() -> Step:
 def personal_data() -> Step:
     """Mask e-mail addresses and public IP addresses (Dolma, Soldaini et al. 2024, arXiv 2402.00159, section 5.3).
 
-    Private, loopback and otherwise reserved addresses name nobody and stay, as in FineWeb.
+    Private, loopback and otherwise reserved addresses name nobody and stay, as in FineWeb. So do version numbers of
+    four parts, where the word beside them tells: `version 1.8.3.2`, `Chrome/1.0.2.3`, `1.8.3.2 release notes`.
     """
 
     def mask(text: str) -> str:
@@ -181,4 +192,7 @@ def _masked(match: re.Match[str]) -> str:
         address = ipaddress.ip_address(match[0])
     except ValueError:
         return match[0]  # a time or a slice
-    return ADDRESS if address.is_global else match[0]
+    text = match.string
+    version = _BEFORE_VERSION.search(text[max(0, match.start() - 20) : match.start()])
+    version = version or _AFTER_VERSION.match(text, match.end())
+    return ADDRESS if address.is_global and version is None else match[0]

@@ -114,28 +114,41 @@ def _again(words: list[str], n: int) -> int:
     return total
 
 
+_MEMBERS = {"ar": ("ary", "arz"), "ku": ("sdh",), "lv": ("ltg",), "no": ("nn",), "uz": ("uzs",), "zh": ("wuu", "yue")}
+"""Languages that ISO 639-3 counts to a macrolanguage, of those that the model knows."""
+
+
 def language(languages: list[str], min_probability: float) -> Step:
     """Drop documents that are not in one of the languages, by py3langid's model (Lui and Baldwin 2012).
 
-    Counted by the most probable language of all that the model knows, or as `uncertain` below `min_probability`.
+    The probabilities of the wanted languages are added up, those of a macrolanguage's members too: the model often
+    takes short Chinese texts (zh) for Wu or Cantonese (wuu, yue). A document is dropped if another language is more
+    probable than they are together, counted by that language, or below `min_probability`, as `uncertain`.
     """
-    classify, wanted = classifier_of_languages(), frozenset(languages)
+    identifier = _identifier()
+    wanted = frozenset(languages).union(*(_MEMBERS.get(code, ()) for code in languages))
 
     def step(texts: list[str]) -> list[str] | str:
-        code, probability = classify("\n".join(texts))
-        if code not in wanted:
-            return code
-        return texts if probability >= min_probability else "uncertain"
+        ranked = [(str(code), float(probability)) for code, probability in identifier.rank("\n".join(texts))]
+        together = sum(probability for code, probability in ranked if code in wanted)
+        other, highest = next(((code, probability) for code, probability in ranked if code not in wanted), ("", 0.0))
+        if highest > together:
+            return other
+        return texts if together >= min_probability else "uncertain"
 
     return step
 
 
 def classifier_of_languages() -> Callable[[str], tuple[str, float]]:
     """What gives the most probable language of a text, and its probability; some 100 MB."""
+    identifier = _identifier()
+    return lambda text: (str((result := identifier.classify(text))[0]), float(result[1]))
+
+
+def _identifier() -> Any:
     from py3langid.langid import MODEL_FILE, LanguageIdentifier  # type: ignore[import-untyped]
 
-    identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
-    return lambda text: (str((result := identifier.classify(text))[0]), float(result[1]))
+    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
 
 
 _CITATION = re.compile(r"\[\d*]|\[edit]|\[citation needed]")

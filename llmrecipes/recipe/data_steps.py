@@ -19,13 +19,20 @@ STEPS: dict[str, DataStep] = {
         extra="corpora",
         package="resiliparse",
     ),
-    "unicode": DataStep(target=f"{NAMESPACE}.cleaning:unicode", takes_markup=True, extra="corpora", package="ftfy"),
+    "unicode": DataStep(
+        target=f"{NAMESPACE}.cleaning:unicode",
+        takes_markup=True,
+        takes={"unescape_html": False},
+        extra="corpora",
+        package="ftfy",
+    ),
     "length": DataStep(
         target=f"{NAMESPACE}.steps:length", takes_markup=True, takes={"min_characters": None, "max_characters": None}
     ),
     "language": DataStep(
         target=f"{NAMESPACE}.quality:language",
         takes={"languages": None, "min_probability": 0.5},
+        revision=2,
         extra="corpora",
         package="py3langid",
     ),
@@ -42,7 +49,7 @@ STEPS: dict[str, DataStep] = {
         extra="corpora",
         package="fasttext",
     ),
-    "personal_data": DataStep(target=f"{NAMESPACE}.cleaning:personal_data", takes_markup=True),
+    "personal_data": DataStep(target=f"{NAMESPACE}.cleaning:personal_data", takes_markup=True, revision=2),
     "decontaminate": DataStep(
         target=f"{NAMESPACE}.contamination:decontaminate",
         takes_markup=True,
@@ -126,15 +133,18 @@ class Step(Section):
     training documents. `balance`: draw from sources by the number of tokens kept from them."""
     main_content: bool | None = None
     """`html`: remove navigation, headers, footers and forms; unset: true."""
+    unescape_html: bool | None = None
+    """`unicode`: replace HTML entities in texts without `<`, as FineWeb does; unset: false."""
     min_characters: PosInt | None = None
     """`length`: drop documents with less text; unset: no minimum."""
     max_characters: PosInt | None = None
     """`length`: drop documents with more text; unset: no maximum."""
     languages: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
-    """`language`: languages to keep, as ISO 639 codes such as `[en, de]`."""
+    """`language`: languages to keep, as ISO 639 codes such as `[en, de]`; `zh`, `ar`, `ku`, `lv`, `no` and `uz` stand
+    for their varieties too (Wu, Cantonese, …)."""
     min_probability: Annotated[float | None, Field(ge=0, lt=1)] = None
-    """Minimum probability of a document's language (`language`) or labels (`classifier`); others are dropped; unset:
-    0.5."""
+    """Minimum probability that a document has one of the languages (`language`) or labels (`classifier`), together;
+    others are dropped; unset: 0.5."""
     min_words: PosInt | None = None
     """`gopher`: drop documents with fewer words. `duplicates` with `cut_spans`: drop documents with fewer words left.
     Unset: 50."""

@@ -289,7 +289,7 @@ FINGERPRINTS = {
     "gpt-125m": "e8748d117c2e12bc", "gpt-175b": "70595a14fd208982",
     "gpt-1b": "50cf77ce8bf4dab8", "gpt-1b-offload": "ce6552c55a273260", "gpt-1b-zero3": "50cf77ce8bf4dab8",
     "gpt-350m": "28e410495dbe5aa3", "gpt-7b": "eb00ecaeac22369b", "gpt-tiny": "619f01c5c4e786c3",
-    "gpt-tiny-3d": "619f01c5c4e786c3", "gpt-tiny-clean": "b1b90c1d69633e10", "gpt-tiny-continual": "9ad4a700dd16caf0",
+    "gpt-tiny-3d": "619f01c5c4e786c3", "gpt-tiny-clean": "8ed9bd2e007bc37b", "gpt-tiny-continual": "9ad4a700dd16caf0",
     "gpt-tiny-distil": "619f01c5c4e786c3",
     "gpt-tiny-minitron": "619f01c5c4e786c3",
     "gpt-tiny-stages": "162945c0d582c7a4",

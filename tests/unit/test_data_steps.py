@@ -51,6 +51,9 @@ def run(text: str, *steps: dict[str, Any]) -> str | tuple[str, str]:
     return (outcome.reason, outcome.rule) if isinstance(outcome, Dropped) else outcome.text.decode()
 
 
+VERSIONS = "version 1.8.3.2, Chrome/8.8.4.4, 8.8.8.8 release notes"
+
+
 def with_steps(source: Source, *steps: dict[str, Any]) -> Recipe:
     used = recipe(source)
     return used.model_copy(
@@ -72,6 +75,7 @@ def with_steps(source: Source, *steps: dict[str, Any]) -> Recipe:
             {"type": "personal_data"},
             "|||IP_ADDRESS||| and |||IP_ADDRESS||| at 12:30:45, 127.0.0.1, 10.0.0.1, version 1.2.3.4.5",
         ),
+        (VERSIONS, {"type": "personal_data"}, VERSIONS),
         (PROSE, {"type": "language", "languages": ["de", "en"]}, PROSE),
         (PROSE, {"type": "language", "languages": ["de"]}, ("language", "en")),
         ("x = 1", {"type": "language", "languages": ["en", "zxx"], "min_probability": 0.9}, ("language", "uncertain")),
@@ -138,6 +142,30 @@ def test_the_time_for_a_page_is_bounded(page: str, outcome: tuple[str, str] | No
     result = run(page, {"type": "html"})
     assert time.process_time() - begin < 5
     assert result == outcome if outcome else isinstance(result, str)
+
+
+def test_entities_in_code_are_kept_unless_asked_for() -> None:
+    code = 'print("&amp; is &lt;")'
+    assert run(code, {"type": "unicode"}) == code
+    assert run(code, {"type": "unicode", "unescape_html": True}) == 'print("& is <")'
+
+
+@pytest.mark.parametrize(
+    ("text", "languages", "dropped"),
+    [
+        ("妈妈做饭", ["zh"], ""),  # zh 0.38, Cantonese 0.40, Wu 0.19
+        ("你好", ["ja"], "yue"),
+        ("To je dobro", ["sr", "hr", "bs"], ""),  # 0.30, 0.23, 0.17
+        ("To je dobro", ["sr", "hr"], ""),
+        ("To je dobro", ["hr"], "sr"),
+        ("Dobar dan, kako ste", ["hr"], "uncertain"),  # 0.33, more than every other
+        ("Jeg har en hund", ["no"], "da"),  # 0.42, 0.54
+        ("Jeg har en hund", ["no", "da"], ""),
+    ],
+)
+def test_probabilities_of_wanted_languages_are_added_up(text: str, languages: list[str], dropped: str) -> None:
+    outcome = run(text, {"type": "language", "languages": languages})
+    assert outcome == (("language", dropped) if dropped else text)
 
 
 def test_steps_are_applied_in_their_order() -> None:

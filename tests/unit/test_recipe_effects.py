@@ -1049,6 +1049,7 @@ CASES: dict[str, Case] = {
     "data.max_characters": Case(9, tokens),
     "data.steps.N.type": Case("repetition", tokens, {"data.steps.N.type": "unicode"}),
     "data.steps.N.main_content": Case(False, tokens, {"data.steps.N.type": "html"}),
+    "data.steps.N.unescape_html": Case(True, tokens, {"data.steps.N.type": "unicode"}),
     "data.steps.N.min_characters": Case(9, tokens, {"data.steps.N.type": "length", "data.steps.N.max_characters": 10}),
     "data.steps.N.max_characters": Case(9, tokens, {"data.steps.N.type": "length", "data.steps.N.min_characters": 1}),
     "data.steps.N.languages": Case(["de"], tokens, {"data.steps.N.type": "language", "data.steps.N.languages": ["en"]}),
