@@ -303,6 +303,12 @@ def test_a_skewed_routing_needs_more_memory(process: GlooWorld) -> None:
     assert skewed["memory"]["activations"] > even["memory"]["activations"]
 
 
+def test_experts_whose_tokens_are_gathered_are_planned(process: GlooWorld) -> None:
+    keys = ("model.moe_token_dispatcher_type=allgather", "parallelism.expert_model_parallel_size=2")
+    (report,) = run(process, spec("moe-tiny", *keys, world=2))
+    require_planned(report)
+
+
 def test_progress_counts_every_pass_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     from llmrecipes.dryrun import simulation
 

@@ -289,6 +289,7 @@ _DISPATCHER = f"{_DISPATCHERS}.MoEAlltoAllTokenDispatcher"
 _GATHERING = f"{_DISPATCHERS}.MoEAllGatherTokenDispatcher"
 _PLAIN_READ = resolve(f"{_DISPATCHER}._maybe_dtoh_and_synchronize")
 _PLAIN_GATHERED = resolve(f"{_GATHERING}.dispatch_postprocess")
+_PLAIN_PERMUTE = resolve(f"{_DISPATCHERS}.permute")
 
 
 def install_routing(skew: float) -> None:
@@ -306,13 +307,24 @@ def install_routing(skew: float) -> None:
         return _fill(dispatcher, skew) if read_now else tokens_per_expert
 
     @wraps(_PLAIN_GATHERED)
-    def gathered(dispatcher: Any, *inputs: Any) -> Any:
-        tokens, _, probabilities = _PLAIN_GATHERED(dispatcher, *inputs)
+    def gathered(dispatcher: Any, hidden_states: torch.Tensor, *inputs: Any) -> Any:
+        config = dispatcher.config
+        chosen = hidden_states.size(0) * config.moe_router_topk * dispatcher.num_local_experts / config.num_moe_experts
+        replace(_DISPATCHERS, "permute", partial(_permute, round(chosen)))
+        try:
+            tokens, _, probabilities = _PLAIN_GATHERED(dispatcher, hidden_states, *inputs)
+        finally:
+            replace(_DISPATCHERS, "permute", _PLAIN_PERMUTE)
         return tokens, torch.tensor(counts(tokens.size(0), dispatcher.num_local_experts, 0, 1.0)), probabilities
 
     replace(_DISPATCHER, "_maybe_dtoh_and_synchronize", read)
     replace(_GATHERING, "dispatch_postprocess", gathered)
     replace(_DISPATCHERS, "maybe_move_tensor_to_cpu", _to_host)
+
+
+def _permute(chosen: int, *args: Any, **options: Any) -> Any:
+    """megatron-core's for the local experts, with the number of tokens that chose them instead of its own answer."""
+    return _PLAIN_PERMUTE(*args, **{**options, "num_out_tokens": chosen})
 
 
 def counts(assignments: int, experts: int, hot: int, skew: float) -> list[int]:
