@@ -1,4 +1,4 @@
-"""Exact parameter counts of the models that megatron-core's `GPTModel` builds, of their adapters, and model FLOPs."""
+"""Exact parameter counts of the models that megatron-core builds, of their adapters, and model FLOPs."""
 
 from __future__ import annotations
 

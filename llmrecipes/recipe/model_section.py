@@ -10,7 +10,7 @@ from llmrecipes.recipe.section import NonNegFloat, PosFloat, PosInt, Probability
 
 
 class Model(Section):
-    """Shape and arithmetic of the transformer (megatron-core `TransformerConfig` and `GPTModel`)."""
+    """Shape and arithmetic of the transformer (megatron-core `TransformerConfig` and `HybridModel`)."""
 
     num_layers: PosInt
     """Number of transformer layers."""

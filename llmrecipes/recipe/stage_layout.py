@@ -116,6 +116,18 @@ def layers_per_stage(recipe: Recipe) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(stage) for stage in cut)
 
 
+def written(recipe: Recipe) -> str | None:
+    """The recipe's notation, or that of its first and last stage's numbers of layers; None: megatron-core divides."""
+    parallel = recipe.parallelism
+    if not parallel.num_layers_in_first_pipeline_stage and not parallel.num_layers_in_last_pipeline_stage:
+        return parallel.pipeline_model_parallel_layout
+    per_stage = layers_per_stage(recipe)
+    parts = [LAYER * stage[chunk] for chunk in range(len(per_stage[0])) for stage in per_stage]
+    parts[0] = EMBEDDING + parts[0]
+    parts[-1] += PREDICTION * (recipe.model.mtp_num_layers or 0) + LOSS
+    return text(parts)
+
+
 def layer_places(recipe: Recipe) -> list[tuple[int, int]]:
     """Pipeline stage and chunk of each layer, in order."""
     per_stage = layers_per_stage(recipe)

@@ -1,1 +1,1 @@
-"""recipe -> megatron-core GPTModel."""
+"""recipe -> megatron-core HybridModel."""

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from llmrecipes.engine.core.model import groups
 from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe import stage_layout
 from llmrecipes.recipe.features import SpeedTarget, resolve, values
 from llmrecipes.recipe.schema import Optimizer, Recipe
 from llmrecipes.recipe.shape import Mup, mup
@@ -56,6 +57,8 @@ TRANSLATED = frozenset(
 )
 NOT_PASSED = frozenset(
     {
+        "num_layers_in_first_pipeline_stage",  # both: set below as a layout, the only form beside a pattern of layers
+        "num_layers_in_last_pipeline_stage",
         "transformer_impl",  # resolved by `spec.choose`, and set below: `auto` is not a value of megatron-core's field
     }
 )
@@ -83,6 +86,7 @@ def transformer_config(
         **_same_name(recipe, kind),
         "num_query_groups": plan.shape.num_query_groups,
         "kv_channels": plan.shape.kv_channels,
+        "pipeline_model_parallel_layout": stage_layout.written(recipe),
         "ffn_hidden_size": plan.shape.ffn_hidden_size,
         "activation_func": ACTIVATIONS[model.activation_func],
         "recompute_granularity": plan.recompute_granularity,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from llmrecipes.engine.core import integers
@@ -28,7 +28,7 @@ class FakeQuantizer:
         qat: the recipe's section.
     """
 
-    def __init__(self, module: GPTModel, qat: Qat) -> None:
+    def __init__(self, module: HybridModel, qat: Qat) -> None:
         self._qat, self._on = qat, True
         self._layers = [
             layer

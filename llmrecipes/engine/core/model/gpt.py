@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe import fused_a2a
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -32,7 +31,8 @@ from llmrecipes.engine.core.model.loss import (
     chunked_losses,
     losses_of_logits,
 )
-from llmrecipes.engine.core.model.spec import block_spec, choose, mtp_spec
+from llmrecipes.engine.core.model.schedule_plan import ScheduledModel
+from llmrecipes.engine.core.model.spec import choose, layer_pattern, stack_spec
 from llmrecipes.engine.core.platform import Platform
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.builds import compiler_obstacle, transformer_engine_version
@@ -42,8 +42,8 @@ from llmrecipes.recipe.features import FeatureChoice, SpeedTarget, require, reso
 from llmrecipes.recipe.schema import Recipe
 
 
-class RecipeGPTModel(GPTModel):
-    """megatron-core's GPT with label smoothing, and a loss with fewer passes over unsplit logits, or in chunks.
+class RecipeGPTModel(ScheduledModel):
+    """megatron-core's model with label smoothing, and a loss with fewer passes over unsplit logits, or in chunks.
 
     megatron-core's cross entropy is written for logits split over tensor-parallel ranks; on unsplit ones torch's needs
     fewer passes over the logits, which are the largest tensor of a small model.
@@ -195,6 +195,12 @@ class RecipeGPTModel(GPTModel):
         flat = logits.reshape(-1, logits.size(-1)).float()
         loss = F.cross_entropy(flat, labels.t().reshape(-1), reduction="none", label_smoothing=smoothing)
         return loss.view(labels.size(1), labels.size(0)).t().contiguous()
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """megatron-core's, without the output layer's extra state, which its checkpoints of GPT do not have."""
+        state: dict[str, Any] = super().sharded_state_dict(*args, **kwargs)
+        state.pop("output_layer._extra_state", None)
+        return state
 
     def sharded_state(self) -> dict[str, Any]:
         """Sharded state dict of the weights, in the format of checkpoints."""
@@ -417,25 +423,25 @@ def loss_chunk_tokens(plan: Plan, *, compiled: bool) -> int:
 
 def _chunk(plan: Plan, config: TransformerConfig, implementation: Any, stage: int | None) -> RecipeGPTModel:
     model = plan.recipe.model
-    block = block_spec(config, implementation, stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
     module = RecipeGPTModel(
         config,
-        block,
+        stack_spec(plan.recipe, config, implementation, stage),
         vocab_size=plan.shape.vocab_size,
         max_sequence_length=plan.shape.max_position_embeddings,
+        hybrid_layer_pattern=layer_pattern(plan.recipe),
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=last,
         share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
         position_embedding_type=model.position_embedding_type,
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,  # megatron-core says int, and computes with any number
-        rope_scaling=model.rope_scaling,
-        rope_scaling_factor=model.rope_scaling_factor,
         seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
-        mtp_block_spec=mtp_spec(config, block, implementation, stage),
         vp_stage=stage,
     )
+    if model.rope_scaling:  # Llama 3's, which `HybridModel` does not pass on
+        rotary = module.rotary_pos_emb
+        rotary.inv_freq = rotary._apply_scaling(rotary.inv_freq, factor=model.rope_scaling_factor)
     module.label_smoothing = plan.recipe.train.label_smoothing
     module.z_loss_coeff = plan.recipe.train.z_loss_coeff
     module.logits = torch.nn.Identity()

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
@@ -190,7 +190,7 @@ class Whole(torch.nn.Module):
         return result
 
 
-def insert(module: GPTModel, lora: Lora) -> None:
+def insert(module: HybridModel, lora: Lora) -> None:
     """Freeze a model, and give the layers that the recipe names adapters, which are not frozen.
 
     Args:
@@ -220,7 +220,7 @@ def adapters(module: torch.nn.Module) -> Iterator[Adapter]:
     return (submodule for submodule in module.modules() if isinstance(submodule, Adapter))
 
 
-def _layers(module: GPTModel, lora: Lora) -> Iterator[tuple[Any, str, Any]]:
+def _layers(module: HybridModel, lora: Lora) -> Iterator[tuple[Any, str, Any]]:
     """Layers that get adapters: the module that has each, its name there, and itself."""
     decoder = module.decoder
     experts = {

@@ -5,23 +5,26 @@ and latent attention.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import batched, islice
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_decoder_block_spec,
-    get_gpt_decoder_layer_specs,
-    get_gpt_mtp_block_spec,
-)
+from megatron.core.extensions.transformer_engine import TENorm
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region, scatter_to_sequence_parallel_region
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from llmrecipes.engine.core.model.attention import SdpaCoreAttention
@@ -30,6 +33,8 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware.builds import transformer_engine_obstacle
 from llmrecipes.plan.layout import local_layers_reason, only_in_local_layers
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.stage_layout import layers_per_stage
+from llmrecipes.recipe.weight_names import moe_layers
 
 Implementation = Literal["transformer_engine", "local"]
 
@@ -71,52 +76,118 @@ def _transformer_engine_obstacle() -> str | None:
     return transformer_engine_obstacle()
 
 
-def block_spec(
-    config: TransformerConfig, implementation: Implementation, vp_stage: int | None
-) -> TransformerBlockSubmodules:
+@dataclass(frozen=True)
+class StackParts:
+    """What the layers of a model are built from; megatron-core's `HybridModel` reads `mtp_block_spec`."""
+
+    kinds: dict[str, ModuleSpec]
+    """A transformer layer by its two symbols in the pattern."""
+    layer_norm: Any
+    """Of the last layer's output."""
+    mtp_block_spec: MultiTokenPredictionBlockSubmodules | None
+    """Of multi-token prediction (arXiv 2412.19437, section 2.2), on the chunk with it."""
+
+
+class TransformerStack(TransformerBlock):
+    """The layers of one chunk as the pattern of a `HybridModel` says, two symbols a transformer layer.
+
+    megatron-core's `HybridStack` makes a layer of each symbol, which gives every weight another name, and its last norm
+    is TransformerEngine's.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: StackParts,
+        *,
+        layer_type_list: list[str],
+        pre_process: bool,
+        post_process: bool,
+        pg_collection: Any,
+        vp_stage: int | None,
+        **_unused: Any,
+    ) -> None:
+        """
+        Args:
+            config: megatron-core's configuration of the model.
+            submodules: what the layers are built from.
+            layer_type_list: symbols of this chunk.
+            pre_process, post_process, pg_collection, vp_stage: as megatron-core's `TransformerBlock`.
+        """
+        layers = [submodules.kinds[pair] for pair in _pairs("".join(layer_type_list))]
+        super().__init__(
+            config,
+            TransformerBlockSubmodules(layers, submodules.layer_norm),
+            pre_process=pre_process,
+            post_process=post_process,
+            pg_collection=pg_collection,
+            vp_stage=vp_stage,
+        )
+
+
+class PredictionLayer(MultiTokenPredictionLayer):
+    """megatron-core's, with one transformer layer inside instead of a stack of one layer a symbol."""
+
+    def __init__(self, *args: Any, mtp_layer_pattern: str | None = None, hybrid_submodules: Any = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+
+
+def layer_pattern(recipe: Recipe) -> str:
+    """Megatron's `hybrid_layer_pattern` of a recipe.
+
+    A transformer layer is two symbols: its attention (`*`, or `+` if latent) and its MLP (`-`) or experts (`E`). `|` is
+    between the chunks of pipeline stages, `/` before each layer of multi-token prediction.
+    """
+    model = recipe.model
+    attention = Symbols.MLA if model.multi_latent_attention else Symbols.ATTENTION
+    layers = [attention + (Symbols.MOE if has_experts else Symbols.MLP) for has_experts in moe_layers(model)]
+    rest = iter(layers)
+    per_stage = layers_per_stage(recipe)
+    chunks = ["".join(islice(rest, stage[chunk])) for chunk in range(len(per_stage[0])) for stage in per_stage]
+    return Symbols.PIPE.join(chunks) + f"{Symbols.MTP_SEPARATOR}{layers[-1]}" * (model.mtp_num_layers or 0)
+
+
+def stack_spec(
+    recipe: Recipe, config: TransformerConfig, implementation: Implementation, vp_stage: int | None
+) -> ModuleSpec:
     """Specification of the layers of one model chunk of this pipeline stage.
 
     Args:
-        config: megatron-core's configuration, which defines dense and expert layers.
+        recipe: whose layers they are.
+        config: megatron-core's configuration of it.
         implementation: see `choose`.
         vp_stage: index of the chunk, with virtual pipeline stages.
     """
-    spec = get_gpt_decoder_block_spec(
-        config,
-        use_transformer_engine=implementation == "transformer_engine",
-        normalization=config.normalization,
-        vp_stage=vp_stage,
-    )
-    if implementation == "local":
-        spec.layer_norm = TorchNorm
-    _replace(spec.layer_specs, config, implementation)
-    return spec
-
-
-def _layers(config: TransformerConfig, implementation: Implementation) -> TransformerBlockSubmodules:
-    """Specification of all of the decoder's layers."""
+    by_transformer_engine = implementation == "transformer_engine"
     layers = get_gpt_decoder_layer_specs(
-        config, use_transformer_engine=implementation == "transformer_engine", normalization=config.normalization
+        config, use_transformer_engine=by_transformer_engine, normalization=config.normalization
     )
-    _replace(layers, config, implementation)
-    return TransformerBlockSubmodules(layer_specs=layers)
+    decoder = layer_pattern(recipe).split(Symbols.MTP_SEPARATOR)[0].replace(Symbols.PIPE, "")
+    kinds = dict(zip(_pairs(decoder), layers, strict=True))
+    _replace(kinds.values(), config, implementation)
+    norm = TENorm if by_transformer_engine else TorchNorm
+    prediction = _mtp_spec(config, layers[-1], implementation, vp_stage)
+    return ModuleSpec(TransformerStack, {"vp_stage": vp_stage}, StackParts(kinds, norm, prediction))
 
 
-def mtp_spec(
-    config: TransformerConfig, block: TransformerBlockSubmodules, implementation: Implementation, vp_stage: int | None
+def _pairs(pattern: str) -> list[str]:
+    return ["".join(pair) for pair in batched(pattern, 2)]
+
+
+def _mtp_spec(
+    config: TransformerConfig, layer: ModuleSpec, implementation: Implementation, vp_stage: int | None
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """Specification of the multi-token prediction layers (arXiv 2412.19437, section 2.2), on the chunk with them."""
+    """Specification of the multi-token prediction layers; their transformer layer is the decoder's last one."""
     if not config.mtp_num_layers:
         return None
-    # Their transformer layer is the decoder's last one, which may be on another chunk.
-    last = block if block.layer_specs else _layers(config, implementation)
     spec = get_gpt_mtp_block_spec(
-        config, last, use_transformer_engine=implementation == "transformer_engine", vp_stage=vp_stage
+        config, layer, use_transformer_engine=implementation == "transformer_engine", vp_stage=vp_stage
     )
-    if spec is not None and implementation == "local":
-        for layer in spec.layer_specs:
+    for each in spec.layer_specs if spec is not None else ():
+        each.module = PredictionLayer
+        if implementation == "local":
             for name in ("enorm", "hnorm", "layer_norm"):
-                setattr(layer.submodules, name, TorchNorm)
+                setattr(each.submodules, name, TorchNorm)
     return spec
 
 
