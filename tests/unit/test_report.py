@@ -414,6 +414,15 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     assert cli.run(["report", *["one"] * 7, "--runs-dir", str(tmp_path)]) == 2
 
 
+def test_a_finished_run_that_is_worse_than_guessing_is_not_well(tmp_path: Path) -> None:
+    for name, loss in (("good", 5.0), ("bad", 12.0)):
+        lines = [step(n, BEGAN + n, loss) for n in range(1, 31)]
+        make(tmp_path, name, lines, overrides=["train.train_iters=30", "scheduler.lr_warmup_iters=5"])
+        words = Pages(written(tmp_path, f"gpt-tiny/{name}")).words
+        assert ("The run is finished, but not well" in words) == (name == "bad")
+        assert ("Its result is in doubt: worse than guessing" in words) == (name == "bad")
+
+
 def test_a_long_run_has_a_small_page_and_keeps_its_spikes() -> None:
     records = Records()
     for n in range(1, 20_001):
