@@ -7,6 +7,8 @@ such as `token` or `X-Amz-Signature`, `Authorization` headers, and tokens of kno
 
 from __future__ import annotations
 
+import codecs
+import io
 import json
 import os
 import re
@@ -159,10 +161,24 @@ class Guarded:
         return getattr(self._stream, name)
 
 
+def escape(error: UnicodeError) -> tuple[str, int]:
+    r"""Handler of characters that a stream's encoding lacks: `\uXXXX`, which JSON reads as the same character."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass").hex()
+    return re.sub("(....)", r"\\u\1", lacking), error.end
+
+
 def guard_streams() -> None:
-    """Redact what this process prints from now on, tracebacks and warnings included: first call of a process."""
+    """Redact what this process prints from now on, tracebacks and warnings included: first call of a process.
+
+    What a terminal cannot show (`LC_ALL=C`, a file's name that is not text) is printed as `escape` writes it.
+    """
+    codecs.register_error("llmrecipes.escape", escape)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="llmrecipes.escape")
         if not isinstance(stream, Guarded):
             setattr(sys, name, Guarded(stream))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shlex
 import subprocess
 import sys
@@ -244,6 +246,22 @@ def test_a_closed_pipe_needs_no_words() -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(timeout=240) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [("list",), ("schema",), ("clusters",), ("show", "gpt-1b", "--cluster", "h100-ib")]
+)
+def test_a_terminal_without_unicode_shows_everything(arguments: tuple[str, ...]) -> None:
+    """Also the program by `python -m`: characters that ASCII lacks become JSON's escapes."""
+    program = [sys.executable, "-m", "llmrecipes", *arguments]
+    ascii_only = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    shown = subprocess.run(program, env=ascii_only, capture_output=True, timeout=240)
+    assert (shown.returncode, shown.stderr) == (0, b"")
+    text = shown.stdout.decode("ascii")
+    unicode = subprocess.run(program, env=os.environ | {"PYTHONIOENCODING": "utf-8"}, capture_output=True, timeout=240)
+    whole = unicode.stdout.decode("utf-8")
+    assert not whole.isascii(), "this command tests nothing"
+    assert re.sub(r"(\\u[0-9a-f]{4})+", lambda escapes: json.loads(f'"{escapes[0]}"'), text) == whole
 
 
 def _commands(group: Any) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 import logging
@@ -20,7 +21,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.evaluation.history import append, read, records
 from llmrecipes.evaluation.request import EvaluationResult
 from llmrecipes.recipe.load import load
-from llmrecipes.redact import HIDDEN, Guarded, address, has_secret, redact, redacted, remember
+from llmrecipes.redact import HIDDEN, Guarded, address, escape, has_secret, redact, redacted, remember
 from llmrecipes.search.command import quiet
 from llmrecipes.search.report import write_report
 from llmrecipes.search.starting import REASON
@@ -347,6 +348,14 @@ def test_a_recipe_with_a_token_of_known_form_is_refused_without_it(key: str) -> 
     with refused(key) as caught:
         load("gpt-tiny", [f"{key}=of hf_{'canary' * 6}"])
     assert "canary" not in str(caught.value)
+
+
+def test_characters_that_a_stream_lacks_are_those_of_json() -> None:
+    codecs.register_error("llmrecipes.escape", escape)
+    for text in ("5 × 3", "naïve 中", "beyond the first plane 🙂", "a name that is no text \udcff"):
+        shown = text.encode("ascii", "llmrecipes.escape").decode("ascii")
+        assert json.loads(f'"{shown}"') == text
+    assert "中\udcff".encode("utf-8", "llmrecipes.escape").decode() == "中\\udcff"
 
 
 @pytest.mark.parametrize("key", ["data.sources.0.path", "data.tokenizer.path", "search.storage"])

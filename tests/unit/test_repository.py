@@ -50,6 +50,7 @@ LAYERS = (
     ("api",),
     ("api_commands",),
     ("cli",),
+    ("__main__",),
 )
 LIGHT = (
     *LAYERS[0],
