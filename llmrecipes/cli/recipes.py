@@ -43,7 +43,9 @@ def new(
     params: Annotated[
         str | None,
         typer.Option(
-            "--params", metavar="N", help="Use the shape of the recipe closest to N parameters, such as 350m or 1b."
+            "--params",
+            metavar="N",
+            help="Make a model of N parameters within 5%, such as 350m or 1b, after the closest recipe.",
         ),
     ] = None,
     like: Annotated[
@@ -144,7 +146,7 @@ def new(
         shown = {"path": str(path), "like": created.like, "fits": plan.fits, "world_size": plan.layout.world_size}
         print(json.dumps({**shown, "parameters": plan.num_parameters.total, "tokens": plan.total_tokens}, indent=2))
         return
-    print(f"wrote  {path}: {number(plan.num_parameters.total)} parameters in the shape of {created.like}")
+    print(f"wrote  {path}: {number(plan.num_parameters.total)} parameters in the shape of {created.form}")
     steps, ranks = created.recipe.train.train_iters, plan.layout.world_size
     print(
         f"       {number(plan.total_tokens)} tokens in {steps:,} steps on {ranks} {'rank' if ranks == 1 else 'ranks'}"

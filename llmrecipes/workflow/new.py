@@ -17,12 +17,16 @@ from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.plan.parameters import count
 from llmrecipes.recipe.batch_schedule import GROWING, tokens_of
 from llmrecipes.recipe.load import DEFAULTS_NOTE, load, load_values, names, short
-from llmrecipes.recipe.schema import EMBEDDED, Recipe, Source, Tokenizer
+from llmrecipes.recipe.schema import EMBEDDED, Model, Recipe, Source, Tokenizer
 from llmrecipes.recipe.shape import shape
 
 TOKENS_PER_PARAMETER = 20
 """Hoffmann et al. 2022, arXiv 2203.15556."""
 LEAST_STEPS = 100
+SAME_SIZE = 0.05
+"""Relative difference in parameters up to which a model has the size that was asked for."""
+_MOST_SLIMMER = math.log(4)
+"""The width per layer of a resized model is at most four times or at least a quarter of that of the recipe."""
 SUFFIXES = {".jsonl": "jsonl", ".parquet": "parquet", ".txt": "text"}
 """Types of files that are named without a type."""
 COMMENTS = {
@@ -44,9 +48,10 @@ class Wanted:
 
     Attributes:
         name: name of the recipe and its file.
-        params: parameters of the model; None: those of `like`.
+        params: parameters of the model, within `SAME_SIZE`; None: those of `like`.
         model: section `model` of another shape than that of `like`; None: the shape of `like`.
-        like: recipe with the shape and everything that is not set; None: the nearest by `params`.
+        like: recipe with the shape and everything that is not set; None: the nearest by `params`, with its depth and
+            width changed if it has another size.
         data: sources, as `source_of` reads them; none: those of `like`.
         tokenizer: bpe, or the name or folder of a Hugging Face tokenizer; None: that of `like`.
         seq_length: None: that of `like`.
@@ -77,12 +82,14 @@ class Made:
         recipe: the resolved recipe.
         text: its file.
         like: the recipe that it follows.
+        form: that recipe, and the depth and width if they are not those of it.
         plan: on the machine it was made for.
     """
 
     recipe: Recipe
     text: str
     like: str
+    form: str
     plan: Plan
 
 
@@ -155,12 +162,61 @@ def nearest(params: int) -> str:
     return min(candidates)[2]
 
 
+def resized(section: dict[str, Any], params: int) -> dict[str, Any]:
+    """A section `model` with the depth and width for a number of parameters; unchanged if it has them already.
+
+    The width of a head, the number of query groups and the proportion of feed-forward layers are kept. Of the shapes
+    with the number within `SAME_SIZE`, it is the one whose width per layer and number are nearest.
+
+    Raises:
+        UserError: no shape has the number.
+    """
+    model = Model(**section)
+    whole = count(model, shape(model)).total
+    if abs(whole / params - 1) <= SAME_SIZE:
+        return section
+    candidates: list[tuple[float, int, dict[str, Any]]] = []
+    width = model.hidden_size // model.num_attention_heads
+    groups = model.num_query_groups or 1
+    for heads in range(groups, 4 * model.num_attention_heads + 1, groups):
+        if heads % _multiple(2 * heads, 8):  # of the heads, for tensor parallelism
+            continue
+        wider = section | {"num_attention_heads": heads, "hidden_size": heads * width}
+        if model.ffn_hidden_size is not None:
+            unit = _multiple(model.ffn_hidden_size, 128)
+            wider["ffn_hidden_size"] = unit * round(model.ffn_hidden_size * heads / model.num_attention_heads / unit)
+        one, two = (count(deep, shape(deep)).total for deep in (Model(**wider | {"num_layers": n}) for n in (1, 2)))
+        fitting = max(1.0, (params - one) / (two - one) + 1)
+        unit = _multiple(round(fitting), 4 if fitting >= 64 else 2)  # of the layers, for pipeline parallelism
+        layers = max(unit, unit * round(fitting / unit))
+        size = one + (layers - 1) * (two - one)
+        slimmer = abs(math.log(heads * model.num_layers / (model.num_attention_heads * layers)))
+        if slimmer <= _MOST_SLIMMER:
+            distance = slimmer + 4 * abs(size / params - 1)
+            candidates.append((distance, size, wider | {"num_layers": layers}))
+    same = [(distance, each) for distance, size, each in candidates if abs(size / params - 1) <= SAME_SIZE]
+    if not same:
+        closest = min((size for _, size, _ in candidates), key=lambda size: abs(math.log(size / params)))
+        raise UserError(
+            f"no shape of {params:,} parameters",
+            where="--params",
+            rule=f"within {SAME_SIZE:.0%} of what whole layers and heads have with this vocabulary",
+            fix=f"--params {closest}",
+        )
+    return min(same, key=lambda pair: pair[0])[1]
+
+
+def _multiple(number: int, most: int) -> int:
+    """The power of two, at most `most`, of which numbers of this size are chosen as multiples."""
+    return min(most, 1 << max(0, (number // 8).bit_length() - 1))
+
+
 def make(wanted: Wanted) -> Made:
     """The recipe, without writing it.
 
     Raises:
         UserError: neither or both of `params` and `like`; an invalid value; a tokenizer that cannot be loaded;
-            overrides that make an invalid recipe.
+            parameters that no shape has; overrides that make an invalid recipe.
     """
     if (wanted.params is None) == (wanted.like is None):
         what = "not set" if wanted.params is None else f"{wanted.params} with --like {wanted.like}"
@@ -191,6 +247,12 @@ def make(wanted: Wanted) -> Made:
         data["sources"] = [as_values(source_of(text, "--data")) for text in wanted.data]
     if wanted.tokenizer is not None:
         data["tokenizer"], model["vocab_size"] = _tokenizer(wanted.tokenizer, base)
+    form = like
+    if wanted.params is not None:
+        values["model"] = model = resized(model, wanted.params)
+        if model["num_layers"] != base.model.num_layers or model["hidden_size"] != base.model.hidden_size:
+            form += f", with {model['num_layers']} layers of width {model['hidden_size']:,}"
+            values["description"] += ", resized"
     machine = planned(wanted.cluster, wanted.nodes or (1 if wanted.cluster else None), 1)
     sized = load_values(values, path, wanted.overrides).recipe
     default = TOKENS_PER_PARAMETER * count(sized.model, shape(sized.model)).total
@@ -214,8 +276,8 @@ def make(wanted: Wanted) -> Made:
         del save["keep_interval"]  # only steps that are saved can be kept
     loaded = load_values(values, path, wanted.overrides).recipe
     plan = derive(loaded, ranks, machine)
-    header = f"{tokens:,} tokens in the shape of {like}. {DEFAULTS_NOTE}"
-    return Made(loaded, short(loaded, COMMENTS, header), like, plan)
+    header = f"{tokens:,} tokens in the shape of {form}. {DEFAULTS_NOTE}"
+    return Made(loaded, short(loaded, COMMENTS, header), like, form, plan)
 
 
 def write(name: str, text: str, folder: Path, *, force: bool) -> Path:

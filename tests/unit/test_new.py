@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pty
 import subprocess
@@ -14,7 +15,9 @@ import pytest
 from llmrecipes.cli.app import run
 from llmrecipes.plan.parameters import count
 from llmrecipes.recipe.load import load
+from llmrecipes.recipe.schema import Model
 from llmrecipes.recipe.shape import shape
+from llmrecipes.workflow.new import SAME_SIZE, amount, nearest, resized
 from tests.helpers import environment
 from tests.refusals import require_message
 
@@ -43,7 +46,11 @@ def test_a_recipe_fits_and_is_planned_by_show(
     assert made["like"] == like and made["fits"]
     recipe, base = load(made["path"]).recipe, load(like).recipe
     assert count(recipe.model, shape(recipe.model)).total == made["parameters"]
-    assert (recipe.model.hidden_size, recipe.optimizer.lr) == (base.model.hidden_size, base.optimizer.lr)
+    assert recipe.optimizer.lr == base.optimizer.lr
+    if "--params" in options:
+        assert made["parameters"] == pytest.approx(amount(options[1], "--params"), rel=SAME_SIZE)
+    else:
+        assert recipe.model.hidden_size == base.model.hidden_size
     machine = [] if world is None else options[options.index("--cluster") :][: 4 if "--nodes" in options else 2]
     assert run(["show", made["path"], *machine, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)["plan"]
@@ -128,3 +135,20 @@ def test_on_a_terminal_it_asks(folder: Path) -> None:
     assert (recipe.model.seq_length, recipe.data.tokenizer.type) == (1024, "bpe")
     tokens = recipe.train.train_iters * recipe.train.global_batch_size * recipe.model.seq_length
     assert tokens == pytest.approx(1e9, rel=0.02)
+
+
+def test_every_size_is_met_or_refused_with_one_that_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    for params in (round(10 ** (exponent / 8)) for exponent in range(53, 97, 3)):  # 4.2m to 750b
+        base = load(nearest(params)).recipe.model
+        section = base.model_dump(mode="json", exclude_defaults=True)
+        model = Model(**resized(section, params))
+        assert count(model, shape(model)).total == pytest.approx(params, rel=SAME_SIZE)
+        assert model.num_query_groups == base.num_query_groups
+        assert model.hidden_size / model.num_attention_heads == base.hidden_size / base.num_attention_heads
+        assert abs(math.log(model.hidden_size / model.num_layers * base.num_layers / base.hidden_size)) < math.log(4)
+        own = count(base, shape(base)).total
+        assert resized(section, own) is section
+    assert run(["new", "mine", "--params", "10k"]) == 2
+    refused = capsys.readouterr().err
+    require_message(refused, "--params")
+    assert run(["new", "mine", *refused.split("fix:")[1].split()]) == 0
