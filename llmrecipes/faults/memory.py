@@ -110,8 +110,8 @@ def _of_the_host(recipe: Recipe) -> list[str]:
     hints = []
     if recipe.data.num_workers:
         hints.append(f"data.num_workers=0 (now {recipe.data.num_workers}): each is a process with its own memory")
-    if recipe.checkpoint.async_save:
-        hints.append("checkpoint.async_save=false: no copy of the state in main memory; each save stops the training")
+    if recipe.checkpoint.non_persistent_save_interval is not None:
+        hints.append("checkpoint.non_persistent_save_interval=null: local checkpoints have a copy of their own")
     if recipe.zero is not None and (recipe.zero.offload_optimizer, recipe.zero.offload_param) != ("none", "none"):
         hints.append("more nodes, each of which then keeps a smaller share of what zero offloads")
     return hints or ["more main memory for the job: --mem of Slurm, or the limit of the pod"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu
@@ -45,7 +45,8 @@ def check(plan: Plan, cluster: Cluster, advise: bool = True) -> None:
         check(of_stage, cluster, advise)
     if plan.fits:
         return
-    _check_host(plan, cluster)
+    if plan.memory.total <= plan.memory_capacity_bytes:
+        _refuse_host(plan, cluster)
     name, ranks = plan.recipe.name, plan.layout.world_size
     parts = {name: size for name, size in plan.memory.as_dict().items() if size and name != "total"}
     needed = ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in parts.items())
@@ -130,16 +131,22 @@ def _advice(plan: Plan, cluster: Cluster) -> str:
     return f"on these GPUs it fits, fastest first, with {'; or '.join(speeds)}"
 
 
-def _check_host(plan: Plan, cluster: Cluster) -> None:
-    if plan.fits_host:
-        return
+def _refuse_host(plan: Plan, cluster: Cluster) -> NoReturn:
+    host = plan.host
     place = f"on {cluster.name}" if cluster.name else "on this machine"
+    available = f"{gib(plan.host_capacity_bytes)} available {place}"
+    fixes = ["more nodes, with a smaller share each"]
+    if host.offloaded:
+        fixes.append("zero.offload_optimizer nvme with zero.stage 3, or no offload")
+    if plan.recipe.checkpoint.non_persistent_save_interval is not None:
+        fixes.append("checkpoint.non_persistent_save_interval null: local checkpoints have a copy of their own")
     raise UserError(
-        f"does not fit: a node offloads {gib(plan.host_memory_bytes)} to main memory, "
-        f"{gib(plan.host_capacity_bytes)} available {place}",
+        f"does not fit: a node keeps {gib(host.total)} in main memory, {available}",
         where=f"recipe {plan.recipe.name}",
-        rule="what the ranks of a node offload (zero.offload_optimizer, zero.offload_param) must fit in main memory",
-        fix="more nodes, with a smaller share each; zero.offload_optimizer nvme with zero.stage 3; or no offload",
+        rule=f"main memory must hold the copies that saves are written from ({gib(host.staged)}), what ranks offload "
+        f"(zero.offload_optimizer, zero.offload_param: {gib(host.offloaded)}), and their processes "
+        f"({gib(host.processes)})",
+        fix="; or ".join(fixes),
     )
 
 
@@ -207,7 +214,7 @@ def fitted(recipe: Recipe, cluster: Cluster) -> tuple[Recipe, int]:
             refused = refused or error
             continue
         last = candidate
-        if plan.fits and plan.memory_headroom >= LEAST_HEADROOM:
+        if plan.memory_headroom >= LEAST_HEADROOM:  # no layout changes what a node keeps in main memory
             return candidate, ranks
     if last is None:
         raise refused or UserError(

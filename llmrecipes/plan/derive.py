@@ -13,7 +13,7 @@ from llmrecipes.plan.features import expected
 from llmrecipes.plan.kernels import modules, own_layers, recompute_granularity
 from llmrecipes.plan.layout import Layout, layout
 from llmrecipes.plan.losses import logits
-from llmrecipes.plan.memory import Memory, checkpoint_bytes, differing_stages, estimate, of_stage
+from llmrecipes.plan.memory import HostMemory, Memory, checkpoint_bytes, differing_stages, estimate, of_stage
 from llmrecipes.plan.parameters import (
     Parameters,
     count,
@@ -64,8 +64,8 @@ class Plan:
     recomputation (`full`: all attention positions, `causal`: half of them). `num_parameters_on_rank` and `memory` are
     those of the rank with the most. `memory_capacity_bytes` is available to one rank: its GPU's free memory, or an
     equal share of the machine's available memory. `fits` compares it with `memory.total`, and `memory_headroom` is the
-    share of it that stays free, negative if the run does not fit. `host_memory_bytes` of a node with GPUs are offloaded
-    to its main memory, of which `host_capacity_bytes` are available. `checkpoint_bytes` is the size of one checkpoint.
+    share of it that stays free, negative if the run does not fit. `host` is kept in the main memory of a node with
+    GPUs, of which `host_capacity_bytes` are available. `checkpoint_bytes` is the size of one checkpoint.
     With adapters the parameters of the model are frozen; `num_adapter_parameters`, otherwise 0, are trained and saved.
     `recipe` has what is recomputed where the user's has `recompute_granularity: auto`, and `recompute_auto` says so; it
     has the size of the chunks of the loss where the user's has none and they are necessary.
@@ -88,7 +88,7 @@ class Plan:
     flops_per_token_causal: float
     memory: Memory
     memory_capacity_bytes: int
-    host_memory_bytes: int
+    host: HostMemory
     host_capacity_bytes: int
     checkpoint_bytes: int
     stages: tuple[Plan, ...] = ()
@@ -146,8 +146,8 @@ class Plan:
 
     @property
     def fits_host(self) -> bool:
-        """Whether a node's main memory holds what its ranks offload."""
-        return self.host_memory_bytes <= self.host_capacity_bytes
+        """Whether a node's main memory holds what its ranks keep there."""
+        return self.host.total <= self.host_capacity_bytes
 
     @property
     def recompute_granularity(self) -> str | None:
@@ -214,7 +214,7 @@ class Plan:
         """Plain data for plan.json and `show --json`, with names that stay compatible with older runs."""
         from llmrecipes.plan.table import stage_facts
 
-        held = {"recipe", "shape", "layout", "cluster", "device", "batches", "num_microbatches", "stages"}
+        held = {"recipe", "shape", "layout", "cluster", "device", "batches", "num_microbatches", "host", "stages"}
         held |= set() if self.num_adapter_parameters else {"num_adapter_parameters"}
         return {
             "recipe": self.recipe.name,
@@ -236,6 +236,8 @@ class Plan:
             "num_parameters": asdict(self.num_parameters),
             "speed": [choice.as_dict() for choice in self.features],
             "memory": self.memory.as_dict(),
+            "host_memory_bytes": self.host.total,
+            "host_memory": asdict(self.host),
             "memory_headroom": round(self.memory_headroom, 4),
             "fits": self.fits,
             **({"stages": [stage_facts(stage) for stage in self.stages]} if self.stages else {}),
@@ -289,6 +291,8 @@ def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
     memory = estimate(recipe, sizes, laid_out, micro_batches, cluster.device)
     tokens_per_step = recipe.train.global_batch_size * recipe.model.seq_length
     batches = batch_schedule(recipe)
+    saved = checkpoint_bytes(recipe, sizes, added or parameters.total, still)
+    on_node = min(world_size, len(cluster.gpus) // cluster.nodes)
     return Plan(
         recipe=recipe,
         recompute_auto=automatic,
@@ -310,9 +314,9 @@ def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
         flops_per_token_causal=_flops(recipe, sizes, causal=True),
         memory=memory,
         memory_capacity_bytes=capacity(cluster, world_size),
-        host_memory_bytes=memory.host * min(world_size, len(cluster.gpus) // cluster.nodes),
+        host=HostMemory.of(recipe, memory, saved, world_size, on_node),
         host_capacity_bytes=cluster.memory_available_bytes // cluster.nodes,
-        checkpoint_bytes=checkpoint_bytes(recipe, sizes, added or parameters.total, still),
+        checkpoint_bytes=saved,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from math import ceil
+from typing import Self
 
 from llmrecipes.plan import parameters
 from llmrecipes.plan.activations import peak
@@ -28,6 +29,8 @@ from llmrecipes.units import GIB, MIB
 # it.
 _CPU_PROCESS = int(0.9 * GIB)
 _CPU_LOADER = int(0.1 * GIB)
+# Pinned copies are in buffers of powers of two: 1.09 times the files in a dry run of gpt-1b, 1.00 of gpt-7b.
+_SLABS = 1.1
 # CUDA context, loaded kernels, and workspaces of cuBLAS and cuDNN; an estimate, not measured.
 _CUDA_PROCESS = int(1.0 * GIB)
 COMMUNICATOR = 150 * MIB
@@ -47,9 +50,9 @@ class Memory:
 
     With `speed.fp8`, `weights` has copies in fp8 too, and with `qat` the rounded matrices.
     `logits` are what the loss derives from the output layer's result, where that is the peak; `checkpoint_copy` is the
-    snapshot of an asynchronous save (in a CPU run it uses the ranks' memory); `workspace` is the process without a
-    model; `buffers` are those in which ZeRO gathers weights and reduces gradients, TransformerEngine's user buffers,
-    and what recorded layers take and return (`speed.cuda_graph_impl`); `teacher` are the weights of a teacher
+    snapshot of a save (in a CPU run it uses the ranks' memory; of others see `HostMemory`); `workspace` is the process
+    without a model; `buffers` are those in which ZeRO gathers weights and reduces gradients, TransformerEngine's user
+    buffers, and what recorded layers take and return (`speed.cuda_graph_impl`); `teacher` are the weights of a teacher
     (`distill`) or of a reference (`dpo`), and what is kept of its passes; `movements` are those of embeddings, and
     their gradients (`train.adversarial`).
     """
@@ -78,6 +81,40 @@ class Memory:
     def _parts(self) -> dict[str, int]:
         rare = {"teacher", "movements"}  # left out where there is none
         return {name: size for name, size in asdict(self).items() if name != "host" and (size or name not in rare)}
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes of a node's main memory that a run on GPUs keeps from its first save on.
+
+    `offloaded` are the states that ZeRO keeps there; `staged` are the copies from which the ranks write checkpoints;
+    `processes` are the ranks, their loaders, and the warm spares of `--max-restarts`.
+    """
+
+    offloaded: int
+    staged: int
+    processes: int
+
+    @property
+    def total(self) -> int:
+        return self.offloaded + self.staged + self.processes
+
+    @classmethod
+    def of(cls, recipe: Recipe, memory: Memory, checkpoint: int, world_size: int, on_node: int) -> Self:
+        """Estimate it.
+
+        Args:
+            recipe: for its loaders and local checkpoints.
+            memory: of a rank.
+            checkpoint: bytes of one checkpoint, of which every rank writes about the same share.
+            world_size: ranks of the run.
+            on_node: ranks of the node; 0: they run on a CPU, where all of this is in `memory`.
+        """
+        of_rank = checkpoint / world_size
+        if recipe.checkpoint.non_persistent_save_interval is not None:
+            of_rank += min(memory.weights + memory.optimizer, checkpoint)  # each rank writes all that it has
+        processes = 2 * _CPU_PROCESS + _CPU_LOADER * recipe.data.num_workers
+        return cls(memory.host * on_node, int(of_rank * on_node * _SLABS), processes * on_node)
 
 
 def estimate(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, device: str) -> Memory:
@@ -120,7 +157,7 @@ def of_stage(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, st
         copy, process, rest = 0, _CUDA_PROCESS + COMMUNICATOR * groups, _CUDA_REST
     else:
         states, host = states + host, States()
-        copy = states.weights + states.optimizer if recipe.checkpoint.async_save else 0
+        copy = states.weights + states.optimizer  # the snapshot is taken, and kept, without async_save too
         process = _CPU_PROCESS + _CPU_LOADER * recipe.data.num_workers
         rest = _CPU_REST[recipe.train.precision]
     return Memory(

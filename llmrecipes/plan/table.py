@@ -82,9 +82,14 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
     ]
     lines += [(f"memory: {name.replace('_', ' ')}", gib(size), "") for name, size in memory.as_dict().items() if size]
     share = "free on one GPU" if cluster.gpus else "available memory / ranks"
-    if plan.host_memory_bytes:
-        available = f"of {gib(plan.host_capacity_bytes)} of main memory"
-        lines.append(("offloaded per node", gib(plan.host_memory_bytes), available))
+    if plan.host.total:
+        parts = {
+            "offloaded": plan.host.offloaded,
+            "copies for saves": plan.host.staged,
+            "processes": plan.host.processes,
+        }
+        kept = ", ".join(f"{gib(size)} {name}" for name, size in parts.items() if size)
+        lines.append(("main memory per node", gib(plan.host.total), f"of {gib(plan.host_capacity_bytes)}: {kept}"))
     lines.append(("fits" if plan.fits else "does NOT fit", gib(plan.memory_capacity_bytes), share))
     return [*lines, *_start(plan.recipe), *_disk(plan.recipe, plan)]
 

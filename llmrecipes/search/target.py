@@ -134,7 +134,7 @@ def headroom(plan: Plan) -> float:
     """Memory that a plan needs beyond the capacity, as a share of it; negative if it fits."""
     return max(
         plan.memory.total / max(1, plan.memory_capacity_bytes) - 1,
-        plan.host_memory_bytes / max(1, plan.host_capacity_bytes) - 1,
+        plan.host.total / max(1, plan.host_capacity_bytes) - 1,
     )
 
 

@@ -181,7 +181,8 @@ HERE = Cluster((), 2, 64 * GIB, 64 * GIB, 64 * GIB)
 
 
 def gpus(number: int, gib: int = 79) -> Cluster:
-    return replace(HERE, gpus=(DetectedGpu("NVIDIA H100 80GB HBM3", gib * GIB, gib * GIB, 989.4),) * number)
+    gpu = DetectedGpu("NVIDIA H100 80GB HBM3", gib * GIB, gib * GIB, 989.4)
+    return replace(HERE, gpus=(gpu,) * number, memory_available_bytes=number * 256 * GIB)
 
 
 def test_the_recipe_follows_from_data_model_and_machine(folder: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from tests.refusals import refused
 
 LAPTOP = Cluster(gpus=(), cpu_cores=4, memory_bytes=16 * GIB, memory_available_bytes=12 * GIB, disk_free_bytes=GIB)
 GPU = DetectedGpu("NVIDIA H100 80GB HBM3", 79 * GIB, 79 * GIB, 989.4)
-NODE = replace(LAPTOP, gpus=(GPU,) * 8)
+NODE = replace(LAPTOP, gpus=(GPU,) * 8, memory_available_bytes=8 * 256 * GIB)
 
 
 def recipe(name: str, *overrides: str) -> Recipe:
@@ -36,7 +36,7 @@ def recipe(name: str, *overrides: str) -> Recipe:
 
 
 def gpus(number: int) -> Cluster:
-    return replace(LAPTOP, gpus=(GPU,) * number)
+    return replace(LAPTOP, gpus=(GPU,) * number, memory_available_bytes=number * 256 * GIB)
 
 
 def memory_of(changed: Recipe, ranks: int = 1, device: str = "cuda") -> Memory:

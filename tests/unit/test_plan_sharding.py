@@ -10,7 +10,7 @@ from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.plan.check import check
 from llmrecipes.plan.derive import Plan, default_world_size, derive
 from llmrecipes.recipe.load import load
-from llmrecipes.units import GIB
+from llmrecipes.units import GIB, gib
 from tests.refusals import refused
 
 GPU = DetectedGpu("NVIDIA H100 80GB HBM3", 79 * GIB, 79 * GIB, 989.4)
@@ -134,11 +134,11 @@ def test_above_64_ranks_whole_buckets_are_copied_to_reduce_them() -> None:
 def test_what_is_offloaded_counts_against_the_main_memory_of_a_node(overrides: tuple[str, ...], host: int) -> None:
     found = plan(*overrides)
     assert found.memory.host == host * N // 8
-    assert found.host_memory_bytes == 8 * found.memory.host
-    assert found.as_dict()["host_memory_bytes"] == found.host_memory_bytes
+    assert found.host.offloaded == 8 * found.memory.host
+    assert found.as_dict()["host_memory_bytes"] == found.host.total
     assert "host" not in found.as_dict()["memory"]
     two_nodes = plan(*overrides, machine=NODE.times(2), ranks=16)
-    assert two_nodes.host_memory_bytes == 8 * two_nodes.memory.host == host * (N // 16) * 8
+    assert two_nodes.host.offloaded == 8 * two_nodes.memory.host == host * (N // 16) * 8
     assert two_nodes.host_capacity_bytes == NODE.memory_available_bytes
 
 
@@ -156,10 +156,31 @@ def test_a_node_with_too_little_main_memory_is_refused() -> None:
     check(plan("zero.stage=2", "zero.offload_optimizer=cpu"), NODE)
 
 
+def test_a_node_holds_what_its_saves_and_processes_take() -> None:
+    """All that the ranks of a node write, as a checkpoint has it; with local checkpoints also all that each has."""
+    without = plan("data.num_workers=0")
+    saved, processes = without.checkpoint_bytes, without.host.processes
+    assert saved < without.host.staged < 1.2 * saved and without.host.offloaded == 0
+    assert plan(machine=NODE.times(2), ranks=16).host.staged == pytest.approx(without.host.staged / 2)
+    assert plan("checkpoint.async_save=false").host.staged == without.host.staged, "the snapshot is taken all the same"
+    local = ("checkpoint.non_persistent_save_interval=5", "checkpoint.non_persistent_local_ckpt_dir=/nvme")
+    each = without.memory.weights + without.memory.optimizer
+    assert plan(*local).host.staged - without.host.staged == pytest.approx(8 * each, rel=0.2)
+    assert processes > 8 * GIB and plan("data.num_workers=4").host.processes > processes
+    small = replace(NODE, memory_available_bytes=saved)
+    with refused("recipe gpt-1b", rule=gib(without.host.staged)):
+        check(plan(machine=small), small)
+    check(without, replace(NODE, memory_available_bytes=without.host.total))
+
+
+def test_on_a_cpu_a_snapshot_is_kept_without_async_saves_too() -> None:
+    assert plan(machine=LAPTOP, ranks=1).memory == plan("checkpoint.async_save=false", machine=LAPTOP, ranks=1).memory
+
+
 def test_on_a_cpu_offloaded_states_are_in_the_same_memory() -> None:
     here = plan("zero.stage=2", "zero.offload_optimizer=cpu", machine=LAPTOP, ranks=2)
     there = plan("zero.stage=2", "zero.offload_optimizer=cpu", ranks=2)
-    assert here.host_memory_bytes == here.memory.host == 0
+    assert here.host.total == here.memory.host == 0
     assert here.memory.gradients + here.memory.optimizer == there.memory.host
     small = derive(load("gpt-tiny", ["zero.stage=3"]).recipe, 2, LAPTOP)
     # Gathered weights, and what is written to, of a larger bucket and its copy.
