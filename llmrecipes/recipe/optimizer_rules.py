@@ -11,7 +11,7 @@ from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.engines import MEGATRON, engine_name
 from llmrecipes.recipe.freezing import parameters
 from llmrecipes.recipe.schema import Model, Optimizer, Recipe
-from llmrecipes.recipe.stages import decay_iters
+from llmrecipes.recipe.stages import decay_iters, schedule_iters
 
 KEY = "optimizer.use_precision_aware_optimizer"
 
@@ -169,12 +169,29 @@ def schedule(recipe: Recipe) -> Iterator[Problem]:
             "lr_polynomial_power is only used with lr_decay_style polynomial",
             "remove it, or lr_decay_style polynomial",
         )
-    if keys.lr_decay_style == "inverse-square-root" and not warmup:
+    yield from _inverse_square_root(recipe)
+
+
+def _inverse_square_root(recipe: Recipe) -> Iterator[Problem]:
+    keys, optimizer = recipe.scheduler, recipe.optimizer
+    if keys.lr_decay_style != "inverse-square-root":
+        return
+    decay, steps, warmup = decay_iters(recipe), schedule_iters(recipe), keys.lr_warmup_iters
+    if not warmup:
         yield Problem(
             "scheduler.lr_warmup_iters",
             "0 with lr_decay_style inverse-square-root",
             "the inverse square root needs a warm-up: without one, the rate halves within 4 steps",
             f"lr_warmup_iters {max(1, decay // 10)}",
+        )
+    # This decay does not reach min_lr by itself, so that megatron-core's rate falls at once.
+    last = optimizer.lr * (warmup / decay) ** 0.5
+    if decay < steps and last > optimizer.min_lr:
+        yield Problem(
+            "scheduler.lr_decay_iters",
+            f"{decay} of {steps} steps with lr_decay_style inverse-square-root",
+            f"after lr_decay_iters the rate is min_lr: it would fall from {last:.2g} to {optimizer.min_lr:g} at once",
+            f"remove it, or lr_decay_iters {steps}",
         )
 
 

@@ -60,11 +60,15 @@ def merged(recipe: Recipe) -> tuple[Recipe, ...]:
     return tuple(recipes)
 
 
+def schedule_iters(recipe: Recipe) -> int:
+    """Steps with the schedule of a run, or of a stage and those that continue it."""
+    span = span_of(recipe)
+    return recipe.train.train_iters if span is None else span.schedule[1] - span.schedule[0]
+
+
 def decay_iters(recipe: Recipe) -> int:
     """Step at which the learning rate reaches its minimum, in a stage counted from where its schedule begins."""
-    span = span_of(recipe)
-    whole_length = recipe.train.train_iters if span is None else span.schedule[1] - span.schedule[0]
-    return recipe.scheduler.lr_decay_iters or whole_length
+    return recipe.scheduler.lr_decay_iters or schedule_iters(recipe)
 
 
 def begins(stage: Stage) -> tuple[bool, bool, bool]:

@@ -221,7 +221,8 @@ def require_accepted(now: Recipe, then: Recipe, step: int, *, run_dir: Path, dat
 
 def _rate_change(now: Recipe, then: Recipe, step: int) -> tuple[str, str]:
     before, after = decay_iters(then), decay_iters(now)
-    if before == after or now.scheduler.lr_decay_iters is not None or now.scheduler.lr_decay_style == "constant":
+    same = now.scheduler.lr_decay_style in ("constant", "inverse-square-root")  # whatever the number of steps
+    if same or before == after or now.scheduler.lr_decay_iters is not None:
         return "", ""
     from llmrecipes.engine.backends import backend
 

@@ -277,9 +277,13 @@ def verified_recipe(recipe: Recipe, iters: int, device: Device) -> Recipe:
     small = proxy(recipe, device)
     _require_same_meaning(small)
     lora = small.lora and small.lora.model_copy(update={"dropout": 0.0})
+    schedule = small.scheduler
+    if schedule.lr_decay_style == "inverse-square-root":  # its end is that of the run, which has more steps here
+        schedule = schedule.model_copy(update={"lr_decay_iters": None})
     return small.model_copy(
         update={
             "lora": lora,
+            "scheduler": schedule,
             "model": small.model.model_copy(
                 update={"hidden_dropout": 0.0, "attention_dropout": 0.0, "moe_input_jitter_eps": None}
             ),

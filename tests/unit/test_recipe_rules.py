@@ -63,6 +63,10 @@ def make(**sections: dict[str, Any]) -> Recipe:
             {"scheduler": {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 9, "lr_warmup_iters": 2}},
             "scheduler.lr_wsd_decay_iters", "9", "8",
         ),
+        (
+            {"scheduler": {"lr_decay_style": "inverse-square-root", "lr_warmup_iters": 2, "lr_decay_iters": 9}},
+            "scheduler.lr_decay_iters", "9 of 10", "lr_decay_iters 10",
+        ),
         ({"train": {"micro_batch_size": 3}}, "train.global_batch_size", "8", "6 or 9"),
         (
             {"train": {"recompute_granularity": "full", "recompute_num_layers": 1}},
