@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from llmrecipes.data.manifest import DataManifest
+from llmrecipes.data.manifest import DataManifest, TokenizerRecord
 from llmrecipes.data.split import SPLITS
 
 NAME = "README.md"
@@ -59,8 +59,14 @@ def card(manifest: DataManifest) -> str:
         ]
     record, named = manifest.tokenizer, data["tokenizer"]["path"]
     origin = f"{_code(named)} from Hugging Face" if named else "a byte-level BPE trained on the training split"
-    parts += ["## Tokenizer", f"{origin}: {record.vocab_size:,} ids, id {record.eod} ends a document."]
+    parts += ["## Tokenizer", f"{origin}: {record.vocab_size:,} ids, id {record.eod} ends a document{_begins(record)}."]
     return "\n\n".join(parts) + "\n"
+
+
+def _begins(record: TokenizerRecord) -> str:
+    if record.prefix is None:
+        return "; documents have no BOS (prepared by an earlier version)"
+    return f", and documents of text begin with {', '.join(map(str, record.prefix))}" if record.prefix else ""
 
 
 def _steps(manifest: DataManifest) -> list[tuple[object, ...]]:

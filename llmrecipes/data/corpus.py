@@ -142,6 +142,7 @@ class EncoderSpec:
     Args:
         tokenizer: its `tokenizer.json`.
         identity: SHA-256 of that file; a process may later see a different file under the same name.
+        prefix: ids put before each document of text.
         steps: what happens to a document before.
         chat: the documents are conversations.
         fim: how documents are rearranged.
@@ -157,6 +158,7 @@ class EncoderSpec:
     chat: ChatSpec | None = None
     fim: FimSpec | None = None
     scores: bool = False
+    prefix: tuple[int, ...] = ()
 
     def scored(self, split: Split) -> bool:
         """Whether the documents of a split have a score."""
@@ -256,7 +258,7 @@ def _scored(spec: EncoderSpec, outcome: Document | Dropped) -> Document | Droppe
 def _encoded(spec: EncoderSpec, source: int, outcomes: list[Document | Dropped]) -> Encoded:
     """The ids of the documents; one that is rearranged is replaced by one that says so."""
     if spec.fim is not None and spec.fim.rates[source]:
-        return _infilled(spec.fim, source, outcomes, _encoder(spec))
+        return _infilled(spec, spec.fim, source, outcomes)
     return _encoder(spec)([outcome.text for outcome in outcomes if isinstance(outcome, Document)])
 
 
@@ -269,7 +271,7 @@ def encode_again(spec: EncoderSpec, source: int, document: Document) -> tuple[Do
     return encoded, ids
 
 
-def _infilled(fim: FimSpec, source: int, outcomes: list[Document | Dropped], encode: Encode) -> Encoded:
+def _infilled(spec: EncoderSpec, fim: FimSpec, source: int, outcomes: list[Document | Dropped]) -> Encoded:
     """Ids of the documents, of which those of the train split are rearranged at the source's rate; they count as
     changed."""
     texts, cuts = [], []
@@ -284,7 +286,7 @@ def _infilled(fim: FimSpec, source: int, outcomes: list[Document | Dropped], enc
             outcomes[place] = replace(outcome, changed=(*outcome.changed, where.order))
         texts.append(outcome.text)
         cuts.append(where)
-    return encode_cut(texts, cuts, fim.ids, encode)
+    return encode_cut(texts, cuts, fim.ids, _encoder(spec), len(spec.prefix))
 
 
 _pipeline = cache(pipeline)
@@ -294,7 +296,7 @@ _pipeline = cache(pipeline)
 def _encoder(spec: EncoderSpec) -> Encode:
     content = spec.tokenizer.read_text(encoding="utf-8")
     if spec.chat is not None and spec.chat.pairs:
-        return pair_encoder(content, spec.dtype, spec.eod, spec.chat)
+        return pair_encoder(content, spec.dtype, spec.eod, spec.chat, spec.prefix)
     if spec.chat is not None:
         return chat_encoder(content, spec.dtype, spec.chat)
-    return encoder(content, spec.eod, spec.dtype, by_word=spec.by_word)
+    return encoder(content, spec.eod, spec.dtype, by_word=spec.by_word, prefix=spec.prefix)

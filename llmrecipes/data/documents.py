@@ -22,7 +22,7 @@ CHUNK = 1 << 20
 
 
 def token_files(prepared: Prepared, split: Split) -> list[IndexedDataset]:
-    """The token files of a split: each a sequence of documents, which end with an end token."""
+    """The token files of a split: each a sequence of documents, with what documents begin and end with."""
     files = []
     for number, source in enumerate(prepared.manifest.sources):
         if source.splits[split].documents:
@@ -53,17 +53,20 @@ def _in_pieces(tokens: IndexedDataset, overlap: int, size: int) -> Iterator[np.n
         yield np.concatenate(waiting)
 
 
-def without_end(tokens: Sequence[int] | np.ndarray, eod: int) -> list[int]:
-    """A document's token ids without its end token."""
+def text_ids(tokens: Sequence[int] | np.ndarray, eod: int, prefix: Sequence[int] = ()) -> list[int]:
+    """Ids of a document's text, without its end token and what it begins with."""
     ids = [int(token) for token in tokens]
-    return ids[:-1] if ids and ids[-1] == eod else ids
+    if ids and ids[-1] == eod:
+        ids.pop()
+    return ids[len(prefix) :] if ids[: len(prefix)] == list(prefix) else ids
 
 
 def documents(prepared: Prepared, split: Split) -> Iterator[list[int]]:
-    """Token ids of a split's documents, source by source, without end tokens."""
+    """Token ids of the texts of a split's documents, source by source."""
+    record = prepared.manifest.tokenizer
     for tokens in token_files(prepared, split):
         for number in range(len(tokens)):
-            yield without_end(tokens[number], prepared.manifest.tokenizer.eod)
+            yield text_ids(tokens[number], record.eod, record.prefix or ())
 
 
 def token_stream(prepared: Prepared, split: Split, overlap: int, size: int = CHUNK) -> Iterator[np.ndarray]:

@@ -11,7 +11,7 @@ Another byte-level BPE runs through gigatoken where that is installed and has th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
@@ -75,7 +75,7 @@ def load(tokenizer_json: str, *, special_as_text: bool = True) -> tokenizers.Tok
     return tokenizer
 
 
-def encoder(tokenizer_json: str, eod: int, dtype: str, *, by_word: bool) -> Encode:
+def encoder(tokenizer_json: str, eod: int, dtype: str, *, by_word: bool, prefix: Sequence[int] = ()) -> Encode:
     """Make the function that turns UTF-8 documents into ids.
 
     Args:
@@ -83,13 +83,14 @@ def encoder(tokenizer_json: str, eod: int, dtype: str, *, by_word: bool) -> Enco
         eod: id appended to each document.
         dtype: NumPy name of the ids' type.
         by_word: the tokenizer splits text with `WORDS` (it was trained by `tokenizer.train`, with its default).
+        prefix: ids put before each document.
     """
     if by_word:
         return _by_word(load(tokenizer_json), eod, dtype)
     fast = gigatoken(tokenizer_json)
     if isinstance(fast, str):
-        return _by_library(load(tokenizer_json), eod, dtype)
-    return _by_gigatoken(fast, eod, dtype)
+        return _by_library(load(tokenizer_json), eod, dtype, prefix)
+    return _by_gigatoken(fast, eod, dtype, prefix)
 
 
 @lru_cache(maxsize=1)
@@ -150,22 +151,22 @@ def _by_word(tokenizer: tokenizers.Tokenizer, eod: int, dtype: str) -> Encode:
     return encode
 
 
-def _by_library(tokenizer: tokenizers.Tokenizer, eod: int, dtype: str) -> Encode:
+def _by_library(tokenizer: tokenizers.Tokenizer, eod: int, dtype: str, prefix: Sequence[int]) -> Encode:
     def encode(documents: list[bytes]) -> Encoded:
         encodings = tokenizer.encode_batch_fast([document.decode() for document in documents], add_special_tokens=False)
-        rows = [np.array([*encoding.ids, eod], dtype) for encoding in encodings]
+        rows = [np.array([*prefix, *encoding.ids, eod], dtype) for encoding in encodings]
         return Encoded(b"".join(row.tobytes() for row in rows), [len(row) for row in rows])
 
     return encode
 
 
-def _by_gigatoken(fast: Gigatoken, eod: int, dtype: str) -> Encode:
-    end = np.array([eod], np.uint32)
+def _by_gigatoken(fast: Gigatoken, eod: int, dtype: str, prefix: Sequence[int]) -> Encode:
+    beginning, end = np.array(prefix, np.uint32), np.array([eod], np.uint32)
 
     def encode(documents: list[bytes]) -> Encoded:
         rows = fast.rows(documents)
-        parts = [part for row in rows for part in (row, end)]
+        parts = [part for row in rows for part in (beginning, row, end)]
         ids = np.concatenate(parts).astype(dtype) if parts else np.empty(0, dtype)
-        return Encoded(ids.tobytes(), [len(row) + 1 for row in rows])
+        return Encoded(ids.tobytes(), [len(beginning) + len(row) + 1 for row in rows])
 
     return encode

@@ -123,14 +123,17 @@ def cut(length: int, digest: bytes, rate: float, spm_rate: float, seed: int) -> 
     return Cut(first, second, order < spm_rate * _WHOLE)
 
 
-def encode_cut(texts: Sequence[bytes], cuts: Sequence[Cut | None], ids: Sequence[int], encode: Encode) -> Encoded:
+def encode_cut(
+    texts: Sequence[bytes], cuts: Sequence[Cut | None], ids: Sequence[int], encode: Encode, prefix: int = 0
+) -> Encoded:
     """Ids of texts, of which some are rearranged, each with its end token.
 
     Args:
         texts: UTF-8.
         cuts: cuts of each text; None: as it is.
         ids: ids of the special tokens, in the order of `PARTS`.
-        encode: tokenizes and appends an end token.
+        encode: tokenizes, and adds what documents begin and end with.
+        prefix: tokens that it puts before a document.
     """
     pieces: list[bytes] = []
     for text, where in zip(texts, cuts, strict=True):
@@ -150,13 +153,14 @@ def encode_cut(texts: Sequence[bytes], cuts: Sequence[Cut | None], ids: Sequence
         if where is None:
             rearranged.append(next(rows))
             continue
-        prefix, middle, suffix = next(rows), next(rows), next(rows)
-        body, end = (prefix[:-1], middle[:-1], suffix[:-1]), prefix[-1:]
+        pieces_of_text = next(rows), next(rows), next(rows)
+        body = [piece[prefix:-1] for piece in pieces_of_text]
+        beginning, end = pieces_of_text[0][:prefix], pieces_of_text[0][-1:]
         if where.spm:
             parts = (special["prefix"], special["suffix"], body[2], special["middle"], body[0], body[1])
         else:
             parts = (special["prefix"], body[0], special["suffix"], body[2], special["middle"], body[1])
-        rearranged.append(np.concatenate([*parts, end]))
+        rearranged.append(np.concatenate([beginning, *parts, end]))
     return Encoded(b"".join(row.tobytes() for row in rearranged), [len(row) for row in rearranged])
 
 
@@ -171,7 +175,7 @@ def restored(tokens: list[int], ids: Mapping[str, int]) -> list[int]:
     """The tokens of a document in the order of its text, without the special ones.
 
     Args:
-        tokens: without an end token.
+        tokens: without what documents begin and end with.
         ids: ids of the special tokens, by part; none: nothing was rearranged.
     """
     order = order_of(tokens, ids)

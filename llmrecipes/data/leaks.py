@@ -11,7 +11,7 @@ from typing import Any
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from llmrecipes.data.copies import BandIndex, band_keys, bands_of, margin, signature
-from llmrecipes.data.documents import token_files, without_end
+from llmrecipes.data.documents import text_ids, token_files
 from llmrecipes.data.infilling import restored
 from llmrecipes.data.prepared import Prepared
 from llmrecipes.data.split import Split
@@ -68,10 +68,10 @@ def check_near_copies(prepared: Prepared, most: int = MOST) -> NearCopies | None
     if settings is None or prepared.manifest.chat is not None:
         return None
     threshold, permutations, words = (settings[key] for key in ("threshold", "permutations", "shingle_words"))
-    tokenizer, eod = prepared.tokenizer(), prepared.manifest.tokenizer.eod
+    tokenizer, record = prepared.tokenizer(), prepared.manifest.tokenizer
 
     def grams(tokens: IndexedDataset, number: int) -> frozenset[str]:
-        ids = restored(without_end(tokens[number], eod), prepared.manifest.tokenizer.fim)
+        ids = restored(text_ids(tokens[number], record.eod, record.prefix or ()), record.fim)
         return frozenset(shingles(tokenizer.decode(ids), words))
 
     held = [(tokens, number) for split in HELD_OUT for tokens, number in _documents(prepared, split)]

@@ -100,6 +100,8 @@ class TokenizerRecord(Record):
     eod: int
     sha256: str
     trained_on_bytes: int | None
+    prefix: list[int] | None = Field(default=None, exclude_if=lambda ids: ids is None)
+    """Ids that documents and prompts of text begin with (BOS); None: prepared before they were recorded, without."""
     fim: dict[str, int] = Field(default_factory=dict, exclude_if=lambda ids: not ids)
     """Ids of the special tokens of fill-in-the-middle, by part (`infilling.PARTS`)."""
 

@@ -18,7 +18,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from llmrecipes import untrusted
 from llmrecipes.data import sources
-from llmrecipes.data.documents import TokenFile, token_files, without_end
+from llmrecipes.data.documents import TokenFile, text_ids, token_files
 from llmrecipes.data.infilling import ORDERS, order_of, restored
 from llmrecipes.data.prepared import Prepared
 from llmrecipes.data.split import SPLITS, Split
@@ -77,7 +77,7 @@ def random_documents(prepared: Prepared, split: Split, count: int, seed: int) ->
     if not total:
         raise UserError(f"split {split} is empty", where="--split", rule="the split must have documents")
     chosen = sorted(random.Random(seed).sample(range(total), min(count, total)))
-    tokenizer, eod = prepared.tokenizer(), prepared.manifest.tokenizer.eod
+    tokenizer, record = prepared.tokenizer(), prepared.manifest.tokenizer
     labels = [source.label for source in prepared.manifest.sources if source.splits[split].documents]
     first = 0
     for label, tokens in zip(labels, token_files(prepared, split), strict=True):
@@ -86,11 +86,11 @@ def random_documents(prepared: Prepared, split: Split, count: int, seed: int) ->
             ids = [int(token) for token in tokens[number]]
             counted = _counted(prepared, tokens, number)
             shown = [
-                ShownToken(token, _text(tokenizer.backend, token), loss, token == eod)
+                ShownToken(token, _text(tokenizer.backend, token), loss, token == record.eod)
                 for token, loss in zip(ids, counted, strict=True)
             ]
             text = str(tokenizer.backend.decode(ids, skip_special_tokens=False))
-            order = order_of(ids, prepared.manifest.tokenizer.fim)
+            order = order_of(text_ids(ids, record.eod, record.prefix or ()), record.fim)
             yield ShownDocument(label, split, number, text, shown, order)
         first += len(tokens)
 
@@ -243,7 +243,8 @@ def languages(prepared: Prepared) -> Languages | None:
         for file in token_files(prepared, split):
             for number in range(-order % stride, len(file), stride):
                 # No character has more than four tokens: `LANGUAGE_CHARACTERS` are in these.
-                tokens = restored(without_end(file[number], record.eod), record.fim)[: 4 * LANGUAGE_CHARACTERS]
+                ids = text_ids(file[number], record.eod, record.prefix or ())
+                tokens = restored(ids, record.fim)[: 4 * LANGUAGE_CHARACTERS]
                 codes[classify(tokenizer.decode(tokens)[:LANGUAGE_CHARACTERS])[0]] += 1
             order += len(file)
     return Languages(sum(codes.values()), dict(codes.most_common()))

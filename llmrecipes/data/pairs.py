@@ -37,7 +37,9 @@ SHOWN = 80
 """Characters of a prompt that a message has."""
 
 
-def pair_encoder(tokenizer_json: str, dtype: str, eod: int, spec: ChatSpec) -> Callable[[list[bytes]], Conversations]:
+def pair_encoder(
+    tokenizer_json: str, dtype: str, eod: int, spec: ChatSpec, prefix: Sequence[int] = ()
+) -> Callable[[list[bytes]], Conversations]:
     """Make the function that turns pairs (`rows.pair`) into ids.
 
     Args:
@@ -45,6 +47,7 @@ def pair_encoder(tokenizer_json: str, dtype: str, eod: int, spec: ChatSpec) -> C
         dtype: NumPy name of the ids' type.
         eod: id that ends an answer of a pair of texts; templates end messages themselves.
         spec: template, and the longest prompt with its answer.
+        prefix: ids before the prompt of a pair of texts; templates begin messages themselves.
     """
     backend = load(tokenizer_json, special_as_text=False)
     special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
@@ -55,7 +58,7 @@ def pair_encoder(tokenizer_json: str, dtype: str, eod: int, spec: ChatSpec) -> C
             text = render(spec.template, messages, add_generation_prompt=prompt)[0]
             return list(backend.encode(text, add_special_tokens=False).ids)
         ids = backend.encode("".join(message["content"] for message in messages), add_special_tokens=False).ids
-        return ids if prompt else [*ids, eod]
+        return [*prefix, *ids] if prompt else [*prefix, *ids, eod]
 
     def of_a_pair(messages: Messages, tally: Counter[str]) -> tuple[list[int], bytes] | None:
         if any(forged.search(message["content"]) for message in messages):

@@ -44,6 +44,8 @@ from llmrecipes.recipe.stage_runs import stage_recipes
 from llmrecipes.units import MIB
 
 if TYPE_CHECKING:
+    import tokenizers
+
     from llmrecipes.data.chat import ChatSpec
     from llmrecipes.data.corpus import EncoderSpec
     from llmrecipes.data.shards import Shards
@@ -82,6 +84,7 @@ def prepare(
         prepared = open_prepared(recipe, data_dir)
         prepared.check(prepared.manifest.files, log)
         _warn_if_changed(recipe, prepared, log)
+        _say_if_without_bos(prepared, log)
         stages = stage_recipes(recipe)
         if all(index_usable(stage, prepared) for stage in stages):  # also where the folder is read-only
             for stage in stages:
@@ -224,8 +227,11 @@ def _encoder_spec(recipe: Recipe, folder: Path, tokenizer: TokenizerRecord, dtyp
     section = recipe.data.tokenizer
     by_word = section.type == "bpe" and section.pattern == "words"
     steps, chat, fim = step_spec(recipe.data), _chat(recipe), infilling.fim_spec(recipe.data, tokenizer.fim)
-    identity, scores = tokenizer.sha256, has_scores(recipe)
-    return corpus.EncoderSpec(folder / TOKENIZER, identity, tokenizer.eod, dtype, by_word, steps, chat, fim, scores)
+    file = folder / TOKENIZER
+    identity = tokenizer.sha256
+    prefix = tuple(tokenizer.prefix or ())
+    scores = has_scores(recipe)
+    return corpus.EncoderSpec(file, identity, tokenizer.eod, dtype, by_word, steps, chat, fim, scores, prefix)
 
 
 def _tokenizer_json(recipe: Recipe, spec: EncoderSpec) -> str:
@@ -340,6 +346,7 @@ def _tokenizer(recipe: Recipe, steps: StepSpec, part: Path, log: Callable[[str],
         log(f"trained a byte-level BPE of {size:,} tokens on {sample_bytes / MIB:.1f} MiB in {seconds:.1f} s")
     else:
         backend, eod = tokenizer.load_huggingface(section, recipe.model.vocab_size)
+    prefix = _prefix(recipe, backend, eod, log)
     fim = infilling.require_tokens(backend, recipe.data)
     file = part / TOKENIZER
     file.write_text(backend.to_str(), encoding="utf-8")
@@ -349,8 +356,36 @@ def _tokenizer(recipe: Recipe, steps: StepSpec, part: Path, log: Callable[[str],
         eod=eod,
         sha256=manifests.sha256(file),
         trained_on_bytes=sample_bytes,
+        prefix=list(prefix),
         fim=fim,
     )
+
+
+def _prefix(recipe: Recipe, backend: tokenizers.Tokenizer, eod: int, log: Callable[[str], None]) -> tuple[int, ...]:
+    """Ids that documents of text begin with. Sets of tokens stay as they are, and decide where they are all data."""
+    from llmrecipes.data.tokenizer import prefix_of
+
+    section = recipe.data.tokenizer
+    if section.add_bos_token is None and all(source.tokenized for source in recipe.data.sources):
+        return ()
+    prefix = prefix_of(section, backend, eod)
+    if prefix:
+        names = "".join(str(backend.id_to_token(number)) for number in prefix)
+        what = "prompts of text" if recipe.data.chat is not None else "documents"
+        log(f"{what} begin with {names}, as the tokenizer's texts in transformers (data.tokenizer.add_bos_token)")
+    return prefix
+
+
+def _say_if_without_bos(prepared: Prepared, log: Callable[[str], None]) -> None:
+    """Data of earlier versions has no BOS, whatever its tokenizer does."""
+    from llmrecipes.data.tokenizer import added_ids
+
+    record = prepared.manifest.tokenizer
+    if record.prefix is None and not set(added_ids(prepared.tokenizer().backend)[0]) <= {record.eod}:
+        log(
+            "note: prepared by an earlier version, without the BOS that this tokenizer puts before texts, and used so; "
+            f"delete {prepared.path} to prepare it again with BOS"
+        )
 
 
 def _warn_if_changed(recipe: Recipe, prepared: Prepared, log: Callable[[str], None]) -> None:

@@ -72,7 +72,7 @@ class Prepared:
             UserError: it is corrupt or has changed.
         """
         record = self.manifest.tokenizer
-        return read(self.path / TOKENIZER, record.eod, record.sha256)
+        return read(self.path / TOKENIZER, record.eod, record.sha256, tuple(record.prefix or ()))
 
     def check(self, names: Collection[str], log: Callable[[str], None], *, again: bool = False) -> None:
         """Check files against the manifest, and ids against the vocabulary, unless that was done on this machine.
@@ -149,6 +149,8 @@ def content(recipe: Recipe) -> dict[str, object]:
         del data["fim"]  # likewise
     if recipe.data.tokenizer.pattern == "words":
         del data["tokenizer"]["pattern"]  # likewise
+    if recipe.data.tokenizer.add_bos_token is None:
+        del data["tokenizer"]["add_bos_token"]  # likewise
     if not recipe.data.max_unreadable:
         del data["max_unreadable"]  # likewise
     chosen = selected(recipe.data)

@@ -23,7 +23,7 @@ import numpy as np
 
 from llmrecipes.console import duration
 from llmrecipes.data.corpus import EncoderSpec, Tally
-from llmrecipes.data.documents import TokenFile, without_end
+from llmrecipes.data.documents import TokenFile, text_ids
 from llmrecipes.data.manifest import IDX_DTYPES, IDX_HEADER, IDX_MAGIC, Counts
 from llmrecipes.data.prepared import HeldOutSplit
 from llmrecipes.data.rows import section
@@ -328,7 +328,7 @@ def write_set(
             continue
         split, text = spec.steps.rule.of(identity), b""
         if split != "train":
-            text = tokenizer.decode(without_end(ids, spec.eod)).encode()
+            text = tokenizer.decode(text_ids(ids, spec.eod)).encode()
         document = Document(b"", identity, split, len(text))
         if isinstance(seen.add(document), Dropped):
             tally.dropped[DUPLICATES] += 1
@@ -363,7 +363,7 @@ def documents(source: ValidSource, spec: EncoderSpec) -> Iterator[tuple[np.ndarr
         _require_ids(token_set, start, ids, tokenizer.vocab_size)
         if not _is_empty(ids, spec.eod):
             stored = ids.astype(spec.dtype, copy=False)
-            yield stored, digest(stored.tobytes()), len(tokenizer.decode(without_end(ids, spec.eod)).encode())
+            yield stored, digest(stored.tobytes()), len(tokenizer.decode(text_ids(ids, spec.eod)).encode())
 
 
 def _held_out(spec: EncoderSpec) -> dict[bytes, str]:

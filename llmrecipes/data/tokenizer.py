@@ -68,6 +68,15 @@ class TextTokenizer:
         """Ids of a text; nothing is added, and names of special tokens are plain text."""
         return list(self.backend.encode(text, add_special_tokens=False).ids)
 
+    @classmethod
+    def beginning(cls, prefix: Sequence[int], backend: tokenizers.Tokenizer, eod: int, identity: str) -> TextTokenizer:
+        """A tokenizer of texts that begin with `prefix`, whose last id also stands for an empty context."""
+        return cls(backend, eod, identity, tuple(prefix), empty=prefix[-1] if prefix else None)
+
+    def prompt(self, text: str) -> list[int]:
+        """Ids of a text that is to be continued, with what documents begin with."""
+        return [*self.prefix, *self.encode(text)]
+
     @property
     def start(self) -> list[int]:
         """What a document begins with, or follows: BOS, or the end of the document before."""
@@ -78,8 +87,14 @@ class TextTokenizer:
         return str(self.backend.decode(list(ids)))
 
 
-def read(file: Path, eod: int, identity: str) -> TextTokenizer:
+def read(file: Path, eod: int, identity: str, prefix: Sequence[int] = ()) -> TextTokenizer:
     """Load a prepared folder's `tokenizer.json`.
+
+    Args:
+        file: its path.
+        eod: id that ends a document.
+        identity: its SHA-256.
+        prefix: ids that documents begin with.
 
     Raises:
         UserError: it cannot be read, or its SHA-256 is not `identity`.
@@ -97,7 +112,7 @@ def read(file: Path, eod: int, identity: str) -> TextTokenizer:
             fix=fix,
         )
     try:
-        return TextTokenizer(load(content.decode()), eod, identity)
+        return TextTokenizer.beginning(prefix, load(content.decode()), eod, identity)
     except Exception as error:  # the library defines no exceptions
         raise UserError(f"is not a tokenizer: {str(error)[:200]}", where=str(file), fix=fix) from error
 
@@ -197,6 +212,32 @@ def open_huggingface(section: Section, vocab_size: int) -> TextTokenizer:
     backend, eod = load_huggingface(section, vocab_size)
     prefix, suffix = added_ids(backend)
     return TextTokenizer(backend, eod, "", prefix, suffix, _huggingface(section).bos_token_id)
+
+
+def prefix_of(section: Section, backend: tokenizers.Tokenizer, eod: int) -> tuple[int, ...]:
+    """Ids that documents and prompts of text begin with, by `data.tokenizer.add_bos_token`.
+
+    Unset, they are those that transformers puts before a text, unless that is the token that ends documents: it stands
+    between documents already.
+
+    Raises:
+        UserError: BOS is wanted, and the tokenizer has none, or it is the end-of-text token.
+    """
+    if section.type != "huggingface" or section.add_bos_token is False:
+        return ()
+    before = added_ids(backend)[0]
+    if section.add_bos_token is None:
+        return () if set(before) <= {eod} else before
+    bos = _huggingface(section).bos_token_id
+    ids = before or (() if bos is None else (int(bos),))
+    if set(ids) <= {eod}:
+        raise UserError(
+            f"tokenizer {section.path!r} has no bos_token other than its end-of-text token",
+            where="data.tokenizer.add_bos_token",
+            rule="BOS must be a token of its own: the end-of-text token stands between documents already",
+            fix="leave it out, or set bos_token in its tokenizer_config.json",
+        )
+    return ids
 
 
 def added_ids(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:

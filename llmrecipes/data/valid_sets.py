@@ -75,7 +75,8 @@ def write_sets(folder: Path, sets: tuple[ValidSource, ...], spec: EncoderSpec, s
 
     from llmrecipes.data.token_sets import documents as stored
 
-    encode = encoder(spec.tokenizer.read_text(encoding="utf-8"), spec.eod, spec.dtype, by_word=spec.by_word)
+    content = spec.tokenizer.read_text(encoding="utf-8")
+    encode = encoder(content, spec.eod, spec.dtype, by_word=spec.by_word, prefix=spec.prefix)
     written: dict[str, Counts] = {}
     for number, held_out in enumerate(sets):
         prefix = folder / valid_stem(held_out.label)
@@ -109,7 +110,7 @@ def _encoded(source: ValidSource, spec: EncoderSpec, encode: Encode) -> Iterator
     for batch in _batches(_texts(source)):
         if fim is not None and source.fim_rate:
             cuts = [cut(len(t.decode()), digest(t), source.fim_rate, fim.spm_rate, fim.seed) for t in batch]
-            encoded = encode_cut(batch, cuts, fim.ids, encode)
+            encoded = encode_cut(batch, cuts, fim.ids, encode, len(spec.prefix))
         else:
             encoded = encode(batch)
         ids, start = np.frombuffer(encoded.ids, spec.dtype), 0

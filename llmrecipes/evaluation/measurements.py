@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from llmrecipes.data import curriculum
-from llmrecipes.data.documents import token_files, token_stream, without_end
+from llmrecipes.data.documents import text_ids, token_files, token_stream
 from llmrecipes.data.prepared import Prepared
 from llmrecipes.data.split import Split
 from llmrecipes.data.tokenizer import TextTokenizer
@@ -207,7 +207,7 @@ def repetition(
     Args:
         lead: the model.
         texts: documents; those with `prefix` + `length` tokens are used.
-        prefix: tokens of a prompt.
+        prefix: tokens of a prompt, with BOS where documents begin with it.
         length: tokens of a continuation.
         samples: documents at most.
         sampling: parameters of the sampled continuations.
@@ -215,14 +215,16 @@ def repetition(
     Raises:
         UserError: no document is long enough.
     """
-    beginnings = documents_of(texts, prefix + length, samples)
-    prompts = [tokens[:prefix] for tokens in beginnings]
+    bos = lead.tokenizer.prefix
+    cut = max(0, prefix - len(bos))
+    beginnings = documents_of(texts, cut + length, samples)
+    prompts = [[*bos, *tokens[:cut]] for tokens in beginnings]
     limits = [length] * len(prompts)
     greedy = replace(sampling, temperature=0.0)
     written = {
         "greedy": lead.extend(prompts, limits, greedy),
         "sampled": lead.extend(prompts, limits, sampling),
-        "text": [tokens[prefix:] for tokens in beginnings],
+        "text": [tokens[cut:] for tokens in beginnings],
     }
     metrics = {}
     for kind, continuations in written.items():
@@ -331,14 +333,17 @@ def draw_pieces(prepared: Prepared, split: Split, length: int, samples: int, see
     Raises:
         UserError: no document is long enough.
     """
-    draw = random.Random(seed)
+    draw, record = random.Random(seed), prepared.manifest.tokenizer
+    prefix = record.prefix or []
     places = [
-        (file, n) for file in token_files(prepared, split) for n in np.flatnonzero(file.sequence_lengths > length)
+        (file, n)
+        for file in token_files(prepared, split)
+        for n in np.flatnonzero(file.sequence_lengths > length + len(prefix))
     ]
     draw.shuffle(places)
     pieces = []
     for file, number in places[:samples]:
-        ids = without_end(file[int(number)], prepared.manifest.tokenizer.eod)
+        ids = text_ids(file[int(number)], record.eod, prefix)
         start = draw.randrange(len(ids) - length + 1)
         pieces.append(ids[start : start + length])
     if not pieces:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmrecipes.data.prepared import TOKENIZER
 from llmrecipes.data.templates import NAME, answer_end, of_prepared
-from llmrecipes.data.tokenizer import require_bounded
+from llmrecipes.data.tokenizer import added_ids, prefix_of, require_bounded
 from llmrecipes.errors import UserError
 from llmrecipes.hf.safetensors import write_json
 
@@ -39,7 +40,7 @@ def write_tokenizer(folder: Path, recipe: Recipe, prepared: Prepared | None) -> 
         UserError: it is corrupt, can no longer be loaded, or has changed.
     """
     if prepared is None:
-        special = _from_transformers(folder, recipe, None, None)
+        special = _from_transformers(folder, recipe, None, None, None)
         _serve(folder)
         return special
     tokenizer = prepared.tokenizer()
@@ -50,7 +51,9 @@ def write_tokenizer(folder: Path, recipe: Recipe, prepared: Prepared | None) -> 
     if recipe.data.tokenizer.type == "huggingface":
         # A template that writes eos_token itself keeps its meaning; any other token may be the end of an answer.
         renamed = end if template is not None and "eos_token" not in template.source else None
-        special = _from_transformers(folder, recipe, tokenizer.backend.get_vocab(), renamed)
+        # What earlier versions prepared has no BOS; in conversations, the template decides.
+        prefix = None if template is not None and prepared.manifest.tokenizer.prefix is None else tokenizer.prefix
+        special = _from_transformers(folder, recipe, tokenizer.backend.get_vocab(), renamed, prefix)
     else:
         special = {"bos_token_id": None, "pad_token_id": None}
         (folder / TOKENIZER).write_bytes((prepared.path / TOKENIZER).read_bytes())
@@ -112,9 +115,12 @@ def _serve(folder: Path) -> None:
 
 
 def _from_transformers(
-    folder: Path, recipe: Recipe, vocabulary: dict[str, int] | None, end: str | None
+    folder: Path, recipe: Recipe, vocabulary: dict[str, int] | None, end: str | None, prefix: tuple[int, ...] | None
 ) -> dict[str, Any]:
-    """Save the tokenizer of the recipe, with another `eos_token` if `end` is set; a `vocabulary` must be the same."""
+    """Save the tokenizer of the recipe, with another `eos_token` if `end` is set; a `vocabulary` must be the same.
+
+    Its texts begin with `prefix`, as those of training; None: as the recipe says.
+    """
     from transformers import AutoTokenizer
 
     section = recipe.data.tokenizer
@@ -140,5 +146,17 @@ def _from_transformers(
         )
     if end is not None:
         tokenizer.eos_token = end
+    before, after = added_ids(tokenizer.backend_tokenizer)
+    if prefix is None:
+        prefix = before if section.add_bos_token is None else prefix_of(section, tokenizer.backend_tokenizer, -1)
+    if prefix != before:
+        if prefix:
+            tokenizer.bos_token = tokenizer.convert_ids_to_tokens(prefix[0])
+        tokenizer.add_eos_token = bool(after)
+        tokenizer.add_bos_token = bool(prefix)
     tokenizer.save_pretrained(folder)
+    if prefix or before:
+        # Programs that do not read the post-processor of tokenizer.json look here.
+        config = json.loads((folder / CONFIG).read_text("utf-8"))
+        write_json(folder / CONFIG, {**config, "add_bos_token": bool(prefix), "add_eos_token": bool(after)})
     return {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "pad", "eos")}

@@ -145,7 +145,7 @@ def calibration_rows(recipe: Recipe, data_dir: Path, calibration: Calibration) -
     needed = calibration.sequences * length
     stream: list[int] = []
     for text in texts.documents(tokenizer, prepared):
-        stream += [*text.tokens, tokenizer.eod]
+        stream += [*tokenizer.prefix, *text.tokens, tokenizer.eod]
         if len(stream) >= needed:
             break
     if len(stream) < needed:

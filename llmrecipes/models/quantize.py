@@ -439,7 +439,7 @@ def _rows(folder: Path, reference: str, runs_dir: Path, data_dir: Path, options:
     wanted = options.samples * length
     ids: list[int] = []
     for text in texts.documents(tokenizer, prepared):
-        ids += [*text.tokens, tokenizer.eod]
+        ids += [*tokenizer.prefix, *text.tokens, tokenizer.eod]
         if len(ids) >= wanted:
             break
     rows = len(ids) // length

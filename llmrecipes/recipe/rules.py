@@ -319,7 +319,7 @@ def _tokenizer(recipe: Recipe) -> Iterator[Problem]:
             "remove pattern, or type bpe",
         )
     if tokenizer.type == "bpe":
-        for name in ("path", "revision"):
+        for name in ("path", "revision", "add_bos_token"):
             if getattr(tokenizer, name) is not None:
                 yield Problem(
                     f"data.tokenizer.{name}",

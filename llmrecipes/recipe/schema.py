@@ -273,6 +273,9 @@ class Tokenizer(Section):
     pattern: Literal["words", "llama3"] = "words"
     """How a `bpe` tokenizer splits text into words: `words`, this program's own pattern, or `llama3`, the pattern of
     Llama 3, which gigatoken and llama.cpp support."""
+    add_bos_token: bool | None = None
+    """Begin documents and prompts of text with BOS. Unset: where transformers does so with this tokenizer, unless BOS
+    is the end-of-text token. Chat templates write it themselves."""
 
 
 class Data(Section):

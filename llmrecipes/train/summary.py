@@ -201,7 +201,7 @@ def overfit_verdict(losses: list[float], dropout: float) -> str:
 def _sample(spec: RunSpec, prepared: Prepared, loop: Loop) -> None:
     tokenizer = prepared.tokenizer()
     prompt = sample_prompt(spec.recipe)
-    ids, end = tokenizer.encode(prompt), tokenizer.eod
+    ids, end = tokenizer.prompt(prompt), tokenizer.eod
     if spec.recipe.data.chat is not None:
         chat = question(prepared, prompt)
         prompt, ids, end = chat.text, chat.ids, chat.end

@@ -421,14 +421,14 @@ def _model(spec: EvaluationSpec, engines: Backend, plan: Plan, platform: Platfor
 
 
 def _tokenizer_of(spec: EvaluationSpec) -> TextTokenizer:
-    """The tokenizer in the folder of a model, or that of a run, which was trained without BOS."""
-    from llmrecipes.data.tokenizer import TextTokenizer, load_huggingface, open_huggingface
+    """The tokenizer in the folder of a model, or that of a run whose data is elsewhere."""
+    from llmrecipes.data.tokenizer import TextTokenizer, load_huggingface, open_huggingface, prefix_of
 
     section, vocab_size = spec.recipe.data.tokenizer, spec.recipe.model.vocab_size
     if spec.folder is not None:
         return open_huggingface(section, vocab_size)
     backend, eod = load_huggingface(section, vocab_size)
-    return TextTokenizer(backend, eod, "")
+    return TextTokenizer.beginning(prefix_of(section, backend, eod), backend, eod, "")
 
 
 if __name__ == "__main__":

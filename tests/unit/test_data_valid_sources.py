@@ -16,7 +16,7 @@ import pytest
 from llmrecipes.data import corpus as corpus_module
 from llmrecipes.data.by_source import HeldOutPart, WithSource, held_out_parts, of_source, with_source
 from llmrecipes.data.dataset import ConversationDataset, build, build_set, unpacked
-from llmrecipes.data.documents import without_end
+from llmrecipes.data.documents import text_ids
 from llmrecipes.data.prepare import prepare
 from llmrecipes.data.prepared import Prepared, fingerprint, held_out_text, index_folder
 from llmrecipes.data.sources import documents
@@ -91,7 +91,7 @@ def test_a_set_is_written_as_it_is(made: tuple[Recipe, Prepared], texts: list[st
     samples = build_set(used, prepared, "equal")
     dataset = samples.dataset
     eod, tokenizer = prepared.manifest.tokenizer.eod, prepared.tokenizer()
-    assert [tokenizer.decode(without_end(dataset[n], eod)) for n in range(20)] == texts[80:100]
+    assert [tokenizer.decode(text_ids(dataset[n], eod)) for n in range(20)] == texts[80:100]
     assert len(samples) >= used.train.eval_iters * used.train.global_batch_size
     assert {"valid-equal.bin", "valid-near.idx", "valid-near.sha256"} <= set(prepared.manifest.files)
     assert all(text.encode() not in held_out_text(prepared) for text in texts[80:140])

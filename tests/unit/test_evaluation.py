@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 import json
@@ -811,6 +812,23 @@ def test_repetition_is_counted_as_it_is_defined(lead: RankZeroScorer, tokenizer:
     assert again == result, "whatever the batches"
     with refused("--data", rule="1028"):
         repetition(lead, texts, prefix=8, length=1020, samples=5, sampling=Sampling())
+
+
+def test_prompts_begin_as_documents(
+    lead: RankZeroScorer, tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [Text(tokenizer.encode(text), 1) for text in sentences(3, 40)]
+    starts = RankZeroScorer(lead._scorer, HERE, dataclasses.replace(tokenizer, prefix=(7,)), batch_size=3)
+    prompts: list[list[int]] = []
+    extend = starts.extend
+
+    def recorded(rows: list[list[int]], limits: list[int], sampling: Sampling) -> list[list[int]]:
+        prompts.extend(rows)
+        return extend(rows, limits, sampling)
+
+    monkeypatch.setattr(starts, "extend", recorded)
+    repetition(starts, texts, prefix=8, length=20, samples=3, sampling=Sampling())
+    assert prompts == [[7, *text.tokens[:7]] for text in texts] * 2
 
 
 def test_ngrams_are_found_in_training_data_exactly(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:

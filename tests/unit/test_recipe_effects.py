@@ -1044,6 +1044,7 @@ CASES: dict[str, Case] = {
     "data.tokenizer.path": Case("gpt3", tokens, TOKENIZER),
     "data.tokenizer.revision": Case("0" * 40, tokens, TOKENIZER),
     "data.tokenizer.pattern": Case("llama3", tokens),
+    "data.tokenizer.add_bos_token": Case(False, tokens, TOKENIZER),
     "data.min_characters": Case(9, tokens),
     "data.max_unreadable": Case(0.1, tokens),
     "data.max_characters": Case(9, tokens),
