@@ -28,7 +28,7 @@ from llmrecipes.engine.base import Batch, Engine, MetaBackend, Progress
 from llmrecipes.faults.signals import end_with_parent
 from llmrecipes.plan.activations import most_activations, peak
 from llmrecipes.plan.derive import Plan, derive
-from llmrecipes.plan.kernels import own_layers
+from llmrecipes.plan.kernels import keeps_scores, own_layers
 from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.memory import of_stage
 from llmrecipes.recipe.adversarial import passes as passes_of
@@ -50,7 +50,11 @@ def dry_run(spec: DryRunSpec, rank: int, log: Callable[[str], None] = lambda lin
     plan = derive(spec.recipe, spec.world_size, spec.cluster)
     engines = cast(MetaBackend, backend(spec.recipe))
     started = time.monotonic()
-    kernels = "cuda, local" if plan.device == "cuda" and own_layers(spec.recipe, plan.device) else plan.device
+    kernels = plan.device
+    if plan.device == "cuda" and own_layers(spec.recipe, plan.device):
+        kernels = "cuda, local"
+    elif plan.device == "cuda" and keeps_scores(spec.recipe, plan.shape, plan.device):
+        kernels = "cuda, unfused"
     platform = engines.meta_platform(rank, spec.world_size, kernels, spec.skew)
     storages = Storages()
     recorder = Recorder(storages, _chosen(plan))

@@ -419,8 +419,8 @@ class MetaBackend(Backend, Protocol):
         Args:
             rank: of the world.
             world_size: its ranks.
-            kernels: device whose choice of kernels is followed: `cuda`, `cpu`, or `cuda, local`, a GPU without
-                TransformerEngine.
+            kernels: device whose choice of kernels is followed: `cuda`, `cpu`, `cuda, local`, a GPU without
+                TransformerEngine, or `cuda, unfused`, one with its attention in parts.
             skew: times its even share that one expert of each layer on this rank gets; 1: all get the same.
         """
 

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from llmrecipes.plan import losses
 from llmrecipes.plan.features import expected
-from llmrecipes.plan.kernels import copies_keys, keeps_scores, mask_per_token, modules, own_layers
+from llmrecipes.plan.kernels import copies_keys, keeps_scores, kept_of_a_row, mask_per_token, modules, own_layers
 from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.pending import fullest
 from llmrecipes.recipe.adapters import adapted, is_target
@@ -223,7 +223,7 @@ class _PerToken:
         """Saved by core attention besides its inputs; freed by recomputing it."""
         s, model = self.shape, self.recipe.model
         ranks = self.layout.context_parallel_size
-        size = 4.0 * s.num_attention_heads  # the log-sum-exp of each head's row in fp32
+        size = s.num_attention_heads * kept_of_a_row(self.recipe, s, self.layout, self.device)
         if self._in_parts:
             # Scores in fp32; with dropout also the mask and the product. A rank has the first and the last of the
             # chunks that it could have, on average.
@@ -384,7 +384,7 @@ class _PerToken:
     @cached_property
     def _in_parts(self) -> bool:
         """Whether torch has no fused kernel: it keeps scaled copies of queries and keys, and scores, all in fp32."""
-        return not self.inputs_only and keeps_scores(self.recipe, self.shape, self.device)
+        return self.device == "cpu" and not self.inputs_only and keeps_scores(self.recipe, self.shape, self.device)
 
     @cached_property
     def _chunks(self) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmrecipes.plan.layout import expected_layers
+from llmrecipes.plan.layout import Layout, expected_layers
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape
 
@@ -12,18 +12,36 @@ def own_layers(recipe: Recipe, device: str) -> bool:
     return device == "cpu" or (recipe.lora is not None and not expected_layers(recipe, device)[0])
 
 
-def has_fused_kernel(s: Shape, device: str) -> bool:
-    """Whether core attention has a fused kernel; on a CPU torch has none if keys and values differ in width."""
-    return device == "cuda" or s.query_channels == s.value_channels
-
-
 def keeps_scores(recipe: Recipe, s: Shape, device: str) -> bool:
     """Whether core attention keeps the score matrix of each head, so that recomputing it saves memory.
 
     Fused kernels (torch's, TransformerEngine's) keep the log-sum-exp of each row and recompute the scores themselves.
-    On a CPU torch has none with dropout.
+    On a CPU torch has none with dropout, or if keys and values differ in width; TransformerEngine's are not used with
+    `speed.attention_backend: unfused`.
     """
-    return (recipe.model.attention_dropout > 0 and device == "cpu") or not has_fused_kernel(s, device)
+    if device == "cuda":
+        return recipe.speed.attention_backend == "unfused" and not own_layers(recipe, device)
+    return recipe.model.attention_dropout > 0 or s.query_channels != s.value_channels
+
+
+_SOFTMAX_KEYS = range(17, 16384)
+"""Keys of a row for which TransformerEngine 2.20 has a kernel of the softmax in 16 bits (`FusedScaleMaskSoftmax`)."""
+
+
+def kept_of_a_row(recipe: Recipe, s: Shape, layout: Layout, device: str) -> float:
+    """Bytes that attention on a GPU keeps of each row of each head's scores: the log-sum-exp of a fused kernel in fp32,
+    or of all keys the softmax, which is an input of the product with the values too.
+
+    Where that has no kernel in 16 bits, the softmax is in fp32, and the product has a copy of it. Dropout keeps a mask
+    of one byte, and its result.
+    """
+    if not keeps_scores(recipe, s, device):
+        return 4.0
+    element, keys = 4 if recipe.train.precision == "fp32" else 2, recipe.model.seq_length
+    matrices = recipe.train.micro_batch_size * s.num_attention_heads // layout.tensor_model_parallel_size
+    in_kernel = element == 2 and keys in _SOFTMAX_KEYS and keys % 8 == 0 and matrices % 4 == 0
+    kept = element if in_kernel or element == 4 else 4 + element
+    return float(keys * (kept + (1 + element if recipe.model.attention_dropout else 0)))
 
 
 WIDEST_HEAD, STEP_OF_HEADS = 256, 8
@@ -55,8 +73,9 @@ def mask_per_token(recipe: Recipe, s: Shape, device: str) -> int:
 
 
 def copies_keys(recipe: Recipe, s: Shape, device: str) -> bool:
-    """Whether keys and values of groups are copied for each query, because there is such a mask."""
-    return mask_per_token(recipe, s, device) > 0 and s.num_query_groups < s.num_attention_heads
+    """Whether keys and values of groups are copied for each query: with such a mask, and by unfused attention."""
+    copied = mask_per_token(recipe, s, device) > 0 or (device == "cuda" and keeps_scores(recipe, s, device))
+    return copied and s.num_query_groups < s.num_attention_heads
 
 
 def modules(recipe: Recipe, s: Shape, device: str) -> tuple[str, ...]:

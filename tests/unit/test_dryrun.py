@@ -141,6 +141,10 @@ SMALL_WORLDS: dict[str, partial[str]] = {
         spec, "gpt-tiny", "train.precision=bf16", "train.micro_batch_size=2", "parallelism.overlap_grad_reduce=true",
         "parallelism.overlap_param_gather=true", world=4,
     ),
+    "unfused attention": partial(
+        spec, "gpt-tiny", "train.precision=bf16", "model.num_query_groups=2", "speed.attention_backend=unfused",
+        "model.seq_length=512", "model.attention_dropout=0.1",
+    ),
     "average of weights": partial(spec, "gpt-tiny", "train.precision=bf16", "optimizer.ema_decay=0.99", world=2),
     "tensor, pipeline": partial(spec, "gpt-tiny-3d", world=8, ranks=(0, 4)),
     "moved embeddings": partial(

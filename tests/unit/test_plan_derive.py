@@ -412,3 +412,32 @@ def test_experts_split_otherwise_than_dense_layers_need_expert_parallelism() -> 
         "moe-tiny", *layers, "parallelism.expert_model_parallel_size=2", "parallelism.expert_tensor_parallel_size=1"
     )
     assert derive(together, 2, gpus(2)).layout.expert_model_parallel_size == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "a_key"),
+    [
+        ((), 2),  # the softmax in 16 bits
+        (("model.attention_dropout=0.1",), 2 + 1 + 2),  # the mask, and the product with it
+        (("train.micro_batch_size=2", "parallelism.tensor_model_parallel_size=16"), 4 + 2),  # two matrices: no kernel
+        (("model.seq_length=16384", "model.max_position_embeddings=16384"), 4 + 2),
+        (("train.precision=fp32",), 4),
+    ],
+)
+def test_unfused_attention_keeps_the_scores(overrides: tuple[str, ...], a_key: int) -> None:
+    """TransformerEngine's UnfusedDotProductAttention: of each head's rows all keys, instead of a log-sum-exp."""
+    shared = ["train.micro_batch_size=4", "train.recompute_granularity=null", *overrides]
+    ranks = 16 if "parallelism.tensor_model_parallel_size=16" in overrides else 1
+    changed = recipe("gpt-1b", *shared, "speed.attention_backend=unfused")
+    model, layers = changed.model, changed.model.num_layers
+    rows = changed.train.micro_batch_size * model.seq_length * model.num_attention_heads // ranks
+    more = memory_of(changed, ranks).activations - memory_of(recipe("gpt-1b", *shared), ranks).activations
+    assert more == pytest.approx(layers * rows * (a_key * model.seq_length - 4), rel=1e-6)
+
+
+def test_unfused_attention_is_worth_recomputing() -> None:
+    selective = "train.recompute_granularity=selective"
+    assert derive(recipe("gpt-1b", selective), 1, gpus(1)).recompute_modules == ()
+    changed = recipe("gpt-1b", selective, "speed.attention_backend=unfused")
+    assert derive(changed, 1, gpus(1)).recompute_modules == ("core_attn",)
+    assert memory_of(changed).activations < memory_of(recipe("gpt-1b", "speed.attention_backend=unfused")).activations

@@ -51,8 +51,8 @@ _ALIGNED = torch.empty(0)
 
 
 def install_kernels(device: str) -> None:
-    """Choose as on `cuda`, on `cpu`, or on a GPU with megatron-core's own layers (`cuda, local`); a later call replaces
-    the choice."""
+    """Choose as on `cuda`, on `cpu`, on a GPU with megatron-core's own layers (`cuda, local`), or on one where
+    TransformerEngine's attention is not fused (`cuda, unfused`); a later call replaces the choice."""
     on_gpu = {
         "scaled_dot_product_attention": _flash_attention,
         "dropout": _dropout,
@@ -63,7 +63,8 @@ def install_kernels(device: str) -> None:
         "__init__": _with_fused_norms,
     }
     originals = {name: on_gpu[name] for name in ("scaled_dot_product_attention", "dropout", "rms_norm")}
-    of_device = {"cuda": on_gpu, "cuda, local": originals}
+    unfused = {**on_gpu, "scaled_dot_product_attention": _unfused_attention}
+    of_device = {"cuda": on_gpu, "cuda, local": originals, "cuda, unfused": unfused}
     chosen = of_device.get(device, {"scaled_dot_product_attention": _cpu_attention})
     chosen = {**chosen, **_COMPILED}
     for owner, name in _REPLACED:
@@ -94,6 +95,23 @@ def _flash_attention(
     causal = is_causal or attn_mask is not None
     output: torch.Tensor = _FlashAttention.apply(query, key, value, causal)
     return output
+
+
+def _unfused_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    _mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    **_options: Any,
+) -> torch.Tensor:
+    """Memory of TransformerEngine's UnfusedDotProductAttention with its kernel of the softmax: both products are of
+    heads that have keys and values of their own."""
+    if key.size(1) < query.size(1):
+        groups = query.size(1) // key.size(1)
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    probabilities = _dropout(torch.softmax(query @ key.transpose(2, 3), -1), dropout_p)
+    return probabilities @ value
 
 
 class _FlashAttention(torch.autograd.Function):
