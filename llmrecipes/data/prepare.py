@@ -201,6 +201,8 @@ def _encoding(recipe: Recipe, part: Path, log: Callable[[str], None]) -> tuple[T
     require_usable(recipe.data)
     for source in (*recipe.data.valid_sources, *recipe.data.sources):
         sources.files(source)  # report a missing source before minutes of work
+        if others := sources.left_out(source):
+            log(f"note: {sources.label(source)}: not read: {others}")
     if recipe.data.chat is not None:
         template = templates.of_recipe(recipe)  # and a missing template
         (part / templates.NAME).write_text(template.source, encoding="utf-8")

@@ -7,7 +7,6 @@ Reading rows gives file and line of an error. Datasets of the Hub are in `hub`.
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
 import sysconfig
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmrecipes.data import hub
+from llmrecipes.data.discovery import LeftOut, described, in_folder, of_pattern, other_endings
 from llmrecipes.data.docstrings import brief_and_long, docstring_conversations
 from llmrecipes.data.machine import machine_documents, machine_files
 from llmrecipes.data.parts import Part, SourceFile, damages, decompressor, parts_of, size_of
@@ -69,7 +69,7 @@ def files(source: Source) -> list[SourceFile]:
     elif in_store(source):
         paths += find(_path(source), _SUFFIXES.get(source.type, ("",)), section(source))
     else:
-        paths += _on_this_machine(source.type) if source.type in EMBEDDED else _match(source)
+        paths += _on_this_machine(source.type) if source.type in EMBEDDED else _match(source)[0]
     if not paths:
         raise UserError(
             f"no files in source {label(source)!r}",
@@ -221,21 +221,24 @@ def _path(source: Source) -> str:
     return source.path
 
 
-def _match(source: Source) -> list[Path]:
+def _match(source: Source) -> tuple[list[Path], LeftOut]:
     path = Path(_path(source)).expanduser()
     if path.is_file():
-        return [path]
-    if not path.is_dir():
-        names = glob.glob(str(path), recursive=True)  # noqa: PTH207 (Path.glob takes no absolute pattern)
-        return sorted(Path(name) for name in names if Path(name).is_file())
-    suffixes = _SUFFIXES.get(source.type, ("",))
-    return sorted(
-        f
-        for f in path.rglob("*")
-        if f.name.endswith(suffixes)
-        and f.is_file()
-        and not any(part.startswith(".") for part in f.relative_to(path).parts)
-    )
+        return [path], {}
+    return in_folder(path, _SUFFIXES.get(source.type, ("",))) if path.is_dir() else of_pattern(path)
+
+
+def left_out(source: Source) -> str:
+    """What of a source's folder or pattern is not read, by number and an example; empty if nothing is."""
+    if source.type not in BY_FILE or source.type in EMBEDDED or source.tokenized or source.path is None:
+        return ""
+    if not in_store(source):
+        return described(_match(source)[1])
+    if source.type not in _SUFFIXES:
+        return ""
+    taken = frozenset(map(str, files(source)))
+    every = find(source.path, ("",), section(source))
+    return described(other_endings([file.name for file in every if str(file) not in taken]))
 
 
 def _looked_for(source: Source) -> str:
