@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmrecipes.data.eval_files import files, task_files
-from llmrecipes.data.parts import damages, decompressor
+from llmrecipes.data.parts import MOST_BYTES, bounded_lines, damages, decompressor, too_large
 from llmrecipes.data.steps import Step
 from llmrecipes.data.words import sequences
 from llmrecipes.errors import UserError
@@ -59,22 +59,24 @@ def _texts(file: Path) -> Iterator[str]:
         yield from _rows(file)
     else:
         try:
+            if file.stat().st_size > MOST_BYTES:
+                raise too_large(str(file))
             yield file.read_text("utf-8")
         except (OSError, ValueError) as error:
             raise UserError(f"cannot read: {error}", where=str(file)) from error
 
 
 def _rows(file: Path) -> Iterator[str]:
-    line, unpack = 0, decompressor(file.name, str(file))
+    where, unpack = str(file), decompressor(file.name, str(file))
     errors: tuple[type[Exception], ...] = (OSError, *damages())
     try:
         with file.open("rb") as raw, raw if unpack is None else unpack(raw, mode="rb") as stream:
-            for row in stream:
-                line += 1
+            for line in bounded_lines(stream, file):
+                where, row = line
                 if row.strip():
                     yield from _strings(_question(json.loads(row)))
     except errors as error:
-        raise UserError(f"cannot read: {error}", where=f"{file}:{line}") from error
+        raise UserError(f"cannot read: {error}", where=where) from error
 
 
 def _question(row: Any) -> Any:

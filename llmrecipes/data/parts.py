@@ -26,10 +26,45 @@ PART_BYTES = 256 * MIB
 MOST_PARTS = 10_000
 """Of a source, about: every claim of a task lists them all. From 2.4 TiB on the parts are larger instead."""
 
+MOST_BYTES = 128 * MIB
+"""Of a document, or of a line that has one: a reader holds several times as much."""
+
 ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 """Reads Zstandard: in Python since 3.14, a package for earlier versions."""
 
 SourceFile = Path | StoreFile
+
+
+class Damaged(UserError):
+    """A file that cannot be read, at least not to its end."""
+
+    def __init__(self, what: str, where: str, *, rule: str = "", fix: str = "") -> None:
+        again = "copy the file again, or set data.max_unreadable to the share of files that may be skipped"
+        super().__init__(what, where=where, rule=rule, fix=fix or again)
+
+
+def too_large(where: str) -> Damaged:
+    """For a document of more than `MOST_BYTES`."""
+    return Damaged(
+        f"has more than {MOST_BYTES // MIB} MiB",
+        where,
+        rule=f"a line or document has at most {MOST_BYTES:,} bytes",
+        fix="split it into shorter documents",
+    )
+
+
+def bounded_lines(stream: BinaryIO, file: object) -> Iterator[tuple[str, bytes]]:
+    """The lines of a stream, each with its place for messages; a compressed one is unpacked only so far.
+
+    Raises:
+        Damaged: a line has more than `MOST_BYTES`.
+    """
+    number = 0
+    while line := stream.readline(MOST_BYTES + 1):
+        number += 1
+        if len(line) > MOST_BYTES:
+            raise too_large(f"{file}:{number}")
+        yield f"{file}:{number}", line
 
 
 def size_of(file: SourceFile) -> int:
@@ -62,16 +97,22 @@ class Part:
         return self.file.open("rb") if isinstance(self.file, Path) else self.file.open()
 
     def lines(self, stream: BinaryIO) -> Iterator[tuple[str, bytes]]:
-        """The lines that begin in the part, each with its place for messages: the number, in a range the first byte."""
+        """The lines that begin in the part, each with its place for messages: the number, in a range the first byte.
+
+        Raises:
+            Damaged: a line has more than `MOST_BYTES`.
+        """
         if self.end is None:
-            for number, line in enumerate(stream, start=1):
-                yield f"{self.file}:{number}", line
+            yield from bounded_lines(stream, self.file)
             return
         if self.begin:  # the line of the byte in front of the range belongs to the part before
             stream.seek(self.begin - 1)
-            stream.readline()
+            while (rest := stream.readline(MIB)) and not rest.endswith(b"\n"):
+                pass
         at = stream.tell()
-        while at < self.end and (line := stream.readline()):
+        while at < self.end and (line := stream.readline(MOST_BYTES + 1)):
+            if len(line) > MOST_BYTES:
+                raise too_large(f"{self.file}: byte {at}")
             yield f"{self.file}: byte {at}", line
             at += len(line)
 

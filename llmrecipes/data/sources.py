@@ -18,7 +18,17 @@ from llmrecipes.data import hub
 from llmrecipes.data.discovery import LeftOut, described, in_folder, of_pattern, other_endings
 from llmrecipes.data.docstrings import brief_and_long, docstring_conversations
 from llmrecipes.data.machine import machine_documents, machine_files
-from llmrecipes.data.parts import Part, SourceFile, damages, decompressor, parts_of, size_of
+from llmrecipes.data.parts import (
+    MOST_BYTES,
+    Damaged,
+    Part,
+    SourceFile,
+    damages,
+    decompressor,
+    parts_of,
+    size_of,
+    too_large,
+)
 from llmrecipes.data.rows import Rows, conversation, pair, rows_of, section
 from llmrecipes.data.steps import Unreadable
 from llmrecipes.data.stores import find, is_url
@@ -166,18 +176,10 @@ def documents(
     for part in parts_of(source.type, files(source)) if parts is None else parts:
         try:
             yield from _of_part(part, _reader(source.type, part), of)
-        except _Damaged as error:
+        except Damaged as error:
             if not skip:
                 raise
             yield Unreadable(f"{error.where}: {error.what}")
-
-
-class _Damaged(UserError):
-    """A file that cannot be read, at least not to its end."""
-
-    def __init__(self, what: str, where: str, fix: str = "") -> None:
-        again = "copy the file again, or set data.max_unreadable to the share of files that may be skipped"
-        super().__init__(what, where=where, fix=fix or again)
 
 
 _Reader = Callable[[Part, Rows], Iterator[str | None]]
@@ -193,11 +195,14 @@ def _of_part(part: Part, read: _Reader | None, of: Rows) -> Iterator[str | None]
     try:
         if read is None:
             with part.open() as stream:
-                yield _decode(stream.read())
+                data = stream.read(MOST_BYTES + 1)
+            if len(data) > MOST_BYTES:
+                raise too_large(str(part))
+            yield _decode(data)
         else:
             yield from read(part, of)
     except OSError as error:
-        raise _Damaged(f"cannot read: {error.strerror or error}", where=str(part)) from error
+        raise Damaged(f"cannot read: {error.strerror or error}", where=str(part)) from error
 
 
 def _stdlib_root() -> Path:
@@ -276,7 +281,7 @@ def _jsonl(part: Part, of: Rows) -> Iterator[str | None]:
     except damages() as error:  # JSON and Unicode errors are ValueErrors
         reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         fix = "fix or delete the line" if isinstance(error, (ValueError, RecursionError)) else ""
-        raise _Damaged(f"unreadable row: {reason}", where=where, fix=fix) from error
+        raise Damaged(f"unreadable row: {reason}", where=where, fix=fix) from error
 
 
 def _parquet(part: Part, of: Rows) -> Iterator[str | None]:
@@ -292,7 +297,10 @@ def _parquet(part: Part, of: Rows) -> Iterator[str | None]:
                 for value in batch.to_pylist():
                     row += 1
                     if of.wanted(value):
-                        yield of.document(value, f"{file}: row {row}")
+                        document = of.document(value, f"{file}: row {row}")
+                        if document is not None and len(document) > MOST_BYTES:
+                            raise too_large(f"{file}: row {row}")
+                        yield document
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0]
-        raise _Damaged(f"unreadable Parquet after row {row}: {reason}", where=str(part)) from error
+        raise Damaged(f"unreadable Parquet after row {row}: {reason}", where=str(part)) from error

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
+import tracemalloc
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +18,11 @@ import pytest
 
 from llmrecipes.data import contamination, parts, sources
 from llmrecipes.data.machine import machine_documents
+from llmrecipes.data.parts import MOST_BYTES, parts_of
+from llmrecipes.data.sources import documents
+from llmrecipes.data.steps import Unreadable
 from llmrecipes.recipe.schema import Source
+from llmrecipes.units import GIB, MIB
 from tests.refusals import refused
 
 
@@ -219,6 +228,64 @@ def test_the_parts_of_a_file_have_its_documents_in_order(
         with gzip.open(tmp_path / "b.jsonl.gz", "wt") as stream:
             stream.write('{"text": "packed"}\n' * 500)
         assert [part.end for part in parts.parts_of("jsonl", [tmp_path / "b.jsonl.gz"])] == [None]
+
+
+_MEMBER = 16 * MIB
+PACKED: dict[str, Callable[[bytes], bytes] | None] = {
+    "a.jsonl": None,
+    "a.txt": None,
+    "a.jsonl.gz": partial(gzip.compress, compresslevel=1),
+    "a.jsonl.bz2": partial(bz2.compress, compresslevel=1),
+    "a.jsonl.xz": partial(lzma.compress, preset=0),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_a_document_of_a_gibibyte_is_refused_where_its_line_begins(tmp_path: Path, name: str) -> None:
+    file, pack, rows = tmp_path / name, PACKED[name], b"" if name == "a.txt" else b'{"text": "short"}\n'
+    with file.open("wb") as stream:
+        stream.write(pack(rows) if pack else rows)
+        if pack:
+            member = pack(b" " * _MEMBER)
+            stream.writelines([member] * (GIB // _MEMBER))
+        else:
+            stream.truncate(200 * MIB)  # zeros that take no space; one part
+    source = Source(type="text" if name == "a.txt" else "jsonl", path=str(file))
+    tracemalloc.start()
+    try:
+        with refused(f"{file}:2" if rows else file, rule=f"{MOST_BYTES:,}"):
+            list(documents(source))
+        assert tracemalloc.get_traced_memory()[1] < 4 * MOST_BYTES
+    finally:
+        tracemalloc.stop()
+    skipped = list(documents(source, skip=True))
+    assert skipped[:-1] == (["short"] if rows else [])
+    assert isinstance(skipped[-1], Unreadable)
+
+
+def test_a_document_of_a_parquet_file_has_a_limit(tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["short", "x" * (MOST_BYTES + 1)]}), file)
+    with refused(f"{file}: row 2", rule=f"{MOST_BYTES:,}"):
+        list(documents(Source(type="parquet", path=str(file))))
+
+
+def test_a_long_line_does_not_fill_the_parts_behind_it(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    with file.open("wb") as stream:
+        stream.truncate(GIB)
+        stream.seek(GIB)
+        stream.write(b'\n{"text": "last"}\n')
+    first, *_, last = parts_of("jsonl", [file])
+    source = Source(type="jsonl", path=str(file))
+    tracemalloc.start()
+    try:
+        assert list(documents(source, parts=[last])) == ["last"]
+        assert tracemalloc.get_traced_memory()[1] < MOST_BYTES
+    finally:
+        tracemalloc.stop()
+    with refused(f"{file}: byte 0", rule=f"{MOST_BYTES:,}"):
+        list(documents(source, parts=[first]))
 
 
 def test_a_border_between_two_lines_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
