@@ -36,7 +36,19 @@ def report(result: VerifyResult) -> Group:
             *(f"{one.grad_norm:.6f}", f"{layout.grad_norm:.6f}", _power(differences[1])),
             scale(max(differences), result.tolerance),
         )
-    return Group(table, Text(verdict(result)))
+    return Group(table, *_invariants(result), Text(verdict(result)))
+
+
+def _invariants(result: VerifyResult) -> list[Table]:
+    table = Table(box=None, padding=(0, 1, 0, 0), title="\none process, computed in two ways", title_justify="left")
+    for column in ("", "relative", ""):
+        table.add_column(column, justify="right" if column else "left")
+    for row in result.invariants:
+        if row.difference is None:
+            table.add_row(row.name, "-", row.reason)
+        else:
+            table.add_row(row.name, _power(row.difference), scale(row.difference, result.tolerance))
+    return [table] if result.invariants else []
 
 
 def verdict(result: VerifyResult) -> str:
@@ -46,10 +58,14 @@ def verdict(result: VerifyResult) -> str:
     if result.ok:
         within = f"within {result.tolerance:g}, replicas bit for bit"
         lines = [f"\nMATCH on {degrees(result)}: {within}. Largest relative differences: {worst}"]
+    elif result.first_difference is None:
+        lines = [f"\nMISMATCH in one process: beyond {result.tolerance:g}. Layout: {worst}", *_broken(result)]
     else:
         beyond = "" if _replicas_alone(result) else f": beyond {result.tolerance:g}"
         lines = [f"\nMISMATCH{beyond}. Largest relative differences: {worst}", *_first(result)]
-    return "\n".join([*lines, *_lines(*result.scaled.lines("not verified"))])
+    rows = result.scaled.lines("not verified")
+    rows += [("" if number else "not covered", text) for number, text in enumerate(result.not_covered)]
+    return "\n".join([*lines, *_lines(*rows)])
 
 
 def layout_words(result: VerifyResult) -> str:
@@ -89,6 +105,12 @@ def _first(result: VerifyResult) -> list[str]:
         lines.append(("replicas", f"{_tensor(replicas.tensor, replicas.layer)}: {where}"))
         lines.append(("", f"{replicas.differing} of {replicas.copies} copies differ"))
     return _lines(*lines)
+
+
+def _broken(result: VerifyResult) -> list[str]:
+    """Invariants beyond the tolerance."""
+    found = [(each.name, each.weight or "loss", _power(each.difference or 0.0)) for each in result.broken]
+    return _lines(*(("one process", f"{name}: {what}, by {size}") for name, what, size in found))
 
 
 def _replicas_alone(result: VerifyResult) -> bool:

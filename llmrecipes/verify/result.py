@@ -54,6 +54,28 @@ class FirstDifference:
 
 
 @dataclass(frozen=True)
+class Invariant:
+    """A step of one process computed in two ways."""
+
+    name: str
+    difference: float | None
+    """Largest relative difference of the loss and of each weight's gradient; None if it does not apply."""
+    weight: str = ""
+    """The weight with that difference; empty for the loss."""
+    reason: str = ""
+    """Why it does not apply."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON values; a difference that is not finite is null, and `ok` false."""
+        return {
+            "name": self.name,
+            "difference": None if self.difference is None else _finite(self.difference),
+            "weight": self.weight,
+            "reason": self.reason,
+        }
+
+
+@dataclass(frozen=True)
 class VerifyResult:
     """A layout compared with one process."""
 
@@ -68,14 +90,26 @@ class VerifyResult:
     """The recipe's degrees and those that ran."""
     zero: Zero | None
     """ZeRO of the layout."""
+    invariants: tuple[Invariant, ...] = ()
+    """What one process computed in two ways."""
+    not_covered: tuple[str, ...] = ()
+    """What the recipe's training has besides its degrees, and what was computed instead."""
 
     @property
     def ok(self) -> bool:
-        """Whether all losses, gradient norms and weights agree within the tolerance, and all replicas exactly.
+        """Whether all losses, gradient norms, weights and invariants agree within the tolerance, and all replicas
+        exactly.
 
-        It is about what ran; `scaled.not_run` is what did not.
+        It is about what ran; `scaled.not_run` and `not_covered` are what did not.
         """
-        return self.first_difference is None
+        return self.first_difference is None and not self.broken
+
+    @property
+    def broken(self) -> list[Invariant]:
+        """Invariants beyond the tolerance."""
+        return [
+            each for each in self.invariants if each.difference is not None and not each.difference <= self.tolerance
+        ]
 
     @property
     def replicas(self) -> ReplicaDifference | None:
@@ -104,6 +138,8 @@ class VerifyResult:
             "first_difference": self.first_difference.as_dict() if self.first_difference else None,
             "replicas": self.replicas.model_dump() if self.replicas else None,
             **self.scaled.as_dict(NOT_VERIFIED),
+            "invariants": [each.as_dict() for each in self.invariants],
+            "not_covered": list(self.not_covered),
         }
 
     def as_record(self) -> dict[str, Any]:

@@ -6,8 +6,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmrecipes.engine.requirements import require_packages
@@ -16,8 +16,10 @@ from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.launch.environment import detected_environment
 from llmrecipes.launch.local import run_ranks
 from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.plan.layout import local_layers_reason
 from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.engines import without_zero
+from llmrecipes.recipe.features import needing_a_gpu
 from llmrecipes.recipe.proxy import Degree, Device, Scaled, proxy, scaled
 from llmrecipes.recipe.schema import Parallelism, Recipe, Scheduler
 from llmrecipes.recipe.width import at_width
@@ -122,14 +124,46 @@ def verify(
     log(f"verify {recipe.name}: the same on {plan.layout.world_size} ranks")
     spread.folder.mkdir()
     train_layout(spread, plan.layout.world_size, cluster)
-    result = _compare(recipe.name, single, spread, cluster, _scaled(recipe, small, plan))
-    (folder / "verify.json").write_text(json.dumps(result.as_record(), indent=2) + "\n", "utf-8")
+    compared = _compare(recipe.name, single, spread, cluster, _scaled(recipe, small, plan))
+    from llmrecipes.verify.invariants import invariants
     from llmrecipes.verify.report import svg
 
+    result = replace(compared, not_covered=tuple(_not_covered(recipe, small, cluster)))
+    if result.ok:
+        log(f"verify {recipe.name}: one step of one process in several ways")
+        result = replace(result, invariants=invariants(one, paths.data_dir))
+    (folder / "verify.json").write_text(json.dumps(result.as_record(), indent=2) + "\n", "utf-8")
     (folder / "verify.svg").write_text(svg(result, f"{recipe.name} on {plan.layout.world_size} ranks"), "utf-8")
     for records in (single.folder, spread.folder):
         shutil.rmtree(records)
     return Verification(result, folder)
+
+
+SIZES = ("num_layers", "hidden_size", "seq_length", "vocab_size", "num_moe_experts")
+NO_RANDOM = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
+
+
+def _not_covered(recipe: Recipe, small: Recipe, cluster: Cluster) -> Iterator[str]:
+    """What a recipe trains with that its small version, which ran, does not have."""
+    if recipe.model.transformer_impl != "local" and local_layers_reason(recipe) is None:
+        yield "TransformerEngine's layers, which GPUs use: megatron-core's own ran"
+    if recipe.train.precision != "fp32":
+        yield f"train.precision {recipe.train.precision}: fp32 ran"
+    dropped = [f"model.{name} {value:g}" for name in NO_RANDOM if (value := getattr(recipe.model, name))]
+    if recipe.lora is not None and recipe.lora.dropout:
+        dropped.append(f"lora.dropout {recipe.lora.dropout:g}")
+    if dropped:
+        yield f"{', '.join(dropped)}: 0 ran"
+    if recipe.train.micro_batch_size != small.train.micro_batch_size:
+        yield f"train.micro_batch_size {recipe.train.micro_batch_size}: {small.train.micro_batch_size} ran"
+    if kernels := [name for name in needing_a_gpu() if getattr(recipe.speed, name)]:
+        yield f"{', '.join(f'speed.{name}' for name in kernels)}: unset"
+    if cluster.device == "cpu":
+        yield "NCCL and kernels of GPUs: gloo and the CPU ran"
+    pairs = [(name, getattr(recipe.model, name), getattr(small.model, name)) for name in SIZES]
+    sizes = [f"{name} {before:,} to {after:,}" for name, before, after in pairs if before != after]
+    if sizes:
+        yield f"the model's size: {', '.join(sizes)}"
 
 
 def _ranks(small: Recipe, nproc: int | None, cluster: Cluster) -> int:

@@ -15,11 +15,14 @@ import pytest
 
 from llmrecipes.cli.app import run
 from llmrecipes.recipe.load import to_yaml
+from llmrecipes.recipe.proxy import asked, scaled
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.verify.invariants import invariants
 from llmrecipes.verify.report import verdict
 from llmrecipes.verify.result import VerifyResult, relative
-from llmrecipes.workflow.run import Paths
-from llmrecipes.workflow.verify import VerifyOptions, verify
+from llmrecipes.verify.spec import TrainingRecord
+from llmrecipes.workflow.run import Paths, prepare_data
+from llmrecipes.workflow.verify import VerifyOptions, reference_recipe, verified_recipe, verify
 from tests.dist.faulty import DRIFT, DRIFTING, FAULTS, train_with
 from tests.dist.worlds import GlooWorld
 from tests.refusals import refused, require_message
@@ -99,6 +102,9 @@ def test_a_right_layout_passes(
     result = checked(model, parallelism, ranks)
     assert result.ok, result.first_difference
     assert len(result.steps) == ITERS
+    assert all(re.search(each, "; ".join(result.not_covered)) for each in ("bf16", r"model.hidden_dropout 0\.1"))
+    computed = [each.name for each in result.invariants if each.difference is not None]
+    assert len(computed) == (5 if "num_moe_experts" in model else 4), result.invariants
     assert 0 < result.max_rel_param < 1e-5  # one process and several ranks add in another order
     assert result.steps[0][0].loss > result.steps[-1][0].loss > 0
     folder = next((tmp_path / "runs" / "checked-verify").iterdir())
@@ -207,6 +213,60 @@ def test_what_was_not_run_is_not_called_the_same(checked: Verify) -> None:
     assert "not verified      expert_tensor_parallel_size 4: gloo" in text
 
 
+def _routers_by_all_tokens(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        "llmrecipes.engine.megatron.router_losses.RouterLosses.ahead", lambda _self, batches, _number: batches
+    )
+
+
+def _mean_of_micro_batches(patch: pytest.MonkeyPatch) -> None:
+    from llmrecipes.engine.megatron import engine
+
+    right = engine.sum_over_tokens
+
+    def mean(*arguments: Any) -> Any:
+        total, tokens, report = right(*arguments)
+        return 64 * total / tokens, tokens, report
+
+    patch.setattr(engine, "sum_over_tokens", mean)
+
+
+def _masked_tokens_count(patch: pytest.MonkeyPatch) -> None:
+    from llmrecipes.engine.megatron import engine
+
+    right = engine.sum_over_tokens
+
+    def all_of_them(*arguments: Any) -> Any:
+        total, tokens, report = right(*arguments)
+        return total + 1e-3 * arguments[-1].sum(), tokens, report
+
+    patch.setattr(engine, "sum_over_tokens", all_of_them)
+
+
+@pytest.mark.parametrize(
+    ("fault", "broken", "weight"),
+    [
+        pytest.param(_routers_by_all_tokens, {"masked tokens"}, "router.weight", id="routers' losses by all tokens"),
+        pytest.param(_mean_of_micro_batches, {"masked tokens", "micro-batch size"}, "", id="mean of micro-batches"),
+        pytest.param(_masked_tokens_count, {"masked tokens", "labels under the mask"}, "", id="masked tokens count"),
+    ],
+)
+@pytest.mark.rotating
+def test_what_is_wrong_in_every_layout_is_caught_in_one_process(
+    fault: Callable[[pytest.MonkeyPatch], None], broken: set[str], weight: str, corpus: Path, data_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    recipe = reference_recipe(verified_recipe(make(corpus, {**EXPERTS, "moe_aux_loss_coeff": 0.1}, {}), 2, "cpu"), 1)
+    prepare_data(recipe, data_dir, lambda _line: None)
+    fault(monkeypatch)
+    empty = TrainingRecord(layout={}, steps=(), kept_step=None, replicas=None)
+    ways = invariants(recipe, data_dir)
+    result = VerifyResult("checked", 1e-5, empty, empty, 0.0, None, scaled(recipe, asked(recipe)), None, ways)
+    assert {each.name for each in result.broken} == broken
+    assert not result.ok
+    assert all(each.weight.endswith(weight) for each in result.broken)
+
+
 def test_every_fault_is_tried() -> None:
     assert {case.fault for case in FOUND} | {DRIFT} == set(FAULTS)
 
@@ -233,7 +293,7 @@ def test_the_exit_code_of_the_command(
             "ok",
             "first_difference",
         ),
-        *("replicas", "asked", "reduced", "added", "not_verified"),
+        *("replicas", "asked", "reduced", "added", "not_verified", "invariants", "not_covered"),
     ]
     assert (answer["ok"], answer["first_difference"], answer["iters"]) == (True, None, 2)
     assert answer["layout"]["tensor_model_parallel_size"] == answer["layout"]["world_size"] == 2
