@@ -95,8 +95,8 @@ def _moments(
     )
     for pending, chunk, held in moments:
         stack = tables + sum(kept * number for (kept, _), number in zip(chunks, pending, strict=True))
-        # One chunk's are freed once they are sent; the very last chunk sends nothing.
-        sent = sum(pending[:-1] if last else pending) if len(chunks) > 1 else 0
+        # Of one chunk the gradient that was sent last; the outputs of several, but for the very last, which sends none.
+        sent = sum(pending[:-1] if last else pending) if len(chunks) > 1 else held
         outputs = int(tokens * sent * per.edge)
         recomputed = chunks[chunk][1]
         if len(chunks) == 1:

@@ -42,7 +42,10 @@ def kept_and_most(recipe: Recipe, s: Shape, layout: Layout, device: str) -> tupl
         return int(element * logits), int((12 + 2 * element + 4 * (element == 2)) * logits)
     if fused:
         kept = _element(recipe) * logits * (1 + s.mtp_num_layers)
-        return int(kept), int(kept + _of_output(recipe, s, layout))
+        # With sequence parallelism the input of all ranks is gathered again, and a rank's part of its gradient is new.
+        gathered = 1 + 1 / layout.tensor_model_parallel_size if layout.sequence_parallel else 0
+        gathered *= _element(recipe) * tokens_of_a_micro_batch(recipe, layout) * s.hidden_size
+        return int(kept), int(kept + gathered + _of_output(recipe, s, layout))
     kept = 4 * logits * (1 + s.mtp_num_layers)
     if layout.tensor_model_parallel_size == 1:
         return int(kept), int(kept + 8 * logits)

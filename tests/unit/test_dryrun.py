@@ -253,6 +253,19 @@ def test_the_plan_is_what_the_real_code_does(name: str, small: dict[str, Report]
         require_traffic(report, plan)  # no formulas for the layers there
 
 
+@pytest.mark.parametrize("sequence_parallel", ["true", "false"])
+def test_a_last_stage_is_planned_with_all_that_its_loss_takes(sequence_parallel: str, process: GlooWorld) -> None:
+    """The gathered input of the output layer, its gradients, and the gradient that was sent to the stage before."""
+    text = spec(
+        "gpt-tiny", "train.precision=bf16", "train.micro_batch_size=8", "parallelism.pipeline_model_parallel_size=2",
+        "parallelism.tensor_model_parallel_size=2", f"parallelism.sequence_parallel={sequence_parallel}",
+        "model.hidden_size=1024", world=4, ranks=(2,),
+    )  # fmt: skip
+    (report,) = run(process, text)
+    require_planned(report)
+    assert sum(report["planned"].values()) == pytest.approx(sum(report["memory"].values()), rel=2e-3)
+
+
 def test_the_plan_has_a_communicator_for_every_group(small: dict[str, Report]) -> None:
     for name, report in small.items():
         plan = plan_of(SMALL_WORLDS[name.rpartition(",")[0]]())
