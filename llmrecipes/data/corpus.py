@@ -23,6 +23,7 @@ from llmrecipes.data.chat import ChatSpec, chat_encoder
 from llmrecipes.data.curriculum import compression_ratio
 from llmrecipes.data.encode import Encode, Encoded, encoder
 from llmrecipes.data.infilling import ORDERS, FimSpec, cut, encode_cut
+from llmrecipes.data.kinds import Kinds
 from llmrecipes.data.pairs import pair_encoder
 from llmrecipes.data.rows import contents
 from llmrecipes.data.split import Split
@@ -46,6 +47,16 @@ class Tally:
     dropped: Counter[str] = field(default_factory=Counter)
     rules: Counter[str] = field(default_factory=Counter)
     changed: Counter[str] = field(default_factory=Counter)
+    kinds: Kinds = field(default_factory=Kinds)
+
+    def update(self, more: Tally) -> None:
+        """Add the counts of later documents of the source."""
+        self.read += more.read
+        self.failure = self.failure or more.failure
+        self.dropped.update(more.dropped)
+        self.rules.update(more.rules)
+        self.changed.update(more.changed)
+        self.kinds.update(more.kinds)
 
 
 @dataclass

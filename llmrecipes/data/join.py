@@ -76,11 +76,7 @@ class ShardCounts(Record):
     """What is kept of a shard, and what is dropped."""
 
     splits: dict[Split, Counts]
-    read: int
-    failure: str
-    dropped: dict[str, int]
-    rules: dict[str, int]
-    changed: dict[str, int]
+    tally: Tally
     samples: list[tuple[str, str, str]]
     texts: list[HeldOutSplit] = Field(default_factory=list)
     """Splits whose text is in a file of the shard."""
@@ -183,7 +179,7 @@ def _end(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) -> No
         cut, compared = Item(item.folder, f"counts{_CUT}", number), 0
         _counts(shards, cut, token, lost, room, _CUT)
         counts = _read(cut)
-        read = left = counts.read + counts.dropped.get(UNREADABLE, 0)
+        read = left = counts.tally.read + counts.tally.dropped[UNREADABLE]
         for worked in shards.batches(number, ids=False):
             compared += sum(isinstance(outcome, Document) for outcome in worked.outcomes[:left])
             if (left := left - len(worked.outcomes)) <= 0:
@@ -254,11 +250,7 @@ def _counts(
             split: Counts(documents=part.documents, tokens=part.tokens, bytes=part.size)
             for split, part in parts.items()
         },
-        read=tally.read,
-        failure=tally.failure,
-        dropped=dict(tally.dropped),
-        rules=dict(tally.rules),
-        changed=dict(tally.changed),
+        tally=tally,
         samples=[(sample.reason, sample.rule, sample.excerpt) for sample in output.samples.kept()],
         texts=list(texts),
         talks=talks,
@@ -462,15 +454,10 @@ def collect(
     kept: dict[tuple[int, Split], Counter[str]] = {}
     samples = Samples(shards.spec.steps)
     for number, shard in enumerate(shards.joined[: len(layout.before)]):
-        counts, tally = _read_counts(shards, number), tallies[shard.source]
-        tally.read += counts.read
-        tally.failure = tally.failure or counts.failure
+        counts = _read_counts(shards, number)
+        tallies[shard.source].update(counts.tally)
         if talks:
             talks[shard.source] = talks[shard.source].with_more(counts.talks)
-        for total, more in zip(
-            (tally.dropped, tally.rules, tally.changed), (counts.dropped, counts.rules, counts.changed), strict=True
-        ):
-            total.update(more)
         for split, each in counts.splits.items():
             kept.setdefault((shard.source, split), Counter()).update(each.model_dump())
         for reason, rule, excerpt in counts.samples:
@@ -486,6 +473,8 @@ def collect(
         log(summary(published) + (f"; read up to max_tokens {shards.every[n].max_tokens:,}" if n in full else ""))
         if talks:
             log(answers_of(published.label, talks[n]))
+        for line in tallies[n].kinds.warnings(published.label):
+            log(line)
     samples.write(part / SAMPLES, [sources.label(source) for source in shards.every])
     for file in sorted((shards.joining / JOINED).iterdir()):
         os.link(file, part / file.name)

@@ -125,18 +125,27 @@ def language(languages: list[str], min_probability: float) -> Step:
     takes short Chinese texts (zh) for Wu or Cantonese (wuu, yue). A document is dropped if another language is more
     probable than they are together, counted by that language, or below `min_probability`, as `uncertain`.
     """
-    identifier = _identifier()
-    wanted = frozenset(languages).union(*(_MEMBERS.get(code, ()) for code in languages))
+    return _Languages(languages, min_probability)
 
-    def step(texts: list[str]) -> list[str] | str:
-        ranked = [(str(code), float(probability)) for code, probability in identifier.rank("\n".join(texts))]
-        together = sum(probability for code, probability in ranked if code in wanted)
-        other, highest = next(((code, probability) for code, probability in ranked if code not in wanted), ("", 0.0))
+
+class _Languages:
+    """A `Step` that has the language of the latest document that it kept."""
+
+    def __init__(self, languages: list[str], min_probability: float) -> None:
+        self._identifier, self._least, self.language = _identifier(), min_probability, ""
+        self._wanted = {member: code for code in languages for member in _MEMBERS.get(code, ())}
+        self._wanted |= {code: code for code in languages}
+
+    def __call__(self, texts: list[str]) -> list[str] | str:
+        ranks = self._identifier.rank("\n".join(texts))
+        ranked = [(str(code), float(probability)) for code, probability in ranks]
+        wanted = [(code, probability) for code, probability in ranked if code in self._wanted]
+        together = sum(probability for _, probability in wanted)
+        other, highest = next(((code, value) for code, value in ranked if code not in self._wanted), ("", 0.0))
         if highest > together:
             return other
-        return texts if together >= min_probability else "uncertain"
-
-    return step
+        self.language = self._wanted[wanted[0][0]]
+        return texts if together >= self._least else "uncertain"
 
 
 def classifier_of_languages() -> Callable[[str], tuple[str, float]]:

@@ -64,6 +64,7 @@ def dumped(worked: Worked) -> tuple[bytes, bytes]:
         outcomes.append([outcome.split, outcome.size, outcome.changed, outcome.excerpt, sizes, *score])
         body += [outcome.digest, outcome.text, *outcome.marks]
     header: dict[str, object] = {"ids": len(encoded.ids), "lengths": encoded.lengths, "outcomes": outcomes}
+    header["kinds"] = [outcome.kinds for outcome in worked.outcomes]
     if isinstance(encoded, Conversations):
         header["chat"] = {"answers": len(answers), "tallies": encoded.tallies, "refusal": encoded.refusal}
     return json.dumps(header).encode(), b"".join(body)
@@ -80,13 +81,15 @@ def _loaded(source: int, header: bytes, body: bytes, *, ids: bool = True) -> Wor
     tokens, chat = cut(values["ids"]) if ids else b"", values.get("chat")
     answers = cut(chat["answers"]) if chat else b""
     outcomes: list[Document | Dropped] = []
-    for row in values["outcomes"]:
+    for row, kinds in zip(values["outcomes"], map(tuple, values["kinds"]), strict=True):
         if len(row) == len(("reason", "rule", "excerpt")):
-            outcomes.append(Dropped(*row))
+            reason, rule, excerpt = row
+            outcomes.append(Dropped(reason, rule, excerpt, kinds))
             continue
-        split, size, changed, excerpt, (length, *marks), *score = row
+        split, size, changed, excerpt, (length, *marks), *scores = row
         digest, text = cut(DIGEST_BYTES), cut(length)
-        outcomes.append(Document(text, digest, split, size, tuple(changed), tuple(map(cut, marks)), excerpt, *score))
+        kept = tuple(changed), tuple(map(cut, marks)), excerpt, scores[0] if scores else None, kinds
+        outcomes.append(Document(text, digest, split, size, *kept))
     lengths = values["lengths"]
     if chat:
         return Worked(source, outcomes, Conversations(tokens, lengths, answers, chat["tallies"], chat["refusal"]))

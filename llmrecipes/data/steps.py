@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, Protocol, runtime_checkable
 
+from llmrecipes.data.kinds import script
 from llmrecipes.data.split import Split, SplitRule, digest
 from llmrecipes.data.words import pieces, with_pieces
 from llmrecipes.errors import UserError
@@ -24,7 +25,7 @@ from llmrecipes.recipe.schema import Data
 
 Step = Callable[[list[str]], list[str] | str | None]
 """Takes the texts of a document, of a conversation those of its messages, and returns as many. None drops it; a string
-does so too, and names the rule."""
+does so too, and names the rule. One that finds out the language of documents has that of the latest as `language`."""
 
 UNDECODABLE, EMPTY, DUPLICATES, UNREADABLE = "undecodable", "empty", "duplicates", "unreadable"
 """Reasons for dropping a document besides steps; `unreadable` is the rest of a file. `duplicates` are equal to an
@@ -73,6 +74,7 @@ class Document:
         marks: marks of the steps that compare.
         excerpt: the beginning of its text, with marks.
         score: score of a curriculum; None: it has none, or is not trained on.
+        kinds: its script and, if a step knows, its language.
     """
 
     text: bytes
@@ -83,19 +85,23 @@ class Document:
     marks: tuple[bytes, ...] = ()
     excerpt: str = ""
     score: float | None = None
+    kinds: tuple[str, ...] = ()
 
     def without_text(self) -> Document:
         """The same without its text; `dataclasses.replace` takes twice as long."""
-        return Document(b"", self.digest, self.split, self.size, self.changed, self.marks, self.excerpt, self.score)
+        kept = self.changed, self.marks, self.excerpt, self.score, self.kinds
+        return Document(b"", self.digest, self.split, self.size, *kept)
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """A document that is dropped: by which step, by which of its rules if it has several, and how its text begins."""
+    """A document that is dropped: by which step, by which of its rules if it has several, how its text begins, and its
+    kinds, of which the step that drops other languages leaves none."""
 
     reason: str
     rule: str = ""
     excerpt: str = ""
+    kinds: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -233,12 +239,17 @@ def pipeline(spec: StepSpec) -> Callable[[str | None], Document | Dropped]:
         if not text or text.isspace():
             return Dropped(EMPTY)
         changed: list[str] = []
+        language: tuple[str, ...] = ()
         messages = json.loads(text) if spec.chat and (steps or comparisons) else []
         texts = before = [message["content"] for message in messages] if spec.chat else [text]
         for name, step in steps:
             result = step(texts)
+            its_language: str | None = getattr(step, "language", None)
             if result is None or isinstance(result, str):
-                return Dropped(name, result or "", _excerpt(texts))
+                kinds = () if its_language is not None else (*_script_of(texts), *language)
+                return Dropped(name, result or "", _excerpt(texts), kinds)
+            if its_language is not None:
+                language = (its_language,)
             if len(result) != len(before):
                 raise ValueError(f"{name}: {len(result)} texts of {len(before)}")
             if result != texts:
@@ -254,14 +265,20 @@ def pipeline(spec: StepSpec) -> Callable[[str | None], Document | Dropped]:
         split = spec.rule.of(identity)
         marks = tuple(comparison.mark("\n".join(texts)) for _, comparison in comparisons)
         excerpt = _excerpt(texts) if marks else ""
+        kinds = (*_script_of(texts), *language) if steps or marks else ()
         for name, step in augmentations if split == "train" else ():
             result = step(texts)
             if result != texts and isinstance(result, list):
                 changed.append(name)
                 texts, data = result, result[0].encode()
-        return Document(data, identity, split, len(data), tuple(changed), marks, excerpt)
+        return Document(data, identity, split, len(data), tuple(changed), marks, excerpt, kinds=kinds)
 
     return run
+
+
+def _script_of(texts: list[str]) -> tuple[str, ...]:
+    name = script("\n".join(texts))
+    return (name,) if name else ()
 
 
 def _excerpt(texts: list[str]) -> str:

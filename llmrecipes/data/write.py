@@ -135,6 +135,8 @@ def write(
             log(summary(made_of) + (f"; read up to max_tokens {every[n].max_tokens:,}" if n in full else ""))
             if talks:
                 log(answers_of(made_of.label, talks[n]))
+            for line in tallies[n].kinds.warnings(made_of.label):
+                log(line)
         for writer in written.values():
             writer.finish()
     output.samples.write(folder / SAMPLES, [sources.label(source) for source in every])
@@ -279,15 +281,16 @@ class Output:
                 continue
             tally.read += 1
             if isinstance(outcome, Dropped):
-                self._drop(worked.source, outcome, tally)
+                self._drop(worked.source, outcome, outcome.kinds, tally)
                 continue
             length = encoded.lengths[number]
             place, chosen = number, slice(start, start + length)
             number, start = number + 1, start + length
             judged, kept, its_ids = self._seen.add(outcome), outcome, ids[chosen]
             if isinstance(judged, Dropped):
-                self._drop(worked.source, judged, tally)
+                self._drop(worked.source, judged, outcome.kinds, tally)
                 continue
+            tally.kinds.add(outcome.kinds)
             if judged is not None:
                 kept, its_ids = encode_again(self._spec, worked.source, judged.document)
                 length = len(its_ids)
@@ -305,7 +308,8 @@ class Output:
                 self._write(worked.source, kept, length, its_ids, None if talks is None else answers)
         return added
 
-    def _drop(self, source: int, dropped: Dropped, tally: Tally) -> None:
+    def _drop(self, source: int, dropped: Dropped, kinds: tuple[str, ...], tally: Tally) -> None:
+        tally.kinds.add(kinds, dropped.reason, dropped.rule, dropped.excerpt)
         tally.dropped[dropped.reason] += 1
         if dropped.rule:
             tally.rules[f"{dropped.reason}.{dropped.rule}"] += 1
