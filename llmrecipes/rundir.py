@@ -34,6 +34,23 @@ class Run(RunFiles):
         Raises:
             UserError: no run matches, or several do.
         """
+        if run := cls.named(name, runs_dir):
+            return run
+        near = difflib.get_close_matches(name, [run.name for run in cls.all(runs_dir)], n=3, cutoff=0.3)
+        raise UserError(
+            f"no run {name}",
+            where=str(runs_dir),
+            rule="a run is given by its path, recipe/run-id, run id, or recipe (its newest run)",
+            fix=f"one of {', '.join(near)}" if near else "llmrecipes runs lists all runs",
+        )
+
+    @classmethod
+    def named(cls, name: str, runs_dir: Path) -> Self | None:
+        """As `find`; None: no run matches.
+
+        Raises:
+            UserError: several do.
+        """
         for path in (Path(name), runs_dir / name):
             if (run := cls(path)).exists():
                 return run
@@ -46,13 +63,7 @@ class Run(RunFiles):
             raise UserError(f"several runs have this id: {paths}", where=name, fix="use recipe/run-id")
         if of_recipe := [run for run in known if run.recipe_name == name]:
             return max(of_recipe, key=lambda run: run.recipe_file.stat().st_mtime)
-        near = difflib.get_close_matches(name, [run.name for run in known], n=3, cutoff=0.3)
-        raise UserError(
-            f"no run {name}",
-            where=str(runs_dir),
-            rule="a run is given by its path, recipe/run-id, run id, or recipe (its newest run)",
-            fix=f"one of {', '.join(near)}" if near else "llmrecipes runs lists all runs",
-        )
+        return None
 
     def create(self) -> None:
         """Create the directory, with that of the logs.

@@ -299,7 +299,13 @@ def _import_megatron(
 @early_signals()
 def finetune(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Folder with config.json and safetensors, or name on the Hub.")
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="Folder with config.json and safetensors, name on the Hub, or a run (RUN, RUN@STEP or RUN@best), "
+            "which is exported first.",
+            autocompletion=completion.runs,
+        ),
     ],
     overrides: OverridesArgument = None,
     data: Annotated[
@@ -348,7 +354,7 @@ def finetune(
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
 ) -> int:
-    """Fine-tune a Hugging Face model on conversations.
+    """Fine-tune a Hugging Face model or a run on conversations.
 
     Writes a recipe, prepares the data, trains and exports the model. Repeat the command to continue where it was
     interrupted; finished steps are skipped.

@@ -104,7 +104,7 @@ def _fetched(name: str, revision: str | None, patterns: tuple[str, ...]) -> Loca
             where=f"{name}{'' if revision is None else '@' + revision}",
             rule="a folder on this machine, or a name on the Hugging Face Hub, which this machine must reach once",
             fix="check the name and revision, access to the Hub (HF_ENDPOINT), and HF_TOKEN for a gated model; or "
-            "copy the folder to this machine and use its path",
+            "copy the folder to this machine and use its path; or llmrecipes export RUN --to hf for a run",
         ) from error
     # Snapshots in the Hub's cache are named by their commit.
     commit = path.name if _COMMIT.fullmatch(path.name) else None

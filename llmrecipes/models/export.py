@@ -115,7 +115,7 @@ def export(
     started = time.monotonic()
     _require_options(options)
     run, entry = find_checkpoint(reference, runs_dir)
-    out = run / "hf" / f"step-{entry.step:08d}{'-ema' if options.averaged else ''}" if out is None else out
+    out = default_folder(run, entry, averaged=options.averaged) if out is None else out
     require_absent(out)
     require_merge(Run(run).recipe(), run, requested=options.merge_adapter)
     opened = open_run(run, entry, options.family, averaged=options.averaged)
@@ -144,6 +144,11 @@ def export(
         notes=notes,
         seconds=round(time.monotonic() - started, 3),
     )
+
+
+def default_folder(run: Path, entry: Entry, *, averaged: bool = False) -> Path:
+    """Where an export is written in the directory of a run if no folder is named."""
+    return run / "hf" / f"step-{entry.step:08d}{'-ema' if averaged else ''}"
 
 
 def _notes(recipe: Recipe, *, averaged: bool) -> tuple[str, ...]:

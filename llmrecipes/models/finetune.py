@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +18,7 @@ from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.io import write_atomic
 from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.plan.check import fitted
-from llmrecipes.recipe.load import DEFAULTS_NOTE, load, load_values, short
+from llmrecipes.recipe.load import DEFAULTS_NOTE, load, load_values, recipes_dir, short
 from llmrecipes.rundir import Run
 from llmrecipes.workflow.new import as_values, source_of
 from llmrecipes.workflow.pretrained import recipe_name, recipe_values, require_tokenizer
@@ -58,7 +58,7 @@ class Finetuning:
     """Options of a fine-tuning.
 
     Attributes:
-        model: folder, or name on the Hub.
+        model: folder, name on the Hub, or a run (`RUN`, `RUN@STEP` or `RUN@best`).
         data: `FILE.jsonl`, `FILE.parquet`, or `TYPE:PATH` of a source.
         out: folder of the recipe and the exported model; None: named after the model.
         lora: train adapters, and merge them into the exported model.
@@ -206,7 +206,7 @@ def finetune(request: Finetuning, paths: Paths, log: Log, only: str | None = Non
 
 def _do(step: str, request: Finetuning, paths: Paths, log: Log) -> int:
     if step == "recipe":
-        _write_recipe(request, log)
+        _write_recipe(request, paths, log)
         return 0
     recipe = load(str(request.recipe)).recipe
     if step == "prepare":
@@ -225,8 +225,30 @@ def _do(step: str, request: Finetuning, paths: Paths, log: Log) -> int:
     return 0
 
 
-def _write_recipe(request: Finetuning, log: Log) -> None:
-    recipe, lengths = make_recipe(request, detect(), log)
+def _exported(request: Finetuning, paths: Paths, log: Log) -> Finetuning:
+    """The request with the exported model of a run instead of the run; unchanged if it names none."""
+    name, _, _ = request.model.rpartition("@")
+    if Path(request.model).exists() or not name:
+        name = request.model
+    if (Path(request.model) / "config.json").is_file() or Run.named(name, paths.runs_dir) is None:
+        return request
+    if request.revision is not None:
+        raise UserError(f"{request.revision} given for a run", where="--revision",
+                        rule="only models on the Hub have revisions", fix=f"{name}@STEP")  # fmt: skip
+    from llmrecipes.models.export import ExportOptions, default_folder, export
+    from llmrecipes.workflow.model_source import find_checkpoint
+
+    run, entry = find_checkpoint(request.model, paths.runs_dir)
+    folder = default_folder(run, entry)
+    if not folder.exists():
+        log(f"exporting step {entry.step:,} of {run}, from which the fine-tuning starts, to {folder}")
+        options = ExportOptions(merge_adapter=Run(run).recipe_of(entry.step).lora is not None)
+        export(f"{run}@{entry.step}", folder, paths.runs_dir, paths.data_dir, options)
+    return replace(request, model=str(folder), out=request.folder)
+
+
+def _write_recipe(request: Finetuning, paths: Paths, log: Log) -> None:
+    recipe, lengths = make_recipe(_exported(request, paths, log), detect(), log)
     rows, tokens = f"{lengths.conversations:,} conversations", f"{lengths.tokens:,} tokens"
     header = f"{rows} of {request.data}, {tokens}, {request.epochs:g} epochs.\n{DEFAULTS_NOTE}"
     try:
@@ -364,7 +386,8 @@ def _require_template(request: Finetuning, recipe: Recipe) -> None:
             f"the tokenizer of {request.model} has no chat template",
             where="--template",
             rule="a chat template turns messages into text; tokenizers of base models usually have none",
-            fix=" or ".join(f"--template {name}" for name in names) or "data.chat.chat_template=FILE.jinja",
+            fix=" or ".join(f"--template {name}" for name in names)
+            or f"data.chat.chat_template={recipes_dir() / 'templates' / 'plain.jinja'}, which needs no special tokens",
         )
 
 

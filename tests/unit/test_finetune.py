@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from llmrecipes.plan.derive import LEAST_HEADROOM, derive
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Parallelism
+from llmrecipes.rundir import Run
 from llmrecipes.units import GIB
 from tests.helpers import environment, train_lines
 from tests.hf_models import SIZES
@@ -249,6 +251,39 @@ def test_a_folder_is_of_one_fine_tuning(folder: Path, capsys: pytest.CaptureFixt
     (folder / "other" / "other.yaml").write_text("name: other\n")
     assert run(command(folder, out="other")) == 2
     require_message(capsys.readouterr().err, folder / "other", rule="--out")
+
+
+def test_a_run_is_fine_tuned_by_its_name(folder: Path, tuned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["--runs-dir", str(folder / "runs"), "--data-dir", str(folder / "data")]
+    options = ["--data", str(folder / "chat.jsonl"), *where, "--step", "recipe"]
+    step = Run(folder / "runs" / "tuned" / "finetune").newest_step()
+    exported = folder / "runs" / "tuned" / "finetune" / "hf" / f"step-{step:08d}"
+    for name in ("tuned", f"tuned/finetune@{step}", str(folder / "runs" / "tuned" / "finetune")):
+        out = folder / "again"
+        assert run(["finetune", name, *options, "--out", str(out)]) == 0
+        made = load(str(out / "again.yaml")).recipe
+        assert made.train.pretrained == made.data.tokenizer.path == str(exported)
+        assert (exported / "model.safetensors").read_bytes() == (tuned / "model.safetensors").read_bytes()
+        shutil.rmtree(out)
+    capsys.readouterr()
+    for wrong, rule in (("tuned@7", str(step)), ("tuned/finetune@last", "RUN@STEP")):
+        assert run(["finetune", wrong, *options, "--out", str(folder / "again")]) == 2
+        require_message(capsys.readouterr().err, "7" if "7" in wrong else wrong, rule=rule)
+    assert run(["finetune", "tuned", *options, "--revision", "main", "--out", str(folder / "again")]) == 2
+    require_message(capsys.readouterr().err, "--revision", rule="tuned@STEP")
+    assert not (folder / "again").exists()
+
+
+def test_a_tokenizer_without_tokens_for_roles_has_a_template_too(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "base", tmp_path / "plain")
+    backend, _ = train_tokenizer([f"question {number} {ANSWER}" for number in range(99)], VOCABULARY)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOD).save_pretrained(tmp_path / "plain")
+    with refused("--template") as caught:
+        make_recipe(asked(folder, model=str(tmp_path / "plain"), template=None), HERE, silent)
+    override = caught.value.fix.split(",")[0]
+    plain = asked(folder, model=str(tmp_path / "plain"), template=None, overrides=(override,))
+    chat = make_recipe(plain, HERE, silent)[0].data.chat
+    assert chat is not None and str(chat.chat_template).endswith("plain.jinja")
 
 
 @pytest.mark.parametrize(
