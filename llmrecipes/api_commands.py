@@ -84,8 +84,8 @@ def report_run(
         raise UserError("no run", where="report_run", rule="a page needs one to six runs")
     paths = [run.path if isinstance(run, Run) else open_run(run, runs_dir=runs_dir).path for run in runs]
     data = directory(data_dir, DATA_VARIABLE, DATA_DIR)
-    profile = None if cluster is None else load_profile(cluster)
-    values, _ = write([RunDirectory(path) for path in paths], None if out is None else Path(out), data, profile)
+    costs = None if cluster is None else load_profile(cluster).costs
+    values, _ = write([RunDirectory(path) for path in paths], None if out is None else Path(out), data, costs)
     return values
 
 

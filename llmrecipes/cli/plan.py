@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -96,7 +97,7 @@ def plan(
         typer.Option(
             "--usd-per-gpu-hour",
             metavar="PRICE",
-            help="With --what-if: price, or NAME=PRICE,... per profile of --clusters.",
+            help="Price instead of the profile's; with --what-if also NAME=PRICE,... per profile of --clusters.",
         ),
     ] = None,
     loss: Annotated[
@@ -127,7 +128,7 @@ def plan(
         ),
     ] = None,
     runs_dir: RunsOption = RUNS,
-) -> None:
+) -> int:
     """Predict time, memory and cost, or search layouts.
 
     Times come from a model fitted to published runs, not from this cluster; with --calibration, runs on the cluster
@@ -153,7 +154,7 @@ def plan(
     one_layout = ("", "--search", "--scaling-curve")
     belongs: dict[str, tuple[object, tuple[str, ...]]] = {
         "--clusters": (clusters, ("--what-if",)),
-        "--usd-per-gpu-hour": (prices, ("--what-if",)),
+        "--usd-per-gpu-hour": (prices, ("", "--what-if")),
         "--loss": (loss, ("--what-if",)),
         "--tokens": (tokens, ("--what-if",)),
         "--by": (by, ("--what-if",)),
@@ -176,13 +177,13 @@ def plan(
     if calibrate:
         names = [*([] if recipe is None else [recipe]), *(overrides or [])]
         _calibration(names, experiment, runs_dir, cluster_name, out, as_json=as_json)
-        return
+        return 0
     if recipe is None:
         raise UserError("missing", where="RECIPE", fix="llmrecipes list")
     if compare:
         wanted = _wanted(loss, tokens, by, law, experiment)
         _what_if(recipe, overrides or [], clusters, cluster_name, counts, prices, wanted, runs_dir, as_json=as_json)
-        return
+        return 0
     number = counts[0] if counts else None
     if curve is not None:
         points = workflow.scaling_curve(recipe, overrides or [], cluster_name, nodes, number, curve)
@@ -192,15 +193,16 @@ def plan(
             from llmrecipes.cli.predictions import curve_lines
 
             show(*curve_lines(points), f"picture  {curve}")
-        return
+        return 0
     if not search:
-        forecast = workflow.of_recipe(recipe, overrides or [], cluster_name, nodes, number)
+        price = None if prices is None else usd(prices)
+        forecast = workflow.of_recipe(recipe, overrides or [], cluster_name, nodes, number, price)
         if picture is not None:
             workflow.plot(forecast, picture)
         print(json.dumps(forecast.as_dict(), indent=2) if as_json else text(forecast))
         if picture is not None and not as_json:
             print(f"{'picture':19}{picture}")
-        return
+        return _fits(forecast, as_json=as_json)
     if out is not None:
         workflow.require_new(out)
     listed = workflow.search(recipe, overrides or [], cluster_name, nodes, number, _SHOWN)
@@ -215,7 +217,7 @@ def plan(
             {**each.forecast.as_dict(), "dryrun": None if check is None else check.as_dict()} for each, check in fitting
         ]
         print(json.dumps(rows, indent=2))
-        return
+        return 0
     from llmrecipes.cli.predictions import search_lines
 
     show(*search_lines(candidates))
@@ -223,6 +225,38 @@ def plan(
         print("not checked by a dry run: --dryrun")
     if out is not None:
         print(f"wrote  {out}")
+    return 0
+
+
+def _fits(forecast: Forecast, *, as_json: bool) -> int:
+    """Exit code of a plan.
+
+    Raises:
+        UserError: it does not fit; with what does.
+    """
+    from llmrecipes.errors import ExitCode
+    from llmrecipes.plan.check import check
+
+    plans = (forecast.plan, *forecast.plan.stages)
+    if not as_json:
+        check(forecast.plan, forecast.plan.cluster)
+    return ExitCode.DONE if all(plan.fits for plan in plans) else ExitCode.BAD_INPUT
+
+
+def usd(text: str) -> float:
+    """The price of `--usd-per-gpu-hour`.
+
+    Raises:
+        UserError: it is not one.
+    """
+    try:
+        price = float(text)
+    except ValueError:
+        price = math.nan
+    if not (math.isfinite(price) and price > 0):
+        raise UserError(f"{text!r}", where="--usd-per-gpu-hour", rule="must be a positive number of US dollars",
+                        fix="--usd-per-gpu-hour 2.5")  # fmt: skip
+    return price
 
 
 _MOST_GPUS = 1_000_000
@@ -328,6 +362,10 @@ def text(forecast: Forecast) -> str:
         ("GPUs", f"{world} × {forecast.device.name}"),
         ("layout", layout or "data 1"),
         ("memory of a rank", f"{values['memory_gib']['max']:.1f} GiB, {'fits' if values['fits'] else 'does NOT fit'}"),
+    ]
+    if not values["fits"]:  # it would have no speed
+        return "\n".join(f"{name:19}{value}" for name, value in lines)
+    lines += [
         ("time of a step", f"{values['step_seconds']:.3g} s"),
         ("tokens a second", f"{speed:,.0f} a GPU ({speed * (1 - error):,.0f} to {speed * (1 + error):,.0f})"),
         *([] if forecast.calibration is None else [("calibrated", f"by {forecast.calibration.runs} runs")]),
@@ -341,9 +379,10 @@ def text(forecast: Forecast) -> str:
         for each in values.get("stages", ())
     ]  # fmt: skip
     if forecast.cost_usd is None:
-        lines.append(("cost", "unknown: the profile has no costs.usd_per_gpu_hour"))
+        lines.append(("cost", "unknown: --usd-per-gpu-hour, or costs.usd_per_gpu_hour of a profile"))
     else:
-        lines.append(("cost", f"{forecast.cost_usd:,.0f} USD"))
+        price = forecast.cost_usd / forecast.gpu_hours
+        lines.append(("cost", f"{forecast.cost_usd:,.0f} USD at {price:,.4g} a GPU-hour"))
     if forecast.energy_mwh is not None:
         carbon = f", {forecast.co2_t:,.2f} t CO2" if forecast.co2_t is not None else ""
         lines.append(("energy", f"{forecast.energy_mwh:,.2f} MWh{carbon}"))

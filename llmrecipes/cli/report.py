@@ -34,6 +34,12 @@ def report(
         bool, typer.Option("--watch", help=f"Rewrite the page every {SECONDS_BETWEEN_PAGES} s until the run ends.")
     ] = False,
     cluster: Annotated[str | None, site_option("Use prices and power of this cluster profile.")] = None,
+    price: Annotated[
+        float | None,
+        typer.Option(
+            "--usd-per-gpu-hour", metavar="PRICE", min=1e-6, help="Price instead of that of the cluster profile."
+        ),
+    ] = None,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
@@ -43,15 +49,18 @@ def report(
     The page is a single HTML file that needs no network. The run may still be training.
     """
     from llmrecipes.hardware.load import load_profile
+    from llmrecipes.hardware.profile import Costs
     from llmrecipes.report.comparison import write
     from llmrecipes.rundir import Run
 
     runs = [Run.find(name, runs_dir) for name in names]
     if watch and len(runs) > 1:
         raise UserError(f"{len(runs)} runs", where="--watch", rule="--watch follows a single run", fix="a single run")
-    profile = None if cluster is None else load_profile(cluster)
+    costs = None if cluster is None else load_profile(cluster).costs
+    if price is not None:
+        costs = (costs or Costs()).model_copy(update={"usd_per_gpu_hour": price})
     refresh = SECONDS_BETWEEN_PAGES if watch else None
-    values, running = write(runs, out, data_dir, profile, refresh)
+    values, running = write(runs, out, data_dir, costs, refresh)
     path = Path(values["page"])
     if as_json:
         print(json.dumps(values, indent=2))
@@ -63,7 +72,7 @@ def report(
     try:
         while watch and running:
             time.sleep(SECONDS_BETWEEN_PAGES)
-            _, running = write(runs, path, data_dir, profile, refresh)
+            _, running = write(runs, path, data_dir, costs, refresh)
     except KeyboardInterrupt:
         return
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from llmrecipes import webpage
 from llmrecipes.errors import ExitCode, UserError
-from llmrecipes.hardware.profile import Profile
+from llmrecipes.hardware.profile import Costs
 from llmrecipes.io import write_atomic
 from llmrecipes.plan import drawing
 from llmrecipes.report import charts, machine, model, training
@@ -68,17 +68,15 @@ SECTIONS: tuple[tuple[str, str, Section], ...] = (
 )
 
 
-def report(
-    run: Run, data_dir: Path, profile: Profile | None = None, refresh: int | None = None
-) -> tuple[str, Material]:
+def report(run: Run, data_dir: Path, costs: Costs | None = None, refresh: int | None = None) -> tuple[str, Material]:
     """The page of a run, whatever its state.
 
     Args:
         data_dir: where its prepared data is, for the counts of its sources.
-        profile: for prices and power; None: they are left out.
+        costs: prices and power; None: they are left out.
         refresh: seconds after which a browser loads the page of a running run again; None: never.
     """
-    material = Material.read(run, data_dir, profile)
+    material = Material.read(run, data_dir, costs)
     return page(material, refresh if material.running else None), material
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from llmrecipes import webpage
 from llmrecipes.console import duration, number
 from llmrecipes.errors import UserError
-from llmrecipes.hardware.profile import Profile
+from llmrecipes.hardware.profile import Costs
 from llmrecipes.report import build, charts, training
 from llmrecipes.report.build import STYLE
 from llmrecipes.report.charts import Line
@@ -41,7 +41,7 @@ MOST_RUNS = 6
 
 
 def write(
-    runs: Sequence[Run], path: Path | None, data_dir: Path, profile: Profile | None = None, refresh: int | None = None
+    runs: Sequence[Run], path: Path | None, data_dir: Path, costs: Costs | None = None, refresh: int | None = None
 ) -> tuple[dict[str, Any], bool]:
     """Write the page of a run, or that of several; the arguments are those of `build.report`.
 
@@ -58,22 +58,22 @@ def write(
         raise UserError(f"{len(runs)} runs", where="RUN", rule=f"a page can compare at most {MOST_RUNS} runs")
     running = False
     if len(runs) > 1:
-        html, values = report([run.path for run in runs], data_dir, profile)
+        html, values = report([run.path for run in runs], data_dir, costs)
     else:
-        html, material = build.report(runs[0], data_dir, profile, refresh)
+        html, material = build.report(runs[0], data_dir, costs, refresh)
         values, running = build.as_dict(material), material.running
     path = build.default_path(runs) if path is None else path
     build.write(path, html)
     return {"page": str(path), **values}, running
 
 
-def report(run_dirs: Sequence[Path], data_dir: Path, profile: Profile | None = None) -> tuple[str, dict[str, Any]]:
+def report(run_dirs: Sequence[Path], data_dir: Path, costs: Costs | None = None) -> tuple[str, dict[str, Any]]:
     """The page of several runs, and its numbers as JSON values.
 
     What cannot be read of a run is named, and left out.
     """
     compared = compare(run_dirs, partial=True)
-    materials = [Material.read(Run(run_dir), data_dir, profile) for run_dir in run_dirs]
+    materials = [Material.read(Run(run_dir), data_dir, costs) for run_dir in run_dirs]
     names = _names(run_dirs)
     body = [f"<h1>{webpage.text(' and '.join(names) if len(names) == 2 else f'{len(names)} runs')}</h1>"]
     sections = [

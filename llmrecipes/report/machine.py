@@ -272,7 +272,7 @@ def cost(material: Material) -> str:
         rows.append(("of these, lost in repeated steps", f"{lost:,.3g}"))
     if costs is None or costs.usd_per_gpu_hour is None:
         return webpage.table(("quantity", "value"), rows, numbers=(1,)) + nothing(
-            "No price: use --cluster NAME with a profile that has costs.usd_per_gpu_hour."
+            "No price: use --usd-per-gpu-hour PRICE, or --cluster NAME with a profile that has costs.usd_per_gpu_hour."
         )
     rows.append((f"cost at {costs.usd_per_gpu_hour:g} USD per GPU-hour", f"{hours * costs.usd_per_gpu_hour:,.2f} USD"))
     return webpage.table(("quantity", "value"), rows, numbers=(1,))

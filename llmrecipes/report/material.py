@@ -27,7 +27,7 @@ from llmrecipes.untrusted import number
 from llmrecipes.workflow.diagnose import diagnose
 
 if TYPE_CHECKING:
-    from llmrecipes.hardware.profile import Costs, Profile
+    from llmrecipes.hardware.profile import Costs
 
 LOG_LINES, MOST_LOGS, LOG_BYTES = 40, 8, 64 * 1024
 MOST_STARTS = 50
@@ -45,7 +45,7 @@ class Material:
         tasks: records of evaluations.jsonl.
         examined: what the doctor said before the newest starts, oldest first.
         data: manifest of the prepared data; None: not on this machine.
-        profile: of the cluster, for prices; None: not named.
+        costs: prices and power of the cluster; None: not named.
         unread: what could not be read, and why.
         now: when all this was read.
     """
@@ -64,12 +64,12 @@ class Material:
     data: DataManifest | None
     logs: list[tuple[str, list[str]]]
     examined: list[dict[str, Any]] = field(default_factory=list)
-    profile: Profile | None = None
+    costs: Costs | None = None
     unread: list[str] = field(default_factory=list)
     now: float = field(default_factory=time.time)
 
     @classmethod
-    def read(cls, run: Run, data_dir: Path, profile: Profile | None = None) -> Material:
+    def read(cls, run: Run, data_dir: Path, costs: Costs | None = None) -> Material:
         """Everything about a run; what cannot be read is named in `unread` instead of raised."""
         unread: list[str] = []
         metrics = Records()
@@ -104,7 +104,7 @@ class Material:
             data=data,
             logs=list(_logs(run)),
             examined=record.read(run),
-            profile=profile,
+            costs=costs,
             unread=unread,
         )
 
@@ -112,11 +112,6 @@ class Material:
     def running(self) -> bool:
         """Whether it still trains."""
         return self.summary.state == "running"
-
-    @property
-    def costs(self) -> Costs | None:
-        """Prices and power of the profile."""
-        return None if self.profile is None else self.profile.costs
 
     def measured(self, name: str) -> float | None:
         """A number of the newest note `measured`, which a start leaves at its end: `measured/…` or `predicted/…`."""

@@ -43,8 +43,10 @@ class Energy:
         return Energy(self.joules + joules, self.kwh + kwh, carbon, all_methods)
 
     def by(self, costs: Costs | None) -> Energy:
-        """With the factors of another profile; None: as it is."""
-        return self if costs is None else Energy().plus(self.joules, self.methods, costs)
+        """With the factors of another profile; without one, or with one that has only a price, as it is."""
+        if costs is None or not costs.model_fields_set & {"pue", "kg_co2_per_kwh"}:
+            return self
+        return Energy().plus(self.joules, self.methods, costs)
 
     def values(self, tokens: int | None = None) -> dict[str, Any]:
         """As metrics.jsonl has it; empty if nothing is known.

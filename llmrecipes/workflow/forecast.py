@@ -6,7 +6,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,14 +30,27 @@ if TYPE_CHECKING:
 Log = Callable[[str], None]
 
 
-def of_recipe(recipe: str, overrides: list[str], cluster: str | None, nodes: int | None, gpus: int | None) -> Forecast:
+def of_recipe(
+    recipe: str,
+    overrides: list[str],
+    cluster: str | None,
+    nodes: int | None,
+    gpus: int | None,
+    usd_per_gpu_hour: float | None = None,
+) -> Forecast:
     """Speed, memory and cost of a recipe as it is.
+
+    Args:
+        usd_per_gpu_hour: price; None: that of the profile.
 
     Raises:
         UserError: the recipe, the profile or the layout is wrong, or nothing is known of the GPU.
     """
     plan, _ = plan_on(load(recipe, overrides).recipe, nproc=gpus, cluster=cluster, nodes=nodes)
-    return forecast(plan, None if cluster is None else load_profile(cluster))
+    predicted = forecast(plan, None if cluster is None else load_profile(cluster))
+    if usd_per_gpu_hour is None:
+        return predicted
+    return replace(predicted, cost_usd=usd_per_gpu_hour * predicted.gpu_hours)
 
 
 def seconds_of(plan: Plan, cluster: str | None) -> tuple[float, float] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -84,6 +85,14 @@ def test_shipped_profiles(name: str) -> None:
         # The table that says what a GPU found here can do and the profile that says it from afar agree.
         assert peak_tflops(profile.gpu.name) == profile.gpu.peak_tflops
         assert profile.intra_node.gb_per_s > profile.inter_node.gb_per_s
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if load_profile(name).gpu and name != "oci-h100"])
+def test_shipped_prices_have_a_source_and_a_date(name: str) -> None:
+    costs = load_profile(name).costs
+    assert costs is not None and costs.usd_per_gpu_hour
+    line = next(line for line in (clusters_dir() / f"{name}.yaml").read_text("utf-8").splitlines() if "costs:" in line)
+    assert re.search(r"list price of .*, 20\d\d-\d\d-\d\d; set your own", line)
 
 
 def test_every_key_is_read_somewhere() -> None:

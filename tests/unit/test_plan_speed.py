@@ -223,7 +223,13 @@ def test_plan_predicts_a_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert len(shown["memory_gib"]["stages"]) == shown["parallelism"]["pipeline"]
     assert shown["memory_gib"]["max"] == pytest.approx(max(each["total"] for each in shown["memory_gib"]["stages"]))
     assert sum(shown["step_parts"].values()) == pytest.approx(shown["step_seconds"])
-    assert shown["cost_usd"] is None and shown["energy_mwh"] is None
+    costs = load_profile("h100-ib").costs
+    assert costs is not None and costs.usd_per_gpu_hour is not None
+    assert (
+        shown["cost_usd"] == pytest.approx(costs.usd_per_gpu_hour * shown["gpu_hours"]) and shown["energy_mwh"] is None
+    )
+    assert run([*asked, "--cluster", "h100-ib", "--usd-per-gpu-hour", "3"]) == 0
+    assert json.loads(capsys.readouterr().out)["cost_usd"] == pytest.approx(3 * shown["gpu_hours"])
 
     profile = yaml.safe_load((clusters_dir() / "h100-ib.yaml").read_text())
     profile |= {"name": "priced", "costs": {"usd_per_gpu_hour": 2, "watts_per_gpu": 1000, "kg_co2_per_kwh": 0.5}}
@@ -430,6 +436,8 @@ def test_where_no_layout_fits_the_nodes_of_one_that_does_are_named() -> None:
     [
         (("gpt-7b", "--cluster", "gb200-nvl72", "--nodes", "1"), "gpu"),
         (("gpt-tiny", "--cluster", "laptop"), "--cluster"),
+        (("gpt-1b", "--cluster", "h100-ib", "--usd-per-gpu-hour", "0"), "--usd-per-gpu-hour"),
+        (("gpt-1b", "--cluster", "h100-ib", "--usd-per-gpu-hour", "1", "--search"), "--usd-per-gpu-hour"),
         (("gpt-7b", "--cluster", "h100-ib", "--write", "x.yaml"), "--write"),
         (("llama3-405b", "--cluster", "h100-ib", "--nodes", "1", "--search"), "--search"),
         (("gpt-7b", "--cluster", "h100-ib", "--search", "--write", "my recipe.yaml"), "--write"),
@@ -439,6 +447,17 @@ def test_where_no_layout_fits_the_nodes_of_one_that_does_are_named() -> None:
 def test_plan_refuses(arguments: tuple[str, ...], where: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", *arguments]) == 2
     require_message(capsys.readouterr().err, where)
+
+
+def test_what_does_not_fit_says_what_does_and_has_no_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "gpt-1b", "--cluster", "h100-ib", "--gpus", "1", "model.seq_length=16384"]
+    assert run(asked) == 2
+    shown = capsys.readouterr()
+    require_message(shown.err, "recipe gpt-1b", rule="train.micro_batch_size=1")
+    assert "does NOT fit" in shown.out and "a second" not in shown.out and "hours" not in shown.out
+    assert run([*asked, "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["fits"] is False
+    assert run([*asked, "train.micro_batch_size=1"]) == 0
 
 
 def test_a_search_says_that_the_batch_does_not_divide(capsys: pytest.CaptureFixture[str]) -> None:

@@ -337,19 +337,16 @@ def test_steps_are_divided_by_what_their_ranks_did() -> None:
 
 def test_prices_and_power_of_a_profile_are_used(tmp_path: Path) -> None:
     run = Run(make(tmp_path, "one", interrupted()))
-    from llmrecipes.hardware.load import load_profile
     from llmrecipes.hardware.profile import Costs
 
     costs = Costs(usd_per_gpu_hour=2.0, watts_per_gpu=1000.0, pue=1.5, kg_co2_per_kwh=0.5)
-    profile = load_profile("h100-ib").model_copy(update={"costs": costs})
-    words = Pages(build.report(run, tmp_path, profile)[0]).words
+    words = Pages(build.report(run, tmp_path, costs)[0]).words
     hours = 2 * 46 / 3600
     for text in (f"{2 * hours:.2f} USD", f"{1.5 * hours:.3g} kWh", f"{0.75 * hours:.3g} kg"):
         assert text in words
 
 
 def test_recorded_energy_is_shown_and_compared_by_the_factors_of_a_profile_that_is_named(tmp_path: Path) -> None:
-    from llmrecipes.hardware.load import load_profile
     from llmrecipes.hardware.profile import Costs
 
     recorded = Energy().plus(3.6e6, ["nvml"], Costs(kg_co2_per_kwh=0.5)).plus(7.2e6, ["codecarbon"], None)
@@ -361,10 +358,12 @@ def test_recorded_energy_is_shown_and_compared_by_the_factors_of_a_profile_that_
     assert "CO₂" not in section, "the factor of a start is not known"
     assert build.as_dict(material)["energy"] == recorded.values()
     costs = Costs(watts_per_gpu=1000.0, pue=1.5, kg_co2_per_kwh=0.5)
-    profile = load_profile("h100-ib").model_copy(update={"costs": costs})
-    assert "2.25 kg" in Pages(build.report(one, tmp_path, profile)[0]).words
-    page = Pages(comparison.report([one.path, two.path], tmp_path, profile)[0]).words
+    assert "2.25 kg" in Pages(build.report(one, tmp_path, costs)[0]).words
+    page = Pages(comparison.report([one.path, two.path], tmp_path, costs)[0]).words
     assert "energy, kWh" in page and "estimated from a cluster profile" in page
+    assert "3 kWh" in Pages(build.report(one, tmp_path, Costs(usd_per_gpu_hour=2.0))[0]).words, (
+        "a price changes no energy"
+    )
     page = Pages(comparison.report([one.path, two.path], tmp_path)[0]).words
     assert "energy, kWh" in page and "estimated" not in page
     assert "energy, kWh" not in Pages(comparison.report([two.path, two.path], tmp_path)[0]).words
