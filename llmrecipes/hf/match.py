@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import logging
 import re
+import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -15,7 +18,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.hf.families.parts import LATENT
 from llmrecipes.hf.family import FAMILIES, family_named, model_of
 from llmrecipes.hf.reading import CONFIG, runs_code
-from llmrecipes.hf.table import Family, resolved
+from llmrecipes.hf.table import NEUTRAL, Family, resolved
 from llmrecipes.recipe.schema import TRAINING_ONLY, Model
 
 FREE = TRAINING_ONLY | {"max_position_embeddings", "vocab_size"}
@@ -44,7 +47,8 @@ def section_of(config: Mapping[str, Any], folder: Path, ignored: Collection[str]
         ignored: keys that the user says have no effect.
 
     Raises:
-        UserError: an unknown family, or one that needs custom code, or keys without a counterpart; all at once.
+        UserError: an unknown family, or one that needs custom code, or keys without a counterpart; all at once; or a
+            config.json that transformers refuses.
     """
     where = str(folder / CONFIG)
     try:
@@ -62,14 +66,54 @@ def section_of(config: Mapping[str, Any], folder: Path, ignored: Collection[str]
     _require_sane(config, where)
     # Code that auto_map names is not needed where the family is supported.
     dropped = {"auto_map", *without_effect(config, folder), *ignored}
+    kept = {key: value for key, value in config.items() if key not in dropped}
     try:
-        return family, model_of(family, {key: value for key, value in config.items() if key not in dropped}, where)
+        model_of(family, kept, where)  # refuses by the keys of the file
+        return family, model_of(family, _completed(family, kept, where), where)
     except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RecursionError) as error:
         raise UserError(
             f"a value has the wrong type or size: {str(error)[:200]}",
             where=where,
             rule=f"values must be as transformers writes them for model_type {family.name}",
         ) from error
+
+
+def _completed(family: Family, config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A config.json as transformers reads it: with its defaults, other names of keys, and what replaces what.
+
+    Raises:
+        UserError: transformers refuses it, or reads it as a model of another type.
+    """
+    from transformers import AutoConfig
+
+    given = {key: value for key, value in config.items() if key not in NEUTRAL or key == "model_type"}
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with tempfile.TemporaryDirectory() as name:
+            (Path(name) / CONFIG).write_text(json.dumps(given), "utf-8")
+            read = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        # Again: a value under another name of its key is set after the first validation.
+        whole = type(read).from_dict(read.to_dict()).to_dict()
+    except Exception as error:  # of its validators, of torch, of what a value is not
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        raise UserError(
+            f"transformers refuses it: {' '.join(lines)[:300]}",
+            where=where,
+            rule=f"values must be as transformers writes them for model_type {family.name}",
+            fix="correct the key, or remove it: the default of transformers is used",
+        ) from error
+    finally:
+        logger.setLevel(level)
+    if whole["model_type"] != family.name:
+        raise UserError(
+            f"transformers reads it as a model of type {whole['model_type']}", where=where,
+            rule=f"one of {', '.join(FAMILIES)}",
+            fix="use a model of one of these types",
+        )  # fmt: skip
+    # A later transformers may have more keys with defaults.
+    return {key: value for key, value in whole.items() if key in given or key in family.known}
 
 
 def without_effect(config: Mapping[str, Any], folder: Path) -> tuple[str, ...]:

@@ -286,12 +286,16 @@ class Family:
             for key in self.unknown(config)
         ]
 
+    @property
+    def known(self) -> frozenset[str]:
+        """Keys of config.json that the table has."""
+        special = (key for entry in self.specials for key in entry.theirs)
+        read = {key.theirs for key in self.keys} | {fixed.theirs for fixed in self.fixed}
+        return NEUTRAL | self.training_only | read | set(special)
+
     def unknown(self, config: Config) -> list[str]:
         """Keys of config.json that the table does not have, and whose value is neither null nor false."""
-        known = (
-            {key.theirs for key in self.keys} | {fixed.theirs for fixed in self.fixed} | self.training_only | NEUTRAL
-        )
-        known |= {key for special in self.specials for key in special.theirs}
+        known = self.known
         return [key for key, value in config.items() if key not in known and value is not None and value is not False]
 
     def pairs(self, model: Model) -> list[Pair]:

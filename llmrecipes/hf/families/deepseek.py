@@ -85,7 +85,7 @@ class _Experts:
 
     def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
         layers, dense = config.get("num_hidden_layers", 0), config.get("first_k_dense_replace", 3) or 0
-        groups = config.get("n_group", 8) or 1
+        groups, chosen = (config.get(key, absent) for key, absent in (("n_group", 8), ("topk_group", 4)))
         width = config.get("moe_intermediate_size", 2048)
         topk = config.get("num_experts_per_tok", 8)
         scale = config.get("routed_scaling_factor", 2.5)
@@ -93,7 +93,9 @@ class _Experts:
         rule = "scores of several experts sum to one, and the score of a single one is left as it is"
         obstacles = [] if normalised == (topk > 1) else [Unsupported("norm_topk_prob", normalised, rule)]
         pattern = [int(layer >= dense) for layer in range(layers)]
-        chosen = config.get("topk_group", 4) or 1
+        for key, value in (("n_group", groups), ("topk_group", chosen)):
+            if not value:  # transformers divides by it
+                obstacles.append(Unsupported(key, value, "a number of groups of experts, at least 1"))
         if problem := _unlike_two(groups, chosen, topk):
             obstacles.append(Unsupported("topk_group", chosen, problem))
         grouped = {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}

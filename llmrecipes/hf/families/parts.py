@@ -188,7 +188,7 @@ class Rope:
 
     def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
         """See `Special`."""
-        scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}  # in transformers' order
         if not isinstance(scaling, dict):
             return {}, [Unsupported("rope_scaling", scaling, "a mapping")]
         if self._said and not scaling:
