@@ -68,6 +68,15 @@ def alive(pids: list[int]) -> list[int]:
     return found
 
 
+def test_no_handle_of_another_process_is_kept(tmp_path: Path) -> None:
+    """Each restart of a run looks at all processes; the variables of some, here one that has ended, cannot be read."""
+    with subprocess.Popen(["true"]) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        before = sorted(Path("/proc/self/fd").iterdir())
+        assert end_leftover(logs_of(tmp_path, "run")) == []
+        assert sorted(Path("/proc/self/fd").iterdir()) == before
+
+
 def test_what_a_killed_launcher_left_ends_before_the_next_start_of_its_run_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,7 +14,7 @@ import select
 import signal
 import time
 from collections.abc import Collection, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from llmrecipes.hardware.process import STARTED_BY, STARTED_FOR, start_ticks
@@ -48,12 +48,12 @@ def end_leftover(logs: Path, spared: Collection[int] = ()) -> list[int]:
     for pid in _processes():
         if pid == os.getpid() or pid in spared:
             continue
-        with suppress(OSError):
+        with suppress(OSError), ExitStack() as opened:
             handle = os.pidfd_open(pid)  # before its variables are read: from here the id means this process
+            opened.callback(os.close, handle)
             if _is_leftover(pid, ours):
                 handles[pid] = handle
-            else:
-                os.close(handle)
+                opened.pop_all()
     for handle in handles.values():
         with suppress(OSError):
             signal.pidfd_send_signal(handle, signal.SIGKILL)

@@ -171,10 +171,13 @@ def _wait(
     deadline: float | None = None
     newest_then: Path | None = None
     waiting = dict(ranks)
-    with selectors.DefaultSelector() as selector:
+    with ExitStack() as opened:
+        selector = opened.enter_context(selectors.DefaultSelector())
         selector.register(signals.wake, selectors.EVENT_READ)
         for name, process in ranks.items():
-            selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, name)
+            handle = os.pidfd_open(process.pid)
+            opened.callback(os.close, handle)
+            selector.register(handle, selectors.EVENT_READ, name)
         watch_more(selector)
         while waiting:
             ready = selector.select(None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -190,7 +193,6 @@ def _wait(
                         deadline, newest_then = time.monotonic() + grace.seconds, grace.newest()
                     continue
                 selector.unregister(key.fd)
-                os.close(key.fd)
                 code = waiting.pop(key.data).wait()
                 if code == 0 or first_failure:
                     continue
