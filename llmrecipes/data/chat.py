@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -103,7 +104,7 @@ class Template:
         """A conversation's text, and the character ranges that the assistant says.
 
         Without `{% generation %}` in the template, an answer is what the template adds for it to the text of the
-        messages before it, with the prompt for an answer.
+        messages before it, with the prompt for an answer. The assistant may begin the conversation.
 
         Args:
             messages: messages with roles and contents.
@@ -120,9 +121,8 @@ class Template:
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before, _ = render(self, messages[:number], add_generation_prompt=True)
-            rendered, _ = render(self, messages[: number + 1])
-            if not (rendered.startswith(before) and text.startswith(rendered)):
+            span = self._answer(messages, number, text)
+            if span is None:
                 raise UserError(
                     f"the first {number + 1} of {len(messages)} messages render differently when later ones follow, "
                     "so answers cannot be located",
@@ -132,10 +132,46 @@ class Template:
                     fix="data.chat.template=qwen3 for a Qwen 3 tokenizer; or set data.chat.chat_template to a copy "
                     "of the template with {% generation %} … {% endgeneration %} around the assistant's text",
                 )
-            spans.append((len(before), len(rendered)))
-            if len(rendered) > limit:
+            spans.append(span)
+            if span[1] > limit:
                 break
         return text, spans
+
+    def _answer(self, messages: Messages, number: int, text: str) -> tuple[int, int] | None:
+        """Character range of an assistant's message in the text of a conversation; None if it has no range of its own.
+
+        Raises:
+            Exception: whatever the template raises.
+        """
+        first = not any(message["role"] == "user" for message in messages[:number])
+        try:
+            before, _ = render(self, messages[:number], add_generation_prompt=True)
+            rendered, _ = render(self, messages[: number + 1])
+        except Exception:  # many templates look at the first message, or for one of the user
+            if not first:
+                raise
+        else:
+            if rendered.startswith(before) and text.startswith(rendered):
+                return len(before), len(rendered)
+        return self._answer_before_user(messages[: number + 1], text) if first else None
+
+    def _answer_before_user(self, messages: Messages, text: str) -> tuple[int, int] | None:
+        """As `_answer`, of the last of these messages, where the template does not render what is before it alone.
+
+        A question behind it makes both complete: the text with the message is that without it, and what was inserted
+        is the header of an answer, the answer, and what ends it.
+        """
+        question = {"role": "user", "content": "."}
+        inserted, _ = render(self, [*messages, question])
+        without, _ = render(self, [*messages[:-1], question])
+        prompted, _ = render(self, [*messages, question], add_generation_prompt=True)
+        header, size = prompted.removeprefix(inserted), len(inserted) - len(without)
+        # The inserted part may begin anywhere from `least` to `most`: what is around it may begin or end as it does.
+        most = common(inserted, without)
+        least = len(without) - common(inserted[::-1], without[::-1])
+        start = inserted.rfind(header, least, most + len(header)) if header else least
+        end = start + size
+        return (start + len(header), end) if start >= 0 and text.startswith(inserted[:end]) else None
 
 
 def render(
@@ -287,6 +323,11 @@ def _marks(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> Iter
         while place >= end > 0:
             start, end = next(remaining, (0, 0))
         yield start <= place < end
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the beginning that both have."""
+    return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))
 
 
 def reason(error: Exception) -> str:

@@ -11,7 +11,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import takewhile
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from llmrecipes.data.chat import (
     ChatSpec,
     Conversations,
     Messages,
+    common,
     reason,
     render,
 )
@@ -113,8 +113,3 @@ def pair_encoder(
         return Conversations(b"".join(ids), lengths, b"".join(answers), [dict(tally) for tally in tallies], refusal)
 
     return encode
-
-
-def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the beginning that both have."""
-    return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))

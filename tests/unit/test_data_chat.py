@@ -179,6 +179,28 @@ def test_without_marks_an_answer_is_what_follows_the_prompt_for_it(backend: toke
         assert sum(answers) == sum(exact) + len(more)
 
 
+@pytest.mark.parametrize(
+    "begin",
+    [
+        "",
+        # Qwen2.5, Llama 3.1 and Qwen3.5 look at the first message, or for a question.
+        "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}",
+        "{% if messages[0]['role'] == 'system' %}{{ 'Cutting Knowledge Date' }}{% endif %}",
+        "{% if not (messages | selectattr('role', 'equalto', 'user') | list) %}{{ raise_exception('no query') }}"
+        "{% endif %}",
+    ],
+)
+def test_the_assistant_may_begin(backend: tokenizers.Tokenizer, begin: str) -> None:
+    said, asked, system = ({"role": role, "content": role} for role in ("assistant", "user", "system"))
+    shapes = [[said, asked, said], [said, said, asked], [system, said, asked, said], [said, asked, said, asked]]
+    alone = [] if "raise_exception" in begin else [[said], [system, said]]
+    for messages in (*shapes, *alone):
+        marked, unmarked = (Template(begin + source, "test").spans(messages, 10_000) for source in (CHATML, PREFIX))
+        assert unmarked == (marked[0], [(start, end + 1) for start, end in marked[1]])  # and the end of the line
+    found = encoded(backend, [[said, asked, said]], begin + PREFIX)
+    assert (found.tally, found.refusal) == ({}, "")
+
+
 def test_a_template_that_rewrites_earlier_messages_is_refused(backend: tokenizers.Tokenizer) -> None:
     rewriting = "{% for m in messages %}{{ m.role if loop.last else '' }}{{ m.content }}{% endfor %}"
     with refused("data.chat.chat_template", rule="{% generation %}"):
