@@ -15,6 +15,7 @@ from llmrecipes.cli.tables import TextTable
 from llmrecipes.cli.tables import show as print_parts
 from llmrecipes.data.split import SPLITS, Split
 from llmrecipes.errors import UserError
+from llmrecipes.redact import redact
 
 app = typer.Typer(
     help="Show prepared documents and their statistics.",
@@ -25,6 +26,8 @@ app = typer.Typer(
 EXAMPLE = 60
 """Characters of an example in a table."""
 BAR = 40
+COUNTED = "bold green"
+"""Style of tokens that count for the loss."""
 _FIM = {"fim_psm": "prefix, suffix, middle", "fim_spm": "suffix, prefix, middle"}
 
 
@@ -51,27 +54,36 @@ def show(
     """Show random documents: text, tokens, which tokens count in the loss, and where documents end."""
     wanted = _split(split)
     _quietly()
-    from llmrecipes.data.overview import random_documents
+    from rich.text import Text
+
+    from llmrecipes.console import console
+    from llmrecipes.data.overview import random_documents, runs
     from llmrecipes.data.prepared import open_prepared
     from llmrecipes.recipe.load import load
 
     prepared = open_prepared(load(recipe, overrides or []).recipe, data_dir)
-    shown = [asdict(document) for document in random_documents(prepared, wanted, documents, seed)]
+    shown = list(random_documents(prepared, wanted, documents, seed))
     if as_json:
-        print(json.dumps(shown, indent=1))
+        print(json.dumps([asdict(document) for document in shown], indent=1))
         return
+    out = console()
+    coloured = prepared.manifest.chat is not None and out.is_terminal and out.color_system is not None
     for document in shown:
-        every = document["tokens"]
-        print(
-            f"{document['source']}, document {document['number']:,} of {wanted}: {len(every):,} tokens, "
-            "of which the loss",
-            end="",
-        )
-        rearranged = f"; fill-in-the-middle: {_FIM[document['fim']]}" if document["fim"] else ""
-        print(f" counts {sum(token['loss'] for token in every):,}{rearranged}")
-        for loss, group in groupby(every[:tokens], key=lambda token: token["loss"]):
-            parts = "|".join("END" if token["end"] else _visible(token["text"]) for token in group)
-            print(f"  {'loss   ' if loss else 'no loss'} {parts}")
+        every = document.tokens
+        counted = f"the loss counts {sum(token.loss for token in every):,}" + (", in colour" if coloured else "")
+        rearranged = f"; fill-in-the-middle: {_FIM[document.fim]}" if document.fim else ""
+        head = f"{document.source}, document {document.number:,} of {wanted}: {len(every):,} tokens"
+        print(f"{head}, of which {counted}{rearranged}")
+        if coloured:
+            pieces = [
+                (_visible(redact(text), keep="\n"), COUNTED if loss else "")
+                for loss, text in runs(prepared, every[:tokens])
+            ]
+            out.print(Text.assemble(*pieces), soft_wrap=True)
+        else:
+            for loss, group in groupby(every[:tokens], key=lambda token: token.loss):
+                parts = "|".join("END" if token.end else _visible(token.text) for token in group)
+                print(f"  {'loss   ' if loss else 'no loss'} {parts}")
         if len(every) > tokens:
             print(f"  … {len(every) - tokens:,} more tokens")
 
@@ -142,6 +154,6 @@ def _split(name: str) -> Split:
     raise UserError(f"{name!r} is not a split", where="--split", rule=f"one of {', '.join(SPLITS)}")
 
 
-def _visible(text: str) -> str:
-    """Line breaks and control characters as escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+def _visible(text: str, keep: str = "") -> str:
+    """Line breaks and control characters as escapes, except some."""
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)

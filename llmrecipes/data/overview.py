@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -93,6 +93,15 @@ def random_documents(prepared: Prepared, split: Split, count: int, seed: int) ->
             order = order_of(text_ids(ids, record.eod, record.prefix or ()), record.fim)
             yield ShownDocument(label, split, number, text, shown, order)
         first += len(tokens)
+
+
+def runs(prepared: Prepared, tokens: Iterable[ShownToken]) -> list[tuple[bool, str]]:
+    """Text of adjacent tokens that count for the loss, or that do not, each with whether they do."""
+    backend = prepared.tokenizer().backend
+    return [
+        (loss, str(backend.decode([token.id for token in group], skip_special_tokens=False)))
+        for loss, group in groupby(tokens, key=lambda token: token.loss)
+    ]
 
 
 def _text(backend: object, token: int) -> str:

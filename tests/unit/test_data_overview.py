@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 
 from llmrecipes.cli import app as cli
 from llmrecipes.data import card, overview
@@ -48,7 +49,9 @@ def test_a_document_is_shown_as_it_was_written(prepared: Prepared) -> None:
     assert [document.number for document in random_documents(prepared, "valid", 999, seed=0)] == list(range(every))
 
 
-def test_of_a_conversation_the_answers_count(tmp_path: Path) -> None:
+def test_of_a_conversation_the_answers_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = [{"messages": [{"role": r, "content": f"{r} says {n}"} for r in ("user", "assistant")]} for n in range(60)]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     plain = recipe(Source(type="jsonl", path=str(tmp_path / "chat.jsonl")))
@@ -63,6 +66,17 @@ def test_of_a_conversation_the_answers_count(tmp_path: Path) -> None:
         assert "assistant says" in counted
         assert "user says" not in counted
         assert "user says" in document.text
+    (tmp_path / "t.yaml").write_text(yaml.safe_dump(chat.model_dump(mode="json", exclude_defaults=True)))
+    command = ["data", "show", str(tmp_path / "t.yaml"), "--documents", "2", "--data-dir", str(tmp_path / "data")]
+    assert cli.run(command) == 0
+    listed = capsys.readouterr().out
+    assert listed.count("\n  loss    ") == listed.count("\n  no loss ") - 2 == 2, "the line's end behind an answer"
+    terminal = Console(force_terminal=True, color_system="standard", width=200)
+    monkeypatch.setattr("llmrecipes.console.console", lambda: terminal)
+    assert cli.run(command) == 0
+    green = re.findall(r"\x1b\[1;32m(.*?)\x1b\[0m", capsys.readouterr().out, re.DOTALL)
+    assert len(green) == 2
+    assert all(re.fullmatch(r"assistant says \d+<\|im_end\|>", text) for text in green)
 
 
 def _all(folder: Prepared, split: Split) -> list[ShownDocument]:
