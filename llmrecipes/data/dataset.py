@@ -40,6 +40,7 @@ from llmrecipes.data.prepared import (
     index_folder,
     index_usable,
     require_training,
+    say_unseen,
     train_weights,
 )
 from llmrecipes.data.split import SPLITS, Split
@@ -208,7 +209,8 @@ def build_order(recipe: Recipe, prepared: Prepared, log: Callable[[str], None]) 
         part.mkdir(parents=True)
         for split in SPLITS:
             if recipe.data.chat is None:
-                load(recipe, prepared, split, part, fresh=True)
+                built = load(recipe, prepared, split, part, fresh=True)
+                say_unseen(recipe, prepared, split, built, log)
             else:
                 write_order(recipe, prepared, split, part, log)
         for label in prepared.manifest.valid_sources:

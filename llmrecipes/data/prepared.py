@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from llmrecipes.commandline import command_line
 from llmrecipes.data import checked
 from llmrecipes.data import manifest as manifests
@@ -330,6 +332,31 @@ def drawn_sources(recipe: Recipe, prepared: Prepared, split: Split) -> list[int]
         return usable
     shares = train_weights(recipe, prepared) if split == "train" else prepared.weights
     return [number for number in usable if shares[number]]
+
+
+def say_unseen(recipe: Recipe, prepared: Prepared, split: Split, built: Any, log: Callable[[str], None]) -> None:
+    """Say where training shuffles passes over a source as one: megatron-core separates only a last one of less than
+    80 %.
+
+    Args:
+        recipe: the resolved recipe; a curriculum orders each pass.
+        prepared: the opened folder.
+        split: that was built.
+        built: its `GPTDataset`, the `BlendedDataset` of several, or None.
+        log: receives a line for each such source.
+    """
+    if split != "train" or built is None or recipe.data.curriculum is not None:
+        return
+    for number, dataset in zip(
+        drawn_sources(recipe, prepared, split), getattr(built, "datasets", [built]), strict=True
+    ):
+        documents, order = len(dataset.indices), np.asarray(dataset.document_index)
+        passes = len(order) // documents
+        together = passes - int(passes > 1 and np.bincount(order[-documents:]).max() == 1)
+        if together > 1:
+            seen = 1 - (1 - 1 / together) ** together  # each of so many copies is anywhere in them
+            label = prepared.manifest.sources[number].label
+            log(f"{label}: {together} passes are shuffled together; the first has about {seen:.0%} of its tokens")
 
 
 def index_folder(recipe: Recipe, prepared: Prepared) -> Path:
