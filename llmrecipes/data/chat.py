@@ -8,15 +8,15 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
 import tokenizers
 
 from llmrecipes.data.encode import Encoded, load
+from llmrecipes.data.rows import common
 from llmrecipes.errors import UserError
 from llmrecipes.untrusted import require_ends
 
@@ -323,11 +323,6 @@ def _marks(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> Iter
         while place >= end > 0:
             start, end = next(remaining, (0, 0))
         yield start <= place < end
-
-
-def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the beginning that both have."""
-    return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))
 
 
 def reason(error: Exception) -> str:

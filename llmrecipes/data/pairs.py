@@ -22,13 +22,12 @@ from llmrecipes.data.chat import (
     ChatSpec,
     Conversations,
     Messages,
-    common,
     reason,
     render,
 )
 from llmrecipes.data.chat import REJECTED as REFUSED
 from llmrecipes.data.encode import load
-from llmrecipes.data.rows import CHOSEN, PROMPT, REJECTED
+from llmrecipes.data.rows import CHOSEN, PROMPT, REJECTED, common
 from llmrecipes.errors import UserError
 
 ANSWER, SECOND = 1, 2

@@ -7,6 +7,7 @@ document is in one part, and the parts in their order have the documents of the 
 
 from __future__ import annotations
 
+import codecs
 import lzma
 import sys
 import zlib
@@ -131,12 +132,30 @@ class Part:
         return chosen, first
 
 
+def is_array(stream: BinaryIO) -> bool:
+    """Whether a file is one JSON array.
+
+    Args:
+        stream: the unpacked file at its beginning, where it is afterwards too.
+    """
+    head = stream.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
+    stream.seek(0)
+    return head.startswith(b"[")
+
+
 def can_cut(kind: str, file: SourceFile) -> bool:
     """Whether the documents of a file can be read from its middle: Parquet, and JSON lines that are not compressed."""
     from fsspec.utils import infer_compression  # type: ignore[import-untyped]
 
-    compressed = _is_zstd(file.name) or infer_compression(file.name) is not None
-    return kind == "parquet" or (kind in ("jsonl", "hub") and not compressed)
+    if kind == "parquet" or kind not in ("jsonl", "hub"):
+        return kind == "parquet"
+    if _is_zstd(file.name) or infer_compression(file.name) is not None:
+        return False
+    try:
+        with Part(file).open() as stream:
+            return not is_array(stream)
+    except OSError:  # reported when the file is read
+        return True
 
 
 def _is_zstd(name: str) -> bool:
@@ -193,9 +212,9 @@ def parts_of(kind: str, files: Sequence[SourceFile], most: int | None = None) ->
     most = part_bytes(files) if most is None else most
     for file in files:
         size = size_of(file)
-        count = -(-size // most) if can_cut(kind, file) else 1
-        if count <= 1:
+        if size <= most or not can_cut(kind, file):
             yield Part(file)
             continue
+        count = -(-size // most)
         for number in range(count):
             yield Part(file, size * number // count, size * (number + 1) // count)

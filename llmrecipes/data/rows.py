@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any, Protocol
 
 from llmrecipes.errors import UserError
@@ -15,6 +17,12 @@ Turns = list[dict[str, str]]
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 """Roles of messages; a template may refuse some of them, or their order."""
 
+SHARE_GPT = {"human": "user", "gpt": "assistant"}
+"""Names of roles in messages with `from` and `value`, the form of ShareGPT."""
+INSTRUCTION, INPUT, OUTPUT = "instruction", "input", "output"
+"""Columns of Alpaca's sets; `input`, which may be missing or empty, follows the instruction in a line of its own."""
+UNCOUNTED = ("weight", "train", "training")
+"""Keys with which OpenAI, Mistral and axolotl exclude a message from the loss."""
 SAYS_MORE = ("tool_calls", "function_call", "tools", "reasoning_content", "reasoning", "thinking")
 """Keys of a message with text that its content does not have; without it the model would learn an empty answer."""
 
@@ -99,23 +107,62 @@ class _Conversations(Labelled):
         if self._messages in present:
             return self.with_label([self._messages], present, where)
         if all(key in present for key in self._pair):
-            return self.with_label(self._pair, present, where)
-        keys = f"{self._messages!r}, nor {self._pair[0]!r} and {self._pair[1]!r}"
-        rule = "a conversation is in data.chat.messages_key, or in prompt_key and completion_key"
+            return self.with_label(self._with_input(self._pair, present), present, where)
+        if all(key in present for key in (INSTRUCTION, OUTPUT)):
+            return self.with_label(self._with_input([INSTRUCTION, OUTPUT], present), present, where)
+        keys = f"{self._messages!r}, nor {self._pair[0]!r} and {self._pair[1]!r}, nor {INSTRUCTION!r} and {OUTPUT!r}"
+        rule = (
+            "a conversation is a list of messages (data.chat.messages_key), text of a prompt and a completion "
+            "(prompt_key, completion_key), or instruction, input and output"
+        )
         raise no_column(keys, present, where, rule)
+
+    @staticmethod
+    def _with_input(pair: list[str], present: Sequence[str]) -> list[str]:
+        return [*pair, INPUT] if pair == [INSTRUCTION, OUTPUT] and INPUT in present else pair
 
     def document(self, row: Mapping[str, Any], where: str) -> str | None:
         if self._messages in row:
             messages = turns(row[self._messages], self._messages, where)
-        elif None in (row[key] for key in self._pair):
-            messages = []
-        else:
-            prompt, completion = (
-                text_of(row[key], repr(key), where, "conversations of several turns go into data.chat.messages_key")
-                for key in self._pair
-            )
-            messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-        return conversation(messages) if messages else ""
+            return conversation(messages) if messages else ""
+        pair = self._pair if all(key in row for key in self._pair) else [INSTRUCTION, OUTPUT]
+        if None in (row[key] for key in pair):
+            return ""
+        fix = "conversations of several turns go into data.chat.messages_key"
+        prompt, completion = (text_of(row[key], repr(key), where, fix) for key in pair)
+        if pair == [INSTRUCTION, OUTPUT] and row.get(INPUT):
+            prompt += "\n" + text_of(row[INPUT], repr(INPUT), where, fix)
+        return conversation([{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}])
+
+
+PAIR_RULE = (
+    "a pair has two answers, data.chat.preference.chosen_key and rejected_key: text with text of a prompt "
+    "(data.chat.prompt_key), messages with a prompt of text or messages, or whole conversations as messages or as text "
+    "of the form of hh-rlhf (\\n\\nHuman: … \\n\\nAssistant: …), which begin alike"
+)
+_HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")
+
+
+def _hh_turns(value: Any) -> Any:
+    """Messages of a conversation in the form of Anthropic's hh-rlhf; other values as they are."""
+    if not isinstance(value, str) or not value.startswith("\n\nHuman:"):
+        return value
+    _, *parts = _HH_TURN.split(value)
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return [{"role": roles[who], "content": said} for who, said in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def _split_off(prompt: Turns, chosen: Turns, rejected: Turns) -> list[Turns]:
+    """A pair whose answers may be whole conversations, with the prompt: their common beginning."""
+    alike = common(chosen, rejected)
+    if prompt and prompt[-1] not in chosen[:alike]:
+        return [prompt, chosen, rejected]
+    return [chosen[:alike], chosen[alike:], rejected[alike:]]
+
+
+def common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Length of the beginning that both have."""
+    return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))
 
 
 def turns(value: Any, column: str, where: str) -> list[dict[str, str]]:
@@ -133,6 +180,16 @@ def turns(value: Any, column: str, where: str) -> list[dict[str, str]]:
         name = f"message {number} of {column!r}"
         if not isinstance(message, dict):
             raise _not_messages(f"{name} is {_kind(message)}, not an object", where)
+        if "role" not in message and {"from", "value"} <= message.keys():
+            role = message["from"]
+            message = {**message, "role": SHARE_GPT.get(role, role), "content": message["value"]}
+        if uncounted := [key for key in UNCOUNTED if message.get(key) not in (None, 1)]:
+            raise UserError(
+                f"{name} has {uncounted[0]!r}: {message[uncounted[0]]!r}",
+                where=where,
+                rule="the loss counts every answer of a conversation alike",
+                fix="remove the key, or end the conversation before this message",
+            )
         if unused := [key for key in SAYS_MORE if message.get(key)]:
             raise UserError(
                 f"{name} has {unused[0]!r}",
@@ -159,24 +216,32 @@ class PairRows(Labelled):
         self._keys = (chat.prompt_key, preference.chosen_key, preference.rejected_key)
 
     def columns(self, present: Sequence[str], where: str) -> list[str]:
-        if missing := [key for key in self._keys if key not in present]:
-            rule = "a pair is in data.chat.prompt_key, data.chat.preference.chosen_key and rejected_key"
-            raise no_column(repr(missing[0]), present, where, rule)
-        return self.with_label(list(self._keys), present, where)
+        if missing := [key for key in self._keys[1:] if key not in present]:
+            raise no_column(repr(missing[0]), present, where, PAIR_RULE)
+        return self.with_label([key for key in self._keys if key in present], present, where)
 
     def document(self, row: Mapping[str, Any], where: str) -> str | None:
-        if any(row[key] is None for key in self._keys):
+        asked, *answers = self._keys
+        values = {key: row[key] for key in self._keys if key in row}
+        if None in values.values():
             return ""
-        kinds = {isinstance(row[key], str) for key in self._keys}
-        if len(kinds) > 1:
-            raise UserError(
-                f"{', '.join(map(repr, self._keys))} mix text and lists of messages",
-                where=where,
-                rule="prompt and answers of a pair must be all text, or all messages",
-                fix="fix or delete the row",
-            )
-        read = self._text if kinds == {True} else turns
-        prompt, chosen, rejected = (read(row[key], key, where) for key in self._keys)
+        if asked not in values:
+            values = {key: _hh_turns(value) for key, value in values.items()}
+        texts = [key for key, value in values.items() if isinstance(value, str)]
+        if texts == [*self._keys]:
+            parts = [self._text(value, key, where) for key, value in values.items()]
+        elif set(texts) & set(answers):
+            shapes = [f"{key!r} is {'text' if key in texts else 'messages'}" for key in values]
+            missing = [] if asked in values else [f"no {asked!r}"]
+            raise UserError(", ".join([*shapes, *missing]), where=where, rule=PAIR_RULE, fix="fix or delete the row")
+        else:
+            if asked in texts:
+                values[asked] = [{"role": "user", "content": values[asked]}]
+            parts = _split_off(*(turns(values.get(key, []), key, where) for key in self._keys))
+            if not (parts[0] or asked in values):
+                what = f"{answers[0]!r} and {answers[1]!r} begin differently, and there is no {asked!r}"
+                raise UserError(what, where=where, rule=PAIR_RULE, fix="fix or delete the row")
+        prompt, chosen, rejected = parts
         if chosen == rejected:
             raise UserError(
                 f"{self._keys[1]!r} and {self._keys[2]!r} are equal",

@@ -8,15 +8,16 @@ Reading rows gives file and line of an error. Datasets of the Hub are in `hub`.
 from __future__ import annotations
 
 import hashlib
-import json
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from llmrecipes.data import hub
 from llmrecipes.data.discovery import LeftOut, described, in_folder, of_pattern, other_endings
 from llmrecipes.data.docstrings import brief_and_long, docstring_conversations
+from llmrecipes.data.json_rows import SHAPES, RowError, json_rows
 from llmrecipes.data.machine import machine_documents, machine_files
 from llmrecipes.data.parts import (
     MOST_BYTES,
@@ -42,7 +43,7 @@ _ROWS = 1000
 BY_FILE = ("stdlib", "text", "jsonl", "parquet")
 """Types whose documents are those of their files, one after the other."""
 _SUFFIXES = {
-    "jsonl": (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".jsonl.xz", ".jsonl.bz2"),
+    "jsonl": tuple(f".{kind}{packed}" for kind in ("jsonl", "json") for packed in ("", *_COMPRESSED)),
     "parquet": (".parquet",),
 }
 
@@ -268,20 +269,22 @@ def _jsonl(part: Part, of: Rows) -> Iterator[str | None]:
     where = str(part)
     unpack = decompressor(part.file.name, where)
     try:
-        with part.open() as raw, raw if unpack is None else unpack(raw, mode="rb") as stream:
-            for where, data in part.lines(stream):
-                if not data.strip():
-                    continue
-                row = json.loads(data.rstrip())
+        with (
+            part.open() as raw,
+            raw if unpack is None else unpack(raw, mode="rb") as stream,
+            closing(json_rows(part, stream)) as rows,
+        ):
+            for where, row in rows:
                 if not isinstance(row, dict):
-                    raise UserError(f"a row is {type(row).__name__}, not an object", where=where)
+                    raise UserError(f"a row is {type(row).__name__}, not an object", where=where, rule=SHAPES)
                 of.columns(list(row), where)
                 if of.wanted(row):
                     yield of.document(row, where)
-    except damages() as error:  # JSON and Unicode errors are ValueErrors
-        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-        fix = "fix or delete the line" if isinstance(error, (ValueError, RecursionError)) else ""
-        raise Damaged(f"unreadable row: {reason}", where=where, fix=fix) from error
+    except RowError as error:
+        fix = "fix or delete the row"
+        raise Damaged(f"unreadable row: {error}", where=error.where, rule=SHAPES, fix=fix) from error
+    except damages() as error:
+        raise Damaged(f"unreadable row: {error}", where=where) from error
 
 
 def _parquet(part: Part, of: Rows) -> Iterator[str | None]:

@@ -236,12 +236,14 @@ def _columns(
     elif kind.startswith("chat_template") or kind.startswith("sharegpt"):
         chat["messages_key"] = left.pop("field_messages", "messages")
         renamed = left.pop("message_property_mappings", None)
-        if renamed and dict(renamed) != {"role": "role", "content": "content"}:
-            draft.leave(f"{where}.message_property_mappings", renamed, "messages have role and content", differs=True)
+        forms = ({"role": "role", "content": "content"}, {"role": "from", "content": "value"})
+        if renamed and dict(renamed) not in forms:
+            why = "messages have role and content, or from and value"
+            draft.leave(f"{where}.message_property_mappings", renamed, why, differs=True)
     elif kind.startswith("alpaca"):
         chat["prompt_key"] = "instruction"
         chat["completion_key"] = "output"
-        why = "instruction and output are read; its column input, and Alpaca's frame around them, are not"
+        why = "instruction, input and output are read; Alpaca's frame around them is not"
         draft.leave(f"{where}.type", kind, why, differs=True)
     elif kind in ("completion", "pretrain"):
         source["text_key"] = left.pop("field", "text")

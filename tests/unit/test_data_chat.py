@@ -33,7 +33,7 @@ from tests.refusals import refused
 LENGTH = 160
 PREFIX = CHATML.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
 """ChatML that does not mark answers."""
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 
 
 def talk(*contents: str, system: str = "") -> Messages:
@@ -69,14 +69,33 @@ def test_rows_hold_messages_or_a_prompt_and_its_completion(tmp_path: Path) -> No
     assert [json.loads(text or "null") for text in found if text is not None] == [talk("ä", "b"), None]
 
 
+def test_rows_of_sharegpt_and_alpaca_are_read(tmp_path: Path) -> None:
+    shared = [{"from": "system", "value": "s"}, {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    asked: dict[str, Any] = {"instruction": "add", "output": "3"}
+    jsonl(
+        tmp_path / "a.jsonl",
+        {"messages": shared},
+        *(asked | {"input": text} for text in ("1, 2", "", None)),
+        asked | {"output": None},
+    )
+    found = made(tmp_path / "a.jsonl")
+    assert found == [talk("a", "b", system="s"), talk("add\n1, 2", "3"), talk("add", "3"), talk("add", "3"), None]
+    assert made(tmp_path / "a.jsonl", Chat(prompt_key="instruction", completion_key="output")) == found
+
+
 @pytest.mark.parametrize(
     ("row", "rule"),
     [
         ('{"text": "no"}', "'messages'"),
+        ('{"instruction": "a", "input": "b"}', "'output'"),
+        ('{"instruction": "a", "input": ["b"], "output": "c"}', "'input'"),
+        ('{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}', "'weight'"),
+        ('{"messages": [{"role": "assistant", "content": "a", "train": false}]}', "'train'"),
+        ('{"messages": [{"from": "function_call", "value": "a"}]}', "'function_call'"),
         ('{"messages": "hello"}', "'messages'"),
         ('{"messages": {"role": "user"}}', "'messages'"),
         ('{"messages": ["hello"]}', "'messages'"),
-        ('{"messages": [{"from": "human", "value": "a"}]}', "'role'"),
+        ('{"messages": [{"speaker": "human", "text": "a"}]}', "'role'"),
         ('{"messages": [{"role": "user"}]}', "'content'"),
         *(
             (f'{{"messages": [{{"role": "assistant", "content": {content}, "{key}": [{{"name": "a"}}]}}]}}', f"'{key}'")

@@ -56,8 +56,36 @@ def test_texts_and_messages_are_read_from_lines_and_tables(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
+    "row",
+    [
+        {**TALKS, "prompt": "Is it?"},
+        # UltraFeedback's, and as TRL has it without the prompt; with a prompt of messages in front of both
+        {name: [*TALKS["prompt"], *TALKS[name]] for name in ("chosen", "rejected")} | {"prompt": "Is it?"},
+        {name: [*TALKS["prompt"], *TALKS[name]] for name in ("chosen", "rejected")} | {"score_chosen": 8.0},
+        {name: [*TALKS["prompt"], *TALKS[name]] for name in ("chosen", "rejected")} | {"prompt": TALKS["prompt"]},
+        # hh-rlhf
+        {name: f"\n\nHuman: Is it?\n\nAssistant: {TALKS[name][0]['content']}" for name in ("chosen", "rejected")},
+    ],
+)
+def test_pairs_of_published_sets_are_read(row: dict[str, Any], tmp_path: Path) -> None:
+    found = list(documents(rows(tmp_path / "a.jsonl", TALKS, row), CHAT))
+    assert found[1] == found[0]
+
+
+def test_whole_conversations_are_divided_as_trl_does(tmp_path: Path) -> None:
+    system, more = said("Be kind.", "system"), said("Sure?", "user")
+    begin = [*system, *TALKS["prompt"], *said("Perhaps."), *more]
+    # TRL 1.16's extract_prompt: the messages that both have are the prompt.
+    source = rows(tmp_path / "a.jsonl", {name: [*begin, *TALKS[name]] for name in ("chosen", "rejected")})
+    parts = [(message["part"], message["content"]) for message in json.loads(next(documents(source, CHAT)) or "")]
+    asked = [("prompt", message["content"]) for message in begin]
+    assert parts == [*asked, ("chosen", "Yes."), ("rejected", "No, never.")]
+
+
+@pytest.mark.parametrize(
     ("row", "rule"),
     [
+        ({"chosen": TALKS["chosen"], "rejected": TALKS["rejected"]}, "'prompt'"),
         ({"prompt": "a", "chosen": "b"}, "'rejected'"),
         ({"chosen": "a", "rejected": "b"}, "'prompt'"),
         ({**TEXTS, "rejected": TEXTS["chosen"]}, "'rejected'"),

@@ -10,15 +10,15 @@ import tracemalloc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 
-from llmrecipes.data import contamination, parts, sources
+from llmrecipes.data import contamination, json_rows, parts, sources
 from llmrecipes.data.machine import machine_documents
-from llmrecipes.data.parts import MOST_BYTES, parts_of
+from llmrecipes.data.parts import MOST_BYTES, Part, parts_of
 from llmrecipes.data.sources import documents
 from llmrecipes.data.steps import Unreadable
 from llmrecipes.recipe.schema import Source
@@ -110,6 +110,68 @@ def test_jsonl_reads_compressed_files_of_a_folder(tmp_path: Path) -> None:
 def test_a_bad_jsonl_row_is_named_by_file_and_line(tmp_path: Path, line: str, rule: str | tuple[str, ...]) -> None:
     source = _jsonl(tmp_path / "a.jsonl", ['{"text": "fine"}', line])
     with refused(f"{tmp_path / 'a.jsonl'}:2", rule=rule):
+        list(sources.documents(source))
+
+
+def _packed(file: Path, text: str) -> Source:
+    packers: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+    file.write_bytes(packers.get(file.suffix, bytes)(text.encode()))
+    return Source(type="jsonl", path=str(file.parent))
+
+
+@pytest.mark.parametrize("packed", ["", ".gz", ".bz2", ".xz"])
+def test_a_file_that_is_one_json_array_is_read(tmp_path: Path, packed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ["", "a", 'b"]}[{\\', "ä\n🥊", "long " * 30, None]
+    rows: list[dict[str, Any]] = [{"n": 1.5e3, "deep": [[], {}], "text": text} for text in texts]
+    expected = ["" if text is None else text for text in texts]
+    for indent in (None, 1):
+        for chunk in (1, 7, json_rows._CHUNK):  # also cut within a character, a number and an escape
+            monkeypatch.setattr(json_rows, "_CHUNK", chunk)
+            source = _packed(tmp_path / f"a.json{packed}", f"\ufeff \n{json.dumps(rows, indent=indent)} \n")
+            assert list(sources.documents(source)) == expected
+    assert list(sources.documents(_packed(tmp_path / f"a.json{packed}", "[ ]"))) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "row"),
+    [
+        ('[{"text": "a"}', 2),
+        ('[{"text": "a"},', 2),
+        ('[{"text": "a"},]', 2),
+        ('[{"text": "a"} {"text": "b"}]', 2),
+        ('[{"text": "a"}, {"text": tru}, {"text": "c"}]', 2),
+        ('[{"text": "a"}, {"text": "b}]', 2),
+        ('[{"text": "a"}] {"text": "b"}', 2),
+        ('[{"text": "a"}, 5]', 2),
+        ('[{"text": "a"}, {"text": 5}]', 2),
+        ("[" * 200_000, 1),
+    ],
+)
+@pytest.mark.parametrize("chunk", [1, json_rows._CHUNK])
+def test_a_bad_row_of_an_array_is_named(
+    tmp_path: Path, text: str, row: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_rows, "_CHUNK", max(chunk, len(text) // 100))
+    source = _packed(tmp_path / "a.json", text)
+    with refused(f"{tmp_path / 'a.json'}: row {row}"):
+        list(sources.documents(source))
+
+
+def test_an_array_is_read_in_bounded_memory_and_in_one_part(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    with file.open("w") as stream:
+        stream.write("[" + ", ".join(json.dumps({"text": "word " * 100}) for _ in range(40_000)) + "]")
+    assert not parts.can_cut("jsonl", file)
+    assert list(parts.parts_of("jsonl", [file], 1 << 20)) == [Part(file)]
+    tracemalloc.start()
+    assert sum(1 for _ in sources.documents(Source(type="jsonl", path=str(file)))) == 40_000
+    assert tracemalloc.get_traced_memory()[1] < file.stat().st_size / 2
+    tracemalloc.stop()
+
+
+def test_an_object_of_several_lines_is_told_from_rows(tmp_path: Path) -> None:
+    source = _packed(tmp_path / "a.json", json.dumps({"data": [{"text": "a"}]}, indent=1))
+    with refused(f"{tmp_path / 'a.json'}:1"):
         list(sources.documents(source))
 
 

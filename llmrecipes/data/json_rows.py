@@ -1,0 +1,106 @@
+"""Rows of a JSON file: an object on each line, or one array of objects, which is read in bounded memory."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Generator, Iterator
+from typing import Any, BinaryIO
+
+from llmrecipes.data.parts import MOST_BYTES, Part, is_array, too_large
+
+SHAPES = "a file has a JSON object on each line, or is one array of objects"
+_CHUNK = 1 << 20
+_SPACE = re.compile(r"[ \t\n\r]*")
+_TOKEN = 16
+"""Characters before the end of a text within which it may have been cut inside a number, a literal or an escape."""
+
+
+class RowError(ValueError):
+    """A row that is not JSON, with its place."""
+
+    def __init__(self, reason: str, where: str) -> None:
+        super().__init__(reason)
+        self.where = where
+
+
+def json_rows(part: Part, stream: BinaryIO) -> Generator[tuple[str, Any], None, None]:
+    """The rows that begin in a part of a file, each with its place.
+
+    Args:
+        part: the part; it is the whole file if that is an array.
+        stream: the unpacked file at its beginning.
+
+    Raises:
+        RowError: a row is not JSON, or is nested too deeply.
+        Damaged: a row has more than `MOST_BYTES`.
+    """
+    if not part.begin and is_array(stream):
+        yield from _elements(str(part.file), stream)
+        return
+    for where, line in part.lines(stream):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.rstrip())
+        except (ValueError, RecursionError) as error:
+            at = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+            raise RowError(f"{getattr(error, 'msg', error)}{at}", where) from error
+        yield where, row
+
+
+def _elements(file: str, stream: BinaryIO) -> Iterator[tuple[str, Any]]:
+    reader = io.TextIOWrapper(stream, "utf-8-sig", "surrogatepass", newline="")
+    try:
+        yield from _read_array(reader, file)
+    finally:
+        reader.detach()
+
+
+def _read_array(reader: io.TextIOWrapper, file: str) -> Iterator[tuple[str, Any]]:
+    while reader.read(1) != "[":
+        pass
+    decode, number = json.JSONDecoder().raw_decode, 0
+    text, at, before = "", 0, "["
+    while True:
+        at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
+        where = f"{file}: row {number + 1}"
+        if at == len(text):
+            text, at = _more(reader, _CHUNK, where), 0
+            if not text:
+                raise RowError("the array has no end", where)
+        elif text[at] == "]" and before != ",":
+            rest = text[at + 1 :]
+            while rest and not rest.strip():
+                rest = _more(reader, _CHUNK, where)
+            if rest:
+                raise RowError("text follows the array", where)
+            return
+        elif before == "row":
+            if text[at] != ",":
+                raise RowError("Expecting ',' delimiter", where)
+            at, before = at + 1, ","
+        else:
+            try:
+                row, at = decode(text, at)
+            except json.JSONDecodeError as error:
+                wrong = error.pos < len(text) - _TOKEN and not error.msg.startswith("Unterminated string")
+                if not wrong and len(text) - at > MOST_BYTES:
+                    raise too_large(where) from error
+                more = "" if wrong else _more(reader, len(text) - at + _CHUNK, where)
+                if not more:
+                    raise RowError(error.msg, where) from error
+                text, at = text[at:] + more, 0
+                continue
+            except RecursionError as error:
+                raise RowError(str(error), where) from error
+            number, before = number + 1, "row"
+            yield where, row
+
+
+def _more(reader: io.TextIOWrapper, size: int, where: str) -> str:
+    try:
+        return reader.read(size)
+    except UnicodeDecodeError as error:
+        raise RowError(str(error), f"{where} or later") from error
