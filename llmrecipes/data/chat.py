@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import tokenizers
 
 from llmrecipes.data.encode import Encoded, load
-from llmrecipes.data.rows import common
+from llmrecipes.data.rows import READ_BY_TEMPLATES, TOOL_CALLS, TOOLS, common
 from llmrecipes.errors import UserError
 from llmrecipes.untrusted import require_ends
 
@@ -25,7 +25,8 @@ TEMPLATE_SECONDS = 10
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _WHOLE = 1 << 20
 """Characters of a conversation that are tokenized whatever is kept, so that what is cut off can be counted."""
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
+Tools = Sequence[Any]
 
 REJECTED, FORGED, UNANSWERED, LONG, CUT = "rejected", "special_tokens", "unanswered", "too_long", "cut"
 
@@ -48,6 +49,20 @@ class Template:
     def marks_answers(self) -> bool:
         """Whether the template marks the assistant's part."""
         return _MARKED.search(self.source) is not None
+
+    def require_reads(self, messages: Messages, tools: Tools) -> None:
+        """Refuse a conversation with a part that the template never reads, so that it would be dropped.
+
+        Raises:
+            ValueError: with the key of a message, or `tools`.
+        """
+        present = [key for key in READ_BY_TEMPLATES if any(key in message for message in messages)]
+        patterns = {key: rf"\.\s*{key}\b|['\"]{key}['\"]" for key in present}
+        if tools:
+            patterns[TOOLS] = rf"\b{TOOLS}\b"
+        for key, pattern in patterns.items():
+            if not re.search(pattern, self.source):
+                raise ValueError(f"it does not read {key!r}")
 
     def check(self) -> None:
         """Compile the template, and render it once in the sandbox.
@@ -100,7 +115,7 @@ class Template:
                 fix="use messages that the template accepts",
             ) from error
 
-    def spans(self, messages: Messages, limit: int) -> tuple[str, list[tuple[int, int]]]:
+    def spans(self, messages: Messages, limit: int, tools: Tools = ()) -> tuple[str, list[tuple[int, int]]]:
         """A conversation's text, and the character ranges that the assistant says.
 
         Without `{% generation %}` in the template, an answer is what the template adds for it to the text of the
@@ -109,19 +124,20 @@ class Template:
         Args:
             messages: messages with roles and contents.
             limit: answers that begin at a later character may be missing.
+            tools: definitions of tools that the assistant may call.
 
         Raises:
             UserError: what follows a message changes how it is rendered, so that answers cannot be located.
             Exception: whatever the template raises.
         """
         if self.marks_answers:
-            return render(self, messages, marked=True)
-        text, _ = render(self, messages)
+            return render(self, messages, tools=tools, marked=True)
+        text, _ = render(self, messages, tools=tools)
         spans = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            span = self._answer(messages, number, text)
+            span = self._answer(messages, number, text, tools)
             if span is None:
                 raise UserError(
                     f"the first {number + 1} of {len(messages)} messages render differently when later ones follow, "
@@ -137,7 +153,7 @@ class Template:
                 break
         return text, spans
 
-    def _answer(self, messages: Messages, number: int, text: str) -> tuple[int, int] | None:
+    def _answer(self, messages: Messages, number: int, text: str, tools: Tools) -> tuple[int, int] | None:
         """Character range of an assistant's message in the text of a conversation; None if it has no range of its own.
 
         Raises:
@@ -145,26 +161,26 @@ class Template:
         """
         first = not any(message["role"] == "user" for message in messages[:number])
         try:
-            before, _ = render(self, messages[:number], add_generation_prompt=True)
-            rendered, _ = render(self, messages[: number + 1])
+            before, _ = render(self, messages[:number], tools=tools, add_generation_prompt=True)
+            rendered, _ = render(self, messages[: number + 1], tools=tools)
         except Exception:  # many templates look at the first message, or for one of the user
             if not first:
                 raise
         else:
             if rendered.startswith(before) and text.startswith(rendered):
                 return len(before), len(rendered)
-        return self._answer_before_user(messages[: number + 1], text) if first else None
+        return self._answer_before_user(messages[: number + 1], text, tools) if first else None
 
-    def _answer_before_user(self, messages: Messages, text: str) -> tuple[int, int] | None:
+    def _answer_before_user(self, messages: Messages, text: str, tools: Tools) -> tuple[int, int] | None:
         """As `_answer`, of the last of these messages, where the template does not render what is before it alone.
 
         A question behind it makes both complete: the text with the message is that without it, and what was inserted
         is the header of an answer, the answer, and what ends it.
         """
         question = {"role": "user", "content": "."}
-        inserted, _ = render(self, [*messages, question])
-        without, _ = render(self, [*messages[:-1], question])
-        prompted, _ = render(self, [*messages, question], add_generation_prompt=True)
+        inserted, _ = render(self, [*messages, question], tools=tools)
+        without, _ = render(self, [*messages[:-1], question], tools=tools)
+        prompted, _ = render(self, [*messages, question], tools=tools, add_generation_prompt=True)
         header, size = prompted.removeprefix(inserted), len(inserted) - len(without)
         # The inserted part may begin anywhere from `least` to `most`: what is around it may begin or end as it does.
         most = common(inserted, without)
@@ -175,7 +191,12 @@ class Template:
 
 
 def render(
-    template: Template, messages: Messages, *, add_generation_prompt: bool = False, marked: bool = False
+    template: Template,
+    messages: Messages,
+    *,
+    tools: Tools = (),
+    add_generation_prompt: bool = False,
+    marked: bool = False,
 ) -> tuple[str, list[tuple[int, int]]]:
     """A conversation's text, and with `marked` the character ranges of answers.
 
@@ -186,6 +207,7 @@ def render(
 
     rendered: Any = render_jinja_template(
         [messages],
+        tools=list(tools) or None,
         chat_template=template.source,
         return_assistant_tokens_mask=marked,
         add_generation_prompt=add_generation_prompt,
@@ -256,14 +278,18 @@ def chat_encoder(tokenizer_json: str, dtype: str, spec: ChatSpec) -> Callable[[l
         refusal = ""
         for document, tally in zip(documents, tallies, strict=True):
             messages = json.loads(document)
+            tools = messages[0].pop(TOOLS, [])
             text, spans = "", None
-            if any(forged.search(message["content"]) for message in messages):
+            if any(forged.search(said) for said in strings([messages, tools])):
                 tally[FORGED] += 1
             elif not any(_answers(message) for message in messages):
                 tally[UNANSWERED] += 1
             else:
                 try:
-                    text, spans = spec.template.spans(messages, limit)
+                    spec.template.require_reads(messages, tools)
+                    text, spans = spec.template.spans(messages, limit, tools)
+                    if len(text) <= limit:  # else some spans may be missing
+                        _require_calls(messages, "".join(text[start:end] for start, end in spans))
                 except UserError:
                     raise
                 except Exception as error:  # of the template, which may raise anything
@@ -292,8 +318,27 @@ def chat_encoder(tokenizer_json: str, dtype: str, spec: ChatSpec) -> Callable[[l
     return encode
 
 
-def _answers(message: dict[str, str]) -> bool:
-    return message["role"] == "assistant" and bool(message["content"].strip())
+def _require_calls(messages: Messages, answers: str) -> None:
+    for message in messages:
+        for call in message.get(TOOL_CALLS, ()):
+            name = call.get("function", call)["name"]
+            if name not in answers:
+                raise ValueError(f"it does not write the call of {name!r} into an answer")
+
+
+def strings(value: Any) -> Iterator[str]:
+    """All text in lists and objects, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for each in value:
+            yield from strings(each)
+        if isinstance(value, dict):
+            yield from strings(list(value.values()))
+
+
+def _answers(message: dict[str, Any]) -> bool:
+    return message["role"] == "assistant" and bool(message["content"].strip() or message.get(TOOL_CALLS))
 
 
 def _kept(

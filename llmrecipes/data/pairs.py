@@ -22,12 +22,14 @@ from llmrecipes.data.chat import (
     ChatSpec,
     Conversations,
     Messages,
+    Tools,
     reason,
     render,
+    strings,
 )
 from llmrecipes.data.chat import REJECTED as REFUSED
 from llmrecipes.data.encode import load
-from llmrecipes.data.rows import CHOSEN, PROMPT, REJECTED, common
+from llmrecipes.data.rows import CHOSEN, PROMPT, REJECTED, TOOLS, common
 from llmrecipes.errors import UserError
 
 ANSWER, SECOND = 1, 2
@@ -52,23 +54,25 @@ def pair_encoder(
     special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
     forged = re.compile("|".join(map(re.escape, special)) or "(?!)")
 
-    def ids_of(messages: Messages, *, prompt: bool) -> list[int]:
+    def ids_of(messages: Messages, tools: Tools, *, prompt: bool) -> list[int]:
         if not messages or messages[0]["role"]:
-            text = render(spec.template, messages, add_generation_prompt=prompt)[0]
+            spec.template.require_reads(messages, tools)
+            text = render(spec.template, messages, tools=tools, add_generation_prompt=prompt)[0]
             return list(backend.encode(text, add_special_tokens=False).ids)
         ids = backend.encode("".join(message["content"] for message in messages), add_special_tokens=False).ids
         return [*prefix, *ids] if prompt else [*prefix, *ids, eod]
 
     def of_a_pair(messages: Messages, tally: Counter[str]) -> tuple[list[int], bytes] | None:
-        if any(forged.search(message["content"]) for message in messages):
+        tools = messages[0].pop(TOOLS, [])
+        if any(forged.search(said) for said in strings([messages, tools])):
             tally[FORGED] += 1
             return None
         parts: dict[str, Messages] = {PROMPT: [], CHOSEN: [], REJECTED: []}
         for message in messages:
-            parts[message["part"]].append({"role": message["role"], "content": message["content"]})
+            parts[message.pop("part")].append(message)
         question = parts[PROMPT]
-        prompt = ids_of(question, prompt=True)
-        both = [ids_of([*question, *parts[part]], prompt=False) for part in (CHOSEN, REJECTED)]
+        prompt = ids_of(question, tools, prompt=True)
+        both = [ids_of([*question, *parts[part]], tools, prompt=False) for part in (CHOSEN, REJECTED)]
         asked = min(common(prompt, answer) for answer in both)
         if asked >= spec.max_length and spec.truncate:
             start = question[0]["content"][:SHOWN] if question else ""

@@ -13,7 +13,7 @@ from llmrecipes.recipe.preference import Preference
 from llmrecipes.recipe.schema import Chat, Source
 from llmrecipes.recipe.source import ValidSource
 
-Turns = list[dict[str, str]]
+Turns = list[dict[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 """Roles of messages; a template may refuse some of them, or their order."""
 
@@ -23,13 +23,23 @@ INSTRUCTION, INPUT, OUTPUT = "instruction", "input", "output"
 """Columns of Alpaca's sets; `input`, which may be missing or empty, follows the instruction in a line of its own."""
 UNCOUNTED = ("weight", "train", "training")
 """Keys with which OpenAI, Mistral and axolotl exclude a message from the loss."""
-SAYS_MORE = ("tool_calls", "function_call", "tools", "reasoning_content", "reasoning", "thinking")
-"""Keys of a message with text that its content does not have; without it the model would learn an empty answer."""
+SAYS_MORE = ("function_call", "tools", "refusal", "audio", "images", "videos")
+"""Keys of a message with a meaning that is not read: without it the model would learn something else."""
+TOOL_CALLS, TOOLS = "tool_calls", "tools"
+REASONING = ("reasoning_content", "reasoning", "thinking")
+READ_BY_TEMPLATES = (TOOL_CALLS, *REASONING)
+"""Keys of a message that are part of what an assistant says, where the template reads them."""
+NAMES = ("name", "tool_call_id")
+"""Keys of a message that some templates print and others have no use for."""
 
 
 def section(source: Source) -> str:
     """The list of a recipe that a source is in."""
     return "data.valid_sources" if isinstance(source, ValidSource) else "data.sources"
+
+
+TABLES = ("parquet", "hub")
+"""Types of sources whose rows all have the same keys, also within a column: absent ones are null."""
 
 
 class Rows(Protocol):
@@ -102,10 +112,11 @@ class _Conversations(Labelled):
     def __init__(self, source: Source, chat: Chat) -> None:
         super().__init__(source)
         self._messages, self._pair = chat.messages_key, [chat.prompt_key, chat.completion_key]
+        self._filled = source.type in TABLES
 
     def columns(self, present: Sequence[str], where: str) -> list[str]:
         if self._messages in present:
-            return self.with_label([self._messages], present, where)
+            return self.with_label([self._messages, *([TOOLS] if TOOLS in present else [])], present, where)
         if all(key in present for key in self._pair):
             return self.with_label(self._with_input(self._pair, present), present, where)
         if all(key in present for key in (INSTRUCTION, OUTPUT)):
@@ -123,8 +134,8 @@ class _Conversations(Labelled):
 
     def document(self, row: Mapping[str, Any], where: str) -> str | None:
         if self._messages in row:
-            messages = turns(row[self._messages], self._messages, where)
-            return conversation(messages) if messages else ""
+            messages = turns(row[self._messages], self._messages, where, filled=self._filled)
+            return conversation(messages, tools_of(row, where, filled=self._filled)) if messages else ""
         pair = self._pair if all(key in row for key in self._pair) else [INSTRUCTION, OUTPUT]
         if None in (row[key] for key in pair):
             return ""
@@ -165,8 +176,14 @@ def common(one: Sequence[Any], other: Sequence[Any]) -> int:
     return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))
 
 
-def turns(value: Any, column: str, where: str) -> list[dict[str, str]]:
+def turns(value: Any, column: str, where: str, *, filled: bool = False) -> Turns:
     """The messages of a column; none if it holds nothing.
+
+    Args:
+        value: the column's.
+        column: its name.
+        where: place of the row.
+        filled: the row is of a table, which has a null for each key of a tool's arguments that other rows have.
 
     Raises:
         UserError: it holds something else.
@@ -194,9 +211,11 @@ def turns(value: Any, column: str, where: str) -> list[dict[str, str]]:
             raise UserError(
                 f"{name} has {unused[0]!r}",
                 where=where,
-                rule="a message has role and content; what else it says would be missing in training",
+                rule=f"of a message are read role, content, {', '.join((*READ_BY_TEMPLATES, *NAMES))}",
                 fix="write it into content as the model is to write it, or delete the row",
             )
+        if message.get(TOOL_CALLS) and message.get("content") is None:  # OpenAI's
+            message = {**message, "content": ""}
         if missing := [key for key in ("role", "content") if key not in message]:
             keys = ", ".join(map(repr, message)) or "none"
             raise _not_messages(f"{name} has no {missing[0]!r}; its keys: {keys}", where)
@@ -204,8 +223,69 @@ def turns(value: Any, column: str, where: str) -> list[dict[str, str]]:
         role, content = (text_of(message[key], f"{key!r} of {name}", where, fix) for key in ("role", "content"))
         if role not in ROLES:
             raise _not_messages(f"{name} has the role {role[:40]!r}", where)
-        messages.append({"role": role, "content": content})
+        turn: dict[str, Any] = {"role": role, "content": content}
+        for key in (*REASONING, *NAMES):
+            if message.get(key):
+                turn[key] = text_of(message[key], f"{key!r} of {name}", where, fix)
+        if message.get(TOOL_CALLS):
+            turn[TOOL_CALLS] = _calls(message[TOOL_CALLS], name, where, filled=filled)
+        messages.append(turn)
     return messages
+
+
+def _calls(value: Any, name: str, where: str, *, filled: bool) -> list[Any]:
+    """Tool calls with their arguments as objects, which is what templates expect; OpenAI's are JSON in a text."""
+    calls = []
+    for call in _json_list(value, f"{TOOL_CALLS!r} of {name}", where, filled=filled):
+        function = call.get("function", call)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise _not_json(f"a call in {TOOL_CALLS!r} of {name} has no name of a function", where)
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError) as error:
+                raise _not_json(
+                    f"'arguments' of {function['name']!r} in {name} are not JSON: {error}", where
+                ) from error
+        function = {**function, "arguments": arguments}
+        calls.append({**call, "function": function} if "function" in call else function)
+    return calls
+
+
+def tools_of(row: Mapping[str, Any], where: str, *, filled: bool) -> list[Any]:
+    """Definitions of tools in the column `tools`: a list of objects, or JSON of one.
+
+    Raises:
+        UserError: it holds something else.
+    """
+    return _json_list(row[TOOLS], repr(TOOLS), where, filled=filled) if row.get(TOOLS) else []
+
+
+def _json_list(value: Any, name: str, where: str, *, filled: bool) -> list[dict[str, Any]]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise _not_json(f"{name} are not JSON: {error}", where) from error
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise _not_json(f"{name} are not a list of objects", where)
+    return [_without_nulls(each) if filled else each for each in value]
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _not_json(what: str, where: str) -> UserError:
+    return UserError(
+        what,
+        where=where,
+        rule="tools and tool_calls are lists of objects, as OpenAI's; a call has a function with name and arguments",
+        fix="fix or delete the row",
+    )
 
 
 class PairRows(Labelled):
@@ -214,11 +294,12 @@ class PairRows(Labelled):
     def __init__(self, source: Source, chat: Chat, preference: Preference) -> None:
         super().__init__(source)
         self._keys = (chat.prompt_key, preference.chosen_key, preference.rejected_key)
+        self._filled = source.type in TABLES
 
     def columns(self, present: Sequence[str], where: str) -> list[str]:
         if missing := [key for key in self._keys[1:] if key not in present]:
             raise no_column(repr(missing[0]), present, where, PAIR_RULE)
-        return self.with_label([key for key in self._keys if key in present], present, where)
+        return self.with_label([key for key in (*self._keys, TOOLS) if key in present], present, where)
 
     def document(self, row: Mapping[str, Any], where: str) -> str | None:
         asked, *answers = self._keys
@@ -237,7 +318,7 @@ class PairRows(Labelled):
         else:
             if asked in texts:
                 values[asked] = [{"role": "user", "content": values[asked]}]
-            parts = _split_off(*(turns(values.get(key, []), key, where) for key in self._keys))
+            parts = _split_off(*(turns(values.get(key, []), key, where, filled=self._filled) for key in self._keys))
             if not (parts[0] or asked in values):
                 what = f"{answers[0]!r} and {answers[1]!r} begin differently, and there is no {asked!r}"
                 raise UserError(what, where=where, rule=PAIR_RULE, fix="fix or delete the row")
@@ -249,15 +330,22 @@ class PairRows(Labelled):
                 rule="the answers of a pair must differ",
                 fix="delete the row",
             )
-        return pair(prompt, chosen, rejected)
+        return pair(prompt, chosen, rejected, tools_of(row, where, filled=self._filled))
 
     @staticmethod
     def _text(value: Any, column: str, where: str) -> Turns:
         return [{"role": "", "content": text_of(value, repr(column), where, "fix or delete the row")}]
 
 
-def conversation(messages: list[dict[str, str]]) -> str | None:
-    """The one text of a conversation, which its hash is made of; None if it is not valid Unicode."""
+def conversation(messages: Turns, tools: list[Any] | None = None) -> str | None:
+    """The one text of a conversation, which its hash is made of; None if it is not valid Unicode.
+
+    Args:
+        messages: at least one.
+        tools: definitions of tools; the first message has them in the text.
+    """
+    if tools:
+        messages = [{**messages[0], TOOLS: tools}, *messages[1:]]
     return valid(json.dumps(messages, ensure_ascii=False))
 
 
@@ -265,11 +353,11 @@ PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
 """Parts of a pair, `part` of its messages. A part that is text and not messages has the role "" and one content."""
 
 
-def pair(prompt: list[dict[str, str]], chosen: list[dict[str, str]], rejected: list[dict[str, str]]) -> str | None:
+def pair(prompt: Turns, chosen: Turns, rejected: Turns, tools: list[Any] | None = None) -> str | None:
     """The one text of a pair of answers to a prompt, a list of messages as that of a conversation; None if it is not
     valid Unicode."""
     parts = {PROMPT: prompt, CHOSEN: chosen, REJECTED: rejected}
-    return conversation([{**message, "part": part} for part, messages in parts.items() for message in messages])
+    return conversation([{**turn, "part": part} for part, turns in parts.items() for turn in turns], tools)
 
 
 def contents(text: bytes) -> list[str]:

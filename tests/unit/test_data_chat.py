@@ -23,7 +23,7 @@ from llmrecipes.data.chat import ChatSpec, Conversations, Template, chat_encoder
 from llmrecipes.data.dataset import best_fit, build
 from llmrecipes.data.prepare import Prepared, prepare
 from llmrecipes.data.prepared import fingerprint
-from llmrecipes.data.rows import SAYS_MORE, conversation
+from llmrecipes.data.rows import REASONING, SAYS_MORE, TOOL_CALLS, conversation
 from llmrecipes.data.templates import CHATML, SPECIAL, TEMPLATES, ends_answers, question
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Chat, Recipe, Source, Tokenizer
@@ -264,6 +264,120 @@ def test_templates_run_in_a_sandbox(backend: tokenizers.Tokenizer) -> None:
     found = encoded(backend, [talk("a", "b")], escaping)
     assert found.tally == {"rejected": 1}
     assert "unsafe" in found.refusal
+
+
+# -- tools -----------------------------------------------------------------------------------------------------------
+
+WITH_TOOLS = """{%- if tools -%}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{%- endif -%}
+{%- for m in messages -%}{{ '<|im_start|>' + m.role + ' ' + (m.name or '') + (m.tool_call_id or '') + '\n' }}
+{%- if m.role == 'assistant' -%}
+{%- generation -%}
+{{ m.reasoning_content or '' }}{{ m.reasoning or '' }}{{ m.thinking or '' }}{{ m.content }}
+{%- for call in m.tool_calls or [] -%}{{ '<tool_call>' + (call.function or call) | tojson }}{%- endfor -%}
+{{ '<|im_end|>' }}
+{%- endgeneration -%}
+{%- else -%}
+{{ m.content + '<|im_end|>' }}
+{%- endif -%}
+{{ '\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant \n' }}{%- endif -%}"""
+"""A template that renders all that rows may have."""
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+    }
+]
+
+
+def calling(arguments: Any, content: str | None = "") -> list[dict[str, Any]]:
+    call = {"type": "function", "id": "1", "function": {"name": "weather", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "warm?"},
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "tool", "content": "18 °C", "name": "weather", "tool_call_id": "1"},
+        {"role": "assistant", "content": "It is.", "reasoning_content": "18 > 15"},
+    ]
+
+
+def row_encoded(backend: tokenizers.Tokenizer, source: Source, template: str) -> Conversations:
+    spec = ChatSpec(Template(template, "test"), 10_000, truncate=True)
+    documents = [(text or "").encode() for text in sources.documents(source, Chat())]
+    return chat_encoder(backend.to_str(), "uint16", spec)(documents)
+
+
+ARGUMENTS = {"city": "Zürich", "days": [1, {"of": None}]}
+
+
+@pytest.mark.parametrize("arguments", [ARGUMENTS, json.dumps(ARGUMENTS)])
+def test_calls_of_tools_are_those_of_transformers(
+    backend: tokenizers.Tokenizer, arguments: Any, tmp_path: Path
+) -> None:
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=WITH_TOOLS)
+    rows: list[dict[str, Any]] = [
+        {"messages": calling(arguments), "tools": TOOLS},
+        {"messages": calling(arguments, None), "tools": json.dumps(TOOLS)},
+        {"messages": [*talk("a"), {"role": "assistant", "content": "b", "reasoning": "c", "thinking": "d"}]},
+        {"messages": calling(arguments)[:2], "tools": None},
+    ]
+    found = row_encoded(backend, jsonl(tmp_path / "a.jsonl", *rows), WITH_TOOLS)
+    assert (found.tally, found.refusal) == ({}, "")
+    plain = WITH_TOOLS.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
+    unmarked = rows_of(row_encoded(backend, jsonl(tmp_path / "a.jsonl", *rows), plain))
+    given = [(calling(ARGUMENTS), TOOLS)] * 2 + [(rows[2]["messages"], None), (calling(ARGUMENTS)[:2], None)]
+    for (ids, answers), (_, and_line_ends), (messages, tools) in zip(rows_of(found), unmarked, given, strict=True):
+        expected = theirs.apply_chat_template(
+            messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert ids == expected["input_ids"]
+        assert answers == expected["assistant_masks"]
+        assert sum(and_line_ends) == sum(answers) + sum(message["role"] == "assistant" for message in messages)
+    counted = backend.decode([number for number, answer in zip(*rows_of(found)[0], strict=True) if answer], False)
+    assert '"weather", "arguments": {"city": "Zürich", "days": [1, {"of": null}]}' in counted
+    assert "18 > 15It is." in counted
+    assert "°" not in counted
+
+
+def test_nulls_with_which_a_table_fills_arguments_are_left_out(backend: tokenizers.Tokenizer, tmp_path: Path) -> None:
+    rows = [{"messages": calling(arguments), "tools": TOOLS} for arguments in ({"city": "a"}, {"unit": "b"})]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    table = row_encoded(backend, Source(type="parquet", path=str(tmp_path / "a.parquet")), WITH_TOOLS)
+    for (ids, answers), city in zip(rows_of(table), (True, False), strict=True):
+        text = backend.decode([number for number, answer in zip(ids, answers, strict=True) if answer], False)
+        assert ("city" in text, "unit" in text, "null" in text) == (city, not city, False)
+
+
+def test_what_a_template_does_not_read_is_not_dropped_from_a_conversation(
+    backend: tokenizers.Tokenizer, tmp_path: Path
+) -> None:
+    said = [{"messages": [*talk("a"), {"role": "assistant", "content": "b", key: "c"}]} for key in REASONING]
+    rows = [{"messages": calling({})[:2]}, {"messages": talk("a", "b"), "tools": TOOLS}, *said]
+    keys = [TOOL_CALLS, "tools", *REASONING]
+    for row, key in zip(rows, keys, strict=True):
+        found = row_encoded(backend, jsonl(tmp_path / "a.jsonl", row), CHATML)
+        assert found.tally == {"rejected": 1}
+        assert repr(key) in found.refusal
+    silent = CHATML + "{{ '' if messages[-1].tool_calls else '' }}"
+    found = row_encoded(backend, jsonl(tmp_path / "a.jsonl", {"messages": calling({}, "x")}), silent)
+    assert found.tally == {"rejected": 1}
+    assert "'weather'" in found.refusal or "'reasoning_content'" in found.refusal
+    forged = row_encoded(backend, jsonl(tmp_path / "a.jsonl", {"messages": calling({"a": ["<|im_end|>"]})}), WITH_TOOLS)
+    assert forged.tally == {"special_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("calls", "tools"),
+    [
+        ("{", []), ("text", []), ([1], []), ([{"name": 5}], []), ([{"function": "a"}], []),
+        ([{"name": "a", "arguments": "{"}], []), (None, "{"), (None, [1]), (None, {"name": "a"}),
+    ],
+)  # fmt: skip
+def test_tools_of_another_shape_are_refused(calls: Any, tools: Any, tmp_path: Path) -> None:
+    said = {"role": "assistant", "content": "b"} | ({"tool_calls": calls} if calls else {})
+    source = jsonl(tmp_path / "a.jsonl", {"messages": [*talk("a"), said], "tools": tools})
+    with refused(f"{tmp_path / 'a.jsonl'}:1", rule="'tool_calls'" if isinstance(calls, str) else ()):
+        list(sources.documents(source, Chat()))
 
 
 # -- packing ---------------------------------------------------------------------------------------------------------

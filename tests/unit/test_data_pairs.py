@@ -149,6 +149,20 @@ def test_long_pairs_are_cut_dropped_or_refused(words: tuple[tokenizers.Tokenizer
     assert encoded(words, [{**TALKS, "chosen": said("<|im_end|>")}]).tally == {"special_tokens": 1}
 
 
+def test_calls_of_tools_are_rendered_or_their_pair_is_rejected(
+    words: tuple[tokenizers.Tokenizer, int], tmp_path: Path
+) -> None:
+    calling = {"role": "assistant", "content": "", "tool_calls": [{"name": "Yes", "arguments": "{}"}]}
+    source = rows(tmp_path / "a.jsonl", {**TALKS, "chosen": [calling], "tools": [{"name": "Yes"}]})
+    text = next(documents(source, CHAT)) or ""
+    reading = "{{ tools | length }}{% for m in messages %}{{ m.content }}{{ m.tool_calls or '' }};{% endfor %}"
+    for template, tally in (("{% for m in messages %}{{ m.content }}{% endfor %}", {"rejected": 1}), (reading, {})):
+        spec = ChatSpec(Template(template, "test"), 100, truncate=True, pairs=True)
+        made = pair_encoder(words[0].to_str(), "uint16", words[1], spec)([text.encode()])
+        assert made.tally == tally
+    assert "'Yes'" in words[0].decode(np.frombuffer(made.ids, np.uint16).tolist())
+
+
 # -- samples ---------------------------------------------------------------------------------------------------------
 
 
