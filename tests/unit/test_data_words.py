@@ -156,11 +156,43 @@ STEPS: list[dict[str, Any]] = [
         "委员会星期二开会讨论了来年的预算第{}号。",
         "समिति ने बजट पर चर्चा की और {} सदस्य सहमत थे।",
         "これは長い文であり{}です。",
+        "គណៈកម្មាធិការបានប្រជុំនៅថ្ងៃអង្គារ{}ដើម្បីពិភាក្សាអំពីថវិកា។",
     ],
 )
 def test_other_scripts_survive_the_rules(step: dict[str, Any], sentence: str) -> None:
     lines = ["".join(sentence.format(chr(0x4E00 + 97 * (9 * line + k))) for k in range(3)) for line in range(6)]
     assert run("\n".join(lines), step) == "\n".join(lines)
+
+
+NO_STOPS: list[dict[str, Any]] = [
+    {"type": "c4", "terminal_punctuation": False},
+    {"type": "duplicates", "span_sentences": 3},
+    {"type": "near_duplicates"},
+    {"type": "repetition"},
+]
+
+
+@pytest.mark.parametrize("step", NO_STOPS, ids=lambda step: str(step["type"]))
+def test_thai_which_ends_no_sentence_with_a_mark_survives(step: dict[str, Any]) -> None:
+    lines = [f"คณะกรรมการประชุมเมื่อวัน{'กขคงจฉ'[n]} เพื่อหารือเรื่อง{'ซญดตถท'[n]} งบประมาณของปีหน้า" for n in range(6)]
+    assert run("\n".join(lines), step) == "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("kept", "other"),
+    [
+        ("यह माला है और वह दिन है जिस पर सब लोग मेला देखने गए थे।", "यह मेला है और वह दान है जिस पर सब लोग माला देखने गए थे।"),
+        ("ที่นี่มีข้าวและน้ำสำหรับทุกคนในหมู่บ้าน", "ที่นั่นมีข่าวและน้าสำหรับทุกคนในหมู่บ้าน"),
+        ("គាត់ទៅផ្សារទិញត្រីនិងបន្លែសម្រាប់គ្រួសារ", "គាត់ទៅផ្សារទិញត្រានិងបន្លាសម្រាប់គ្រួសារ"),
+    ],
+    ids=["Hindi", "Thai", "Khmer"],
+)
+def test_texts_that_differ_in_marks_only_are_different_everywhere(kept: str, other: str) -> None:
+    """For all comparisons: as documents, as sentences, and as sequences of words of an evaluation."""
+    assert words(kept) != words(other) and normalized(kept) != normalized(other)
+    assert not set(sequences(kept, 9)) & set(sequences(other, 9))
+    duplicates = Duplicates(span_sentences=1, max_repeated_spans=0.1)
+    assert [duplicates.add(duplicates.mark(text)) for text in (kept, other, kept)] == [True, True, False]
 
 
 def test_noise_replaces_letters_where_there_are_no_blanks() -> None:
