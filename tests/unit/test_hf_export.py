@@ -359,18 +359,17 @@ with published(Path(sys.argv[1])) as folder:
 
 def test_a_killed_export_is_cleaned_up_by_the_next_and_a_live_one_is_not(tmp_path: Path) -> None:
     out = tmp_path / "model"
-    holder = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(out)], env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"ready\n"
-        with refused(out):
-            published(out).__enter__()
-        assert list(tmp_path.glob(".*")), "the other's files are still there"
-    finally:
-        holder.kill()
-        holder.wait()
+    ) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"ready\n"
+            with refused(out):
+                published(out).__enter__()
+            assert list(tmp_path.glob(".*")), "the other's files are still there"
+        finally:
+            holder.kill()
     assert not out.exists()
     with published(out) as folder:
         assert [path.name for path in folder.iterdir() if not path.name.startswith(".")] == []
