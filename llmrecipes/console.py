@@ -7,7 +7,7 @@ import math
 import sys
 import warnings
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from llmrecipes.redact import redact
 
@@ -29,10 +29,18 @@ class _Redacting(logging.Formatter):
         return redact(super().format(record))
 
 
+class _ToStderr(logging.StreamHandler[TextIO]):
+    """To what standard error is at the time: notebooks and tests replace it, and close the one before."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def setup_logging(level: int = logging.INFO, rank: int = 0) -> None:
     """Log to stderr, with the rank if it is not 0; libraries log at WARNING and above."""
     who = f"[rank {rank}] " if rank else ""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _ToStderr()
     handler.setFormatter(_Redacting(f"%(asctime)s %(levelname)s {who}%(message)s", "%H:%M:%S"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("llmrecipes").setLevel(level)

@@ -378,3 +378,18 @@ def test_long_lines_take_linear_time(piece: str) -> None:
 
     seconds(10)
     assert seconds(40_000) < 1.0  # what is quadratic takes minutes
+
+
+def test_a_log_line_goes_to_what_standard_error_is_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Notebooks and tests replace it, and close the one before."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    before = io.StringIO()
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stderr", before)
+        console.setup_logging()
+    before.close()
+    line = "to the new one"
+    logging.getLogger("llmrecipes").warning(line)
+    assert line in capsys.readouterr().err
