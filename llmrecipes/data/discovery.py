@@ -11,8 +11,8 @@ from llmrecipes.errors import UserError
 
 LeftOut = dict[str, list[str]]
 """Names of what is not read, by the reason."""
-_ENDINGS, _HIDDEN, _BROKEN = "with other endings", "hidden", "broken links"
-_SPECIAL, _FOLDERS = "neither files nor folders", "folders (a pattern names files)"
+_ENDINGS, _HIDDEN, _BROKEN = "files with other endings", "hidden", "broken links"
+_SPECIAL, _FOLDERS = "neither files nor folders", "folders"
 _AGAIN, _ABOVE = "links to what is read already", "links to a folder above the source"
 
 
@@ -98,7 +98,7 @@ def of_pattern(pattern: Path) -> tuple[list[Path], LeftOut]:
 
 def described(left: LeftOut) -> str:
     """What is left out, by number and an example; empty if nothing is."""
-    return ", ".join(f"{len(names):,} {reason} ({names[0]})" for reason, names in sorted(left.items()))
+    return ", ".join(f"{reason}: {len(names):,} ({names[0]})" for reason, names in sorted(left.items()))
 
 
 def other_endings(names: list[str]) -> LeftOut:

@@ -69,7 +69,8 @@ class Kinds:
             kind, step, rule = key.split("/", 2)
             by_step.setdefault((kind, step), Counter())[rule] += count
         of_all = {step for (kind, step), rules in by_step.items() if not kind and 2 * rules.total() > self.read[""]}
-        for (kind, step), rules in sorted(by_step.items()):
+        lines: dict[tuple[str, int, int, str], str] = {}
+        for (kind, step), rules in sorted(by_step.items()):  # a language, in small letters, replaces its script
             count = rules.total()
             if 2 * count <= self.read[kind] or (kind and (step in of_all or count < _FEWEST)):
                 continue
@@ -77,7 +78,8 @@ class Kinds:
             what = f" in {kind}" if kind else ""
             by_rule = f" ({most:,} by its rule {rule})" if rule else ""
             example = self.examples[f"{kind}/{step}"]
-            yield (
+            lines[step, count, self.read[kind], example] = (
                 f"warning: {label}: {step} drops {count:,} of {self.read[kind]:,} documents{what}{by_rule}"
                 + (f", such as {example!r}" if example else "")
             )
+        yield from lines.values()

@@ -41,8 +41,8 @@ def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:
     read = Source(type="jsonl", path=str(source))
     assert names(read, source) == ["a/1.jsonl", "b/2.jsonl", "b/deep/4.jsonl", "c/3.jsonl"]
     said = left_out(read)
-    assert "5 links" in said
-    assert "1 links" in said
+    assert "links to what is read already: 5" in said
+    assert "links to a folder above the source: 1" in said
     assert "(up)" in said
 
 
@@ -53,7 +53,12 @@ def test_what_is_left_out_of_a_folder_is_counted_and_named(tmp_path: Path) -> No
     source = Source(type="jsonl", path=str(tmp_path))
     assert names(source, tmp_path) == ["1.jsonl"]
     said = left_out(source)
-    for part in ("3 with other endings (2.ndjson)", "2 hidden (.6.jsonl)", "1 broken links (7.jsonl)", "8.jsonl"):
+    for part in (
+        "files with other endings: 3 (2.ndjson)",
+        "hidden: 2 (.6.jsonl)",
+        "broken links: 1 (7.jsonl)",
+        "8.jsonl",
+    ):
         assert part in said, said
     lines: list[str] = []
     prepare(recipe(source), tmp_path / "data", progress=lines.append)
@@ -66,7 +71,7 @@ def test_what_a_pattern_leaves_out_is_counted_and_named(tmp_path: Path) -> None:
     (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nowhere")
     flat = Source(type="jsonl", path=str(tmp_path / "*.jsonl"))
     assert names(flat, tmp_path) == ["1.jsonl"]
-    assert "1 folders" in left_out(flat)
+    assert "folders: 1" in left_out(flat)
     assert "(gone.jsonl)" in left_out(flat)
     deep = Source(type="jsonl", path=str(tmp_path / "**" / "*.jsonl"))
     assert names(deep, tmp_path) == ["1.jsonl", "sub/2.jsonl", "sub.jsonl/3.jsonl"]
