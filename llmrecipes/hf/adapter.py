@@ -7,6 +7,7 @@ those of the parts, so each part has the same A and its own rows of B.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,10 @@ KEYS = frozenset({"rank", "alpha", "dropout", "target_modules"})
 """Keys of `lora` that adapters are written and merged with: of other keys, PEFT supports only the default."""
 SUFFIX = "_lora"
 """Follows the name of a matrix in that of its adapter, in checkpoints."""
+_EXPERT = re.compile(r"decoder\.layers\.(\d+)\.mlp\.experts\.local_experts\.\d+\.(linear_fc[12])")
+"""A matrix of an expert: its layer, and which."""
+_PARAMETERS = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}
+"""Parameters with those of all experts of a layer in transformers, in this order in their module."""
 
 
 class WrittenAdapters(NamedTuple):
@@ -91,17 +96,19 @@ def write(adapters: TensorSource, family: Family, model: Model, lora: Lora, base
         folder: an empty folder.
 
     Raises:
-        UserError: MLPs of a model with experts have adapters.
+        UserError: dense layers or shared experts of a model with experts have adapters.
         OSError: a disk error.
     """
     from safetensors.torch import save
 
     adapted = sorted(matrices(adapters), key=_order)
-    _refuse_experts(adapted, model)
-    tensors: dict[str, torch.Tensor] = {}
+    of_experts = [matrix for matrix in adapted if _EXPERT.fullmatch(matrix)]
+    others = [matrix for matrix in adapted if not _EXPERT.fullmatch(matrix)]
+    _refuse_mlps(others, model)
+    tensors, parameters = _of_experts(adapters, of_experts)
     modules: set[str] = set()
     transposed = False
-    for matrix in adapted:
+    for matrix in others:
         pair = family.pair(f"{matrix}.weight")
         a, b = (adapters.read(f"{matrix}{SUFFIX}.{side}.weight") for side in "ab")
         parts = pair.transform.split(b, model)
@@ -122,8 +129,10 @@ def write(adapters: TensorSource, family: Family, model: Model, lora: Lora, base
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "lora_dropout": lora.dropout,
+        # PEFT has no dropout for adapters of parameters; here it would only act in training.
+        "lora_dropout": 0.0 if parameters else lora.dropout,
         "target_modules": sorted(modules),
+        **({"target_parameters": parameters} if parameters else {}),
         "fan_in_fan_out": transposed,
         "bias": "none",
         "inference_mode": True,
@@ -133,21 +142,46 @@ def write(adapters: TensorSource, family: Family, model: Model, lora: Lora, base
     return WrittenAdapters(len(tensors) // 2, sum(tensor.numel() for tensor in tensors.values()), size)
 
 
-def _refuse_experts(adapted: Iterable[str], model: Model) -> None:
+def _of_experts(
+    adapters: TensorSource, matrices_of_experts: Iterable[str]
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Adapters of experts as PEFT has them: two matrices for all experts of a layer, whose weights are one parameter.
+
+    With E experts, A is [E rank, in], expert by expert; B is [out, rank E], where the expert changes fastest. Of two
+    parameters of a module, PEFT wraps the first and then the second around it.
+
+    Returns:
+        Tensors by name, and `target_parameters`.
+    """
+    layers: dict[tuple[str, str], list[str]] = {}
+    for matrix in matrices_of_experts:
+        if match := _EXPERT.fullmatch(matrix):
+            layers.setdefault((match[1], match[2]), []).append(matrix)
+    names = {name for _, name in layers}
+    tensors: dict[str, torch.Tensor] = {}
+    for (layer, name), experts in layers.items():
+        a, b = ([adapters.read(f"{expert}{SUFFIX}.{side}.weight") for expert in experts] for side in "ab")
+        inner = ".base_layer" if name == "linear_fc1" and len(names) > 1 else ""
+        place = f"base_model.model.model.layers.{layer}.mlp.experts{inner}"
+        tensors[f"{place}.lora_A.weight"] = torch.cat(a)
+        tensors[f"{place}.lora_B.weight"] = torch.stack(b, -1).flatten(1)
+    return tensors, [f"experts.{_PARAMETERS[name]}" for name in sorted(names)]
+
+
+def _refuse_mlps(adapted: Iterable[str], model: Model) -> None:
     """Refuse adapters that PEFT would apply to experts.
 
-    transformers 5 has all experts of a layer in one tensor. PEFT adapts modules, and in a model with experts it turns
-    every `gate_proj`, `up_proj` and `down_proj` into that tensor, those of dense layers and shared experts too.
+    In a model with experts, PEFT turns every `gate_proj`, `up_proj` and `down_proj`, those of dense layers and shared
+    experts too, into the parameter that has all experts of a layer.
     """
     if model.num_moe_experts is None:
         return
     names = sorted({name.rpartition(".")[2] for name in adapted if name.endswith(("linear_fc1", "linear_fc2"))})
     if names:
         raise UserError(
-            f"adapters of {', '.join(names)} in a model with experts",
+            f"adapters of {', '.join(names)} outside of the experts of a model with experts",
             where="lora.target_modules",
-            rule="PEFT cannot store them: it would apply each to all experts of a layer, which transformers "
-            "holds in one tensor",
+            rule="PEFT cannot store them: it would apply each to all experts of a layer",
             fix="--to hf --merge-adapter, which writes the complete model; or train without them",
         )
 

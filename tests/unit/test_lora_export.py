@@ -45,6 +45,15 @@ CASES: dict[str, dict[str, Any]] = {
         "target_modules": ["linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"],
     },
 }
+CASES_OF_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral, experts": (
+        "mixtral", {"rank": 3, "target_modules": ["linear_qkv", "experts.linear_fc1", "experts.linear_fc2"]}
+    ),
+    "qwen3_moe, second matrices": ("qwen3_moe", {"rank": 2, "alpha": 5.0, "target_modules": ["experts.linear_fc2"]}),
+    "deepseek_v3, first matrices": (
+        "deepseek_v3", {"rank": 4, "dropout": 0.1, "target_modules": ["linear_q_up_proj", "experts.linear_fc1"]}
+    ),
+}  # fmt: skip
 OF_EXPERTS: dict[str, Any] = {
     "rank": 3, "target_modules": ["linear_fc1", "linear_fc2", "experts.linear_fc1", "experts.linear_fc2"]
 }  # fmt: skip
@@ -114,14 +123,15 @@ def theirs(model: torch.nn.Module) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("name", [*CASES, *CASES_OF_EXPERTS])
 @pytest.mark.rotating
-def test_peft_computes_the_same(kind: str, tmp_path: Path) -> None:
+def test_peft_computes_the_same(name: str, tmp_path: Path) -> None:
     import peft
 
+    kind, lora = CASES_OF_EXPERTS[name] if name in CASES_OF_EXPERTS else (name, CASES[name])
     base = tmp_path / "base"
     saved(kind, base)
-    spec = new_run(lora_recipe(base, CASES[kind]), tmp_path)
+    spec = new_run(lora_recipe(base, lora), tmp_path)
     here = trained(spec)
     made = export_adapter("a", None, tmp_path / "runs")
     whole = transformers.AutoModelForCausalLM.from_pretrained(base)
@@ -134,11 +144,11 @@ def test_peft_computes_the_same(kind: str, tmp_path: Path) -> None:
     ready = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert (theirs(ready) - here).abs().max() < 1e-5
     merged = adapted.merge_and_unload().state_dict()
-    for name, value in ready.state_dict().items():
-        assert torch.allclose(value, merged[name], rtol=0, atol=1e-6), name
+    for key, value in ready.state_dict().items():
+        assert torch.allclose(value, merged[key], rtol=0, atol=1e-6), key
 
 
-def test_adapters_of_experts_leave_in_a_whole_model_alone(tmp_path: Path) -> None:
+def test_adapters_of_shared_experts_leave_in_a_whole_model_alone(tmp_path: Path) -> None:
     base = tmp_path / "base"
     saved("deepseek_v3", base)
     here = trained(new_run(lora_recipe(base, OF_EXPERTS), tmp_path))
