@@ -354,8 +354,8 @@ def text(forecast: Forecast) -> str:
     from llmrecipes.console import duration
 
     values = forecast.as_dict()
-    peak, error = values["mfu_full"], values["error"]
-    speed = values["tokens_per_second_per_gpu"]
+    peak, speed = values["mfu_full"], values["tokens_per_second_per_gpu"]
+    least, most = forecast.speed_range
     world = values["world_size"]
     layout = ", ".join(f"{name} {size}" for name, size in values["parallelism"].items() if size not in (1, None))
     lines = [
@@ -367,7 +367,12 @@ def text(forecast: Forecast) -> str:
         return "\n".join(f"{name:19}{value}" for name, value in lines)
     lines += [
         ("time of a step", f"{values['step_seconds']:.3g} s"),
-        ("tokens a second", f"{speed:,.0f} a GPU ({speed * (1 - error):,.0f} to {speed * (1 + error):,.0f})"),
+        ("tokens a second", f"{speed:,.0f} a GPU ({least:,.0f} to {most:,.0f})"),
+        *(
+            []
+            if values["fitted"]
+            else [("not fitted", f"no run on {forecast.device.name}: its data sheet, other GPUs' shares")]
+        ),
         *([] if forecast.calibration is None else [("calibrated", f"by {forecast.calibration.runs} runs")]),
         ("MFU", f"{peak:.1%}, {values['mfu_causal']:.1%} with causal attention"),
         ("all steps", f"{duration(forecast.seconds)}, {forecast.gpu_hours:,.1f} GPU-hours"),

@@ -24,6 +24,7 @@ from llmrecipes.hardware.machine import machine as machine_of
 from llmrecipes.plan.check import check
 from llmrecipes.plan.derive import LEAST_HEADROOM
 from llmrecipes.plan.speed.device import device, kernels_on, stack
+from llmrecipes.plan.speed.forecast import ERROR, forecast
 from llmrecipes.plan.speed.network import exchange
 from llmrecipes.plan.speed.saving import Saving
 from llmrecipes.plan.speed.schedule import order, shortest, simulate
@@ -434,7 +435,6 @@ def test_where_no_layout_fits_the_nodes_of_one_that_does_are_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "where"),
     [
-        (("gpt-7b", "--cluster", "gb200-nvl72", "--nodes", "1"), "gpu"),
         (("gpt-tiny", "--cluster", "laptop"), "--cluster"),
         (("gpt-1b", "--cluster", "h100-ib", "--usd-per-gpu-hour", "0"), "--usd-per-gpu-hour"),
         (("gpt-1b", "--cluster", "h100-ib", "--usd-per-gpu-hour", "1", "--search"), "--usd-per-gpu-hour"),
@@ -447,6 +447,34 @@ def test_where_no_layout_fits_the_nodes_of_one_that_does_are_named() -> None:
 def test_plan_refuses(arguments: tuple[str, ...], where: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", *arguments]) == 2
     require_message(capsys.readouterr().err, where)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "gpu"),
+    [("rtx-4090", None), ("ethernet", None), ("gb200-nvl72", None), ("h100-ib", "B200"), ("h100-ib", "AMD MI300X")],
+)
+def test_a_gpu_without_fitted_runs_has_a_wider_interval(
+    cluster: str, gpu: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = yaml.safe_load((clusters_dir() / f"{cluster}.yaml").read_text()) | {"name": "site"}
+    values["gpu"]["name"] = gpu or values["gpu"]["name"]
+    (tmp_path / "site.yaml").write_text(yaml.safe_dump(values))
+    asked = ["plan", "gpt-125m", "--cluster", str(tmp_path / "site.yaml")]
+    assert run([*asked, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    known = forecast(plan_on(load("gpt-125m").recipe, nproc=None, cluster="h100-ib", nodes=1)[0], None)
+    least, most = shown["tokens_per_second_per_gpu_range"]
+    assert not shown["fitted"] and 0.05 < shown["mfu_full"] < 0.6
+    assert least / shown["tokens_per_second_per_gpu"] == pytest.approx(1 - ERROR)
+    assert most / least > known.speed_range[1] / known.speed_range[0], "also that of another GPU's shares"
+    values["calibration"] = {"compute": 1.5, "communication": 1.0, "runs": 3}
+    (tmp_path / "site.yaml").write_text(yaml.safe_dump(values))
+    assert run([*asked, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fitted"], "by runs of this cluster"
+    values["gpu"]["name"] = "NVIDIA V100"
+    (tmp_path / "site.yaml").write_text(yaml.safe_dump(values))
+    assert run(asked) == 2
+    require_message(capsys.readouterr().err, "gpu", rule="H100")
 
 
 def test_what_does_not_fit_says_what_does_and_has_no_speed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from llmrecipes.errors import UserError
 
 _DATA = Path(__file__).with_name("data")
+_SHARES = ("gemm", "gemm_fp8", "gemm_depth", "attention", "memory", "launch", "links", "hop_near", "hop_far")
 _LIMIT = 0.95
 """Share of a peak that no product exceeds."""
 
@@ -57,6 +58,13 @@ class Device:
     """Power of the ranks on a node with which a ring's bandwidth between nodes grows; 1 where it uses all adapters."""
     crowd: float = 0.0
     """How much longer a ring's bytes take for each doubling of its nodes."""
+    alike: tuple[str, ...] = ()
+    """No run on this GPU was fitted, and its shares are another's: more GPUs, with whose shares it may be as fast."""
+
+    def with_shares(self, other: str) -> Device:
+        """The same rates with the shares and latencies of another GPU."""
+        known = device(other)
+        return replace(self, **{name: getattr(known, name) for name in _SHARES})
 
     def gemm_speed(self, factor: float) -> float:
         """A framework's speed of products relative to `gemm`, as far as hardware goes."""
@@ -164,6 +172,7 @@ def device(name: str) -> Device:
             continue
         data = _read(stem)
         values = {**(_read(data["like"])["values"] if "like" in data else {}), **data["values"]}
+        values["alike"] = tuple(data.get("alike", ()))
         for variant, changes in data["variants"].items():
             if variant in text:
                 return of_json(stem, {**values, **changes})

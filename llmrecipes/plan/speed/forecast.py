@@ -53,11 +53,21 @@ class Forecast:
     calibration: Calibration | None = None
     stages: tuple[Forecast, ...] = ()
     """Of a run with stages, of each; the step is then that of the one that needs the most memory."""
+    slower: float = 1.0
+    """On a GPU without fitted runs: how many times as long a step takes with the slowest shares that it may have."""
+    faster: float = 1.0
+    """The same with the fastest, at most 1."""
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
         """Training tokens."""
         return self.plan.tokens_per_step / self.step.seconds / self.plan.layout.world_size
+
+    @property
+    def speed_range(self) -> tuple[float, float]:
+        """Least and most tokens per second of a GPU: nine of ten published runs are within such a range."""
+        speed = self.tokens_per_second_per_gpu
+        return speed / self.slower * (1 - ERROR), speed / self.faster * (1 + ERROR)
 
     @property
     def seconds(self) -> float:
@@ -166,6 +176,8 @@ class Forecast:
             "step_seconds": self.step.seconds,
             "step_parts": self.step.parts(),
             "error": ERROR,
+            "tokens_per_second_per_gpu_range": self.speed_range,
+            "fitted": not self.device.alike,
             "calibration": None if self.calibration is None else self.calibration.model_dump(mode="json"),
             "days": self.seconds / _SECONDS_OF_A_DAY,
             **as_dict(self.saving, self.step.seconds, self.seconds),
@@ -226,6 +238,7 @@ def gpu(plan: Plan, profile: Profile | None) -> Device:
         return replace(known, gpus_per_node=near)
     linked = replace(
         known,
+        alike=() if profile.calibration is not None else known.alike,
         gpus_per_node=near,
         nvlink=profile.intra_node.gb_per_s * 1e9,
         nic=profile.inter_node.gb_per_s * 1e9,
@@ -412,6 +425,8 @@ def forecast(plan: Plan, profile: Profile | None) -> Forecast:
     """
     accelerator = gpu(plan, profile)
     step = predict(accelerator, software(plan, accelerator), work(plan))
+    others = [accelerator.with_shares(name) for name in accelerator.alike]
+    times = [predict(other, software(plan, other), work(plan)).seconds / step.seconds for other in others]
     if has_teacher(plan.recipe):
         teacher = teacher_plan(plan)
         ahead = predict(accelerator, software(teacher, accelerator), work(teacher))
@@ -441,4 +456,17 @@ def forecast(plan: Plan, profile: Profile | None) -> Forecast:
             carbon = energy * costs.kg_co2_per_kwh
     saves = None if profile is None else saving(plan, profile, step.seconds)
     known = None if profile is None else profile.calibration
-    return Forecast(plan, step, accelerator, memory, usd, energy, carbon, saves, known, of_stages)
+    return Forecast(
+        plan,
+        step,
+        accelerator,
+        memory,
+        usd,
+        energy,
+        carbon,
+        saves,
+        known,
+        of_stages,
+        max([1.0, *times]),
+        min([1.0, *times]),
+    )
