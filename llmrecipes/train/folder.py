@@ -112,8 +112,9 @@ def _moved_to(run_dir: Path, moved: Path) -> str:
         except OSError as error:
             return f"it is now {moved}; move {entry.path} to {target} ({error.strerror}), and train with its new name"
         saved = f", with the state of step {entry.step}"
-    with suppress(OSError):
-        Run(run_dir).status_file.rename(Run(moved).status_file)
+    for path in (Run(run_dir).status_file, run_dir / "mlflow.json"):  # written while the run was closed
+        with suppress(OSError):
+            path.rename(moved / path.name)
     for left in (Run(run_dir).checkpoints, run_dir):
         with suppress(OSError):  # it has something else in it
             left.rmdir()
