@@ -7,7 +7,9 @@ of each model's weights in a checkpoint: by model, then by layer implementation.
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -24,9 +26,13 @@ import_megatron()  # as ranks do, before anything else imports it
 
 import transformer_engine as te_stub  # noqa: E402
 import transformer_engine.pytorch as te  # noqa: E402
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
 from megatron.core.fp8_utils import get_fp8_recipe, is_first_last_bf16_layer  # noqa: E402
+from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate  # noqa: E402
 from megatron.core.transformer import cuda_graphs  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
+from megatron.core.transformer.module import param_is_not_shared  # noqa: E402
 
 from llmrecipes.engine.backends import backend  # noqa: E402
 from llmrecipes.engine.core.checkpoint.slices import is_extra_state, other_state  # noqa: E402
@@ -74,6 +80,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2": {"expert_model_parallel_size": 2},
 }
 
+SPLIT_EXPERTS = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+
 
 def weights(layout: dict[str, Any], platform: Any) -> dict[str, dict[str, dict[str, list[int]]]]:
     """By model and implementation: the global shape of each weight of which rank 0 of a layout has a part."""
@@ -98,6 +106,43 @@ def weights(layout: dict[str, Any], platform: Any) -> dict[str, dict[str, dict[s
             parts = parameter_slices(built.module.sharded_state())
             shapes[name][implementation] = {part.name: list(part.shape) for part in parts}
     return shapes
+
+
+def counted(platform: Any) -> dict[str, dict[str, float]]:
+    """By model: of each weight, how many times the gradient norm counts an element, on both tensor-parallel ranks.
+
+    Experts are split as the other layers, or each rank has half of them.
+    """
+    cases = {name: (model, LAYOUTS["tp2"]) for name, model in MODELS.items()}
+    halves = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    for name in ("experts", "deepseek"):
+        cases[f"{name}, ep2"] = MODELS[name], LAYOUTS["tp2"] | halves
+    sums: dict[str, Counter[str]] = {name: Counter() for name in cases}
+    sizes: dict[str, int] = {}
+    for rank in range(WORLD):
+        one = type(platform)(rank, WORLD, "cpu", 1.0)
+        for name, (model, layout) in cases.items():
+            recipe = tiny(
+                model={**model, "transformer_impl": "transformer_engine"},
+                train={"precision": "bf16"}, parallelism=layout,
+            )  # fmt: skip
+            one.connect(TIMEOUT)
+            with model_parallel(1, recipe.parallelism):
+                groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "expt_tp"])
+                for part in nested_values(construct(derive(recipe, WORLD, GPUS), one).module.sharded_state()):
+                    if not isinstance(part.data, torch.nn.Parameter):
+                        continue
+                    counts = param_is_not_shared(part.data) and param_is_not_tensor_parallel_duplicate(
+                        part.data, groups.tp, groups.expt_tp
+                    )
+                    for piece in parameter_slices({"": part}):
+                        sums[name][piece.name] += piece.tensor.numel() * counts
+                        sizes[f"{name} {piece.name}"] = math.prod(piece.shape)
+            torch.distributed.destroy_process_group()
+    return {
+        name: {weight: number / sizes[f"{name} {weight}"] for weight, number in of_model.items()}
+        for name, of_model in sums.items()
+    }
 
 
 def packed_arguments(platform: Any) -> dict[str, Any]:
@@ -324,4 +369,5 @@ if __name__ == "__main__":
                 ):
                     result["adapters"] = adapted_layers(platform)
         torch.distributed.destroy_process_group()
+    result["counted"] = counted(platform)
     print(json.dumps(result))

@@ -86,6 +86,13 @@ def test_linear_layers_communicate_through_user_buffers(printed: dict[str, Any])
     }
 
 
+def test_each_weight_counts_once_in_the_gradient_norm(printed: dict[str, Any]) -> None:
+    """megatron-core 0.16 left out the experts of all tensor-parallel ranks but one, and counted latent attention's
+    down-projections on each."""
+    for name, weights in printed["counted"].items():
+        assert {weight: times for weight, times in weights.items() if times != 1} == {}, name
+
+
 def test_weight_gradients_of_all_linear_layers_come_later(printed: dict[str, Any]) -> None:
     delayed = printed["late weight gradients"]
     assert len(delayed) > 4 and all(delayed)

@@ -85,8 +85,16 @@ class _Module(torch.nn.Module):
     def set_extra_state(self, state: Any) -> None: ...
 
 
+def _mark_split(values: Any, dim: int) -> None:
+    vars(values).update(tensor_model_parallel=True, partition_dim=dim, partition_stride=1)
+
+
 class _Linear(_Module):
-    """A split or unsplit matrix, as `parallel_mode` and the group say."""
+    """A split or unsplit matrix, as `parallel_mode` and the group say.
+
+    Its parameters have the marks of 2.20.2 (`reset_parameters`, `set_tensor_parallel_attributes`): each matrix that of
+    one that is split, also without a `parallel_mode`; none those of `GroupedLinear`.
+    """
 
     def sizes(self, **options: Any) -> tuple[int, int]:
         self.user_buffer = {name: value for name, value in options.items() if name.startswith("ub_")}
@@ -94,6 +102,7 @@ class _Linear(_Module):
         self.parallel_mode, self.use_bias = options.get("parallel_mode"), options.get("bias", True)
         group = options.get("tp_group")
         self.tp_size = group.size() if group is not None else options.get("tp_size", 1)
+        self.sequence_parallel = self.tp_size > 1 and bool(options.get("sequence_parallel"))
         self.in_features, self.out_features = options["in_features"], options["out_features"]
         if self.parallel_mode == "column":
             self.out_features //= self.tp_size
@@ -103,8 +112,13 @@ class _Linear(_Module):
 
     def create(self, **options: Any) -> None:
         self.parameter("weight", self.sizes(**options), options)
+        _mark_split(self.weight, int(self.parallel_mode == "row"))
         if self.use_bias:
             self.parameter("bias", (self.out_features,), options)
+            if self.parallel_mode == "column":
+                _mark_split(self.bias, 0)
+            elif self.parallel_mode == "row":
+                vars(self.bias)["sequence_parallel"] = self.sequence_parallel
 
 
 class Linear(_Linear):
@@ -121,6 +135,9 @@ class LayerNormLinear(_Linear):
         if options.get("normalization", "LayerNorm") == "LayerNorm":
             self.parameter("layer_norm_bias", (options["in_features"],), options)
         super().create(**options)
+        for name, values in self.named_parameters():
+            if name.startswith("layer_norm"):
+                vars(values)["sequence_parallel"] = self.sequence_parallel
 
 
 class GroupedLinear(_Linear):
