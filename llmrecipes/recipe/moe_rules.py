@@ -55,6 +55,15 @@ def experts(recipe: Recipe) -> Iterator[Problem]:
             "only used with moe_expert_capacity_factor",
             "moe_expert_capacity_factor 1.25, or moe_pad_expert_input_to_capacity false",
         )
+    if model.moe_pad_expert_input_to_capacity and model.moe_expert_capacity_factor and model.num_moe_experts:
+        largest = model.num_moe_experts / model.moe_router_topk
+        if model.moe_expert_capacity_factor > largest:
+            yield Problem(
+                "model.moe_expert_capacity_factor",
+                f"{model.moe_expert_capacity_factor:g} with moe_pad_expert_input_to_capacity",
+                "an expert is padded with other tokens, and num_moe_experts / moe_router_topk has room for all of them",
+                f"at most {largest:g}, or moe_pad_expert_input_to_capacity false",
+            )
     yield from _router(model)
 
 

@@ -119,6 +119,10 @@ EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_i
             "model.moe_pad_expert_input_to_capacity", "moe_expert_capacity_factor", "1.25",
         ),
         (
+            make({**MOE, "moe_pad_expert_input_to_capacity": True, "moe_expert_capacity_factor": 4.5}),
+            "model.moe_expert_capacity_factor", "4.5", "moe_pad_expert_input_to_capacity false",
+        ),
+        (
             make({**MOE, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1}),
             "model.moe_aux_loss_coeff", "0.1", "moe_aux_loss_coeff 0",
         ),
