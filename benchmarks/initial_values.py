@@ -22,7 +22,7 @@ from benchmarks.common import machine, parser
 from llmrecipes.engine.backends import backend
 from llmrecipes.engine.base import MetaBackend
 from llmrecipes.engine.core.model import init
-from llmrecipes.engine.core.model.gpt import RecipeGPTModel
+from llmrecipes.engine.core.model.gpt import RecipeModel
 from llmrecipes.recipe.load import load
 from llmrecipes.workflow.plan import plan_on
 
@@ -40,7 +40,7 @@ def measure(name: str, threads: int) -> dict[str, float]:
     platform = engines.meta_platform(0, plan.layout.world_size, plan.device, 1.0)
     with engines.join(recipe, platform):
         engine = engines.construct_meta(plan, platform)
-        modules = cast("list[RecipeGPTModel]", engine.modules)
+        modules = cast("list[RecipeModel]", engine.modules)
         pieces = [piece for module in modules for piece in init.parameter_slices(module.sharded_state())]
         engine.close()
     started = time.perf_counter()

@@ -18,7 +18,7 @@ from llmrecipes.data.dataset import ConversationDataset, best_fit, unpacked
 from llmrecipes.engine.base import Batch
 from llmrecipes.engine.core.model import attention
 from llmrecipes.engine.core.model.attention import attention_mask
-from llmrecipes.engine.core.model.gpt import RecipeGPTModel
+from llmrecipes.engine.core.model.gpt import RecipeModel
 from llmrecipes.plan.derive import derive
 from llmrecipes.plan.kernels import mask_per_token
 from tests.helpers import LLAMA, ROOMY, built, engine_of, random_batches, tiny
@@ -60,7 +60,7 @@ def batch(given: Talks, *, packed: bool) -> Batch:
 
 
 def loss_and_gradients(
-    module: RecipeGPTModel, given: Batch, mask: torch.Tensor | None
+    module: RecipeModel, given: Batch, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss summed over what counts, and its gradients."""
     module.zero_grad(set_to_none=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llmrecipes.engine.core.generation import Sampling, draw, generate
-from llmrecipes.engine.core.model.gpt import RecipeGPTModel
+from llmrecipes.engine.core.model.gpt import RecipeModel
 from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.core.score import GPTScorer
 from llmrecipes.plan.derive import derive
@@ -20,12 +20,12 @@ GREEDY = Sampling(temperature=0)
 PROMPT = [3, 1, 4, 1, 5]
 
 
-def model(**changes: Any) -> RecipeGPTModel:
+def model(**changes: Any) -> RecipeModel:
     """Random weights, large enough that every token depends on those before it."""
     return built(tiny(model={"init_method_std": 0.3, "hidden_dropout": 0.2, **changes})).module
 
 
-def continuation(module: RecipeGPTModel, prompt: list[int] | None = None, **options: Any) -> list[int]:
+def continuation(module: RecipeModel, prompt: list[int] | None = None, **options: Any) -> list[int]:
     defaults: dict[str, Any] = {"max_new_tokens": 40, "sampling": GREEDY, "vocab_size": 512, "eod": None}
     return list(generate(module, PROMPT if prompt is None else prompt, **{**defaults, **options}))
 
@@ -83,8 +83,8 @@ def test_texts_are_computed_in_bf16_where_training_is_in_fp8() -> None:
 @pytest.mark.usefixtures("world")
 def test_texts_of_other_lengths_use_up_no_compilation_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch gives up after eight shapes: a run that resumes with an evaluation of tasks would train uncompiled."""
-    plain = RecipeGPTModel.compile_layers
-    monkeypatch.setattr(RecipeGPTModel, "compile_layers", lambda module: plain(module, backend="eager"))
+    plain = RecipeModel.compile_layers
+    monkeypatch.setattr(RecipeModel, "compile_layers", lambda module: plain(module, backend="eager"))
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()

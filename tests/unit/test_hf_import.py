@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from llmrecipes.checkpoint.store import CheckpointStore, Entry
 from llmrecipes.cli.app import run
 from llmrecipes.engine.core.checkpoint.loader import load
-from llmrecipes.engine.core.model.gpt import RecipeGPTModel, build, construct
+from llmrecipes.engine.core.model.gpt import RecipeModel, build, construct
 from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.core.weights import load_model, model_state
 from llmrecipes.engine.core.world import join
@@ -54,7 +54,7 @@ def opened(run_dir: Path) -> tuple[Recipe, Entry]:
     return load_recipe(str(run_dir / "recipe.yaml")).recipe, entry
 
 
-def loaded(recipe: Recipe, entry: Entry) -> RecipeGPTModel:
+def loaded(recipe: Recipe, entry: Entry) -> RecipeModel:
     built = construct(derive(recipe, 1, ROOMY), select())
     load_model(built.modules, load(entry, model_state(built.modules)))
     return built.module

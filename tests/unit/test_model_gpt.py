@@ -19,7 +19,7 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from llmrecipes.engine.core.model.attention import SdpaCoreAttention
 from llmrecipes.engine.core.model.config import transformer_config
-from llmrecipes.engine.core.model.gpt import RecipeGPTModel
+from llmrecipes.engine.core.model.gpt import RecipeModel
 from llmrecipes.engine.core.model.spec import choose
 from llmrecipes.hardware import builds
 from llmrecipes.plan.derive import derive
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("world")
 LENGTH, HEADS, HIDDEN = 64, 4, 64
 
 
-def randomised(**model: Any) -> RecipeGPTModel:
+def randomised(**model: Any) -> RecipeModel:
     """A model whose biases and norms are random too, in evaluation mode."""
     module = built(tiny(model=model)).module.eval()
     random = torch.Generator().manual_seed(3)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import transformers
 
 from llmrecipes.engine.core.generation import generate
-from llmrecipes.engine.core.model.gpt import RecipeGPTModel, build
+from llmrecipes.engine.core.model.gpt import RecipeModel, build
 from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.hf.family import FAMILIES, config_of, family_of, model_of
@@ -149,7 +149,7 @@ class Weights:
         return self._state[name]
 
 
-def randomised(model: dict[str, Any]) -> RecipeGPTModel:
+def randomised(model: dict[str, Any]) -> RecipeModel:
     """Our model; its norms, biases and expert biases are random too."""
     sections = {
         "model": model,
@@ -168,7 +168,7 @@ def randomised(model: dict[str, Any]) -> RecipeGPTModel:
     return module
 
 
-def state_of(module: RecipeGPTModel) -> State:
+def state_of(module: RecipeModel) -> State:
     return {name: value.detach() for name, value in module.state_dict().items() if value is not None}
 
 
@@ -177,7 +177,7 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
-def exported(case: Case, ours: RecipeGPTModel, folder: Path) -> tuple[Any, Family]:
+def exported(case: Case, ours: RecipeModel, folder: Path) -> tuple[Any, Family]:
     """Our model as transformers loads it from files."""
     model = Model.model_validate(case.model)
     family = family_of(model, case.family if case.asked else None)

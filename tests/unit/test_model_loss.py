@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmrecipes.engine.core.model.gpt import RecipeGPTModel, loss_chunk_tokens
+from llmrecipes.engine.core.model.gpt import RecipeModel, loss_chunk_tokens
 from llmrecipes.engine.core.model.loss import Chunking, CompiledLossKernels, LossKernels, Split, chunked_losses
 from llmrecipes.hardware.cluster import DetectedGpu
 from llmrecipes.plan.derive import derive
@@ -33,7 +33,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return ids, torch.arange(LENGTH).expand(2, -1), (torch.rand(2, LENGTH, generator=random) < 0.7).float()
 
 
-def results(module: RecipeGPTModel, factor: float = 1.0, **options: Any) -> dict[str, torch.Tensor]:
+def results(module: RecipeModel, factor: float = 1.0, **options: Any) -> dict[str, torch.Tensor]:
     """Losses and gradients of a pass whose losses are weighted with the mask, times a factor."""
     ids, positions, mask = batch()
     module.zero_grad()
@@ -52,7 +52,7 @@ def require_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
         assert difference <= bound * max(float(value.float().norm()), least), name
 
 
-def chunked(tokens: int | None, **sections: Any) -> RecipeGPTModel:
+def chunked(tokens: int | None, **sections: Any) -> RecipeModel:
     train = {**sections.pop("train", {}), "loss_chunk_tokens": tokens}
     return built(tiny(train=train, **sections)).module
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_utils import get_moe_metrics_tracker
 from megatron.core.transformer.moe.router import TopKRouter
 
-from llmrecipes.engine.core.model.gpt import RecipeGPTModel
+from llmrecipes.engine.core.model.gpt import RecipeModel
 from llmrecipes.engine.meters import Balance
 from llmrecipes.plan.derive import Plan
 from llmrecipes.tracking.events import LayerBalance
@@ -31,7 +31,7 @@ class RouterBalance:
         device: of the model.
     """
 
-    def __init__(self, modules: Sequence[RecipeGPTModel], plan: Plan, device: torch.device | None = None) -> None:
+    def __init__(self, modules: Sequence[RecipeModel], plan: Plan, device: torch.device | None = None) -> None:
         model = plan.recipe.model
         self._topk = model.moe_router_topk
         self._has_aux_loss = model.moe_aux_loss_coeff > 0
@@ -110,7 +110,7 @@ class RouterBalance:
         sums[-1] += logits.logsumexp(-1).square().sum()
 
 
-def _routers(modules: Sequence[RecipeGPTModel], num_layers: int) -> Iterator[tuple[int, TopKRouter]]:
+def _routers(modules: Sequence[RecipeModel], num_layers: int) -> Iterator[tuple[int, TopKRouter]]:
     """Routers with the index of their layer in the full model."""
     for module in modules:
         for name, router in module.named_modules():

@@ -9,14 +9,14 @@ import torch
 from megatron.core.inference.contexts import StaticInferenceContext
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from llmrecipes.engine.core.model.gpt import RecipeGPTModel
+from llmrecipes.engine.core.model.gpt import RecipeModel
 from llmrecipes.engine.sampling import Sampling, draw
 from llmrecipes.errors import UserError
 
 
 @torch.no_grad()
 def generate(
-    model: RecipeGPTModel,
+    model: RecipeModel,
     prompt: list[int],
     *,
     max_new_tokens: int,
@@ -61,7 +61,7 @@ def generate(
 
 
 @contextmanager
-def evaluating(modules: Sequence[RecipeGPTModel]) -> Iterator[None]:
+def evaluating(modules: Sequence[RecipeModel]) -> Iterator[None]:
     """A block with the chunks of a model in evaluation mode, not compiled, and with its products in bf16.
 
     Texts of any length have other numbers of tokens than products in fp8 take, and copies of weights in fp8 are renewed
@@ -72,7 +72,7 @@ def evaluating(modules: Sequence[RecipeGPTModel]) -> Iterator[None]:
         yield
 
 
-def uncompiled(modules: Iterable[RecipeGPTModel]) -> AbstractContextManager[object]:
+def uncompiled(modules: Iterable[RecipeModel]) -> AbstractContextManager[object]:
     """A block in which compiled layers of these modules, and compiled functions, run as they are."""
     if not any(_compiles(module) for module in modules):
         return nullcontext()
@@ -80,14 +80,14 @@ def uncompiled(modules: Iterable[RecipeGPTModel]) -> AbstractContextManager[obje
     return stance
 
 
-def _compiles(module: RecipeGPTModel) -> bool:
+def _compiles(module: RecipeModel) -> bool:
     config = module.config
     functions = config.bias_activation_fusion or config.apply_rope_fusion or config.cross_entropy_loss_fusion
     return bool(functions) or any(part._compiled_call_impl is not None for part in module.modules())
 
 
 @contextmanager
-def _evaluating(modules: Sequence[RecipeGPTModel]) -> Iterator[None]:
+def _evaluating(modules: Sequence[RecipeModel]) -> Iterator[None]:
     before = [(module, module.training, module.config.fp8) for module in modules]
     try:
         for module in modules:
@@ -102,7 +102,7 @@ def _evaluating(modules: Sequence[RecipeGPTModel]) -> Iterator[None]:
             module.config.fp8 = fp8
 
 
-def _cached(model: RecipeGPTModel, limit: int) -> Callable[[list[int]], torch.Tensor]:
+def _cached(model: RecipeModel, limit: int) -> Callable[[list[int]], torch.Tensor]:
     context = StaticInferenceContext(max_batch_size=1, max_sequence_length=limit)
 
     def step(tokens: list[int]) -> torch.Tensor:
@@ -115,12 +115,12 @@ def _cached(model: RecipeGPTModel, limit: int) -> Callable[[list[int]], torch.Te
     return step
 
 
-def _uncached(model: RecipeGPTModel) -> Callable[[list[int]], torch.Tensor]:
+def _uncached(model: RecipeModel) -> Callable[[list[int]], torch.Tensor]:
     return lambda tokens: _forward(model, tokens, 0, None)
 
 
 def _forward(
-    model: RecipeGPTModel, tokens: list[int], offset: int, context: StaticInferenceContext | None
+    model: RecipeModel, tokens: list[int], offset: int, context: StaticInferenceContext | None
 ) -> torch.Tensor:
     device = next(model.parameters()).device
     ids = torch.tensor([tokens], device=device)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from llmrecipes.engine.core.model.gpt import RecipeGPTModel
+from llmrecipes.engine.core.model.gpt import RecipeModel
 from llmrecipes.engine.meters import Importance
 from llmrecipes.recipe.shape import Shape
 
@@ -24,7 +24,7 @@ MLP = ".linear_fc2"
 
 
 @torch.no_grad()
-def measure(module: RecipeGPTModel, rows: Iterable[torch.Tensor], sizes: Shape, device: torch.device) -> Importance:
+def measure(module: RecipeModel, rows: Iterable[torch.Tensor], sizes: Shape, device: torch.device) -> Importance:
     """The importance of a model's parts on some text.
 
     Args:
@@ -59,7 +59,7 @@ def measure(module: RecipeGPTModel, rows: Iterable[torch.Tensor], sizes: Shape, 
 
 
 @contextmanager
-def _watched(module: RecipeGPTModel, importance: Importance, sizes: Shape) -> Iterator[None]:
+def _watched(module: RecipeModel, importance: Importance, sizes: Shape) -> Iterator[None]:
     hooks = []
     norms = [module.decoder.final_layernorm]
     for number, layer in enumerate(module.decoder.layers):

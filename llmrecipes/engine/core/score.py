@@ -16,7 +16,7 @@ from llmrecipes.engine.base import Batch, Platform, Scores
 from llmrecipes.engine.core.accuracy import likeliest
 from llmrecipes.engine.core.generation import evaluating, without_plans
 from llmrecipes.engine.core.model.attention import own_chunks
-from llmrecipes.engine.core.model.gpt import RecipeGPTModel
+from llmrecipes.engine.core.model.gpt import RecipeModel
 from llmrecipes.engine.sampling import Sampling, draw
 from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import Plan
@@ -37,7 +37,7 @@ class GPTScorer:
         platform: their device.
     """
 
-    def __init__(self, modules: Sequence[RecipeGPTModel], plan: Plan, platform: Platform) -> None:
+    def __init__(self, modules: Sequence[RecipeModel], plan: Plan, platform: Platform) -> None:
         self._modules, self._device = list(modules), platform.device
         self._recipe = plan.recipe
         self._rows = plan.recipe.model.vocab_size

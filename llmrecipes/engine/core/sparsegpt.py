@@ -15,7 +15,7 @@ import torch
 
 from llmrecipes.engine.core.hessians import BLOCK, add_inputs, first_states, inverse_factor
 from llmrecipes.engine.core.importance import LINEAR
-from llmrecipes.engine.core.model.gpt import RecipeGPTModel
+from llmrecipes.engine.core.model.gpt import RecipeModel
 from llmrecipes.engine.meters import Sparsified
 from llmrecipes.recipe.pruning import PATTERNS, PruneOptions
 from llmrecipes.tracking.progress import Counted
@@ -23,7 +23,7 @@ from llmrecipes.tracking.progress import Counted
 
 @torch.no_grad()
 def sparsify(
-    module: RecipeGPTModel,
+    module: RecipeModel,
     batches: Sequence[torch.Tensor],
     options: PruneOptions,
     device: torch.device,

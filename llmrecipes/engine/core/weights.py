@@ -18,17 +18,17 @@ from megatron.core.distributed import DistributedDataParallel
 
 from llmrecipes.engine.base import Slice
 from llmrecipes.engine.core.checkpoint.slices import EXTRA_STATE, is_extra_state
-from llmrecipes.engine.core.model.gpt import RecipeGPTModel
+from llmrecipes.engine.core.model.gpt import RecipeModel
 from llmrecipes.engine.core.model.init import slice_of
 from llmrecipes.faults.numerics import named_gradients
 
 
-def weight_slices(modules: Sequence[RecipeGPTModel]) -> list[Slice]:
+def weight_slices(modules: Sequence[RecipeModel]) -> list[Slice]:
     """Copies of this rank's parameters, and of buffers that training changes, in model order."""
     return [part for module in modules for value in _stored(module) for part in _slices(value)]
 
 
-def gradient_slices(modules: Sequence[RecipeGPTModel], chunks: Sequence[DistributedDataParallel]) -> list[Slice]:
+def gradient_slices(modules: Sequence[RecipeModel], chunks: Sequence[DistributedDataParallel]) -> list[Slice]:
     """Copies of the reduced gradients of this rank's parameters, in model order.
 
     A collective of the data-parallel group. With the distributed optimizer each rank has only its own part of every
@@ -48,25 +48,25 @@ def gradient_slices(modules: Sequence[RecipeGPTModel], chunks: Sequence[Distribu
     ]
 
 
-def named_tensors(modules: Sequence[RecipeGPTModel]) -> list[tuple[str, torch.Tensor]]:
+def named_tensors(modules: Sequence[RecipeModel]) -> list[tuple[str, torch.Tensor]]:
     """This rank's parameters, then their gradients as `<name>.grad`, by their names in the whole model."""
     pairs = [pair for module in modules for pair in _as_in_the_whole_model(module)]
     return sorted(pairs, key=lambda pair: pair[0].endswith(".grad"))
 
 
-def _as_in_the_whole_model(module: RecipeGPTModel) -> Iterator[tuple[str, torch.Tensor]]:
+def _as_in_the_whole_model(module: RecipeModel) -> Iterator[tuple[str, torch.Tensor]]:
     numbers = [layer.layer_number - 1 for layer in module.decoder.layers]
     for name, tensor in named_gradients(module):
         local = re.match(r"decoder\.layers\.(\d+)(.*)", name)
         yield f"decoder.layers.{numbers[int(local[1])]}{local[2]}" if local else name, tensor
 
 
-def model_state(modules: Sequence[RecipeGPTModel]) -> dict[str, Any]:
+def model_state(modules: Sequence[RecipeModel]) -> dict[str, Any]:
     """Sharded state dict of this rank's weights, or only its adapters, by chunk; the names inside are global."""
     return {f"model{number}": state for number, state in enumerate(saved_states(modules))}
 
 
-def load_model(modules: Sequence[RecipeGPTModel], loaded: Mapping[str, Any]) -> None:
+def load_model(modules: Sequence[RecipeModel], loaded: Mapping[str, Any]) -> None:
     """Copy weights loaded for `model_state` into the chunks.
 
     Raises:
@@ -79,14 +79,14 @@ def load_model(modules: Sequence[RecipeGPTModel], loaded: Mapping[str, Any]) -> 
             raise RuntimeError(f"the loaded weights do not fit the model: {', '.join(wrong)}")
 
 
-def saved_states(modules: Sequence[RecipeGPTModel]) -> list[dict[str, Any]]:
+def saved_states(modules: Sequence[RecipeModel]) -> list[dict[str, Any]]:
     """Sharded state dict of what a checkpoint has of each module."""
     return [
         {name: value for name, value in module.saved_state().items() if not is_extra_state(value)} for module in modules
     ]
 
 
-def _stored(module: RecipeGPTModel) -> Iterator[ShardedTensor | ShardedTensorFactory]:
+def _stored(module: RecipeModel) -> Iterator[ShardedTensor | ShardedTensorFactory]:
     for value in nested_values(module.sharded_state()):
         if isinstance(value, ShardedTensor | ShardedTensorFactory) and value.data.is_floating_point():
             yield value

@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 
 from llmrecipes.engine.core.checkpoint import slices as stored
 from llmrecipes.engine.core.checkpoint.slices import OptimizerSlice, ShardedParameter
-from llmrecipes.engine.core.model.gpt import RecipeGPTModel
+from llmrecipes.engine.core.model.gpt import RecipeModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -153,7 +153,7 @@ def _allocate_moments(base: torch.optim.Optimizer, master: torch.Tensor) -> None
         base.state[master] = {"step": counter, **{name: torch.zeros_like(master) for name in MOMENTS}}
 
 
-def sharded_parameters(module: RecipeGPTModel) -> list[ShardedParameter]:
+def sharded_parameters(module: RecipeModel) -> list[ShardedParameter]:
     """All parameters of a module, in model order.
 
     megatron-core's sharded state dict tells the place of each, but asks the tensors for their shapes.
@@ -162,7 +162,7 @@ def sharded_parameters(module: RecipeGPTModel) -> list[ShardedParameter]:
         return stored.sharded_parameters(module.sharded_state())
 
 
-def other_state(module: RecipeGPTModel) -> list[ShardedTensor | ShardedObject]:
+def other_state(module: RecipeModel) -> list[ShardedTensor | ShardedObject]:
     """What a module's sharded state dict has besides parameters: buffers that training changes, layers' own objects."""
     with _with_shapes(module):
         return stored.other_state(module.sharded_state())

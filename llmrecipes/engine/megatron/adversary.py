@@ -24,7 +24,7 @@ from megatron.core.utils import get_model_config
 
 from llmrecipes.engine.base import Batch
 from llmrecipes.engine.core.model.attention import own_chunks
-from llmrecipes.engine.core.model.gpt import RecipeGPTModel
+from llmrecipes.engine.core.model.gpt import RecipeModel
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.adversarial import Adversarial
 
@@ -44,9 +44,7 @@ class Adversary:
         chunks: their data-parallel wrappers.
     """
 
-    def __init__(
-        self, section: Adversarial, plan: Plan, modules: Sequence[RecipeGPTModel], chunks: Sequence[Any]
-    ) -> None:
+    def __init__(self, section: Adversarial, plan: Plan, modules: Sequence[RecipeModel], chunks: Sequence[Any]) -> None:
         self._section, self._plan, self._chunks = section, plan, chunks
         self._config = get_model_config(chunks[0])
         self._moves: dict[int, torch.Tensor] = {}
@@ -192,7 +190,7 @@ class Adversary:
         return parallel_state.get_context_parallel_group() if context else None
 
 
-def adversary(plan: Plan, modules: Sequence[RecipeGPTModel], chunks: Sequence[Any]) -> Adversary | None:
+def adversary(plan: Plan, modules: Sequence[RecipeModel], chunks: Sequence[Any]) -> Adversary | None:
     """That of a recipe, if it has one; arguments as `Adversary`."""
     section = plan.recipe.train.adversarial
     return None if section is None else Adversary(section, plan, modules, chunks)

@@ -9,7 +9,7 @@ import torch
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import Platform, WeightSource
 from llmrecipes.engine.core.backend import CoreBackend, loaded, to_be_loaded
-from llmrecipes.engine.core.model.gpt import RecipeGPTModel, build, construct
+from llmrecipes.engine.core.model.gpt import RecipeModel, build, construct
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.engine.megatron.precompute import ReferenceLogProbs, TeacherLogits
 from llmrecipes.plan.derive import Plan
@@ -44,7 +44,7 @@ ROUTER = ".router."
 
 
 @torch.no_grad()
-def copy_into_experts(dense: RecipeGPTModel, moe: RecipeGPTModel) -> None:
+def copy_into_experts(dense: RecipeModel, moe: RecipeModel) -> None:
     """Copy the dense MLP of each layer to its experts, and all other weights but the routers from the dense model.
 
     Args:

@@ -16,7 +16,7 @@ from megatron.core.utils import make_viewless_tensor
 from torch.autograd.function import once_differentiable
 
 from llmrecipes.engine.base import Batch, Platform
-from llmrecipes.engine.core.model.gpt import RecipeGPTModel
+from llmrecipes.engine.core.model.gpt import RecipeModel
 from llmrecipes.engine.megatron.frozen import FrozenModel
 from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.frozen import teacher_plan
@@ -35,7 +35,7 @@ class Teacher(FrozenModel):
         student: this rank's chunks.
     """
 
-    def __init__(self, plan: Plan, platform: Platform, student: Sequence[RecipeGPTModel]) -> None:
+    def __init__(self, plan: Plan, platform: Platform, student: Sequence[RecipeModel]) -> None:
         super().__init__(teacher_plan(plan), platform, ("tokens", "position_ids"))
         size = parallel_state.get_tensor_model_parallel_world_size()
         group = parallel_state.get_tensor_model_parallel_group() if size > 1 else None
@@ -54,7 +54,7 @@ class Teacher(FrozenModel):
         if self.hidden is not None:
             self.hidden.forget()
 
-    def use(self, modules: tuple[RecipeGPTModel, ...], implementation: str) -> None:
+    def use(self, modules: tuple[RecipeModel, ...], implementation: str) -> None:
         """Take a model that exists, and stop its passes at the hidden states."""
         super().use(modules, implementation)
         last = self.modules[-1]
@@ -77,7 +77,7 @@ class Teacher(FrozenModel):
         return logits
 
     def _losses(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """[b, s] in fp32, as `RecipeGPTModel.compute_language_model_loss`."""
+        """[b, s] in fp32, as `RecipeModel.compute_language_model_loss`."""
         rows = logits.size(-1)
         losses = compared_losses(
             logits.reshape(-1, rows), self._logits().reshape(-1, rows), labels.t().reshape(-1), self._how
@@ -93,7 +93,7 @@ class SaidBefore:
         student: this rank's chunks.
     """
 
-    def __init__(self, plan: Plan, student: Sequence[RecipeGPTModel]) -> None:
+    def __init__(self, plan: Plan, student: Sequence[RecipeModel]) -> None:
         size = parallel_state.get_tensor_model_parallel_world_size()
         group = parallel_state.get_tensor_model_parallel_group() if size > 1 else None
         # All that were written count: they are the largest.
@@ -109,7 +109,7 @@ class SaidBefore:
         self._said = (batch["teacher_ids"], batch["teacher_logits"]) if "teacher_ids" in batch else None
 
     def _losses(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """[b, s] in fp32, as `RecipeGPTModel.compute_language_model_loss`."""
+        """[b, s] in fp32, as `RecipeModel.compute_language_model_loss`."""
         if self._said is None:
             raise ValueError("a micro-batch without teacher_ids and teacher_logits")
         rows = logits.size(-1)
@@ -149,7 +149,7 @@ class HiddenStates:
         student: this rank's chunks.
     """
 
-    def __init__(self, plan: Plan, platform: Platform, student: Sequence[RecipeGPTModel]) -> None:
+    def __init__(self, plan: Plan, platform: Platform, student: Sequence[RecipeModel]) -> None:
         distill, layout = section(plan.recipe), plan.layout
         self._distill, self._pairs = distill, list[_Pair]()
         self._split = layout.tensor_model_parallel_size if layout.sequence_parallel else 1
@@ -164,7 +164,7 @@ class HiddenStates:
                     self._pairs.append(_Pair(others[layer.layer_number]))
                     layer.register_forward_hook(partial(self._compare, self._pairs[-1], module.config))
 
-    def watch(self, teacher: Sequence[RecipeGPTModel]) -> None:
+    def watch(self, teacher: Sequence[RecipeModel]) -> None:
         """Keep the outputs of the layers of the teacher, this rank's chunks, in each of its passes."""
         layers = {layer.layer_number: layer for module in teacher for layer in module.decoder.layers}
         for pair in self._pairs:

@@ -38,7 +38,7 @@ from llmrecipes.engine.core.generation import generate
 from llmrecipes.engine.core.gradient_check import GradientCheck
 from llmrecipes.engine.core.model.attention import apart, own_chunks, prediction_weights
 from llmrecipes.engine.core.model.fake_quantize import renew_rounded, rounded
-from llmrecipes.engine.core.model.gpt import BuiltModel, RecipeGPTModel
+from llmrecipes.engine.core.model.gpt import BuiltModel, RecipeModel
 from llmrecipes.engine.core.platform import patching
 from llmrecipes.engine.core.rerun import RerunState, announced, is_finite, is_update, kept
 from llmrecipes.engine.core.score import GPTScorer
@@ -82,7 +82,7 @@ class MegatronEngine:
     def __init__(self, plan: Plan, built: BuiltModel, platform: Platform) -> None:
         self.recipe, self.plan, self.platform = plan.recipe, plan, platform
         recipe = plan.recipe
-        self.modules: tuple[RecipeGPTModel, ...] = built.modules
+        self.modules: tuple[RecipeModel, ...] = built.modules
         self.implementation = Implementation(built.implementation, built.reason)
         self._config = built.config
         self.accuracy = built.modules[-1].accuracy  # of the one with the loss, on ranks that have it

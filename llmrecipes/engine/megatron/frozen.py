@@ -16,7 +16,7 @@ from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import Batch, Platform, WeightSource
 from llmrecipes.engine.core.backend import loaded
 from llmrecipes.engine.core.model.attention import apart, own_chunks
-from llmrecipes.engine.core.model.gpt import RecipeGPTModel, build, construct
+from llmrecipes.engine.core.model.gpt import RecipeModel, build, construct
 from llmrecipes.plan.derive import Plan
 
 Within = Callable[[], AbstractContextManager[None]]
@@ -40,7 +40,7 @@ class FrozenModel:
         self._forward = get_forward_backward_func()
         self.kept: deque[Any] = deque()
         """Results of passes, in the order of their micro-batches; on the last stage."""
-        self.modules: tuple[RecipeGPTModel, ...] = ()
+        self.modules: tuple[RecipeModel, ...] = ()
         """This rank's chunks of the model, once its weights are there."""
 
     def load(self, weights: Entry | WeightSource | None = None) -> None:
@@ -61,7 +61,7 @@ class FrozenModel:
             module.requires_grad_(False)
             module.eval()
 
-    def use(self, modules: tuple[RecipeGPTModel, ...], implementation: str) -> None:
+    def use(self, modules: tuple[RecipeModel, ...], implementation: str) -> None:
         """Take a model that exists."""
         self._apart = apart(self.plan.recipe, self._platform.device, implementation)
         self.modules = modules

@@ -16,7 +16,7 @@ import torch
 from megatron.core import parallel_state
 
 from llmrecipes.engine.base import Platform
-from llmrecipes.engine.core.model.gpt import RecipeGPTModel
+from llmrecipes.engine.core.model.gpt import RecipeModel
 from llmrecipes.plan.derive import Plan
 
 
@@ -42,7 +42,7 @@ class LayerDrop:
         modules: this rank's chunks of the model.
     """
 
-    def __init__(self, plan: Plan, modules: Sequence[RecipeGPTModel]) -> None:
+    def __init__(self, plan: Plan, modules: Sequence[RecipeModel]) -> None:
         self._plan, self._step, self._number = plan, 0, plan.num_microbatches
         self._seen = [0] * len(modules)
         self._waiting: list[deque[bool]] = []
@@ -88,7 +88,7 @@ class LayerDrop:
         return torch.lerp(hidden, output, 1 / (1 - rate)), context
 
 
-def layer_drop(plan: Plan, modules: Sequence[RecipeGPTModel], platform: Platform) -> LayerDrop | None:
+def layer_drop(plan: Plan, modules: Sequence[RecipeModel], platform: Platform) -> LayerDrop | None:
     """That of a recipe, if it leaves layers out. A dry run has all layers, as the plan."""
     if not plan.recipe.model.layer_drop or platform.device.type == "meta":
         return None

@@ -21,7 +21,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from llmrecipes.engine.core.model.attention_logits import largest_logit, softmax_scale
-from llmrecipes.engine.core.model.gpt import RecipeGPTModel
+from llmrecipes.engine.core.model.gpt import RecipeModel
 from llmrecipes.engine.core.update import gradient, parts
 from llmrecipes.engine.megatron.histograms import BINS, count, histogram
 from llmrecipes.engine.megatron.state import updated
@@ -88,7 +88,7 @@ class LayerNorms:
         device: of the model.
     """
 
-    def __init__(self, modules: Sequence[RecipeGPTModel], recipe: Recipe, device: torch.device) -> None:
+    def __init__(self, modules: Sequence[RecipeModel], recipe: Recipe, device: torch.device) -> None:
         model = recipe.model
         self._layers = model.num_layers + (model.mtp_num_layers or 0)
         self._places = {
@@ -248,7 +248,7 @@ def _rounded(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def _place(name: str, module: RecipeGPTModel, decoder_layers: int, layers: int) -> int:
+def _place(name: str, module: RecipeModel, decoder_layers: int, layers: int) -> int:
     """Place of a parameter in the flattened table of layers and kinds."""
     match = LAYER.search(name)
     if match is None:

@@ -21,7 +21,7 @@ from megatron.core import parallel_state
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import Batch, Platform, WeightSource
 from llmrecipes.engine.core.accuracy import TokenAccuracy
-from llmrecipes.engine.core.model.gpt import BuiltModel, RecipeGPTModel
+from llmrecipes.engine.core.model.gpt import BuiltModel, RecipeModel
 from llmrecipes.engine.core.model.lora import adapters
 from llmrecipes.engine.megatron.frozen import FrozenModel
 from llmrecipes.plan.derive import Plan
@@ -155,7 +155,7 @@ class PreferenceLoss:
             raise ValueError(f"recipe {recipe.name} has no section dpo")
         self._dpo, self._device = recipe.dpo, platform.device
         self.rewards = RewardMeter()
-        self._own: tuple[RecipeGPTModel, ...] = ()  # the trained model's chunks, if they are the reference too
+        self._own: tuple[RecipeModel, ...] = ()  # the trained model's chunks, if they are the reference too
         self._reference: FrozenModel | None = None
         if has_reference(recipe):
             self._reference = FrozenModel(reference_plan(plan), platform, ("tokens", "position_ids", "labels"))

@@ -26,7 +26,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from llmrecipes.engine.base import Platform
 from llmrecipes.engine.core.model.attention_logits import largest_logits, softmax_scale
-from llmrecipes.engine.core.model.gpt import RecipeGPTModel
+from llmrecipes.engine.core.model.gpt import RecipeModel
 from llmrecipes.engine.core.update import parts
 from llmrecipes.engine.megatron.state import own_ranges, updated
 from llmrecipes.recipe.schema import Recipe
@@ -46,7 +46,7 @@ class QkClip:
     """
 
     def __init__(
-        self, recipe: Recipe, modules: Sequence[RecipeGPTModel], optimizer: MegatronOptimizer, device: torch.device
+        self, recipe: Recipe, modules: Sequence[RecipeModel], optimizer: MegatronOptimizer, device: torch.device
     ) -> None:
         self._threshold = recipe.optimizer.qk_clip_threshold
         self._rows: dict[torch.nn.Parameter, tuple[int, Rows]] = {}
@@ -154,9 +154,7 @@ def _by_row(blocks: list[tuple[torch.Tensor, int]]) -> torch.Tensor:
     return torch.cat([factor[:, None].expand(-1, rows) for factor, rows in blocks], dim=1).reshape(-1)
 
 
-def qk_clip(
-    recipe: Recipe, modules: Sequence[RecipeGPTModel], optimizer: MegatronOptimizer, platform: Platform
-) -> QkClip:
+def qk_clip(recipe: Recipe, modules: Sequence[RecipeModel], optimizer: MegatronOptimizer, platform: Platform) -> QkClip:
     """That of a recipe. A dry run has no logits."""
     clips = recipe.optimizer.qk_clip and platform.device.type != "meta"
     return QkClip(recipe, modules if clips else (), optimizer, platform.device)

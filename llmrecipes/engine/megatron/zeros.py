@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from llmrecipes.engine.core.model.gpt import RecipeGPTModel
+from llmrecipes.engine.core.model.gpt import RecipeModel
 from llmrecipes.engine.core.update import gradient, parts
 from llmrecipes.engine.megatron.state import updated
 
@@ -29,7 +29,7 @@ class KeptZeros:
         modules: this rank's chunks of the model; none: nothing is kept, at no cost.
     """
 
-    def __init__(self, modules: Sequence[RecipeGPTModel]) -> None:
+    def __init__(self, modules: Sequence[RecipeModel]) -> None:
         named = (pair for module in modules for pair in module.named_parameters())
         self._matrices = {parameter for name, parameter in named if MATRIX.fullmatch(name)}
 

@@ -16,7 +16,7 @@ def freeze(module: object, recipe: Recipe) -> None:
     gradients only if its input has, and a pipeline stage waits for those that the next one sends back.
 
     Args:
-        module: a `RecipeGPTModel`.
+        module: a `RecipeModel`.
     """
     state = module.sharded_state()  # type: ignore[attr-defined]
     parameters = sharded_parameters(state)

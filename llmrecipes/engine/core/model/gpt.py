@@ -42,7 +42,7 @@ from llmrecipes.recipe.features import FeatureChoice, SpeedTarget, require, reso
 from llmrecipes.recipe.schema import Recipe
 
 
-class RecipeGPTModel(ScheduledModel):
+class RecipeModel(ScheduledModel):
     """megatron-core's model with label smoothing, and a loss with fewer passes over unsplit logits, or in chunks.
 
     megatron-core's cross entropy is written for logits split over tensor-parallel ranks; on unsplit ones torch's needs
@@ -255,7 +255,7 @@ class _AboveMean(torch.autograd.Function):
 class BuiltModel:
     """A model and how it was built."""
 
-    modules: tuple[RecipeGPTModel, ...]
+    modules: tuple[RecipeModel, ...]
     """This rank's chunks: one, or one for each virtual pipeline stage."""
     config: TransformerConfig
     implementation: str
@@ -264,7 +264,7 @@ class BuiltModel:
     """Why it was chosen."""
 
     @property
-    def module(self) -> RecipeGPTModel:
+    def module(self) -> RecipeModel:
         """The only chunk of a rank that has the full model."""
         (module,) = self.modules
         return module
@@ -292,7 +292,7 @@ def build(plan: Plan, platform: Platform, weights: WeightSource | None = None, *
     return built
 
 
-def construct_without_memory(plan: Plan) -> RecipeGPTModel:
+def construct_without_memory(plan: Plan) -> RecipeModel:
     """The whole model of one process, of local layers, as names and shapes: its parameters are on the meta device."""
     config = transformer_config(plan, on_gpu=False, transformer_engine=False)
     with torch.device("meta"):
@@ -421,10 +421,10 @@ def loss_chunk_tokens(plan: Plan, *, compiled: bool) -> int:
     return with_chunks(recipe, plan.shape, plan.layout, memory).train.loss_chunk_tokens or 0
 
 
-def _chunk(plan: Plan, config: TransformerConfig, implementation: Any, stage: int | None) -> RecipeGPTModel:
+def _chunk(plan: Plan, config: TransformerConfig, implementation: Any, stage: int | None) -> RecipeModel:
     model = plan.recipe.model
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
-    module = RecipeGPTModel(
+    module = RecipeModel(
         config,
         stack_spec(plan.recipe, config, implementation, stage),
         vocab_size=plan.shape.vocab_size,
