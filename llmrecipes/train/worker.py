@@ -104,16 +104,24 @@ def _as_planned(spec: RunSpec, cluster: Cluster) -> Plan:
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     planned, cluster = spec.planned or {}, replace(cluster, nvlink_domain=spec.nvlink_domain)
+    here = f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
     # A different number of ranks may not have a plan at all.
-    plan = derive(spec.recipe, ranks, cluster) if planned.get("world_size", ranks) == ranks else None
-    facts = {"world_size": ranks} if plan is None else plan.facts()
+    if (world_size := planned.get("world_size", ranks)) != ranks:
+        raise UserError(
+            f"WORLD_SIZE is {ranks}, and the run was planned for {world_size}",
+            where=here,
+            rule="llmrecipes train starts all ranks itself, and sets RANK and WORLD_SIZE for them",
+            fix="unset RANK WORLD_SIZE; do not start it with torchrun or mpirun",
+        )
+    plan = derive(spec.recipe, ranks, cluster)
+    facts = plan.facts()
     differing = [f"{name} {facts[name]}, not {then}" for name, then in planned.items() if facts.get(name, then) != then]
-    if plan is None or differing:
+    if differing:
         raise UserError(
             f"this rank derives a different plan: {'; '.join(differing)}",
-            where=f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}",
+            where=here,
             rule="all ranks must train according to the plan that was checked before the start",
-            fix="use as many ranks as planned, identical nodes, and the same version of llmrecipes on all nodes",
+            fix="use identical nodes, and the same version of llmrecipes on all of them",
         )
     return plan
 
