@@ -53,7 +53,12 @@ def _parents(key: str) -> Iterator[str]:
 
 
 def _follows(key: str, details: ErrorDetails, around: set[str], meant: set[str]) -> bool:
-    """A list is 'too short' or 'no integer' if its item is invalid; a key is 'missing' if it is misspelt."""
+    """A list is 'too short' or 'no integer' if its item is invalid; a key is 'missing' if it is misspelt.
+
+    A default that depends on other keys is not made if one of its section is invalid.
+    """
+    if details["type"] == "default_factory_not_called":
+        return True
     if isinstance(details["input"], list | tuple):
         return key in around
     return details["type"] == "missing" and key in meant
