@@ -181,9 +181,11 @@ def load_operators(zero: Zero) -> None:
     its end. The kernel releases this lock, so whoever holds it may remove such a file.
     """
     from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
+    from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder
 
-    builders = [CPUAdamBuilder()] if zero.offload_optimizer != "none" else []
-    builders += [AsyncIOBuilder()] if zero.offload_optimizer == "nvme" else []
+    builders: list[Any] = [CPUAdamBuilder()] if zero.offload_optimizer != "none" else []
+    # The second one loads the first itself, without this lock.
+    builders += [PinMemoryBuilder(), AsyncIOBuilder()] if zero.offload_optimizer == "nvme" else []
     for builder in builders:
         _load_operator(builder)
 
