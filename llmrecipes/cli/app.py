@@ -308,7 +308,3 @@ def main() -> None:
         code = 1
     gc.freeze()  # the interpreter looks for cycles once more at its end, for a tenth of the time of `list`
     sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()
