@@ -121,7 +121,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
     ),
     "Checkpoints and resumes": (
         Claim("FSDP's checkpoint in another number of stages: stage 2 gets stage 1's layers", "Megatron-LM#7452 (12)", "absent", note="no Megatron FSDP; resumes over stages: `gpt: pp2 vpp2 to cp2 dp2`"),
-        Claim("Muon with sharded state: another model goes on after a resume", "Megatron-LM#6920", "equal", f"{RESUMED}[gpt with muon: tp2 sp to pp2]"),
+        Claim("Muon with sharded state: the weights differ after a resume", "Megatron-LM#6920", "equal", f"{RESUMED}[gpt with muon: tp2 sp to pp2]"),
         Claim("experts' optimizer state is lost with expert parallelism", "Megatron-LM#761; ms-swift#8240", "equal", f"{RESUMED}[moe: dp4 ep4 to pp2 dp2 ep2]"),
     ),
     "Random numbers": (

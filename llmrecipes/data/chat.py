@@ -154,7 +154,7 @@ class Template:
         return text, spans
 
     def _answer(self, messages: Messages, number: int, text: str, tools: Tools) -> tuple[int, int] | None:
-        """Character range of an assistant's message in the text of a conversation; None if it has no range of its own.
+        """Character range of an assistant's message in the text of a conversation; None if it cannot be located.
 
         Raises:
             Exception: whatever the template raises.

@@ -341,7 +341,7 @@ def install_routing(skew: float) -> None:
 
 
 def _permute(chosen: int, *args: Any, **options: Any) -> Any:
-    """megatron-core's for the local experts, with the number of tokens that chose them instead of its own answer."""
+    """megatron-core's, with a known number of rows: it reads the number from the device, which has no data here."""
     return _PLAIN_PERMUTE(*args, **{**options, "num_out_tokens": chosen})
 
 
