@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class Taught(Protocol):
-    """The frozen model of an engine; see `engine.megatron.frozen.FrozenModel`."""
+    """The frozen model of an engine; see `engine.parts.frozen.FrozenModel`."""
 
     def load(self, weights: Entry | WeightSource | None = None) -> None:
         """Build it."""

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from llmrecipes.engine.core import update
-from llmrecipes.engine.megatron import engine, state
+from llmrecipes.engine.core import masters, update
+from llmrecipes.engine.megatron import engine
 from llmrecipes.engine.megatron.optimizer import create_optimizer
 from llmrecipes.engine.meters import GradientFault
 from llmrecipes.errors import ExitCode, UserError
@@ -54,7 +54,7 @@ def count(patch: pytest.MonkeyPatch, counts: Callable[[Any, bool], bool]) -> Non
 
     def counted(part: Any) -> list[Any]:
         before = {id(each) for each in plain(part)}
-        owned = [(parameter, update.gradient(main)) for parameter, main, _ in state.updated(part)]
+        owned = [(parameter, update.gradient(main)) for parameter, main, _ in masters.updated(part)]
         return [each for parameter, each in owned if each is not None and counts(parameter, id(each) in before)]
 
     patch.setattr(MegatronOptimizer, "get_grads_for_grad_norm", counted)

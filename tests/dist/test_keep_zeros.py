@@ -9,7 +9,7 @@ from llmrecipes.engine.core.model.gpt import build
 from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.core.world import model_parallel
 from llmrecipes.engine.megatron.engine import MegatronEngine
-from llmrecipes.engine.megatron.zeros import MATRIX
+from llmrecipes.engine.parts.zeros import MATRIX
 from llmrecipes.plan.derive import derive
 from tests.dist.worlds import GlooWorld
 from tests.unit.balance_worker import ROOMY, micro_batches, moe_recipe

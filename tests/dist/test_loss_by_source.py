@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from llmrecipes.engine.base import Batch, Engine, Progress, World
-from llmrecipes.engine.core.token_sums import SourceLosses
+from llmrecipes.engine.parts.token_sums import SourceLosses
 from llmrecipes.tracking.events import is_measured
 from llmrecipes.train.measured import source_losses, start_counting
 from tests.dist.table import BOUND, Row, Sections

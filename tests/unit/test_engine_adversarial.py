@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from llmrecipes.engine.megatron.adversary import _key, uniform
 from llmrecipes.engine.megatron.engine import MegatronEngine
+from llmrecipes.engine.parts.adversary import _key, uniform
 from llmrecipes.plan.speed.forecast import forecast
 from llmrecipes.recipe.adversarial import Adversarial
 from llmrecipes.recipe.load import load

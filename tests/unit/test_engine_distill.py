@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llmrecipes.engine.megatron.distillation import Comparison, compared_losses, hidden_distances
 from llmrecipes.engine.megatron.engine import MegatronEngine
+from llmrecipes.engine.parts.distillation import Comparison, compared_losses, hidden_distances
 from llmrecipes.plan.derive import derive
 from llmrecipes.plan.frozen import teacher_plan
 from llmrecipes.plan.memory import teacher_bytes

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from llmrecipes.engine.megatron.engine import MegatronEngine
-from llmrecipes.engine.megatron.layer_drop import keeps, rate
+from llmrecipes.engine.parts.layer_drop import keeps, rate
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
 from tests.helpers import engine_of, random_batches, steps, tiny

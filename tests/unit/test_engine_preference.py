@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from llmrecipes.engine.megatron.engine import MegatronEngine
-from llmrecipes.engine.megatron.preference import Gains, find_answers, pair_losses
+from llmrecipes.engine.parts.preference import Gains, find_answers, pair_losses
 from llmrecipes.plan.derive import derive
 from llmrecipes.plan.parameters import count
 from llmrecipes.recipe.load import load

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmrecipes.engine.megatron.qk_clip import scale_rows
+from llmrecipes.engine.parts.qk_clip import scale_rows
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.optimizer_kinds import PACKAGE
 from llmrecipes.recipe.schema import Recipe

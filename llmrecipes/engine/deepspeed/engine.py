@@ -25,16 +25,14 @@ from llmrecipes.engine.base import (
     StepResult,
     StopCheck,
 )
-from llmrecipes.engine.core.balance import RouterBalance
 from llmrecipes.engine.core.checkpoint.format import ShardedFormat
 from llmrecipes.engine.core.checkpoint.slices import ShardedParameter
 from llmrecipes.engine.core.generation import generate
-from llmrecipes.engine.core.gradient_check import GradientCheck, OwnGradient
+from llmrecipes.engine.core.masters import OwnGradient
 from llmrecipes.engine.core.model.attention import masks
 from llmrecipes.engine.core.model.gpt import BuiltModel
 from llmrecipes.engine.core.model.init import slice_of
 from llmrecipes.engine.core.score import GPTScorer
-from llmrecipes.engine.core.token_sums import SourceLosses
 from llmrecipes.engine.core.update import increment, is_summed, mean_over_tokens, scheduler
 from llmrecipes.engine.core.weights import weight_slices
 from llmrecipes.engine.deepspeed import state
@@ -44,6 +42,9 @@ from llmrecipes.engine.deepspeed.experts import expert_groups
 from llmrecipes.engine.deepspeed.partition import Partition
 from llmrecipes.engine.deepspeed.runtime import mpu, tensor_parallel_group
 from llmrecipes.engine.meters import ReplicaFault
+from llmrecipes.engine.parts.balance import RouterBalance
+from llmrecipes.engine.parts.gradient_check import GradientCheck
+from llmrecipes.engine.parts.token_sums import SourceLosses
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.faults.numerics import named_gradients
 from llmrecipes.plan.derive import Plan

@@ -31,34 +31,35 @@ from llmrecipes.engine.base import (
     StopCheck,
 )
 from llmrecipes.engine.core import ema, replicas, update
-from llmrecipes.engine.core.balance import RouterBalance
 from llmrecipes.engine.core.checkpoint.format import ShardedFormat
 from llmrecipes.engine.core.checkpoint.part import PartFormat
 from llmrecipes.engine.core.generation import generate
-from llmrecipes.engine.core.gradient_check import GradientCheck
+from llmrecipes.engine.core.masters import own_gradients
 from llmrecipes.engine.core.model.attention import apart, own_chunks, prediction_weights
 from llmrecipes.engine.core.model.fake_quantize import renew_rounded, rounded
 from llmrecipes.engine.core.model.gpt import BuiltModel, RecipeModel
 from llmrecipes.engine.core.platform import patching
 from llmrecipes.engine.core.rerun import RerunState, announced, is_finite, is_update, kept
 from llmrecipes.engine.core.score import GPTScorer
-from llmrecipes.engine.core.token_sums import SourceLosses, sum_over_tokens
 from llmrecipes.engine.core.update import mean_over_tokens, scheduler
 from llmrecipes.engine.core.weights import gradient_slices, named_tensors, weight_slices
 from llmrecipes.engine.megatron import state
-from llmrecipes.engine.megatron.adversary import adversary
 from llmrecipes.engine.megatron.data_parallel import data_parallel
-from llmrecipes.engine.megatron.distillation import SaidBefore, Teacher
 from llmrecipes.engine.megatron.graphs import RecordedLayers
-from llmrecipes.engine.megatron.layer_drop import layer_drop
-from llmrecipes.engine.megatron.layer_norms import LayerNorms
 from llmrecipes.engine.megatron.optimizer import create_optimizer
-from llmrecipes.engine.megatron.preference import COUNTS, PreferenceLoss, RewardMeter, find_answers
-from llmrecipes.engine.megatron.qk_clip import qk_clip
-from llmrecipes.engine.megatron.router_losses import RouterLosses
 from llmrecipes.engine.megatron.user_buffers import create_user_buffers, destroy_user_buffers
-from llmrecipes.engine.megatron.zeros import KeptZeros
 from llmrecipes.engine.meters import ReplicaFault
+from llmrecipes.engine.parts.adversary import adversary
+from llmrecipes.engine.parts.balance import RouterBalance
+from llmrecipes.engine.parts.distillation import SaidBefore, Teacher
+from llmrecipes.engine.parts.gradient_check import GradientCheck
+from llmrecipes.engine.parts.layer_drop import layer_drop
+from llmrecipes.engine.parts.layer_norms import LayerNorms
+from llmrecipes.engine.parts.preference import COUNTS, PreferenceLoss, RewardMeter, find_answers
+from llmrecipes.engine.parts.qk_clip import qk_clip
+from llmrecipes.engine.parts.router_losses import RouterLosses
+from llmrecipes.engine.parts.token_sums import SourceLosses, sum_over_tokens
+from llmrecipes.engine.parts.zeros import KeptZeros
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.faults.numerics import first_bad_parameter
 from llmrecipes.plan.derive import Plan
@@ -202,7 +203,7 @@ class MegatronEngine:
         self._zeros.before_update(self.optimizer)
         square = update.squared_norm(self.optimizer, self.platform.device)
         due = self.gradient_check.due
-        checked = self.gradient_check.measure(state.own_gradients(self.optimizer), square) if due else None
+        checked = self.gradient_check.measure(own_gradients(self.optimizer), square) if due else None
         loss, _, stopping, (norm, scale_then, local) = self._agree(
             outputs, stop, square.sqrt(), scale, update.total(self._local_sums, self.platform.device), checked
         )
@@ -434,7 +435,7 @@ class MegatronEngine:
         numbers = torch.cat([local_totals, totals, *more]).tolist()
         if checked is not None:
             found, numbers[-6:] = numbers[-6:-3], numbers[-3:]
-            own, counted = state.own_gradients(self.optimizer), update.counted_gradients(self.optimizer)
+            own, counted = own_gradients(self.optimizer), update.counted_gradients(self.optimizer)
             self.gradient_check.see(numbers[-3], found, own, counted)
         own_loss, own_tokens, loss, tokens, right, *others, stops, the_norm, the_scale, the_local = numbers
         if self.preference is None:

@@ -11,8 +11,8 @@ from megatron.core import parallel_state
 
 from llmrecipes.engine.base import Batch, Platform
 from llmrecipes.engine.core.model.attention import own_chunks
-from llmrecipes.engine.megatron.frozen import FrozenModel
-from llmrecipes.engine.megatron.preference import find_answers
+from llmrecipes.engine.parts.frozen import FrozenModel
+from llmrecipes.engine.parts.preference import find_answers
 from llmrecipes.plan.derive import Plan
 
 

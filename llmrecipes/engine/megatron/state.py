@@ -23,7 +23,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.base import Progress
@@ -37,10 +36,10 @@ from llmrecipes.engine.core.checkpoint.slices import (
     other_state,
     sharded_parameters,
 )
-from llmrecipes.engine.core.gradient_check import OwnGradient
+from llmrecipes.engine.core.masters import main_parameters, own_ranges
 from llmrecipes.engine.core.model.init import global_name, whole_name
 from llmrecipes.engine.core.random_states import load_random_states, same_random_states, sharded_random_states
-from llmrecipes.engine.core.update import gradient, load_schedule
+from llmrecipes.engine.core.update import load_schedule
 from llmrecipes.engine.core.weights import saved_states
 from llmrecipes.recipe.freezing import is_frozen, patterns_of
 
@@ -314,7 +313,7 @@ def _parameters(part: Any) -> Iterator[torch.nn.Parameter]:
     if isinstance(part, DistributedOptimizer):
         yield from (parameter for buffer in part.buffers for parameter in buffer.param_index_map)
     else:
-        yield from (parameter for parameter, _ in _main_parameters(part))
+        yield from (parameter for parameter, _ in main_parameters(part))
 
 
 def _optimizer_slices(part: Any, by_parameter: dict[torch.nn.Parameter, ShardedParameter]) -> Iterator[OptimizerSlice]:
@@ -323,7 +322,7 @@ def _optimizer_slices(part: Any, by_parameter: dict[torch.nn.Parameter, ShardedP
         for parameter, start in own_ranges(part):
             yield OptimizerSlice(by_parameter[parameter], start, _flat(_of_range(part, parameter)))
         return
-    for parameter, main in _main_parameters(part):
+    for parameter, main in main_parameters(part):
         yield OptimizerSlice(by_parameter[parameter], 0, _flat({"param": main, **part.optimizer.state[main]}))
 
 
@@ -338,49 +337,9 @@ def _of_range(part: DistributedOptimizer, parameter: torch.nn.Parameter) -> dict
     return {"param": state.pop(MASTER, master), **state}
 
 
-def updated(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor]]:
-    """Parameters of which this rank updates a range: the parameter, what has the range's gradient, master weights."""
-    if part.optimizer is None:  # a stage may have no parameters of a kind
-        return
-    if not isinstance(part, DistributedOptimizer):
-        yield from ((parameter, main, main) for parameter, main in _main_parameters(part))
-        return
-    for parameter, _ in own_ranges(part):
-        group, place = part.model_param_group_index_map[parameter]
-        master = part.optimizer.param_groups[group]["params"][place]
-        yield parameter, master, part.optimizer.state[master].get(MASTER, master)
-
-
-def own_gradients(optimizer: Any) -> Iterator[OwnGradient]:
-    """What this rank updates with, after `prepare_grads`."""
-    for part in _parts(optimizer):
-        starts = dict(own_ranges(part)) if isinstance(part, DistributedOptimizer) else {}
-        for parameter, main, _ in updated(part):
-            values = gradient(main)
-            if values is not None:
-                yield OwnGradient(parameter, starts.get(parameter, 0), values)
-
-
 def trained_parameters(modules: Sequence[Any]) -> list[ShardedParameter]:
     """Parameters of this rank's chunks that have gradients, in model order."""
     return [each for each in _sharded_parameters(saved_states(modules)) if each.parameter.requires_grad]
-
-
-def own_ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int]]:
-    """Parameters of which this rank has a range, and where it starts in the flattened parameter."""
-    for buckets in (buckets for ranges in part.gbuf_ranges for buckets in ranges.values()):
-        for bucket in buckets:
-            for parameter, ranges in bucket["param_map"].items():
-                yield parameter, ranges["param"].start
-
-
-def _main_parameters(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    if not isinstance(part, Float16OptimizerWithFloat16Params):
-        yield from ((parameter, parameter) for parameter in part.get_parameters())
-        return
-    halves, wholes = chain(*part.float16_groups), chain(*part.fp32_from_float16_groups)
-    yield from zip(halves, wholes, strict=True)
-    yield from ((parameter, parameter) for parameter in chain(*part.fp32_from_fp32_groups))
 
 
 def _flat(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from llmrecipes.engine.base import Batch, Platform
 from llmrecipes.engine.core.model.gpt import RecipeModel
-from llmrecipes.engine.megatron.frozen import FrozenModel
+from llmrecipes.engine.parts.frozen import FrozenModel
 from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.frozen import teacher_plan
 from llmrecipes.recipe.distill import Distill

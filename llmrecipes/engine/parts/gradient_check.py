@@ -18,13 +18,14 @@ import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from llmrecipes.engine.core.checkpoint.slices import ShardedParameter
+from llmrecipes.engine.core.masters import OwnGradient
 from llmrecipes.engine.core.model.init import EMBEDDINGS, global_name, whole_name
 from llmrecipes.engine.meters import GradientFault
 
@@ -42,15 +43,6 @@ COPY_TOLERANCE, COPY_FLOOR = 1e-2, 1e-6
 in order. A missing reduction makes them differ by as much as their norm."""
 MOST_NAMED = 64
 """Weights that a rank names."""
-
-
-class OwnGradient(NamedTuple):
-    """What this rank has of a parameter's reduced gradient."""
-
-    parameter: torch.nn.Parameter
-    start: int
-    """Index of its first element in the flattened parameter."""
-    values: torch.Tensor
 
 
 class GradientCheck:

@@ -25,10 +25,10 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from llmrecipes.engine.base import Platform
+from llmrecipes.engine.core.masters import own_ranges, updated
 from llmrecipes.engine.core.model.attention_logits import largest_logits, softmax_scale
 from llmrecipes.engine.core.model.gpt import RecipeModel
 from llmrecipes.engine.core.update import parts
-from llmrecipes.engine.megatron.state import own_ranges, updated
 from llmrecipes.recipe.schema import Recipe
 
 Rows = Callable[[torch.Tensor], torch.Tensor]

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+from llmrecipes.engine.core.masters import updated
 from llmrecipes.engine.core.model.gpt import RecipeModel
 from llmrecipes.engine.core.update import gradient, parts
-from llmrecipes.engine.megatron.state import updated
 
 MATRIX = re.compile(r"decoder\.layers\.\d+\..*(\.linear_\w+\.weight\d*|\.experts\.weight\d+)")
 MOMENTA = ("exp_avg", "momentum_buffer")

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+from llmrecipes.engine.core.masters import updated
 from llmrecipes.engine.core.model.attention_logits import largest_logit, softmax_scale
 from llmrecipes.engine.core.model.gpt import RecipeModel
 from llmrecipes.engine.core.update import gradient, parts
-from llmrecipes.engine.megatron.histograms import BINS, count, histogram
-from llmrecipes.engine.megatron.state import updated
 from llmrecipes.engine.meters import LayerMeasurements
+from llmrecipes.engine.parts.histograms import BINS, count, histogram
 from llmrecipes.recipe.schema import Recipe
 
 KINDS = {

@@ -23,7 +23,7 @@ from llmrecipes.engine.base import Batch, Platform, WeightSource
 from llmrecipes.engine.core.accuracy import TokenAccuracy
 from llmrecipes.engine.core.model.gpt import BuiltModel, RecipeModel
 from llmrecipes.engine.core.model.lora import adapters
-from llmrecipes.engine.megatron.frozen import FrozenModel
+from llmrecipes.engine.parts.frozen import FrozenModel
 from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.frozen import reference_plan
 from llmrecipes.recipe.preference import Dpo
