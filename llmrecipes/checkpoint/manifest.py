@@ -77,6 +77,8 @@ class CheckpointInfo(BaseModel):
     """The resolved recipe as JSON, for a run that has lost its recipe.yaml; None if written by an older version."""
     monitored: Monitored | None = None
     """None: the run had not been evaluated, or it was written by an older version."""
+    sample_order: int = 1
+    """`data.prepared.ORDER` that it was trained with; older versions did not record theirs."""
 
 
 class Manifest(CheckpointInfo):

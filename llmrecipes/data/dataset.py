@@ -1,4 +1,4 @@
-"""Samples of a split: megatron-core's GPTDataset for each source, blended by weight; and their order, built once.
+"""Samples of a split: a `passes.PassDataset` for each source, blended by weight; and their order, built once.
 
 `BlendedMegatronDatasetBuilder` is not used: it waits at barriers of the process group even if every index is cached,
 and names its caches by absolute path, so that a moved folder would be indexed again.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import shutil
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 from megatron.core.datasets import blended_dataset
 from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split as MegatronSplit
 from torch.utils.data import Dataset
@@ -31,6 +30,7 @@ from llmrecipes.data.curriculum import order_by_difficulty
 from llmrecipes.data.documents import TokenFile
 from llmrecipes.data.manifest import LISTING, File, listing_text, open_array, stem, valid_stem
 from llmrecipes.data.pair_samples import PairDataset
+from llmrecipes.data.passes import PassDataset
 from llmrecipes.data.prepared import (
     TOKENIZER,
     Prepared,
@@ -40,7 +40,7 @@ from llmrecipes.data.prepared import (
     index_folder,
     index_usable,
     require_training,
-    say_unseen,
+    samples_of_sources,
     train_weights,
 )
 from llmrecipes.data.split import SPLITS, Split
@@ -51,7 +51,7 @@ from llmrecipes.recipe.schema import Recipe
 logger = logging.getLogger(__name__)
 
 
-def build(recipe: Recipe, prepared: Prepared, split: Split) -> GPTDataset | BlendedDataset | Talks | None:
+def build(recipe: Recipe, prepared: Prepared, split: Split) -> PassDataset | BlendedDataset | Talks | None:
     """Open a split for training: nothing is built, and no rank waits for another except while files are checked.
 
     Args:
@@ -75,7 +75,7 @@ def build(recipe: Recipe, prepared: Prepared, split: Split) -> GPTDataset | Blen
 
 def load(
     recipe: Recipe, prepared: Prepared, split: Split, cache: Path, *, fresh: bool
-) -> GPTDataset | BlendedDataset | None:
+) -> PassDataset | BlendedDataset | None:
     """As `build`, with the indices in `cache`; `fresh` builds them in `cache` (for `build_order`)."""
     if split == "train":
         require_training(recipe, prepared)
@@ -89,20 +89,19 @@ def load(
     size = drawn_samples(recipe, split)
     # megatron-core would open arrays with `allow_pickle`: it only provides the names, and `open_array` opens them.
     config.defer_npy_index_mmap = not fresh
-    # A blend draws each source's share, rounded up by one sample.
-    sizes = [size] if len(usable) == 1 else [math.ceil(size * weight) + 1 for weight in weights]
+    sizes = samples_of_sources(size, weights)
     parts = [_source(prepared, stem(n, split), split, part, config) for n, part in zip(usable, sizes, strict=True)]
     if fresh and split == "train" and recipe.data.curriculum is not None:
         drawn = {n: (part, int(size * weight)) for n, part, weight in zip(usable, parts, weights, strict=True)}
         order_by_difficulty(drawn, prepared, recipe.data.curriculum, cache)
-    opened: GPTDataset | BlendedDataset = parts[0]
+    opened: PassDataset | BlendedDataset = parts[0]
     if len(parts) > 1:
         opened = _blend(parts, weights, size, config, fresh=fresh)
     config.defer_npy_index_mmap = False
     return opened
 
 
-def build_set(recipe: Recipe, prepared: Prepared, label: str) -> GPTDataset:
+def build_set(recipe: Recipe, prepared: Prepared, label: str) -> PassDataset:
     """Open a set of `data.valid_sources`, as `build` opens a split.
 
     Raises:
@@ -112,7 +111,7 @@ def build_set(recipe: Recipe, prepared: Prepared, label: str) -> GPTDataset:
     return load_set(recipe, prepared, label, check_index(recipe, prepared, logger.info), fresh=False)
 
 
-def load_set(recipe: Recipe, prepared: Prepared, label: str, cache: Path, *, fresh: bool) -> GPTDataset:
+def load_set(recipe: Recipe, prepared: Prepared, label: str, cache: Path, *, fresh: bool) -> PassDataset:
     """As `build_set`, with the indices in `cache`; `fresh` builds them there."""
     name = valid_stem(label)
     config = _config(recipe, prepared, "valid", [name], [1.0], cache)
@@ -138,13 +137,13 @@ def _config(
     )
 
 
-def _source(prepared: Prepared, name: str, split: Split, size: int, config: GPTDatasetConfig) -> GPTDataset:
+def _source(prepared: Prepared, name: str, split: Split, size: int, config: GPTDatasetConfig) -> PassDataset:
     tokens = IndexedDataset(str(prepared.path / name), mmap=False)
     tokens.bin_reader = TokenFile(prepared.path / f"{name}.bin")
     documents = np.arange(len(tokens), dtype=np.int32)
     # The second argument only names the cache: it must not change when the folder moves.
     label = f"{prepared.manifest.fingerprint}/{name}"
-    source = GPTDataset(tokens, label, documents, size, MegatronSplit[split], config)
+    source = PassDataset(tokens, label, documents, size, MegatronSplit[split], config)
     if config.defer_npy_index_mmap:
         source.document_index = open_array(Path(source.path_to_document_index))
         source.sample_index = open_array(Path(source.path_to_sample_index))
@@ -153,7 +152,7 @@ def _source(prepared: Prepared, name: str, split: Split, size: int, config: GPTD
 
 
 def _blend(
-    parts: list[GPTDataset], weights: list[float], size: int, config: GPTDatasetConfig, *, fresh: bool
+    parts: list[PassDataset], weights: list[float], size: int, config: GPTDatasetConfig, *, fresh: bool
 ) -> BlendedDataset:
     """A BlendedDataset whose indices are in the cache.
 
@@ -209,8 +208,7 @@ def build_order(recipe: Recipe, prepared: Prepared, log: Callable[[str], None]) 
         part.mkdir(parents=True)
         for split in SPLITS:
             if recipe.data.chat is None:
-                built = load(recipe, prepared, split, part, fresh=True)
-                say_unseen(recipe, prepared, split, built, log)
+                load(recipe, prepared, split, part, fresh=True)
             else:
                 write_order(recipe, prepared, split, part, log)
         for label in prepared.manifest.valid_sources:

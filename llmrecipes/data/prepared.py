@@ -1,6 +1,6 @@
 """A prepared folder: its fingerprint, its checks, the order of a run's samples, and held-out text for bits per byte.
 
-The order of samples is megatron-core's indices in `<prepared folder>/index/<key>/`. It depends on sequence length,
+The order of samples is `dataset`'s indices in `<prepared folder>/index/<key>/`. It depends on sequence length,
 seed, number of samples and weights; `prepare` builds it once, and training only loads it.
 """
 
@@ -13,12 +13,10 @@ import json
 import logging
 import math
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-
-import numpy as np
 
 from llmrecipes.commandline import command_line
 from llmrecipes.data import checked
@@ -38,6 +36,8 @@ from llmrecipes.recipe.stages import span_of
 logger = logging.getLogger(__name__)
 
 TOKENIZER = "tokenizer.json"
+ORDER = 2
+"""Of the samples of text. 1: megatron-core shuffles all passes over a source as one; 2: each is shuffled by itself."""
 # Tokens depend on every key of the section data, including new ones, except these.
 NOT_IN_TOKENS: dict[str, Any] = {
     # How batches reach the model.
@@ -334,29 +334,19 @@ def drawn_sources(recipe: Recipe, prepared: Prepared, split: Split) -> list[int]
     return [number for number in usable if shares[number]]
 
 
-def say_unseen(recipe: Recipe, prepared: Prepared, split: Split, built: Any, log: Callable[[str], None]) -> None:
-    """Say where training shuffles passes over a source as one: megatron-core separates only a last one of less than
-    80 %.
+def samples_of_sources(size: int, weights: Sequence[float]) -> list[int]:
+    """Samples that a blend draws from each source: its share, rounded up, and one more; all, if there is only one."""
+    total = sum(weights)
+    return [size] if len(weights) == 1 else [math.ceil(size * weight / total) + 1 for weight in weights]
 
-    Args:
-        recipe: the resolved recipe; a curriculum orders each pass.
-        prepared: the opened folder.
-        split: that was built.
-        built: its `GPTDataset`, the `BlendedDataset` of several, or None.
-        log: receives a line for each such source.
-    """
-    if split != "train" or built is None or recipe.data.curriculum is not None:
-        return
-    for number, dataset in zip(
-        drawn_sources(recipe, prepared, split), getattr(built, "datasets", [built]), strict=True
-    ):
-        documents, order = len(dataset.indices), np.asarray(dataset.document_index)
-        passes = len(order) // documents
-        together = passes - int(passes > 1 and np.bincount(order[-documents:]).max() == 1)
-        if together > 1:
-            seen = 1 - (1 - 1 / together) ** together  # each of so many copies is anywhere in them
-            label = prepared.manifest.sources[number].label
-            log(f"{label}: {together} passes are shuffled together; the first has about {seen:.0%} of its tokens")
+
+def most_passes(recipe: Recipe, prepared: Prepared) -> int:
+    """Passes that training begins over the source that it draws from most often."""
+    shares, usable = train_weights(recipe, prepared), drawn_sources(recipe, prepared, "train")
+    drawn = samples_of_sources(drawn_samples(recipe, "train"), [shares[number] for number in usable])
+    tokens = [prepared.manifest.sources[number].splits["train"].tokens for number in usable]
+    length = recipe.model.seq_length
+    return max(math.ceil((count * length + 1) / each) for count, each in zip(drawn, tokens, strict=True))
 
 
 def index_folder(recipe: Recipe, prepared: Prepared) -> Path:
@@ -367,6 +357,7 @@ def index_folder(recipe: Recipe, prepared: Prepared) -> Path:
         "samples": {split: drawn_samples(recipe, split) for split in SPLITS},
         "weights": prepared.weights,
         "megatron-core": importlib.metadata.version("megatron-core"),
+        "order": ORDER,
     }
     if (weights := train_weights(recipe, prepared)) != prepared.weights:
         identity["train_weights"] = weights

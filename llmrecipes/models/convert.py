@@ -166,6 +166,7 @@ def _publish(run_dir: Path, recipe: Recipe, entry: Entry, to: str) -> bool:
             engine=to,
             recipe=recipe.model_dump(mode="json"),
             monitored=manifest.monitored,
+            sample_order=manifest.sample_order,
         )
         # A linked file has just been hashed; a copy is hashed again, and has to be the same.
         copied = store.publish(temporary, info, versions=manifest.versions, known=linked).manifest.files

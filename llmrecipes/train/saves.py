@@ -9,6 +9,7 @@ from typing import Protocol
 
 from llmrecipes.checkpoint.manifest import CheckpointInfo, Monitored
 from llmrecipes.checkpoint.saver import AsyncSaver, SaveReport
+from llmrecipes.data.prepared import ORDER
 from llmrecipes.engine.base import Engine, Progress
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.watchdog import Beat
@@ -148,6 +149,7 @@ class Saves:
             engine=self._engine.name,
             recipe=self._plan.run_recipe.model_dump(mode="json"),
             monitored=None if self._held_out is None else self._held_out.monitored,
+            sample_order=ORDER,
         )
 
     def _report(self, reports: list[SaveReport]) -> None:

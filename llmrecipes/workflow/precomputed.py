@@ -96,7 +96,7 @@ def identity(path: Path | None, recipe: Recipe, log: Log) -> str:
 def facts(recipe: Recipe, prepared: Prepared, weights: str) -> dict[str, Any]:
     """What the values belong to, as JSON values."""
     from llmrecipes.data.curriculum import ordering
-    from llmrecipes.data.prepared import index_folder
+    from llmrecipes.data.prepared import ORDER, index_folder, most_passes
 
     tokens = {name: file.sha256 for name, file in prepared.manifest.files.items()
               if name.endswith((".bin", ".idx", ".answers"))}  # fmt: skip
@@ -115,6 +115,8 @@ def facts(recipe: Recipe, prepared: Prepared, weights: str) -> dict[str, Any]:
             "data.chat.packing": None if recipe.data.chat is None else recipe.data.chat.packing,
             "data.curriculum": None if curriculum is None else ordering(curriculum, index_folder(recipe, prepared)),
         }  # fmt: skip
+        if recipe.data.chat is None and most_passes(recipe, prepared) > 1:
+            values["order"]["passes"] = ORDER
         values["distill.top_k"] = recipe.distill.top_k
     return cast(dict[str, Any], json.loads(json.dumps(values)))
 

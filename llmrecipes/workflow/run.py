@@ -6,13 +6,12 @@ And what resuming with a different recipe would change: architecture, learning r
 from __future__ import annotations
 
 import logging
-import math
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmrecipes.checkpoint.compatibility import require_compatible, require_readable
+from llmrecipes.checkpoint.store import Entry
 from llmrecipes.errors import UserError
 from llmrecipes.faults.signals import StoppedEarly
 from llmrecipes.hardware.cluster import Cluster
@@ -20,10 +19,10 @@ from llmrecipes.launch.ranks import Node
 from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.plan.check import check, check_fewer, require_elastic_world
 from llmrecipes.plan.derive import Plan, default_world_size, derive
-from llmrecipes.recipe.batch_schedule import batch_schedule
 from llmrecipes.recipe.engines import engine_name, without_zero
 from llmrecipes.recipe.schema import Parallelism, Recipe
 from llmrecipes.recipe.speed import Speed
+from llmrecipes.recipe.stage_runs import stage_recipes
 from llmrecipes.recipe.stages import decay_iters
 from llmrecipes.rundir import Run
 from llmrecipes.runfiles import checked_run_id
@@ -178,14 +177,12 @@ def require_same_recipe(recipe: Recipe, run: Run, data_dir: Path, *, accept: boo
         return
     require_compatible(recipe.model_dump(mode="json"), then.model_dump(mode="json"), where=str(run.path))
     step = 0 if newest is None else newest.step
-    require_accepted(recipe, then, step, run_dir=run.path, data_dir=data_dir, accept=accept)
+    require_accepted(recipe, then, step, run_dir=run.path, accept=accept)
+    if newest is not None:
+        _require_order(newest, then, run, data_dir, accept=accept)
 
 
-Order = tuple[tuple[int, bool], ...]
-"""For each source: epochs, and whether the last one is shuffled separately."""
-
-
-def require_accepted(now: Recipe, then: Recipe, step: int, *, run_dir: Path, data_dir: Path, accept: bool) -> None:
+def require_accepted(now: Recipe, then: Recipe, step: int, *, run_dir: Path, accept: bool) -> None:
     """Refuse a number of steps that changes the rest of a run, unless the user accepts it.
 
     A learning rate that `scheduler.lr_decay_iters` defines is intended.
@@ -194,7 +191,6 @@ def require_accepted(now: Recipe, then: Recipe, step: int, *, run_dir: Path, dat
         now, then: the recipe of this command, and that of the run.
         step: steps done.
         run_dir: the run.
-        data_dir: folder of its prepared data, if it has any.
         accept: whether the user has accepted what changes.
 
     Raises:
@@ -202,7 +198,7 @@ def require_accepted(now: Recipe, then: Recipe, step: int, *, run_dir: Path, dat
     """
     if not step or now.train.train_iters == then.train.train_iters:
         return
-    rate, order = _rate_change(now, then, step), _order_change(now, then, data_dir)
+    rate, order = _rate_change(now, then, step), _order_change(now, then)
     changes = [what for what, _ in (rate, order) if what]
     if not changes:
         return
@@ -231,53 +227,34 @@ def _rate_change(now: Recipe, then: Recipe, step: int) -> tuple[str, str]:
     return what, f"scheduler.lr_decay_iters={before} keeps the learning rate"
 
 
-def _order_change(now: Recipe, then: Recipe, data_dir: Path) -> tuple[str, str]:
-    from llmrecipes.data.prepared import open_prepared
+def _order_change(now: Recipe, then: Recipe) -> tuple[str, str]:
+    if then.data.curriculum is None:
+        return "", ""  # each pass is shuffled by itself, whatever their number
+    what = f"data: a curriculum of {now.train.train_iters:,} steps sorts other documents together than one of "
+    return f"{what}{then.train.train_iters:,}", f"train.train_iters={then.train.train_iters} keeps it"
 
-    if then.data.chat is not None:
-        return "", ""  # each pass over conversations is shuffled by itself
-    if then.data.curriculum is not None:
-        what = f"data: a curriculum of {now.train.train_iters:,} steps sorts other documents together than one of "
-        return f"{what}{then.train.train_iters:,}", f"train.train_iters={then.train.train_iters} keeps it"
+
+def _require_order(newest: Entry, then: Recipe, run: Run, data_dir: Path, *, accept: bool) -> None:
+    """Refuse to resume a run of several passes that an older version shuffled as one, unless the user accepts it."""
+    from llmrecipes.data.prepared import ORDER, most_passes, open_prepared
+
+    if not newest.step or newest.manifest.sample_order == ORDER or then.data.chat is not None:
+        return
     try:
         prepared = open_prepared(then, data_dir)
     except UserError:
-        return "", ""  # prepared on another machine, where the same check runs
-    length = then.model.seq_length
-    usable = prepared.usable("train", length)
-    tokens = [prepared.manifest.sources[n].splits["train"].tokens for n in usable]
-    weights = [prepared.weights[n] for n in usable]
-
-    def order(iters: int) -> Order:
-        return sample_order(tokens, weights, length, batch_schedule(then).samples(iters))
-
-    first, last = then.train.train_iters, now.train.train_iters
-    if order(first) == order(last):
-        return "", ""
-    passes = [max(count for count, _ in order(iters)) for iters in (last, first)]
-    what = f"data: {passes[0]} passes over it are shuffled together instead of {passes[1]}, so the order changes"
-    if last < first:
-        return what, f"train.train_iters={first} keeps the order of the data"
-    longest = first - 1 + bisect_left(range(first, last), True, key=lambda iters: order(iters) != order(first))
-    return what, f"train.train_iters={longest} or less keeps the order of the data"
-
-
-def sample_order(tokens: list[int], weights: list[float], seq_length: int, samples: int) -> Order:
-    """What megatron-core's order of a run's samples depends on, besides its seed.
-
-    Args:
-        tokens, weights: those of each source.
-        seq_length: tokens per sample.
-        samples: number that the run draws.
-    """
-    parts = [samples if len(tokens) == 1 else math.ceil(samples * w / sum(weights)) + 1 for w in weights]
-    return tuple(_passes(count, seq_length, part) for count, part in zip(tokens, parts, strict=True))
-
-
-def _passes(tokens: int, seq_length: int, samples: int) -> tuple[int, bool]:
-    # As in GPTDataset: the last epoch is shuffled separately if less than 80 % of it is drawn.
-    passes = max(1, math.ceil((samples * seq_length + 1) / tokens))
-    if passes == 1:
-        return 1, False
-    before = ((passes - 1) * tokens - 1) // seq_length
-    return passes, samples - before < int(0.8 * ((tokens - 1) // seq_length))
+        return  # prepared on another machine, where the same check runs
+    passes = max(most_passes(stage, prepared) for stage in stage_recipes(then))
+    if passes == 1 or (then.data.curriculum is not None and then.data.curriculum.share == 1):
+        return
+    what = f"an older version shuffled its {passes} passes over the data as one, until step {newest.step}; each is "
+    what += "shuffled by itself now, so the order changes"
+    if accept:
+        logger.warning("%s: %s", run.path, what)
+        return
+    raise UserError(
+        what,
+        where=str(run.path),
+        rule="a resumed run keeps the order of its data, unless the change is accepted",
+        fix="--accept-changes, or finish the run with the version that started it",
+    )

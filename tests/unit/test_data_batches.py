@@ -24,7 +24,6 @@ from llmrecipes.data.prepare import Prepared, open_prepared, prepare
 from llmrecipes.data.prepared import drawn_samples, index_folder
 from llmrecipes.errors import ExitCode
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.workflow.run import Order, sample_order
 from tests.refusals import refused
 from tests.unit.data_recipes import corpus, recipe
 
@@ -238,29 +237,6 @@ def test_the_seed_decides_the_order(made: tuple[Recipe, Prepared], tmp_path: Pat
     other = dataset.build(used, prepare(used, tmp_path / "data", workers=1), "train")
     mine = dataset.build(*made, "train")
     assert not all(_same(a, b) for a, b in zip(_batches(mine), _batches(other), strict=True))
-
-
-@pytest.mark.rotating
-def test_more_steps_keep_the_data_order_if_the_resume_check_says_so(
-    made: tuple[Recipe, Prepared], tmp_path: Path
-) -> None:
-    sources, length = made[0].data.sources, made[0].model.seq_length
-    shutil.copytree(made[1].path.parent, tmp_path / "data")
-    tokens = [source.splits["train"].tokens for source in made[1].manifest.sources]
-    weights = list(made[1].weights)
-    seen: dict[Order, torch.Tensor] = {}
-    shared = 0
-    for iters in range(20, 200, 12):
-        used = recipe(*sources, train_iters=iters)
-        samples = dataset.build(used, prepare(used, tmp_path / "data", workers=1), "train")
-        assert samples is not None
-        first = torch.stack([samples[number]["tokens"] for number in range(20 * used.train.global_batch_size)])
-        order = sample_order(tokens, weights, length, iters * used.train.global_batch_size)
-        shared += order in seen
-        assert torch.equal(seen.setdefault(order, first), first)
-    assert shared
-    orders = list(seen.values())
-    assert not any(torch.equal(*pair) for pair in itertools.combinations(orders, 2))
 
 
 def test_training_builds_nothing_even_where_the_folder_has_moved(

@@ -282,7 +282,7 @@ def test_a_sample_order_runs_no_code(
     used, data, _ = copied
     prepared, marker = open_prepared(used, data), tmp_path / "marker"
     folder = index_folder(used, prepared)
-    file = next(folder.glob("*-GPTDataset-train-shuffle_index.npy"))
+    file = next(folder.glob("*-PassDataset-train-shuffle_index.npy"))
     if listed == "another":
         file = file.with_name(f"x-{file.name}")
     if kind == "pickle":

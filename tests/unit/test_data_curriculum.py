@@ -185,7 +185,7 @@ def test_another_number_of_steps_is_another_order_which_a_resumed_run_accepts(
     now = then.model_copy(update={"train": then.train.model_copy(update={"train_iters": 33})})
     first, second = samples(then, prepared), samples(now, prepare(now, prepared.path.parent, workers=1))
     assert second[: len(first)] != first
-    places: Any = {"run_dir": tmp_path, "data_dir": prepared.path.parent}
+    places: Any = {"run_dir": tmp_path}
     with refused(tmp_path, rule=("30", "train.train_iters=30")):
         require_accepted(now, then, 5, **places, accept=False)
     require_accepted(now, then, 5, **places, accept=True)

@@ -6,7 +6,6 @@ import gzip
 import hashlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -22,7 +21,6 @@ from pydantic import create_model
 
 from llmrecipes.data import corpus as corpus_module
 from llmrecipes.data import write
-from llmrecipes.data.dataset import build
 from llmrecipes.data.manifest import FORMAT, stem
 from llmrecipes.data.prepare import Prepared, fingerprint, open_prepared, prepare
 from llmrecipes.data.prepared import bits_per_byte, bytes_per_token, gzip_bits_per_byte, held_out_text, index_usable
@@ -532,25 +530,3 @@ def test_a_tokenizer_that_is_not_there_is_one_message(tmp_path: Path) -> None:
     section = Tokenizer(type="huggingface", path=str(tmp_path / "nowhere"))
     with refused("data.tokenizer", rule=(repr(section.path), "HF_ENDPOINT")):
         prepare(recipe(corpus(tmp_path / "text"), tokenizer=section), tmp_path / "data", workers=1)
-
-
-@pytest.mark.parametrize(("passes", "together"), [(1.95, 2), (1.5, 1), (2.95, 3)])
-def test_passes_that_are_shuffled_as_one_are_named(tmp_path: Path, passes: float, together: int) -> None:
-    source, length = corpus(tmp_path / "text", documents=400), 32
-    base = recipe(source, seq_length=length)
-    tokens = prepare(base, tmp_path / "data", workers=1).manifest.counts("train").tokens
-    iters = int(passes * tokens / length / base.train.global_batch_size)
-    given, lines = recipe(source, seq_length=length, train_iters=iters), list[str]()
-    dataset: Any = build(given, prepare(given, tmp_path / "data", workers=1, progress=lines.append), "train")
-    said = [line for line in lines if "shuffled together" in line]
-    if together == 1:
-        assert not said
-        return
-    lengths = dataset.dataset.sequence_lengths.astype(int)
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    places = np.concatenate([np.arange(starts[n], starts[n + 1]) for n in dataset.document_index])
-    first = [places[n * length : (n + 1) * length] for n in dataset.shuffle_index[: tokens // length]]
-    seen = len(np.unique(np.concatenate(first))) / tokens
-    count, percent = re.findall(r"\d+(?= passes)|\d+(?=%)", said[0])
-    assert (len(said), int(count)) == (1, together)
-    assert seen == pytest.approx(int(percent) / 100, abs=0.03)
