@@ -125,7 +125,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim("experts' optimizer state is lost with expert parallelism", "Megatron-LM#761; ms-swift#8240", "equal", f"{RESUMED}[moe: dp4 ep4 to pp2 dp2 ep2]"),
     ),
     "Random numbers": (
-        Claim("dropout with sequence parallelism takes the wrong random state", "Megatron-LM#1256", "once", note="masks compared by rank"),
+        Claim("dropout with sequence parallelism takes the wrong random state", "Megatron-LM#1256", "equal", row("gpt with dropout: tp2 sp pp2, recompute_granularity=selective")),
     ),
     "Not judged": (
         Claim("finding 7 and the appendices of the issue", "Megatron-LM#7452 (7, A, B)", "unknown", note="text not read"),

@@ -213,10 +213,8 @@ class _PerToken:
 
     @cached_property
     def mask(self) -> float:
-        """One dropout mask: one byte per channel on a GPU, a full element on a CPU."""
-        if not self.recipe.model.hidden_dropout:
-            return 0.0
-        return (self.element if self.device == "cpu" else 1) * self.shape.hidden_size / self._sequence_ranks
+        """One dropout mask: one byte per channel."""
+        return self.shape.hidden_size / self._sequence_ranks if self.recipe.model.hidden_dropout else 0.0
 
     @cached_property
     def core(self) -> float:
@@ -225,10 +223,10 @@ class _PerToken:
         ranks = self.layout.context_parallel_size
         size = s.num_attention_heads * kept_of_a_row(self.recipe, s, self.layout, self.device)
         if self._in_parts:
-            # Scores in fp32; with dropout also the mask and the product. A rank has the first and the last of the
-            # chunks that it could have, on average.
+            # Scores in fp32; with dropout also the mask, of one byte, and the product. A rank has the first and the
+            # last of the chunks that it could have, on average.
             seen = s.seq_length * ((2 * ranks + 1) / (4 * ranks) if ranks > 1 else 1.0)
-            size = 4 * s.num_attention_heads * seen * (3 if model.attention_dropout else 1)
+            size = s.num_attention_heads * seen * (4 + 1 + 4 if model.attention_dropout else 4)
             size += 4 * (s.query_size + s.num_attention_heads * s.query_channels * self._chunks)
             if not self._value_is_view:
                 size += 4 * s.context_size * self._chunks

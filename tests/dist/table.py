@@ -134,6 +134,7 @@ _EMERGING: dict[str, Sections] = {
 
 _CLIP: Sections = {"optimizer": {"qk_clip": True, "qk_clip_alpha": 0.3, "qk_clip_threshold": 0.02}}
 _DROP: Sections = {"model": {"layer_drop": 0.6}}
+_DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 _PACKED: Sections = {"data": {"sources": [{"type": "docstrings"}], "chat": {}}}
 _PAIRS: Sections = {
@@ -222,6 +223,15 @@ VARIANTS: dict[str, Sections] = {
     "gpt with freelb": _FREELB,
     "attacked gpt with lora": {**_LORA, "train": {**_PGD["train"], **_LONGER}},
     "gpt without some layers": _DROP,
+    "gpt with dropout": {"model": _DROPOUT},
+    "llama with dropout": {"model": {**_LLAMA, **_DROPOUT}},
+    "moe with dropout": {"model": {**_MOE, **_DROPOUT}},
+    "mla with dropout": {"model": {**_MLA, **_DROPOUT}},
+    "mtp with dropout": {
+        "model": {**_ROPE, **_DROPOUT, "mtp_num_layers": 2, "share_embeddings_and_output_weights": False}
+    },
+    "packed llama with dropout": {**_PACKED, "model": {**_LLAMA, **_DROPOUT}},
+    "gpt with dropout and freelb": {**_FREELB, "model": _DROPOUT},
     "gpt with qk-clip": _CLIP,
     "llama with qk-clip": {"model": _LLAMA, **_CLIP},
     "mla with qk-clip": {"model": _MLA, **_CLIP},
@@ -597,6 +607,22 @@ def _rows() -> Iterator[Row]:
         yield Row("gpt without some layers", layout)
     yield Row("gpt without some layers", "pp2 dp2", {"train": _FULL})
     yield Row("gpt without some layers", "tp2 pp2", {"train": _BLOCK})
+    # -- dropout: masks by the place of an element in the batch --
+    for layout in ("dp2", "tp2", "cp4", "pp2 vpp2 cp2 dp2"):
+        yield Row("gpt with dropout", layout)
+    for layout in ("dp1", "dp2"):
+        yield Row("gpt with dropout", layout, {"train": {"micro_batch_size": 2}})
+    yield Row("gpt with dropout", "tp2 sp pp2 vpp2", {"train": _FULL})
+    yield Row("gpt with dropout", "tp2 sp pp2", {"train": _SELECTIVE})
+    for stage, layout in ((0, "dp2"), (3, "tp2 sp dp2")):
+        yield Row("gpt with dropout", layout, _zero(stage), engine="deepspeed")
+    yield Row("gpt with dropout and freelb", "pp2 dp2")
+    yield Row("llama with dropout", "tp2 sp cp2", {"train": _FULL})
+    yield Row("moe with dropout", "tp2 sp pp2 dp2 ep2 etp1", {"train": _BLOCK})
+    yield Row("mla with dropout", "tp2 sp cp2", {"train": _SELECTIVE})
+    for layout in ("cp2", "pp2 vpp2"):
+        yield Row("mtp with dropout", layout, {"train": _FULL} if layout == "cp2" else {})
+    yield Row("packed llama with dropout", "tp2 sp pp2", {"train": _FULL})
     for variant, layout in (
         ("gpt with qk-clip", "tp2 sp pp2"), ("llama with qk-clip", "tp2 sp cp2"), ("mla with qk-clip", "tp2 sp cp2"),
     ):  # fmt: skip
@@ -745,6 +771,8 @@ CORE = frozenset(
         "gpt with freelb: tp2 sp pp2 vpp2",
         "gpt in int8: tp2 sp pp2 dp2",
         "gpt without some layers: pp2 vpp2 dp2",
+        "gpt with dropout: pp2 vpp2 cp2 dp2",
+        "gpt with dropout: tp2 sp pp2, recompute_granularity=selective",
         "packed gpt: dp2",
         "pairs: tp2 sp pp2",
         "packed llama: tp2 sp pp2, recompute_granularity=full, recompute_method=uniform, recompute_num_layers=1",
@@ -774,6 +802,8 @@ SIMILAR = {
     "attacked gpt", "attacked llama", "attacked gpt with lora", "llama with lora", "pairs with lora",
     "packed pairs", "moe with frozen weights",
     "gpt with frozen ends", "gpt with a frozen half",
+    "llama with dropout", "moe with dropout", "mla with dropout", "mtp with dropout", "packed llama with dropout",
+    "gpt with dropout and freelb",
     "gpt with sgd without momentum", "gpt with qk-clip", "llama with qk-clip",
     "mla with qk-clip",
     "moe with sgd", *(set(_EMERGING) - {"gpt with muon"} if EMERGING else ()),
@@ -902,6 +932,7 @@ RESUMES = (
     Resume("deepseek", "dp2 ep2", "tp2 sp pp2 ep2 etp1"),
     Resume("llama with lora", "tp2 sp", "pp2 dp2"),
     Resume("lora", "dp2", "tp2", {}, {"parallelism": _WHOLE}),
+    Resume("gpt with dropout", "tp2 sp", "pp2 dp2"),
     Resume("gpt with frozen weights", "tp2 sp pp2", "dp2"),
     Resume("gpt with a frozen half", "pp2", "dp2"),
     Resume("gpt with a frozen half", "dp2", "pp2 dp2"),

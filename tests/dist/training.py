@@ -200,7 +200,8 @@ def _save(engine: Engine, folder: Path, step: int) -> None:
 def go_on(recipe: Recipe, folder: Path) -> Outcome | None:
     """Train the steps after a checkpoint, from a model that started elsewhere."""
     different: dict[str, float] = {"initial_loss_scale": recipe.train.initial_loss_scale * 4}
-    if not needs_start_weights(recipe):  # frozen weights, which no checkpoint has, follow from the seed
+    # Frozen weights, which no checkpoint has, follow from the seed, and the masks of dropout do.
+    if not (needs_start_weights(recipe) or recipe.model.hidden_dropout):
         different["seed"] = 99
     elsewhere = recipe.model_copy(update={"train": recipe.train.model_copy(update=different)})
     with training(elsewhere) as (engine, world):

@@ -1,4 +1,4 @@
-"""The random states of a run in its checkpoints, as byte tensors. Only dropout draws from them."""
+"""The random states of a run in its checkpoints, as byte tensors: of what `model.dropout` does not draw."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from llmrecipes.checkpoint.store import Entry
 from llmrecipes.engine.core.checkpoint.index import Index
 from llmrecipes.engine.core.checkpoint.loader import tensor_differences
+from llmrecipes.engine.core.model.dropout import MICRO_BATCH
 from llmrecipes.engine.core.world import seed_random_states
 from llmrecipes.recipe.schema import Recipe
 
@@ -34,8 +35,8 @@ def same_random_states(recipe: Recipe, entry: Entry, index: Index) -> bool:
         return True
     if dist.get_rank() == 0:
         logger.info(
-            "%s was saved with %s and is resumed with %s: random states are re-seeded for step %d; only dropout draws "
-            "from them",
+            "%s was saved with %s and is resumed with %s: random states are re-seeded for step %d; dropout of "
+            "adapters and of TransformerEngine's layers and jitter of routers draw from them",
             entry.path,
             saved,
             resumed,
@@ -62,6 +63,7 @@ def random_states() -> dict[str, torch.Tensor]:
     states = {
         f"tracker.{name}": state.get_state() if isinstance(state, torch.Generator) else state
         for name, state in get_cuda_rng_tracker().get_states().items()
+        if name != MICRO_BATCH
     }
     states["device"] = torch.cuda.get_rng_state()  # patched by the platform on a CPU
     states["cpu"] = torch.get_rng_state()

@@ -78,7 +78,8 @@ class DeepSpeedEngine:
         self.recipe, self.plan, self.platform = plan.recipe, plan, platform
         self._mask = masks(plan.recipe, platform.device)
         self.modules = built.modules
-        self._config = built.config
+        self._config, self._masks = built.config, built.masks
+        self._steps = 0  # that have begun, which the masks of a step depend on
         self.accuracy = built.module.accuracy
         self.module = built.module
         self.sharded_parameters = sharded_parameters
@@ -123,6 +124,7 @@ class DeepSpeedEngine:
         So is `redo`: a step is computed once.
         """
         self._engine.train()
+        self._steps += 1
         number = num_microbatches or self.plan.num_microbatches
         if self.balance is not None:
             self.balance.micro_batches = number
@@ -137,6 +139,8 @@ class DeepSpeedEngine:
         for place, batch in enumerate(of_this_step):
             last = place == len(of_this_step) - 1
             self._engine.set_gradient_accumulation_boundary(last)
+            if self._masks is not None:
+                self._masks.begin(self._steps, place)
             total = self._loss(self._engine, batch)
             loss += total.detach().double()
             if last and scale is None:
@@ -218,7 +222,9 @@ class DeepSpeedEngine:
         return state.sharded_state(self, progress)
 
     def load_state(self, entry: Entry) -> Progress:
-        return state.load_state(self, entry)
+        progress = state.load_state(self, entry)
+        self._steps = progress.step
+        return progress
 
     def generate(
         self, prompt: list[int], *, max_new_tokens: int, sampling: Sampling, vocab_size: int, eod: int | None

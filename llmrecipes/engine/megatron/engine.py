@@ -85,7 +85,7 @@ class MegatronEngine:
         recipe = plan.recipe
         self.modules: tuple[RecipeModel, ...] = built.modules
         self.implementation = Implementation(built.implementation, built.reason)
-        self._config = built.config
+        self._config, self._masks = built.config, built.masks
         self.accuracy = built.modules[-1].accuracy  # of the one with the loss, on ranks that have it
         self.sources = SourceLosses.of(plan)
         self._apart = apart(recipe, platform.device, built.implementation)
@@ -452,18 +452,21 @@ class MegatronEngine:
         return loss / max(tokens, 1.0), tokens, stops > 0, scalars
 
     def _for_chunks(self, batches: Iterator[Batch]) -> Any:
+        """The micro-batches with their numbers."""
         if len(self.chunks) == 1:
-            return batches
+            return enumerate(batches)
         # Each virtual stage iterates over all micro-batches independently.
         of_this_step = list(islice(batches, self._micro_batches))
-        return [iter(of_this_step) for _ in self.chunks]
+        return [enumerate(of_this_step) for _ in self.chunks]
 
     def _forward_step(
-        self, batches: Iterator[Batch], model: Any, return_schedule_plan: bool = False
+        self, batches: Iterator[tuple[int, Batch]], model: Any, return_schedule_plan: bool = False
     ) -> tuple[torch.Tensor, Any]:
         """Losses of a micro-batch [b, s], or with `return_schedule_plan` megatron-core's plan of the passes that
         compute them; and what sums them."""
-        in_host = next(batches)
+        number, in_host = next(batches)
+        if self._masks is not None:
+            self._masks.begin(self.steps, number)
         conversations = self._apart(in_host["position_ids"])
         batch = {name: tensor.to(self.platform.device, non_blocking=True) for name, tensor in in_host.items()}
         source = batch.pop("source", None)

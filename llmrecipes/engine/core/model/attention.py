@@ -17,7 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import pairwise
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from llmrecipes.engine.core.model.dropout import Masks, dropped
 from llmrecipes.plan.kernels import attends_by_boundaries
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import shape
@@ -81,9 +83,15 @@ class SdpaCoreAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = softmax_scale
+        self._masks: Masks | None = None
+        self._place = ""
         self.context_group: Any = None
         if config.context_parallel_size > 1:
             self.context_group = parallel_state.get_context_parallel_group()
+
+    def drop_by(self, masks: Masks, place: str) -> None:
+        """Take the masks of dropout from here on from these, which need the whole matrix of scores."""
+        self._masks, self._place = masks, place
 
     def forward(
         self,
@@ -112,7 +120,7 @@ class SdpaCoreAttention(MegatronModule):
         causal = (attn_mask_type or self.attn_mask_type) == AttnMaskType.causal
         dropout = self.dropout if self.training else 0.0
         # Tensor-parallel ranks hold different heads, so they must not use the same dropout mask.
-        with get_cuda_rng_tracker().fork() if dropout else nullcontext():
+        with get_cuda_rng_tracker().fork() if dropout and self._masks is None else nullcontext():
             if attention_mask is not None:
                 out = self._attend_to_own(query, key, value, dropout, attention_mask)
             elif self.context_group is None:
@@ -132,7 +140,7 @@ class SdpaCoreAttention(MegatronModule):
             copies = query.size(2) // key.size(2)
             if copies > 1:
                 key, value = (tensor.repeat_interleave(copies, dim=2) for tensor in (key, value))
-            return self._attend(query, key, value, dropout, is_causal=False, mask=mask)
+            return self._attend(query, key, value, dropout, is_causal=False, mask=mask, is_dense=True)
         return self._attend_one_by_one(query, key, value, dropout, mask)
 
     def _attend_one_by_one(
@@ -143,7 +151,15 @@ class SdpaCoreAttention(MegatronModule):
         rows = []
         for number, sizes in enumerate(lengths(boundaries, query.size(0))):
             parts = zip(*(tensor[:, number : number + 1].split(sizes) for tensor in (query, key, value)), strict=True)
-            rows.append(torch.cat([self._attend(q, k, v, dropout, is_causal=True) for q, k, v in parts]))
+            begins = accumulate(sizes, initial=0)
+            rows.append(
+                torch.cat(
+                    [
+                        self._attend(q, k, v, dropout, is_causal=True, begin=(number, begin, begin))
+                        for (q, k, v), begin in zip(parts, begins, strict=False)
+                    ]
+                )
+            )
         return torch.cat(rows, dim=1)
 
     def _attend_by_boundaries(
@@ -181,7 +197,9 @@ class SdpaCoreAttention(MegatronModule):
             seen = (chunk + 1) * length
             # The chunk's queries are the last of the visible positions: the diagonal ends at the bottom right.
             mask = causal_lower_right(length, seen) if chunk else None
-            parts.append(self._attend(half, key[:seen], value[:seen], dropout, is_causal=mask is None, mask=mask))
+            begin = (0, chunk * length, 0)
+            part = self._attend(half, key[:seen], value[:seen], dropout, is_causal=mask is None, mask=mask, begin=begin)
+            parts.append(part)
         return torch.cat(parts)
 
     def _attend(
@@ -193,9 +211,21 @@ class SdpaCoreAttention(MegatronModule):
         *,
         is_causal: bool,
         mask: torch.Tensor | None = None,
+        is_dense: bool = False,
+        begin: tuple[int, int, int] = (0, 0, 0),
     ) -> torch.Tensor:
+        """Arguments as of `forward` and of torch's.
+
+        Args:
+            is_dense: whether the mask has a value for each pair of tokens, else it is causal.
+            begin: the first sample, query and key in the micro-batch and the sequence.
+        """
         # [s, b, h, d] -> [b, h, s, d] and back, as views.
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        if dropout and self._masks is not None:
+            kept = partial(self._masks.of_scores, place=self._place, probability=dropout, begin=begin, device=q.device)
+            out = self._attend_and_drop(q, k, v, dropout, mask if is_dense else None, begin[1] - begin[2], kept)
+            return out.permute(2, 0, 1, 3)
         out = F.scaled_dot_product_attention(
             q,
             k,
@@ -207,6 +237,34 @@ class SdpaCoreAttention(MegatronModule):
             enable_gqa=q.size(1) != k.size(1),
         )
         return out.permute(2, 0, 1, 3)
+
+    def _attend_and_drop(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        dropout: float,
+        mask: torch.Tensor | None,
+        before: int,
+        draw: Callable[[torch.Size], torch.Tensor],
+    ) -> torch.Tensor:
+        """What torch computes on a CPU where something is dropped.
+
+        Args:
+            query, key, value: [b, heads, s, channels].
+            mask: true where a query sees a key; None: causal.
+            before: keys before the first query.
+            draw: the mask of dropout, of the size of the scores.
+        """
+        copies = query.size(1) // key.size(1)
+        if copies > 1:
+            key, value = (tensor.repeat_interleave(copies, dim=1) for tensor in (key, value))
+        root = math.sqrt(self._scale(query))
+        scores = (query.float() * root) @ (key.float() * root).transpose(2, 3)
+        if mask is None:
+            mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=query.device).tril(before)
+        probabilities = torch.softmax(scores.masked_fill_(~mask, -math.inf), -1)
+        return (dropped(probabilities, draw(scores.shape), dropout) @ value.float()).to(query.dtype)
 
     def sharded_state_dict(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:
         """No parameters, nothing to save."""

@@ -18,7 +18,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from llmrecipes.engine.base import WeightSource
 from llmrecipes.engine.core.accuracy import TokenAccuracy
 from llmrecipes.engine.core.checkpoint.slices import other_state
+from llmrecipes.engine.core.model import dropout
 from llmrecipes.engine.core.model.config import transformer_config
+from llmrecipes.engine.core.model.dropout import Masks
 from llmrecipes.engine.core.model.fake_quantize import FakeQuantizer
 from llmrecipes.engine.core.model.freezing import freeze
 from llmrecipes.engine.core.model.init import buffers, fill, initialise, parameter_slices
@@ -262,6 +264,8 @@ class BuiltModel:
     """`transformer_engine` or `local`."""
     reason: str
     """Why it was chosen."""
+    masks: Masks | None = None
+    """Of dropout that is the same in every layout."""
 
     @property
     def module(self) -> RecipeModel:
@@ -319,7 +323,12 @@ def construct(plan: Plan, platform: Platform) -> BuiltModel:
             parameter.data = parameter.data.to(config.params_dtype)
         if module.fake_quantizer is not None:
             module.fake_quantizer.allocate()
-    return BuiltModel(modules, config, implementation, reason)
+    masks = None
+    if implementation == "local":
+        on_gpu = target.device != "cpu"
+        compiled = on_gpu and config.bias_dropout_fusion and platform.device.type != "meta"
+        masks = dropout.create(plan, modules, on_gpu=on_gpu, compiled=compiled)
+    return BuiltModel(modules, config, implementation, reason, masks)
 
 
 def software(plan: Plan, platform: Platform) -> tuple[str, str, SpeedTarget]:

@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from llmrecipes.engine.core.model.attention import SdpaCoreAttention
+from llmrecipes.engine.core.model.dropout import another_use
 from llmrecipes.engine.core.model.init import FUSED_NORMS
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.builds import transformer_engine_obstacle
@@ -130,6 +131,10 @@ class PredictionLayer(MultiTokenPredictionLayer):
 
     def __init__(self, *args: Any, mtp_layer_pattern: str | None = None, hybrid_submodules: Any = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
+
+    def _get_embeddings(self, *args: Any, embedding: Any, **kwargs: Any) -> Any:
+        with another_use(embedding.embedding_dropout, f"prediction {self.layer_number} embedding"):
+            return super()._get_embeddings(*args, embedding=embedding, **kwargs)
 
 
 def layer_pattern(recipe: Recipe) -> str:
