@@ -267,7 +267,7 @@ def test_a_directory_that_is_renamed_has_its_state_under_its_new_name(
 
     monkeypatch.setattr(MegatronEngine, "train_step", step)
     monkeypatch.setattr(folder, "SECONDS_BETWEEN_CHECKS", 0.0)
-    code, printed = train("checkpoint.save_interval=100", "tracking.mlflow=true")
+    code, printed = train("checkpoint.save_interval=100")
     assert code == ExitCode.STOP
     require_message(printed, run_dir, rule="--run-id kept")
     assert done[0] < 12, "it stops at once, not at its last step"
@@ -276,7 +276,7 @@ def test_a_directory_that_is_renamed_has_its_state_under_its_new_name(
     (entry,) = CheckpointStore(kept / "checkpoints").entries()
     assert entry.step == done[0] and (kept / "recipe.yaml").exists()
     monkeypatch.setattr(MegatronEngine, "train_step", real)
-    code, printed = train("checkpoint.save_interval=100", "tracking.mlflow=true", "--run-id", "kept")
+    code, printed = train("checkpoint.save_interval=100", "--run-id", "kept")
     assert code == 0, printed
     assert [line["step"] for line in train_lines(kept)] == list(range(1, 13)), "and goes on from there"
 
