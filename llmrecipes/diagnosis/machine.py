@@ -139,29 +139,42 @@ class SlowRank:
 
 GROUP, GROUPS = 20, 10
 """Steps of a group, and groups that are compared."""
+WARM_UP = 5
+"""Groups after a start that are not compared: allocators grow until they have a place for each size."""
 GROWS, LEAST_GROWTH = 0.05, 256 * MIB
 """Growth over all of them, as a share of the memory and in bytes."""
+STILL = 0.75
+"""Growth over the second half of the groups, as a share of that over the first: a leak does not slow down, but an
+allocator that still warms up does."""
 
 
 class MemoryCreep:
-    """The memory of a rank grows in nearly every group of steps, long after the start.
+    """The memory of a rank grows in nearly every group of steps, long after the start, and no slower than before.
 
     The record has peaks, which stay after the largest batch, evaluation and save; a leak does not.
     """
 
     def __init__(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
         self._groups: deque[float] = deque(maxlen=GROUPS)
-        self._number, self._most = 0, 0.0
+        self._number, self._most, self._warming = 0, 0.0, WARM_UP
 
     def add(self, record: Record) -> Iterator[Sighting]:
+        if record.get("event") == STARTED:  # another process
+            self._start()
         used = value(record, "memory_bytes")
         if used is None or "loss" not in record:
             return
         self._number, self._most = self._number + 1, max(self._most, used)
         if self._number < GROUP:
             return
-        self._groups.append(self._most)
-        self._number, self._most = 0, 0.0
+        most, self._number, self._most = self._most, 0, 0.0
+        if self._warming:
+            self._warming -= 1
+            return
+        self._groups.append(most)
         groups = [*self._groups]
         if len(groups) < GROUPS:
             return
@@ -169,6 +182,8 @@ class MemoryCreep:
         # A step by one large allocation is not a creep: no group may have more than half of the growth.
         gains = [later - earlier for earlier, later in pairwise(groups)]
         steady = sum(gain > 0 for gain in gains) >= len(gains) - 1 and max(gains) < growth / 2
+        half = len(gains) // 2
+        steady &= sum(gains[-half:]) >= STILL * sum(gains[:half])
         if steady and growth > max(GROWS * groups[0], LEAST_GROWTH):
             steps = GROUP * (GROUPS - 1)
             text = f"memory grew by {growth / GIB:.2f} GiB over {steps} steps, to {groups[-1] / GIB:.2f} GiB"
