@@ -21,7 +21,7 @@ ZERO_RULES = "tests/unit/test_recipe_zero.py::test_what_is_refused"
 
 HERE = {
     "equal": "the test shows the same numbers as one process, or as the same step without the condition",
-    "once": "the same numbers as one process when it was run once (2026-11-28); no test has this combination",
+    "once": "the same numbers as one process when it was run once (2026-11-28 or 29); no test has this combination",
     "refused": "a rule names the keys and the fix",
     "absent": "no key leads there",
     "unknown": "not tried",
@@ -54,6 +54,8 @@ def row(name: str) -> str:
 
 CLAIMS: dict[str, tuple[Claim, ...]] = {
     "Loss": (
+        Claim("a mean per rank or micro-batch weighs tokens by how few count beside them", "torchtitan#1842, #2206", "equal", row("gpt: pp2 vpp2 cp2 dp2"), "samples of all rows have different masks"),
+        Claim("a validation loss is the mean of the means of batches: 6.0 instead of 9.2", "torchtitan#4167", "equal", "tests/unit/test_engine_step.py::test_the_loss_is_the_mean_over_tokens_that_count"),
         Claim("label smoothing with tensor parallelism takes the mean over the rank's part of the vocabulary", "Megatron-LM#7452 (1), #737, #7464, #5522, #7466", "equal", row("gpt with label smoothing: tp2")),
         Claim("labels with gathered logits: loss + log TP, the target's gradient is lost", "Megatron-LM#7452 (2)", "absent", note="logits are gathered only without labels"),
         Claim("context parallelism with unequal masks and a mean per micro-batch halves or quarters the gradient", "Megatron-LM#7452 (9), #7513, #673, #906; verl#6609, #6049", "equal", row("gpt: cp2 dp2"), "every token counts the same (`calculate_per_token_loss`)"),
@@ -82,6 +84,9 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
     "Gradient norm and clipping": (
         Claim("TransformerEngine's grouped layers: the experts of other tensor-parallel ranks are missing in the norm", "Megatron-LM#5916 (common case), #6470, #6099, #6080", "equal", f"{CHECK}::test_weights_that_the_norm_counts_wrongly", "gone in megatron-core 0.19; the check of the first step finds it when it is put back"),
         Claim("TransformerEngine's layers: latent attention's down-projections are in the norm once per tensor-parallel rank (1.36 to 1.52 times at 8)", "ROCm/TransformerEngine#715", "equal", f"{CHECK}::test_weights_that_the_norm_counts_wrongly", "as above"),
+        Claim("each pipeline stage clips by the norm of its own part", "torchtitan#596, #649", "equal", row("gpt: pp4")),
+        Claim("ZeRO 2 since 0.17.6: norm 1.63 instead of 4.74", "DeepSpeed#7718", "equal", row("gpt: dp2, deepspeed, stage=2, reduce_bucket_size=20000, use_distributed_optimizer")),
+        Claim("norms are decayed where they are told by a name or a class", "DeepSpeedExamples#755; bigscience-workshop/Megatron-DeepSpeed#262", "equal", row("gpt with more weights: tp2 sp dp2, deepspeed, stage=3, reduce_bucket_size=20000, sub_group_size=50000, stage3_param_persistence_threshold=100, use_distributed_optimizer, weight_decay=1.0")),
         Claim("experts with their own optimizer: norm 11.51 instead of 12.28", "radixark/Megatron-LM#80", "equal", row("moe: dp2 ep2, whole optimizer")),
         Claim("each expert-parallel group clips by its own norm", "Automodel#3816", "equal", row("moe: dp4 ep2")),
         Claim("whole parameters are in the norm once per tensor-parallel rank", "transformers#36132; NeMo-RL#3788; torchtune#2420, #2641", "equal", row("gpt with more weights: tp2, deepspeed, stage=2, reduce_bucket_size=20000, use_distributed_optimizer")),
@@ -121,10 +126,14 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
     ),
     "Checkpoints and resumes": (
         Claim("FSDP's checkpoint in another number of stages: stage 2 gets stage 1's layers", "Megatron-LM#7452 (12)", "absent", note="no Megatron FSDP; resumes over stages: `gpt: pp2 vpp2 to cp2 dp2`"),
+        Claim("a resume begins the schedule of the learning rate again, or advances it twice", "verl#7953; slime#1547, #1775; miles#1627", "equal", "tests/train/test_train_batches.py::test_a_run_with_a_growing_batch_goes_on_bit_for_bit"),
         Claim("Muon with sharded state: the weights differ after a resume", "Megatron-LM#6920", "equal", f"{RESUMED}[gpt with muon: tp2 sp to pp2]"),
         Claim("experts' optimizer state is lost with expert parallelism", "Megatron-LM#761; ms-swift#8240", "equal", f"{RESUMED}[moe: dp4 ep4 to pp2 dp2 ep2]"),
     ),
     "Random numbers": (
+        Claim("data-parallel ranks draw the same masks for their different samples", "Megatron-LM#6566; tt-metal#55947", "equal", row("gpt with dropout: dp2")),
+        Claim("context-parallel ranks draw the same masks for their parts of a sequence", "Megatron-LM#4828", "equal", row("gpt with dropout: cp4")),
+        Claim("dropout of layers whose experts' messages are overlapped: one mask for all tensor-parallel ranks, another when recomputed", "Megatron-LM#5841", "once", note="the first loss, bit for bit: `moe with dropout: pp2 vpp2 dp2 ep2` in bf16"),
         Claim("dropout with sequence parallelism takes the wrong random state", "Megatron-LM#1256", "equal", row("gpt with dropout: tp2 sp pp2, recompute_granularity=selective")),
     ),
     "Not judged": (

@@ -686,6 +686,13 @@ def _rows() -> Iterator[Row]:
             yield Row(variant, layout, _zero(1), engine="deepspeed")
             yield Row(variant, layout, _zero(3), engine="deepspeed")
     yield Row("gpt with more weights", "tp2", _zero(2), engine="deepspeed")
+    # Decay that shows: of norms and biases it is none, whatever shape ZeRO gives them.
+    decay: Sections = {"optimizer": {"weight_decay": 1.0}}
+    yield Row("gpt with more weights", "tp2 pp2", decay, decay, why="the training itself")
+    yield Row(
+        "gpt with more weights", "tp2 sp dp2", {**_zero(3), **decay}, decay, why="the training itself",
+        engine="deepspeed",
+    )  # fmt: skip
     yield Row("gpt", "dp4", _zero(3, zero_hpz_partition_size=2), engine="deepspeed")
     yield Row("gpt", "dp2", {**_zero(3), "train": _FULL}, engine="deepspeed")
     unclipped: Sections = {"optimizer": {"clip_grad": 0.0}}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from llmrecipes.engine.base import Batch
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from tests.helpers import LLAMA, engine_of, largest_difference, random_batches, steps, tiny
 
@@ -171,20 +172,36 @@ def test_the_micro_batch_size_changes_no_number(precision: str, bound: float) ->
 
 
 def test_the_loss_is_the_mean_over_tokens_that_count() -> None:
-    engine = engine_of(tiny())
+    """Of a validation of two batches over the tokens of both, which is not the mean of their means."""
+    engine = engine_of(tiny(model={"init_method_std": 0.2}))
     recipe = engine.recipe
     engine.modules[0].eval()
-    total = count = 0.0
-    source = random_batches(recipe)
-    for _ in range(engine.plan.num_microbatches):
-        batch = next(source)
-        with torch.no_grad():
-            losses = engine.modules[0](batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-        total += (losses * batch["loss_mask"]).sum().item()
-        count += batch["loss_mask"].sum().item()
-    assert 0 < count < recipe.train.global_batch_size * recipe.model.seq_length
-    assert engine.evaluate(random_batches(recipe), 1) == pytest.approx(total / count, rel=1e-6)
-    assert steps(engine, 1)[0].loss == pytest.approx(total / count, rel=1e-6)
+
+    def uneven() -> Iterator[Batch]:
+        """The second batch has a quarter of the tokens."""
+        for number, batch in enumerate(random_batches(recipe)):
+            if number >= engine.plan.num_microbatches:
+                batch["loss_mask"][:, recipe.model.seq_length // 4 :] = 0
+            yield batch
+
+    sums: list[tuple[float, float]] = []
+    source = uneven()
+    for _ in range(2):
+        total = count = 0.0
+        for _ in range(engine.plan.num_microbatches):
+            batch = next(source)
+            with torch.no_grad():
+                losses = engine.modules[0](batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+            total += (losses * batch["loss_mask"]).sum().item()
+            count += batch["loss_mask"].sum().item()
+        assert 0 < count < recipe.train.global_batch_size * recipe.model.seq_length
+        sums.append((total, count))
+    one, other = (total / count for total, count in sums)
+    both = sum(total for total, _ in sums) / sum(count for _, count in sums)
+    assert abs(both - (one + other) / 2) > 1e-3 * both
+    assert engine.evaluate(uneven(), 2) == pytest.approx(both, rel=1e-6)
+    assert engine.evaluate(uneven(), 1) == pytest.approx(one, rel=1e-6)
+    assert steps(engine, 1)[0].loss == pytest.approx(one, rel=1e-6)
 
 
 def test_evaluation_moves_nothing_and_drops_nothing() -> None:
