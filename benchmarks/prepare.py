@@ -25,11 +25,13 @@ import json
 import os
 import platform
 import resource
+import shutil
 import statistics
 import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -37,10 +39,12 @@ import tokenizers
 
 from llmrecipes.data import checked, corpus, encode, sources, tokenizer
 from llmrecipes.data.corpus import EncoderSpec
+from llmrecipes.data.executor import Processes
 from llmrecipes.data.gigatoken import Gigatoken
+from llmrecipes.data.pipeline import collect, run
+from llmrecipes.data.shards import Shards, cut
 from llmrecipes.data.split import SplitRule
 from llmrecipes.data.steps import StepSpec
-from llmrecipes.data.write import write
 from llmrecipes.recipe.schema import Source
 from llmrecipes.units import MIB
 
@@ -94,7 +98,13 @@ def trained(pattern: str, vocabulary: int, texts: list[str]) -> tokenizers.Token
 def ours(folder: Path, text: Path, file: Path, dtype: str, vocabulary: int, cores: int, *, by_word: bool) -> None:
     """Everything `prepare` does behind the training of the tokenizer."""
     spec = EncoderSpec(file, "", 0, dtype, by_word, STEPS)
-    write(folder, (Source(type="jsonl", path=str(text)),), spec, cores, lambda line: None)
+    sources = (Source(type="jsonl", path=str(text)),)
+    shards = Shards(folder / ".shards", sources, spec, tuple(cut(sources)))
+    shards.folder.mkdir()
+    with closing(Processes(cores, print)) as executor:
+        run(shards, executor, lambda line: None)
+    collect(folder, shards, lambda line: None)
+    shutil.rmtree(shards.folder)
     checked.describe(folder, checked.Ids(dtype, vocabulary))
 
 

@@ -6,8 +6,9 @@ and exits with its code. Any other exception is a bug in this package and keeps 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
 
 from llmrecipes.redact import redact, redacted
 
@@ -49,6 +50,11 @@ class UserError(Exception):
         super().__init__(what)
         self.what, self.where, self.rule, self.fix, self.code = what, where, rule, fix, code
         self.parts = tuple(parts)
+
+    def __reduce__(self) -> tuple[Callable[[str], UserError], tuple[str]]:
+        """Between processes: a subclass, whose own arguments are others, arrives as a UserError."""
+        made = partial(UserError, where=self.where, rule=self.rule, fix=self.fix, code=self.code, parts=self.parts)
+        return made, (self.what,)
 
     def __str__(self) -> str:
         lines = [f"{self.where}: {self.what}" if self.where else self.what]

@@ -10,10 +10,14 @@ representative of one of its buckets.
 3. `near`, an item a range of keys, which is read of all shards: what is dropped in its buckets, as
    `copies.NearDuplicates` does in all of them. A document is dropped if it is dropped in one. Files are read from their
    beginning to their end; nothing is looked up by document.
+
+Spans are different: whether a document is kept depends on which others are. One item, `decided`, goes through all
+shards in order and writes of each what happens to its documents.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -26,9 +30,9 @@ from typing import BinaryIO
 import numpy as np
 
 from llmrecipes.data.copies import NearDuplicates, different, doubled
-from llmrecipes.data.shard_files import damaged, framed, publish, unframed
+from llmrecipes.data.shard_files import damaged, framed, new_token, publish, unframed
 from llmrecipes.data.shards import KEY_BYTES, Shards
-from llmrecipes.data.steps import DUPLICATES, NEAR_DUPLICATES, Document, Dropped
+from llmrecipes.data.steps import DUPLICATES, NEAR_DUPLICATES, Cut, Document, Dropped, Seen, left_of
 
 _MOST_RANGES, _LEAST_RANGES = 1024, 16
 """Each of 1,024 has 310 million of the 21 bands of 15 billion documents; 16 also where shards are few, and may be
@@ -93,19 +97,22 @@ class Stage:
         """The folder whose creation claims an item."""
         return self.shards.joining / f"{number:06d}.{self.name}.claim"
 
-    def work(self, number: int, token: str, lost: Callable[[], bool]) -> None:
+    def work(self, number: int, token: str = "", lost: Callable[[], bool] = lambda: False) -> None:
         """Make an item and publish it.
 
         Raises:
             UserError: a shard is damaged.
             OSError: something cannot be read or written.
         """
+        token = token or new_token()
         with suppress(Lost):
             self.make(self.shards, Item(self.shards.joining, self.name, number), token, lost)
 
 
 def stages(shards: Shards) -> tuple[Stage, ...]:
     """They, in order; without near-duplicates the first only."""
+    if not shards.comparable:
+        return (Stage(shards, "decided", one, _decided),)
     repeats = Stage(shards, "repeats", _all_ranges, _repeats)
     if shards.spec.steps.near is None:
         return (repeats,)
@@ -115,6 +122,11 @@ def stages(shards: Shards) -> tuple[Stage, ...]:
 def one_a_shard(shards: Shards) -> int:
     """Items of a stage that has one for each shard."""
     return len(shards.joined)
+
+
+def one(shards: Shards) -> int:
+    """The item of a stage that has only one."""
+    return 1
 
 
 def _all_ranges(shards: Shards) -> int:
@@ -172,6 +184,50 @@ def _near(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) -> N
     dropped = dropped_in(files, item.number, _band_ranges(shards), step, lost)
     if dropped is not None:
         item.publish(token, dropped.astype("<i8").tobytes())
+
+
+_DECISIONS = "decisions"
+
+
+def _decided(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) -> None:
+    seen = Seen(shards.spec.steps)
+    for number in range(len(shards.joined)):
+        place, rows = 0, list[list[object]]()
+        for worked in shards.batches(number, ids=False):
+            if lost():
+                raise Lost
+            for document in (outcome for outcome in worked.outcomes if isinstance(outcome, Document)):
+                decision = seen.add(document)
+                if isinstance(decision, Dropped):
+                    rows.append([place, decision.reason, decision.rule, decision.excerpt])
+                elif decision is not None:
+                    left = decision.document.text.decode()
+                    rows.append([place, decision.reason, decision.pieces, decision.excerpt, left])
+                place += 1
+        Item(item.folder, _DECISIONS, number).publish(token, json.dumps(rows).encode())
+    item.publish(token)
+
+
+class Decided:
+    """What happens to the documents of a shard, as `decided` has written it."""
+
+    def __init__(self, shards: Shards, number: int) -> None:
+        rows = json.loads(Item(shards.joining, _DECISIONS, number).file.read_bytes())
+        self._of_place = {place: decision for place, *decision in rows}
+        self._spec, self._place = shards.spec.steps, -1
+
+    def add(self, document: Document) -> Dropped | Cut | None:
+        """None if it is kept."""
+        self._place += 1
+        reason, rule, excerpt, *left = self._of_place.get(self._place, ("", "", ""))
+        if left:
+            return Cut(reason, left_of(document, left[0], reason, self._spec.rule), rule, excerpt)
+        return Dropped(reason, rule, excerpt) if reason else None
+
+
+def judge(shards: Shards, number: int) -> Compared | Decided:
+    """What says which documents of a shard are kept, once its stages are done."""
+    return Compared(shards, number) if shards.comparable else Decided(shards, number)
 
 
 @cache

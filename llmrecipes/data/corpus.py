@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import multiprocessing.process
-import os
-import signal
-import threading
-from collections import Counter, deque
-from collections.abc import Collection, Generator, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache
-from itertools import chain, islice
+from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -22,13 +15,13 @@ from llmrecipes.data import sources
 from llmrecipes.data.chat import ChatSpec, chat_encoder
 from llmrecipes.data.curriculum import compression_ratio
 from llmrecipes.data.encode import Encode, Encoded, encoder
+from llmrecipes.data.executor import Executor
 from llmrecipes.data.infilling import ORDERS, FimSpec, cut, encode_cut
 from llmrecipes.data.kinds import Kinds
 from llmrecipes.data.pairs import pair_encoder
 from llmrecipes.data.rows import contents
 from llmrecipes.data.split import Split
 from llmrecipes.data.steps import Document, Dropped, Seen, StepSpec, pipeline
-from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Chat, Source
 from llmrecipes.units import MIB
 
@@ -78,34 +71,15 @@ class Batch:
         self.size += 1 + len(text or "")
 
 
-def batches(
-    every: tuple[Source, ...], chat: Chat | None = None, full: Collection[int] = (), *, skip: bool = False
-) -> Iterator[Batch]:
-    """All documents, source by source, of those that have texts.
-
-    Args:
-        every: sources, by number.
-        chat: the documents are conversations.
-        full: numbers of sources that have reached their `max_tokens` and are read no further; grows meanwhile.
-        skip: files that cannot be read.
-    """
-    for number, source in enumerate(every):
-        if source.tokenized:
-            continue
-        yield from batches_of(number, sources.documents(source, chat, skip=skip), full)
-
-
-def batches_of(number: int, documents: Iterable[str | None], full: Collection[int] = ()) -> Iterator[Batch]:
+def batches_of(number: int, documents: Iterable[str | None]) -> Iterator[Batch]:
     """These documents of the source with that number."""
     batch = Batch(number)
     for text in documents:
-        if number in full:
-            break
         batch.add(text)
         if batch.size >= _BATCH_CHARACTERS:
             yield batch
             batch = Batch(number)
-    if batch.texts and number not in full:
+    if batch.texts:
         yield batch
 
 
@@ -196,56 +170,15 @@ class Worked:
         return replace(self, outcomes=self.outcomes[:count])
 
 
-def encode_all(batches: Iterable[Batch], spec: EncoderSpec, workers: int) -> Generator[Worked, None, None]:
-    """Each batch with its ids, in the order of `batches`; at most two batches per worker are in flight.
-
-    The first batches, and all of them with one worker, are encoded in this process. Closing
-    the iterator stops the processes.
+def encode_all(batches: Iterable[Batch], spec: EncoderSpec, executor: Executor) -> Generator[Worked, None, None]:
+    """Each batch with its ids, in the order of `batches`; the first ones are encoded in this process.
 
     Raises:
-        UserError: a process was killed.
+        UserError: no worker is left.
     """
-    pending = iter(batches)
-    for batch in pending if workers == 1 else islice(pending, _ALONE):
-        yield _work(spec, batch)
-    following = next(pending, None)
-    if following is None:
-        return
-    # Spawned, not forked: a fork would copy locks held by threads of loaded libraries.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=live_with_parent)
-    try:
-        waiting: deque[Future[Worked]] = deque()
-        for batch in chain([following], pending):
-            waiting.append(pool.submit(_work, spec, batch))
-            if len(waiting) > 2 * workers:
-                yield waiting.popleft().result()
-        for future in waiting:
-            yield future.result()
-    except BrokenProcessPool as error:
-        raise UserError(
-            "a worker process was killed, usually by the kernel because memory ran out",
-            where="--workers",
-            fix=f"use fewer than --workers {workers}, or a machine with more memory",
-        ) from error
-    finally:
-        # A stopped `prepare` waits for the batches in flight, about 1 MiB each, not for those that are queued.
-        pool.shutdown(cancel_futures=True)
-
-
-def live_with_parent() -> None:
-    """In a worker: ignore signals that the parent handles, and exit with the parent if it is killed."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
-
-
-def _end_after(parent: multiprocessing.process.BaseProcess) -> None:
-    parent.join()
-    os._exit(1)
+    pending, encode = iter(batches), partial(_work, spec)
+    yield from map(encode, islice(pending, _ALONE))
+    yield from executor.map(encode, pending)
 
 
 def _work(spec: EncoderSpec, batch: Batch) -> Worked:

@@ -1,10 +1,9 @@
-"""Joining shards by all tasks at once: the files of a prepared folder, each task writing its bytes of them.
+"""Joining shards: the files of a prepared folder, each item writing its bytes of them.
 
-It is for documents of which is known what happens to them without knowing which others are kept: no spans. The stages
-of `compare` and four others follow the encoding. Their items are claimed and published as shards are; a stage begins
-when nothing of the one before is missing.
+The stages of `compare` and four others follow the encoding. Their items are published as shards are; a stage begins
+when nothing of the one before is missing (`pipeline`).
 
-1. `repeats`, `bands`, `near`: which documents are dropped.
+1. `repeats`, `bands`, `near`, or `decided`: which documents are dropped.
 2. `counts`, an item a shard: what is kept of it. Its ids are not read.
 3. `layout`, one item: where the shards begin, by prefix sums, and the files, in their sizes.
 4. `packed`, an item 64 MiB of held-out text: a member of a gzip file.
@@ -16,16 +15,14 @@ stages up to `counts` begin again, in another folder; what happens to a document
 ones matter. One item, `end`, finds the shard in which there are enough, and counts it again up to that document; what
 is behind it is seen by no stage. Where the last source ends is found by `layout`.
 
-Every item has the same bytes whoever makes it, so one that is made twice changes nothing. `collect` then does what is
-left to one process: the counts and the names, and to put the held-out texts together.
+Every item has the same bytes whoever makes it, so one that is made twice changes nothing.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -35,8 +32,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field
 
-from llmrecipes.data import compare, sources
-from llmrecipes.data.compare import Compared, Item, Lost, Stage, one_a_shard
+from llmrecipes.data.compare import Item, Lost, judge
 from llmrecipes.data.corpus import Tally
 from llmrecipes.data.curriculum import SUFFIX as SCORES
 from llmrecipes.data.manifest import (
@@ -45,31 +41,19 @@ from llmrecipes.data.manifest import (
     IDX_MAGIC,
     ChatCounts,
     Counts,
-    HeldOut,
     Record,
-    SourceRecord,
     stem,
 )
-from llmrecipes.data.prepared import HeldOutSplit, held_out_name
+from llmrecipes.data.prepared import HeldOutSplit
 from llmrecipes.data.shards import End, Shards
 from llmrecipes.data.split import DIGEST_BYTES, SPLITS, Split
-from llmrecipes.data.steps import UNREADABLE, Document, Dropped
-from llmrecipes.data.write import (
-    MEMBER_BYTES,
-    SAMPLES,
-    Output,
-    Samples,
-    answers_of,
-    compressed,
-    record,
-    require_readable,
-    summary,
-)
+from llmrecipes.data.steps import UNREADABLE, Document
+from llmrecipes.data.write import MEMBER_BYTES, Output, compressed
 from llmrecipes.errors import UserError
 from llmrecipes.io import sync
 
 JOINED = "joined"
-"""Folder, among the shards, of the files that tasks write."""
+"""Folder, among the shards, of the files that are placed."""
 
 
 class ShardCounts(Record):
@@ -100,64 +84,11 @@ class Layout(Record):
         return [(split, at) for split, sizes in self.texts.items() for at in range(0, sum(sizes), MEMBER_BYTES)]
 
 
-def stages(shards: Shards) -> tuple[Stage, ...]:
-    """What follows the encoding, in order; nothing if one process has to join the shards."""
-    if not shards.parallel:
-        return ()
-    return (
-        *compare.stages(shards),
-        Stage(shards, "counts", one_a_shard, _counts),
-        Stage(shards, "layout", _one, _layout),
-        Stage(shards, "packed", _members, _packed),
-        Stage(shards, "placed", one_a_shard, _placed),
-    )
-
-
-def rounds(shards: Shards) -> Iterator[Stage | Shards]:
-    """All that tasks do, in order: to be asked for the next only when nothing of the one before is missing.
-
-    Raises:
-        UserError: a file has changed since it was written.
-    """
-    yield shards
-    try:
-        while shards.parallel:
-            if (using := shards.used()) is not None:
-                *comparing, layout, packed, placed = stages(using)
-                yield from comparing
-                if more := _more(using):
-                    shards.require(*more)
-                elif using.final:
-                    yield from (layout, packed, placed)
-                    return
-                else:
-                    yield Stage(using, "end", _one, _end)
-            yield shards
-    except FileNotFoundError:
-        if shards.folder.exists():
-            raise
-        # Others have done the rest, published the data and deleted the shards.
-
-
-def _more(shards: Shards) -> tuple[int, int] | None:
-    """The source whose end is looked for, and the tokens that its shards have to have before comparing, because too few
-    are kept; None if they are enough, or all."""
-    ending = shards.ending
-    if ending is None or all(shard.source != ending for shard in shards.shards[shards.first :]):
-        return None
-    most = shards.every[ending].max_tokens or 0
-    if (kept := sum(_kept(shards))) >= most:
-        return None
-    done = shards.published()
-    tokens = sum(done[number][1] for number, shard in enumerate(shards.joined) if shard.source == ending)
-    return ending, min(max(tokens + most - kept, tokens * most // max(kept, 1)), 2 * (tokens + most))
-
-
-def _kept(shards: Shards) -> list[int]:
+def kept_tokens(shards: Shards) -> list[int]:
     """Of each shard the tokens that are kept of the source whose end is looked for."""
 
     def kept(number: int) -> int:
-        return sum(of_split.tokens for of_split in _read(Item(shards.joining, "counts", number)).splits.values())
+        return sum(of_split.tokens for of_split in read_item(Item(shards.joining, "counts", number)).splits.values())
 
     return [kept(number) if shard.source == shards.ending else 0 for number, shard in enumerate(shards.joined)]
 
@@ -165,20 +96,20 @@ def _kept(shards: Shards) -> list[int]:
 def _last(shards: Shards) -> tuple[int, int] | None:
     """The shard in which a source ends, and the tokens that are used of it; None if it has fewer in all."""
     most = shards.every[shards.ending].max_tokens if shards.ending is not None else None
-    sums = list(accumulate(_kept(shards))) if most is not None else []
+    sums = list(accumulate(kept_tokens(shards))) if most is not None else []
     if most is None or sums[-1] < most:
         return None
     number = next(number for number, kept in enumerate(sums) if kept >= most)
     return number, most - (sums[number - 1] if number else 0)
 
 
-def _end(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) -> None:
+def find_end(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) -> None:
     end, last = End(source=shards.ending or 0), _last(shards)
     if last is not None:
         number, room = last
         cut, compared = Item(item.folder, f"counts{_CUT}", number), 0
-        _counts(shards, cut, token, lost, room, _CUT)
-        counts = _read(cut)
+        count_shard(shards, cut, token, lost, room, _CUT)
+        counts = read_item(cut)
         read = left = counts.tally.read + counts.tally.dropped[UNREADABLE]
         for worked in shards.batches(number, ids=False):
             compared += sum(isinstance(outcome, Document) for outcome in worked.outcomes[:left])
@@ -188,12 +119,8 @@ def _end(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) -> No
     item.publish(token, end.model_dump_json().encode())
 
 
-def _one(shards: Shards) -> int:
-    return 1
-
-
-def _members(shards: Shards) -> int:
-    return len(_read_layout(shards.joining).members)
+def members(shards: Shards) -> int:
+    return len(read_layout(shards.joining).members)
 
 
 @dataclass
@@ -214,13 +141,13 @@ _CUT = "-cut"
 """Behind the name of what is counted of a shard up to the end of `max_tokens`."""
 
 
-def _item(shards: Shards, stage: str, number: int) -> Item:
+def used_item(shards: Shards, stage: str, number: int) -> Item:
     """What was counted of a shard, as far as it is used."""
     cut = Item(shards.joining, f"{stage}{_CUT}", number)
     return cut if shards.ending is not None and cut.file.exists() else Item(shards.joining, stage, number)
 
 
-def _counts(
+def count_shard(
     shards: Shards, item: Item, token: str, lost: Callable[[], bool], room: int | None = None, suffix: str = ""
 ) -> None:
     if not shards.final and shards.shards[item.number].source != shards.ending:  # all that is asked is an end
@@ -232,7 +159,7 @@ def _counts(
     tally = Tally()
     output = Output(
         shards.spec,
-        Compared(shards, item.number),
+        judge(shards, item.number),
         lambda _, split: parts.setdefault(split, _Counted()),
         lambda split, text: texts.setdefault(split, bytearray()).extend(text),
     )
@@ -258,15 +185,15 @@ def _counts(
     item.publish(token, counts.model_dump_json().encode())
 
 
-def _read_counts(shards: Shards, number: int) -> ShardCounts:
-    return _read(_item(shards, "counts", number))
+def read_counts(shards: Shards, number: int) -> ShardCounts:
+    return read_item(used_item(shards, "counts", number))
 
 
-def _read(counts: Item) -> ShardCounts:
+def read_item(counts: Item) -> ShardCounts:
     return ShardCounts.model_validate_json(counts.file.read_bytes())
 
 
-def _layout(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) -> None:
+def lay_out(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) -> None:
     before: list[dict[Split, tuple[int, int]]] = []
     bounds: dict[str, tuple[int, int]] = {}
     texts: dict[HeldOutSplit, list[int]] = {}
@@ -274,13 +201,13 @@ def _layout(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) ->
     if (last := _last(shards)) is not None:
         number, room = last
         used = number + 1
-        _counts(shards, Item(item.folder, f"counts{_CUT}", number), token, lost, room, _CUT)
+        count_shard(shards, Item(item.folder, f"counts{_CUT}", number), token, lost, room, _CUT)
     for number, shard in enumerate(shards.joined[:used]):
         before.append({})
-        of_shard = _read_counts(shards, number)
+        of_shard = read_counts(shards, number)
         for held_out in of_shard.texts:
             sizes = texts.setdefault(held_out, [0] * used)
-            sizes[number] = _item(shards, held_out, number).file.stat().st_size
+            sizes[number] = used_item(shards, held_out, number).file.stat().st_size
         for split, counts in of_shard.splits.items():
             name = stem(shard.source, split)
             documents, tokens = before[-1][split] = bounds.get(name, (0, 0))
@@ -314,7 +241,7 @@ def _layout(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) ->
     item.publish(token, Layout(before=before, every=bounds, texts=texts, room=room).model_dump_json().encode())
 
 
-def _read_layout(folder: Path) -> Layout:
+def read_layout(folder: Path) -> Layout:
     file = Item(folder, "layout", 0).file
     return _parsed_layout(file, file.stat().st_mtime_ns)
 
@@ -324,14 +251,14 @@ def _parsed_layout(file: Path, modified: int) -> Layout:
     return Layout.model_validate_json(file.read_bytes())
 
 
-def _packed(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) -> None:
-    layout = _read_layout(item.folder)
+def pack(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) -> None:
+    layout = read_layout(item.folder)
     split, begin = layout.members[item.number]
     text, at = bytearray(), 0
     for number, size in enumerate(layout.texts[split]):
         first, last = max(begin, at), min(begin + MEMBER_BYTES, at + size)
         if first < last:
-            with _item(shards, split, number).file.open("rb") as stream:
+            with used_item(shards, split, number).file.open("rb") as stream:
                 stream.seek(first - at)
                 text += stream.read(last - first)
         at += size
@@ -391,15 +318,15 @@ def _write_at(file: int, content: bytes, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
-def _placed(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) -> None:
-    layout, source = _read_layout(item.folder), shards.shards[item.number].source
+def place_shard(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) -> None:
+    layout, source = read_layout(item.folder), shards.shards[item.number].source
     if item.number >= len(layout.before):  # behind the end
         item.publish(token)
         return
     before = layout.before[item.number]
     with ExitStack() as stack:
 
-        def place(_: int, split: Split) -> _Place:
+        def opened(_: int, split: Split) -> _Place:
             name, files = stem(source, split), dict[str, int]()
             more = (*([SCORES] if shards.spec.scored(split) else []), *([_ANSWERS] if shards.chat is not None else []))
             for suffix in (".bin", ".idx", ".sha256", *more):
@@ -411,7 +338,7 @@ def _placed(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) ->
 
         places: dict[Split, _Place] = {}
         room, added = layout.room if item.number + 1 == len(layout.before) else None, 0
-        output = Output(shards.spec, Compared(shards, item.number), place, lambda split, text: None)
+        output = Output(shards.spec, judge(shards, item.number), opened, lambda split, text: None)
         for worked in shards.batches(item.number):
             if lost():
                 return
@@ -420,7 +347,7 @@ def _placed(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) ->
             added += output.add(worked, None if room is None else room - added, Tally()).tokens
             for each in places.values():
                 each.flush()
-        counts = _read_counts(shards, item.number).splits
+        counts = read_counts(shards, item.number).splits
         for split, begun in before.items():
             ends = (begun[0] + counts[split].documents, begun[1] + counts[split].tokens)
             if split not in places or (places[split].documents, places[split].tokens) != ends:
@@ -434,56 +361,3 @@ def _damaged(folder: Path, what: str) -> UserError:
     return UserError(
         what, where=str(folder), rule="its files must not change meanwhile", fix="delete the folder to start over"
     )
-
-
-def collect(
-    part: Path, shards: Shards, log: Callable[[str], None]
-) -> tuple[list[SourceRecord], dict[Split, HeldOut], list[ChatCounts]]:
-    """Write what is left of a folder whose tokens have been placed; the files of tokens get second names in it.
-
-    Returns:
-        What `write.write` returns.
-
-    Raises:
-        UserError: a source keeps nothing for training, or has too many damaged files.
-    """
-    shards = shards.used() or shards
-    layout = _read_layout(shards.joining)
-    tallies = [Tally() for _ in shards.every]
-    talks = [ChatCounts() for _ in shards.every] if shards.chat is not None else []
-    kept: dict[tuple[int, Split], Counter[str]] = {}
-    samples = Samples(shards.spec.steps)
-    for number, shard in enumerate(shards.joined[: len(layout.before)]):
-        counts = _read_counts(shards, number)
-        tallies[shard.source].update(counts.tally)
-        if talks:
-            talks[shard.source] = talks[shard.source].with_more(counts.talks)
-        for split, each in counts.splits.items():
-            kept.setdefault((shard.source, split), Counter()).update(each.model_dump())
-        for reason, rule, excerpt in counts.samples:
-            samples.add(shard.source, Dropped(reason, rule, excerpt))
-    for number, source in enumerate(shards.every):
-        require_readable(number, source, tallies[number], shards.spec.steps.max_unreadable)
-    by_split = {key: Counts(**counts) for key, counts in kept.items()}
-    reasons = shards.spec.steps.reasons
-    records = [record(n, source, tallies[n], reasons, by_split, talks) for n, source in enumerate(shards.every)]
-    full = {end.source for end in shards.ends.values() if end.shard is not None}
-    full |= set() if layout.room is None else {len(shards.every) - 1}
-    for n, published in enumerate(records):
-        log(summary(published) + (f"; read up to max_tokens {shards.every[n].max_tokens:,}" if n in full else ""))
-        if talks:
-            log(answers_of(published.label, talks[n]))
-        for line in tallies[n].kinds.warnings(published.label):
-            log(line)
-    samples.write(part / SAMPLES, [sources.label(source) for source in shards.every])
-    for file in sorted((shards.joining / JOINED).iterdir()):
-        os.link(file, part / file.name)
-    held_out: dict[Split, HeldOut] = {}
-    for split, sizes in layout.texts.items():
-        file = part / held_out_name(split)
-        with file.open("wb") as stream:
-            for number, (of_member, _) in enumerate(layout.members):
-                if of_member == split:
-                    stream.write(Item(shards.joining, "packed", number).file.read_bytes())
-        held_out[split] = HeldOut(bytes=sum(sizes), gzip_bytes=file.stat().st_size)
-    return records, held_out, talks

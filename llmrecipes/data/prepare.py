@@ -1,7 +1,8 @@
 """`prepare`: from a recipe's sources to a folder that training only reads.
 
 The folder is written under a temporary name and renamed when it is complete, so a killed `prepare` leaves nothing that
-looks finished. Another call for the same recipe finds it and does nothing.
+looks finished; the shards that it has encoded are kept for the next call. Another call for the same recipe finds the
+folder and does nothing.
 """
 
 from __future__ import annotations
@@ -10,15 +11,13 @@ import importlib.metadata
 import platform
 import shutil
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import llmrecipes
-from llmrecipes.data import card, checked, parts, sources
+from llmrecipes.data import card, checked, sources
 from llmrecipes.data import manifest as manifests
 from llmrecipes.data.curriculum import require_same_scores
 from llmrecipes.data.manifest import ChatRecord, DataManifest, File, TokenizerRecord
@@ -66,10 +65,9 @@ def prepare(
     Args:
         recipe: whose data.
         data_dir: folder of all prepared data; created if missing.
-        workers: tokenizing processes, unless there is little text; None: one for each CPU this process may use.
-        tasks: encode shards of the sources with so many processes, together with other calls for the same folder, on
-            this and other nodes; what a killed call has encoded is kept. None: by `workers`, as so many tasks if the
-            sources have many shards and tasks can join them, else in one piece.
+        workers: processes, unless there is little text; None: one for each CPU this process may use.
+        tasks: encode and join with so many processes, together with other calls for the same folder, on this and other
+            nodes.
         progress: receives progress messages.
 
     Returns:
@@ -92,20 +90,17 @@ def prepare(
             log(f"data is prepared in {target}")
             return prepared
     import_megatron()
-    shards = None
-    processes = workers or max(1, int(cpu_cores()))
-    if tasks is None and not target.is_dir() and _has_many_shards(recipe, processes):
-        tasks = processes
     if tasks is not None:
         from llmrecipes.data.tasks import encode_shards  # imports tokenizers
 
         with _writable(data_dir):
-            shards = _shards(recipe, target, log)
+            with _lock(data_dir, target.name, log):
+                shards = None if target.is_dir() else _shards(recipe, target, log, shared=True)
             if shards is not None:
                 encode_shards(shards, tasks, log)
     with _writable(data_dir), _lock(data_dir, target.name, log):
         if not target.is_dir():
-            _build(recipe, target, processes, log, shards)
+            _build(recipe, target, workers or max(1, int(cpu_cores())), log, shared=tasks is not None)
         prepared = open_prepared(recipe, data_dir)
         # Loads megatron-core, which costs seconds where all is prepared.
         from llmrecipes.data.dataset import build_order
@@ -116,73 +111,70 @@ def prepare(
     return prepared
 
 
-SHARDS_OF_A_PROCESS = 4
-"""With fewer, processes would wait for the last shards longer than a killed call loses."""
+def _shards(recipe: Recipe, target: Path, log: Callable[[str], None], *, shared: bool) -> Shards:
+    """The shards of a recipe, with the tokenizer; made by the first call, which holds the lock.
 
+    Args:
+        recipe: whose data is prepared.
+        target: the folder that is to be made.
+        log: receives what is notable.
+        shared: other calls may be at work on the same shards; else those of other sources or another version are
+            deleted.
+    """
+    from llmrecipes.data.shards import PLAN, Shards, plan, read_plan
 
-def _has_many_shards(recipe: Recipe, processes: int) -> bool:
-    """Whether tasks are as fast as one process with workers, so that a killed call need not start over."""
-    from llmrecipes.data.shards import can_join, cut
-
-    data = recipe.data
-    require_usable(data)  # before the sources are listed
-    if not can_join(data.sources, step_spec(data)):
-        return False
-    shards = Counter(shard.source for shard in cut(data.sources))
-    used = sum(shards.values())
-    for number, source in enumerate(data.sources):
-        if source.max_tokens is not None:  # perhaps only its beginning is read
-            of_source = int(source.max_tokens * sources.BYTES_PER_TOKEN) // parts.PART_BYTES
-            used -= max(0, shards[number] - of_source)
-    return used >= SHARDS_OF_A_PROCESS * processes
-
-
-def _shards(recipe: Recipe, target: Path, log: Callable[[str], None]) -> Shards | None:
-    """The shards of a recipe, with the tokenizer; made by the first call. None if the data is prepared."""
-    from llmrecipes.data.shards import PLAN, Shards, plan, read_plan, uncut
-
-    folder = target.with_name(f".{target.name}.shards")
-    with _lock(target.parent, target.name, log):
-        if target.is_dir():
-            return None
-        if not (folder / PLAN).exists():
-            part = target.with_name(f".{target.name}.part")
+    folder, stored = target.with_name(f".{target.name}.shards"), None
+    if (folder / PLAN).exists():
+        try:
+            stored = read_plan(folder, recipe.data.sources)
+        except UserError as error:
+            if shared:
+                raise
+            log(f"note: started over, because {folder} was {error.what}")
+    if stored is None:
+        part = target.with_name(f".{target.name}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            part.mkdir()
+            tokenizer, dtype, _ = _encoding(recipe, part, log)
+            stored = plan(recipe.data.sources, dtype, tokenizer)
+            write_synced(part / PLAN, f"{stored.model_dump_json(indent=1)}\n".encode())
+            sync(part)
+            part.rename(folder)
+            sync(folder.parent)
+        finally:
             shutil.rmtree(part, ignore_errors=True)
-            shutil.rmtree(folder, ignore_errors=True)
-            try:
-                part.mkdir()
-                tokenizer, dtype, _ = _encoding(recipe, part, log)
-                stored = plan(recipe.data.sources, dtype, tokenizer)
-                for line in uncut(recipe.data.sources):
-                    log(f"note: {line}")
-                write_synced(part / PLAN, f"{stored.model_dump_json(indent=1)}\n".encode())
-                sync(part)
-                part.rename(folder)
-                sync(folder.parent)
-            finally:
-                shutil.rmtree(part, ignore_errors=True)
-        stored = read_plan(folder, recipe.data.sources)
-        spec = _encoder_spec(recipe, folder, stored.tokenizer, stored.dtype)
-        _say_what_encodes(recipe, spec, log)
-        return Shards(folder, recipe.data.sources, spec, tuple(stored.shards), recipe.data.chat)
+    spec = _encoder_spec(recipe, folder, stored.tokenizer, stored.dtype)
+    if tokenizer_json := _tokenizer_json(recipe, spec):
+        from llmrecipes.data.encode import encoded_by
+
+        log(encoded_by(tokenizer_json))
+    return Shards(folder, recipe.data.sources, spec, tuple(stored.shards), recipe.data.chat)
 
 
-def _build(
-    recipe: Recipe, target: Path, workers: int, log: Callable[[str], None], shards: Shards | None = None
-) -> None:
+def _build(recipe: Recipe, target: Path, workers: int, log: Callable[[str], None], *, shared: bool) -> None:
+    from llmrecipes.data.executor import Processes
+    from llmrecipes.data.pipeline import run
+
     started = time.monotonic()
     part = target.with_name(f".{target.name}.part")
+    shards = _shards(recipe, target, log, shared=shared)
+    if not shared:
+        for left in shards.folder.rglob(".*.part"):  # by a killed call
+            left.unlink(missing_ok=True)
+    with closing(Processes(workers, log)) as executor:
+        run(shards, executor, log)
     shutil.rmtree(part, ignore_errors=True)  # from a killed run; the lock is ours
     try:
         part.mkdir()
-        manifest, contents = _fill(recipe, part, target.name, workers, log, shards)
+        manifest, contents = _fill(recipe, part, target.name, shards, log)
         write_synced(part / manifests.NAME, f"{manifest.model_dump_json(indent=1)}\n".encode())
         sync(part)
         part.rename(target)
         sync(target.parent)
-        if shards is not None:
-            shards.folder.rename(part)  # at once, so that no other task finds it half deleted
-            shutil.rmtree(part, ignore_errors=True)  # first: it has second names of the files that are checked
+        shards.folder.rename(part)  # at once, so that no other call finds it half deleted
+        shutil.rmtree(part, ignore_errors=True)  # first: it has second names of the files that are checked
         checked.remember(target, contents)
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -242,13 +234,6 @@ def _tokenizer_json(recipe: Recipe, spec: EncoderSpec) -> str:
     return spec.tokenizer.read_text(encoding="utf-8") if texts and not spec.by_word and spec.chat is None else ""
 
 
-def _say_what_encodes(recipe: Recipe, spec: EncoderSpec, log: Callable[[str], None]) -> None:
-    from llmrecipes.data.encode import encoded_by
-
-    if tokenizer_json := _tokenizer_json(recipe, spec):
-        log(encoded_by(tokenizer_json))
-
-
 def _packages(recipe: Recipe, spec: EncoderSpec) -> list[str]:
     """What the data is made with."""
     from llmrecipes.data.encode import gigatoken
@@ -260,29 +245,18 @@ def _packages(recipe: Recipe, spec: EncoderSpec) -> list[str]:
 
 
 def _fill(
-    recipe: Recipe, part: Path, name: str, workers: int, log: Callable[[str], None], shards: Shards | None
+    recipe: Recipe, part: Path, name: str, shards: Shards, log: Callable[[str], None]
 ) -> tuple[DataManifest, dict[str, checked.Content]]:
-    from llmrecipes.data import join, templates
+    from llmrecipes.data import templates
+    from llmrecipes.data.pipeline import collect
     from llmrecipes.data.shards import read_plan
-    from llmrecipes.data.tasks import new_token
     from llmrecipes.data.valid_sets import write_sets
-    from llmrecipes.data.write import write
 
-    if shards is None:
-        tokenizer, dtype, spec = _encoding(recipe, part, log)
-        _say_what_encodes(recipe, spec, log)
-        outcomes = None
-    else:
-        kept = read_plan(shards.folder, recipe.data.sources)
-        tokenizer, dtype, spec = kept.tokenizer, kept.dtype, shards.spec
-        for file in (TOKENIZER, *([] if recipe.data.chat is None else [templates.NAME])):
-            shutil.copyfile(shards.folder / file, part / file)
-        outcomes = partial(shards.worked, token=new_token())
-    spec_of_chat = spec.chat
-    if shards is not None and shards.parallel:
-        records, held_out, talks = join.collect(part, shards, log)
-    else:
-        records, held_out, talks = write(part, recipe.data.sources, spec, workers, log, recipe.data.chat, outcomes)
+    stored, spec = read_plan(shards.folder, recipe.data.sources), shards.spec
+    tokenizer, dtype, spec_of_chat = stored.tokenizer, stored.dtype, spec.chat
+    for file in (TOKENIZER, *([] if recipe.data.chat is None else [templates.NAME])):
+        shutil.copyfile(shards.folder / file, part / file)
+    records, held_out, talks = collect(part, shards, log)
     sets = write_sets(part, recipe.data.valid_sources, spec, recipe.model.seq_length)
     for label, counts in sets.items():
         log(f"{label}: {counts.documents:,} held-out documents, {counts.tokens:,} tokens")

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import struct
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,9 +17,15 @@ from llmrecipes.data.encode import Encoded
 from llmrecipes.data.split import DIGEST_BYTES
 from llmrecipes.data.steps import Document, Dropped
 from llmrecipes.errors import UserError
+from llmrecipes.hardware.process import start_ticks
 from llmrecipes.io import sync
 
 _FRAME = struct.Struct("<QQ32s")
+
+
+def new_token() -> str:
+    """Names this process: its id and start, and a value that no other has."""
+    return f"{os.getpid()}-{start_ticks(os.getpid())}-{uuid.uuid4().hex[:8]}"
 
 
 def publish(part: Path, file: Path, content: Iterable[bytes]) -> None:

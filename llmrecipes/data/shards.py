@@ -1,35 +1,37 @@
-"""Shards: parts of the sources, each encoded by one task to one file, from which the prepared folder is written.
+"""Shards: parts of the sources, each encoded to one file, from which the prepared folder is written.
 
 A shard's file has the outcome of every document before documents are compared with each other. Duplicates, `max_tokens`
-and the order are left to who joins the shards: all tasks (`join`), or one process that does what `prepare` does without
-tasks. So the prepared folder does not depend on how the sources are cut, nor on who encoded what.
+and the order are decided when shards are joined (`join`). So the prepared folder does not depend on how the sources are
+cut, nor on who encoded what.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 import llmrecipes
 from llmrecipes.data import parts, sources
-from llmrecipes.data.corpus import EncoderSpec, Worked, batches_of, encode_all
+from llmrecipes.data.corpus import EncoderSpec, Tally, Worked, batches_of, encode_all
+from llmrecipes.data.executor import Executor, ThisProcess
 from llmrecipes.data.gigatoken import Gigatoken
 from llmrecipes.data.manifest import Record, TokenizerRecord
 from llmrecipes.data.parts import Part
-from llmrecipes.data.shard_files import damaged, dumped, framed, publish, read, unframed
+from llmrecipes.data.shard_files import damaged, dumped, framed, new_token, publish, read, unframed
 from llmrecipes.data.split import DIGEST_BYTES
-from llmrecipes.data.steps import DUPLICATES, Document, StepSpec
+from llmrecipes.data.steps import DUPLICATES, UNREADABLE, Document
 from llmrecipes.errors import UserError
 from llmrecipes.io import sync
 from llmrecipes.recipe.schema import Chat, Source
 from llmrecipes.units import GIB
 
-PLAN, _REQUIRED, _END = "plan.json", ".required", ".end"
+PLAN, _REQUIRED, _END, _CUT = "plan.json", ".required", ".end", ".cut"
 KEY_BYTES = {"digests": DIGEST_BYTES, "marks": 16}
 """Of what is compared for equality; the marks are those of `copies.Duplicates` without spans."""
 MOST_RANGES = 256
@@ -125,12 +127,6 @@ def uncut(recipe_sources: tuple[Source, ...]) -> Iterator[str]:
             )
 
 
-def can_join(recipe_sources: tuple[Source, ...], steps: StepSpec) -> bool:
-    """Whether several tasks can join the shards: what happens to a document does not depend on which others are kept,
-    and all sources have texts."""
-    return steps.shareable and not any(source.tokenized for source in recipe_sources)
-
-
 def read_plan(folder: Path, recipe_sources: tuple[Source, ...]) -> Plan:
     """The plan of a folder of shards.
 
@@ -158,6 +154,36 @@ def _listings(recipe_sources: tuple[Source, ...]) -> list[str | None]:
     return [None if shard is None else shard.sha256 for shard in listed]
 
 
+class Done(NamedTuple):
+    """A shard that is published: its file, its tokens, and whether it has all documents, or ends behind those that its
+    source was required to have."""
+
+    file: Path
+    tokens: int
+    whole: bool
+
+
+@dataclass
+class Reading:
+    """What was read for a shard, or a batch of it: bytes of text, tokens, and its damaged files."""
+
+    source: int
+    size: int = 0
+    tokens: int = 0
+    tally: Tally = field(default_factory=Tally)
+
+    def add(self, worked: Worked) -> Reading:
+        """Count a batch."""
+        self.tokens += sum(worked.encoded.lengths)
+        for outcome in worked.outcomes:
+            if isinstance(outcome, Document):
+                self.size += outcome.size
+            elif outcome.reason == UNREADABLE:
+                self.tally.dropped[UNREADABLE] += 1
+                self.tally.failure = self.tally.failure or outcome.excerpt
+        return self
+
+
 @dataclass(frozen=True)
 class Shards:
     """The shards of a recipe, in a folder that all tasks share.
@@ -181,9 +207,10 @@ class Shards:
     ends: Mapping[int, End] = field(default_factory=dict)
 
     @property
-    def parallel(self) -> bool:
-        """Whether several tasks can join the shards."""
-        return can_join(self.every, self.spec.steps)
+    def comparable(self) -> bool:
+        """Whether documents are compared by ranges of their digests and marks: what happens to one does not depend on
+        which others are kept."""
+        return self.spec.steps.shareable
 
     @property
     def ranges(self) -> int:
@@ -193,7 +220,7 @@ class Shards:
     @property
     def final(self) -> bool:
         """Whether all sources are joined: the end of the last one may be looked for."""
-        return self.ending in (None, len(self.every) - 1)
+        return self.ending is None or self.ending == max(shard.source for shard in self.shards)
 
     @property
     def joined(self) -> tuple[Shard, ...]:
@@ -203,7 +230,9 @@ class Shards:
     @property
     def joining(self) -> Path:
         """The folder of the files that are made to join them."""
-        return self.folder if self.first is None else self.folder / f"first-{self.first}"
+        if self.ending is None:
+            return self.folder
+        return self.folder / f"first-{self.first}-{self._required()[self.ending]}"
 
     def end(self, number: int) -> End | None:
         """How much of a shard is used, if its source ends in it or before; None: all."""
@@ -221,7 +250,8 @@ class Shards:
         """
         ends = {end.source: end for end in map(_end_of, self.folder.glob(f"first-*/*{_END}"))}
         known = replace(self, ends=ends)
-        ending = next((n for n, of in enumerate(self.every) if of.max_tokens is not None and n not in ends), None)
+        limited = (n for n, of in enumerate(self.every) if of.max_tokens is not None and not of.tokenized)
+        ending = next((n for n in limited if n not in ends), None)
         if ending is None:
             return known
         most, tokens, done = self._required()[ending] or 0, 0, self.published()
@@ -232,7 +262,10 @@ class Shards:
                 continue
             if number not in done:
                 return None
-            tokens += done[number][1] if shard.source == ending else 0
+            if shard.source == ending:
+                tokens += done[number].tokens
+                if tokens < most and not done[number].whole:
+                    return None
         else:
             number = len(self.shards)
         using = replace(known, ending=ending, first=number)
@@ -255,12 +288,17 @@ class Shards:
         """The folder whose creation claims a shard; it has the lease."""
         return self.folder / f"{number:06d}.claim"
 
-    def published(self) -> dict[int, tuple[Path, int]]:
-        """File and tokens of the shards that are complete, by number."""
+    def published(self) -> dict[int, Done]:
+        """The shards that are published, by number."""
+        done = dict[int, Done]()
         with os.scandir(self.folder) as entries:
             names = [entry.name for entry in entries if entry.name.endswith(".shard")]
-        parts = (name.split(".") for name in names)
-        return {int(number): (self.folder / f"{number}.{tokens}.shard", int(tokens)) for number, tokens, _ in parts}
+        for name in names:
+            number, tokens, *cut = name.removesuffix(".shard").split(".")
+            shard = Done(self.folder / name, int(tokens), not cut)
+            if int(number) not in done or done[int(number)].tokens < shard.tokens or shard.whole:
+                done[int(number)] = shard
+        return done
 
     def needed(self) -> list[int]:
         """Numbers of the shards to encode: those that are missing, of a source with `max_tokens` only until the ones
@@ -273,63 +311,115 @@ class Shards:
         tokens, required = [0 for _ in self.every], self._required()
         for number, shard in enumerate(self.shards):
             most = required[shard.source]
-            if number in done:
-                tokens[shard.source] += done[number][1]
+            enough = most is not None and tokens[shard.source] + (done[number].tokens if number in done else 0) >= most
+            if number in done and (done[number].whole or enough):
+                tokens[shard.source] += done[number].tokens
             elif most is None or tokens[shard.source] < most:
                 missing.append(number)
         return missing
 
-    def work(self, number: int, token: str, lost: Callable[[], bool] = lambda: False) -> None:
+    def missing(self) -> Iterator[int]:
+        """Numbers of the shards to encode, each once; with `max_tokens`, asked for anew after each."""
+        if all(source.max_tokens is None for source in self.every):
+            yield from self.needed()
+            return
+        begun = set[int]()
+        while (number := next((number for number in self.needed() if number not in begun), None)) is not None:
+            begun.add(number)
+            yield number
+
+    def _limit(self, number: int) -> int | None:
+        """Tokens behind which a shard may end, because its source has enough; None: it has all documents."""
+        source = self.shards[number].source
+        if (most := self._required()[source]) is None:
+            return None
+        done = self.published()
+        before = [n for n in range(number) if self.shards[n].source == source]
+        return most - sum(done[n].tokens for n in before) if all(n in done for n in before) else most
+
+    def work(
+        self,
+        number: int,
+        token: str = "",
+        lost: Callable[[], bool] = lambda: False,
+        executor: Executor | None = None,
+        report: Callable[[Reading], None] = lambda reading: None,
+    ) -> Reading:
         """Encode a shard and publish it, if it is complete and `lost` is not true before.
+
+        Args:
+            number: of the shard.
+            token: token of this process.
+            lost: whether the shard is another task's by now.
+            executor: encodes its batches; None: this process.
+            report: receives what was read, batch by batch.
 
         Raises:
             UserError: it cannot be read.
             OSError: it cannot be written.
         """
+        token = token or new_token()
         part, differences = self.folder / f".{number:06d}-{token}.part", Gigatoken.differences
+        executor = executor or ThisProcess()
         try:
-            encoded = self._encode(number, part, lost)
+            encoded = self._encode(number, part, lost, executor, report)
             if Gigatoken.differences > differences:  # what was encoded before the difference may have others
-                encoded = self._encode(number, part, lost)
+                encoded = self._encode(number, part, lost, executor, report)
             if encoded is None:
-                return
-            tokens, keys = encoded
-            if self.parallel:  # before the shard, which says that they are there
-                for kind, of_kind in zip(self.kinds, keys, strict=True):
-                    kept = self.folder / f".{number:06d}-{token}.{kind}.part"
-                    publish(kept, self._keys(number, kind), [self._by_range(of_kind, KEY_BYTES[kind])])
+                return Reading(self.shards[number].source)
+            reading, whole, keys = encoded
+            for kind, of_kind in zip(self.kinds, keys, strict=True):  # before the shard, which says that they are there
+                kept = self.folder / f".{number:06d}-{token}.{kind}.part"
+                publish(kept, self._keys(number, kind), [self._by_range(of_kind, KEY_BYTES[kind])])
+            file = self.folder / f"{number:06d}.{reading.tokens}{'' if whole else _CUT}.shard"
             with suppress(FileNotFoundError):  # who has taken the shard over has removed the file
                 sync(part)
-                part.rename(self.folder / f"{number:06d}.{tokens}.shard")
+                part.rename(file)
+            for shorter in self.folder.glob(f"{number:06d}.*{_CUT}.shard"):
+                if shorter != file:
+                    shorter.unlink(missing_ok=True)
             sync(self.folder)
+            return reading
         finally:
             part.unlink(missing_ok=True)
 
-    def _encode(self, number: int, part: Path, lost: Callable[[], bool]) -> tuple[int, list[list[bytes]]] | None:
-        """Encode a shard to a file. Its tokens, and what is compared of its documents by kind; None if it is lost."""
+    def _encode(
+        self,
+        number: int,
+        part: Path,
+        lost: Callable[[], bool],
+        executor: Executor,
+        report: Callable[[Reading], None],
+    ) -> tuple[Reading, bool, list[list[bytes]]] | None:
+        """Encode a shard to a file. What was read, whether that was all, and what is compared of its documents by kind;
+        None if it is lost."""
         shard = self.shards[number]
-        source = self.every[shard.source]
+        source, limit = self.every[shard.source], self._limit(number)
         skip = self.spec.steps.max_unreadable > 0
-        tokens, keys = 0, [list[bytes]() for _ in self.kinds]
-        with part.open("wb") as file:
-            reading = batches_of(shard.source, sources.documents(source, self.chat, shard.parts(source), skip=skip))
-            for worked in encode_all(reading, self.spec, 1):
+        every, whole, keys = Reading(shard.source), True, [list[bytes]() for _ in self.kinds]
+        batches = batches_of(shard.source, sources.documents(source, self.chat, shard.parts(source), skip=skip))
+        with part.open("wb") as file, closing(encode_all(batches, self.spec, executor)) as encoded:
+            for worked in encoded:
                 if lost():
                     return None
-                tokens += sum(worked.encoded.lengths)
-                if self.parallel:
-                    documents = [outcome for outcome in worked.outcomes if isinstance(outcome, Document)]
-                    for document in documents:
-                        for of_kind, key in zip(keys, (document.digest, *document.marks), strict=False):
-                            of_kind.append(key)
+                every.add(worked)
+                report(Reading(shard.source).add(worked))
+                for document in (outcome for outcome in worked.outcomes if isinstance(outcome, Document)):
+                    for of_kind, key in zip(keys, (document.digest, *document.marks), strict=False):
+                        of_kind.append(key)
                 file.write(framed(*dumped(worked)))
+                if limit is not None and every.tokens >= limit:
+                    whole = False
+                    break
             file.write(framed(b"", b""))
-        return tokens, keys
+        return every, whole, keys
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """What of documents is compared for equality: their digests, and the marks of `duplicates`, which are the first
-        of a document."""
+        of a document; nothing if what happens to one depends on which others are kept."""
+        if not self.comparable:
+            return ()
         names = {name for name, _, _ in self.spec.steps.comparisons}
         return ("digests", "marks") if DUPLICATES in names else ("digests",)
 
@@ -373,6 +463,14 @@ class Shards:
         used = len(where) if end is None else int(np.searchsorted(where, end.compared))
         return all_keys[:used], where[:used]
 
+    def digests(self) -> set[bytes]:
+        """Of all documents that are used, kept or not."""
+        every = set[bytes]()
+        for number in range(len(self.joined)):
+            for of_range in range(self.ranges):
+                every.update(map(bytes, self.keys(number, of_range)[0]))
+        return every
+
     def batches(self, number: int, *, ids: bool = True) -> Iterator[Worked]:
         """The batches of a shard that is published, as far as it is used; without ids, their hashes are not checked.
 
@@ -383,30 +481,11 @@ class Shards:
         if end is not None and not end.read:
             return
         left = None if end is None else end.read
-        for worked in read(self.published()[number][0], self.shards[number].source, ids=ids):
+        for worked in read(self.published()[number].file, self.shards[number].source, ids=ids):
             yield worked if left is None else worked.first(left)
             left = None if left is None else left - len(worked.outcomes)
             if left is not None and left <= 0:
                 return
-
-    def worked(self, full: Collection[int], token: str) -> Generator[Worked, None, None]:
-        """All batches in the order of the documents; one that `max_tokens` needs after all is encoded.
-
-        Args:
-            full: numbers of sources that are read no further; grows meanwhile.
-            token: token of this process.
-        """
-        done = self.published()
-        for number, shard in enumerate(self.shards):
-            if shard.source in full:
-                continue
-            if number not in done:
-                self.work(number, token)
-                done = self.published()
-            for worked in read(done[number][0], shard.source):
-                if shard.source in full:
-                    break
-                yield worked
 
 
 def _end_of(file: Path) -> End:

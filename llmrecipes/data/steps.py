@@ -1,8 +1,8 @@
 """Steps of data preparation: from a document as it was read to one that is kept, or the reason why it is dropped.
 
 They run in the worker processes of `prepare`, in front of the tokenizer. A step that compares documents only makes its
-marks there; the process that writes compares them in the order of the documents, so that what is dropped does not
-depend on the number of processes. It enforces `max_tokens` too.
+marks there; they are compared when all documents have theirs (`compare`), so that what is dropped does not depend on
+the number of processes.
 """
 
 from __future__ import annotations
@@ -313,23 +313,20 @@ class Seen:
             if pieces and not text:
                 return Dropped(name, TOO_SHORT, document.excerpt)
             if pieces:
-                data = text.encode()
-                identity = digest(data)
-                if identity in self._digests:
+                left = left_of(document, text, name, self.spec.rule)
+                if left.digest in self._digests:
                     return Dropped(DUPLICATES)
-                self._digests.add(identity)
+                self._digests.add(left.digest)
                 marks = tuple(each.mark(text) for _, each in self._comparisons)
-                left = Document(
-                    data,
-                    identity,
-                    self.spec.rule.of(identity),
-                    len(data),
-                    (*document.changed, name),
-                    marks,
-                    text[:EXCERPT],
-                )
                 cut = Cut(name, left, len(pieces), "".join(pieces)[:EXCERPT])
         return cut
+
+
+def left_of(document: Document, text: str, step: str, rule: SplitRule) -> Document:
+    """What is left of a document of which a step has cut something out."""
+    data = text.encode()
+    identity = digest(data)
+    return Document(data, identity, rule.of(identity), len(data), (*document.changed, step), excerpt=text[:EXCERPT])
 
 
 def length(min_characters: int | None, max_characters: int | None) -> Step:

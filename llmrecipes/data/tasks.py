@@ -8,18 +8,18 @@ the same, both would publish the same bytes by a rename: leases save work, the r
 from __future__ import annotations
 
 import multiprocessing
-import os
 import shutil
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Protocol
 
-from llmrecipes.data import corpus, join
+from llmrecipes.data import pipeline
+from llmrecipes.data.executor import live_with_parent
+from llmrecipes.data.shard_files import new_token
 from llmrecipes.data.shards import Shards
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.process import Watch, start_ticks
@@ -40,14 +40,9 @@ class Stage(Protocol):
         """The folder whose creation claims an item."""
         ...
 
-    def work(self, number: int, token: str, lost: Callable[[], bool]) -> None:
+    def work(self, number: int, token: str, lost: Callable[[], bool]) -> object:
         """Do an item and publish it, if it is complete and `lost` is not true before."""
         ...
-
-
-def new_token() -> str:
-    """Names this process in leases: its id and start, and a value that no other has."""
-    return f"{os.getpid()}-{start_ticks(os.getpid())}-{uuid.uuid4().hex[:8]}"
 
 
 def encode_shards(shards: Shards, count: int, log: Callable[[str], None]) -> None:
@@ -95,13 +90,12 @@ def encode_shards(shards: Shards, count: int, log: Callable[[str], None]) -> Non
             where="--tasks",
             fix=f"run it again to continue with the missing shards, with fewer than --tasks {count} or more memory",
         )
-    joined = " and joined" if shards.parallel else ""
-    log(f"all shards are complete{joined}, after {time.monotonic() - began:.1f} s")
+    log(f"all shards are encoded and joined, after {time.monotonic() - began:.1f} s")
 
 
 def _left(shards: Shards) -> bool:
     """Whether something is to do."""
-    return any(stage.needed() for stage in join.rounds(shards))
+    return any(stage.needed() for stage in pipeline.rounds(shards))
 
 
 def _received(failures: Connection) -> UserError | None:
@@ -113,9 +107,9 @@ def _received(failures: Connection) -> UserError | None:
 
 
 def _task(shards: Shards, failures: Connection) -> None:
-    corpus.live_with_parent()
+    live_with_parent()
     try:
-        for stage in join.rounds(shards):
+        for stage in pipeline.rounds(shards):
             run(stage)
     except UserError as error:
         failures.send((error.what, error.where, error.rule, error.fix))

@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from llmrecipes.console import duration
 from llmrecipes.data.corpus import EncoderSpec, Tally
@@ -241,11 +242,7 @@ class LinkedPart:
         self._lengths.append(length)
         self._pointers.append(start * self._itemsize)
         self._digests.write(document.digest)
-        self.counts = Counts(
-            documents=self.counts.documents + 1,
-            tokens=self.counts.tokens + length,
-            bytes=self.counts.bytes + document.size,
-        )
+        self.counts = _with(self.counts, document, length)
 
     def finish(self) -> None:
         """Write the index."""
@@ -258,18 +255,29 @@ class LinkedPart:
             np.arange(count + 1, dtype=np.int64).tofile(stream)
 
 
-class CopiedPart(Protocol):
+class CopiedPart:
     """A split of a set whose tokens are written again."""
 
-    @property
-    def counts(self) -> Counts:
-        """Documents, tokens and bytes so far."""
+    def __init__(self, prefix: Path, dtype: str, stack: ExitStack) -> None:
+        self._idx = f"{prefix}.idx"
+        self._builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.dtype(dtype).type)
+        stack.callback(self._builder.data_file.close)
+        self._digests = stack.enter_context(prefix.with_suffix(".sha256").open("wb"))
+        self.counts = Counts()
 
-    def add(self, document: Document, length: int, ids: np.ndarray, answers: bytes) -> None:
+    def add(self, document: Document, length: int, ids: np.ndarray) -> None:
         """The next document."""
+        self._builder.add_document(ids, [length])
+        self._digests.write(document.digest)
+        self.counts = _with(self.counts, document, length)
 
     def finish(self) -> None:
         """Write the index."""
+        self._builder.finalize(self._idx)
+
+
+def _with(counts: Counts, document: Document, length: int) -> Counts:
+    return Counts(documents=counts.documents + 1, tokens=counts.tokens + length, bytes=counts.bytes + document.size)
 
 
 def write_set(
@@ -277,12 +285,10 @@ def write_set(
     source: Source,
     spec: EncoderSpec,
     seen: Seen,
-    part: Callable[[Split], CopiedPart],
     name: Callable[[Split], str],
     add_text: Callable[[HeldOutSplit, bytes], None],
     log: Callable[[str], None],
-    stack: ExitStack,
-) -> tuple[Tally, dict[Split, LinkedPart]]:
+) -> tuple[Tally, dict[Split, Counts], bool]:
     """Write the splits of a set: a document is in that of the hash of its ids, and dropped if an earlier one has them.
 
     Args:
@@ -290,14 +296,12 @@ def write_set(
         source: source of the set.
         spec: has the type of ids of the folder, its tokenizer and the rule of splits.
         seen: the documents of the folder so far.
-        part: makes what takes the documents of a split where the ids are of another type than the folder's.
         name: name of a split's files, without suffix.
         add_text: takes the texts of held-out splits, which are decoded.
         log: receives the progress.
-        stack: closes the files.
 
     Returns:
-        Counts, and the splits whose tokens stay where they are; none where they are written again.
+        What was read and dropped, what is kept by split, and whether the tokens stay where they are.
 
     Raises:
         UserError: the set is damaged, or an id is outside the vocabulary.
@@ -311,45 +315,49 @@ def write_set(
         size = token_set.tokens * np.dtype(spec.dtype).itemsize / GIB
         log(f"{label(source)}: {token_set.dtype} ids are rewritten as {spec.dtype}, up to {size:,.1f} GiB")
     began = reported = time.monotonic()
-    for start, ids in token_set.read(0, token_set.documents):
-        if source.max_tokens is not None and tokens >= source.max_tokens:
-            break
-        tally.read += 1
-        length = len(ids)
-        _require_ids(token_set, start, ids, tokenizer.vocab_size)
-        if _is_empty(ids, spec.eod):
-            tally.dropped[EMPTY] += 1
-            continue
-        as_stored = ids.astype(spec.dtype, copy=False)
-        identity = digest(as_stored.tobytes())
-        if identity in held_out:
-            tally.dropped[VALID_SOURCES] += 1
-            tally.rules[f"{VALID_SOURCES}.{held_out[identity]}"] += 1
-            continue
-        split, text = spec.steps.rule.of(identity), b""
-        if split != "train":
-            text = tokenizer.decode(text_ids(ids, spec.eod)).encode()
-        document = Document(b"", identity, split, len(text))
-        if isinstance(seen.add(document), Dropped):
-            tally.dropped[DUPLICATES] += 1
-            continue
-        tokens += length
-        if not in_place:
-            if split not in copied:
-                copied[split] = part(split)
-            copied[split].add(document, length, as_stored, b"")
-        else:
-            if split not in linked:
-                linked[split] = LinkedPart(folder / name(split), token_set, stack)
-            linked[split].add(document, length, start)
-        if split != "train":
-            add_text(split, text)
-        if (now := time.monotonic()) - reported > _REPORT_SECONDS:
-            reported = now
-            rate = (start + length) / (now - began)
-            left = duration((token_set.tokens - start - length) / rate)
-            log(f"{label(source)}: {start + length:,} of {token_set.tokens:,} tokens read; about {left} left")
-    return tally, linked
+    with ExitStack() as stack:
+        for start, ids in token_set.read(0, token_set.documents):
+            if source.max_tokens is not None and tokens >= source.max_tokens:
+                break
+            tally.read += 1
+            length = len(ids)
+            _require_ids(token_set, start, ids, tokenizer.vocab_size)
+            if _is_empty(ids, spec.eod):
+                tally.dropped[EMPTY] += 1
+                continue
+            as_stored = ids.astype(spec.dtype, copy=False)
+            identity = digest(as_stored.tobytes())
+            if identity in held_out:
+                tally.dropped[VALID_SOURCES] += 1
+                tally.rules[f"{VALID_SOURCES}.{held_out[identity]}"] += 1
+                continue
+            split, text = spec.steps.rule.of(identity), b""
+            if split != "train":
+                text = tokenizer.decode(text_ids(ids, spec.eod)).encode()
+            document = Document(b"", identity, split, len(text))
+            if isinstance(seen.add(document), Dropped):
+                tally.dropped[DUPLICATES] += 1
+                continue
+            tokens += length
+            if not in_place:
+                if split not in copied:
+                    copied[split] = CopiedPart(folder / name(split), spec.dtype, stack)
+                copied[split].add(document, length, as_stored)
+            else:
+                if split not in linked:
+                    linked[split] = LinkedPart(folder / name(split), token_set, stack)
+                linked[split].add(document, length, start)
+            if split != "train":
+                add_text(split, text)
+            if (now := time.monotonic()) - reported > _REPORT_SECONDS:
+                reported = now
+                rate = (start + length) / (now - began)
+                left = duration((token_set.tokens - start - length) / rate)
+                log(f"{label(source)}: {start + length:,} of {token_set.tokens:,} tokens read; about {left} left")
+        written: dict[Split, LinkedPart] | dict[Split, CopiedPart] = linked if in_place else copied
+        for part in written.values():
+            part.finish()
+    return tally, {split: part.counts for split, part in written.items()}, in_place and bool(linked)
 
 
 def documents(source: ValidSource, spec: EncoderSpec) -> Iterator[tuple[np.ndarray, bytes, int]]:

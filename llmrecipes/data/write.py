@@ -1,30 +1,26 @@
-"""Files of a prepared folder: `.bin`, `.idx` and document digests of each source and split, and the held-out texts."""
+"""What of the documents of shards is written, in their order, and what the output says about their sources."""
 
 from __future__ import annotations
 
 import gzip
 import io
 import json
-import time
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from llmrecipes.console import duration
 from llmrecipes.data import sources
 from llmrecipes.data.chat import REJECTED, Conversations
-from llmrecipes.data.corpus import EncoderSpec, Tally, Worked, batches, encode_again, encode_all
-from llmrecipes.data.curriculum import SUFFIX as SCORES
+from llmrecipes.data.corpus import EncoderSpec, Tally, Worked, encode_again
 from llmrecipes.data.infilling import ORDERS
-from llmrecipes.data.manifest import ChatCounts, Counts, HeldOut, SourceFiles, SourceRecord, stem
+from llmrecipes.data.manifest import ChatCounts, Counts, SourceFiles, SourceRecord
 from llmrecipes.data.parts import parts_of
-from llmrecipes.data.prepared import HeldOutSplit, held_out_name
+from llmrecipes.data.prepared import HeldOutSplit
 from llmrecipes.data.split import SPLITS, Split, digest
 from llmrecipes.data.steps import (
     CUT_PIECES,
@@ -35,156 +31,24 @@ from llmrecipes.data.steps import (
     Cut,
     Document,
     Dropped,
-    Seen,
     StepSpec,
 )
 from llmrecipes.errors import UserError
-from llmrecipes.recipe.schema import Chat, Source
+from llmrecipes.recipe.schema import Source
 from llmrecipes.units import MIB
 
-if TYPE_CHECKING:
-    from llmrecipes.data.token_sets import LinkedPart
-
-_REPORT_SECONDS = 5.0
 SAMPLES = "dropped.jsonl"
 """File of samples of what the steps dropped."""
 _SAMPLES = 20
 """Kept of a step."""
 
 
-def write(
-    folder: Path,
-    every: tuple[Source, ...],
-    spec: EncoderSpec,
-    workers: int,
-    log: Callable[[str], None],
-    chat: Chat | None = None,
-    shards: Callable[[Collection[int]], Generator[Worked, None, None]] | None = None,
-) -> tuple[list[SourceRecord], dict[Split, HeldOut], list[ChatCounts]]:
-    """Read, tokenize and write all sources; the files do not depend on the number of workers.
-
-    Args:
-        shards: returns the batches that tasks have encoded, without sources that are full; None: they are encoded now.
-
-    Returns:
-        A record of each source, the held-out texts (none of conversations), and counts of each source's conversations.
-
-    Raises:
-        UserError: a source that cannot be read, or that keeps nothing for training.
-    """
-    tallies = [Tally() for _ in every]
-    talks = [ChatCounts() for _ in every] if chat else []
-    tokens, sizes = [0 for _ in every], [0 for _ in every]
-    full: set[int] = set()
-    share = spec.steps.max_unreadable
-    with ExitStack() as stack:
-
-        def part(number: int, split: Split) -> _WrittenPart:
-            new = _WrittenPart(
-                folder / stem(number, split), spec.dtype, stack, answers=chat is not None, scores=spec.scored(split)
-            )
-            written[number, split] = new
-            return new
-
-        written: dict[tuple[int, Split], _WrittenPart | LinkedPart] = {}
-        linked: dict[int, dict[Split, LinkedPart]] = {}
-        texts: dict[HeldOutSplit, TextToWrite] = {}
-
-        def add_text(split: HeldOutSplit, text: bytes) -> None:
-            if split not in texts:
-                texts[split] = TextToWrite(folder / held_out_name(split), stack)
-            texts[split].add(text)
-
-        seen = Seen(spec.steps)
-        output = Output(spec, seen, part, add_text)
-        started = reported = time.monotonic()
-        outcomes = (
-            encode_all(batches(every, chat, full, skip=share > 0), spec, workers) if shards is None else shards(full)
-        )
-        for worked in stack.enter_context(closing(outcomes)):
-            number = worked.source
-            if number in full:
-                continue
-            most = every[number].max_tokens
-            room = None if most is None else most - tokens[number]
-            added = output.add(worked, room, tallies[number])
-            require_readable(number, every[number], tallies[number], share)
-            tokens[number] += added.tokens
-            sizes[number] += added.size
-            if talks:
-                talks[number] = added.talks_with(talks[number])
-            if most is not None and tokens[number] >= most:
-                full.add(number)
-            if time.monotonic() - reported > _REPORT_SECONDS:
-                reported = time.monotonic()
-                log(_progress(every, number, sizes, tokens, reported - started))
-        for number, source in enumerate(every):
-            if source.tokenized:
-                from llmrecipes.data.token_sets import write_set  # loads megatron-core
-
-                tallies[number], linked[number] = write_set(
-                    folder, source, spec, seen, partial(part, number), partial(stem, number), add_text, log, stack
-                )
-                written.update({(number, split): writer for split, writer in linked[number].items()})
-        reasons = spec.steps.reasons
-        counts = {key: writer.counts for key, writer in written.items()}
-        records = [record(n, source, tallies[n], reasons, counts, talks) for n, source in enumerate(every)]
-        for n in (number for number, splits in linked.items() if splits):
-            records[n] = records[n].model_copy(update={"linked": True})
-        for n, made_of in enumerate(records):
-            log(summary(made_of) + (f"; read up to max_tokens {every[n].max_tokens:,}" if n in full else ""))
-            if talks:
-                log(answers_of(made_of.label, talks[n]))
-            for line in tallies[n].kinds.warnings(made_of.label):
-                log(line)
-        for writer in written.values():
-            writer.finish()
-    output.samples.write(folder / SAMPLES, [sources.label(source) for source in every])
-    held_out: dict[Split, HeldOut] = {
-        split: HeldOut(bytes=t.bytes, gzip_bytes=t.file.stat().st_size) for split, t in texts.items()
-    }
-    return records, held_out, talks
-
-
-class _WrittenPart:
-    """The open files of one split of one source."""
-
-    def __init__(self, prefix: Path, dtype: str, stack: ExitStack, *, answers: bool, scores: bool) -> None:
-        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-        self._idx = f"{prefix}.idx"
-        self._builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.dtype(dtype).type)
-        stack.callback(self._builder.data_file.close)
-        self._digests = stack.enter_context(prefix.with_suffix(".sha256").open("wb"))
-        self._answers = stack.enter_context(prefix.with_suffix(".answers").open("wb")) if answers else None
-        self._scores = stack.enter_context(prefix.with_suffix(SCORES).open("wb")) if scores else None
-        self._documents = self._tokens = self._bytes = 0
-
-    @property
-    def counts(self) -> Counts:
-        return Counts(documents=self._documents, tokens=self._tokens, bytes=self._bytes)
-
-    def add(self, document: Document, length: int, ids: np.ndarray, answers: bytes) -> None:
-        self._builder.add_document(ids, [length])
-        self._digests.write(document.digest)
-        if self._answers is not None:
-            self._answers.write(answers)
-        if self._scores is not None:
-            self._scores.write(np.array(document.score, "<f4").tobytes())
-        self._documents += 1
-        self._tokens += length
-        self._bytes += document.size
-
-    def finish(self) -> None:
-        self._builder.finalize(self._idx)
-
-
 MEMBER_BYTES = 64 * MIB
-"""Text of a member of a gzip file: tasks compress members independently of each other."""
+"""Text of a member of a gzip file: members are compressed independently of each other."""
 
 
 class TextToWrite:
-    """The text of a held-out split, compressed with `gzip -9` for comparison with the model's bits per byte."""
+    """The text of a held-out split, compressed with `gzip -9` as the items of `join` do, where it is not all theirs."""
 
     def __init__(self, file: Path, stack: ExitStack) -> None:
         self.file, self.bytes = file, 0
@@ -210,23 +74,6 @@ def compressed(text: bytes | bytearray) -> bytes:
     with gzip.GzipFile("", "wb", compresslevel=9, fileobj=buffer, mtime=0) as stream:
         stream.write(text)
     return buffer.getvalue()
-
-
-def _progress(
-    recipe_sources: tuple[Source, ...], number: int, sizes: list[int], tokens: list[int], seconds: float
-) -> str:
-    done = sum(sizes)
-    rate = done / seconds
-    line = f"{done / MIB:,.0f} MiB tokenized, {rate / MIB:.1f} MiB/s; at {sources.label(recipe_sources[number])}"
-    if not done:  # all was dropped so far
-        return line
-    left = 0.0
-    for source, size, count in zip(recipe_sources[number:], sizes[number:], tokens[number:], strict=True):
-        expected = sources.text_bytes(source, size / count if count else None)
-        if expected is None:
-            return line
-        left += max(0.0, expected - size)
-    return f"{line}; about {duration(left / rate)} left"
 
 
 class Part(Protocol):
@@ -304,7 +151,6 @@ class Output:
                 added.conversation(talks.tallies[place], answers, talks.refusal)
             if length:
                 added.tokens += length
-                added.size += kept.size
                 self._write(worked.source, kept, length, its_ids, None if talks is None else answers)
         return added
 
@@ -358,10 +204,9 @@ class Samples:
 
 @dataclass
 class _Added:
-    """Counts of a batch: tokens, bytes of text, and the dropped, cut and counted parts of conversations."""
+    """Counts of a batch: tokens, and the dropped, cut and counted parts of conversations."""
 
     tokens: int = 0
-    size: int = 0
     tally: Counter[str] = field(default_factory=Counter)
     refusal: str = ""
 

@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 
 from llmrecipes.cli import app as cli
-from llmrecipes.data import checked, dataset, write
+from llmrecipes.data import checked, dataset, shards
 from llmrecipes.data import corpus as corpus_module
 from llmrecipes.data.manifest import LISTING, read_listing, sha256
 from llmrecipes.data.prepare import Prepared, open_prepared, prepare
 from llmrecipes.data.prepared import check_index, index_folder
+from llmrecipes.data.shard_files import framed
 from llmrecipes.errors import ExitCode
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Recipe
@@ -348,21 +349,20 @@ def stop_with_75() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_stopped_prepare_leaves_no_part_and_no_process(
+def test_a_stopped_prepare_leaves_its_shards_and_no_process(
     made: tuple[Recipe, Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_with_75: None, workers: int
 ) -> None:
-    def stopped(*arguments: Any) -> None:
-        add(*arguments)
+    def stopped(*arguments: Any) -> bytes:
         os.kill(os.getpid(), signal.SIGTERM)
+        return framed(*arguments)
 
-    add = write.Output.add
-    monkeypatch.setattr(write.Output, "add", stopped)
+    monkeypatch.setattr(shards, "framed", stopped)
     monkeypatch.setattr(corpus_module, "_ALONE", 0)
     monkeypatch.setattr(corpus_module, "_BATCH_CHARACTERS", 4096)
     with pytest.raises(SystemExit) as caught:
         prepare(made[0], tmp_path, workers=workers)
     assert caught.value.code == 75
-    assert [file.name for file in tmp_path.iterdir() if not file.name.endswith(".lock")] == []
+    assert {file.suffix for file in tmp_path.iterdir()} == {".lock", ".shards"}
     assert not active_children()
 
 
@@ -370,13 +370,12 @@ def test_a_stopped_prepare_leaves_no_part_and_no_process(
 def test_a_process_of_prepare_that_is_killed_is_one_message(
     made: tuple[Recipe, Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def kill(*arguments: Any) -> Any:
+    def kill(*arguments: Any) -> bytes:
         for child in active_children():
             child.kill()
-        return add(*arguments)
+        return framed(*arguments)
 
-    add = write.Output.add
-    monkeypatch.setattr(write.Output, "add", kill)
+    monkeypatch.setattr(shards, "framed", kill)
     monkeypatch.setattr(corpus_module, "_ALONE", 0)
     monkeypatch.setattr(corpus_module, "_BATCH_CHARACTERS", 4096)
     with refused("--workers", rule="--workers 2"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmrecipes.data import join, parts
+from llmrecipes.data import parts, pipeline
 from llmrecipes.data import shards as shards_module
 from llmrecipes.data.leaks import check_near_copies
 from llmrecipes.data.prepare import Prepared, _shards, fingerprint, prepare
@@ -99,9 +100,7 @@ def content(prepared: Prepared) -> dict[str, bytes]:
 
 def begun(used: Recipe, data: Path) -> Shards:
     data.mkdir()
-    made = _shards(used, data / fingerprint(used), lambda line: None)
-    assert made is not None and made.parallel
-    return made
+    return _shards(used, data / fingerprint(used), lambda line: None, shared=False)
 
 
 @pytest.mark.usefixtures("small")
@@ -168,7 +167,7 @@ def test_tasks_join_a_last_source_up_to_max_tokens(
     data = copied.data.model_copy(update={"sources": (*copied.data.sources[:-1], limited), "split": (98.0, 1.0, 1.0)})
     used = copied.model_copy(update={"data": data})
     shards, lines = begun(used, tmp_path / "data"), list[str]()
-    for stage in join.rounds(shards):
+    for stage in pipeline.rounds(shards):
         run(stage)
     assert share == 2 or len(list(shards.folder.glob("first-*"))) > 1
     assert (len(shards.published()) < len(shards.shards)) == (share < 2)
@@ -195,7 +194,7 @@ def test_tasks_join_several_sources_up_to_max_tokens(
         data = copied.data.model_copy(update={"sources": every, "split": (98.0, 1.0, 1.0)})
         used = copied.model_copy(update={"data": data})
         shards, lines = begun(used, tmp_path / f"data{number}"), list[str]()
-        for stage in join.rounds(shards):
+        for stage in pipeline.rounds(shards):
             run(stage)
         assert len(list(shards.folder.glob("first-*/*.end"))) == 2 and len(shards.published()) < len(shards.shards)
         several = prepare(used, tmp_path / f"data{number}", tasks=1, progress=lines.append)
@@ -214,7 +213,7 @@ def test_held_out_texts_are_compressed_in_members(
     used = of(sources)
     shards = begun(used, tmp_path / "data")
     run(shards)
-    for stage in join.stages(shards):
+    for stage in pipeline.stages(shards):
         run(stage)
     assert len(list(shards.folder.glob("*.packed"))) > 5
     several = prepare(used, tmp_path / "data", tasks=1)
@@ -255,17 +254,39 @@ def test_a_large_file_is_several_shards(sources: tuple[Source, ...], tmp_path: P
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.rotating
-def test_a_killed_call_without_tasks_goes_on_where_there_are_many_shards(
+def test_a_killed_call_is_continued_unless_a_source_has_changed(
     sources: tuple[Source, ...], expected: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used, lines = of(sources), list[str]()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("llmrecipes.data.prepare._build", interrupted)
+        patch.setattr("llmrecipes.data.prepare._fill", interrupted)
         prepare(used, tmp_path / "data", workers=1)
+    [folder] = (tmp_path / "data").glob(".*.shards")
+    shutil.copytree(folder, tmp_path / "other" / folder.name)
     assert content(prepare(used, tmp_path / "data", workers=1, progress=lines.append)) == content(expected)
     assert not any("trained" in line for line in lines)
-    prepare(used, tmp_path / "few", workers=99, progress=lines.append)
+    plan = tmp_path / "other" / folder.name / "plan.json"
+    plan.write_text(plan.read_text().replace('"version": "', '"version": "0'))
+    assert content(prepare(used, tmp_path / "other", workers=1, progress=lines.append)) == content(expected)
     assert any("trained" in line for line in lines)
+
+
+@pytest.mark.usefixtures("small")
+def test_an_item_whose_worker_was_killed_is_done_again(
+    sources: tuple[Source, ...], expected: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever it is at; the others go on."""
+    lines: list[str] = []
+
+    def kill(most: int) -> None:
+        for child in multiprocessing.active_children()[: sum("killed" in line for line in lines) < most]:
+            child.kill()
+
+    monkeypatch.setattr(pipeline, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(pipeline.Progress, "add", lambda progress, reading: kill(1))
+    monkeypatch.setattr(pipeline.Progress, "stage", lambda progress, name, done, count: kill(2))
+    assert content(prepare(of(sources), tmp_path / "data", workers=3, progress=lines.append)) == content(expected)
+    assert sum("killed" in line for line in lines) == 2
 
 
 @pytest.mark.usefixtures("larger")
@@ -278,7 +299,7 @@ def test_what_is_made_twice_and_half_made_changes_nothing(
     shards = begun(used, tmp_path / "data")
     run(shards)
     chance = random.Random(os.urandom(8))
-    for stage in join.stages(shards):
+    for stage in pipeline.stages(shards):
         run(stage)
         files = sorted(shards.folder.glob(f"*.{stage.name}"))
         lost = chance.sample(files, min(3, len(files)))
@@ -292,7 +313,7 @@ def test_what_is_made_twice_and_half_made_changes_nothing(
         assert {path: path.read_bytes() for path in lost} == before
     # A task that was believed to be dead goes on behind all others.
     shards.work(1, "late", lambda: False)
-    join.stages(shards)[-1].work(0, "late", lambda: False)
+    pipeline.stages(shards)[-1].work(0, "late", lambda: False)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("llmrecipes.data.checked.describe", interrupted)
         prepare(used, tmp_path / "data", tasks=1)
@@ -308,7 +329,7 @@ def test_a_task_ends_when_others_have_published(sources: tuple[Source, ...], tmp
     """Whatever it is at: the shards are deleted then."""
     shards = begun(of(sources), tmp_path / "data")
     run(shards)
-    repeats, *_ = join.stages(shards)
+    repeats, *_ = pipeline.stages(shards)
 
     def publish() -> bool:
         shutil.rmtree(shards.folder, ignore_errors=True)
@@ -317,7 +338,7 @@ def test_a_task_ends_when_others_have_published(sources: tuple[Source, ...], tmp
     late = replace(repeats, make=lambda shards, item, token, _: repeats.make(shards, item, token, publish))
     run(late)
     run(shards)
-    for stage in join.stages(shards):
+    for stage in pipeline.stages(shards):
         run(stage)
 
 
@@ -367,7 +388,7 @@ def test_damaged_digests_and_shards_are_refused(sources: tuple[Source, ...], tmp
             for number in range(shards.ranges):
                 shards.keys(3, number)
     digests.write_bytes(right)
-    for stage in join.stages(shards)[:3]:
+    for stage in pipeline.stages(shards)[:3]:
         run(stage)
     shard = shards.published()[2][0]
     ids = bytearray(shard.read_bytes())
@@ -380,11 +401,23 @@ def test_damaged_digests_and_shards_are_refused(sources: tuple[Source, ...], tmp
     assert prepare(used, tmp_path / "data", tasks=1).manifest.sources[0].read == 200
 
 
-@pytest.mark.usefixtures("small")
-def test_what_depends_on_the_documents_before_is_joined_by_one_process(
-    sources: tuple[Source, ...], tmp_path: Path
-) -> None:
-    used = of(sources)
-    data = used.data.model_copy(update={"steps": (Step(type="duplicates", span_sentences=3),)})
-    made = _shards(used.model_copy(update={"data": data}), tmp_path / "x", lambda line: None)
-    assert made is not None and not made.parallel and join.stages(made) == ()
+@pytest.mark.usefixtures("larger")
+@pytest.mark.rotating
+def test_documents_that_are_cut_are_the_same_in_many_shards(copied: Recipe, tmp_path: Path) -> None:
+    """What happens to one depends on which were kept before: one item decides, also up to `max_tokens`."""
+    sentence = "Ten words that are said here again and once more. "
+    rows = [
+        {"text": f"{sentence * 3}But this is number {n} of them. " + f"It ends with {n * n} words. " * 9}
+        for n in range(90)
+    ]
+    (tmp_path / "spans.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    cut = Step.model_validate({"type": "duplicates", "span_sentences": 3, "cut_spans": True, "min_words": 5})
+    first = Source(type="jsonl", path=str(tmp_path / "spans.jsonl"), max_tokens=4000)
+    every = (first, *copied.data.sources)
+    data = copied.data.model_copy(update={"sources": every, "steps": (cut, copied.data.steps[-1])})
+    used = copied.model_copy(update={"data": data})
+    several = prepare(used, tmp_path / "several", workers=2)
+    assert several.manifest.sources[0].rules["duplicates.cut_sentences"] > 50 and several.manifest.sources[0].read < 90
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "PART_BYTES", 1 << 30)
+        assert content(several) == content(prepare(used, tmp_path / "one", workers=1))

@@ -22,6 +22,7 @@ from pydantic import create_model
 from llmrecipes.data import corpus as corpus_module
 from llmrecipes.data import write
 from llmrecipes.data.manifest import FORMAT, stem
+from llmrecipes.data.pipeline import encoding
 from llmrecipes.data.prepare import Prepared, fingerprint, open_prepared, prepare
 from llmrecipes.data.prepared import bits_per_byte, bytes_per_token, gzip_bits_per_byte, held_out_text, index_usable
 from llmrecipes.data.split import SPLITS, SplitRule, check_disjoint, digest
@@ -115,8 +116,8 @@ def test_verify_passes_and_proves_that_splits_are_disjoint(
 
 def test_progress_of_sources_of_which_nothing_is_kept_yet(made: tuple[Recipe, Prepared]) -> None:
     sources = made[0].data.sources
-    assert "left" not in write._progress(sources, 0, [0, 0], [0, 0], 5.0)
-    assert "left" in write._progress(sources, 0, [100, 0], [20, 0], 5.0)
+    assert "left" not in encoding(sources, 0, [0, 0], [0, 0], 5.0)
+    assert "left" in encoding(sources, 0, [100, 0], [20, 0], 5.0)
 
 
 def test_the_split_follows_the_weights() -> None:
@@ -405,16 +406,15 @@ def test_a_killed_prepare_leaves_nothing_and_no_workers(tmp_path: Path) -> None:
         """
 import os, pathlib, signal, sys
 from tests.unit.data_recipes import recipe
-from llmrecipes.data import corpus as corpus_module, write
+from llmrecipes.data import corpus as corpus_module, shards
 from llmrecipes.data.prepare import prepare
 from llmrecipes.recipe.schema import Source
 
 def die(*args):
-    add(*args)
     os.kill(os.getpid(), signal.SIGKILL)  # the workers wait for more
 
-add, write.Output.add = write.Output.add, die
-corpus_module._ALONE = 0
+shards.framed = die
+corpus_module._ALONE, corpus_module._BATCH_CHARACTERS = 0, 4096
 if __name__ == "__main__":
     os.chdir(sys.argv[1])
     prepare(recipe(Source(type="text", path="text")), pathlib.Path("data"), workers=2)
@@ -432,14 +432,15 @@ if __name__ == "__main__":
     assert done.returncode == -signal.SIGKILL, done.stderr
     used = recipe(Source(type="text", path="text"))
     data = tmp_path / "data"
-    assert (data / f".{fingerprint(used)}.part" / "00-train.bin").exists()
+    assert list((data / f".{fingerprint(used)}.shards").glob(".000000-*.part"))
     with refused(data / fingerprint(used)):
         open_prepared(used, data)
 
     here = recipe(Source(type="text", path=str(tmp_path / "text")))
-    data.joinpath(f".{fingerprint(used)}.part").rename(data / f".{fingerprint(here)}.part")
+    data.joinpath(f".{fingerprint(used)}.shards").rename(data / f".{fingerprint(here)}.shards")
+    data.joinpath(f".{fingerprint(here)}.part").mkdir()
     prepare(here, data, workers=1).verify()
-    assert not list(data.glob("*.part"))
+    assert {path.name for path in data.glob(".*")} == {f".{fingerprint(here)}.lock", f".{fingerprint(used)}.lock"}
 
 
 def test_a_failing_prepare_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,7 +450,7 @@ def test_a_failing_prepare_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(write.Output, "add", full)
     with refused(tmp_path / "data" / "00-train.bin"):
         prepare(recipe(corpus(tmp_path / "text")), tmp_path / "data", workers=1)
-    assert [f.name for f in (tmp_path / "data").iterdir() if not f.name.endswith(".lock")] == []
+    assert {f.suffix for f in (tmp_path / "data").iterdir()} == {".lock", ".shards"}
 
 
 def test_a_data_folder_that_cannot_be_made_is_one_message(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pydantic import create_model
 
 from llmrecipes.data import parts
 from llmrecipes.data import tasks as tasks_module
-from llmrecipes.data.prepare import Prepared, fingerprint, prepare
+from llmrecipes.data.prepare import Prepared, _shards, fingerprint, prepare
 from llmrecipes.launch import lease as leases
 from llmrecipes.recipe.data_steps import Step
 from llmrecipes.recipe.schema import Chat, Data, Recipe, Source
@@ -108,12 +108,7 @@ def test_a_second_call_encodes_only_what_is_missing(
 ) -> None:
     monkeypatch.setattr(parts, "PART_BYTES", 2000)
     used = of(sources)
-    # With spans one process joins the shards: tasks would have done it before the interruption.
-    data = used.data.model_copy(update={"steps": (Step(type="duplicates", span_sentences=99), used.data.steps[1])})
-    used = used.model_copy(update={"data": data})
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("llmrecipes.data.prepare._build", interrupted)
-        prepare(used, tmp_path, tasks=1)
+    tasks_module.run(_shards(used, tmp_path / fingerprint(used), lambda line: None, shared=True))
     folder = tmp_path / f".{fingerprint(used)}.shards"
     files = sorted(folder.glob("*.shard"))
     assert len(files) > 20
