@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from llmrecipes.hardware.profile import Group
 from llmrecipes.hf.safetensors import TensorSource
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from llmrecipes.engine.parts.base import Parts
 
 Batch = dict[str, torch.Tensor]
 """`tokens`, `labels`, `loss_mask` and `position_ids` of a micro-batch, each [micro_batch_size, seq_length]; with
@@ -141,8 +144,6 @@ class StepResult:
     """What was computed first, if that was not finite and the step was computed again (`faults.rerun_mode`)."""
     is_local: bool = False
     """Of a result that is not finite: whether this rank's loss, or its gradients before they were reduced, are not."""
-    layers: meters.LayerMeasurements | None = None
-    """None: no step was measured since the last result."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ class Slice(NamedTuple):
     """Its values, of the slice's size; of weights and gradients that an engine shows, fp32 copies on the CPU."""
 
 
-class Engine(meters.Meters, Protocol):
+class Engine(Protocol):
     """Model, gradients, optimizer and schedule of one rank."""
 
     name: str
@@ -177,6 +178,8 @@ class Engine(meters.Meters, Protocol):
     implementation: Implementation
     local_loss: float
     """This rank's part of the last loss."""
+    parts: Parts
+    """What the recipe adds to a step, of what the engine takes."""
 
     @property
     def modules(self) -> Sequence[torch.nn.Module]:

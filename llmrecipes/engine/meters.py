@@ -45,16 +45,6 @@ class GradientFault:
     """Weights whose copies have other gradients, with the least and largest norm."""
 
 
-class GradientCheck(Protocol):
-    """Compares the gradients of the first finite step of a start, before its update."""
-
-    due: bool
-    """Whether the next step's are compared."""
-
-    def take(self) -> GradientFault | None:
-        """What it found, once, the same on all ranks; None: nothing, or it was another step."""
-
-
 @dataclass(frozen=True)
 class Balance:
     """Expert routing of one step, over all ranks."""
@@ -71,98 +61,6 @@ class LayerMeasurements(NamedTuple):
     """See `StepMetrics.layers`."""
     histograms: Mapping[str, Mapping[str, Mapping[str, Any]]]
     """See `StepMetrics.histograms`."""
-
-
-class LayerMeter(Protocol):
-    """Measures layers in a step after `start`; the result of a later step has it. No cost otherwise."""
-
-    def start(self) -> None:
-        """Measure the next step; all ranks have to."""
-
-
-class AccuracyMeter(Protocol):
-    """Counts tokens that are predicted right between `start` and `take`; no cost otherwise."""
-
-    def start(self) -> None:
-        """Count the next step or evaluation; all ranks have to."""
-
-    def take(self) -> float | None:
-        """Stop counting. The share of the tokens that the loss counts whose label was the likeliest token, of the
-        global batches since `start`, the same on all ranks; None: there were none."""
-
-
-class RewardMeter(Protocol):
-    """Sums rewards of pairs (`dpo`)."""
-
-    def start(self) -> None:
-        """Begin with nothing; all ranks have to."""
-
-    def take(self) -> dict[str, float] | None:
-        """`StepMetrics.rewards` of the global batches since `start`, the same on all ranks; None: there were none."""
-
-
-class DistanceMeter(Protocol):
-    """Averages distances of hidden states (`distill.layers`)."""
-
-    def start(self) -> None:
-        """Begin with nothing; all ranks have to."""
-
-    def take(self) -> float | None:
-        """`StepMetrics.hidden_distance` of the global batches since `start`, the same on all ranks; None: there were
-        none."""
-
-
-class SourceMeter(Protocol):
-    """Sums the training loss by source of the blend (`tracking.loss_by_source`)."""
-
-    def start(self) -> None:
-        """Begin with nothing; all ranks have to."""
-
-    def take(self) -> tuple[float, ...]:
-        """Of the global batches since `start`, the same on all ranks: summed loss of each source in nats, then tokens
-        of each."""
-
-
-class BalanceCounter(Protocol):
-    """Counts routed tokens between `start` and `collect`; no cost otherwise."""
-
-    def start(self) -> None:
-        """Start counting."""
-
-    def collect(self) -> Balance:
-        """Stop counting, and sum the counts over ranks; a collective of all ranks."""
-
-
-class Meters(Protocol):
-    """What an engine measures in its steps."""
-
-    @property
-    def accuracy(self) -> AccuracyMeter | None:
-        """None if the engine does not measure it."""
-
-    @property
-    def balance(self) -> BalanceCounter | None:
-        """None for a dense model."""
-
-    @property
-    def gradient_check(self) -> GradientCheck | None:
-        """None if the engine has no copies of weights to compare."""
-
-    @property
-    def hidden(self) -> DistanceMeter | None:
-        """None if the recipe does not compare hidden states."""
-
-    @property
-    def layers(self) -> LayerMeter | None:
-        """None if the engine does not measure layers, or the recipe does not want it."""
-
-    @property
-    def rewards(self) -> RewardMeter | None:
-        """None if the recipe does not compare pairs."""
-
-    @property
-    def sources(self) -> SourceMeter | None:
-        """None if the engine does not sum losses by source, or the recipe does not want it."""
 
 
 @dataclass

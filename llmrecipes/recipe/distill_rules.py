@@ -9,7 +9,6 @@ from pydantic import ValidationError
 
 from llmrecipes.recipe.distill import Distill
 from llmrecipes.recipe.document import Problem
-from llmrecipes.recipe.engines import MEGATRON, engine_name
 from llmrecipes.recipe.layout_rules import pipeline
 from llmrecipes.recipe.schema import Model, Parallelism, Recipe
 from llmrecipes.recipe.stage_layout import layer_places
@@ -203,11 +202,6 @@ def _layers(recipe: Recipe, distill: Distill, teacher: Model) -> Iterator[Proble
 def _combinations(recipe: Recipe) -> Iterator[Problem]:
     speed = recipe.speed
     obstacles = {
-        "engine": (
-            engine_name(recipe) != MEGATRON,
-            "only the engine megatron can compute a teacher",
-            "engine megatron without zero.stage 2, 3 and offload",
-        ),
         "train.label_smoothing": (
             recipe.train.label_smoothing > 0,
             "the teacher already smooths the targets",

@@ -78,10 +78,6 @@ def qk_clip(recipe: Recipe) -> Iterator[Problem]:
                               "qk_clip true, or remove it")  # fmt: skip
         return
     obstacles = {
-        "engine": (
-            engine_name(recipe) != MEGATRON, "QK-clip needs the engine megatron",
-            "engine megatron without zero.stage 2, 3 and offload",
-        ),
         "lora": (recipe.lora is not None, "the weights that QK-clip would scale are frozen", "remove qk_clip or lora"),
         "model.qk_layernorm": (
             model.qk_layernorm and not model.multi_latent_attention,

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from llmrecipes.recipe.distill_rules import OF_TEACHERS, has_teacher, teacher_model
 from llmrecipes.recipe.document import Problem
-from llmrecipes.recipe.engines import MEGATRON, engine_name
 from llmrecipes.recipe.preference import SMOOTHED, Dpo
 from llmrecipes.recipe.schema import Chat, Model, Recipe
 
@@ -126,10 +125,6 @@ def _combinations(recipe: Recipe) -> Iterator[Problem]:
     speed, train, model = recipe.speed, recipe.train, recipe.model
     count = "the loss is averaged over pairs, but this term over tokens"
     obstacles = {
-        "engine": (
-            engine_name(recipe) != MEGATRON, "only the engine megatron supports preference losses",
-            "engine megatron without zero.stage 2, 3 and offload",
-        ),
         "distill": (recipe.distill is not None, "a run can use distillation or preference pairs, not both",
                     "remove distill"),
         "train.label_smoothing": (

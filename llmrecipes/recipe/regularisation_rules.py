@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmrecipes.recipe.document import Problem
-from llmrecipes.recipe.engines import MEGATRON, engine_name
 from llmrecipes.recipe.schema import Recipe
 
 
@@ -40,10 +39,6 @@ def adversarial(recipe: Recipe) -> Iterator[Problem]:
 def _obstacles(recipe: Recipe) -> dict[str, tuple[bool, str, str]]:
     model, speed = recipe.model, recipe.speed
     return {
-        "engine": (
-            engine_name(recipe) != MEGATRON, "only the engine megatron supports adversarial training",
-            "engine megatron without zero.stage 2, 3 and offload",
-        ),
         "dpo": (recipe.dpo is not None, "the reference model computes every micro-batch only once", "remove dpo"),
         "distill": (recipe.distill is not None, "the teacher computes every micro-batch only once", "remove distill"),
         "model.num_moe_experts": (
@@ -76,10 +71,6 @@ def layer_drop(recipe: Recipe) -> Iterator[Problem]:
         return
     speed, parallel = recipe.speed, recipe.parallelism
     obstacles = {
-        "engine": (
-            engine_name(recipe) != MEGATRON, "only the engine megatron can skip layers",
-            "engine megatron without zero.stage 2, 3 and offload",
-        ),
         "dpo": (recipe.dpo is not None, "the reference model uses all layers", "remove dpo"),
         "model.num_moe_experts": (
             recipe.model.num_moe_experts is not None,

@@ -16,6 +16,7 @@ from llmrecipes.recipe import (
     moe_rules,
     optimizer_kinds,
     optimizer_rules,
+    parts,
     preference_rules,
     qat_rules,
     recompute,
@@ -495,6 +496,7 @@ _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     layout_rules.tensor, layout_rules.sequence, layout_rules.yarn, layout_rules.pipeline,
     layout_rules.expert, layout_rules.elastic,
     zero_rules.engine, zero_rules.optimizer_sharding, zero_rules.pipeline, zero_rules.unsupported, zero_rules.offload,
+    parts.unsupported,
     zero_rules.stages, zero_rules.zeropp, zero_rules.precision, zero_rules.extra, search_rules.check,
     features.rules, optimizer_rules.types, optimizer_rules.qk_clip, optimizer_kinds.rules,
 )  # fmt: skip

@@ -179,24 +179,6 @@ def unsupported(recipe: Recipe) -> Iterator[Problem]:
             "the engine deepspeed does not support local checkpoints",
             "remove it and non_persistent_local_ckpt_dir",
         ),
-        "optimizer.ema_decay": (
-            recipe.optimizer.ema_decay is not None,
-            recipe.optimizer.ema_decay,
-            "the engine deepspeed does not support a moving average of the weights",
-            "remove ema_decay",
-        ),
-        "train.keep_zeros": (
-            train.keep_zeros,
-            "true",
-            "the engine deepspeed does not support keep_zeros",
-            "remove keep_zeros",
-        ),
-        "tracking.layers_interval": (
-            recipe.tracking.layers_interval is not None,
-            recipe.tracking.layers_interval,
-            "the engine deepspeed cannot measure layers",
-            "remove layers_interval",
-        ),
         "train.torch_compile": (
             train.torch_compile,
             "true",

@@ -201,16 +201,13 @@ def held_out_losses(
             beat("evaluate")
             return stop.requested or batches.failure is not None
 
-        if engine.accuracy is not None:
-            engine.accuracy.start()
-        if engine.rewards is not None:
-            engine.rewards.start()
+        engine.parts.start()
         loss = engine.evaluate(batches, loaders.eval_iters.get(name, recipe.train.eval_iters), interrupted)
-        accuracy = None if engine.accuracy is None else engine.accuracy.take()
+        counted = engine.parts.fields(Progress(), evaluation=True)
         unread = first_failure(batches.failure, engine.platform.device)
         if loss is None or unread is not None:
             return None, unread
-        losses[name] = HeldOut(loss, accuracy, None if engine.rewards is None else engine.rewards.take())
+        losses[name] = HeldOut(loss, counted.get("token_accuracy"), counted.get("rewards"))
     return losses, None
 
 

@@ -237,7 +237,7 @@ def require_right_gradients(step: int, engine: Engine, notes: Notes) -> None:
     Raises:
         UserError: on every rank, with `ExitCode.STOP`: a fault, with `faults.gradient_check_action` `stop`.
     """
-    fault = None if engine.gradient_check is None else engine.gradient_check.take()
+    fault = next(filter(None, (part.fault() for part in engine.parts)), None)
     if fault is None:
         return
     text = " ".join(_sentences(fault))

@@ -26,7 +26,6 @@ from llmrecipes.train import guard
 from llmrecipes.train.evaluations import TaskEvaluations, evaluated, held_out_losses, is_evaluated
 from llmrecipes.train.loaders import DataLoaders, ReadAhead, first_failure
 from llmrecipes.train.local import LocalCheckpoints
-from llmrecipes.train.measured import source_losses, start_counting
 from llmrecipes.train.rewind import Rewinds
 from llmrecipes.train.saves import Saves
 from llmrecipes.train.stopping import SPLIT, after_evaluation, ended_early, monitors, stop_reason
@@ -189,7 +188,7 @@ class Loop:
             raise failure
 
     def _step(self, progress: Progress, batches: ReadAhead, *, steady: bool) -> tuple[Progress, bool]:
-        counted = start_counting(self.engine, progress.step + 1)
+        self.engine.parts.start(progress.step + 1)
         started = time.perf_counter()
         self.beat("step", progress.step + 1)
         result = self.engine.train_step(
@@ -200,7 +199,7 @@ class Loop:
             redo=lambda: self.beat("step"),
         )
         seconds = time.perf_counter() - started
-        counts, (sums, by_source) = counted(), source_losses(self.engine, progress)
+        counts = self.engine.parts.fields(progress)
         before, batch = progress, self.plan.batches.of_step(progress.step)
         progress = Progress(
             step=progress.step + 1,
@@ -208,14 +207,14 @@ class Loop:
             consumed_tokens=progress.consumed_tokens + batch * self.plan.recipe.model.seq_length,
             skipped_steps=progress.skipped_steps + (result.skipped or result.rejected),
             skipped_samples=progress.skipped_samples,
-            source_sums=sums,
+            **self.engine.parts.progress(),
             **({} if self.spikes is None else self.spikes.recent()),
         )
         self.losses.append(result.loss)
         if steady:
             self.steady.append(seconds)
         cluster = ClusterReport() if self.telemetry is None else self.telemetry.after_step(progress.step, seconds)
-        self._report(progress, result, seconds, cluster, counts | by_source)
+        self._report(progress, result, seconds, cluster, counts)
         guard.require_finite(before, result, self.engine, self.world)
         guard.require_right_gradients(progress.step, self.engine, self.tracker)
         if suspect := guard.hardware_suspect(before, result, self.engine, self.world):
@@ -259,7 +258,6 @@ class Loop:
                 ranks=cluster.ranks,
                 nodes=cluster.nodes,
                 energy=cluster.energy,
-                **(result.layers._asdict() if result.layers else {}),
                 **counts,
             )
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
@@ -215,18 +215,17 @@ def teach(engine: Engine, spec: RunSpec) -> None:
     recipe = engine.recipe  # of the stage, whose sequences the frozen model reads
     if not has_teacher(recipe) and not has_second_model(recipe):
         return
-    frozen: Taught = cast(Any, engine).teacher or cast(Any, engine).preference  # rules require the engine that has one
     key = named(recipe)
     if key is None:
         with initial_weights(spec, resumed=True) as start:
-            frozen.load(start)
+            engine.parts.load(start)
         return
     if spec.teacher is None:
         raise UserError(
             "this rank was started without it", where=key, rule="llmrecipes train locates the model for its ranks",
             fix="start it with llmrecipes train or llmrecipes submit",
         )  # fmt: skip
-    load_frozen(frozen, spec.teacher, frozen_model(recipe))
+    load_frozen(engine.parts, spec.teacher, frozen_model(recipe))
 
 
 def load_frozen(frozen: Taught, path: Path, model: Model) -> None:

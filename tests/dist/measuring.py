@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from llmrecipes.engine.meters import LayerMeasurements
+from llmrecipes.engine.parts.layer_norms import LayerNorms
 from tests.dist.table import Row
 from tests.dist.training import loaders, training
 
@@ -16,9 +17,9 @@ def measured(row: Row) -> tuple[list[LayerMeasurements | None], list[float | Non
         found, norms = [], []
         for step in range(3):
             if step < 2:
-                assert engine.layers is not None
-                engine.layers.start()
+                engine.parts.the(LayerNorms).start()
             result = engine.train_step(batches)
-            found.append(result.layers)
+            fields = engine.parts.the(LayerNorms).fields(None)
+            found.append(LayerMeasurements(**fields) if fields else None)
             norms.append(result.grad_norm)
     return found, norms

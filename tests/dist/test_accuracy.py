@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from llmrecipes.engine.base import World
-from llmrecipes.train.measured import start_counting
+from llmrecipes.engine.base import Progress, World
+from llmrecipes.engine.parts.accuracy import Accuracy
 from tests.dist.table import Row, Sections
 from tests.dist.training import loaders, training
 from tests.dist.worlds import GlooWorld
@@ -35,18 +35,17 @@ ZERO: Sections = {"zero": {"stage": 2}}
 def accuracies(row: Row) -> tuple[list[float | None], float | None, float | None]:
     """Of steps on the same global batch, of an evaluation on it after them, and the latter from all logits."""
     with training(row.recipe) as (engine, world):
-        assert engine.accuracy is not None
-        shares = []
+        shares, accuracy = [], engine.parts.the(Accuracy)
         for step in range(STEPS):
-            counted = start_counting(engine, 10 if step else 2)  # every tenth is due
+            engine.parts.start(10 if step else 2)  # every tenth is due
             engine.train_step(loaders(row.recipe, world))
-            shares.append(counted().get("token_accuracy"))
-        engine.accuracy.start()
+            shares.append(accuracy.fields(Progress())["token_accuracy"])
+        accuracy.start()
         with engine.params_synced():
             engine.evaluate(loaders(row.recipe, world), 1)
         return (
             shares,
-            engine.accuracy.take(),
+            accuracy.fields(Progress())["token_accuracy"],
             None if world.size > 1 or row.changes.get("train") else _by_hand(engine, world),
         )
 

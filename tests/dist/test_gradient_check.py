@@ -19,6 +19,7 @@ from llmrecipes.engine.core import masters, update
 from llmrecipes.engine.megatron import engine
 from llmrecipes.engine.megatron.optimizer import create_optimizer
 from llmrecipes.engine.meters import GradientFault
+from llmrecipes.engine.parts.gradient_check import GradientCheck
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.events import Note
@@ -105,16 +106,15 @@ def _first_step(recipe: Recipe) -> tuple[GradientFault | None, int | None, list[
     with training(recipe) as (built, world):
         batches, notes, code, fault = loaders(recipe, world), Notes(), None, None
         built.train_step(batches)
-        check = built.gradient_check
-        assert check is not None
-        fault = check.take()
-        check._fault = fault  # type: ignore[attr-defined]
+        check = built.parts.the(GradientCheck)
+        fault = check.fault()
+        check._fault = fault
         try:
             require_right_gradients(1, built, notes)
         except UserError as error:
             code = error.code
         built.train_step(batches)
-        assert check.take() is None, "it is said once in a start"
+        assert check.fault() is None, "it is said once in a start"
         return fault, code, notes.notes
 
 
@@ -183,6 +183,5 @@ def norm_of_the_first_step(row: Row) -> GradientFault | None:
     """What the check finds."""
     with training(row.recipe) as (built, world):
         built.train_step(loaders(row.recipe, world))
-        check = built.gradient_check
-        assert check is not None
-        return check.take()
+        check = built.parts.the(GradientCheck)
+        return check.fault()

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from llmrecipes.engine.base import Batch, Engine, Progress, World
-from llmrecipes.engine.parts.token_sums import SourceLosses
+from llmrecipes.engine.parts.source_losses import SourceLosses
 from llmrecipes.tracking.events import is_measured
-from llmrecipes.train.measured import source_losses, start_counting
 from tests.dist.table import BOUND, Row, Sections
 from tests.dist.training import loaders, training
 from tests.dist.worlds import GlooWorld
@@ -53,13 +52,13 @@ def only(batches: Iterator[Batch], source: int) -> Iterator[Batch]:
 def sums(row: Row) -> tuple[list[tuple[tuple[float, ...], float]], list[float | None]]:
     """Sums by source and the loss of each step; before them the loss of each source by itself, of one process."""
     with training(row.recipe) as (engine, world):
-        assert engine.sources is not None
+        sources = engine.parts.the(SourceLosses)
         alone = [] if world.size > 1 else [_evaluated(engine, world, source) for source in range(len(NAMES))]
         steps, batches = [], numbered(loaders(row.recipe, world))
-        for step in range(STEPS):
-            start_counting(engine, step + 1)
+        for _ in range(STEPS):
+            sources.start()
             result = engine.train_step(batches)
-            steps.append((engine.sources.take(), result.loss))
+            steps.append((sources.take(), result.loss))
         return steps, alone
 
 
@@ -108,7 +107,12 @@ def require_same(steps: list[tuple[tuple[float, ...], float]], expected: list[tu
 
 
 def test_sums_of_a_micro_batch() -> None:
-    sources = SourceLosses(3, copies=2)
+    plan: Any = SimpleNamespace(
+        recipe=tiny(data={"sources": [{"type": "text", "path": name} for name in NAMES]}),
+        layout=SimpleNamespace(tensor_model_parallel_size=2),
+    )
+    step: Any = SimpleNamespace(plan=plan)
+    sources = SourceLosses(step)
     losses, mask = (
         torch.tensor([[1.0, 2.0], [4.0, 0.0], [8.0, 16.0]]),
         torch.tensor([[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]]),
@@ -125,7 +129,10 @@ def test_sums_of_a_micro_batch() -> None:
 def test_a_report_is_of_the_steps_since_the_last_one_also_after_a_resume() -> None:
     recipe = tiny(data={"sources": [{"type": "text", "path": name} for name in NAMES]}, train={"train_iters": 25})
     now: list[tuple[float, ...]] = []
-    engine: Any = SimpleNamespace(recipe=recipe, sources=SimpleNamespace(take=lambda: now[0]))
+    plan: Any = SimpleNamespace(recipe=recipe, layout=SimpleNamespace(tensor_model_parallel_size=1))
+    step_of: Any = SimpleNamespace(plan=plan)
+    sources = SourceLosses(step_of)
+    sources.take = lambda: now[0]  # type: ignore[method-assign]
 
     def reports(progress: Progress, last: int) -> tuple[Progress, dict[int, Any]]:
         seen = {}
@@ -133,10 +140,10 @@ def test_a_report_is_of_the_steps_since_the_last_one_also_after_a_resume() -> No
             step = progress.step + 1
             bad = step == 14
             now[:] = [(math.nan if bad else 2.0 * step, 0.0, 3.0, 2.0, 0.0, 1.0)]
-            kept, fields = source_losses(engine, progress)
+            fields = sources.fields(progress)
             if fields:
                 seen[step] = fields["source_loss"]
-            progress = Progress(step=step, source_sums=kept)
+            progress = Progress(step=step, **sources.progress())
         return progress, seen
 
     _, whole = reports(Progress(), 25)
@@ -149,5 +156,3 @@ def test_a_report_is_of_the_steps_since_the_last_one_also_after_a_resume() -> No
         assert first | reports(progress, 25)[1] == whole
     # Switched on in the middle of a run, and another number of sources: both begin with nothing.
     assert reports(Progress(step=18, source_sums=(1.0, 1.0)), 20)[1][20]["a"] == 19.5
-    engine.sources = None
-    assert source_losses(engine, Progress(source_sums=(1.0,))) == ((), {})

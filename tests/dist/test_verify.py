@@ -215,7 +215,8 @@ def test_what_was_not_run_is_not_called_the_same(checked: Verify) -> None:
 
 
 def _routers_by_all_tokens(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("llmrecipes.engine.parts.router_losses.RouterLosses.ahead", lambda _self, batches, _number: batches)
+    target = "llmrecipes.engine.parts.router_losses.RouterLosses.batches"
+    patch.setattr(target, lambda _self, batches, _number, **_: batches)
 
 
 def _mean_of_micro_batches(patch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from llmrecipes.engine.backends import backend
 from llmrecipes.engine.base import Batch, Engine, Progress, Slice, StepResult, World
 from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.core.world import model_parallel
+from llmrecipes.engine.parts.gradient_check import GradientCheck
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.preference_rules import needs_start_weights
 from llmrecipes.recipe.schema import Recipe
@@ -238,9 +239,8 @@ def _train(engine: Engine, world: World, progress: Progress, last: int) -> list[
     numbers = map(engine.plan.num_microbatches_of, range(progress.step, last))
     results = [engine.train_step(batches, num_microbatches=number) for number in numbers]
     # Any layout, engine and precision: the norm counts each weight once, and copies have the same gradients.
-    check = engine.gradient_check
-    assert check is not None
-    assert check.take() is None
+    check = engine.parts.the(GradientCheck)
+    assert check.fault() is None
     assert not check.due or not results, "the gradients of the first step were not compared"
     return results
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from megatron.core.pipeline_parallel import schedules
 
+from llmrecipes.engine.base import Engine
+from llmrecipes.engine.parts.gradient_check import GradientCheck
+from llmrecipes.engine.parts.layer_norms import LayerNorms
 from llmrecipes.recipe.schema import Recipe
 from tests.dist.training import loaders, training
 from tests.waits import waits
@@ -30,13 +33,17 @@ def waits_of_a_step(
     with training(recipe) as (engine, world), pytest.MonkeyPatch.context() as patch:
         batches = loaders(recipe, world)
         ready = iter([next(batches) for _ in range(2 * engine.plan.num_microbatches)])  # loaders read on the host
-        if engine.layers is not None:
-            engine.layers.start()
+        _measure_layers(engine)
         engine.train_step(ready)
-        if engine.layers is not None:
-            engine.layers.start()
-        engine.gradient_check.due = compared  # type: ignore[union-attr]
+        _measure_layers(engine)
+        engine.parts.the(GradientCheck).due = compared
         patch.setattr(schedules, "deallocate_output_tensor", counted)
         with waits(package) as found:
             engine.train_step(ready)
     return found, freed
+
+
+def _measure_layers(engine: Engine) -> None:
+    for part in engine.parts:
+        if isinstance(part, LayerNorms):
+            part.start()

@@ -32,6 +32,7 @@ from llmrecipes.engine.base import (
     World,
 )
 from llmrecipes.engine.core.checkpoint.loader import load_plain, open_inside
+from llmrecipes.engine.parts.base import Parts
 from llmrecipes.engine.sampling import Sampling, draw
 from llmrecipes.faults.numerics import named_gradients
 from llmrecipes.hardware.profile import Group
@@ -91,13 +92,7 @@ class PlainEngine:
 
     name = "plain"
     implementation = Implementation("torch", "there is nothing else")
-    accuracy = None
-    balance = None
-    hidden = None
-    layers = None
-    rewards = None
-    sources = None
-    gradient_check = None
+    parts = Parts()
 
     def __init__(self, plan: Plan, platform: Platform) -> None:
         self.recipe, self.plan, self.platform = plan.recipe, plan, platform

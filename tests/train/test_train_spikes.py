@@ -55,8 +55,8 @@ class Batches:
             return result
 
         def higher(engine: MegatronEngine, *arguments: Any) -> Any:
-            loss, *rest = agree(engine, *arguments)
-            return (loss + 5.0 * high[0], *rest)
+            agreed = agree(engine, *arguments)
+            return agreed._replace(loss=agreed.loss + 5.0 * high[0])
 
         monkeypatch.setattr(MegatronEngine, "_attempt", attempt)
         monkeypatch.setattr(MegatronEngine, "_agree", higher)

@@ -11,7 +11,7 @@ from llmrecipes.engine.core.model.gpt import build
 from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.core.world import model_parallel
 from llmrecipes.engine.megatron.engine import Batch, MegatronEngine
-from llmrecipes.engine.parts.balance import Balance
+from llmrecipes.engine.parts.balance import Balance, RouterBalance
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Model, Optimizer, Parallelism, Recipe, Train
@@ -65,10 +65,9 @@ def micro_batches(count: int = 4, rank: int = 0, ranks: int = 1) -> Iterator[Bat
 
 def one_step(engine: MegatronEngine, rank: int = 0, ranks: int = 1) -> Balance:
     """What the routers did in one training step."""
-    assert engine.balance is not None
-    engine.balance.start()
+    engine.parts.the(RouterBalance).start()
     engine.train_step(micro_batches(rank=rank, ranks=ranks))
-    return engine.balance.collect()
+    return engine.parts.the(RouterBalance).collect()
 
 
 def balances(layouts: dict[str, dict[str, Any]]) -> dict[str, Balance]:

@@ -187,7 +187,7 @@ REFUSED: dict[str, tuple[str, list[str], str]] = {
     "noise": (
         "gpt-tiny", ["train.adversarial={type: freelb, epsilon: 1.0, alpha: 1.0, steps: 1}"], "train.adversarial.steps",
     ),
-    "engine": ("gpt-tiny-zero", [FGM], "engine"),
+    "engine": ("gpt-tiny-zero", [FGM], "train.adversarial"),
     "teacher": ("gpt-tiny-distil", [FGM], "distill"),
     "pairs": ("dpo-tiny", [FGM], "dpo"),
     "experts": ("moe-tiny", [FGM], "model.num_moe_experts"),

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from llmrecipes.engine.megatron.engine import MegatronEngine
-from llmrecipes.engine.parts.distillation import Comparison, compared_losses, hidden_distances
+from llmrecipes.engine.parts.distillation import Comparison, Teacher, compared_losses, hidden_distances
 from llmrecipes.plan.derive import derive
 from llmrecipes.plan.frozen import teacher_plan
 from llmrecipes.plan.memory import teacher_bytes
@@ -122,16 +122,15 @@ def test_the_teacher_stays_as_it_is_and_only_training_has_its_loss() -> None:
     alone = engine_of(recipe.model_copy(update={"distill": None}))
     before = engine.evaluate(random_batches(recipe), 1)
     assert before == alone.evaluate(random_batches(recipe), 1)
-    assert engine.teacher is not None
-    engine.teacher.load()
-    weights = [each.clone() for module in engine.teacher.modules for each in module.parameters()]
+    engine.parts.load()
+    weights = [each.clone() for module in engine.parts.the(Teacher).modules for each in module.parameters()]
     names = {name for name, _ in engine.named_tensors()}
     first = engine.train_step(random_batches(recipe)).loss
     assert first != alone.train_step(random_batches(recipe)).loss
     for _ in range(5):
         last = engine.train_step(random_batches(recipe)).loss
     assert last < first
-    after = [each for module in engine.teacher.modules for each in module.parameters()]
+    after = [each for module in engine.parts.the(Teacher).modules for each in module.parameters()]
     assert all(torch.equal(one, other) for one, other in zip(weights, after, strict=True))
     assert names == {name for name, _ in alone.named_tensors()}, "a checkpoint has the student only"
 
@@ -179,7 +178,8 @@ def test_distances_of_hidden_states_are_those_of_torch(loss: str) -> None:
 def test_a_step_compares_hidden_states_as_plain_pytorch_does(loss: str) -> None:
     recipe = taught(**HIDDEN, layers_loss=loss)
     engine, distill = engine_of(recipe), recipe.distill
-    assert distill is not None and engine.hidden is not None
+    hidden = engine.parts.the(Teacher).hidden
+    assert distill is not None and hidden is not None
     student = engine_of(recipe.model_copy(update={"distill": None}))
     teacher = engine_of(teacher_plan(engine.plan).recipe)
     batches = [batch for batch, _ in zip(random_batches(recipe), range(engine.plan.num_microbatches), strict=False)]
@@ -194,11 +194,11 @@ def test_a_step_compares_hidden_states_as_plain_pytorch_does(loss: str) -> None:
         total = total + ((losses + distill.layers_weight * mean) * mask).sum()
         apart, tokens = apart + float((mean.detach() * mask).sum()), tokens + float(mask.sum())
     gradients = torch.autograd.grad(total / tokens, list(student.modules[0].parameters()))
-    engine.hidden.start()
+    hidden.start()
     step = engine.train_step(iter(batches))
     assert step.loss == pytest.approx(total.item() / tokens, rel=1e-5)
     assert step.grad_norm == pytest.approx(float(torch.stack([each.norm() for each in gradients]).norm()), rel=1e-5)
-    assert engine.hidden.take() == pytest.approx(apart / tokens, rel=1e-5)
+    assert hidden.take() == pytest.approx(apart / tokens, rel=1e-5)
 
 
 @pytest.mark.parametrize(("method", "layers"), [("uniform", 2), ("block", 1)])
@@ -223,10 +223,11 @@ def test_only_training_compares_hidden_states() -> None:
     engine, alone = (engine_of(each) for each in (recipe, taught(model=HIDDEN["model"])))
     assert engine.evaluate(random_batches(recipe), 1) == alone.evaluate(random_batches(recipe), 1)
     assert steps(engine, 1)[0].loss > steps(alone, 1)[0].loss
-    assert engine.hidden is not None and alone.hidden is None
-    engine.hidden.start()
+    hidden = engine.parts.the(Teacher).hidden
+    assert hidden is not None and alone.parts.the(Teacher).hidden is None
+    hidden.start()
     assert engine.evaluate(random_batches(recipe), 1) is not None
-    assert engine.hidden.take() == 0
+    assert hidden.take() == 0
 
 
 # -- plan ------------------------------------------------------------------------------------------------------------
@@ -292,7 +293,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
          "distill.layers=[[2, 5]]"],
         "distill.layers",
     ),
-    "engine": (["engine=deepspeed"], "engine"),
+    "engine": (["engine=deepspeed"], "distill"),
     "smoothing": (["train.label_smoothing=0.1"], "train.label_smoothing"),
     "chunks": (["train.loss_chunk_tokens=64"], "train.loss_chunk_tokens"),
     "predictions": (["model.mtp_num_layers=1"], "model.mtp_num_layers"),

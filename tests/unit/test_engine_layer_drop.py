@@ -96,7 +96,7 @@ def test_the_passes_of_moved_embeddings_have_the_same_layers() -> None:
 
 REFUSED: dict[str, tuple[str, list[str], str]] = {
     "always": ("gpt-tiny", ["model.layer_drop=1.0"], "model.layer_drop"),
-    "engine": ("gpt-tiny-zero", [], "engine"),
+    "engine": ("gpt-tiny-zero", [], "model.layer_drop"),
     "pairs": ("dpo-tiny", [], "dpo"),
     "experts": ("moe-tiny", [], "model.num_moe_experts"),
     "overlap": ("gpt-tiny", ["parallelism.overlap_grad_reduce=true"], "parallelism.overlap_grad_reduce"),

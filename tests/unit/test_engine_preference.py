@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from llmrecipes.engine.megatron.engine import MegatronEngine
-from llmrecipes.engine.parts.preference import Gains, find_answers, pair_losses
+from llmrecipes.engine.parts.preference import Gains, PreferenceLoss, find_answers, pair_losses
 from llmrecipes.plan.derive import derive
 from llmrecipes.plan.parameters import count
 from llmrecipes.recipe.load import load
@@ -79,12 +79,11 @@ def test_steps_have_the_loss_of_plain_pytorch(data: dict[str, Any]) -> None:
             *(expected(token_losses(engine, batch), token_losses(first, batch), batch, 0.5) for batch in batches),
             strict=True,
         )
-        assert engine.rewards is not None
-        engine.rewards.start()
+        engine.parts.the(PreferenceLoss).rewards.start()
         loss = engine.train_step(iter(batches)).loss
         assert loss == pytest.approx(float(torch.cat(losses).mean()), rel=1e-5), step
         every = torch.cat(rewards)
-        measured = engine.rewards.take() or {}
+        measured = engine.parts.the(PreferenceLoss).rewards.take() or {}
         assert measured["chosen"] == pytest.approx(float(every[:, 0].mean()), abs=1e-4)
         assert measured["margins"] == pytest.approx(float((every[:, 0] - every[:, 1]).mean()), abs=1e-4)
         if step:
@@ -96,7 +95,6 @@ def test_the_reference_of_adapters_is_the_model_without_them(data: dict[str, Any
     """With adapters merged into nothing: the losses are those of a second model with the same weights."""
     recipe = preferring(data, lora={"rank": 4, "alpha": 16.0, "dropout": 0.1})
     engine = engine_of(recipe)
-    assert engine.preference is not None
     stream = random_batches(recipe)
     first = engine.train_step(stream).loss
     assert first == pytest.approx(math.log(2), rel=1e-6)
@@ -105,7 +103,7 @@ def test_the_reference_of_adapters_is_the_model_without_them(data: dict[str, Any
     assert last < first and engine.modules[0].training
     base = engine_of(recipe.model_copy(update={"lora": None, "dpo": None}))
     batch = next(random_batches(recipe))
-    with engine.preference._as_reference():
+    with engine.parts.the(PreferenceLoss)._as_reference():
         off = token_losses(engine, batch)
     torch.testing.assert_close(off, token_losses(base, batch))
     assert not torch.allclose(off, token_losses(engine, batch), atol=1e-3)
@@ -116,13 +114,12 @@ def test_held_out_pairs_have_the_loss_and_rewards_of_training() -> None:
     engine = engine_of(recipe)
     for _ in range(3):
         engine.train_step(random_batches(recipe))
-    assert engine.rewards is not None
-    engine.rewards.start()
+    engine.parts.the(PreferenceLoss).rewards.start()
     held_out = engine.evaluate(random_batches(recipe), 1)
-    rewards = engine.rewards.take()
-    engine.rewards.start()
+    rewards = engine.parts.the(PreferenceLoss).rewards.take()
+    engine.parts.the(PreferenceLoss).rewards.start()
     assert engine.train_step(random_batches(recipe)).loss == pytest.approx(held_out or 0, rel=1e-6)
-    assert engine.rewards.take() == pytest.approx(rewards)
+    assert engine.parts.the(PreferenceLoss).rewards.take() == pytest.approx(rewards)
 
 
 def test_without_a_reference_rewards_are_log_probabilities() -> None:
@@ -171,7 +168,7 @@ def test_the_plan_has_the_memory_and_work_of_the_reference() -> None:
 # -- rules -----------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[list[str], str]] = {
-    "engine": (["engine=deepspeed"], "engine"),
+    "engine": (["engine=deepspeed"], "dpo"),
     "no pairs": (["data.chat.preference=null"], "dpo"),
     "no section": (["dpo=null"], "data.chat.preference"),
     "half pairs": (["data.chat.packing=false", "train.micro_batch_size=1"], "train.micro_batch_size"),

@@ -13,6 +13,7 @@ import transformers
 from llmrecipes.engine.core.model.gpt import build
 from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.megatron.engine import MegatronEngine
+from llmrecipes.engine.parts.preference import PreferenceLoss
 from llmrecipes.hf.weights import open_weights
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe
@@ -113,8 +114,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def engine(recipe: Recipe, policy: Path, reference: Path) -> MegatronEngine:
     plan, platform = derive(recipe, 1, ROOMY), select()
     made = MegatronEngine(plan, build(plan, platform, open_weights(policy, recipe.model)), platform)
-    assert made.preference is not None
-    made.preference.load(open_weights(reference, recipe.model))
+    made.parts.load(open_weights(reference, recipe.model))
     return made
 
 
@@ -129,13 +129,12 @@ def test_a_step_is_that_of_trl(kind: str, packed: bool, folders: tuple[Path, Pat
         data={"sources": [{"type": "docstrings"}], "chat": {"packing": packed, "preference": {}}},
     )
     made = engine(recipe, *folders)
-    assert made.rewards is not None
-    made.rewards.start()
+    made.parts.the(PreferenceLoss).rewards.start()
     halves = [batch(PAIRS[start : start + 2], 32, packed=packed) for start in (0, 2)]
     result = made.train_step(iter(halves))
     loss, norm = TRL[kind]
     assert result.loss == pytest.approx(loss, rel=1e-5)
     assert result.grad_norm == pytest.approx(norm, rel=1e-5)
-    rewards = made.rewards.take() or {}
+    rewards = made.parts.the(PreferenceLoss).rewards.take() or {}
     assert rewards == pytest.approx(REWARDS, abs=2e-5) and math.isfinite(sum(rewards.values()))
     made.close()

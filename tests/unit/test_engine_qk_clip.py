@@ -133,7 +133,7 @@ def test_a_range_of_a_matrix_has_the_factors_of_its_rows(begin: int, length: int
     [
         ("optimizer.qk_clip_threshold", ["optimizer.qk_clip_threshold=50"]),
         ("optimizer.qk_clip_alpha", ["optimizer.qk_clip=true", "optimizer.qk_clip_alpha=1.5"]),
-        ("engine", ["optimizer.qk_clip=true", "engine=deepspeed", "zero={stage: 1}"]),
+        ("optimizer.qk_clip", ["optimizer.qk_clip=true", "engine=deepspeed", "zero={stage: 1}"]),
         ("lora", ["optimizer.qk_clip=true", "lora={rank: 4, alpha: 8}"]),
         ("model.qk_layernorm", ["optimizer.qk_clip=true", "model.qk_layernorm=true"]),
         ("train.torch_compile", ["optimizer.qk_clip=true", "train.torch_compile=true"]),

@@ -38,6 +38,7 @@ from llmrecipes.engine.deepspeed.configuration import deepspeed_config
 from llmrecipes.engine.megatron.data_parallel import data_parallel_config
 from llmrecipes.engine.megatron.optimizer import keys_of_kind, optimizer_config
 from llmrecipes.engine.meters import GradientFault
+from llmrecipes.engine.parts.gradient_check import GradientCheck
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.numerics import StepSpike
 from llmrecipes.faults.signals import StopRequest
@@ -56,7 +57,7 @@ from llmrecipes.recipe.stages import span_of
 from llmrecipes.rundir import Run
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking import run_tracker
-from llmrecipes.tracking.events import NoTracker, is_sampled
+from llmrecipes.tracking.events import NoTracker
 from llmrecipes.train import evaluations, loaders, stage, telemetry, worker
 from llmrecipes.train.evaluations import TaskEvaluations
 from llmrecipes.train.guard import require_right_gradients
@@ -64,7 +65,6 @@ from llmrecipes.train.hangs import limits as watch_limits
 from llmrecipes.train.loaders import DataLoaders
 from llmrecipes.train.local import open_local
 from llmrecipes.train.loop import Loop
-from llmrecipes.train.measured import source_losses
 from llmrecipes.train.resume import Start, initial_weights
 from llmrecipes.train.rewind import Rewind, Rewinds
 from llmrecipes.train.spec import RunSpec
@@ -290,7 +290,7 @@ def by_source(recipe: Recipe, *_: Any) -> dict[str, Any]:
     engine: Any = engine_of(recipe)
     numbered = ({**batch, "source": torch.zeros(len(batch["tokens"])).long()} for batch in random_batches(recipe))
     engine.train_step(numbered)
-    fields = source_losses(engine, Progress())[1]
+    fields: dict[str, Any] = engine.parts.fields(Progress())
     engine.close()
     return fields
 
@@ -497,9 +497,9 @@ def sampled(recipe: Recipe) -> Iterator[int]:
     engine: Any = engine_of(recipe)
     batches = random_batches(recipe)
     for step in range(1, 6):
-        if engine.layers is not None and is_sampled(step, recipe):
-            engine.layers.start()
-        if engine.train_step(batches).layers is not None:
+        engine.parts.start(step)
+        engine.train_step(batches)
+        if "layers" in engine.parts.fields(Progress(step=step - 1)):
             yield step
     engine.close()
 
@@ -581,8 +581,9 @@ def faulty(recipe: Recipe, *_: Any) -> dict[str, Any]:
 def wrong_gradients(recipe: Recipe, *_: Any) -> tuple[bool, int]:
     """Whether gradients are compared, and the code with which a run ends whose copies have different ones."""
     engine: Any = engine_of(recipe)
-    due, code = engine.gradient_check.due, ExitCode.DONE
-    engine.gradient_check._fault = GradientFault(1.0, 1.0, False, (), ("a (1 to 2)",))
+    check = engine.parts.the(GradientCheck)
+    due, code = check.due, ExitCode.DONE
+    check._fault = GradientFault(1.0, 1.0, False, (), ("a (1 to 2)",))
     try:
         require_right_gradients(1, engine, NoTracker())
     except UserError as ended:

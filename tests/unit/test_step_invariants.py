@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from llmrecipes.engine.base import Batch
+from llmrecipes.engine.parts.balance import RouterBalance
 from llmrecipes.recipe.schema import Recipe
 from tests.helpers import engine_of
 from tests.unit.balance_worker import SEQUENCE, VOCABULARY, moe_recipe
@@ -109,10 +110,9 @@ def test_what_routers_report_does_not_depend_on_masked_tokens(world: World) -> N
 
     def reported(counted: list[int]) -> object:
         engine = engine_of(recipe)
-        assert engine.balance is not None
-        engine.balance.start()
+        engine.parts.the(RouterBalance).start()
         engine.train_step(batches(recipe, counted))
-        return engine.balance.collect()
+        return engine.parts.the(RouterBalance).collect()
 
     assert reported([1, 16, 0, 5]) == reported([SEQUENCE])
 

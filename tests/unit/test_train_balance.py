@@ -12,6 +12,7 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
 from llmrecipes.engine.base import Progress
+from llmrecipes.engine.parts.balance import RouterBalance
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.train.loaders import DataLoaders
 from llmrecipes.train.loop import Loop
@@ -123,11 +124,10 @@ def test_recomputation_and_evaluation_are_not_counted(world: World) -> None:
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     plain = one_step(engine_of(moe_recipe()))
     engine = engine_of(moe_recipe(train=full))
-    assert engine.balance is not None
-    engine.balance.start()
+    engine.parts.the(RouterBalance).start()
     engine.evaluate(micro_batches(), 1)
     engine.train_step(micro_batches())
-    assert engine.balance.collect() == plain
+    assert engine.parts.the(RouterBalance).collect() == plain
 
 
 def test_steps_that_are_not_counted_leave_no_trace(world: World) -> None:
@@ -177,7 +177,8 @@ def test_there_is_no_auxiliary_loss_without_its_coefficient(world: World) -> Non
 def test_dense_layers_and_dense_models_have_no_balance(world: World) -> None:
     (layer,) = one_step(engine_of(moe_recipe(moe_layer_freq=[0, 1]))).layers
     assert layer.layer == 2
-    assert engine_of(moe_recipe(num_moe_experts=None)).balance is None
+    dense = engine_of(moe_recipe(num_moe_experts=None))
+    assert not any(isinstance(part, RouterBalance) for part in dense.parts)
 
 
 def test_prediction_layers_follow_the_others(world: World) -> None:

@@ -37,7 +37,7 @@ def likeliest(logits: torch.Tensor, vocabulary: int) -> torch.Tensor:
 
 
 class TokenAccuracy:
-    """Counts from `start` to `take`; no cost otherwise. Implements `engine.meters.AccuracyMeter`.
+    """Counts from `start` to `take`; no cost otherwise.
 
     Args:
         vocabulary: tokens without padding.
@@ -50,11 +50,13 @@ class TokenAccuracy:
         self.counting = False
 
     def start(self) -> None:
+        """Count the next step or evaluation; all ranks have to."""
         self._right = self._tokens = 0.0
         self._seen.clear()
         self.counting = True
 
     def take(self) -> float | None:
+        """Stop counting. The share of right tokens since `start`, the same on all ranks; None: there were none."""
         counted, self.counting = self.counting and self._tokens > 0, False
         return self._right / self._tokens if counted else None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -310,6 +310,15 @@ def learning_rate(recipe: Recipe, step: int) -> float:
     span = span_of(recipe)
     curve.num_steps = _length(recipe)(step - 1 - (0 if span is None else span.schedule[0]))
     return float(curve.get_lr({}))
+
+
+def sum_over_tokens(
+    batch: Mapping[str, torch.Tensor], losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The loss of a micro-batch, its tokens, and both as they are reported, [2]; of losses [b, s]."""
+    mask = batch["loss_mask"]
+    total, tokens = (losses.float() * mask).sum(), mask.sum()
+    return total, tokens.to(torch.int), torch.stack([total.detach().double(), tokens.double()])
 
 
 def mean_over_tokens(losses: Sequence[tuple[float, float]]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any
@@ -42,9 +42,7 @@ from llmrecipes.engine.deepspeed.experts import expert_groups
 from llmrecipes.engine.deepspeed.partition import Partition
 from llmrecipes.engine.deepspeed.runtime import mpu, tensor_parallel_group
 from llmrecipes.engine.meters import ReplicaFault
-from llmrecipes.engine.parts.balance import RouterBalance
-from llmrecipes.engine.parts.gradient_check import GradientCheck
-from llmrecipes.engine.parts.token_sums import SourceLosses
+from llmrecipes.engine.parts.base import Agreed, Part, Parts, Step
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.faults.numerics import named_gradients
 from llmrecipes.plan.derive import Plan
@@ -80,14 +78,9 @@ class DeepSpeedEngine:
         self.modules = built.modules
         self._config, self._masks = built.config, built.masks
         self._steps = 0  # that have begun, which the masks of a step depend on
-        self.accuracy = built.module.accuracy
         self.module = built.module
         self.sharded_parameters = sharded_parameters
         self.implementation = Implementation(built.implementation, built.reason)
-        self.layers = self.rewards = self.hidden = None
-        self.balance: RouterBalance | None = None
-        if plan.recipe.model.num_moe_experts:
-            self.balance = RouterBalance(self.modules, plan, platform.device)
         _sum_over_tensor_parallel_ranks(built)
         with accepted(plan), expert_groups(self.module, plan.layout.expert_model_parallel_size):
             self._engine, self.optimizer, _, _ = deepspeed.initialize(
@@ -101,13 +94,22 @@ class DeepSpeedEngine:
             # The loop decides what a scale at its minimum means; DeepSpeed would raise.
             self.optimizer.loss_scaler.raise_error_at_min_scale = False
         self.partition = Partition(self.optimizer, sharded_parameters)
-        wanted = plan.recipe.faults.gradient_check_action != "none"
-        self.gradient_check = GradientCheck(sharded_parameters, platform.device, sharded=False, wanted=wanted)
         self.scheduler = scheduler(plan.recipe, self.optimizer)
         self.local_loss = 0.0
-        self._right = torch.zeros((), dtype=torch.float64, device=platform.device)
-        self.sources = SourceLosses.of(plan)
-        self._by_source = self._right.new_zeros(self.sources.size if self.sources else 0)
+        self._scale = 1.0
+        step = Step(
+            plan=plan,
+            platform=platform,
+            modules=self.modules,
+            implementation=built.implementation,
+            optimizer=self.optimizer,
+            trained=sharded_parameters,
+            sharded=False,
+            gradients=self._full_gradients,
+            loss_scale=lambda: self._scale,
+        )
+        self.parts = Parts.of(step, self.name)
+        self._numbers = torch.zeros(self.parts.size, dtype=torch.float64, device=platform.device)
         self._see: Callable[[list[Slice], list[Slice]], None] | None = None
 
     def train_step(
@@ -126,8 +128,8 @@ class DeepSpeedEngine:
         self._engine.train()
         self._steps += 1
         number = num_microbatches or self.plan.num_microbatches
-        if self.balance is not None:
-            self.balance.micro_batches = number
+        for part in self.parts:
+            part.before_passes(self._steps, number)
         of_this_step = list(islice(batches, number))
         # DeepSpeed averages gradients over ranks, each micro-batch for itself, so the tokens of the global batch are
         # needed before the first backward pass.
@@ -136,6 +138,7 @@ class DeepSpeedEngine:
         self._prepare_routers(sum(batch["loss_mask"].numel() for batch in of_this_step))
         loss = torch.zeros((), dtype=torch.float64, device=self.platform.device)
         scale = float(self.optimizer.loss_scale) if self.recipe.train.precision == "fp16" else None
+        self._scale = scale or 1.0
         for place, batch in enumerate(of_this_step):
             last = place == len(of_this_step) - 1
             self._engine.set_gradient_accumulation_boundary(last)
@@ -150,26 +153,25 @@ class DeepSpeedEngine:
             if not last:
                 self._engine.step()
         lr = self.learning_rate
-        checked = self.gradient_check.measure(self._full_gradients()) if self.gradient_check.due else None
-        if checked is not None and scale is not None:
-            checked[0] /= scale**2
+        local = self.parts.after_norm(None)
         if self._see is not None:
             self._see(self.weights(), self._gradients())
         if zero(self.recipe).stage == 0:
-            mean, _, stopping, norm = self._read(loss, counts, self._norm_without_zero(), checked)
-            if not (math.isfinite(mean) and math.isfinite(norm)):
+            agreed = self._read(loss, counts, self._norm_without_zero(), local)
+            if not (math.isfinite(agreed.loss) and math.isfinite(agreed.norm)):
                 # The update would spread it to every weight and hide where it started; with ZeRO, DeepSpeed looks.
                 is_local = not math.isfinite(self.local_loss)
-                return StepResult(mean, norm, lr, scale, False, stopping, is_local=is_local)
+                return StepResult(agreed.loss, agreed.norm, lr, scale, False, agreed.stopping, is_local=is_local)
             self._engine.step()
         else:
             self._engine.step()
-            mean, _, stopping, norm = self._read(loss, counts, self._engine.get_global_grad_norm(), checked)
+            agreed = self._read(loss, counts, self._engine.get_global_grad_norm(), local)
         if not self._engine.was_step_applied():
             # Without a loss scale this is not an overflow that a smaller scale cures: the run has to stop.
-            return StepResult(mean, math.nan if scale is None else None, lr, scale, scale is not None, stopping)
+            norm = math.nan if scale is None else None
+            return StepResult(agreed.loss, norm, lr, scale, scale is not None, agreed.stopping)
         self.scheduler.step(increment=increment(self.plan, number))
-        return StepResult(mean, norm, lr, scale, False, stopping)
+        return StepResult(agreed.loss, agreed.norm, lr, scale, False, agreed.stopping)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], global_batches: int, stop: StopCheck | None = None) -> float | None:
@@ -182,8 +184,9 @@ class DeepSpeedEngine:
             for batch in islice(batches, self.plan.num_microbatches):
                 loss += self._loss(self.module, batch).double()
                 tokens += float(batch["loss_mask"].sum())
-            mean, counted, stopping, _ = self._read(loss, self._agree(tokens, stop))
-            losses.append((mean, counted))
+            agreed = self._read(loss, self._agree(tokens, stop), None, {})
+            stopping = agreed.stopping
+            losses.append((agreed.loss, agreed.counted))
         self._engine.train()
         return None if stopping else mean_over_tokens(losses)
 
@@ -262,12 +265,8 @@ class DeepSpeedEngine:
             labels=on_device["labels"],
             loss_mask=mask,
         )
-        self._right = self._right + self.accuracy.right(mask)
-        counted = losses.float() * mask
-        if self.sources is not None:
-            sums = self.sources.by_source(counted.detach(), mask, on_device.get("source"))
-            self._by_source = self._by_source + sums
-        total: torch.Tensor = counted.sum()
+        self._numbers = self._numbers + torch.cat(self.parts.counted(on_device, losses))
+        total: torch.Tensor = (losses.float() * mask).sum()
         return total
 
     def _agree(self, tokens: float, stop: StopCheck | None) -> torch.Tensor:
@@ -281,11 +280,10 @@ class DeepSpeedEngine:
         self,
         loss: torch.Tensor,
         counts: torch.Tensor,
-        norm: torch.Tensor | float | None = None,
-        checked: torch.Tensor | None = None,
-    ) -> tuple[float, float, bool, float]:
-        """Mean loss, its tokens, whether to stop, and the norm. Tokens predicted right go to `accuracy`, sums by source
-        to `sources`.
+        norm: torch.Tensor | float | None,
+        local: Mapping[Part, torch.Tensor],
+    ) -> Agreed:
+        """What the ranks know of a global batch; the parts get their numbers.
 
         It is the one time in a step that the host waits here for the device.
 
@@ -293,28 +291,20 @@ class DeepSpeedEngine:
             loss: summed over the micro-batches of this rank.
             counts: from `_agree`.
             norm: on the device, or already read by DeepSpeed; None: there is none.
-            checked: from `gradient_check`.
+            local: numbers that the parts read besides.
         """
-        totals = torch.cat([torch.stack([loss, self._right]), self._by_source])
-        self._right, self._by_source = torch.zeros_like(self._right), torch.zeros_like(self._by_source)
+        totals = torch.cat([loss[None], self._numbers])
+        self._numbers = torch.zeros_like(self._numbers)
         dist.all_reduce(totals)
-        numbers = [totals, loss[None], counts]
-        if isinstance(norm, torch.Tensor) and norm.device == loss.device:
-            numbers.append(norm.double().reshape(1))
-        read: list[float] = torch.cat(numbers if checked is None else [*numbers, checked]).tolist()
-        if checked is not None:
-            read, found = read[:-3], read[-3:]
-        (whole, right), sums = read[:2], read[2 : len(totals)]
-        self.local_loss, tokens, stops, *norms = read[len(totals) :]
+        norms = [norm.double().reshape(1)] if isinstance(norm, torch.Tensor) and norm.device == loss.device else []
+        read: list[float] = torch.cat([totals, loss[None], counts, *norms, *local.values()]).tolist()
+        whole, *sums = read[: len(totals)]
+        self.local_loss, tokens, stops, *others = read[len(totals) :]
+        that_clips = others.pop(0) if norms else math.nan if norm is None else float(norm)
         size = self.plan.layout.tensor_model_parallel_size
-        mean = whole / size / max(tokens, 1.0)
-        self.accuracy.add(right / size, tokens)
-        if self.sources is not None:
-            self.sources.add(sums)
-        that_clips = norms[0] if norms else math.nan if norm is None else float(norm)
-        if checked is not None:
-            self.gradient_check.see(that_clips, found)
-        return mean, tokens, stops > 0, that_clips
+        agreed = Agreed(whole / size / max(tokens, 1.0), tokens, stops > 0, that_clips)
+        self.parts.read([*sums, *others], local, agreed)
+        return agreed
 
     def _norm_without_zero(self) -> torch.Tensor:
         """Global gradient norm; DeepSpeed's stage 0 clips without telling it."""
@@ -331,7 +321,7 @@ class DeepSpeedEngine:
         Args:
             tokens: of this rank's micro-batches. DeepSpeed averages over ranks.
         """
-        if self.balance is None:
+        if not self.recipe.model.num_moe_experts:
             return
         reset_model_temporary_tensors(self._config, self.modules)
         scale = float(self.optimizer.loss_scale) if self.recipe.train.precision == "fp16" else 1.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,7 @@ from llmrecipes.engine.base import (
     StepResult,
     StopCheck,
 )
-from llmrecipes.engine.core import ema, replicas, update
+from llmrecipes.engine.core import replicas, update
 from llmrecipes.engine.core.checkpoint.format import ShardedFormat
 from llmrecipes.engine.core.checkpoint.part import PartFormat
 from llmrecipes.engine.core.generation import generate
@@ -41,7 +41,7 @@ from llmrecipes.engine.core.model.gpt import BuiltModel, RecipeModel
 from llmrecipes.engine.core.platform import patching
 from llmrecipes.engine.core.rerun import RerunState, announced, is_finite, is_update, kept
 from llmrecipes.engine.core.score import GPTScorer
-from llmrecipes.engine.core.update import mean_over_tokens, scheduler
+from llmrecipes.engine.core.update import mean_over_tokens, scheduler, sum_over_tokens
 from llmrecipes.engine.core.weights import gradient_slices, named_tensors, weight_slices
 from llmrecipes.engine.megatron import state
 from llmrecipes.engine.megatron.data_parallel import data_parallel
@@ -49,21 +49,10 @@ from llmrecipes.engine.megatron.graphs import RecordedLayers
 from llmrecipes.engine.megatron.optimizer import create_optimizer
 from llmrecipes.engine.megatron.user_buffers import create_user_buffers, destroy_user_buffers
 from llmrecipes.engine.meters import ReplicaFault
-from llmrecipes.engine.parts.adversary import adversary
-from llmrecipes.engine.parts.balance import RouterBalance
-from llmrecipes.engine.parts.distillation import SaidBefore, Teacher
-from llmrecipes.engine.parts.gradient_check import GradientCheck
-from llmrecipes.engine.parts.layer_drop import layer_drop
-from llmrecipes.engine.parts.layer_norms import LayerNorms
-from llmrecipes.engine.parts.preference import COUNTS, PreferenceLoss, RewardMeter, find_answers
-from llmrecipes.engine.parts.qk_clip import qk_clip
-from llmrecipes.engine.parts.router_losses import RouterLosses
-from llmrecipes.engine.parts.token_sums import SourceLosses, sum_over_tokens
-from llmrecipes.engine.parts.zeros import KeptZeros
+from llmrecipes.engine.parts.base import Agreed, Parts, Step
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.faults.numerics import first_bad_parameter
 from llmrecipes.plan.derive import Plan
-from llmrecipes.recipe.distill_rules import has_teacher
 
 GRADIENT_BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
 
@@ -86,12 +75,7 @@ class MegatronEngine:
         self.modules: tuple[RecipeModel, ...] = built.modules
         self.implementation = Implementation(built.implementation, built.reason)
         self._config, self._masks = built.config, built.masks
-        self.accuracy = built.modules[-1].accuracy  # of the one with the loss, on ranks that have it
-        self.sources = SourceLosses.of(plan)
         self._apart = apart(recipe, platform.device, built.implementation)
-        self.balance: RouterBalance | None = None
-        if recipe.model.num_moe_experts:
-            self.balance = RouterBalance(self.modules, plan, platform.device)
         if recipe.train.torch_compile:
             for module in self.modules:
                 module.compile_layers()
@@ -103,23 +87,11 @@ class MegatronEngine:
             create_user_buffers(plan)
         self.chunks = [data_parallel(plan, built, number) for number in range(len(built.modules))]
         self.optimizer: MegatronOptimizer = create_optimizer(recipe, self.modules, self.chunks)
-        if recipe.optimizer.ema_decay is not None:
-            ema.start(self.optimizer)
         self.scheduler = scheduler(recipe, self.optimizer)
-        self._qk_clip = qk_clip(recipe, self.modules, self.optimizer, platform)
-        self._zeros = KeptZeros(self.modules if recipe.train.keep_zeros else ())
-        self.layers = LayerNorms(self.modules, recipe, platform.device) if recipe.tracking.layers_interval else None
-        self.gradient_check = GradientCheck(
-            state.trained_parameters(self.modules),
-            platform.device,
-            sharded=recipe.parallelism.use_distributed_optimizer,
-            wanted=recipe.faults.gradient_check_action != "none",
-        )
         self.updates = 0  # so far; a rank may have no parameter that counts them
         self.local_loss, self._micro_batches = 0.0, plan.num_microbatches
         config = built.config
         config.grad_scale_func, config.finalize_model_grads_func = self.optimizer.scale_loss, update.finalize
-        self._router_losses = RouterLosses(plan, config, self.optimizer, platform.device)
         self._local_sums: list[torch.Tensor] = []
         self._reruns = recipe.faults.rerun_mode != "disabled"
         if self._reruns:
@@ -131,13 +103,10 @@ class MegatronEngine:
             # Without effect in evaluation, which gathers the parameters first.
             config.param_sync_func = [chunk.start_param_sync for chunk in self.chunks]
         self._forward_backward = get_forward_backward_func()
-        self.teacher = Teacher(plan, platform, self.modules) if has_teacher(recipe) else None
-        self.said = SaidBefore(plan, self.modules) if recipe.distill and not self.teacher else None
-        self.hidden = None if self.teacher is None else self.teacher.hidden
         self.steps = 0  # that have begun, which the random numbers of a step depend on
-        self.adversary = adversary(plan, self.modules, self.chunks)
-        self.preference = PreferenceLoss(plan, platform, built, self.chunks) if recipe.dpo else None
-        self.drop = layer_drop(plan, self.modules, platform)
+        self.parts = self._make_parts(built.implementation)
+        self._sum = next((part.loss for part in self.parts if part.loss is not None), sum_over_tokens)
+        self._around = next((part.around for part in self.parts if part.around is not None), None)
         self._recorded: RecordedLayers | None = None
         if built.config.cuda_graph_impl != "none" and platform.device.type == "cuda":
             self._recorded = RecordedLayers(plan, self.chunks, self.optimizer)
@@ -154,8 +123,6 @@ class MegatronEngine:
         renew_rounded(self.modules, self.steps)
         self.steps += 1
         self._micro_batches = num_microbatches or self.plan.num_microbatches
-        if self.balance is not None:
-            self.balance.micro_batches = self._micro_batches
         before, used = RerunState(self.modules, self.optimizer), list[Batch]()
         result = self._attempt(kept(batches, used), stop, accept)
         if not is_update(result):
@@ -170,19 +137,13 @@ class MegatronEngine:
             first_bad_parameter(self.named_tensors()),
         )
         before.restore()
-        if self.balance is not None:
-            self.balance.restart()
-        if self.accuracy.counting:
-            self.accuracy.start()
-        for meter in (self.rewards, self.hidden, self.sources):
-            if meter is not None:
-                meter.start()
-        if self.layers is not None and self.layers.measuring:
-            self.layers.start()
+        for part in self.parts:
+            if part.counting:
+                part.start()
         second = self._attempt(iter(used) if redo is None else announced(used, redo), stop, accept)
         if not is_update(second):
             before.restore_expert_bias()
-        return replace(second, stop=second.stop or result.stop, first_attempt=first, layers=result.layers)
+        return replace(second, stop=second.stop or result.stop, first_attempt=first)
 
     def _attempt(self, batches: Iterator[Batch], stop: StopCheck | None, accept: Accept | None) -> StepResult:
         for chunk in self.chunks:
@@ -193,43 +154,36 @@ class MegatronEngine:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._local_sums.clear()
-        if self.drop is not None:
-            self.drop.start(self.steps, self._micro_batches)
-        self._qk_clip.start()
+        for part in self.parts:
+            part.before_passes(self.steps, self._micro_batches)
         outputs = self._passes(batches, forward_only=False)
         half = self.recipe.train.precision == "fp16"
         scale = self.optimizer.get_loss_scale().double().clone() if half else None
         overflow = self.optimizer.prepare_grads()
-        self._zeros.before_update(self.optimizer)
+        for part in self.parts:
+            part.before_norm()
         square = update.squared_norm(self.optimizer, self.platform.device)
-        due = self.gradient_check.due
-        checked = self.gradient_check.measure(own_gradients(self.optimizer), square) if due else None
-        loss, _, stopping, (norm, scale_then, local) = self._agree(
-            outputs, stop, square.sqrt(), scale, update.total(self._local_sums, self.platform.device), checked
-        )
-        layers = None if self.layers is None else self.layers.take()
-        lr = self.learning_rate
+        more = [update.total(self._local_sums, self.platform.device), *([] if scale is None else [scale])]
+        agreed = self._agree(outputs, stop, square, more)
+        loss, norm, stopping, (local, *scales) = agreed.loss, agreed.norm, agreed.stopping, agreed.more
+        lr, scale_then = self.learning_rate, scales[0] if scales else None
         if overflow:
-            return StepResult(loss, None, lr, scale_then, True, stopping, layers=layers)
+            return StepResult(loss, None, lr, scale_then, True, stopping)
         if not is_finite(loss, norm):
             # The update would spread it to every weight and hide where it started. All ranks have the same numbers.
             is_local = not (math.isfinite(self.local_loss) and math.isfinite(local))
-            return StepResult(loss, norm, lr, scale_then, False, stopping, is_local=is_local, layers=layers)
+            return StepResult(loss, norm, lr, scale_then, False, stopping, is_local=is_local)
         if accept is not None and not accept(loss, norm):
-            return StepResult(loss, norm, lr, scale_then, False, stopping, rejected=True, layers=layers)
-        measured = self.layers if self.layers is not None and self.layers.measuring else None
-        if measured is not None:
-            measured.before(self.optimizer)
+            return StepResult(loss, norm, lr, scale_then, False, stopping, rejected=True)
+        for part in self.parts:
+            part.before_update()
         update.clip(self.optimizer, self.recipe.optimizer.clip_grad or math.inf, norm)
-        self._qk_clip.agree()
         update.step(self.optimizer, self.chunks)
         self.updates += 1
-        if measured is not None:
-            measured.after()
-        if self.recipe.optimizer.ema_decay is not None:
-            ema.update(self.optimizer, self.recipe.optimizer.ema_decay)
+        for part in self.parts:
+            part.after_update()
         self.scheduler.step(increment=update.increment(self.plan, self._micro_batches))
-        return StepResult(loss, norm, lr, scale_then, False, stopping, layers=layers)
+        return StepResult(loss, norm, lr, scale_then, False, stopping)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], global_batches: int, stop: StopCheck | None = None) -> float | None:
@@ -240,8 +194,9 @@ class MegatronEngine:
         stopping = False
         self._micro_batches = self.plan.num_microbatches
         while len(losses) < global_batches and not stopping:
-            loss, tokens, stopping, _ = self._agree(self._passes(batches, forward_only=True), stop)
-            losses.append((loss, tokens))
+            agreed = self._agree(self._passes(batches, forward_only=True), stop)
+            stopping = agreed.stopping
+            losses.append((agreed.loss, agreed.counted))
         for chunk in self.chunks:
             chunk.train()
         return None if stopping else mean_over_tokens(losses)
@@ -365,9 +320,20 @@ class MegatronEngine:
         MTPLossLoggingHelper.tracker.clear()
         get_moe_metrics_tracker().metrics.clear()
 
-    @property
-    def rewards(self) -> RewardMeter | None:
-        return None if self.preference is None else self.preference.rewards
+    def _make_parts(self, implementation: str) -> Parts:
+        step = Step(
+            plan=self.plan,
+            platform=self.platform,
+            modules=self.modules,
+            implementation=implementation,
+            optimizer=self.optimizer,
+            trained=state.trained_parameters(self.modules),
+            sharded=self.recipe.parallelism.use_distributed_optimizer,
+            gradients=lambda: own_gradients(self.optimizer),
+            counted=lambda: update.counted_gradients(self.optimizer),
+            chunks=self.chunks,
+        )
+        return Parts.of(step, self.name)
 
     @property
     def learning_rate(self) -> float:
@@ -377,12 +343,8 @@ class MegatronEngine:
     def _passes(self, batches: Iterator[Batch], *, forward_only: bool) -> list[dict[str, torch.Tensor]]:
         """All micro-batches of a step through the pipeline, once in each pass; what `sum_over_tokens` reports, on the
         last stage."""
-        if not forward_only:
-            batches = self._router_losses.ahead(batches, self._micro_batches)
-        if self.teacher is not None and not forward_only:
-            batches = self.teacher.ahead(batches, self._micro_batches)
-        if self.preference is not None:
-            batches = self.preference.ahead(batches, self._micro_batches)
+        for part in self.parts:
+            batches = part.batches(batches, self._micro_batches, training=not forward_only)
         once = partial(
             self._forward_backward,
             forward_step_func=self._forward_step,
@@ -394,11 +356,11 @@ class MegatronEngine:
             forward_only=forward_only,
         )
         outputs: list[dict[str, torch.Tensor]]
-        if self.adversary is None or forward_only:
+        if self._around is None or forward_only:
             outputs = once(data_iterator=self._for_chunks(batches))
         else:
-            outputs = self.adversary.passes(
-                batches, self._micro_batches, lambda each: once(data_iterator=self._for_chunks(each)), self.steps
+            outputs = self._around(
+                batches, self._micro_batches, lambda each: once(data_iterator=self._for_chunks(each))
             )
         return outputs
 
@@ -406,50 +368,36 @@ class MegatronEngine:
         self,
         outputs: list[dict[str, torch.Tensor]],
         stop: StopCheck | None,
-        norm: torch.Tensor | None = None,
-        scale: torch.Tensor | None = None,
-        local: torch.Tensor | None = None,
-        checked: torch.Tensor | None = None,
-    ) -> tuple[float, float, bool, tuple[float, float | None, float]]:
-        """Mean loss of the global batch, its tokens, whether a rank has to stop, and three numbers of this device.
-
-        The tokens are those that the loss counts, times tensor-parallel ranks. Those predicted right go to `accuracy`.
+        square: torch.Tensor | None = None,
+        more: Sequence[torch.Tensor] = (),
+    ) -> Agreed:
+        """What the ranks know of a global batch; the parts get their numbers.
 
         The host waits for the device here and nowhere else in a step: everything it has to know comes in one transfer.
+
+        Args:
+            outputs: of the passes.
+            stop: called here.
+            square: of the gradient norm; None: of an evaluation, in which nothing but losses is measured.
+            more: other numbers of this device, [].
         """
-        # Summed loss, tokens, those predicted right, sums by source, a distance, and whether to stop. Only the last
-        # stage has losses; its tensor-parallel ranks have the same ones, which cancels out.
-        more_sums = COUNTS if self.preference else int(self.hidden is not None)
-        more_sums += self.sources.size if self.sources else 0
-        totals = torch.zeros(4 + more_sums, dtype=torch.float64, device=self.platform.device)
+        # Only the last stage has losses; its tensor-parallel ranks have the same ones, which cancels out.
+        totals = torch.zeros(2 + self.parts.size + 1, dtype=torch.float64, device=self.platform.device)
         for output in outputs:
-            totals[: len(output["loss"])] += output["loss"]
-        if self.hidden is not None:  # on every stage
-            self.hidden.add_to(totals)
-        local_totals = totals[:2].clone()
+            totals[:-1] += output["loss"]
+        self.parts.add_to(totals[:-1])
+        own = totals[:2].clone()
         totals[-1:].fill_(stop is not None and stop())  # an assignment copies from the host, and waits
         dist.all_reduce(totals)
-        more = [totals.new_zeros(1) if value is None else value.reshape(1) for value in (norm, scale, local)]
-        if checked is not None:
-            more.insert(0, checked)
-        numbers = torch.cat([local_totals, totals, *more]).tolist()
-        if checked is not None:
-            found, numbers[-6:] = numbers[-6:-3], numbers[-3:]
-            own, counted = own_gradients(self.optimizer), update.counted_gradients(self.optimizer)
-            self.gradient_check.see(numbers[-3], found, own, counted)
-        own_loss, own_tokens, loss, tokens, right, *others, stops, the_norm, the_scale, the_local = numbers
-        if self.preference is None:
-            self.accuracy.add(right, tokens)
-            if self.sources is not None:
-                self.sources.add(others[: self.sources.size])
-        else:  # what the loss counts are pairs
-            self.accuracy.add(right, others[0])
-            self.preference.rewards.add(tokens, *others[1:])
-        if self.hidden is not None:
-            self.hidden.add(others[-1], tokens)
-        self.local_loss = own_loss / max(own_tokens, 1.0)
-        scalars = the_norm, None if scale is None else the_scale, the_local
-        return loss / max(tokens, 1.0), tokens, stops > 0, scalars
+        local = {} if square is None else self.parts.after_norm(square)
+        norm = totals.new_full((1,), math.nan) if square is None else square.sqrt().reshape(1)
+        read = torch.cat([own, totals, norm, *(each.reshape(1) for each in more), *local.values()]).tolist()
+        own_loss, own_counted, loss, counted = read[:4]
+        sums, (stops, the_norm, *others) = read[4 : 4 + self.parts.size], read[4 + self.parts.size :]
+        self.local_loss = own_loss / max(own_counted, 1.0)
+        agreed = Agreed(loss / max(counted, 1.0), counted, stops > 0, the_norm, tuple(others[: len(more)]))
+        self.parts.read([*sums, *others[len(more) :]], local, agreed)
+        return agreed
 
     def _for_chunks(self, batches: Iterator[Batch]) -> Any:
         """The micro-batches with their numbers."""
@@ -469,17 +417,13 @@ class MegatronEngine:
             self._masks.begin(self.steps, number)
         conversations = self._apart(in_host["position_ids"])
         batch = {name: tensor.to(self.platform.device, non_blocking=True) for name, tensor in in_host.items()}
-        source = batch.pop("source", None)
         parts = parallel_state.get_context_parallel_world_size()
         number = parallel_state.get_context_parallel_rank()
         depths = self.recipe.model.mtp_num_layers
         weights = prediction_weights(batch["loss_mask"], depths, parts, number) if depths else []
-        answers = None if self.preference is None else find_answers(in_host["position_ids"], in_host["loss_mask"])
-        if answers is not None:
-            batch["answers"] = answers.of_token.to(self.platform.device, non_blocking=True)
         batch = own_chunks(batch, parts, number)
-        if (taught := self.teacher or self.said) is not None:
-            taught.expect(batch)
+        for part in self.parts:
+            part.expect(batch)
         losses = (model.build_schedule_plan if return_schedule_plan else model)(
             batch["tokens"],
             batch["position_ids"],
@@ -488,6 +432,8 @@ class MegatronEngine:
             loss_mask=batch["loss_mask"],
             prediction_weights=weights,
         )
-        if self.preference is not None and answers is not None:
-            return losses, self.preference.counter(batch, answers.count, self.accuracy)
-        return losses, partial(sum_over_tokens, batch["loss_mask"], self.accuracy, self.sources, source)
+        return losses, partial(self._summed, batch)
+
+    def _summed(self, batch: Batch, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        total, count, reported = self._sum(batch, losses)
+        return total, count, {"loss": torch.cat([reported, *self.parts.counted(batch, losses)])}

@@ -11,7 +11,7 @@ a pass. Only ranks with the embedding keep something, the movement and the gradi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
@@ -24,9 +24,7 @@ from megatron.core.utils import get_model_config
 
 from llmrecipes.engine.base import Batch
 from llmrecipes.engine.core.model.attention import own_chunks
-from llmrecipes.engine.core.model.gpt import RecipeModel
-from llmrecipes.plan.derive import Plan
-from llmrecipes.recipe.adversarial import Adversarial
+from llmrecipes.engine.parts.base import Part, Step
 
 Outputs = list[dict[str, torch.Tensor]]
 ROWS = 1 << 20
@@ -34,42 +32,38 @@ ROWS = 1 << 20
 _WORD = 0xFFFFFFFF
 
 
-class Adversary:
-    """The passes of a step on moved embeddings.
+class Adversary(Part):
+    """The passes of a step on moved embeddings."""
 
-    Args:
-        section: how they are moved.
-        plan: of the run.
-        modules: this rank's chunks of the model.
-        chunks: their data-parallel wrappers.
-    """
-
-    def __init__(self, section: Adversarial, plan: Plan, modules: Sequence[RecipeModel], chunks: Sequence[Any]) -> None:
-        self._section, self._plan, self._chunks = section, plan, chunks
-        self._config = get_model_config(chunks[0])
+    def __init__(self, step: Step) -> None:
+        section = step.plan.recipe.train.adversarial
+        if section is None:
+            raise ValueError("the recipe has no train.adversarial")
+        self._section, self._plan, self._chunks = section, step.plan, step.chunks
+        self._config = get_model_config(step.chunks[0])
         self._moves: dict[int, torch.Tensor] = {}
         self._gradients: dict[int, torch.Tensor] = {}
         self._step = self._seen = 0
         self._passing = self._watching = False
-        for module in modules:
+        for module in step.modules:
             if module.pre_process:
                 module.embedding.register_forward_hook(self._moved)
 
-    def passes(
-        self, batches: Iterator[Batch], number: int, run: Callable[[Iterator[Batch]], Outputs], step: int
-    ) -> Outputs:
+    def before_passes(self, step: int, micro_batches: int) -> None:
+        self._step = step
+
+    def around(self, batches: Iterator[Batch], number: int, run: Callable[[Iterator[Batch]], Outputs]) -> Outputs:
         """All passes of a step; what those that the weights learn from report.
 
         Args:
             batches: micro-batches of this rank.
             number: of them in this step.
             run: passes micro-batches through the pipeline.
-            step: from 1.
         """
         of_step, last = list(islice(batches, number)), self._section.passes - 1
         counted = sum(map(self._section.counts, range(last + 1)))
         self._moves.clear()
-        self._step, self._passing = step, True
+        self._passing = True
         outputs: Outputs = []
         try:
             for each in range(last + 1):
@@ -188,12 +182,6 @@ class Adversary:
                 return parallel_state.get_tensor_and_context_parallel_group()
             return parallel_state.get_tensor_model_parallel_group()
         return parallel_state.get_context_parallel_group() if context else None
-
-
-def adversary(plan: Plan, modules: Sequence[RecipeModel], chunks: Sequence[Any]) -> Adversary | None:
-    """That of a recipe, if it has one; arguments as `Adversary`."""
-    section = plan.recipe.train.adversarial
-    return None if section is None else Adversary(section, plan, modules, chunks)
 
 
 def _sums(gradient: torch.Tensor, move: torch.Tensor | None) -> torch.Tensor:

@@ -15,24 +15,19 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from llmrecipes.engine.core.model.gpt import RecipeModel
 from llmrecipes.engine.meters import Balance
-from llmrecipes.plan.derive import Plan
-from llmrecipes.tracking.events import LayerBalance
+from llmrecipes.engine.parts.base import Part, Step
+from llmrecipes.tracking.events import LayerBalance, is_measured
 
 PREDICTION_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 COLUMNS_BESIDE_EXPERTS = 3  # tokens, summed entropy, summed z-loss
 
 
-class RouterBalance:
-    """Hooks into the routers of this rank's layers; counts between `start` and `collect`, and else costs nothing.
+class RouterBalance(Part):
+    """Hooks into the routers of this rank's layers; counts between `start` and `collect`, and else costs nothing."""
 
-    Args:
-        modules: this rank's chunks of the model.
-        plan: of a recipe with experts, on this world.
-        device: of the model.
-    """
-
-    def __init__(self, modules: Sequence[RecipeModel], plan: Plan, device: torch.device | None = None) -> None:
-        model = plan.recipe.model
+    def __init__(self, step: Step) -> None:
+        plan, modules, device = step.plan, step.modules, step.platform.device
+        self._recipe, model = plan.recipe, plan.recipe.model
         self._topk = model.moe_router_topk
         self._has_aux_loss = model.moe_aux_loss_coeff > 0
         self.micro_batches = plan.num_microbatches
@@ -44,7 +39,7 @@ class RouterBalance:
         # A row for each layer of the full model, so that the ranks' counts can be added; the last is for the loss.
         shape = layers + 1, (model.num_moe_experts or 0) + COLUMNS_BESIDE_EXPERTS
         self._sums = torch.zeros(shape, dtype=torch.float64, device=device)
-        self._counting = False
+        self.counting = False
         for number, router in _routers(modules, model.num_layers):
             router.register_forward_hook(partial(self._hook, number - 1))
 
@@ -52,16 +47,23 @@ class RouterBalance:
         """Start counting."""
         self._sums.zero_()
         get_moe_metrics_tracker().metrics.clear()
-        self._counting = True
+        self.counting = True
 
-    def restart(self) -> None:
-        """Forget what was counted since `start`, if counting: the step is computed again."""
-        if self._counting:
-            self.start()
+    def counts(self, step: int) -> bool:
+        return is_measured(step, self._recipe)
+
+    def before_passes(self, step: int, micro_batches: int) -> None:
+        self.micro_batches = micro_batches
+
+    def fields(self, before: Any) -> dict[str, Any]:
+        if not self.counting:
+            return {}
+        routed = self.collect()
+        return {"moe_aux_loss": routed.aux_loss, "experts": routed.layers}
 
     def collect(self) -> Balance:
         """Stop counting, and sum the counts over ranks; a collective of all ranks."""
-        self._counting = False
+        self.counting = False
         losses = [
             entry.values.sum()
             for name, entry in get_moe_metrics_tracker().metrics.items()
@@ -89,7 +91,7 @@ class RouterBalance:
 
     def _hook(self, row: int, router: TopKRouter, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         # Full recomputation runs a layer twice in a training step, the first time without gradients.
-        if self._counting and router.training and torch.is_grad_enabled():
+        if self.counting and router.training and torch.is_grad_enabled():
             with torch.no_grad():
                 self._count(self._sums[row], router, inputs[0], *output)
 

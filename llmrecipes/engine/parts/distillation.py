@@ -4,7 +4,7 @@ hidden states."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,34 +15,54 @@ from megatron.core import parallel_state
 from megatron.core.utils import make_viewless_tensor
 from torch.autograd.function import once_differentiable
 
-from llmrecipes.engine.base import Batch, Platform
+from llmrecipes.engine.base import Batch, Platform, Progress
 from llmrecipes.engine.core.model.gpt import RecipeModel
+from llmrecipes.engine.parts.base import Agreed, Part, Step
 from llmrecipes.engine.parts.frozen import FrozenModel
 from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.frozen import teacher_plan
 from llmrecipes.recipe.distill import Distill
 from llmrecipes.recipe.distill_rules import section
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.tracking.events import is_measured
 
 
-class Teacher(FrozenModel):
+class Teacher(FrozenModel, Part):
     """The teacher's passes, before those of the student, whose loss it replaces.
 
     Kept between the two are the last hidden states of a micro-batch, not its logits, which are several times as many
     bytes: they are computed when the student's loss needs them. So are the outputs of layers that are compared.
-
-    Args:
-        plan, platform: of the student.
-        student: this rank's chunks.
     """
 
-    def __init__(self, plan: Plan, platform: Platform, student: Sequence[RecipeModel]) -> None:
+    def __init__(self, step: Step) -> None:
+        plan, platform, student = step.plan, step.platform, step.modules
         super().__init__(teacher_plan(plan), platform, ("tokens", "position_ids"))
-        size = parallel_state.get_tensor_model_parallel_world_size()
-        group = parallel_state.get_tensor_model_parallel_group() if size > 1 else None
-        self._how = Comparison(section(plan.recipe), plan.recipe.model.vocab_size, group)
+        self._recipe = plan.recipe
+        self._how = comparison(plan.recipe, section(plan.recipe))
         self.hidden = HiddenStates(plan, platform, student) if section(plan.recipe).layers else None
+        self.size = int(self.hidden is not None)
         for module in student:
             module.compared = self._losses
+
+    def batches(self, batches: Iterator[Batch], number: int, *, training: bool) -> Iterator[Batch]:
+        return self.ahead(batches, number) if training else batches
+
+    def start(self) -> None:
+        if self.hidden is not None:
+            self.hidden.start()
+
+    def add_to(self, totals: torch.Tensor, own: torch.Tensor) -> None:
+        if self.hidden is not None:  # on every stage
+            self.hidden.add_to(totals, own)
+
+    def read(self, own: list[float], local: list[float], agreed: Agreed) -> None:
+        if self.hidden is not None:
+            self.hidden.add(own[0], agreed.counted)
+
+    def fields(self, before: Progress) -> dict[str, Any]:
+        if self.hidden is None or not is_measured(before.step + 1, self._recipe):
+            return {}
+        return {"hidden_distance": self.hidden.take()}
 
     def expect(self, batch: Batch) -> None:
         """Take what the student's losses need of this rank's part of its next micro-batch."""
@@ -85,22 +105,15 @@ class Teacher(FrozenModel):
         return losses.view(labels.size(1), labels.size(0)).t().contiguous()
 
 
-class SaidBefore:
-    """The largest logits of a teacher, computed before training (`distill.logits`), in place of its passes.
+class PrecomputedTargets(Part):
+    """The largest logits of a teacher, computed before training (`distill.logits`), in place of its passes."""
 
-    Args:
-        plan: of the student.
-        student: this rank's chunks.
-    """
-
-    def __init__(self, plan: Plan, student: Sequence[RecipeModel]) -> None:
-        size = parallel_state.get_tensor_model_parallel_world_size()
-        group = parallel_state.get_tensor_model_parallel_group() if size > 1 else None
+    def __init__(self, step: Step) -> None:
+        recipe = step.plan.recipe
         # All that were written count: they are the largest.
-        every = section(plan.recipe).model_copy(update={"top_k": None})
-        self._how = Comparison(every, plan.recipe.model.vocab_size, group)
+        self._how = comparison(recipe, section(recipe).model_copy(update={"top_k": None}))
         self._said: tuple[torch.Tensor, torch.Tensor] | None = None
-        for module in student:
+        for module in step.modules:
             module.compared = self._losses
 
     def expect(self, batch: Batch) -> None:
@@ -142,7 +155,6 @@ class HiddenStates:
     is not in what the last one goes backward from, so its gradient, in the hidden states' precision, is added where
     theirs passes, as megatron-core adds that of a router's loss (`MoEAuxLossAutoScaler`). Like the loss of the tokens
     it is a sum, times the loss scale, that the tokens of the global batch divide once gradients are reduced.
-    Implements `engine.meters.DistanceMeter`.
 
     Args:
         plan, platform: of the student.
@@ -176,12 +188,12 @@ class HiddenStates:
             pair.taught.clear()
             pair.again.clear()
 
-    def add_to(self, totals: torch.Tensor) -> None:
+    def add_to(self, totals: torch.Tensor, own: torch.Tensor) -> None:
         """Add the weighted distances of the micro-batches since the last call, summed over tokens, to the loss in sums
-        over all ranks, and without weight to the last number but one: of the tensor-parallel ranks each has all."""
+        over all ranks, and without weight to `own`, [1]: of the tensor-parallel ranks each has all."""
         summed = self._sum * self._split
         totals[0] += self._distill.layers_weight * summed
-        totals[-2] += summed
+        own += summed
         self._sum.zero_()
 
     def start(self) -> None:
@@ -192,6 +204,7 @@ class HiddenStates:
         self._distance, self._tokens = self._distance + distance, self._tokens + tokens
 
     def take(self) -> float | None:
+        """`StepMetrics.hidden_distance` of the global batches since `start`; None: there were none."""
         return self._distance / self._tokens if self._tokens else None
 
     def _compare(self, pair: _Pair, config: Any, layer: torch.nn.Module, _inputs: Any, output: Any) -> Any:
@@ -304,6 +317,13 @@ class Comparison:
         every = own.new_empty(dist.get_world_size(self.group), *own.shape)
         dist.all_gather_into_tensor(every.view(-1, *own.shape[1:]), own.contiguous(), group=self.group)
         return every
+
+
+def comparison(recipe: Recipe, distill: Distill) -> Comparison:
+    """How a recipe's model is compared on this rank."""
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    group = parallel_state.get_tensor_model_parallel_group() if size > 1 else None
+    return Comparison(distill, recipe.model.vocab_size, group)
 
 
 def compared_losses(logits: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, how: Comparison) -> torch.Tensor:

@@ -28,6 +28,7 @@ from llmrecipes.engine.core.checkpoint.slices import ShardedParameter
 from llmrecipes.engine.core.masters import OwnGradient
 from llmrecipes.engine.core.model.init import EMBEDDINGS, global_name, whole_name
 from llmrecipes.engine.meters import GradientFault
+from llmrecipes.engine.parts.base import Agreed, Part, Step
 
 PLACES = 1 << 16
 """Of the table: 2.5 MiB. Two weights in the same place are seen, and not compared."""
@@ -45,25 +46,30 @@ MOST_NAMED = 64
 """Weights that a rank names."""
 
 
-class GradientCheck:
-    """Implements `engine.meters.GradientCheck`.
+class GradientCheck(Part):
+    """Compares the gradients of the first finite step of a start, before its update."""
 
-    Args:
-        parameters: of this rank that are trained, in model order.
-        device: of the gradients.
-        sharded: data-parallel ranks have different parts of a gradient.
-        wanted: whether the recipe wants it; otherwise nothing is computed.
-    """
-
-    def __init__(
-        self, parameters: Sequence[ShardedParameter], device: torch.device, *, sharded: bool, wanted: bool
-    ) -> None:
-        self._parameters, self._device, self._sharded = parameters, device, sharded
-        self.due = wanted and device.type != "meta"
+    def __init__(self, step: Step) -> None:
+        self._step, self._sharded = step, step.sharded
+        self._parameters, self._device = step.trained, step.platform.device
+        self.due = step.plan.recipe.faults.gradient_check_action != "none"
+        """Whether the next step's are compared."""
         self._fault: GradientFault | None = None
         # Of the step that was measured, until it is judged.
         self._differing = torch.zeros(0)
         self._squares = torch.zeros(0)
+
+    def after_norm(self, square: torch.Tensor | None) -> torch.Tensor | None:
+        if not self.due:
+            return None
+        measured = self.measure(self._step.gradients(), square)
+        measured[0] /= self._step.loss_scale() ** 2
+        return measured
+
+    def read(self, own: list[float], local: list[float], agreed: Agreed) -> None:
+        if local:
+            counted = None if self._step.counted is None else self._step.counted()
+            self.see(agreed.norm, local, self._step.gradients(), counted)
 
     @torch.no_grad()
     def measure(self, owned: Iterable[OwnGradient], square: torch.Tensor | None = None) -> torch.Tensor:
@@ -150,7 +156,7 @@ class GradientCheck:
         owned: Iterable[OwnGradient] = (),
         counted: Iterable[torch.Tensor] | None = None,
     ) -> None:
-        """Judge a step; a collective of all ranks if something is wrong. `take` has the answer.
+        """Judge a step; a collective of all ranks if something is wrong. `fault` has the answer.
 
         Args:
             norm: that clips. If it is not finite, the next step is measured.
@@ -169,8 +175,7 @@ class GradientCheck:
                 self._fault = GradientFault(norm, math.sqrt(unique), wrong, weights, copies)
         self._squares = self._differing = torch.zeros(0)
 
-    def take(self) -> GradientFault | None:
-        """See `engine.meters.GradientCheck`."""
+    def fault(self) -> GradientFault | None:
         fault, self._fault = self._fault, None
         return fault
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
-from llmrecipes.engine.base import Platform
-from llmrecipes.engine.core.model.gpt import RecipeModel
-from llmrecipes.plan.derive import Plan
+from llmrecipes.engine.parts.base import Part, Step
 
 
 def rate(last: float, layer: int, layers: int) -> float:
@@ -31,18 +29,15 @@ def keeps(seed: int, step: int, layer: int, micro_batch: int, rate: float) -> bo
     return int.from_bytes(digest[:8], "big") >= rate * 2**64
 
 
-class LayerDrop:
+class LayerDrop(Part):
     """Leaves layers out of training passes.
 
     What a layer that is there adds is divided by its probability to be there, as dropout does, so that the whole model
-    is the expectation.
-
-    Args:
-        plan: of the run.
-        modules: this rank's chunks of the model.
+    is the expectation. A dry run has all layers, as the plan.
     """
 
-    def __init__(self, plan: Plan, modules: Sequence[RecipeModel]) -> None:
+    def __init__(self, step: Step) -> None:
+        plan, modules = step.plan, step.modules
         self._plan, self._step, self._number = plan, 0, plan.num_microbatches
         self._seen = [0] * len(modules)
         self._waiting: list[deque[bool]] = []
@@ -54,8 +49,7 @@ class LayerDrop:
                 probability = rate(model.layer_drop, layer.layer_number, model.num_layers)
                 layer.forward = partial(self._pass, layer, layer.forward, chunk, probability, self._waiting[-1])
 
-    def start(self, step: int, micro_batches: int) -> None:
-        """Begin a step, counted from 1, with this many micro-batches of a rank."""
+    def before_passes(self, step: int, micro_batches: int) -> None:
         self._step, self._number = step, micro_batches
         self._seen = [0] * len(self._seen)
         for decisions in self._waiting:
@@ -86,10 +80,3 @@ class LayerDrop:
             return hidden.clone(), inputs.get("context")  # a stage frees what it has sent
         output, context = forward(**inputs)
         return torch.lerp(hidden, output, 1 / (1 - rate)), context
-
-
-def layer_drop(plan: Plan, modules: Sequence[RecipeModel], platform: Platform) -> LayerDrop | None:
-    """That of a recipe, if it leaves layers out. A dry run has all layers, as the plan."""
-    if not plan.recipe.model.layer_drop or platform.device.type == "meta":
-        return None
-    return LayerDrop(plan, modules)

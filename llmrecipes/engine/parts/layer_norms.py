@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,8 +25,9 @@ from llmrecipes.engine.core.model.attention_logits import largest_logit, softmax
 from llmrecipes.engine.core.model.gpt import RecipeModel
 from llmrecipes.engine.core.update import gradient, parts
 from llmrecipes.engine.meters import LayerMeasurements
+from llmrecipes.engine.parts.base import Agreed, Part, Step
 from llmrecipes.engine.parts.histograms import BINS, count, histogram
-from llmrecipes.recipe.schema import Recipe
+from llmrecipes.tracking.events import is_sampled
 
 KINDS = {
     "norm": r"layer_?norm|[qk]_norm",
@@ -68,7 +69,7 @@ class _Table:
 
 
 class _Kept(NamedTuple):
-    """Of an optimizer, between `before` and `after`."""
+    """Of an optimizer, between `before_update` and `after_update`."""
 
     group: Any
     """Over whose ranks its sums are added."""
@@ -79,16 +80,12 @@ class _Kept(NamedTuple):
     copies: list[torch.Tensor] = []  # noqa: RUF012 - never changed in place
 
 
-class LayerNorms:
-    """Measures a step after `start`; no cost otherwise.
+class LayerNorms(Part):
+    """Measures a step after `start`; no cost otherwise. A later step reports it."""
 
-    Args:
-        modules: this rank's chunks of the model.
-        recipe: of the model.
-        device: of the model.
-    """
-
-    def __init__(self, modules: Sequence[RecipeModel], recipe: Recipe, device: torch.device) -> None:
+    def __init__(self, step: Step) -> None:
+        self._recipe, self._optimizer, self._taken = step.plan.recipe, step.optimizer, dict[str, Any]()
+        recipe, modules, device = step.plan.recipe, step.modules, step.platform.device
         model = recipe.model
         self._layers = model.num_layers + (model.mtp_num_layers or 0)
         self._places = {
@@ -105,7 +102,7 @@ class LayerNorms:
         self._read = torch.zeros(size, dtype=torch.float64, pin_memory=device.type == "cuda")
         self._values = self._read.numpy()  # of the same memory
         self._kept: list[_Kept] = []
-        self.measuring = self._pending = False
+        self.counting = self._pending = False
         # A hook would break the graph of a compiled layer, and TransformerEngine does not record a module with hooks.
         hooked = not recipe.train.torch_compile and recipe.speed.cuda_graph_impl is None
         for module in modules if hooked else ():
@@ -119,7 +116,18 @@ class LayerNorms:
         """Measure the next step."""
         self._outputs.zero_()
         self._logits.fill_(-math.inf)
-        self.measuring = True
+        self.counting = True
+
+    def counts(self, step: int) -> bool:
+        return is_sampled(step, self._recipe)
+
+    def read(self, own: list[float], local: list[float], agreed: Agreed) -> None:
+        if (measured := self.take()) is not None:
+            self._taken = measured._asdict()
+
+    def fields(self, before: Any) -> dict[str, Any]:
+        taken, self._taken = self._taken, {}
+        return taken
 
     def _table(self) -> _Table:
         return _Table((self._layers + 1) * len(KINDS), self._device)
@@ -136,7 +144,7 @@ class LayerNorms:
 
     def _sees(self, module: torch.nn.Module) -> bool:
         # Full recomputation runs a layer twice in a training step, the first time without gradients.
-        return self.measuring and module.training and torch.is_grad_enabled()
+        return self.counting and module.training and torch.is_grad_enabled()
 
     def _see(self, row: int, layer: torch.nn.Module, inputs: Any, output: Any) -> None:
         if self._sees(layer):
@@ -145,10 +153,12 @@ class LayerNorms:
             self._outputs[1, row] += hidden.numel()
 
     @torch.no_grad()
-    def before(self, optimizer: MegatronOptimizer) -> None:
-        """Measure gradients, before they are clipped, and weights, of which copies are kept until `after`."""
+    def before_update(self) -> None:
+        """Measure gradients and weights, of which copies are kept until `after_update`."""
+        if not self.counting:
+            return
         self._kept = []
-        for group, owned in self._owned(optimizer):
+        for group, owned in self._owned(self._optimizer):
             kept = _Kept(group, self._table(), *map(list, zip(*owned, strict=True)) if owned else ([], [], []))
             for number, tensors in enumerate((kept.gradients, kept.weights)):
                 _add(kept.table.squares[number], kept.places, tensors)
@@ -157,8 +167,10 @@ class LayerNorms:
             self._kept.append(kept._replace(gradients=[], copies=[weight.clone() for weight in kept.weights]))
 
     @torch.no_grad()
-    def after(self) -> None:
+    def after_update(self) -> None:
         """Measure the update that was made, and sum over ranks; a collective of all ranks."""
+        if not self.counting:
+            return
         self._sums.whole.zero_()
         for group, table, places, _, weights, copies in self._kept:
             if copies:
@@ -171,7 +183,7 @@ class LayerNorms:
         dist.all_reduce(self._outputs)
         dist.all_reduce(self._logits, dist.ReduceOp.MAX)
         self._read.copy_(torch.cat([self._sums.whole, self._outputs.flatten(), self._logits]), non_blocking=True)
-        self.measuring, self._pending = False, True
+        self.counting, self._pending = False, True
 
     def take(self) -> LayerMeasurements | None:
         """What the last measured step had, once the host has waited for the device since; None if it is not new."""

@@ -7,7 +7,8 @@ of: they exchange a number for each answer, and each goes backward through its o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,19 +20,17 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 
 from llmrecipes.checkpoint.store import Entry
-from llmrecipes.engine.base import Batch, Platform, WeightSource
-from llmrecipes.engine.core.accuracy import TokenAccuracy
-from llmrecipes.engine.core.model.gpt import BuiltModel, RecipeModel
+from llmrecipes.engine.base import Batch, WeightSource
+from llmrecipes.engine.core.model.gpt import RecipeModel
 from llmrecipes.engine.core.model.lora import adapters
+from llmrecipes.engine.parts.base import Agreed, Part, Step, Summed
 from llmrecipes.engine.parts.frozen import FrozenModel
-from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.frozen import reference_plan
 from llmrecipes.recipe.preference import Dpo
 from llmrecipes.recipe.preference_rules import has_reference, has_second_model
 
-COUNTS = 4
-"""Numbers that a micro-batch reports besides loss, pairs and right tokens: tokens, rewards of both answers, and pairs
-whose better answer has the larger reward."""
+COUNTS = 3
+"""Numbers that a micro-batch reports: rewards of both answers, and pairs whose better answer has the larger reward."""
 
 
 @dataclass(frozen=True)
@@ -119,13 +118,14 @@ def find_answers(positions: torch.Tensor, mask: torch.Tensor) -> Answers:
 
 
 class RewardMeter:
-    """Rewards of pairs, by TRL's names. Implements `engine.meters.RewardMeter`."""
+    """Rewards of pairs, by TRL's names."""
 
     def __init__(self) -> None:
-        self._sums = [0.0] * COUNTS
+        self.start()
 
     def start(self) -> None:
-        self._sums = [0.0] * COUNTS
+        """Begin with nothing."""
+        self._sums = [0.0] * (1 + COUNTS)
 
     def add(self, pairs: float, chosen: float, rejected: float, right: float) -> None:
         """Count sums over all ranks."""
@@ -133,6 +133,7 @@ class RewardMeter:
         self._sums = [one + other for one, other in zip(self._sums, new, strict=True)]
 
     def take(self) -> dict[str, float] | None:
+        """`StepMetrics.rewards` of the global batches since `start`; None: there were none."""
         pairs, chosen, rejected, right = self._sums
         if not pairs:
             return None
@@ -140,39 +141,48 @@ class RewardMeter:
         return {"chosen": chosen, "rejected": rejected, "margins": chosen - rejected, "accuracies": right / pairs}
 
 
-class PreferenceLoss:
-    """The reference's passes, before those of the trained model, and the loss that compares the two.
+class PreferenceLoss(Part):
+    """The reference's passes, before those of the trained model, and the loss that compares the two."""
 
-    Args:
-        plan, platform: of the trained model.
-        built: its chunks on this rank.
-        chunks: the same as its schedule takes them.
-    """
+    size, in_evaluations = COUNTS, True
 
-    def __init__(self, plan: Plan, platform: Platform, built: BuiltModel, chunks: Sequence[Any]) -> None:
-        recipe = plan.recipe
+    def __init__(self, step: Step) -> None:
+        plan, platform, recipe = step.plan, step.platform, step.plan.recipe
         if recipe.dpo is None:
             raise ValueError(f"recipe {recipe.name} has no section dpo")
-        self._dpo, self._device = recipe.dpo, platform.device
+        self._dpo = recipe.dpo
+        self._counts: deque[int] = deque()
+        """Answers of the micro-batches whose losses come next."""
+        self._reported = torch.zeros(COUNTS)
         self.rewards = RewardMeter()
         self._own: tuple[RecipeModel, ...] = ()  # the trained model's chunks, if they are the reference too
         self._reference: FrozenModel | None = None
         if has_reference(recipe):
             self._reference = FrozenModel(reference_plan(plan), platform, ("tokens", "position_ids", "labels"))
             if not has_second_model(recipe):
-                self._own = built.modules
-                self._reference.use(tuple(chunks), built.implementation)
+                self._own = tuple(step.modules)
+                self._reference.use(tuple(step.chunks), step.implementation)
 
     def load(self, weights: Entry | WeightSource | None = None) -> None:
         """Build the reference, if there is a second model; see `FrozenModel.load`."""
         if self._reference is not None and not self._own:
             self._reference.load(weights)
 
-    def ahead(self, batches: Iterator[Batch], number: int) -> Iterator[Batch]:
-        """The micro-batches of a step, each after the reference's pass over it; `number` of them."""
-        if self._reference is None:
-            return batches
-        return self._reference.ahead(batches, number, self._as_reference if self._own else nullcontext)
+    def start(self) -> None:
+        self.rewards.start()
+
+    def batches(self, batches: Iterator[Batch], number: int, *, training: bool) -> Iterator[Batch]:
+        """See `Part.batches`; each after the reference's pass over it, with `answers`: `Answers.of_token`."""
+        self._counts.clear()
+        if self._reference is not None:
+            batches = self._reference.ahead(batches, number, self._as_reference if self._own else nullcontext)
+        return self._with_answers(batches)
+
+    def _with_answers(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            answers = find_answers(batch["position_ids"], batch["loss_mask"])
+            self._counts.append(answers.count)
+            yield {**batch, "answers": answers.of_token}
 
     @contextmanager
     def _as_reference(self) -> Iterator[None]:
@@ -191,33 +201,33 @@ class PreferenceLoss:
             for module, was in zip(self._own, training, strict=True):
                 module.train(was)
 
-    def counter(
-        self, batch: Batch, count: int, accuracy: TokenAccuracy
-    ) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]:
-        """What sums the losses of a micro-batch's tokens, [b, s] of this rank; megatron-core divides by the pairs of
-        the global batch.
+    def loss(self, batch: Batch, losses: torch.Tensor) -> Summed:
+        """Of the pairs of a micro-batch; megatron-core divides by those of the global batch.
 
         Args:
-            batch: this rank's part, on the device: with `answers`, which is `Answers.of_token`, and if it was computed
-                before training `reference`, whose sums over the tokens of an answer are its negative log-probability.
-            count: of answers.
+            batch: this rank's part, on the device: with `answers`, and if it was computed before training `reference`,
+                whose sums over the tokens of an answer are its negative log-probability.
+            losses: of its tokens.
         """
-        answers, mask = batch["answers"], batch["loss_mask"]
+        count = self._counts.popleft()
+        kept = batch.get("reference") if self._reference is None else self._reference.kept.popleft()
+        gains = self._gains(losses, kept, batch["answers"], count, batch["loss_mask"])
+        total = pair_losses(gains, self._dpo).sum()
+        # Context-parallel ranks have the same sums, of which one is counted; each goes back through its own tokens.
+        first = float(parallel_state.get_context_parallel_rank() == 0)
+        chosen, rejected = self._dpo.beta * gains.chosen.detach(), self._dpo.beta * gains.rejected.detach()
+        pairs = torch.tensor(count // 2, dtype=torch.float64, device=losses.device)
+        self._reported = torch.stack([chosen.sum(), rejected.sum(), (chosen > rejected).double().sum()]) * first
+        return total.float(), (pairs * first).int(), torch.stack([total.detach() * first, pairs * first])
 
-        def summed(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-            kept = batch.get("reference") if self._reference is None else self._reference.kept.popleft()
-            gains = self._gains(losses, kept, answers, count, mask)
-            total = pair_losses(gains, self._dpo).sum()
-            # Context-parallel ranks have the same sums, of which one is counted; each goes back through its own tokens.
-            first = float(parallel_state.get_context_parallel_rank() == 0)
-            chosen, rejected = self._dpo.beta * gains.chosen.detach(), self._dpo.beta * gains.rejected.detach()
-            pairs = torch.tensor(count // 2, dtype=torch.float64, device=losses.device)
-            sums = torch.stack([chosen.sum(), rejected.sum(), (chosen > rejected).double().sum()])
-            report = torch.stack([total.detach() * first, pairs * first, accuracy.right(mask), mask.sum().double()])
-            report = torch.cat([report, sums * first])
-            return total.float(), (pairs * first).int(), {"loss": report}
+    def counted(self, batch: Batch, losses: torch.Tensor) -> torch.Tensor:
+        return self._reported
 
-        return summed
+    def read(self, own: list[float], local: list[float], agreed: Agreed) -> None:
+        self.rewards.add(agreed.counted, *own)
+
+    def fields(self, before: Any) -> dict[str, Any]:
+        return {"rewards": self.rewards.take()}
 
     def _gains(
         self, losses: torch.Tensor, kept: torch.Tensor | None, answers: torch.Tensor, count: int, mask: torch.Tensor

@@ -14,7 +14,7 @@ a number for each head and layer, in one collective a step. Nothing is kept betw
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,32 +22,21 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from llmrecipes.engine.base import Platform
 from llmrecipes.engine.core.masters import own_ranges, updated
 from llmrecipes.engine.core.model.attention_logits import largest_logits, softmax_scale
-from llmrecipes.engine.core.model.gpt import RecipeModel
 from llmrecipes.engine.core.update import parts
-from llmrecipes.recipe.schema import Recipe
+from llmrecipes.engine.parts.base import Part, Step
 
 Rows = Callable[[torch.Tensor], torch.Tensor]
 """From t / S of each head of this rank, at most 1, to a factor for each row of a weight."""
 
 
-class QkClip:
-    """Scales the queries and keys of this rank's heads.
+class QkClip(Part):
+    """Scales the queries and keys of this rank's heads. A dry run has no logits."""
 
-    Args:
-        recipe: gives threshold and exponent.
-        modules: this rank's chunks of the model; none: nothing is scaled, at no cost.
-        optimizer: of them.
-        device: of the model.
-    """
-
-    def __init__(
-        self, recipe: Recipe, modules: Sequence[RecipeModel], optimizer: MegatronOptimizer, device: torch.device
-    ) -> None:
+    def __init__(self, step: Step) -> None:
+        recipe, modules, device = step.plan.recipe, step.modules, step.platform.device
         self._threshold = recipe.optimizer.qk_clip_threshold
         self._rows: dict[torch.nn.Parameter, tuple[int, Rows]] = {}
         attentions = [layer.self_attention for module in modules for layer in module.decoder.layers]
@@ -59,13 +48,11 @@ class QkClip:
             attention.core_attention.register_forward_pre_hook(seen)
             for parameter, rows in _scaled(attention, recipe.optimizer.qk_clip_alpha):
                 self._rows[parameter] = (number, rows)
-        for part in parts(optimizer) if attentions else ():
+        for part in parts(step.optimizer):
             if part.optimizer is not None:
                 part.optimizer.register_step_post_hook(partial(self._after_update, part))
-        self.start()
 
-    def start(self) -> None:
-        """Begin a step."""
+    def before_passes(self, step: int, micro_batches: int) -> None:
         self._logits.fill_(-math.inf)
 
     def _attend(self, number: int, attention: Any, core: torch.nn.Module, inputs: Any) -> None:
@@ -81,7 +68,7 @@ class QkClip:
         torch.maximum(self._logits[number], most, out=self._logits[number])
 
     @torch.no_grad()
-    def agree(self) -> None:
+    def before_update(self) -> None:
         """What the update of this step scales; a collective of the ranks with the same layers and heads."""
         if not self._rows:
             return
@@ -152,9 +139,3 @@ def _scaled(attention: Any, alpha: float) -> list[tuple[torch.nn.Parameter, Rows
 def _by_row(blocks: list[tuple[torch.Tensor, int]]) -> torch.Tensor:
     """[rows]: of each head one block after another, each a factor [heads] for so many rows."""
     return torch.cat([factor[:, None].expand(-1, rows) for factor, rows in blocks], dim=1).reshape(-1)
-
-
-def qk_clip(recipe: Recipe, modules: Sequence[RecipeModel], optimizer: MegatronOptimizer, platform: Platform) -> QkClip:
-    """That of a recipe. A dry run has no logits."""
-    clips = recipe.optimizer.qk_clip and platform.device.type != "meta"
-    return QkClip(recipe, modules if clips else (), optimizer, platform.device)

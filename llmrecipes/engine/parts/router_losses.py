@@ -14,40 +14,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from llmrecipes.engine.base import Batch
-from llmrecipes.plan.derive import Plan
+from llmrecipes.engine.parts.base import Part, Step
 
 
-class RouterLosses:
-    """Gives their gradients this factor, through megatron-core's configuration.
+class RouterLosses(Part):
+    """Gives their gradients this factor, through megatron-core's configuration."""
 
-    Args:
-        plan: of the recipe, on this world.
-        config: of the model.
-        optimizer: with the loss scale of fp16.
-        device: of the model.
-    """
-
-    def __init__(
-        self, plan: Plan, config: TransformerConfig, optimizer: MegatronOptimizer, device: torch.device
-    ) -> None:
-        self._optimizer = optimizer
+    def __init__(self, step: Step) -> None:
+        device, model = step.platform.device, step.plan.recipe.model
+        self._optimizer = step.optimizer
         self._number: dict[str, Any] = {"dtype": torch.float64, "device": device}
         self._share = torch.ones(1, device=device)
-        model = plan.recipe.model
         self._exist = bool(model.num_moe_experts and (model.moe_aux_loss_coeff or model.moe_z_loss_coeff))
         if self._exist:
-            config.moe_grad_scale_func = self._scale
+            step.modules[0].config.moe_grad_scale_func = self._scale
 
-    def ahead(self, batches: Iterator[Batch], number: int) -> Iterator[Batch]:
-        """The micro-batches of a step, after the tokens of all ranks were counted; `number` of them.
+    def batches(self, batches: Iterator[Batch], number: int, *, training: bool) -> Iterator[Batch]:
+        """See `Part.batches`; of a step, after the tokens of all ranks were counted.
 
         Nothing waits for the device: the masks are in host memory, and the sum stays on the device.
         """
-        if not self._exist:
+        if not (self._exist and training):
             return batches
         of_step = list(islice(batches, number))
         counted = torch.full((1,), sum(float(batch["loss_mask"].sum()) for batch in of_step), **self._number)

@@ -370,11 +370,11 @@ def lengths(boundaries: torch.Tensor, row: int) -> list[list[int]]:
 
 
 def own_chunks(batch: dict[str, torch.Tensor], size: int, rank: int) -> dict[str, torch.Tensor]:
-    """A rank's part of each tensor [b, s]: [b, s / size]."""
+    """A rank's part of each tensor [b, s]: [b, s / size]; those of whole sequences, [b], stay."""
     if size == 1:
         return batch
-    pieces = {name: tensor.chunk(2 * size, dim=1) for name, tensor in batch.items()}
-    return {name: torch.cat([chunks[rank], chunks[-1 - rank]], dim=1) for name, chunks in pieces.items()}
+    pieces = {name: tensor.chunk(2 * size, dim=1) for name, tensor in batch.items() if tensor.dim() > 1}
+    return batch | {name: torch.cat([chunks[rank], chunks[-1 - rank]], dim=1) for name, chunks in pieces.items()}
 
 
 def prediction_weights(mask: torch.Tensor, depths: int, size: int = 1, rank: int = 0) -> list[torch.Tensor]:
