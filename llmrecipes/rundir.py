@@ -106,6 +106,13 @@ class Run(RunFiles):
         """Its checkpoints."""
         return CheckpointStore(self.checkpoints)
 
+    def is_exported(self, step: int) -> bool:
+        """Whether `checkpoint.also_export` has written the checkpoint of a step since it was last saved."""
+        try:
+            return self.exported(step).stat().st_mtime >= self.store().path(step).stat().st_mtime
+        except OSError:
+            return False
+
     def newest(self) -> Entry | None:
         """The newest checkpoint that is complete by names and sizes."""
         entries = self.store().entries()

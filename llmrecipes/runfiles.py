@@ -99,6 +99,15 @@ class RunFiles:
         return self.path / CHECKPOINTS
 
     @property
+    def exports(self) -> Path:
+        """The Hugging Face folders of `checkpoint.also_export`, kept as long as their checkpoints."""
+        return self.path / "exported"
+
+    def exported(self, step: int) -> Path:
+        """The one of a step."""
+        return self.exports / f"step-{step:08d}"
+
+    @property
     def logs(self) -> Path:
         return self.path / LOGS
 

@@ -29,6 +29,7 @@ FREE = (
     "train.micro_batch_size",
     "train.eval_interval",
     "train.eval_iters",
+    "train.eval_at_start",
     "train.eval_tasks",
     "train.early_stop",
     "train.target_loss",

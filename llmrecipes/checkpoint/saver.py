@@ -64,6 +64,7 @@ class AsyncSaver:
         files: the engine's format.
         async_save: whether `save` returns before the files are written.
         most_recent_k, keep_interval, keep_best: see `CheckpointStore.prune`.
+        saved: told the step of each published checkpoint by the background thread of rank 0, before `prune`.
 
     Raises:
         UserError: on every rank, if rank 0 cannot claim the store.
@@ -79,9 +80,11 @@ class AsyncSaver:
         most_recent_k: int = 2,
         keep_interval: int | None = None,
         keep_best: bool = False,
+        saved: Callable[[int], None] | None = None,
     ) -> None:
         self._store, self._group, self._files, self._async = store, group, files, async_save
         self._prune_store = partial(store.prune, most_recent_k, keep_interval, keep_best=keep_best)
+        self._saved = saved
         self._rank = group.rank
         self._token = claim(store, group)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_on_same_device())
@@ -187,10 +190,13 @@ class AsyncSaver:
                 )
             return SaveReport(info.step, time.monotonic() - started, None, str(failure))
         if self._rank == 0:
-            self._prune()
+            if self._saved is not None:
+                self._saved(info.step)
+            self.prune()
         return SaveReport(info.step, time.monotonic() - started, path)
 
-    def _prune(self) -> None:
+    def prune(self) -> None:
+        """Delete old checkpoints, on rank 0; done after each save, and only while none is being written."""
         try:
             self._prune_store()
         except OSError as problem:

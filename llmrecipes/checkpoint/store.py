@@ -75,6 +75,8 @@ class CheckpointStore:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._lock: int | None = None
+        self.held: set[int] = set()
+        """Steps that `prune` keeps because another process reads them."""
         self._verified: set[int] = set()  # steps whose files this process has hashed
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -282,7 +284,7 @@ class CheckpointStore:
         keep = surviving(steps, most_recent_k, keep_interval) | set(verified)
         if keep_best and (lowest := best(entries)) is not None:
             keep.add(lowest.step)
-        doomed = [step for step in steps if step < verified[-1] and step not in keep]
+        doomed = [step for step in steps if step < verified[-1] and step not in keep | self.held]
         for step in doomed:
             self._delete(self.path(step))
         return doomed

@@ -233,6 +233,11 @@ ALARMS = {
     "save_failed": Rule(
         "error", "A checkpoint was not written", "Free disk space; the run stops after several failures in a row."
     ),
+    "export_failed": Rule(
+        "warning",
+        "A checkpoint was not exported",
+        "The note has the error; training continued, and llmrecipes export RUN@STEP writes it.",
+    ),
     "checkpoint_damaged": Rule(
         "warning", "A checkpoint is damaged", "The run resumed from an earlier one; check the file system."
     ),

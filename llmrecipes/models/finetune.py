@@ -326,6 +326,7 @@ def _with_length(
     values["train"] |= {
         "train_iters": iters,
         "eval_interval": max(1, iters // 8),
+        "eval_at_start": True,
         "eval_iters": min(max(1, math.ceil(valid / batch)), 20),
         "log_interval": max(1, iters // 100),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from math import ceil
+from math import ceil, prod
 from typing import Self
 
 from llmrecipes.plan import parameters
@@ -23,6 +23,7 @@ from llmrecipes.recipe.preference_rules import has_reference, has_second_model
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape, shape
 from llmrecipes.recipe.stage_layout import layer_places, layers_per_stage
+from llmrecipes.recipe.weight_names import weights
 from llmrecipes.units import GIB, MIB
 
 # Resident after importing everything that a CPU run imports: 0.84 GiB. A loader process is forked and shares most of
@@ -88,7 +89,7 @@ class HostMemory:
     """Bytes of a node's main memory that a run on GPUs keeps from its first save on.
 
     `offloaded` are the states that ZeRO keeps there; `staged` are the copies from which the ranks write checkpoints;
-    `processes` are the ranks, their loaders, and the warm spares of `--max-restarts`.
+    `processes` are the ranks, their loaders, the warm spares of `--max-restarts`, and that of `also_export`.
     """
 
     offloaded: int
@@ -113,8 +114,11 @@ class HostMemory:
         of_rank = checkpoint / world_size
         if recipe.checkpoint.non_persistent_save_interval is not None:
             of_rank += min(memory.weights + memory.optimizer, checkpoint)  # each rank writes all that it has
-        processes = 2 * _CPU_PROCESS + _CPU_LOADER * recipe.data.num_workers
-        return cls(memory.host * on_node, int(of_rank * on_node * _SLABS), processes * on_node)
+        processes = (2 * _CPU_PROCESS + _CPU_LOADER * recipe.data.num_workers) * on_node
+        if recipe.checkpoint.also_export is not None and on_node:
+            # It has the largest tensor about twice, in fp32.
+            processes += _CPU_PROCESS + 2 * 4 * max(map(prod, weights(recipe.model).values()))
+        return cls(memory.host * on_node, int(of_rank * on_node * _SLABS), processes)
 
 
 def estimate(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, device: str) -> Memory:

@@ -130,7 +130,12 @@ def _disk(recipe: Recipe, plan: Plan) -> list[tuple[str, str, str]]:
     # One more is on disk while it is written: the oldest is deleted when the new one is complete.
     most = f"at most {gib((kept + 1 + bool(best)) * plan.checkpoint_bytes)}"
     more = f", plus one every {recipe.checkpoint.keep_interval:,} steps" if recipe.checkpoint.keep_interval else ""
-    return [("checkpoint", gib(plan.checkpoint_bytes), f"{newest}{best}: {most} on disk{more}")]
+    rows = [("checkpoint", gib(plan.checkpoint_bytes), f"{newest}{best}: {most} on disk{more}")]
+    if recipe.checkpoint.also_export is not None:
+        size = plan.num_parameters.total * (4 if recipe.train.precision == "fp32" else 2)
+        every = recipe.checkpoint.also_export_interval or recipe.checkpoint.save_interval
+        rows.append(("Hugging Face folder", gib(size), f"every {every:,} steps, kept as long as its checkpoint"))
+    return rows
 
 
 def _flops(plan: Plan) -> float:

@@ -254,7 +254,7 @@ def _even(width: float, limit: int) -> int:
 
 
 SUFFIX, ITERS = "-smoke", 20
-NOT_IN_REHEARSALS = "keep_interval", "keep_best", "non_persistent_save_interval", "non_persistent_local_ckpt_dir"
+NOT_IN_REHEARSALS = [key for key in Checkpoint.model_fields if key.startswith(("keep_", "non_persistent_", "also_"))]
 # Elements: of a reduction, of what ZeRO-3 gathers at a time, and of parameters that it leaves whole.
 MAX_BUCKET, MAX_GATHERED, MAX_WHOLE, MAX_RANK = 1_000_000, 100_000, 100, 4
 

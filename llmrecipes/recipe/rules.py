@@ -8,6 +8,7 @@ from llmrecipes.nested import leaves
 from llmrecipes.recipe import (
     adapters,
     batch_rules,
+    checkpoint_rules,
     data_rules,
     distill_rules,
     features,
@@ -337,22 +338,6 @@ def _tokenizer(recipe: Recipe) -> Iterator[Problem]:
             )
 
 
-def _retention(recipe: Recipe) -> Iterator[Problem]:
-    keep, save = recipe.checkpoint.keep_interval, recipe.checkpoint.save_interval
-    if keep is not None and keep % save:
-        yield Problem(
-            "checkpoint.keep_interval",
-            f"{keep} is not a multiple of save_interval {save}",
-            "only saved steps can be kept: keep_interval must be a multiple of save_interval",
-            f"keep_interval {multiples(keep, save)}",
-        )
-    both = "non_persistent_save_interval", "non_persistent_local_ckpt_dir"
-    here, other = sorted(both, key=lambda name: getattr(recipe.checkpoint, name) is None)
-    if getattr(recipe.checkpoint, here) is not None and getattr(recipe.checkpoint, other) is None:
-        fix = f"checkpoint.{other}, or remove {here}"
-        yield Problem(f"checkpoint.{here}", f"set without {other}", "local checkpoints need both", fix)
-
-
 def _spikes(recipe: Recipe) -> Iterator[Problem]:
     faults = recipe.faults
     if faults.loss_spike_action != "none" and engine_name(recipe) == DEEPSPEED:
@@ -488,7 +473,8 @@ _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     data_rules.by_source,
     data_rules.fill_in_the_middle, data_rules.row_labels, data_rules.token_sets, data_rules.monitored,
     data_rules.curriculum,
-    _tokenizer, _retention, _spikes, _watchdog, _same_results, _secrets, _sink_settings,
+    checkpoint_rules.retention, checkpoint_rules.also_export,
+    _tokenizer, _spikes, _watchdog, _same_results, _secrets, _sink_settings,
     moe_rules.experts, moe_rules.dispatcher, moe_rules.latent_attention, moe_rules.multi_token_prediction,
     shape.mup_rules, adapters.rules, freezing.rules, distill_rules.rules, preference_rules.rules, chat_sources,
     qat_rules.rules, chat_template, chat_length, chat_packing, chat_objectives, regularisation_rules.adversarial,

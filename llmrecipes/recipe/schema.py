@@ -192,6 +192,9 @@ class Train(Section):
     """Seed of initialisation, dropout and data order."""
     eval_interval: PosInt = 100
     """Steps between evaluations on the validation split; the last step is always evaluated."""
+    eval_at_start: bool = False
+    """Also evaluate before the first step, with the held-out sets and `eval_tasks`: the initial weights. It does not
+    count for `early_stop`, `target_loss` and `checkpoint.keep_best`."""
     eval_iters: PosInt = 10
     """Global batches per evaluation."""
     monitor: str | None = None
@@ -330,6 +333,12 @@ class Checkpoint(Section):
     keep_best: bool = False
     """Also keep the checkpoint with the lowest held-out loss (`train.monitor`) among those followed by an evaluation;
     `RUN@best` names it."""
+    also_export: Literal["hf"] | None = None
+    """Also write saved checkpoints as Hugging Face folders, `exported/step-N` in the run's directory, by a process in
+    the background; kept as long as the checkpoints. Unset: only `llmrecipes export` does."""
+    also_export_interval: PosInt | None = None
+    """Steps between these folders, a multiple of `save_interval`; the last checkpoint is always exported. Unset: every
+    checkpoint."""
     max_failed_saves: PosInt = 3
     """Consecutive failed saves after which a run ends (exit code 93); every failed save raises an alarm."""
     non_persistent_save_interval: PosInt | None = None

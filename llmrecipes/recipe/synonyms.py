@@ -106,6 +106,7 @@ SAME: dict[str, str] = {
     "train.precision": "torch_dtype dtype params_dtype model_dtype mixed_precision mixed_precision_param "
     "bf16 fp16 fp32",
     "train.seed": "random_seed manual_seed",
+    "train.eval_at_start": "eval_on_start evaluate_on_start val_at_start",
     "train.eval_interval": "eval_steps eval_freq eval_every val_check_interval",
     "train.eval_iters": "eval_batches limit_val_batches",
     "train.log_interval": "logging_steps log_freq log_every log_every_n_steps print_freq",

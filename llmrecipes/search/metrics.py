@@ -53,7 +53,7 @@ class TrialProgress:
             self.step, self.tokens = step, values["consumed_tokens"]
             self.seconds += values["step_seconds"]
             self.diverged = bool(values.get("non_finite")) and not values.get("skipped")
-        elif "valid_loss" in values:
+        elif "valid_loss" in values and step:  # before the first step it is no result of the trial
             self.evaluations[step] = TrialEvaluation(step, values["valid_loss"], values.get("valid_bits_per_byte"))
 
 

@@ -87,11 +87,18 @@ class TaskEvaluations:
 
     def missing(self, step: int, ended: bool = False) -> bool:
         """Whether the evaluation after the step to resume from was interrupted; a collective if the step has one."""
-        if step == 0 or not self.due(step, ended):
+        if (step == 0 and not self.recipe.train.eval_at_start) or not self.due(step, ended):
             return False
         answer: list[Any] = [self.world.is_first and not _has(self.metrics, step)]
         dist.broadcast_object_list(answer, src=0)
         return bool(answer[0])
+
+    def catch_up(self, step: int, ended: bool = False) -> bool:
+        """Evaluate what is missing at the start; False on every rank if one was asked to stop meanwhile.
+
+        At step 0 there is nothing to save, so the first step follows.
+        """
+        return not self.missing(step, ended) or self.run(step) or step == 0
 
     def run(self, step: int) -> bool:
         """Evaluate and report; False on every rank if one was asked to stop meanwhile.
@@ -152,11 +159,12 @@ def evaluation_due(step: int, recipe: Recipe, metrics: Path, rank: Rank, monitor
         recipe: the resolved recipe.
         metrics: the run's metrics.jsonl, read on the first rank.
         rank: this one.
-        monitored: monitored loss of the checkpoint; a run that goes by it needs the evaluation there too.
+        monitored: monitored loss of the checkpoint; a run that goes by it needs the evaluation there too, but for that
+            at the start, which does not count.
     """
-    if step == 0 or not is_evaluated(step, recipe):
+    if not (is_evaluated(step, recipe) if step else recipe.train.eval_at_start):
         return False
-    if monitors(recipe) and monitored.step != step:
+    if step and monitors(recipe) and monitored.step != step:
         return True
     answer: list[Any] = [rank.is_first and not _has_evaluation(metrics, step)]
     dist.broadcast_object_list(answer, src=0)

@@ -134,12 +134,12 @@ class Loop:
         noted = self.tracker, self.recipe_hash, self.local, self, self.written
         saves = Saves(self.plan, self.engine, self.saver, *noted)
         if self.evaluation_due:
-            if not self._evaluate(progress):
+            if not self._evaluate(progress) and (progress.step or self.unread):  # at step 0 nothing is saved yet
                 return self.stopped(progress.step), progress.step
-            if monitors(self.plan.recipe):
+            if monitors(self.plan.recipe) and progress.step:
                 saves.save(progress)  # once more: the checkpoint does not have this evaluation
         ended = stop_reason(self.monitored, train) is not None
-        if self.tasks is not None and self.tasks.missing(progress.step, ended) and not self.tasks.run(progress.step):
+        if self.tasks is not None and not self.tasks.catch_up(progress.step, ended):
             return self.stopped(progress.step), progress.step
         first = progress.step
         while progress.step < train.train_iters and not ended:
@@ -289,8 +289,9 @@ class Loop:
         if losses is None:
             return False
         self.valid_loss = losses[SPLIT].loss if SPLIT in losses else None
-        by_set = {name: each.loss for name, each in losses.items()}
-        self.monitored = after_evaluation(self.monitored, progress.step, by_set, self.plan.recipe.train)
+        if progress.step:  # no loss of training
+            by_set = {name: each.loss for name, each in losses.items()}
+            self.monitored = after_evaluation(self.monitored, progress.step, by_set, self.plan.recipe.train)
         self.tracker.eval(evaluated(progress, losses, self.loaders, started))
         for note in ended_early(self.monitored, self.plan.run_recipe.train):
             self.tracker.note(note)

@@ -35,6 +35,7 @@ from llmrecipes.tracking.events import ENERGY, MEASURED, Note
 from llmrecipes.tracking.run_tracker import RunTracker
 from llmrecipes.train.debug import anomaly_mode
 from llmrecipes.train.evaluations import TaskEvaluations, evaluation_due
+from llmrecipes.train.exports import Exports, finish_exports
 from llmrecipes.train.folder import RunFolder
 from llmrecipes.train.hangs import hangs, watchdog
 from llmrecipes.train.loaders import has_held_out, one_batch_forever, open_loaders
@@ -98,23 +99,30 @@ def layouts(engines: Backend) -> Iterator[Callable[[Recipe], World]]:
 
 def train_stages(joined: Joined) -> ExitCode:
     """Train from the newest checkpoint to the end of the run, stage by stage; a collective of all ranks."""
-    code, last = train_stage(joined, from_scratch=joined.spec.from_scratch, from_best=joined.spec.from_best)
-    while code is None:
-        # What the last stage had is gone before the next one is built, also for what does not allocate through torch.
-        gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        code, last = train_stage(joined, from_scratch=False, from_best=False, ended_at=last)
-    return code
+    spec = joined.spec
+    with ExitStack() as stack:
+        exports = None
+        if spec.recipe.checkpoint.also_export is not None and joined.rank.is_first:
+            exports = Exports(spec.recipe, spec.run, spec.data_dir, joined.store)
+            stack.callback(exports.cancel)
+        code, last = train_stage(joined, exports, from_scratch=spec.from_scratch, from_best=spec.from_best)
+        while code is None:
+            # What the last stage had is gone before the next one is built, also for what does not allocate by torch.
+            gc.collect()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            code, last = train_stage(joined, exports, from_scratch=False, from_best=False, ended_at=last)
+        return code
 
 
 def train_stage(
-    joined: Joined, *, from_scratch: bool, from_best: bool, ended_at: int | None = None
+    joined: Joined, exports: Exports | None, *, from_scratch: bool, from_best: bool, ended_at: int | None = None
 ) -> tuple[ExitCode | None, int]:
     """Train the stage of the next step, or the whole of a run without stages; a collective of all ranks.
 
     Args:
+        exports: of the first rank, if the recipe has them.
         from_scratch: first move the run's history aside.
         from_best: first delete the checkpoints after the one of the lowest held-out loss.
         ended_at: last step of the stage that these processes have just ended, with all its evaluations.
@@ -132,6 +140,8 @@ def train_stage(
             store, rank, lambda: open_local(whole, spec.run, joined.group), from_scratch, from_best
         )
         step = 0 if start.entry is None else start.entry.step
+        if exports is not None and ended_at is None:
+            exports.resumed()
         # An evaluation that a stop has left out is one of the stage that ended.
         ended = stage_of(spec.recipe, step, ending=True)
         is_due = (
@@ -163,6 +173,7 @@ def train_stage(
                 most_recent_k=recipe.checkpoint.most_recent_k,
                 keep_interval=recipe.checkpoint.keep_interval,
                 keep_best=recipe.checkpoint.keep_best,
+                saved=None if exports is None else exports.saved,
             )
         )
         progress = Progress() if start.entry is None else resume(engine, start.entry, world)
@@ -195,11 +206,16 @@ def train_stage(
                 for note in hangs(spec.run, progress.step + len(loop.losses)):
                     tracker.note(note)
 
+        def note_exports() -> None:
+            for note in () if exports is None else exports.poll():
+                tracker.note(note)
+
         def after_step() -> None:
             profile_step()
             folder.check()
             collect()
             report_first_step()
+            note_exports()
             # The report of a start that hung may be written after the ranks have started again.
             number = next(steps)
             if number & (number - 1) == 0:
@@ -252,6 +268,8 @@ def train_stage(
             try:
                 outcome = loop.run(progress)
             except Rewind as rewind:
+                if exports is not None:
+                    exports.cancel()
                 # As a restart from that checkpoint: a sink drops what it has of later steps when it opens.
                 loop.beat("rest")
                 tracker.close("KILLED")
@@ -286,6 +304,9 @@ def train_stage(
             raise RuntimeError(f"the stage that ends at step {last} had neither a step nor an evaluation to do")
         if more and any_rank(stop.requested or last == spec.stop_after, platform.device):
             more, outcome = False, loop.stopped(last)
+        if outcome is LoopOutcome.FINISHED and not more and spec.recipe.checkpoint.also_export is not None:
+            for note in finish_exports(exports, last, joined.group, lambda: stop.requested, saver.prune):
+                tracker.note(note)
         # Close the progress display before printing anything else.
         tracker.close("FINISHED" if outcome is LoopOutcome.FINISHED and not more else "KILLED")
         with engine.params_synced():

@@ -126,7 +126,7 @@ def range_recipe(recipe: Recipe, low: float, high: float, steps: int) -> Recipe:
         raise UserError(f"{steps}", where="--steps", rule=f"at least {LEAST_POINTS}", fix="--steps 100")
     tracking = {"mlflow": False, "tensorboard": False, "wandb": False, "prometheus": False, "alarms": False}
     kept = {"keep_interval": None, "keep_best": False, "non_persistent_save_interval": None,
-            "non_persistent_local_ckpt_dir": None}  # fmt: skip
+            "non_persistent_local_ckpt_dir": None, "also_export": None, "also_export_interval": None}  # fmt: skip
     defaults = type(recipe.tracking)()
     off = {name: getattr(defaults, name) for name in type(recipe.tracking).model_fields if name != "experiment"}
     sweep = recipe.model_copy(
@@ -134,7 +134,7 @@ def range_recipe(recipe: Recipe, low: float, high: float, steps: int) -> Recipe:
             "name": suffixed(recipe.name, SUFFIX),
             "train": without_ramp(
                 recipe.train.without_stops(), train_iters=steps, eval_interval=steps, eval_iters=1, eval_tasks=None,
-                elastic=None, log_interval=max(1, steps // 10),
+                eval_at_start=False, elastic=None, log_interval=max(1, steps // 10),
             ),
             "optimizer": recipe.optimizer.model_copy(update={"lr": high, "min_lr": 0.0}),
             "scheduler": Scheduler(

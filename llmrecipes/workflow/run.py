@@ -69,7 +69,7 @@ def plan_run(recipe: Recipe, cluster: Cluster, ranks: int | None = None) -> Plan
 
     Raises:
         UserError: the layout or the batch does not fit the ranks, or the run does not fit the machine; or it would not
-            with fewer ranks that `train.elastic` allows.
+            with fewer ranks that `train.elastic` allows; or `checkpoint.also_export` has no form for its model.
     """
     ranks = default_world_size(recipe, cluster) if ranks is None else ranks
     elastic = recipe.train.elastic is not None
@@ -79,7 +79,24 @@ def plan_run(recipe: Recipe, cluster: Cluster, ranks: int | None = None) -> Plan
     check(plan, cluster)
     if elastic:
         check_fewer(recipe, ranks, cluster)
+    if recipe.checkpoint.also_export is not None:
+        _require_exportable(recipe)
     return plan
+
+
+def _require_exportable(recipe: Recipe) -> None:
+    from llmrecipes.hf.family import family_of
+
+    for part in stage_recipes(recipe) or (recipe,):
+        try:
+            family_of(part.model)
+        except UserError as error:
+            raise UserError(
+                error.what,
+                where=error.where,
+                rule="checkpoint.also_export needs a model that transformers has",
+                fix="; or ".join(filter(None, (error.fix, "checkpoint.also_export=null"))),
+            ) from error
 
 
 def on_one_rank(recipe: Recipe) -> Recipe:

@@ -76,6 +76,19 @@ def test_early_stop_is_the_end_of_a_run(train: Command, runs: Path) -> None:
     assert len(train_lines(runs / "r")) == 12
 
 
+def test_an_evaluation_before_the_first_step(train: Command, runs: Path) -> None:
+    keys = {"eval_at_start": True, "eval_interval": 4, "early_stop": NEVER_BETTER}
+    code, printed = train("r", train_iters=4, **keys)
+    assert code == 0 and "eval 0/4" in printed
+    assert [step for step, _ in evaluations(runs / "r")] == [0, 4]
+    assert json.loads((runs / "r" / "status.json").read_text())["step"] == 4
+    now = monitored(runs / "r", 4)
+    assert now is not None and (now.step, now.waited) == (4, 0)  # that of step 0 does not count
+    # Once: not after a resume, nor after the loss of all checkpoints.
+    assert train("r", "--accept-changes", train_iters=6, **keys)[0] == 0
+    assert [step for step, _ in evaluations(runs / "r")] == [0, 4, 6]
+
+
 @pytest.mark.rotating
 def test_a_killed_run_decides_as_one_that_was_not(train: Command, runs: Path, tmp_path: Path) -> None:
     assert train("whole", early_stop=NEVER_BETTER)[0] == 0

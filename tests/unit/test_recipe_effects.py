@@ -24,6 +24,7 @@ from rich.console import Console
 
 from llmrecipes.checkpoint.manifest import Monitored
 from llmrecipes.checkpoint.saver import SaveReport, saver_group
+from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.data import curriculum
 from llmrecipes.data.prepare import prepare
 from llmrecipes.data.prepared import fingerprint, index_folder, open_prepared
@@ -60,6 +61,7 @@ from llmrecipes.tracking import run_tracker
 from llmrecipes.tracking.events import NoTracker
 from llmrecipes.train import evaluations, loaders, stage, telemetry, worker
 from llmrecipes.train.evaluations import TaskEvaluations
+from llmrecipes.train.exports import Exports
 from llmrecipes.train.guard import require_right_gradients
 from llmrecipes.train.hangs import limits as watch_limits
 from llmrecipes.train.loaders import DataLoaders
@@ -513,6 +515,24 @@ def local(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tupl
     return None if opened is None else (opened.interval, opened.folder.parent.name)
 
 
+def at_start(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether a run is evaluated before its first step."""
+    monkeypatch.setattr("llmrecipes.train.evaluations.dist.broadcast_object_list", lambda *_, **__: None)
+    first: Any = SimpleNamespace(is_first=True)
+    return evaluations.evaluation_due(0, recipe, folder / "metrics.jsonl", first, Monitored())
+
+
+def exporting(recipe: Recipe, folder: Path, *_: Any) -> set[int] | None:
+    """Saved steps that are exported."""
+    if recipe.checkpoint.also_export is None:
+        return None
+    store = CheckpointStore(folder)
+    exports = Exports(recipe, Run(folder), folder, store)
+    for step in (1000, 2000):
+        exports.saved(step)
+    return store.held
+
+
 def full_disk(recipe: Recipe, *_: Any) -> list[int]:
     """Steps that a run tries to save on a disk that stays full."""
     engine, ran = engine_of(recipe), Ran()
@@ -929,6 +949,7 @@ CASES: dict[str, Case] = {
     "train.seed": Case(7, model),
     "train.eval_interval": Case(3, loop),
     "train.eval_iters": Case(1, loop),
+    "train.eval_at_start": Case(True, at_start),
     "train.eval_tasks.tasks": Case(["hellaswag"], harness_asked, TASKS),
     "train.eval_tasks.interval": Case(5, harness_asked, TASKS),
     "train.eval_tasks.limit": Case(10, harness_asked, TASKS),
@@ -1091,6 +1112,8 @@ CASES: dict[str, Case] = {
     "checkpoint.most_recent_k": Case(5, saver),
     "checkpoint.keep_interval": Case(2000, saver),
     "checkpoint.keep_best": Case(True, saver),
+    "checkpoint.also_export": Case("hf", exporting),
+    "checkpoint.also_export_interval": Case(2000, exporting, {"checkpoint.also_export": "hf"}),
     "checkpoint.max_failed_saves": Case(1, full_disk, {"checkpoint.save_interval": 2}),
     "checkpoint.non_persistent_save_interval": Case(5, local, LOCAL),
     "checkpoint.non_persistent_local_ckpt_dir": Case("other", local, LOCAL),
