@@ -17,6 +17,7 @@ from llmrecipes.cli.tables import show
 from llmrecipes.errors import UserError
 
 if TYPE_CHECKING:
+    from llmrecipes.plan.derive import Plan
     from llmrecipes.plan.speed.forecast import Forecast
     from llmrecipes.plan.speed.saving import Saving
     from llmrecipes.plan.speed.search import Candidate
@@ -202,7 +203,7 @@ def plan(
         print(json.dumps(forecast.as_dict(), indent=2) if as_json else text(forecast))
         if picture is not None and not as_json:
             print(f"{'picture':19}{picture}")
-        return _fits(forecast, as_json=as_json)
+        return exit_code(forecast.plan, explained=not as_json)
     if out is not None:
         workflow.require_new(out)
     listed = workflow.search(recipe, overrides or [], cluster_name, nodes, number, _SHOWN)
@@ -228,8 +229,11 @@ def plan(
     return 0
 
 
-def _fits(forecast: Forecast, *, as_json: bool) -> int:
-    """Exit code of a plan.
+def exit_code(plan: Plan, *, explained: bool) -> int:
+    """Exit code of a command that shows a plan.
+
+    Args:
+        explained: raise what fits instead, for people.
 
     Raises:
         UserError: it does not fit; with what does.
@@ -237,10 +241,9 @@ def _fits(forecast: Forecast, *, as_json: bool) -> int:
     from llmrecipes.errors import ExitCode
     from llmrecipes.plan.check import check
 
-    plans = (forecast.plan, *forecast.plan.stages)
-    if not as_json:
-        check(forecast.plan, forecast.plan.cluster)
-    return ExitCode.DONE if all(plan.fits for plan in plans) else ExitCode.BAD_INPUT
+    if explained:
+        check(plan, plan.cluster)
+    return ExitCode.DONE if all(each.fits for each in (plan, *plan.stages)) else ExitCode.BAD_INPUT
 
 
 def usd(text: str) -> float:

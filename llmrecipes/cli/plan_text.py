@@ -101,8 +101,25 @@ def _preparation(recipe: Recipe, data: Preparation | None) -> list[tuple[str, st
             gib(round(data.disk_bytes)),
             f"about {data.tokens:,.0f} tokens, {gib(round(data.text_bytes))} of text",
         ),
-        ("time to prepare", duration(data.seconds), f"on {data.cores:g} cores of one node, assuming {rate}"),
+        (
+            "time to prepare",
+            duration(data.seconds),
+            f"on {data.cores:g} cores of one node, assuming {rate}{_not_counted(recipe)}",
+        ),
     ]
+
+
+def _not_counted(recipe: Recipe) -> str:
+    """What `prepare` does besides tokenizing, whose time is not known before."""
+    sources = recipe.data.sources
+    remote = any(each.type == "hub" or "://" in (each.path or "") for each in sources)
+    parts = {
+        "download": remote,
+        "training of the tokenizer": recipe.data.tokenizer.type == "bpe",
+        "cleaning": bool(recipe.data.steps),
+    }
+    named = ", ".join(name for name, is_part in parts.items() if is_part)
+    return f"; not counted: {named}" if named else ""
 
 
 def _held_out(recipe: Recipe) -> list[tuple[str, str, str]]:

@@ -194,13 +194,14 @@ def show(
         float | None,
         typer.Option("--step-seconds", metavar="S", min=1e-6, help="Plan the total time from this measured step time."),
     ] = None,
-) -> None:
+) -> int:
     """Show a resolved recipe and its plan: memory, FLOPs, fit.
 
     The plan is for this machine, or with --cluster for nodes of a cluster. It is followed by the configuration of the
-    engine's library, if it has one (ds_config.json).
+    engine's library, if it has one (ds_config.json). With --plan, a plan that does not fit ends with exit code 2.
     """
     from llmrecipes.cli import plan_text as render
+    from llmrecipes.cli.plan import exit_code
     from llmrecipes.recipe.load import load
     from llmrecipes.workflow.features import speed as speed_of
     from llmrecipes.workflow.forecast import seconds_of
@@ -211,7 +212,7 @@ def show(
     if speed:
         report = speed_of(plan, cluster_name)
         print(json.dumps(report.as_dict(), indent=2) if as_json else render.speed_as_text(report))
-        return
+        return 0
     sent = communication_on(plan, cluster, cluster_name)
     data = preparation(loaded.recipe, cluster)
     if as_json:
@@ -229,6 +230,7 @@ def show(
             data=data,
             predicted=seconds_of(plan, cluster_name),
         )
+    return exit_code(plan, explained=not as_json) if plan_only else 0
 
 
 def layout(

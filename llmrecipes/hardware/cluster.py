@@ -123,9 +123,19 @@ def compute_capability(name: str) -> tuple[int, int] | None:
     return _by_name(COMPUTE_CAPABILITY, name)
 
 
+OTHER_CHIPS = frozenset({"LAPTOP", "MAX-Q", "MOBILE", "D"})
+"""Words in the names of GPUs that are slower than the one whose name they add to."""
+
+
+def is_named(key: str, name: str) -> bool:
+    """Whether a GPU's name, in words between spaces and hyphens, has all words of a key and none of another chip."""
+    words = set(name.upper().replace("_", "-").split())
+    parts = words | {part for word in words for part in word.split("-")}
+    return set(key.upper().split()) <= parts and not OTHER_CHIPS & parts
+
+
 def _by_name(table: Sequence[tuple[str, Fact]], name: str) -> Fact | None:
-    words = set(name.replace("-", " ").split())
-    return next((fact for key, fact in table if set(key.split()) <= words), None)
+    return next((fact for key, fact in table if is_named(key, name)), None)
 
 
 FIELDS = ("index", "uuid", "name", "memory.total", "memory.free")

@@ -26,6 +26,7 @@ from llmrecipes.workflow.run import Log, Paths, TrainOptions, is_prepared, prepa
 from llmrecipes.workflow.train import train
 
 if TYPE_CHECKING:
+    from llmrecipes.hf.reading import Located
     from llmrecipes.recipe.schema import Recipe
 
 
@@ -279,10 +280,10 @@ def make_recipe(request: Finetuning, cluster: Cluster, log: Log) -> tuple[Recipe
     """
     from llmrecipes.data import templates
     from llmrecipes.hf.match import section_of, validated
-    from llmrecipes.hf.reading import CONFIG, read_config, resolve
+    from llmrecipes.hf.reading import CONFIG, read_config
 
     source = source_of(request.data, "--data", chat=True)
-    base_model = resolve(request.model, request.revision)
+    base_model = _located(request)
     config = read_config(base_model.path)
     _, section = section_of(config, base_model.path)
     validated(section, 1, str(base_model.path / CONFIG))
@@ -312,6 +313,23 @@ def make_recipe(request: Finetuning, cluster: Cluster, log: Log) -> tuple[Recipe
     values["train"]["global_batch_size"] = batch
     recipe, _ = fitted(load_values(values, base_model.path / CONFIG, request.overrides).recipe, cluster)
     return _with_length(recipe, sequences, values, base_model.path / CONFIG, request.overrides), lengths
+
+
+def _located(request: Finetuning) -> Located:
+    """The base model; the error of an unknown name says where it was looked for."""
+    from llmrecipes.hf.reading import is_path, resolve
+
+    try:
+        return resolve(request.model, request.revision)
+    except UserError as error:
+        if is_path(request.model):
+            raise
+        raise UserError(
+            f"no run and no folder has this name, and the Hugging Face Hub gave no model: {error.what}",
+            where=error.where,
+            rule="RUN, RUN@STEP, a folder with config.json, or a name on the Hub",
+            fix=f"llmrecipes runs lists all runs; {error.fix}",
+        ) from error
 
 
 def _with_length(

@@ -128,6 +128,16 @@ def test_version_names_what_a_bug_report_needs_and_loads_nothing_heavy() -> None
     assert dict(line.split() for line in lines[1:3]) == {name: version(name) for name in ("megatron-core", "torch")}
 
 
+def test_show_plan_of_what_does_not_fit_says_what_does(capsys: pytest.CaptureFixture[str]) -> None:
+    on = ("gpt-1b", "--cluster", "rtx-4090", "--nodes", "1")
+    code, out, error = run(capsys, "show", *on, "--plan")
+    assert code == 2 and "NOT" in out
+    require_message(error, "recipe gpt-1b")
+    code, out, error = run(capsys, "show", *on, "--plan", "--json")
+    assert code == 2 and not json.loads(out)["plan"]["fits"] and not error
+    assert run(capsys, "show", *on)[0] == 0  # the recipe is shown
+
+
 def test_show_plan_leaves_the_recipe_out_and_the_time_open(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "show", "gpt-tiny", "--nproc", "1", "--plan")
     assert code == 0
@@ -135,7 +145,7 @@ def test_show_plan_leaves_the_recipe_out_and_the_time_open(capsys: pytest.Captur
     rows = {line.split("  ")[0]: line for line in out.splitlines()}
     assert "unknown" in rows["time of a step"] and "llmrecipes bench step gpt-tiny" in rows["time of a step"]
     assert "38 MiB" in rows["checkpoint"]
-    assert "MiB" in rows["prepared data"] and "time to prepare" in rows
+    assert "MiB" in rows["prepared data"] and "tokenizer" in rows["time to prepare"]
     assert "global batches of an evaluation" not in rows  # there is one set
     measured = run(capsys, "show", "gpt-tiny", "--nproc", "1", "--plan", "--step-seconds", "2")[1]
     assert "21m20s" in measured and "unknown" not in measured

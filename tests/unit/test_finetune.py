@@ -26,7 +26,7 @@ from llmrecipes.data.templates import SPECIAL
 from llmrecipes.data.tokenizer import EOD
 from llmrecipes.data.tokenizer import train as train_tokenizer
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu
-from llmrecipes.models.finetune import STEPS, Finetuning, make_recipe
+from llmrecipes.models.finetune import STEPS, Finetuning, finetune, make_recipe
 from llmrecipes.plan.check import fitted
 from llmrecipes.plan.derive import LEAST_HEADROOM, derive
 from llmrecipes.recipe.load import load
@@ -34,6 +34,7 @@ from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Parallelism
 from llmrecipes.rundir import Run
 from llmrecipes.units import GIB
+from llmrecipes.workflow.run import Paths
 from tests.helpers import environment, train_lines
 from tests.hf_models import SIZES
 from tests.refusals import refused, require_message
@@ -272,6 +273,16 @@ def test_a_run_is_fine_tuned_by_its_name(folder: Path, tuned: Path, capsys: pyte
     assert run(["finetune", "tuned", *options, "--revision", "main", "--out", str(folder / "again")]) == 2
     require_message(capsys.readouterr().err, "--revision", rule="tuned@STEP")
     assert not (folder / "again").exists()
+
+
+def test_an_unknown_name_says_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(name: str, **_: Any) -> str:
+        raise OSError(f"404 {name}")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", nothing)
+    paths = Paths(tmp_path / "runs", tmp_path / "data")
+    with refused("gpt-tinny", rule=("404", "RUN", "HF_ENDPOINT")):
+        finetune(Finetuning("gpt-tinny", "chat.jsonl", out=tmp_path / "out"), paths, print, "recipe")
 
 
 def test_a_tokenizer_without_tokens_for_roles_has_a_template_too(folder: Path, tmp_path: Path) -> None:

@@ -37,7 +37,8 @@ def test_gpus_of_a_listing_and_what_the_environment_leaves() -> None:
 @pytest.mark.parametrize(
     ("name", "peak"),
     [("NVIDIA H200", 989.4), ("NVIDIA H100 PCIe", 756.4), ("NVIDIA A100-SXM4-80GB", 312.0), ("NVIDIA A10G", 70.0),
-     ("Tesla V100-SXM2-16GB", 125.0), ("NVIDIA GeForce RTX 4090", 165.2), ("Tesla T4", 65.0), ("Quadro P400", None)],
+     ("Tesla V100-SXM2-16GB", 125.0), ("NVIDIA GeForce RTX 4090", 165.2), ("Tesla T4", 65.0), ("Quadro P400", None),
+     ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA GeForce RTX 4090 D", None), ("NVIDIA GH200 480GB", None)],
 )  # fmt: skip
 def test_peaks_by_name(name: str, peak: float | None) -> None:
     assert peak_tflops(name) == peak

@@ -188,8 +188,11 @@ def test_replay_refuses_a_file_without_a_column(tmp_path: Path) -> None:
 
 
 def test_a_row_of_an_unknown_gpu_borrows_coefficients() -> None:
-    with refused("gpu", rule="H100"):
-        device("TPU v5p")
+    for other in ("TPU v5p", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GH200 480GB"):
+        with refused("gpu", rule="H100"):
+            device(other)
+    for name, stem in (("h100", "H100"), ("NVIDIA A100-SXM4-40GB", "A100"), ("NVIDIA_GB200", "GB200")):
+        assert device(name).name == stem
     rows = [{"model": "x-7b", "gpus": "8", "mbs": "1", "gpu": "TPU v5p"}]
     (result,) = planner.replay(rows)
     assert result.tokens and {"coefficients of H100", "software"} <= set(result.assumed)

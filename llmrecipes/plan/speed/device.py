@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmrecipes.errors import UserError
+from llmrecipes.hardware.cluster import is_named
 
 _DATA = Path(__file__).with_name("data")
 _SHARES = ("gemm", "gemm_fp8", "gemm_depth", "attention", "memory", "launch", "links", "hop_near", "hop_far")
@@ -168,7 +169,7 @@ def device(name: str) -> Device:
     """
     text = name.upper().replace("NVIDIA", "").replace("_", "-")
     for stem in sorted(device_names(), key=len, reverse=True):
-        if stem.upper() not in text:
+        if not is_named(stem, name):
             continue
         data = _read(stem)
         values = {**(_read(data["like"])["values"] if "like" in data else {}), **data["values"]}
