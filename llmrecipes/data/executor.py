@@ -99,7 +99,7 @@ class Processes:
         waiting: deque[_Call[T, R]] = deque()
         try:
             while True:
-                for item in islice(following, _AHEAD * self.workers + 1 - len(waiting)):
+                for item in islice(following, max(0, _AHEAD * self.workers + 1 - len(waiting))):
                     waiting.append(_Call(item, self._submit(function, item)))
                 if not waiting:
                     return
