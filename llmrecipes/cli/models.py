@@ -244,6 +244,8 @@ def import_model(
     commit = "" if origin["commit"] is None else f" at {origin['commit']}"
     print(f"imported {origin['source']}{commit}: {origin['model_type']}, {number(origin['parameters'])} parameters")
     print(f"         weights in {origin['precision']}, {_precision_note(origin)}")
+    if origin["left_out"]:
+        print(f"         left out: {origin['left_out']} tensors of multi-token prediction")
     if origin["ignored_keys"]:
         print(f"         keys of config.json without effect: {', '.join(origin['ignored_keys'])}")
     if tokens := origin["new_rows"] - origin["padding_rows"]:

@@ -27,7 +27,7 @@ def from_config(config: Mapping[str, Any], draft: Draft, path: Path, wanted: Wan
     Raises:
         UserError: no recipe can describe the model.
     """
-    family, section = section_of(config, path.parent)
+    family, section = section_of(config, path.parent, predicting=True)
     ours = {entry.ours: entry.theirs for entry in family.keys}
     for key, value in section.items():
         name = ours.get(key, "")

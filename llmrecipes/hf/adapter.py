@@ -109,7 +109,7 @@ def write(adapters: TensorSource, family: Family, model: Model, lora: Lora, base
     modules: set[str] = set()
     transposed = False
     for matrix in others:
-        pair = family.pair(f"{matrix}.weight")
+        pair = family.pair(f"{matrix}.weight", model.num_layers)
         a, b = (adapters.read(f"{matrix}{SUFFIX}.{side}.weight") for side in "ab")
         parts = pair.transform.split(b, model)
         if pair.transform in (TRANSPOSED, FUSED_QKV):

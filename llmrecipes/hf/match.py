@@ -38,13 +38,17 @@ _SHARED = (
 """Files of transformers that read config.json for every model."""
 
 
-def section_of(config: Mapping[str, Any], folder: Path, ignored: Collection[str] = ()) -> tuple[Family, dict[str, Any]]:
+def section_of(
+    config: Mapping[str, Any], folder: Path, ignored: Collection[str] = (), *, predicting: bool = False
+) -> tuple[Family, dict[str, Any]]:
     """Family and section `model`, but for `seq_length`, of a config.json.
 
     Args:
         config: the file's content.
         folder: that it is in.
         ignored: keys that the user says have no effect.
+        predicting: with its layers of multi-token prediction. transformers writes their number, by default 1, and saves
+            none of them.
 
     Raises:
         UserError: an unknown family, or one that needs custom code, or keys without a counterpart; all at once; or a
@@ -69,7 +73,8 @@ def section_of(config: Mapping[str, Any], folder: Path, ignored: Collection[str]
     kept = {key: value for key, value in config.items() if key not in dropped}
     try:
         model_of(family, kept, where)  # refuses by the keys of the file
-        return family, model_of(family, _completed(family, kept, where), where)
+        section = model_of(family, _completed(family, kept, where), where)
+        return family, section if predicting else section | {"mtp_num_layers": None}
     except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RecursionError) as error:
         raise UserError(
             f"a value has the wrong type or size: {str(error)[:200]}",

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -181,6 +181,20 @@ def precision_of(folder: Folder) -> str:
             fix=f"remove {named}",
         )
     return _PRECISIONS[value]
+
+
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
+
+
+def further_layers(names: Iterable[str], layers: int) -> dict[str, int]:
+    """Tensors of layers after the model's, which are of multi-token prediction, and the number of the layer of each.
+
+    Args:
+        names: of the tensors of a folder.
+        layers: of the model.
+    """
+    numbers = {name: int(match[1]) for name in names if (match := _LAYER.match(name))}
+    return {name: number for name, number in numbers.items() if number >= layers}
 
 
 COMPRESSED = "compressed-tensors"

@@ -97,7 +97,12 @@ ACTIVATIONS = {
 }
 """Activations by their names in recipes; in transformers the first is written, and all are read."""
 
+PREDICTIONS = "mtp.layers."
+"""Beginning of the names of weights of multi-token prediction."""
+
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 Config = Mapping[str, Any]
 
@@ -205,6 +210,8 @@ class Family:
     specials: tuple[Special, ...] = ()
     training_only: frozenset[str] = field(default=frozenset())
     """Keys of config.json without an effect on what a model computes."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Tensors of each layer of multi-token prediction that equal one of `tensors`, by that one's name."""
 
     def config_of(self, model: Model) -> tuple[dict[str, Any], list[Unsupported]]:
         """config.json of a model, without special tokens and element type, and the keys that have no counterpart."""
@@ -300,20 +307,33 @@ class Family:
 
     def pairs(self, model: Model) -> list[Pair]:
         """Every tensor of a model without obstacles, in the order of the model."""
-        return [self.pair(name) for name in weights(model)]
+        return [self.pair(name, model.num_layers) for name in weights(model)]
 
-    def pair(self, name: str) -> Pair:
+    def pair(self, name: str, layers: int) -> Pair:
         """What one of megatron-core's tensors becomes.
 
         Args:
             name: as in `recipe.weight_names.weights`.
+            layers: of the model; those of multi-token prediction are numbered after them.
 
         Raises:
             KeyError: the family has no such tensor.
         """
         numbers = _NUMBER.findall(name)
+        if name.startswith(PREDICTIONS):
+            numbers[0] = str(layers + int(numbers[0]))
         to = self.tensors[_NUMBER.sub("*", name)]
         return Pair(name, tuple(_fill(template, numbers) for template in to.names), to.transform)
+
+    def copied(self, model: Model) -> dict[str, str]:
+        """Tensors of a file that are copies of another one, by the name of the copy."""
+        layers = range(model.num_layers, model.num_layers + (model.mtp_num_layers or 0))
+        tied = {OUTPUT: EMBEDDING} if model.share_embeddings_and_output_weights else {}
+        return {
+            _fill(copy, [str(layer)]): self.pair(tied.get(ours, ours), model.num_layers).theirs[0]
+            for layer in layers
+            for ours, copy in self.copies.items()
+        }
 
 
 NEUTRAL = frozenset(

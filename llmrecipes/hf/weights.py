@@ -8,7 +8,7 @@ transform moves rows, and some transpose.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,9 +17,9 @@ import torch
 
 from llmrecipes.errors import UserError
 from llmrecipes.hf.match import require_same, section_of
-from llmrecipes.hf.reading import CONFIG, FLOATS, SHOWN, Folder, open_folder, read_config, wrong_types
+from llmrecipes.hf.reading import CONFIG, FLOATS, SHOWN, Folder, further_layers, open_folder, read_config, wrong_types
 from llmrecipes.hf.safetensors import TensorSource
-from llmrecipes.hf.table import VOCABULARY, Family, Pair, Transform
+from llmrecipes.hf.table import EMBEDDING, VOCABULARY, Family, Pair, Transform
 from llmrecipes.recipe.schema import Model
 from llmrecipes.recipe.weight_names import weights
 
@@ -30,7 +30,7 @@ MAPPED = 1 << 28
 OTHERS = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.[a-z_]+)$")
 """Tensors of older files that follow from config.json: masks, and frequencies of the rotary embedding."""
 
-OUTPUT = "lm_head.weight"
+OUTPUT_LAYER = "lm_head.weight"
 
 
 class _Source(NamedTuple):
@@ -53,13 +53,14 @@ class FolderWeights:
         folder: the model.
         family: family of its config.json.
         model: model of the recipe, which may have a larger vocabulary.
-        rows: rows of the vocabulary in the folder.
+        section: of its config.json, from `match.section_of` with layers of multi-token prediction.
 
     Raises:
-        UserError: weights are missing, of another shape, quantised, or unused.
+        UserError: weights are missing, of another shape, quantised, or unused; or copies of one differ.
     """
 
-    def __init__(self, folder: Folder, family: Family, model: Model, rows: int) -> None:
+    def __init__(self, folder: Folder, family: Family, model: Model, section: Mapping[str, Any]) -> None:
+        rows = section["vocab_size"]
         self._folder = folder
         self._model = model.model_copy(update={"vocab_size": rows, "make_vocab_size_divisible_by": 1})
         self._sizes = weights(self._model)
@@ -68,7 +69,19 @@ class FolderWeights:
         self._mean = cache(self._mean_of)
         self._open: tuple[object, Any] | None = None
         self._mapped = 0
-        self._require(family)
+        copied = family.copied(self._model)
+        if model.share_embeddings_and_output_weights:  # some programs write the tied output layer
+            copied[OUTPUT_LAYER] = self._pairs[EMBEDDING].theirs[0]
+        further = further_layers(folder.tensors, model.num_layers)
+        known = model.num_layers + (section.get("mtp_num_layers") or 0)
+        kept = model.mtp_num_layers is not None
+        self._left_out = () if kept else tuple(name for name, layer in further.items() if layer < known)
+        self._require(family, {copy: name for copy, name in copied.items() if copy in folder.tensors})
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Tensors of the layers of multi-token prediction, of which the recipe has none."""
+        return self._left_out
 
     def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """See `WeightSource`."""
@@ -129,7 +142,7 @@ class FolderWeights:
             total += part.double().sum(0)
         return (total / rows).float()
 
-    def _require(self, family: Family) -> None:
+    def _require(self, family: Family, copied: Mapping[str, str]) -> None:
         where, tensors = str(self._folder.path), self._folder.tensors
         used = {name: ours for ours, pair in self._pairs.items() for name in pair.theirs}
         if missing := [name for name in used if name not in tensors]:
@@ -152,42 +165,39 @@ class FolderWeights:
                 where=where,
                 rule="shapes follow from config.json",
             )
-        if unused := [name for name in tensors if name not in used and not self._ignorable(name)]:
+        needed = {*used, *copied, *self.left_out}
+        if unused := [name for name in tensors if name not in needed and not OTHERS.search(name)]:
             raise UserError(
                 f"{_counted(unused)} not part of the model",
                 where=where,
                 rule=f"every tensor must belong to a model of type {family.name}; others would be lost",
             )
-        tied = self._model.share_embeddings_and_output_weights and OUTPUT in tensors
-        wrong_types(self._folder, iter([*used, OUTPUT] if tied else used))
-        if tied:
-            self._require_equal(self._pairs["embedding.word_embeddings.weight"].theirs[0], OUTPUT)
-
-    def _require_equal(self, embedding: str, output: str) -> None:
-        """transformers ties two tensors of a file only if they are equal; a recipe cannot have it both ways."""
-        rows = self._folder.tensors[embedding].shape[0]
-        equal = self._folder.tensors[embedding].shape == self._folder.tensors[output].shape
-        for start in range(0, rows if equal else 0, MEAN_ROWS):
-            taken = slice(start, min(start + MEAN_ROWS, rows))
-            first, second = (self._file(name).get_slice(name)[taken].double() for name in (embedding, output))
-            equal = equal and torch.equal(first, second)
-        if not equal:
+        wrong_types(self._folder, iter([*used, *copied]))
+        for copy, name in copied.items():
+            if self._equal(copy, name):
+                continue
+            if copy == OUTPUT_LAYER:
+                what, rule = "to which config.json ties it", "with tie_word_embeddings true"
+                fix = f"tie_word_embeddings: false in {CONFIG}, to keep both; or remove {copy}"
+            else:
+                what, rule = "of which it is a copy", "in layers of multi-token prediction"
+                fix = "model.mtp_num_layers=null, to leave these layers out"
             raise UserError(
-                f"{output} differs from {embedding}, to which config.json ties it",
+                f"{copy} differs from {name}, {what}",
                 where=str(self._folder.path),
-                rule="with tie_word_embeddings true the output layer is the embedding; the other one would be lost",
-                fix=f"tie_word_embeddings: false in {CONFIG}, to keep both; or remove {output}",
+                rule=f"{rule}, the two are the same weight; this one would be lost",
+                fix=fix,
             )
 
-    def _ignorable(self, name: str) -> bool:
-        if OTHERS.search(name):
-            return True
-        if name == OUTPUT:  # some programs write a tied one; compared in `_require`
-            return self._model.share_embeddings_and_output_weights
-        # Layers that predict more tokens come after the others; transformers leaves them out, too.
-        extra = self._folder.config.get("num_nextn_predict_layers")
-        layer = re.match(r"model\.layers\.(\d{1,9})\.", name)
-        return bool(layer and isinstance(extra, int) and 0 <= int(layer[1]) - self._model.num_layers < extra)
+    def _equal(self, copy: str, name: str) -> bool:
+        first, second = (self._folder.tensors[each] for each in (copy, name))
+        if first.shape != second.shape:
+            return False
+        rows = first.shape[0]
+        parts = (slice(start, min(start + MEAN_ROWS, rows)) for start in range(0, rows, MEAN_ROWS))
+        return all(
+            torch.equal(*(self._file(each).get_slice(each)[part].double() for each in (copy, name))) for part in parts
+        )
 
 
 def _as_named(pair: Pair, family: Family, folder: Folder) -> Pair:
@@ -237,17 +247,28 @@ def open_weights(path: Path, model: Model, ignored: Collection[str] = ()) -> Fol
     Raises:
         UserError: as `reading.open_folder`, `match.section_of`, `match.require_same` and `FolderWeights`.
     """
-    family, section = section_of(read_config(path), path, ignored)
-    require_same(model, section, str(path / CONFIG))
+    family, section = section_of(read_config(path), path, ignored, predicting=True)
+    # A recipe without multi-token prediction trains the model without these layers.
+    predicting = model.mtp_num_layers is not None
+    require_same(model, section if predicting else section | {"mtp_num_layers": None}, str(path / CONFIG))
     folder = open_folder(path)
     try:
-        return FolderWeights(folder, family, model, section["vocab_size"])
+        return FolderWeights(folder, family, model, section)
     except KeyError as error:
         raise UserError(
             f"a model of type {family.name} does not have {error.args[0]}",
             where=str(path / CONFIG),
             rule="the keys of config.json must be consistent",
         ) from error
+
+
+def predictions(section: Mapping[str, Any], folder: Folder) -> int | None:
+    """Layers of multi-token prediction that a folder has, of those that its config.json says; None: none.
+
+    Args:
+        section: of its config.json, from `match.section_of` with these layers.
+    """
+    return section.get("mtp_num_layers") if further_layers(folder.tensors, section["num_layers"]) else None
 
 
 class AsHuggingFace:
@@ -269,6 +290,7 @@ class AsHuggingFace:
         self._pairs = {name: (pair, index) for pair in family.pairs(model) for index, name in enumerate(pair.theirs)}
         self._last: tuple[Pair, list[torch.Tensor]] | None = None
         require_weights(source, model)
+        self._pairs |= {copy: self._pairs[name] for copy, name in family.copied(model).items()}
 
     def names(self) -> Sequence[str]:
         """See `TensorSource`."""
@@ -276,7 +298,8 @@ class AsHuggingFace:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See `TensorSource`."""
-        return self._shapes[name]
+        pair, index = self._pairs[name]
+        return self._shapes[pair.theirs[index]]
 
     def dtype(self, name: str) -> torch.dtype:
         """See `TensorSource`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,8 @@ from llmrecipes.commandline import command_line
 from llmrecipes.errors import UserError
 from llmrecipes.models.create import published, require_absent
 from llmrecipes.recipe.optimizer_kinds import named
-from llmrecipes.recipe.schema import Recipe, Source
+from llmrecipes.recipe.schema import Model, Recipe, Source
+from llmrecipes.recipe.weight_names import weights
 from llmrecipes.rundir import Run
 from llmrecipes.workflow.model_source import base_of, find_checkpoint, lora_of, open_run, require_merge
 
@@ -129,7 +131,8 @@ def export(
         written = write(opened.source, {**opened.config, **special}, folder, dtype, options.shard_bytes, progress)
         measured = _measured(run, entry)
         data = prepared.manifest if prepared else None
-        text = card(recipe, opened.family.name, written.parameters, measured, data, notes)
+        parameters = parameters_of(recipe.model)
+        text = card(recipe, opened.family.name, parameters, measured, data, notes)
         (folder / "README.md").write_text(text, "utf-8")
     return Exported(
         path=str(out),
@@ -137,13 +140,19 @@ def export(
         step=entry.step,
         family=opened.family.name,
         dtype=dtype,
-        parameters=written.parameters,
+        parameters=parameters,
         bytes=written.bytes,
         shards=len(written.shards),
         largest_shard=written.largest_shard,
         notes=notes,
         seconds=round(time.monotonic() - started, 3),
     )
+
+
+def parameters_of(model: Model) -> int:
+    """Elements of the weights of a model, without padding of the vocabulary; copies in its files are not counted."""
+    sizes = weights(model.model_copy(update={"make_vocab_size_divisible_by": 1}))
+    return sum(prod(size) for size in sizes.values())
 
 
 def default_folder(run: Path, entry: Entry, *, averaged: bool = False) -> Path:
@@ -158,7 +167,10 @@ def _notes(recipe: Recipe, *, averaged: bool) -> tuple[str, ...]:
         decay = recipe.optimizer.ema_decay
         notes.append(f"the weights are their moving average (ema_decay {decay}); losses were measured without it")
     if model.mtp_num_layers:
-        notes.append("the layers of multi-token prediction are left out: transformers does not use them")
+        notes.append(
+            "transformers uses the layers of multi-token prediction only in generate(use_mtp=True), and may otherwise "
+            "list them as unexpected; vLLM and SGLang draft tokens with them"
+        )
     if model.moe_expert_capacity_factor is not None:
         notes.append("experts had a limited capacity in training; transformers drops no token")
     return tuple(notes)

@@ -65,10 +65,10 @@ def import_model(
     Returns:
         With the origin: `source` (folder or name), `commit` of the Hub's repository (None for a folder), `model_type`,
         `parameters` with padding of the vocabulary, `precision` of the checkpoint and `stored_precision` that the
-        folder asks for, `vocab_size` of the recipe, `new_rows` of the embedding that the
-        folder does not have (for new tokens and padding: their mean), `padding_rows` of these that only pad,
-        `ignored_keys` of config.json that have no effect, and the cost: `checkpoint_bytes`, `peak_memory_bytes` of this
-        process, `seconds`.
+        folder asks for, `vocab_size` of the recipe, `new_rows` of the embedding that the folder does not have (for new
+        tokens and padding: their mean), `padding_rows` of these that only pad, `left_out` tensors (of multi-token
+        prediction, if the overrides say so), `ignored_keys` of config.json that have no effect, and the cost:
+        `checkpoint_bytes`, `peak_memory_bytes` of this process, `seconds`.
 
     Raises:
         UserError: the model cannot be found, read or described by a recipe; a run id in use; or a full disk. Nothing
@@ -76,16 +76,18 @@ def import_model(
     """
     from llmrecipes.hf.match import require_ignorable, section_of, validated, without_effect
     from llmrecipes.hf.reading import CONFIG, open_folder, precision_of, read_config, resolve
-    from llmrecipes.hf.weights import open_weights
+    from llmrecipes.hf.weights import open_weights, predictions
 
     started = time.monotonic()
     model = resolve(source, revision)
     config = read_config(model.path)
     require_ignorable(config, ignored, str(model.path / CONFIG))
-    family, section = section_of(config, model.path, ignored)
+    family, section = section_of(config, model.path, ignored, predicting=True)
+    opened = open_folder(model.path)
+    section["mtp_num_layers"] = predictions(section, opened)
     validated(section, 1, str(model.path / CONFIG))
     values = recipe_values(model, section, name or recipe_name(model.name))
-    values["train"]["precision"] = precision_of(open_folder(model.path))
+    values["train"]["precision"] = precision_of(opened)
     recipe = _recipe(values, model.path / CONFIG, overrides)
     run_dir = Run.of(runs_dir, recipe.name, run_id).path
     require_tokenizer(model, recipe, overrides)
@@ -105,6 +107,7 @@ def import_model(
             "vocab_size": recipe.model.vocab_size,
             "new_rows": plan.shape.vocab_size - section["vocab_size"],
             "padding_rows": plan.shape.vocab_size - recipe.model.vocab_size,
+            "left_out": len(weights.left_out),
             "ignored_keys": (*without_effect(config, model.path), *ignored),
             **_cost(folder, started),
         }

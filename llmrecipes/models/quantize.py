@@ -136,16 +136,16 @@ def quantize(
 
     started = time.monotonic()
     _require_options(options)
+    from llmrecipes.models.quantized_weights import QuantizedSource, Scheme
+
     require_absent(out, "another OUT")
     with published(out, "another OUT") as folder, _original(reference, folder, runs_dir, data_dir, options) as original:
         source = SafetensorsFolder(original)
         layers = linear_layers(original, source.names(), source.shape)
         _require_for_experts(options, layers)
-        scheme = _scheme(options, layers)
+        scheme = Scheme(options.scheme, options.group, layers.ignored)
         element = _element(options.dtype or ("bf16" if options.scheme == "nvfp4" else None))
         memory_before = peak_memory()
-        from llmrecipes.models.quantized_weights import QuantizedSource
-
         QuantizedSource(source, scheme, layers.quantized, element)  # refuses what the scheme cannot divide
         text = partial(_rows, original, reference, runs_dir, data_dir, options)
         changed, tokens = _calibrated(original, text, options, scheme, layers, element, progress)
@@ -274,6 +274,8 @@ def linear_layers(folder: Path, names: Any, shape: Callable[[str], tuple[int, ..
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from llmrecipes.hf.reading import further_layers
+
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
@@ -284,11 +286,15 @@ def linear_layers(folder: Path, names: Any, shape: Callable[[str], tuple[int, ..
             f"transformers cannot build this model: {reason[:300]}", where=str(folder / "config.json"),
             rule="it must have a model_type of transformers, without custom code",
         ) from error  # fmt: skip
+    # Layers of multi-token prediction stay as they are.
+    further = further_layers(names, config.num_hidden_layers)
+    names = [name for name in names if name not in further]
     present = set(names)
     output = model.get_output_embeddings()
     linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     experts, routers = _experts(model, names, shape)
     ignored = tuple(name for name, module in linear.items() if module is output) + routers
+    ignored += tuple(rf"re:model\.layers\.{number}\..*" for number in dict.fromkeys(further.values()))
     quantized = (*(f"{name}.weight" for name in linear if name not in ignored), *experts)
     known = {*quantized, *(f"{name}.weight" for name in ignored)}
     known |= {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding)}
@@ -367,12 +373,6 @@ def fitting_group(folder: Path) -> int | None:
     source = SafetensorsFolder(folder)
     rows = [source.shape(name)[-1] for name in linear_layers(folder, source.names(), source.shape).quantized]
     return next((size for size in GROUPS if all(row % size == 0 for row in rows)), None)
-
-
-def _scheme(options: QuantizeOptions, layers: LinearLayers) -> Scheme:
-    from llmrecipes.models.quantized_weights import Scheme
-
-    return Scheme(options.scheme, options.group, layers.ignored)
 
 
 def _element(dtype: str | None) -> torch.dtype | None:

@@ -15,7 +15,7 @@ Named = Iterator[tuple[str, tuple[int, ...]]]
 
 
 def weights(model: Model) -> dict[str, tuple[int, ...]]:
-    """Shape of every weight by name, in the order of the model; without multi-token prediction."""
+    """Shape of every weight by name, in the order of the model."""
     return dict(_weights(model, shape(model)))
 
 
@@ -34,8 +34,21 @@ def _weights(model: Model, sizes: Shape) -> Named:
         for name, size in _layer(model, sizes, has_experts):
             yield f"decoder.layers.{layer}.{name}", size
     yield from _norm(model, "decoder.final_layernorm", hidden)
+    for depth in range(sizes.mtp_num_layers):
+        yield from _prediction(model, sizes, f"mtp.layers.{depth}")
     if not model.share_embeddings_and_output_weights:
         yield "output_layer.weight", (sizes.vocab_size, hidden)
+
+
+def _prediction(model: Model, sizes: Shape, name: str) -> Named:
+    """A layer of multi-token prediction, around a layer like the model's last one."""
+    hidden = sizes.hidden_size
+    yield from _norm(model, f"{name}.enorm", hidden)
+    yield from _norm(model, f"{name}.hnorm", hidden)
+    yield f"{name}.eh_proj.weight", (hidden, 2 * hidden)
+    for inner, size in _layer(model, sizes, moe_layers(model)[-1]):
+        yield f"{name}.transformer_layer.{inner}", size
+    yield from _norm(model, f"{name}.final_layernorm", hidden)
 
 
 def _layer(model: Model, sizes: Shape, has_experts: bool) -> Named:

@@ -141,7 +141,10 @@ def _require_fit(path: Path, recipe: Recipe, log: Log) -> str:
     from llmrecipes.hf.reading import fingerprint, open_folder
     from llmrecipes.hf.weights import open_weights
 
-    open_weights(path, recipe.model).close()
+    weights = open_weights(path, recipe.model)
+    weights.close()
+    if weights.left_out:
+        log(f"left out: {len(weights.left_out)} tensors of multi-token prediction (model.mtp_num_layers is not set)")
     return "" if not needs_start_weights(recipe) else fingerprint(open_folder(path), log)
 
 

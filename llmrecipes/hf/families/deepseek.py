@@ -1,6 +1,8 @@
 """DeepSeek-V3: latent attention, shared experts, a sigmoid router with a bias that balances the experts.
 
-transformers loads no multi-token prediction layers, which serve training (arXiv 2412.19437, section 2.2).
+Layers of multi-token prediction (arXiv 2412.19437, section 2.2) come after the others, each with a copy of the
+embedding and of the output layer, as DeepSeek publishes them. vLLM and SGLang draft tokens with them, as transformers
+with `use_mtp`; otherwise transformers leaves them out.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from llmrecipes.hf.families.parts import (
     EXPERT,
     FREE_EXPERTS,
     GATED_MLP,
+    LAYER,
+    LAYERS,
     NORMS,
     ROTARY,
     SIZES,
@@ -21,7 +25,19 @@ from llmrecipes.hf.families.parts import (
     gated,
     in_layer,
 )
-from llmrecipes.hf.table import SAME, Config, Family, Fixed, Key, Unsupported, resolved
+from llmrecipes.hf.table import (
+    EMBEDDING,
+    OUTPUT,
+    PREDICTIONS,
+    SAME,
+    Config,
+    Family,
+    Fixed,
+    Key,
+    To,
+    Unsupported,
+    resolved,
+)
 from llmrecipes.recipe.schema import Model
 from llmrecipes.recipe.weight_names import moe_layers
 
@@ -46,7 +62,7 @@ class _Experts:
 
     theirs = (
         "n_routed_experts", "num_local_experts", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group",
-        "norm_topk_prob", "routed_scaling_factor", "num_nextn_predict_layers", "num_mtp_layers",
+        "norm_topk_prob", "routed_scaling_factor",
     )  # fmt: skip
     ours = (
         "num_moe_experts", "moe_layer_freq", "moe_shared_expert_intermediate_size", "moe_router_num_groups",
@@ -80,7 +96,6 @@ class _Experts:
             # megatron-core does not normalise the score of a single expert.
             "norm_topk_prob": model.moe_router_topk > 1,
             "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
-            "num_nextn_predict_layers": 0,
         }, obstacles
 
     def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
@@ -108,6 +123,22 @@ class _Experts:
         }, obstacles
 
 
+class _Predictions:
+    """Layers of multi-token prediction; transformers assumes one where config.json has no number."""
+
+    theirs = ("num_nextn_predict_layers", "num_mtp_layers")
+    ours = ("mtp_num_layers",)
+
+    def config_of(self, model: Model) -> tuple[dict[str, Any], list[Unsupported]]:
+        depths = model.mtp_num_layers or 0
+        rule = "layers of multi-token prediction have experts"
+        problems = [] if not depths or moe_layers(model)[-1] else [Unsupported("model.mtp_num_layers", depths, rule)]
+        return {"num_nextn_predict_layers": depths}, problems
+
+    def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
+        return {"mtp_num_layers": config.get("num_nextn_predict_layers", config.get("num_mtp_layers")) or None}, []
+
+
 def _unlike_two(groups: int, chosen: int, topk: int) -> str:
     """Why groups of experts are ranked otherwise in transformers; empty if they are not.
 
@@ -118,6 +149,48 @@ def _unlike_two(groups: int, chosen: int, topk: int) -> str:
         return ""
     return f"two experts of each chosen group, as transformers scores groups: half of moe_router_topk {topk}"
 
+
+_TENSORS = {
+    **AROUND,
+    **NORMS,
+    **in_layer(
+        {
+            f"self_attention.{ours}.weight": ((f"self_attn.{theirs}.weight",), SAME)
+            for ours, theirs in {
+                "linear_q_proj": "q_proj",
+                "linear_q_down_proj": "q_a_proj",
+                "q_layernorm": "q_a_layernorm",
+                "linear_q_up_proj": "q_b_proj",
+                "linear_kv_down_proj": "kv_a_proj_with_mqa",
+                "kv_layernorm": "kv_a_layernorm",
+                "linear_kv_up_proj": "kv_b_proj",
+                "linear_proj": "o_proj",
+            }.items()
+        }
+    ),
+    **GATED_MLP,
+    **in_layer(
+        {
+            "mlp.router.weight": (("mlp.gate.weight",), SAME),
+            "mlp.router.expert_bias": (("mlp.gate.e_score_correction_bias",), SAME),
+        }
+    ),
+    **gated(EXPERT, "mlp.experts.*."),
+    **gated("mlp.shared_experts.", "mlp.shared_experts."),
+}
+_PREDICTIONS = {
+    **{
+        f"{PREDICTIONS}*.transformer_layer.{name.removeprefix(LAYER)}": to
+        for name, to in _TENSORS.items()
+        if name.startswith(LAYER)
+    },
+    **{
+        f"{PREDICTIONS}*.{ours}.weight": To((f"{LAYERS}{theirs}.weight",))
+        for ours, theirs in {
+            "enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "final_layernorm": "shared_head.norm",
+        }.items()
+    },
+}  # fmt: skip
 
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
@@ -155,37 +228,14 @@ DEEPSEEK_V3 = Family(
         Fixed("scoring_func", "sigmoid"),
         Fixed("topk_method", "noaux_tc"),
     ),
-    tensors={
-        **AROUND,
-        **NORMS,
-        **in_layer(
-            {
-                f"self_attention.{ours}.weight": ((f"self_attn.{theirs}.weight",), SAME)
-                for ours, theirs in {
-                    "linear_q_proj": "q_proj",
-                    "linear_q_down_proj": "q_a_proj",
-                    "q_layernorm": "q_a_layernorm",
-                    "linear_q_up_proj": "q_b_proj",
-                    "linear_kv_down_proj": "kv_a_proj_with_mqa",
-                    "kv_layernorm": "kv_a_layernorm",
-                    "linear_kv_up_proj": "kv_b_proj",
-                    "linear_proj": "o_proj",
-                }.items()
-            }
-        ),
-        **GATED_MLP,
-        **in_layer(
-            {
-                "mlp.router.weight": (("mlp.gate.weight",), SAME),
-                "mlp.router.expert_bias": (("mlp.gate.e_score_correction_bias",), SAME),
-            }
-        ),
-        **gated(EXPERT, "mlp.experts.*."),
-        **gated("mlp.shared_experts.", "mlp.shared_experts."),
-    },
-    # Layers of multi-token prediction are left out, and sigmoid scores have no softmax.
-    free=FREE_EXPERTS | {"mtp_num_layers", "moe_router_pre_softmax"},
+    tensors={**_TENSORS, **_PREDICTIONS},
+    # Sigmoid scores have no softmax.
+    free=FREE_EXPERTS | {"moe_router_pre_softmax"},
     default_only=UNSUPPORTED | YARN | {"num_query_groups", "kv_channels"},
-    specials=(_Heads(), Rope(latent=True), _Experts()),
+    specials=(_Heads(), Rope(latent=True), _Experts(), _Predictions()),
+    copies={
+        EMBEDDING: f"{LAYERS}embed_tokens.weight",
+        OUTPUT: f"{LAYERS}shared_head.head.weight",
+    },
     training_only=frozenset({"aux_loss_alpha", "ep_size", "seq_aux"}),
 )

@@ -157,6 +157,7 @@ class _Window(io.RawIOBase):
 
 
 _LAYERS = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
+_PREDICTION = re.compile(r"(mtp\.layers\.\d+\.transformer_layer\.)(.+)")
 _EXPERTS = re.compile(r"mlp\.experts\.experts\.(?:(\d+)\.)?(.+)")
 
 
@@ -174,6 +175,9 @@ class StoredWeight(NamedTuple):
 
 def weights_of(key: str, stored: StoredTensor) -> Iterator[tuple[str, StoredWeight]]:
     """The weights that a stored tensor consists of, by their names in one process."""
+    if prediction := _PREDICTION.fullmatch(key):
+        yield from _of_layer(prediction[1], prediction[2], stored, ())
+        return
     match = _LAYERS.fullmatch(key)
     if match is None:
         yield key, StoredWeight(stored, ())

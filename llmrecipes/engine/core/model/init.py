@@ -145,6 +145,7 @@ def _key(seed: int, name: str) -> int:
 READ_AT_ONCE = 1 << 24
 """Elements that are read at a time: 64 MiB in fp32."""
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)\[(.*)\]")
+_PREDICTION = re.compile(r"(mtp\.layers\.\d+\.transformer_layer\.)(.+)\[(.*)\]")
 _EXPERTS = "mlp.experts.experts."
 
 
@@ -174,15 +175,16 @@ def whole_name(name: str) -> str:
     Args:
         name: as `init.global_name`, where layers and experts may be stacked under one key.
     """
-    match = _LAYER.fullmatch(name)
+    match = _LAYER.fullmatch(name) or _PREDICTION.fullmatch(name)
     if match is None:
         return name.partition("[")[0]
+    front, rest = match[1], match[2]
     place = [index for index in match[3].split(",") if index]
-    layer = place.pop(0) if match[1] is None else match[1]
-    rest = match[2]
+    if match.re is _LAYER:
+        front = f"decoder.layers.{place.pop(0) if front is None else front}."
     if rest.startswith(_EXPERTS):
         rest = f"mlp.experts.local_experts.{place.pop(0)}.{rest.removeprefix(_EXPERTS)}"
-    return f"decoder.layers.{layer}.{unfused(rest)}"
+    return f"{front}{unfused(rest)}"
 
 
 FUSED_NORMS = {
