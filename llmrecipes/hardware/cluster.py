@@ -20,6 +20,9 @@ Fact = TypeVar("Fact")
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _MEMINFO = Path("/proc/meminfo")
+_CPUINFO = Path("/proc/cpuinfo")
+_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"})
+"""Names of the instructions that multiply or convert bf16, in the kernel's lists for x86 and Arm."""
 
 # Peak dense bf16 (V100, T4: fp16) tensor-core TFLOP/s from NVIDIA's data sheets, without sparsity. The first entry
 # whose words are all in nvidia-smi's name counts, so the more specific comes first.
@@ -63,7 +66,7 @@ class Cluster:
     All figures except `nodes` are totals over all nodes. `cpu_cores` may be fractional if a control group limits CPU
     time. `memory_available_bytes` is what new processes can allocate without swapping; `disk_free_bytes` is that of
     the working directory. `name` is the site's profile, empty for this machine. `nvlink_domain` is the number of GPUs
-    connected by NVLink if that is more than a node's.
+    connected by NVLink if that is more than a node's. `cpu_has_bf16` is False if the CPU is known to emulate bf16.
     """
 
     gpus: tuple[DetectedGpu, ...]
@@ -74,6 +77,7 @@ class Cluster:
     nodes: int = 1
     name: str = ""
     nvlink_domain: int | None = None
+    cpu_has_bf16: bool = True
 
     @property
     def gpus_per_domain(self) -> int:
@@ -110,7 +114,19 @@ def detect(directory: Path | None = None) -> Cluster:
         memory_bytes=total,
         memory_available_bytes=available,
         disk_free_bytes=shutil.disk_usage(directory or Path()).free,
+        cpu_has_bf16=_has_bf16(),
     )
+
+
+def _has_bf16() -> bool:
+    """Whether the CPU has instructions for bf16; True where the kernel does not list them."""
+    try:
+        lines = _CPUINFO.read_text(errors="replace").splitlines()
+    except OSError:
+        return True
+    # `flags` on x86, `Features` on Arm.
+    flags = next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), None)
+    return flags is None or not _BF16_FLAGS.isdisjoint(flags)
 
 
 def peak_tflops(name: str) -> float | None:

@@ -10,7 +10,7 @@ from typing import Any
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.features import expected
-from llmrecipes.plan.kernels import modules, own_layers, recompute_granularity
+from llmrecipes.plan.kernels import emulated_bf16, idle_modules, modules, own_layers, recompute_granularity
 from llmrecipes.plan.layout import Layout, layout
 from llmrecipes.plan.losses import logits
 from llmrecipes.plan.memory import HostMemory, Memory, checkpoint_bytes, differing_stages, estimate, of_stage
@@ -176,7 +176,12 @@ class Plan:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Likely problems although the run fits, one sentence each."""
-        return (*self._no_headroom(), *self._nothing_recomputed(), *self._not_in_the_image())
+        return (
+            *self._no_headroom(),
+            *idle_modules(self.recipe, self.recompute_modules),
+            *self._not_in_the_image(),
+            *emulated_bf16(self.recipe, self.cluster),
+        )
 
     def _not_in_the_image(self) -> tuple[str, ...]:
         if not value(self.features, "moe_flex_dispatcher_backend"):
@@ -185,19 +190,6 @@ class Plan:
             "model.moe_token_dispatcher_type flex needs the package deep_ep in the run's image, which "
             "docker/Dockerfile.cuda does not install; a rank without it does not start",
         )
-
-    def _nothing_recomputed(self) -> tuple[str, ...]:
-        train = self.recipe.train
-        if train.recompute_granularity != "selective":
-            return ()
-        wanted = train.recompute_modules or ("core_attn",)
-        reasons = {
-            "core_attn": "the attention kernel stores no scores and recomputes them itself",
-            "layernorm": "norms are fused with the next GEMM",
-            "moe_act": "only TransformerEngine's layers compute the activation of experts separately",
-        }
-        idle = [f"{name} ({reasons[name]})" for name in wanted if name not in self.recompute_modules]
-        return (f"train.recompute_modules has no effect for {', '.join(idle)}",) if idle else ()
 
     def _no_headroom(self) -> tuple[str, ...]:
         if not self.fits or self.memory_headroom >= LEAST_HEADROOM:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.layout import Layout, expected_layers
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape
@@ -108,3 +109,33 @@ def recomputed_layers(recipe: Recipe, layers: int) -> int:
     if train.recompute_granularity != "full" or not train.recompute_num_layers:
         return 0
     return layers if train.recompute_method == "uniform" else min(train.recompute_num_layers, layers)
+
+
+def emulated_bf16(recipe: Recipe, cluster: Cluster) -> tuple[str, ...]:
+    """A warning if the run would multiply in bf16 on a CPU that only emulates it."""
+    if cluster.device != "cpu" or cluster.cpu_has_bf16:
+        return ()
+    optimizer, cpu = recipe.optimizer, "on this CPU, which has no bf16 instructions"
+    if recipe.train.precision == "bf16":
+        return (f"train.precision bf16 is several times slower than fp32 {cpu}",)
+    if optimizer.optimizer == "muon" and optimizer.muon_fp32_matmul_prec == "medium":
+        return (f"optimizer.muon_fp32_matmul_prec medium is several times slower than highest {cpu}",)
+    return ()
+
+
+def idle_modules(recipe: Recipe, recomputed: tuple[str, ...]) -> tuple[str, ...]:
+    """A warning if the recipe recomputes modules for which this has no effect.
+
+    Args:
+        recomputed: those of the recipe that have an effect, see `modules`.
+    """
+    if recipe.train.recompute_granularity != "selective":
+        return ()
+    reasons = {
+        "core_attn": "the attention kernel stores no scores and recomputes them itself",
+        "layernorm": "norms are fused with the next GEMM",
+        "moe_act": "only TransformerEngine's layers compute the activation of experts separately",
+    }
+    wanted = recipe.train.recompute_modules or ("core_attn",)
+    idle = [f"{name} ({reasons[name]})" for name in wanted if name not in recomputed]
+    return (f"train.recompute_modules has no effect for {', '.join(idle)}",) if idle else ()

@@ -91,3 +91,23 @@ def test_control_group_limits_count_at_every_level(
     here = detect()
     assert here.cpu_cores == 0.5
     assert (here.memory_bytes, here.memory_available_bytes) == (100 * MIB, 60 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("text", "has_bf16"),
+    [
+        ("processor\t: 0\nflags\t\t: fpu avx2 avx512f\n", False),
+        ("flags\t\t: fpu avx512_bf16\n", True),
+        ("Features\t: fp asimd\n", False),
+        ("Features\t: fp bf16\n", True),
+        ("cpu\t: POWER9\n", True),
+        (None, True),
+    ],
+)
+def test_a_cpu_that_emulates_bf16_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, has_bf16: bool
+) -> None:
+    if text is not None:
+        (tmp_path / "cpuinfo").write_text(text)
+    monkeypatch.setattr(cluster, "_CPUINFO", tmp_path / "cpuinfo")
+    assert detect().cpu_has_bf16 is has_bf16

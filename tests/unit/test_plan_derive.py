@@ -386,6 +386,19 @@ def test_little_headroom_is_a_warning_and_enough_is_none() -> None:
     assert plans[1.02].as_dict()["memory_headroom"] == pytest.approx(1 - 1 / 1.02, abs=1e-4)
 
 
+def test_emulated_bf16_is_a_warning() -> None:
+    emulates = replace(LAPTOP, cpu_has_bf16=False)
+    muon = ("optimizer.optimizer=muon", "parallelism.use_distributed_optimizer=false")
+    for changes, key in (
+        (("train.precision=bf16",), "train.precision bf16"),
+        (muon, "optimizer.muon_fp32_matmul_prec medium"),
+    ):
+        (warning,) = derive(recipe("gpt-tiny", *changes), 1, emulates).warnings
+        assert key in warning
+        assert not derive(recipe("gpt-tiny", *changes), 1, LAPTOP).warnings
+    assert not derive(recipe("gpt-tiny", *muon, "optimizer.muon_fp32_matmul_prec=highest"), 1, emulates).warnings
+
+
 @pytest.mark.parametrize(("precision", "bytes_a_parameter"), [("fp32", 16), ("bf16", 14), ("fp16", 14)])
 def test_a_checkpoint_has_weights_and_fp32_state(precision: str, bytes_a_parameter: int) -> None:
     changed = recipe("gpt-tiny", f"train.precision={precision}")
