@@ -7,13 +7,20 @@ modules directly in `llmrecipes`, in the order of LAYERS in tests/unit/test_repo
 from __future__ import annotations
 
 import ast
+import io
+import re
 import sys
+import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 PACKAGE = "llmrecipes"
+PAGES = ("README.md", "CHANGELOG.md", "benchmarks/RESULTS.md")
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+LOOPS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case, ast.comprehension)
 Graph = dict[str, set[str]]
 
 
@@ -63,6 +70,104 @@ def cycle(graph: Graph) -> str:
     return "none"
 
 
+def code_lines(text: str, tree: ast.AST) -> set[int]:
+    """Numbers of the lines that have code: no blank line, comment, docstring or import."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    lines = {n for token in tokens if token.type not in skipped for n in range(token.start[0], token.end[0] + 1)}
+    for node in ast.walk(tree):
+        text_alone = (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        )
+        if isinstance(node, (ast.Import, ast.ImportFrom, ast.Expr)) and (text_alone or not isinstance(node, ast.Expr)):
+            lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return lines
+
+
+def inside(node: ast.AST, *, nested: bool) -> Iterator[ast.AST]:
+    """What is in a node; with nested=False, without the functions in it."""
+    for child in ast.iter_child_nodes(node):
+        if nested or not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield child
+            yield from inside(child, nested=nested)
+
+
+def decisions(node: ast.AST, *, nested: bool = True) -> int:
+    """Branches, loops, conditions and boolean operators."""
+    found = 0
+    for part in inside(node, nested=nested):
+        if isinstance(part, BRANCHES):
+            found += 1
+        elif isinstance(part, ast.BoolOp):
+            found += len(part.values) - 1
+    return found
+
+
+def functions(trees: Iterable[ast.AST]) -> list[Function]:
+    """All functions and methods."""
+    return [
+        node for tree in trees for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+
+
+def parameters(function: Function) -> int:
+    """How many parameters a function has, without `self` and `cls`."""
+    named = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    return sum(each.arg not in ("self", "cls") for each in named)
+
+
+def style(modules: Mapping[str, tuple[Path, ast.Module]]) -> dict[str, object]:
+    """Density and length of functions, and forms that are hard to read."""
+    texts = {name: path.read_text("utf-8") for name, (path, _) in modules.items()}
+    trees = [tree for _, tree in modules.values()]
+    code = sum(len(code_lines(texts[name], tree)) for name, (_, tree) in modules.items())
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    statements = sum(isinstance(node, ast.stmt) for node in nodes)
+    tuples = sum(
+        isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple) and isinstance(node.targets[0], ast.Tuple)
+        for node in nodes
+    )
+    nested = sum(
+        isinstance(node, LOOPS) and any(isinstance(e, LOOPS) for e in ast.walk(node) if e is not node) for node in nodes
+    )
+    all_functions = functions(trees)
+    branched = [1 + decisions(each, nested=False) for each in all_functions]
+    docstrings = [
+        ast.get_docstring(node) or "" for node in [*all_functions, *(n for n in nodes if isinstance(n, ast.ClassDef))]
+    ]
+    return {
+        "lines of code": f"{code:,}",
+        "decisions in 100 lines of code": round(100 * sum(decisions(tree) for tree in trees) / code, 1),
+        "functions": f"{len(all_functions):,}",
+        "... with a complexity over 15": sum(each > 15 for each in branched),
+        "... over 60 lines": sum((each.end_lineno or 0) - each.lineno >= 60 for each in all_functions),
+        "... with 10 parameters or more": sum(parameters(each) >= 10 for each in all_functions),
+        "tuples assigned to tuples in 1,000 statements": round(1000 * tuples / statements, 1),
+        "nested comprehensions in 1,000 statements": round(1000 * nested / statements, 1),
+        "lines that are not formatted": sum(text.count("# fmt: skip") for text in texts.values()),
+        "docstrings that begin with Of": sum(text.startswith("Of ") for text in docstrings),
+    }
+
+
+def code_by_package(root: Path) -> dict[str, int]:
+    """Lines of code of each package; modules beside the packages count together, as `.`."""
+    sizes: Counter[str] = Counter()
+    for name, (path, tree) in parsed(root).items():
+        parts = name.split(".")
+        inner = len(parts) > 2 or path.name == "__init__.py"
+        sizes[parts[1] if inner and len(parts) > 1 else "."] += len(code_lines(path.read_text("utf-8"), tree))
+    return dict(sorted(sizes.items()))
+
+
+def words(root: Path) -> dict[str, int]:
+    """Words of docs/ and of the longest pages outside it."""
+    found = {"docs/": sum(len(path.read_text("utf-8").split()) for path in sorted((root / "docs").rglob("*.md")))}
+    found |= {name: len((root / name).read_text("utf-8").split()) for name in PAGES}
+    sections = re.split(r"^## ", (root / "CHANGELOG.md").read_text("utf-8"), flags=re.MULTILINE)[1:]
+    found["longest version in CHANGELOG.md"] = max(len(section.split()) for section in sections)
+    return found
+
+
 def measures(root: Path) -> dict[str, object]:
     """Each measure by its name."""
     modules = parsed(root)
@@ -102,6 +207,9 @@ def measures(root: Path) -> dict[str, object]:
         "... of a later layer": sum(rank.get(other, 0) > rank.get(one, 0) for one, other in arrows),
         "cycle of packages": cycle(packages),
         "longest module": "{} ({})".format(*max(lengths.items(), key=lambda item: item[1])),
+        **style(modules),
+        **{f"words in {name}": f"{count:,}" for name, count in words(root).items()},
+        **{f"code in {name}": f"{count:,}" for name, count in code_by_package(root).items()},
     }
 
 
