@@ -91,7 +91,12 @@ def quantize(
     ] = None,
     group_size: Annotated[
         int | None,
-        typer.Option("--group-size", metavar="N", min=8, help="Scale groups of N weights of int4; default: 128."),
+        typer.Option(
+            "--group-size",
+            metavar="N",
+            min=8,
+            help="Scale groups of N weights of int4; default: 128, or the largest smaller one that divides all rows.",
+        ),
     ] = None,
     dtype: Annotated[
         str | None,
@@ -139,10 +144,13 @@ def quantize(
         "parameters"
     )
     print(f"to       {made.path}")
+    groups = "" if made.group is None else f" in groups of {made.group}"
     read = "" if not made.calibration_tokens else f", calibrated on {made.calibration_tokens:,} tokens"
     if made.unvisited_matrices:
         read += f", {made.unvisited_matrices} expert matrices that no token reached rounded to nearest"
-    print(f"         {made.scheme} by {made.method}{read}; compressed-tensors {made.form}, {made.seconds:.1f} s")
+    print(
+        f"         {made.scheme}{groups} by {made.method}{read}; compressed-tensors {made.form}, {made.seconds:.1f} s"
+    )
     print(f"         {made.bytes_before / MIB:,.1f} MiB before, {made.bytes / MIB:,.1f} MiB now")
     grown = made.peak_memory_bytes - made.memory_before_bytes
     largest = made.largest_matrix_bytes / MIB

@@ -23,7 +23,7 @@ from llmrecipes.models.export import ExportOptions, export
 from llmrecipes.models.gguf_file import K_TYPES, LLAMA_CPP
 from llmrecipes.models.gguf_file import TYPES as GGUF_TYPES
 from llmrecipes.models.inference_worker import InferenceSpec, Measured
-from llmrecipes.models.quantize import PACKAGE, QuantizeOptions, fitting_group, quantize, text_of
+from llmrecipes.models.quantize import PACKAGE, QuantizeOptions, quantize, text_of
 from llmrecipes.models.quantized_weights import SCHEMES
 from llmrecipes.rundir import Run
 
@@ -197,8 +197,7 @@ def _forms(
             yield name, source, "transformers", _stored_bytes(source, name)
         elif name in SCHEMES:
             _require_package(name)
-            group = fitting_group(source) if name == "int4" else None
-            quantize(str(source), place / name, runs_dir, data_dir, QuantizeOptions(name, group=group), progress)
+            quantize(str(source), place / name, runs_dir, data_dir, QuantizeOptions(name), progress)
             yield name, place / name, "transformers", _bytes(place / name)
         elif name.removeprefix("gguf-") in K_TYPES and find_spec(LLAMA_CPP) is None:
             yield name, place / name, _program(name), 0

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from llmrecipes.data.prepared import Prepared
     from llmrecipes.data.tokenizer import TextTokenizer
+    from llmrecipes.hf.safetensors import SafetensorsFolder
     from llmrecipes.models.calibrate import ExpertMatrix
     from llmrecipes.models.quantized_weights import Changed, Scheme
     from llmrecipes.tracking.progress import Counted
@@ -47,7 +48,8 @@ class QuantizeOptions:
         text_key: column of a source in jsonl or parquet.
         samples: rows of calibration text.
         length: tokens of a row; None: 512, or the model's positions if these are fewer.
-        group: input channels that share a scale; None: the scheme's.
+        group: input channels that share a scale; None: the scheme's, for int4 the largest of `GROUPS` that divides
+            all rows.
         dtype: `fp32` or `bf16`, of scales and of what is not quantised; None: that of the weights.
     """
 
@@ -70,6 +72,7 @@ class Quantized:
         source: folder or run.
         scheme: scheme of the matrices.
         method: how they were rounded.
+        group: input channels that share a scale; None: all of a row.
         form: `format` of compressed-tensors.
         matrices: that were quantised.
         expert_matrices: those of them that are of experts.
@@ -89,6 +92,7 @@ class Quantized:
     source: str
     scheme: str
     method: str
+    group: int | None
     form: str
     matrices: int
     expert_matrices: int
@@ -136,14 +140,14 @@ def quantize(
 
     started = time.monotonic()
     _require_options(options)
-    from llmrecipes.models.quantized_weights import QuantizedSource, Scheme
+    from llmrecipes.models.quantized_weights import QuantizedSource
 
     require_absent(out, "another OUT")
     with published(out, "another OUT") as folder, _original(reference, folder, runs_dir, data_dir, options) as original:
         source = SafetensorsFolder(original)
         layers = linear_layers(original, source.names(), source.shape)
         _require_for_experts(options, layers)
-        scheme = Scheme(options.scheme, options.group, layers.ignored)
+        scheme = _scheme(options, layers, source)
         element = _element(options.dtype or ("bf16" if options.scheme == "nvfp4" else None))
         memory_before = peak_memory()
         QuantizedSource(source, scheme, layers.quantized, element)  # refuses what the scheme cannot divide
@@ -161,8 +165,9 @@ def quantize(
             then(original, folder)
     sizes = {name: _count(source.shape(name)) for name in source.names()}
     return Quantized(
-        path=str(out), source=reference, scheme=options.scheme, method=options.method, form=scheme.kind.form,
-        matrices=len(layers.quantized), expert_matrices=len(layers.experts), parameters=sum(sizes.values()),
+        path=str(out), source=reference, scheme=options.scheme, method=options.method, group=scheme.group,
+        form=scheme.kind.form, matrices=len(layers.quantized), expert_matrices=len(layers.experts),
+        parameters=sum(sizes.values()),
         quantized_parameters=sum(sizes[name] for name in layers.quantized), bytes=written.bytes,
         bytes_before=sum(size * source.dtype(name).itemsize for name, size in sizes.items()),
         calibration_tokens=tokens,
@@ -356,23 +361,15 @@ def _experts(
     return experts, tuple(routers)
 
 
-def fitting_group(folder: Path) -> int | None:
-    """The largest group of int4, at most the scheme's, that divides the rows of all matrices of a folder.
+def _scheme(options: QuantizeOptions, layers: LinearLayers, source: SafetensorsFolder) -> Scheme:
+    from llmrecipes.models.quantized_weights import GROUPS, Scheme
 
-    None: no group does, and `quantize` says which matrix has no such rows.
-
-    Args:
-        folder: in Hugging Face's form.
-
-    Raises:
-        UserError: as `linear_layers`.
-    """
-    from llmrecipes.hf.safetensors import SafetensorsFolder
-    from llmrecipes.models.quantized_weights import GROUPS
-
-    source = SafetensorsFolder(folder)
-    rows = [source.shape(name)[-1] for name in linear_layers(folder, source.names(), source.shape).quantized]
-    return next((size for size in GROUPS if all(row % size == 0 for row in rows)), None)
+    group = options.group
+    if group is None and options.scheme == "int4":
+        rows = [source.shape(name)[-1] for name in layers.quantized]
+        # None where no group divides all rows: the scheme's own group then names the matrix that has no such rows.
+        group = next((size for size in GROUPS if all(row % size == 0 for row in rows)), None)
+    return Scheme(options.scheme, group, layers.ignored)
 
 
 def _element(dtype: str | None) -> torch.dtype | None:

@@ -410,8 +410,12 @@ def test_programs_are_measured_too(llama: Path, folder: Path, command: Command) 
     assert rows[4]["skipped"] or measured["gguf-q4_0"]
 
 
-def test_the_largest_group_that_divides_is_taken(llama: Path) -> None:
-    assert quantizing.fitting_group(llama) == 64  # rows of 64 and 192
+def test_the_largest_group_that_divides_all_rows_is_the_default(llama: Path, folder: Path, command: Command) -> None:
+    out = folder / "default"
+    code, printed = command("quantize", str(llama), str(out), "--scheme", "int4", "--no-measure")
+    assert code == 0 and "in groups of 64" in printed  # rows of 64 and 192
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert config["config_groups"]["group_0"]["weights"]["group_size"] == 64
 
 
 def test_what_cannot_be_quantised_is_refused(
@@ -427,7 +431,7 @@ def test_what_cannot_be_quantised_is_refused(
         (str(llama), "--scheme", "int3"): ("--scheme", "nvfp4"),
         (str(llama), "--method", "hqq"): ("--method", "smoothquant"),
         (str(llama), "--scheme", "fp8", "--method", "gptq"): ("--method", "smoothquant"),
-        (str(llama), "--scheme", "int4"): ("--group-size", "128"),
+        (str(llama), "--scheme", "int4", "--group-size", "128"): ("--group-size", "128"),
         (str(llama), "--group-size", "64"): ("--group-size", "int8"),
         (str(llama), "--scheme", "nvfp4", "--dtype", "fp32"): ("--dtype", "bf16"),
         (str(llama), "--method", "gptq"): ("--calibrate", "gptq"),
