@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from llmrecipes.data.prepared import TOKENIZER
 from llmrecipes.data.templates import NAME, answer_end, of_prepared
 from llmrecipes.data.tokenizer import added_ids, prefix_of, require_bounded
 from llmrecipes.errors import UserError
+from llmrecipes.hf.generation import FILE, IDS, of_run
 from llmrecipes.hf.safetensors import write_json
 
 if TYPE_CHECKING:
@@ -18,6 +20,32 @@ if TYPE_CHECKING:
     from llmrecipes.recipe.schema import Recipe
 
 CONFIG = "tokenizer_config.json"
+
+
+def write_companions(
+    folder: Path, recipe: Recipe, prepared: Prepared | None, run_dir: Path, *, tokenizer: bool
+) -> dict[str, Any]:
+    """Write the tokenizer of a run, and generation_config.json.
+
+    Args:
+        folder: folder of the model.
+        recipe: recipe of the run.
+        prepared: its data.
+        run_dir: the run.
+        tokenizer: False: only generation_config.json.
+
+    Returns:
+        What config.json says of special tokens.
+
+    Raises:
+        UserError: as `write_tokenizer`.
+    """
+    special = write_tokenizer(folder, recipe, prepared) if tokenizer else {}
+    if recipe.data.tokenizer.type != "huggingface":  # another tokenizer than that of a model which the run starts from
+        run_dir = folder
+    generation = of_run(run_dir, special, recipe.model.vocab_size)
+    write_json(folder / FILE, generation)
+    return {name: generation[name] for name in IDS if name in generation}
 
 
 def write_tokenizer(folder: Path, recipe: Recipe, prepared: Prepared | None) -> dict[str, Any]:
@@ -33,7 +61,7 @@ def write_tokenizer(folder: Path, recipe: Recipe, prepared: Prepared | None) -> 
         prepared: its data.
 
     Returns:
-        What config.json and generation_config.json say of it: ids of special tokens. `eos_token_id` is a list where
+        Ids of special tokens. `eos_token_id` is a list where
         an answer ends with another token than a document; the first ends an answer.
 
     Raises:
@@ -114,6 +142,17 @@ def _serve(folder: Path) -> None:
             file.write_text(serving_form(template), "utf-8")
 
 
+def _for_earlier(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A tokenizer_config.json of transformers 5 by names that transformers 4 reads too, which refuses the others."""
+    # How and from where it was loaded.
+    kept = {key: value for key, value in config.items() if key not in ("backend", "is_local", "local_files_only")}
+    if kept.get("tokenizer_class") == "TokenizersBackend":
+        kept["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(kept.get("extra_special_tokens"), list):
+        kept["additional_special_tokens"] = kept.pop("extra_special_tokens")
+    return kept
+
+
 def _from_transformers(
     folder: Path, recipe: Recipe, vocabulary: dict[str, int] | None, end: str | None, prefix: tuple[int, ...] | None
 ) -> dict[str, Any]:
@@ -155,8 +194,9 @@ def _from_transformers(
         tokenizer.add_eos_token = bool(after)
         tokenizer.add_bos_token = bool(prefix)
     tokenizer.save_pretrained(folder)
+    config = _for_earlier(json.loads((folder / CONFIG).read_text("utf-8")))
     if prefix or before:
         # Programs that do not read the post-processor of tokenizer.json look here.
-        config = json.loads((folder / CONFIG).read_text("utf-8"))
-        write_json(folder / CONFIG, {**config, "add_bos_token": bool(prefix), "add_eos_token": bool(after)})
+        config |= {"add_bos_token": bool(prefix), "add_eos_token": bool(after)}
+    write_json(folder / CONFIG, config)
     return {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "pad", "eos")}

@@ -111,8 +111,8 @@ def export(
         UserError: no such run or checkpoint, a model without a form in transformers (with the key in the way), a
             corrupt checkpoint, a folder that exists, or a full disk. Nothing is left behind.
     """
-    from llmrecipes.hf.safetensors import write, write_json
-    from llmrecipes.hf.tokenizer_files import write_tokenizer
+    from llmrecipes.hf.safetensors import write
+    from llmrecipes.hf.tokenizer_files import write_companions
 
     started = time.monotonic()
     _require_options(options)
@@ -126,8 +126,7 @@ def export(
     dtype = options.dtype or recipe.train.precision
     notes = _notes(recipe, averaged=options.averaged)
     with published(out) as folder:
-        special = write_tokenizer(folder, recipe, prepared) if options.tokenizer else {}
-        write_json(folder / "generation_config.json", {**special, "_from_model_config": True})
+        special = write_companions(folder, recipe, prepared, run, tokenizer=options.tokenizer)
         written = write(opened.source, {**opened.config, **special}, folder, dtype, options.shard_bytes, progress)
         measured = _measured(run, entry)
         data = prepared.manifest if prepared else None

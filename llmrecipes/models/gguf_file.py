@@ -334,6 +334,12 @@ def _pairs(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return halves.transpose(1, 2).reshape(weight.shape)
 
 
+SAMPLING: Mapping[str, str] = {
+    "temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat",
+}  # fmt: skip
+"""Keys of generation_config.json by the package's names of llama.cpp's."""
+
+
 def _add_vocabulary(writer: Any, vocabulary: Vocabulary | None, size: int) -> None:
     import gguf
 
@@ -355,6 +361,10 @@ def _add_vocabulary(writer: Any, vocabulary: Vocabulary | None, size: int) -> No
     vocabulary.special.add_to_gguf(writer, quiet=True)
     if "bos" not in vocabulary.special.add_special_token:
         writer.add_add_bos_token(False)  # llama.cpp's default depends on the pattern
+    for key, name in SAMPLING.items():
+        value = vocabulary.generation.get(key)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            getattr(writer, f"add_sampling_{name}")(value)
     if vocabulary.ends[1:]:
         # Generation stops at the end of an answer and at that of a document.
         writer.add_eot_token_id(vocabulary.ends[0])
@@ -373,6 +383,8 @@ class Vocabulary(NamedTuple):
     """llama.cpp's name of how text is split into words."""
     ends: Sequence[int]
     """Ids that end an answer."""
+    generation: Mapping[str, Any]
+    """generation_config.json."""
 
 
 def _vocabulary(opened: OpenedRun, data_dir: Path) -> tuple[Vocabulary, tuple[str, ...]]:
@@ -385,16 +397,19 @@ def _vocabulary(opened: OpenedRun, data_dir: Path) -> tuple[Vocabulary, tuple[st
 
     from llmrecipes.data.encode import WORDS
     from llmrecipes.data.prepared import TOKENIZER
+    from llmrecipes.hf.generation import FILE as FILE_OF_GENERATION
     from llmrecipes.hf.reading import CONFIG
     from llmrecipes.hf.safetensors import write_json
-    from llmrecipes.hf.tokenizer_files import write_tokenizer
+    from llmrecipes.hf.tokenizer_files import write_companions
     from llmrecipes.models.export import prepared_of
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        special = write_tokenizer(folder, opened.recipe, prepared_of(opened, data_dir))
+        prepared = prepared_of(opened, data_dir)
+        special = write_companions(folder, opened.recipe, prepared, opened.folder, tokenizer=True)
         end = special["eos_token_id"]
         ends: list[int] = end if isinstance(end, list) else [end]
+        generation = json.loads((folder / FILE_OF_GENERATION).read_text("utf-8"))
         write_json(folder / CONFIG, {**special, "eos_token_id": ends[0]})
         file: dict[str, Any] = json.loads((folder / TOKENIZER).read_text("utf-8"))
         marks = gguf.SpecialVocab(folder, load_merges=True, n_vocab=opened.config["vocab_size"])
@@ -406,13 +421,18 @@ def _vocabulary(opened: OpenedRun, data_dir: Path) -> tuple[Vocabulary, tuple[st
             rule="the tokenizer must be a byte-level BPE with a word pattern that llama.cpp knows",
             fix="--no-tokenizer, with token ids as input",
         )  # fmt: skip
+    names = {number: text for text, number in model["vocab"].items()}
+    names |= {token["id"]: token["content"] for token in file.get("added_tokens", [])}
     notes: tuple[str, ...] = ()
+    if more := ends[2:]:
+        listed = ", ".join(names.get(number, str(number)) for number in more)
+        notes = (f"llama.cpp has no key for more than two tokens that end an answer: {listed}",)
     if json.dumps(WORDS)[1:-1] in json.dumps(file["pre_tokenizer"]):
-        notes = (
+        notes += (
             f"llama.cpp splits text into words by its pattern {OURS}; where it differs from this tokenizer's "
             "(contractions, line ends after punctuation), tokens differ from those of training",
         )
-    return Vocabulary(model["vocab"], file.get("added_tokens", []), marks, pattern, ends), notes
+    return Vocabulary(model["vocab"], file.get("added_tokens", []), marks, pattern, ends, generation), notes
 
 
 def _pattern(splitter: Any) -> str | None:

@@ -194,13 +194,11 @@ def _write_companions(first: Opened, data_dir: Path, folder: Path, *, tokenizer:
             if os.path.lexists(first.folder / name):
                 copy(first.folder, name, folder / name)
         return {}
-    from llmrecipes.hf.safetensors import write_json
-    from llmrecipes.hf.tokenizer_files import write_tokenizer
+    from llmrecipes.hf.tokenizer_files import write_companions
     from llmrecipes.models.export import prepared_of
 
-    special = write_tokenizer(folder, first.recipe, prepared_of(first, data_dir)) if tokenizer else {}
-    write_json(folder / COMPANIONS[0], {**special, "_from_model_config": True})
-    return special
+    prepared = prepared_of(first, data_dir) if tokenizer else None
+    return write_companions(folder, first.recipe, prepared, first.folder, tokenizer=tokenizer)
 
 
 def _card(models: Sequence[str], base: str | None, numbers: Merge) -> str:

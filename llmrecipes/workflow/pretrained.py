@@ -72,12 +72,14 @@ def with_pretrained(spec: RunSpec, log: Log) -> RunSpec:
         if not needs_start_weights(recipe):
             return spec
         return spec.model_copy(update={"pretrained": base_folder(spec.run_dir, recipe, log).absolute()})
-    from llmrecipes.hf.reading import resolve
+    from llmrecipes.hf.generation import keep
+    from llmrecipes.hf.reading import read_config, resolve
 
     try:
         source = resolve(_pinned(spec.run_dir, recipe.train.pretrained))
         record = PretrainedRecord(recipe.train.pretrained, source.pinned, _require_fit(source.path, recipe, log))
         write_atomic(spec.run_dir / RECORD, json.dumps(asdict(record), indent=2) + "\n")
+        keep(source.path, read_config(source.path), spec.run_dir)
     except UserError:
         spec.run.remove_if_empty()
         raise

@@ -184,14 +184,21 @@ def test_the_vocabulary_is_that_of_the_tokenizer(name: str, bos: bool, tmp_path:
     assert tokenizer.apply_chat_template(talk, tokenize=False) == expected
 
 
-def test_templates_by_name_are_all_written(tmp_path: Path) -> None:
+def test_templates_by_name_and_how_to_sample_are_written(tmp_path: Path) -> None:
     saved("llama", tmp_path / "model")
+    sampling = {"temperature": 0.5, "top_k": 20, "top_p": 0.75, "repetition_penalty": 1.25, "min_p": None}
+    generation = {"do_sample": True, **sampling, "eos_token_id": [1, SPECIAL.index("<|im_end|>")]}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(generation))
     templates = {"default": TEMPLATE, "tool_use": "tools" + TEMPLATE}
     save_tokenizer("llama-bpe", tmp_path / "model", bos=False, template=templates)
     found = fields(written("llama", "unscaled", tmp_path, tokenizer=True))
     of_all = [found["tokenizer.chat_template"], found["tokenizer.chat_template.tool_use"]]
     assert found["tokenizer.chat_templates"] == ["tool_use"] and of_all[1] == "tools" + of_all[0]
     assert all("generation %" not in template for template in of_all)
+    kept = {key.removeprefix("general.sampling."): value for key, value in found.items() if ".sampling." in key}
+    assert kept == {"temp": 0.5, "top_k": 20, "top_p": 0.75, "penalty_repeat": 1.25}
+    ends = [found[f"tokenizer.ggml.{kind}_token_id"] for kind in ("eos", "eot", "eom")]
+    assert ends == [1, 1, SPECIAL.index("<|im_end|>")]
 
 
 @pytest.mark.llama_cpp
