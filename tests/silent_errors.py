@@ -105,6 +105,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim("the auxiliary loss is not in the graph, or shrinks with the ranks", "Automodel#1412", "equal", row("moe with aux_loss: dp2 ep2")),
         Claim("padding masks of routers with sequence or expert parallelism: masks of other tokens, doubled gradients", "Megatron-LM#7452 (5, 10), #7481", "absent", note="no padding mask is passed"),
         Claim("padding counts in the balance", "Megatron-LM#1984, #2142", "equal", f"{INVARIANTS}::test_a_routers_loss_has_the_same_gradient_however_many_tokens_are_masked", "every token is routed and counted, by definition"),
+        Claim("the bias is balanced neither in prediction layers nor after a layer without experts", "torchtitan#4494, #3686", "equal", row("deepseek: dp2 ep2")),
         Claim("copies of the router diverge with sequence parallelism", "Megatron-LM#619; torchtitan#2388", "equal", row("moe: tp2 sp ep2 etp1")),
         Claim("gathered probabilities detach the router", "Automodel#2995; transformers#48687", "equal", row("moe with allgather: tp2 sp ep2 etp1")),
         Claim("the bias counts tokens of validation", "prime-rl#2953", "equal", f"{INVARIANTS}::test_the_bias_of_experts_counts_each_trained_token_once"),
@@ -129,6 +130,10 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim("a resume begins the schedule of the learning rate again, or advances it twice", "verl#7953; slime#1547, #1775; miles#1627", "equal", "tests/train/test_train_batches.py::test_a_run_with_a_growing_batch_goes_on_bit_for_bit"),
         Claim("Muon with sharded state: the weights differ after a resume", "Megatron-LM#6920", "equal", f"{RESUMED}[gpt with muon: tp2 sp to pp2]"),
         Claim("experts' optimizer state is lost with expert parallelism", "Megatron-LM#761; ms-swift#8240", "equal", f"{RESUMED}[moe: dp4 ep4 to pp2 dp2 ep2]"),
+        Claim("a checkpoint has the experts of one expert-parallel rank", "KempnerForge#202", "equal", f"{RESUMED}[moe: dp4 ep4 to pp2 dp2 ep2]"),
+        Claim("master weights are made of the rounded ones at every resume", "OpenTau#185", "equal", "tests/dist/test_resume_state.py::test_masters_and_moments_are_those_that_were_saved"),
+        Claim("ZeRO 0 in bf16 saves no state of the optimizer", "DeepSpeed#7786", "refused", ZERO_RULES),
+        Claim("a resume in a later pass takes the order of the first, or skips the beginning of every further one", "Megatron-Bridge#4565; ms-swift#10050", "equal", "tests/unit/test_data_passes.py::test_a_resume_in_a_later_pass_goes_on_in_its_order"),
     ),
     "Random numbers": (
         Claim("data-parallel ranks draw the same masks for their different samples", "Megatron-LM#6566; tt-metal#55947", "equal", row("gpt with dropout: dp2")),

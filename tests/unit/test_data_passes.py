@@ -12,6 +12,7 @@ import pytest
 from megatron.core.datasets.gpt_dataset import GPTDataset
 
 from llmrecipes.checkpoint.manifest import CheckpointInfo
+from llmrecipes.data.batches import batches
 from llmrecipes.data.dataset import build
 from llmrecipes.data.prepare import Prepared, prepare
 from llmrecipes.data.prepared import most_passes
@@ -83,6 +84,31 @@ def test_a_longer_run_begins_alike(drawn: dict[float, tuple[Recipe, Prepared]]) 
     for chosen in drawn.values():
         shorter = list(samples(chosen))
         assert shorter == longest[: len(shorter)]
+
+
+def test_a_resume_in_a_later_pass_goes_on_in_its_order(drawn: dict[float, tuple[Recipe, Prepared]]) -> None:
+    used, prepared = drawn[3.4]
+    size = used.train.global_batch_size
+    blend: Any = build(used, prepared, "train")
+
+    def read(consumed: int) -> list[list[int]]:
+        stream = batches(
+            blend,
+            consumed_samples=consumed,
+            micro_batch_size=size,
+            global_batch_size=size,
+            data_parallel_rank=0,
+            data_parallel_size=1,
+            num_workers=0,
+            prefetch_factor=1,
+            pin_memory=False,
+        )
+        return [sample.tolist() for batch in stream for sample in batch["tokens"]]
+
+    whole = read(0)
+    for passes in (1.5, 2.5):
+        consumed = int(len(whole) * passes / 3.4) // size * size
+        assert read(consumed) == whole[consumed:]
 
 
 def test_one_pass_has_the_order_of_megatron_core(drawn: dict[float, tuple[Recipe, Prepared]], tmp_path: Path) -> None:
