@@ -405,14 +405,13 @@ def test_damaged_digests_and_shards_are_refused(sources: tuple[Source, ...], tmp
 @pytest.mark.rotating
 def test_documents_that_are_cut_are_the_same_in_many_shards(copied: Recipe, tmp_path: Path) -> None:
     """What happens to one depends on which were kept before: one item decides, also up to `max_tokens`."""
-    sentence = "Ten words that are said here again and once more. "
-    rows = [
-        {"text": f"{sentence * 3}But this is number {n} of them. " + f"It ends with {n * n} words. " * 9}
-        for n in range(90)
-    ]
+    rng, words = random.Random(3), [f"{a}{b}{c}" for a in "bdfgkl" for b in "aeiou" for c in "mnrst"]
+    common = "Ten words that are said here again and once more. " * 3
+    own = (". ".join(" ".join(rng.choices(words, k=9)) for _ in range(6)) for _ in range(90))
+    rows = [{"text": f"{common}{text}."} for text in own]
     (tmp_path / "spans.jsonl").write_text("\n".join(map(json.dumps, rows)))
     cut = Step.model_validate({"type": "duplicates", "span_sentences": 3, "cut_spans": True, "min_words": 5})
-    first = Source(type="jsonl", path=str(tmp_path / "spans.jsonl"), max_tokens=4000)
+    first = Source(type="jsonl", path=str(tmp_path / "spans.jsonl"), max_tokens=1000)
     every = (first, copied.data.sources[0], copied.data.sources[2])
     data = copied.data.model_copy(update={"sources": every, "steps": (cut, copied.data.steps[-1])})
     used = copied.model_copy(update={"data": data})
