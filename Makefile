@@ -49,7 +49,7 @@ BIN := $(VENV)/bin
 LLMRECIPES := $(BIN)/python tools/with_args.py $(BIN)/llmrecipes
 SETUP = python="$(PYTHON)" && python=$${python:-$$(tools/find_python.sh --install)} && "$$python" tools/setup_env.py --venv $(VENV) --torch "$$TORCH"
 
-.PHONY: help setup setup-zero train search smoke verify prepare generate ui test check bench lock gpu-bundle clean slurm k8s image test-deep test-version test-system test-all test-fabric test-kubernetes test-gpu-8 test-llama-cpp
+.PHONY: help setup setup-zero train search smoke verify prepare generate ui test check bench lock gpu-bundle clean slurm k8s image test-deep test-version test-system test-all test-fabric test-kubernetes test-gpu-8 test-llama-cpp test-ray
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
@@ -100,14 +100,14 @@ WORKERS = -n 4 --dist loadscope --no-loadscope-reorder
 
 test: export TESTS_COMMIT ?= $(shell git rev-parse HEAD 2>/dev/null)
 test: setup ## run the tests for every change: each part, each kind of parallelism, signals, one crash; long ones take turns
-	@$(PYTEST) $(WORKERS) -m "not slow and not system and not fabric and not kubernetes and not gpu8 and not llama_cpp"
+	@$(PYTEST) $(WORKERS) -m "not slow and not system and not fabric and not kubernetes and not gpu8 and not llama_cpp and not ray"
 
 test-deep: setup-zero ## run the tests that `make test` leaves out: all layouts, many interruptions
 	@$(BIN)/python -m tests.operators >/dev/null
-	@$(PYTEST) $(WORKERS) -m "slow and not system and not fabric and not kubernetes and not gpu8 and not llama_cpp"
+	@$(PYTEST) $(WORKERS) -m "slow and not system and not fabric and not kubernetes and not gpu8 and not llama_cpp and not ray"
 
 test-version: setup ## run the tests that depend on the version of Python: PYTHON=python3.13
-	@$(PYTEST) $(WORKERS) -m "version and not system and not fabric and not kubernetes and not gpu8 and not llama_cpp"
+	@$(PYTEST) $(WORKERS) -m "version and not system and not fabric and not kubernetes and not gpu8 and not llama_cpp and not ray"
 
 test-system: setup ## run the tests against real daemons (Slurm, containers); installs Debian packages if permitted
 	@tools/system_packages.sh
@@ -122,6 +122,9 @@ test-fabric: setup ## test the doctor and bench fabric on emulated machines with
 
 test-llama-cpp: setup ## read GGUF with llama.cpp itself: LLAMA_CPP=DIR, from pip install --target DIR xllamacpp llama-cpp-python
 	@PYTHONPATH="$$LLAMA_CPP" $(PYTEST) -n0 -rs -m llama_cpp tests/unit/test_export_programs.py tests/unit/test_export_gguf.py
+
+test-ray: setup ## prepare data on two Ray nodes, of which one is lost: RAY=DIR, from pip install --target DIR ray
+	@PYTHONPATH="$$RAY" $(PYTEST) -n0 -rs -m ray tests/unit/test_data_ray.py
 
 # DIR has etcd, kube-apiserver and kube-controller-manager, which no package index has: dl.k8s.io.
 test-kubernetes: setup ## run the tests against Kubernetes' control plane: KUBERNETES=DIR

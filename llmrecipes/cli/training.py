@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -127,6 +127,14 @@ def prepare(
             "a killed call has encoded are kept.",
         ),
     ] = None,
+    on: Annotated[
+        Literal["ray"] | None,
+        typer.Option(
+            "--on",
+            help="Run on a Ray cluster (RAY_ADDRESS, or one on this machine) instead of processes of this machine; "
+            "--workers limits the CPUs.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
     data_dir: DataOption = DATA,
 ) -> None:
@@ -144,8 +152,15 @@ def prepare(
             rule="use one of them: a task is a single process",
             fix="--tasks only",
         )
+    if on is not None and tasks is not None:
+        raise UserError(
+            "--on and --tasks",
+            where="--tasks",
+            rule="use one of them: the cluster divides the work among its nodes",
+            fix=f"--on {on} only",
+        )
     log = None if as_json else _say
-    prepared = make(load(recipe, overrides or []).recipe, data_dir, workers=workers, tasks=tasks, progress=log)
+    prepared = make(load(recipe, overrides or []).recipe, data_dir, workers=workers, tasks=tasks, on=on, progress=log)
     documents, copies = None, None
     if verify:
         from llmrecipes.data.leaks import check_near_copies  # imports megatron-core

@@ -25,16 +25,20 @@ _AHEAD = 2
 """Items a worker that are in flight, so that none waits for the next."""
 
 
+EXECUTORS = {"ray": "llmrecipes.data.ray_cluster:Ray"}
+"""Classes by their name for `--on`, made of the most items at a time or None."""
+
+
 class Executor(Protocol):
-    """Does items.
+    """Does items."""
 
-    Attributes:
-        workers: items at a time.
-        remote: the workers may be on other machines: a shard is read where it is encoded.
-    """
+    @property
+    def workers(self) -> int:
+        """Items at a time."""
 
-    workers: int
-    remote: bool
+    @property
+    def remote(self) -> bool:
+        """Whether the workers may be on other machines: a shard is read where it is encoded."""
 
     def map[T, R](self, function: Callable[[T], R], items: Iterable[T]) -> Generator[R, None, None]:
         """The results in the order of the items, which are taken as workers become free. An item whose worker was

@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware.builds import import_megatron
 from llmrecipes.hardware.cluster import cpu_cores
 from llmrecipes.io import sync, write_synced
+from llmrecipes.recipe.plugins import resolve
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.stage_runs import stage_recipes
 from llmrecipes.units import MIB
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 
     from llmrecipes.data.chat import ChatSpec
     from llmrecipes.data.corpus import EncoderSpec
+    from llmrecipes.data.executor import Executor
     from llmrecipes.data.shards import Shards
 
 __all__ = ["Prepared", "fingerprint", "open_prepared", "prepare"]
@@ -58,6 +61,7 @@ def prepare(
     *,
     workers: int | None = None,
     tasks: int | None = None,
+    on: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Prepared:
     """Ensure that the recipe's tokens and sample indices exist. Runs without a process group.
@@ -68,6 +72,8 @@ def prepare(
         workers: processes, unless there is little text; None: one for each CPU this process may use.
         tasks: encode and join with so many processes, together with other calls for the same folder, on this and other
             nodes.
+        on: name of the executor in `executor.EXECUTORS`, with `workers` items at a time; None: processes of this
+            machine.
         progress: receives progress messages.
 
     Returns:
@@ -100,7 +106,7 @@ def prepare(
                 encode_shards(shards, tasks, log)
     with _writable(data_dir), _lock(data_dir, target.name, log):
         if not target.is_dir():
-            _build(recipe, target, workers or max(1, int(cpu_cores())), log, shared=tasks is not None)
+            _build(recipe, target, partial(_executor, on, workers, log), log, shared=tasks is not None)
         prepared = open_prepared(recipe, data_dir)
         # Loads megatron-core, which costs seconds where all is prepared.
         from llmrecipes.data.dataset import build_order
@@ -109,6 +115,16 @@ def prepare(
             build_order(stage_recipe, prepared, log)
             require_same_scores(stage_recipe.data.curriculum, index_folder(stage_recipe, prepared))
     return prepared
+
+
+def _executor(on: str | None, workers: int | None, log: Callable[[str], None]) -> Executor:
+    from llmrecipes.data.executor import EXECUTORS, Processes
+
+    if on is None:
+        return Processes(workers or max(1, int(cpu_cores())), log)
+    executor: Executor = resolve(EXECUTORS[on])(workers)
+    log(f"on {on}, with {executor.workers:,} items at a time")
+    return executor
 
 
 def _shards(recipe: Recipe, target: Path, log: Callable[[str], None], *, shared: bool) -> Shards:
@@ -153,8 +169,9 @@ def _shards(recipe: Recipe, target: Path, log: Callable[[str], None], *, shared:
     return Shards(folder, recipe.data.sources, spec, tuple(stored.shards), recipe.data.chat)
 
 
-def _build(recipe: Recipe, target: Path, workers: int, log: Callable[[str], None], *, shared: bool) -> None:
-    from llmrecipes.data.executor import Processes
+def _build(
+    recipe: Recipe, target: Path, executor: Callable[[], Executor], log: Callable[[str], None], *, shared: bool
+) -> None:
     from llmrecipes.data.pipeline import run
 
     started = time.monotonic()
@@ -163,8 +180,8 @@ def _build(recipe: Recipe, target: Path, workers: int, log: Callable[[str], None
     if not shared:
         for left in shards.folder.rglob(".*.part"):  # by a killed call
             left.unlink(missing_ok=True)
-    with closing(Processes(workers, log)) as executor:
-        run(shards, executor, log)
+    with closing(executor()) as workers:
+        run(shards, workers, log)
     shutil.rmtree(part, ignore_errors=True)  # from a killed run; the lock is ours
     try:
         part.mkdir()

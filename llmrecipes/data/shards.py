@@ -8,9 +8,11 @@ cut, nor on who encoded what.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from errno import ENOENT
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +38,8 @@ KEY_BYTES = {"digests": DIGEST_BYTES, "marks": 16}
 """Of what is compared for equality; the marks are those of `copies.Duplicates` without spans."""
 MOST_RANGES = 256
 """Of digests. Each has 60 million of 15 billion documents, which take some 8 GB to sort."""
+_LATE_SECONDS = 120.0
+"""Network file systems cache what is in a folder for up to 60 s."""
 _CHANGED = "delete the folder to start over"
 
 
@@ -300,6 +304,15 @@ class Shards:
                 done[int(number)] = shard
         return done
 
+    def _file(self, number: int) -> Path:
+        """Of a shard that is published; a network file system may show one of another machine later."""
+        waited = time.monotonic() + _LATE_SECONDS
+        while number not in (done := self.published()):
+            if time.monotonic() > waited:
+                raise OSError(ENOENT, "a shard that was published is not there", str(self.folder / f"{number:06d}"))
+            time.sleep(1)
+        return done[number].file
+
     def needed(self) -> list[int]:
         """Numbers of the shards to encode: those that are missing, of a source with `max_tokens` only until the ones
         before them have as many tokens, or as many as it takes so that they are kept (`require`). None once the shards
@@ -481,7 +494,7 @@ class Shards:
         if end is not None and not end.read:
             return
         left = None if end is None else end.read
-        for worked in read(self.published()[number].file, self.shards[number].source, ids=ids):
+        for worked in read(self._file(number), self.shards[number].source, ids=ids):
             yield worked if left is None else worked.first(left)
             left = None if left is None else left - len(worked.outcomes)
             if left is not None and left <= 0:
