@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any, Protocol
 
+from llmrecipes.data.judged import Form, form_of
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.preference import Preference
 from llmrecipes.recipe.schema import Chat, Source
@@ -163,6 +164,11 @@ def _hh_turns(value: Any) -> Any:
     return [{"role": roles[who], "content": said} for who, said in zip(parts[::2], parts[1::2], strict=True)]
 
 
+def _message(role: str, value: Any) -> Any:
+    """A text as a message of a role; other values as they are."""
+    return [{"role": role, "content": value}] if isinstance(value, str) else value
+
+
 def _split_off(prompt: Turns, chosen: Turns, rejected: Turns) -> list[Turns]:
     """A pair whose answers may be whole conversations, with the prompt: their common beginning."""
     alike = common(chosen, rejected)
@@ -294,22 +300,34 @@ class PairRows(Labelled):
     def __init__(self, source: Source, chat: Chat, preference: Preference) -> None:
         super().__init__(source)
         self._keys = (chat.prompt_key, preference.chosen_key, preference.rejected_key)
+        self._form: Form | None = None
         self._filled = source.type in TABLES
 
     def columns(self, present: Sequence[str], where: str) -> list[str]:
+        self._form = None if set(self._keys[1:]) <= set(present) else form_of(present, where)
+        if self._form is not None:
+            return self.with_label(self._form.columns, present, where)
         if missing := [key for key in self._keys[1:] if key not in present]:
             raise no_column(repr(missing[0]), present, where, PAIR_RULE)
         return self.with_label([key for key in (*self._keys, TOOLS) if key in present], present, where)
 
     def document(self, row: Mapping[str, Any], where: str) -> str | None:
-        asked, *answers = self._keys
-        values = {key: row[key] for key in self._keys if key in row}
+        keys = self._keys
+        if self._form is not None:
+            better = self._form.chosen_and_rejected(row, where)
+            if better is None:
+                return ""
+            keys = (self._form.prompt or keys[0], *better)
+        asked, *answers = keys
+        values = {key: row[key] for key in keys if key in row}
+        if self._form is not None and self._form.prompt is not None:  # an answer to somebody, not a text continued
+            values = {key: _message("user" if key == asked else "assistant", value) for key, value in values.items()}
         if None in values.values():
             return ""
         if asked not in values:
             values = {key: _hh_turns(value) for key, value in values.items()}
         texts = [key for key, value in values.items() if isinstance(value, str)]
-        if texts == [*self._keys]:
+        if texts == [*keys]:
             parts = [self._text(value, key, where) for key, value in values.items()]
         elif set(texts) & set(answers):
             shapes = [f"{key!r} is {'text' if key in texts else 'messages'}" for key in values]
@@ -317,15 +335,15 @@ class PairRows(Labelled):
             raise UserError(", ".join([*shapes, *missing]), where=where, rule=PAIR_RULE, fix="fix or delete the row")
         else:
             if asked in texts:
-                values[asked] = [{"role": "user", "content": values[asked]}]
-            parts = _split_off(*(turns(values.get(key, []), key, where, filled=self._filled) for key in self._keys))
+                values[asked] = _message("user", values[asked])
+            parts = _split_off(*(turns(values.get(key, []), key, where, filled=self._filled) for key in keys))
             if not (parts[0] or asked in values):
                 what = f"{answers[0]!r} and {answers[1]!r} begin differently, and there is no {asked!r}"
                 raise UserError(what, where=where, rule=PAIR_RULE, fix="fix or delete the row")
         prompt, chosen, rejected = parts
         if chosen == rejected:
             raise UserError(
-                f"{self._keys[1]!r} and {self._keys[2]!r} are equal",
+                f"{answers[0]!r} and {answers[1]!r} are equal",
                 where=where,
                 rule="the answers of a pair must differ",
                 fix="delete the row",

@@ -72,6 +72,62 @@ def test_pairs_of_published_sets_are_read(row: dict[str, Any], tmp_path: Path) -
     assert found[1] == found[0]
 
 
+ANSWERS = ("Yes.", "No, never.")
+SHP = {"history": "Is it?", "human_ref_A": ANSWERS[0], "human_ref_B": ANSWERS[1], "labels": 1, "score_A": 3}
+SAFE = {"prompt": "Is it?", "response_0": ANSWERS[1], "response_1": ANSWERS[0], "better_response_id": 1}
+STEER = {"prompt": "Is it?", "response_1": ANSWERS[0], "response_2": ANSWERS[1], "preference_strength": -2}
+ARENA = {
+    "conversation_a": [*TALKS["prompt"], *TALKS["rejected"]],
+    "conversation_b": [*TALKS["prompt"], *TALKS["chosen"]],
+    "winner": "model_b",
+}
+
+
+@pytest.mark.parametrize(
+    ("row", "other"),
+    [
+        (SHP, {"human_ref_A": ANSWERS[1], "human_ref_B": ANSWERS[0], "labels": 0}),
+        (SAFE, {"response_0": ANSWERS[0], "response_1": ANSWERS[1], "better_response_id": 0}),
+        (STEER, {"response_1": ANSWERS[1], "response_2": ANSWERS[0], "preference_strength": 1}),
+        (
+            ARENA,
+            {"conversation_a": ARENA["conversation_b"], "conversation_b": ARENA["conversation_a"], "winner": "model_a"},
+        ),
+    ],
+    ids=["SHP", "PKU-SafeRLHF", "HelpSteer2", "Chatbot Arena"],
+)
+def test_judgements_of_published_sets_say_which_answer_is_better(
+    row: dict[str, Any], other: dict[str, Any], tmp_path: Path
+) -> None:
+    judgement = next(key for key in ("labels", "better_response_id", "preference_strength", "winner") if key in row)
+    neither = {"preference_strength": 0, "winner": "tie"}.get(judgement)
+    tie = [] if neither is None else [{**row, judgement: neither}]
+    lines = [row, {**row, **other}, *tie]
+    found = list(documents(rows(tmp_path / "a.jsonl", *lines), CHAT))
+    right = list(documents(rows(tmp_path / "b.jsonl", TALKS), CHAT))
+    assert found == [*right, *right, *("" for _ in tie)]
+    pq.write_table(pa.Table.from_pylist(lines), tmp_path / "a.parquet")
+    assert list(documents(Source(type="parquet", path=str(tmp_path / "a.parquet")), CHAT)) == found
+    wrong = rows(tmp_path / "c.jsonl", row, {**row, judgement: 7})
+    with refused(f"{tmp_path / 'c.jsonl'}:2", rule=(repr(judgement), "7")):
+        list(documents(wrong, CHAT))
+
+
+@pytest.mark.parametrize(
+    ("row", "rule"),
+    [
+        ({**SAFE, "safer_response_id": 0}, ("better_response_id", "safer_response_id")),
+        ({"instruction": "a", "completions": [{"response": "b", "overall_score": 7}]}, ("UltraFeedback",)),
+        ({"prompt": "a", "response": "b", "helpfulness": 3}, ("HelpSteer2",)),
+        ({"prompt": "a", "completion": "b", "label": True}, ("KTO",)),
+        ({**STEER, "prompt": "a\n<extra_id_1>Assistant\nb\n<extra_id_1>User\nc"}, ("<extra_id_1>",)),
+    ],
+)
+def test_scores_that_do_not_make_pairs_are_refused(row: dict[str, Any], rule: tuple[str, ...], tmp_path: Path) -> None:
+    with refused(f"{tmp_path / 'a.jsonl'}:1", rule=rule):
+        list(documents(rows(tmp_path / "a.jsonl", row), CHAT))
+
+
 def test_whole_conversations_are_divided_as_trl_does(tmp_path: Path) -> None:
     system, more = said("Be kind.", "system"), said("Sure?", "user")
     begin = [*system, *TALKS["prompt"], *said("Perhaps."), *more]
