@@ -22,7 +22,7 @@ from llmrecipes.commandline import command_line
 from llmrecipes.data import checked
 from llmrecipes.data import manifest as manifests
 from llmrecipes.data.infilling import infills
-from llmrecipes.data.manifest import LISTING, DataManifest, listings, read_listing, require_listed
+from llmrecipes.data.manifest import LISTING, DataManifest, SourceRecord, listings, read_listing, require_listed
 from llmrecipes.data.split import SPLITS, Split, check_disjoint
 from llmrecipes.data.steps import selected
 from llmrecipes.data.tokenizer import TextTokenizer, read
@@ -30,7 +30,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.recipe.batch_schedule import samples_of
 from llmrecipes.recipe.data_steps import STEPS
 from llmrecipes.recipe.plugins import DataStep, declared, resolve
-from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.schema import Recipe, Source
 from llmrecipes.recipe.stages import span_of
 
 logger = logging.getLogger(__name__)
@@ -400,6 +400,20 @@ def check_index(recipe: Recipe, prepared: Prepared, log: Callable[[str], None]) 
     return path
 
 
+def _read(source: Source, record: SourceRecord) -> str:
+    """What was read of a source and what became of it."""
+    from llmrecipes.data.sources import form
+
+    files = 0 if record.files is None else record.files.files
+    of = f" of {files:,} file{'' if files == 1 else 's'}" if files else ""
+    kind = f" ({kind})" if (kind := form(source)) else ""
+    splits = {split: counts.documents for split, counts in record.splits.items()}
+    left_out = record.read - sum(splits.values())
+    dropped = f", {left_out:,} dropped" if left_out else ""
+    here = ", ".join(f"{count:,} in {split}" for split, count in splits.items() if count) or "none left"
+    return f"{record.read:,} document{'' if record.read == 1 else 's'}{of}{kind}{dropped}, {here}"
+
+
 def require_training(recipe: Recipe, prepared: Prepared) -> None:
     """Every source must hold one training sequence, or its weight could not be kept.
 
@@ -411,7 +425,8 @@ def require_training(recipe: Recipe, prepared: Prepared) -> None:
     for n, source in enumerate(prepared.manifest.sources):
         if n not in usable and weights[n]:
             raise UserError(
-                f"source {source.label!r} has {source.splits['train'].tokens:,} training tokens",
+                f"source {source.label!r} has {source.splits['train'].tokens:,} training tokens: "
+                f"{_read(recipe.data.sources[n], source)}",
                 where=f"data.sources[{n}]",
                 rule=f"one sequence takes {recipe.model.seq_length + 1:,} (model.seq_length + 1)",
                 fix="add text to the source, remove it, or lower model.seq_length",

@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from llmrecipes.data import hub
 from llmrecipes.data.discovery import LeftOut, described, in_folder, of_pattern, other_endings
@@ -26,6 +27,7 @@ from llmrecipes.data.parts import (
     SourceFile,
     damages,
     decompressor,
+    is_array,
     parts_of,
     size_of,
     too_large,
@@ -136,6 +138,19 @@ def text_bytes(source: Source, bytes_per_token: float | None = None) -> float | 
         return limit
     size = float(sum(map(size_of, paths)))
     return size if limit is None else min(size, limit)
+
+
+def form(source: Source) -> str:
+    """What the first file of a source on this machine is, for messages; empty if that is not known."""
+    if source.type != "jsonl" or in_store(source):
+        return {"text": "text", "parquet": "Parquet"}.get(source.type, "")
+    unreadable: tuple[type[Exception], ...] = (OSError, UserError, *damages())
+    try:
+        part = Part(files(source)[0])
+        with _unpacked(part) as stream:
+            return "a JSON array" if is_array(stream) else "JSON lines"
+    except unreadable:
+        return ""
 
 
 def documents(
@@ -265,15 +280,17 @@ def _decode(data: bytes) -> str | None:
         return None
 
 
+@contextmanager
+def _unpacked(part: Part) -> Iterator[BinaryIO]:
+    unpack = decompressor(part.file.name, str(part))
+    with part.open() as raw, raw if unpack is None else unpack(raw, mode="rb") as stream:
+        yield stream
+
+
 def _jsonl(part: Part, of: Rows) -> Iterator[str | None]:
     where = str(part)
-    unpack = decompressor(part.file.name, where)
     try:
-        with (
-            part.open() as raw,
-            raw if unpack is None else unpack(raw, mode="rb") as stream,
-            closing(json_rows(part, stream)) as rows,
-        ):
+        with _unpacked(part) as stream, closing(json_rows(part, stream)) as rows:
             for where, row in rows:
                 if not isinstance(row, dict):
                     raise UserError(f"a row is {type(row).__name__}, not an object", where=where, rule=SHAPES)

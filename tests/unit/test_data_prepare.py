@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import lzma
 import os
 import shutil
 import signal
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from pydantic import create_model
@@ -25,6 +28,7 @@ from llmrecipes.data.manifest import FORMAT, stem
 from llmrecipes.data.pipeline import encoding
 from llmrecipes.data.prepare import Prepared, fingerprint, open_prepared, prepare
 from llmrecipes.data.prepared import bits_per_byte, bytes_per_token, gzip_bits_per_byte, held_out_text, index_usable
+from llmrecipes.data.sources import form
 from llmrecipes.data.split import SPLITS, SplitRule, check_disjoint, digest
 from llmrecipes.data.steps import Dropped, StepSpec, pipeline, selected
 from llmrecipes.data.tokenizer import EOD
@@ -531,3 +535,23 @@ def test_a_tokenizer_that_is_not_there_is_one_message(tmp_path: Path) -> None:
     section = Tokenizer(type="huggingface", path=str(tmp_path / "nowhere"))
     with refused("data.tokenizer", rule=(repr(section.path), "HF_ENDPOINT")):
         prepare(recipe(corpus(tmp_path / "text"), tokenizer=section), tmp_path / "data", workers=1)
+
+
+@pytest.mark.parametrize("name", ["two.txt", "two.jsonl", "two.json", "two.json.xz", "two.parquet"])
+def test_data_for_less_than_a_sequence_names_what_was_read(tmp_path: Path, name: str) -> None:
+    rows, file = [{"text": "a"}, {"text": "b"}], tmp_path / name
+    if name == "two.parquet":
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    elif name == "two.txt":
+        file.write_text("a b")
+    else:
+        text = "".join(f"{json.dumps(row)}\n" for row in rows) if name == "two.jsonl" else json.dumps(rows)
+        file.write_bytes(lzma.compress(text.encode()) if name.endswith(".xz") else text.encode())
+    kind: Any = {"txt": "text", "parquet": "parquet"}.get(name.split(".")[1], "jsonl")
+    source = Source(type=kind, path=str(file))
+    documents = 1 if kind == "text" else 2
+    read = form(source)
+    assert read and ("array" in read) == (name in ("two.json", "two.json.xz"))
+    with refused("data.sources[0]", rule=(str(file), f"{documents}", "65")) as caught:
+        prepare(recipe(source, split=(1.0, 0.0, 0.0)), tmp_path / "data", workers=1)
+    assert read in caught.value.what
