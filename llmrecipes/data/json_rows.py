@@ -43,10 +43,10 @@ def json_rows(part: Part, stream: BinaryIO) -> Generator[tuple[str, Any], None, 
         if not line.strip():
             continue
         try:
-            row = json.loads(line.rstrip())
+            row = json.loads(line.decode("utf-8-sig", "surrogatepass").rstrip())
         except (ValueError, RecursionError) as error:
             at = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-            raise RowError(f"{getattr(error, 'msg', error)}{at}", where) from error
+            raise RowError(f"{getattr(error, 'msg', str(error)).removesuffix(' at')}{at}", where) from error
         yield where, row
 
 

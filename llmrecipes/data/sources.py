@@ -300,8 +300,9 @@ def _jsonl(part: Part, of: Rows) -> Iterator[str | None]:
     except RowError as error:
         fix = "fix or delete the row"
         raise Damaged(f"unreadable row: {error}", where=error.where, rule=SHAPES, fix=fix) from error
-    except damages() as error:
-        raise Damaged(f"unreadable row: {error}", where=where) from error
+    except damages() as error:  # behind the last row that could be read
+        after = "" if where == str(part) else " after this row"
+        raise Damaged(f"unreadable{after}: {error}", where=where) from error
 
 
 def _parquet(part: Part, of: Rows) -> Iterator[str | None]:

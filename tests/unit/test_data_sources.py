@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import importlib
 import json
 import lzma
+import os
+import random
 import tracemalloc
 from collections.abc import Callable
 from functools import partial
@@ -21,9 +24,10 @@ from llmrecipes.data.machine import machine_documents
 from llmrecipes.data.parts import MOST_BYTES, Part, parts_of
 from llmrecipes.data.sources import documents
 from llmrecipes.data.steps import Unreadable
+from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Source
 from llmrecipes.units import GIB, MIB
-from tests.refusals import refused
+from tests.refusals import refused, require_refusal
 
 
 def _jsonl(path: Path, lines: list[str]) -> Source:
@@ -87,6 +91,15 @@ def test_jsonl_rows_may_differ_in_their_other_keys(tmp_path: Path) -> None:
     assert list(sources.documents(source)) == ["row 0", "row 1", "row 2", "", "last"]
 
 
+def test_bad_jsonl_of_another_encoding_is_refused_at_its_first_line(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes('{"text": "a"}\n{"text": "b"}\n'.encode("utf-16"))
+    with refused(f"{file}:1", rule="utf-8"):
+        list(sources.documents(Source(type="jsonl", path=str(file))))
+    file.write_text('\ufeff{"text": "a"}\n{"text": "b"}\n', "utf-8")
+    assert list(sources.documents(Source(type="jsonl", path=str(file)))) == ["a", "b"]
+
+
 def test_jsonl_reads_compressed_files_of_a_folder(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "b.jsonl.gz", "wt") as stream:
         stream.write('{"body": "packed"}\n')
@@ -113,13 +126,33 @@ def test_a_bad_jsonl_row_is_named_by_file_and_line(tmp_path: Path, line: str, ru
         list(sources.documents(source))
 
 
+ENDINGS = [".gz", ".bz2", ".xz", *([".zst"] if parts._reads_zstd() else [])]
+
+
 def _packed(file: Path, text: str) -> Source:
     packers: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+    if file.suffix == ".zst":
+        packers[".zst"] = importlib.import_module(parts.ZSTD).compress
     file.write_bytes(packers.get(file.suffix, bytes)(text.encode()))
     return Source(type="jsonl", path=str(file.parent))
 
 
-@pytest.mark.parametrize("packed", ["", ".gz", ".bz2", ".xz"])
+@pytest.mark.parametrize("packed", ENDINGS)
+@pytest.mark.parametrize("array", [False, True])
+def test_a_compressed_file_that_ends_early_is_named_with_its_last_row(tmp_path: Path, packed: str, array: bool) -> None:
+    rows = [{"text": random.Random(n).randbytes(300).hex()} for n in range(300)]
+    text = json.dumps(rows) if array else "\n".join(map(json.dumps, rows))
+    file = tmp_path / f"a.jsonl{packed}"
+    reading = sources.documents(_packed(file, text))
+    assert len(list(reading)) == len(rows)
+    os.truncate(file, file.stat().st_size - 3)
+    found: list[str | None] = []
+    with pytest.raises(UserError) as caught:
+        found.extend(sources.documents(Source(type="jsonl", path=str(file))))
+    require_refusal(caught.value, file if array else f"{file}:{len(found)}", rule="data.max_unreadable")
+
+
+@pytest.mark.parametrize("packed", ["", *ENDINGS])
 def test_a_file_that_is_one_json_array_is_read(tmp_path: Path, packed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ["", "a", 'b"]}[{\\', "ä\n🥊", "long " * 30, None]
     rows: list[dict[str, Any]] = [{"n": 1.5e3, "deep": [[], {}], "text": text} for text in texts]
