@@ -423,3 +423,14 @@ def no_column(keys: str, present: Sequence[str], where: str, rule: str) -> UserE
     return UserError(
         f"no column {keys}; the columns are {columns}", where=where, rule=rule, fix=f"set the key to one of: {columns}"
     )
+def beside_content(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What messages say beside contents: reasoning, tools, and calls without their ids, which differ by chance."""
+    said: list[str] = []
+    for message in messages:
+        said += [message[key] for key in REASONING if key in message]
+        calls = [call.get("function", call) for call in message.get(TOOL_CALLS, ())]
+        calls = [{key: value for key, value in call.items() if key != "id"} for call in calls]
+        said += [json.dumps(each, sort_keys=True, ensure_ascii=False) for each in (*calls, *message.get(TOOLS, ()))]
+    return said
+
+

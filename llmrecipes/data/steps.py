@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from typing import Any, Protocol, runtime_checkable
 
 from llmrecipes.data.kinds import script
+from llmrecipes.data.rows import beside_content
 from llmrecipes.data.split import Split, SplitRule, digest
 from llmrecipes.data.words import pieces, with_pieces
 from llmrecipes.errors import UserError
@@ -51,7 +52,8 @@ class Comparison(Protocol):
     """A step that compares documents with earlier ones."""
 
     def mark(self, text: str) -> bytes:
-        """All that is compared of a document; the messages of a conversation are joined by newlines."""
+        """All that is compared of a document; the messages of a conversation, with their calls of tools, are
+        joined by newlines."""
 
     def add(self, mark: bytes) -> bool:
         """Whether the document is kept, because no earlier one that was is like it."""
@@ -263,7 +265,8 @@ def pipeline(spec: StepSpec) -> Callable[[str | None], Document | Dropped]:
         data = text.encode()
         identity = digest(data)
         split = spec.rule.of(identity)
-        marks = tuple(comparison.mark("\n".join(texts)) for _, comparison in comparisons)
+        compared = "\n".join([*texts, *beside_content(messages)]) if comparisons else ""
+        marks = tuple(comparison.mark(compared) for _, comparison in comparisons)
         excerpt = _excerpt(texts) if marks else ""
         kinds = (*_script_of(texts), *language) if steps or marks else ()
         for name, step in augmentations if split == "train" else ():

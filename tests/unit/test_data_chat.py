@@ -20,11 +20,14 @@ import transformers
 
 from llmrecipes.data import chat, sources, tokenizer
 from llmrecipes.data.chat import ChatSpec, Conversations, Template, chat_encoder
+from llmrecipes.data.copies import Duplicates
 from llmrecipes.data.dataset import best_fit, build
 from llmrecipes.data.prepare import Prepared, prepare
 from llmrecipes.data.prepared import fingerprint
 from llmrecipes.data.rows import REASONING, SAYS_MORE, TOOL_CALLS, conversation
+from llmrecipes.data.steps import Document, pipeline, step_spec
 from llmrecipes.data.templates import CHATML, SPECIAL, TEMPLATES, ends_answers, question
+from llmrecipes.recipe.data_steps import Step
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Chat, Recipe, Source, Tokenizer
 from tests.helpers import tiny
@@ -496,6 +499,21 @@ def test_samples_are_whole_conversations(rows: list[Source], prepared: Prepared,
     prepare(given, prepared.path.parent, workers=1)
     backend = tokenizers.Tokenizer.from_file(str(prepared.path / "tokenizer.json"))
     spec = ChatSpec(Template(CHATML, ""), LENGTH + 1, True)
+def test_conversations_that_differ_in_their_calls_are_no_duplicates(tmp_path: Path) -> None:
+    def asked(row: dict[str, Any], call_id: str = "") -> dict[str, Any]:
+        call = {"id": call_id, "type": "function", "function": {"name": "weather", "arguments": row}}
+        return {"messages": [*talk("here?")[:1], {"role": "assistant", "content": "", "tool_calls": [call]}]}
+
+    said = [{"messages": [*talk("a")[:1], {"role": "assistant", "content": "b", "reasoning": why}]} for why in "cd"]
+    rows = [asked({"city": "Rome"}, "call_a"), asked({"city": "Rome"}, "call_b"), asked({"city": "Oslo"}), *said]
+    used = recipe(jsonl(tmp_path / "a.jsonl", *rows))
+    used = used.model_copy(update={"data": used.data.model_copy(update={"steps": (Step(type="duplicates"),)})})
+    run, seen = pipeline(step_spec(used.data)), Duplicates()
+    found = map(run, sources.documents(used.data.sources[0], used.data.chat))
+    kept = [seen.add(each.marks[0]) for each in found if isinstance(each, Document)]
+    assert kept == [True, False, True, True, True]
+
+
     documents = [text.encode() for source in rows for text in sources.documents(source, Chat()) if text]
     known = {tuple(ids): answers for ids, answers in rows_of(chat_encoder(backend.to_str(), "uint16", spec)(documents))}
     most = 0
