@@ -2,7 +2,8 @@
 
 The latter have `{% generation %}` around what the loss counts. Each renders conversations of text as the template of
 the models that it is named after, character by character. The marks begin after the header of the assistant's turn and
-end with the token that ends the turn. Definitions and calls of tools are left out: conversations are text.
+end with the token that ends the turn. Only `qwen3` has tools: with the others, conversations that have some are
+rejected.
 """
 
 from __future__ import annotations
@@ -60,7 +61,18 @@ LLAMA3 = """{%- for message in messages -%}
 """
 """Meta-Llama-3-8B-Instruct; that of Llama 3.1 adds dates to the system message."""
 
-QWEN3 = """{%- set ns = namespace(searching=true, last_query=messages|length - 1) -%}
+QWEN3 = """{%- if tools -%}
+{{ '<|im_start|>system\\n' + (messages[0].content + '\\n\\n' if messages[0].role == 'system' else '') }}
+{{- '# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\n' }}
+{{- 'You are provided with function signatures within <tools></tools> XML tags:\\n<tools>' }}
+{%- for tool in tools -%}
+{{ '\\n' + (tool | tojson) }}
+{%- endfor -%}
+{{ '\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments within ' }}
+{{- '<tool_call></tool_call> XML tags:\\n<tool_call>\\n{"name": <function-name>, "arguments": ' }}
+{{- '<args-json-object>}\\n</tool_call><|im_end|>\\n' }}
+{%- endif -%}
+{%- set ns = namespace(searching=true, last_query=messages|length - 1) -%}
 {%- for message in messages[::-1] -%}
 {%- if ns.searching and message.role == 'user' and not (message.content.startswith('<tool_response>')
     and message.content.endswith('</tool_response>')) -%}
@@ -70,7 +82,9 @@ QWEN3 = """{%- set ns = namespace(searching=true, last_query=messages|length - 1
 {%- endfor -%}
 {%- for message in messages -%}
 {%- set content = message.content -%}
-{%- if message.role == 'user' or message.role == 'system' -%}
+{%- if message.role == 'system' and loop.first and tools -%}
+{#- above, before the tools -#}
+{%- elif message.role == 'user' or message.role == 'system' -%}
 {{ '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
 {%- elif message.role == 'assistant' -%}
 {%- set reasoning = '' -%}
@@ -83,10 +97,17 @@ QWEN3 = """{%- set ns = namespace(searching=true, last_query=messages|length - 1
 {{ '<|im_start|>assistant\\n' }}
 {%- generation -%}
 {%- if loop.index0 > ns.last_query and (loop.last or reasoning) -%}
-{{ '<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') + '<|im_end|>' }}
+{{ '<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}
 {%- else -%}
-{{ content + '<|im_end|>' }}
+{{ content }}
 {%- endif -%}
+{%- for call in message.tool_calls or [] -%}
+{%- set function = call.function or call -%}
+{{ '\\n' if content or not loop.first else '' }}
+{{- '<tool_call>\\n{"name": "' + function.name + '", "arguments": ' + (function.arguments | tojson) }}
+{{- '}\\n</tool_call>' }}
+{%- endfor -%}
+{{ '<|im_end|>' }}
 {%- endgeneration -%}
 {{ '\\n' }}
 {%- elif message.role == 'tool' -%}

@@ -725,6 +725,35 @@ def test_a_named_template_is_that_of_the_prepared_data(rows: list[Source], tmp_p
         ),
     ],
 )  # fmt: skip
+@pytest.mark.parametrize("system", ["", "Be kind."])
+def test_qwen_3_has_the_tools_and_calls_of_its_own_template(system: str) -> None:
+    """Its own text, as in the model's repository, from the definitions on to the end of the first call."""
+    messages = [*([{"role": "system", "content": system}] if system else []), *calling(ARGUMENTS)]
+    call = messages[-3]["tool_calls"][0]
+    messages[-3] = messages[-3] | {"content": "Let me see.", "tool_calls": [call, call["function"]]}
+    written = (
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": [1, {"of": null}]}}\n</tool_call>'
+    )
+    text, spans = Template(TEMPLATES["qwen3"].source, "qwen3").spans(messages, 1 << 20, TOOLS)
+    given = f"{system}\n\n" if system else ""
+    assert text == (
+        f"<|im_start|>system\n{given}# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+        "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
+        '{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": '
+        '{"city": {"type": "string"}}}}}\n</tools>\n\nFor each function call, return a json object with function name '
+        "and arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n"
+        '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\nwarm?<|im_end|>\n"
+        f"<|im_start|>assistant\nLet me see.\n{written}\n{written}<|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\n18 °C\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n18 > 15\n</think>\n\nIt is.<|im_end|>\n"
+    )
+    assert [text[slice(*span)] for span in spans] == [
+        f"Let me see.\n{written}\n{written}<|im_end|>",
+        "<think>\n18 > 15\n</think>\n\nIt is.<|im_end|>",
+    ]
+
+
 def test_rules(changes: dict[str, Any], where: str, rule: str) -> None:
     sections = {"data": {"sources": [{"type": "docstrings"}], "chat": {}}, **changes}
     found = {problem.key: problem for problem in check(tiny(**sections))}
