@@ -212,6 +212,8 @@ def _encoding(recipe: Recipe, part: Path, log: Callable[[str], None]) -> tuple[T
         sources.files(source)  # report a missing source before minutes of work
         if others := sources.left_out(source):
             log(f"note: {sources.label(source)}: not read: {others}")
+        if columns := sources.unread(source, recipe.data.chat):
+            log(f"note: {sources.label(source)}: columns not read: {', '.join(columns)[:400]}")
     if recipe.data.chat is not None:
         template = templates.of_recipe(recipe)  # and a missing template
         (part / templates.NAME).write_text(template.source, encoding="utf-8")

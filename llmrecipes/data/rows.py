@@ -20,8 +20,11 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 
 SHARE_GPT = {"human": "user", "gpt": "assistant"}
 """Names of roles in messages with `from` and `value`, the form of ShareGPT."""
-INSTRUCTION, INPUT, OUTPUT = "instruction", "input", "output"
-"""Columns of Alpaca's sets; `input`, which may be missing or empty, follows the instruction in a line of its own."""
+INSTRUCTION, INPUT, OUTPUT, HISTORY = "instruction", "input", "output", "history"
+"""Columns of Alpaca's sets; `input`, which may be missing or empty, follows the instruction in a line of its own, and
+`history` has earlier pairs of question and answer."""
+SYSTEM = ("system", "system_prompt")
+"""Columns of a system message beside those of a conversation."""
 UNCOUNTED = ("weight", "train", "training")
 """Keys with which OpenAI, Mistral and axolotl exclude a message from the loss."""
 SAYS_MORE = ("function_call", "tools", "refusal", "audio", "images", "videos")
@@ -116,12 +119,12 @@ class _Conversations(Labelled):
         self._filled = source.type in TABLES
 
     def columns(self, present: Sequence[str], where: str) -> list[str]:
-        if self._messages in present:
-            return self.with_label([self._messages, *([TOOLS] if TOOLS in present else [])], present, where)
-        if all(key in present for key in self._pair):
-            return self.with_label(self._with_input(self._pair, present), present, where)
-        if all(key in present for key in (INSTRUCTION, OUTPUT)):
-            return self.with_label(self._with_input([INSTRUCTION, OUTPUT], present), present, where)
+        alpaca = [INSTRUCTION, OUTPUT]
+        beside = [key for key in (TOOLS, *SYSTEM) if key in present]
+        for columns in ([self._messages], self._pair, alpaca):
+            if all(key in present for key in columns):
+                optional = [key for key in (INPUT, HISTORY) if columns == alpaca and key in present]
+                return self.with_label(list(dict.fromkeys([*columns, *optional, *beside])), present, where)
         keys = f"{self._messages!r}, nor {self._pair[0]!r} and {self._pair[1]!r}, nor {INSTRUCTION!r} and {OUTPUT!r}"
         rule = (
             "a conversation is a list of messages (data.chat.messages_key), text of a prompt and a completion "
@@ -129,22 +132,64 @@ class _Conversations(Labelled):
         )
         raise no_column(keys, present, where, rule)
 
-    @staticmethod
-    def _with_input(pair: list[str], present: Sequence[str]) -> list[str]:
-        return [*pair, INPUT] if pair == [INSTRUCTION, OUTPUT] and INPUT in present else pair
-
     def document(self, row: Mapping[str, Any], where: str) -> str | None:
         if self._messages in row:
             messages = turns(row[self._messages], self._messages, where, filled=self._filled)
-            return conversation(messages, tools_of(row, where, filled=self._filled)) if messages else ""
+        else:
+            messages = self._of_a_pair(row, where)
+        if not messages:
+            return ""
+        used = (self._messages, *self._pair)
+        messages = [*system_of(row, messages, where, used=used), *messages]
+        return conversation(messages, tools_of(row, where, filled=self._filled))
+
+    def _of_a_pair(self, row: Mapping[str, Any], where: str) -> Turns:
         pair = self._pair if all(key in row for key in self._pair) else [INSTRUCTION, OUTPUT]
         if None in (row[key] for key in pair):
-            return ""
+            return []
         fix = "conversations of several turns go into data.chat.messages_key"
         prompt, completion = (text_of(row[key], repr(key), where, fix) for key in pair)
-        if pair == [INSTRUCTION, OUTPUT] and row.get(INPUT):
-            prompt += "\n" + text_of(row[INPUT], repr(INPUT), where, fix)
-        return conversation([{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}])
+        earlier: list[tuple[str, str]] = []
+        if pair == [INSTRUCTION, OUTPUT]:
+            if row.get(INPUT):
+                prompt += "\n" + text_of(row[INPUT], repr(INPUT), where, fix)
+            earlier = _history(row.get(HISTORY) or [], where)
+        return [
+            {"role": role, "content": content}
+            for both in (*earlier, (prompt, completion))
+            for role, content in zip(("user", "assistant"), both, strict=True)
+        ]
+
+
+def _history(value: Any, where: str) -> list[tuple[str, str]]:
+    fix = "fix or delete the row"
+    if not isinstance(value, list) or not all(isinstance(both, list) and len(both) == 2 for both in value):
+        rule = "it is a list of pairs of a question and an answer"
+        raise UserError(f"{HISTORY!r} holds something else", where=where, rule=rule, fix=fix)
+    question, answer = (f"{which} in {HISTORY!r}" for which in ("a question", "an answer"))
+    return [(text_of(asked, question, where, fix), text_of(said, answer, where, fix)) for asked, said in value]
+
+
+def system_of(row: Mapping[str, Any], messages: Turns, where: str, *, used: Sequence[str]) -> Turns:
+    """The system message that the columns `SYSTEM` have in front of the messages; none if they begin with it.
+
+    Args:
+        row: the row.
+        messages: what the row's other columns say.
+        where: place of the row.
+        used: columns that are read as something else.
+
+    Raises:
+        UserError: two different ones, or no text.
+    """
+    fix = "keep one of them"
+    said = [text_of(row[key], repr(key), where, fix) for key in SYSTEM if key not in used and row.get(key)]
+    mine = [message["content"] for message in messages[:1] if message["role"] in ("system", "developer")]
+    if len({*said, *mine}) > 1:
+        raise UserError(
+            "two different system messages", where=where, rule="a conversation begins with one system message", fix=fix
+        )
+    return [] if mine or not said else [{"role": "system", "content": said[0]}]
 
 
 PAIR_RULE = (
@@ -219,6 +264,13 @@ def turns(value: Any, column: str, where: str, *, filled: bool = False) -> Turns
                 where=where,
                 rule=f"of a message are read role, content, {', '.join((*READ_BY_TEMPLATES, *NAMES))}",
                 fix="write it into content as the model is to write it, or delete the row",
+            )
+        if message.get("channel") not in (None, "", "final"):
+            raise UserError(
+                f"{name} is in the channel {str(message['channel'])[:40]!r}",
+                where=where,
+                rule="what is said in a channel other than final is no answer",
+                fix=f"write reasoning into {REASONING[0]} of the answer, calls into {TOOL_CALLS}, or delete it",
             )
         if message.get(TOOL_CALLS) and message.get("content") is None:  # OpenAI's
             message = {**message, "content": ""}
@@ -309,7 +361,7 @@ class PairRows(Labelled):
             return self.with_label(self._form.columns, present, where)
         if missing := [key for key in self._keys[1:] if key not in present]:
             raise no_column(repr(missing[0]), present, where, PAIR_RULE)
-        return self.with_label([key for key in (*self._keys, TOOLS) if key in present], present, where)
+        return self.with_label([key for key in (*self._keys, TOOLS, *SYSTEM) if key in present], present, where)
 
     def document(self, row: Mapping[str, Any], where: str) -> str | None:
         keys = self._keys
@@ -324,6 +376,7 @@ class PairRows(Labelled):
             values = {key: _message("user" if key == asked else "assistant", value) for key, value in values.items()}
         if None in values.values():
             return ""
+        values = {key: [value] if isinstance(value, dict) else value for key, value in values.items()}
         if asked not in values:
             values = {key: _hh_turns(value) for key, value in values.items()}
         texts = [key for key, value in values.items() if isinstance(value, str)]
@@ -348,6 +401,15 @@ class PairRows(Labelled):
                 rule="the answers of a pair must differ",
                 fix="delete the row",
             )
+        if system := system_of(row, prompt, where, used=keys):
+            if not all(message["role"] for message in prompt):
+                raise UserError(
+                    "a pair of texts has a system message",
+                    where=where,
+                    rule="texts are used as they are, without a template for a system message",
+                    fix="write it into the prompt, or write prompt and answers as messages",
+                )
+            prompt = [*system, *prompt]
         return pair(prompt, chosen, rejected, tools_of(row, where, filled=self._filled))
 
     @staticmethod
@@ -381,6 +443,17 @@ def pair(prompt: Turns, chosen: Turns, rejected: Turns, tools: list[Any] | None 
 def contents(text: bytes) -> list[str]:
     """What the messages of such a text say."""
     return [message["content"] for message in json.loads(text)]
+
+
+def beside_content(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What messages say beside contents: reasoning, tools, and calls without their ids, which differ by chance."""
+    said: list[str] = []
+    for message in messages:
+        said += [message[key] for key in REASONING if key in message]
+        calls = [call.get("function", call) for call in message.get(TOOL_CALLS, ())]
+        calls = [{key: value for key, value in call.items() if key != "id"} for call in calls]
+        said += [json.dumps(each, sort_keys=True, ensure_ascii=False) for each in (*calls, *message.get(TOOLS, ()))]
+    return said
 
 
 def valid(text: str) -> str | None:
@@ -423,14 +496,3 @@ def no_column(keys: str, present: Sequence[str], where: str, rule: str) -> UserE
     return UserError(
         f"no column {keys}; the columns are {columns}", where=where, rule=rule, fix=f"set the key to one of: {columns}"
     )
-def beside_content(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What messages say beside contents: reasoning, tools, and calls without their ids, which differ by chance."""
-    said: list[str] = []
-    for message in messages:
-        said += [message[key] for key in REASONING if key in message]
-        calls = [call.get("function", call) for call in message.get(TOOL_CALLS, ())]
-        calls = [{key: value for key, value in call.items() if key != "id"} for call in calls]
-        said += [json.dumps(each, sort_keys=True, ensure_ascii=False) for each in (*calls, *message.get(TOOLS, ()))]
-    return said
-
-

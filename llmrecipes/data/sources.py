@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from llmrecipes.data import hub
 from llmrecipes.data.discovery import LeftOut, described, in_folder, of_pattern, other_endings
@@ -151,6 +151,45 @@ def form(source: Source) -> str:
             return "a JSON array" if is_array(stream) else "JSON lines"
     except unreadable:
         return ""
+
+
+class _Enough(Exception):
+    pass
+
+
+class _Watched:
+    """Rows of which only the names of the columns are looked at."""
+
+    def __init__(self, of: Rows) -> None:
+        self._of = of
+        self.unread: list[str] = []
+
+    def columns(self, present: Sequence[str], where: str) -> list[str]:
+        used = self._of.columns(present, where)
+        self.unread = [column for column in present if column not in used]
+        raise _Enough
+
+    def wanted(self, row: Mapping[str, Any]) -> bool:
+        return False
+
+    def document(self, row: Mapping[str, Any], where: str) -> str | None:
+        return None
+
+
+def unread(source: Source, chat: Chat | None) -> list[str]:
+    """Columns of the first row of conversations that are not read; one of them may be part of what is said."""
+    if chat is None or source.type not in ("jsonl", "parquet", "hub"):
+        return []
+    of = _Watched(rows_of(source, chat))
+    try:
+        if source.type == "hub" and not by_file(source):
+            next(hub.rows(source, of), None)
+        else:
+            part = Part(files(source)[0])
+            next(_of_part(part, _reader(source.type, part), of), None)
+    except (_Enough, UserError):  # the error is raised again by who reads the row
+        pass
+    return of.unread
 
 
 def documents(

@@ -86,10 +86,47 @@ def test_rows_of_sharegpt_and_alpaca_are_read(tmp_path: Path) -> None:
     assert made(tmp_path / "a.jsonl", Chat(prompt_key="instruction", completion_key="output")) == found
 
 
+def test_published_columns_beside_a_conversation_are_read(tmp_path: Path) -> None:
+    """LLaMA-Factory's system, history and tools; OpenOrca's system_prompt."""
+    file, tools = tmp_path / "a.jsonl", json.dumps(TOOLS)
+    alpaca = {"instruction": "c", "output": "d", "system": "s", "history": [["a", "b"]]}
+    rows: list[dict[str, Any]] = [
+        alpaca | {"tools": tools},
+        {"messages": talk("a", "b"), "system": "s", "tools": tools},
+        {"messages": talk("a", "b", system="s"), "system": "s"},
+        {"prompt": "a", "completion": "b", "system_prompt": "s"},
+        {"prompt": "a", "completion": "b", "system_prompt": "", "system": None},
+    ]
+    source = jsonl(file, *rows)
+    found = [json.loads(text or "") for text in sources.documents(source, Chat())]
+    assert [messages[0].pop("tools", None) for messages in found] == [TOOLS, TOOLS, None, None, None]
+    once = talk("a", "b", system="s")
+    assert found == [talk("a", "b", "c", "d", system="s"), once, once, once, talk("a", "b")]
+    pq.write_table(pa.Table.from_pylist([alpaca, {"instruction": "a", "output": "b"}]), tmp_path / "a.parquet")
+    table = sources.documents(Source(type="parquet", path=str(tmp_path / "a.parquet")), Chat())
+    assert [json.loads(text or "") for text in table] == [talk("a", "b", "c", "d", system="s"), talk("a", "b")]
+
+
+def test_published_columns_that_are_not_read_are_named(tmp_path: Path) -> None:
+    dolly = {"instruction": "a", "context": "b", "response": "c", "category": "d"}
+    source, lines = jsonl(tmp_path / "a.jsonl", *[dolly | {"instruction": f"a {n}"} for n in range(300)]), list[str]()
+    prepare(
+        recipe(source, prompt_key="instruction", completion_key="response"),
+        tmp_path / "data", workers=1, progress=lines.append,
+    )  # fmt: skip
+    assert [line for line in lines if "context, category" in line]
+    assert sources.unread(jsonl(tmp_path / "b.jsonl", {"messages": talk("a", "b")}), Chat()) == []
+    assert sources.unread(jsonl(tmp_path / "b.jsonl", "["), Chat()) == []
+
+
 @pytest.mark.parametrize(
     ("row", "rule"),
     [
         ('{"text": "no"}', "'messages'"),
+        ('{"instruction": "a", "output": "b", "history": [["c"]]}', "'history'"),
+        ('{"instruction": "a", "output": "b", "system": 1}', "'system'"),
+        ('{"messages": [{"role": "system", "content": "a"}], "system": "b"}', ()),
+        ('{"messages": [{"role": "assistant", "content": "a", "channel": "analysis"}]}', "'analysis'"),
         ('{"instruction": "a", "input": "b"}', "'output'"),
         ('{"instruction": "a", "input": ["b"], "output": "c"}', "'input'"),
         ('{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}', "'weight'"),
@@ -462,6 +499,21 @@ def prepared(rows: list[Source], tmp_path_factory: pytest.TempPathFactory) -> Pr
     return prepare(recipe(*rows), tmp_path_factory.mktemp("data"), workers=1)
 
 
+def test_conversations_that_differ_in_their_calls_are_no_duplicates(tmp_path: Path) -> None:
+    def asked(row: dict[str, Any], call_id: str = "") -> dict[str, Any]:
+        call = {"id": call_id, "type": "function", "function": {"name": "weather", "arguments": row}}
+        return {"messages": [*talk("here?")[:1], {"role": "assistant", "content": "", "tool_calls": [call]}]}
+
+    said = [{"messages": [*talk("a")[:1], {"role": "assistant", "content": "b", "reasoning": why}]} for why in "cd"]
+    rows = [asked({"city": "Rome"}, "call_a"), asked({"city": "Rome"}, "call_b"), asked({"city": "Oslo"}), *said]
+    used = recipe(jsonl(tmp_path / "a.jsonl", *rows))
+    used = used.model_copy(update={"data": used.data.model_copy(update={"steps": (Step(type="duplicates"),)})})
+    run, seen = pipeline(step_spec(used.data)), Duplicates()
+    found = map(run, sources.documents(used.data.sources[0], used.data.chat))
+    kept = [seen.add(each.marks[0]) for each in found if isinstance(each, Document)]
+    assert kept == [True, False, True, True, True]
+
+
 def test_the_manifest_has_what_was_dropped_and_what_the_loss_counts(prepared: Prepared) -> None:
     chat = prepared.manifest.chat
     assert chat is not None
@@ -499,21 +551,6 @@ def test_samples_are_whole_conversations(rows: list[Source], prepared: Prepared,
     prepare(given, prepared.path.parent, workers=1)
     backend = tokenizers.Tokenizer.from_file(str(prepared.path / "tokenizer.json"))
     spec = ChatSpec(Template(CHATML, ""), LENGTH + 1, True)
-def test_conversations_that_differ_in_their_calls_are_no_duplicates(tmp_path: Path) -> None:
-    def asked(row: dict[str, Any], call_id: str = "") -> dict[str, Any]:
-        call = {"id": call_id, "type": "function", "function": {"name": "weather", "arguments": row}}
-        return {"messages": [*talk("here?")[:1], {"role": "assistant", "content": "", "tool_calls": [call]}]}
-
-    said = [{"messages": [*talk("a")[:1], {"role": "assistant", "content": "b", "reasoning": why}]} for why in "cd"]
-    rows = [asked({"city": "Rome"}, "call_a"), asked({"city": "Rome"}, "call_b"), asked({"city": "Oslo"}), *said]
-    used = recipe(jsonl(tmp_path / "a.jsonl", *rows))
-    used = used.model_copy(update={"data": used.data.model_copy(update={"steps": (Step(type="duplicates"),)})})
-    run, seen = pipeline(step_spec(used.data)), Duplicates()
-    found = map(run, sources.documents(used.data.sources[0], used.data.chat))
-    kept = [seen.add(each.marks[0]) for each in found if isinstance(each, Document)]
-    assert kept == [True, False, True, True, True]
-
-
     documents = [text.encode() for source in rows for text in sources.documents(source, Chat()) if text]
     known = {tuple(ids): answers for ids, answers in rows_of(chat_encoder(backend.to_str(), "uint16", spec)(documents))}
     most = 0
@@ -688,6 +725,35 @@ def test_qwen_3_keeps_the_reasoning_of_the_last_answer_and_the_results_of_tools(
     assert [text[slice(*span)] for span in spans] == [f"{THINKING}<|im_end|>", "<think>\n\n</think>\n\ne<|im_end|>"]
 
 
+@pytest.mark.parametrize("system", ["", "Be kind."])
+def test_qwen_3_has_the_tools_and_calls_of_its_own_template(system: str) -> None:
+    """Its own text, as in the model's repository, from the definitions on to the end of the first call."""
+    messages = [*([{"role": "system", "content": system}] if system else []), *calling(ARGUMENTS)]
+    call = messages[-3]["tool_calls"][0]
+    messages[-3] = messages[-3] | {"content": "Let me see.", "tool_calls": [call, call["function"]]}
+    written = (
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": [1, {"of": null}]}}\n</tool_call>'
+    )
+    text, spans = Template(TEMPLATES["qwen3"].source, "qwen3").spans(messages, 1 << 20, TOOLS)
+    given = f"{system}\n\n" if system else ""
+    assert text == (
+        f"<|im_start|>system\n{given}# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+        "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
+        '{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": '
+        '{"city": {"type": "string"}}}}}\n</tools>\n\nFor each function call, return a json object with function name '
+        "and arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n"
+        '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\nwarm?<|im_end|>\n"
+        f"<|im_start|>assistant\nLet me see.\n{written}\n{written}<|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\n18 °C\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n18 > 15\n</think>\n\nIt is.<|im_end|>\n"
+    )
+    assert [text[slice(*span)] for span in spans] == [
+        f"Let me see.\n{written}\n{written}<|im_end|>",
+        "<think>\n18 > 15\n</think>\n\nIt is.<|im_end|>",
+    ]
+
+
 def test_a_named_template_is_that_of_the_prepared_data(rows: list[Source], tmp_path: Path) -> None:
     found = prepare(recipe(*rows, template="llama3"), tmp_path / "data", workers=1)
     assert (found.path / "chat_template.jinja").read_text() == TEMPLATES["llama3"].source
@@ -725,35 +791,6 @@ def test_a_named_template_is_that_of_the_prepared_data(rows: list[Source], tmp_p
         ),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("system", ["", "Be kind."])
-def test_qwen_3_has_the_tools_and_calls_of_its_own_template(system: str) -> None:
-    """Its own text, as in the model's repository, from the definitions on to the end of the first call."""
-    messages = [*([{"role": "system", "content": system}] if system else []), *calling(ARGUMENTS)]
-    call = messages[-3]["tool_calls"][0]
-    messages[-3] = messages[-3] | {"content": "Let me see.", "tool_calls": [call, call["function"]]}
-    written = (
-        '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": [1, {"of": null}]}}\n</tool_call>'
-    )
-    text, spans = Template(TEMPLATES["qwen3"].source, "qwen3").spans(messages, 1 << 20, TOOLS)
-    given = f"{system}\n\n" if system else ""
-    assert text == (
-        f"<|im_start|>system\n{given}# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
-        "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
-        '{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": '
-        '{"city": {"type": "string"}}}}}\n</tools>\n\nFor each function call, return a json object with function name '
-        "and arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n"
-        '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n'
-        "<|im_start|>user\nwarm?<|im_end|>\n"
-        f"<|im_start|>assistant\nLet me see.\n{written}\n{written}<|im_end|>\n"
-        "<|im_start|>user\n<tool_response>\n18 °C\n</tool_response><|im_end|>\n"
-        "<|im_start|>assistant\n<think>\n18 > 15\n</think>\n\nIt is.<|im_end|>\n"
-    )
-    assert [text[slice(*span)] for span in spans] == [
-        f"Let me see.\n{written}\n{written}<|im_end|>",
-        "<think>\n18 > 15\n</think>\n\nIt is.<|im_end|>",
-    ]
-
-
 def test_rules(changes: dict[str, Any], where: str, rule: str) -> None:
     sections = {"data": {"sources": [{"type": "docstrings"}], "chat": {}}, **changes}
     found = {problem.key: problem for problem in check(tiny(**sections))}

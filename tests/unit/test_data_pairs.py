@@ -72,6 +72,17 @@ def test_pairs_of_published_sets_are_read(row: dict[str, Any], tmp_path: Path) -
     assert found[1] == found[0]
 
 
+def test_published_answers_of_one_message_and_a_system_message_are_read(tmp_path: Path) -> None:
+    """LLaMA-Factory's pairs, and a column of system messages, which texts do not have."""
+    one = {key: value[0] if key != "prompt" else value for key, value in TALKS.items()}
+    system = {**TALKS, "prompt": [*said("Be kind.", "system"), *TALKS["prompt"]]}
+    source = rows(tmp_path / "a.jsonl", TALKS, one, system, {**TALKS, "system": "Be kind."})
+    found = list(documents(source, CHAT))
+    assert found[0] == found[1] != found[2] == found[3]
+    with refused(f"{tmp_path / 'b.jsonl'}:1"):
+        list(documents(rows(tmp_path / "b.jsonl", {**TEXTS, "system": "Be kind."}), CHAT))
+
+
 ANSWERS = ("Yes.", "No, never.")
 SHP = {"history": "Is it?", "human_ref_A": ANSWERS[0], "human_ref_B": ANSWERS[1], "labels": 1, "score_A": 3}
 SAFE = {"prompt": "Is it?", "response_0": ANSWERS[1], "response_1": ANSWERS[0], "better_response_id": 1}
