@@ -91,7 +91,8 @@ def _completed(family: Family, config: Mapping[str, Any], where: str) -> dict[st
     """
     from transformers import AutoConfig
 
-    given = {key: value for key, value in config.items() if key not in NEUTRAL or key == "model_type"}
+    needed = {"model_type", *family.translated}
+    given = {key: value for key, value in config.items() if key in needed or key not in NEUTRAL}
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -294,11 +294,15 @@ class Family:
         ]
 
     @property
+    def translated(self) -> frozenset[str]:
+        """Keys of config.json that the table reads."""
+        special = {key for entry in self.specials for key in entry.theirs}
+        return frozenset({key.theirs for key in self.keys} | {fixed.theirs for fixed in self.fixed} | special)
+
+    @property
     def known(self) -> frozenset[str]:
         """Keys of config.json that the table has."""
-        special = (key for entry in self.specials for key in entry.theirs)
-        read = {key.theirs for key in self.keys} | {fixed.theirs for fixed in self.fixed}
-        return NEUTRAL | self.training_only | read | set(special)
+        return NEUTRAL | self.training_only | self.translated
 
     def unknown(self, config: Config) -> list[str]:
         """Keys of config.json that the table does not have, and whose value is neither null nor false."""

@@ -17,6 +17,7 @@ import transformers
 from llmrecipes.engine.core.model.gpt import build
 from llmrecipes.engine.core.platform import select
 from llmrecipes.errors import UserError
+from llmrecipes.hf.family import FAMILIES, config_of
 from llmrecipes.hf.match import section_of, validated
 from llmrecipes.hf.reading import CONFIG
 from llmrecipes.hf.table import NEUTRAL, resolved
@@ -209,6 +210,21 @@ def distance(folder: Path) -> float | None:
         theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
         expected = theirs(tokens).logits
     return float((logits - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_key_that_is_read_is_written_as_it_was(kind: str, tmp_path: Path) -> None:
+    """Where no key has the value that transformers assumes."""
+    changed = {"initializer_range": 0.013, "attention_dropout": 0.125, "attn_pdrop": 0.125, "rms_norm_eps": 3e-5,
+               "layer_norm_epsilon": 3e-5, "n_inner": 96, "embd_pdrop": 0.25, "resid_pdrop": 0.25}  # fmt: skip
+    fixed = {entry.theirs for entry in FAMILIES[kind].fixed}
+    whole = json.loads(CONFIGS[kind]().to_json_string(use_diff=False))
+    whole |= {key: value for key, value in changed.items() if key in whole and key not in fixed}
+    family, section = section_of(whole, tmp_path)
+    written = config_of(family, validated(section, 8, ""))
+    apart = {"rope_theta", "rope_scaling", "num_nextn_predict_layers"}
+    lost = {key: (whole[key], value) for key, value in written.items() if whole.get(key) not in (None, value)}
+    assert not {key: values for key, values in lost.items() if key not in apart and not key.endswith("token_id")}
 
 
 def test_scaling_in_both_keys_is_that_of_rope_scaling(tmp_path: Path) -> None:
