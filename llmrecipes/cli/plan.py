@@ -206,6 +206,8 @@ def plan(
         return exit_code(forecast.plan, explained=not as_json)
     if out is not None:
         workflow.require_new(out)
+    if sys.stderr.isatty():
+        print("comparing layouts ...", file=sys.stderr)
     listed = workflow.search(recipe, overrides or [], cluster_name, nodes, number, _SHOWN)
     candidates: list[tuple[Candidate, Check | None]] = [(layout, None) for layout in listed]
     if dryrun:

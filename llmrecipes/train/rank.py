@@ -23,6 +23,7 @@ from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import end_with_parent
 from llmrecipes.launch.open_files import allow_open_files
 from llmrecipes.launch.ranks import FIRST_STEP, LAUNCHER, SPARE, SPARE_RANK, SPARE_READY, SPARE_TAKEN
+from llmrecipes.loading import announce_loading
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.redact import guard_streams
 from llmrecipes.train.spec import RankSpec
@@ -52,7 +53,9 @@ def rank_main(kind: type[S], run: Callable[[S], ExitCode], import_all: Callable[
     if import_all is not None and sys.argv[2:] == [SPARE]:
         spare = kind.model_validate_json(Path(sys.argv[1]).read_text("utf-8"))
         wait_as_spare(partial(import_all, spare))
-    setup_logging(rank=int(os.environ.get("RANK", "0")))
+    setup_logging(rank=(rank := int(os.environ.get("RANK", "0"))))
+    if rank == 0:
+        announce_loading()
     leave(process_exit_code(run, kind.model_validate_json(Path(sys.argv[1]).read_text("utf-8"))))
 
 

@@ -29,7 +29,19 @@ LOCKS = sorted(set((ROOT / "requirements").glob("*.txt")) - {TORCH_CPU})
 
 # Imports go from a later line to an earlier or the same one, never back. A new part of the package gets its place here.
 LAYERS = (
-    ("errors", "console", "commandline", "units", "nested", "io", "redact", "untrusted", "files", "runfiles"),
+    (
+        "errors",
+        "console",
+        "loading",
+        "commandline",
+        "units",
+        "nested",
+        "io",
+        "redact",
+        "untrusted",
+        "files",
+        "runfiles",
+    ),
     ("figures", "webpage"),
     ("recipe",),
     ("hardware", "diagnosis"),
