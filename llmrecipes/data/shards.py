@@ -198,6 +198,7 @@ class Shards:
         chat: the documents are conversations.
         ending: number of a source with `max_tokens` of which the end is looked for; None: all ends are known.
         first: how many are joined; None: all.
+        required: tokens of that source that they were required to have then; another task may require more since.
         ends: those of the sources before, by number.
     """
 
@@ -208,6 +209,7 @@ class Shards:
     chat: Chat | None = None
     ending: int | None = None
     first: int | None = None
+    required: int = 0
     ends: Mapping[int, End] = field(default_factory=dict)
 
     @property
@@ -236,7 +238,7 @@ class Shards:
         """The folder of the files that are made to join them."""
         if self.ending is None:
             return self.folder
-        return self.folder / f"first-{self.first}-{self._required()[self.ending]}"
+        return self.folder / f"first-{self.first}-{self.required}"
 
     def end(self, number: int) -> End | None:
         """How much of a shard is used, if its source ends in it or before; None: all."""
@@ -272,7 +274,7 @@ class Shards:
                     return None
         else:
             number = len(self.shards)
-        using = replace(known, ending=ending, first=number)
+        using = replace(known, ending=ending, first=number, required=most)
         using.joining.mkdir(exist_ok=True)
         return using
 

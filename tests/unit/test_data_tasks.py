@@ -128,7 +128,7 @@ def test_a_second_call_encodes_only_what_is_missing(
     assert content(prepared) == content(prepare(used, tmp_path / "one", workers=1))
 
 
-def interrupted(*arguments: Any) -> None:
+def interrupted(*arguments: Any, **options: Any) -> None:
     """In place of the process that joins the shards."""
     raise KeyboardInterrupt
 
