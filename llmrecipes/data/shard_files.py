@@ -9,13 +9,14 @@ import struct
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmrecipes.data.chat import Conversations
-from llmrecipes.data.corpus import Worked
+from llmrecipes.data.corpus import Tally, Worked
 from llmrecipes.data.encode import Encoded
 from llmrecipes.data.split import DIGEST_BYTES
-from llmrecipes.data.steps import Document, Dropped
+from llmrecipes.data.steps import UNREADABLE, Document, Dropped
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.process import start_ticks
 from llmrecipes.io import sync
@@ -138,3 +139,24 @@ def read(file: Path, source: int, *, ids: bool = True) -> Iterator[Worked]:
             if not content:
                 return
             yield _loaded(source, header, body)
+
+
+@dataclass
+class Reading:
+    """What was read for a shard, or a batch of it: bytes of text, tokens, and its damaged files."""
+
+    source: int
+    size: int = 0
+    tokens: int = 0
+    tally: Tally = field(default_factory=Tally)
+
+    def add(self, worked: Worked) -> Reading:
+        """Count a batch."""
+        self.tokens += sum(worked.encoded.lengths)
+        for outcome in worked.outcomes:
+            if isinstance(outcome, Document):
+                self.size += outcome.size
+            elif outcome.reason == UNREADABLE:
+                self.tally.dropped[UNREADABLE] += 1
+                self.tally.failure = self.tally.failure or outcome.excerpt
+        return self

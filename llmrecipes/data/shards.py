@@ -20,14 +20,14 @@ import numpy as np
 
 import llmrecipes
 from llmrecipes.data import parts, sources
-from llmrecipes.data.corpus import EncoderSpec, Tally, Worked, batches_of, encode_all
+from llmrecipes.data.corpus import EncoderSpec, Worked, batches_of, encode_all
 from llmrecipes.data.executor import Executor, ThisProcess
 from llmrecipes.data.gigatoken import Gigatoken
 from llmrecipes.data.manifest import Record, TokenizerRecord
 from llmrecipes.data.parts import Part
-from llmrecipes.data.shard_files import damaged, dumped, framed, new_token, publish, read, unframed
+from llmrecipes.data.shard_files import Reading, damaged, dumped, framed, new_token, publish, read, unframed
 from llmrecipes.data.split import DIGEST_BYTES
-from llmrecipes.data.steps import DUPLICATES, UNREADABLE, Document
+from llmrecipes.data.steps import DUPLICATES, Document
 from llmrecipes.errors import UserError
 from llmrecipes.io import sync
 from llmrecipes.recipe.schema import Chat, Source
@@ -165,27 +165,6 @@ class Done(NamedTuple):
     file: Path
     tokens: int
     whole: bool
-
-
-@dataclass
-class Reading:
-    """What was read for a shard, or a batch of it: bytes of text, tokens, and its damaged files."""
-
-    source: int
-    size: int = 0
-    tokens: int = 0
-    tally: Tally = field(default_factory=Tally)
-
-    def add(self, worked: Worked) -> Reading:
-        """Count a batch."""
-        self.tokens += sum(worked.encoded.lengths)
-        for outcome in worked.outcomes:
-            if isinstance(outcome, Document):
-                self.size += outcome.size
-            elif outcome.reason == UNREADABLE:
-                self.tally.dropped[UNREADABLE] += 1
-                self.tally.failure = self.tally.failure or outcome.excerpt
-        return self
 
 
 @dataclass(frozen=True)

@@ -412,8 +412,8 @@ def test_programs_are_measured_too(llama: Path, folder: Path, command: Command) 
 
 def test_the_largest_group_that_divides_all_rows_is_the_default(llama: Path, folder: Path, command: Command) -> None:
     out = folder / "default"
-    code, printed = command("quantize", str(llama), str(out), "--scheme", "int4", "--no-measure")
-    assert code == 0 and "in groups of 64" in printed  # rows of 64 and 192
+    code, printed = command("quantize", str(llama), str(out), "--scheme", "int4", "--no-measure", "--json")
+    assert code == 0 and json.loads(printed)["group"] == 64  # rows of 64 and 192
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert config["config_groups"]["group_0"]["weights"]["group_size"] == 64
 
