@@ -95,6 +95,8 @@ def prepare(
                 require_same_scores(stage.data.curriculum, check_index(stage, prepared, log))
             log(f"data is prepared in {target}")
             return prepared
+    else:
+        require_usable(recipe.data)  # before anything is listed, read or written
     import_megatron()
     if tasks is not None:
         from llmrecipes.data.tasks import encode_shards  # imports tokenizers
@@ -193,6 +195,10 @@ def _build(
         shards.folder.rename(part)  # at once, so that no other call finds it half deleted
         shutil.rmtree(part, ignore_errors=True)  # first: it has second names of the files that are checked
         checked.remember(target, contents)
+    except UserError:
+        if not shared:  # what mends the recipe or its sources changes the shards too
+            shutil.rmtree(shards.folder, ignore_errors=True)
+        raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
     total = sum(file.bytes for name, file in manifest.files.items() if not (target / name).is_symlink())
@@ -207,7 +213,6 @@ def _encoding(recipe: Recipe, part: Path, log: Callable[[str], None]) -> tuple[T
     from llmrecipes.data.tokenizer import read
 
     steps = step_spec(recipe.data)
-    require_usable(recipe.data)
     for source in (*recipe.data.valid_sources, *recipe.data.sources):
         sources.files(source)  # report a missing source before minutes of work
         if others := sources.left_out(source):
