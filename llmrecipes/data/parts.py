@@ -8,13 +8,11 @@ document is in one part, and the parts in their order have the documents of the 
 from __future__ import annotations
 
 import codecs
+import io
 import lzma
-import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Buffer, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,9 +27,6 @@ MOST_PARTS = 10_000
 
 MOST_BYTES = 128 * MIB
 """Of a document, or of a line that has one: a reader holds several times as much."""
-
-ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
-"""Reads Zstandard: in Python since 3.14, a package for earlier versions."""
 
 SourceFile = Path | StoreFile
 
@@ -162,38 +157,61 @@ def _is_zstd(name: str) -> bool:
     return name.lower().endswith(".zst")
 
 
-def _reads_zstd() -> bool:
-    try:
-        return find_spec(ZSTD) is not None
-    except ModuleNotFoundError:  # of the package that it is in
-        return False
+class Zstandard(io.RawIOBase):
+    """A Zstandard stream of any number of frames, unpacked by Arrow. It can only be rewound, not sought.
 
-
-def decompressor(name: str, where: str) -> Callable[..., BinaryIO] | None:
-    """What unpacks a file of this name; None: it is not compressed.
-
-    Raises:
-        UserError: no package reads it.
+    fsspec would take the package zstandard, which has no lines and ends silently after the first frame.
     """
+
+    def __init__(self, packed: BinaryIO) -> None:
+        self._packed = packed
+        self._streams: list[Any] = []  # all of them, because one that is dropped closes the file
+        self._unpack()
+
+    def _unpack(self) -> None:
+        from pyarrow import CompressedInputStream  # type: ignore[import-untyped]
+
+        self._streams.append(CompressedInputStream(self._packed, "zstd"))
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        if offset or whence != io.SEEK_SET:
+            raise io.UnsupportedOperation("only seek(0)")
+        self._packed.seek(0)
+        self._unpack()
+        return 0
+
+    def readinto(self, buffer: Buffer, /) -> int:
+        view = memoryview(buffer)
+        try:
+            read: bytes = self._streams[-1].read(len(view))
+        except OSError as error:
+            if error.errno is not None:  # the file's own
+                raise
+            raise EOFError(str(error)) from error  # as gzip, bz2 and lzma
+        view[: len(read)] = read
+        return len(read)
+
+
+def decompressor(name: str) -> Callable[..., BinaryIO] | None:
+    """What unpacks a file of this name; None: it is not compressed."""
     from fsspec.compression import compr  # type: ignore[import-untyped]
     from fsspec.utils import infer_compression
 
-    if _is_zstd(name) and not _reads_zstd():
-        # fsspec would take the package zstandard, which has no lines and ends silently after the first frame.
-        raise UserError(
-            f"{ZSTD} is not installed",
-            where=where,
-            rule=f"{ZSTD} is needed for Zstandard files",
-            fix=f"pip install {ZSTD}",
-        )
+    if _is_zstd(name):
+        return lambda stream, **_: io.BufferedReader(Zstandard(stream))
     kind = infer_compression(name)
     return None if kind is None else compr[kind]
 
 
 def damages() -> tuple[type[Exception], ...]:
     """Errors of rows that are not JSON or are nested too deeply, and of compressed files that are damaged."""
-    kinds: tuple[type[Exception], ...] = (ValueError, RecursionError, EOFError, zlib.error, lzma.LZMAError)
-    return (*kinds, import_module(ZSTD).ZstdError) if ZSTD in sys.modules else kinds
+    return ValueError, RecursionError, EOFError, zlib.error, lzma.LZMAError
 
 
 def part_bytes(files: Sequence[SourceFile]) -> int:

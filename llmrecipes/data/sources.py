@@ -321,7 +321,7 @@ def _decode(data: bytes) -> str | None:
 
 @contextmanager
 def _unpacked(part: Part) -> Iterator[BinaryIO]:
-    unpack = decompressor(part.file.name, str(part))
+    unpack = decompressor(part.file.name)
     with part.open() as raw, raw if unpack is None else unpack(raw, mode="rb") as stream:
         yield stream
 
