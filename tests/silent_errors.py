@@ -84,7 +84,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
     "Gradient norm and clipping": (
         Claim("TransformerEngine's grouped layers: the experts of other tensor-parallel ranks are missing in the norm", "Megatron-LM#5916 (common case), #6470, #6099, #6080", "equal", f"{CHECK}::test_weights_that_the_norm_counts_wrongly", "gone in megatron-core 0.19; the check of the first step finds it when it is put back"),
         Claim("TransformerEngine's layers: latent attention's down-projections are in the norm once per tensor-parallel rank (1.36 to 1.52 times at 8)", "ROCm/TransformerEngine#715", "equal", f"{CHECK}::test_weights_that_the_norm_counts_wrongly", "as above"),
-        Claim("each pipeline stage clips by the norm of its own part", "torchtitan#596, #649", "equal", row("gpt: pp4")),
+        Claim("each pipeline stage clips by its own norm, not by the model's", "torchtitan#596, #649", "equal", row("gpt: pp4")),
         Claim("ZeRO 2 since 0.17.6: norm 1.63 instead of 4.74", "DeepSpeed#7718", "equal", row("gpt: dp2, deepspeed, stage=2, reduce_bucket_size=20000, use_distributed_optimizer")),
         Claim("norms are decayed where they are told by a name or a class", "DeepSpeedExamples#755; bigscience-workshop/Megatron-DeepSpeed#262", "equal", row("gpt with more weights: tp2 sp dp2, deepspeed, stage=3, reduce_bucket_size=20000, sub_group_size=50000, stage3_param_persistence_threshold=100, use_distributed_optimizer, weight_decay=1.0")),
         Claim("experts with their own optimizer: norm 11.51 instead of 12.28", "radixark/Megatron-LM#80", "equal", row("moe: dp2 ep2, whole optimizer")),

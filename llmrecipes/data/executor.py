@@ -22,8 +22,7 @@ from typing import Protocol
 from llmrecipes.errors import UserError
 
 _AHEAD = 2
-"""Items a worker that are in flight, so that none waits for the next."""
-
+"""Items in flight for each worker, so that none waits for the next."""
 
 EXECUTORS = {"ray": "llmrecipes.data.ray_cluster:Ray"}
 """Classes by their name for `--on`, made of the most items at a time or None."""
@@ -76,7 +75,7 @@ class _Call[T, R]:
 class Processes:
     """Does them in processes of this machine, which start when a second item is there.
 
-    After one was killed, usually because memory ran out, one fewer goes on.
+    If one is killed, usually because memory ran out, the pool is started again with one process fewer.
 
     Args:
         workers: processes.

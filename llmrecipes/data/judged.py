@@ -93,9 +93,9 @@ def form_of(present: Sequence[str], where: str) -> Form | None:
     Raises:
         UserError: they have judgements, but pairs do not follow from them.
     """
-    found = [form for form in FORMS if set(form.columns) <= set(present)]
-    if len(found) > 1:
-        judgements = " and ".join(repr(form.judgement) for form in found)
+    matching = [form for form in FORMS if set(form.columns) <= set(present)]
+    if len(matching) > 1:
+        judgements = " and ".join(repr(form.judgement) for form in matching)
         raise UserError(
             f"two judgements, {judgements}, which may differ",
             where=where,
@@ -103,7 +103,7 @@ def form_of(present: Sequence[str], where: str) -> Form | None:
             fix="delete the column that is not to be learned",
         )
     for columns, what in UNDECIDED:
-        if not found and set(columns) <= set(present):
+        if not matching and set(columns) <= set(present):
             what, _, decision = what.partition(": ")
             raise UserError(
                 what,
@@ -111,4 +111,4 @@ def form_of(present: Sequence[str], where: str) -> Form | None:
                 rule="a pair has a better and a worse answer to one prompt",
                 fix=f"{decision}, and write them as prompt, chosen, rejected",
             )
-    return found[0] if found else None
+    return matching[0] if matching else None

@@ -21,8 +21,8 @@ order of samples [samples]. None: opened later."""
 class PassDataset(GPTDataset):
     """Samples of a source, whose order begins alike however many are drawn.
 
-    The shuffled documents of all passes are joined and cut into samples. A sample across the border of two passes
-    belongs to the second, so that none is lost and each pass needs only documents of its own and earlier ones.
+    The shuffled documents of all passes are joined and cut into samples. A sample that spans two passes is shuffled
+    with the second: no sample is lost, and no pass has tokens of a later one.
     """
 
     def _build_document_sample_shuffle_indices(self) -> Indices:

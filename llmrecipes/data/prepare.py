@@ -196,7 +196,7 @@ def _build(
         shutil.rmtree(part, ignore_errors=True)  # first: it has second names of the files that are checked
         checked.remember(target, contents)
     except UserError:
-        if not shared:  # what mends the recipe or its sources changes the shards too
+        if not shared:  # the corrected recipe has another folder, so these would stay for good
             shutil.rmtree(shards.folder, ignore_errors=True)
         raise
     finally:

@@ -16,7 +16,7 @@ from typing import Any
 from llmrecipes.errors import UserError
 
 _AHEAD = 2
-"""Items a CPU that are in flight, so that none waits for the next."""
+"""Items in flight for each CPU, so that none waits for the next."""
 _RETRIES = 10
 """Of an item: workers and nodes that may be lost while they do it."""
 
@@ -28,7 +28,7 @@ class Ray:
         workers: items at a time; None: one for each CPU of the cluster, also of nodes that join it later.
 
     Raises:
-        UserError: ray is not installed, or there is no such cluster.
+        UserError: ray is not installed, or no cluster answers.
     """
 
     remote = True

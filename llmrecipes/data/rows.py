@@ -21,8 +21,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 SHARE_GPT = {"human": "user", "gpt": "assistant"}
 """Names of roles in messages with `from` and `value`, the form of ShareGPT."""
 INSTRUCTION, INPUT, OUTPUT, HISTORY = "instruction", "input", "output", "history"
-"""Columns of Alpaca's sets; `input`, which may be missing or empty, follows the instruction in a line of its own, and
-`history` has earlier pairs of question and answer."""
+"""Columns of Alpaca's sets. `input` is optional and is appended to the instruction on a new line; `history` holds
+earlier [question, answer] pairs."""
 SYSTEM = ("system", "system_prompt")
 """Columns of a system message beside those of a conversation."""
 UNCOUNTED = ("weight", "train", "training")
@@ -269,7 +269,7 @@ def turns(value: Any, column: str, where: str, *, filled: bool = False) -> Turns
             raise UserError(
                 f"{name} is in the channel {str(message['channel'])[:40]!r}",
                 where=where,
-                rule="what is said in a channel other than final is no answer",
+                rule="only a message in the channel final is an answer",
                 fix=f"write reasoning into {REASONING[0]} of the answer, calls into {TOOL_CALLS}, or delete it",
             )
         if message.get(TOOL_CALLS) and message.get("content") is None:  # OpenAI's

@@ -313,7 +313,7 @@ class Shards:
         return missing
 
     def missing(self) -> Iterator[int]:
-        """Numbers of the shards to encode, each once; with `max_tokens`, asked for anew after each."""
+        """Numbers of the shards that must still be encoded, each once; with `max_tokens`, decided again after each."""
         if all(source.max_tokens is None for source in self.every):
             yield from self.needed()
             return

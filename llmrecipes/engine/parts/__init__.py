@@ -1,1 +1,1 @@
-"""Parts of a training step: what a recipe adds to it, each in a module of its own."""
+"""What a recipe adds to a training step, one module for each part."""

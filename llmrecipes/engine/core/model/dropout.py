@@ -25,8 +25,8 @@ from llmrecipes.engine.core.model import philox
 from llmrecipes.plan.derive import Plan
 
 MICRO_BATCH = "micro-batch"
-"""Among the states of megatron-core's tracker, because those are restored when layers are recomputed. It is no state of
-a generator, but the step and the place of the micro-batch's first sample in the global batch."""
+"""Key in megatron-core's RNG tracker of (step, place of the micro-batch's first sample in the global batch). It is not
+a generator state; it is kept there because recomputation restores the tracker's states."""
 
 Rows = Sequence[tuple[int, int]]
 """Ranges of rows of a table: the first, and how many."""
