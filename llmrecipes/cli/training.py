@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -128,9 +128,10 @@ def prepare(
         ),
     ] = None,
     on: Annotated[
-        Literal["ray"] | None,
+        str | None,
         typer.Option(
             "--on",
+            metavar="ray",
             help="Run on a Ray cluster (RAY_ADDRESS, or one on this machine) instead of processes of this machine; "
             "--workers limits the CPUs.",
         ),

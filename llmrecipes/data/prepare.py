@@ -21,6 +21,7 @@ import llmrecipes
 from llmrecipes.data import card, checked, sources
 from llmrecipes.data import manifest as manifests
 from llmrecipes.data.curriculum import require_same_scores
+from llmrecipes.data.executor import EXECUTORS, Executor, Processes
 from llmrecipes.data.manifest import ChatRecord, DataManifest, File, TokenizerRecord
 from llmrecipes.data.prepared import (
     TOKENIZER,
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
 
     from llmrecipes.data.chat import ChatSpec
     from llmrecipes.data.corpus import EncoderSpec
-    from llmrecipes.data.executor import Executor
     from llmrecipes.data.shards import Shards
 
 __all__ = ["Prepared", "fingerprint", "open_prepared", "prepare"]
@@ -82,6 +82,8 @@ def prepare(
     Raises:
         UserError: sources or tokenizer unusable, folder damaged or not writable.
     """
+    if on is not None and on not in EXECUTORS:
+        raise UserError(f"unknown executor {on!r}", where="--on", rule=f"one of {', '.join(EXECUTORS)}")
     log = progress or (lambda line: None)
     target = data_dir / fingerprint(recipe)
     if target.is_dir():
@@ -120,8 +122,6 @@ def prepare(
 
 
 def _executor(on: str | None, workers: int | None, log: Callable[[str], None]) -> Executor:
-    from llmrecipes.data.executor import EXECUTORS, Processes
-
     if on is None:
         return Processes(workers or max(1, int(cpu_cores())), log)
     executor: Executor = resolve(EXECUTORS[on])(workers)
@@ -178,11 +178,11 @@ def _build(
 
     started = time.monotonic()
     part = target.with_name(f".{target.name}.part")
-    shards = _shards(recipe, target, log, shared=shared)
-    if not shared:
-        for left in shards.folder.rglob(".*.part"):  # by a killed call
-            left.unlink(missing_ok=True)
-    with closing(executor()) as workers:
+    with closing(executor()) as workers:  # first: a cluster that does not answer is said before minutes of work
+        shards = _shards(recipe, target, log, shared=shared)
+        if not shared:
+            for left in shards.folder.rglob(".*.part"):  # by a killed call
+                left.unlink(missing_ok=True)
         run(shards, workers, log)
     shutil.rmtree(part, ignore_errors=True)  # from a killed run; the lock is ours
     try:

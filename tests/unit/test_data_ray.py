@@ -18,10 +18,15 @@ from tests.refusals import refused
 from tests.unit.data_recipes import corpus, recipe
 
 
-def test_ray_that_is_not_installed_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("on", ["rai", "ray"])
+def test_an_executor_that_is_not_there_is_refused_before_the_tokenizer_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on: str
+) -> None:
     monkeypatch.setattr("llmrecipes.data.ray_cluster.find_spec", lambda name: None)
-    with refused("--on ray"):
-        prepare(recipe(corpus(tmp_path / "text")), tmp_path / "data", on="ray")
+    said = list[str]()
+    with refused("--on"):
+        prepare(recipe(corpus(tmp_path / "text")), tmp_path / "data", on=on, progress=said.append)
+    assert not said
 
 
 def compared(folder: Path) -> Recipe:
