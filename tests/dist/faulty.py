@@ -124,7 +124,7 @@ def _to_routers(change: Callable[[torch.nn.Parameter], None]) -> Callable[[Patch
 
 def _own_values(weight: torch.nn.Parameter) -> None:
     with torch.no_grad():
-        weight.add_(0.01 * dist.get_rank() * torch.randn_like(weight))
+        weight.add_(0.3 * dist.get_rank() * torch.randn_like(weight))
 
 
 def _own_gradient(weight: torch.nn.Parameter) -> None:

@@ -24,8 +24,12 @@ OTHERS: dict[str, dict[str, Any]] = {
     "llama with linear interpolation": {"model": {**LLAMA, "rotary_seq_len_interpolation_factor": 4.0}},
     "llama with half of the channels rotated": {"model": {**LLAMA, "rotary_percent": 0.5}},
 }
-MODELS = {name: case for name, case in VARIANTS.items() if case.keys() <= {"model"}} | OTHERS
-"""Variants of the model, not of training."""
+MODELS = OTHERS | {
+    name: case
+    for name, case in VARIANTS.items()
+    if case.keys() <= {"model"} and "hidden_dropout" not in case.get("model", {})
+}
+"""Variants of the model, not of training. Masks of dropout are ours: `GPTModel` draws others."""
 
 
 def gpt_of(recipe: Recipe, ours: BuiltModel) -> GPTModel:
