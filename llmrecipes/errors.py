@@ -33,6 +33,7 @@ class UserError(Exception):
         fix: the nearest thing that works.
         code: exit code of the process.
         parts: the individual errors, if `what` lists several.
+        again: the same command may get past it, so what it has done so far is worth keeping.
 
     As text or JSON it is redacted: messages quote values of users and of libraries.
     """
@@ -46,15 +47,16 @@ class UserError(Exception):
         fix: str = "",
         code: ExitCode = ExitCode.BAD_INPUT,
         parts: Sequence[UserError] = (),
+        again: bool = False,
     ) -> None:
         super().__init__(what)
         self.what, self.where, self.rule, self.fix, self.code = what, where, rule, fix, code
-        self.parts = tuple(parts)
+        self.parts, self.again = tuple(parts), again
 
     def __reduce__(self) -> tuple[Callable[[str], UserError], tuple[str]]:
         """Between processes: a subclass, whose own arguments are others, arrives as a UserError."""
         made = partial(UserError, where=self.where, rule=self.rule, fix=self.fix, code=self.code, parts=self.parts)
-        return made, (self.what,)
+        return partial(made, again=self.again), (self.what,)
 
     def __str__(self) -> str:
         lines = [f"{self.where}: {self.what}" if self.where else self.what]

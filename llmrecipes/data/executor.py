@@ -52,6 +52,37 @@ class Executor(Protocol):
         """End the workers at once, whatever they do."""
 
 
+def in_order[T, C, R](
+    items: Iterable[T],
+    workers: Callable[[], int],
+    start: Callable[[T], C],
+    result: Callable[[deque[C]], R],
+    cancel: Callable[[C], object],
+) -> Generator[R, None, None]:
+    """The results of items in their order, with a few more in flight than there are workers.
+
+    Args:
+        items: taken as workers become free.
+        workers: how many there are now.
+        start: begins an item.
+        result: waits for the first of those that were begun.
+        cancel: gives one up, when nobody wants its result any more.
+    """
+    following, begun = iter(items), deque[C]()
+    try:
+        while True:
+            for item in islice(following, max(0, _AHEAD * workers() + 1 - len(begun))):
+                begun.append(start(item))
+            if not begun:
+                return
+            done = result(begun)
+            begun.popleft()
+            yield done
+    finally:
+        for call in begun:
+            cancel(call)
+
+
 class ThisProcess:
     """Does them here."""
 
@@ -98,27 +129,22 @@ class Processes:
         if len(first) < 2:
             yield from map(function, first)
             return
-        following = chain(first, following)
-        waiting: deque[_Call[T, R]] = deque()
-        try:
+
+        def start(item: T) -> _Call[T, R]:
+            return _Call(item, self._submit(function, item))
+
+        def result(begun: deque[_Call[T, R]]) -> R:
             while True:
-                for item in islice(following, max(0, _AHEAD * self.workers + 1 - len(waiting))):
-                    waiting.append(_Call(item, self._submit(function, item)))
-                if not waiting:
-                    return
                 try:
-                    result = waiting[0].future.result()
+                    return begun[0].future.result()
                 except BrokenProcessPool:
                     self._go_on_with_fewer()
-                    for call in waiting:
-                        if isinstance(call.future.exception(), BrokenProcessPool):
-                            call.future = self._submit(function, call.item)
-                    continue
-                waiting.popleft()
-                yield result
-        finally:
-            for call in waiting:
-                call.future.cancel()
+                for call in begun:
+                    if isinstance(call.future.exception(), BrokenProcessPool):
+                        call.future = self._submit(function, call.item)
+
+        every = chain(first, following)
+        yield from in_order(every, lambda: self.workers, start, result, lambda call: call.future.cancel())
 
     def close(self) -> None:
         """Kill the processes."""
@@ -149,6 +175,7 @@ class Processes:
                 f"{self._asked} worker processes were killed, usually by the kernel because memory ran out",
                 where="--workers",
                 fix=f"run it again to continue, with fewer than --workers {self._asked} or more memory",
+                again=True,
             )
         self._log(f"a worker process was killed, usually because memory ran out; going on with {self.workers}")
 

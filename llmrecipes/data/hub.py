@@ -40,9 +40,8 @@ def data_files(source: Source) -> list[Path | StoreFile]:
     try:
         return list(_data_files(source.path, source.name, split_of(source), source.revision))
     except UserError as error:
-        raise UserError(
-            f"cannot read dataset {source.path!r}: {error.what}", where=section(source), fix=_FIX
-        ) from error
+        what = f"cannot read dataset {source.path!r}: {error.what}"
+        raise UserError(what, where=section(source), fix=_FIX, again=error.again) from error
 
 
 @cache
@@ -108,4 +107,5 @@ def rows(source: Source, of: Rows) -> Iterator[str | None]:
     except Exception as error:  # HTTP, DNS, authentication, parsing: each library below has its own errors
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         after = f" after row {row:,}" if row else ""
-        raise UserError(f"cannot read dataset {path!r}{after}: {reason}", where=section(source), fix=_FIX) from error
+        what = f"cannot read dataset {path!r}{after}: {reason}"
+        raise UserError(what, where=section(source), fix=_FIX, again=True) from error

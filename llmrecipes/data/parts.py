@@ -34,9 +34,9 @@ SourceFile = Path | StoreFile
 class Damaged(UserError):
     """A file that cannot be read, at least not to its end."""
 
-    def __init__(self, what: str, where: str, *, rule: str = "", fix: str = "") -> None:
-        again = "copy the file again, or set data.max_unreadable to the share of files that may be skipped"
-        super().__init__(what, where=where, rule=rule, fix=fix or again)
+    def __init__(self, what: str, where: str, *, rule: str = "", fix: str = "", again: bool = False) -> None:
+        copied = "copy the file again, or set data.max_unreadable to the share of files that may be skipped"
+        super().__init__(what, where=where, rule=rule, fix=fix or copied, again=again)
 
 
 def too_large(where: str) -> Damaged:
@@ -74,7 +74,8 @@ def size_of(file: SourceFile) -> int:
     try:
         return file.stat().st_size
     except OSError as error:
-        raise UserError(f"cannot read: {error.strerror}", where=str(file), fix="restore the file") from error
+        what = f"cannot read: {error.strerror}"
+        raise UserError(what, where=str(file), fix="restore the file", again=True) from error
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -129,6 +129,10 @@ def _executor(on: str | None, workers: int | None, log: Callable[[str], None]) -
     return executor
 
 
+def _shards_folder(target: Path) -> Path:
+    return target.with_name(f".{target.name}.shards")
+
+
 def _shards(recipe: Recipe, target: Path, log: Callable[[str], None], *, shared: bool) -> Shards:
     """The shards of a recipe, with the tokenizer; made by the first call, which holds the lock.
 
@@ -141,7 +145,7 @@ def _shards(recipe: Recipe, target: Path, log: Callable[[str], None], *, shared:
     """
     from llmrecipes.data.shards import PLAN, Shards, plan, read_plan
 
-    folder, stored = target.with_name(f".{target.name}.shards"), None
+    folder, stored = _shards_folder(target), None
     if (folder / PLAN).exists():
         try:
             stored = read_plan(folder, recipe.data.sources)
@@ -178,31 +182,40 @@ def _build(
 
     started = time.monotonic()
     part = target.with_name(f".{target.name}.part")
-    with closing(executor()) as workers:  # first: a cluster that does not answer is said before minutes of work
-        shards = _shards(recipe, target, log, shared=shared)
-        if not shared:
-            for left in shards.folder.rglob(".*.part"):  # by a killed call
-                left.unlink(missing_ok=True)
-        run(shards, workers, log)
-    shutil.rmtree(part, ignore_errors=True)  # from a killed run; the lock is ours
+    workers = executor()  # first: a cluster that does not answer is said before minutes of work
     try:
+        with closing(workers):
+            shards = _shards(recipe, target, log, shared=shared)
+            if not shared:
+                for left in shards.folder.rglob(".*.part"):  # by a killed call
+                    left.unlink(missing_ok=True)
+            run(shards, workers, log)
+        shutil.rmtree(part, ignore_errors=True)  # from a killed run; the lock is ours
         part.mkdir()
         manifest, contents = _fill(recipe, part, target.name, shards, log)
         write_synced(part / manifests.NAME, f"{manifest.model_dump_json(indent=1)}\n".encode())
         sync(part)
         part.rename(target)
         sync(target.parent)
-        shards.folder.rename(part)  # at once, so that no other call finds it half deleted
-        shutil.rmtree(part, ignore_errors=True)  # first: it has second names of the files that are checked
+        _delete_shards(target)  # first: it has second names of the files that are checked
         checked.remember(target, contents)
-    except UserError:
-        if not shared:  # the corrected recipe has another folder, so these would stay for good
-            shutil.rmtree(shards.folder, ignore_errors=True)
+    except UserError as error:
+        if not (error.again or shared):  # the corrected recipe or source has other shards, so these would stay for good
+            _delete_shards(target)
         raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
     total = sum(file.bytes for name, file in manifest.files.items() if not (target / name).is_symlink())
     log(f"data is prepared in {target}: {total / MIB:.1f} MiB, {time.monotonic() - started:.1f} s")
+
+
+def _delete_shards(target: Path) -> None:
+    """Under another name, so that no other call finds them half deleted, and what still runs adds nothing."""
+    part = target.with_name(f".{target.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    with suppress(FileNotFoundError):
+        _shards_folder(target).rename(part)
+    shutil.rmtree(part, ignore_errors=True)
 
 
 def _encoding(recipe: Recipe, part: Path, log: Callable[[str], None]) -> tuple[TokenizerRecord, str, EncoderSpec]:

@@ -7,16 +7,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from importlib.util import find_spec
-from itertools import islice
 from typing import Any
 
+from llmrecipes.data.executor import in_order
 from llmrecipes.errors import UserError
 
-_AHEAD = 2
-"""Items in flight for each CPU, so that none waits for the next."""
 _RETRIES = 10
 """Of an item: workers and nodes that may be lost while they do it."""
 
@@ -66,19 +63,14 @@ class Ray:
 
     def map[T, R](self, function: Callable[[T], R], items: Iterable[T]) -> Generator[R, None, None]:
         """As tasks of the cluster."""
-        following, waiting = iter(items), deque[Any]()
         stored = self._ray.put(function)
-        try:
-            while True:
-                for item in islice(following, max(0, _AHEAD * self.workers - len(waiting))):
-                    waiting.append(self._do.remote(stored, item))
-                if not waiting:
-                    return
-                yield self._result(waiting[0])
-                waiting.popleft()
-        finally:
-            for task in waiting:
-                self._ray.cancel(task, force=True)
+        yield from in_order(
+            items,
+            lambda: self.workers,
+            lambda item: self._do.remote(stored, item),
+            lambda begun: self._result(begun[0]),
+            lambda task: self._ray.cancel(task, force=True),
+        )
 
     def _result(self, task: Any) -> Any:
         errors = self._ray.exceptions
@@ -94,6 +86,7 @@ class Ray:
                 where="--on ray",
                 rule=f"an item may be lost {_RETRIES} times, with its worker or its node",
                 fix="look at `ray status` and the logs of the cluster, then run it again to continue",
+                again=True,
             ) from error
 
     def close(self) -> None:

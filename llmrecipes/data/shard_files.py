@@ -106,7 +106,8 @@ def _loaded(source: int, header: bytes, body: bytes, *, ids: bool = True) -> Wor
 
 def damaged(file: Path, what: str, fix: str) -> UserError:
     """For a file that is not what was written."""
-    return UserError(what, where=str(file), rule="every part must match its SHA-256", fix=f"{fix}, and run again")
+    rule = "every part must match its SHA-256"
+    return UserError(what, where=str(file), rule=rule, fix=f"{fix}, and run again", again=True)
 
 
 def read(file: Path, source: int, *, ids: bool = True) -> Iterator[Worked]:

@@ -257,7 +257,7 @@ def _of_part(part: Part, read: _Reader | None, of: Rows) -> Iterator[str | None]
         else:
             yield from read(part, of)
     except OSError as error:
-        raise Damaged(f"cannot read: {error.strerror or error}", where=str(part)) from error
+        raise Damaged(f"cannot read: {error.strerror or error}", where=str(part), again=True) from error
 
 
 def _stdlib_root() -> Path:

@@ -224,12 +224,12 @@ def patiently(ask: Callable[[], T], url: str, final: Callable[[Exception], bool]
         except Exception as error:  # each library below has errors of its own
             reason = next(iter(str(error).splitlines()), "") or type(error).__name__
             if final(error):
-                raise UserError(f"the store refused the request: {reason}", where=url, fix=_FIX) from error
+                what = f"the store refused the request: {reason}"
+                raise UserError(what, where=url, fix=_FIX, again=True) from error
             away = time.monotonic() - began
             if away + pause > PATIENCE_SECONDS:
-                raise UserError(
-                    f"the store has not answered for {away:.0f} s: {reason}", where=url, fix=_FIX
-                ) from error
+                what = f"the store has not answered for {away:.0f} s: {reason}"
+                raise UserError(what, where=url, fix=_FIX, again=True) from error
             logger.warning("%s: %s; retrying in %.1f s", url, reason, pause)
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)

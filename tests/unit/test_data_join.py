@@ -23,6 +23,7 @@ from llmrecipes.data.leaks import check_near_copies
 from llmrecipes.data.prepare import Prepared, _shards, fingerprint, prepare
 from llmrecipes.data.shards import Shards
 from llmrecipes.data.tasks import run
+from llmrecipes.errors import UserError
 from llmrecipes.recipe.data_steps import Step
 from llmrecipes.recipe.schema import Recipe, Source
 from tests.refusals import refused
@@ -269,6 +270,24 @@ def test_a_killed_call_is_continued_unless_a_source_has_changed(
     plan.write_text(plan.read_text().replace('"version": "', '"version": "0'))
     assert content(prepare(used, tmp_path / "other", workers=1, progress=lines.append)) == content(expected)
     assert any("trained" in line for line in lines)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("place", ["pipeline.Progress.add", "pipeline.Progress.stage", "prepare._fill"])
+def test_a_call_that_fails_keeps_what_the_same_call_goes_on_with(
+    sources: tuple[Source, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Nothing if the recipe or a source has to be mended, which gives other shards."""
+    for again in (True, False):
+
+        def fail(*arguments: object, again: bool = again) -> None:
+            raise UserError("failed", where="place", again=again)
+
+        monkeypatch.setattr(f"llmrecipes.data.{place}", fail)
+        with refused("place"):
+            prepare(of(sources), tmp_path / "data", workers=1)
+        assert len(list((tmp_path / "data").glob(".*.shards"))) == again
+        assert not list((tmp_path / "data").glob(".*.part"))
 
 
 @pytest.mark.usefixtures("small")

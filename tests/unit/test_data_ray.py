@@ -84,5 +84,6 @@ def test_two_nodes_of_which_one_is_lost(tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": ', encoding="utf-8")
         with refused(f"{tmp_path}/rows.jsonl"):
             prepare(bad, tmp_path / "bad", on="ray")
+        assert [path.suffix for path in (tmp_path / "bad").iterdir()] == [".lock"]
     finally:
         cluster.shutdown()

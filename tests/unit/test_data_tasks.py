@@ -209,6 +209,7 @@ def test_damaged_files_are_skipped_up_to_a_share(tmp_path: Path) -> None:
     for tasks in (None, 2):
         with refused(f"{tmp_path}/jsonl/3.jsonl:11"):
             prepare(allowing(0), tmp_path / "none", workers=1, tasks=tasks)
+        assert tasks or not list((tmp_path / "none").glob(".*.shards"))
         with refused("data.sources[0]", rule=("2", "10", "data.max_unreadable=0.1")):
             prepare(allowing(0.1), tmp_path / "some", workers=1, tasks=tasks)
     one, two = (prepare(allowing(0.2), tmp_path / f"{n}", workers=1, tasks=n) for n in (None, 2))
