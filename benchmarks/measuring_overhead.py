@@ -42,7 +42,7 @@ from llmrecipes.tracking.events import NoTracker, Tracker
 from llmrecipes.tracking.run_tracker import RunTracker
 from llmrecipes.train.loaders import DataLoaders, ReadAhead
 from llmrecipes.train.loop import Loop
-from llmrecipes.train.telemetry import Telemetry, measured_ranks
+from llmrecipes.train.observers.telemetry import Telemetry, measured_ranks
 from tests.helpers import random_batches
 
 BLOCK = 10

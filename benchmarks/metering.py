@@ -21,8 +21,8 @@ from llmrecipes.tracking.energy import Energy
 from llmrecipes.tracking.events import StepMetrics
 from llmrecipes.tracking.prometheus import PrometheusSink
 from llmrecipes.tracking.spread import spread
-from llmrecipes.train.node_monitor import GAUGES, Modelled, NodeReadings, Sampler
-from llmrecipes.train.telemetry import METERS, RANK_COLUMNS
+from llmrecipes.train.observers.node_monitor import GAUGES, Modelled, NodeReadings, Sampler
+from llmrecipes.train.observers.telemetry import METERS, RANK_COLUMNS
 
 RANKS = 16_384
 READS = 300

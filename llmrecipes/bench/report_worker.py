@@ -35,7 +35,7 @@ from llmrecipes.recipe.load import load
 from llmrecipes.recipe.proxy import proxy
 from llmrecipes.recipe.schema import Parallelism, Recipe
 from llmrecipes.rundir import Run
-from llmrecipes.train.profile import profiled
+from llmrecipes.train.observers.profile import profiled
 from llmrecipes.units import GIB
 
 FOLDER = "LLMRECIPES_REPORT"

@@ -26,10 +26,10 @@ from llmrecipes.train import guard
 from llmrecipes.train.evaluations import TaskEvaluations, evaluated, held_out_losses, is_evaluated
 from llmrecipes.train.loaders import DataLoaders, ReadAhead, first_failure
 from llmrecipes.train.local import LocalCheckpoints
+from llmrecipes.train.observers.telemetry import ClusterReport, Telemetry
 from llmrecipes.train.rewind import Rewinds
 from llmrecipes.train.saves import Saves
 from llmrecipes.train.stopping import SPLIT, after_evaluation, ended_early, monitors, stop_reason
-from llmrecipes.train.telemetry import ClusterReport, Telemetry
 
 logger = logging.getLogger(__name__)
 

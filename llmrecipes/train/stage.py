@@ -33,23 +33,23 @@ from llmrecipes.recipe.stages import span_of
 from llmrecipes.tracking.energy import Energy
 from llmrecipes.tracking.events import ENERGY, MEASURED, Note
 from llmrecipes.tracking.run_tracker import RunTracker
-from llmrecipes.train.debug import anomaly_mode
 from llmrecipes.train.evaluations import TaskEvaluations, evaluation_due
-from llmrecipes.train.exports import Exports, finish_exports
-from llmrecipes.train.folder import RunFolder
-from llmrecipes.train.hangs import hangs, watchdog
 from llmrecipes.train.loaders import has_held_out, one_batch_forever, open_loaders
 from llmrecipes.train.local import choose_from, open_local
 from llmrecipes.train.loop import Loop, LoopOutcome
-from llmrecipes.train.measured import line, measured
-from llmrecipes.train.profile import profiled
+from llmrecipes.train.observers.debug import anomaly_mode
+from llmrecipes.train.observers.exports import Exports, finish_exports
+from llmrecipes.train.observers.folder import RunFolder
+from llmrecipes.train.observers.hangs import hangs, watchdog
+from llmrecipes.train.observers.measured import line, measured
+from llmrecipes.train.observers.profile import profiled
+from llmrecipes.train.observers.telemetry import measured_ranks
 from llmrecipes.train.rank import first_step_reporter
 from llmrecipes.train.resume import initial_weights, resized, resume, teach
 from llmrecipes.train.rewind import Rewind, Rewinds, merged
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.train.stopping import at_start, monitored, stop_reason
 from llmrecipes.train.summary import describe, open_tracker, print_summary
-from llmrecipes.train.telemetry import measured_ranks
 
 
 @dataclass(frozen=True)

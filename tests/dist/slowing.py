@@ -18,7 +18,7 @@ import torch.distributed as dist
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.faults.watchdog import unwatched
 from llmrecipes.tracking.events import Note
-from llmrecipes.train.telemetry import BAD_NODES, NODES_TO_SPARE, SETTLING_STEPS, measured_ranks
+from llmrecipes.train.observers.telemetry import BAD_NODES, NODES_TO_SPARE, SETTLING_STEPS, measured_ranks
 from tests.dist.table import Row
 from tests.dist.training import loaders, training
 

@@ -11,9 +11,9 @@ import pytest
 from llmrecipes.faults.watchdog import unwatched
 from llmrecipes.hardware.profile import Costs
 from llmrecipes.tracking.energy import Energy
-from llmrecipes.train.node_monitor import Gpus, NodeReadings, Sampler
-from llmrecipes.train.telemetry import Telemetry, measured_ranks
-from llmrecipes.train.waits import WaitClock
+from llmrecipes.train.observers.node_monitor import Gpus, NodeReadings, Sampler
+from llmrecipes.train.observers.telemetry import Telemetry, measured_ranks
+from llmrecipes.train.observers.waits import WaitClock
 from tests.dist.table import Row
 from tests.dist.training import training
 from tests.dist.worlds import GlooWorld

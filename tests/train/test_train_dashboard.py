@@ -13,8 +13,8 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from llmrecipes.tracking.prometheus import in_base_units
-from llmrecipes.train.node_monitor import GAUGES
-from llmrecipes.train.telemetry import MEMORY
+from llmrecipes.train.observers.node_monitor import GAUGES
+from llmrecipes.train.observers.telemetry import MEMORY
 from tests.dashboard import ON_GPUS, dashboard, expressions, metrics_of, served, text
 
 

@@ -22,8 +22,8 @@ from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.rundir import Run
 from llmrecipes.tracking import status
-from llmrecipes.train import folder
 from llmrecipes.train.completeness import require_complete
+from llmrecipes.train.observers import folder
 from llmrecipes.workflow import slurm
 from llmrecipes.workflow.run import require_same_recipe
 from tests.helpers import curve, lines, steps_done, tiny_on, train_lines, write_recipe

@@ -59,14 +59,15 @@ from llmrecipes.rundir import Run
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking import run_tracker
 from llmrecipes.tracking.events import NoTracker
-from llmrecipes.train import evaluations, loaders, stage, telemetry, worker
+from llmrecipes.train import evaluations, loaders, stage, worker
 from llmrecipes.train.evaluations import TaskEvaluations
-from llmrecipes.train.exports import Exports
 from llmrecipes.train.guard import require_right_gradients
-from llmrecipes.train.hangs import limits as watch_limits
 from llmrecipes.train.loaders import DataLoaders
 from llmrecipes.train.local import open_local
 from llmrecipes.train.loop import Loop
+from llmrecipes.train.observers import telemetry
+from llmrecipes.train.observers.exports import Exports
+from llmrecipes.train.observers.hangs import limits as watch_limits
 from llmrecipes.train.resume import Start, initial_weights
 from llmrecipes.train.rewind import Rewind, Rewinds
 from llmrecipes.train.spec import RunSpec

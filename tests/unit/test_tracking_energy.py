@@ -19,7 +19,7 @@ from llmrecipes.tracking.events import ENERGY, STARTED, Note, StepMetrics, note_
 from llmrecipes.tracking.jsonl import JsonlSink, record
 from llmrecipes.tracking.mlflow.sender import entities
 from llmrecipes.tracking.run_tracker import require_packages_of_tracking
-from llmrecipes.train.node_monitor import Modelled
+from llmrecipes.train.observers.node_monitor import Modelled
 from tests.refusals import refused
 from tests.unit.test_tracking_run import recipe, step
 
@@ -128,7 +128,7 @@ def audit(event, arguments):
 
 sys.dont_write_bytecode = True
 sys.addaudithook(audit)
-from llmrecipes.train.node_monitor import Modelled, Sampler
+from llmrecipes.train.observers.node_monitor import Modelled, Sampler
 
 sampler = Sampler(Path("/"), None, powercap=Path("/nowhere"), model=Modelled())
 sampler.sample()

@@ -17,8 +17,8 @@ from llmrecipes.models.also_export import tidy
 from llmrecipes.recipe.load import load
 from llmrecipes.rundir import Run
 from llmrecipes.tracking.events import Note
-from llmrecipes.train import exports
-from llmrecipes.train.exports import Exports
+from llmrecipes.train.observers import exports
+from llmrecipes.train.observers.exports import Exports
 from llmrecipes.workflow.run import plan_run
 from tests.helpers import LLAMA, ROOMY, lines, tiny, tiny_on, write_recipe
 from tests.refusals import refused

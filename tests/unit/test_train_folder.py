@@ -10,7 +10,7 @@ from llmrecipes.engine.base import World
 from llmrecipes.errors import ExitCode
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.rundir import Run
-from llmrecipes.train.folder import RunFolder
+from llmrecipes.train.observers.folder import RunFolder
 from tests.refusals import refused
 
 

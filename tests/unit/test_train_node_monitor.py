@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from llmrecipes.train.node_monitor import SECONDS, Gpus, NodeReadings, Sampler, monitored
+from llmrecipes.train.observers.node_monitor import SECONDS, Gpus, NodeReadings, Sampler, monitored
 
 
 class NvmlError(Exception):

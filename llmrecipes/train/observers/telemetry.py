@@ -33,8 +33,8 @@ from llmrecipes.plan.derive import Plan
 from llmrecipes.tracking.energy import Energy
 from llmrecipes.tracking.events import Note, is_measured
 from llmrecipes.tracking.spread import spread
-from llmrecipes.train.node_monitor import COLUMNS, GAUGES, NodeReadings, monitored
-from llmrecipes.train.waits import WaitClock, waits_counted
+from llmrecipes.train.observers.node_monitor import COLUMNS, GAUGES, NodeReadings, monitored
+from llmrecipes.train.observers.waits import WaitClock, waits_counted
 
 TIMES = ("data_seconds", "compute_seconds", "communication_seconds")
 """Of a step, mean; they add up to it."""

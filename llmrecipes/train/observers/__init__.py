@@ -1,0 +1,1 @@
+"""What watches a training, one module for each subject."""
