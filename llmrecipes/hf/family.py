@@ -76,7 +76,7 @@ def config_of(family: Family, model: Model) -> dict[str, Any]:
 
 
 def model_of(family: Family, config: Config, where: str) -> dict[str, Any]:
-    """The section `model` of a config.json, but for `seq_length`.
+    """The section `model` of a config.json that transformers has completed, but for `seq_length`.
 
     Raises:
         UserError: with the keys of config.json that have no counterpart.

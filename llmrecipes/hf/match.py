@@ -72,7 +72,6 @@ def section_of(
     dropped = {"auto_map", *without_effect(config, folder), *ignored}
     kept = {key: value for key, value in config.items() if key not in dropped}
     try:
-        model_of(family, kept, where)  # refuses by the keys of the file
         section = model_of(family, _completed(family, kept, where), where)
         return family, section if predicting else section | {"mtp_num_layers": None}
     except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RecursionError) as error:

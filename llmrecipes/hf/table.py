@@ -86,9 +86,6 @@ QKV: Transform = _QueryKeyValue()
 FUSED_QKV: Transform = _FusedQueryKeyValue()
 
 
-REQUIRED: Any = object()
-"""A key that config.json has to have."""
-
 ACTIVATIONS = {
     "gelu": ("gelu",),
     "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"),
@@ -124,13 +121,11 @@ class Key:
     Args:
         theirs: in config.json.
         ours: in the section `model`.
-        absent: transformers' value where config.json has none.
         names: their values of each of ours, of which the first is written; None: the same as ours.
     """
 
     theirs: str
     ours: str
-    absent: Any = REQUIRED
     names: Mapping[str, Sequence[str]] | None = None
 
 
@@ -141,14 +136,12 @@ class Fixed:
     Args:
         theirs: in config.json.
         value: what is written.
-        absent: transformers' value where config.json has none; default: `value`.
-        same: other values that mean the same.
+        unread: whether transformers has no such key, and computes as with this value; it is in published files.
     """
 
     theirs: str
     value: Any
-    absent: Any = REQUIRED
-    same: tuple[Any, ...] = ()
+    unread: bool = False
 
 
 class Special(Protocol):
@@ -158,7 +151,7 @@ class Special(Protocol):
         """Keys of config.json."""
 
     def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
-        """Values of `model`."""
+        """Values of `model`, of a config.json that transformers has completed: what it knows is not repeated here."""
 
     @property
     def theirs(self) -> Sequence[str]:
@@ -263,14 +256,18 @@ class Family:
         ]
 
     def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
-        """The section `model` of a config.json, but for `seq_length`; and what of it has no counterpart."""
+        """The section `model` of a config.json, but for `seq_length`; and what of it has no counterpart.
+
+        Args:
+            config: as transformers completes it, so that no default of transformers is repeated here.
+
+        Raises:
+            LookupError: it lacks a key that transformers has.
+        """
         model: dict[str, Any] = dict(self.needs)
         obstacles: list[Unsupported] = []
         for entry in self.keys:
-            value = config.get(entry.theirs, entry.absent)
-            if value is REQUIRED:
-                obstacles.append(Unsupported(entry.theirs, "missing", f"a required key of {self.name}"))
-                continue
+            value = config[entry.theirs]
             if entry.names is not None:
                 ours = [mine for mine, theirs in entry.names.items() if value in theirs]
                 if not ours:
@@ -280,8 +277,8 @@ class Family:
                 value = ours[0]
             model[entry.ours] = value
         for fixed in self.fixed:
-            value = config.get(fixed.theirs, fixed.value if fixed.absent is REQUIRED else fixed.absent)
-            if value != fixed.value and value not in fixed.same:
+            value = config.get(fixed.theirs, fixed.value) if fixed.unread else config[fixed.theirs]
+            if value != fixed.value:
                 obstacles.append(Unsupported(fixed.theirs, value, f"only {json.dumps(fixed.value)} is supported"))
         for special in self.specials:
             more, problems = special.model_of(config)

@@ -17,7 +17,8 @@ from llmrecipes.engine.core.generation import generate
 from llmrecipes.engine.core.model.gpt import RecipeModel, build
 from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.sampling import Sampling
-from llmrecipes.hf.family import FAMILIES, config_of, family_of, model_of
+from llmrecipes.hf.family import FAMILIES, config_of, family_of
+from llmrecipes.hf.match import section_of
 from llmrecipes.hf.safetensors import write
 from llmrecipes.hf.table import Family, resolved
 from llmrecipes.hf.weights import AsHuggingFace
@@ -304,22 +305,22 @@ def test_a_key_without_an_account_is_exported_with_its_default_only() -> None:
             family_of(Interleaved.model_validate({**LLAMA, "rotary_interleaved": True}), name)
 
 
-def test_groups_of_experts_are_scored_by_two_experts() -> None:
+def test_groups_of_experts_are_scored_by_two_experts(tmp_path: Path) -> None:
     """megatron-core takes as many as a chosen group gives, here four."""
     four = Model.model_validate({**DEEPSEEK, "moe_router_topk": 4})
     with refused("model.moe_router_group_topk", rule="4"):
         family_of(four, "deepseek_v3")
     config = config_of(FAMILIES["deepseek_v3"], Model.model_validate(DEEPSEEK))
     with refused("topk_group", rule="4"):
-        model_of(FAMILIES["deepseek_v3"], {**config, "num_experts_per_tok": 4}, "config.json")
+        section_of({**config, "num_experts_per_tok": 4}, tmp_path)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_config_json_says_the_whole_model(name: str) -> None:
+def test_config_json_says_the_whole_model(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     model = Model.model_validate(case.model)
     family = family_of(model, case.family if case.asked else None)
-    back = Model.model_validate({**model_of(family, config_of(family, model), "config.json"), "seq_length": LENGTH})
+    back = Model.model_validate({**section_of(config_of(family, model), tmp_path)[1], "seq_length": LENGTH})
     sizes = {key: value for key, value in resolved(back).items() if key != "ffn_hidden_size"}
     assert weights(back) == weights(model)
     there = resolved(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from llmrecipes.cli.app import run
 from llmrecipes.hf.safetensors import SafetensorsFolder
@@ -22,6 +23,7 @@ from llmrecipes.models.quantized_weights import Scheme
 from tests.helpers import LLAMA, tiny_on, write_recipe
 from tests.hf_models import EXPERTS, VOCABULARY, saved
 from tests.refusals import require_message
+from tests.unit.test_hf_predictions import published
 
 IDS = torch.arange(48).view(2, 24) % VOCABULARY
 
@@ -92,6 +94,40 @@ def test_transformers_loads_rounded_experts_and_exact_routers(
         for name in file.keys():  # noqa: SIM118
             if name.endswith("e_score_correction_bias"):
                 assert file.get_slice(name).get_dtype() == "F32"
+
+
+@pytest.mark.parametrize("method", [(), ("--method", "gptq", "--samples", "8", "--length", "32")])
+def test_layers_of_multi_token_prediction_stay_as_they_are(
+    method: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    original = published(tmp_path / "hf", 2)
+    tokenizer(tmp_path / "hf")
+    text = ("--calibrate", f"text:{__file__}") if method else ()
+    arguments = ["quantize", str(tmp_path / "hf"), str(tmp_path / "out"), "--scheme", "int8", "--no-measure", "--json"]
+    assert run([*arguments, *method, *text]) == 0
+    assert printed(capsys)["expert_matrices"] == 3 * EXPERTS
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    further = [name for name in original if name.startswith(("model.layers.2.", "model.layers.3."))]
+    assert len(further) > 40
+    assert all(torch.equal(tensors[name], original[name]) for name in further)
+    assert not {name for name in tensors if name.startswith(("model.layers.2.", "model.layers.3."))} - {*further}
+    assert error(loaded(tmp_path / "out"), loaded(tmp_path / "hf")) < 0.05
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == 2
+    ignored = [each.removeprefix("re:") for each in config["quantization_config"]["ignore"] if each.startswith("re:")]
+    modules = {name.removesuffix(".weight") for name in further}
+    assert all(any(re.match(pattern, module) for pattern in ignored) for module in modules)
+
+
+def tokenizer(folder: Path) -> None:
+    """Each letter of ASCII is a token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    made = Tokenizer(models.WordLevel({chr(code): code for code in range(128)}, "\0"))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    made.add_special_tokens(["<|endoftext|>"])
+    made.save(str(folder / "tokenizer.json"))
 
 
 def test_what_experts_cannot_be_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

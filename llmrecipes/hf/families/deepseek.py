@@ -99,12 +99,9 @@ class _Experts:
         }, obstacles
 
     def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
-        layers, dense = config.get("num_hidden_layers", 0), config.get("first_k_dense_replace", 3) or 0
-        groups, chosen = (config.get(key, absent) for key, absent in (("n_group", 8), ("topk_group", 4)))
-        width = config.get("moe_intermediate_size", 2048)
-        topk = config.get("num_experts_per_tok", 8)
-        scale = config.get("routed_scaling_factor", 2.5)
-        normalised = config.get("norm_topk_prob", True)
+        layers, dense = config["num_hidden_layers"], config["first_k_dense_replace"]
+        groups, chosen, topk = (config[key] for key in ("n_group", "topk_group", "num_experts_per_tok"))
+        scale, normalised = config["routed_scaling_factor"], config["norm_topk_prob"]
         rule = "scores of several experts sum to one, and the score of a single one is left as it is"
         obstacles = [] if normalised == (topk > 1) else [Unsupported("norm_topk_prob", normalised, rule)]
         pattern = [int(layer >= dense) for layer in range(layers)]
@@ -115,8 +112,8 @@ class _Experts:
             obstacles.append(Unsupported("topk_group", chosen, problem))
         grouped = {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
         return {
-            "num_moe_experts": config.get("n_routed_experts", config.get("num_local_experts", 256)),
-            "moe_shared_expert_intermediate_size": config.get("n_shared_experts", 1) * width,
+            "num_moe_experts": config["n_routed_experts"],
+            "moe_shared_expert_intermediate_size": config["n_shared_experts"] * config["moe_intermediate_size"],
             **({} if scale == 1.0 else {"moe_router_topk_scaling_factor": scale}),
             **({} if groups == 1 else grouped),
             **({} if all(pattern) else {"moe_layer_freq": pattern}),
@@ -136,7 +133,7 @@ class _Predictions:
         return {"num_nextn_predict_layers": depths}, problems
 
     def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
-        return {"mtp_num_layers": config.get("num_nextn_predict_layers", config.get("num_mtp_layers")) or None}, []
+        return {"mtp_num_layers": config["num_nextn_predict_layers"] or None}, []
 
 
 def _unlike_two(groups: int, chosen: int, topk: int) -> str:
@@ -211,22 +208,22 @@ DEEPSEEK_V3 = Family(
     },
     keys=(
         *SIZES,
-        Key("intermediate_size", "ffn_hidden_size", 18432),
-        Key("moe_intermediate_size", "moe_ffn_hidden_size", 2048),
-        Key("num_experts_per_tok", "moe_router_topk", 8),
-        Key("q_lora_rank", "q_lora_rank", 1536),
-        Key("kv_lora_rank", "kv_lora_rank", 512),
-        Key("qk_nope_head_dim", "qk_head_dim", 128),
-        Key("qk_rope_head_dim", "qk_pos_emb_head_dim", 64),
-        Key("v_head_dim", "v_head_dim", 128),
+        Key("intermediate_size", "ffn_hidden_size"),
+        Key("moe_intermediate_size", "moe_ffn_hidden_size"),
+        Key("num_experts_per_tok", "moe_router_topk"),
+        Key("q_lora_rank", "q_lora_rank"),
+        Key("kv_lora_rank", "kv_lora_rank"),
+        Key("qk_nope_head_dim", "qk_head_dim"),
+        Key("qk_rope_head_dim", "qk_pos_emb_head_dim"),
+        Key("v_head_dim", "v_head_dim"),
     ),
     fixed=(
         Fixed("rms_norm_eps", _EPSILON),
         Fixed("attention_bias", False),
         Fixed("rope_interleave", True),
-        Fixed("moe_layer_freq", 1),
-        Fixed("scoring_func", "sigmoid"),
-        Fixed("topk_method", "noaux_tc"),
+        Fixed("moe_layer_freq", 1, unread=True),
+        Fixed("scoring_func", "sigmoid", unread=True),
+        Fixed("topk_method", "noaux_tc", unread=True),
     ),
     tensors={**_TENSORS, **_PREDICTIONS},
     # Sigmoid scores have no softmax.

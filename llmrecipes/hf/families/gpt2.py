@@ -31,7 +31,7 @@ class _Dropout:
         return dict.fromkeys(self.theirs, model.hidden_dropout), []
 
     def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
-        embedding, branches = (config.get(key, 0.1) for key in self.theirs)
+        embedding, branches = (config[key] for key in self.theirs)
         rule = "it is the same as resid_pdrop"
         return {"hidden_dropout": branches}, [Unsupported("embd_pdrop", embedding, rule)] * (embedding != branches)
 
@@ -56,7 +56,7 @@ class _Gpt2Heads:
         return {"n_inner": model.ffn_hidden_size or 4 * model.hidden_size}, obstacles
 
     def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
-        inner = config.get("n_inner")
+        inner = config["n_inner"]
         return {} if inner is None else {"ffn_hidden_size": inner}, []
 
 
@@ -84,11 +84,11 @@ GPT2 = Family(
         Key("n_embd", "hidden_size"),
         Key("n_layer", "num_layers"),
         Key("n_head", "num_attention_heads"),
-        Key("activation_function", "activation_func", "gelu_new", ACTIVATIONS),
-        Key("attn_pdrop", "attention_dropout", 0.1),
-        Key("layer_norm_epsilon", "layernorm_epsilon", 1e-5),
-        Key("initializer_range", "init_method_std", 0.02),
-        Key("tie_word_embeddings", "share_embeddings_and_output_weights", True),
+        Key("activation_function", "activation_func", ACTIVATIONS),
+        Key("attn_pdrop", "attention_dropout"),
+        Key("layer_norm_epsilon", "layernorm_epsilon"),
+        Key("initializer_range", "init_method_std"),
+        Key("tie_word_embeddings", "share_embeddings_and_output_weights"),
     ),
     fixed=(
         Fixed("scale_attn_weights", True),

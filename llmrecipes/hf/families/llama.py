@@ -25,7 +25,7 @@ from llmrecipes.hf.families.parts import (
 from llmrecipes.hf.table import ACTIVATIONS, SAME, Family, Fixed, Key
 
 _DENSE_KEYS = (*SIZES, Key("intermediate_size", "ffn_hidden_size"))
-_EPSILON = Key("rms_norm_eps", "layernorm_epsilon", 1e-6)
+_EPSILON = Key("rms_norm_eps", "layernorm_epsilon")
 
 LLAMA_FAMILY = Family(
     name="llama",
@@ -45,7 +45,7 @@ MISTRAL = replace(
     name="mistral",
     architecture="MistralForCausalLM",
     fixed=(),
-    specials=(Heads(groups=8), Rope(), Window(4096, said=True)),
+    specials=(Heads(), Rope(), Window(said=True)),
 )
 
 QWEN2 = replace(
@@ -55,7 +55,7 @@ QWEN2 = replace(
     needs={**LLAMA, "add_qkv_bias": True},
     fixed=(),
     tensors={**LLAMA_FAMILY.tensors, **QKV_BIAS},
-    specials=(Heads(free=False, groups=32), Rope(), Window(4096, switch=True)),
+    specials=(Heads(free=False), Rope(), Window(switch=True)),
 )
 
 QWEN3 = replace(
@@ -65,7 +65,7 @@ QWEN3 = replace(
     needs={**LLAMA, "qk_layernorm": True},
     fixed=(Fixed("attention_bias", False),),
     tensors={**LLAMA_FAMILY.tensors, **QK_NORM},
-    specials=(Heads(channels=128, groups=32), Rope(), Window(4096, switch=True)),
+    specials=(Heads(), Rope(), Window(switch=True)),
 )
 
 APERTUS = replace(
@@ -75,8 +75,8 @@ APERTUS = replace(
     needs={**LLAMA, "gated_linear_unit": False, "qk_layernorm": True},
     keys=(
         *(key for key in _DENSE_KEYS if key.theirs != "hidden_act"),
-        Key("hidden_act", "activation_func", "xielu", ACTIVATIONS),
-        Key("rms_norm_eps", "layernorm_epsilon", 1e-5),
+        Key("hidden_act", "activation_func", ACTIVATIONS),
+        Key("rms_norm_eps", "layernorm_epsilon"),
     ),
     fixed=(Fixed("attention_bias", False),),
     tensors={
@@ -92,5 +92,5 @@ APERTUS = replace(
             }
         ),
     },
-    specials=(Heads(free=False), Rope(12000000.0, said=True)),
+    specials=(Heads(free=False), Rope(said=True)),
 )

@@ -38,7 +38,7 @@ _SOFTMAX: dict[str, Any] = {
     "moe_router_enable_expert_bias": False,
     "moe_shared_expert_intermediate_size": None,
 }
-_TOPK = Key("num_experts_per_tok", "moe_router_topk", 2)
+_TOPK = Key("num_experts_per_tok", "moe_router_topk")
 
 
 class _MixtralExperts:
@@ -56,8 +56,7 @@ class _MixtralExperts:
         return {"intermediate_size": width, "num_local_experts": model.num_moe_experts}, obstacles
 
     def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
-        experts = config.get("num_local_experts", config.get("num_experts", 8))
-        return {"ffn_hidden_size": config.get("intermediate_size", 14336), "num_moe_experts": experts}, []
+        return {"ffn_hidden_size": config["intermediate_size"], "num_moe_experts": config["num_local_experts"]}, []
 
 
 class _QwenExperts:
@@ -77,12 +76,11 @@ class _QwenExperts:
         }, []
 
     def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
-        layers, dense = config.get("num_hidden_layers", 0), config.get("mlp_only_layers") or ()
-        step = config.get("decoder_sparse_step", 1) or 1
+        layers, dense, step = (config[key] for key in ("num_hidden_layers", "mlp_only_layers", "decoder_sparse_step"))
         pattern = [int(layer not in dense and (layer + 1) % step == 0) for layer in range(layers)]
         return {
-            "num_moe_experts": config.get("num_experts", config.get("num_local_experts", 128)),
-            "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
+            "num_moe_experts": config["num_local_experts"],
+            "moe_router_pre_softmax": not config["norm_topk_prob"],
             **({} if all(pattern) else {"moe_layer_freq": pattern}),
         }, []
 
@@ -92,7 +90,7 @@ MIXTRAL = Family(
     architecture="MixtralForCausalLM",
     prefix="model.",
     needs={**_SOFTMAX, "moe_router_pre_softmax": False},
-    keys=(*SIZES, Key("rms_norm_eps", "layernorm_epsilon", 1e-5), _TOPK),
+    keys=(*SIZES, Key("rms_norm_eps", "layernorm_epsilon"), _TOPK),
     fixed=(),
     tensors={
         **AROUND,
@@ -103,7 +101,7 @@ MIXTRAL = Family(
     },
     free=FREE_EXPERTS,
     default_only=UNSUPPORTED | LATENT | {"moe_router_group_topk"},
-    specials=(Heads(groups=8), Rope(1e6), Window(said=True), _MixtralExperts()),
+    specials=(Heads(), Rope(), Window(said=True), _MixtralExperts()),
 )
 
 QWEN3_MOE = Family(
@@ -113,10 +111,10 @@ QWEN3_MOE = Family(
     needs={**_SOFTMAX, "qk_layernorm": True},
     keys=(
         *SIZES,
-        Key("rms_norm_eps", "layernorm_epsilon", 1e-6),
-        Key("intermediate_size", "ffn_hidden_size", 6144),
-        Key("moe_intermediate_size", "moe_ffn_hidden_size", 768),
-        Key("num_experts_per_tok", "moe_router_topk", 8),
+        Key("rms_norm_eps", "layernorm_epsilon"),
+        Key("intermediate_size", "ffn_hidden_size"),
+        Key("moe_intermediate_size", "moe_ffn_hidden_size"),
+        Key("num_experts_per_tok", "moe_router_topk"),
     ),
     fixed=(Fixed("attention_bias", False),),
     tensors={
@@ -130,5 +128,5 @@ QWEN3_MOE = Family(
     },
     free=FREE_EXPERTS,
     default_only=UNSUPPORTED | LATENT | {"moe_router_group_topk"},
-    specials=(Heads(groups=4), Rope(), Window(4096, switch=True), _QwenExperts()),
+    specials=(Heads(), Rope(), Window(switch=True), _QwenExperts()),
 )

@@ -47,11 +47,11 @@ SIZES = (
     Key("hidden_size", "hidden_size"),
     Key("num_hidden_layers", "num_layers"),
     Key("num_attention_heads", "num_attention_heads"),
-    Key("hidden_act", "activation_func", "silu", ACTIVATIONS),
+    Key("hidden_act", "activation_func", ACTIVATIONS),
     Key("max_position_embeddings", "max_position_embeddings"),
-    Key("initializer_range", "init_method_std", 0.02),
-    Key("attention_dropout", "attention_dropout", 0.0),
-    Key("tie_word_embeddings", "share_embeddings_and_output_weights", False),
+    Key("initializer_range", "init_method_std"),
+    Key("attention_dropout", "attention_dropout"),
+    Key("tie_word_embeddings", "share_embeddings_and_output_weights"),
 )
 """Keys of every family after Llama."""
 
@@ -61,15 +61,13 @@ class Heads:
 
     Args:
         free: whether a head may have other channels than its share of the width.
-        channels: channels of a head where config.json does not say; None: its share of the width.
-        groups: key and value heads where config.json does not say; None: as many as query heads.
     """
 
     theirs = ("num_key_value_heads", "head_dim")
     ours = ("num_query_groups", "kv_channels")
 
-    def __init__(self, *, free: bool = True, channels: int | None = None, groups: int | None = None) -> None:
-        self._free, self._channels, self._groups = free, channels, groups
+    def __init__(self, *, free: bool = True) -> None:
+        self._free = free
 
     def config_of(self, model: Model) -> tuple[dict[str, Any], list[Unsupported]]:
         """See `Special`."""
@@ -83,11 +81,9 @@ class Heads:
 
     def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
         """See `Special`."""
-        heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
-        if not isinstance(heads, int) or not isinstance(hidden, int):
-            return {}, []  # reported already
-        groups = config.get("num_key_value_heads", self._groups) or heads
-        channels = config.get("head_dim", self._channels) or hidden // heads
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        groups = config["num_key_value_heads"]
+        channels = config.get("head_dim") or hidden // heads  # some families have no such key
         # Unset where a recipe would leave it out.
         return {
             **({} if groups == heads else {"num_query_groups": groups}),
@@ -106,7 +102,6 @@ class Window:
     the same without a window, and w becomes the `max_position_embeddings` of the recipe.
 
     Args:
-        absent: the window where config.json does not have `sliding_window`; None: no window.
         said: write `sliding_window: null`.
         switch: whether the window is used only with `use_sliding_window: true`, as in Qwen's files.
     """
@@ -114,8 +109,8 @@ class Window:
     theirs = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
     ours = ()
 
-    def __init__(self, absent: int | None = None, *, said: bool = False, switch: bool = False) -> None:
-        self._absent, self._said, self._switch = absent, said, switch
+    def __init__(self, *, said: bool = False, switch: bool = False) -> None:
+        self._said, self._switch = said, switch
 
     def config_of(self, model: Model) -> tuple[dict[str, Any], list[Unsupported]]:
         """See `Special`."""
@@ -125,10 +120,8 @@ class Window:
 
     def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
         """See `Special`."""
-        kinds = set(config.get("layer_types") or ())
-        window = config.get("sliding_window", self._absent)
-        if self._switch and not config.get("use_sliding_window", False):
-            window = None
+        kinds = set(config.get("layer_types") or ())  # most families have no such key
+        window = config.get("sliding_window")  # Llama has none
         if other := sorted(map(str, kinds - {"full_attention", "sliding_attention"})):
             return {}, [Unsupported("layer_types", other[0], "layers must have full_attention or sliding_attention")]
         if kinds == {"full_attention"}:
@@ -140,8 +133,7 @@ class Window:
             return {}, [problem] if "sliding_attention" in kinds else []
         if isinstance(window, bool) or not isinstance(window, int) or window < 1:
             return {}, [Unsupported("sliding_window", window, "a number of tokens")]
-        most = config.get("max_position_embeddings")
-        return {"max_position_embeddings": min(window, most) if isinstance(most, int) else window}, []
+        return {"max_position_embeddings": min(window, config["max_position_embeddings"])}, []
 
 
 class Rope:
@@ -152,15 +144,14 @@ class Rope:
     older programs read only.
 
     Args:
-        theta: base where config.json does not say.
         latent: the rotation is that of latent attention, which is only scaled by YaRN.
         said: also say that it is unscaled: without, transformers would scale it.
     """
 
     theirs = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 
-    def __init__(self, theta: float = 10000.0, *, latent: bool = False, said: bool = False) -> None:
-        self._theta, self._latent, self._said = theta, latent, said
+    def __init__(self, *, latent: bool = False, said: bool = False) -> None:
+        self._latent, self._said = latent, said
         scaled = {"rotary_base", "rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor"}
         self.ours = scaled | ({"rope_type", *LATENT_YARN} if latent else {"position_embedding_type", *YARN})
 
@@ -188,17 +179,12 @@ class Rope:
 
     def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
         """See `Special`."""
-        scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}  # in transformers' order
-        if not isinstance(scaling, dict):
-            return {}, [Unsupported("rope_scaling", scaling, "a mapping")]
-        if self._said and not scaling:
-            return {}, [Unsupported("rope_scaling", None, "config.json of this family must have rope_scaling")]
+        scaling = config["rope_parameters"]  # transformers moves the other keys of the rotation there
         if nested := next((key for key, value in scaling.items() if isinstance(value, Mapping)), None):
             return {}, [Unsupported(f"rope_scaling.{nested}", scaling[nested], "all layers must have the same values")]
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
-        theta = scaling.get("rope_theta", config.get("rope_theta", self._theta))
-        section: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": theta}
-        share = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+        kind = scaling["rope_type"]
+        section: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": scaling["rope_theta"]}
+        share = scaling.get("partial_rotary_factor")  # not in unless it is set
         problems = (
             []
             if share in (None, 1, 1.0)
@@ -207,10 +193,10 @@ class Rope:
         if kind == "default":
             return section, problems
         if kind == "yarn":
-            values, more = _from_yarn(scaling, config.get("max_position_embeddings"), latent=self._latent)
+            values, more = _from_yarn(scaling, latent=self._latent)
             return {**section, **values}, [*problems, *more]
         if kind == "linear" and not self._latent:
-            return {**section, "rotary_seq_len_interpolation_factor": scaling.get("factor")}, problems
+            return {**section, "rotary_seq_len_interpolation_factor": scaling["factor"]}, problems
         if kind != "llama3" or self._latent:
             rule = "default or yarn" if self._latent else "one of default, linear, llama3, yarn"
             return section, [*problems, Unsupported("rope_scaling.rope_type", kind, rule)]
@@ -219,7 +205,7 @@ class Rope:
                 problems.append(
                     Unsupported(f"rope_scaling.{name}", scaling.get(name), f"megatron-core supports only {value:g}")
                 )
-        return {**section, "rope_scaling": True, "rope_scaling_factor": scaling.get("factor", 8.0)}, problems
+        return {**section, "rope_scaling": True, "rope_scaling_factor": scaling["factor"]}, problems
 
 
 _YARN_NUMBERS = (
@@ -256,17 +242,14 @@ def _yarn_of(model: Model, *, latent: bool) -> dict[str, Any]:
     return scaling
 
 
-def _from_yarn(
-    rope_scaling: Mapping[str, Any], longest: Any, *, latent: bool
-) -> tuple[dict[str, Any], list[Unsupported]]:
-    """Values of `model` of a `rope_scaling` with YaRN, as transformers' `_compute_yarn_parameters` reads it.
+def _from_yarn(parameters: Mapping[str, Any], *, latent: bool) -> tuple[dict[str, Any], list[Unsupported]]:
+    """Values of `model` of `rope_parameters` with YaRN, as transformers' `_compute_yarn_parameters` reads them.
 
     Args:
-        rope_scaling: rope scaling of config.json.
-        longest: `max_position_embeddings`, which is the original length by default.
+        parameters: `rope_parameters` of config.json.
         latent: as in `Rope`.
     """
-    values = {"original_max_position_embeddings": longest, **{k: v for k, v in rope_scaling.items() if v is not None}}
+    values = {key: value for key, value in parameters.items() if value is not None}
     problems = [
         Unsupported(f"rope_scaling.{name}", value, f"one of {', '.join(_YARN_NUMBERS)}, truncate")
         for name, value in values.items()
@@ -277,7 +260,7 @@ def _from_yarn(
         required = name in ("factor", "original_max_position_embeddings")
         if not (_is_size(value) or (value is None and not required)) or (required and value == 0):
             problems.append(Unsupported(f"rope_scaling.{name}", value, "a number, at least 0 and below 2**31"))
-    truncate = rope_scaling.get("truncate", True)
+    truncate = parameters.get("truncate", True)  # this and the two below by default as in the function above
     if not isinstance(truncate, bool) or (latent and not truncate):
         rule = "latent attention of megatron-core rounds the bounds" if latent else "a boolean"
         problems.append(Unsupported("rope_scaling.truncate", truncate, rule))
