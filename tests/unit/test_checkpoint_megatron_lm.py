@@ -29,7 +29,7 @@ from llmrecipes.recipe.load import load
 from llmrecipes.recipe.megatron_lm import BY_ARGUMENT, BY_SHAPE, FIXED, check, notes
 from llmrecipes.recipe.schema import TRAINING_ONLY, Model, Recipe
 from tests import megatron_lm
-from tests.helpers import ROOMY, another, engine_of, steps, tiny, write_recipe
+from tests.helpers import ROOMY, another, close_engines, engine_of, steps, tiny, write_recipe
 from tests.refusals import refused, require_message
 
 LLAMA: dict[str, Any] = {
@@ -86,7 +86,7 @@ def training(name: str, folder: Path, *, by_itself: bool = False, **changes: Any
             path = megatron_lm.save(engine, folder, megatron_lm.arguments(recipe))
         weights = {key: value.detach().clone() for key, value in engine.modules[0].named_parameters()}
         logits = logits_of(engine.modules[0])
-        engine.close()
+        close_engines()
     return Training(recipe, folder, path, weights, logits)
 
 
@@ -110,7 +110,7 @@ def require_same(found: Training, run_dir: Path) -> None:
         engine = engine_of(recipe)
         assert engine.load_state(entry) == Progress()
         assert [result.skipped for result in steps(engine, 1)] == [False]
-        engine.close()
+        close_engines()
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[MegatronEngine]:
                     for value in state.values():
                         value.copy_(torch.randn_like(value) if value.dim() else torch.tensor(3.0))
             yield engine
+            engine.close()
 
 
 def whole(state: Any) -> dict[str, torch.Tensor]:
