@@ -123,7 +123,7 @@ test-fabric: setup ## test the doctor and bench fabric on emulated machines with
 test-llama-cpp: setup ## read GGUF with llama.cpp itself: LLAMA_CPP=DIR, from pip install --target DIR xllamacpp llama-cpp-python
 	@PYTHONPATH="$$LLAMA_CPP" $(PYTEST) -n0 -rs -m llama_cpp tests/unit/test_export_programs.py tests/unit/test_export_gguf.py
 
-test-ray: setup ## prepare data on two Ray nodes, of which one is lost: RAY=DIR, from pip install --target DIR ray
+test-ray: setup ## prepare data on two Ray nodes, of which one is lost: RAY=DIR, from pip install --target DIR --no-deps -r requirements/ray.txt
 	@PYTHONPATH="$$RAY" $(PYTEST) -n0 -rs -m ray tests/unit/test_data_ray.py
 
 # DIR has etcd, kube-apiserver and kube-controller-manager, which no package index has: dl.k8s.io.
@@ -153,6 +153,7 @@ EXTRAS = corpora dev energy eval gpu optimizers prometheus quantize runtimes sea
 lock: setup ## update the lock files in requirements/ after a change of pyproject.toml
 	@$(COMPILE) --universal --excludes tools/not_locked.txt $(EXTRAS:%=--extra %) pyproject.toml -o requirements/lock.txt
 	@sed -n 's/^torch==\([^ ]*\).*/torch==\1/p' requirements/lock.txt | $(COMPILE) --no-deps --torch-backend cpu - -o requirements/torch-cpu.txt
+	@sed -n 's/^ray = \["\(.*\)"\]$$/\1/p' pyproject.toml | $(COMPILE) --universal --constraint requirements/lock.txt - -o requirements/ray.txt
 	@git --no-pager diff --stat -- requirements
 
 gpu-bundle: setup ## write the wheel, with recipes and the CPU's figures of gpu-report, to dist/gpu-bundle/ for a machine without network

@@ -94,8 +94,8 @@ IMAGE = TESTS / "golden" / "image.sha256"
 writes it."""
 
 _IMAGE_INPUTS = (
-    "docker", "requirements", ".dockerignore", "tools/build_image.py", "tools/runtime_lock.py",
-    "tests/system/containers",
+    "docker", "requirements/lock.txt", "requirements/torch-cpu.txt", ".dockerignore", "tools/build_image.py",
+    "tools/runtime_lock.py", "tests/system/containers",
 )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ CODE_BUDGET = {
     "foreign": 1350,
     "hardware": 1100,
     "hf": 1950,
-    "launch": 3000,
+    "launch": 3060,
     "models": 3850,
     "plan": 4900,
     "punish": 750,

@@ -258,10 +258,18 @@ def run(arguments: Sequence[str]) -> int:
     return code if isinstance(code, int) else ExitCode.DONE
 
 
+REMOVED = {
+    ("submit", "--prepare-tasks"): "--prepare-nodes N, which prepares with --on ray",
+}
+"""What replaces options that earlier versions had, by command."""
+
+
 def _usage_error(error: typer.TyperException) -> UserError:
     """An error in options or arguments; for an option such as Megatron-LM's `--num-layers`, with the recipe key."""
     context = getattr(error, "ctx", None)
     option: str = getattr(error, "option_name", "")
+    if context is not None and (fix := REMOVED.get((str(context.info_name), option))):
+        return UserError("no such option any more", where=option, fix=fix)
     takes_keys = context is not None and any(each.name == "overrides" for each in context.command.params)
     if option.startswith("--") and takes_keys:
         from llmrecipes.recipe.keys import namesake

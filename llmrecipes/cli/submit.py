@@ -93,14 +93,14 @@ LAUNCHER_OPTIONS: dict[str, Any] = {
         str | None,
         typer.Option("--prepare-partition", metavar="NAME", help="slurm: tokenize missing data in this partition."),
     ],
-    "prepare-tasks": Annotated[
+    "prepare-nodes": Annotated[
         int | None,
         typer.Option(
-            "--prepare-tasks",
+            "--prepare-nodes",
             metavar="N",
             min=1,
             max=1000,
-            help="slurm, k8s: tokenize missing data with an array of N nodes, or a Job of N pods; default: 1.",
+            help="slurm, k8s: tokenize missing data on N nodes, as a Ray cluster; default: 1, without Ray.",
         ),
     ],
     "sbatch": Annotated[

@@ -36,7 +36,7 @@ class Ray:
                 "ray is not installed",
                 where="--on ray",
                 rule="the program that starts the items, and all nodes, need the package ray",
-                fix="pip install 'ray>=2.60'",
+                fix="pip install 'ray[default]>=2.60,<2.61', or in a checkout --no-deps -r requirements/ray.txt",
             )
         import ray
 

@@ -490,7 +490,7 @@ def test_a_local_job_is_cancelled_and_resumed(
 
 LAUNCHER_VALUES = {
     "time": "8:00:00", "runtime": "apptainer", "image": f"example.com/y@sha256:{'1' * 64}", "python": "/opt/python3",
-    "warning": "300", "max-restarts": "0", "sbatch": "--comment=x", "prepare-tasks": "2", "flavor": "jobset",
+    "warning": "300", "max-restarts": "0", "sbatch": "--comment=x", "prepare-nodes": "2", "flavor": "jobset",
     "secret": "TOKEN=name", "tracking-uri": "http://mlflow:5000", "host-network": None, "prepared": None,
     "topology": "rack",
 }  # fmt: skip

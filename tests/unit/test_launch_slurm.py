@@ -66,16 +66,16 @@ def test_golden(
     golden(f"slurm-{name}.sh", as_text(rendered(cluster, nodes, "gpt-7b", "train.train_iters=10", **options)) + "\n")
 
 
-def test_golden_of_an_array_that_tokenizes(golden: Callable[[str, Any], None]) -> None:
+def test_golden_of_nodes_that_tokenize(golden: Callable[[str, Any], None]) -> None:
     planned = plan_for("gpt-7b", [], "h100-ib", 4)
     runs = Path("/shared/runs")
     request = SlurmRequest(
         ("gpt-7b",), "h100-ib", 4, "run-1", runs, Path("/shared/data"), runs / planned.recipe.name / "run-1"
     )
-    options = SlurmOptions(warning=180, prepare_partition="cpu", prepare_tasks=3)
+    options = SlurmOptions(warning=180, prepare_partition="cpu", prepare_nodes=3)
     first = prepare_command(request, planned.profile, options, Path("slurm/prepare.sbatch"))
     words = command(request, planned.plan, planned.profile, options, SCRIPT)
-    golden("slurm-prepare-array.sh", script_text(request.run_dir / "logs", words, first, 3))
+    golden("slurm-prepare-nodes.sh", script_text(request.run_dir / "logs", words, first))
 
 
 def shell_words(text: str, folder: Path) -> list[str]:
@@ -428,21 +428,20 @@ def test_what_a_dry_run_prints_can_be_pasted(programs: Path, capsys: pytest.Capt
     assert not any("$" in word for word in train)
 
 
-def test_a_run_waits_for_the_first_success_of_an_array(programs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_nodes_tokenize(programs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Submitted, or pasted from a dry run."""
-    submit = ["submit", "gpt-7b", "--cluster", "h100-ib", "--run-id", "mine", "--prepare-tasks", "3"]
+    submit = ["submit", "gpt-7b", "--cluster", "h100-ib", "--run-id", "mine", "--prepare-nodes", "3"]
     for pasted in (False, True):
         sbatch_that(programs)
         assert cli.run([*submit, *(["--dry-run"] if pasted else [])]) == 0
         if pasted:
             subprocess.run(["bash", "-euc", capsys.readouterr().out], capture_output=True, check=True)
         prepare, train = jobs(programs)
-        assert "--array=0-2" in prepare
-        assert "--dependency=afterok:1_0?afterok:1_1?afterok:1_2" in train
+        assert "--nodes=3" in prepare and "--dependency=afterok:1" in train
         (programs / "jobs").unlink()
         capsys.readouterr()
-    assert cli.run(["submit", "gpt-tiny", "--to", "local", "--prepare-tasks", "2"]) == 2
-    require_message(capsys.readouterr().err, "--prepare-tasks")
+    assert cli.run(["submit", "gpt-tiny", "--to", "local", "--prepare-nodes", "2"]) == 2
+    require_message(capsys.readouterr().err, "--prepare-nodes")
 
 
 def test_tokenizing_is_a_job_of_its_own_without_gpus(programs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import subprocess
@@ -22,7 +23,7 @@ HOSTILE = [
 ]  # fmt: skip
 SRUN = r"""
 [ -z "$LLMRECIPES_RENDEZVOUS_TOKEN" ] || printf '%s %s\n' "$LLMRECIPES_RENDEZVOUS_TOKEN" "$*" >> "$LAB/tokens"
-for word; do printf '%s\0' "$word"; done >> "$LAB/calls"; printf '\1' >> "$LAB/calls"
+printf '%s\0' "$@" "$(printf '\1')" >> "$LAB/calls" # at once: two steps may be started at the same time
 case "$*" in
     *" begin "*) mkdir -p "$LAB/runs/logs"; ranks=$(echo "$*" | sed -n 's/.* --ranks-per-node \([0-9]*\).*/\1/p')
         [ -n "$FINISHED" ] || echo "${ON_CPUS:-$ranks} $LAB/runs/logs/job.json"; exit $BEGIN;;
@@ -94,7 +95,7 @@ class Lab:
     def end(self, process: subprocess.Popen[str]) -> Ended:
         said, _ = process.communicate(timeout=300)
         path = self.folder / "calls"
-        calls = [call.split("\0")[:-1] for call in path.read_text().split("\1")[:-1]] if path.exists() else []
+        calls = [call.split("\0")[:-1] for call in path.read_text().split("\1\0")[:-1]] if path.exists() else []
         path.unlink(missing_ok=True)
         return Ended(process.returncode, calls, said)
 
@@ -124,9 +125,10 @@ def test_scripts_pass_on_what_they_are_given(lab: Lab, value: str) -> None:
     assert begin[-4:] == ["--", "gpt-1b", f"data.x={value}", "b=2"]
     assert value_after(begin, "--run-id") == value
     assert ranks[-2:] == ["rank", f"{lab.folder}/runs/logs/job.json"]
-    ended = lab.run("prepare.sbatch", "gpt-1b", f"data.x={value}")
-    assert ended.code == 0
-    assert ended.calls[0][-3:] == ["--", "gpt-1b", f"data.x={value}"]
+    for nodes in ("1", "2"):
+        ended = lab.run("prepare.sbatch", "gpt-1b", f"data.x={value}", SLURM_JOB_NUM_NODES=nodes)
+        assert ended.code == 0
+        assert [call[-3:] for call in ended.calls if "llmrecipes.cli" in call] == [["--", "gpt-1b", f"data.x={value}"]]
     array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_NUM_NODES": "1"}
     words = ["--workers", "2", "--nproc", value, "gpt-1b", f"search.storage={value}"]
     [search] = lab.run("search.sbatch", *words, **array).calls
@@ -494,14 +496,50 @@ def test_values_that_are_no_numbers_are_refused(lab: Lab, option: str, value: st
     assert (ended.code, ended.calls) == (2, []) and option in ended.said
 
 
-def test_arrays_share_the_preparation_and_are_refused_otherwise(lab: Lab) -> None:
-    assert lab.run("train.sbatch", "x", SLURM_ARRAY_JOB_ID="5").code == 2
-    [prepare] = lab.run("prepare.sbatch", "x", SLURM_ARRAY_JOB_ID="5", SLURM_CPUS_PER_TASK="6").calls
-    assert value_after(prepare, "--tasks") == "6" and prepare[-1] == "x"
+def test_arrays_and_heterogeneous_jobs_are_refused(lab: Lab) -> None:
+    for script in ("train.sbatch", "prepare.sbatch"):
+        ended = lab.run(script, "x", SLURM_ARRAY_JOB_ID="5")
+        assert (ended.code, ended.calls) == (2, []) and "array" in ended.said
     for script in ("train.sbatch", "prepare.sbatch", "search.sbatch"):
         ended = lab.run(script, "x", SLURM_HET_SIZE="2", SLURM_JOB_NUM_NODES="1")
         assert (ended.code, ended.calls) == (2, []) and "heterogeneous" in ended.said
     assert lab.run("search.sbatch", "x").code == 2  # two nodes
+
+
+def test_nodes_that_prepare_are_a_ray_cluster_of_the_job(lab: Lab) -> None:
+    """Whose token no command line has, and which ends as `prepare` does."""
+    waits = '*--nodelist*) until grep -q exclude "$LAB/calls"; do sleep 0.1; done; exit $RANKS;; *) exit $RANKS;;'
+    program(lab.programs, "srun", SRUN.replace("*) exit $RANKS;;", waits))
+    ended = lab.run("prepare.sbatch", "x", RANKS="7", SLURM_CPUS_PER_TASK="6")
+    assert ended.code == 7
+    first, others = sorted(ended.calls, key=lambda call: "--exclude=n1" in call)
+    assert "--nodelist=n1" in first and "--exclude=n1" in others and "--no-kill" in others
+    assert "--address=n1:20007" in others
+    for call in (first, others):
+        assert {"--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=6", "--num-cpus=6"} <= set(call)
+        assert not re.search(r"[0-9a-f]{64}", " ".join(call))
+    assert first[-4:] == ["--on", "ray", "--", "x"]
+
+
+PREPARES = """
+case "$*" in
+    *" health-check "*) exec test -e "$LAB/first";;
+    *" --head "*) touch "$LAB/first"; trap 'touch "$LAB/ended"; exit 1' TERM; while :; do sleep 0.1; done;;
+    *" start "*) test -e "$LAB/first" && touch "$LAB/joined"; exit 1;;
+    *" --on ray "*) [ -n "$RAY_AUTH_TOKEN" ] && [ "$RAY_AUTH_MODE" = token ] || exit 9
+        until [ -e "$LAB/joined" ]; do sleep 0.1; done; exit 5;;
+esac
+"""
+
+
+def test_the_first_node_prepares_when_its_ray_is_ready_and_ends_it(lab: Lab) -> None:
+    """A node that comes too early tries again."""
+    program(lab.programs, "srun", 'while [ "${1#-}" != "$1" ]; do shift; done; exec "$@"')
+    program(lab.programs, "sleep", "exec /usr/bin/sleep 0.1")
+    program(lab.programs, "python", PREPARES)
+    ended = lab.run("prepare.sbatch", "--python", str(lab.programs / "python"), "x")
+    assert ended.code == 5, ended.said
+    assert (lab.folder / "ended").exists()
 
 
 # The prolog

@@ -12,8 +12,10 @@ import pytest
 import yaml
 
 from llmrecipes.cli.app import run
+from llmrecipes.launch.kubernetes.launcher import status_of
 from llmrecipes.launch.kubernetes.objects import to_yaml
-from tests.kubernetes_schemas import require_valid
+from llmrecipes.launch.kubernetes.pod import security_level
+from tests.kubernetes_schemas import pod_templates, require_valid
 from tests.refusals import require_message
 
 IMAGE = f"registry.example.com/llmrecipes@sha256:{'0' * 64}"
@@ -263,16 +265,43 @@ def test_pods_without_gpus_tokenize_themselves(cluster: Path) -> None:
     assert prepares(applied(cluster)) == []
 
 
-def test_several_pods_tokenize_together(golden: Callable[[str, Any], None], capsys: pytest.CaptureFixture[str]) -> None:
-    """An indexed Job, each pod of which encodes shards with a task for each of its cores."""
-    assert run([*ON_GPUS, "--prepare-tasks", "4", "--run-id", "first", "--dry-run", "--json"]) == 0
-    _, job = json.loads(capsys.readouterr().out)["prepare_objects"]
-    require_valid(job)
-    spec = job["spec"]
-    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 4, 4)
-    [container] = spec["template"]["spec"]["containers"]
-    assert container["command"][-2:] == ["--tasks", container["resources"]["requests"]["cpu"]]
-    golden("k8s-prepare-indexed.yaml", to_yaml([job]))
+def test_several_pods_tokenize_as_a_ray_cluster(
+    golden: Callable[[str, Any], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """None is root, all have limits, and only they and KubeRay reach them."""
+    words = ["--prepare-nodes", "4", "--queue", "research", "--secret", "HF_TOKEN=hf", "--run-id", "first"]
+    assert run([*ON_GPUS, *words, "--dry-run", "--json"]) == 0
+    recipe, policy, job = json.loads(capsys.readouterr().out)["prepare_objects"]
+    for thing in (recipe, policy, job):
+        require_valid(thing)
+    cluster = job["spec"]["rayClusterSpec"]
+    [workers] = cluster["workerGroupSpecs"]
+    assert {workers[name] for name in ("replicas", "minReplicas", "maxReplicas")} == {3}
+    assert job["spec"]["entrypoint"].endswith("recipe.yaml --on ray") and cluster["authOptions"] == {"mode": "token"}
+    templates = list(pod_templates(job["spec"]))
+    assert len(templates) == 3
+    for template in templates:
+        assert template["metadata"]["labels"].items() >= policy["spec"]["podSelector"]["matchLabels"].items()
+        assert security_level(template["spec"]) == ("restricted", ())
+        [container] = template["spec"]["containers"]
+        assert container["resources"]["limits"]["memory"] == container["resources"]["requests"]["memory"]
+    golden("k8s-prepare-ray.yaml", to_yaml([policy, job]))
+
+
+@pytest.mark.parametrize(
+    ("status", "state"),
+    [
+        ({}, "pending"),
+        ({"jobDeploymentStatus": "Suspended"}, "pending"),
+        ({"jobDeploymentStatus": "Running", "jobStatus": "RUNNING"}, "running"),
+        ({"jobDeploymentStatus": "Complete", "jobStatus": "SUCCEEDED"}, "completed"),
+        ({"jobDeploymentStatus": "Complete", "jobStatus": "STOPPED"}, "failed"),
+        ({"jobDeploymentStatus": "Failed", "jobStatus": "FAILED", "reason": "AppFailed"}, "failed"),
+        ({"jobDeploymentStatus": "ValidationFailed"}, "failed"),
+    ],
+)
+def test_states_of_a_ray_job(status: dict[str, str], state: str) -> None:
+    assert status_of({"kind": "RayJob", "status": status}).state == state
 
 
 @pytest.mark.parametrize("queue", [None, "research"])

@@ -28,7 +28,7 @@ from llmrecipes.launch.base import (
     Submission,
 )
 from llmrecipes.launch.job import Job
-from llmrecipes.launch.kubernetes import objects, pod, site
+from llmrecipes.launch.kubernetes import objects, pod, ray_job, site
 from llmrecipes.launch.kubernetes.pod import Object, PodRun
 from llmrecipes.launch.kubernetes.settings import FLAVORS, KubernetesOptions, object_name, parse_secrets
 from llmrecipes.launch.programs import ask, require_program, run, tell
@@ -38,8 +38,7 @@ from llmrecipes.recipe.load import recipe_hash, to_yaml
 logger = logging.getLogger(__name__)
 
 DRY_RUN = "--dry-run prints the objects"
-TOKENIZE = "a CPU Job tokenizes the data first if it is missing, then the run is created (--prepared: at once)"
-INSTANCE = "app.kubernetes.io/instance"
+TOKENIZE = "tokenizes the data first if it is missing, then the run is created (--prepared: at once)"
 NO_DRY_RUN = "does not support dry run"
 """What the API server says of a webhook of the site."""
 JOBSET_NAME = "jobset.sigs.k8s.io/jobset-name"
@@ -60,7 +59,7 @@ class KubernetesLauncher:
     takes: ClassVar = frozenset(
         {
             "image", "flavor", "namespace", "claim", "queue", "topology", "secret", "tracking-uri", "service-account",
-            "pull-secret", "host-network", "max-restarts", "prepared", "prepare-tasks",
+            "pull-secret", "host-network", "max-restarts", "prepared", "prepare-nodes",
         }
     )  # fmt: skip
     needs_cluster: ClassVar = True
@@ -77,15 +76,16 @@ class KubernetesLauncher:
         apply, text = ("kubectl", "apply", "--filename", "-"), objects.to_yaml(rendered)
         first: list[Object] = []
         if run.profile.gpus_per_node and not submission.prepared and not options.prepared:
-            first = [rendered[0], preparation_job(run, options)]  # both read the recipe from its ConfigMap
-        waits = f"# First the Job {preparation_name(run.name)} and its ConfigMap; the rest when it has completed.\n"
+            first = [rendered[0], *preparation(run, options)]  # both read the recipe from its ConfigMap
+        kind = first[-1]["kind"] if first else ""
+        waits = f"# First the {kind} {preparation_name(run.name)} and its ConfigMap; the rest when it has completed.\n"
         return Rendering(
             apply,
             text=text,
             first=apply if first else (),
             first_text=objects.to_yaml(first) if first else "",
             shown=waits + objects.to_yaml([*first, *rendered[1:]]) if first else text,
-            notes={"tokenize": TOKENIZE} if first else {},
+            notes={"tokenize": f"{_tokenizing(options.prepare_nodes)} {TOKENIZE}"} if first else {},
             details={
                 "prepare_objects": first or None,
                 "name": workload["name"], "namespace": options.namespace, "flavor": options.flavor, "objects": rendered,
@@ -118,7 +118,8 @@ class KubernetesLauncher:
         if rendering.first:
             _require_accepted(rendering.first, rendering.first_text)
             name = preparation_name(rendering.details["name"])
-            ref = JobRef("k8s", f"{rendering.details['namespace']}/job/{name}", submission.run_dir)
+            kind = rendering.details["prepare_objects"][-1]["kind"].lower()
+            ref = JobRef("k8s", f"{rendering.details['namespace']}/{kind}/{name}", submission.run_dir)
             finish_preparation(self, ref, rendering.first, rendering.first_text, submission.run_id)
         tell(rendering.command, rendering.text, DRY_RUN)
         place = (rendering.details[key] for key in ("namespace", "flavor", "name"))
@@ -140,7 +141,7 @@ class KubernetesLauncher:
                 if name in named:
                     by_ref[named[name]] = status_of(thing)
             failed = [name for name, ref in named.items() if ref in by_ref and by_ref[ref].state is JobState.FAILED]
-            if kind != "job" and failed:
+            if kind not in ("job", ray_job.KIND) and failed:
                 for thing in _get(namespace, "job", failed, JOBSET_NAME):
                     if (status := status_of(thing)).exit_code:
                         by_ref[named[thing["metadata"]["labels"][JOBSET_NAME]]] = status
@@ -154,7 +155,7 @@ class KubernetesLauncher:
     def logs(self, ref: JobRef) -> Logs:
         """The command that follows all pods."""
         namespace, _, name = ref.job_id.split("/")
-        selector = f"{INSTANCE}={name}"
+        selector = f"{pod.INSTANCE}={name}"
         return Logs(
             command=("kubectl", "logs", "--namespace", namespace, "--selector", selector, "--follow", "--prefix")
         )
@@ -235,8 +236,10 @@ def _require_accepted(command: Sequence[str], text: str) -> None:
 
 
 def status_of(workload: Object) -> JobStatus:
-    """The status of a Job, a JobSet or a TrainJob; their conditions differ only in a few types."""
+    """The status of a Job, a JobSet, a TrainJob or a RayJob; their conditions differ only in a few types."""
     status: Object = workload.get("status") or {}
+    if workload.get("kind") == "RayJob":
+        status = ray_job.as_job(status)
     held = {
         condition["type"]: condition
         for condition in status.get("conditions") or ()
@@ -263,7 +266,7 @@ def _ready(status: Object) -> Iterator[int]:
         yield int(group.get("ready") or 0)
 
 
-def _get(namespace: str, kind: str, names: list[str], label: str = INSTANCE) -> Iterator[dict[str, Any]]:
+def _get(namespace: str, kind: str, names: list[str], label: str = pod.INSTANCE) -> Iterator[dict[str, Any]]:
     for first in range(0, len(names), NAMES_AT_ONCE):
         selector = f"{label} in ({','.join(names[first : first + NAMES_AT_ONCE])})"
         answer = ask(("kubectl", "get", kind, "--namespace", namespace, "--selector", selector, "--output", "json"))
@@ -292,30 +295,36 @@ PLACEMENT = ("tolerations", "serviceAccountName", "imagePullSecrets")
 KEEP_SECONDS = 7 * 24 * 3600
 
 
+def _tokenizing(pods: int) -> str:
+    return "a CPU Job" if pods == 1 else f"a Ray cluster of {pods:,} CPU pods, whose image needs the package ray,"
+
+
 def preparation_name(run: str) -> str:
     """Name of the Job that prepares the data of a run's objects."""
     return f"{run}-prepare"
 
 
-def preparation_job(run: PodRun, options: KubernetesOptions) -> Object:
-    """Pods on CPUs, with the run's recipe and claim. They do nothing if the data is prepared.
-
-    One pod tokenizes by itself; several encode shards with a task for each core they ask for, and a pod that replaces
-    another goes on with what is missing.
+def preparation(run: PodRun, options: KubernetesOptions) -> list[Object]:
+    """A Job of a pod on CPUs, or a RayJob of several, with the run's recipe and claim. They do nothing if the data is
+    prepared.
 
     The profile's node selector, its patch and paths of its nodes are left out, because they belong to GPU nodes; its
     tolerations are kept, for clusters that have no others.
     """
     name = preparation_name(run.name)
-    labels = {"app.kubernetes.io/name": "llmrecipes", "app.kubernetes.io/instance": name}
+    labels = {"app.kubernetes.io/name": "llmrecipes", pod.INSTANCE: name}
     queue = {"kueue.x-k8s.io/queue-name": options.queue} if options.queue else {}
-    return {
+    metadata = {"name": name, "namespace": options.namespace, "labels": {**labels, **queue}}
+    suspended = {"suspend": True} if options.queue else {}
+    if options.prepare_nodes > 1:
+        return ray_job.render(metadata, _preparation_pod(run, options), options.prepare_nodes, suspended)
+    job = {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {"name": name, "namespace": options.namespace, "labels": {**labels, **queue}},
+        "metadata": metadata,
         "spec": {
-            **({"suspend": True} if options.queue else {}),
-            **_indexed(options.prepare_tasks),
+            **suspended,
+            "backoffLimit": RETRIES,
             "podReplacementPolicy": "Failed",
             "ttlSecondsAfterFinished": KEEP_SECONDS,
             "podFailurePolicy": {
@@ -334,12 +343,7 @@ def preparation_job(run: PodRun, options: KubernetesOptions) -> Object:
             "template": {"metadata": {"labels": dict(labels)}, "spec": _preparation_pod(run, options)},
         },
     }
-
-
-def _indexed(pods: int) -> Object:
-    if pods == 1:
-        return {"backoffLimit": RETRIES}
-    return {"completionMode": "Indexed", "completions": pods, "parallelism": pods, "backoffLimit": RETRIES * pods}
+    return [job]
 
 
 def _preparation_pod(run: PodRun, options: KubernetesOptions) -> Object:
@@ -348,7 +352,6 @@ def _preparation_pod(run: PodRun, options: KubernetesOptions) -> Object:
     kept = {"recipe", "workspace", *(claim.name for claim in claims)}
     placement = pod.placement(run.profile, options)
     cores = min(MOST_CORES, max(1, int(run.profile.cpu_cores * pod.NODE_SHARE)))
-    tasks = ["--tasks", str(cores)] if options.prepare_tasks > 1 else []
     memory = f"{min(MOST_MEMORY_GIB, max(1, int(run.profile.memory_gib * pod.NODE_SHARE)))}Gi"
     return {
         **pod.frame(options.grace_seconds),
@@ -357,7 +360,7 @@ def _preparation_pod(run: PodRun, options: KubernetesOptions) -> Object:
             {
                 "name": CONTAINER,
                 "image": options.image,
-                "command": ["llmrecipes", "prepare", str(pod.RECIPE), *tasks],
+                "command": ["llmrecipes", "prepare", str(pod.RECIPE)],
                 "env": pod.variables(run, options, master=""),
                 "resources": {"requests": {"cpu": str(cores), "memory": memory}},
                 "securityContext": pod.container_security(),

@@ -21,6 +21,7 @@ from llmrecipes.runfiles import LOGS
 
 Object = dict[str, Any]
 
+INSTANCE = "app.kubernetes.io/instance"
 CONTAINER = "node"
 """The container that Kubeflow Trainer sets its variables on."""
 DOCTOR = "doctor"
@@ -69,7 +70,7 @@ class PodRun:
 
 def labels(run: PodRun) -> dict[str, str]:
     """Labels that select the pods of a run."""
-    return {"app.kubernetes.io/name": "llmrecipes", "app.kubernetes.io/instance": run.name}
+    return {"app.kubernetes.io/name": "llmrecipes", INSTANCE: run.name}
 
 
 def notes(run: PodRun, options: KubernetesOptions) -> dict[str, str]:

@@ -39,7 +39,7 @@ class KubernetesOptions:
     `claim` is the volume with runs and data, mounted on all nodes. `secrets` maps variables to the Secrets that hold
     their values. `queue` is Kueue's LocalQueue; `topology` is a node label, and pods are placed on nodes that share its
     value. `prepared`: the claim has the prepared data, so that no Job has to look; else
-    the Job that prepares it has `prepare_tasks` pods. `max_restarts` limits restarts after
+    what prepares it is a Job of a pod, or a Ray cluster of `prepare_nodes`. `max_restarts` limits restarts after
     failures; those after a save or a disruption are not counted.
     """
 
@@ -55,7 +55,7 @@ class KubernetesOptions:
     tracking_uri: str | None = None
     host_network: bool = False
     prepared: bool = False
-    prepare_tasks: int = 1
+    prepare_nodes: int = 1
     max_restarts: int = 3
     grace_seconds: int = 300
 

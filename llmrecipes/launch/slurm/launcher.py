@@ -51,7 +51,7 @@ class SlurmLauncher:
             "max-restarts",
             "sbatch",
             "prepare-partition",
-            "prepare-tasks",
+            "prepare-nodes",
         }
     )
     needs_cluster: ClassVar = True
@@ -79,18 +79,17 @@ class SlurmLauncher:
                 if chosen.get("prepare-partition") or planned.profile.slurm.cpu_partition
                 else ("; --prepare-partition NAME for one without GPUs")
             )
-            tasks = options.prepare_tasks
-            on = "on one node" if tasks == 1 else f"as an array of {tasks:,} tasks, one node per task"
+            count = options.prepare_nodes
+            on = "on one node" if count == 1 else f"on {count:,} nodes, as a Ray cluster"
             notes["tokenize"] = f"the data is not prepared: a separate job prepares it first, {on}{where}"
         given_last = _options_of(words)
         return Rendering(
             words,
             first=first,
-            shown=script_text(RunFiles(submission.run_dir).logs, words, first, options.prepare_tasks),
+            shown=script_text(RunFiles(submission.run_dir).logs, words, first),
             details={
                 "command": list(words),
                 "prepare_command": list(first) or None,
-                "prepare_tasks": options.prepare_tasks,
             },
             notes=notes,
             place={"partition": given_last.get("partition")},
@@ -110,7 +109,7 @@ class SlurmLauncher:
         partitions.require_room(known, _wanted(given))
         if rendering.first:
             prepare = self._sbatch(rendering.first, known, "--prepare-partition")
-            words = after(words, prepare.partition(";")[0], rendering.details["prepare_tasks"])
+            words = after(words, prepare.partition(";")[0])
         try:
             job = self._sbatch(words, known, "--partition")
         except UserError:
@@ -253,7 +252,7 @@ def _options(submission: Submission, chosen: LauncherOptions, warning_seconds: i
         python=chosen.get("python") or (None if image else sys.executable),
         warning=warning_seconds,
         prepare_partition=chosen.get("prepare-partition"),
-        prepare_tasks=chosen.get("prepare-tasks") or 1,
+        prepare_nodes=chosen.get("prepare-nodes") or 1,
         max_restarts=chosen.get("max-restarts"),
         run=submission.options,
         more=tuple(chosen.get("sbatch") or ()),

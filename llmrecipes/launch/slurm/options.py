@@ -24,7 +24,7 @@ class SlurmOptions:
 
     `image` is for srun's `--container-image` or Apptainer. The run saves `warning` seconds before the time limit.
     `more` are further options of sbatch, each as one `--name=value`. `python` runs the ranks. `prepare_partition` is
-    that of the job that tokenizes, an array if it has several `prepare_tasks`. `run` is passed on to the ranks.
+    that of the job that tokenizes, on `prepare_nodes` nodes. `run` is passed on to the ranks.
     """
 
     partition: str | None = None
@@ -36,7 +36,7 @@ class SlurmOptions:
     python: str | None = None
     warning: int | None = None
     prepare_partition: str | None = None
-    prepare_tasks: int = 1
+    prepare_nodes: int = 1
     max_restarts: int | None = None
     run: RunOptions = field(default_factory=RunOptions)
     more: tuple[str, ...] = ()

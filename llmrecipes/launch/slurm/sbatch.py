@@ -131,7 +131,7 @@ def command(
 
 
 def prepare_command(request: SlurmRequest, profile: Profile, options: SlurmOptions, script: Path) -> tuple[str, ...]:
-    """The words of the sbatch command of a job that tokenizes, on one node without GPUs, or on a node for each task.
+    """The words of the sbatch command of a job that tokenizes, on nodes without GPUs.
 
     Args:
         request, profile, options: of the run that needs the data, already checked.
@@ -144,7 +144,7 @@ def prepare_command(request: SlurmRequest, profile: Profile, options: SlurmOptio
         "partition": options.prepare_partition or site.cpu_partition or options.partition or site.partition,
         "account": options.account or site.account,
         "mem": "0",
-        "array": f"0-{options.prepare_tasks - 1}" if options.prepare_tasks > 1 else None,
+        "nodes": str(options.prepare_nodes) if options.prepare_nodes > 1 else None,
         "output": _output(request, "prepare"),
     }
     flags = {
@@ -166,32 +166,24 @@ def prepare_command(request: SlurmRequest, profile: Profile, options: SlurmOptio
     )
 
 
-def after(words: Sequence[str], job: str, tasks: int = 1) -> tuple[str, ...]:
-    """A command of sbatch whose job starts when another has succeeded, and is cancelled when that fails.
-
-    An array has succeeded with the first of its tasks: a task ends when no shard is missing and the data is prepared,
-    whoever encoded it. With `afterok` of the whole array, one that is killed would cancel the run.
-    """
-    jobs = [job] if tasks == 1 else [f"{job}_{number}" for number in range(tasks)]
-    dependency = "?".join(f"afterok:{job}" for job in jobs)
-    return (*words[:2], f"--dependency={dependency}", "--kill-on-invalid-dep=yes", *words[2:])
+def after(words: Sequence[str], job: str) -> tuple[str, ...]:
+    """A command of sbatch whose job starts when another has succeeded, and is cancelled when that fails."""
+    return (*words[:2], f"--dependency=afterok:{job}", "--kill-on-invalid-dep=yes", *words[2:])
 
 
-def script_text(folder: Path, words: Sequence[str], first: Sequence[str], tasks: int = 1) -> str:
+def script_text(folder: Path, words: Sequence[str], first: Sequence[str]) -> str:
     """The command for a shell, which does the same as `submit`.
 
     Args:
         folder: of the logs; Slurm does not create it.
         words: of the run's sbatch.
         first: of the sbatch that tokenizes; empty: none.
-        tasks: of that one.
     """
     lines = [f"mkdir -p {shlex.quote(str(folder))}"]
     if first:
         lines.append(f"prepare=$({as_text(first)})")
-        waiting = after(words, "ID", tasks)
-        variable = waiting[2].replace(":ID", ":${prepare%%;*}")
-        lines.append(as_text(waiting).replace(shlex.quote(waiting[2]), f'"{variable}"' if tasks > 1 else variable, 1))
+        waiting = after(words, "ID")
+        lines.append(as_text(waiting).replace(waiting[2], waiting[2].replace(":ID", ":${prepare%%;*}"), 1))
     else:
         lines.append(as_text(words))
     return "\n".join(lines) + "\n"

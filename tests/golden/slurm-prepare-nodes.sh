@@ -5,7 +5,7 @@ prepare=$(sbatch \
     --job-name=gpt-7b/run-1-prepare \
     --partition=cpu \
     --mem=0 \
-    --array=0-2 \
+    --nodes=3 \
     --output=/shared/runs/gpt-7b/run-1/logs/prepare-%j.out \
     slurm/prepare.sbatch \
     --runtime none \
@@ -13,7 +13,7 @@ prepare=$(sbatch \
     gpt-7b)
 sbatch \
     --parsable \
-    "--dependency=afterok:${prepare%%;*}_0?afterok:${prepare%%;*}_1?afterok:${prepare%%;*}_2" \
+    --dependency=afterok:${prepare%%;*} \
     --kill-on-invalid-dep=yes \
     --job-name=gpt-7b/run-1 \
     --nodes=4 \
