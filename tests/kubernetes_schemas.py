@@ -108,13 +108,19 @@ def renew(folder: Path) -> None:
                 if spec["group"] == "ray.io":  # most of a megabyte, and pods have Kubernetes' own schema
                     for template in pod_templates(schema):
                         template.clear()
-                schema["properties"].pop("status", None)
+                status = schema["properties"].pop("status", {}).get("properties", {})
+                if "trainerStatus" in status:
+                    _write(target.with_name("TrainerStatus.json"), status["trainerStatus"])
                 schema["properties"] |= {"apiVersion": {"type": "string"}, "kind": {"type": "string"}}
                 schema["properties"]["metadata"] = METADATA
                 schema["required"] = ["apiVersion", "kind", "metadata"]
                 if "spec" in schema["properties"]:
                     schema["required"].append("spec")
-                target.write_text(json.dumps(schema, sort_keys=True, separators=(",", ":")) + "\n", "utf-8")
+                _write(target, schema)
+
+
+def _write(path: Path, schema: Any) -> None:
+    path.write_text(json.dumps(schema, sort_keys=True, separators=(",", ":")) + "\n", "utf-8")
 
 
 def strict(schema: Any) -> Any:

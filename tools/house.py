@@ -40,7 +40,7 @@ CODE_BUDGET = {
     "report": 1750,
     "scaling": 400,
     "search": 2450,
-    "tracking": 2450,
+    "tracking": 2500,
     "train": 2950,
     "verify": 650,
     "workflow": 3850,

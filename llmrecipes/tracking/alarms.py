@@ -6,7 +6,6 @@ said once.
 
 from __future__ import annotations
 
-import http.client
 import json
 import logging
 import os
@@ -19,18 +18,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from queue import Empty, Full, Queue
 from typing import Any, Self
-from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import HTTPHandler, HTTPRedirectHandler, HTTPSHandler, Request, build_opener
 
 from llmrecipes.commandline import command_line
 from llmrecipes.hardware.process import STARTED_FOR
 from llmrecipes.redact import redact, remember
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStart, RunStatus, Sink, StepMetrics
+from llmrecipes.tracking.posting import post
 from llmrecipes.tracking.progress import note_line, step_parts
 
 logger = logging.getLogger(__name__)
@@ -229,7 +226,7 @@ def _webhook(variable: str | None, say: Callable[[str], None]) -> _Sender | None
     if not _is_web(url):
         say(f"alarms: {name} is not a URL that begins with https:// and has no spaces; no alarms are sent to it")
         return None
-    return _Sender(name, lambda message: _post(url, message), say)
+    return _Sender(name, lambda message: post(url, json.dumps(payload(url, message)).encode(), SEND_SECONDS), say)
 
 
 def _is_web(url: str) -> bool:
@@ -253,75 +250,6 @@ def _command(variable: str | None, say: Callable[[str], None]) -> _Sender | None
         say(f"alarms: the command of {variable} cannot be split into words ({error}); it is not run")
         return None
     return _Sender(f"the command of {variable}", lambda message: _run(words, message), say) if words else None
-
-
-class _NoRedirects(HTTPRedirectHandler):
-    """An alarm is sent where the user said, or not at all."""
-
-    def redirect_request(self, *_args: Any, **_options: Any) -> None:
-        return None
-
-
-class _Connections(HTTPHandler):
-    """Opens connections that another thread can shut, also while they are made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.late = False
-        self._opened: list[http.client.HTTPConnection] = []
-
-    def kept(self, kind: type[http.client.HTTPConnection], *arguments: Any, **options: Any) -> Any:
-        """A new connection."""
-        self._opened.append(kind(*arguments, **options))
-        return self._opened[-1]
-
-    def http_open(self, req: Request) -> http.client.HTTPResponse:
-        return self.do_open(partial(self.kept, http.client.HTTPConnection), req)
-
-    def shut(self) -> None:
-        """End every exchange; a read of it returns at once."""
-        self.late = True
-        for connection in self._opened:
-            if connection.sock is not None:
-                with suppress(OSError):
-                    # Not that of an SSLSocket, which takes its state from under the thread that reads.
-                    socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
-
-
-class _Secure(HTTPSHandler):
-    def __init__(self, connections: _Connections) -> None:
-        super().__init__()
-        self._connections = connections
-
-    def https_open(self, req: Request) -> http.client.HTTPResponse:
-        return self.do_open(partial(self._connections.kept, http.client.HTTPSConnection), req)
-
-
-def _post(url: str, message: str) -> None:
-    """Post a message.
-
-    Raises:
-        OSError, http.client.HTTPException: the server cannot be reached, does not answer or refuses.
-    """
-    body = json.dumps(payload(url, message)).encode()
-    request = Request(url, body, {"Content-Type": "application/json"}, method="POST")  # noqa: S310 - http or https
-    connections = _Connections()
-    # The timeout of a socket is for each read: a server that sends a byte now and then would never meet it.
-    deadline = threading.Timer(SEND_SECONDS, connections.shut)
-    deadline.daemon = True
-    deadline.start()
-    try:
-        with build_opener(_NoRedirects, connections, _Secure(connections)).open(request, timeout=SEND_SECONDS):
-            pass
-    except HTTPError as error:  # whose own text may have the URL
-        raise http.client.HTTPException(f"HTTP status {error.code}") from None
-    except Exception:
-        if not connections.late:
-            raise
-    finally:
-        deadline.cancel()
-    if connections.late:  # what was cut off may look like an answer
-        raise TimeoutError(f"no whole answer within {SEND_SECONDS:g} s")
 
 
 def payload(url: str, message: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
@@ -30,18 +31,22 @@ from llmrecipes.untrusted import Refused, parse_json, read
 
 logger = logging.getLogger(__name__)
 
+TRAINJOB_URL = "KUBEFLOW_TRAINER_SERVER_URL"
 STATUS = MetricSink(target="llmrecipes.tracking.status:StatusSink", rehearsal=True, keeps_steps=False)
 PROGRESS = MetricSink(target="llmrecipes.tracking.progress:ProgressSink", rehearsal=True, keeps_steps=False)
+TRAINJOB = MetricSink(target="llmrecipes.tracking.trainjob:TrainJobSink", rehearsal=True, keeps_steps=False)
 
 
 def opened_by(recipe: Recipe) -> dict[str, MetricSink]:
-    """The sinks of a run besides metrics.jsonl: two without a key, and those that the recipe enables, by their key.
+    """The sinks of a run besides metrics.jsonl: those without a key, and those that the recipe enables, by their key.
 
-    Progress is last: it prints what opening the others has to say.
+    A TrainJob's status is one of them in pods that Kubeflow Trainer has given an address for it. Progress is last: it
+    prints what opening the others has to say.
     """
     sinks = declared(type(recipe.tracking), MetricSink)
     enabled = {f"tracking.{name}": sink for name, sink in sinks.items() if getattr(recipe.tracking, name)}
-    return {"status.json": STATUS, **enabled, "progress": PROGRESS}
+    trainjob = {"the status of the TrainJob": TRAINJOB} if os.environ.get(TRAINJOB_URL) else {}
+    return {"status.json": STATUS, **enabled, **trainjob, "progress": PROGRESS}
 
 
 def require_packages_of_tracking(recipe: Recipe) -> None:
