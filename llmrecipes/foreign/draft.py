@@ -37,6 +37,7 @@ class Row:
         value: in the recipe.
         why: how it was changed, or why it was left out.
         differs: leaving it out changes the model or its training.
+        wanted: keys of the recipe that it would say.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Row:
     value: Any = None
     why: str = ""
     differs: bool = False
+    wanted: tuple[str, ...] = ()
 
 
 @dataclass
@@ -90,18 +92,20 @@ class Draft:
             node = node[part]
         return node
 
-    def leave(self, name: str, original: Any, why: str = NO_KEY, *, differs: bool = False) -> None:
+    def leave(
+        self, name: str, original: Any, why: str = NO_KEY, *, differs: bool = False, wanted: tuple[str, ...] = ()
+    ) -> None:
         """Account for a value that the recipe does not have."""
-        self.rows.append(Row(name, original, why=why, differs=differs))
+        self.rows.append(Row(name, original, why=why, differs=differs, wanted=wanted))
 
     def default(self, key: str, value: Any, why: str = "") -> None:
         """Write what the original program has by default, unless the file set it, or the recipe's default is equal."""
         if self.get(key) is None and keys()[key].default != value:
             self.set(key, value, why=why or f"{self.kind}'s default")
 
-    def take(self, name: str, value: Any) -> bool:
+    def take(self, name: str, value: Any, *, synonyms: bool = True) -> bool:
         """Write a value whose name is that of a key, or another name for exactly one key with the same meaning."""
-        key = key_named(name)
+        key = key_named(name, synonyms=synonyms)
         if key is None:
             return False
         self.set(key, value, name, value)
@@ -137,6 +141,8 @@ class Draft:
                 break
             for problem in dropped:
                 self._drop(problem)
+                if keys()[problem.key].default is True:  # as it is where the key is missing
+                    self.set(problem.key, False, why=problem.rule)
         if problems:
             raise document.error_of([self._named(problem) for problem in problems], [], where, {}, {})
 
@@ -153,7 +159,8 @@ class Draft:
         row = next((row for row in self.rows if row.key == problem.key and row.name), None)
         what = problem.what if row is None else f"{problem.what}, from {row.name}"
         if problem.what == "missing":
-            what = f"{self.kind} does not say it here"
+            left = next((row for row in self.rows if problem.key in row.wanted), None)
+            what = f"{self.kind} does not say it here" if left is None else f"{left.name}: {left.why}"
         fix = problem.fix or f"llmrecipes new --from … {problem.key}=VALUE"
         return Problem(problem.key, what, problem.rule, fix)
 
@@ -168,14 +175,14 @@ class Draft:
         }
 
 
-def key_named(name: str) -> str | None:
+def key_named(name: str, *, synonyms: bool = True) -> str | None:
     """The key that another program's name means, if it means exactly one, without a difference."""
     if name in _ELSEWHERE:
         return _ELSEWHERE[name]
     for section in SECTIONS:
         if f"{section}.{name}" in keys() and not keys()[f"{section}.{name}"].section:
             return f"{section}.{name}"
-    foreign = synonym(name)
+    foreign = synonym(name) if synonyms else None
     if foreign is None or foreign.note or len(foreign.keys) != 1 or ".N." in foreign.keys[0]:
         return None
     return foreign.keys[0]

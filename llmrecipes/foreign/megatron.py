@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from llmrecipes.errors import UserError
@@ -14,6 +15,7 @@ from llmrecipes.foreign.draft import Draft, key_named, plain
 from llmrecipes.foreign.shell import UNKNOWN, arguments, read_script
 from llmrecipes.recipe.keys import keys
 from llmrecipes.recipe.megatron_lm import FIXED
+from llmrecipes.recipe.moe_rules import LATENT_YARN
 
 DEFAULTS: Mapping[str, Any] = {
     "model.hidden_dropout": 0.1,
@@ -71,26 +73,89 @@ _OPTIONS = {
     "muon_no_split_qkv": "no_muon_split_qkv",
     "num_experts": "num_moe_experts",
     "disable_bias_linear": "no_add_bias_linear",
+    "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
+    "save_retain_interval": "keep_interval",
+    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+    "model_parallel_size": "tensor_model_parallel_size",
+    "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
+    "cuda_graph_scope": "cuda_graph_modules",
 }
-"""Options whose value has another name."""
+"""Options whose value has another name. Names of other programs are not read: `top_k` is that of generated text."""
+LISTS = re.compile(
+    r"(?:train_|valid_|test_)?data_path|rampup_batch_size|moe_router_load_balancing_type|moe_aux_loss_coeff|spec"
+    r"|(?:recompute|offload|cuda_graph)_modules|cuda_graph_scope|\w+_context_parallel_sizes|mrope_section|profile_ranks"
+    r"|iterations_to_skip|\w+_parsers|high_priority_stream_groups|ddp_param_name_patterns\w+|cp_comm_type"
+    r"|validation_set_names|tokenizer_special_tokens|retriever_report_topk_accuracies"
+)
+"""Options that take several values."""
+_FLAGS = (
+    r"no_(?!rope_freq|weight_decay_cond)\w+|(?:disable|untie|use)_\w+|bf16|fp16|swiglu|squared_relu|quick_geglu|mock_data"
+    r"|group_query_attention|(?:recompute|checkpoint)_activations|init_method_xavier_uniform|grad_reduce_in_bf16"
+    r"|accumulate_allreduce_grads_in_fp32"
+)
+_OTHER_PROGRAMS = re.compile(
+    r"pretrain_(?!gpt).*|train_rl|finetune_(?!gpt).*|.*(?:server|generat|inference|export|convert|preprocess|eval).*"
+)
+"""Python programs beside pretrain_gpt.py whose arguments have another meaning."""
+_OTHER_MODELS: Mapping[str, str] = {
+    "encoder_num_layers": "", "decoder_num_layers": "", "decoder_seq_length": "", "bert_no_binary_head": "",
+    "hybrid_layer_pattern": "", "hybrid_override_pattern": "", "is_hybrid_model": "", "perform_rl_step": "",
+    "tokenizer_type": "BertWordPiece.*", "model_provider": "(?!gpt).*", "spec": ".*(?:mamba|hybrid).*",
+}  # fmt: skip
+"""Arguments of models and trainings that no recipe has, with the values for which they are; empty: any."""
+_LATENT = {"q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", *LATENT_YARN}
 _TRAINED_AS = ("learned_absolute", "rope", "yarn")
 
 
-def from_script(text: str, draft: Draft, ranks: int) -> None:
-    """Translate a command line or a shell script."""
-    script = read_script(text)
-    given = arguments(script.words)
+def from_script(text: str, draft: Draft, ranks: int, path: Path | None = None) -> None:
+    """Translate a command line or a shell script, which is the file `path`.
+
+    Raises:
+        UserError: it has no arguments, or runs another program than pretrain_gpt.py.
+    """
+    script = read_script(text, path)
+    _require_gpt(script.program)
+    given = arguments(script.words, flags(), LISTS)
+    unknown = given.pop("", [])
     if not given:
         raise UserError("no arguments found", where="--from", rule="a command line with --num-layers and others")
     translate({name: _value(name, words) for name, words in given.items()}, draft, ranks)
-    for name, words in arguments(script.launcher).items():
-        draft.leave(f"--{name.replace('_', '-')}", " ".join(words), _LAUNCH)
+    for word in dict.fromkeys(unknown):
+        draft.leave(word, "", "only the shell knows its value: add the arguments that it holds", differs=True)
+    for name, words in arguments(script.launcher, flags(), LISTS).items():
+        draft.leave(_option(name) if name else "launcher", " ".join(words), _LAUNCH)
+    if script.program and Path(script.program).name != "pretrain_gpt.py":
+        draft.leave(script.program, "", "read as pretrain_gpt.py")
+    for command, why in script.unread:
+        draft.leave(command, "", why, differs=command.startswith("source"))
     branches: dict[int, list[str]] = {}
     for option, line in script.skipped:
         branches.setdefault(line, []).append(option)
     for line, options in branches.items():
         why = f"in a branch or loop, line {line}, which is not followed: add what applies"
-        draft.leave(" ".join(options), "", why, differs=True)
+        names = [name.lstrip("-").replace("-", "_") for name in options]
+        wanted = tuple(key for name in names if (key := key_named(_OPTIONS.get(name, name))))
+        draft.leave(" ".join(options), "", why, differs=True, wanted=wanted)
+
+
+def flags() -> re.Pattern[str]:
+    """Options without a value."""
+    switches = (dotted.rpartition(".")[2] for dotted, key in keys().items() if key.takes.startswith("true or false"))
+    return re.compile("|".join((_FLAGS, *switches)))
+
+
+def _require_gpt(program: str) -> None:
+    name = Path(program).stem
+    if _OTHER_PROGRAMS.fullmatch(name):
+        raise _refused(f"{name}.py does not train a GPT", "--from")
+
+
+def _refused(what: str, where: str) -> UserError:
+    return UserError(
+        what, where=where, rule="recipes have the models of Megatron-LM's pretrain_gpt.py: decoders with attention",
+        fix="the command of a pretrain_gpt.py, or llmrecipes new NAME --like RECIPE",
+    )  # fmt: skip
 
 
 def from_mapping(values: Mapping[str, Any], draft: Draft, ranks: int) -> None:
@@ -99,22 +164,29 @@ def from_mapping(values: Mapping[str, Any], draft: Draft, ranks: int) -> None:
     named = nested if isinstance(nested, Mapping) else values
     # In a list of options, true stands for one without a value; false, for one that is not there.
     options = {str(name).lstrip("-").replace("-", "_"): value for name, value in named.items()}
+    lists = {name: value for name, value in options.items() if isinstance(value, str) and value[:1] == "["}
+    options |= {name: _value(name, value.strip("[]").replace(",", " ").split()) for name, value in lists.items()}
     translate({name: value for name, value in options.items() if value not in (False, None)}, draft, ranks)
 
 
 def translate(given: Mapping[str, Any], draft: Draft, ranks: int) -> None:
     """Write what arguments say, with Megatron-LM's defaults for the others."""
+    for name, pattern in _OTHER_MODELS.items():
+        if name in given and re.fullmatch(pattern or ".*", str(given[name])):
+            raise _refused(f"{given[name]}: not of a GPT", _option(name))
     left = dict(given)
     for name in [name for name, value in left.items() if UNKNOWN in str(value) and name != "vocab_file"]:
         key = "data.sources" if name == "data_path" else key_named(_OPTIONS.get(name, name))
         why = "only the shell knows its value" + (f": set {key}" if key and _matters(name) else "")
-        draft.leave(_option(name), left.pop(name), why, differs=_matters(name))
+        wanted = (key,) if key else ()
+        draft.leave(_option(name), left.pop(name), why, differs=_matters(name), wanted=wanted)
     for step in (_precision, _model, _experts, _lengths, _batch, _data, _recompute, _unlike):
         step(left, draft, ranks)
     for name, value in left.items():
         _by_name(name, value, draft)
     for key, default in DEFAULTS.items():
-        draft.default(key, default)
+        if key != "train.eval_iters" or given.get("eval_iters") != 0:
+            draft.default(key, default)
     for key, (other, needed, default) in DEFAULTS_IF.items():
         if draft.get(other) == needed:
             draft.default(key, default)
@@ -126,11 +198,12 @@ def translate(given: Mapping[str, Any], draft: Draft, ranks: int) -> None:
 
 def _by_name(name: str, value: Any, draft: Draft) -> None:
     inverted = re.fullmatch(r"(?:no|disable)_(\w+)", _OPTIONS.get(name, name))
-    if inverted and draft.take(inverted[1], False):
+    if inverted and draft.take(inverted[1], False, synonyms=False):
         row = draft.rows.pop()
         draft.set(row.key, False, _option(name), "")
         return
-    if name != "tensorboard_dir" and draft.take(_OPTIONS.get(name, name), _typed(_OPTIONS.get(name, name), value)):
+    ours = _OPTIONS.get(name, name)
+    if draft.take(ours, _typed(ours, value), synonyms=False):
         row = draft.rows.pop()
         draft.set(row.key, row.value, _option(name), value)
         return
@@ -141,7 +214,7 @@ def _by_name(name: str, value: Any, draft: Draft) -> None:
 def _typed(name: str, value: Any) -> Any:
     """A single value as the list that a key takes."""
     takes = next((key.takes for dotted, key in keys().items() if dotted.endswith(f".{name}")), "")
-    return [value] if takes.startswith(("a list", "a non-empty list")) and not isinstance(value, list) else value
+    return [value] if re.match("(?:null or )?a (?:non-empty )?list", takes) and not isinstance(value, list) else value
 
 
 def _option(name: str) -> str:
@@ -210,8 +283,12 @@ def _model(left: dict[str, Any], draft: Draft, ranks: int) -> None:
         draft.set("model.init_method", "xavier_uniform", "--init-method-xavier-uniform", "")
     if left.pop("use_rope_scaling", False):
         draft.set("model.rope_scaling", True, "--use-rope-scaling", "")
-    if left.get("multi_latent_attention") and "rope_type" not in left:
+    latent = left.get("multi_latent_attention")
+    if latent and "rope_type" not in left:
         draft.set("model.rope_type", "yarn", why="Megatron-LM's default with --multi-latent-attention")
+    why = "no effect with --multi-latent-attention" if latent else "no effect without --multi-latent-attention"
+    for name in sorted(left.keys() & ({"kv_channels"} if latent else _LATENT)):
+        draft.leave(_option(name), left.pop(name), why)
 
 
 def _experts(left: dict[str, Any], draft: Draft, ranks: int) -> None:
@@ -273,7 +350,7 @@ def _lengths(left: dict[str, Any], draft: Draft, ranks: int) -> None:
             continue
         if grows or not isinstance(batch, int) or not isinstance(left[name], int):
             why = "in samples, of a batch that grows or is not set: set the number of steps"
-            draft.leave(_option(name), left.pop(name), why, differs=True)
+            draft.leave(_option(name), left.pop(name), why, differs=True, wanted=(key,))
             continue
         # Megatron-LM trains on whole batches.
         steps = left[name] // batch
@@ -295,6 +372,10 @@ def _data(left: dict[str, Any], draft: Draft, ranks: int) -> None:
         draft.set("data.split", [*shares, 0.0, 0.0][:3], "--split", split)
     elif "data_path" in left:
         draft.set("data.split", [969.0, 30.0, 1.0], why="Megatron-LM's default with --data-path")
+    if left.get("eval_iters") == 0:
+        train, *others = draft.get("data.split") or keys()["data.split"].default
+        draft.set("data.split", [train, 0.0, sum(others)], "--split", split, "--eval-iters 0: no valid documents")
+        draft.leave("--eval-iters", left.pop("eval_iters"), "no evaluation: data.split has no valid documents")
     name = next((name for name in ("data_path", "train_data_path") if name in left), None)
     if name is not None:
         _take(left, draft, name, "data.sources", _blend(left[name]))

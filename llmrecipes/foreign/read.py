@@ -120,7 +120,7 @@ def _translated(foreign: Foreign, draft: Draft, path: Path, ranks: int, like: st
     data: Any = foreign.data
     match foreign.kind:
         case "megatron" if isinstance(data, str):
-            megatron.from_script(data, draft, ranks)
+            megatron.from_script(data, draft, ranks, path)
         case "megatron":
             megatron.from_mapping(data, draft, ranks)
         case "torchtitan":

@@ -24,7 +24,9 @@ KINDS: Mapping[str, str] = {
     "python": "Python",
 }
 """Programs whose files are recognized, by their short names."""
-_OPTION = re.compile(r"(?<!\S)--(?:num-layers|hidden-size|micro-batch-size|tensor-model-parallel-size|seq-length)\b")
+_OPTION = re.compile(
+    r"(?<!\S)--(?:num-layers|hidden-size|micro-batch-size|tensor-model-parallel-size|seq-length)\b|\bpretrain_\w+\.py\b"
+)
 _BRIDGE = {"dataset", "rng", "logger", "ddp", "dist", "mixed_precision", "comm_overlap", "profiling"}
 
 

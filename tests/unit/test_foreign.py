@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ TRAIN="\\
     --global-batch-size $((WORLD * 4)) \\
     --train-samples 6400000 \\
     --lr 3.0e-4 --min-lr 3e-5 --lr-warmup-fraction .01"
-MODEL_ARGS+=(--bf16 "--vocab-size 32000")
+MODEL_ARGS+=(--bf16 --vocab-size 32000)
 if [ -n "$WANDB" ]; then
     TRAIN+=" --wandb-project mine"
 fi
@@ -126,6 +127,125 @@ def test_a_megatron_script_means_what_megatrons_parser_reads(folder: Path, capsy
     assert not (folder / "executed").exists()
 
 
+BASH = {
+    "variables": 'A=2; B="--lr 1e-3 --bf16"; python pretrain_gpt.py --num-layers $A $B --seq-length ${C:-$((A * 8))}',
+    "quotes": """N='a b'; python pretrain_gpt.py --tokenizer-model "$N" --data-path $N --name 'x $N "y"' --x=\\$z""",
+    "arrays": """A=(--num-layers 2
+      --data-path "a b" c  # a comment
+    )
+    A+=(--lr 1); python pretrain_gpt.py "${A[@]}" -- ${A[*]} "${A[*]}" $A ${A[1]} ${A[@]:-x}""",
+    "appended": 'A="--num-layers 2"; A+=" --lr 1"; A+=("--bf16"); torchrun pretrain_gpt.py $A "${A[1]}"',
+    "unquoted arrays": 'A=("--lr 1" "--bf16"); python pretrain_gpt.py ${A[@]} --num-layers 2',
+    "blends": 'B="0.3 a 0.7 b"; torchrun pretrain_gpt.py --num-layers 2 --data-path $B --split "98, 2, 0"',
+    "continued": 'O=" \\\n  --num-layers 2 \\\n --lr 1 \\\n"; python pretrain_gpt.py $O \\\n --freq "([0]*1+[1]*2)"',
+    "defaults": 'A=""; python pretrain_gpt.py --lr ${A:-3} --x "${A-4}" --num ${B:-${C-5}} ${A:+--no} ${D:="6 7"}',
+    "sums": "N=2; G=8; W=$(($G*$N)); python pretrain_gpt.py --num-layers $((W / 3 + 1)) --lr 1",
+    "other commands": "python tools/plot.py --num 9; torchrun pretrain_gpt.py --num-layers 2; python done.py --ok",
+    "here": 'C="pretrain_gpt.py --num-layers 2 --lr 1e-3"; srun --nodes 2 python -u $C --bf16 2>&1 | tee log',
+    "sourced": 'source ./conf.sh; . "$(dirname "${BASH_SOURCE[0]}")/more.sh"\npython pretrain_gpt.py ${CONF[@]} $MORE',
+    "escapes": 'python pretrain_gpt.py --num-layers 2 --name "a\\"b" --other c\\ d --third "e\\f"',
+}
+"""Scripts of which bash says what they mean."""
+
+
+@pytest.mark.parametrize("name", BASH)
+def test_a_script_is_read_as_bash_reads_it(name: str, folder: Path) -> None:
+    (folder / "conf.sh").write_text("CONF=(--num-layers 2)\nCONF+=(--name 'x y')\n")
+    (folder / "more.sh").write_text('MORE="--lr 1 --bf16"\n')
+    script = folder / "run.sh"
+    script.write_text(BASH[name])
+    recorded = r"""{ printf '%s\0' "$@" >> seen; printf '\n\0' >> seen; }"""
+    known = "; ".join(f"{program}() {recorded}" for program in ("python", "torchrun", "srun"))
+    before = f"{known}; tee() {{ :; }}; dirname() {{ echo {folder}; }}"
+    subprocess.run(["bash", "-c", f"{before}\n. {script}"], check=True, timeout=20)
+    commands = [words.split("\0") for words in (folder / "seen").read_text().split("\n\0")]
+    expected = next(words for words in commands if any("pretrain_gpt.py" in word for word in words))
+    at = next(number for number, word in enumerate(expected) if "pretrain_gpt.py" in word)
+    assert shell.read_script(BASH[name], script).words == expected[at + 1 : -1]
+
+
+def test_options_with_and_without_values_are_those_of_megatrons_parser() -> None:
+    flags = megatron.flags()
+    for action in parser()._actions:
+        for option in action.option_strings:
+            name = option.lstrip("-").replace("-", "_")
+            if action.nargs != 0:
+                assert not flags.fullmatch(name), name
+                assert bool(megatron.LISTS.fullmatch(name)) is (action.nargs not in (None, 1, "?")), name
+            elif key_named(name, synonyms=False) is not None:
+                assert flags.fullmatch(name), name
+
+
+TINY = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 300 --micro-batch-size 1 "
+    "--lr 1e-3 --train-iters 5"
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "left"),
+    [
+        ("--bf16 $EXTRA", {"$EXTRA": True}),
+        ("--lr 2e-3 ${FLAGS[@]} --bf16", {"${FLAGS[@]}": True}),
+        ('--use-mcore-models "$@"', {"$@": True, "--use-mcore-models": False}),
+        ("--multi-latent-attention --position-embedding-type rope --kv-channels 16", {"--kv-channels": False}),
+        ("--q-lora-rank 8 --mscale 2.0", {"--q-lora-rank": False, "--mscale": False}),
+        ("--top-k 4 --temperature 0.5", {"--top-k": True, "--temperature": True}),
+        ("--eval-iters 0 --eval-interval 7", {"--eval-iters": False}),
+        ("--optimizer muon --use-distributed-optimizer", {"--use-distributed-optimizer": False}),
+        ("--recompute-granularity selective --recompute-modules core_attn", {}),
+    ],
+)
+def test_nothing_is_dropped_without_being_listed(
+    more: str, left: dict[str, bool], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "run.sh").write_text(f"python pretrain_gpt.py {TINY} {more}\n")
+    recipe, account = translated("run.sh", capsys=capsys)
+    assert left_out(account) == left
+    if "--eval-iters" in left:
+        assert (recipe.data.split, recipe.train.eval_interval) == ((98.0, 0.0, 2.0), 7)
+    if "muon" in more:
+        assert not recipe.parallelism.use_distributed_optimizer
+    if "core_attn" in more:
+        assert recipe.train.recompute_modules == ("core_attn",)
+
+
+def test_branches_and_other_files_are_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = f"""TP=1
+if [ $NODES -gt 1 ]; then TP=8; FP=1; else ARGS=(--swiglu --untie-embeddings-and-output-weights); fi
+source $CONF; source gone.sh; . /etc/profile
+python tools/preprocess_data.py --input x --workers 2
+python my/train.py {TINY} --tensor-model-parallel-size $TP
+"""
+    (folder / "run.sh").write_text(text)
+    _, account = translated("run.sh", capsys=capsys)
+    left = left_out(account)
+    assert {name for name, differs in left.items() if differs} == {
+        "--swiglu --untie-embeddings-and-output-weights TP=8", "source $CONF", "source gone.sh", "source /etc/profile",
+    }  # fmt: skip
+    assert left["my/train.py"] is False and left["tools/preprocess_data.py --input x --workers 2"] is False
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        (f"torchrun pretrain_bert.py {TINY}", "--from"),
+        (f"python pretrain_t5.py {TINY}", "--from"),
+        (f"python pretrain_hybrid.py {TINY}", "--from"),
+        (f"python tools/run_text_generation_server.py {TINY}", "--from"),
+        (f"python pretrain_gpt.py {TINY} --hybrid-layer-pattern M*M", "--hybrid-layer-pattern"),
+        (f"python pretrain_gpt.py {TINY} --tokenizer-type BertWordPieceLowerCase", "--tokenizer-type"),
+        (f"python pretrain_gpt.py {TINY} --encoder-num-layers 4", "--encoder-num-layers"),
+    ],
+)
+def test_other_models_than_gpt_are_refused(
+    text: str, where: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "run.sh").write_text(text)
+    assert run(["new", "--from", "run.sh"]) == 2
+    require_message(capsys.readouterr().err, where, rule="pretrain_gpt.py")
+
+
 def test_every_default_of_megatron_is_shared_or_written_out() -> None:
     known = {*megatron.DEFAULTS, *megatron.DEFAULTS_IF}
     # Derived by both programs (`translate`), unset there and required or without an effect here, or only for speed.
@@ -171,6 +291,7 @@ def test_arguments_in_yaml_and_on_one_line(folder: Path, capsys: pytest.CaptureF
     [
         ("--num-layers 2 --hidden-size 64", "model.vocab_size", "model.vocab_size=VALUE"),
         ("--num-layers $LAYERS --vocab-size 9", "model.num_layers", "model.num_layers=VALUE"),
+        ("--num-layers 2 --train-samples 9 --rampup-batch-size 1 1 9", "train.train_iters", "--train-samples"),
         ("--num-layers 2 --hidden-size 64 --num-experts 4 --moe-layer-freq ([0]*'x')", "--moe-layer-freq", ""),
     ],
 )
