@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import psutil
@@ -32,7 +33,6 @@ from llmrecipes.engine.backends import backend
 from llmrecipes.engine.base import Progress, World
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.faults.signals import StopRequest
-from llmrecipes.faults.watchdog import unwatched
 from llmrecipes.hardware.builds import import_megatron
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.derive import Plan, derive
@@ -42,7 +42,9 @@ from llmrecipes.tracking.events import NoTracker, Tracker
 from llmrecipes.tracking.run_tracker import RunTracker
 from llmrecipes.train.loaders import DataLoaders, ReadAhead
 from llmrecipes.train.loop import Loop
-from llmrecipes.train.observers.telemetry import Telemetry, measured_ranks
+from llmrecipes.train.observers.base import Observers
+from llmrecipes.train.observers.telemetry import Telemetry
+from llmrecipes.train.spec import RunSpec
 from tests.helpers import random_batches
 
 BLOCK = 10
@@ -80,8 +82,11 @@ def main() -> None:
         engine = engines.build(plan, platform)
         assert isinstance(engine, MegatronEngine)
         stack.callback(engine.close)
-        telemetry = stack.enter_context(measured_ranks(plan, platform, world, unwatched, Path(folder)))
         tracker = stack.enter_context(tracked(recipe, plan, Path(folder))) if world.is_first else NoTracker()
+        spec = RunSpec(recipe=recipe, data_dir=Path(folder), run_dir=Path(folder), runs_dir=Path(folder))
+        telemetry = Telemetry(spec)
+        joined: Any = SimpleNamespace(spec=spec)
+        Observers((telemetry,)).begin(joined, made_loop(plan, engine, world, telemetry, tracker), stack)
         blocks = run(engine, world, telemetry, tracker, options.seconds)
         beside = {} if not world.is_first else processes_beside()
     if world.is_first:
@@ -132,8 +137,7 @@ def run(
     ended = time.monotonic() + seconds
     for number, kind in enumerate(itertools.chain(ORDER[:6], itertools.cycle(ORDER))):
         engine.recipe = plans[kind].recipe
-        telemetry._plan = plans[kind]
-        loop = loops[kind]
+        loop = telemetry.loop = loops[kind]
         dist.barrier()
         began, used = time.perf_counter(), time.process_time()
         for _ in range(BLOCK):
@@ -168,8 +172,8 @@ def layers_every(recipe: Recipe, steps: int | None) -> Any:
 def made_loop(plan: Plan, engine: MegatronEngine, world: World, telemetry: Telemetry | None, tracker: Tracker) -> Loop:
     """The training loop of a rank, of which only steps are used: nothing is read, evaluated or saved."""
     return Loop(
-        plan, engine, world, cast(DataLoaders, None), tracker, cast(Any, None), StopRequest(), "", None, lambda: None,
-        telemetry=telemetry,
+        plan, engine, world, cast(DataLoaders, None), tracker, cast(Any, None), StopRequest(), "", None,
+        Observers(() if telemetry is None else (telemetry,)),
     )  # fmt: skip
 
 

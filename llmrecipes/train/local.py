@@ -7,8 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from types import TracebackType
-from typing import Self, cast
+from typing import cast
 
 import torch.distributed as dist
 
@@ -47,21 +46,13 @@ class LocalCheckpoints:
             str(wanted.non_persistent_local_ckpt_dir), run.recipe_name, token, group.rank // per_node
         )
         self._token = token
-        self._saver = LocalSaver(LocalParts(self.folder), group, per_node, plan.layout.as_dict())
+        self.saver = LocalSaver(LocalParts(self.folder), group, per_node, plan.layout.as_dict())
         self._engine: PartEngine | None = None
         self._format: CheckpointFormat | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._saver.__exit__(kind, error, trace)
-
     def newest(self, after: int) -> tuple[Entry, Note] | None:
         """This rank's part of the newest step that is complete, if it is newer than a step, and what to say of it."""
-        if (chosen := self._saver.newest(after)) is None:
+        if (chosen := self.saver.newest(after)) is None:
             return None
         entry, lost = chosen
         if self._group.rank == 0:
@@ -79,11 +70,11 @@ class LocalCheckpoints:
         """Write the state of a step in the background."""
         if self._engine is None or self._format is None:
             raise RuntimeError("no engine is attached")
-        self._saver.save(self._format, self._engine.part(progress), info)
+        self.saver.save(self._format, self._engine.part(progress), info)
 
     def forget(self) -> None:
         """Delete all: the run has ended, or goes back to an earlier step; a collective of all ranks."""
-        self._saver.forget()
+        self.saver.forget()
         dist.barrier()
 
 

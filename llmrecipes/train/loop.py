@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -16,17 +16,16 @@ from llmrecipes.checkpoint.saver import AsyncSaver
 from llmrecipes.engine.base import Engine, Progress, StepResult, World
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.memory import trim_heap
-from llmrecipes.faults.numerics import LossWatch, StepSpike
+from llmrecipes.faults.numerics import StepSpike
 from llmrecipes.faults.signals import StopRequest
-from llmrecipes.faults.watchdog import Beat, unwatched
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.stages import span_of
 from llmrecipes.tracking.events import Note, StepMetrics, Tracker
 from llmrecipes.train import guard
-from llmrecipes.train.evaluations import TaskEvaluations, evaluated, held_out_losses, is_evaluated
+from llmrecipes.train.evaluations import evaluated, held_out_losses, is_evaluated
 from llmrecipes.train.loaders import DataLoaders, ReadAhead, first_failure
 from llmrecipes.train.local import LocalCheckpoints
-from llmrecipes.train.observers.telemetry import ClusterReport, Telemetry
+from llmrecipes.train.observers.base import Observers, StepDone
 from llmrecipes.train.rewind import Rewinds
 from llmrecipes.train.saves import Saves
 from llmrecipes.train.stopping import SPLIT, after_evaluation, ended_early, monitors, stop_reason
@@ -36,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 FIRST_STEPS = 2
 """Steps of a start that compile kernels, connect ranks and allocate memory."""
+
+
+NOT_OBSERVED = Observers()
 
 
 class LoopOutcome(Enum):
@@ -59,18 +61,13 @@ class Loop:
         stop: set by signals.
         recipe_hash: goes into checkpoints' manifests.
         peak_flops: dense FLOP/s of one GPU, for MFU; None if unknown.
-        after_step: called after every step.
-        tasks: tasks of the recipe; None for none.
+        observers: what watches it.
         stop_after: save and stop after this step, as after a signal.
         evaluation_due: whether the step to resume from still has to be evaluated (see `evaluations.evaluation_due`).
-        watch: raises an alarm at a loss spike.
-        beat: told the phase that begins, and its step; see `faults.watchdog`.
-        written: told the seconds of each save that was written.
-        telemetry: measures the ranks; None: nothing but this loop's own numbers.
         rewinds: rewinds of a run that goes back from spikes; None: their updates are left out.
         local: local checkpoints of this rank; None: the recipe wants none.
+        progress: after the last step.
         losses: training loss of every step of this start.
-        steady: seconds of its steps, without the first `FIRST_STEPS` and those during which a save was written.
         valid_loss: the last one, in nats per token.
         unread: why the last evaluation could not read its data, on some rank.
         monitored: the held-out loss that decides when the run ends; of the checkpoint that it starts from.
@@ -85,18 +82,13 @@ class Loop:
     stop: StopRequest
     recipe_hash: str
     peak_flops: float | None
-    after_step: Callable[[], None]
-    tasks: TaskEvaluations | None = None
+    observers: Observers = NOT_OBSERVED
     stop_after: int | None = None
     evaluation_due: bool = False
-    watch: LossWatch = field(default_factory=LossWatch)
-    telemetry: Telemetry | None = None
     rewinds: Rewinds | None = None
-    beat: Beat = unwatched
-    written: Callable[[float], None] = lambda seconds: None
     local: LocalCheckpoints | None = None
+    progress: Progress = field(default_factory=Progress)
     losses: list[float] = field(default_factory=list)
-    steady: list[float] = field(default_factory=list)
     valid_loss: float | None = None
     unread: UserError | None = None
     monitored: Monitored = field(default_factory=Monitored)
@@ -112,34 +104,34 @@ class Loop:
             Rewind: a spike was reported, and the run goes back to a checkpoint.
         """
         train = self.plan.recipe.train
+        self.progress = progress
         self.spikes = guard.spike_guard(self.plan.recipe, progress)
         loaders = self.loaders.leaving_out(progress.skipped_samples)
         with closing(loaders.train(progress.consumed_samples)) as batches:
             numbers = map(self.plan.num_microbatches_of, range(progress.step, train.train_iters))
-            ahead = ReadAhead(batches, numbers, self.beat)
+            ahead = ReadAhead(batches, numbers, self.observers.beat)
             self._require_read(progress.step, ahead.failure)
             outcome, last = self._run(progress, ahead)
-            self.beat("rest")
+            self.observers.beat("rest")
             self._require_read(last, ahead.failure or self.unread)
             return outcome
 
-    def again(self, tracker: Tracker, evaluation_due: bool, monitored: Monitored) -> Loop:
-        """The loop from an earlier step of the same engine on."""
-        tasks = None if self.tasks is None else replace(self.tasks, tracker=tracker)
-        new = {"watch": LossWatch(), "losses": [], "steady": [], "monitored": monitored}
-        return replace(self, tracker=tracker, tasks=tasks, evaluation_due=evaluation_due, **new)  # type: ignore[arg-type]
+    def back(self, tracker: Tracker, progress: Progress, evaluation_due: bool, monitored: Monitored) -> None:
+        """Prepare to run from an earlier step of the same engine on."""
+        self.tracker, self.progress = tracker, progress
+        self.evaluation_due, self.monitored = evaluation_due, monitored
+        self.losses = []
 
     def _run(self, progress: Progress, batches: ReadAhead) -> tuple[LoopOutcome, int]:
         train = self.plan.recipe.train
-        noted = self.tracker, self.recipe_hash, self.local, self, self.written
-        saves = Saves(self.plan, self.engine, self.saver, *noted)
+        saves = Saves(self)
         if self.evaluation_due:
             if not self._evaluate(progress) and (progress.step or self.unread):  # at step 0 nothing is saved yet
                 return self.stopped(progress.step), progress.step
             if monitors(self.plan.recipe) and progress.step:
                 saves.save(progress)  # once more: the checkpoint does not have this evaluation
         ended = stop_reason(self.monitored, train) is not None
-        if self.tasks is not None and not self.tasks.catch_up(progress.step, ended):
+        if not all(observer.catch_up(progress.step, ended=ended) for observer in self.observers):
             return self.stopped(progress.step), progress.step
         first = progress.step
         while progress.step < train.train_iters and not ended:
@@ -153,18 +145,21 @@ class Loop:
             last = progress.step == train.train_iters
             evaluating = self.loaders.evaluates and is_evaluated(progress.step, self.plan.recipe)
             saving = last or progress.step % self.plan.recipe.checkpoint.save_interval == 0
-            guard.compare_replicas(progress.step, self.engine, self.tracker, self.beat, saving=saving or stopping)
+            guard.compare_replicas(
+                progress.step, self.engine, self.tracker, self.observers.beat, saving=saving or stopping
+            )
             if evaluating and not stopping:
                 stopping = evaluating = not self._evaluate(progress)
             ended = stop_reason(self.monitored, train) is not None
             last, saving = last or ended, saving or ended
-            if self.tasks is not None and self.tasks.due(progress.step, ended):
-                stopping = evaluating = stopping or not self.tasks.run(progress.step)
+            for observer in self.observers:
+                if not observer.evaluate(progress.step, ended=ended, stopping=stopping):
+                    stopping = evaluating = True
             if saving or stopping:
-                self.beat("save")
+                self.observers.beat("save")
                 saves.save(progress)
             if not last and not stopping:
-                saves.save_locally(progress, self.beat)
+                saves.save_locally(progress)
             saves.poll()
             if (evaluating or saving) and self.engine.platform.device.type == "cpu":
                 trim_heap()
@@ -190,13 +185,13 @@ class Loop:
     def _step(self, progress: Progress, batches: ReadAhead, *, steady: bool) -> tuple[Progress, bool]:
         self.engine.parts.start(progress.step + 1)
         started = time.perf_counter()
-        self.beat("step", progress.step + 1)
+        self.observers.beat("step", progress.step + 1)
         result = self.engine.train_step(
             batches,
             num_microbatches=self.plan.num_microbatches_of(progress.step),
             stop=lambda: self.stop.requested or batches.failure is not None,
             accept=guard.acceptance(progress.step + 1, self.engine, self.tracker, self.spikes),
-            redo=lambda: self.beat("step"),
+            redo=lambda: self.observers.beat("step"),
         )
         seconds = time.perf_counter() - started
         counts = self.engine.parts.fields(progress)
@@ -210,23 +205,23 @@ class Loop:
             **self.engine.parts.progress(),
             **({} if self.spikes is None else self.spikes.recent()),
         )
+        self.progress = progress
         self.losses.append(result.loss)
-        if steady:
-            self.steady.append(seconds)
-        cluster = ClusterReport() if self.telemetry is None else self.telemetry.after_step(progress.step, seconds)
-        self._report(progress, result, seconds, cluster, counts)
+        self._report(progress, result, seconds, {**self.observers.fields(progress.step, seconds), **counts})
+        done = StepDone(before=before, progress=progress, result=result, seconds=seconds, steady=steady)
+        for observer in self.observers:
+            observer.after_step(done)
         guard.require_finite(before, result, self.engine, self.world)
         guard.require_right_gradients(progress.step, self.engine, self.tracker)
         if suspect := guard.hardware_suspect(before, result, self.engine, self.world):
             self.tracker.note(suspect)
         guard.require_loss_scale(progress.step, result, self.plan.recipe.train)
-        self.after_step()
         return progress, result.stop or progress.step == self.stop_after
 
     def _rewind(self, saves: Saves, progress: Progress, began: int, spike: StepSpike) -> None:
         """Go back from a spike, whose update was left out, if the run does so and a checkpoint is old enough."""
         if self.rewinds is not None:
-            self.beat("save")  # which may have to end first; then the first rank deletes checkpoints
+            self.observers.beat("save")  # which may have to end first; then the first rank deletes checkpoints
             saves.settle()
             if self.local is not None:
                 self.local.forget()
@@ -234,9 +229,7 @@ class Loop:
         details = {**asdict(spike), "samples": [began, progress.consumed_samples]}
         self.tracker.note(Note(step=progress.step, event="spike_skipped", details=details, alarm=True))
 
-    def _report(
-        self, progress: Progress, result: StepResult, seconds: float, cluster: ClusterReport, counts: Mapping[str, Any]
-    ) -> None:
+    def _report(self, progress: Progress, result: StepResult, seconds: float, counts: Mapping[str, Any]) -> None:
         rate = (batch := self.plan.batches.of_step(progress.step - 1)) * self.plan.recipe.model.seq_length / seconds
         self.tracker.step(
             StepMetrics(
@@ -255,23 +248,9 @@ class Loop:
                 memory_bytes=self.engine.platform.peak_memory(),
                 mfu=self._utilisation(rate, self.plan.flops_per_token_full),
                 mfu_causal=self._utilisation(rate, self.plan.flops_per_token_causal),
-                ranks=cluster.ranks,
-                nodes=cluster.nodes,
-                energy=cluster.energy,
                 **counts,
             )
         )
-        for note in cluster.notes:
-            logger.warning("ALARM: step %d: %s", note.step, note.details["text"])
-            self.tracker.note(note)
-        if result.skipped:
-            details = {"loss_scale": result.loss_scale, "skipped_steps": progress.skipped_steps}
-            self.tracker.note(Note(step=progress.step, event="overflow_skipped", details=details))
-        elif not result.rejected and (spike := self.watch.add(result.loss)):
-            if self.world.is_first:
-                numbers = spike.loss, progress.step, spike.usual, spike.limit
-                logger.error("ALARM: loss %.4f in step %d (usual %.4f, limit %.4f)", *numbers)
-            self.tracker.note(Note(step=progress.step, event="loss_spike", details=asdict(spike), alarm=True))
 
     def _utilisation(self, tokens_per_second: float, flops_per_token: float) -> float | None:
         if self.peak_flops is None:
@@ -283,9 +262,11 @@ class Loop:
         if not self.loaders.evaluates:
             return True
         started = time.perf_counter()
-        self.beat("evaluate", progress.step)
+        self.observers.beat("evaluate", progress.step)
         with self.engine.params_synced():
-            losses, self.unread = held_out_losses(self.engine, self.loaders, self.plan.recipe, self.stop, self.beat)
+            losses, self.unread = held_out_losses(
+                self.engine, self.loaders, self.plan.recipe, self.stop, self.observers.beat
+            )
         if losses is None:
             return False
         self.valid_loss = losses[SPLIT].loss if SPLIT in losses else None

@@ -22,7 +22,7 @@ from llmrecipes.console import setup_logging
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import end_with_parent
 from llmrecipes.launch.open_files import allow_open_files
-from llmrecipes.launch.ranks import FIRST_STEP, LAUNCHER, SPARE, SPARE_RANK, SPARE_READY, SPARE_TAKEN
+from llmrecipes.launch.ranks import LAUNCHER, SPARE, SPARE_RANK, SPARE_READY, SPARE_TAKEN
 from llmrecipes.loading import announce_loading
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.redact import guard_streams
@@ -95,19 +95,6 @@ def wait_as_spare(import_all: Callable[[], None]) -> None:
     os.environ.pop(SPARE_RANK, None)
     os.environ.update(json.loads(line))
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def first_step_reporter() -> Callable[[], None]:
-    """What tells the launcher after a step that the ranks train; it waits for the first with its spares."""
-    descriptor = os.environ.pop(FIRST_STEP, None)
-    waiting = [] if descriptor is None else [int(descriptor)]
-
-    def after_step() -> None:
-        while waiting:
-            with suppress(OSError):
-                os.write(waiting.pop(), b"1")
-
-    return after_step
 
 
 def guarded(run: Callable[[S], ExitCode], spec: S) -> int:

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch.distributed as dist
-
 from llmrecipes.checkpoint.compatibility import require_readable
 from llmrecipes.checkpoint.manifest import InvalidCheckpoint, inspect
 from llmrecipes.checkpoint.rank_groups import serve, survey
@@ -23,6 +21,7 @@ from llmrecipes.recipe.preference_rules import frozen_model, has_second_model, n
 from llmrecipes.recipe.schema import Model
 from llmrecipes.runfiles import run_of
 from llmrecipes.tracking.events import Note
+from llmrecipes.train.agreement import of_first_rank
 from llmrecipes.train.completeness import move_aside, require_none_saved
 from llmrecipes.train.spec import RunSpec
 
@@ -65,11 +64,10 @@ def choose(store: CheckpointStore, rank: Rank, *, from_scratch: bool = False) ->
     # Rank 0 decides: ranks may see different listings of a shared file system. All of them compare hashes.
     if not rank.is_first and not from_scratch:
         serve()
-    chosen: list[Any] = [_chosen(store, from_scratch) if rank.is_first else None]
-    dist.broadcast_object_list(chosen, src=0)
-    if isinstance(chosen[0], dict):
-        raise UserError(**chosen[0])
-    return Start(*chosen[0])
+    chosen: Any = of_first_rank(_chosen(store, from_scratch) if rank.is_first else None)
+    if isinstance(chosen, dict):
+        raise UserError(**chosen)
+    return Start(*chosen)
 
 
 def resume(engine: Engine, entry: Entry, world: World) -> Progress:
@@ -118,11 +116,10 @@ def back_to_best(store: CheckpointStore, rank: Rank) -> Note:
     Raises:
         UserError: on every rank: there is none, or a newer one cannot be deleted.
     """
-    shared: list[Any] = [_withdrawn(store) if rank.is_first else None]
-    dist.broadcast_object_list(shared, src=0)
-    if isinstance(shared[0], UserError):
-        raise shared[0]
-    step, deleted = shared[0]
+    withdrawn: Any = of_first_rank(_withdrawn(store) if rank.is_first else None)
+    if isinstance(withdrawn, UserError):
+        raise withdrawn
+    step, deleted = withdrawn
     if deleted:
         logger.warning("checkpoints of steps %s are deleted: the run goes back to step %d", deleted, step)
     return Note(step=step, event="went_back_to_best", details={"deleted": deleted})

@@ -11,8 +11,6 @@ import logging
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch.distributed as dist
-
 from llmrecipes.checkpoint.store import CheckpointStore, Entry
 from llmrecipes.data.batches import Ranges
 from llmrecipes.engine.base import Progress, Rank
@@ -22,6 +20,7 @@ from llmrecipes.io import write_atomic
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking.events import Note
+from llmrecipes.train.agreement import of_first_rank
 from llmrecipes.untrusted import RECORD, read_json
 
 logger = logging.getLogger(__name__)
@@ -46,7 +45,7 @@ class Rewinds:
 
     def skipped(self) -> Ranges:
         """Samples that earlier decisions leave out."""
-        return _ranges(self._shared(self._read() if self.rank.is_first else None))
+        return _ranges(of_first_rank(self._read() if self.rank.is_first else []))
 
     def finish(self) -> tuple[Note, ...]:
         """Delete the checkpoints that a start was killed before it had deleted; before one is chosen.
@@ -72,7 +71,7 @@ class Rewinds:
             Rewind: the checkpoint is chosen, and newer ones are deleted.
             UserError: the run has gone back `loss_spike_max_rewinds` times; with `ExitCode.STOP`.
         """
-        chosen = self._shared(self._chosen(spike, progress, began) if self.rank.is_first else None)
+        chosen = of_first_rank(self._chosen(spike, progress, began) if self.rank.is_first else None)
         if isinstance(chosen, str):
             raise UserError(
                 f"{spike.quantity} {spike.value:.4f} in step {progress.step} (usual {spike.usual:.4f}, limit "
@@ -128,11 +127,6 @@ class Rewinds:
                 code=ExitCode.STOP,
             ) from error
         return list(records)
-
-    def _shared(self, value: Any) -> Any:
-        shared = [value]
-        dist.broadcast_object_list(shared, src=0)
-        return shared[0]
 
 
 def merged(one: Ranges, other: Ranges) -> tuple[tuple[int, int], ...]:

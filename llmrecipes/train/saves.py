@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from llmrecipes.checkpoint.manifest import CheckpointInfo, Monitored
-from llmrecipes.checkpoint.saver import AsyncSaver, SaveReport
+from llmrecipes.checkpoint.manifest import CheckpointInfo
+from llmrecipes.checkpoint.saver import SaveReport
 from llmrecipes.data.prepared import ORDER
-from llmrecipes.engine.base import Engine, Progress
+from llmrecipes.engine.base import Progress
 from llmrecipes.errors import ExitCode, UserError
-from llmrecipes.faults.watchdog import Beat
-from llmrecipes.plan.derive import Plan
 from llmrecipes.tracking.events import Note
-from llmrecipes.train.local import LocalCheckpoints
+
+if TYPE_CHECKING:
+    from llmrecipes.train.loop import Loop
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +25,6 @@ class Notes(Protocol):
     def note(self, note: Note) -> None: ...
 
 
-class Monitoring(Protocol):
-    """Follows the held-out loss."""
-
-    monitored: Monitored
-
-
 class Saves:
     """Saves the state, reports how that ended, and ends a run that cannot save.
 
@@ -40,30 +33,11 @@ class Saves:
     in the meantime is used by the next save.
 
     Args:
-        plan: the plan of the run.
-        engine: has the state.
-        saver: writes it.
-        notes: receives `checkpoint_saved` and `save_failed`.
-        recipe_hash: goes into the manifests.
-        local: local checkpoints of this rank; None: it has none.
-        held_out: has the monitored loss so far, for the manifests; None: the run is not evaluated.
-        written: told the seconds of each save that was written.
+        loop: has the state, the saver, and the monitored loss for the manifests.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        engine: Engine,
-        saver: AsyncSaver,
-        notes: Notes,
-        recipe_hash: str,
-        local: LocalCheckpoints | None = None,
-        held_out: Monitoring | None = None,
-        written: Callable[[float], None] = lambda seconds: None,
-    ) -> None:
-        self._written = written
-        self._local, self._held_out = local, held_out
-        self._plan, self._engine, self._saver, self._notes, self._hash = plan, engine, saver, notes, recipe_hash
+    def __init__(self, loop: Loop) -> None:
+        self._loop, self._plan, self._saver = loop, loop.plan, loop.saver
         self._failed: dict[int, str] = {}
         """Steps whose save has failed since the last one that has not, and why."""
         self._waited: dict[int, float] = {}
@@ -71,7 +45,7 @@ class Saves:
 
     def reserve(self, progress: Progress) -> None:
         """Allocate memory for saves in the background; after a step, which has made the optimizer's state."""
-        self._saver.reserve(self._engine.state(progress))
+        self._saver.reserve(self._loop.engine.state(progress))
 
     def save(self, progress: Progress) -> None:
         """Save the state of a step; if failures before this one make it the last attempt, wait until it is written.
@@ -130,14 +104,15 @@ class Saves:
 
     def _start(self, progress: Progress) -> None:
         started = time.perf_counter()
-        self._saver.save(self._engine.state(progress), self._info(progress))
+        self._saver.save(self._loop.engine.state(progress), self._info(progress))
         self._waited[progress.step] = time.perf_counter() - started
 
-    def save_locally(self, progress: Progress, beat: Beat) -> None:
+    def save_locally(self, progress: Progress) -> None:
         """Save the state of a step on this node, if it is due."""
-        if self._local is not None and progress.step % self._local.interval == 0:
-            beat("save")
-            self._local.save(progress, self._info(progress))
+        local = self._loop.local
+        if local is not None and progress.step % local.interval == 0:
+            self._loop.observers.beat("save")
+            local.save(progress, self._info(progress))
 
     def _info(self, progress: Progress) -> CheckpointInfo:
         return CheckpointInfo(
@@ -145,10 +120,10 @@ class Saves:
             consumed_samples=progress.consumed_samples,
             consumed_tokens=progress.consumed_tokens,
             layout=self._plan.layout.as_dict(),
-            recipe_hash=self._hash,
-            engine=self._engine.name,
+            recipe_hash=self._loop.recipe_hash,
+            engine=self._loop.engine.name,
             recipe=self._plan.run_recipe.model_dump(mode="json"),
-            monitored=None if self._held_out is None else self._held_out.monitored,
+            monitored=self._loop.monitored,
             sample_order=ORDER,
         )
 
@@ -160,11 +135,11 @@ class Saves:
                 note = Note(step=report.step, event="save_failed", details={"error": report.error}, alarm=True)
             else:
                 self._failed.clear()
-                self._written(report.seconds)
+                self._loop.observers.written(report.seconds)
                 details = {
                     "path": str(report.path),
                     "seconds": round(report.seconds, 3),
                     "loop_waited": round(waited, 4),
                 }
                 note = Note(step=report.step, event="checkpoint_saved", details=details)
-            self._notes.note(note)
+            self._loop.tracker.note(note)

@@ -31,7 +31,7 @@ from llmrecipes.data.prepared import (
 )
 from llmrecipes.data.split import Split
 from llmrecipes.data.templates import question
-from llmrecipes.engine.base import Implementation, Progress, World
+from llmrecipes.engine.base import Engine, Implementation, Progress, World
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.files import checkout
@@ -49,6 +49,7 @@ from llmrecipes.tracking.events import DECONTAMINATED, STARTED, Note, NoTracker,
 from llmrecipes.tracking.jsonl import parse
 from llmrecipes.tracking.run_environment import capture
 from llmrecipes.tracking.run_tracker import RunTracker
+from llmrecipes.train.joined import Joined
 from llmrecipes.train.loop import Loop
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.train.stopping import explained, stop_reason
@@ -351,15 +352,14 @@ def describe(
 
 
 @contextmanager
-def open_tracker(
-    spec: RunSpec, plan: Plan, implementation: Implementation, world: World, progress: Progress, prepared: Prepared
-) -> Iterator[Tracker]:
-    """The tracker of this rank: a real one on rank 0, a `NoTracker` elsewhere."""
+def open_tracker(joined: Joined, engine: Engine, world: World, progress: Progress) -> Iterator[Tracker]:
+    """The tracker of a stage from `progress` on: a real one on rank 0, a `NoTracker` elsewhere."""
     if not world.is_first:
         yield NoTracker()
         return
-    layers = {"transformer_impl": implementation.name, "transformer_impl_reason": implementation.reason}
-    plan_values = {**plan.as_dict(), **layers, "predicted": spec.predicted}
+    spec, made = joined.spec, engine.implementation
+    layers = {"transformer_impl": made.name, "transformer_impl_reason": made.reason}
+    plan_values = {**joined.plan.as_dict(), **layers, "predicted": spec.predicted}
     with RunTracker.open(
         spec.recipe,
         plan=plan_values,
@@ -384,7 +384,7 @@ def open_tracker(
         is_ended = progress.step >= train.train_iters or spec.run.status().get("ended_by") == train.stop_rules
         if not is_ended:  # a finished run that is started again stays as it is
             tracker.note(Note(step=progress.step, event=STARTED, details=started))
-        if progress.step == 0 and (dropped := prepared.manifest.decontaminated) is not None:
+        if progress.step == 0 and (dropped := joined.prepared.manifest.decontaminated) is not None:
             tracker.note(Note(step=0, event=DECONTAMINATED, details=decontaminated_metrics(dropped)))
         if spec.restart:
             tracker.note(Note(step=progress.step, event="restarted", details={"restart": spec.restart, **spec.tags}))

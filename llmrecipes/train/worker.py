@@ -22,7 +22,7 @@ from llmrecipes.train.spec import RunSpec
 logger = logging.getLogger(__name__)
 
 
-IMPORTED_LATER = ("network", "stage")
+IMPORTED_LATER = ("network", "observing", "stage")
 """Modules of this package that a rank imports after its spec was read; with them come all others."""
 
 
@@ -49,12 +49,13 @@ def run(spec: RunSpec) -> ExitCode:
     from llmrecipes.faults.collectives import record_collectives
     from llmrecipes.faults.signals import catch_signals
     from llmrecipes.hardware.nics import ports
-    from llmrecipes.train.evaluations import load_tasks
+    from llmrecipes.train.joined import Joined
     from llmrecipes.train.network import leave_out_other_adapters, nccl_output, report_on_error, require_fabric
-    from llmrecipes.train.stage import Joined, layouts, train_stages
+    from llmrecipes.train.observing import observers
+    from llmrecipes.train.stage import layouts, train_stages
 
     recipe = spec.recipe
-    tasks = load_tasks(recipe)
+    watching = observers(spec)
     engines = backend(recipe)
     platform = engines.platform(int(os.environ.get("LOCAL_RANK", "0")))
     if spec.on_gpus:
@@ -82,7 +83,7 @@ def run(spec: RunSpec) -> ExitCode:
         group = saver_group()
         stack.callback(store.release)
         claim(store, group)
-        joined = Joined(spec, plan, cluster, platform, rank, lay_out, prepared, store, stop, group, network, tasks)
+        joined = Joined(spec, plan, cluster, platform, rank, lay_out, prepared, store, stop, group, network, watching)
         return train_stages(joined)
 
 

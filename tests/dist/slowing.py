@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from llmrecipes.engine.base import Progress
 from llmrecipes.faults.signals import StopRequest
-from llmrecipes.faults.watchdog import unwatched
 from llmrecipes.tracking.events import Note
-from llmrecipes.train.observers.telemetry import BAD_NODES, NODES_TO_SPARE, SETTLING_STEPS, measured_ranks
+from llmrecipes.train.observers.telemetry import BAD_NODES, NODES_TO_SPARE, SETTLING_STEPS, Telemetry
 from tests.dist.table import Row
 from tests.dist.training import loaders, training
+from tests.observing import observer
 
 SLOWED = """
 import os, signal, sys, time
@@ -77,8 +78,10 @@ def measured(row: Row, slow: int | None, bad_nodes: Path | None = None, to_spare
     notes: list[Note] = []
     times: list[float] = []
     means: list[float] = []
-    with training(row.recipe) as (engine, world):  # noqa: SIM117
-        with measured_ranks(engine.plan, engine.platform, world, unwatched, Path("/"), stop=stop) as telemetry:
+    with training(row.recipe) as (engine, world):
+        loop: dict[str, Any] = {"plan": engine.plan, "engine": engine, "world": world, "stop": stop}
+        with observer(Telemetry, row.recipe, Path("/"), **loop) as telemetry:
+            telemetry.begin()
             batches = loaders(row.recipe, world)
 
             def train() -> None:
@@ -87,15 +90,16 @@ def measured(row: Row, slow: int | None, bad_nodes: Path | None = None, to_spare
                     started = time.perf_counter()
                     engine.train_step(batches)
                     seconds = time.perf_counter() - started
-                    report = telemetry.after_step(step, seconds)
-                    if report.ranks:
-                        reports.append(report.ranks)
+                    report = telemetry.fields(step, seconds)
+                    if report:
+                        reports.append(report["ranks"])
                         means.append(sum(times) / len(times))
                         times.clear()
                     if step > SETTLING_STEPS:
                         times.append(seconds)
-                    notes.extend(report.notes)
-                telemetry.end(STEPS)
+                    notes.extend(telemetry.notes)
+                telemetry.loop.progress = Progress(step=STEPS)
+                telemetry.end()
 
             if world.rank == slow:
                 with slowed(os.getpid(), os.getpid()):

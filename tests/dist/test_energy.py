@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llmrecipes.faults.watchdog import unwatched
+from llmrecipes.engine.base import Engine, Progress, World
 from llmrecipes.hardware.profile import Costs
 from llmrecipes.tracking.energy import Energy
 from llmrecipes.train.observers.node_monitor import Gpus, NodeReadings, Sampler
-from llmrecipes.train.observers.telemetry import Telemetry, measured_ranks
-from llmrecipes.train.observers.waits import WaitClock
+from llmrecipes.train.observers.telemetry import Telemetry
 from tests.dist.table import Row
 from tests.dist.training import training
 from tests.dist.worlds import GlooWorld
+from tests.observing import observer
 from tests.unit.test_train_node_monitor import Nvml
 
 pytestmark = pytest.mark.dist
 
 STEPS = 14
 """Reported after steps 10 and 14; the last row is that of the end."""
-ROW = Row("gpt", "dp2", {"train": {"train_iters": STEPS}})
+ROW = Row("gpt", "dp2", {"train": {"train_iters": STEPS}, "tracking": {"system_metrics_interval": None}})
 COSTS = Costs(watts_per_gpu=100.0, pue=2.0, kg_co2_per_kwh=0.25)
+
+
+@contextmanager
+def measuring(engine: Engine, world: World, costs: Costs | None) -> Iterator[Telemetry]:
+    """That of a rank, which has begun, for `STEPS`."""
+    loop = {"plan": engine.plan, "engine": engine, "world": world, "progress": Progress(step=STEPS)}
+    with observer(Telemetry, engine.recipe, Path("/"), {"costs": costs}, **loop) as telemetry:
+        telemetry.begin()
+        yield telemetry
 
 
 def metered(row: Row, before: Energy, gpus: bool = True) -> tuple[list[dict[str, Any]], Energy]:
@@ -36,25 +47,16 @@ def metered(row: Row, before: Energy, gpus: bool = True) -> tuple[list[dict[str,
         sampler = Sampler(Path("/"), counters, powercap=Path("/nowhere"))
         data = sampler.sample()
         memory[: len(data)] = data
-        telemetry = Telemetry(
-            engine.plan,
-            engine.platform,
-            world,
-            WaitClock(on_gpu=False),
-            unwatched,
-            NodeReadings(memory),
-            costs=COSTS,
-            energy=before,
-        )
-        for step in range(1, STEPS + 1):
-            telemetry.beat("step", step)
-            nvml.millijoules += 1000 * (world.rank + 1)
-            data = sampler.sample()
-            memory[: len(data)] = data
-            report = telemetry.after_step(step, 0.01)
-            if report.energy:
-                reports.append(dict(report.energy))
-        telemetry.end(STEPS)
+        with measuring(engine, world, COSTS) as telemetry:
+            telemetry._readings, telemetry.energy = NodeReadings(memory), before
+            for step in range(1, STEPS + 1):
+                telemetry.beat("step", step)
+                nvml.millijoules += 1000 * (world.rank + 1)
+                data = sampler.sample()
+                memory[: len(data)] = data
+                if energy := telemetry.fields(step, 0.01).get("energy"):
+                    reports.append(dict(energy))
+            telemetry.end()
     return reports, telemetry.energy
 
 
@@ -79,20 +81,17 @@ def test_the_joules_of_all_nodes_and_starts_are_added_up_to_the_last_step(worlds
 def estimated(row: Row, costs: Costs | None) -> tuple[list[dict[str, Any]], Energy]:
     """The same on a node without a counter."""
     reports: list[dict[str, Any]] = []
-    with training(row.recipe) as (engine, world):  # noqa: SIM117
-        with measured_ranks(engine.plan, engine.platform, world, unwatched, Path("/"), costs=costs) as telemetry:
-            for step in range(1, STEPS + 1):
-                telemetry.beat("step", step)
-                report = telemetry.after_step(step, 0.01)
-                if report.energy:
-                    reports.append(dict(report.energy))
-            telemetry.end(STEPS)
+    with training(row.recipe) as (engine, world), measuring(engine, world, costs) as telemetry:
+        for step in range(1, STEPS + 1):
+            telemetry.beat("step", step)
+            if energy := telemetry.fields(step, 0.01).get("energy"):
+                reports.append(dict(energy))
+        telemetry.end()
     return reports, telemetry.energy
 
 
 def test_without_a_counter_energy_is_estimated_from_the_profile_and_said_to_be(worlds: dict[int, GlooWorld]) -> None:
-    row = Row("gpt", "dp2", {"train": {"train_iters": STEPS}, "tracking": {"system_metrics_interval": None}})
-    reports, energy = worlds[2].run(estimated, row, COSTS)
+    reports, energy = worlds[2].run(estimated, ROW, COSTS)
     assert energy.methods == ("profile",) and "estimated" in energy.how() and "measured" not in energy.how()
     assert 0 < reports[0]["total_joules"] < reports[-1]["total_joules"] < energy.joules
-    assert worlds[2].run(estimated, row, None) == ([], Energy())
+    assert worlds[2].run(estimated, ROW, None) == ([], Energy())

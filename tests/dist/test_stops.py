@@ -143,7 +143,7 @@ def trained(
     with AsyncSaver(store, saver_group(), files, async_save=is_async) as saver:
         loop = Loop(
             engine.plan, engine, world, DataLoaders(train, None, None), tracker, saver, StopRequest(), "full",
-            peak_flops=None, after_step=lambda: None, stop_after=last,
+            peak_flops=None, stop_after=last,
         )  # fmt: skip
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         try:

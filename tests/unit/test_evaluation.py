@@ -15,7 +15,8 @@ import socket
 import subprocess
 import sys
 import tarfile
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -55,9 +56,10 @@ from llmrecipes.plan.derive import derive
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking.events import TASKS_EVALUATED
 from llmrecipes.tracking.progress import Counted
-from llmrecipes.train.evaluations import TaskEvaluations
+from llmrecipes.train.observers.tasks import TaskEvaluations
 from llmrecipes.workflow import evaluate
 from tests.helpers import ROOMY, built, tiny, tiny_on
+from tests.observing import observer
 from tests.refusals import refused, require_refusal
 from tests.unit.test_model_hf import Weights, state_of
 
@@ -934,40 +936,45 @@ class Notes:
         self.seen.append(note)
 
 
-def between(tmp_path: Path, notes: Any, stop: StopRequest, run: Any) -> TaskEvaluations:
-    here: Any = SimpleNamespace(size=1, rank=0, is_first=True, data_parallel_size=1)
+@contextmanager
+def between(tmp_path: Path, stop: StopRequest, run: Any, monkeypatch: pytest.MonkeyPatch, **loop: Any) -> Iterator[Any]:
+    monkeypatch.setattr("llmrecipes.evaluation.tasks.load_tasks", lambda names, **_: names)
     scorer = SimpleNamespace(positions=8, score=lambda tokens: None)
     engine: Any = SimpleNamespace(params_synced=nullcontext, scorer=lambda: scorer)
     recipe = tiny(train={"eval_tasks": {"tasks": ["a"], "interval": 2}, "train_iters": 5})
-    made = TaskEvaluations(recipe, engine, here, None, None, notes, stop, tmp_path / "metrics.jsonl")  # type: ignore[arg-type]
-    made._results = run  # type: ignore[method-assign]
-    return made
+    with observer(TaskEvaluations, recipe, tmp_path, engine=engine, stop=stop, **loop) as made:
+        made._results = run  # type: ignore[method-assign]
+        yield made
 
 
 @pytest.mark.usefixtures("world")
-def test_an_interrupted_evaluation_is_left_for_the_resumed_run(tmp_path: Path) -> None:
+def test_an_interrupted_evaluation_is_left_for_the_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notes, stop = Notes(), StopRequest()
     stop.signal = signal.SIGTERM
 
     def asking(lead: RankZeroScorer) -> list[Any]:
         return list(lead.score([([1, 2], 1)]))
 
-    made = between(tmp_path, notes, stop, asking)
     phases: list[tuple[str, int | None]] = []
-    made.beat = lambda phase, step=None: phases.append((phase, step))
-    assert [step for step in range(1, 6) if made.due(step)] == [2, 4, 5]
-    assert not made.run(2) and notes.seen == []
-    assert phases == [("tasks", 2)] * 2, "at the beginning and before the batch"
-    assert made.missing(2) and not made.missing(3) and not made.missing(0)
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 2, "event": TASKS_EVALUATED, "details": {}}) + "\n")
-    assert not made.missing(2) and made.missing(4)
+    watching = SimpleNamespace(beat=lambda phase, step=None: phases.append((phase, step)))
+    with between(tmp_path, stop, asking, monkeypatch, tracker=notes, observers=watching) as made:
+        assert [step for step in range(1, 6) if made.due(step)] == [2, 4, 5]
+        assert not made.evaluate(2, ended=False, stopping=False) and notes.seen == []
+        assert phases == [("tasks", 2)] * 2, "at the beginning and before the batch"
+        assert not made.evaluate(2, ended=False, stopping=True) and len(phases) == 2, "not begun at all"
+        assert made.evaluate(3, ended=False, stopping=True), "nothing is due"
+        assert made.missing(2) and not made.missing(3) and not made.missing(0)
+        done = {"step": 2, "event": TASKS_EVALUATED, "details": {}}
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(done) + "\n")
+        assert not made.missing(2) and made.missing(4)
 
 
-def test_a_task_that_fails_is_reported_and_training_goes_on(tmp_path: Path) -> None:
+def test_a_task_that_fails_is_reported_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(_lead: RankZeroScorer) -> list[Any]:
         raise UserError("no metric", where="mine")
 
     notes = Notes()
-    assert between(tmp_path, notes, StopRequest(), failing).run(4)
+    with between(tmp_path, StopRequest(), failing, monkeypatch, tracker=notes) as made:
+        assert made.evaluate(4, ended=False, stopping=False)
     (note,) = notes.seen
     assert (note.step, note.alarm, note.details["where"]) == (4, True, "mine")

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import psutil
 
-from llmrecipes.train.rank import first_step_reporter, wait_as_spare
+from llmrecipes.train.observers.first_step import FirstStep
+from llmrecipes.train.rank import wait_as_spare
 
 folder, orders = Path(sys.argv[1]), json.loads(sys.argv[2])
 if sys.argv[-1] == "--spare":
@@ -31,7 +32,7 @@ if rank != "0":
 start = len((folder / "starts-0").read_text().splitlines()) - 1
 while start and len((folder / "starts-1").read_text().splitlines()) <= start:
     time.sleep(0.01)
-first_step_reporter()()
+FirstStep(None).after_step(None)
 if start == len(orders):
     os.kill(int(json.loads((folder / "starts-1").read_text().splitlines()[-1])[0]), signal.SIGKILL)
     time.sleep(60)

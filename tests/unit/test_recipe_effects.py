@@ -43,7 +43,6 @@ from llmrecipes.engine.parts.gradient_check import GradientCheck
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.numerics import StepSpike
 from llmrecipes.faults.signals import StopRequest
-from llmrecipes.faults.watchdog import unwatched
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.plan.derive import Plan, default_world_size, derive
 from llmrecipes.recipe.degrees import smallest_world
@@ -59,15 +58,17 @@ from llmrecipes.rundir import Run
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking import run_tracker
 from llmrecipes.tracking.events import NoTracker
-from llmrecipes.train import evaluations, loaders, stage, worker
-from llmrecipes.train.evaluations import TaskEvaluations
+from llmrecipes.train import evaluations, loaders, worker
 from llmrecipes.train.guard import require_right_gradients
 from llmrecipes.train.loaders import DataLoaders
 from llmrecipes.train.local import open_local
 from llmrecipes.train.loop import Loop
 from llmrecipes.train.observers import telemetry
 from llmrecipes.train.observers.exports import Exports
+from llmrecipes.train.observers.garbage import GarbageCollection
 from llmrecipes.train.observers.hangs import limits as watch_limits
+from llmrecipes.train.observers.tasks import TaskEvaluations
+from llmrecipes.train.observers.telemetry import Telemetry
 from llmrecipes.train.resume import Start, initial_weights
 from llmrecipes.train.rewind import Rewind, Rewinds
 from llmrecipes.train.spec import RunSpec
@@ -88,6 +89,7 @@ from tests.helpers import (
     steps,
     tiny,
 )
+from tests.observing import observer
 from tests.unit.search_seen import BASE as SEARCH
 from tests.unit.search_seen import seen as search
 
@@ -235,14 +237,16 @@ def groups(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dic
     return dict(found.value.args[1])
 
 
-def garbage(recipe: Recipe, _: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[bool, int]:
+def garbage(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[bool, int]:
     """Whether Python collects by itself, and collections in 200 steps."""
     seen: list[None] = []
-    with stage.garbage_collected(planned(recipe)) as after_step:
+    done: Any = None
+    with observer(GarbageCollection, recipe, folder, plan=planned(recipe)) as collection:
+        collection.begin()
         monkeypatch.setattr("gc.collect", lambda: seen.append(None))
         enabled = gc.isenabled()
         for _step in range(200):
-            after_step()
+            collection.after_step(done)
     return enabled, len(seen)
 
 
@@ -369,10 +373,11 @@ def metered(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> li
         return nullcontext()
 
     monkeypatch.setattr(telemetry, "monitored", monitored)
-    monkeypatch.setattr(telemetry, "Telemetry", lambda *_, **__: None)
-    platform: Any = SimpleNamespace(name="cpu")
-    world: Any = None
-    with telemetry.measured_ranks(planned(recipe), platform, world, unwatched, folder):
+    monkeypatch.setattr(telemetry, "node_names", lambda *_: ["n0"])
+    platform = SimpleNamespace(name="cpu", device="cpu")
+    made = observer(Telemetry, recipe, folder, plan=planned(recipe), engine=SimpleNamespace(platform=platform))
+    with made as measuring:
+        measuring.begin()
         return told
 
 
@@ -474,7 +479,6 @@ def loop(recipe: Recipe, *_: Any) -> dict[str, Any]:
     sink: Any = ran
     Loop(
         engine.plan, engine, here, fed, sink, sink, StopRequest(), recipe_hash="", peak_flops=None,
-        after_step=lambda: None,
     ).run(Progress())  # fmt: skip
     engine.close()
     return asdict(ran)
@@ -518,7 +522,7 @@ def local(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tupl
 
 def at_start(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether a run is evaluated before its first step."""
-    monkeypatch.setattr("llmrecipes.train.evaluations.dist.broadcast_object_list", lambda *_, **__: None)
+    monkeypatch.setattr("llmrecipes.train.agreement.dist.broadcast_object_list", lambda *_, **__: None)
     first: Any = SimpleNamespace(is_first=True)
     return evaluations.evaluation_due(0, recipe, folder / "metrics.jsonl", first, Monitored())
 
@@ -528,9 +532,10 @@ def exporting(recipe: Recipe, folder: Path, *_: Any) -> set[int] | None:
     if recipe.checkpoint.also_export is None:
         return None
     store = CheckpointStore(folder)
-    exports = Exports(recipe, Run(folder), folder, store)
-    for step in (1000, 2000):
-        exports.saved(step)
+    with observer(Exports, recipe, folder) as exports:
+        exports.joined = SimpleNamespace(store=store)  # type: ignore[assignment]
+        for step in (1000, 2000):
+            exports.saved(step)
     return store.held
 
 
@@ -555,7 +560,6 @@ def full_disk(recipe: Recipe, *_: Any) -> list[int]:
     sink: Any = ran
     loop = Loop(
         engine.plan, engine, here, fed, sink, failed, StopRequest(), recipe_hash="", peak_flops=None,
-        after_step=lambda: None,
     )  # fmt: skip
     code = ExitCode.DONE
     try:
@@ -591,7 +595,6 @@ def faulty(recipe: Recipe, *_: Any) -> dict[str, Any]:
     try:
         Loop(
             engine.plan, engine, here, fed, sink, sink, StopRequest(), recipe_hash="", peak_flops=None,
-            after_step=lambda: None,
         ).run(Progress())  # fmt: skip
     except UserError as ended:
         code = ended.code
@@ -639,13 +642,9 @@ def harness_asked(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("llmrecipes.evaluation.tasks.load_tasks", lambda names, **_: names)
     monkeypatch.setattr("llmrecipes.evaluation.harness.run_tasks", lambda _, *given, **how: asked.append((given, how)))
     engine: Any = SimpleNamespace(params_synced=nullcontext, scorer=lambda: SimpleNamespace(positions=8))
-    here: Any = SimpleNamespace(size=1, rank=0, is_first=True, data_parallel_size=1)
-    nothing: Any = None
-    each = TaskEvaluations(
-        recipe, engine, here, nothing, evaluations.load_tasks(recipe), nothing, StopRequest(), folder / "metrics.jsonl"
-    )
-    each.run(1)
-    return asked, [step for step in range(1, 13) if each.due(step)]
+    with observer(TaskEvaluations, recipe, folder, engine=engine) as each:
+        each.run(1)
+        return asked, [step for step in range(1, 13) if each.due(step)]
 
 
 # -- the table -------------------------------------------------------------------------------------------------------

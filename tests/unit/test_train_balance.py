@@ -154,10 +154,9 @@ def test_a_run_measures_some_of_its_steps(world: World) -> None:
     loaders = DataLoaders(
         train=lambda _: (micro_batch for micro_batch in micro_batches(48)), valid=None, bits_per_byte=lambda loss: loss
     )
-    Loop(
-        engine.plan, engine, world, loaders, sink, sink, StopRequest(), recipe_hash="", peak_flops=None,
-        after_step=lambda: None,
-    ).run(Progress())  # fmt: skip
+    Loop(engine.plan, engine, world, loaders, sink, sink, StopRequest(), recipe_hash="", peak_flops=None).run(
+        Progress()
+    )
     assert measured == [1, 10, 12]
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.cli import app as cli
+from llmrecipes.faults.signals import StopRequest
 from llmrecipes.models.also_export import tidy
 from llmrecipes.recipe.load import load
 from llmrecipes.rundir import Run
@@ -21,6 +24,7 @@ from llmrecipes.train.observers import exports
 from llmrecipes.train.observers.exports import Exports
 from llmrecipes.workflow.run import plan_run
 from tests.helpers import LLAMA, ROOMY, lines, tiny, tiny_on, write_recipe
+from tests.observing import observer
 from tests.refusals import refused
 from tests.unit.test_train_stopping import with_losses
 
@@ -41,7 +45,12 @@ class Trained:
     def __init__(self, folder: Path, **checkpoint: Any) -> None:
         self.run, self.store = Run(folder / "r"), CheckpointStore(folder / "r" / "checkpoints")
         wanted = {"save_interval": 1, "also_export": "hf", **checkpoint}
-        self.exports = Exports(tiny(checkpoint=wanted), self.run, folder, self.store)
+        recipe = tiny(checkpoint=wanted)
+        self.stop, self.pruned = StopRequest(), list[set[int]]()
+        saver = SimpleNamespace(prune=lambda: self.pruned.append(set(self.store.held)))
+        made = observer(Exports, recipe, self.run.path, stop=self.stop, saver=saver)
+        self.exports = made.__enter__()
+        self.exports.joined = SimpleNamespace(store=self.store)  # type: ignore[assignment]
 
     def save(self, *steps: int) -> None:
         with_losses(self.store, dict.fromkeys(steps))
@@ -80,12 +89,11 @@ def test_one_at_a_time_and_then_the_newest(trained: Callable[..., Trained]) -> N
     run.save(5)
     run.end(4)
     run.end(5)
-    pruned: list[set[int]] = []
-    notes = run.exports.finish(5, lambda: False, lambda: pruned.append(set(run.store.held)))
+    notes = run.exports.export_last(5)
     assert [(note.step, note.event, "left_out" in note.details) for note in notes] == [
         (4, "exported", False), (5, "exported", False),
     ]  # fmt: skip
-    assert pruned == [{5}] and not run.store.held
+    assert run.pruned == [{5}] and not run.store.held
 
 
 def test_a_failure_is_an_alarm_and_the_next_is_tried(trained: Callable[..., Trained]) -> None:
@@ -99,7 +107,7 @@ def test_a_failure_is_an_alarm_and_the_next_is_tried(trained: Callable[..., Trai
     run.save(3)
     run.store.withdraw(2)  # the run goes back while the third is read
     run.end(3, "gone")
-    assert run.exports.finish(3, lambda: False, lambda: None) == []
+    assert run.exports.export_last(3) == []
 
 
 def test_a_run_that_stops_leaves_its_export_to_the_next_start(trained: Callable[..., Trained]) -> None:
@@ -107,13 +115,14 @@ def test_a_run_that_stops_leaves_its_export_to_the_next_start(trained: Callable[
     run.save(1)
     run.exports.poll()
     began = time.monotonic()
-    (note,) = run.exports.finish(1, lambda: True, lambda: None)
+    run.stop.signal = signal.SIGTERM
+    (note,) = run.exports.export_last(1)
     assert note.alarm and time.monotonic() - began < 5 and not run.store.held
-    run.exports.resumed()
+    run.exports.resume()
     run.end(1)
     assert [note.event for note in run.notes()] == ["exported"]
     run.run.exported(1).mkdir(parents=True)
-    run.exports.resumed()
+    run.exports.resume()
     assert run.exports.poll() == [] and not run.store.held
 
 
@@ -125,7 +134,7 @@ def test_an_interval_and_the_last_step(trained: Callable[..., Trained]) -> None:
     run.exports.cancel()
     run.save(9)  # a run that ends early by its held-out loss
     run.end(9)
-    assert [note.step for note in run.exports.finish(9, lambda: False, lambda: None)] == [9]
+    assert [note.step for note in run.exports.export_last(9)] == [9]
 
 
 def test_folders_are_kept_as_long_as_their_checkpoints(tmp_path: Path) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-
-import pytest
+from types import SimpleNamespace
 
 from llmrecipes.engine.base import World
 from llmrecipes.errors import ExitCode
-from llmrecipes.faults.signals import StopRequest
 from llmrecipes.rundir import Run
 from llmrecipes.train.observers.folder import RunFolder
+from tests.helpers import tiny
+from tests.observing import observer
 from tests.refusals import refused
 
 
@@ -22,15 +22,19 @@ def test_what_is_written_while_a_renamed_run_is_closed_goes_to_its_new_name(tmp_
     for path in written:
         path.touch()
 
+    names = (Run(old).status_file.name, "mlflow.json")
+
     def close() -> None:
-        for name in (Run(old).status_file.name, "mlflow.json"):
+        for name in names:
             old.mkdir(exist_ok=True)
             (old / name).write_text(name, "utf-8")
 
-    with RunFolder(old, StopRequest(), world) as folder:
-        folder.require_exists(pytest.fail)
+    with observer(RunFolder, tiny(), old, world=world, tracker=SimpleNamespace(close=lambda status: close())) as folder:
+        folder.begin()
+        folder.end()
+        assert not any((old / name).exists() for name in names), "it is there: nothing is closed"
         old.rename(new)
         with refused(str(old), rule="--run-id new", code=ExitCode.STOP):
-            folder.require_exists(close)
+            folder.end()
     assert not old.exists()
     assert {path.name for path in new.iterdir()} == {*(path.name for path in written), "status.json", "mlflow.json"}

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.train.observers.base import Observer
+from llmrecipes.train.spec import RunSpec
 
 
-@contextmanager
-def anomaly_mode(module: torch.nn.Module) -> Iterator[None]:
-    """Name the first module whose output, or backward function whose gradient, is not finite.
+class AnomalyMode(Observer):
+    """Names the first module whose output, or backward function whose gradient, is not finite.
 
     Forward hooks check every module's output; autograd's anomaly detection checks the backward pass (NaN only) and
     points to the forward call. Both are slow.
-
-    Raises:
-        UserError: inside the block, at the first such output.
     """
-    handles = [part.register_forward_hook(_checker(name)) for name, part in module.named_modules() if name]
-    try:
-        with torch.autograd.set_detect_anomaly(True):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+
+    @classmethod
+    def wanted(cls, spec: RunSpec) -> bool:
+        """With --anomaly."""
+        return spec.anomaly
+
+    def begin(self) -> None:
+        """From here on, the first such output is a UserError."""
+        self.stack.enter_context(torch.autograd.set_detect_anomaly(True))
+        for module in self.loop.engine.modules:
+            for name, part in module.named_modules():
+                if name:
+                    self.stack.callback(part.register_forward_hook(_checker(name)).remove)
 
 
 def _checker(name: str) -> Callable[[torch.nn.Module, Any, Any], None]:

@@ -13,17 +13,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from llmrecipes.checkpoint.rank_groups import Ranks
 from llmrecipes.checkpoint.saver import LONGEST_SAVE
-from llmrecipes.checkpoint.store import CheckpointStore
-from llmrecipes.recipe.schema import Recipe
-from llmrecipes.rundir import Run
 from llmrecipes.tracking.events import Note
+from llmrecipes.train.observers.base import Observer, StepDone
+from llmrecipes.train.spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
@@ -35,33 +32,61 @@ LONGEST_EXPORT = 0.75 * LONGEST_SAVE.total_seconds()
 SECONDS_BETWEEN_LOOKS = 0.1
 
 
-class Exports:
-    """The exports of a run, one at a time; the first rank has them.
+class Exports(Observer):
+    """The exports of a run, one at a time; on the first rank, the others have nothing to do.
 
-    If checkpoints come faster than they are exported, the newest is next, and those in between are left out.
-
-    Args:
-        recipe: recipe of the run.
-        run: its directory.
-        data_dir: where prepared data is kept, with the tokenizer.
-        store: the checkpoints; those that wait or are read are not deleted.
+    If checkpoints come faster than they are exported, the newest is next, and those in between are left out. Those
+    that wait or are read are held in the store, so that they are not deleted.
     """
 
-    def __init__(self, recipe: Recipe, run: Run, data_dir: Path, store: CheckpointStore) -> None:
-        self._recipe, self._run, self._data_dir, self._store = recipe, run, data_dir, store
+    def __init__(self, spec: RunSpec) -> None:
+        self._recipe, self._run, self._data_dir = spec.recipe, spec.run, spec.data_dir
         self._saved: SimpleQueue[int] = SimpleQueue()
         self._waiting: int | None = None
         self._left_out: list[int] = []
         self._running: tuple[int, subprocess.Popen[str]] | None = None
         self._newest = -1
+        self._has_begun = False
+
+    @classmethod
+    def wanted(cls, spec: RunSpec) -> bool:
+        """With `checkpoint.also_export`."""
+        return spec.recipe.checkpoint.also_export is not None
+
+    def begin(self) -> None:
+        """Go on with what an earlier start has left."""
+        if not self._has_begun and self.loop.world.is_first:
+            self.resume()
+        self._has_begun = True
+
+    def after_step(self, done: StepDone) -> None:
+        """See `poll`."""
+        for note in self.poll():
+            self.loop.tracker.note(note)
+
+    def rewind(self) -> None:
+        """Checkpoints may be withdrawn."""
+        self.cancel()
+
+    def finish(self) -> None:
+        """Wait for the last export of a run; a collective of all ranks, which leave together."""
+        if self.loop.world.is_first:
+            for note in self.export_last(self.loop.progress.step):
+                self.loop.tracker.note(note)
+        self.joined.group.broadcast(None)
+
+    def close(self) -> None:
+        """Leave the rest to the next start."""
+        if self._has_begun:
+            self.cancel()
 
     def saved(self, step: int) -> None:
         """A checkpoint was published; called by the saver's thread before older ones are deleted."""
         if step % (self._recipe.checkpoint.also_export_interval or 1) == 0 or step == self._recipe.train.train_iters:
-            self._store.held.add(step)
+            self.joined.store.held.add(step)
             self._saved.put(step)
 
-    def resumed(self) -> None:
+    def resume(self) -> None:
         """The run goes on: the export of its newest checkpoint may have been interrupted."""
         step = self._run.newest_step()
         if step > 0 and not self._run.is_exported(step):
@@ -78,26 +103,20 @@ class Exports:
                 self._want(self._saved.get_nowait())
         return notes + self._next()
 
-    def finish(self, step: int, stop: Callable[[], bool], prune: Callable[[], None]) -> list[Note]:
-        """Export the last checkpoint of a run that ends with it, and wait for that.
-
-        Args:
-            step: its step, which is saved.
-            stop: whether to leave it out.
-            prune: deletes the checkpoints that were only held for an export; nothing else writes any more.
-        """
+    def export_last(self, step: int) -> list[Note]:
+        """Export the checkpoint of the last step of a run, and wait for that, unless the run is asked to stop."""
         notes = self.poll()
         if self._newest < step:
             self._want(step)
         logger.info("waiting for the export of step %d", step)
         until = time.monotonic() + LONGEST_EXPORT
         while self._running is not None or self._waiting is not None:
-            if stop() or time.monotonic() > until:
-                why = "the run was asked to stop" if stop() else f"it took longer than {LONGEST_EXPORT:.0f} s"
+            if (stop := self.loop.stop.requested) or time.monotonic() > until:
+                why = "the run was asked to stop" if stop else f"it took longer than {LONGEST_EXPORT:.0f} s"
                 self.cancel()
                 return [*notes, _failed(step, why)]
             if self._running is None:
-                prune()
+                self.loop.saver.prune()  # what was only held for an export; nothing else writes any more
                 notes += self._next()
             else:
                 with suppress(subprocess.TimeoutExpired):
@@ -111,7 +130,7 @@ class Exports:
         with suppress(Empty):
             while True:
                 self._saved.get_nowait()
-        self._store.held.clear()
+        self.joined.store.held.clear()
         if self._running is not None:
             process = self._running[1]
             process.kill()
@@ -122,8 +141,8 @@ class Exports:
         if self._waiting is not None and self._waiting != step:
             logger.warning("step %d is not exported: an earlier export has not ended", self._waiting)
             self._left_out.append(self._waiting)
-            self._store.held.discard(self._waiting)
-        self._store.held.add(step)
+            self.joined.store.held.discard(self._waiting)
+        self.joined.store.held.add(step)
         self._waiting = self._newest = step
 
     def _next(self) -> list[Note]:
@@ -149,7 +168,7 @@ class Exports:
                     ),
                 )
         except OSError as error:
-            self._store.held.discard(step)
+            self.joined.store.held.discard(step)
             return [_failed(step, f"its process could not be started: {error}")]
         return []
 
@@ -157,13 +176,13 @@ class Exports:
         if self._running is None or self._running[1].poll() is None:
             return []
         (step, process), self._running = self._running, None
-        self._store.held.discard(step)
+        self.joined.store.held.discard(step)
         said, _ = process.communicate()
         left_out, self._left_out = self._left_out, []
         more = {"left_out": left_out} if left_out else {}
         if process.returncode == 0:
             return [Note(step=step, event="exported", details=json.loads(said) | more)]
-        if not self._store.path(step).is_dir():  # the run went back before it
+        if not self.joined.store.path(step).is_dir():  # the run went back before it
             return []
         return [_failed(step, _reason(process.returncode, said, self._run.logs / LOG), more)]
 
@@ -178,12 +197,3 @@ def _reason(code: int, said: str, log: Path) -> str:
         return str(json.loads(said)["error"])
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     return f"its process ended early ({how}); see {log}"
-
-
-def finish_exports(
-    exports: Exports | None, step: int, group: Ranks, stop: Callable[[], bool], prune: Callable[[], None]
-) -> list[Note]:
-    """Wait for the last export of a run; a collective of all ranks, which leave together."""
-    notes = [] if exports is None else exports.finish(step, stop, prune)
-    group.broadcast(None)
-    return notes

@@ -9,68 +9,55 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
 
-import torch.distributed as dist
-
-from llmrecipes.engine.base import World
 from llmrecipes.errors import ExitCode, UserError
-from llmrecipes.faults.signals import StopRequest
 from llmrecipes.rundir import Run
+from llmrecipes.train.agreement import of_first_rank
+from llmrecipes.train.observers.base import Observer, StepDone
+from llmrecipes.train.spec import RunSpec
 
 SECONDS_BETWEEN_CHECKS = 1.0
 
 
-class RunFolder:
-    """The directory of a run, which somebody may delete or rename while it trains; a context manager.
+class RunFolder(Observer):
+    """The directory of a run, which somebody may delete or rename while it trains."""
 
-    Args:
-        run_dir: the run.
-        stop: set when it is gone.
-        world: this rank.
-    """
+    def __init__(self, spec: RunSpec) -> None:
+        self._run_dir = spec.run_dir
 
-    def __init__(self, run_dir: Path, stop: StopRequest, world: World) -> None:
-        self._run_dir, self._stop, self._world = run_dir, stop, world
+    def begin(self) -> None:
+        """Open it, so that it is found under another name."""
         self._checked = time.monotonic()
-        self._handle = os.open(run_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) if world.is_first else None
+        self._handle: int | None = None
+        if self.loop.world.is_first:
+            self._handle = os.open(self._run_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            self.stack.callback(os.close, self._handle)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._handle is not None:
-            os.close(self._handle)
-
-    def check(self) -> None:
-        """Stop the run if its directory is gone; to be called after every step."""
-        if self._world.is_first and time.monotonic() - self._checked >= SECONDS_BETWEEN_CHECKS:
+    def after_step(self, done: StepDone) -> None:
+        """Stop the run if its directory is gone."""
+        if self.loop.world.is_first and time.monotonic() - self._checked >= SECONDS_BETWEEN_CHECKS:
             self._checked = time.monotonic()
             if is_deleted(self._run_dir):
-                self._stop.signal = self._stop.signal or signal.SIGTERM
+                self.loop.stop.signal = self.loop.stop.signal or signal.SIGTERM
 
-    def require_exists(self, close: Callable[[], None]) -> None:
+    def end(self) -> None:
         """Fail if the directory is gone; a collective of all ranks.
-
-        Args:
-            close: called in that case, before the other ranks exit, so that a slow close does not delay the message.
 
         Raises:
             UserError: on every rank, with `ExitCode.STOP`.
         """
-        gone: list[tuple[str, str] | None] = [None]
-        if self._world.is_first and is_deleted(self._run_dir):
-            close()
+        gone = None
+        if self.loop.world.is_first and is_deleted(self._run_dir):
+            # Before the other ranks exit, so that a slow close does not delay the message.
+            self.loop.tracker.close("FAILED")
             if (moved := self._moved()) is None:
-                gone = [("deleted", _left(self._run_dir))]
+                gone = "deleted", _left(self._run_dir)
             else:
-                gone = [("renamed", _moved_to(self._run_dir, moved))]
-        dist.broadcast_object_list(gone, src=0)
-        if gone[0] is not None:
-            what, fix = gone[0]
+                gone = "renamed", _moved_to(self._run_dir, moved)
+        if (told := of_first_rank(gone)) is not None:
+            what, fix = told
             raise UserError(
                 f"the run directory was {what} during training",
                 where=str(self._run_dir),

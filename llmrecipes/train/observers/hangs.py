@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 
-import torch.distributed as dist
-
-from llmrecipes.engine.base import World
 from llmrecipes.faults.collectives import last_collectives
-from llmrecipes.faults.watchdog import REPORT, Beat, HangLimits, unwatched, watched
+from llmrecipes.faults.watchdog import REPORT, HangLimits, RankHeartbeat, watched
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking.events import Note
+from llmrecipes.train.agreement import of_first_rank
+from llmrecipes.train.observers.base import Observer, StepDone
 from llmrecipes.untrusted import RECORD, read_json
 
 NOTED = "noted.json"
@@ -25,31 +24,51 @@ PROFILED_SECONDS = 600.0
 """The ranks wait in a step while one of them writes its profile, which no step before has shown."""
 
 
+class Hangs(Observer):
+    """The watchdog, and notes of hangs; the report of a start that hung may be written after the next has begun."""
+
+    def begin(self) -> None:
+        """Watch this rank; a collective of all ranks."""
+        self._steps = 0
+        self._heartbeat: RankHeartbeat | None = None
+        profiled = bool(self.joined.spec.profile_steps)
+        if (wanted := limits(self.loop.plan.recipe, profiled=profiled)) is not None:
+            token = of_first_rank(secrets.token_hex(4))  # reports of an earlier start are not those of this one
+            folder, world = self.joined.spec.run.hang(token), self.loop.world
+            self._heartbeat = self.stack.enter_context(
+                watched(wanted, folder, rank=world.rank, world_size=world.size, collectives=last_collectives)
+            )
+        self.end()
+
+    def beat(self, phase: str, step: int | None = None) -> None:
+        """Tell the watchdog."""
+        if self._heartbeat is not None:
+            self._heartbeat(phase, step)
+
+    def written(self, seconds: float) -> None:
+        """Tell it too."""
+        if self._heartbeat is not None:
+            self._heartbeat.written(seconds)
+
+    def after_step(self, done: StepDone) -> None:
+        """Look after steps 1, 2, 4 …"""
+        self._steps += 1
+        if self._steps & (self._steps - 1) == 0:
+            self.end()
+
+    def end(self) -> None:
+        """Note what there is."""
+        if self.loop.world.is_first:
+            for note in hangs(self.joined.spec.run, self.loop.progress.step):
+                self.loop.tracker.note(note)
+
+
 def limits(recipe: Recipe, *, profiled: bool = False) -> HangLimits | None:
     """Of a recipe's watchdog; None: it has none."""
     least, first = recipe.faults.rank_heartbeat_timeout, recipe.faults.initial_rank_heartbeat_timeout
     if least == "learned":
         return HangLimits(PROFILED_SECONDS if profiled else LEARNED_SECONDS, first, learned=True)
     return None if least is None else HangLimits(least, first)
-
-
-@contextmanager
-def watchdog(
-    recipe: Recipe, files: RunFiles, world: World, *, profiled: bool = False
-) -> Iterator[tuple[Beat, Callable[[float], None]]]:
-    """Watch this rank while the block runs, a collective of all ranks.
-
-    Yields what the rank calls at each phase, and with the seconds of each save that was written.
-    """
-    wanted = limits(recipe, profiled=profiled)
-    if wanted is None:
-        yield unwatched, lambda seconds: None
-        return
-    token = [secrets.token_hex(4)]  # reports of an earlier start are not those of this one
-    dist.broadcast_object_list(token, src=0)
-    folder = files.hang(token[0])
-    with watched(wanted, folder, rank=world.rank, world_size=world.size, collectives=last_collectives) as beat:
-        yield beat, beat.written
 
 
 def hangs(files: RunFiles, step: int) -> Iterator[Note]:

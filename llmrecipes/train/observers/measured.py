@@ -3,37 +3,60 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 
-from llmrecipes.engine.base import Platform
+from llmrecipes.console import console
+from llmrecipes.recipe.stages import span_of
+from llmrecipes.tracking.events import MEASURED, Note
+from llmrecipes.train.observers.base import Observer, StepDone
 from llmrecipes.units import GIB
 
+PREDICTED = ("step_seconds", "compute_seconds", "communication_seconds", "memory_bytes")
+"""Names of `Forecast.record` that are compared; a machine without coefficients has no forecast."""
 
-def measured(steady: Sequence[float], platform: Platform, predicted: Mapping[str, Any] | None) -> dict[str, float]:
-    """Details of the note `measured`, by the names of metrics; none without a steady step. A collective of all ranks.
 
-    Args:
-        steady: seconds of the steps that neither begin the start nor run beside a save.
-        platform: platform of this rank, whose peak memory is compared with that of the others.
-        predicted: `Forecast.record` of the plan; None: the machine has no coefficients.
-    """
-    most = torch.tensor(platform.peak_memory(), dtype=torch.int64, device=platform.device)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    if not steady:
-        return {}
-    values = {
-        "measured/step_seconds": statistics.median(steady),
-        "measured/steps": float(len(steady)),
-        "measured/memory_bytes": float(most.item()),
-    }
-    if predicted is None:
-        return values
-    names = ("step_seconds", "compute_seconds", "communication_seconds", "memory_bytes")
-    return values | {f"predicted/{name}": float(predicted[name]) for name in names}
+class Measured(Observer):
+    """The note `measured` and its line: median step and highest memory."""
+
+    def begin(self) -> None:
+        """Forget the steps of before."""
+        self._steady: list[float] = []
+
+    rewind = begin
+
+    def after_step(self, done: StepDone) -> None:
+        """Keep the time of a usual step."""
+        if done.steady:
+            self._steady.append(done.seconds)
+
+    def end(self) -> None:
+        """Compare with what was predicted; a collective of all ranks."""
+        loop, predicted = self.loop, self.joined.spec.predicted
+        platform = loop.engine.platform
+        # Of the rank with the highest peak.
+        most = torch.tensor(platform.peak_memory(), dtype=torch.int64, device=platform.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        self._values: dict[str, float] = {}
+        if not self._steady:
+            return
+        self._values = {
+            "measured/step_seconds": statistics.median(self._steady),
+            "measured/steps": float(len(self._steady)),
+            "measured/memory_bytes": float(most.item()),
+        }
+        if predicted is not None:
+            span = span_of(loop.plan.recipe)
+            of_stage = predicted if span is None else predicted["stages"][span.number]
+            self._values |= {f"predicted/{name}": float(of_stage[name]) for name in PREDICTED}
+        loop.tracker.note(Note(step=loop.progress.step, event=MEASURED, details=self._values))
+
+    def lines(self) -> None:
+        """Print the line."""
+        if self._values:
+            console().print(line(self._values), markup=False)
 
 
 def line(values: Mapping[str, float]) -> str:

@@ -16,6 +16,9 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from llmrecipes.train.observers.base import Observer, StepDone
+from llmrecipes.train.spec import RunSpec
+
 logger = logging.getLogger(__name__)
 
 WARMUP_STEPS = 2
@@ -159,3 +162,23 @@ def profiled(steps: int, folder: Path, rank: int, *, trace: bool = False) -> Ite
     plan = schedule(wait=0, warmup=WARMUP_STEPS, active=steps, repeat=1)
     with profile(activities=activities, schedule=plan, on_trace_ready=write, record_shapes=trace) as profiler:
         yield profiler.step
+
+
+class Profile(Observer):
+    """See `profiled`."""
+
+    @classmethod
+    def wanted(cls, spec: RunSpec) -> bool:
+        """With --profile."""
+        return bool(spec.profile_steps)
+
+    def begin(self) -> None:
+        """Begin to record."""
+        spec = self.joined.spec
+        self._step = self.stack.enter_context(
+            profiled(spec.profile_steps, spec.run.logs, self.loop.world.rank, trace=spec.profile_trace)
+        )
+
+    def after_step(self, done: StepDone) -> None:
+        """The profiler counts steps."""
+        self._step()

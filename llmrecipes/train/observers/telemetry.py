@@ -7,13 +7,13 @@ It begins after a step and is read after the next one, when the device has passe
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import signal
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -24,17 +24,19 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from llmrecipes.console import console
 from llmrecipes.engine.base import Platform, World
-from llmrecipes.faults.signals import StopRequest
 from llmrecipes.faults.stragglers import Straggler, StragglerWatch
-from llmrecipes.faults.watchdog import Beat
-from llmrecipes.hardware.profile import Costs
 from llmrecipes.plan.derive import Plan
 from llmrecipes.tracking.energy import Energy
-from llmrecipes.tracking.events import Note, is_measured
+from llmrecipes.tracking.events import ENERGY, Note, is_measured
+from llmrecipes.tracking.run_tracker import RunTracker
 from llmrecipes.tracking.spread import spread
+from llmrecipes.train.observers.base import Observer, StepDone
 from llmrecipes.train.observers.node_monitor import COLUMNS, GAUGES, NodeReadings, monitored
-from llmrecipes.train.observers.waits import WaitClock, waits_counted
+from llmrecipes.train.observers.waits import waits_counted
+
+logger = logging.getLogger(__name__)
 
 TIMES = ("data_seconds", "compute_seconds", "communication_seconds")
 """Of a step, mean; they add up to it."""
@@ -61,16 +63,6 @@ METERS = {"nvml": "gpu_joules", "rapl": "cpu_joules", "codecarbon": "codecarbon_
 XID = "https://docs.nvidia.com/deploy/xid-errors"
 
 
-@dataclass(frozen=True)
-class ClusterReport:
-    """What the first rank reports with a step; empty on the others, and between reports."""
-
-    ranks: dict[str, Any] | None = None
-    nodes: dict[str, Any] | None = None
-    energy: dict[str, Any] | None = None
-    notes: tuple[Note, ...] = ()
-
-
 @dataclass
 class _Steps:
     """What this rank measured since its last row."""
@@ -89,58 +81,42 @@ class _Steps:
         return mean | {OWN: median(self.own)}
 
 
-class Telemetry:
-    """The measurements of one rank, and on the first one those of all.
+class Telemetry(Observer):
+    """The numbers of all ranks and nodes in a step's record, alarms of them, and the energy that a run has used."""
 
-    Args:
-        plan: the plan of the run.
-        platform: device of this rank.
-        world: this rank.
-        clock: counts its waits.
-        beat: is told each phase, which is measured here.
-        readings: readings of this node, on its first rank; None: on the others.
-        stop: stop flag of this rank, which all agree on at the next step; None: stragglers stay.
-        costs: costs of the cluster; None: unknown.
-        energy: what the run has used before this start; None: nothing.
-    """
+    notes: Sequence[Note] = ()
+    """Alarms of the last step."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        platform: Platform,
-        world: World,
-        clock: WaitClock,
-        beat: Beat,
-        readings: NodeReadings | None,
-        *,
-        stop: StopRequest | None = None,
-        costs: Costs | None = None,
-        energy: Energy | None = None,
-    ) -> None:
-        self._plan, self._platform, self._world, self._clock, self._beat = plan, platform, world, clock, beat
-        self._readings, self._stop = readings, stop
+    def begin(self) -> None:
+        """Measure this rank, and on the first rank of a node the node; a collective of all ranks."""
+        loop, spec = self.loop, self.joined.spec
+        tracking = loop.plan.recipe.tracking
+        on_gpu = loop.engine.platform.name == "cuda"
+        self._on_gpu = on_gpu
+        self._clock = self.stack.enter_context(waits_counted(on_gpu=on_gpu))
+        self._readings: NodeReadings | None = None
+        if tracking.system_metrics_interval is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+            self._readings = self.stack.enter_context(monitored(spec.run_dir, model=tracking.energy_model))
         self._phase, self._since = "", time.perf_counter()
         self._phases: dict[str, float] = {}
         self._reported_phases: dict[str, float] = {}
         self._data_before = 0.0
         self._steps, self._step_number = _Steps(), 0
         self._pending: dist.Work | None = None
-        on_gpu = platform.name == "cuda"
-        self._on_gpu = on_gpu
-        size = world.size, len(RANK_COLUMNS) + len(COLUMNS)
+        size = loop.world.size, len(RANK_COLUMNS) + len(COLUMNS)
         self._row = torch.zeros(size[1], dtype=torch.float32, pin_memory=on_gpu)
-        self._table = torch.zeros(size, dtype=torch.float32, device=platform.device)
+        self._table = torch.zeros(size, dtype=torch.float32, device=loop.engine.platform.device)
         self._read = torch.zeros(size, dtype=torch.float32, pin_memory=True) if on_gpu else self._table
-        self._names = node_names(platform, world)
-        self._stragglers = straggler_watch(plan)
+        self._names = node_names(loop.engine.platform, loop.world)
+        self._stragglers = straggler_watch(loop.plan)
         self._kept: set[str] = set()
-        self._costs, self.energy = costs, energy or Energy()
+        self.energy = loop.tracker.energy if isinstance(loop.tracker, RunTracker) else Energy()
         self._energy_step: int | None = None
         self._energy_at = time.monotonic()
         self._is_measured = False
 
     def beat(self, phase: str, step: int | None = None) -> None:
-        """A phase begins (`faults.watchdog.Beat`); the one before is measured."""
+        """The phase before is measured."""
         now = time.perf_counter()
         self._phases[self._phase] = self._phases.get(self._phase, 0.0) + now - self._since
         self._phase, self._since = phase, now
@@ -148,15 +124,10 @@ class Telemetry:
             self._step_number += 1
             self._data_before = self._phases.get("data", 0.0)
             self._clock.take()
-            self._clock.counting = not self._on_gpu or is_measured(step + 1, self._plan.recipe)
-        self._beat(phase, step)
+            self._clock.counting = not self._on_gpu or is_measured(step + 1, self.loop.plan.recipe)
 
-    def after_step(self, step: int, seconds: float) -> ClusterReport:
+    def fields(self, step: int, seconds: float) -> dict[str, Any]:
         """Count a step; a collective of all ranks before each measured step (`events.is_measured`).
-
-        Args:
-            step: the one that has ended.
-            seconds: that it took.
 
         Returns:
             What the ranks did up to the step before, on the first rank at a measured step.
@@ -168,24 +139,36 @@ class Telemetry:
             self._steps.own.append(max(0.0, seconds - data - waited))
         if self._energy_step is None:
             self._energy_step = step
-        report = self._finish(step)
-        if is_measured(step + 1, self._plan.recipe):
-            self._begin()
+        report = self._receive(step)
+        if is_measured(step + 1, self.loop.plan.recipe):
+            self._send()
         return report
 
-    def end(self, step: int) -> None:
-        """Take part in what was begun, and add up the energy of the last steps; a collective of all ranks.
+    def after_step(self, done: StepDone) -> None:
+        """Note the alarms."""
+        for note in self.notes:
+            logger.warning("ALARM: step %d: %s", note.step, note.details["text"])
+            self.loop.tracker.note(note)
 
-        Args:
-            step: the last one.
-        """
-        self._finish(step + 1, ended=True)
+    def end(self) -> None:
+        """Take part in what was begun, and add up the energy of the last steps; a collective of all ranks."""
+        step = self.loop.progress.step
+        self._receive(step + 1, ended=True)
         if self._readings is not None:
             self._readings.refresh(LAST_SAMPLE_SECONDS)
-        self._begin()
-        self._finish(step + 1, ended=True)
+        self._send()
+        self._receive(step + 1, ended=True)
+        self._has_used = bool(self.loop.losses and self.energy.joules)
+        if self._has_used:
+            details = self.energy.details(self.loop.progress.consumed_tokens)
+            self.loop.tracker.note(Note(step=step, event=ENERGY, details=details))
 
-    def _begin(self) -> None:
+    def lines(self) -> None:
+        """Print what was used."""
+        if self._has_used:
+            console().print(self.energy.line(self.loop.progress.consumed_tokens), markup=False)
+
+    def _send(self) -> None:
         values = dict.fromkeys((*RANK_COLUMNS, *COLUMNS), float("nan")) | self._steps.row() | self._memory()
         if not self._on_gpu and len(self._steps.own) < LEAST_STEPS:
             values[OWN] = float("nan")
@@ -196,23 +179,24 @@ class Telemetry:
         self._reported_phases, self._steps = dict(self._phases), _Steps()
         self._row.copy_(torch.tensor(list(values.values())))
         self._table.zero_()
-        self._table[self._world.rank].copy_(self._row, non_blocking=True)
+        self._table[self.loop.world.rank].copy_(self._row, non_blocking=True)
         self._pending = dist.all_reduce(self._table, async_op=True)
         if self._on_gpu:
             # Only the stream waits. The copy is behind the device before it begins the next step.
             self._wait(self._pending)
-            if self._world.is_first:
+            if self.loop.world.is_first:
                 self._read.copy_(self._table, non_blocking=True)
 
-    def _finish(self, step: int, *, ended: bool = False) -> ClusterReport:
+    def _receive(self, step: int, *, ended: bool = False) -> dict[str, Any]:
+        self.notes = ()
         if self._pending is None:
-            return ClusterReport()
+            return {}
         self._wait(self._pending)
         self._pending = None
-        if not self._world.is_first:
-            return ClusterReport()
+        if not self.loop.world.is_first:
+            return {}
         if self._on_gpu and ended:
-            torch.cuda.synchronize(self._platform.device)
+            torch.cuda.synchronize(self.loop.engine.platform.device)
         return self._report(step, self._read.numpy().astype(np.float64), ended=ended)
 
     def _wait(self, work: dist.Work) -> None:
@@ -220,7 +204,7 @@ class Telemetry:
         work.wait()
         self._clock.counting = counting
 
-    def _report(self, step: int, table: NDArray[np.float64], *, ended: bool) -> ClusterReport:
+    def _report(self, step: int, table: NDArray[np.float64], *, ended: bool) -> dict[str, Any]:
         columns = dict(zip(RANK_COLUMNS, table[:, : len(RANK_COLUMNS)].T, strict=True))
         own = columns.pop(OWN)
         notes: list[Note] = []
@@ -234,8 +218,8 @@ class Telemetry:
         notes += self._xids(step, of_nodes)
         shown = (*GAUGES, "infiniband_errors")
         nodes = {name: each for name in shown if (each := spread(of_nodes[name], "node", self._names))}
-        energy = self._used(step, of_nodes, ended=ended)
-        return ClusterReport(ranks=ranks, nodes=nodes or None, energy=energy, notes=tuple(notes))
+        self.notes = notes
+        return {"ranks": ranks, "nodes": nodes or None, "energy": self._used(step, of_nodes, ended=ended)}
 
     def _used(self, step: int, of_nodes: dict[str, NDArray[np.float64]], *, ended: bool) -> dict[str, Any] | None:
         """Energy of all nodes since the last record of it; None: there is nothing new, or no way to know it."""
@@ -250,10 +234,10 @@ class Telemetry:
         total = sum(joules.values())
         if not total or self._energy_step is None:
             return None
-        batches = self._plan.batches
-        tokens = (batches.samples(step) - batches.samples(self._energy_step)) * self._plan.recipe.model.seq_length
+        batches = self.loop.plan.batches
+        tokens = (batches.samples(step) - batches.samples(self._energy_step)) * self.loop.plan.recipe.model.seq_length
         self._energy_step = step
-        self.energy = self.energy.plus(total, [name for name, value in joules.items() if value], self._costs)
+        self.energy = self.energy.plus(total, [name for name, value in joules.items() if value], self.joined.spec.costs)
         unmetered = [np.isnan(values) for values in meters.values()]
         missing = int(np.logical_and.reduce([~np.isnan(of_nodes["memory_use"]), *unmetered]).sum()) if meters else 0
         incomplete = {"nodes_missing": missing} if missing else {}
@@ -261,10 +245,10 @@ class Telemetry:
 
     def _estimated(self) -> float:
         """Joules of all ranks since the last time, by the cluster profile; 0 without one."""
-        if self._costs is None or self._costs.watts_per_gpu is None:
+        if self.joined.spec.costs is None or self.joined.spec.costs.watts_per_gpu is None:
             return 0.0
         before, self._energy_at = self._energy_at, time.monotonic()
-        return (self._energy_at - before) * self._costs.watts_per_gpu * self._world.size
+        return (self._energy_at - before) * self.joined.spec.costs.watts_per_gpu * self.loop.world.size
 
     def _xids(self, step: int, of_nodes: dict[str, NDArray[np.float64]]) -> list[Note]:
         notes = []
@@ -290,8 +274,8 @@ class Telemetry:
 
     def _left_out(self, step: int) -> Note | None:
         """Have the nodes of lasting stragglers left out, where several nodes and a job that can do so run this."""
-        reports, path = self._plan.recipe.faults.straggler_exclude_reports, os.environ.get(BAD_NODES)
-        if reports is None or not path or self._stragglers is None or self._stop is None or self._stop.requested:
+        reports, path = self.loop.plan.recipe.faults.straggler_exclude_reports, os.environ.get(BAD_NODES)
+        if reports is None or not path or self._stragglers is None or self.loop.stop.requested:
             return None
         nodes = sorted({self._names[rank] for rank in self._stragglers.slow_for(reports)})
         if not nodes or len(nodes) == len(set(self._names)):  # none, or the only one
@@ -308,7 +292,7 @@ class Telemetry:
             return Note(step=step, event="straggler_kept", details={"nodes": nodes, "text": text}, alarm=True)
         with Path(path).open("a", encoding="utf-8") as file:
             file.writelines(f"{int(time.time())} {node}\n" for node in nodes)
-        self._stop.signal = signal.SIGTERM
+        self.loop.stop.signal = signal.SIGTERM
         text = f"slow in {reports} reports in a row; the job saves and continues without {', '.join(nodes)}"
         return Note(step=step, event="straggler_left_out", details={"nodes": nodes, "text": text}, alarm=True)
 
@@ -316,35 +300,9 @@ class Telemetry:
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if not self._on_gpu:
             return {"memory_resident_bytes": float(resident)}
-        device = self._platform.device
+        device = self.loop.engine.platform.device
         allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
         return dict(zip(MEMORY, map(float, (allocated, reserved, resident)), strict=True))
-
-
-@contextmanager
-def measured_ranks(
-    plan: Plan,
-    platform: Platform,
-    world: World,
-    beat: Beat,
-    folder: Path,
-    *,
-    stop: StopRequest | None = None,
-    costs: Costs | None = None,
-    energy: Energy | None = None,
-) -> Iterator[Telemetry]:
-    """Measure this rank, and on the first rank of a node the node, while the block runs; a collective of all ranks.
-
-    Args:
-        folder: on the file system whose use is reported.
-        stop, costs, energy: see `Telemetry`.
-    """
-    tracking = plan.recipe.tracking
-    with ExitStack() as stack:
-        clock = stack.enter_context(waits_counted(on_gpu=platform.name == "cuda"))
-        is_read = tracking.system_metrics_interval is not None and os.environ.get("LOCAL_RANK", "0") == "0"
-        readings = stack.enter_context(monitored(folder, model=tracking.energy_model)) if is_read else None
-        yield Telemetry(plan, platform, world, clock, beat, readings, stop=stop, costs=costs, energy=energy)
 
 
 def straggler_watch(plan: Plan) -> StragglerWatch | None:
