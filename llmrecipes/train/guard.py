@@ -20,8 +20,7 @@ from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.faults import Faults
 from llmrecipes.recipe.schema import Recipe, Train
 from llmrecipes.recipe.stages import span_of
-from llmrecipes.tracking.events import Note
-from llmrecipes.train.saves import Notes
+from llmrecipes.tracking.events import Note, Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +157,7 @@ def require_loss_scale(step: int, result: StepResult, train: Train) -> None:
         )
 
 
-def compare_replicas(step: int, engine: Engine, notes: Notes, beat: Beat, *, saving: bool) -> None:
+def compare_replicas(step: int, engine: Engine, tracker: Tracker, beat: Beat, *, saving: bool) -> None:
     """Compare data-parallel replicas after a step, where the recipe does; a collective of all ranks.
 
     Args:
@@ -169,7 +168,7 @@ def compare_replicas(step: int, engine: Engine, notes: Notes, beat: Beat, *, sav
     """
     faults = engine.recipe.faults
     if faults.check_weight_hash_across_dp_replicas_interval and saving:
-        require_equal_replicas(step, engine, notes)
+        require_equal_replicas(step, engine, tracker)
     interval = faults.check_results_across_dp_replicas_interval
     if interval is None or step % interval:
         return
@@ -184,20 +183,20 @@ def compare_replicas(step: int, engine: Engine, notes: Notes, beat: Beat, *, sav
         )
         if dist.get_rank() == 0:
             logger.error("ALARM: step %d: %s", step, text)
-        notes.note(Note(step=step, event="results_differ", details={"text": text, **asdict(fault)}, alarm=True))
+        tracker.note(Note(step=step, event="results_differ", details={"text": text, **asdict(fault)}, alarm=True))
 
 
-def require_equal_replicas(step: int, engine: Engine, notes: Notes) -> None:
+def require_equal_replicas(step: int, engine: Engine, tracker: Tracker) -> None:
     """Compare the weights of data-parallel replicas after a step; a collective of all ranks.
 
     Raises:
         UserError: on every rank, with `ExitCode.STOP`: some differ.
     """
     with engine.params_synced():
-        _require_none(engine.replica_fault(), step, f"after step {step}", notes)
+        _require_none(engine.replica_fault(), step, f"after step {step}", tracker)
 
 
-def acceptance(step: int, engine: Engine, notes: Notes, spikes: SpikeGuard | None) -> Accept | None:
+def acceptance(step: int, engine: Engine, tracker: Tracker, spikes: SpikeGuard | None) -> Accept | None:
     """What decides about the update of a step; None: it is made.
 
     Where replicas are compared, that is before the update, with which the distributed optimizer gathers all weights: a
@@ -209,16 +208,16 @@ def acceptance(step: int, engine: Engine, notes: Notes, spikes: SpikeGuard | Non
         return accept
 
     def accepted(loss: float, norm: float) -> bool:
-        _require_none(engine.replica_fault(), step, f"before the update of step {step}", notes)
+        _require_none(engine.replica_fault(), step, f"before the update of step {step}", tracker)
         return accept is None or accept(loss, norm)
 
     return accepted
 
 
-def _require_none(fault: ReplicaFault | None, step: int, when: str, notes: Notes) -> None:
+def _require_none(fault: ReplicaFault | None, step: int, when: str, tracker: Tracker) -> None:
     if fault is None:
         return
-    notes.note(Note(step=step, event="replicas_differ", details=asdict(fault), alarm=True))
+    tracker.note(Note(step=step, event="replicas_differ", details=asdict(fault), alarm=True))
     which = "most others" if fault.is_outvoted else "the only other replica, which may be the wrong one"
     raise UserError(
         f"{when}, {fault.differing} parameters differ from those of rank {fault.other} ({which}); the first "
@@ -231,7 +230,7 @@ def _require_none(fault: ReplicaFault | None, step: int, when: str, notes: Notes
     )
 
 
-def require_right_gradients(step: int, engine: Engine, notes: Notes) -> None:
+def require_right_gradients(step: int, engine: Engine, tracker: Tracker) -> None:
     """Answer to what the engine has found in the gradients of a step, once in a start.
 
     Raises:
@@ -241,7 +240,7 @@ def require_right_gradients(step: int, engine: Engine, notes: Notes) -> None:
     if fault is None:
         return
     text = " ".join(_sentences(fault))
-    notes.note(Note(step=step, event="gradients_wrong", details={"text": text, **asdict(fault)}, alarm=True))
+    tracker.note(Note(step=step, event="gradients_wrong", details={"text": text, **asdict(fault)}, alarm=True))
     if engine.recipe.faults.gradient_check_action == "stop":
         raise UserError(
             f"the gradients of step {step} are wrong in this layout: {text}",

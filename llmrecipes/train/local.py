@@ -15,7 +15,6 @@ from llmrecipes.checkpoint.local_parts import LocalParts, folder_of
 from llmrecipes.checkpoint.local_saver import LocalSaver, run_token
 from llmrecipes.checkpoint.manifest import CheckpointInfo, Entry
 from llmrecipes.checkpoint.rank_groups import Ranks
-from llmrecipes.checkpoint.state_format import CheckpointFormat
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.engine.base import Engine, PartEngine, Progress, Rank
 from llmrecipes.io import write_atomic
@@ -47,8 +46,6 @@ class LocalCheckpoints:
         )
         self._token = token
         self.saver = LocalSaver(LocalParts(self.folder), group, per_node, plan.layout.as_dict())
-        self._engine: PartEngine | None = None
-        self._format: CheckpointFormat | None = None
 
     def newest(self, after: int) -> tuple[Entry, Note] | None:
         """This rank's part of the newest step that is complete, if it is newer than a step, and what to say of it."""
@@ -67,9 +64,7 @@ class LocalCheckpoints:
         self._format = self._engine.part_format()
 
     def save(self, progress: Progress, info: CheckpointInfo) -> None:
-        """Write the state of a step in the background."""
-        if self._engine is None or self._format is None:
-            raise RuntimeError("no engine is attached")
+        """Write the state of a step of the engine that is attached, in the background."""
         self.saver.save(self._format, self._engine.part(progress), info)
 
     def forget(self) -> None:

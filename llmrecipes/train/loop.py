@@ -37,9 +37,6 @@ FIRST_STEPS = 2
 """Steps of a start that compile kernels, connect ranks and allocate memory."""
 
 
-NOT_OBSERVED = Observers()
-
-
 class LoopOutcome(Enum):
     """How a loop ended; its state is saved in both cases."""
 
@@ -82,7 +79,7 @@ class Loop:
     stop: StopRequest
     recipe_hash: str
     peak_flops: float | None
-    observers: Observers = NOT_OBSERVED
+    observers: Observers = field(default_factory=Observers)
     stop_after: int | None = None
     evaluation_due: bool = False
     rewinds: Rewinds | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import SaveReport
@@ -17,12 +17,6 @@ if TYPE_CHECKING:
     from llmrecipes.train.loop import Loop
 
 logger = logging.getLogger(__name__)
-
-
-class Notes(Protocol):
-    """Receives notes."""
-
-    def note(self, note: Note) -> None: ...
 
 
 class Saves:

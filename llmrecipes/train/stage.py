@@ -190,9 +190,7 @@ def build_loop(joined: Joined, begun: StageStart, stack: ExitStack) -> tuple[Loo
     progress = Progress() if begun.entry is None else resume(engine, begun.entry, world)
     progress = replace(progress, skipped_samples=merged(progress.skipped_samples, begun.rewinds.skipped()))
     if world.is_first:
-        describe(
-            recipe, plan, engine.implementation, joined.cluster, joined.prepared, progress, spec.run_dir, joined.network
-        )
+        describe(joined, plan, engine.implementation, progress)
     trackers = stack.enter_context(ExitStack())
     tracker = trackers.enter_context(open_tracker(joined, engine, world, progress))
     for note in first_notes(joined, begun, progress.step):

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,6 @@ from llmrecipes.engine.base import Engine, Implementation, Progress, World
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.files import checkout
-from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.hardware.process import process_seconds
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan
@@ -67,26 +67,24 @@ def print_summary(spec: RunSpec, prepared: Prepared, loop: Loop) -> None:
     Raises:
         UserError: a run with `overfit_batch` did not overfit its batch.
     """
+    say = partial(console().print, markup=False)
     if spec.overfit_batch:
-        console().print(overfit_verdict(loop.losses, loop.plan.recipe.model.hidden_dropout), markup=False)
+        say(overfit_verdict(loop.losses, loop.plan.recipe.model.hidden_dropout))
         return
     if loop.valid_loss is not None and spec.recipe.dpo is not None:
-        console().print(f"\nheld-out pairs: loss {loop.valid_loss:.4f} a pair", markup=False)
+        say(f"\nheld-out pairs: loss {loop.valid_loss:.4f} a pair")
     elif loop.valid_loss is not None and spec.recipe.data.chat is not None:
         perplexity = math.exp(loop.valid_loss)
-        text = f"\nheld-out answers: loss {loop.valid_loss:.4f} nats per token, perplexity {perplexity:.2f}"
-        console().print(text, markup=False)
+        say(f"\nheld-out answers: loss {loop.valid_loss:.4f} nats per token, perplexity {perplexity:.2f}")
     elif loop.valid_loss is not None:
         for line in learnt(prepared, loop, loop.valid_loss):
-            console().print(line, markup=False)
-    for line in held_out_lines(spec, loop.monitored):
-        console().print(line, markup=False, soft_wrap=True)
-    if (answered := decisions(spec.run.metrics)) is not None:
-        console().print(answered, markup=False, soft_wrap=True)
+            say(line)
+    for line in [*held_out_lines(spec, loop.monitored), *decisions(spec.run.metrics)]:
+        say(line, soft_wrap=True)
     if spec.sample and loop.world.holds_whole_model:
         _sample(spec, prepared, loop)
-    console().print(f"\nagain: {generate_command(spec)}", markup=False)
-    console().print(f"report: {report_command(spec)}", markup=False)
+    say(f"\nagain: {generate_command(spec)}")
+    say(f"report: {report_command(spec)}")
 
 
 def held_out_lines(spec: RunSpec, now: Monitored) -> list[str]:
@@ -105,20 +103,18 @@ DECISIONS = ("hardware_suspect", "results_differ", "gradients_wrong", "spike_ski
 """Events that a run has answered by itself."""
 
 
-def decisions(metrics: Path) -> str | None:
-    """One line about what the run has answered by itself, in all its starts; None: nothing."""
+def decisions(metrics: Path) -> list[str]:
+    """A line about what the run has answered by itself, in all its starts, if there was anything."""
     try:
         records = [parse(line) for line in lines(metrics, root=metrics.parent) if b'"event"' in line]
     except OSError:
-        return None
+        return []
     steps: dict[str, list[int]] = {}
     for record in records:
         if record and record.get("event") in DECISIONS:
             steps.setdefault(str(record["event"]), []).append(int(record["step"]))
-    if not steps:
-        return None
     named = "; ".join(f"{name} at step {', '.join(map(str, at[:8]))}" for name, at in steps.items())
-    return f"\nfaults: {named} (details in {metrics})"
+    return [f"\nfaults: {named} (details in {metrics})"] if named else []
 
 
 def learnt(prepared: Prepared, loop: Loop, loss: float) -> list[str]:
@@ -157,11 +153,8 @@ def sample_prompt(recipe: Recipe) -> str:
 
 def generate_command(spec: RunSpec) -> str:
     """The command that continues the same prompt again, quoted for a shell."""
-    options: dict[str, str | bool] = {
-        "prompt": sample_prompt(spec.recipe),
-        "chat": spec.recipe.data.chat is not None,
-    }
-    return command_line("generate", spec.run_dir, options=options, data_dir=spec.data_dir)
+    prompt, is_chat = sample_prompt(spec.recipe), spec.recipe.data.chat is not None
+    return command_line("generate", spec.run_dir, options={"prompt": prompt, "chat": is_chat}, data_dir=spec.data_dir)
 
 
 def report_command(spec: RunSpec) -> str:
@@ -306,17 +299,9 @@ def _first_samples(recipe: Recipe, prepared: Prepared, split: Split, tokens: int
     return rows
 
 
-def describe(
-    recipe: Recipe,
-    plan: Plan,
-    implementation: Implementation,
-    cluster: Cluster,
-    prepared: Prepared,
-    progress: Progress,
-    run_dir: Path,
-    network: str | None = None,
-) -> None:
-    """Print what is about to run."""
+def describe(joined: Joined, plan: Plan, implementation: Implementation, progress: Progress) -> None:
+    """Print what is about to run; `plan` is the stage's."""
+    cluster, prepared, recipe = joined.cluster, joined.prepared, plan.recipe
     device = cluster.gpus[0].name if cluster.gpus else f"CPU, {cluster.cpu_cores:g} cores"
     train = recipe.train
     counts, talks = prepared.manifest.counts("train"), prepared.manifest.chat
@@ -329,7 +314,7 @@ def describe(
         data = f"{counts.documents:,} {what}, {number(tokens)} tokens, {answers:.0%} of them answers"
     layers = f"{implementation.name} layers ({implementation.reason})"
     rows = {
-        "run": str(run_dir),
+        "run": str(joined.spec.run_dir),
         "model": f"{number(plan.num_parameters.total)} parameters, {layers}",
         **_adapters(plan),
         "device": f"{plan.layout.world_size} × {device}, {train.precision}, about {gib(plan.memory.total)} a rank",
@@ -341,8 +326,8 @@ def describe(
     }
     if (span := span_of(recipe)) is not None:
         rows["stage"] = f"{span.name}, steps {span.first_step + 1} to {span.last_step}, {degrees(plan)}"
-    if network is not None:
-        rows["network"] = network
+    if joined.network is not None:
+        rows["network"] = joined.network
     if recipe.checkpoint.most_recent_k < LEAST_KEPT:
         rows["saves"] = (
             f"the newest {LEAST_KEPT} checkpoints are kept, not {recipe.checkpoint.most_recent_k}: one may be corrupt"
@@ -360,6 +345,7 @@ def open_tracker(joined: Joined, engine: Engine, world: World, progress: Progres
     spec, made = joined.spec, engine.implementation
     layers = {"transformer_impl": made.name, "transformer_impl_reason": made.reason}
     plan_values = {**joined.plan.as_dict(), **layers, "predicted": spec.predicted}
+    predicted = {} if spec.predicted is None else {"predicted": json.dumps(spec.predicted)}
     with RunTracker.open(
         spec.recipe,
         plan=plan_values,
@@ -368,7 +354,7 @@ def open_tracker(joined: Joined, engine: Engine, world: World, progress: Progres
         runs_dir=spec.runs_dir,
         resumed_step=progress.step,
         total_steps=spec.recipe.train.train_iters,
-        tags=_tags(spec, world),
+        tags={"layout": f"dp{world.data_parallel_size}", **predicted, **spec.tags},
         console=console(),
     ) as tracker:
         # What the steps cannot tell, because those that are computed again have been dropped.
@@ -395,11 +381,6 @@ def decontaminated_metrics(dropped: dict[str, int]) -> dict[str, float]:
     """Metrics by name, of characters that MLflow takes, and the sum."""
     names = {f"{DECONTAMINATED}/{re.sub(r'[^A-Za-z0-9_. -]', '_', file)}": float(n) for file, n in dropped.items()}
     return {f"{DECONTAMINATED}/documents": float(sum(dropped.values())), **names}
-
-
-def _tags(spec: RunSpec, world: World) -> dict[str, str]:
-    predicted = {} if spec.predicted is None else {"predicted": json.dumps(spec.predicted)}
-    return {"layout": f"dp{world.data_parallel_size}", **predicted, **spec.tags}
 
 
 def _adapters(plan: Plan) -> dict[str, str]:

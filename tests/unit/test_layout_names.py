@@ -34,9 +34,9 @@ def test_the_stage_is_part_of_the_name(
         "gpt-tiny", 1e-5, record, record, 0.0, None, scaled(recipe, plan.layout.as_dict()), recipe.zero
     )
     assert layout_words(result) == f"DP2{words}, 2 ranks"
-    prepared: Any = SimpleNamespace(
-        manifest=SimpleNamespace(chat=None, counts=lambda _split: SimpleNamespace(tokens=1))
-    )
-    describe(recipe, plan, Implementation("local", "no GPU"), ROOMY, prepared, Progress(), tmp_path)
+    prepared = SimpleNamespace(manifest=SimpleNamespace(chat=None, counts=lambda _split: SimpleNamespace(tokens=1)))
+    spec = SimpleNamespace(run_dir=tmp_path)
+    joined: Any = SimpleNamespace(spec=spec, cluster=ROOMY, prepared=prepared, network=None)
+    describe(joined, plan, Implementation("local", "no GPU"), Progress())
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "data-parallel" in line]
     assert line.endswith(f"2 data-parallel{words}")

@@ -240,12 +240,12 @@ def groups(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dic
 def garbage(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[bool, int]:
     """Whether Python collects by itself, and collections in 200 steps."""
     seen: list[None] = []
-    done: Any = None
     with observer(GarbageCollection, recipe, folder, plan=planned(recipe)) as collection:
         collection.begin()
         monkeypatch.setattr("gc.collect", lambda: seen.append(None))
         enabled = gc.isenabled()
-        for _step in range(200):
+        for step in range(1, 201):
+            done: Any = SimpleNamespace(progress=Progress(step=step))
             collection.after_step(done)
     return enabled, len(seen)
 

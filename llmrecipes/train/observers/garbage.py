@@ -19,7 +19,6 @@ class GarbageCollection(Observer):
         """After all that lives as long as the stage is made."""
         features = self.loop.plan.features
         self._interval = value(features, "manual_gc_interval") if value(features, "manual_gc") else None
-        self._steps = 0
         gc.collect()
         gc.freeze()
         if gc.isenabled():
@@ -30,6 +29,5 @@ class GarbageCollection(Observer):
 
     def after_step(self, done: StepDone) -> None:
         """Collect, if it is due."""
-        self._steps += 1
-        if self._interval is not None and self._steps % self._interval == 0:
+        if self._interval is not None and done.progress.step % self._interval == 0:
             gc.collect()

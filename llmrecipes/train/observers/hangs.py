@@ -29,7 +29,6 @@ class Hangs(Observer):
 
     def begin(self) -> None:
         """Watch this rank; a collective of all ranks."""
-        self._steps = 0
         self._heartbeat: RankHeartbeat | None = None
         profiled = bool(self.joined.spec.profile_steps)
         if (wanted := limits(self.loop.plan.recipe, profiled=profiled)) is not None:
@@ -51,9 +50,9 @@ class Hangs(Observer):
             self._heartbeat.written(seconds)
 
     def after_step(self, done: StepDone) -> None:
-        """Look after steps 1, 2, 4 …"""
-        self._steps += 1
-        if self._steps & (self._steps - 1) == 0:
+        """Look after the first, second, fourth … step of a start."""
+        steps = len(self.loop.losses)
+        if steps & (steps - 1) == 0:
             self.end()
 
     def end(self) -> None:

@@ -141,14 +141,11 @@ def profiled(steps: int, folder: Path, rank: int, *, trace: bool = False) -> Ite
     """Profile a few steps; yields the function to call after every step.
 
     Args:
-        steps: how many, after `WARMUP_STEPS`; 0 for none.
+        steps: how many, after `WARMUP_STEPS`.
         folder: `kernels-rank-<rank>.json` goes there.
         rank: rank of this process.
         trace: write `trace-rank-<rank>.json` too, for chrome://tracing or Perfetto.
     """
-    if steps == 0:
-        yield lambda: None
-        return
 
     def write(profiler: Any) -> None:
         result = of_profiler(profiler, steps)

@@ -91,8 +91,7 @@ class Telemetry(Observer):
         """Measure this rank, and on the first rank of a node the node; a collective of all ranks."""
         loop, spec = self.loop, self.joined.spec
         tracking = loop.plan.recipe.tracking
-        on_gpu = loop.engine.platform.name == "cuda"
-        self._on_gpu = on_gpu
+        self._on_gpu = on_gpu = loop.engine.platform.name == "cuda"
         self._clock = self.stack.enter_context(waits_counted(on_gpu=on_gpu))
         self._readings: NodeReadings | None = None
         if tracking.system_metrics_interval is not None and os.environ.get("LOCAL_RANK", "0") == "0":
