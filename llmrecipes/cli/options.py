@@ -12,6 +12,7 @@ import typer
 
 from llmrecipes.cli import completion
 from llmrecipes.commandline import DATA_DIR, DATA_VARIABLE, RUNS_DIR, RUNS_VARIABLE
+from llmrecipes.launch.launcher_options import LauncherOption
 
 T = TypeVar("T")
 
@@ -116,11 +117,11 @@ PatienceOption = Annotated[
 ]
 
 
-def with_options(**tables: Mapping[str, Any]) -> Callable[[T], T]:
+def with_options(**tables: Mapping[str, LauncherOption]) -> Callable[[T], T]:
     """Mark a command that takes several options as one parameter, a mapping from their names to their values.
 
     Args:
-        tables: by parameter, the annotated type of each option by its name on the command line; its default is None.
+        tables: by parameter, each option by its name on the command line; its default is None.
     """
 
     def mark(command: T) -> T:
@@ -149,7 +150,7 @@ def with_run_options(*, in_jobs: bool) -> Callable[[T], T]:
 def expanded(command: Callable[..., Any]) -> Callable[..., Any]:
     """A command with an option for each of its marks (`with_run_options`, `with_options`); else the same."""
     in_jobs: bool | None = getattr(command, "in_jobs", None)
-    tables: Mapping[str, Mapping[str, Any]] = getattr(command, "tables", {})
+    tables: Mapping[str, Mapping[str, LauncherOption]] = getattr(command, "tables", {})
     if in_jobs is None:
         return command
     from llmrecipes.launch.run_options import RunOptions
@@ -187,11 +188,16 @@ def _run_parameters(in_jobs: bool) -> list[Parameter]:
     return options
 
 
-def _parameters(table: Mapping[str, Any]) -> list[Parameter]:
-    return [
-        Parameter(_identifier(name), Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=kind)
-        for name, kind in table.items()
-    ]
+def _parameters(table: Mapping[str, LauncherOption]) -> list[Parameter]:
+    parameters: list[Parameter] = []
+    for name, option in table.items():
+        shown = typer.Option(f"--{name}", help=option.text, metavar=option.metavar, min=option.least, max=option.most)
+        kind: Any = list[str] if option.kind is list else option.kind
+        annotation = Annotated[kind | None, shown]
+        parameters.append(
+            Parameter(_identifier(name), Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=annotation)
+        )
+    return parameters
 
 
 def _identifier(option: str) -> str:

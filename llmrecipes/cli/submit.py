@@ -26,6 +26,7 @@ from llmrecipes.cli.options import (
 )
 from llmrecipes.commandline import command_line
 from llmrecipes.errors import UserError
+from llmrecipes.launch.launcher_options import OPTIONS
 
 if TYPE_CHECKING:
     from llmrecipes.launch.base import JobHandle, JobResult, JobStatus, Launcher, Logs
@@ -34,125 +35,10 @@ if TYPE_CHECKING:
 LONGEST_REASON = 200
 LAST_LINES = 15
 """Of the log of a job that has failed or is held."""
-LAUNCHER_OPTIONS: dict[str, Any] = {
-    "partition": Annotated[
-        str | None,
-        typer.Option("--partition", metavar="NAME", help="slurm: submit to this partition; default: the profile's."),
-    ],
-    "account": Annotated[
-        str | None,
-        typer.Option("--account", metavar="NAME", help="slurm: charge this account; default: the profile's."),
-    ],
-    "qos": Annotated[
-        str | None,
-        typer.Option("--qos", metavar="NAME", help="slurm: use this quality of service; default: the profile's."),
-    ],
-    "time": Annotated[
-        str | None,
-        typer.Option("--time", metavar="LIMIT", help="slurm: time limit, such as 8:00:00; default: the profile's."),
-    ],
-    "image": Annotated[
-        str | None,
-        typer.Option("--image", metavar="REF", help="Run in this container image; for k8s, NAME@sha256:DIGEST."),
-    ],
-    "runtime": Annotated[
-        str | None,
-        typer.Option(
-            "--runtime",
-            metavar="WHAT",
-            help="slurm: run containers with pyxis or apptainer, or none; default: the profile's.",
-        ),
-    ],
-    "python": Annotated[
-        str | None,
-        typer.Option(
-            "--python", metavar="PATH", help="Start ranks with this Python; default: the current one, or the image's."
-        ),
-    ],
-    "warning": Annotated[
-        int | None,
-        typer.Option(
-            "--warning",
-            metavar="S",
-            min=1,
-            max=65535,
-            help="slurm: save and requeue S seconds before the time limit; default: twice the time of a step and a "
-            "save.",
-        ),
-    ],
-    "max-restarts": Annotated[
-        int | None,
-        typer.Option(
-            "--max-restarts",
-            metavar="N",
-            min=0,
-            help="Restart at most N times after failures, then exit with code 93.",
-        ),
-    ],
-    "prepare-partition": Annotated[
-        str | None,
-        typer.Option("--prepare-partition", metavar="NAME", help="slurm: tokenize missing data in this partition."),
-    ],
-    "prepare-nodes": Annotated[
-        int | None,
-        typer.Option(
-            "--prepare-nodes",
-            metavar="N",
-            min=1,
-            max=1000,
-            help="slurm, k8s: tokenize missing data on N nodes, as a Ray cluster; default: 1, without Ray.",
-        ),
-    ],
-    "sbatch": Annotated[
-        list[str] | None,
-        typer.Option(
-            "--sbatch", metavar="OPTION", help="Pass an option to sbatch, repeatable: --sbatch=--reservation=x"
-        ),
-    ],
-    "flavor": Annotated[
-        str | None,
-        typer.Option("--flavor", metavar="KIND", help="k8s: create a job (default), jobset or trainjob."),
-    ],
-    "namespace": Annotated[
-        str | None,
-        typer.Option("--namespace", metavar="NAME", help="k8s: create objects in this namespace; default: default."),
-    ],
-    "claim": Annotated[
-        str | None,
-        typer.Option("--claim", metavar="NAME", help="k8s: keep runs and data on this PersistentVolumeClaim."),
-    ],
-    "queue": Annotated[
-        str | None, typer.Option("--queue", metavar="NAME", help="k8s: submit to this LocalQueue of Kueue.")
-    ],
-    "topology": Annotated[
-        str | None, typer.Option("--topology", metavar="LABEL", help="k8s: prefer nodes that share this label's value.")
-    ],
-    "secret": Annotated[
-        list[str] | None,
-        typer.Option("--secret", metavar="VAR=NAME[:KEY]", help="k8s: set a variable from a Secret."),
-    ],
-    "tracking-uri": Annotated[
-        str | None, typer.Option("--tracking-uri", metavar="URL", help="k8s: log to this MLflow server.")
-    ],
-    "service-account": Annotated[
-        str | None, typer.Option("--service-account", metavar="NAME", help="k8s: run pods under this service account.")
-    ],
-    "pull-secret": Annotated[
-        str | None, typer.Option("--pull-secret", metavar="NAME", help="k8s: pull the image with this Secret.")
-    ],
-    "host-network": Annotated[
-        bool | None, typer.Option("--host-network", help="k8s: use the host network, if RDMA needs it.")
-    ],
-    "prepared": Annotated[
-        bool | None,
-        typer.Option("--prepared", help="k8s: skip the data preparation Job; the data is already on the claim."),
-    ],
-}
-"""Options of launchers by name; each launcher lists those that it supports in `takes`."""
 
 
 @with_run_options(in_jobs=True)
-@with_options(launcher_options=LAUNCHER_OPTIONS)
+@with_options(launcher_options=OPTIONS)
 def submit(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,

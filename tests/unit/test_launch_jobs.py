@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -16,10 +17,11 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 
+from llmrecipes.api_commands import submit_recipe
+from llmrecipes.cli import app
 from llmrecipes.cli.app import run
-from llmrecipes.cli.submit import LAUNCHER_OPTIONS
 from llmrecipes.launch import job as jobs
-from llmrecipes.launch import record, registry
+from llmrecipes.launch import launcher_options, record, registry
 from llmrecipes.launch.base import (
     JobHandle,
     JobRef,
@@ -32,6 +34,7 @@ from llmrecipes.launch.base import (
 )
 from llmrecipes.launch.job import Job, handle, statuses
 from llmrecipes.launch.kubernetes import launcher as kubernetes
+from llmrecipes.launch.launcher_options import LauncherOption
 from llmrecipes.launch.programs import SchedulerUnavailable
 from llmrecipes.launch.run_options import JOB_OPTIONS, RunOptions, add_arguments, declared, taken
 from llmrecipes.launch.slurm.launcher import status_of
@@ -518,8 +521,29 @@ def test_no_option_of_a_launcher_is_ignored(to: str, capsys: pytest.CaptureFixtu
         assert shown(*more, *words) != shown(*(more or before)), name
 
 
-def test_every_option_of_a_launcher_is_one_of_submit() -> None:
-    assert set().union(*(registry.launcher(name).takes for name in registry.LAUNCHERS)) == LAUNCHER_OPTIONS.keys()
+def test_an_option_of_a_launcher_is_declared_once(
+    tiny: list[JobStatus | BaseException], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added = LauncherOption(("tiny", "local"), "mark jobs with N.", "N", int, least=1)
+    monkeypatch.setitem(launcher_options.OPTIONS, "my-mark", added)
+    monkeypatch.setattr(app, "_parser", app._parser.__wrapped__)  # built before
+    monkeypatch.setattr(Tiny, "takes", launcher_options.options_of("tiny") | {"queue"})
+    chosen: list[LauncherOptions] = []
+    render = Tiny.render
+
+    def recorded(self: Tiny, submission: Submission, given: LauncherOptions) -> Rendering:
+        chosen.append(given)
+        return render(self, submission, given)
+
+    monkeypatch.setattr(Tiny, "render", recorded)
+    assert run([*SUBMIT, "--my-mark", "7", "--dry-run"]) == 0
+    submit_recipe("gpt-tiny", to="tiny", queue="q", my_mark=8, dry_run=True)
+    assert [given["my-mark"] for given in chosen] == [7, 8]
+    capsys.readouterr()
+    assert run(["submit", "--help"]) == 0
+    assert re.search(r"--my-mark N\s+mark jobs", capsys.readouterr().out)
+    assert run([*SUBMIT, "--my-mark", "0"]) == 2, "below the least"
+    assert "my_mark" in launcher_options.fields({"my-mark": 1}) and not launcher_options.fields({"my-mark": None})
 
 
 def test_the_options_of_a_start_reach_the_ranks_of_every_launcher(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,6 +31,7 @@ from llmrecipes.launch.job import Job
 from llmrecipes.launch.kubernetes import objects, pod, ray_job, site
 from llmrecipes.launch.kubernetes.pod import Object, PodRun
 from llmrecipes.launch.kubernetes.settings import FLAVORS, KubernetesOptions, object_name, parse_secrets
+from llmrecipes.launch.launcher_options import K8S, fields, options_of
 from llmrecipes.launch.programs import ask, require_program, run, tell
 from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.recipe.load import recipe_hash, to_yaml
@@ -56,12 +57,7 @@ RUN_OPTIONS = RunOptions()
 class KubernetesLauncher:
     """`--to k8s`. A job's id is NAMESPACE/KIND/NAME."""
 
-    takes: ClassVar = frozenset(
-        {
-            "image", "flavor", "namespace", "claim", "queue", "topology", "secret", "tracking-uri", "service-account",
-            "pull-secret", "host-network", "max-restarts", "prepared", "prepare-nodes",
-        }
-    )  # fmt: skip
+    takes: ClassVar = options_of(K8S)
     needs_cluster: ClassVar = True
     shares_disk: ClassVar = False
     poll_seconds: ClassVar = 10.0
@@ -279,10 +275,7 @@ def _options(chosen: LauncherOptions) -> KubernetesOptions:
         raise UserError(
             "not set", where="--image", fix="--image REGISTRY/llmrecipes@sha256:DIGEST; make image builds one"
         )
-    names = {"secret", "image"}
-    values = {
-        name.replace("-", "_"): value for name, value in chosen.items() if value is not None and name not in names
-    }
+    values = fields(chosen, ("secret", "image"))
     return KubernetesOptions(image=image, secrets=parse_secrets(chosen.get("secret") or ()), **values)
 
 

@@ -21,6 +21,7 @@ from llmrecipes.launch import lease as leases
 from llmrecipes.launch import record
 from llmrecipes.launch.base import JobHandle, JobRef, JobState, JobStatus, LauncherOptions, Logs, Rendering, Submission
 from llmrecipes.launch.job import Job
+from llmrecipes.launch.launcher_options import LOCAL, options_of
 from llmrecipes.launch.programs import SchedulerUnavailable
 from llmrecipes.runfiles import RunFiles
 
@@ -34,7 +35,7 @@ class LocalLauncher:
     The job of another machine, or of another container on this one, is known by its lease: see `launch.lease`.
     """
 
-    takes: ClassVar = frozenset({"max-restarts"})
+    takes: ClassVar = options_of(LOCAL)
     needs_cluster: ClassVar = False
     shares_disk: ClassVar = True
     poll_seconds: ClassVar = 0.5

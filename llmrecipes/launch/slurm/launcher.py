@@ -15,6 +15,7 @@ from llmrecipes.files import folder
 from llmrecipes.launch import record
 from llmrecipes.launch.base import JobHandle, JobRef, JobState, JobStatus, LauncherOptions, Logs, Rendering, Submission
 from llmrecipes.launch.job import Job
+from llmrecipes.launch.launcher_options import SLURM, fields, options_of
 from llmrecipes.launch.programs import SchedulerUnavailable, ask, require_program, run, tell
 from llmrecipes.launch.slurm import partitions
 from llmrecipes.launch.slurm.options import SlurmOptions, SlurmRequest, value_of
@@ -38,22 +39,7 @@ SAVED_CODE = 75
 class SlurmLauncher:
     """`--to slurm`."""
 
-    takes: ClassVar = frozenset(
-        {
-            "partition",
-            "account",
-            "qos",
-            "time",
-            "runtime",
-            "image",
-            "python",
-            "warning",
-            "max-restarts",
-            "sbatch",
-            "prepare-partition",
-            "prepare-nodes",
-        }
-    )
+    takes: ClassVar = options_of(SLURM)
     needs_cluster: ClassVar = True
     shares_disk: ClassVar = True
     poll_seconds: ClassVar = 15.0
@@ -241,19 +227,8 @@ def _sacct(job_ids: Iterable[str], where: tuple[str, ...]) -> dict[str, JobStatu
 
 
 def _options(submission: Submission, chosen: LauncherOptions, warning_seconds: int) -> SlurmOptions:
-    image = chosen.get("image")
-    return SlurmOptions(
-        partition=chosen.get("partition"),
-        account=chosen.get("account"),
-        qos=chosen.get("qos"),
-        time=chosen.get("time"),
-        runtime=chosen.get("runtime"),
-        image=image,
-        python=chosen.get("python") or (None if image else sys.executable),
-        warning=warning_seconds,
-        prepare_partition=chosen.get("prepare-partition"),
-        prepare_nodes=chosen.get("prepare-nodes") or 1,
-        max_restarts=chosen.get("max-restarts"),
-        run=submission.options,
-        more=tuple(chosen.get("sbatch") or ()),
-    )
+    values = fields(chosen, ("warning", "sbatch"))
+    if "image" not in values:
+        values.setdefault("python", sys.executable)
+    more = tuple(chosen.get("sbatch") or ())
+    return SlurmOptions(**values, warning=warning_seconds, run=submission.options, more=more)
