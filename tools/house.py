@@ -43,7 +43,7 @@ CODE_BUDGET = {
     "tracking": 2500,
     "train": 2950,
     "verify": 650,
-    "workflow": 3850,
+    "workflow": 3870,
 }
 """Most lines of code of each package; `.` are the modules beside the packages. Whoever needs more removes something, or
 raises the number and says in the commit why."""

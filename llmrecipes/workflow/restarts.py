@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+from pathlib import Path
 from typing import Any
 
-from llmrecipes.checkpoint.local_parts import folder_of, newest_complete, parts_in
+from llmrecipes.checkpoint.local_parts import Part, folder_of, newest_complete, parts_in
+from llmrecipes.checkpoint.manifest import InvalidCheckpoint, Manifest, read_manifest
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.io import write_atomic
 from llmrecipes.recipe.schema import Recipe
@@ -62,18 +64,35 @@ def newest_step(run: Run, recipe: Recipe, ranks: int) -> int:
     Args:
         ranks: that are started; local checkpoints of another number of ranks cannot be loaded, and do not count.
     """
-    step, directory = run.newest_step(), recipe.checkpoint.non_persistent_local_ckpt_dir
-    if directory is None:
-        return step
+    step, (values, _, found) = run.newest_step(), _local(run, recipe)
+    resumed = values["resumed"] if values and values.get("ranks") == ranks else 0
+    parts = [part for part in found if part.ranks == ranks]
+    return max(step, resumed, *(local for local, _ in newest_complete(parts)))
+
+
+def newest_local(run: Run, recipe: Recipe) -> Manifest | None:
+    """What the newest part of a local checkpoint on this machine says; None: there is none."""
+    _, folder, parts = _local(run, recipe)
+    for part in reversed(parts):
+        try:
+            return read_manifest(folder / str(part))
+        except InvalidCheckpoint:
+            continue
+    return None
+
+
+def _local(run: Run, recipe: Recipe) -> tuple[dict[str, Any], Path, list[Part]]:
+    """What the run records of its local checkpoints, with an integer `resumed`; and this machine's folder and parts."""
+    directory = recipe.checkpoint.non_persistent_local_ckpt_dir
     try:
         values = read_json(run.local_checkpoints, root=run.path, most=RECORD)
-        resumed, token = int(values["resumed"]), str(values["token"])
-        if values.get("ranks") != ranks:
-            resumed = 0
+        values["resumed"], token = int(values["resumed"]), str(values["token"])
     except (OSError, ValueError, KeyError, TypeError, Refused):
-        return step
-    parts = [part for part in parts_in(folder_of(directory, run.recipe_name, token, node=0)) if part.ranks == ranks]
-    return max(step, resumed, *(local for local, _ in newest_complete(parts)))
+        return {}, Path(), []
+    if directory is None:
+        return {}, Path(), []
+    folder = folder_of(directory, run.recipe_name, token, node=0)
+    return values, folder, parts_in(folder)
 
 
 def _read(run: Run) -> list[dict[str, Any]]:

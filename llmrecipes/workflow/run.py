@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmrecipes.checkpoint.compatibility import require_compatible, require_readable
-from llmrecipes.checkpoint.store import Entry
+from llmrecipes.checkpoint.manifest import Manifest
 from llmrecipes.errors import UserError
 from llmrecipes.faults.signals import StoppedEarly
 from llmrecipes.hardware.cluster import Cluster
@@ -28,6 +28,7 @@ from llmrecipes.rundir import Run
 from llmrecipes.runfiles import checked_run_id
 from llmrecipes.train.completeness import require_complete
 from llmrecipes.train.spec import RunSpec
+from llmrecipes.workflow.restarts import newest_local
 
 logger = logging.getLogger(__name__)
 
@@ -193,10 +194,12 @@ def require_same_recipe(recipe: Recipe, run: Run, data_dir: Path, *, accept: boo
     if then is None:
         return
     require_compatible(recipe.model_dump(mode="json"), then.model_dump(mode="json"), where=str(run.path))
-    step = 0 if newest is None else newest.step
-    require_accepted(recipe, then, step, run_dir=run.path, accept=accept)
-    if newest is not None:
-        _require_order(newest, then, run, data_dir, accept=accept)
+    saved = [manifest for manifest in (newest and newest.manifest, newest_local(run, recipe)) if manifest]
+    if not saved:
+        return
+    latest = max(saved, key=lambda manifest: manifest.step)
+    require_accepted(recipe, then, latest.step, run_dir=run.path, accept=accept)
+    _require_order(latest, then, run, data_dir, accept=accept)
 
 
 def require_accepted(now: Recipe, then: Recipe, step: int, *, run_dir: Path, accept: bool) -> None:
@@ -251,11 +254,11 @@ def _order_change(now: Recipe, then: Recipe) -> tuple[str, str]:
     return f"{what}{then.train.train_iters:,}", f"train.train_iters={then.train.train_iters} keeps it"
 
 
-def _require_order(newest: Entry, then: Recipe, run: Run, data_dir: Path, *, accept: bool) -> None:
+def _require_order(newest: Manifest, then: Recipe, run: Run, data_dir: Path, *, accept: bool) -> None:
     """Refuse to resume a run of several passes that an older version shuffled as one, unless the user accepts it."""
     from llmrecipes.data.prepared import ORDER, most_passes, open_prepared
 
-    if not newest.step or newest.manifest.sample_order == ORDER or then.data.chat is not None:
+    if not newest.step or newest.sample_order == ORDER or then.data.chat is not None:
         return
     try:
         prepared = open_prepared(then, data_dir)

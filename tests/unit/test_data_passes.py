@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from megatron.core.datasets.gpt_dataset import GPTDataset
 
-from llmrecipes.checkpoint.manifest import CheckpointInfo
+from llmrecipes.checkpoint.local_parts import LocalParts, Part, folder_of
+from llmrecipes.checkpoint.manifest import CheckpointInfo, FileRecord
 from llmrecipes.data.batches import batches
 from llmrecipes.data.dataset import build
 from llmrecipes.data.prepare import Prepared, prepare
@@ -124,25 +125,37 @@ def test_one_pass_has_the_order_of_megatron_core(drawn: dict[float, tuple[Recipe
         assert np.array_equal(theirs.sample_index, source.sample_index)
 
 
+@pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize(("passes", "order"), [(0.9, 1), (1.95, 1), (1.95, 2)])
 def test_a_run_whose_passes_were_shuffled_as_one_is_resumed_only_if_that_is_accepted(
     drawn: dict[float, tuple[Recipe, Prepared]],
     tmp_path: Path,
     passes: float,
     order: int,
+    local: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     used, prepared = drawn[passes]
     run = Run(tmp_path / "t" / "r")
     run.create()
+    if local:
+        places = {"non_persistent_save_interval": 5, "non_persistent_local_ckpt_dir": str(tmp_path / "local")}
+        used = used.model_copy(update={"checkpoint": used.checkpoint.model_copy(update=places)})
     run.recipe_file.write_text(to_yaml(used), encoding="utf-8")
-    store = run.store()
-    temporary = store.temporary(5)
-    (temporary / "weights.bin").write_bytes(b"weights")
     info = CheckpointInfo(
         step=5, consumed_samples=40, consumed_tokens=1280, layout={}, recipe_hash="r", sample_order=order
     )
-    store.publish(temporary, info, versions={})
+    if local:
+        run.local_checkpoints.write_text('{"token": "abc", "resumed": 0}')
+        parts, part = LocalParts(folder_of(str(tmp_path / "local"), "t", "abc", 0)), Part(5, "0" * 8, 0, 1)
+        temporary = parts.temporary(part)
+        temporary.mkdir()
+        parts.publish(temporary, part, info, {}, {"weights.bin": FileRecord(size=7, sha256="0" * 64)})
+    else:
+        store = run.store()
+        temporary = store.temporary(5)
+        (temporary / "weights.bin").write_bytes(b"weights")
+        store.publish(temporary, info, versions={})
     if (passes, order) == (1.95, 1):
         with refused(run.path, rule=("2", "step 5", "--accept-changes")):
             require_same_recipe(used, run, prepared.path.parent, accept=False)
