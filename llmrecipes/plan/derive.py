@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from bisect import bisect_left
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
@@ -104,6 +105,10 @@ class Plan:
         from llmrecipes.plan.table import text
 
         return text(self)
+
+    def _repr_html_(self) -> str:
+        """The same in a notebook."""
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def facts(self) -> dict[str, Any]:
         """What all ranks of a run must derive alike, as JSON values; not what depends on free memory."""

@@ -17,6 +17,7 @@ from llmrecipes.tracking import status
 from llmrecipes.tracking.energy import Energy
 from llmrecipes.tracking.jsonl import parse
 from llmrecipes.untrusted import lines
+from llmrecipes.webpage import table
 
 MOST_POINTS = 1000
 """Maximum points of a curve in JSON; a longer one is reduced to every n-th point and the last."""
@@ -82,7 +83,7 @@ class Compared:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunComparison:
     """Runs in the order they were named, and the recipe keys that differ, with a value of each run."""
 
@@ -95,6 +96,15 @@ class RunComparison:
             "runs": [run.as_dict() for run in self.runs],
             "differences": [{"key": key, "values": list(values)} for key, values in self.differences.items()],
         }
+
+    def __repr__(self) -> str:
+        return f"RunComparison({', '.join(run.name for run in self.runs)})"
+
+    def _repr_html_(self) -> str:
+        """A row for each figure and each key that differs, in a notebook."""
+        figures = {name: tuple(run.figures[name] for run in self.runs) for name in self.runs[0].figures}
+        rows = {**figures, **self.differences}.items()
+        return table(("", *(run.name for run in self.runs)), [(name, *values) for name, values in rows])
 
 
 def compare(run_dirs: Sequence[Path], *, partial: bool = False) -> RunComparison:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 from pathlib import Path
@@ -12,12 +13,14 @@ import pytest
 from llmrecipes.cli import app as cli
 from llmrecipes.cli.comparison import Series, plot
 from llmrecipes.hardware.profile import Costs
+from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.tracking.energy import Energy
 from llmrecipes.tracking.events import EvalMetrics, StepMetrics
 from llmrecipes.tracking.jsonl import JsonlSink
 from llmrecipes.tracking.status import StatusSink
-from tests.helpers import tiny
+from llmrecipes.workflow.compare import compare
+from tests.helpers import ROOMY, tiny
 
 
 def make(runs_dir: Path, run_id: str, losses: list[float], *, closed: bool = True, **sections: dict[str, Any]) -> Path:
@@ -100,6 +103,16 @@ def test_people_see_differences_curves_and_figures(runs_dir: Path, capsys: pytes
     assert "training loss over tokens" in out  # the batches differ
     assert "training loss over steps" in run(capsys, runs_dir, "one", "two", "--x", "step")[1]
     assert "the recipes are the same" in run(capsys, runs_dir, "one", "one")[1]
+
+
+def test_a_notebook_shows_figures_and_keys(runs_dir: Path) -> None:
+    compared = compare([runs_dir / "tiny" / "one", runs_dir / "tiny" / "two"])
+    assert repr(compared) == f"RunComparison({compared.runs[0].name}, {compared.runs[1].name})"
+    page = compared._repr_html_()
+    assert page.count("<tr") == 1 + len(compared.runs[0].figures) + len(compared.differences)
+    assert "optimizer.lr" in page and "0.0005" in page
+    plan = derive(tiny(), 1, ROOMY)
+    assert plan._repr_html_() == f"<pre>{html.escape(str(plan))}</pre>"
 
 
 def test_energy_is_compared_with_how_it_is_known(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
