@@ -161,7 +161,7 @@ def in_memory(documents: int) -> dict[str, float]:
 
 
 def by_ranges(documents: int, shards: int, folder: Path) -> dict[str, float]:
-    """Of its stages by tasks, in this process: writing the bands of shards, and comparing ranges."""
+    """Of its stages on files, in this process: writing the bands of shards, and comparing ranges."""
     step, ranges = NearDuplicates(0.8, 128, 5), max(16, shards)
     files, size, writing = [folder / f"{number}.bands" for number in range(shards)], documents // shards, 0.0
     of_all = marks(size * shards, bands_of(0.8, 128))
@@ -176,8 +176,7 @@ def by_ranges(documents: int, shards: int, folder: Path) -> dict[str, float]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started, wall, dropped = time.process_time(), time.monotonic(), set[tuple[int, int]]()
     for of_range in range(ranges):
-        found = compare.dropped_in(files, of_range, ranges, step, lambda: False)
-        assert found is not None
+        found = compare.dropped_in(files, of_range, ranges, step)
         dropped |= set(map(tuple, found.T.tolist()))
     seconds, wall = time.process_time() - started, time.monotonic() - wall
     grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)

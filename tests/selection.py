@@ -16,7 +16,7 @@ TESTS = Path(__file__).parent
 VERSION = (
     "dist/test_checkpoint_killed", "dist/test_resume_state", "dist/test_stops", "train/test_train_lost",
     "train/test_train_older_runs", "unit/test_api", "unit/test_checkpoint_", "unit/test_cli", "unit/test_commandline",
-    "unit/test_data_encode", "unit/test_data_prepare", "unit/test_data_sources", "unit/test_data_tasks",
+    "unit/test_data_encode", "unit/test_data_prepare", "unit/test_data_sources", "unit/test_data_join",
     "unit/test_data_words", "unit/test_docs", "unit/test_faults_", "unit/test_gathering", "unit/test_generate",
     "unit/test_hf_export", "unit/test_launch", "unit/test_model_gpt", "unit/test_platform", "unit/test_recipe_load",
     "unit/test_redact", "unit/test_rendezvous", "unit/test_search_study", "unit/test_tracking_", "unit/test_untrusted",

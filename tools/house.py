@@ -21,7 +21,7 @@ CODE_BUDGET = {
     "bench": 1750,
     "checkpoint": 1100,
     "cli": 4050,
-    "data": 7900,
+    "data": 7740,
     "diagnosis": 1000,
     "doctor": 1150,
     "dryrun": 600,

@@ -259,6 +259,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 REMOVED = {
+    ("prepare", "--tasks"): "--on ray, for several nodes; without it all cores of this machine work",
     ("submit", "--prepare-tasks"): "--prepare-nodes N, which prepares with --on ray",
 }
 """What replaces options that earlier versions had, by command."""

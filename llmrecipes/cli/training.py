@@ -117,16 +117,6 @@ def prepare(
         int | None,
         typer.Option("--workers", metavar="N", min=1, help="Start N worker processes; default: all cores."),
     ] = None,
-    tasks: Annotated[
-        int | None,
-        typer.Option(
-            "--tasks",
-            metavar="N",
-            min=1,
-            help="Encode shards with N processes, shared with other calls for the same --data-dir; shards that "
-            "a killed call has encoded are kept.",
-        ),
-    ] = None,
     on: Annotated[
         str | None,
         typer.Option(
@@ -146,22 +136,8 @@ def prepare(
     from llmrecipes.recipe.load import load
 
     setup_logging()
-    if workers is not None and tasks is not None:
-        raise UserError(
-            "--workers and --tasks",
-            where="--tasks",
-            rule="use one of them: a task is a single process",
-            fix="--tasks only",
-        )
-    if on is not None and tasks is not None:
-        raise UserError(
-            "--on and --tasks",
-            where="--tasks",
-            rule="use one of them: the cluster divides the work among its nodes",
-            fix=f"--on {on} only",
-        )
     log = None if as_json else _say
-    prepared = make(load(recipe, overrides or []).recipe, data_dir, workers=workers, tasks=tasks, on=on, progress=log)
+    prepared = make(load(recipe, overrides or []).recipe, data_dir, workers=workers, on=on, progress=log)
     documents, copies = None, None
     if verify:
         from llmrecipes.data.leaks import check_near_copies  # imports megatron-core

@@ -1,6 +1,6 @@
-"""Which documents are dropped because of earlier ones, decided by any number of tasks.
+"""Which documents are dropped because of earlier ones, decided by any number of workers.
 
-Three stages, whose items are claimed and published as shards are. None has to know which documents others keep: a
+Three stages, whose items are done and published as shards are. None has to know which documents others keep: a
 document is dropped if an earlier one has the same digest or mark, kept or not, or else if it is similar to an earlier
 representative of one of its buckets.
 
@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -30,7 +29,7 @@ from typing import BinaryIO
 import numpy as np
 
 from llmrecipes.data.copies import NearDuplicates, different, doubled
-from llmrecipes.data.shard_files import damaged, framed, new_token, publish, unframed
+from llmrecipes.data.shard_files import damaged, framed, publish, unframed
 from llmrecipes.data.shards import KEY_BYTES, Shards
 from llmrecipes.data.steps import DUPLICATES, NEAR_DUPLICATES, Cut, Document, Dropped, Seen, left_of
 
@@ -53,60 +52,35 @@ class Item:
     def file(self) -> Path:
         return self.folder / f"{self.number:06d}.{self.stage}"
 
-    def publish(self, token: str, *content: bytes) -> None:
+    def publish(self, *content: bytes) -> None:
         """With the name that says that it is complete."""
-        self.publish_all(token, content)
-
-    def publish_all(self, token: str, content: Iterable[bytes]) -> None:
-        """The same of content that is not all in memory."""
-        publish(self.folder / f".{self.number:06d}.{self.stage}-{token}.part", self.file, content)
-
-
-class Lost(Exception):
-    """An item is another task's by now."""
-
-
-def _missing(folder: Path, stage: str, count: int) -> list[int]:
-    try:
-        with os.scandir(folder) as entries:
-            done = {entry.name for entry in entries if entry.name.endswith(f".{stage}")}
-    except FileNotFoundError:  # the data is published, and the shards are deleted
-        return []
-    return [number for number in range(count) if f"{number:06d}.{stage}" not in done]
+        publish(self.file, content)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of joining: `make` makes an item; it returns early if the item is lost to another task."""
+    """A stage of joining: `make` makes an item."""
 
     shards: Shards
     name: str
     count: Callable[[Shards], int]
-    """Items; FileNotFoundError until it is known."""
-    make: Callable[[Shards, Item, str, Callable[[], bool]], None]
+    """Items, once the stages before are done."""
+    make: Callable[[Shards, Item], None]
 
     def needed(self) -> list[int]:
         """Numbers of the items that are missing."""
-        try:
-            count = self.count(self.shards)
-        except FileNotFoundError:  # not yet, or not any more
-            return []
-        return _missing(self.shards.joining, self.name, count)
+        with os.scandir(self.shards.joining) as entries:
+            done = {entry.name for entry in entries if entry.name.endswith(f".{self.name}")}
+        return [number for number in range(self.count(self.shards)) if f"{number:06d}.{self.name}" not in done]
 
-    def claim(self, number: int) -> Path:
-        """The folder whose creation claims an item."""
-        return self.shards.joining / f"{number:06d}.{self.name}.claim"
-
-    def work(self, number: int, token: str = "", lost: Callable[[], bool] = lambda: False) -> None:
+    def work(self, number: int) -> None:
         """Make an item and publish it.
 
         Raises:
             UserError: a shard is damaged.
             OSError: something cannot be read or written.
         """
-        token = token or new_token()
-        with suppress(Lost):
-            self.make(self.shards, Item(self.shards.joining, self.name, number), token, lost)
+        self.make(self.shards, Item(self.shards.joining, self.name, number))
 
 
 def stages(shards: Shards) -> tuple[Stage, ...]:
@@ -137,13 +111,11 @@ def _band_ranges(shards: Shards) -> int:
     return min(_MOST_RANGES, max(_LEAST_RANGES, len(shards.shards)))
 
 
-def _repeats(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) -> None:
+def _repeats(shards: Shards, item: Item) -> None:
     kind, of_range = shards.kinds[item.number // shards.ranges], item.number % shards.ranges
     keys_by_shard: list[np.ndarray] = []
     places: list[np.ndarray] = []
     for number in range(len(shards.joined)):
-        if lost():
-            return
         of_shard, place = shards.keys(number, of_range, kind)
         keys_by_shard.append(of_shard)
         places.append(np.stack([np.full(len(place), number), place]))
@@ -152,18 +124,16 @@ def _repeats(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) -
     order = np.lexsort(keys.T)  # stable: of equal keys the first document comes first
     ordered = keys[order]
     repeated = np.sort(order[1:][(ordered[1:] == ordered[:-1]).all(axis=1)])
-    item.publish(token, np.ascontiguousarray(where[:, repeated], "<i8").tobytes())
+    item.publish(np.ascontiguousarray(where[:, repeated], "<i8").tobytes())
 
 
-def _bands(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) -> None:
+def _bands(shards: Shards, item: Item) -> None:
     repeats, ranges = Compared(shards, item.number, near_too=False), _band_ranges(shards)
     bands = NearDuplicates(**(shards.spec.steps.near or {})).bands
 
     def pieces() -> Iterator[bytes]:
         place, places, marks = 0, list[int](), list[bytes]()
         for worked in shards.batches(item.number, ids=False):
-            if lost():
-                raise Lost
             for document in (outcome for outcome in worked.outcomes if isinstance(outcome, Document)):
                 if repeats.add(document) is None:
                     places.append(place)
@@ -175,27 +145,24 @@ def _bands(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) -> 
         if places:
             yield piece(places, marks, bands, ranges)
 
-    item.publish_all(token, pieces())
+    publish(item.file, pieces())
 
 
-def _near(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) -> None:
+def _near(shards: Shards, item: Item) -> None:
     step = NearDuplicates(**(shards.spec.steps.near or {}))
     files = [Item(item.folder, "bands", number).file for number in range(len(shards.joined))]
-    dropped = dropped_in(files, item.number, _band_ranges(shards), step, lost)
-    if dropped is not None:
-        item.publish(token, dropped.astype("<i8").tobytes())
+    dropped = dropped_in(files, item.number, _band_ranges(shards), step)
+    item.publish(dropped.astype("<i8").tobytes())
 
 
 _DECISIONS = "decisions"
 
 
-def _decided(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) -> None:
+def _decided(shards: Shards, item: Item) -> None:
     seen = Seen(shards.spec.steps)
     for number in range(len(shards.joined)):
         place, rows = 0, list[list[object]]()
         for worked in shards.batches(number, ids=False):
-            if lost():
-                raise Lost
             for document in (outcome for outcome in worked.outcomes if isinstance(outcome, Document)):
                 decision = seen.add(document)
                 if isinstance(decision, Dropped):
@@ -204,8 +171,8 @@ def _decided(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) -
                     left = decision.document.text.decode()
                     rows.append([place, decision.reason, decision.pieces, decision.excerpt, left])
                 place += 1
-        Item(item.folder, _DECISIONS, number).publish(token, json.dumps(rows).encode())
-    item.publish(token)
+        Item(item.folder, _DECISIONS, number).publish(json.dumps(rows).encode())
+    item.publish()
 
 
 class Decided:
@@ -330,9 +297,7 @@ def _starts(stream: BinaryIO, at: int, count: int) -> list[int]:
     return values
 
 
-def dropped_in(
-    files: Sequence[Path], of_range: int, ranges: int, step: NearDuplicates, lost: Callable[[], bool]
-) -> np.ndarray | None:
+def dropped_in(files: Sequence[Path], of_range: int, ranges: int, step: NearDuplicates) -> np.ndarray:
     """The documents that are similar to an earlier representative of one of the buckets in a range.
 
     Held are 16 bytes for each band of the range until they are sorted, 28 for each bucket of several documents, and a
@@ -344,10 +309,9 @@ def dropped_in(
         of_range: number of the range.
         ranges: ranges of keys.
         step: the settings.
-        lost: whether the work is another task's by now.
 
     Returns:
-        Numbers of files, and places in their shards, ascending: int64[2, n]; None if it was lost.
+        Numbers of files, and places in their shards, ascending: int64[2, n].
 
     Raises:
         UserError: a file is not what was written.
@@ -361,8 +325,6 @@ def dropped_in(
     similar = [np.empty((2, 0), np.int64)]
     buckets = Buckets(len(common), step.most_different, step.words)
     for number, file in enumerate(files if len(common) else ()):
-        if lost():
-            return None
         for its_keys, places, sketches in read(file, of_range, ranges):
             bucket = np.minimum(np.searchsorted(common, its_keys), len(common) - 1)
             inside = np.flatnonzero(common[bucket] == its_keys)

@@ -180,7 +180,7 @@ class NearDuplicates:
 
     In a bucket a document is compared with the representatives, in the order of the sources. If one of them is similar,
     the document is dropped; otherwise it becomes a representative. What happens in a bucket does not depend on
-    other buckets, so any number of tasks may share them, in any order (`compare.Buckets`); this class has all of them.
+    other buckets, so workers may share them in any order (`compare.Buckets`); this class has all of them.
 
     A document that is kept is a representative in each of its buckets. So two that are kept are not similar, if they
     have a bucket in common: whatever splits they are in, no held-out text has a near-copy in training text. And a

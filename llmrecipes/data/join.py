@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -32,7 +31,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field
 
-from llmrecipes.data.compare import Item, Lost, judge
+from llmrecipes.data.compare import Item, judge
 from llmrecipes.data.corpus import Tally
 from llmrecipes.data.curriculum import SUFFIX as SCORES
 from llmrecipes.data.manifest import (
@@ -45,6 +44,7 @@ from llmrecipes.data.manifest import (
     stem,
 )
 from llmrecipes.data.prepared import HeldOutSplit
+from llmrecipes.data.shard_files import part_of
 from llmrecipes.data.shards import End, Shards
 from llmrecipes.data.split import DIGEST_BYTES, SPLITS, Split
 from llmrecipes.data.steps import UNREADABLE, Document
@@ -103,12 +103,12 @@ def _last(shards: Shards) -> tuple[int, int] | None:
     return number, most - (sums[number - 1] if number else 0)
 
 
-def find_end(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) -> None:
+def find_end(shards: Shards, item: Item) -> None:
     end, last = End(source=shards.ending or 0), _last(shards)
     if last is not None:
         number, room = last
         cut, compared = Item(item.folder, f"counts{_CUT}", number), 0
-        count_shard(shards, cut, token, lost, room, _CUT)
+        count_shard(shards, cut, room, _CUT)
         counts = read_item(cut)
         read = left = counts.tally.read + counts.tally.dropped[UNREADABLE]
         for worked in shards.batches(number, ids=False):
@@ -116,7 +116,7 @@ def find_end(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) -
             if (left := left - len(worked.outcomes)) <= 0:
                 break
         end = End(source=end.source, shard=number, read=read, compared=compared)
-    item.publish(token, end.model_dump_json().encode())
+    item.publish(end.model_dump_json().encode())
 
 
 def members(shards: Shards) -> int:
@@ -147,11 +147,9 @@ def used_item(shards: Shards, stage: str, number: int) -> Item:
     return cut if shards.ending is not None and cut.file.exists() else Item(shards.joining, stage, number)
 
 
-def count_shard(
-    shards: Shards, item: Item, token: str, lost: Callable[[], bool], room: int | None = None, suffix: str = ""
-) -> None:
+def count_shard(shards: Shards, item: Item, room: int | None = None, suffix: str = "") -> None:
     if not shards.final and shards.shards[item.number].source != shards.ending:  # all that is asked is an end
-        item.publish(token)
+        item.publish()
         return
     added, talks = 0, ChatCounts()
     parts: dict[Split, _Counted] = {}
@@ -164,14 +162,12 @@ def count_shard(
         lambda split, text: texts.setdefault(split, bytearray()).extend(text),
     )
     for worked in shards.batches(item.number, ids=False):
-        if lost():
-            raise Lost
         if room is not None and added >= room:
             break
         of_batch = output.add(worked, None if room is None else room - added, tally)
         added, talks = added + of_batch.tokens, of_batch.talks_with(talks)
     for split, text in texts.items():
-        Item(item.folder, f"{split}{suffix}", item.number).publish(token, bytes(text))
+        Item(item.folder, f"{split}{suffix}", item.number).publish(bytes(text))
     counts = ShardCounts(
         splits={
             split: Counts(documents=part.documents, tokens=part.tokens, bytes=part.size)
@@ -182,7 +178,7 @@ def count_shard(
         texts=list(texts),
         talks=talks,
     )
-    item.publish(token, counts.model_dump_json().encode())
+    item.publish(counts.model_dump_json().encode())
 
 
 def read_counts(shards: Shards, number: int) -> ShardCounts:
@@ -193,7 +189,7 @@ def read_item(counts: Item) -> ShardCounts:
     return ShardCounts.model_validate_json(counts.file.read_bytes())
 
 
-def lay_out(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) -> None:
+def lay_out(shards: Shards, item: Item) -> None:
     before: list[dict[Split, tuple[int, int]]] = []
     bounds: dict[str, tuple[int, int]] = {}
     texts: dict[HeldOutSplit, list[int]] = {}
@@ -201,7 +197,7 @@ def lay_out(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) ->
     if (last := _last(shards)) is not None:
         number, room = last
         used = number + 1
-        count_shard(shards, Item(item.folder, f"counts{_CUT}", number), token, lost, room, _CUT)
+        count_shard(shards, Item(item.folder, f"counts{_CUT}", number), room, _CUT)
     for number, shard in enumerate(shards.joined[:used]):
         before.append({})
         of_shard = read_counts(shards, number)
@@ -212,7 +208,8 @@ def lay_out(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) ->
             name = stem(shard.source, split)
             documents, tokens = before[-1][split] = bounds.get(name, (0, 0))
             bounds[name] = (documents + counts.documents, tokens + counts.tokens)
-    temporary, folder = item.folder / f".{JOINED}-{token}", item.folder / JOINED
+    folder = item.folder / JOINED
+    temporary = part_of(folder)
     try:
         temporary.mkdir()
         code = next(code for code, name in IDX_DTYPES.items() if name == shards.spec.dtype)
@@ -238,7 +235,7 @@ def lay_out(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) ->
         shutil.rmtree(temporary, ignore_errors=True)
     if not folder.is_dir():
         raise OSError(0, "cannot make the folder", str(folder))
-    item.publish(token, Layout(before=before, every=bounds, texts=texts, room=room).model_dump_json().encode())
+    item.publish(Layout(before=before, every=bounds, texts=texts, room=room).model_dump_json().encode())
 
 
 def read_layout(folder: Path) -> Layout:
@@ -251,7 +248,7 @@ def _parsed_layout(file: Path, modified: int) -> Layout:
     return Layout.model_validate_json(file.read_bytes())
 
 
-def pack(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) -> None:
+def pack(shards: Shards, item: Item) -> None:
     layout = read_layout(item.folder)
     split, begin = layout.members[item.number]
     text, at = bytearray(), 0
@@ -264,7 +261,7 @@ def pack(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) -> No
         at += size
     if len(text) != min(MEMBER_BYTES, at - begin):
         raise _damaged(item.folder, f"the held-out texts of {split} have become shorter")
-    item.publish(token, compressed(text))
+    item.publish(compressed(text))
 
 
 @dataclass
@@ -318,10 +315,10 @@ def _write_at(file: int, content: bytes, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
-def place_shard(shards: Shards, item: Item, token: str, lost: Callable[[], bool]) -> None:
+def place_shard(shards: Shards, item: Item) -> None:
     layout, source = read_layout(item.folder), shards.shards[item.number].source
     if item.number >= len(layout.before):  # behind the end
-        item.publish(token)
+        item.publish()
         return
     before = layout.before[item.number]
     with ExitStack() as stack:
@@ -340,8 +337,6 @@ def place_shard(shards: Shards, item: Item, token: str, lost: Callable[[], bool]
         room, added = layout.room if item.number + 1 == len(layout.before) else None, 0
         output = Output(shards.spec, judge(shards, item.number), opened, lambda split, text: None)
         for worked in shards.batches(item.number):
-            if lost():
-                return
             if room is not None and added >= room:
                 break
             added += output.add(worked, None if room is None else room - added, Tally()).tokens
@@ -354,7 +349,7 @@ def place_shard(shards: Shards, item: Item, token: str, lost: Callable[[], bool]
                 raise _damaged(item.folder, f"shard {item.number} no longer has the documents that were counted")
             for suffix in places[split].files:
                 sync(item.folder / JOINED / f"{stem(source, split)}{suffix}")
-    item.publish(token, b"")
+    item.publish(b"")
 
 
 def _damaged(folder: Path, what: str) -> UserError:

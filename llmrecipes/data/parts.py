@@ -1,4 +1,4 @@
-"""Parts of large files: ranges of bytes that tasks read independently of each other.
+"""Parts of large files: ranges of bytes that workers read independently of each other.
 
 A file of more than `part_bytes` is cut into equal ranges, without reading it. A line of JSON belongs to the range of
 its first byte, a row group of Parquet to the one in which it would begin if all rows had the same size. So every
@@ -23,7 +23,7 @@ from llmrecipes.units import MIB
 PART_BYTES = 256 * MIB
 """Largest part of a file that can be cut, in a source that is not very large. A minute and a half of a core."""
 MOST_PARTS = 10_000
-"""Of a source, about: every claim of a task lists them all. From 2.4 TiB on the parts are larger instead."""
+"""Of a source, about: the folder of shards is listed often. From 2.4 TiB on the parts are larger instead."""
 
 MOST_BYTES = 128 * MIB
 """Of a document, or of a line that has one: a reader holds several times as much."""

@@ -54,25 +54,20 @@ def rounds(shards: Shards) -> Iterator[Stage | Shards]:
     Raises:
         UserError: a file has changed since it was written.
     """
-    yield shards
-    try:
-        while True:
-            if (using := shards.used()) is not None:
-                every = stages(using)
-                counted = [stage.name for stage in every].index("counts") + 1
-                yield from every[:counted]
-                if more := _more(using):
-                    shards.require(*more)
-                elif using.final:
-                    yield from every[counted:]
-                    return
-                else:
-                    yield Stage(using, "end", one, join.find_end)
-            yield shards
-    except FileNotFoundError:
-        if shards.folder.exists():
-            raise
-        # Others have done the rest, published the data and deleted the shards.
+    while True:
+        yield shards
+        if (using := shards.used()) is None:
+            continue
+        every = stages(using)
+        counted = [stage.name for stage in every].index("counts") + 1
+        yield from every[:counted]
+        if more := _more(using):
+            shards.require(*more)
+        elif using.final:
+            yield from every[counted:]
+            return
+        else:
+            yield Stage(using, "end", one, join.find_end)
 
 
 def _more(shards: Shards) -> tuple[int, int] | None:

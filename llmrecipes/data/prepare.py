@@ -60,7 +60,6 @@ def prepare(
     data_dir: Path,
     *,
     workers: int | None = None,
-    tasks: int | None = None,
     on: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Prepared:
@@ -70,8 +69,6 @@ def prepare(
         recipe: whose data.
         data_dir: folder of all prepared data; created if missing.
         workers: processes, unless there is little text; None: one for each CPU this process may use.
-        tasks: encode and join with so many processes, together with other calls for the same folder, on this and other
-            nodes.
         on: name of the executor in `executor.EXECUTORS`, with `workers` items at a time; None: processes of this
             machine.
         progress: receives progress messages.
@@ -100,17 +97,9 @@ def prepare(
     else:
         require_usable(recipe.data)  # before anything is listed, read or written
     import_megatron()
-    if tasks is not None:
-        from llmrecipes.data.tasks import encode_shards  # imports tokenizers
-
-        with _writable(data_dir):
-            with _lock(data_dir, target.name, log):
-                shards = None if target.is_dir() else _shards(recipe, target, log, shared=True)
-            if shards is not None:
-                encode_shards(shards, tasks, log)
     with _writable(data_dir), _lock(data_dir, target.name, log):
         if not target.is_dir():
-            _build(recipe, target, partial(_executor, on, workers, log), log, shared=tasks is not None)
+            _build(recipe, target, partial(_executor, on, workers, log), log)
         prepared = open_prepared(recipe, data_dir)
         # Loads megatron-core, which costs seconds where all is prepared.
         from llmrecipes.data.dataset import build_order
@@ -133,15 +122,13 @@ def _shards_folder(target: Path) -> Path:
     return target.with_name(f".{target.name}.shards")
 
 
-def _shards(recipe: Recipe, target: Path, log: Callable[[str], None], *, shared: bool) -> Shards:
-    """The shards of a recipe, with the tokenizer; made by the first call, which holds the lock.
+def _shards(recipe: Recipe, target: Path, log: Callable[[str], None]) -> Shards:
+    """The shards of a recipe, with the tokenizer; those of other sources or another version are deleted.
 
     Args:
         recipe: whose data is prepared.
         target: the folder that is to be made.
         log: receives what is notable.
-        shared: other calls may be at work on the same shards; else those of other sources or another version are
-            deleted.
     """
     from llmrecipes.data.shards import PLAN, Shards, plan, read_plan
 
@@ -150,7 +137,7 @@ def _shards(recipe: Recipe, target: Path, log: Callable[[str], None], *, shared:
         try:
             stored = read_plan(folder, recipe.data.sources)
         except UserError as error:
-            if shared:
+            if error.again:
                 raise
             log(f"note: started over, because {folder} was {error.what}")
     if stored is None:
@@ -175,9 +162,7 @@ def _shards(recipe: Recipe, target: Path, log: Callable[[str], None], *, shared:
     return Shards(folder, recipe.data.sources, spec, tuple(stored.shards), recipe.data.chat)
 
 
-def _build(
-    recipe: Recipe, target: Path, executor: Callable[[], Executor], log: Callable[[str], None], *, shared: bool
-) -> None:
+def _build(recipe: Recipe, target: Path, executor: Callable[[], Executor], log: Callable[[str], None]) -> None:
     from llmrecipes.data.pipeline import run
 
     started = time.monotonic()
@@ -185,10 +170,9 @@ def _build(
     workers = executor()  # first: a cluster that does not answer is said before minutes of work
     try:
         with closing(workers):
-            shards = _shards(recipe, target, log, shared=shared)
-            if not shared:
-                for left in shards.folder.rglob(".*.part"):  # by a killed call
-                    left.unlink(missing_ok=True)
+            shards = _shards(recipe, target, log)
+            for left in shards.folder.rglob(".*.part"):  # by a killed call
+                shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
             run(shards, workers, log)
         shutil.rmtree(part, ignore_errors=True)  # from a killed run; the lock is ours
         part.mkdir()
@@ -200,7 +184,7 @@ def _build(
         _delete_shards(target)  # first: it has second names of the files that are checked
         checked.remember(target, contents)
     except UserError as error:
-        if not (error.again or shared):  # the corrected recipe or source has other shards, so these would stay for good
+        if not error.again:  # the corrected recipe or source has other shards, so these would stay for good
             _delete_shards(target)
         raise
     finally:

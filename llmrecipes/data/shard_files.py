@@ -1,4 +1,4 @@
-"""The files of shards: batches, and whatever else tasks publish, each part with its size and its SHA-256."""
+"""The files of shards: batches, and whatever else items publish, each part with its size and its SHA-256."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import struct
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,26 +17,25 @@ from llmrecipes.data.encode import Encoded
 from llmrecipes.data.split import DIGEST_BYTES
 from llmrecipes.data.steps import UNREADABLE, Document, Dropped
 from llmrecipes.errors import UserError
-from llmrecipes.hardware.process import start_ticks
 from llmrecipes.io import sync
 
 _FRAME = struct.Struct("<QQ32s")
 
 
-def new_token() -> str:
-    """Names this process: its id and start, and a value that no other has."""
-    return f"{os.getpid()}-{start_ticks(os.getpid())}-{uuid.uuid4().hex[:8]}"
+def part_of(file: Path) -> Path:
+    """A name for a file that is not complete, which nobody else uses: an item may be done twice at the same time."""
+    return file.with_name(f".{file.name}-{uuid.uuid4().hex}.part")
 
 
-def publish(part: Path, file: Path, content: Iterable[bytes]) -> None:
-    """Write a file under another name, and rename it when it is on disk; who takes the work over removes the part.
-    Nothing is published if an error ends the content."""
+def publish(file: Path, content: Iterable[bytes]) -> None:
+    """Write a file under another name, and rename it when it is on disk. Nothing is published if an error ends the
+    content."""
+    part = part_of(file)
     try:
         with part.open("wb") as stream:
             stream.writelines(content)
-        with suppress(FileNotFoundError):
-            sync(part)
-            part.rename(file)
+        sync(part)
+        part.rename(file)
     finally:
         part.unlink(missing_ok=True)
     sync(file.parent)

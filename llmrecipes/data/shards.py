@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from errno import ENOENT
 from pathlib import Path
@@ -25,7 +25,7 @@ from llmrecipes.data.executor import Executor, ThisProcess
 from llmrecipes.data.gigatoken import Gigatoken
 from llmrecipes.data.manifest import Record, TokenizerRecord
 from llmrecipes.data.parts import Part
-from llmrecipes.data.shard_files import Reading, damaged, dumped, framed, new_token, publish, read, unframed
+from llmrecipes.data.shard_files import Reading, damaged, dumped, framed, part_of, publish, read, unframed
 from llmrecipes.data.split import DIGEST_BYTES
 from llmrecipes.data.steps import DUPLICATES, Document
 from llmrecipes.errors import UserError
@@ -71,7 +71,7 @@ class End(Record):
 
 
 class Plan(Record):
-    """What all tasks agree upon before they begin: version, tokenizer, files and shards."""
+    """What all workers agree upon before they begin: version, tokenizer, files and shards."""
 
     version: str
     dtype: str
@@ -81,7 +81,7 @@ class Plan(Record):
 
 
 def plan(recipe_sources: tuple[Source, ...], dtype: str, tokenizer: TokenizerRecord) -> Plan:
-    """What all tasks agree upon, for these sources."""
+    """What all workers agree upon, for these sources."""
     return Plan(
         version=llmrecipes.__version__,
         dtype=dtype,
@@ -114,10 +114,10 @@ def cut(recipe_sources: tuple[Source, ...]) -> list[Shard]:
 
 
 def uncut(recipe_sources: tuple[Source, ...]) -> Iterator[str]:
-    """A line for each source of which one task reads more than a shard should have."""
+    """A line for each source of which one worker reads more than a shard should have."""
     for source in recipe_sources:
         if source.type == "hub" and not sources.by_file(source):
-            yield f"{sources.label(source)}: one shard, read by one task"
+            yield f"{sources.label(source)}: one shard, read by one worker"
         if not sources.by_file(source):
             continue
         files = sources.files(source)
@@ -126,7 +126,7 @@ def uncut(recipe_sources: tuple[Source, ...]) -> Iterator[str]:
         if whole:
             largest = max(whole, key=parts.size_of)
             yield (
-                f"{sources.label(source)}: large files that cannot be split, each read by one task: {len(whole):,}; "
+                f"{sources.label(source)}: large files that cannot be split, each read by one worker: {len(whole):,}; "
                 f"the largest, {largest.name}, has {parts.size_of(largest) / GIB:.1f} GiB"
             )
 
@@ -147,7 +147,7 @@ def read_plan(folder: Path, recipe_sources: tuple[Source, ...]) -> Plan:
             raise UserError(
                 f"source {sources.label(source)!r} has other files than when this was started",
                 where=str(folder),
-                rule="all tasks must read the same files",
+                rule="all workers must read the same files",
                 fix=f"use the same files on every node, or {_CHANGED}",
             )
     return stored
@@ -169,7 +169,7 @@ class Done(NamedTuple):
 
 @dataclass(frozen=True)
 class Shards:
-    """The shards of a recipe, in a folder that all tasks share.
+    """The shards of a recipe, in a folder that all workers share.
 
     Args:
         folder: folder of plan, tokenizer and shards.
@@ -177,7 +177,7 @@ class Shards:
         chat: the documents are conversations.
         ending: number of a source with `max_tokens` of which the end is looked for; None: all ends are known.
         first: how many are joined; None: all.
-        required: tokens of that source that they were required to have then; another task may require more since.
+        required: tokens of that source that they were required to have then.
         ends: those of the sources before, by number.
     """
 
@@ -228,11 +228,7 @@ class Shards:
 
     def used(self) -> Shards | None:
         """These, joined up to the first with which the next source whose end is not known has the tokens that are
-        required; None if that is not encoded yet, because more are required since.
-
-        Raises:
-            FileNotFoundError: they are deleted, because the data is published.
-        """
+        required; None if that is not encoded yet, because more are required since."""
         ends = {end.source: end for end in map(_end_of, self.folder.glob(f"first-*/*{_END}"))}
         known = replace(self, ends=ends)
         limited = (n for n, of in enumerate(self.every) if of.max_tokens is not None and not of.tokenized)
@@ -269,10 +265,6 @@ class Shards:
             required[source] = max(required[source] or 0, tokens)
         return required
 
-    def claim(self, number: int) -> Path:
-        """The folder whose creation claims a shard; it has the lease."""
-        return self.folder / f"{number:06d}.claim"
-
     def published(self) -> dict[int, Done]:
         """The shards that are published, by number."""
         done = dict[int, Done]()
@@ -296,12 +288,8 @@ class Shards:
 
     def needed(self) -> list[int]:
         """Numbers of the shards to encode: those that are missing, of a source with `max_tokens` only until the ones
-        before them have as many tokens, or as many as it takes so that they are kept (`require`). None once the shards
-        are deleted, because the data is published."""
-        try:
-            done, missing = self.published(), list[int]()
-        except FileNotFoundError:
-            return []
+        before them have as many tokens, or as many as it takes so that they are kept (`require`)."""
+        done, missing = self.published(), list[int]()
         tokens, required = [0 for _ in self.every], self._required()
         for number, shard in enumerate(self.shards):
             most = required[shard.source]
@@ -334,17 +322,13 @@ class Shards:
     def work(
         self,
         number: int,
-        token: str = "",
-        lost: Callable[[], bool] = lambda: False,
         executor: Executor | None = None,
         report: Callable[[Reading], None] = lambda reading: None,
     ) -> Reading:
-        """Encode a shard and publish it, if it is complete and `lost` is not true before.
+        """Encode a shard and publish it.
 
         Args:
             number: of the shard.
-            token: token of this process.
-            lost: whether the shard is another task's by now.
             executor: encodes its batches; None: this process.
             report: receives what was read, batch by batch.
 
@@ -352,23 +336,18 @@ class Shards:
             UserError: it cannot be read.
             OSError: it cannot be written.
         """
-        token = token or new_token()
-        part, differences = self.folder / f".{number:06d}-{token}.part", Gigatoken.differences
+        part, differences = part_of(self.folder / f"{number:06d}"), Gigatoken.differences
         executor = executor or ThisProcess()
         try:
-            encoded = self._encode(number, part, lost, executor, report)
+            encoded = self._encode(number, part, executor, report)
             if Gigatoken.differences > differences:  # what was encoded before the difference may have others
-                encoded = self._encode(number, part, lost, executor, report)
-            if encoded is None:
-                return Reading(self.shards[number].source)
+                encoded = self._encode(number, part, executor, report)
             reading, whole, keys = encoded
             for kind, of_kind in zip(self.kinds, keys, strict=True):  # before the shard, which says that they are there
-                kept = self.folder / f".{number:06d}-{token}.{kind}.part"
-                publish(kept, self._keys(number, kind), [self._by_range(of_kind, KEY_BYTES[kind])])
+                publish(self._keys(number, kind), [self._by_range(of_kind, KEY_BYTES[kind])])
             file = self.folder / f"{number:06d}.{reading.tokens}{'' if whole else _CUT}.shard"
-            with suppress(FileNotFoundError):  # who has taken the shard over has removed the file
-                sync(part)
-                part.rename(file)
+            sync(part)
+            part.rename(file)
             for shorter in self.folder.glob(f"{number:06d}.*{_CUT}.shard"):
                 if shorter != file:
                     shorter.unlink(missing_ok=True)
@@ -381,12 +360,11 @@ class Shards:
         self,
         number: int,
         part: Path,
-        lost: Callable[[], bool],
         executor: Executor,
         report: Callable[[Reading], None],
-    ) -> tuple[Reading, bool, list[list[bytes]]] | None:
-        """Encode a shard to a file. What was read, whether that was all, and what is compared of its documents by kind;
-        None if it is lost."""
+    ) -> tuple[Reading, bool, list[list[bytes]]]:
+        """Encode a shard to a file. What was read, whether that was all, and what is compared of its documents by
+        kind."""
         shard = self.shards[number]
         source, limit = self.every[shard.source], self._limit(number)
         skip = self.spec.steps.max_unreadable > 0
@@ -394,8 +372,6 @@ class Shards:
         batches = batches_of(shard.source, sources.documents(source, self.chat, shard.parts(source), skip=skip))
         with part.open("wb") as file, closing(encode_all(batches, self.spec, executor)) as encoded:
             for worked in encoded:
-                if lost():
-                    return None
                 every.add(worked)
                 report(Reading(shard.source).add(worked))
                 for document in (outcome for outcome in worked.outcomes if isinstance(outcome, Document)):

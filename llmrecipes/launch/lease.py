@@ -28,7 +28,6 @@ RENEW_SECONDS = 5.0
 LEASE_SECONDS = 120.0
 """A lease that has not changed for so long is lost; longer than network file systems cache attributes (60 s)."""
 MOST_BYTES = 4096
-RUN = "another job has taken over the run; this one stops"
 
 
 @dataclass(frozen=True)
@@ -70,9 +69,7 @@ def request_cancel(run_dir: Path, token: str) -> None:
 
 
 @contextmanager
-def held(
-    run_dir: Path, token: str, cancelled: Callable[[], None], lost: Callable[[], None], what: str = RUN
-) -> Iterator[None]:
+def held(run_dir: Path, token: str, cancelled: Callable[[], None], lost: Callable[[], None]) -> Iterator[None]:
     """Renew the lease of a job while the block runs.
 
     Args:
@@ -80,7 +77,6 @@ def held(
         token: of the job.
         cancelled: called once if another machine has cancelled the job.
         lost: called if the run has been given to another job; this one must end without writing anything more.
-        what: says in the log what happened then.
     """
     path, ended = RunFiles(run_dir).lease, Event()
     request = path.with_name(CANCEL.format(token))
@@ -91,7 +87,7 @@ def held(
             with suppress(OSError):  # of a directory that is away: tried again, and lost if it was given away meanwhile
                 lease = read(run_dir)
                 if lease is not None and lease.token != token:
-                    logger.error("%s: %s", path, what)
+                    logger.error("%s: another job has taken over the run; this one stops", path)
                     lost()
                 if lease is not None:
                     os.utime(path)

@@ -53,13 +53,14 @@ def corpus(folder: Path, documents: int = 200, seed: int = 0, word: str = "word"
 
 
 def fused(folder: str) -> Step:
-    """A step that kills its task, as `kill -9` does, at each document that begins with the name of a file in the
+    """A step that kills its worker, as `kill -9` does, at each document that begins with the name of a file in the
     folder: once, because the file is deleted."""
 
     def step(texts: list[str]) -> list[str]:
-        if multiprocessing.parent_process() is not None:
+        words = texts[0].split()
+        if multiprocessing.parent_process() is not None and len(words) > 1:
             try:
-                (Path(folder) / texts[0].split()[1]).unlink()
+                (Path(folder) / words[1]).unlink()
             except FileNotFoundError:
                 return texts
             os.kill(os.getpid(), signal.SIGKILL)

@@ -171,6 +171,7 @@ def test_show_warns_where_little_memory_is_left(capsys: pytest.CaptureFixture[st
         (["show"], "RECIPE", ()),
         (["show", "gpt-tiny", "--wrong"], "--wrong", "--help"),
         (["shwo"], "shwo", "--help"),
+        (["prepare", "gpt-tiny", "--tasks", "4"], "--tasks", "--on ray"),
         (["submit", "gpt-tiny", "--prepare-tasks", "4"], "--prepare-tasks", ("--prepare-nodes", "--on ray")),
     ],
 )

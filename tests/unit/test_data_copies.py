@@ -211,11 +211,10 @@ def test_ranges_of_bands_drop_what_the_definition_drops(tmp_path: Path) -> None:
             files.append(file)
         dropped = set[int]()
         for of_range in range(ranges):
-            found = compare.dropped_in(files, of_range, ranges, step, lambda: False)
-            assert found is not None and found[0].tolist() == sorted(found[0])
+            found = compare.dropped_in(files, of_range, ranges, step)
+            assert found[0].tolist() == sorted(found[0])
             dropped |= {borders[number] + place for number, place in found.T.tolist()}
         assert dropped == expected
-        assert compare.dropped_in(files, 0, ranges, step, lambda: True) is None
 
 
 def greedy(words: list[np.ndarray], step: NearDuplicates) -> set[int]:
@@ -271,7 +270,7 @@ def test_damaged_bands_are_refused(tmp_path: Path) -> None:
         file.write_bytes(right[:place] + bytes([right[place] ^ 129]) + right[place + 1 :])
         with refused(file):
             for of_range in range(2):
-                compare.dropped_in([file], of_range, 2, step, lambda: False)
+                compare.dropped_in([file], of_range, 2, step)
     file.write_bytes(right[:-1])
     with refused(file):
-        compare.dropped_in([file], 0, 2, step, lambda: False)
+        compare.dropped_in([file], 0, 2, step)

@@ -132,7 +132,7 @@ def test_scores_do_not_depend_on_who_prepares(
 ) -> None:
     chosen, alone = ordered(plain, score="compression_ratio")
     monkeypatch.setattr(parts, "PART_BYTES", 20_000)  # several shards of each source
-    together = prepare(chosen, tmp_path, tasks=2)
+    together = prepare(chosen, tmp_path, workers=2)
     for source in (0, 1):
         name = f"{stem(source, 'train')}.scores"
         assert (together.path / name).read_bytes() == (alone.path / name).read_bytes()

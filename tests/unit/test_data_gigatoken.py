@@ -230,7 +230,7 @@ def shard(folder: Path, text: Path, backend: tokenizers.Tokenizer) -> bytes:
     spec = EncoderSpec(file, "", 0, "uint16", False, StepSpec(SplitRule((90.0, 5.0, 5.0))))
     encode.gigatoken.cache_clear()
     every = Shards(folder, (source,), spec, tuple(shards_module.cut((source,))))
-    every.work(0, "token")
+    every.work(0)
     return every.published()[0][0].read_bytes()
 
 

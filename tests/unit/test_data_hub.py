@@ -139,7 +139,7 @@ def _texts(server: _Hub) -> list[str]:
     return [text for table in tables for text in table.column("text").to_pylist()]
 
 
-def test_files_are_shared_by_tasks_and_asked_for_again(served: _Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_shared_by_workers_and_asked_for_again(served: _Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Source(type="hub", path=_NAME)
     served.failing["data/train-1.parquet"] = ["500", "reset"]
     assert list(sources.documents(source)) == _texts(served)

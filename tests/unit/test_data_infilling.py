@@ -96,13 +96,13 @@ def test_choices_are_uniform_and_follow_seed_and_text() -> None:
     assert cut(5, digest(b""), 0.0, 1.0, 1) is None
 
 
-def test_tasks_and_workers_make_the_same(
+def test_shards_and_workers_make_the_same(
     source: Source, prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts, "PART_BYTES", 20_000)
-    by_tasks = prepare(with_fim(source), tmp_path, tasks=2)
-    assert by_tasks.manifest.files == prepared.manifest.files
-    assert by_tasks.manifest.sources == prepared.manifest.sources
+    by_shards = prepare(with_fim(source), tmp_path, workers=2)
+    assert by_shards.manifest.files == prepared.manifest.files
+    assert by_shards.manifest.sources == prepared.manifest.sources
 
 
 def test_near_copies_are_compared_as_the_text_is(tmp_path: Path) -> None:

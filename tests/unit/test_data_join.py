@@ -1,4 +1,4 @@
-"""Joining shards by several tasks: the bytes of one process, whoever is killed and whatever is made twice."""
+"""Encoding and joining shards by several processes: the bytes of one, whoever is killed and whatever is made twice."""
 
 from __future__ import annotations
 
@@ -7,27 +7,25 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import shutil
-import signal
-import threading
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pytest
+from pydantic import create_model
 
 from llmrecipes.data import parts, pipeline
 from llmrecipes.data import shards as shards_module
 from llmrecipes.data.leaks import check_near_copies
 from llmrecipes.data.prepare import Prepared, _shards, fingerprint, prepare
 from llmrecipes.data.shards import Shards
-from llmrecipes.data.tasks import run
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.data_steps import Step
-from llmrecipes.recipe.schema import Recipe, Source
+from llmrecipes.recipe.schema import Chat, Data, Recipe, Source
 from tests.refusals import refused
-from tests.unit.data_recipes import corpus, recipe
+from tests.unit.data_recipes import FUSED, corpus, recipe
 
 
 @pytest.fixture(scope="module")
@@ -101,17 +99,24 @@ def content(prepared: Prepared) -> dict[str, bytes]:
 
 def begun(used: Recipe, data: Path) -> Shards:
     data.mkdir()
-    return _shards(used, data / fingerprint(used), lambda line: None, shared=False)
+    return _shards(used, data / fingerprint(used), lambda line: None)
+
+
+def run(stage: Any) -> None:
+    """Do all that a stage needs, in this process."""
+    while missing := stage.needed():
+        stage.work(missing[0])
 
 
 @pytest.mark.usefixtures("small")
-def test_tasks_join_to_the_bytes_of_one_process(
-    sources: tuple[Source, ...], expected: Prepared, tmp_path: Path
+def test_processes_join_to_the_bytes_of_one(
+    sources: tuple[Source, ...], expected: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(pipeline, "_SMALL_BYTES", 0)
     [text, rows] = expected.manifest.sources
     assert rows.duplicates == 30 and rows.steps == {"length": 12} and rows.empty == 12 and text.splits["valid"].tokens
     lines: list[str] = []
-    several = prepare(of(sources), tmp_path / "data", tasks=2, progress=lines.append)
+    several = prepare(of(sources), tmp_path / "data", workers=2, progress=lines.append)
     assert content(several) == content(expected)
     assert (several.path / "dropped.jsonl").exists()
     assert [line for line in lines if "documents kept" in line]
@@ -121,7 +126,7 @@ def test_tasks_join_to_the_bytes_of_one_process(
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.rotating
-def test_tasks_join_what_is_equal_but_for_case(sources: tuple[Source, ...], tmp_path: Path) -> None:
+def test_shards_join_what_is_equal_but_for_case(sources: tuple[Source, ...], tmp_path: Path) -> None:
     """Documents that repeat an earlier one in every byte, and those that the step drops, which have samples."""
     used = of(sources)
     steps = (*used.data.steps, Step(type="duplicates"))
@@ -133,7 +138,7 @@ def test_tasks_join_what_is_equal_but_for_case(sources: tuple[Source, ...], tmp_
     data = used.data.model_copy(update=change)
     used = used.model_copy(update={"data": data})
     one = prepare(used, tmp_path / "one", workers=99)
-    several = prepare(used, tmp_path / "several", tasks=2)
+    several = prepare(used, tmp_path / "several", workers=2)
     assert content(several) == content(one)
     assert [source.duplicates for source in several.manifest.sources] == [85, 45, 2]
     samples = [json.loads(line) for line in (several.path / "dropped.jsonl").read_text().splitlines()]
@@ -141,11 +146,11 @@ def test_tasks_join_what_is_equal_but_for_case(sources: tuple[Source, ...], tmp_
 
 
 @pytest.mark.usefixtures("larger")
-def test_tasks_join_near_duplicates(copied: Recipe, expected_of_copied: Prepared, tmp_path: Path) -> None:
+def test_shards_join_near_duplicates(copied: Recipe, expected_of_copied: Prepared, tmp_path: Path) -> None:
     """Whose copies are in other shards; what is dropped is counted, and has samples."""
     record = expected_of_copied.manifest.sources[2]
     assert record.read == 150 and 80 <= record.steps["near_duplicates"] <= 100
-    several = prepare(copied, tmp_path / "data", tasks=2)
+    several = prepare(copied, tmp_path / "data", workers=2)
     assert content(several) == content(expected_of_copied)
     samples = [json.loads(line) for line in (several.path / "dropped.jsonl").read_text().splitlines()]
     assert sum(row["step"] == "near_duplicates" for row in samples) == 20
@@ -157,7 +162,7 @@ def test_tasks_join_near_duplicates(copied: Recipe, expected_of_copied: Prepared
 @pytest.mark.usefixtures("larger")
 @pytest.mark.rotating
 @pytest.mark.parametrize("share", [0.9, 2])
-def test_tasks_join_a_last_source_up_to_max_tokens(
+def test_shards_join_a_last_source_up_to_max_tokens(
     copied: Recipe, expected_of_copied: Prepared, tmp_path: Path, share: float
 ) -> None:
     """Up to the document that one process reads last, also if more shards have to be encoded than have as many tokens,
@@ -172,14 +177,14 @@ def test_tasks_join_a_last_source_up_to_max_tokens(
         run(stage)
     assert share == 2 or len(list(shards.folder.glob("first-*"))) > 1
     assert (len(shards.published()) < len(shards.shards)) == (share < 2)
-    several = prepare(used, tmp_path / "data", tasks=1, progress=lines.append)
+    several = prepare(used, tmp_path / "data", workers=1, progress=lines.append)
     assert any("max_tokens" in line for line in lines) == (share < 2)
     assert content(several) == content(prepare(used, tmp_path / "one", workers=99))
 
 
 @pytest.mark.usefixtures("larger")
 @pytest.mark.rotating
-def test_tasks_join_several_sources_up_to_max_tokens(
+def test_shards_join_several_sources_up_to_max_tokens(
     copied: Recipe, expected_of_copied: Prepared, tmp_path: Path
 ) -> None:
     """What is behind the end of a source is seen by no document of a later one, as copies of it in the second show; a
@@ -198,7 +203,7 @@ def test_tasks_join_several_sources_up_to_max_tokens(
         for stage in pipeline.rounds(shards):
             run(stage)
         assert len(list(shards.folder.glob("first-*/*.end"))) == 2 and len(shards.published()) < len(shards.shards)
-        several = prepare(used, tmp_path / f"data{number}", tasks=1, progress=lines.append)
+        several = prepare(used, tmp_path / f"data{number}", workers=1, progress=lines.append)
         assert sum("max_tokens" in line for line in lines) == 2
         assert content(several) == content(prepare(used, tmp_path / f"one{number}", workers=99))
 
@@ -217,7 +222,7 @@ def test_held_out_texts_are_compressed_in_members(
     for stage in pipeline.stages(shards):
         run(stage)
     assert len(list(shards.folder.glob("*.packed"))) > 5
-    several = prepare(used, tmp_path / "data", tasks=1)
+    several = prepare(used, tmp_path / "data", workers=1)
     assert content(several) == content(prepare(used, tmp_path / "one", workers=99))
     for split in ("valid", "test"):
         texts = [gzip.decompress((each.path / f"{split}.txt.gz").read_bytes()) for each in (several, expected)]
@@ -243,7 +248,7 @@ def test_a_large_file_is_several_shards(sources: tuple[Source, ...], tmp_path: P
     (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress("\n".join(noise).encode()))
     used, lines = of((one, table, packed)), list[str]()
     data = tmp_path / "data"
-    several = prepare(used, data, tasks=2, progress=lines.append)
+    several = prepare(used, data, workers=2, progress=lines.append)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parts, "PART_BYTES", 1 << 30)
         whole = prepare(used, tmp_path / "whole", workers=1)
@@ -295,11 +300,11 @@ def test_an_item_whose_worker_was_killed_is_done_again(
     sources: tuple[Source, ...], expected: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever it is at; the others go on."""
-    lines: list[str] = []
+    lines, chance = list[str](), random.Random(os.urandom(8))
 
     def kill(most: int) -> None:
-        for child in multiprocessing.active_children()[: sum("killed" in line for line in lines) < most]:
-            child.kill()
+        if sum("killed" in line for line in lines) < most and (children := multiprocessing.active_children()):
+            chance.choice(children).kill()
 
     monkeypatch.setattr(pipeline, "_SMALL_BYTES", 0)
     monkeypatch.setattr(pipeline.Progress, "add", lambda progress, reading: kill(1))
@@ -308,12 +313,31 @@ def test_an_item_whose_worker_was_killed_is_done_again(
     assert sum("killed" in line for line in lines) == 2
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("small")
+def test_workers_killed_at_some_documents(copied: Recipe, expected_of_copied: Prepared, tmp_path: Path) -> None:
+    """Three of five, wherever they are; the bytes are those of an uninterrupted call."""
+    fuses, lines = tmp_path / "fuses", list[str]()
+    fuses.mkdir()
+    numbers = [path.read_text().split()[1] for path in Path(copied.data.sources[0].path or "").iterdir()]
+    for number in random.Random(os.urandom(8)).sample(numbers, 3):
+        (fuses / number).touch()
+    fields: Any = {"fused": (Annotated[str | None, FUSED], None)}
+    section: Any = create_model("Fused", __base__=Data, **fields)
+    values = {name: getattr(copied.data, name) for name in Data.model_fields}
+    used = copied.model_copy(update={"data": section(**values, fused=str(fuses))})
+    several = prepare(used, tmp_path / "data", workers=5, progress=lines.append)
+    assert not list(fuses.iterdir()) and any("killed" in line for line in lines)
+    for path in expected_of_copied.path.glob("0*"):
+        assert (several.path / path.name).read_bytes() == path.read_bytes()
+
+
 @pytest.mark.usefixtures("larger")
 @pytest.mark.rotating
 def test_what_is_made_twice_and_half_made_changes_nothing(
     copied: Recipe, expected_of_copied: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Items of every stage are lost in turn, and made again behind the others; then the call itself is killed."""
+    """Items of every stage are made again behind the others; then the call itself is killed."""
     used = copied
     shards = begun(used, tmp_path / "data")
     run(shards)
@@ -326,71 +350,19 @@ def test_what_is_made_twice_and_half_made_changes_nothing(
         for path in lost:
             path.unlink()
         assert len(stage.needed()) == len(lost)
-        stage.work(stage.needed()[0], "lost", lambda: True)
-        assert stage.name in ("layout", "packed") or len(stage.needed()) == len(lost)
         run(stage)
         assert {path: path.read_bytes() for path in lost} == before
-    # A task that was believed to be dead goes on behind all others.
-    shards.work(1, "late", lambda: False)
-    pipeline.stages(shards)[-1].work(0, "late", lambda: False)
+    # A worker that was believed to be dead goes on behind all others.
+    shards.work(1)
+    pipeline.stages(shards)[-1].work(0)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("llmrecipes.data.checked.describe", interrupted)
-        prepare(used, tmp_path / "data", tasks=1)
-    assert content(prepare(used, tmp_path / "data", tasks=1)) == content(expected_of_copied)
+        prepare(used, tmp_path / "data", workers=1)
+    assert content(prepare(used, tmp_path / "data", workers=1)) == content(expected_of_copied)
 
 
 def interrupted(*arguments: Any) -> None:
     raise KeyboardInterrupt
-
-
-@pytest.mark.usefixtures("small")
-def test_a_task_ends_when_others_have_published(sources: tuple[Source, ...], tmp_path: Path) -> None:
-    """Whatever it is at: the shards are deleted then."""
-    shards = begun(of(sources), tmp_path / "data")
-    run(shards)
-    repeats, *_ = pipeline.stages(shards)
-
-    def publish() -> bool:
-        shutil.rmtree(shards.folder, ignore_errors=True)
-        return False
-
-    late = replace(repeats, make=lambda shards, item, token, _: repeats.make(shards, item, token, publish))
-    run(late)
-    run(shards)
-    for stage in pipeline.stages(shards):
-        run(stage)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("larger")
-def test_killed_while_they_join(copied: Recipe, expected_of_copied: Prepared, tmp_path: Path) -> None:
-    """Up to three of four tasks, with SIGKILL, while a stage is under way; the others go on, and the call succeeds."""
-    import psutil
-
-    data, killed, ended = tmp_path / "data", set[int](), threading.Event()
-
-    def kill() -> None:
-        for stage in ("bands", "near", "placed"):
-            while not ended.wait(0.002):
-                try:
-                    claims = sorted(data.glob(f".*.shards/*.{stage}.claim/**/lease.json"))
-                    pid = int(json.loads(claims[0].read_text())["token"].split("-")[0])
-                    if psutil.Process(pid).ppid() == os.getpid():
-                        os.kill(pid, signal.SIGKILL)
-                        killed.add(pid)
-                        break
-                except (IndexError, OSError, ValueError, psutil.Error):
-                    continue
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    try:
-        several = prepare(copied, data, tasks=4)
-    finally:
-        ended.set()
-        killer.join()
-    assert killed
-    assert content(several) == content(expected_of_copied)
 
 
 @pytest.mark.usefixtures("small")
@@ -415,9 +387,9 @@ def test_damaged_digests_and_shards_are_refused(sources: tuple[Source, ...], tmp
     ids[48 + header] ^= 1  # the first byte of the ids, which counting does not read
     shard.write_bytes(ids)
     with refused(shard):
-        prepare(used, tmp_path / "data", tasks=1)
+        prepare(used, tmp_path / "data", workers=1)
     shard.unlink()
-    assert prepare(used, tmp_path / "data", tasks=1).manifest.sources[0].read == 200
+    assert prepare(used, tmp_path / "data", workers=1).manifest.sources[0].read == 200
 
 
 @pytest.mark.usefixtures("larger")
@@ -439,3 +411,79 @@ def test_documents_that_are_cut_are_the_same_in_many_shards(copied: Recipe, tmp_
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parts, "PART_BYTES", 1 << 30)
         assert content(several) == content(prepare(used, tmp_path / "one", workers=1))
+
+
+@pytest.mark.rotating
+def test_conversations_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With their answers and counts; of a source that ends at `max_tokens` too."""
+    rows = [{"prompt": f"What is {n}?", "completion": f"A number, {n * n}."} for n in range(200)]
+    bad = [{"prompt": "What?", "completion": " "}, {"prompt": "<|im_end|>", "completion": "x"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, [*rows[:120], *bad, *rows[120:], rows[0]])))
+    (tmp_path / "b.jsonl").write_text("\n".join(json.dumps({**row, "prompt": "So?"}) for row in rows))
+    first = Source(type="jsonl", path=str(tmp_path / "a.jsonl"), max_tokens=5000)
+    talks = recipe(first, Source(type="jsonl", path=str(tmp_path / "b.jsonl")))
+    talks = talks.model_copy(update={"data": talks.data.model_copy(update={"chat": Chat(template="chatml")})})
+    one = prepare(talks, tmp_path / "one", workers=1)
+    monkeypatch.setattr(parts, "PART_BYTES", 2000)
+    two = prepare(talks, tmp_path / "two", workers=2)
+    assert one.manifest.chat is not None and one.manifest.sources[0].read < len(rows)
+    assert [(each.unanswered, each.special_tokens) for each in one.manifest.chat.sources] == [(1, 1), (0, 0)]
+    assert two.manifest == one.manifest and content(two) == content(one)
+
+
+@pytest.mark.rotating
+def test_sources_that_change_meanwhile_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = recipe(corpus(tmp_path / "text"))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("llmrecipes.data.prepare._fill", interrupted)
+        prepare(used, tmp_path / "data", workers=1)
+    (tmp_path / "text" / "new.txt").write_text("more")
+    assert prepare(used, tmp_path / "data", workers=1).manifest.sources[0].read == 201
+
+
+@pytest.mark.rotating
+def test_damaged_files_are_skipped_up_to_a_share(tmp_path: Path) -> None:
+    """From the damage on, and the same by whoever reads them."""
+    (tmp_path / "jsonl").mkdir()
+    for n in range(10):
+        rows = [json.dumps({"text": " ".join(f"{n * k + k:x}" for k in range(row, row + 50))}) for row in range(20)]
+        if n in (3, 7):
+            rows[10] = rows[10][:20]
+        (tmp_path / "jsonl" / f"{n}.jsonl").write_text("\n".join(rows))
+    source = Source(type="jsonl", path=str(tmp_path / "jsonl"))
+
+    def allowing(share: float) -> Recipe:
+        used = recipe(source)
+        return used.model_copy(update={"data": used.data.model_copy(update={"max_unreadable": share})})
+
+    for workers in (1, 2):
+        with refused(f"{tmp_path}/jsonl/3.jsonl:11"):
+            prepare(allowing(0), tmp_path / "none", workers=workers)
+        assert not list((tmp_path / "none").glob(".*.shards"))
+        with refused("data.sources[0]", rule=("2", "10", "data.max_unreadable=0.1")):
+            prepare(allowing(0.1), tmp_path / "some", workers=workers)
+    one, two = (prepare(allowing(0.2), tmp_path / f"{n}", workers=n) for n in (1, 2))
+    assert (one.manifest.sources[0].read, one.manifest.sources[0].unreadable) == (180, 2)
+    assert content(two) == content(one)
+
+
+@pytest.mark.rotating
+def test_a_file_system_that_takes_no_more_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is half-published, and the next call goes on."""
+    monkeypatch.setattr(parts, "PART_BYTES", 4000)
+    used = recipe(corpus(tmp_path / "text"))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("llmrecipes.data.prepare._fill", interrupted)
+        prepare(used, tmp_path / "data", workers=1)
+    folder = tmp_path / "data" / f".{fingerprint(used)}.shards"
+    for shard in [*folder.glob("*.shard")][:20]:
+        shard.unlink()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with refused(tmp_path / "data"):
+            prepare(used, tmp_path / "data", workers=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (folder / "plan.json").exists()
+    assert prepare(used, tmp_path / "data", workers=2).manifest.sources[0].read == 200

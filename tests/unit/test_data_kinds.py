@@ -37,7 +37,7 @@ def test_the_script_of_a_text(text: str, name: str) -> None:
     assert script(text) == name
 
 
-def warnings(folder: Path, texts: list[str], *steps: dict[str, Any], tasks: int | None = None) -> list[str]:
+def warnings(folder: Path, texts: list[str], *steps: dict[str, Any], workers: int | None = None) -> list[str]:
     folder.mkdir()
     for n in range(2):
         rows = (json.dumps({"text": text}) + "\n" for text in texts[n::2])
@@ -46,7 +46,7 @@ def warnings(folder: Path, texts: list[str], *steps: dict[str, Any], tasks: int 
     made = tuple(Step.model_validate(step) for step in steps)
     used = used.model_copy(update={"data": used.data.model_copy(update={"steps": made})})
     lines: list[str] = []
-    prepare(used, folder / "data", progress=lines.append, tasks=tasks)
+    prepare(used, folder / "data", progress=lines.append, workers=workers)
     return [line for line in lines if line.startswith("warning:") and " drops " in line]
 
 
@@ -55,10 +55,10 @@ KINDS = (ENGLISH, f"Again: {ENGLISH}", GERMAN, CHINESE)
 TEXTS = [text.replace("{}", str(n)) for n in range(20) for text in KINDS]
 
 
-@pytest.mark.parametrize("tasks", [None, 1])
-def test_a_language_that_vanishes_is_a_warning(tmp_path: Path, tasks: int | None) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_language_that_vanishes_is_a_warning(tmp_path: Path, workers: int) -> None:
     """Gopher's rules are for English: all Chinese and German is dropped, half of the source is not."""
-    said = warnings(tmp_path / "src", TEXTS, LANGUAGES, {"type": "gopher"}, tasks=tasks)
+    said = warnings(tmp_path / "src", TEXTS, LANGUAGES, {"type": "gopher"}, workers=workers)
     assert len(said) == 2
     for line, kind, rule, example in zip(
         said, ("zh", "de"), ("words", "stop_words"), ("委员会", "Ausschuss"), strict=True

@@ -430,7 +430,7 @@ def test_what_evaluations_were_found_is_in_the_manifest_the_report_and_mlflow(tm
 def test_documents_of_which_spans_are_cut_out_are_tokenized_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By one process and by tasks; near-duplicates are those of what is left, which has its own hash and split."""
+    """By one process and by two; near-duplicates are those of what is left, which has its own hash and split."""
     shared = "The same notice is here. It has three sentences. Nobody reads it any more."
     letters = str.maketrans("0123456789", "abcdefghij")  # digits are all the same to the step
     own = [" ".join(str(1000 + n * 40 + k).translate(letters) for k in range(40)) + "." for n in range(30)]
@@ -453,7 +453,7 @@ def test_documents_of_which_spans_are_cut_out_are_tokenized_again(
     assert tokenizer.decode(ids.tolist(), skip_special_tokens=True).count("notice") <= 1
     samples = [json.loads(line) for line in (one.path / SAMPLES).read_text().splitlines()]
     assert shared in [row["text"] for row in samples if row["rule"] == "cut_sentences"]
-    two = prepare(used, tmp_path / "two", tasks=2)
+    two = prepare(used, tmp_path / "two", workers=2)
     assert two.manifest.files == one.manifest.files and two.manifest.sources == one.manifest.sources
 
 

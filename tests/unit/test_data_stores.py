@@ -90,7 +90,7 @@ def test_a_store_gives_the_tokens_of_the_files(corpus: Path, tmp_path: Path) -> 
     local = prepare(recipe(*both(str(corpus))), tmp_path / "local", workers=1)
     with serving(corpus) as port:
         remote = both(f"http://127.0.0.1:{port}")
-        made = prepare(recipe(*remote), tmp_path / "remote", tasks=1)
+        made = prepare(recipe(*remote), tmp_path / "remote", workers=1)
     assert tokens(made) == tokens(local)
     assert [source.files for source in made.manifest.sources] == [source.files for source in local.manifest.sources]
     prepare(recipe(*remote), tmp_path / "remote")  # prepared: nobody asks the store, which is away
@@ -201,8 +201,8 @@ def test_s3(corpus: Path, s3: type, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.rotating
 @pytest.mark.usefixtures("s3")
-def test_s3_by_tasks(corpus: Path, tmp_path: Path) -> None:
+def test_s3_by_processes(corpus: Path, tmp_path: Path) -> None:
     local = prepare(recipe(*both(str(corpus))), tmp_path / "local", workers=1)
-    made = prepare(recipe(*both("s3://corpus/web")), tmp_path / "remote", tasks=2)
+    made = prepare(recipe(*both("s3://corpus/web")), tmp_path / "remote", workers=2)
     assert tokens(made) == tokens(local)
     assert not any(b"very-secret" in path.read_bytes() for path in made.path.rglob("*") if path.is_file())
