@@ -34,7 +34,8 @@ from llmrecipes.data.tokenizer import EOD
 from llmrecipes.data.tokenizer import train as train_tokenizer
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.hardware.profile import Costs
-from llmrecipes.hf.family import FAMILIES, family_named, family_of, model_of
+from llmrecipes.hf.family import family_named, family_of
+from llmrecipes.hf.match import section_of
 from llmrecipes.hf.safetensors import SafetensorsFolder, write
 from llmrecipes.hf.tokenizer_files import serving_form, write_tokenizer
 from llmrecipes.launch.run_options import RunOptions
@@ -231,22 +232,25 @@ LLAMA_CONFIG = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "intermediate_size": 96, "max_position_embeddings": 64, "rope_theta": 5e5,
 }  # fmt: skip
+LLAMA_3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
 UNKNOWN: list[tuple[str, dict[str, Any]]] = [
     ("attention_bias", {"attention_bias": True}),
     ("mlp_bias", {"mlp_bias": True}),
     ("hidden_act", {"hidden_act": "relu"}),
-    ("hidden_size", {"hidden_size": None}),
     ("rope_scaling.rope_type", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
     ("rope_scaling.full_attention", {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0}}}),
     ("rope_scaling.factor", {"rope_scaling": {"rope_type": "yarn", "factor": None}}),
-    ("rope_scaling.beta_fast", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": "32"}}),
+    ("config.json", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": "32"}}),
     ("rope_scaling.attn_factor", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attn_factor": 0.9}}),
     # Nothing is multiplied without a longer context.
     ("rope_scaling.attention_factor", {"rope_scaling": {"type": "yarn", "factor": 1.0, "attention_factor": 1.2}}),
-    ("rope_scaling.low_freq_factor", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}}),
+    ("config.json", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}}),
+    ("rope_scaling.low_freq_factor", {"rope_scaling": LLAMA_3 | {"low_freq_factor": 2.0}}),
     ("partial_rotary_factor", {"partial_rotary_factor": 0.5}),
     ("quantization_config", {"quantization_config": {"quant_method": "fp8"}}),
-    ("residual_multiplier", {"residual_multiplier": 0.2}),
     ("sliding_window", {"model_type": "mistral", "sliding_window": 0}),
     ("layer_types", {"model_type": "qwen2", "layer_types": ["full_attention", "chunked_attention"]}),
     ("layer_types", {"model_type": "llama", "layer_types": ["sliding_attention", "full_attention"]}),
@@ -254,24 +258,26 @@ UNKNOWN: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("changes", [{"truncate": False}, {"mscale_all_dim": 0.7, "attention_factor": 0.3}], ids=str)
-def test_yarn_that_latent_attention_does_not_have_is_refused_with_the_key(changes: dict[str, Any]) -> None:
+def test_yarn_that_latent_attention_does_not_have_is_refused_with_the_key(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
     from tests.hf_models import CONFIGS
 
     scaling = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
-    config = {**CONFIGS["deepseek_v3"]().to_dict(), "rope_parameters": None, "rope_theta": 10000}
+    config = {**CONFIGS["deepseek_v3"]().to_dict(), "rope_theta": 10000}
+    del config["rope_parameters"]
     published = {**config, "rope_scaling": {**scaling, "mscale": 1.0, "mscale_all_dim": 1.0}}
-    model = model_of(FAMILIES["deepseek_v3"], published, "config.json")
+    _, model = section_of(published, tmp_path)
     assert (model["rope_type"], model["mscale"], model["mscale_all_dim"]) == ("yarn", 1.0, 1.0)
     with refused(f"rope_scaling.{[*changes][-1]}"):
-        model_of(FAMILIES["deepseek_v3"], {**config, "rope_scaling": {**scaling, **changes}}, "")
+        section_of({**config, "rope_scaling": {**scaling, **changes}}, tmp_path)
 
 
 @pytest.mark.parametrize(("key", "changes"), UNKNOWN, ids=[json.dumps(changes) for _, changes in UNKNOWN])
-def test_what_a_recipe_cannot_say_is_refused_with_the_key(key: str, changes: dict[str, Any]) -> None:
-    config = {key: value for key, value in {**LLAMA_CONFIG, **changes}.items() if value is not None}
-    assert model_of(FAMILIES["llama"], LLAMA_CONFIG, "config.json")["rotary_base"] == 5e5
+def test_what_a_recipe_cannot_say_is_refused_with_the_key(key: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    assert section_of(LLAMA_CONFIG, tmp_path)[1]["rotary_base"] == 5e5
     with refused(key):
-        model_of(family_named(config["model_type"], "config.json"), config, "")
+        section_of({**LLAMA_CONFIG, **changes}, tmp_path)
 
 
 def test_a_model_type_that_no_table_has_is_refused() -> None:
