@@ -99,7 +99,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
     """End the ranks after the last test that needs them: they would be memory and children of all others.
 
-    After a module its engines are closed: each has process groups with 57 threads, which wake 100 times a second.
+    After a module its engines are closed: each keeps its model and the threads of its process groups.
     """
     if nextitem is None or selection.group(nextitem.nodeid) not in selection.RANKS:
         for world in item.config.stash.get(WORLDS, {}).values():

@@ -20,6 +20,7 @@ from llmrecipes.recipe.speed import Speed
 
 PLAIN = Speed()
 EXPERT_BUFFERS = "megatron.core.transformer.moe.fused_a2a"
+AUX_LOSS_SCALER = "megatron.core.transformer.moe.moe_utils.MoEAuxLossAutoScaler"
 RANK_ORDER = "tp-cp-ep-dp-pp"
 """Megatron's: tensor-parallel ranks are neighbours, so they share a node; pipeline stages are farthest apart."""
 
@@ -157,6 +158,8 @@ def _take_away_groups() -> None:
     parallel_state.destroy_model_parallel()
     for buffer in ("_buffer", "_hybrid_ep_buffer"):  # of a group of ranks that share experts
         patching.replace(EXPERT_BUFFERS, buffer, None)
+    # Of whatever shape the first backward pass gave it; megatron-core copies later scales into it.
+    patching.replace(AUX_LOSS_SCALER, "main_loss_backward_scale", None)
     for group in groups:
         # A group can serve several purposes, and is then listed several times.
         if group in dist.distributed_c10d._world.pg_map:

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from llmrecipes.engine.core.platform.gloo import share_device
 from llmrecipes.engine.core.platform.patching import replace, resolve
 from llmrecipes.engine.core.platform.rendezvous import connect
 from llmrecipes.engine.core.platform.substitutes import install_substitutes
@@ -62,6 +63,7 @@ class CpuPlatform:
         if torch.cuda.is_available():
             raise RuntimeError("the CPU platform must not be installed where torch sees a GPU")
         _keep_freed_memory()
+        share_device()
         patch_cuda(CPU)
         _patch_experts()
         install_substitutes()
