@@ -405,7 +405,9 @@ def saver(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(f"llmrecipes.{name}", lambda *_, **__: None)
     with pytest.raises(Recorded) as found:
         worker.run(RunSpec(recipe=recipe, data_dir=folder, run_dir=folder / "r", runs_dir=folder))
-    return found.value.args[1]
+    told = found.value.args[1]
+    assert callable(told.pop("saved"))  # of the observers of this start, which are others each time
+    return told
 
 
 def given(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str | None:

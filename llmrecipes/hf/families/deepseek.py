@@ -133,7 +133,10 @@ class _Predictions:
         return {"num_nextn_predict_layers": depths}, problems
 
     def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
-        return {"mtp_num_layers": config["num_nextn_predict_layers"] or None}, []
+        depths = config["num_nextn_predict_layers"]  # which transformers does not check
+        if depths is not None and (type(depths) is not int or depths < 0):
+            return {}, [Unsupported("num_nextn_predict_layers", depths, "it is a number of layers")]
+        return {"mtp_num_layers": depths or None}, []
 
 
 def _unlike_two(groups: int, chosen: int, topk: int) -> str:
