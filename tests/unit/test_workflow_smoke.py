@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,8 +19,8 @@ from llmrecipes.workflow.smoke import SmokeResult
 from tests.helpers import ROOMY, ROOT, tiny, tiny_on, write_recipe
 
 
-def smoke(corpus: Path, data_dir: Path, folder: Path, *options: str) -> int:
-    recipe = tiny_on(corpus, "rehearsed", model={"hidden_dropout": 0.2}, train={"precision": "bf16"})
+def smoke(corpus: Path, data_dir: Path, folder: Path, *options: str, **model: Any) -> int:
+    recipe = tiny_on(corpus, "rehearsed", model={"hidden_dropout": 0.2, **model}, train={"precision": "bf16"})
     paths = ("--runs-dir", str(folder / "runs"), "--data-dir", str(data_dir))
     return cli.run(["smoke", write_recipe(recipe, folder), *options, *paths])
 
@@ -59,7 +60,12 @@ def test_a_resume_that_forgets_the_random_state_is_found_out(
     corpus: Path, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(random_states, "set_random_states", lambda states: None)
-    assert smoke(corpus, data_dir, tmp_path) == 1
+    # Masks of dropout need no state; noise of routers does.
+    noisy: dict[str, Any] = {
+        "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_input_jitter_eps": 0.2,
+        "add_bias_linear": False,
+    }  # fmt: skip
+    assert smoke(corpus, data_dir, tmp_path, **noisy) == 1
     printed = capsys.readouterr().out
     assert "smoke rehearsed: FAILED" in printed
     assert "DIFFERS from the uninterrupted run at step 11" in printed
