@@ -11,13 +11,13 @@ import glob
 import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from llmrecipes.errors import UserError
+from llmrecipes.packages import find_spec
 
 WHERE = "data.steps[].tasks"
 _DATA = re.compile(r"\.(parquet|csv|tsv|txt|jsonl?(\.(gz|zst|xz|bz2))?)$", re.IGNORECASE)

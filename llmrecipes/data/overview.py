@@ -8,7 +8,6 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from itertools import groupby, islice
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -24,6 +23,7 @@ from llmrecipes.data.prepared import Prepared
 from llmrecipes.data.split import SPLITS, Split
 from llmrecipes.data.write import SAMPLES
 from llmrecipes.errors import UserError
+from llmrecipes.packages import find_spec
 from llmrecipes.recipe.schema import Source
 
 logger = logging.getLogger(__name__)

@@ -8,11 +8,11 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterable
-from importlib.util import find_spec
 from typing import Any
 
 from llmrecipes.data.executor import in_order
 from llmrecipes.errors import UserError
+from llmrecipes.packages import find_spec
 
 _RETRIES = 10
 """Of an item: workers and nodes that may be lost while they do it."""

@@ -11,7 +11,6 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any, Protocol, runtime_checkable
 
 from llmrecipes.data.kinds import script
@@ -19,6 +18,7 @@ from llmrecipes.data.rows import beside_content
 from llmrecipes.data.split import Split, SplitRule, digest
 from llmrecipes.data.words import pieces, with_pieces
 from llmrecipes.errors import UserError
+from llmrecipes.packages import find_spec
 from llmrecipes.recipe.data_steps import STEPS
 from llmrecipes.recipe.data_steps import Step as Step_
 from llmrecipes.recipe.plugins import DataStep, declared, resolve

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pkgutil import resolve_name
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.builds import require_gpu_build
+from llmrecipes.packages import find_spec
 from llmrecipes.recipe.engines import ENGINES, engine_name
 from llmrecipes.recipe.optimizer_kinds import require_optimizer
 from llmrecipes.recipe.schema import Recipe

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from llmrecipes.engine.base import Scores, World
 from llmrecipes.engine.sampling import Sampling, draw
 from llmrecipes.errors import UserError
+from llmrecipes.packages import find_spec
 
 ALONE = World(rank=0, size=1, data_parallel_rank=0, data_parallel_size=1, holds_whole_model=True)
 """The world of one process."""

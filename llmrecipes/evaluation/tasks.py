@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +28,7 @@ from llmrecipes.evaluation.task_files import (
     read_task_file,
     require_data,
 )
+from llmrecipes.packages import find_spec
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager

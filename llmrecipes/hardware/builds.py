@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial, wraps
 from importlib import import_module, metadata
-from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import visible_gpus
+from llmrecipes.packages import find_spec
 
 
 def cuda_version() -> str | None:

@@ -13,7 +13,6 @@ import re
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +21,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.models.create import published, require_absent
 from llmrecipes.models.export import ExportOptions
 from llmrecipes.models.programs import ExportedProgram, require_runtimes
+from llmrecipes.packages import find_spec
 from llmrecipes.rundir import Run
 from llmrecipes.tracking.progress import Counted
 from llmrecipes.workflow.model_source import find_checkpoint, open_run, require_merge

@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +24,7 @@ from llmrecipes.models.gguf_file import TYPES as GGUF_TYPES
 from llmrecipes.models.inference_worker import InferenceSpec, Measured
 from llmrecipes.models.quantize import PACKAGE, QuantizeOptions, quantize, text_of
 from llmrecipes.models.quantized_weights import SCHEMES
+from llmrecipes.packages import find_spec
 from llmrecipes.rundir import Run
 
 if TYPE_CHECKING:

@@ -15,13 +15,13 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.models.create import published, require_absent
 from llmrecipes.models.export import ExportOptions, export
+from llmrecipes.packages import find_spec
 from llmrecipes.tracking.progress import Counted
 from llmrecipes.workflow.model_source import find_checkpoint
 

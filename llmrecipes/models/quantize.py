@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.models.create import published, require_absent
 from llmrecipes.models.inference_worker import peak_memory
+from llmrecipes.packages import find_spec
 from llmrecipes.rundir import Run
 from llmrecipes.untrusted import model_root, open_file
 

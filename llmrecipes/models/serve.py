@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from llmrecipes.commandline import command_line
 from llmrecipes.errors import UserError
 from llmrecipes.faults.signals import end_with_parent
 from llmrecipes.hf.reading import COMPRESSED, CONFIG, TOKENIZER_CONFIG, read_config, read_json
+from llmrecipes.packages import find_spec
 from llmrecipes.tracking.web import running, until_interrupted
 from llmrecipes.workflow.model_source import find_checkpoint
 

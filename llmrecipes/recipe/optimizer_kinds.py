@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 from llmrecipes.errors import UserError
+from llmrecipes.packages import find_spec
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.engines import MEGATRON, engine_name
 from llmrecipes.recipe.optimizer import MUON_STEPS

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from subprocess import Popen
 from typing import TYPE_CHECKING, Any, TextIO
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from llmrecipes.commandline import command_line
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.packages import find_spec
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.tracking.web import HOST, reserved, started, until_interrupted
 

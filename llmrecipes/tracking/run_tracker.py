@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -20,6 +19,7 @@ from llmrecipes.diagnosis.finding import RunFacts
 from llmrecipes.diagnosis.rules import CHECKED
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.io import write_atomic
+from llmrecipes.packages import find_spec
 from llmrecipes.recipe.load import recipe_hash, to_yaml
 from llmrecipes.recipe.plugins import MetricSink, declared, resolve
 from llmrecipes.recipe.schema import Recipe

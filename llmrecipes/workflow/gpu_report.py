@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 
 from llmrecipes.bench.report import STAGES, Row, append, read
@@ -19,6 +18,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware.builds import compiler_obstacle
 from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.launch.environment import detected_environment, missing
+from llmrecipes.packages import find_spec
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import load
 from llmrecipes.workflow.run import Log

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from typing import Any
 
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.machine import planned
+from llmrecipes.packages import find_spec
 from llmrecipes.plan.communication import Communication, communication
 from llmrecipes.plan.derive import Plan, default_world_size, derive
 from llmrecipes.recipe.degrees import least_ranks

@@ -40,6 +40,7 @@ LAYERS = (
         "redact",
         "untrusted",
         "files",
+        "packages",
         "runfiles",
     ),
     ("figures", "webpage"),

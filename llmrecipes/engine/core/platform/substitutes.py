@@ -34,7 +34,6 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from copy import copy
 from functools import wraps
-from importlib.util import find_spec
 from inspect import unwrap
 from typing import Any
 
@@ -49,6 +48,7 @@ from llmrecipes.engine.core.platform.gelu import install_gelu
 from llmrecipes.engine.core.platform.patching import replace, resolve
 from llmrecipes.engine.core.platform.rope import install_rope
 from llmrecipes.hardware.builds import transformer_engine_obstacle
+from llmrecipes.packages import find_spec
 from llmrecipes.recipe.optimizer_kinds import PACKAGE
 
 
