@@ -66,9 +66,11 @@ class Server:
         """Send a `TrainerStatus`.
 
         Raises:
-            OSError, http.client.HTTPException: a file cannot be read, or the server does not take it.
+            OSError, ValueError, http.client.HTTPException: a file cannot be read, or the server does not take it.
         """
-        token = read(self.token, root=None, most=LONGEST_TOKEN).decode("ascii").strip()
+        token = read(self.token, most=LONGEST_TOKEN).decode().strip()
+        if not token.isascii() or len(token.split()) != 1:  # errors of http.client would quote it
+            raise ValueError(f"{self.token} is not one word")
         context = ssl.create_default_context(cafile=str(self.certificate))
         body = json.dumps({"trainerStatus": status}).encode()
         post(self.url, body, SEND_SECONDS, {"Authorization": f"Bearer {token}"}, context)
@@ -143,6 +145,6 @@ class TrainJobSink(Sink):
                 self._server.send(self._status)
             except Exception as error:  # of a server or of a file of the cluster: must not end the thread
                 if not failed:
-                    logger.warning("the TrainJob's status was not taken (%s); training goes on", type(error).__name__)
+                    logger.warning("cannot report progress to Kubeflow Trainer (%s); training continues", error)
                 failed = True
             self._ending.wait(max(0.0, self._interval - (time.monotonic() - started)))

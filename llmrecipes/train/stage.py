@@ -160,7 +160,11 @@ def begin_stage(joined: Joined, *, from_scratch: bool, from_best: bool, ended_at
 
 
 def build_loop(joined: Joined, begun: StageStart, stack: ExitStack) -> tuple[Loop, ExitStack]:
-    """The loop with all that it needs, which `stack` closes, and the stack of its tracker alone."""
+    """Build a stage's engine, loaders, saver and tracker, which `stack` closes.
+
+    Returns:
+        The loop, and the stack that closes only the tracker.
+    """
     spec, recipe, plan, local = joined.spec, begun.recipe, begun.plan, begun.local
     engines, platform = backend(spec.recipe), joined.platform
     world = joined.lay_out(recipe)
@@ -218,7 +222,7 @@ def build_loop(joined: Joined, begun: StageStart, stack: ExitStack) -> tuple[Loo
 
 
 def first_notes(joined: Joined, begun: StageStart, step: int) -> Iterator[Note]:
-    """Those that a stage begins with."""
+    """The notes that a stage begins with."""
     if joined.network is not None:
         yield Note(step=step, event="network", details={"network": joined.network})
     span = span_of(begun.recipe)

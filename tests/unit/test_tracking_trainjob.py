@@ -166,9 +166,17 @@ def test_a_server_that_refuses_is_named_once_and_training_goes_on(
             trainer.next()
         sink.close("FINISHED")
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "403" in caplog.text
     assert "first" not in caplog.text
     trainer.server.shutdown()
     trainer.server.server_close()
+
+
+def test_a_token_that_is_no_word_is_not_sent_and_not_quoted(trainer: Trainer) -> None:
+    trainer.token.write_text("sec\nret")
+    with pytest.raises(ValueError, match="token is not one word"):
+        Server.of_environment().send({})
+    assert trainer.taken.empty()
 
 
 def test_a_server_that_another_authority_has_signed_gets_no_token(

@@ -24,7 +24,7 @@ def render(metadata: Object, spec: Object, pods: int, suspended: Object) -> list
 
     Args:
         metadata: of the RayJob.
-        spec: of the pod that would prepare the data alone.
+        spec: the pod that prepares data on one node.
         pods: of the cluster.
         suspended: the field that has Kueue start it.
     """

@@ -111,20 +111,20 @@ class Observers(tuple[Observer, ...]):
             each.begin()
 
     def beat(self, phase: str, step: int | None = None) -> None:
-        """See `Observer.beat`; so for the others."""
+        """See `Observer.beat`."""
         for each in self:
             each.beat(phase, step)
 
     def fields(self, step: int, seconds: float) -> dict[str, Any]:
-        """Of all."""
+        """The fields of all observers."""
         return {name: value for each in self for name, value in each.fields(step, seconds).items()}
 
     def saved(self, step: int) -> None:
-        """Tell all."""
+        """See `Observer.saved`."""
         for each in self:
             each.saved(step)
 
     def written(self, seconds: float) -> None:
-        """Tell all."""
+        """See `Observer.written`."""
         for each in self:
             each.written(seconds)

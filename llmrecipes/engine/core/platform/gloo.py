@@ -23,8 +23,6 @@ def share_device() -> None:
     """
     gloo: Any = dist.ProcessGroupGloo  # torch's type declarations lack its options
     real = gloo.__init__
-    if hasattr(real, "__wrapped__"):
-        return
 
     def init(group: Any, store: dist.Store, rank: int, size: int, timeout: Any = dist.default_pg_timeout) -> None:
         options = timeout
@@ -33,7 +31,6 @@ def share_device() -> None:
             options._devices, options._threads, options._timeout = [_device()], THREADS, timeout
         real(group, store, rank, size, options)
 
-    init.__wrapped__ = real  # type: ignore[attr-defined]
     replace("torch.distributed.ProcessGroupGloo", "__init__", init)
 
 
