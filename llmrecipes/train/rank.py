@@ -78,18 +78,19 @@ def wait_as_spare(import_all: Callable[[], None]) -> None:
         with suppress(Exception), warnings.catch_warnings():  # the rank meets an error again, and reports it
             warnings.simplefilter("ignore")  # those of libraries are in the log of the first start
             import_all()
-        with suppress(OSError):
-            connection.send(SPARE_READY)
 
-    with socket.socket(fileno=os.dup(0)) as connection:
-        importing = threading.Thread(target=run, daemon=True)
-        importing.start()
-        with connection.makefile("rb") as lines:
+    importing = threading.Thread(target=run)
+    importing.start()
+    importing.join()
+    with socket.socket(fileno=os.dup(0)) as connection, connection.makefile("rb") as lines:
+        try:
+            connection.send(SPARE_READY)
             line = lines.readline()
+            connection.send(SPARE_TAKEN)
+        except OSError:
+            line = b""
         if not line:
             os._exit(ExitCode.DONE)
-        connection.send(SPARE_TAKEN)
-        importing.join()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     del os.environ[NVML_CHECK]
     os.environ.pop(SPARE_RANK, None)

@@ -2,7 +2,8 @@
 
 Imports are most of what a rank does between a fault and its first step. Spares start one after another when the ranks
 have done their first step, import at the lowest priority, and then wait without using the processor or a GPU. One that
-has ended, hangs or was stopped is replaced by a new process: its fault is not one of the run.
+still imports, has ended, hangs or was stopped is replaced by a new process: its fault is not one of the run, and at the
+lowest priority its imports may take minutes on a busy machine.
 """
 
 from __future__ import annotations
@@ -28,10 +29,21 @@ ANSWER_SECONDS = 5.0
 """For spares to answer that they become ranks; new processes would need about as long."""
 
 
-@dataclass(frozen=True)
-class _Spare:
+@dataclass
+class Spare:
+    """One process that waits."""
+
     process: subprocess.Popen[bytes]
     connection: socket.socket
+    ready: bool = False
+    """Whether it was seen to have imported everything."""
+
+    def look(self) -> bool:
+        """Whether it has imported everything; does not wait."""
+        if not self.ready:
+            with suppress(OSError):
+                self.ready = self.connection.recv(len(SPARE_READY), socket.MSG_DONTWAIT) == SPARE_READY
+        return self.ready
 
     def end(self) -> None:
         self.process.kill()
@@ -45,7 +57,7 @@ class Spares:
     def __init__(self) -> None:
         self.last = False
         """Whether no start follows this one, so that no spares are needed."""
-        self._spares: dict[str, _Spare] = {}
+        self._spares: dict[str, Spare] = {}
         self._began, self.write_end = os.pipe2(os.O_CLOEXEC)
         self.variables = {FIRST_STEP: str(self.write_end)}
         """Of the first rank, which inherits the descriptor."""
@@ -94,7 +106,7 @@ class Spares:
             ours, theirs = socket.socketpair()
             with theirs:
                 try:
-                    spare = _Spare(spawn(rank, theirs), ours)
+                    spare = Spare(spawn(rank, theirs), ours)
                 except OSError as error:
                     ours.close()
                     logger.warning("no warm spare for rank %s: %s", rank, error)
@@ -103,8 +115,7 @@ class Spares:
 
             def answered() -> None:
                 selector.unregister(ours)
-                with suppress(OSError):
-                    ours.recv(1)  # ready; or nothing, if it has ended
+                spare.look()  # or it has ended
                 start_next()
 
             selector.register(ours, selectors.EVENT_READ, answered)
@@ -112,7 +123,7 @@ class Spares:
         selector.register(self._began, selectors.EVENT_READ, begin)
 
     def take(self, variables: Mapping[str, Mapping[str, str]]) -> dict[str, subprocess.Popen[bytes]]:
-        """Make ranks of the spares; those that do not answer are ended, and left out of the result.
+        """Make ranks of the spares; those that are not ready or do not answer are ended, and left out of the result.
 
         Args:
             variables: of each rank; there may be fewer than spares.
@@ -121,6 +132,8 @@ class Spares:
             self._spares.pop(rank).end()
         with selectors.DefaultSelector() as selector:
             for rank, spare in self._spares.items():
+                if not spare.look():
+                    continue
                 with suppress(OSError):
                     spare.connection.setblocking(False)
                     spare.connection.send(json.dumps(dict(variables[rank])).encode() + b"\n")
@@ -131,17 +144,15 @@ class Spares:
                 for key, _ in selector.select(left):
                     rank, spare = key.data, self._spares[key.data]
                     with suppress(OSError):
-                        answer = spare.connection.recv(len(SPARE_READY + SPARE_TAKEN))
-                        if answer.endswith(SPARE_TAKEN):
+                        if spare.connection.recv(len(SPARE_TAKEN)) == SPARE_TAKEN:
                             taken[rank] = spare.process
-                        elif answer == SPARE_READY:
-                            continue
                     selector.unregister(spare.connection)
         for rank, spare in self._spares.items():
             if rank in taken:
                 spare.connection.close()
             else:
                 spare.end()
-                logger.warning("the warm spare of rank %s did not answer; a new process starts", rank)
+                if spare.ready:
+                    logger.warning("the warm spare of rank %s did not answer; a new process starts", rank)
         self._spares.clear()
         return taken
