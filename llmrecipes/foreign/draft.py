@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from llmrecipes.recipe.keys import keys
 from llmrecipes.recipe.overrides import apply, parse_override
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.synonyms import synonym
+from llmrecipes.redact import HIDDEN, redact
 
 DROPPABLE = ("speed.", "tracking.", "checkpoint.", "parallelism.", "faults.")
 """Keys whose refused value is left out, with the rule: they do not change what is trained."""
@@ -95,7 +97,9 @@ class Draft:
     def leave(
         self, name: str, original: Any, why: str = NO_KEY, *, differs: bool = False, wanted: tuple[str, ...] = ()
     ) -> None:
-        """Account for a value that the recipe does not have."""
+        """Account for a value that the recipe does not have; a key or token of a service is not kept."""
+        if redact(f"{re.sub(r'\W', '_', name.lstrip('-')).upper()}={original}").endswith(HIDDEN):
+            original = HIDDEN
         self.rows.append(Row(name, original, why=why, differs=differs, wanted=wanted))
 
     def default(self, key: str, value: Any, why: str = "") -> None:

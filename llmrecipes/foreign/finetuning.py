@@ -90,16 +90,15 @@ def from_axolotl(data: Mapping[str, Any], draft: Draft, ranks: int) -> None:
     style = left.pop("lr_scheduler", AXOLOTL_SCHEDULE)
     share = left.pop("cosine_min_lr_ratio", None)
     epochs = left.pop("num_epochs", 1)
-    draft.set(
-        "optimizer.lr", float(left.get("learning_rate", 0)) or None, "learning_rate", left.pop("learning_rate", None)
-    )
+    if (rate := left.pop("learning_rate", None)) is not None:
+        draft.set("optimizer.lr", float(rate), "learning_rate", rate)
     steps = _steps(left, draft, epochs, "num_epochs")
     _schedule(left, draft, steps, style, "lr_scheduler")
     if "scheduler.lr_warmup_iters" not in {row.key for row in draft.rows}:
         warmup = min(int(AXOLOTL_WARMUP * steps), AXOLOTL_MOST_WARMUP)
         draft.set("scheduler.lr_warmup_iters", warmup, why="axolotl's default: 3 % of the steps, at most 100")
-    if share:
-        draft.set("optimizer.min_lr", share * draft.get("optimizer.lr"), "cosine_min_lr_ratio", share, "× optimizer.lr")
+    if share is not None and (rate := draft.get("optimizer.lr")) is not None:
+        draft.set("optimizer.min_lr", share * rate, "cosine_min_lr_ratio", share, "× optimizer.lr")
     for name, key in (("evals_per_epoch", "train.eval_interval"), ("saves_per_epoch", "checkpoint.save_interval")):
         if count := left.pop(name, None):
             draft.set(key, max(1, math.ceil(steps / max(epochs, 1) / count)), name, count, "as a number of steps")
@@ -137,8 +136,9 @@ def from_llamafactory(data: Mapping[str, Any], draft: Draft, ranks: int, path: P
     _batch(left, draft, ranks, "per_device_train_batch_size", FACTORY_DEFAULTS["per_device_train_batch_size"])
     if not left.pop("disable_gradient_checkpointing", False):
         whole_layers(draft, "", "LLaMA-Factory's default")
-    rate = left.pop("learning_rate", None)
-    draft.set("optimizer.lr", float(rate or FACTORY_DEFAULTS["learning_rate"]), "learning_rate" if rate else "", rate)
+    given = "learning_rate" in left
+    rate = left.pop("learning_rate", FACTORY_DEFAULTS["learning_rate"])
+    draft.set("optimizer.lr", float(rate), "learning_rate" if given else "", rate)
     for name in ("save_steps", "logging_steps"):
         left.setdefault(name, FACTORY_DEFAULTS[name])
     epochs = left.pop("num_train_epochs", FACTORY_DEFAULTS["num_train_epochs"])

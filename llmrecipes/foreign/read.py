@@ -181,11 +181,19 @@ def _vocabulary(draft: Draft) -> None:
 def account(rows: Sequence[Row]) -> list[tuple[str, str, str, str]]:
     """The rows of a table: what differs, what is left out otherwise (one for each reason), and what was changed."""
     differing = [_cells(row) for row in rows if row.differs]
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[str, list[Row]] = {}
     for row in rows:
         if not row.key and not row.differs:
-            reasons.setdefault(row.why, []).append(row.name)
-    plain = [(", ".join(names), "", "left out", why) for why, names in reasons.items()]
+            reasons.setdefault(row.why, []).append(row)
+    plain = [
+        (
+            ", ".join(row.name for row in alike),
+            clip(", ".join(_text(row.original) for row in alike), 60),
+            "left out",
+            why,
+        )
+        for why, alike in reasons.items()
+    ]
     return [*differing, *plain, *(_cells(row) for row in rows if row.key and row.why)]
 
 

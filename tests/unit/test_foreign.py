@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -369,6 +370,31 @@ def test_a_file_of_axolotl_is_a_fine_tuning(base: Path, folder: Path, capsys: py
     assert left_out(account) == {"load_in_4bit": True, "loraplus_lr_ratio": True, "flash_attention": False}
     assert run(["new", "--from", "ax.yaml", "--force"]) == 0
     assert "llmrecipes finetune base --data jsonl:chat.jsonl --lora" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("run.sh", "pretrain_gpt.py --data-path a --num-layers 2 --hidden-size 64 --num-attention-heads 4 --lr 1e-3"
+                   " --seq-length 64 --micro-batch-size 1 --train-iters 9 --vocab-size 512"
+                   " --wandb-api-key 0secret9 --ZERO 0"),
+        ("ax.yaml", AXOLOTL + "wandb_api_key: 0secret9\nmax_steps: 9\nZERO: 0\n"),
+        ("lf.yaml", "model_name_or_path: base\nstage: sft\ndataset: chat\ntemplate: qwen\nlora_rank: 4\nmax_steps: 9\n"
+                    "wandb_api_key: 0secret9\ncutoff_len: 64\nZERO: 0\n"),
+    ],
+)  # fmt: skip
+def test_a_zero_is_a_value(name: str, text: str, base: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("moe-aux-loss-coeff", "no-such-thing") if name == "run.sh" else ("neftune_alpha", "no_such_thing")
+    for left in names:  # one of each kind of row
+        (folder / name).write_text(text.replace("ZERO", left))
+        assert run(["new", "--from", name, "data.sources=[{type: jsonl, path: chat.jsonl}]", "--force"]) == 0
+        out = capsys.readouterr().out
+        assert next(line.split()[1] for line in out.splitlines() if left in line).rstrip(",") == "0"
+        assert "0secret9" not in out
+    rate = "lr" if name == "run.sh" else "learning_rate"
+    (folder / name).write_text(re.sub(r"(?m)^learning_rate.*\n| --lr 1e-3", "", text).replace("ZERO", rate))
+    assert run(["new", "--from", name, "data.sources=[{type: jsonl, path: chat.jsonl}]", "--force"]) == 2  # no default
+    require_message(capsys.readouterr().err, "optimizer.lr", rule="0")
 
 
 def test_a_file_of_llamafactory_reads_its_list_of_datasets(
