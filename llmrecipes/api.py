@@ -19,6 +19,8 @@ from llmrecipes.commandline import DATA_DIR, DATA_VARIABLE, RUNS_DIR, RUNS_VARIA
 from llmrecipes.console import ignore_library_warnings
 from llmrecipes.engine.sampling import SAMPLING, Sampling
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.evaluation.request import EvaluationRequest
+from llmrecipes.options import made, takes
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
@@ -224,29 +226,18 @@ class Run:
             (sample,) = samples(self.path, self.data_dir, request)
         return sample.text
 
+    @takes("request", EvaluationRequest)
     def evaluate(
-        self,
-        *,
-        data: Sequence[str] = (),
-        tasks: Sequence[str] = (),
-        checks: Sequence[str] = (),
-        step: int | None = None,
-        tp: int = 1,
-        nproc: int | None = None,
-        **options: Any,
+        self, request: EvaluationRequest, *, step: int | None = None, tp: int = 1, nproc: int | None = None
     ) -> list[dict[str, Any]]:
         """Evaluate a checkpoint, as `llmrecipes eval`; results are also kept in evaluations.jsonl and MLflow.
 
         Args:
-            data: for perplexity: `valid`, `test`, `train`, `stdlib` or `TYPE:PATH`; default: `valid`, without tasks
-                and checks.
-            tasks: of lm-evaluation-harness, or paths of task files.
-            checks: `repetition`, `memorisation`, `bias`.
+            request: its fields are keywords: `data`, `tasks` and `checks`, which are lists, `limit=100` and the other
+                options of the command.
             step: of the checkpoint; default: the newest.
             tp: ranks that share the model; more than one rank run in separate processes.
             nproc: all ranks; default: `tp`.
-            options: others of the command, such as `limit=100` or `num_fewshot=5`: fields of
-                `evaluation.request.EvaluationRequest`.
 
         Returns:
             A record for each task, with `task`, `metrics`, `settings`, `step`, `time` and `examples`.
@@ -254,17 +245,8 @@ class Run:
         Raises:
             UserError: no valid checkpoint, tasks or data that are missing, or an unknown option.
         """
-        from pydantic import ValidationError
-
-        from llmrecipes.evaluation.request import EvaluationRequest
         from llmrecipes.workflow.evaluate import EvaluationLayout, evaluate_run
 
-        try:
-            request = EvaluationRequest.model_validate({"data": data, "tasks": tasks, "checks": checks, **options})
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise UserError(f"{first['input']!r}: {first['msg']}", where=where, rule="see Run.evaluate") from error
         name = str(self.path) if step is None else f"{self.path}@{step}"
         with warnings.catch_warnings():
             ignore_library_warnings()
@@ -346,7 +328,7 @@ def train_recipe(
         nproc=nproc,
         run_id=name,
         separate_process=True,
-        run=RunOptions(sample=False, max_restarts=max_restarts, accept_changes=accept_changes),
+        run=made(RunOptions, {"sample": False, "max_restarts": max_restarts, "accept_changes": accept_changes}),
     )
     with warnings.catch_warnings():
         ignore_library_warnings()

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from llmrecipes.cli import completion
-from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, RunsOption
+from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, RunsOption, with_options
 from llmrecipes.cli.tables import TextTable, show
-from llmrecipes.errors import UserError
-from llmrecipes.evaluation import CHECKS, Check
 
 if TYPE_CHECKING:
+    from llmrecipes.evaluation.request import EvaluationRequest
     from llmrecipes.workflow.evaluate import Evaluation
 
 
+@with_options(request="evaluation.request.EvaluationRequest")
 def evaluate(
     run: Annotated[
         str,
@@ -28,83 +27,7 @@ def evaluate(
             autocompletion=completion.runs,
         ),
     ],
-    task: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--task", metavar="NAME", help="Run this lm-evaluation-harness task, group or task file; repeatable."
-        ),
-    ] = None,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--data",
-            metavar="SOURCE",
-            help="Measure perplexity on valid, test, train, stdlib, or TYPE:PATH (a type of data.sources); repeatable. "
-            "Default without --task and --check: valid.",
-        ),
-    ] = None,
-    check: Annotated[
-        list[str] | None,
-        typer.Option("--check", metavar="NAME", help=f"Check generated text for: {', '.join(CHECKS)}; repeatable."),
-    ] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option("--limit", metavar="N", min=1, help="Use at most N documents per task or source; default: all."),
-    ] = None,
-    num_fewshot: Annotated[
-        int | None,
-        typer.Option(
-            "--num-fewshot", metavar="N", min=0, help="Put N examples before every question; default: the task's."
-        ),
-    ] = None,
-    include_path: Annotated[
-        Path | None, typer.Option("--include-path", metavar="DIR", help="Also look for task files in this folder.")
-    ] = None,
-    trust_code: Annotated[
-        bool,
-        typer.Option(
-            "--trust-code", help="Allow code referenced by task files, in a process without network and credentials."
-        ),
-    ] = False,
-    text_key: Annotated[
-        str,
-        typer.Option("--text-key", metavar="NAME", help="Read the text of a jsonl or parquet source from this column."),
-    ] = "text",
-    per_document: Annotated[
-        Path | None,
-        typer.Option(
-            "--per-document",
-            metavar="DIR",
-            help="Write the loss of every document of the split to this new folder, for data.curriculum.",
-        ),
-    ] = None,
-    window: Annotated[
-        int | None,
-        typer.Option(
-            "--window", metavar="N", min=1, help="Measure perplexity in windows of N tokens; default: seq_length."
-        ),
-    ] = None,
-    stride: Annotated[
-        int | None,
-        typer.Option("--stride", metavar="N", min=1, help="Score N tokens of a window; default: half a window."),
-    ] = None,
-    prefix: Annotated[
-        int, typer.Option("--prefix", metavar="N", min=1, help="Use prompts of N tokens for --check.")
-    ] = 50,
-    length: Annotated[
-        int, typer.Option("--length", metavar="N", min=1, help="Continue prompts of --check by N tokens.")
-    ] = 50,
-    samples: Annotated[
-        int, typer.Option("--samples", metavar="N", min=1, help="Write N continuations per --check.")
-    ] = 200,
-    temperature: Annotated[
-        float,
-        typer.Option("--temperature", metavar="T", min=0, help="Sample continuations of --check at this temperature."),
-    ] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed the samples of --check.")] = 1234,
-    batch_size: Annotated[
-        int, typer.Option("--batch-size", metavar="N", min=1, help="Score N sequences per forward pass of a replica.")
-    ] = 8,
+    request: EvaluationRequest,
     tensor: Annotated[
         int, typer.Option("--tp", metavar="N", min=1, help="Split the model over N tensor-parallel ranks.")
     ] = 1,
@@ -125,7 +48,6 @@ def evaluate(
     """
     from llmrecipes.console import setup_logging
     from llmrecipes.evaluation import history
-    from llmrecipes.evaluation.request import EvaluationRequest
     from llmrecipes.rundir import Run
     from llmrecipes.workflow.evaluate import EvaluationLayout, evaluate_run
 
@@ -137,25 +59,6 @@ def evaluate(
         show(*earlier_lines(records))
         return
     setup_logging()
-    request = EvaluationRequest(
-        tasks=tuple(task or ()),
-        include_path=include_path,
-        trust_code=trust_code,
-        data=tuple(data or ()),
-        text_key=text_key,
-        per_document=per_document,
-        checks=tuple(map(_check, check or ())),
-        limit=limit,
-        num_fewshot=num_fewshot,
-        batch_size=batch_size,
-        window=window,
-        stride=stride,
-        prefix=prefix,
-        length=length,
-        samples=samples,
-        temperature=temperature,
-        seed=seed,
-    )
     done = evaluate_run(run, request, runs_dir, data_dir, EvaluationLayout(tensor, nproc), progress=not as_json)
     if as_json:
         values = {
@@ -168,18 +71,8 @@ def evaluate(
         print(json.dumps(values, indent=2))
         return
     show(*lines(done))
-    if per_document is not None:
-        print(f"loss of each document in {per_document}")
-
-
-def _check(name: str) -> Check:
-    for known in CHECKS:
-        if name == known:
-            return known
-    from difflib import get_close_matches
-
-    near = get_close_matches(name, CHECKS, n=1, cutoff=0.3) or CHECKS[:1]
-    raise UserError(f"{name!r}", where="--check", rule=f"one of {', '.join(CHECKS)}", fix=f"--check {near[0]}")
+    if request.per_document is not None:
+        print(f"loss of each document in {request.per_document}")
 
 
 def _evaluated(done: Evaluation) -> str:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from collections.abc import Callable, Mapping
+from functools import partial, wraps
+from importlib import import_module
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_origin
 
 import typer
 
 from llmrecipes.cli import completion
 from llmrecipes.commandline import DATA_DIR, DATA_VARIABLE, RUNS_DIR, RUNS_VARIABLE
 from llmrecipes.launch.launcher_options import LauncherOption
+from llmrecipes.options import Field, declared, made
 
 T = TypeVar("T")
 
@@ -117,75 +119,83 @@ PatienceOption = Annotated[
 ]
 
 
-def with_options(**tables: Mapping[str, LauncherOption]) -> Callable[[T], T]:
-    """Mark a command that takes several options as one parameter, a mapping from their names to their values.
+def with_options(*, in_jobs: bool = False, **sources: str | Mapping[str, LauncherOption]) -> Callable[[T], T]:
+    """Mark a command with parameters that stand for several options each.
 
     Args:
-        tables: by parameter, each option by its name on the command line; its default is None.
+        in_jobs: of the options of a start, only those that a job passes on.
+        sources: by parameter, the place in the package of a model (`llmrecipes.options`), which is imported when the
+            command is built; or a table of options, whose values the command gets by their names.
     """
 
     def mark(command: T) -> T:
-        command.tables = tables  # type: ignore[attr-defined]
-        return command
-
-    return mark
-
-
-def with_run_options(*, in_jobs: bool) -> Callable[[T], T]:
-    """Mark a command whose parameter `options` stands for the options of a start.
-
-    They are read when the command is built (`expanded`), because pydantic is slow to import.
-
-    Args:
-        in_jobs: only those that a job passes on.
-    """
-
-    def mark(command: T) -> T:
-        command.in_jobs = in_jobs  # type: ignore[attr-defined]
+        command.sources, command.in_jobs = sources, in_jobs  # type: ignore[attr-defined]
         return command
 
     return mark
 
 
 def expanded(command: Callable[..., Any]) -> Callable[..., Any]:
-    """A command with an option for each of its marks (`with_run_options`, `with_options`); else the same."""
-    in_jobs: bool | None = getattr(command, "in_jobs", None)
-    tables: Mapping[str, Mapping[str, LauncherOption]] = getattr(command, "tables", {})
-    if in_jobs is None:
+    """A command with the options of `with_options`; else the same."""
+    sources: Mapping[str, str | Mapping[str, LauncherOption]] = getattr(command, "sources", {})
+    if not sources:
         return command
-    from llmrecipes.launch.run_options import RunOptions
-
-    inserted = {"options": _run_parameters(in_jobs), **{name: _parameters(table) for name, table in tables.items()}}
+    inserted: dict[str, list[Parameter]] = {}
+    makers: dict[str, Callable[[dict[str, Any]], Any]] = {}
+    models: dict[str, Any] = {}
+    for name, source in sources.items():
+        if isinstance(source, str):
+            module, _, model_name = source.rpartition(".")
+            model = models[model_name] = getattr(import_module(f"llmrecipes.{module}"), model_name)
+            fields = {each: field for each, field in declared(model).items() if _shown(field, command)}
+            inserted[name] = [_parameter(field) for field in fields.values()]
+            makers[name] = partial(_made, model, fields)
+        else:
+            inserted[name] = _parameters(source)
+            makers[name] = partial(_by_name, source)
     parameters: list[Parameter] = []
-    for parameter in signature(command, eval_str=True).parameters.values():
+    for parameter in signature(command, eval_str=True, locals=models).parameters.values():
         parameters += inserted.get(parameter.name, [parameter])
 
     @wraps(command)
     def decorated(**arguments: Any) -> Any:
-        chosen = {option.name: arguments.pop(option.name) for option in inserted["options"]}
-        options = RunOptions(**({"sample": False} if in_jobs else {}), **chosen)
-        values = {
-            name: {option: arguments.pop(_identifier(option)) for option in table} for name, table in tables.items()
-        }
-        return command(**arguments, options=options, **values)
+        for name, make in makers.items():
+            arguments[name] = make({option.name: arguments.pop(option.name) for option in inserted[name]})
+        return command(**arguments)
 
     decorated.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     decorated.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return decorated
 
 
-def _run_parameters(in_jobs: bool) -> list[Parameter]:
-    from llmrecipes.launch.run_options import RunOptions, declared, flag
+def _shown(field: Field, command: Callable[..., Any]) -> bool:
+    in_jobs: bool = getattr(command, "in_jobs", False)
+    return not in_jobs or field.option.in_jobs
 
-    options: list[Parameter] = []
-    for name, option in declared(in_jobs=in_jobs):
-        field = RunOptions.model_fields[name]
-        word = flag(name, option)
-        words = [f"--{word}/--no-{word}" if field.default is True else f"--{word}"]
-        shown = typer.Option(*words, help=option.help, metavar=option.metavar, min=_least(field.metadata))
-        kind = Annotated[field.annotation, shown]  # type: ignore[name-defined]
-        options.append(Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=field.default, annotation=kind))
-    return options
+
+def _made(model: type, fields: Mapping[str, Field], values: Mapping[str, Any]) -> Any:
+    return made(model, {name: _value(fields[name], value) for name, value in values.items()}, words=True)
+
+
+def _value(field: Field, value: Any) -> Any:
+    if get_origin(field.kind) is tuple:
+        return tuple(value or ())
+    return field.option.read(value) if field.option.read is not None and value is not None else value
+
+
+def _by_name(table: Mapping[str, LauncherOption], values: Mapping[str, Any]) -> dict[str, Any]:
+    return {option: values[_identifier(option)] for option in table}
+
+
+def _parameter(field: Field) -> Parameter:
+    option, default, kind = field.option, field.default, field.kind
+    word = f"--{field.word}/--no-{field.word}" if default is True else f"--{field.word}"
+    if get_origin(kind) is tuple:
+        kind, default = list[str] | None, None
+    elif option.read is not None:
+        kind = str | None
+    shown = typer.Option(word, help=option.help, metavar=option.metavar, min=option.least)
+    return Parameter(field.name, Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=Annotated[kind, shown])
 
 
 def _parameters(table: Mapping[str, LauncherOption]) -> list[Parameter]:
@@ -202,7 +212,3 @@ def _parameters(table: Mapping[str, LauncherOption]) -> list[Parameter]:
 
 def _identifier(option: str) -> str:
     return option.replace("-", "_")
-
-
-def _least(metadata: Sequence[object]) -> int | None:
-    return next((int(least) for constraint in metadata if (least := getattr(constraint, "ge", None)) is not None), None)

@@ -22,7 +22,6 @@ from llmrecipes.cli.options import (
     RunsOption,
     site_option,
     with_options,
-    with_run_options,
 )
 from llmrecipes.commandline import command_line
 from llmrecipes.errors import UserError
@@ -37,8 +36,7 @@ LAST_LINES = 15
 """Of the log of a job that has failed or is held."""
 
 
-@with_run_options(in_jobs=True)
-@with_options(launcher_options=OPTIONS)
+@with_options(in_jobs=True, launcher_options=OPTIONS, options="launch.run_options.RunOptions")
 def submit(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,

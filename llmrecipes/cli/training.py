@@ -29,7 +29,7 @@ from llmrecipes.cli.options import (
     RunArgument,
     RunIdOption,
     RunsOption,
-    with_run_options,
+    with_options,
 )
 from llmrecipes.cli.tables import TextTable, show
 from llmrecipes.errors import ExitCode, UserError
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 @early_signals()
-@with_run_options(in_jobs=False)
+@with_options(options="launch.run_options.RunOptions")
 def train(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,

@@ -7,57 +7,67 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
-from llmrecipes.evaluation import Check
+from llmrecipes.evaluation import CHECKS, Check
+from llmrecipes.options import Option
 
 DATA = "valid"
 """Data of perplexity by default, and of the check `repetition`."""
-Positive = Annotated[int, Field(gt=0)]
 
 
 class EvaluationRequest(BaseModel):
-    """One evaluation.
-
-    Attributes:
-        tasks: tasks of the harness, or paths of task files.
-        trust_code: run the code that task files name, in a process without network and variables.
-        include_path: folder with more task files.
-        data: for perplexity; see `evaluation.texts.Texts.parse`.
-        text_key: column of the text in a JSON or Parquet source.
-        per_document: new folder for the losses of the documents of `data`, which is one split.
-        checks: checks of what the model writes.
-        limit: documents of each task and source.
-        num_fewshot: examples in a task's context; None: as the task says.
-        batch_size: rows of one data-parallel rank in a forward pass.
-        window: tokens that perplexity reads at once; None: the recipe's sequence length.
-        stride: stride of perplexity's windows; None: half a window.
-        prefix: tokens of a prompt of a check.
-        length: tokens of a continuation in a check.
-        samples: continuations in a check.
-        temperature: temperature of sampled continuations.
-        seed: seed of draws.
-    """
+    """One evaluation; every field is an option of `eval` and of `Run.evaluate`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    tasks: tuple[str, ...] = ()
-    trust_code: bool = False
-    include_path: Path | None = None
-    data: tuple[str, ...] = ()
-    text_key: str = "text"
-    per_document: Path | None = None
-    checks: tuple[Check, ...] = ()
-    limit: Positive | None = None
-    num_fewshot: Annotated[int, Field(ge=0)] | None = None
-    batch_size: Positive = 8
-    window: Positive | None = None
-    stride: Positive | None = None
-    prefix: Positive = 50
-    length: Positive = 50
-    samples: Positive = 200
-    temperature: Annotated[float, Field(ge=0)] = 1.0
-    seed: Annotated[int, Field(ge=0)] = 1234
+    tasks: Annotated[
+        tuple[str, ...],
+        Option("Run this lm-evaluation-harness task, group or task file; repeatable.", "task", "NAME"),
+    ] = ()
+    data: Annotated[
+        tuple[str, ...],
+        Option(
+            "Measure perplexity on valid, test, train, stdlib, or TYPE:PATH (a type of data.sources); repeatable. "
+            "Default without --task and --check: valid.",
+            metavar="SOURCE",
+        ),
+    ] = ()
+    """See `evaluation.texts.Texts.parse`."""
+    checks: Annotated[
+        tuple[Check, ...], Option(f"Check generated text for: {', '.join(CHECKS)}; repeatable.", "check", "NAME")
+    ] = ()
+    limit: Annotated[
+        int | None, Option("Use at most N documents per task or source; default: all.", metavar="N", least=1)
+    ] = None
+    num_fewshot: Annotated[
+        int | None, Option("Put N examples before every question; default: the task's.", metavar="N", least=0)
+    ] = None
+    include_path: Annotated[Path | None, Option("Also look for task files in this folder.", metavar="DIR")] = None
+    trust_code: Annotated[
+        bool, Option("Allow code referenced by task files, in a process without network and credentials.")
+    ] = False
+    text_key: Annotated[str, Option("Read the text of a jsonl or parquet source from this column.", metavar="NAME")] = (
+        "text"
+    )
+    per_document: Annotated[
+        Path | None,
+        Option("Write the loss of every document of the split to this new folder, for data.curriculum.", metavar="DIR"),
+    ] = None
+    window: Annotated[
+        int | None, Option("Measure perplexity in windows of N tokens; default: seq_length.", metavar="N", least=1)
+    ] = None
+    stride: Annotated[
+        int | None, Option("Score N tokens of a window; default: half a window.", metavar="N", least=1)
+    ] = None
+    prefix: Annotated[int, Option("Use prompts of N tokens for --check.", metavar="N", least=1)] = 50
+    length: Annotated[int, Option("Continue prompts of --check by N tokens.", metavar="N", least=1)] = 50
+    samples: Annotated[int, Option("Write N continuations per --check.", metavar="N", least=1)] = 200
+    temperature: Annotated[
+        float, Option("Sample continuations of --check at this temperature.", metavar="T", least=0)
+    ] = 1.0
+    seed: Annotated[int, Option("Seed the samples of --check.", least=0)] = 1234
+    batch_size: Annotated[int, Option("Score N sequences per forward pass of a replica.", metavar="N", least=1)] = 8
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from llmrecipes.launch.job import Job, handle, statuses
 from llmrecipes.launch.kubernetes import launcher as kubernetes
 from llmrecipes.launch.launcher_options import LauncherOption
 from llmrecipes.launch.programs import SchedulerUnavailable
-from llmrecipes.launch.run_options import JOB_OPTIONS, RunOptions, add_arguments, declared, taken
+from llmrecipes.launch.run_options import JOB_FIELDS, JOB_OPTIONS, RunOptions, add_arguments, taken
 from llmrecipes.launch.slurm.launcher import status_of
 from llmrecipes.runfiles import RunFiles
 from tests.helpers import tiny_on, train_lines, write_recipe
@@ -547,7 +547,7 @@ def test_an_option_of_a_launcher_is_declared_once(
 
 
 def test_the_options_of_a_start_reach_the_ranks_of_every_launcher(capsys: pytest.CaptureFixture[str]) -> None:
-    words = RunOptions(**{name: True for name, _ in declared(in_jobs=True)}).words()
+    words = RunOptions(**dict.fromkeys(JOB_FIELDS, True)).words()
     assert set(words) == {f"--{name}" for name in JOB_OPTIONS}
     parser = ArgumentParser()
     add_arguments(parser)
@@ -561,5 +561,5 @@ def test_the_options_of_a_start_reach_the_ranks_of_every_launcher(capsys: pytest
             assert all((word in shown) is bool(given) for word in words)
     options, rest = taken({"allow-socket": "yes", "time": "1:00:00"})
     assert options == RunOptions(sample=False, allow_socket=True) and rest == {"time": "1:00:00"}
-    with refused("allow-socket"):
+    with refused("--allow-socket"):
         taken({"allow-socket": "maybe"})

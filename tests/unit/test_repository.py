@@ -34,6 +34,7 @@ LAYERS = (
         "console",
         "loading",
         "commandline",
+        "options",
         "units",
         "nested",
         "io",
