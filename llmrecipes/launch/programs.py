@@ -63,15 +63,15 @@ def ask(command: Sequence[str]) -> str:
     return answer
 
 
-def run(command: Sequence[str], text: str = "") -> tuple[int, str, str]:
+def run(command: Sequence[str], text: str = "", seconds: float = TIMEOUT_SECONDS) -> tuple[int, str, str]:
     """Exit code, output, and the message for the user if the code is not 0.
 
     Raises:
         SchedulerUnavailable: the command timed out.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False, input=text)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, input=text)
     except subprocess.TimeoutExpired as error:
-        raise SchedulerUnavailable(f"no answer within {TIMEOUT_SECONDS:g} s", where=command[0]) from error
+        raise SchedulerUnavailable(f"no answer within {seconds:g} s", where=command[0]) from error
     words = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
     return done.returncode, done.stdout, words

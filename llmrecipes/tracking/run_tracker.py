@@ -20,6 +20,7 @@ from llmrecipes.diagnosis.rules import CHECKED
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.io import write_atomic
 from llmrecipes.packages import find_spec
+from llmrecipes.recipe.extras import of_tracking
 from llmrecipes.recipe.load import recipe_hash, to_yaml
 from llmrecipes.recipe.plugins import MetricSink, declared, resolve
 from llmrecipes.recipe.schema import Recipe
@@ -55,16 +56,13 @@ def require_packages_of_tracking(recipe: Recipe) -> None:
     Raises:
         UserError: the package is missing.
     """
-    needed = {name: (sink.package, sink.extra) for name, sink in opened_by(recipe).items() if sink.package is not None}
-    if recipe.tracking.energy_model is not None:
-        needed["tracking.energy_model"] = (recipe.tracking.energy_model, "energy")
-    for name, (package, extra) in needed.items():
-        if find_spec(package) is None:
+    for need in of_tracking(recipe):
+        if find_spec(need.package) is None:
             raise UserError(
-                f"needs the package {package}, which is not installed",
-                where=name,
-                rule=f"{package} is in the optional extra {extra}",
-                fix=f"pip install -e '.[{extra}]' in the checkout, or leave it out",
+                f"needs the package {need.package}, which is not installed",
+                where=need.key,
+                rule=f"{need.package} is in the optional extra {need.extra}",
+                fix=f"pip install -e '.[{need.extra}]' in the checkout, or leave it out",
             )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.hardware.load import load_profile, names
 from llmrecipes.hardware.machine import machine
-from llmrecipes.launch import record
+from llmrecipes.launch import image_packages, record
 from llmrecipes.launch.base import (
     JobHandle,
     JobRef,
@@ -150,6 +150,8 @@ def submit(
         prepared=is_prepared(planned.recipe, paths.data_dir) if launcher.shares_disk else not prepare,
     )  # fmt: skip
     rendering = launcher.render(submission, given)
+    lacking = image_packages.warnings(submission, given, python="python" in launcher.takes)
+    rendering = replace(rendering, warnings=(*rendering.warnings, *lacking))
     if dry_run:
         return Submitted(submission, rendering, None)
     launcher.require()

@@ -289,7 +289,7 @@ KEEP_SECONDS = 7 * 24 * 3600
 
 
 def _tokenizing(pods: int) -> str:
-    return "a CPU Job" if pods == 1 else f"a Ray cluster of {pods:,} CPU pods, whose image needs the package ray,"
+    return "a CPU Job" if pods == 1 else f"a Ray cluster of {pods:,} CPU pods"
 
 
 def preparation_name(run: str) -> str:
