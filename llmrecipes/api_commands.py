@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from llmrecipes.api import Overrides, Run, directory, load_recipe, open_run, override_words, say
 from llmrecipes.commandline import DATA_DIR, DATA_VARIABLE, RUNS_DIR, RUNS_VARIABLE
 from llmrecipes.errors import UserError
+from llmrecipes.models.merge_options import MergeOptions
+from llmrecipes.options import takes
 from llmrecipes.plan.placement import Placement, place
 from llmrecipes.recipe.degrees import least_ranks
 from llmrecipes.recipe.schema import Recipe
@@ -271,18 +273,13 @@ def _said(quiet: bool) -> Callable[[str], None]:
     return (lambda _line: None) if quiet else say
 
 
+@takes("options", MergeOptions)
 def merge_models(
     models: Sequence[str | Path],
     out: str | Path,
+    options: MergeOptions,
     *,
-    method: str,
-    weights: Sequence[float] | None = None,
     base: str | Path | None = None,
-    density: float | Sequence[float] | None = None,
-    t: float | None = None,
-    scale: float | None = None,
-    normalize: bool | None = None,
-    seed: int | None = None,
     dtype: Literal["fp32", "bf16", "fp16"] | None = None,
     tokenizer: bool = True,
     runs_dir: str | Path | None = None,
@@ -293,14 +290,9 @@ def merge_models(
     Args:
         models: runs, `RUN@STEP`, or folders with config.json and safetensors.
         out: new folder.
-        method: linear, slerp, task-arithmetic, ties, dare or dare-ties.
-        weights: of the models; default: 1.
+        options: its fields are keywords: `method`, `weights`, `density` and the other options of the command, whose
+            `--lambda` is `scale`.
         base: base model of the fine-tuned models, for all methods but linear and slerp.
-        density: fraction of each task vector to keep, for all models or per model (ties, dare); default: 1.
-        t: interpolation from the first model (0) to the second (1) (slerp); default: 0.5.
-        scale: factor of the merged task vector, λ; default: 1.
-        normalize: divide by the sum of the weights; default: linear and ties do.
-        seed: random seed of dare; default: 0.
         dtype: of the weights; default: the first model's.
         tokenizer: compare and write tokenizers.
         runs_dir: default: `LLMRECIPES_RUNS`, else `runs`.
@@ -311,10 +303,7 @@ def merge_models(
             kind; values that are not finite; a folder that exists; a full disk.
     """
     from llmrecipes.models.merge import Output, merge
-    from llmrecipes.models.merge_options import MergeOptions
 
-    densities = [density] if isinstance(density, int | float) else density
-    options = MergeOptions(method, weights, densities, t, scale, normalize, seed)
     merged = merge(
         [str(model) for model in models],
         options,

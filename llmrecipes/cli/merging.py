@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmrecipes.cli import completion
-from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, NewRunIdOption, RunsOption
+from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, NewRunIdOption, RunsOption, with_options
 from llmrecipes.errors import UserError
 from llmrecipes.faults.signals import early_signals
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 @early_signals()
+@with_options(options="models.merge_options.MergeOptions")
 def merge(
     models: Annotated[
         list[str],
@@ -28,12 +29,7 @@ def merge(
             autocompletion=completion.runs,
         ),
     ],
-    method: Annotated[
-        str,
-        typer.Option(
-            "--method", metavar="NAME", help="Merge by linear, slerp, task-arithmetic, ties, dare or dare-ties."
-        ),
-    ],
+    options: MergeOptions,
     to: Annotated[
         str,
         typer.Option("--to", metavar="FORM", help="Write hf, a folder for transformers, or run, a run at step 0."),
@@ -42,27 +38,9 @@ def merge(
         Path | None, typer.Option("--out", metavar="DIR", help="Write to this new folder; needed with --to hf.")
     ] = None,
     run_id: NewRunIdOption = None,
-    weights: Annotated[
-        str | None, typer.Option("--weights", metavar="W,W,...", help="Weight the models; default: 1.")
-    ] = None,
     base: Annotated[
         str | None, typer.Option("--base", metavar="MODEL", help="Take task vectors relative to this base model.")
     ] = None,
-    density: Annotated[
-        str | None,
-        typer.Option("--density", metavar="P[,P...]", help="Keep this fraction of each task vector (ties, dare)."),
-    ] = None,
-    t: Annotated[
-        float | None,
-        typer.Option("--t", metavar="T", help="Interpolate from the first model (0) to the second (1) (slerp)."),
-    ] = None,
-    scale: Annotated[
-        float | None, typer.Option("--lambda", metavar="L", help="Scale the merged task vector by L; default: 1.")
-    ] = None,
-    normalize: Annotated[
-        bool | None, typer.Option(help="Divide by the sum of the weights; default: on for linear and ties.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed dare; default: 0.")] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -81,13 +59,9 @@ def merge(
     from llmrecipes.console import number, setup_logging
     from llmrecipes.models.merge import Output
     from llmrecipes.models.merge import merge as make
-    from llmrecipes.models.merge_options import MergeOptions
     from llmrecipes.tracking.progress import Counted
 
     setup_logging()
-    options = MergeOptions(
-        method, _numbers("--weights", weights), _numbers("--density", density), t, scale, normalize, seed
-    )
     if to == "run":
         for option, value in (("--out", out), ("--dtype", dtype)):
             if value is not None:
@@ -108,7 +82,7 @@ def merge(
     if as_json:
         print(json.dumps(asdict(merged)))
         return
-    print(_what(models, base, method))
+    print(_what(models, base, options.method))
     files = "1 file" if merged.shards == 1 else f"{merged.shards} files"
     print(f"to     {merged.path}")
     size = f"{merged.bytes / 2**20:,.1f} MiB in {files}"
@@ -135,12 +109,3 @@ def _merge_runs(
 
 def _what(models: list[str], base: str | None, method: str) -> str:
     return f"merged {', '.join(models)}{f' from {base}' if base else ''} by {method}"
-
-
-def _numbers(option: str, text: str | None) -> list[float] | None:
-    if text is None:
-        return None
-    try:
-        return [float(number) for number in text.split(",")]
-    except ValueError:
-        raise UserError(f"{text!r}", where=option, rule="must be comma-separated numbers", fix="0.5,0.5") from None

@@ -189,7 +189,7 @@ def _by_name(table: Mapping[str, LauncherOption], values: Mapping[str, Any]) -> 
 
 def _parameter(field: Field) -> Parameter:
     option, default, kind = field.option, field.default, field.kind
-    word = f"--{field.word}/--no-{field.word}" if default is True else f"--{field.word}"
+    word = f"--{field.word}/--no-{field.word}" if default is True or kind == bool | None else f"--{field.word}"
     if get_origin(kind) is tuple:
         kind, default = list[str] | None, None
     elif option.read is not None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
 from llmrecipes.errors import UserError
+from llmrecipes.options import Option
 
 
 @dataclass(frozen=True)
@@ -80,27 +82,42 @@ class Merge:
         return {key: value for key, value in asdict(self).items() if has.get(key, True)}
 
 
+def _parsed(option: str, text: str) -> list[float]:
+    try:
+        return [float(number) for number in text.split(",")]
+    except ValueError:
+        raise UserError(f"{text!r}", where=option, rule="must be comma-separated numbers", fix="0.5,0.5") from None
+
+
 @dataclass(frozen=True)
 class MergeOptions:
-    """Options of a merge; None is the default of the method.
+    """Options of a merge, of `merge` and of `merge_models`; None is the default of the method."""
 
-    Attributes:
-        method: its name in `METHODS`.
-        weights: one for each model; default: 1 each.
-        density: density of all models, or one for each; default: 1, which drops nothing.
-        t: t of slerp; default: 0.5.
-        scale: λ; default: 1.
-        normalize: default: that of the method.
-        seed: default: 0.
-    """
-
-    method: str
-    weights: Sequence[float] | None = None
-    density: Sequence[float] | None = None
-    t: float | None = None
-    scale: float | None = None
-    normalize: bool | None = None
-    seed: int | None = None
+    method: Annotated[str, Option(f"Merge by: {', '.join(METHODS)}.", metavar="NAME")]
+    weights: Annotated[
+        Sequence[float] | None,
+        Option("Weight the models; default: 1.", metavar="W,W,...", read=partial(_parsed, "--weights")),
+    ] = None
+    density: Annotated[
+        float | Sequence[float] | None,
+        Option(
+            "Keep this fraction of each task vector (ties, dare); default: 1.",
+            metavar="P[,P...]",
+            read=partial(_parsed, "--density"),
+        ),
+    ] = None
+    """Of all models, or one for each."""
+    t: Annotated[
+        float | None,
+        Option("Interpolate from the first model (0) to the second (1) (slerp); default: 0.5.", metavar="T"),
+    ] = None
+    scale: Annotated[
+        float | None, Option("Scale the merged task vector by L; default: 1.", name="lambda", metavar="L")
+    ] = None
+    normalize: Annotated[bool | None, Option("Divide by the sum of the weights; default: on for linear and ties.")] = (
+        None
+    )
+    seed: Annotated[int | None, Option("Seed dare; default: 0.", metavar="N")] = None
 
 
 def resolve(options: MergeOptions, models: int, *, base: bool) -> Merge:
@@ -122,7 +139,7 @@ def resolve(options: MergeOptions, models: int, *, base: bool) -> Merge:
     weights = () if method.normalize is None else _numbers("--weights", options.weights, 1.0, models)
     densities: tuple[float, ...] = ()
     if method.density:
-        requested = options.density
+        requested = [options.density] if isinstance(options.density, int | float) else options.density
         if requested is not None and len(requested) == 1:
             requested = [*requested] * models
         densities = _numbers("--density", requested, 1.0, models)
