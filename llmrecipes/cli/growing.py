@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from llmrecipes.cli import completion
-from llmrecipes.cli.options import RUNS, JsonOption, NewRunIdOption, OverridesArgument, RunsOption
+from llmrecipes.cli.options import RUNS, JsonOption, NewRunIdOption, OverridesArgument, RunsOption, with_options
 from llmrecipes.faults.signals import early_signals
+
+if TYPE_CHECKING:
+    from llmrecipes.recipe.growing import Growth
 
 
 @early_signals()
+@with_options(growth="recipe.growing.Growth")
 def grow(
     run: Annotated[
         str,
@@ -23,34 +27,8 @@ def grow(
             autocompletion=completion.runs,
         ),
     ],
+    growth: Growth,
     overrides: OverridesArgument = None,
-    layers: Annotated[int | None, typer.Option("--layers", metavar="N", min=1, help="Grow to N layers.")] = None,
-    by: Annotated[
-        str | None,
-        typer.Option(
-            "--by",
-            metavar="METHOD",
-            help="Add layers as identity (default; the loss stays), stack or interpolate.",
-        ),
-    ] = None,
-    hidden_size: Annotated[
-        int | None,
-        typer.Option("--hidden-size", metavar="N", min=1, help="Grow the residual stream to a multiple of its width."),
-    ] = None,
-    ffn_hidden_size: Annotated[
-        int | None, typer.Option("--ffn-hidden-size", metavar="N", min=1, help="Grow dense MLPs to this width.")
-    ] = None,
-    moe_ffn_hidden_size: Annotated[
-        int | None, typer.Option("--moe-ffn-hidden-size", metavar="N", min=1, help="Grow routed experts to this width.")
-    ] = None,
-    heads: Annotated[
-        int | None,
-        typer.Option("--heads", metavar="N", min=1, help="Grow to a multiple of the attention heads."),
-    ] = None,
-    experts: Annotated[
-        int | None,
-        typer.Option("--experts", metavar="N", min=1, help="Grow to a multiple of the experts and of their top k."),
-    ] = None,
     run_id: NewRunIdOption = None,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
@@ -63,12 +41,10 @@ def grow(
     from llmrecipes.commandline import resume_command
     from llmrecipes.console import number, setup_logging
     from llmrecipes.models.grow import grow as make
-    from llmrecipes.recipe.growing import Growth
     from llmrecipes.runfiles import checked_run_id
     from llmrecipes.tracking.progress import Counted
 
     setup_logging()
-    growth = Growth(layers, by, hidden_size, ffn_hidden_size, moe_ffn_hidden_size, heads, experts)
     created = make(run, growth, overrides or [], runs_dir, checked_run_id(run_id), None if as_json else Counted())
     if as_json:
         print(json.dumps(created.as_dict()))

@@ -13,9 +13,10 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from llmrecipes.errors import UserError
+from llmrecipes.options import Option, declared
 from llmrecipes.recipe.degrees import multiples
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.load import load
@@ -32,30 +33,31 @@ METHODS = ("identity", "stack", "interpolate")
 
 @dataclass(frozen=True)
 class Growth:
-    """Sizes to grow to; None: as it is.
+    """Sizes to grow to; None: as it is. Every field is an option of `grow`."""
 
-    Attributes:
-        by: one of `METHODS`; None: the first. Only with `layers`.
-        heads: of queries; those of keys and values grow by the same factor.
-    """
-
-    layers: int | None = None
-    by: str | None = None
-    hidden_size: int | None = None
-    ffn_hidden_size: int | None = None
-    moe_ffn_hidden_size: int | None = None
-    heads: int | None = None
-    experts: int | None = None
+    layers: Annotated[int | None, Option("Grow to N layers.", metavar="N", least=1)] = None
+    by: Annotated[
+        str | None, Option("Add layers as identity (default; the loss stays), stack or interpolate.", metavar="METHOD")
+    ] = None
+    hidden_size: Annotated[
+        int | None, Option("Grow the residual stream to a multiple of its width.", metavar="N", least=1)
+    ] = None
+    ffn_hidden_size: Annotated[int | None, Option("Grow dense MLPs to this width.", metavar="N", least=1)] = None
+    moe_ffn_hidden_size: Annotated[int | None, Option("Grow routed experts to this width.", metavar="N", least=1)] = (
+        None
+    )
+    heads: Annotated[int | None, Option("Grow to a multiple of the attention heads.", metavar="N", least=1)] = None
+    """Of queries; those of keys and values grow by the same factor."""
+    experts: Annotated[
+        int | None, Option("Grow to a multiple of the experts and of their top k.", metavar="N", least=1)
+    ] = None
 
     @property
     def method(self) -> str:
         return self.by or METHODS[0]
 
 
-OPTIONS = {
-    "layers": "--layers", "hidden_size": "--hidden-size", "ffn_hidden_size": "--ffn-hidden-size",
-    "moe_ffn_hidden_size": "--moe-ffn-hidden-size", "heads": "--heads", "experts": "--experts",
-}  # fmt: skip
+OPTIONS = {name: f"--{field.word}" for name, field in declared(Growth).items()}
 
 
 @dataclass(frozen=True)
