@@ -20,6 +20,7 @@ from llmrecipes.console import ignore_library_warnings
 from llmrecipes.engine.sampling import SAMPLING, Sampling
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.evaluation.request import EvaluationRequest
+from llmrecipes.models.export_options import ExportOptions
 from llmrecipes.options import made, takes
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.load import load
@@ -161,35 +162,23 @@ class Run:
         records = self.records(kind)
         return pandas.DataFrame(records, columns=None if records else ["step"]).set_index("step")
 
-    def export(
-        self,
-        out: str | Path | None = None,
-        *,
-        step: int | None = None,
-        dtype: Literal["fp32", "bf16", "fp16"] | None = None,
-        max_shard_bytes: int = 5 * 10**9,
-        family: str | None = None,
-        tokenizer: bool = True,
-    ) -> Path:
+    @takes("options", ExportOptions)
+    def export(self, out: str | Path | None = None, *, options: ExportOptions, step: int | None = None) -> Path:
         """Write a checkpoint for Hugging Face transformers, one tensor in memory at a time; returns the folder.
 
         Args:
             out: the folder, which must not exist; default: `hf/step-<step>` in the run's directory.
+            options: its fields are keywords: `dtype`, `family`, `max_shard_bytes`, `tokenizer`, and `averaged` for the
+                moving average of the weights.
             step: of the checkpoint; default: the newest.
-            dtype: of the weights; default: the run's precision.
-            max_shard_bytes: largest file of weights.
-            family: `model_type` of transformers; default: the first that has the model's form.
-            tokenizer: also write the tokenizer.
 
         Raises:
             UserError: no such checkpoint, or a corrupt one; a model without a form in transformers; a folder that
                 exists; a full disk.
         """
-        from llmrecipes.models.export import ExportOptions
         from llmrecipes.models.export import export as write
 
         reference = str(self.path) if step is None else f"{self.path}@{step}"
-        options = ExportOptions(dtype, max_shard_bytes, family, tokenizer)
         folder = None if out is None else Path(out)
         return Path(write(reference, folder, self._files().runs_dir, self.data_dir, options).path)
 

@@ -29,7 +29,7 @@ class Option:
     metavar: str | None = None
     least: int | None = None
     read: Callable[[str], Any] | None = None
-    """The value of a word, where the command line has one word for several numbers."""
+    """Makes the value of a word that is written in a form of its own; `help` says the default."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmrecipes.cli import completion
-from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, NewRunIdOption, OverridesArgument, RunsOption
+from llmrecipes.cli.options import (
+    DATA,
+    RUNS,
+    DataOption,
+    JsonOption,
+    NewRunIdOption,
+    OverridesArgument,
+    RunsOption,
+    with_options,
+)
 from llmrecipes.errors import UserError
 from llmrecipes.faults.signals import early_signals
 
@@ -18,10 +27,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from llmrecipes.models.create import CreatedRun
-    from llmrecipes.models.export import ExportOptions
+    from llmrecipes.models.export_options import ExportOptions
 
 
 @early_signals()
+@with_options(options="models.export_options.ExportOptions")
 def export(
     run: Annotated[
         str,
@@ -33,6 +43,7 @@ def export(
             autocompletion=completion.runs,
         ),
     ],
+    *,
     to: Annotated[
         str,
         typer.Option(
@@ -41,43 +52,13 @@ def export(
             help="Write hf (transformers), peft (only the adapters), onnx, torch-export (.pt2) or gguf.",
         ),
     ] = "hf",
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            "--dtype",
-            metavar="TYPE",
-            help="Write weights as fp32, bf16 or fp16, q8_0, q6_k, q5_k_m, q5_1, q5_0, q4_k_m, q4_1 or q4_0 (gguf) or "
-            "int8 (onnx); default: the run's precision.",
-        ),
-    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
             "--out", metavar="DIR", help="Write to this new folder; default: FORM/step-STEP in the run directory."
         ),
     ] = None,
-    max_shard_size: Annotated[
-        str,
-        typer.Option(
-            "--max-shard-size", metavar="SIZE", help="Split weights into files of at most this size, such as 500MB."
-        ),
-    ] = "5GB",
-    family: Annotated[
-        str | None,
-        typer.Option(
-            "--family", metavar="NAME", help="Write this model_type of transformers; default: the first that fits."
-        ),
-    ] = None,
-    tokenizer: Annotated[bool, typer.Option(help="Write the tokenizer too.")] = True,
-    ema: Annotated[
-        bool, typer.Option("--ema", help="Write the moving average of the weights (`optimizer.ema_decay`).")
-    ] = False,
-    merge_adapter: Annotated[
-        bool, typer.Option("--merge-adapter", help="Merge the adapters of a LoRA run into its base model.")
-    ] = False,
-    cache: Annotated[
-        bool, typer.Option("--cache", help="Give an ONNX program a key/value cache as inputs and outputs.")
-    ] = False,
+    options: ExportOptions,
     as_json: JsonOption = False,
     runs_dir: RunsOption = RUNS,
     data_dir: DataOption = DATA,
@@ -88,8 +69,8 @@ def export(
     and gguf with one tensor in memory at a time.
     """
     from llmrecipes.console import number, setup_logging
-    from llmrecipes.models.export import FORMS, ExportOptions
     from llmrecipes.models.export import export as make
+    from llmrecipes.models.export_options import FORMS
     from llmrecipes.tracking.progress import Counted
 
     setup_logging()
@@ -98,9 +79,7 @@ def export(
     if to == "peft":
         _export_adapter(run, out, runs_dir, as_json=as_json)
         return
-    options = ExportOptions(dtype, _bytes(max_shard_size), family, tokenizer, ema, merge_adapter, cache)
-    if to != "onnx" and cache:
-        raise UserError(f"--to {to}", where="--cache", rule="--cache is only used with --to onnx", fix="--to onnx")
+    options.require_valid_for(to)
     if to != "hf":
         _export_program(run, to, out, runs_dir, data_dir, options, as_json=as_json)
         return
@@ -165,21 +144,6 @@ def _export_adapter(run: str, out: Path | None, runs_dir: Path, *, as_json: bool
         f"{size}"
     )
     print(f"base     {exported.base}")
-
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-
-
-def _bytes(text: str) -> int:
-    digits = text.upper().rstrip("BKMGT ")
-    unit = text.upper().removeprefix(digits).strip()
-    try:
-        size = int(float(digits) * _UNITS[unit])
-    except (ValueError, KeyError, OverflowError):
-        size = 0
-    if size < 1:
-        raise UserError(f"{text!r}", where="--max-shard-size", rule="must be a number with KB, MB, GB or TB", fix="5GB")
-    return size
 
 
 @early_signals()

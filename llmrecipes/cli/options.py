@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial, wraps
 from importlib import import_module
 from inspect import Parameter, Signature, signature
@@ -155,7 +155,7 @@ def expanded(command: Callable[..., Any]) -> Callable[..., Any]:
             makers[name] = partial(_by_name, source)
     parameters: list[Parameter] = []
     for parameter in signature(command, eval_str=True, locals=models).parameters.values():
-        parameters += inserted.get(parameter.name, [parameter])
+        parameters += inserted.get(parameter.name, [parameter.replace(kind=Parameter.KEYWORD_ONLY)])
 
     @wraps(command)
     def decorated(**arguments: Any) -> Any:
@@ -174,13 +174,16 @@ def _shown(field: Field, command: Callable[..., Any]) -> bool:
 
 
 def _made(model: type, fields: Mapping[str, Field], values: Mapping[str, Any]) -> Any:
-    return made(model, {name: _value(fields[name], value) for name, value in values.items()}, words=True)
+    return made(model, dict(_read(fields, values)), words=True)
 
 
-def _value(field: Field, value: Any) -> Any:
-    if get_origin(field.kind) is tuple:
-        return tuple(value or ())
-    return field.option.read(value) if field.option.read is not None and value is not None else value
+def _read(fields: Mapping[str, Field], values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        read = fields[name].option.read
+        if read is None:
+            yield name, tuple(value or ()) if get_origin(fields[name].kind) is tuple else value
+        elif value is not None:
+            yield name, read(value)
 
 
 def _by_name(table: Mapping[str, LauncherOption], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,12 +193,13 @@ def _by_name(table: Mapping[str, LauncherOption], values: Mapping[str, Any]) -> 
 def _parameter(field: Field) -> Parameter:
     option, default, kind = field.option, field.default, field.kind
     word = f"--{field.word}/--no-{field.word}" if default is True or kind == bool | None else f"--{field.word}"
-    if get_origin(kind) is tuple:
+    least = option.least
+    if option.read is not None:
+        kind, default, least = str | None, None, None
+    elif get_origin(kind) is tuple:
         kind, default = list[str] | None, None
-    elif option.read is not None:
-        kind = str | None
-    shown = typer.Option(word, help=option.help, metavar=option.metavar, min=option.least)
-    return Parameter(field.name, Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=Annotated[kind, shown])
+    shown = typer.Option(word, help=option.help, metavar=option.metavar, min=least)
+    return Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, shown])
 
 
 def _parameters(table: Mapping[str, LauncherOption]) -> list[Parameter]:
@@ -204,9 +208,7 @@ def _parameters(table: Mapping[str, LauncherOption]) -> list[Parameter]:
         shown = typer.Option(f"--{name}", help=option.text, metavar=option.metavar, min=option.least, max=option.most)
         kind: Any = list[str] if option.kind is list else option.kind
         annotation = Annotated[kind | None, shown]
-        parameters.append(
-            Parameter(_identifier(name), Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=annotation)
-        )
+        parameters.append(Parameter(_identifier(name), Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
     return parameters
 
 

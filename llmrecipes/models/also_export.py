@@ -27,7 +27,8 @@ def main(run_dir: str, step: str, data_dir: str, parent: str) -> int:
     run, number = Run(Path(run_dir)), int(step)
     try:
         tidy(run)
-        from llmrecipes.models.export import ExportOptions, export
+        from llmrecipes.models.export import export
+        from llmrecipes.models.export_options import ExportOptions
 
         options = ExportOptions(merge_adapter=run.recipe().lora is not None)
         out = run.exported(number)

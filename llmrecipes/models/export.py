@@ -13,6 +13,7 @@ from llmrecipes import __version__
 from llmrecipes.commandline import command_line
 from llmrecipes.errors import UserError
 from llmrecipes.models.create import published, require_absent
+from llmrecipes.models.export_options import ExportOptions
 from llmrecipes.recipe.optimizer_kinds import named
 from llmrecipes.recipe.schema import Model, Recipe, Source
 from llmrecipes.recipe.weight_names import weights
@@ -26,33 +27,6 @@ if TYPE_CHECKING:
     from llmrecipes.tracking.energy import Energy
     from llmrecipes.tracking.progress import Counted
     from llmrecipes.workflow.model_source import OpenedRun
-
-
-FORMS = ("hf", "peft", "onnx", "torch-export", "gguf")
-ELEMENT_TYPES = ("fp32", "bf16", "fp16")
-
-
-@dataclass(frozen=True)
-class ExportOptions:
-    """Options of an export.
-
-    Attributes:
-        dtype: fp32, bf16 or fp16; None: the precision of the recipe.
-        shard_bytes: largest file of weights.
-        family: `model_type`; None: the first that has the model's form.
-        tokenizer: also write the tokenizer.
-        averaged: write the moving average of the weights in their place.
-        merge_adapter: add the adapters of a run with LoRA to the weights of its base model.
-        cache: an ONNX program has a cache of keys and values.
-    """
-
-    dtype: str | None = None
-    shard_bytes: int = 5 * 10**9
-    family: str | None = None
-    tokenizer: bool = True
-    averaged: bool = False
-    merge_adapter: bool = False
-    cache: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,7 +89,7 @@ def export(
     from llmrecipes.hf.tokenizer_files import write_companions
 
     started = time.monotonic()
-    _require_options(options)
+    options.require_valid_for("hf")
     run, entry = find_checkpoint(reference, runs_dir)
     out = default_folder(run, entry, averaged=options.averaged) if out is None else out
     require_absent(out)
@@ -127,7 +101,7 @@ def export(
     notes = _notes(recipe, averaged=options.averaged)
     with published(out) as folder:
         special = write_companions(folder, recipe, prepared, run, tokenizer=options.tokenizer)
-        written = write(opened.source, {**opened.config, **special}, folder, dtype, options.shard_bytes, progress)
+        written = write(opened.source, {**opened.config, **special}, folder, dtype, options.max_shard_bytes, progress)
         measured = _measured(run, entry)
         data = prepared.manifest if prepared else None
         parameters = parameters_of(recipe.model)
@@ -220,11 +194,6 @@ def _measured(run: Path, entry: Entry) -> Losses:
             elif "loss" in record:
                 losses["loss"] = record["loss"]
     return Losses(entry.step, manifest.consumed_tokens, **losses)
-
-
-def _require_options(options: ExportOptions) -> None:
-    if options.dtype is not None and options.dtype not in ELEMENT_TYPES:
-        raise UserError(f"unknown type {options.dtype!r}", where="--dtype", rule=f"one of {', '.join(ELEMENT_TYPES)}")
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,8 @@ def _do(step: str, request: Finetuning, paths: Paths, log: Log) -> int:
     elif step == "train":
         return train(recipe, paths, TrainOptions(run_id=RUN_ID, run=RunOptions(sample=False)), log)
     else:
-        from llmrecipes.models.export import ExportOptions, export
+        from llmrecipes.models.export import export
+        from llmrecipes.models.export_options import ExportOptions
 
         options = ExportOptions(merge_adapter=request.lora)
         exported = export(f"{request.name}/{RUN_ID}", request.exported, paths.runs_dir, paths.data_dir, options)
@@ -236,7 +237,8 @@ def _exported(request: Finetuning, paths: Paths, log: Log) -> Finetuning:
     if request.revision is not None:
         raise UserError(f"{request.revision} given for a run", where="--revision",
                         rule="only models on the Hub have revisions", fix=f"{name}@STEP")  # fmt: skip
-    from llmrecipes.models.export import ExportOptions, default_folder, export
+    from llmrecipes.models.export import default_folder, export
+    from llmrecipes.models.export_options import ExportOptions
     from llmrecipes.workflow.model_source import find_checkpoint
 
     run, entry = find_checkpoint(request.model, paths.runs_dir)

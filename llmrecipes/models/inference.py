@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 from llmrecipes.console import duration
 from llmrecipes.errors import UserError
-from llmrecipes.models.export import ExportOptions, export
+from llmrecipes.models.export import export
+from llmrecipes.models.export_options import ExportOptions
 from llmrecipes.models.gguf_file import K_TYPES, LLAMA_CPP
 from llmrecipes.models.gguf_file import TYPES as GGUF_TYPES
 from llmrecipes.models.inference_worker import InferenceSpec, Measured

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from llmrecipes.errors import UserError
 from llmrecipes.hf.reading import read_bytes, read_json
 from llmrecipes.models.create import CreatedRun, create_run, published, require_absent, write_checkpoint
-from llmrecipes.models.export import ELEMENT_TYPES, front_matter
+from llmrecipes.models.export import front_matter
+from llmrecipes.models.export_options import ELEMENT_TYPES
 from llmrecipes.models.merge_options import METHODS, Merge, MergeOptions, resolve
 from llmrecipes.recipe.load import DEFAULTS_NOTE, short
 from llmrecipes.recipe.schema import Recipe

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.models.create import published, require_absent
-from llmrecipes.models.export import ExportOptions, export
+from llmrecipes.models.export import export
+from llmrecipes.models.export_options import ExportOptions
 from llmrecipes.packages import find_spec
 from llmrecipes.tracking.progress import Counted
 from llmrecipes.workflow.model_source import find_checkpoint

@@ -213,7 +213,8 @@ def _require_options(options: QuantizeOptions) -> None:
 @contextmanager
 def _original(reference: str, folder: Path, runs_dir: Path, data_dir: Path, options: QuantizeOptions) -> Iterator[Path]:
     """The folder of a model in Hugging Face's form: itself, or the export of a run, until the block ends."""
-    from llmrecipes.models.export import ExportOptions, export
+    from llmrecipes.models.export import export
+    from llmrecipes.models.export_options import ExportOptions
 
     path = Path(reference)
     if (path / "config.json").is_file() and not Run(path).exists():

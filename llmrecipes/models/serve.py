@@ -140,7 +140,8 @@ def serve(serving: Serving, reference: str, runs_dir: Path, data_dir: Path, opti
     """
     _require_free(options.host, options.port)
     if serving.export:
-        from llmrecipes.models.export import ExportOptions, export
+        from llmrecipes.models.export import export
+        from llmrecipes.models.export_options import ExportOptions
 
         say(f"exporting {reference} to {serving.model}")
         export(reference, serving.model, runs_dir, data_dir, ExportOptions(dtype=options.dtype))

@@ -22,7 +22,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from llmrecipes.data.encode import LLAMA3
 from llmrecipes.models import gguf_file
-from llmrecipes.models.export import ExportOptions
+from llmrecipes.models.export_options import ExportOptions
 from llmrecipes.models.gguf_file import export_gguf
 from llmrecipes.models.importing import import_model
 from tests.hf_models import CONFIGS, LENGTH, VOCABULARY, saved

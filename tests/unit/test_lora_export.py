@@ -22,7 +22,8 @@ from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.hf.adapter import KEYS
 from llmrecipes.hf.match import section_of
 from llmrecipes.hf.reading import read_config
-from llmrecipes.models.export import ExportOptions, export, export_adapter
+from llmrecipes.models.export import export, export_adapter
+from llmrecipes.models.export_options import ExportOptions
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import recipe_hash, to_yaml
 from llmrecipes.recipe.schema import Lora, Recipe

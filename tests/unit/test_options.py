@@ -19,12 +19,17 @@ from llmrecipes.cli import app
 from llmrecipes.cli.options import expanded
 from llmrecipes.evaluation.request import EvaluationRequest
 from llmrecipes.launch.run_options import RunOption
+from llmrecipes.models.export_options import ExportOptions
 from llmrecipes.models.merge_options import MergeOptions
 from llmrecipes.options import declared, takes
 from tests.refusals import refused, require_message
 
 ADDED = Annotated[int, RunOption("mark with N.", metavar="N", least=1, in_jobs=True)]
-API = [(Run.evaluate, "request", EvaluationRequest), (merge_models, "options", MergeOptions)]
+API = [
+    (Run.export, "options", ExportOptions),
+    (Run.evaluate, "request", EvaluationRequest),
+    (merge_models, "options", MergeOptions),
+]
 """Functions that take the fields of a model, and the parameter that it is."""
 
 
