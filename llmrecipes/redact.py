@@ -14,7 +14,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, TextIO, TypeVar, cast
@@ -144,13 +144,19 @@ def remember(value: str) -> None:
 
 
 class Guarded:
-    """A text stream whose output is redacted; anything but writing is the stream's own."""
+    """A text stream whose output is redacted; anything but writing is the stream's own.
+
+    `before_write` is called with each text.
+    """
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+        self.unguarded = stream
+        self.before_write: Callable[[str], None] | None = None
 
     def write(self, text: str) -> int:
-        self._stream.write(redact(text) if len(text) > 1 else text)
+        if self.before_write is not None:
+            self.before_write(text)
+        self.unguarded.write(redact(text) if len(text) > 1 else text)
         return len(text)
 
     def writelines(self, lines: Any) -> None:
@@ -158,7 +164,7 @@ class Guarded:
             self.write(line)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(self.unguarded, name)
 
 
 def escape(error: UnicodeError) -> tuple[str, int]:
@@ -177,6 +183,8 @@ def guard_streams() -> None:
     codecs.register_error("llmrecipes.escape", escape)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
+        if stream is None:  # `>&-`
+            stream = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="llmrecipes.escape")
         if not isinstance(stream, Guarded):

@@ -17,7 +17,7 @@ from pathlib import Path
 PACKAGE = "llmrecipes"
 PAGES = ("README.md", "CHANGELOG.md", "benchmarks/RESULTS.md")
 CODE_BUDGET = {
-    ".": 1230,
+    ".": 1310,
     "bench": 1750,
     "checkpoint": 1100,
     "cli": 3830,

@@ -27,7 +27,7 @@ from llmrecipes.cli.options import expanded
 from llmrecipes.commandline import PROGRAM
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StoppedEarly
-from llmrecipes.loading import announce_loading
+from llmrecipes.loading import announce_silence
 from llmrecipes.redact import guard_streams
 
 if TYPE_CHECKING:
@@ -307,7 +307,7 @@ def _fail(error: UserError, as_json: bool) -> int:
 def main() -> None:
     """Entry point of the `llmrecipes` program."""
     guard_streams()
-    announce_loading()
+    announce_silence()
     gc.set_threshold(50_000)  # imports and schemas leave no cycles behind; looking for some takes a tenth of `list`
     # Plugins observe validation; looking for some among all installed packages takes longer than reading a recipe.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")

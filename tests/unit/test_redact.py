@@ -393,3 +393,10 @@ def test_a_log_line_goes_to_what_standard_error_is_then(
     line = "to the new one"
     logging.getLogger("llmrecipes").warning(line)
     assert line in capsys.readouterr().err
+
+
+def test_a_closed_stream_takes_what_is_printed() -> None:
+    code = "import sys; from llmrecipes.redact import guard_streams as g; g(); print(1); print(1, file=sys.stderr)"
+    code += "; sys.stdout.flush(); sys.stderr.flush()"
+    for closed in (">&-", "2>&-", "<&- >&- 2>&-"):
+        subprocess.run(["/bin/sh", "-c", f'"$0" -c "$1" {closed}', sys.executable, code], check=True)
