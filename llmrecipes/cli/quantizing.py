@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmrecipes.cli import completion
-from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, RunsOption
+from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, RunsOption, with_options
 from llmrecipes.cli.tables import TextTable, show
 from llmrecipes.faults.signals import early_signals
 from llmrecipes.units import MIB
 
 if TYPE_CHECKING:
     from llmrecipes.models.inference import Row
+    from llmrecipes.models.quantize_options import QuantizeOptions
 
 SourceOption = Annotated[
     str | None,
@@ -45,6 +46,7 @@ ThreadsOption = Annotated[
 
 
 @early_signals()
+@with_options(options="models.quantize_options.QuantizeOptions")
 def quantize(
     model: Annotated[
         str,
@@ -55,56 +57,9 @@ def quantize(
         ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Write to this new folder.")],
-    scheme: Annotated[
-        str,
-        typer.Option(
-            "--scheme",
-            metavar="NAME",
-            help="Quantize weights to int8, int4 or nvfp4, or weights and activations to w8a8 (integers) or fp8.",
-        ),
-    ] = "int8",
-    method: Annotated[
-        str,
-        typer.Option(
-            "--method",
-            metavar="NAME",
-            help="Round to nearest (rtn), or calibrate: gptq, awq, smoothquant.",
-        ),
-    ] = "rtn",
-    calibrate: Annotated[
-        str | None,
-        typer.Option(
-            "--calibrate",
-            metavar="SOURCE",
-            help="Calibrate on this text: train, stdlib, or TYPE:PATH; default for a run: train.",
-        ),
-    ] = None,
-    samples: Annotated[int, typer.Option("--samples", metavar="N", min=1, help="Calibrate on N rows of text.")] = 128,
-    length: Annotated[
-        int | None,
-        typer.Option(
-            "--length",
-            metavar="N",
-            min=2,
-            help="Calibrate on rows of N tokens; default: 512, or the model's positions.",
-        ),
-    ] = None,
-    group_size: Annotated[
-        int | None,
-        typer.Option(
-            "--group-size",
-            metavar="N",
-            min=8,
-            help="Scale groups of N weights of int4; default: 128, or the largest smaller one that divides all rows.",
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", metavar="TYPE", help="Write all other weights as fp32 or bf16; default: unchanged."),
-    ] = None,
+    options: QuantizeOptions,
     measure: Annotated[bool, typer.Option(help="Compare size, quality and speed with those of the original.")] = True,
     data: SourceOption = None,
-    text_key: TextKeyOption = "text",
     limit: LimitOption = 16,
     new_tokens: NewOption = 64,
     threads: ThreadsOption = None,
@@ -119,13 +74,11 @@ def quantize(
     """
     from llmrecipes.console import number, setup_logging
     from llmrecipes.models.inference import InferenceOptions, compare_folders
-    from llmrecipes.models.quantize import QuantizeOptions
     from llmrecipes.models.quantize import quantize as make
     from llmrecipes.tracking.progress import Counted
 
     setup_logging()
-    options = QuantizeOptions(scheme, method, calibrate, text_key, samples, length, group_size, dtype)
-    wanted = InferenceOptions(data, text_key, limit, new_tokens=new_tokens, threads=threads)
+    wanted = InferenceOptions(data, options.text_key, limit, new_tokens=new_tokens, threads=threads)
     rows: list[Row] = []
 
     def compare(original: Path, quantized: Path) -> None:

@@ -23,7 +23,8 @@ from llmrecipes.models.export_options import ExportOptions
 from llmrecipes.models.gguf_file import K_TYPES, LLAMA_CPP
 from llmrecipes.models.gguf_file import TYPES as GGUF_TYPES
 from llmrecipes.models.inference_worker import InferenceSpec, Measured
-from llmrecipes.models.quantize import PACKAGE, QuantizeOptions, quantize, text_of
+from llmrecipes.models.quantize import PACKAGE, quantize, text_of
+from llmrecipes.models.quantize_options import QuantizeOptions
 from llmrecipes.models.quantized_weights import SCHEMES
 from llmrecipes.packages import find_spec
 from llmrecipes.rundir import Run

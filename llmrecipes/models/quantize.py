@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from llmrecipes.errors import UserError
 from llmrecipes.models.create import published, require_absent
 from llmrecipes.models.inference_worker import peak_memory
+from llmrecipes.models.quantize_options import QuantizeOptions
 from llmrecipes.packages import find_spec
 from llmrecipes.rundir import Run
 from llmrecipes.untrusted import model_root, open_file
@@ -30,37 +31,11 @@ if TYPE_CHECKING:
     from llmrecipes.models.quantized_weights import Changed, Scheme
     from llmrecipes.tracking.progress import Counted
 
-SAMPLES, LENGTH = 128, 512
-"""Rows of calibration text, and tokens of a row at most."""
+LENGTH = 512
+"""Tokens of a row of calibration text at most, unless the options say."""
 PACKAGE = "compressed_tensors"
 NUMBER = re.compile(r"\.(\d+)(?=\.)")
 """Of a layer, and then of an expert, in the name of a tensor."""
-
-
-@dataclass(frozen=True)
-class QuantizeOptions:
-    """Options of a quantisation.
-
-    Attributes:
-        scheme: a key of `quantized_weights.SCHEMES`.
-        method: `rtn`, or one with calibration.
-        calibrate: source of text (`evaluation.texts.Texts.parse`); None: the split `train` of a run.
-        text_key: column of a source in jsonl or parquet.
-        samples: rows of calibration text.
-        length: tokens of a row; None: 512, or the model's positions if these are fewer.
-        group: input channels that share a scale; None: the scheme's, for int4 the largest of `GROUPS` that divides
-            all rows.
-        dtype: `fp32` or `bf16`, of scales and of what is not quantised; None: that of the weights.
-    """
-
-    scheme: str
-    method: str = "rtn"
-    calibrate: str | None = None
-    text_key: str = "text"
-    samples: int = SAMPLES
-    length: int | None = None
-    group: int | None = None
-    dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -365,7 +340,7 @@ def _experts(
 def _scheme(options: QuantizeOptions, layers: LinearLayers, source: SafetensorsFolder) -> Scheme:
     from llmrecipes.models.quantized_weights import GROUPS, Scheme
 
-    group = options.group
+    group = options.group_size
     if group is None and options.scheme == "int4":
         rows = [source.shape(name)[-1] for name in layers.quantized]
         # None where no group divides all rows: the scheme's own group then names the matrix that has no such rows.

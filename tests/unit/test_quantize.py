@@ -25,6 +25,7 @@ from llmrecipes.hf.safetensors import SafetensorsFolder, write
 from llmrecipes.models import inference, inference_worker, quantized_weights
 from llmrecipes.models import quantize as quantizing
 from llmrecipes.models.calibrate import Calibration, calibrate, gptq
+from llmrecipes.models.quantize_options import QuantizeOptions
 from llmrecipes.models.quantized_weights import SCHEMES, QuantizedSource, Scheme
 from llmrecipes.plan.derive import derive
 from llmrecipes.rundir import Run
@@ -259,7 +260,7 @@ def test_awq_tames_outliers(outliers: Path) -> None:
 
 def test_calibration_rows_are_documents_with_an_end(llama: Path, folder: Path, data_dir: Path) -> None:
     (folder / "two.jsonl").write_text('{"text": "word 1 word 2"}\n{"text": "word 3 word 4"}\n')
-    options = quantizing.QuantizeOptions("int8", "gptq", f"jsonl:{folder / 'two.jsonl'}", samples=2, length=4)
+    options = QuantizeOptions("int8", "gptq", f"jsonl:{folder / 'two.jsonl'}", samples=2, length=4)
     rows = quantizing._rows(llama, str(llama), folder / "runs", data_dir, options)
     tokenizer = inference_worker.folder_tokenizer(llama)
     first, second = (tokenizer.encode(f"word {n} word {n + 1}") for n in (1, 3))
