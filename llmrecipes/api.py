@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from llmrecipes.commandline import DATA_DIR, DATA_VARIABLE, RUNS_DIR, RUNS_VARIABLE
 from llmrecipes.console import ignore_library_warnings
-from llmrecipes.engine.sampling import SAMPLING, Sampling
+from llmrecipes.engine.sampling import Sampling
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.evaluation.request import EvaluationRequest
 from llmrecipes.models.export_options import ExportOptions
@@ -182,26 +182,14 @@ class Run:
         folder = None if out is None else Path(out)
         return Path(write(reference, folder, self._files().runs_dir, self.data_dir, options).path)
 
-    def generate(
-        self,
-        prompt: str,
-        *,
-        max_new_tokens: int = 128,
-        temperature: float = SAMPLING.temperature,
-        top_k: int = SAMPLING.top_k,
-        top_p: float = SAMPLING.top_p,
-        seed: int = SAMPLING.seed,
-        chat: bool = False,
-    ) -> str:
+    @takes("sampling", Sampling)
+    def generate(self, prompt: str, *, max_new_tokens: int = 128, sampling: Sampling, chat: bool = False) -> str:
         """Continue a prompt with the newest valid checkpoint, loaded into this process; returns the continuation.
 
         Args:
             prompt: text to continue.
             max_new_tokens: maximum length of the continuation, in tokens.
-            temperature: 0 is greedy decoding.
-            top_k: sample from the k likeliest tokens; 0: from all.
-            top_p: sample from the likeliest tokens of this total probability.
-            seed: the same seed gives the same text.
+            sampling: its fields are keywords: `temperature`, where 0 is greedy decoding, `top_k`, `top_p` and `seed`.
             chat: the prompt is a message, which the model answers by the run's chat template.
 
         Raises:
@@ -209,7 +197,7 @@ class Run:
         """
         from llmrecipes.workflow.generate import GenerationRequest, samples
 
-        request = GenerationRequest(prompt, max_new_tokens, Sampling(temperature, top_k, top_p, seed), chat=chat)
+        request = GenerationRequest(prompt, max_new_tokens, sampling, chat=chat)
         with warnings.catch_warnings():
             ignore_library_warnings()
             (sample,) = samples(self.path, self.data_dir, request)

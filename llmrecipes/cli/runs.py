@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmrecipes.cli import completion
-from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, RunArgument, RunsOption
+from llmrecipes.cli.options import DATA, RUNS, DataOption, JsonOption, RunArgument, RunsOption, with_options
 from llmrecipes.cli.tables import TextTable, show
-from llmrecipes.engine.sampling import SAMPLING, Sampling
 from llmrecipes.errors import UserError
 
 if TYPE_CHECKING:
+    from llmrecipes.engine.sampling import Sampling
     from llmrecipes.tracking.run_list import RunSummary
 
 COLUMNS = ("run", "job", "state", "step", "loss", "valid loss", "newest checkpoint", "started")
@@ -58,22 +58,15 @@ def diagnose(
     print(workflow.as_json(diagnosis) if as_json else workflow.text(diagnosis))
 
 
+@with_options(sampling="engine.sampling.Sampling")
 def generate(
     run: RunArgument,
+    *,
     prompt: Annotated[str, typer.Option("--prompt", help="Continue this text.")] = "def ",
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Generate at most N tokens.")
     ] = 128,
-    temperature: Annotated[
-        float, typer.Option("--temperature", metavar="T", help="Sample at this temperature; 0 is greedy decoding.")
-    ] = SAMPLING.temperature,
-    top_k: Annotated[
-        int, typer.Option("--top-k", metavar="K", help="Sample from the K most likely tokens; 0: from all.")
-    ] = SAMPLING.top_k,
-    top_p: Annotated[
-        float, typer.Option("--top-p", metavar="P", help="Sample from the most likely tokens with total probability P.")
-    ] = SAMPLING.top_p,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed the samples.")] = SAMPLING.seed,
+    sampling: Sampling,
     num_samples: Annotated[
         int, typer.Option("--num-samples", metavar="N", min=1, help="Generate N continuations.")
     ] = 1,
@@ -93,9 +86,7 @@ def generate(
     from llmrecipes.workflow.generate import GenerationRequest, samples
 
     setup_logging()
-    request = GenerationRequest(
-        prompt, max_new_tokens, Sampling(temperature, top_k, top_p, seed), num_samples, ema, chat
-    )
+    request = GenerationRequest(prompt, max_new_tokens, sampling, num_samples, ema, chat)
     for sample in samples(Run.find(run, runs_dir).path, data_dir, request):
         if as_json:
             print(json.dumps({"step": sample.step, "prompt": prompt, "text": sample.text, "tokens": sample.tokens}))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from llmrecipes.errors import UserError
+from llmrecipes.options import Option
 
 if TYPE_CHECKING:
     import torch
@@ -13,19 +14,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn.
+    """How the next token is drawn; every field is an option of `generate` and of `Run.generate`."""
 
-    Args:
-        temperature: divides the logits; 0 takes the most likely token.
-        top_k: keep only this many of the most likely tokens; 0 for all.
-        top_p: keep the smallest set of tokens with at least this probability (arXiv 1904.09751); 1 for all.
-        seed: of the draws.
-    """
-
-    temperature: float = 0.8
-    top_k: int = 40
-    top_p: float = 1.0
-    seed: int = 0
+    temperature: Annotated[float, Option("Sample at this temperature; 0 is greedy decoding.", metavar="T")] = 0.8
+    """Divides the logits."""
+    top_k: Annotated[int, Option("Sample from the K most likely tokens; 0: from all.", metavar="K")] = 40
+    top_p: Annotated[float, Option("Sample from the most likely tokens with total probability P.", metavar="P")] = 1.0
+    """Of arXiv 1904.09751."""
+    seed: Annotated[int, Option("Seed the samples.", least=0)] = 0
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:  # not a number either
@@ -34,10 +30,6 @@ class Sampling:
             raise UserError(f"{self.top_k}", where="--top-k", rule="0 or more", fix="--top-k 40")
         if not 0 < self.top_p <= 1:
             raise UserError(f"{self.top_p}", where="--top-p", rule="above 0, and 1 at most", fix="--top-p 1.0")
-
-
-SAMPLING = Sampling()
-"""The defaults."""
 
 
 def draw(logits: torch.Tensor, sampling: Sampling, random: torch.Generator) -> int:

@@ -17,6 +17,7 @@ from llmrecipes.api import Run
 from llmrecipes.api_commands import merge_models
 from llmrecipes.cli import app
 from llmrecipes.cli.options import expanded
+from llmrecipes.engine.sampling import Sampling
 from llmrecipes.evaluation.request import EvaluationRequest
 from llmrecipes.launch.run_options import RunOption
 from llmrecipes.models.export_options import ExportOptions
@@ -26,6 +27,7 @@ from tests.refusals import refused, require_message
 
 ADDED = Annotated[int, RunOption("mark with N.", metavar="N", least=1, in_jobs=True)]
 API = [
+    (Run.generate, "sampling", Sampling),
     (Run.export, "options", ExportOptions),
     (Run.evaluate, "request", EvaluationRequest),
     (merge_models, "options", MergeOptions),
