@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,33 +17,21 @@ from llmrecipes.cli.options import (
     OverridesArgument,
     RunArgument,
     RunsOption,
+    with_options,
 )
 from llmrecipes.faults.signals import early_signals
 
+if TYPE_CHECKING:
+    from llmrecipes.recipe.pruning import PruneOptions
+
 
 @early_signals()
+@with_options(options="recipe.pruning.PruneOptions")
 def prune(
     run: RunArgument,
+    *,
     overrides: OverridesArgument = None,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            "--method",
-            metavar="NAME",
-            help="Remove depth, width or experts, or weights by magnitude, wanda or sparsegpt.",
-        ),
-    ] = None,
-    ratio: Annotated[float | None, typer.Option("--ratio", metavar="R", help="Fraction to remove.")] = None,
-    axes: Annotated[
-        str, typer.Option("--axes", metavar="A,...", help="Prune these widths: ffn, heads, hidden.")
-    ] = "ffn,heads",
-    pattern: Annotated[
-        str | None,
-        typer.Option("--pattern", metavar="2:4", help="Remove 2 of 4 neighbouring weights."),
-    ] = None,
-    into: Annotated[
-        str | None, typer.Option("--into", metavar="RECIPE", help="Prune to the sizes of this recipe.")
-    ] = None,
+    options: PruneOptions,
     data: Annotated[
         str,
         typer.Option("--data", metavar="DATA", help="Measure on train, valid or test data of the run, or TYPE:PATH."),
@@ -62,14 +50,12 @@ def prune(
     from llmrecipes.console import number, setup_logging
     from llmrecipes.models.prune import Calibration
     from llmrecipes.models.prune import prune as make
-    from llmrecipes.recipe.pruning import PruneOptions
     from llmrecipes.rundir import Run
     from llmrecipes.runfiles import checked_run_id
     from llmrecipes.tracking.progress import Counted
 
     setup_logging()
     run_id = checked_run_id(run_id)
-    options = PruneOptions(method, ratio, tuple(name.strip() for name in axes.split(",")), pattern, into)
     created = make(
         Run.find(run, runs_dir).path,
         options,

@@ -10,8 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
+from typing import Annotated
 
 from llmrecipes.errors import UserError
+from llmrecipes.options import Option
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.model_section import TRAINING_ONLY
@@ -43,23 +45,25 @@ SIZES = (
 _FREE = (TRAINING_ONLY - {"make_vocab_size_divisible_by"}) | {*SIZES, "kv_channels", "moe_layer_freq"}
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
+
+
 @dataclass(frozen=True)
 class PruneOptions:
-    """What to remove.
+    """What to remove; every field is an option of `prune`."""
 
-    Attributes:
-        method: of `METHODS`; None with `into`.
-        ratio: share that is removed; None with `pattern` or `into`.
-        axes: of `AXES`, with the method width.
-        pattern: of `PATTERNS`, with an unstructured method.
-        into: recipe that has the sizes of the result.
-    """
-
-    method: str | None = None
-    ratio: float | None = None
-    axes: tuple[str, ...] = ("ffn", "heads")
-    pattern: str | None = None
-    into: str | None = None
+    method: Annotated[
+        str | None,
+        Option("Remove depth, width or experts, or weights by magnitude, wanda or sparsegpt.", metavar="NAME"),
+    ] = None
+    ratio: Annotated[float | None, Option("Fraction to remove.", metavar="R")] = None
+    axes: Annotated[
+        tuple[str, ...],
+        Option("Prune these widths: ffn, heads, hidden; default: ffn,heads.", metavar="A,...", read=_names),
+    ] = ("ffn", "heads")
+    pattern: Annotated[str | None, Option("Remove 2 of 4 neighbouring weights.", metavar="2:4")] = None
+    into: Annotated[str | None, Option("Prune to the sizes of this recipe.", metavar="RECIPE")] = None
 
     @property
     def unstructured(self) -> bool:
