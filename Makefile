@@ -148,7 +148,7 @@ bench: setup-zero ## run one of benchmarks/: BENCH=name
 # uv does not read pip's configuration, and only `make setup` translates it: set UV_* variables here.
 # ARGS=--upgrade upgrades every version.
 COMPILE = $(BIN)/python tools/with_args.py $(BIN)/uv pip compile --quiet --no-config --system-certs --generate-hashes --custom-compile-command "make lock" --python-version 3.12
-EXTRAS = corpora dev energy eval gpu optimizers prometheus quantize runtimes search serve server wandb zero
+EXTRAS = corpora dev energy eval gpu prometheus quantize runtimes search serve server wandb zero
 
 lock: setup ## update the lock files in requirements/ after a change of pyproject.toml
 	@$(COMPILE) --universal --excludes tools/not_locked.txt $(EXTRAS:%=--extra %) pyproject.toml -o requirements/lock.txt

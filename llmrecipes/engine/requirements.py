@@ -8,7 +8,6 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware.builds import require_gpu_build
 from llmrecipes.packages import find_spec
 from llmrecipes.recipe.engines import ENGINES, engine_name
-from llmrecipes.recipe.optimizer_kinds import require_optimizer
 from llmrecipes.recipe.schema import Recipe
 
 
@@ -27,10 +26,10 @@ def require_packages(recipe: Recipe) -> None:
 
 
 def require_installed(recipe: Recipe) -> None:
-    """Refuse a recipe whose engine or optimizer is not installed.
+    """Refuse a recipe whose engine is not installed.
 
     Raises:
-        UserError: a package is missing, or megatron-core is too old for the optimizer.
+        UserError: a package is missing.
     """
     name = engine_name(recipe)
     engine = ENGINES[name]
@@ -42,4 +41,3 @@ def require_installed(recipe: Recipe) -> None:
             rule=f"the engine {name} is optional: its packages are in the extra {engine.extra}",
             fix=f"make setup-{engine.extra} in the checkout, or pip install 'llmrecipes[{engine.extra}]'",
         )
-    require_optimizer(recipe)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from llmrecipes.recipe.data_steps import STEPS
 from llmrecipes.recipe.engines import ENGINES, engine_name
-from llmrecipes.recipe.optimizer_kinds import KEY, OF_MATRICES, PACKAGE
 from llmrecipes.recipe.plugins import MetricSink, declared
 from llmrecipes.recipe.schema import Data, Recipe
 
@@ -35,8 +34,6 @@ def of_recipe(recipe: Recipe, *, prepares: bool) -> Iterator[Need]:
     """
     engine = ENGINES[engine_name(recipe)]
     yield from (Need("engine", package, engine.extra) for package in engine.packages if engine.extra is not None)
-    if recipe.optimizer.optimizer in OF_MATRICES:
-        yield Need(KEY, PACKAGE, "optimizers")
     yield from of_tracking(recipe)
     if recipe.train.eval_tasks is not None:
         yield Need("train.eval_tasks", HARNESS, "eval")

@@ -1,11 +1,9 @@
-"""The optimizers besides AdamW: what each keeps of a parameter, what it goes with, and what it needs."""
+"""The optimizers besides AdamW: what each keeps of a parameter, and what it goes with."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llmrecipes.errors import UserError
-from llmrecipes.packages import find_spec
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.engines import MEGATRON, engine_name
 from llmrecipes.recipe.optimizer import MUON_STEPS
@@ -14,7 +12,6 @@ from llmrecipes.recipe.schema import Optimizer, Recipe
 KEY = "optimizer.optimizer"
 OF_MATRICES = ("muon", "lion")
 """Those that update matrices between hidden layers only, and leave the other parameters to AdamW."""
-PACKAGE = "emerging_optimizers"
 _MOMENT_BYTES = {"fp32": 4, "bf16": 2}
 
 
@@ -127,18 +124,5 @@ def _keys_of_others(optimizer: Optimizer) -> Iterator[Problem]:
         if (value := getattr(optimizer, name)) != default:
             yield Problem(f"optimizer.{name}", f"{value} with optimizer.optimizer {optimizer.optimizer}",
                           f"{name} is only used with optimizer.optimizer {of}",
-                          f"remove {name}, or optimizer.optimizer {of}")  # fmt: skip
-
-
-def require_optimizer(recipe: Recipe) -> None:
-    """Refuse an optimizer whose package this environment does not have.
-
-    Raises:
-        UserError: emerging-optimizers is not installed.
-    """
-    kind = recipe.optimizer.optimizer
-    if kind in OF_MATRICES and find_spec(PACKAGE) is None:
-        raise UserError(
-            f"{kind}, but the package {PACKAGE} is not installed", where=KEY, rule=f"{kind} needs emerging-optimizers",
-            fix="pip install 'llmrecipes[optimizers]', or optimizer.optimizer adam",
-        )  # fmt: skip
+                          f"remove {name} (the override optimizer='{{lr: ...}}' replaces the section), or "
+                          f"optimizer.optimizer {of}")  # fmt: skip

@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
-from llmrecipes.recipe.optimizer_kinds import PACKAGE
 from llmrecipes.recipe.schema import Recipe
 
 Sections = dict[str, dict[str, Any]]
@@ -118,9 +116,6 @@ _MUON: Sections = {
 }
 _LION: Sections = {"optimizer": {"optimizer": "lion", "lr": 2e-3}, **_UNSHARDED}
 
-EMERGING = find_spec(PACKAGE) is not None
-"""Whether there are the optimizers that megatron-core has from 0.19 on; without them their rows are not there."""
-
 _EMERGING: dict[str, Sections] = {
     "gpt with muon": _MUON,
     "gpt with distributed muon": {
@@ -161,7 +156,7 @@ VARIANTS: dict[str, Sections] = {
     "gpt with sgd": _SGD,
     "gpt with sgd without momentum": {"optimizer": {**_SGD["optimizer"], "sgd_momentum": 0.0}, **_UNSHARDED},
     "moe with sgd": {"model": _MOE, **_SGD},
-    **(_EMERGING if EMERGING else {}),
+    **_EMERGING,
     "gpt in bf16": {"train": {"precision": "bf16"}},
     "gpt in fp16": {"train": {"precision": "fp16", "initial_loss_scale": 1024.0}},
     "llama": {"model": _LLAMA},
@@ -738,7 +733,7 @@ def _size(variant: str, *layouts: str, zero: bool = False) -> Sections:
 
 ROWS = tuple(
     replace(row, size=_size(row.variant, row.layout, zero=row.engine == "deepspeed"))
-    for row in (*_rows(), *(EMERGING_ROWS if EMERGING else ()))
+    for row in (*_rows(), *EMERGING_ROWS)
 )
 
 CORE = frozenset(
@@ -790,7 +785,8 @@ CORE = frozenset(
         "moe: dp1 to tp2 sp ep2 etp1",
         "gpt: tp2 sp pp2, then cp2 dp2, then pp2 vpp2 dp2",
         "gpt with sgd: tp2 sp pp2",
-        *(("gpt with muon: tp2 sp pp2", "moe with muon: dp2 ep2 to tp2 sp ep2 etp1") if EMERGING else ()),
+        "gpt with muon: tp2 sp pp2",
+        "moe with muon: dp2 ep2 to tp2 sp ep2 etp1",
     )
 )
 """Names of the rows and resumes of `make test`; the others are left to `make test-deep`."""
@@ -813,7 +809,7 @@ SIMILAR = {
     "gpt with dropout and freelb",
     "gpt with sgd without momentum", "gpt with qk-clip", "llama with qk-clip",
     "mla with qk-clip",
-    "moe with sgd", *(set(_EMERGING) - {"gpt with muon"} if EMERGING else ()),
+    "moe with sgd", *(set(_EMERGING) - {"gpt with muon"}),
 }  # fmt: skip
 """Models that differ little from one of the core, for a layout."""
 
@@ -964,7 +960,7 @@ RESUMES = (
     Resume("moe", "dp2 ep2", "dp2", {}, _zero(3)),
     Resume("moe", "dp1", "dp2 ep2", {}, _zero(2)),
     Resume("moe", "dp4 ep2", "dp2 ep2", _zero(2)),
-    *(EMERGING_RESUMES if EMERGING else ()),
+    *EMERGING_RESUMES,
 )
 
 

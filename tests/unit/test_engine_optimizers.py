@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.former import ADAMW
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.engine.base import Progress
 from llmrecipes.engine.core.checkpoint import initial
 from llmrecipes.engine.core.checkpoint.loader import read_index
 from llmrecipes.engine.megatron.engine import MegatronEngine
-from llmrecipes.engine.requirements import require_installed
 from llmrecipes.errors import UserError
 from llmrecipes.models.create import first_checkpoint
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.optimizer import MUON_STEPS
-from llmrecipes.recipe.optimizer_kinds import PACKAGE
-from llmrecipes.recipe.rules import check
+from llmrecipes.recipe.optimizer_kinds import OF_MATRICES
 from llmrecipes.recipe.schema import Recipe
 from tests.helpers import LLAMA, engine_of, random_batches, steps, tiny
 from tests.refusals import refused
 from tests.unit.test_checkpoint_optimizer_state import saved, whole
 
 Update = Callable[[str, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]], None]
-EMERGING = ["muon", "lion"] if find_spec(PACKAGE) is not None else []
-"""Those that the megatron-core of this Python has."""
-KINDS = ["sgd", *EMERGING]
+KINDS = ["sgd", *OF_MATRICES]
 LR, DECAY = 1e-2, 0.1
 UNSHARDED = "parallelism.use_distributed_optimizer=false"
 
@@ -256,12 +252,4 @@ def test_the_plan_knows_what_is_kept(kind: str, precision: str) -> None:
 )  # fmt: skip
 def test_what_they_do_not_go_with_is_refused(key: str, overrides: list[str]) -> None:
     with refused(key):
-        load("gpt-tiny", overrides)
-
-
-def test_a_missing_package_is_refused_before_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not check(recipe("muon"))
-    monkeypatch.setattr("llmrecipes.recipe.optimizer_kinds.find_spec", lambda _name: None)
-    with refused("optimizer.optimizer", rule="emerging-optimizers"):
-        require_installed(recipe("muon"))
-    require_installed(recipe("sgd"))
+        load("gpt-tiny", [*ADAMW, *overrides])

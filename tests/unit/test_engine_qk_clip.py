@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 
 from llmrecipes.engine.parts.qk_clip import scale_rows
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.optimizer_kinds import PACKAGE
 from llmrecipes.recipe.schema import Recipe
 from tests.helpers import LLAMA, engine_of, random_batches, steps, tiny
 from tests.refusals import refused
@@ -23,7 +21,7 @@ MLA = {
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {"heads": {}, "groups": {**LLAMA, "add_qkv_bias": True}, "latent": MLA}
 ALPHA, THRESHOLD = 0.3, 0.4
-UPDATES = ["distributed", "adam", *(["muon"] if find_spec(PACKAGE) is not None else [])]
+UPDATES = ["distributed", "adam", "muon"]
 
 
 def recipe(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.former import ADAMW
 from llmrecipes.cli.app import run
 from llmrecipes.launch import image_packages
 from llmrecipes.launch.image_packages import DISTRIBUTIONS, IN_IMAGES, missing
@@ -24,9 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DIGEST = f"@sha256:{'7' * 64}"
 BUILT = "llmrecipes:0.1.0-cuda-0123456789ab"
 COMMAND = ["submit", "gpt-tiny", "--to", "k8s", "--cluster", "laptop", "--dry-run", "--json", "--image"]
-MUON = ["optimizer.optimizer=muon", "parallelism.use_distributed_optimizer=false"]
 NEEDY = [
-    "tracking.wandb=true", "tracking.prometheus=true", "tracking.energy_model=codecarbon",
+    *ADAMW, "tracking.wandb=true", "tracking.prometheus=true", "tracking.energy_model=codecarbon",
     "train.eval_tasks={tasks: [a], interval: 1}", "zero={stage: 2}",
     "data.sources=[{type: jsonl, path: s3://a/b.jsonl}]",
 ]  # fmt: skip
@@ -57,18 +57,12 @@ def test_every_package_that_a_recipe_can_need_is_in_the_extra_that_is_named() ->
     every = json.dumps([_step(name) for name, kind in STEPS.items() if kind.package])
     needs = [
         *of_recipe(load("gpt-tiny", [*NEEDY, f"data.steps={every}"]).recipe, prepares=True),
-        *of_recipe(
-            load("gpt-tiny", ["optimizer.optimizer=muon", "parallelism.use_distributed_optimizer=false"]).recipe,
-            prepares=False,
-        ),
     ]
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for need in needs:
         names = [re.split(r"[\[<>=]", line)[0] for line in extras[need.extra]]
         assert DISTRIBUTIONS.get(need.package, need.package.replace("_", "-")) in names, need
-    assert {need.extra for need in needs} == {
-        "corpora", "energy", "eval", "optimizers", "prometheus", "wandb", "zero"
-    }  # fmt: skip
+    assert {need.extra for need in needs} == {"corpora", "energy", "eval", "prometheus", "wandb", "zero"}
     assert not list(of_recipe(load("gpt-tiny", []).recipe, prepares=True))
 
 
@@ -89,7 +83,9 @@ def test_an_image_that_nobody_can_look_into_gets_a_note(capsys: pytest.CaptureFi
     image = f"me/mine{DIGEST}"
     (said,) = (each for each in warned(image, "tracking.prometheus=true", capsys=capsys) if "prometheus" in each)
     assert "prometheus_client" in said and "extras" in said
-    assert not any("deepspeed" in each for each in warned(image, "zero={stage: 2}", capsys=capsys))  # images have it
+    assert not any(
+        "deepspeed" in each for each in warned(image, *ADAMW, "zero={stage: 2}", capsys=capsys)
+    )  # images have it
     lines = "data.steps=[{type: unicode}]"
     assert any("ftfy" in each for each in warned(image, lines, capsys=capsys))
     assert not any("ftfy" in each for each in warned(image, lines, "--prepared", capsys=capsys))

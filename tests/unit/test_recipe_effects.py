@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
-from importlib.util import find_spec
 from inspect import Parameter, signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,7 +47,6 @@ from llmrecipes.plan.derive import Plan, default_world_size, derive
 from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.engines import ENGINES, EngineEntry
 from llmrecipes.recipe.keys import ITEM, keys
-from llmrecipes.recipe.optimizer_kinds import OF_MATRICES, PACKAGE
 from llmrecipes.recipe.plugins import resolve
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Model, Recipe
@@ -200,8 +198,6 @@ def optimizer(recipe: Recipe, *_: Any) -> dict[str, Any]:
 def kind(recipe: Recipe, *_: Any) -> tuple[Any, ...]:
     """What megatron-core is given for an optimizer, and the update of one it has in this version."""
     given = keys_of_kind(recipe.optimizer)
-    if recipe.optimizer.optimizer in OF_MATRICES and find_spec(PACKAGE) is None:
-        return (recipe.optimizer.optimizer, given)
     engine = engine_of(recipe)
     steps(engine, 2)
     found = [value.double().abs().sum().item() for name, value in engine.named_tensors() if not name.endswith(".grad")]

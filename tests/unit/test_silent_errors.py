@@ -31,5 +31,5 @@ def test_every_named_test_exists(test: str) -> None:
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
     assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     if case:
-        table = {LAYOUTS: ROWS, RESUMED: RESUMES}[f"{path}::{function}"]
-        assert case.removesuffix("]") in {each.name for each in table}
+        cases = {LAYOUTS: [row.name for row in ROWS], RESUMED: [resume.name for resume in RESUMES]}
+        assert case.removesuffix("]") in cases[f"{path}::{function}"]

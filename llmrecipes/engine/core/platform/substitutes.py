@@ -48,8 +48,6 @@ from llmrecipes.engine.core.platform.gelu import install_gelu
 from llmrecipes.engine.core.platform.patching import replace, resolve
 from llmrecipes.engine.core.platform.rope import install_rope
 from llmrecipes.hardware.builds import transformer_engine_obstacle
-from llmrecipes.packages import find_spec
-from llmrecipes.recipe.optimizer_kinds import PACKAGE
 
 
 def install_substitutes() -> None:
@@ -243,9 +241,9 @@ def install_uncompiled_optimizers() -> None:
 
 def install_lion() -> None:
     """Let emerging-optimizers' Lion update without torch.compile, which would need a compiler where there is no GPU."""
-    if find_spec(PACKAGE) is None or torch.cuda.is_available():
+    if torch.cuda.is_available():
         return
-    lion = f"{PACKAGE}.scalar_optimizers.lion"
+    lion = "emerging_optimizers.scalar_optimizers.lion"
     compiled = resolve(lion).calculate_lion_update
     replace(lion, "calculate_lion_update", getattr(compiled, "_torchdynamo_orig_callable", compiled))
 
