@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from benchmarks.former import FORMER
 from llmrecipes.dryrun.spec import DryRunSpec, RankReport
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.machine import planned
@@ -54,7 +55,7 @@ def drawn(number: int, seed: int = SEED) -> DryRunSpec:
         keys = dict(_keys(chance, on_cpu=on_cpu))
         overrides = [f"{name}={_text(value)}" for name, value in keys.items() if value is not None]
         try:
-            recipe = load(_BASE, overrides).recipe
+            recipe = load(_BASE, [*FORMER, *overrides]).recipe
             least = smallest_world(recipe.parallelism)
             world = least * chance.choice((1, 1, 2, 4))
             # A multiple of all micro-batches that the ranks and an interleaved pipeline take at once.
@@ -62,7 +63,7 @@ def drawn(number: int, seed: int = SEED) -> DryRunSpec:
             stages = recipe.parallelism.pipeline_model_parallel_size
             together = recipe.train.micro_batch_size * replicas
             number_of = stages * chance.choice((1, 2)) if stages > 1 else chance.choice((1, 2))
-            recipe = load(_BASE, [*overrides, f"train.global_batch_size={together * number_of}"]).recipe
+            recipe = load(_BASE, [*FORMER, *overrides, f"train.global_batch_size={together * number_of}"]).recipe
             cluster = planned("laptop" if on_cpu else "h100-ib", None, world)
             if world > LARGEST_WORLD:
                 continue
@@ -96,7 +97,7 @@ def deviation(report: RankReport, plan: Plan) -> Deviation:
 
 def described(spec: DryRunSpec) -> str:
     """The layout in a line: what was set, in the words of a command line."""
-    base, found = load(_BASE, []).recipe.model_dump(), spec.recipe.model_dump()
+    base, found = load(_BASE, list(FORMER)).recipe.model_dump(), spec.recipe.model_dump()
     changed = [
         f"{section}.{key}={_text(value)}"
         for section in ("model", "parallelism", "train")

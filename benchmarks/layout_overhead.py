@@ -16,6 +16,7 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 from benchmarks.common import close, machine, parser, show
+from benchmarks.former import FORMER
 from benchmarks.ranks import run, small
 from benchmarks.traffic import SMALL, Call, expected
 from llmrecipes.hardware.cluster import detect
@@ -71,7 +72,8 @@ GATHERED_TWICE = "moe ep2, not overlapped"
 def measure(layout: Layout, warmup: int, steps: int) -> dict[str, Any]:
     """Times, calls and bytes of one layout; calls and bytes are means over ranks."""
     keys = [f"parallelism.{change}" for change in layout.parallelism.split()]
-    recipe = small(layout.recipe, *SAME, *keys, *layout.others)
+    former = FORMER if layout.recipe == "gpt-tiny" else ()
+    recipe = small(layout.recipe, *former, *SAME, *keys, *layout.others)
     plan = derive(recipe, layout.ranks, detect())
     reports = run(recipe, layout.ranks, warmup=warmup, steps=steps, count=True)
     counted = Counter(Call(*call) for report in reports for call in report["calls"])

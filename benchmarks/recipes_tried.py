@@ -22,6 +22,7 @@ from typing import Any
 import rich
 
 from benchmarks.common import close, machine, parser, show
+from benchmarks.former import FORMER
 
 BASE = (
     "search=null",
@@ -147,7 +148,7 @@ class Runner:
 
     def way(self, name: str, way: Way, more: tuple[str, ...], label: str | None) -> list[tuple[int, float]]:
         """Train a way, and what has grown of it."""
-        first = self.train(name, (*BASE, *way.overrides, *more), label)
+        first = self.train(name, (*FORMER, *BASE, *way.overrides, *more), label)
         if way.grown is None:
             return first
         (folder,) = self._runs.glob(f"*/{name}")

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.chart import bars
 from benchmarks.common import close, machine, parser, show
+from benchmarks.former import FORMER
 from benchmarks.ranks import small
 from benchmarks.traffic import Call
 from benchmarks.zero_formulas import BF16_FP32_GRADIENTS, FP32, STAGES, TYPES, Bytes, Types, held, largest, sent
@@ -83,7 +84,7 @@ def recipe_of(variant: Variant, types: Types, ranks: int, *shape: str) -> Recipe
         else:
             for name in ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance"):
                 keys.append(f"zero.{name}={BUCKET}")
-    return small("gpt-tiny", *keys)
+    return small("gpt-tiny", *FORMER, *keys)
 
 
 class Failed(Exception):

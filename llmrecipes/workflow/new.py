@@ -232,12 +232,12 @@ def make(wanted: Wanted) -> Made:
     model = dict(wanted.model or values["model"]) | {"seq_length": seq_length}
     if model.get("max_position_embeddings", seq_length) < seq_length:
         model["max_position_embeddings"] = seq_length
-    overlaps = ("overlap_grad_reduce", "overlap_param_gather")
+    kept = {"overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer"}
     values |= {
         "name": wanted.name,
         "description": f"made by llmrecipes new, in the shape of {base.name}",
         "model": model,
-        "parallelism": {name: True for name in overlaps if getattr(base.parallelism, name)},
+        "parallelism": base.parallelism.model_dump(include=kept, exclude_defaults=True),
     }
     values.pop("stages", None)
     for key in GROWING:  # made for the tokens and the ranks of the other recipe

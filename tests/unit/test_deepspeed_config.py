@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.former import ADAMW
 from llmrecipes.engine.deepspeed.configuration import deepspeed_config
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import load
@@ -22,7 +23,7 @@ def config(name: str, *overrides: str, ranks: int = 2) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("case", "name", "overrides"),
     [
-        ("stage-1-fp32", "gpt-tiny", ("engine=deepspeed", "zero.stage=1")),
+        ("stage-1-fp32", "gpt-tiny", (*ADAMW, "engine=deepspeed", "zero.stage=1")),
         (
             "stage-2-fp16-offload",
             "gpt-1b",
@@ -45,7 +46,7 @@ def test_the_configuration_of_a_recipe(
 
 
 def test_extra_is_merged_into_the_sections() -> None:
-    base = ("zero.stage=2", "zero.extra.comms_logger={enabled: true}")
+    base = (*ADAMW, "zero.stage=2", "zero.extra.comms_logger={enabled: true}")
     merged = config("gpt-tiny", *base, "zero.extra.zero_optimization.round_robin_gradients=true")
     plain = config("gpt-tiny", *base)
     assert plain["comms_logger"] == {"enabled": True}
@@ -53,7 +54,7 @@ def test_extra_is_merged_into_the_sections() -> None:
 
 
 def test_changing_the_configuration_leaves_the_recipe_alone() -> None:
-    plan = derive(load("gpt-tiny", ["zero.stage=2", "zero.extra.aio={block_size: 1}"]).recipe, 2, ROOMY)
+    plan = derive(load("gpt-tiny", [*ADAMW, "zero.stage=2", "zero.extra.aio={block_size: 1}"]).recipe, 2, ROOMY)
     deepspeed_config(plan)["aio"]["block_size"] = 2
     assert deepspeed_config(plan)["aio"] == {"block_size": 1}
 

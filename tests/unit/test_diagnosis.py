@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from benchmarks.former import ADAMW
 from llmrecipes.cli.app import run as command
 from llmrecipes.diagnosis.checks import Checks
 from llmrecipes.diagnosis.finding import PAGE, RunFacts, RunFinding
@@ -245,7 +246,7 @@ def test_a_stage_of_other_text_is_not_a_divergence_and_one_within_it_is() -> Non
 
 
 def advised(rule: str, *overrides: str) -> RunFinding:
-    return found(PROVOKED[rule], RunFacts.of(load("gpt-tiny", overrides).recipe))[rule]
+    return found(PROVOKED[rule], RunFacts.of(load("gpt-tiny", [*ADAMW, *overrides]).recipe))[rule]
 
 
 @pytest.mark.parametrize(

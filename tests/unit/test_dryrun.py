@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.drawn_layouts import CLOSE, described, deviations, drawn, planned_bytes, sent_bytes
+from benchmarks.former import ADAMW, FORMER
 from llmrecipes.cli import app as cli
 from llmrecipes.dryrun.drawing import memory_svg, passes_svg
 from llmrecipes.dryrun.spec import PARTS, DryRunSpec, RankReport
@@ -135,17 +136,18 @@ def sum_of_calls(report: Report, key: tuple[str, int]) -> int:
 
 
 BLOCK = ("train.recompute_granularity=full", "train.recompute_method=block", "train.recompute_num_layers=1")
+adamw = partial(spec, "gpt-tiny", *FORMER)
 SMALL_WORLDS: dict[str, partial[str]] = {
     "one process": partial(spec, "gpt-tiny"),
     "bf16, overlapped": partial(
-        spec, "gpt-tiny", "train.precision=bf16", "train.micro_batch_size=2", "parallelism.overlap_grad_reduce=true",
+        adamw, "train.precision=bf16", "train.micro_batch_size=2", "parallelism.overlap_grad_reduce=true",
         "parallelism.overlap_param_gather=true", world=4,
     ),
     "unfused attention": partial(
-        spec, "gpt-tiny", "train.precision=bf16", "model.num_query_groups=2", "speed.attention_backend=unfused",
+        adamw, "train.precision=bf16", "model.num_query_groups=2", "speed.attention_backend=unfused",
         "model.seq_length=512", "model.attention_dropout=0.1",
     ),
-    "average of weights": partial(spec, "gpt-tiny", "train.precision=bf16", "optimizer.ema_decay=0.99", world=2),
+    "average of weights": partial(adamw, "train.precision=bf16", "optimizer.ema_decay=0.99", world=2),
     "tensor, pipeline": partial(spec, "gpt-tiny-3d", world=8, ranks=(0, 4)),
     "moved embeddings": partial(
         spec, "gpt-tiny-3d", "train.adversarial={type: pgd, epsilon: 0.5, alpha: 0.2, steps: 2}", world=4, ranks=(0, 2),
@@ -154,10 +156,10 @@ SMALL_WORLDS: dict[str, partial[str]] = {
         spec, "gpt-tiny-3d", "qat.scheme=int8", world=4, ranks=(0, 2),
     ),
     "rounded experts in groups": partial(spec, "moe-tiny", "qat.scheme=int4", "qat.group_size=64", world=2),
-    "context": partial(spec, "gpt-tiny", "parallelism.context_parallel_size=2", world=2),
+    "context": partial(adamw, "parallelism.context_parallel_size=2", world=2),
     "experts": partial(spec, "moe-tiny", world=2),
     "adapters": partial(
-        spec, "gpt-tiny", "lora.rank=8", "lora.dropout=0.1", "parallelism.tensor_model_parallel_size=2",
+        adamw, "lora.rank=8", "lora.dropout=0.1", "parallelism.tensor_model_parallel_size=2",
         "parallelism.sequence_parallel=true", "train.micro_batch_size=2", world=4,
     ),
     "adapters of experts": partial(
@@ -171,19 +173,19 @@ SMALL_WORLDS: dict[str, partial[str]] = {
         spec, "sft-tiny", "model.num_query_groups=2", "model.seq_length=512", "model.qk_layernorm=false",
         "train.precision=bf16", "train.micro_batch_size=1", world=2
     ),
-    "loss in chunks": partial(spec, "gpt-tiny", "train.loss_chunk_tokens=128", world=2),
+    "loss in chunks": partial(adamw, "train.loss_chunk_tokens=128", world=2),
     "loss in chunks, split": partial(
-        spec, "gpt-tiny", "train.loss_chunk_tokens=128", "train.precision=bf16", "train.micro_batch_size=2",
+        adamw, "train.loss_chunk_tokens=128", "train.precision=bf16", "train.micro_batch_size=2",
         "parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true",
         "model.share_embeddings_and_output_weights=false", "parallelism.pipeline_model_parallel_size=2",
         world=4, ranks=(0, 2),
     ),
     "loss in chunks, adapters": partial(
-        spec, "gpt-tiny", "train.loss_chunk_tokens=128", "lora.rank=8", "parallelism.tensor_model_parallel_size=2",
+        adamw, "train.loss_chunk_tokens=128", "lora.rank=8", "parallelism.tensor_model_parallel_size=2",
         "parallelism.sequence_parallel=true", "train.micro_batch_size=2", world=2,
     ),
     "recomputed MLP": partial(
-        spec, "gpt-tiny", "train.recompute_granularity=selective", "train.recompute_modules=[mlp]",
+        adamw, "train.recompute_granularity=selective", "train.recompute_modules=[mlp]",
         "parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true", "train.micro_batch_size=2",
         "parallelism.pipeline_model_parallel_size=2", world=4, ranks=(0, 2),
     ),
@@ -192,13 +194,13 @@ SMALL_WORLDS: dict[str, partial[str]] = {
         "train.micro_batch_size=4", "speed.cross_entropy_loss_fusion=false", world=2  # so that the loss takes the most
     ),
     "written stages": partial(
-        spec, "gpt-tiny", "model.num_layers=4", "parallelism.pipeline_model_parallel_size=2",
+        adamw, "model.num_layers=4", "parallelism.pipeline_model_parallel_size=2",
         "parallelism.virtual_pipeline_model_parallel_size=2", "parallelism.pipeline_model_parallel_layout=E|ttt|t|L",
         "parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true", "train.micro_batch_size=2",
         world=4, ranks=(0, 2),
     ),
     "written stages, more tokens": partial(
-        spec, "gpt-tiny", "model.num_layers=5", "parallelism.pipeline_model_parallel_size=2",
+        adamw, "model.num_layers=5", "parallelism.pipeline_model_parallel_size=2",
         "parallelism.virtual_pipeline_model_parallel_size=2", "parallelism.pipeline_model_parallel_layout=Et|tt|tt|mL",
         "model.mtp_num_layers=1", "model.position_embedding_type=rope",
         "model.share_embeddings_and_output_weights=false", "train.micro_batch_size=2", *BLOCK, world=2, ranks=(0, 1),
@@ -257,9 +259,9 @@ def test_the_plan_is_what_the_real_code_does(name: str, small: dict[str, Report]
 def test_a_last_stage_is_planned_with_all_that_its_loss_takes(sequence_parallel: str, process: GlooWorld) -> None:
     """The gathered input of the output layer, its gradients, and the gradient that was sent to the stage before."""
     text = spec(
-        "gpt-tiny", "train.precision=bf16", "train.micro_batch_size=8", "parallelism.pipeline_model_parallel_size=2",
-        "parallelism.tensor_model_parallel_size=2", f"parallelism.sequence_parallel={sequence_parallel}",
-        "model.hidden_size=1024", world=4, ranks=(2,),
+        "gpt-tiny", *FORMER, "train.precision=bf16", "train.micro_batch_size=8",
+        "parallelism.pipeline_model_parallel_size=2", "parallelism.tensor_model_parallel_size=2",
+        f"parallelism.sequence_parallel={sequence_parallel}", "model.hidden_size=1024", world=4, ranks=(2,),
     )  # fmt: skip
     (report,) = run(process, text)
     require_planned(report)
@@ -418,7 +420,8 @@ def test_a_save_and_a_resume_are_as_large_as_the_real_ones(
     distributed: bool, process: GlooWorld, worlds: dict[int, GlooWorld], tmp_path: Path
 ) -> None:
     """Of both ranks of gpt-tiny: what is held and read exactly, the file but for names and what frames its tensors."""
-    keys = ("train.global_batch_size=16", f"parallelism.use_distributed_optimizer={str(distributed).lower()}")
+    sharded = f"parallelism.use_distributed_optimizer={str(distributed).lower()}"
+    keys = (*ADAMW, "train.global_batch_size=16", sharded)
     recipe = load("gpt-tiny", list(keys)).recipe
     real = worlds[2].run(held_in_slabs, recipe, tmp_path)
     resumed = worlds[2].run(read_on_resume, recipe, tmp_path)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
 from benchmarks.drawn_layouts import planned_bytes, sent_bytes
+from benchmarks.former import FORMER
 from llmrecipes.dryrun.spec import DryRunSpec, RankReport
 from llmrecipes.plan.traffic import SMALL
 from llmrecipes.units import GIB
@@ -17,16 +19,17 @@ from tests.unit.test_dryrun import Report, plan_of, require_traffic, run, spec, 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
 
 SHAPE = ("zero.reduce_bucket_size=5000000", "train.global_batch_size=128", "parallelism.overlap_grad_reduce=false")
+adamw = partial(spec, "gpt-tiny", *FORMER)
 ZERO = {
-    "stage 1, bf16": spec("gpt-tiny", *SHAPE, "engine=deepspeed", "zero.stage=1", "train.precision=bf16", world=8),
-    "stage 1, fp32": spec("gpt-tiny", *SHAPE, "engine=deepspeed", "zero.stage=1", world=8),
-    "stage 2": spec("gpt-tiny", *SHAPE, "zero.stage=2", "train.precision=bf16", world=8, ranks=(0, 7)),
-    "stage 2, fp16": spec("gpt-tiny", *SHAPE, "zero.stage=2", "train.precision=fp16", world=8),
-    "stage 2, many owners": spec(
-        "gpt-tiny", *SHAPE[::2], "zero.stage=2", "train.precision=bf16", "train.global_batch_size=1152", world=72
+    "stage 1, bf16": adamw(*SHAPE, "engine=deepspeed", "zero.stage=1", "train.precision=bf16", world=8),
+    "stage 1, fp32": adamw(*SHAPE, "engine=deepspeed", "zero.stage=1", world=8),
+    "stage 2": adamw(*SHAPE, "zero.stage=2", "train.precision=bf16", world=8, ranks=(0, 7)),
+    "stage 2, fp16": adamw(*SHAPE, "zero.stage=2", "train.precision=fp16", world=8),
+    "stage 2, many owners": adamw(
+        *SHAPE[::2], "zero.stage=2", "train.precision=bf16", "train.global_batch_size=1152", world=72
     ),
-    "stage 2, tensor": spec(
-        "gpt-tiny", *SHAPE, "zero.stage=2", "train.precision=bf16", "parallelism.tensor_model_parallel_size=2",
+    "stage 2, tensor": adamw(
+        *SHAPE, "zero.stage=2", "train.precision=bf16", "parallelism.tensor_model_parallel_size=2",
         "parallelism.sequence_parallel=true", world=8,
     ),
     "stage 2, experts": spec(
@@ -34,8 +37,8 @@ ZERO = {
         "parallelism.expert_model_parallel_size=2", "train.precision=bf16", world=4,
     ),
     "stage 3": spec("gpt-tiny-zero", "train.global_batch_size=64", world=8),
-    "stage 3, bf16": spec("gpt-tiny", *SHAPE, "zero.stage=3", "train.precision=bf16", world=8, ranks=(0, 7)),
-    "stage 3, hpZ": spec("gpt-tiny", *SHAPE, "zero.stage=3", "zero.zero_hpz_partition_size=4", world=8),
+    "stage 3, bf16": adamw(*SHAPE, "zero.stage=3", "train.precision=bf16", world=8, ranks=(0, 7)),
+    "stage 3, hpZ": adamw(*SHAPE, "zero.stage=3", "zero.zero_hpz_partition_size=4", world=8),
 }  # fmt: skip
 
 

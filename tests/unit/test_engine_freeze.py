@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.former import ADAMW
 from llmrecipes.engine.core.checkpoint.slices import sharded_parameters
 from llmrecipes.engine.core.model.groups import names_of
 from llmrecipes.plan.derive import derive
@@ -150,7 +151,7 @@ def test_the_plan_has_no_gradients_and_no_state_of_frozen_weights() -> None:
 )  # fmt: skip
 def test_what_cannot_be_frozen_is_refused_with_the_recipe(key: str, rule: str, overrides: list[str]) -> None:
     with refused(key, rule=rule):
-        load("gpt-tiny", overrides)
+        load("gpt-tiny", [*ADAMW, *overrides])
 
 
 def test_a_pipeline_stage_that_trains_nothing_has_no_loss_scale() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.former import ADAMW
 from llmrecipes.engine.base import Implementation, Progress
 from llmrecipes.plan.derive import derive
 from llmrecipes.plan.table import rows
@@ -26,7 +27,7 @@ from tests.helpers import ROOMY
 def test_the_stage_is_part_of_the_name(
     overrides: tuple[str, ...], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = load("gpt-tiny", overrides).recipe
+    recipe = load("gpt-tiny", [*ADAMW, *overrides]).recipe
     plan = derive(recipe, 2, ROOMY)
     assert {name: origin for name, _, origin in rows(plan)}["ranks"] == f"parallel: data 2{words}"
     record = TrainingRecord(layout=plan.layout.as_dict(), steps=(), kept_step=None, replicas=None)

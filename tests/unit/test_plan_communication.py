@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.former import ADAMW
 from llmrecipes.cli.app import run
 from llmrecipes.hardware.load import clusters_dir, load_profile
 from llmrecipes.hardware.profile import LINK_BYTES, MeasuredLinks, Profile
@@ -64,7 +65,7 @@ def test_a_step_of_the_default_types_sends_what_the_documentation_says(engine: s
     """In sizes of the model's fp32 gradients; weights are bf16. docs/reference/zero.md has the table."""
     sharded = f"parallelism.use_distributed_optimizer={str(stage > 0).lower()}"
     changes = (f"engine={engine}", f"zero.stage={stage}", sharded, "train.precision=bf16", "train.global_batch_size=64")
-    plan = plan_on("h100-ib", 1, "gpt-tiny", *changes)
+    plan = plan_on("h100-ib", 1, "gpt-tiny", *ADAMW, *changes)
     assert plan.num_microbatches == 1
     share = (plan.layout.data_parallel_size - 1) / plan.layout.data_parallel_size
     volume = sum(call.volume for call in calls(plan, 0))
@@ -86,7 +87,7 @@ def test_gradients_of_what_tensor_ranks_share_are_summed_as_often_as_by_the_engi
     """Once a step and in fp32 by megatron-core; before ZeRO reduces them, in each micro-batch, with DeepSpeed."""
     shape = ("parallelism.tensor_model_parallel_size=2", "train.global_batch_size=16", "train.micro_batch_size=1")
     kept = (f"parallelism.sequence_parallel={str(sequence_parallel).lower()}", "train.precision=bf16")
-    plan = plan_on("h100-ib", 1, "gpt-tiny", *shape, *kept, *changes)
+    plan = plan_on("h100-ib", 1, "gpt-tiny", *ADAMW, *shape, *kept, *changes)
     assert plan.num_microbatches == 4 and plan.recipe.model.qk_layernorm
     model = plan.recipe.model
     heads = 2 * model.hidden_size // model.num_attention_heads  # norms of queries and keys, as wide as a head

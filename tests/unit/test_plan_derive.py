@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.former import ADAMW
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.machine import machine
@@ -388,20 +389,20 @@ def test_little_headroom_is_a_warning_and_enough_is_none() -> None:
 
 def test_emulated_bf16_is_a_warning() -> None:
     emulates = replace(LAPTOP, cpu_has_bf16=False)
-    muon = ("optimizer.optimizer=muon", "parallelism.use_distributed_optimizer=false")
+    medium = ("optimizer.muon_fp32_matmul_prec=medium",)
     for changes, key in (
         (("train.precision=bf16",), "train.precision bf16"),
-        (muon, "optimizer.muon_fp32_matmul_prec medium"),
+        (medium, "optimizer.muon_fp32_matmul_prec medium"),
     ):
         (warning,) = derive(recipe("gpt-tiny", *changes), 1, emulates).warnings
         assert key in warning
         assert not derive(recipe("gpt-tiny", *changes), 1, LAPTOP).warnings
-    assert not derive(recipe("gpt-tiny", *muon, "optimizer.muon_fp32_matmul_prec=highest"), 1, emulates).warnings
+    assert not derive(recipe("gpt-tiny"), 1, emulates).warnings
 
 
 @pytest.mark.parametrize(("precision", "bytes_a_parameter"), [("fp32", 16), ("bf16", 14), ("fp16", 14)])
 def test_a_checkpoint_has_weights_and_fp32_state(precision: str, bytes_a_parameter: int) -> None:
-    changed = recipe("gpt-tiny", f"train.precision={precision}")
+    changed = recipe("gpt-tiny", *ADAMW, f"train.precision={precision}")
     assert derive(changed, 1, LAPTOP).checkpoint_bytes == 2_458_752 * bytes_a_parameter
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.former import UNGATED
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.plan.activations import peak
 from llmrecipes.plan.check import recommend
@@ -265,7 +266,7 @@ def test_activations_of_layouts_agree_with_the_published_factors() -> None:
     """Korthikanti et al. 2022 (arXiv 2205.05198), sections 4.2 to 4.3, on a GPT without dropout."""
     shape = ["model.num_layers=24", "model.hidden_size=1024", "model.num_attention_heads=16", "model.seq_length=1024",
              "model.position_embedding_type=learned_absolute", "model.normalization=LayerNorm",
-             "model.qk_layernorm=false", "model.add_bias_linear=true"]  # fmt: skip
+             "model.qk_layernorm=false", "model.add_bias_linear=true", *UNGATED]  # fmt: skip
 
     def layers(*changes: str) -> int:
         """Bytes of the transformer layers: a stack of 24 less one of 16, which has the same ends."""

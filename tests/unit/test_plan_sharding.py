@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.former import ADAMW
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.plan.check import check
 from llmrecipes.plan.derive import Plan, default_world_size, derive
@@ -182,14 +183,14 @@ def test_on_a_cpu_offloaded_states_are_in_the_same_memory() -> None:
     there = plan("zero.stage=2", "zero.offload_optimizer=cpu", ranks=2)
     assert here.host.total == here.memory.host == 0
     assert here.memory.gradients + here.memory.optimizer == there.memory.host
-    small = derive(load("gpt-tiny", ["zero.stage=3"]).recipe, 2, LAPTOP)
+    small = derive(load("gpt-tiny", [*ADAMW, "zero.stage=3"]).recipe, 2, LAPTOP)
     # Gathered weights, and what is written to, of a larger bucket and its copy.
     assert small.memory.buffers == 3 * 4 * small.num_parameters.total
 
 
 def test_sharded_gradients_need_two_replicas_on_a_cpu() -> None:
     def ranks(machine: Cluster, *overrides: str) -> int:
-        return default_world_size(load("gpt-tiny", overrides).recipe, machine)
+        return default_world_size(load("gpt-tiny", [*ADAMW, *overrides]).recipe, machine)
 
     assert ranks(LAPTOP, "zero.stage=1") == 1
     assert ranks(LAPTOP, "zero.stage=2") == ranks(LAPTOP, "zero.stage=3") == 2

@@ -20,7 +20,9 @@ def dense(tmp_path: Path) -> Path:
 
 def write(folder: Path, *overrides: str) -> Path:
     path = folder / "recipe.yaml"
-    path.write_text(to_yaml(load("gpt-tiny", ["model.hidden_size=256", *overrides]).recipe), "utf-8")
+    path.write_text(
+        to_yaml(load("gpt-tiny", ["model.hidden_size=256", "model.ffn_hidden_size=1024", *overrides]).recipe), "utf-8"
+    )
     return path
 
 
