@@ -34,7 +34,7 @@ CODE_BUDGET = {
     "hf": 1950,
     "launch": 3180,
     "models": 3930,
-    "plan": 4900,
+    "plan": 4990,
     "punish": 750,
     "recipe": 7720,
     "report": 1750,

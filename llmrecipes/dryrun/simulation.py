@@ -161,10 +161,12 @@ def _planned(plan: Plan, stage: int) -> dict[str, int]:
     memory, moment = of_stage(*_of_step(plan, stage)), peak(*_of_step(plan, stage))
     # The comparison with a teacher keeps its gradient only after it has held the most.
     kept = moment.kept_logits if plan.recipe.distill is None else 0
+    states = {"weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer}
+    if memory.update:  # the peak is the update, in which nothing of a pass is left
+        update = moment.total + memory.update
+        return {**states, "activations": 0, "communication": memory.buffers, "temporary": update + memory.teacher}
     return {
-        "weights": memory.weights,
-        "gradients": memory.gradients,
-        "optimizer": memory.optimizer,
+        **states,
         "activations": moment.activations + kept,
         "communication": moment.outputs + memory.buffers,
         "temporary": moment.logits - kept + memory.teacher + memory.movements,

@@ -12,6 +12,7 @@ from llmrecipes.plan.activations import peak
 from llmrecipes.plan.kernels import own_layers
 from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.losses import tokens_of_a_micro_batch
+from llmrecipes.plan.muon import update_bytes
 from llmrecipes.plan.parameters import count_on_rank, count_vectors, largest_gathered, vectors_on_rank
 from llmrecipes.plan.sharding import States, sharded
 from llmrecipes.recipe.distill_rules import has_teacher, section, teacher_recipe
@@ -55,7 +56,8 @@ class Memory:
     without a model; `buffers` are those in which ZeRO gathers weights and reduces gradients, TransformerEngine's user
     buffers, and what recorded layers take and return (`speed.cuda_graph_impl`); `teacher` are the weights of a teacher
     (`distill`) or of a reference (`dpo`), and what is kept of its passes; `movements` are those of embeddings, and
-    their gradients (`train.adversarial`).
+    their gradients (`train.adversarial`); `update` is what an update of Muon takes beyond all of a pass, which is freed
+    by then.
     """
 
     weights: int
@@ -68,6 +70,7 @@ class Memory:
     buffers: int = 0
     teacher: int = 0
     movements: int = 0
+    update: int = 0
     host: int = 0
     """Offloaded from a GPU to the node's main memory; not in `total`."""
 
@@ -80,7 +83,7 @@ class Memory:
         return {**self._parts(), "total": self.total}
 
     def _parts(self) -> dict[str, int]:
-        rare = {"teacher", "movements"}  # left out where there is none
+        rare = {"teacher", "movements", "update"}  # left out where there is none
         return {name: size for name, size in asdict(self).items() if name != "host" and (size or name not in rare)}
 
 
@@ -180,6 +183,7 @@ def of_stage(recipe: Recipe, s: Shape, layout: Layout, num_microbatches: int, st
         ),
         teacher=teacher_bytes(recipe, layout, num_microbatches, stage, device),
         movements=movements(recipe, s, layout, num_microbatches) if stage == 0 else 0,
+        update=max(0, update_bytes(recipe, s, layout, device) - moment.total),
         host=host.total,
     )
 

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.kernels import own_layers, recomputed_layers
 from llmrecipes.plan.losses import in_kernels
+from llmrecipes.plan.muon import collectives
 from llmrecipes.plan.parameters import (
     WORDS,
     adapted_on_stage,
@@ -336,6 +337,7 @@ def _gradients(plan: Plan, stage: int) -> Iterator[tuple[GroupName, Call]]:
         elif number:
             yield group, Call("all-reduce", ranks, reduced * number)
     yield from _rounding(plan, stage)
+    yield from _orthogonalized(plan, stage)
     stages, tensor = layout.pipeline_model_parallel_size, layout.tensor_model_parallel_size
     if lora is not None:
         if layout.sequence_parallel:
@@ -376,6 +378,18 @@ def _rounding(plan: Plan, stage: int) -> Iterator[tuple[GroupName, Call]]:
                 yield from _in("expert_tensor", [one] * local)
             else:
                 yield "tensor", Call("all-reduce", layout.tensor_model_parallel_size, _FP32 * matrix.height)
+
+
+def _orthogonalized(plan: Plan, stage: int) -> Iterator[tuple[GroupName, Call]]:
+    """Matrices that tensor-parallel ranks put together, or multiply together, for the update of Muon."""
+    recipe, layout, s = plan.recipe, plan.layout, plan.shape
+    if recipe.optimizer.optimizer != "muon":
+        return
+    local = (s.num_moe_experts or 0) // layout.expert_model_parallel_size
+    for number in layers_of(layout, stage):
+        for matrix, ranks, kind, payload in collectives(recipe, s, layout, plan.device, number):
+            group: GroupName = "expert_tensor" if matrix.of_experts else "tensor"
+            yield from _in(group, [Call(kind, ranks, payload)] * (local if matrix.of_experts else 1))
 
 
 def _sharded(plan: Plan, zero: Zero, ranks: int, number: int, reduced: int) -> Iterator[Call]:

@@ -205,7 +205,7 @@ def _of_stage(stage: Forecast) -> dict[str, Any]:
 
 def _parts(memory: Memory) -> dict[str, float]:
     other = memory.logits + memory.workspace + memory.buffers + memory.checkpoint_copy
-    other += memory.teacher + memory.movements
+    other += memory.teacher + memory.movements + memory.update
     parts = {
         "weights": memory.weights,
         "gradients": memory.gradients,

@@ -1,0 +1,90 @@
+"""What an update of Muon takes and sends: it orthogonalizes each matrix between hidden layers as a whole, one by one.
+
+Counted tensor by tensor after megatron-core's `TensorParallelMuon` (optimizer/emerging_optimizers.py) and the
+iterations of emerging-optimizers (orthogonalized_optimizers/muon_utils.py). Routers, and what joins embeddings in
+multi-token prediction, are smaller than the matrices of a layer and are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llmrecipes.plan.kernels import own_layers
+from llmrecipes.plan.layout import Layout
+from llmrecipes.recipe.adapters import Matrix, matrices
+from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.shape import Shape
+
+_FP32 = 4
+
+
+def update_bytes(recipe: Recipe, s: Shape, layout: Layout, device: str) -> int:
+    """Most bytes that a rank takes for its update, besides model states; 0 with other optimizers."""
+    if recipe.optimizer.optimizer != "muon":
+        return 0
+    most = 0
+    for experts in {s.moe_layers(number, number + 1) > 0 for number in range(s.num_layers)}:
+        # The order of megatron-core's modules. The result for a matrix is kept until the next one has its own.
+        ordered = sorted(matrices(recipe.model, s, experts=experts), key=lambda matrix: matrix.name != "linear_proj")
+        for previous, matrix in zip([ordered[-1], *ordered], ordered, strict=False):
+            kept = _FP32 * previous.width * previous.height // _ranks(recipe, layout, previous, device)
+            most = max(most, kept + _of_matrix(recipe, s, matrix, _ranks(recipe, layout, matrix, device)))
+    return most
+
+
+def collectives(
+    recipe: Recipe, s: Shape, layout: Layout, device: str, number: int
+) -> Iterator[tuple[Matrix, int, str, int]]:
+    """Collectives of tensor-parallel ranks in the update of layer `number`: the matrix, ranks, kind, bytes."""
+    for matrix in matrices(recipe.model, s, experts=s.moe_layers(number, number + 1) > 0):
+        ranks = _ranks(recipe, layout, matrix, device)
+        for rows in _pieces(recipe, s, matrix):
+            if recipe.optimizer.muon_tp_mode == "duplicated":
+                yield matrix, ranks, "all-gather", _FP32 * rows * matrix.width
+                continue
+            product = _FP32 * (matrix.width if matrix.by_columns else rows) ** 2
+            for _ in range(recipe.optimizer.muon_num_ns_steps):
+                yield matrix, ranks, "all-reduce", product
+
+
+def _of_matrix(recipe: Recipe, s: Shape, matrix: Matrix, ranks: int) -> int:
+    mine = _FP32 * matrix.width * matrix.height // ranks
+    pieces = _pieces(recipe, s, matrix)
+    held = mine if recipe.optimizer.muon_nesterov else 0
+    if len(pieces) > 1 and s.num_query_groups > ranks:
+        held += mine  # queries, keys and values of several groups are copied apart
+    most = done = 0
+    for rows in pieces:
+        most = max(most, held + done + _of_piece(recipe, matrix, rows, ranks))
+        done += _FP32 * rows * matrix.width // ranks
+    return max(most, held + 2 * mine if len(pieces) > 1 else 0)
+
+
+def _of_piece(recipe: Recipe, matrix: Matrix, rows: int, ranks: int) -> int:
+    whole = _FP32 * rows * matrix.width
+    mine = whole // ranks
+    if recipe.optimizer.muon_tp_mode == "duplicated":
+        # The shards, put together, orthogonalized; then the whole result while its own part is scaled twice.
+        copies, size, side, scaled = 2 * whole, whole, min(rows, matrix.width), whole + 2 * mine
+    else:
+        copies, size, side, scaled = 0, mine, matrix.width if matrix.by_columns else rows, 3 * mine
+    square = _FP32 * side**2
+    if recipe.optimizer.muon_fp32_matmul_prec == "medium":
+        return max(copies + size + max(size // 2, square), scaled)
+    return max(copies + 2 * size + 2 * square, scaled)
+
+
+def _pieces(recipe: Recipe, s: Shape, matrix: Matrix) -> list[int]:
+    """Heights of what is orthogonalized by itself."""
+    if matrix.name == "linear_qkv" and recipe.optimizer.muon_split_qkv:
+        return [s.query_size, s.key_size, s.value_size]
+    return [matrix.height]
+
+
+def _ranks(recipe: Recipe, layout: Layout, matrix: Matrix, device: str) -> int:
+    """Tensor-parallel ranks that share a matrix."""
+    if matrix.of_experts:
+        return layout.expert_tensor_parallel_size
+    if matrix.name.endswith("_down_proj") and device == "cuda" and not own_layers(recipe, device):
+        return 1
+    return layout.tensor_model_parallel_size
