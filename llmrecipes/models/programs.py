@@ -101,7 +101,7 @@ def export_program(
     require_absent(out)
     with published(out) as folder:
         source = folder / "source"
-        exported = export(reference, source, runs_dir, data_dir, replace(options, dtype="fp32"), Counted())
+        exported = export(reference, source, runs_dir, data_dir, replace(options, dtype="fp32", cache=False), Counted())
         file = folder / FILES[form]
         difference = _write(source, file, form, dtype, exported.bytes, cache=options.cache)
         for path in source.iterdir():
