@@ -30,8 +30,8 @@ _BUILT = re.compile(r"[\w.-]+:[\w.-]+-[0-9a-f]{12}")
 """Name and tag that `make image` gives: the hash is that of the contents."""
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/(\w+)(?:/__init__)?\.\w+(?:\.so)?$")
 _CODE = (
-    "import sys; from importlib.util import find_spec as f; "
-    "print('missing:', *(n for n in sys.argv[1:] if not (f(n) and f(n).origin)))"
+    "import sys, importlib.util as u; "
+    "print('missing:', *(n for n in sys.argv[1:] if not ((s := u.find_spec(n)) and s.origin)))"
 )
 
 
