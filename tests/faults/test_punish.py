@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.former import ADAMW
 from llmrecipes.cli import app as cli
 from llmrecipes.punish import faults, report
 from llmrecipes.punish.campaign import Campaign
@@ -50,7 +51,7 @@ def test_faults_inside_ranks_are_noticed_and_change_nothing(
         (["--fault", "earthquake"], "--fault", ()),
         (["--nproc", "1"], "--nproc", "2"),
         (["--steps", "79", "--save-interval", "20"], "--steps", "--steps 80"),
-        (["engine=deepspeed", "zero.stage=1"], "engine", "engine=megatron"),
+        ([*ADAMW, "engine=deepspeed", "zero.stage=1"], "engine", "engine=megatron"),
     ],
 )
 def test_what_cannot_be_punished_is_refused(
