@@ -290,9 +290,10 @@ def communicators(recipe: Recipe, s: Shape, layout: Layout) -> dict[str, int]:
     """
     tensor, stages = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     context = layout.context_parallel_size
+    sharded = recipe.parallelism.use_distributed_optimizer
     sizes = {
         "world": layout.world_size,
-        "optimizer": layout.world_size if recipe.parallelism.use_distributed_optimizer else tensor * stages,
+        **({"optimizer": layout.world_size} if sharded else {"model_parallel_group": tensor * stages}),
         "tp": tensor,
         "cp": context,
         "pp": stages,
@@ -309,6 +310,8 @@ def communicators(recipe: Recipe, s: Shape, layout: Layout) -> dict[str, int]:
             "expert_tp-ep": inner * experts,
             "expert_dp": layout.expert_data_parallel_size,
         }
+        if not sharded:
+            sizes["expert_tensor_model_pipeline_parallel_group"] = inner * experts * stages
     return {name: ranks for name, ranks in sizes.items() if ranks > 1}
 
 
