@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ def test_updates_are_those_of_plain_pytorch(kind: str) -> None:
 @pytest.mark.parametrize("kind", MUON_STEPS)
 def test_accepted_iterations_of_muon_orthogonalize(kind: str) -> None:
     """The library is the judge, also of a matrix that is nearly of rank one, as many momenta are."""
-    utils = pytest.importorskip("emerging_optimizers.orthogonalized_optimizers.muon_utils")
+    utils = import_module("emerging_optimizers.orthogonalized_optimizers.muon_utils")  # it has no types
     length = len(utils._COEFFICIENT_SETS[kind])
     assert MUON_STEPS[kind] == (5 if kind == "simple" else length)
     columns = torch.linalg.qr(torch.randn(64, 8, generator=torch.Generator().manual_seed(1)))[0]
