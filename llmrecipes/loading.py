@@ -71,7 +71,7 @@ class Silence:
         self._printed, self._at_begin, self._shown, self._ended = time.monotonic(), True, 0, False
 
     def begin(self) -> None:
-        """From now on, in a thread of its own."""
+        """Watch the command from now on, in a background thread."""
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, Guarded) and stream.isatty():
                 stream.before_write = self.heard

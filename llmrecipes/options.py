@@ -29,7 +29,7 @@ class Option:
     metavar: str | None = None
     least: int | None = None
     read: Callable[[str], Any] | None = None
-    """Makes the value of a word that is written in a form of its own; `help` says the default."""
+    """Parses what is written on the command line, such as 500MB, into the value; then `help` must name the default."""
 
 
 @dataclass(frozen=True)

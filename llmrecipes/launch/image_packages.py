@@ -22,7 +22,7 @@ IN_IMAGES = frozenset({"gpu", "search", "server", "zero"})
 """Extras that images of `make image` have."""
 DISTRIBUTIONS = {"fasttext": "fasttext-predict"}
 """Of imported packages with another name."""
-HOW = "docs/cluster/containers.md#extras adds extras to an image"
+HOW = "docs/cluster/containers.md#extras says how to add extras to an image"
 BILLS = Path("build")
 """Where `make image` writes bills of materials, in the checkout."""
 SECONDS = 60.0
