@@ -21,6 +21,7 @@ from benchmarks.ranks import run, small
 from benchmarks.traffic import SMALL, Call, expected
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.derive import derive
+from llmrecipes.recipe.schema import Recipe
 
 ALLOWED = 0.05
 SAME = ("model.num_layers=4", "model.hidden_size=256", "model.seq_length=128", "train.micro_batch_size=2",
@@ -69,11 +70,16 @@ GATHERED_TWICE = "moe ep2, not overlapped"
 """megatron-core 0.16 gathers all parameters once for dense parameters and once more for experts, unless overlapped."""
 
 
-def measure(layout: Layout, warmup: int, steps: int) -> dict[str, Any]:
-    """Times, calls and bytes of one layout; calls and bytes are means over ranks."""
+def recipe_of(layout: Layout) -> Recipe:
+    """What a row trains: with the optimizer and the shape that the formulas of the papers are about."""
     keys = [f"parallelism.{change}" for change in layout.parallelism.split()]
     former = FORMER if layout.recipe == "gpt-tiny" else ()
-    recipe = small(layout.recipe, *former, *SAME, *keys, *layout.others)
+    return small(layout.recipe, *former, *SAME, *keys, *layout.others)
+
+
+def measure(layout: Layout, warmup: int, steps: int) -> dict[str, Any]:
+    """Times, calls and bytes of one layout; calls and bytes are means over ranks."""
+    recipe = recipe_of(layout)
     plan = derive(recipe, layout.ranks, detect())
     reports = run(recipe, layout.ranks, warmup=warmup, steps=steps, count=True)
     counted = Counter(Call(*call) for report in reports for call in report["calls"])

@@ -7,8 +7,7 @@ from collections import Counter
 import pytest
 
 from benchmarks.bubble import Pass, formula, idle_share
-from benchmarks.layout_overhead import LAYOUTS, SAME
-from benchmarks.ranks import small
+from benchmarks.layout_overhead import LAYOUTS, recipe_of
 from benchmarks.traffic import Call, expected
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.derive import derive
@@ -56,9 +55,8 @@ def test_deadlocked_schedules_are_reported() -> None:
 
 def bytes_of(name: str) -> Counter[str]:
     layout = LAYOUTS[name]
-    recipe = small(layout.recipe, *SAME, *(f"parallelism.{key}" for key in layout.parallelism.split()), *layout.others)
     found: Counter[str] = Counter()
-    for call, number in expected(derive(recipe, layout.ranks, ROOMY)).items():
+    for call, number in expected(derive(recipe_of(layout), layout.ranks, ROOMY)).items():
         found[call.kind] += int(call.volume * number)
     return found
 
