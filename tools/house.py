@@ -21,7 +21,7 @@ CODE_BUDGET = {
     "bench": 1750,
     "checkpoint": 1100,
     "cli": 3780,
-    "data": 7740,
+    "data": 7770,
     "diagnosis": 1000,
     "doctor": 1150,
     "dryrun": 600,
@@ -43,7 +43,7 @@ CODE_BUDGET = {
     "tracking": 2500,
     "train": 2950,
     "verify": 650,
-    "workflow": 3870,
+    "workflow": 3885,
 }
 """Most lines of code of each package; `.` are the modules beside the packages. Whoever needs more removes something, or
 raises the number and says in the commit why."""

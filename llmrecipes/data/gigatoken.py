@@ -148,6 +148,11 @@ class Gigatoken:
             raise
         except BaseException as error:  # it defines none, and a panic of Rust code is not an Exception
             lines = str(error).splitlines() or [type(error).__name__]
+            if "pretokenizer" in lines[0]:  # with the whole pattern
+                raise Unsupported(
+                    "it does not know the pattern that splits text into words "
+                    "(for a new tokenizer, data.tokenizer.pattern=llama3 is one that it knows)"
+                ) from error
             raise Unsupported(lines[0][:200]) from error
         self._most = psutil.Process().memory_info().rss + MOST_BYTES
 

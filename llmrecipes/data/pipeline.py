@@ -197,7 +197,7 @@ def encoding(every: tuple[Source, ...], number: int, sizes: list[int], tokens: l
     """
     done = sum(sizes)
     rate = done / seconds
-    line = f"{done / MIB:,.0f} MiB tokenized, {rate / MIB:.1f} MiB/s; at {sources.label(every[number])}"
+    line = f"{done / MIB:,.0f} MiB tokenized, {rate / MIB:.2g} MiB/s; at {sources.label(every[number])}"
     if not done:  # all was dropped so far
         return line
     left = 0.0

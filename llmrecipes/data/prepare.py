@@ -331,6 +331,7 @@ def _tokenizer(recipe: Recipe, steps: StepSpec, part: Path, log: Callable[[str],
     if section.type == "bpe":
         started = time.monotonic()
         chat = recipe.data.chat
+        log(f"reading up to {corpus.SAMPLE_BYTES / MIB:.0f} MiB of text to train a byte-level BPE")
         sample = corpus.training_sample(recipe.data.sources, steps, chat=chat)
         sample_bytes = sum(len(text.encode()) for text in sample)
         log(f"training a byte-level BPE of {recipe.model.vocab_size:,} tokens on {sample_bytes / MIB:.1f} MiB")

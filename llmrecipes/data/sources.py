@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -42,6 +42,8 @@ BYTES_PER_TOKEN = 4.5
 """Of English text in vocabularies of 50,000 to 130,000 tokens; the embedded code has 3.4 in one of 4,096."""
 _COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 _ROWS = 1000
+_ASKED = 32
+"""Parquet files whose metadata is read for the size of a source; the others are taken to be alike."""
 BY_FILE = ("stdlib", "text", "jsonl", "parquet")
 """Types whose documents are those of their files, one after the other."""
 _SUFFIXES = {
@@ -125,7 +127,7 @@ def text_bytes(source: Source, bytes_per_token: float | None = None) -> float | 
 
     Returns:
         None where that is unknown: tokens, a dataset on the Hub, files in a store, compressed files, and rows by label,
-        without `max_tokens`.
+        without `max_tokens`; Parquet without its column of text, or unreadable.
     """
     limit = None if source.max_tokens is None else source.max_tokens * (bytes_per_token or BYTES_PER_TOKEN)
     if in_store(source) or source.tokenized:
@@ -134,10 +136,32 @@ def text_bytes(source: Source, bytes_per_token: float | None = None) -> float | 
         paths = files(source)
     except UserError:
         return limit
-    if not paths or source.type == "parquet" or source.label_key or any(path.suffix in _COMPRESSED for path in paths):
+    if not paths or source.label_key or any(path.suffix in _COMPRESSED for path in paths):
         return limit
     size = float(sum(map(size_of, paths)))
+    if source.type == "parquet":
+        share = _text_share(paths[:_ASKED], source.text_key)
+        if share is None:
+            return limit
+        size *= share
     return size if limit is None else min(size, limit)
+
+
+def _text_share(paths: Sequence[SourceFile], column: str) -> float | None:
+    """Bytes of a column without compression, relative to the files; None if a file cannot be read or has no such."""
+    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+    text = 0
+    try:
+        for path in paths:
+            data = pq.read_metadata(path)
+            groups = [data.row_group(number) for number in range(data.num_row_groups)]
+            columns = (group.column(number) for group in groups for number in range(group.num_columns))
+            text += sum(each.total_uncompressed_size for each in columns if each.path_in_schema == column)
+    except (pa.ArrowException, OSError):
+        return None
+    return text / sum(map(size_of, paths)) if text else None
 
 
 def form(source: Source) -> str:
@@ -190,6 +214,22 @@ def unread(source: Source, chat: Chat | None) -> list[str]:
     except (_Enough, UserError):  # the error is raised again by who reads the row
         pass
     return of.unread
+
+
+def require_columns(source: Source, chat: Chat | None) -> None:
+    """Look at the first row of a source whose files are on this machine; those of another machine are not known here.
+
+    Raises:
+        UserError: it lacks a column, or holds something else than text there.
+    """
+    if source.type not in _SUFFIXES or in_store(source):
+        return
+    with suppress(Damaged, StopIteration):
+        try:
+            files(source)
+        except UserError:
+            return
+        next(documents(source.model_copy(update={"label_key": None}), chat))
 
 
 def documents(
@@ -345,8 +385,8 @@ def _jsonl(part: Part, of: Rows) -> Iterator[str | None]:
 
 
 def _parquet(part: Part, of: Rows) -> Iterator[str | None]:
-    import pyarrow as pa  # type: ignore[import-untyped]
-    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
     row, file = 0, part.file
     try:

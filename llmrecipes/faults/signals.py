@@ -31,9 +31,7 @@ class StoppedEarly(BaseException):
     """
 
     def __init__(self, number: signal.Signals) -> None:
-        super().__init__(
-            f"stopped by {number.name} before training started: nothing is lost; run the same command again"
-        )
+        super().__init__(f"stopped by {number.name}: nothing is lost; run the same command again")
 
 
 @contextmanager

@@ -144,12 +144,16 @@ def to_yaml(recipe: Recipe) -> str:
 
 
 def short(recipe: Recipe, comments: Mapping[str, str] | None = None, header: str = "") -> str:
-    """What differs from the defaults, as YAML that `load` reads back to an equal recipe.
+    """What differs from the defaults, as YAML that `load` reads back to an equal recipe; and the weights of a blend.
 
     Args:
         comments: by dotted key.
     """
     values = recipe.model_dump(mode="json", exclude_defaults=True)
+    sources = recipe.data.sources
+    for source, shown in zip(sources, values.get("data", {}).get("sources", ()), strict=False):
+        if len(sources) > 1:
+            shown["weight"] = source.weight
     text = document.dump_for_people(values, comments or {}, header)
     if Recipe.model_validate(document.parse(text).data) != recipe:
         raise RuntimeError(f"the short form of recipe {recipe.name} is of another recipe:\n{text}")

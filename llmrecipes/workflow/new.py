@@ -34,7 +34,7 @@ COMMENTS = {
     "train.micro_batch_size": "sequences on one rank at a time: the largest that fits, by the plan",
     "train.global_batch_size": "sequences per step",
     "optimizer.lr": "peak; llmrecipes search tries others",
-    "data.sources": "several are blended by their weights",
+    "data.sources": "blended by weight: the share of the samples, however much text a source has",
     "data.split": "training, validation and test, by the hash of a document",
 }
 _TYPES = get_args(Source.model_fields["type"].annotation)
@@ -255,6 +255,8 @@ def make(wanted: Wanted) -> Made:
             values["description"] += ", resized"
     machine = planned(wanted.cluster, wanted.nodes or (1 if wanted.cluster else None), 1)
     sized = load_values(values, path, wanted.overrides).recipe
+    if wanted.data:
+        _require_columns(sized)
     default = TOKENS_PER_PARAMETER * count(sized.model, shape(sized.model)).total
     same = tokens_of(base)
     tokens = wanted.tokens or (default if wanted.like is None or wanted.model is not None else same)
@@ -303,6 +305,19 @@ def write(name: str, text: str, folder: Path, *, force: bool) -> Path:
             f"cannot write: {error.strerror}", where=str(error.filename or path), fix="--out DIR"
         ) from error
     return path
+
+
+def _require_columns(recipe: Recipe) -> None:
+    from llmrecipes.data.sources import require_columns  # not at the top: it loads the readers of all formats
+
+    for number, source in enumerate(recipe.data.sources):
+        try:
+            require_columns(source, recipe.data.chat)
+        except UserError as error:
+            if recipe.data.chat is not None or not error.fix:
+                raise
+            fix = f"data.sources.{number}.text_key=COLUMN at the end of the command"
+            raise UserError(error.what, where=error.where, rule=error.rule, fix=fix) from error
 
 
 def _tokenizer(text: str, base: Recipe) -> tuple[dict[str, Any], int]:

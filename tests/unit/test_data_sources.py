@@ -64,6 +64,11 @@ def test_the_size_of_text_is_known_from_files_or_from_max_tokens(tmp_path: Path)
     assert sources.text_bytes(text) == 9000
     assert sources.text_bytes(text.model_copy(update={"max_tokens": 100}), 3.0) == 300
     assert sources.text_bytes(text.model_copy(update={"max_tokens": 10**6})) == 9000
+    rows = pa.table({"text": [f"{n} " * 200 for n in range(1000)], "more": ["y" * 9000] * 1000})
+    pq.write_table(rows, tmp_path / "rows.parquet", compression="zstd")
+    parquet = Source(type="parquet", path=str(tmp_path / "rows.parquet"))
+    assert sources.text_bytes(parquet) == pytest.approx(sum(len(row) for row in rows["text"].to_pylist()), rel=0.05)
+    assert sources.text_bytes(parquet.model_copy(update={"text_key": "body"})) is None
     hub = Source(type="hub", path="no/such")
     assert sources.text_bytes(hub) is None
     assert sources.text_bytes(hub.model_copy(update={"max_tokens": 100}), 3.0) == 300

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 
 from llmrecipes.cli.app import run
@@ -77,6 +79,21 @@ def test_a_recipe_that_was_made_is_short_and_trains_on_what_was_asked(folder: Pa
     assert recipe.data.sources[0].type == "text" and recipe.data.tokenizer.type == "bpe"
     tokens = recipe.train.train_iters * recipe.train.global_batch_size * recipe.model.seq_length
     assert tokens == pytest.approx(50_000, rel=0.02) and recipe.train.train_iters >= 100
+
+
+def test_rows_on_this_machine_have_the_column_of_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "a.jsonl").write_text('{"text": "some"}\n')
+    pq.write_table(pa.table({"path": ["a"], "main_text": ["some"], "n_stars": [1]}), folder / "web.parquet")
+    words = ["new", "mine", "--params", "2m", "--data", "a.jsonl", "--data", "web.parquet", "--data", "elsewhere.jsonl"]
+    key = "data.sources.1.text_key"
+    for column, named in ([], "main_text"), ([f"{key}=n_stars"], "n_stars"):
+        assert run([*words, *column]) == 2
+        require_message(capsys.readouterr().err, "web.parquet", rule=(key, named))
+        assert not (folder / "mine.yaml").exists()
+    assert run([*words, f"{key}=main_text"]) == 0
+    recipe = load("mine.yaml").recipe
+    assert [source.text_key for source in recipe.data.sources] == ["text", "main_text", "text"]
+    assert (folder / "mine.yaml").read_text().count("weight: 1.0") == 3  # of the blend, to be changed
 
 
 def test_no_file_is_overwritten_unless_asked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
