@@ -32,7 +32,7 @@ CODE_BUDGET = {
     "foreign": 1550,
     "hardware": 1100,
     "hf": 1950,
-    "launch": 3180,
+    "launch": 3250,
     "models": 3930,
     "plan": 4990,
     "punish": 750,

@@ -41,7 +41,12 @@ def submit(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     to: Annotated[
-        str, typer.Option("--to", metavar="WHERE", help="Submit to slurm, k8s or local (this machine).")
+        str,
+        typer.Option(
+            "--to",
+            metavar="WHERE",
+            help="Submit to slurm, k8s or local (this machine); skypilot with --dry-run prints a task.",
+        ),
     ] = "slurm",
     nodes: Annotated[
         int, typer.Option("--nodes", metavar="N", min=1, help="Use N nodes; extra nodes add data-parallel ranks.")

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-SLURM, K8S, LOCAL = "slurm", "k8s", "local"
+SLURM, K8S, LOCAL, SKYPILOT = "slurm", "k8s", "local", "skypilot"
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ OPTIONS: dict[str, LauncherOption] = {
     "account": LauncherOption(_SLURM, "charge this account; default: the profile's.", "NAME"),
     "qos": LauncherOption(_SLURM, "use this quality of service; default: the profile's.", "NAME"),
     "time": LauncherOption(_SLURM, "time limit, such as 8:00:00; default: the profile's.", "LIMIT"),
-    "image": LauncherOption((SLURM, K8S), "run in this container image; for k8s, NAME@sha256:DIGEST.", "REF"),
+    "image": LauncherOption(
+        (SLURM, K8S, SKYPILOT), "run in this container image; for k8s, NAME@sha256:DIGEST.", "REF"),
     "runtime": LauncherOption(
         _SLURM, "run containers with pyxis or apptainer, or none; default: the profile's.", "WHAT"),
     "python": LauncherOption(
@@ -47,7 +48,7 @@ OPTIONS: dict[str, LauncherOption] = {
         _SLURM, "save and requeue S seconds before the time limit; default: twice the time of a step and a save.",
         "S", int, 1, 65535),
     "max-restarts": LauncherOption(
-        (SLURM, K8S, LOCAL), "Restart at most N times after failures, then exit with code 93.", "N", int, 0),
+        (SLURM, K8S, LOCAL, SKYPILOT), "Restart at most N times after failures, then exit with code 93.", "N", int, 0),
     "prepare-partition": LauncherOption(_SLURM, "tokenize missing data in this partition.", "NAME"),
     "prepare-nodes": LauncherOption(
         (SLURM, K8S), "tokenize missing data on N nodes, as a Ray cluster; default: 1, without Ray.",
@@ -56,6 +57,7 @@ OPTIONS: dict[str, LauncherOption] = {
     "flavor": LauncherOption(_K8S, "create a job (default), jobset or trainjob.", "KIND"),
     "namespace": LauncherOption(_K8S, "create objects in this namespace; default: default.", "NAME"),
     "claim": LauncherOption(_K8S, "keep runs and data on this PersistentVolumeClaim.", "NAME"),
+    "volume": LauncherOption((SKYPILOT,), "keep runs and data on this volume of SkyPilot.", "NAME"),
     "queue": LauncherOption(_K8S, "submit to this LocalQueue of Kueue.", "NAME"),
     "topology": LauncherOption(_K8S, "prefer nodes that share this label's value.", "LABEL"),
     "secret": LauncherOption(_K8S, "set a variable from a Secret.", "VAR=NAME[:KEY]", list),

@@ -12,6 +12,7 @@ LAUNCHERS = {
     "local": "llmrecipes.launch.local.launcher:LocalLauncher",
     "slurm": "llmrecipes.launch.slurm.launcher:SlurmLauncher",
     "k8s": "llmrecipes.launch.kubernetes.launcher:KubernetesLauncher",
+    "skypilot": "llmrecipes.launch.skypilot.launcher:SkypilotLauncher",
 }
 """Name for `--to`, and the class, imported on demand."""
 
