@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.foreign.draft import Draft, key_named, plain
 from llmrecipes.foreign.shell import UNKNOWN, arguments, read_script
 from llmrecipes.recipe.keys import keys
+from llmrecipes.recipe.layer_pattern import ATTENTION, LATENT, keys_of
 from llmrecipes.recipe.megatron_lm import FIXED
 from llmrecipes.recipe.moe_rules import LATENT_YARN
 
@@ -100,10 +101,13 @@ _OTHER_PROGRAMS = re.compile(
 """Python programs beside pretrain_gpt.py whose arguments have another meaning."""
 _OTHER_MODELS: Mapping[str, str] = {
     "encoder_num_layers": "", "decoder_num_layers": "", "decoder_seq_length": "", "bert_no_binary_head": "",
-    "hybrid_layer_pattern": "", "hybrid_override_pattern": "", "is_hybrid_model": "", "perform_rl_step": "",
+    "is_hybrid_model": "", "perform_rl_step": "",
     "tokenizer_type": "BertWordPiece.*", "model_provider": "(?!gpt).*", "spec": ".*(?:mamba|hybrid).*",
 }  # fmt: skip
 """Arguments of models and trainings that no recipe has, with the values for which they are; empty: any."""
+PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+"""Names of the argument that says the layers of `pretrain_hybrid.py` (before, `pretrain_mamba.py`)."""
+_HYBRID = ("pretrain_hybrid", "pretrain_mamba")
 _LATENT = {"q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", *LATENT_YARN}
 _TRAINED_AS = ("learned_absolute", "rope", "yarn")
 
@@ -115,8 +119,8 @@ def from_script(text: str, draft: Draft, ranks: int, path: Path | None = None) -
         UserError: it has no arguments, or runs another program than pretrain_gpt.py.
     """
     script = read_script(text, path)
-    _require_gpt(script.program)
     given = arguments(script.words, flags(), LISTS)
+    _require_gpt(script.program, given)
     unknown = given.pop("", [])
     if not given:
         raise UserError("no arguments found", where="--from", rule="a command line with --num-layers and others")
@@ -145,9 +149,10 @@ def flags() -> re.Pattern[str]:
     return re.compile("|".join((_FLAGS, *switches)))
 
 
-def _require_gpt(program: str) -> None:
+def _require_gpt(program: str, given: Collection[str]) -> None:
     name = Path(program).stem
-    if _OTHER_PROGRAMS.fullmatch(name):
+    layers_are_given = name in _HYBRID and any(pattern in given for pattern in PATTERNS)
+    if _OTHER_PROGRAMS.fullmatch(name) and not layers_are_given:
         raise _refused(f"{name}.py does not train a GPT", "--from")
 
 
@@ -171,6 +176,7 @@ def from_mapping(values: Mapping[str, Any], draft: Draft, ranks: int) -> None:
 
 def translate(given: Mapping[str, Any], draft: Draft, ranks: int) -> None:
     """Write what arguments say, with Megatron-LM's defaults for the others."""
+    given = _layers(dict(given), draft)
     for name, pattern in _OTHER_MODELS.items():
         if name in given and re.fullmatch(pattern or ".*", str(given[name])):
             raise _refused(f"{given[name]}: not of a GPT", _option(name))
@@ -289,6 +295,31 @@ def _model(left: dict[str, Any], draft: Draft, ranks: int) -> None:
     why = "no effect with --multi-latent-attention" if latent else "no effect without --multi-latent-attention"
     for name in sorted(left.keys() & ({"kv_channels"} if latent else _LATENT)):
         draft.leave(_option(name), left.pop(name), why)
+
+
+def _layers(given: dict[str, Any], draft: Draft) -> dict[str, Any]:
+    """Write what a pattern says of the layers; the arguments without it and those that it replaces."""
+    name = next((name for name in PATTERNS if name in given), None)
+    if name is None:
+        return given
+    pattern = str(given.pop(name))
+    if UNKNOWN in pattern:
+        raise UserError("only the shell knows its value", where=_option(name), rule="the layers must be known",
+                        fix="write the pattern in the command")  # fmt: skip
+    if given.get("multi_latent_attention") and ATTENTION in pattern:
+        raise _refused(f"{ATTENTION} with --multi-latent-attention", _option(name))
+    try:
+        stages = given.get("pipeline_model_parallel_size", 1)
+        values = keys_of(pattern, stages if isinstance(stages, int) and stages > 0 else 1,
+                         mixture=bool(given.get("num_experts")))  # fmt: skip
+    except UserError as error:
+        raise UserError(error.what, where=_option(name), rule=error.rule, fix=error.fix) from error
+    for key, value in values.items():
+        draft.set(key, value, _option(name), pattern)
+    for other in ("num_layers", "mtp_num_layers", "moe_layer_freq", "is_hybrid_model", "spec"):
+        if other in given:
+            draft.leave(_option(other), given.pop(other), f"{_option(name)} says the layers, two symbols each")
+    return given | ({"multi_latent_attention": True} if pattern.startswith(LATENT) else {})
 
 
 def _experts(left: dict[str, Any], draft: Draft, ranks: int) -> None:

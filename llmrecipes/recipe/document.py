@@ -178,6 +178,8 @@ def _refuse(text: str) -> Problem | None:
         fix = "indent with spaces, not tabs" if "\t" in text and "cannot start any token" in what else ""
         if "unexpected ':'" in what:
             fix = "put a space after each colon between a key and its value"
+        if "scanning an alias" in what:
+            fix = "quote a value that begins with *"
         return Problem("", f"not valid YAML: {what}", fix=fix, line=mark.line + 1 if mark else 0)
     except yaml.YAMLError as error:
         return Problem("", f"not valid YAML: {' '.join(str(error).split())}")

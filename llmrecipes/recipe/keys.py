@@ -329,6 +329,9 @@ def _indexed(key: str, name: str) -> str:
 def json_schema() -> str:
     """JSON Schema (draft 2020-12) of a recipe file, for editors and other programs."""
     document = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema(Recipe)}
+    model = document["$defs"]["Model"]
+    model["required"].remove("num_layers")
+    model["anyOf"] = [{"required": [name]} for name in ("num_layers", "hybrid_layer_pattern")]
     return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
 
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from llmrecipes.errors import UserError
 from llmrecipes.files import folder
-from llmrecipes.recipe import document, foreign, rules, zero_rules
+from llmrecipes.recipe import document, foreign, layer_pattern, rules, zero_rules
 from llmrecipes.recipe.document import Kind, Problem
 from llmrecipes.recipe.engines import engine_name
 from llmrecipes.recipe.explain import explain
@@ -121,14 +121,17 @@ def _loaded(parsed: document.ParsedDocument, path: Path, overrides: Sequence[str
             problem = apply(data, change)
             if problem:
                 problems.append(problem)
+        pattern, wrong = layer_pattern.take(data)
+        problems += wrong
         try:
             recipe = Recipe.model_validate(data)
         except ValidationError as error:
-            reported = {problem.key for problem in problems}
+            reported = {problem.key for problem in problems} | ({"model.num_layers"} if wrong else set())
             problems += [problem for problem in explain(error, parsed.lines) if problem.key not in reported]
         else:
             recipe, ignored = zero_rules.selected(recipe, overridden)
-            problems += _check_name(recipe, path, overridden) + rules.check(recipe)
+            problems += _check_name(recipe, path, overridden)
+            problems += rules.check(recipe) or ([] if wrong else layer_pattern.contradicted(pattern, recipe))
     if problems or misspelt or recipe is None:
         raise document.error_of(problems, misspelt, path, parsed.lines, overridden)
     if ignored:

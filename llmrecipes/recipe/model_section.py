@@ -13,7 +13,11 @@ class Model(Section):
     """Shape and arithmetic of the transformer (megatron-core `TransformerConfig` and `HybridModel`)."""
 
     num_layers: PosInt
-    """Number of transformer layers."""
+    """Number of transformer layers; required unless `hybrid_layer_pattern` gives it."""
+    hybrid_layer_pattern: str | None = Field(default=None, exclude=True)
+    """The layers in Megatron's notation, read as `num_layers`, `moe_layer_freq`, `mtp_num_layers` and the keys of
+    pipeline stages. A layer is attention (`*`, or `+` if latent) and an MLP (`-`) or experts (`E`); `|` begins a
+    pipeline stage, `/` a layer of multi-token prediction: `"*-*-|*E*E/*E"`."""
     hidden_size: PosInt
     """Width of the residual stream."""
     num_attention_heads: PosInt
@@ -201,6 +205,7 @@ class Model(Section):
 
 TRAINING_ONLY = frozenset(
     {
+        "hybrid_layer_pattern",
         "seq_length", "make_vocab_size_divisible_by", "hidden_dropout", "attention_dropout", "layer_drop",
         "init_method", "init_method_std", "transformer_impl", "mtp_loss_scaling_factor",
         "moe_router_load_balancing_type",
@@ -210,4 +215,5 @@ TRAINING_ONLY = frozenset(
     }
 )  # fmt: skip
 """Keys of `Model` that say how it is trained, not what its weights compute: a model that is imported or exported may
-have any value. Every other key needs an account in `hf/families/` and in `recipe/megatron_lm.py`."""
+have any value. `hybrid_layer_pattern` is read as other keys. Every other key needs an account in `hf/families/` and in
+`recipe/megatron_lm.py`."""

@@ -211,6 +211,21 @@ def test_nothing_is_dropped_without_being_listed(
         assert recipe.train.recompute_modules == ("core_attn",)
 
 
+@pytest.mark.parametrize("program", ["pretrain_gpt", "pretrain_hybrid", "pretrain_mamba"])
+def test_a_pattern_of_layers_is_translated(program: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = "--num-layers 8 --is-hybrid-model --hybrid-override-pattern"
+    if program == "pretrain_hybrid":
+        more = "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec --hybrid-layer-pattern"
+    (folder / "run.sh").write_text(
+        f"python {program}.py {TINY} --num-experts 4 --disable-bias-linear --pipeline-model-parallel-size 2"
+        f" {more} '*-*-*E|*E'\n"
+    )
+    recipe, account = translated("run.sh", capsys=capsys)
+    assert (recipe.model.num_layers, recipe.model.moe_layer_freq) == (4, [0, 0, 1, 1])
+    assert recipe.parallelism.pipeline_model_parallel_layout == "Ettt|tL"
+    assert not any(left_out(account).values())
+
+
 def test_branches_and_other_files_are_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = f"""TP=1
 if [ $NODES -gt 1 ]; then TP=8; FP=1; else ARGS=(--swiglu --untie-embeddings-and-output-weights); fi
@@ -234,7 +249,12 @@ python my/train.py {TINY} --tensor-model-parallel-size $TP
         (f"python pretrain_t5.py {TINY}", "--from"),
         (f"python pretrain_hybrid.py {TINY}", "--from"),
         (f"python tools/run_text_generation_server.py {TINY}", "--from"),
-        (f"python pretrain_gpt.py {TINY} --hybrid-layer-pattern M*M", "--hybrid-layer-pattern"),
+        (f"python pretrain_hybrid.py {TINY} --hybrid-layer-pattern M-*-", "--hybrid-layer-pattern"),
+        (f"python pretrain_gpt.py {TINY} --spec megatron.core.models.hybrid.hybrid_layer_specs", "--spec"),
+        (
+            f"python pretrain_gpt.py {TINY} --multi-latent-attention --hybrid-layer-pattern *-",
+            "--hybrid-layer-pattern",
+        ),
         (f"python pretrain_gpt.py {TINY} --tokenizer-type BertWordPieceLowerCase", "--tokenizer-type"),
         (f"python pretrain_gpt.py {TINY} --encoder-num-layers 4", "--encoder-num-layers"),
     ],
@@ -244,7 +264,7 @@ def test_other_models_than_gpt_are_refused(
 ) -> None:
     (folder / "run.sh").write_text(text)
     assert run(["new", "--from", "run.sh"]) == 2
-    require_message(capsys.readouterr().err, where, rule="pretrain_gpt.py")
+    require_message(capsys.readouterr().err, where, rule="M" if "M-*-" in text else "pretrain_gpt.py")
 
 
 def test_every_default_of_megatron_is_shared_or_written_out() -> None:

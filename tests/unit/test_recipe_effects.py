@@ -44,6 +44,7 @@ from llmrecipes.faults.numerics import StepSpike
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.plan.derive import Plan, default_world_size, derive
+from llmrecipes.recipe import layer_pattern
 from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.engines import ENGINES, EngineEntry
 from llmrecipes.recipe.keys import ITEM, keys
@@ -757,6 +758,7 @@ EARLIER = {**SEARCH, "search.source_studies": [{"study_name": "s"}]}
 CASES: dict[str, Case] = {
     "engine": Case("plain", backend_of),
     "model.num_layers": Case(3, config),
+    "model.hybrid_layer_pattern": Case("*-|*-", plan),
     "model.hidden_size": Case(128, config),
     "model.num_attention_heads": Case(2, config),
     "model.seq_length": Case(32, model),
@@ -1239,6 +1241,7 @@ def made(*changes: Mapping[str, Any]) -> Recipe:
         for section in sections:
             inside = inside[0] if section == ITEM else inside.setdefault(section, [{}] if section in LISTS else {})
         inside[key] = copy.deepcopy(value)  # a longer key may change it
+    layer_pattern.take(values)  # as where a file is read
     return Recipe.model_validate({"name": "tiny", **values})
 
 

@@ -34,13 +34,14 @@ from llmrecipes.engine.core.model.loss import (
     losses_of_logits,
 )
 from llmrecipes.engine.core.model.schedule_plan import ScheduledModel
-from llmrecipes.engine.core.model.spec import choose, layer_pattern, stack_spec
+from llmrecipes.engine.core.model.spec import choose, stack_spec
 from llmrecipes.engine.core.platform import Platform
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.builds import compiler_obstacle, transformer_engine_version
 from llmrecipes.plan.derive import Plan, gpu_memory, with_chunks
 from llmrecipes.plan.losses import in_kernels
 from llmrecipes.recipe.features import FeatureChoice, SpeedTarget, require, resolve, value
+from llmrecipes.recipe.layer_pattern import layer_pattern
 from llmrecipes.recipe.schema import Recipe
 
 

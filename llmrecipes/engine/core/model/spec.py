@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import batched, islice
+from itertools import batched
 from typing import Any, Literal
 
 import torch
@@ -14,7 +14,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec
-from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region, scatter_to_sequence_parallel_region
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -33,9 +32,8 @@ from llmrecipes.engine.core.model.init import FUSED_NORMS
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.builds import transformer_engine_obstacle
 from llmrecipes.plan.layout import local_layers_reason, only_in_local_layers
+from llmrecipes.recipe.layer_pattern import CUT, PREDICTION, layer_pattern
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.stage_layout import layers_per_stage
-from llmrecipes.recipe.weight_names import moe_layers
 
 Implementation = Literal["transformer_engine", "local"]
 
@@ -137,21 +135,6 @@ class PredictionLayer(MultiTokenPredictionLayer):
             return super()._get_embeddings(*args, embedding=embedding, **kwargs)
 
 
-def layer_pattern(recipe: Recipe) -> str:
-    """Megatron's `hybrid_layer_pattern` of a recipe.
-
-    A transformer layer is two symbols: its attention (`*`, or `+` if latent) and its MLP (`-`) or experts (`E`). `|` is
-    between the chunks of pipeline stages, `/` before each layer of multi-token prediction.
-    """
-    model = recipe.model
-    attention = Symbols.MLA if model.multi_latent_attention else Symbols.ATTENTION
-    layers = [attention + (Symbols.MOE if has_experts else Symbols.MLP) for has_experts in moe_layers(model)]
-    rest = iter(layers)
-    per_stage = layers_per_stage(recipe)
-    chunks = ["".join(islice(rest, stage[chunk])) for chunk in range(len(per_stage[0])) for stage in per_stage]
-    return Symbols.PIPE.join(chunks) + f"{Symbols.MTP_SEPARATOR}{layers[-1]}" * (model.mtp_num_layers or 0)
-
-
 def stack_spec(
     recipe: Recipe, config: TransformerConfig, implementation: Implementation, vp_stage: int | None
 ) -> ModuleSpec:
@@ -167,7 +150,7 @@ def stack_spec(
     layers = get_gpt_decoder_layer_specs(
         config, use_transformer_engine=by_transformer_engine, normalization=config.normalization
     )
-    decoder = layer_pattern(recipe).split(Symbols.MTP_SEPARATOR)[0].replace(Symbols.PIPE, "")
+    decoder = layer_pattern(recipe).split(PREDICTION)[0].replace(CUT, "")
     kinds = dict(zip(_pairs(decoder), layers, strict=True))
     _replace(kinds.values(), config, implementation)
     norm = TENorm if by_transformer_engine else TorchNorm
