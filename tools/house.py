@@ -36,7 +36,7 @@ CODE_BUDGET = {
     "models": 3930,
     "plan": 4990,
     "punish": 750,
-    "recipe": 7830,
+    "recipe": 7850,
     "report": 1750,
     "scaling": 400,
     "search": 2450,
@@ -47,7 +47,7 @@ CODE_BUDGET = {
 }
 """Most lines of code of each package; `.` are the modules beside the packages. Whoever needs more removes something, or
 raises the number and says in the commit why."""
-WORD_BUDGET = {"README.md": 990, "docs/": 108_260}
+WORD_BUDGET = {"README.md": 990, "docs/": 107_049}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 LOOPS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case, ast.comprehension)

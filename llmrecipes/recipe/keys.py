@@ -342,6 +342,7 @@ def reference() -> str:
         "",
         "Generated from `llmrecipes/recipe/` by `llmrecipes docs`; do not edit. Key names are Megatron's.",
         "`N` stands for an index, counted from 0, in files a list item and in overrides a number.",
+        "A key whose default is `null` takes `null` too.",
     ]
     top = [key for key in keys().values() if "." not in key.name and not key.section]
     lines += ["", "## Top level", "", *_table(top)]
@@ -360,6 +361,21 @@ def _table(members: list[RecipeKey]) -> list[str]:
     rows = ["| key | takes | default | meaning |", "| --- | --- | --- | --- |"]
     for key in members:
         default = key.default_text if key.required else f"`{key.default_text}`"
-        cells = [f"`{key.name}`", key.takes, default, key.description]
+        twin = keys().get(key.name.replace(".valid_sources.", ".sources."), key)
+        same = twin is not key and twin.description == key.description
+        meaning = f"As `{twin.name}`." if same else key.description
+        takes = key.takes.removesuffix(" or null") if key.default_text == "null" else key.takes
+        cells = [f"`{key.name}`", _short(takes), default, meaning]
         rows.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
     return rows
+
+
+_TYPES = {"a finite number": "number", "an integer": "integer", "a string": "string", "true or false": "boolean"}
+_SIGNS = {"greater than": ">", "at least": "≥", "less than": "<", "at most": "≤"}
+
+
+def _short(takes: str) -> str:
+    """The values of a key, for a column of hundreds: `integer > 0`."""
+    for words, sign in (_TYPES | _SIGNS).items():
+        takes = takes.replace(words, sign)
+    return takes

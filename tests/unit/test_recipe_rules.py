@@ -238,7 +238,8 @@ def test_the_reference_has_every_key_with_a_meaning() -> None:
         assert key.description, key.name
         if not key.section:
             assert f"| `{key.name}` |" in page
-    assert "an integer greater than 0" in page
+    assert "| integer > 0 |" in page and "integer > 0 or null | `null`" not in page
+    assert "| As `data.sources.N.path`. |" in page
     assert '"additionalProperties": false' in json_schema()
 
 
