@@ -1,4 +1,4 @@
-"""What a rank of each recipe holds and sends, by dry run: the table in docs/guide/recipes.md.
+"""What a rank of each recipe holds and sends, by dry run: the table in benchmarks/RESULTS.md.
 
     python -m benchmarks.dryrun [RECIPE ...] [--json FILE]
     python -m benchmarks.dryrun --drawn 100 [--json FILE]
