@@ -20,6 +20,8 @@ OF_TEACHERS: dict[str, Any] = {
     "mtp_num_layers": None,
 }  # fmt: skip
 """Keys of `model` that say how a model is trained: a teacher is not."""
+NOT_COMPARED = ("transformer_impl", "mtp_loss_scaling_factor", "init_method", "init_method_std")
+"""Keys of `model` on which neither a teacher's weights nor its passes depend."""
 CHECKSUM = 4
 """Bytes of the CRC-32 of a sample."""
 WIDTH = ("hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
@@ -75,7 +77,7 @@ def teacher_recipe(recipe: Recipe) -> Recipe:
 def differing(student: Model, teacher: Model) -> dict[str, Any]:
     """What `distill.model` has to be for a teacher of this section `model`, as JSON values."""
     now, then = student.model_dump(mode="json"), teacher.model_dump(mode="json")
-    skipped = {*SHARED, *OF_TEACHERS, "transformer_impl"}
+    skipped = {*SHARED, *OF_TEACHERS, *NOT_COMPARED}
     if teacher.num_moe_experts is None:
         skipped |= {key for key in then if key.startswith("moe_")}
     return {key: value for key, value in then.items() if now[key] != value and key not in skipped}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.io import write_atomic
-from llmrecipes.recipe.distill_rules import OF_TEACHERS, SHARED, differing
+from llmrecipes.recipe.distill_rules import NOT_COMPARED, OF_TEACHERS, SHARED, differing
 from llmrecipes.recipe.preference_rules import frozen_model, named
 from llmrecipes.recipe.schema import Model, Recipe, Tokenizer
 from llmrecipes.rundir import Run
@@ -186,8 +186,8 @@ def plain(model: Model) -> dict[str, Any]:
     """What its weights and passes depend on."""
     values = model.model_copy(update=OF_TEACHERS).model_dump()
     dense = model.num_moe_experts is None
-    skipped = ("transformer_impl", "mtp_loss_scaling_factor", "init_method", "init_method_std")
-    return {key: each for key, each in values.items() if key not in skipped and not (dense and key.startswith("moe_"))}
+    skipped = {*NOT_COMPARED, *(key for key in values if dense and key.startswith("moe_"))}
+    return {key: each for key, each in values.items() if key not in skipped}
 
 
 def run_of_teacher(path: Path) -> Run | None:
