@@ -7,11 +7,13 @@ stage_1_and_2.py and stage3.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.recipe.degrees import divisors
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.weight_names import weights
 from llmrecipes.recipe.zero import Zero
 
 # Two moments and the fp32 weights that are updated; in fp32 these are a copy, at every stage.
@@ -68,7 +70,7 @@ def sharded(
     element = 2 if half else 4
     reduced = 4 if recipe.parallelism.grad_reduce_in_fp32 or not half else element
     on_host = zero.offload_optimizer != "none"
-    parameter_bytes = share + _second_copy(zero, parameters)
+    parameter_bytes = share + _second_copy(recipe, zero, parameters)
     device_states = States(
         weights=element * (parameters if zero.stage < 3 else parameter_bytes if zero.offload_param == "none" else 0),
         gradients=_gradients(zero, element, reduced, parameters, share, layer),
@@ -100,10 +102,16 @@ def _gathered(zero: Zero, element: int, parameters: int, layer: int) -> int:
     return element * min(parameters, live)
 
 
-def _second_copy(zero: Zero, parameters: int) -> int:
-    """Parameters of hpZ's copy, which lies beside those that are sharded over all ranks."""
-    size = zero.zero_hpz_partition_size
-    return -(-parameters // size) if size > 1 else 0
+def _second_copy(recipe: Recipe, zero: Zero, parameters: int) -> int:
+    """Parameters of hpZ's copy, which lies beside those that are sharded over all ranks: not of small weights, which
+    every rank keeps whole."""
+    if zero.zero_hpz_partition_size == 1:
+        return 0
+    sizes = map(
+        prod, weights(recipe.model).values()
+    )  # of each rank: hpZ goes with neither tensor nor expert parallelism
+    small = sum(size for size in sizes if size <= zero.stage3_param_persistence_threshold)
+    return -(-(parameters - small) // zero.zero_hpz_partition_size)
 
 
 def _buffers(
@@ -135,7 +143,7 @@ def _host(recipe: Recipe, zero: Zero, element: int, reduced: int, parameters: in
             element * share if zero.stage < 3 else 0
         )  # and the updated weights, on their way
     if zero.offload_param != "none":
-        weights = element * (share + _second_copy(zero, parameters))
+        weights = element * (share + _second_copy(recipe, zero, parameters))
     return States(weights, gradients, optimizer)
 
 

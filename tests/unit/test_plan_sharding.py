@@ -19,6 +19,8 @@ NODE = Cluster((GPU,) * 8, 8, 1 << 41, 1 << 40, 0)
 LAPTOP = replace(NODE, gpus=())
 N = 24 * (4 * 2048**2 + 3 * 2048 * 5504 + 2 * 2048) + 50304 * 2048 + 2048
 """Parameters of gpt-1b with its padded vocabulary."""
+SMALL = 49 * 2048
+"""Of them in weights that stage 3 keeps whole: norms."""
 PLAIN = ("parallelism.overlap_grad_reduce=false", "parallelism.overlap_param_gather=false")
 BUCKET = 500_000_000
 EMBEDDING = 50304 * 2048
@@ -83,7 +85,7 @@ def test_parameters() -> None:
         (("zero.stage=3", "train.precision=fp32"), 4 * N // 8, 4 * N // 8, 12 * N // 8, 4 * 10**9 + 2 * 4 * BUCKET),
         (
             ("zero.stage=3", "zero.zero_hpz_partition_size=4"),
-            2 * N // 8 + 2 * N // 4, 4 * N // 8, 12 * N // 8, 2 * 10**9 + 2 * 4 * BUCKET,
+            2 * N // 8 + 2 * (N - SMALL) // 4, 4 * N // 8, 12 * N // 8, 2 * 10**9 + 2 * 4 * BUCKET,
         ),
         (
             ("zero.stage=3", "train.precision=fp32", "zero.offload_param=cpu"),
