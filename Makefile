@@ -49,7 +49,7 @@ BIN := $(VENV)/bin
 LLMRECIPES := $(BIN)/python tools/with_args.py $(BIN)/llmrecipes
 SETUP = python="$(PYTHON)" && python=$${python:-$$(tools/find_python.sh --install)} && "$$python" tools/setup_env.py --venv $(VENV) --torch "$$TORCH"
 
-.PHONY: help setup setup-zero train search smoke verify prepare generate ui test check bench lock gpu-bundle clean slurm k8s image test-deep test-version test-system test-all test-fabric test-kubernetes test-gpu-8 test-llama-cpp test-ray
+.PHONY: help setup setup-zero train search smoke verify punish prepare generate ui test check bench lock gpu-bundle clean slurm k8s image test-deep test-version test-system test-all test-fabric test-kubernetes test-gpu-8 test-llama-cpp test-ray
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
@@ -73,6 +73,9 @@ smoke: setup ## rehearse a scaled-down RECIPE on CPU: train, save, resume, compa
 
 verify: setup ## check that RECIPE's parallel layout computes the same as one process
 	@$(LLMRECIPES) verify "$$RECIPE"
+
+punish: setup ## inject faults into short runs of RECIPE, and measure recovery: ARGS="--minutes 5"
+	@$(BIN)/python tools/with_args.py $(BIN)/python -m lab punish "$$RECIPE"
 
 prepare: setup ## turn RECIPE's text into a tokenizer and token files
 	@$(LLMRECIPES) prepare "$$RECIPE"
@@ -163,4 +166,4 @@ gpu-bundle: setup ## write the wheel, with recipes and the CPU's figures of gpu-
 
 clean: ## remove environments and caches; keeps runs/ and data/
 	rm -rf .venv .venv-* .venv.lock build dist llmrecipes.egg-info .mypy_cache .ruff_cache .pytest_cache
-	find llmrecipes tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find llmrecipes lab tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

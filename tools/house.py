@@ -35,7 +35,6 @@ CODE_BUDGET = {
     "launch": 3250,
     "models": 3930,
     "plan": 4990,
-    "punish": 750,
     "recipe": 7850,
     "report": 1750,
     "scaling": 400,

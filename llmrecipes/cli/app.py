@@ -62,7 +62,6 @@ SECTIONS: dict[str, dict[str, str]] = {
         "smoke": "training.smoke",
         "verify": "training.verify",
         "coordinates": "training.coordinates",
-        "punish": "punishing.punish",
         "upcycle": "training.upcycle",
         "grow": "growing.grow",
         "prune": "pruning.prune",
@@ -234,10 +233,21 @@ def _parser(only: str | None) -> Callable[..., Any]:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code; a `UserError` is printed as one message, without a traceback."""
-    as_json = "--json" in itertools.takewhile("--".__ne__, arguments)
     completion.enable()
+    return dispatch(_parser(_command(arguments)), arguments, PROGRAM)
+
+
+def dispatch(parser: Callable[..., Any], arguments: Sequence[str], name: str) -> int:
+    """Let a parser run a command, print what a user can cause as one message, and return the exit code.
+
+    Args:
+        parser: made by typer.
+        arguments: those of the command line.
+        name: of the program, for its help.
+    """
+    as_json = "--json" in itertools.takewhile("--".__ne__, arguments)
     try:
-        code = _parser(_command(arguments))(args=list(arguments), prog_name=PROGRAM, standalone_mode=False)
+        code = parser(args=list(arguments), prog_name=name, standalone_mode=False)
     except UserError as error:
         return _fail(error, as_json)
     except typer.TyperException as error:

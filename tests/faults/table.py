@@ -15,7 +15,7 @@ class Case:
         goes_on: recovery bound.
         holds: afterwards. `equal`: sample ids, losses and final weights are those of an uninterrupted run, bit for bit.
         tests: paths below `tests` and functions, `module.py::function`.
-        punish: the fault of `llmrecipes punish` that repeats it at random.
+        punish: the fault of `python -m lab punish` that repeats it at random.
     """
 
     name: str

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from lab.punish.campaign import fill, read_only
 from llmrecipes.checkpoint.manifest import MANIFEST_NAME
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.engine.core.checkpoint.format import ShardedFormat
 from llmrecipes.engine.megatron.engine import MegatronEngine
-from llmrecipes.punish.campaign import fill, read_only
 from tests.dist.worlds import GlooWorld, say
 from tests.helpers import steps_done, train_lines
 from tests.train.test_train_faults import Command, notes, run_dir, saved, small_disk, train

@@ -1,4 +1,4 @@
-"""`llmrecipes punish` on real runs, with the faults that no other test injects into a whole run."""
+"""`python -m lab punish` on real runs, with the faults that no other test injects into a whole run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+import lab.__main__ as lab
 from benchmarks.former import ADAMW
-from llmrecipes.cli import app as cli
-from llmrecipes.punish import faults, report
-from llmrecipes.punish.campaign import Campaign
+from lab.punish import faults, report
+from lab.punish.campaign import Campaign
 from llmrecipes.workflow.run import Paths
 from tests.helpers import tiny, tiny_on, write_recipe
 from tests.refusals import require_message
@@ -30,7 +30,7 @@ def test_faults_inside_ranks_are_noticed_and_change_nothing(
     recipe = write_recipe(tiny_on(corpus, "hard", model={"hidden_dropout": 0.1}), tmp_path)
     chosen = [word for name in INSIDE for word in ("--fault", name)]
     paths = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(data_dir)]
-    code = cli.run(["punish", recipe, "--nproc", "2", "--steps", "80", "--once", "--json", *chosen, *paths])
+    code = lab.run(["punish", recipe, "--nproc", "2", "--steps", "80", "--once", "--json", *chosen, *paths])
     printed = capfd.readouterr()
     answer = json.loads(printed.out)
     assert code == 0, printed.out + printed.err
@@ -58,7 +58,7 @@ def test_what_cannot_be_punished_is_refused(
     words: list[str], where: str, rule: str | tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     paths = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(tmp_path / "data")]
-    assert cli.run(["punish", "gpt-tiny", *words, *paths]) == 2
+    assert lab.run(["punish", "gpt-tiny", *words, *paths]) == 2
     require_message(capfd.readouterr().err, where, rule=rule)
     assert not list(tmp_path.iterdir())
 
@@ -101,7 +101,7 @@ def test_a_fault_whose_run_ends_meanwhile_is_settled(tmp_path: Path) -> None:
 def test_a_fault_that_shows_between_replicas_needs_some(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     paths = ["--runs-dir", str(tmp_path / "runs"), "--data-dir", str(tmp_path / "data")]
     words = ["gpt-tiny", "parallelism.tensor_model_parallel_size=2", "--nproc", "2", "--fault", "flipped weight bit"]
-    assert cli.run(["punish", *words, *paths]) == 2
+    assert lab.run(["punish", *words, *paths]) == 2
     require_message(capfd.readouterr().err, "--fault", rule="--nproc 4")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmrecipes.punish.faults import FAULTS
+from lab.punish.faults import FAULTS
 from tests.faults.table import CASES, Case
 
 TESTS = Path(__file__).parents[1]

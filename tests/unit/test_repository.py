@@ -57,7 +57,7 @@ LAYERS = (
     ("train",),
     ("verify", "doctor", "bench", "dryrun", "scaling"),
     ("workflow",),
-    ("punish", "report"),
+    ("report",),
     ("models",),
     ("foreign",),
     ("search",),

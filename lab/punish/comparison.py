@@ -7,10 +7,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lab.punish.faults import STEPS
+from lab.punish.signs import Signs
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.io import write_atomic
-from llmrecipes.punish.faults import STEPS
-from llmrecipes.punish.signs import Signs
 from llmrecipes.rundir import Run
 from llmrecipes.tracking.jsonl import parse
 

@@ -18,15 +18,15 @@ from pathlib import Path
 
 import psutil
 
+from lab.punish import faults
+from lab.punish.comparison import differences, keep_manifest
+from lab.punish.faults import ALARMS, COMPARED, FAULTS, ORDERS, Fault, Pace
+from lab.punish.report import Injection, Punished
+from lab.punish.signs import Signs
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.io import write_atomic
 from llmrecipes.launch.local.processes import PROCESSES
-from llmrecipes.punish import faults
-from llmrecipes.punish.comparison import differences, keep_manifest
-from llmrecipes.punish.faults import ALARMS, COMPARED, FAULTS, ORDERS, Fault, Pace
-from llmrecipes.punish.report import Injection, Punished
-from llmrecipes.punish.signs import Signs
 from llmrecipes.recipe.batch_schedule import without_ramp
 from llmrecipes.recipe.engines import engine_name
 from llmrecipes.recipe.load import to_yaml
@@ -299,7 +299,7 @@ class Campaign:
             "runs_dir": str(self.paths.runs_dir), "data_dir": str(self.paths.data_dir), "restarts": RESTARTS_IN_JOB,
         }  # fmt: skip
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "llmrecipes.punish.launcher", json.dumps(options)],
+            [sys.executable, "-m", "lab.punish.launcher", json.dumps(options)],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         self._reader = signs.follow(self._process)

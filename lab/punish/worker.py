@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lab.punish import faults
 from llmrecipes.errors import ExitCode
 from llmrecipes.hardware.builds import import_megatron
-from llmrecipes.punish import faults
 from llmrecipes.train.rank import rank_main
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.train.worker import import_all, run

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llmrecipes.punish.faults import STEPS
+from lab.punish.faults import STEPS
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking.jsonl import parse
 

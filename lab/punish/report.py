@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmrecipes.punish.faults import Fault
+from lab.punish.faults import Fault
 
 EQUAL = {None: "", True: ", the run is equal", False: ", the run is NOT EQUAL"}
 

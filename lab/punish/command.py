@@ -44,8 +44,8 @@ def punish(
 
     Trains short runs of the recipe on this machine, restarts them, and compares them with an uninterrupted one.
     """
-    from llmrecipes.punish.campaign import begin
-    from llmrecipes.punish.faults import Pace
+    from lab.punish.campaign import begin
+    from lab.punish.faults import Pace
     from llmrecipes.recipe.load import load
     from llmrecipes.workflow.run import Paths
 

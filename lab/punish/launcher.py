@@ -17,7 +17,7 @@ from llmrecipes.redact import guard_streams
 from llmrecipes.workflow import train
 from llmrecipes.workflow.run import Paths, TrainOptions
 
-WORKER, PUNISHED = "llmrecipes.train.worker", "llmrecipes.punish.worker"
+WORKER, PUNISHED = "llmrecipes.train.worker", "lab.punish.worker"
 
 
 def main(options: dict[str, Any]) -> int:
