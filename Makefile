@@ -142,7 +142,7 @@ check: setup ## run linters and type checks, and check that generated pages are 
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 	@$(BIN)/llmrecipes docs --check
-	@$(BIN)/llmrecipes card --all --check
+	@$(BIN)/python -m lab card --all --check
 
 bench: setup-zero ## run one of benchmarks/: BENCH=name
 	@test -f "benchmarks/$$BENCH.py" || { echo "BENCH is one of:" $$(cd benchmarks && ls *.py | sed 's/\.py$$//'); exit 2; }

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import typer
 import typer.main
 
+from lab.cards.command import card
 from lab.punish.command import punish
 from llmrecipes.cli.app import Command, dispatch
 from llmrecipes.redact import guard_streams
@@ -17,12 +18,8 @@ program = typer.Typer(
     name=NAME, help="Tools that prove what llmrecipes claims.", add_completion=False, no_args_is_help=True,
     pretty_exceptions_enable=False, rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
+program.command("card", cls=Command)(card)
 program.command("punish", cls=Command)(punish)
-
-
-@program.callback()
-def only_commands() -> None:
-    """Make typer expect the name of a command also while there is a single one."""
 
 
 def run(arguments: Sequence[str]) -> int:

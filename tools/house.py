@@ -20,7 +20,7 @@ CODE_BUDGET = {
     ".": 1310,
     "bench": 1750,
     "checkpoint": 1100,
-    "cli": 3780,
+    "cli": 3630,
     "data": 7770,
     "diagnosis": 1000,
     "doctor": 1150,

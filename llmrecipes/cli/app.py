@@ -47,7 +47,6 @@ SECTIONS: dict[str, dict[str, str]] = {
         "new": "recipes.new",
         "show": "recipes.show",
         "plan": "plan.plan",
-        "card": "card.card",
         "layout": "recipes.layout",
         "dryrun": "dryrun.dryrun",
         "schema": "recipes.schema",

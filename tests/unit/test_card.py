@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from llmrecipes.cli.app import run
-from llmrecipes.cli.card import table
+from lab.__main__ import run
+from lab.cards import cards as workflow
+from lab.cards.command import table
 from llmrecipes.recipe.load import names, recipes_dir
-from llmrecipes.workflow import card as workflow
 from tests.refusals import require_message
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_every_recipe_has_a_card_of_now() -> None:
-    """After a change of a recipe, of the plan or of coefficients: llmrecipes card --all --write."""
+    """After a change of a recipe, of the plan or of coefficients: python -m lab card --all --write."""
     assert {name: reason for name in names() if (reason := workflow.stale(name)) is not None} == {}
 
 

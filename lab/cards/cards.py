@@ -155,11 +155,11 @@ def read(name: str) -> Card:
     require_name(name)
     path = path_of(name)
     if not path.is_file():
-        raise UserError("no card", where=str(path), fix=command_line("card", name, options={"write": True}))
+        raise UserError("no card", where=str(path), fix=f"python -m lab card {name} --write")
     try:
         card = Card.model_validate(read_json(path, root=path.parent))
     except (OSError, ValueError, ValidationError) as error:
-        raise UserError("cannot be read", where=str(path), rule="it must be as llmrecipes card --write wrote it",
+        raise UserError("cannot be read", where=str(path), rule="it must be as `python -m lab card --write` wrote it",
                         fix="remove it, and write it again") from error  # fmt: skip
     if card.recipe != name:
         raise UserError(f"is the card of {card.recipe!r}", where=str(path), rule="a card is named after its recipe",
@@ -186,7 +186,7 @@ def write(card: Card) -> Path:
     return path
 
 
-_BEGIN, _END = "<!-- llmrecipes card --all -->\n", "<!-- end -->"
+_BEGIN, _END = "<!-- python -m lab card --all -->\n", "<!-- end -->"
 
 
 def all_cards() -> list[Card]:

@@ -15,7 +15,7 @@ from llmrecipes.cli.options import RUNS, JsonOption, RunsOption
 from llmrecipes.errors import UserError
 
 if TYPE_CHECKING:
-    from llmrecipes.workflow.card import Card, CardPart
+    from lab.cards.cards import Card, CardPart
 
 _DONE = {"dryrun": "dry run", "verify": "verified", "smoke": "rehearsed", "run": "run"}
 
@@ -54,13 +54,13 @@ def card(
     A card, recipes/cards/RECIPE.json, records what was planned, searched, dry run, verified, rehearsed and run, with
     commands, commits, dates and figures.
     """
+    from lab.cards import cards as workflow
     from llmrecipes.recipe.load import names
-    from llmrecipes.workflow import card as workflow
 
     if every == (recipe is not None):
         raise UserError("missing" if recipe is None else "set with --all", where="RECIPE",
                         rule="needs either a recipe or --all",
-                        fix="llmrecipes card gpt-tiny")  # fmt: skip
+                        fix="python -m lab card gpt-tiny")  # fmt: skip
     chosen = names() if recipe is None else [recipe]
     of_write = {"--do": do, "--run": run, "--cluster": cluster, "--gpus": gpus}
     for option, value in of_write.items():
@@ -82,7 +82,7 @@ def card(
             said = "; ".join(f"{name}: {reason}" for name, reason in changed.items())
             raise UserError(
                 f"out of date: {said}", where="recipes/cards", rule="cards must have current figures",
-                fix="llmrecipes card --all --write",
+                fix="python -m lab card --all --write",
             )  # fmt: skip
     cards = [workflow.read(name) for name in chosen]
     if as_json:

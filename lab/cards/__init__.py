@@ -1,0 +1,1 @@
+"""Recipe cards: what was planned, searched, dry run, verified, rehearsed and run of each recipe."""
