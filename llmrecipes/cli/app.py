@@ -27,6 +27,7 @@ from llmrecipes.cli.options import expanded
 from llmrecipes.commandline import PROGRAM
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.signals import StoppedEarly
+from llmrecipes.launch.launcher_options import OPTIONS
 from llmrecipes.loading import announce_silence
 from llmrecipes.redact import guard_streams
 
@@ -280,7 +281,11 @@ def _usage_error(error: typer.TyperException) -> UserError:
     option: str = getattr(error, "option_name", "")
     if context is not None and (fix := REMOVED.get((str(context.info_name), option))):
         return UserError("no such option any more", where=option, fix=fix)
-    takes_keys = context is not None and any(each.name == "overrides" for each in context.command.params)
+    parameters = [] if context is None else [each.name for each in context.command.params]
+    if "submit" in parameters and option.removeprefix("--") in OPTIONS:
+        rule = "options of llmrecipes submit are passed on"
+        return UserError("no such option", where=option, rule=rule, fix=f"--submit {option.removeprefix('--')}=VALUE")
+    takes_keys = "overrides" in parameters
     if option.startswith("--") and takes_keys:
         from llmrecipes.recipe.keys import namesake
 

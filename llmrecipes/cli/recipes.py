@@ -163,7 +163,7 @@ def _translate(source: Path, wanted: Wanted, out: Path, *, force: bool, as_json:
     from llmrecipes.workflow.new import write
 
     made = translate(source, wanted)
-    path = write(made.recipe.name, made.text, out, force=force)
+    path = write(made.recipe.name, made.text, out, force=force, source=source)
     if as_json:
         print(json.dumps({"path": str(path), **made.draft.as_dict()}, indent=2))
         return

@@ -291,6 +291,11 @@ def _registered(named: str, folder: str, draft: Draft, stage: str, source: Path)
             chat["preference"] = {f"{key}_key": columns.get(key, key) for key in ("chosen", "rejected")}
     if sources:
         draft.set("data.sources", sources, "dataset", named)
+    elif draft.get("data.sources") is None:
+        raise UserError(
+            f"{named or 'not set'}: in no {folder}/dataset_info.json here", where="dataset",
+            rule="what LLaMA-Factory's names stand for is in that file", fix="data.sources=[{type: jsonl, path: FILE}]",
+        )  # fmt: skip
     if stage != "pt":
         draft.values.setdefault("data", {}).setdefault("chat", {}).update(chat)
         if stage == "dpo":

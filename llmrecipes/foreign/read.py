@@ -87,8 +87,9 @@ def _require_unused(wanted: Wanted, foreign: Foreign) -> None:
 
 
 def named(path: Path) -> str:
-    """A recipe's name from that of a file."""
+    """A recipe's name from that of a file, which the recipe's own file must not replace."""
     stem = path.resolve().parent.name if path.name == "config.json" else path.stem
+    stem += "-recipe" if path.suffix == ".yaml" else ""
     return (
         re.sub(r"^[^a-z0-9]+", "", re.sub(r"[^a-z0-9._-]+", "-", stem.lower().replace("_", "-")))[:63] or "translated"
     )

@@ -282,18 +282,22 @@ def make(wanted: Wanted) -> Made:
     return Made(loaded, short(loaded, COMMENTS, header), like, form, plan)
 
 
-def write(name: str, text: str, folder: Path, *, force: bool) -> Path:
+def write(name: str, text: str, folder: Path, *, force: bool, source: Path | None = None) -> Path:
     """Write the file of a recipe.
 
     Args:
         name: of the recipe.
         text: its content.
         folder: created if it does not exist.
+        source: file that is never overwritten.
 
     Raises:
         UserError: it exists, unless `force`; or it cannot be written.
     """
     path = folder / f"{name}.yaml"
+    if source is not None and path.exists() and path.samefile(source):
+        raise UserError("is the file that is translated", where=str(path), rule="a recipe has a file of its own",
+                        fix="another NAME, or --out DIR")  # fmt: skip
     if path.exists() and not force:
         raise UserError("already exists", where=str(path), rule="a recipe is overwritten only with --force",
                         fix="--force, or another name")  # fmt: skip

@@ -174,6 +174,7 @@ def test_show_warns_where_little_memory_is_left(capsys: pytest.CaptureFixture[st
         (["shwo"], "shwo", "--help"),
         (["prepare", "gpt-tiny", "--tasks", "4"], "--tasks", "--on ray"),
         (["submit", "gpt-tiny", "--prepare-tasks", "4"], "--prepare-tasks", ("--prepare-nodes", "--on ray")),
+        (["search", "gpt-tiny", "--to", "k8s", "--image", "x"], "--image", "--submit image=VALUE"),
     ],
 )
 def test_wrong_use_gets_one_message_and_exit_2(

@@ -435,6 +435,11 @@ def test_a_file_of_llamafactory_reads_its_list_of_datasets(
     (folder / "dpo.yaml").write_text(text.replace("sft", "dpo").replace("mine", "none") + "max_steps: 9\n")
     recipe, account = translated("dpo.yaml", "data.sources=[{type: jsonl, path: pairs.jsonl}]", capsys=capsys)
     assert recipe.dpo is not None and recipe.dpo.beta == 0.1 and recipe.train.train_iters == 9
+    assert run(["new", "--from", "dpo.yaml", "--force"]) == 2
+    require_message(capsys.readouterr().err, "dataset", rule="data.sources")
+    assert run(["new", "dpo", "--from", "dpo.yaml", "data.sources=[{type: jsonl, path: pairs.jsonl}]", "--force"]) == 2
+    require_message(capsys.readouterr().err, "dpo.yaml", rule="--out DIR")
+    assert "stage: dpo" in (folder / "dpo.yaml").read_text()
     (folder / "kto.yaml").write_text(text.replace("sft", "kto"))
     assert run(["new", "--from", "kto.yaml"]) == 2
     require_message(capsys.readouterr().err, "stage")
