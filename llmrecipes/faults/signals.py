@@ -128,17 +128,18 @@ def _leave(describe_newest: Callable[[], str]) -> None:
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def end_with_parent(parent: int) -> None:
-    """Have the kernel send this process SIGKILL when its parent exits.
+def end_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when its parent exits.
 
     Args:
         parent: process id of the parent, as passed by the parent: it may have exited before this call.
+        number: the signal. SIGKILL leaves the processes that this one has started.
 
     Raises:
         OSError: the kernel refuses.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+    if libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
         os._exit(1)

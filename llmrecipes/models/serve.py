@@ -13,13 +13,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from llmrecipes.commandline import command_line
 from llmrecipes.errors import UserError
-from llmrecipes.faults.signals import end_with_parent
 from llmrecipes.hf.reading import COMPRESSED, CONFIG, TOKENIZER_CONFIG, read_config, read_json
 from llmrecipes.packages import find_spec
 from llmrecipes.tracking.web import running, until_interrupted
@@ -155,7 +153,7 @@ def serve(serving: Serving, reference: str, runs_dir: Path, data_dir: Path, opti
 
 
 def _child(command: Sequence[str], server: Server) -> AbstractContextManager[subprocess.Popen[bytes]]:
-    return running(command, {**os.environ, **server.environment}, partial(end_with_parent, os.getpid()))
+    return running(command, {**os.environ, **server.environment})
 
 
 def _convert(server: Server, say: Say) -> None:

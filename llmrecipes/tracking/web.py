@@ -9,13 +9,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO
 
 from llmrecipes.errors import UserError
+from llmrecipes.faults.signals import end_with_parent
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking.mlflow.database import (
     DATABASE,
@@ -87,22 +89,24 @@ def started(
 
 @contextmanager
 def running(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    first: Callable[[], None] | None = None,
-    output: IO[bytes] | None = None,
+    command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The process of a server; stops it at the end.
+    """The process of a server; stops it at the end, and also if this process is killed.
 
     Args:
         command: starts it.
         environment: its environment.
-        first: what its process does before it becomes the server.
         output: file for its output; None: that of this process.
     """
-    # A new session: servers start helpers, and killing the process group stops them all.
+    # Servers start helpers. In a new session, killing the process group stops them all; if this process is killed
+    # itself, SIGTERM lets the server stop them: vLLM's engine outlives a SIGKILL of its server and keeps its memory.
     process = subprocess.Popen(
-        command, env=dict(environment), start_new_session=True, preexec_fn=first, stdout=output, stderr=output
+        command,
+        env=dict(environment),
+        start_new_session=True,
+        preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
+        stdout=output,
+        stderr=output,
     )
     try:
         yield process

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -26,13 +27,22 @@ from tests.refusals import refused, require_message
 
 ADDRESS = ("127.0.0.1", 8000)
 STANDIN = """
-import http.server, json, os, sys
+import http.server, json, os, signal, subprocess, sys
 
+helper = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+
+
+def end(*_):
+    helper.kill()
+    sys.exit()
+
+
+signal.signal(signal.SIGTERM, end)
 options = dict(zip(sys.argv, sys.argv[1:]))
 
 
 server = http.server.HTTPServer((options["--host"], int(options["--port"])), http.server.SimpleHTTPRequestHandler)
-told = {"arguments": sys.argv[1:], "offline": os.environ.get("HF_HUB_OFFLINE"), "process": os.getpid()}
+told = {"arguments": sys.argv[1:], "offline": os.environ.get("HF_HUB_OFFLINE"), "processes": [os.getpid(), helper.pid]}
 print(json.dumps(told), flush=True)
 server.serve_forever()
 """
@@ -153,8 +163,8 @@ def standins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def started(model: Path, begins: str, *options: str) -> tuple[subprocess.Popen[str], str]:
-    """The command, and the first line of its server that begins so."""
+def started(model: Path, ready: str, *options: str) -> tuple[subprocess.Popen[str], str]:
+    """The command, and the first line of its server in which the regular expression `ready` is found."""
     process = subprocess.Popen(
         [sys.executable, "-m", "llmrecipes.cli", "serve", str(model), *options],
         env=environment(),
@@ -166,7 +176,7 @@ def started(model: Path, begins: str, *options: str) -> tuple[subprocess.Popen[s
     assert process.stdout is not None
     lines = []
     for line in process.stdout:
-        if line.startswith(begins):
+        if re.search(ready, line):
             return process, line
         lines.append(line)
     raise AssertionError("".join(lines))
@@ -174,7 +184,7 @@ def started(model: Path, begins: str, *options: str) -> tuple[subprocess.Popen[s
 
 def served(model: Path, *options: str) -> tuple[subprocess.Popen[str], dict[str, Any]]:
     """The command, and what the stand-in says of itself once it listens."""
-    process, line = started(model, "{", *options)
+    process, line = started(model, "^{", *options)
     return process, json.loads(line)
 
 
@@ -204,7 +214,7 @@ def test_transformers_own_server_answers_with_greedy_text(scheme: str | None, tm
     expected = tokenizer.decode(ids[0, prompt["input_ids"].shape[1] :])
 
     options = ("--backend", "transformers", "--port", str(unused_port))
-    process, _ = started(model, "INFO:     Uvicorn running", *options)
+    process, _ = started(model, "^INFO:     Uvicorn running", *options)
     try:
         body = json.dumps({"prompt": "def answer", "max_tokens": 8, "temperature": 0}).encode()
         asked = urllib.request.Request(
@@ -228,11 +238,11 @@ def test_the_server_ends_with_the_command(
     assert answer["offline"] == "1"
     arguments = ["serve", str(model), "--host", "127.0.0.1", "--port", str(unused_port), "--seed", "1"]
     assert answer["arguments"] == arguments
-    child = psutil.Process(answer["process"])
+    server_and_helper = [psutil.Process(process_id) for process_id in answer["processes"]]
     process.send_signal(number)
     printed, _ = process.communicate(timeout=240)
     assert process.returncode == (-signal.SIGKILL if number is signal.SIGKILL else 0), printed
-    child.wait(timeout=240)
+    assert not psutil.wait_procs(server_and_helper, timeout=240)[1]
     assert "Traceback" not in printed
 
 
