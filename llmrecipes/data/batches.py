@@ -19,7 +19,7 @@ from llmrecipes.data import manifest
 from llmrecipes.data.manifest import read_listing, require_listed
 from llmrecipes.data.prepared import Prepared, index_folder
 from llmrecipes.errors import ExitCode, UserError
-from llmrecipes.faults.signals import end_with_parent
+from llmrecipes.parent import end_with_parent
 from llmrecipes.recipe.batch_schedule import BatchSchedule
 from llmrecipes.recipe.schema import Recipe
 

@@ -25,7 +25,7 @@ from llmrecipes.dryrun.recorder import Passes, Recorder, Storages, recording
 from llmrecipes.dryrun.spec import PARTS, DryRunSpec, Moment, RankReport, Resume, Save, Share, Traffic, report_name
 from llmrecipes.engine.backends import backend
 from llmrecipes.engine.base import Batch, Engine, MetaBackend, Progress
-from llmrecipes.faults.signals import end_with_parent
+from llmrecipes.parent import end_with_parent
 from llmrecipes.plan.activations import most_activations, peak
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.plan.kernels import keeps_scores, own_layers

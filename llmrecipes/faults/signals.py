@@ -5,7 +5,6 @@ SIGTERM comes from Slurm, Kubernetes and torchrun, SIGUSR1 from `sbatch --signal
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -123,23 +122,3 @@ def _leave(describe_newest: Callable[[], str]) -> None:
         sys.stdout.flush()
     os.write(2, f"\nInterrupted twice: stopping without saving. Newest checkpoint: {describe_newest()}\n".encode())
     os._exit(INTERRUPTED)
-
-
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-def end_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when its parent exits.
-
-    Args:
-        parent: process id of the parent, as passed by the parent: it may have exited before this call.
-        number: the signal. SIGKILL leaves the processes that this one has started.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:
-        os._exit(1)

@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llmrecipes.faults.collectives import waits
-from llmrecipes.faults.signals import end_with_parent
 from llmrecipes.io import write_atomic
+from llmrecipes.parent import end_with_parent
 
 PHASES = ("data", "step", "evaluate", "tasks", "save")
 """What a rank does."""

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from llmrecipes.errors import UserError
-from llmrecipes.faults.signals import end_with_parent
+from llmrecipes.parent import end_with_parent
 from llmrecipes.rundir import Run
 
 NICENESS = 10

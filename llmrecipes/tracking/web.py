@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO
 
 from llmrecipes.errors import UserError
-from llmrecipes.faults.signals import end_with_parent
+from llmrecipes.parent import end_with_parent
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking.mlflow.database import (
     DATABASE,

@@ -20,10 +20,10 @@ from typing import NoReturn, TypeVar
 
 from llmrecipes.console import setup_logging
 from llmrecipes.errors import ExitCode, UserError
-from llmrecipes.faults.signals import end_with_parent
 from llmrecipes.launch.open_files import allow_open_files
 from llmrecipes.launch.ranks import LAUNCHER, SPARE, SPARE_RANK, SPARE_READY, SPARE_TAKEN
 from llmrecipes.loading import announce_loading
+from llmrecipes.parent import end_with_parent
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.redact import guard_streams
 from llmrecipes.train.spec import RankSpec

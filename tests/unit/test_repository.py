@@ -42,6 +42,7 @@ LAYERS = (
         "untrusted",
         "files",
         "packages",
+        "parent",
         "runfiles",
     ),
     ("figures", "webpage"),

@@ -22,8 +22,8 @@ from typing import Any, Literal
 
 import psutil
 
-from llmrecipes.faults.signals import end_with_parent
 from llmrecipes.hardware.nics import ports
+from llmrecipes.parent import end_with_parent
 
 SECONDS = 5.0
 """Between samples."""

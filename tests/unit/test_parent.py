@@ -10,7 +10,7 @@ import psutil
 
 CHILD = """
 import os, signal, sys
-from llmrecipes.faults.signals import end_with_parent
+from llmrecipes.parent import end_with_parent
 end_with_parent(int(sys.argv[1]))
 print(os.getpid(), flush=True)
 os.kill(os.getpid(), signal.SIGSTOP)
