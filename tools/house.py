@@ -34,7 +34,7 @@ CODE_BUDGET = {
     "hf": 1950,
     "launch": 3250,
     "models": 3930,
-    "plan": 4990,
+    "plan": 5000,
     "recipe": 7850,
     "report": 1750,
     "scaling": 400,

@@ -1,4 +1,5 @@
-"""What an update of Muon takes and sends: it orthogonalizes each matrix between hidden layers as a whole, one by one.
+"""What an update of Muon takes, sends and multiplies: it orthogonalizes each matrix between hidden layers as a whole,
+one by one.
 
 Counted tensor by tensor after megatron-core's `TensorParallelMuon` (optimizer/emerging_optimizers.py) and the
 iterations of emerging-optimizers (orthogonalized_optimizers/muon_utils.py). Routers, and what joins embeddings in
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 
 from llmrecipes.plan.kernels import own_layers
 from llmrecipes.plan.layout import Layout
+from llmrecipes.plan.parameters import layers_of
 from llmrecipes.recipe.adapters import Matrix, matrices
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape
@@ -45,6 +47,30 @@ def collectives(
             product = _FP32 * (matrix.width if matrix.by_columns else rows) ** 2
             for _ in range(recipe.optimizer.muon_num_ns_steps):
                 yield matrix, ranks, "all-reduce", product
+
+
+def products(recipe: Recipe, s: Shape, layout: Layout, device: str, stage: int) -> Iterator[tuple[int, int, int, int]]:
+    """Products of matrices in the update of a rank of one stage: rows, columns, inner dimension, and how many.
+
+    An iteration multiplies X [side, length] and its transpose, the result by itself, and the result of that by X.
+    """
+    if recipe.optimizer.optimizer != "muon":
+        return
+    local = (s.num_moe_experts or 0) // layout.expert_model_parallel_size
+    for number in layers_of(layout, stage):
+        for matrix in matrices(recipe.model, s, experts=s.moe_layers(number, number + 1) > 0):
+            ranks = _ranks(recipe, layout, matrix, device)
+            times = recipe.optimizer.muon_num_ns_steps * (local if matrix.of_experts else 1)
+            for rows in _pieces(recipe, s, matrix):
+                if recipe.optimizer.muon_tp_mode == "duplicated":
+                    side, length = sorted((rows, matrix.width))
+                elif matrix.by_columns:
+                    side, length = matrix.width, rows // ranks
+                else:
+                    side, length = rows, matrix.width // ranks
+                yield side, side, length, times
+                yield side, side, side, times
+                yield side, length, side, times
 
 
 def _of_matrix(recipe: Recipe, s: Shape, matrix: Matrix, ranks: int) -> int:

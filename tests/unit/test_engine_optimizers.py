@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.former import ADAMW
 from llmrecipes.checkpoint.store import CheckpointStore
@@ -18,11 +19,13 @@ from llmrecipes.engine.core.checkpoint.loader import read_index
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.errors import UserError
 from llmrecipes.models.create import first_checkpoint
+from llmrecipes.plan.derive import derive
+from llmrecipes.plan.muon import products
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.optimizer import MUON_STEPS
 from llmrecipes.recipe.optimizer_kinds import OF_MATRICES
 from llmrecipes.recipe.schema import Recipe
-from tests.helpers import LLAMA, engine_of, random_batches, steps, tiny
+from tests.helpers import LLAMA, ROOMY, engine_of, random_batches, steps, tiny
 from tests.refusals import refused
 from tests.unit.test_checkpoint_optimizer_state import saved, whole
 
@@ -224,6 +227,33 @@ def test_the_plan_knows_what_is_kept(kind: str, precision: str) -> None:
     parameters = engine.plan.num_parameters.total
     weights, masters = (4, 4 * parameters) if precision == "fp32" else (2, 0)
     assert engine.plan.checkpoint_bytes == kept + masters + weights * parameters
+
+
+EXPERTS = {
+    "num_moe_experts": 4, "moe_ffn_hidden_size": 48, "moe_layer_freq": [0, 1],
+    "moe_shared_expert_intermediate_size": 80,
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [({}, {}), ({}, {"muon_split_qkv": False, "muon_tp_mode": "distributed"}), (EXPERTS, {"muon_num_ns_steps": 3})],
+)
+def test_the_plan_multiplies_as_an_update_does(model: dict[str, Any], optimizer: dict[str, Any]) -> None:
+    """Muon's step has that many FLOPs more than that of AdamW, from the same weights."""
+    found = []
+    for kind, options in (("muon", {"muon_coefficient_type": "simple", **optimizer}), ("adam", {})):
+        chosen = recipe(kind, **options)
+        chosen = chosen.model_copy(update={"model": chosen.model.model_copy(update=model)})
+        with FlopCounterMode(display=False) as counter:
+            steps(engine_of(chosen), 1)
+        plan = derive(chosen, 1, ROOMY)
+        expected = products(chosen, plan.shape, plan.layout, plan.device, 0)
+        found.append((counter.get_total_flops(), sum(2 * m * n * k * times for m, n, k, times in expected)))
+    (muons, planned), (adams, nothing) = found
+    assert muons - adams == pytest.approx(planned, rel=0 if not model else 2e-4)  # routers are left out
+    assert planned > nothing == 0
 
 
 @pytest.mark.parametrize(

@@ -384,6 +384,21 @@ def test_experts_are_split_over_tensor_parallel_ranks_or_not() -> None:
     assert split.plan.memory.weights < whole.plan.memory.weights
 
 
+def test_muon_takes_the_time_of_its_products() -> None:
+    def seconds(kind: str, *keys: str) -> float:
+        layout = [
+            "parallelism={tensor_model_parallel_size: 2, sequence_parallel: true, use_distributed_optimizer: false}"
+        ]
+        section = f"optimizer={{optimizer: {kind}, lr: 1e-3}}"
+        return of_recipe("gpt-1b", [section, *layout, *keys], "h100-ib", 1, None).step.optimizer
+
+    plain, muon = seconds("adam"), seconds("muon")
+    shared = seconds("muon", "optimizer.muon_tp_mode=distributed")
+    more = seconds("muon", "optimizer.muon_coefficient_type=simple", "optimizer.muon_num_ns_steps=10")
+    assert plain < shared < muon
+    assert more - plain == pytest.approx(2 * (muon - plain))
+
+
 def test_stage_2_reduces_gradients_after_each_micro_batch() -> None:
     once, often = (
         of_recipe("llama3-8b-zero2", [f"zero.stage={stage}", *more], "h100-ib", 1, None)
