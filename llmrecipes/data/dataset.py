@@ -228,6 +228,11 @@ def _say_what_is_short(recipe: Recipe, prepared: Prepared, split: Split, log: Ca
     short = [n for n in range(len(prepared.manifest.sources)) if n not in usable]
     if split == "train":
         require_training(recipe, prepared)
+        shares, size = train_weights(recipe, prepared), drawn_samples(recipe, "train")
+        for n in drawn_sources(recipe, prepared, "train"):
+            if (drawn := size * shares[n] / sum(shares)) < 1:
+                named = prepared.manifest.sources[n].label
+                log(f"warning: {named}: its weight is {drawn:.2g} of {size:,} samples, so that it may not be drawn")
     elif not usable and prepared.manifest.chat is not None:
         log(f"the {split} split has no conversations; it is not evaluated")
     elif not usable:

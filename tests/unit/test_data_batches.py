@@ -92,6 +92,19 @@ def test_sources_are_blended_by_their_weights(made: tuple[Recipe, Prepared], tra
     assert sum("omega" in text for text in texts) == 50
 
 
+@pytest.mark.parametrize(("weight", "is_named"), [(1 / 202, True), (1 / 150, False)])
+def test_a_source_that_training_may_never_draw_is_named(
+    weight: float, is_named: bool, made: tuple[Recipe, Prepared], tmp_path: Path
+) -> None:
+    first, second = (
+        source.model_copy(update={"weight": weight})
+        for source, weight in zip(made[0].data.sources, (1.0, weight), strict=True)
+    )
+    lines: list[str] = []
+    prepare(recipe(first, second, train_iters=25), tmp_path / "data", workers=1, progress=lines.append)  # 200 samples
+    assert any(line.startswith("warning: ") and f"{second.path}:" in line for line in lines) == is_named
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_global_batch_is_the_same_on_any_number_of_ranks(train: Any, size: int) -> None:
     alone = list(_batches(train))
