@@ -39,6 +39,7 @@ from llmrecipes.data.prepared import (
     drawn_sources,
     index_folder,
     index_usable,
+    rare_sources,
     require_training,
     samples_of_sources,
     train_weights,
@@ -228,11 +229,8 @@ def _say_what_is_short(recipe: Recipe, prepared: Prepared, split: Split, log: Ca
     short = [n for n in range(len(prepared.manifest.sources)) if n not in usable]
     if split == "train":
         require_training(recipe, prepared)
-        shares, size = train_weights(recipe, prepared), drawn_samples(recipe, "train")
-        for n in drawn_sources(recipe, prepared, "train"):
-            if (drawn := size * shares[n] / sum(shares)) < 1:
-                named = prepared.manifest.sources[n].label
-                log(f"warning: {named}: its weight is {drawn:.2g} of {size:,} samples, so that it may not be drawn")
+        if rare := rare_sources(recipe, prepared):
+            log(f"warning: less than one sample of training is from: {', '.join(rare)}")
     elif not usable and prepared.manifest.chat is not None:
         log(f"the {split} split has no conversations; it is not evaluated")
     elif not usable:
@@ -240,8 +238,7 @@ def _say_what_is_short(recipe: Recipe, prepared: Prepared, split: Split, log: Ca
     elif prepared.manifest.chat is None:
         for n in short:
             source = prepared.manifest.sources[n]
-            tokens = source.splits[split].tokens
-            log(f"{source.label}: {tokens:,} {split} tokens are less than one sequence; left out of {split}")
+            log(f"{source.label}: {source.splits[split].tokens:,} tokens are less than a sequence; left out of {split}")
 
 
 class ConversationFile:

@@ -340,6 +340,13 @@ def samples_of_sources(size: int, weights: Sequence[float]) -> list[int]:
     return [size] if len(weights) == 1 else [math.ceil(size * weight / total) + 1 for weight in weights]
 
 
+def rare_sources(recipe: Recipe, prepared: Prepared) -> list[str]:
+    """Sources that training may never draw, with the samples that their weight is."""
+    shares, size = train_weights(recipe, prepared), drawn_samples(recipe, "train")
+    drawn = {n: size * shares[n] / sum(shares) for n in drawn_sources(recipe, prepared, "train")}
+    return [f"{prepared.manifest.sources[n].label} ({count:.2g})" for n, count in drawn.items() if count < 1]
+
+
 def most_passes(recipe: Recipe, prepared: Prepared) -> int:
     """Passes that training begins over the source that it draws from most often."""
     shares, usable = train_weights(recipe, prepared), drawn_sources(recipe, prepared, "train")

@@ -327,9 +327,18 @@ def _no_constant(name: str) -> NoReturn:
 
 def _weight_files(path: Path) -> dict[str, list[str] | None]:
     """Files of weights and the names in each; None: all that it has."""
+    has_one = os.path.lexists(path / WEIGHTS)
     if os.path.lexists(path / INDEX):
-        return dict(_indexed(path))
-    if os.path.lexists(path / WEIGHTS):
+        indexed = _indexed(path)
+        if has_one and WEIGHTS not in indexed:
+            raise UserError(
+                f"two sets of weights: {WEIGHTS}, and the files that {INDEX} lists",
+                where=str(path),
+                rule="one set of weights: transformers reads the first, and vLLM the second",
+                fix="move those that are old elsewhere; from the Hub: hf download NAME --exclude FILE --local-dir DIR",
+            )
+        return dict(indexed)
+    if has_one:
         return {WEIGHTS: None}
     raise _no_weights(path)
 

@@ -137,6 +137,19 @@ def test_missing_shards_are_named(sharded: Path) -> None:
         opened(sharded)
 
 
+def test_two_sets_of_weights_are_refused(sharded: Path) -> None:
+    files = sorted(sharded.glob("*.safetensors"))
+    index = (sharded / INDEX).read_text()
+    files[0].rename(sharded / WEIGHTS)
+    (sharded / INDEX).write_text(index.replace(files[0].name, WEIGHTS))
+    opened(sharded)  # it is one of the shards
+    (sharded / WEIGHTS).rename(files[0])
+    (sharded / INDEX).write_text(index)
+    save_file({"lm_head.weight": torch.zeros(2, 2)}, sharded / WEIGHTS)  # left by an earlier export
+    with refused(sharded, rule=(WEIGHTS, INDEX)):
+        opened(sharded)
+
+
 def test_an_index_that_names_what_a_shard_does_not_have_is_refused(sharded: Path) -> None:
     index = json.loads((sharded / INDEX).read_text())
     files = sorted(set(index["weight_map"].values()))
