@@ -13,8 +13,7 @@ from llmrecipes.recipe.preference_rules import has_reference, has_second_model
 from llmrecipes.recipe.proxy import with_zero
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import mup, shape
-from llmrecipes.recipe.stage_section import Span
-from llmrecipes.recipe.stages import span_of
+from llmrecipes.recipe.stages import Span, span_of
 from llmrecipes.units import gib
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field
 
 from llmrecipes.recipe.adversarial import Adversarial
 from llmrecipes.recipe.data_steps import Steps
@@ -33,7 +33,7 @@ from llmrecipes.recipe.section import (
 from llmrecipes.recipe.source import EMBEDDED as EMBEDDED
 from llmrecipes.recipe.source import Curriculum, Fim, Source, ValidSources
 from llmrecipes.recipe.speed import Speed
-from llmrecipes.recipe.stage_section import Span, Stage
+from llmrecipes.recipe.stage_section import Stage
 from llmrecipes.recipe.zero import Zero
 
 
@@ -446,4 +446,3 @@ class Recipe(Section):
     search: Search | None = None
     stages: Annotated[tuple[Stage, ...], Field(strict=False)] = ()
     """Parts of the run with different values of some keys, in order; unset: a single stage."""
-    _span: Span | None = PrivateAttr(default=None)  # of a stage's recipe, which `stage_runs` makes

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.batch_schedule import GROWING, batch_schedule, ends
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.stage_section import Span
-from llmrecipes.recipe.stages import begins, merged, span_of
+from llmrecipes.recipe.stages import Span, StageRecipe, begins, merged, span_of
 
 
 def stage_recipes(recipe: Recipe) -> tuple[Recipe, ...]:
@@ -29,9 +28,8 @@ def stage_recipes(recipe: Recipe) -> tuple[Recipe, ...]:
         weights = weights if stage.data.weights is None else stage.data.weights
         order, schedule = ((first[groups[number][0]], last[groups[number][1]]) for groups in (orders, schedules))
         train = each.train.model_copy(update={"train_iters": last[number]})
-        mine = each.model_copy(update={"train": train})
-        mine._span = Span(number, stage.name, first[number], last[number], order, schedule, weights, batches, recipe)
-        recipes.append(mine)
+        span = Span(number, stage.name, first[number], last[number], order, schedule, weights, batches, recipe)
+        recipes.append(StageRecipe.model_construct(each.model_fields_set, **{**dict(each), "train": train}, span=span))
     return tuple(recipes)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
@@ -41,24 +40,3 @@ class Stage(Section):
     scheduler: JsonObject = Field(default_factory=dict)
     """Keys of `scheduler` to change: a new schedule begins with the stage and counts its steps."""
     data: StageData = StageData()
-
-
-@dataclass(frozen=True)
-class Span:
-    """Where a stage is in its run; steps and samples are those before it.
-
-    `order` and `schedule` are the first step and the end of the stages that share an order of samples, and those that
-    share a schedule of the learning rate.
-    """
-
-    number: int
-    name: str
-    first_step: int
-    last_step: int
-    order: tuple[int, int]
-    schedule: tuple[int, int]
-    weights: tuple[float, ...] | None
-    batches: Any
-    """`BatchSchedule` of the run."""
-    whole: Any
-    """`Recipe` of the run."""

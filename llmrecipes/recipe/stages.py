@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, InstanceOf
 
 from llmrecipes.recipe.schema import Parallelism, Recipe, Scheduler
 from llmrecipes.recipe.speed import Speed
-from llmrecipes.recipe.stage_section import Span, Stage
+from llmrecipes.recipe.stage_section import Stage
+
+if TYPE_CHECKING:
+    from llmrecipes.recipe.batch_schedule import BatchSchedule
 
 BATCH = ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule")
 POSITIONS = (
@@ -34,10 +40,37 @@ CHANGES = {
 """Keys that a stage may change: checkpoints have the same form with them, and what was not frozen its state."""
 
 
+@dataclass(frozen=True)
+class Span:
+    """Where a stage is in its run; steps and samples are those before it.
+
+    `order` and `schedule` are the first step and the end of the stages that share an order of samples, and those that
+    share a schedule of the learning rate. `batches` and `whole` are the batch schedule and the recipe of the run.
+    """
+
+    number: int
+    name: str
+    first_step: int
+    last_step: int
+    order: tuple[int, int]
+    schedule: tuple[int, int]
+    weights: tuple[float, ...] | None
+    batches: BatchSchedule
+    whole: Recipe
+
+
+class StageRecipe(Recipe):
+    """The recipe of a stage: the values that hold in it, without `stages`, and where it is in its run.
+
+    Written to a file it is the recipe of a run that has these values throughout.
+    """
+
+    span: InstanceOf[Span] = Field(exclude=True)
+
+
 def span_of(recipe: Recipe) -> Span | None:
-    """Where the recipe of a stage is in its run; None: it is not one of a stage."""
-    span: Span | None = recipe._span
-    return span
+    """Where the recipe of a stage is in its run; None: it is that of a run."""
+    return recipe.span if isinstance(recipe, StageRecipe) else None
 
 
 def whole(recipe: Recipe) -> Recipe:

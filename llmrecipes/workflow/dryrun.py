@@ -20,8 +20,7 @@ from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.engines import ENGINES, engine_name
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.stage_runs import stage_named
-from llmrecipes.recipe.stage_section import Span
-from llmrecipes.recipe.stages import span_of
+from llmrecipes.recipe.stages import Span, span_of
 from llmrecipes.runfiles import RunFiles, new_run_id
 from llmrecipes.workflow.plan import plan_on
 

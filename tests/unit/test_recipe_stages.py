@@ -25,8 +25,7 @@ from llmrecipes.recipe.proxy import proxy
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.stage_runs import as_run, stage_named, stage_of, stage_recipes
-from llmrecipes.recipe.stage_section import Span
-from llmrecipes.recipe.stages import span_of
+from llmrecipes.recipe.stages import Span, span_of
 from llmrecipes.workflow.plan import plan_on
 from tests.helpers import ROOMY, tiny
 from tests.refusals import refused
