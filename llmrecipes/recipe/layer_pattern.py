@@ -26,7 +26,7 @@ _CUTS = (
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
 )  # fmt: skip
 """Keys that cut the layers into stages."""
-_DECIDED = ("num_layers", "moe_layer_freq", "multi_latent_attention", "mtp_num_layers", "those of pipeline stages")
+_DECIDED = ("num_layers", "moe_layer_freq", "multi_latent_attention", "mtp_num_layers", "pipeline stages")
 
 
 def layer_pattern(recipe: Recipe) -> str:
@@ -163,6 +163,6 @@ def contradicted(pattern: str, recipe: Recipe) -> list[Problem]:
             KEY,
             f"{clip(pattern, 60)!r}, but other keys make it {clip(made, 60)!r}",
             "keys that a pattern decides may be set beside it only to the same value",
-            "remove hybrid_layer_pattern, or of the other keys " + ", ".join(_DECIDED),
+            "remove hybrid_layer_pattern, or what is set of " + ", ".join(_DECIDED),
         )
     ]
