@@ -162,6 +162,8 @@ def computed(config: Config, folder: Path) -> Config | None:
     found = {ours: getattr(theirs, name) for ours, either in names.items() for name in either if name in has}
     if found["ffn_hidden_size"] is None:
         found["ffn_hidden_size"] = 4 * theirs.hidden_size
+    if "sliding_window" not in has:
+        found["max_position_embeddings"] = theirs.max_position_embeddings
     if "kv_lora_rank" in has:  # every query head has its own key and value, of the sizes above
         del found["num_query_groups"]
     else:

@@ -37,7 +37,7 @@ LLAMA_FAMILY = Family(
     tensors={**AROUND, **NORMS, **ATTENTION, **GATED_MLP},
     free=FREE,
     default_only=UNSUPPORTED | EXPERT_KEYS | LATENT,
-    specials=(Heads(), Rope(), Window()),
+    specials=(Heads(), Rope(), Window(has=False)),
 )
 
 MISTRAL = replace(

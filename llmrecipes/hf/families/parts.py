@@ -102,6 +102,7 @@ class Window:
     the same without a window, and w becomes the `max_position_embeddings` of the recipe.
 
     Args:
+        has: whether the family has a window; else the size in a file means nothing.
         said: write `sliding_window: null`.
         switch: whether the window is used only with `use_sliding_window: true`, as in Qwen's files.
     """
@@ -109,8 +110,8 @@ class Window:
     theirs = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
     ours = ()
 
-    def __init__(self, *, said: bool = False, switch: bool = False) -> None:
-        self._said, self._switch = said, switch
+    def __init__(self, *, has: bool = True, said: bool = False, switch: bool = False) -> None:
+        self._has, self._said, self._switch = has, said, switch
 
     def config_of(self, model: Model) -> tuple[dict[str, Any], list[Unsupported]]:
         """See `Special`."""
@@ -121,7 +122,7 @@ class Window:
     def model_of(self, config: Config) -> tuple[dict[str, Any], list[Unsupported]]:
         """See `Special`."""
         kinds = set(config.get("layer_types") or ())  # most families have no such key
-        window = config.get("sliding_window")  # Llama has none
+        window = config.get("sliding_window") if self._has else None
         if other := sorted(map(str, kinds - {"full_attention", "sliding_attention"})):
             return {}, [Unsupported("layer_types", other[0], "layers must have full_attention or sliding_attention")]
         if kinds == {"full_attention"}:
