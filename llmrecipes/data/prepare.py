@@ -219,6 +219,11 @@ def _encoding(recipe: Recipe, part: Path, log: Callable[[str], None]) -> tuple[T
     if recipe.data.chat is not None:
         template = templates.of_recipe(recipe)  # and a missing template
         (part / templates.NAME).write_text(template.source, encoding="utf-8")
+        if "strftime_now" in template.source:
+            log(
+                f"note: the chat template ({template.origin}) may write the date of today into conversations: "
+                "data prepared on another day differ; a copy with a fixed date is data.chat.chat_template=FILE"
+            )
     tokenizer = _tokenizer(recipe, steps, part, log)
     talks = recipe.data.chat is not None and recipe.data.chat.preference is None
     if talks and not templates.ends_answers(template, (part / TOKENIZER).read_text("utf-8")):

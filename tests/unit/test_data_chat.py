@@ -663,6 +663,10 @@ def test_a_template_from_a_file_and_its_own_end_of_an_answer(
     (tmp_path / "a.jinja").write_text(CHATML)
     prepare(given, tmp_path / "data", workers=1, progress=lines.append)
     assert any(str(tmp_path / "a.jinja") in line for line in lines)
+    assert not any("chat_template=FILE" in line for line in lines)
+    (tmp_path / "a.jinja").write_text("{% set today = strftime_now('%Y') %}" + CHATML)
+    prepare(given, tmp_path / "other", workers=1, progress=lines.append)
+    assert any("chat_template=FILE" in line for line in lines)
 
 
 THINKING = "<think>\nwhy\n</think>\n\nb"
