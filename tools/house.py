@@ -35,7 +35,7 @@ CODE_BUDGET = {
     "launch": 3250,
     "models": 3930,
     "plan": 5000,
-    "recipe": 7850,
+    "recipe": 7870,
     "report": 1750,
     "scaling": 400,
     "search": 2450,

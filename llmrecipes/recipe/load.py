@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from llmrecipes.errors import UserError
 from llmrecipes.files import folder
@@ -152,7 +152,7 @@ def short(recipe: Recipe, comments: Mapping[str, str] | None = None, header: str
     Args:
         comments: by dotted key.
     """
-    values = recipe.model_dump(mode="json", exclude_defaults=True)
+    values = changed_values(recipe)
     sources = recipe.data.sources
     for source, shown in zip(sources, values.get("data", {}).get("sources", ()), strict=False):
         if len(sources) > 1:
@@ -161,6 +161,25 @@ def short(recipe: Recipe, comments: Mapping[str, str] | None = None, header: str
     if Recipe.model_validate(document.parse(text).data) != recipe:
         raise RuntimeError(f"the short form of recipe {recipe.name} is of another recipe:\n{text}")
     return text
+
+
+def changed_values(recipe: Recipe) -> dict[str, Any]:
+    """Plain values that are not those of the defaults."""
+    values = recipe.model_dump(mode="json", exclude_defaults=True)
+    _drop_made_defaults(recipe, values)
+    return values
+
+
+def _drop_made_defaults(section: BaseModel, values: dict[str, Any]) -> None:
+    """Leave out defaults that depend on other keys, which `exclude_defaults` keeps."""
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, BaseModel) and name in values:
+            _drop_made_defaults(value, values[name])
+        elif field.default_factory and value == field.get_default(
+            call_default_factory=True, validated_data=vars(section)
+        ):
+            values.pop(name, None)
 
 
 def recipe_hash(recipe: Recipe) -> str:

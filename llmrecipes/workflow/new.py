@@ -16,7 +16,7 @@ from llmrecipes.plan.check import fitted
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.plan.parameters import count
 from llmrecipes.recipe.batch_schedule import GROWING, tokens_of
-from llmrecipes.recipe.load import DEFAULTS_NOTE, load, load_values, names, short
+from llmrecipes.recipe.load import DEFAULTS_NOTE, changed_values, load, load_values, names, short
 from llmrecipes.recipe.schema import EMBEDDED, Model, Recipe, Source, Tokenizer
 from llmrecipes.recipe.shape import shape
 
@@ -226,7 +226,7 @@ def make(wanted: Wanted) -> Made:
     base = load(like).recipe
     path = Path(f"{wanted.name}.yaml")
     seq_length = wanted.seq_length or base.model.seq_length
-    values = base.model_dump(mode="json", exclude_defaults=True)
+    values = changed_values(base)
     for section in ("zero", "search", "parallelism", "engine"):
         values.pop(section, None)
     model = dict(wanted.model or values["model"]) | {"seq_length": seq_length}

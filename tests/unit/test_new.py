@@ -72,10 +72,12 @@ def test_a_recipe_that_was_made_is_short_and_trains_on_what_was_asked(folder: Pa
     (folder / "texts").mkdir()
     (folder / "texts" / "a.txt").write_text("some text " * 99)
     options = ["--like", "gpt-tiny", "--data", "texts", "--tokens", "50k", "--tokenizer", "bpe", "--out", "sub"]
-    assert run(["new", "mine", *options, "model.num_layers=1"]) == 0
+    options += ["model.num_layers=1", "optimizer.muon_coefficient_type=polar_express"]
+    assert run(["new", "mine", *options]) == 0
     file = folder / "sub" / "mine.yaml"
     recipe = load(str(file)).recipe
     assert len(file.read_text().splitlines()) < 60 and recipe.model.num_layers == 1
+    assert recipe.optimizer.muon_num_ns_steps == 8, "the default of the base is not that of another key"
     assert recipe.data.sources[0].type == "text" and recipe.data.tokenizer.type == "bpe"
     tokens = recipe.train.train_iters * recipe.train.global_batch_size * recipe.model.seq_length
     assert tokens == pytest.approx(50_000, rel=0.02) and recipe.train.train_iters >= 100

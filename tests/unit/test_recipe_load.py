@@ -369,6 +369,13 @@ def test_a_short_recipe_keeps_sections_of_defaults_and_strings_that_look_like_so
     assert "  chat: {}" in text and "  split: [96.0, 4.0, 0.0]" in text and "  experiment: '1e5'" in text
 
 
+def test_a_default_that_depends_on_another_key_is_not_written() -> None:
+    changes = ["optimizer.muon_coefficient_type=polar_express"]
+    assert load("gpt-tiny", changes).recipe.optimizer.muon_num_ns_steps == 8
+    assert "muon_num_ns_steps" not in short(load("gpt-tiny", changes).recipe)
+    assert "muon_num_ns_steps: 5" in short(load("gpt-tiny", [*changes, "optimizer.muon_num_ns_steps=5"]).recipe)
+
+
 def test_a_missing_space_after_a_colon_is_named_with_its_override(write: Write) -> None:
     text = "data.sources=[{type:text}]"
     with refused(f"override {text!r}: data.sources.0.type:text", rule="type: text"):
