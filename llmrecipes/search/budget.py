@@ -135,7 +135,7 @@ class Budget:
         if search.timeout is not None:
             parts.append(duration(max(0.0, search.timeout - (time.monotonic() - self.started))))
         if search.max_gpu_hours is not None:
-            parts.append(f"{max(0.0, search.max_gpu_hours - now.gpu_hours):.3g} GPU-hours")
+            parts.append(f"{max(0.0, search.max_gpu_hours - now.gpu_hours):.3g} rank-hours")
         if search.max_tokens is not None:
             parts.append(f"{number(max(0, search.max_tokens - now.tokens))} tokens")
         if search.patience is not None:

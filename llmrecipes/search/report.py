@@ -160,7 +160,7 @@ def _facts(study: optuna.Study, recipe: Recipe, recipe_now: Recipe, place: Place
     now = used(trials, tokens, search.min_improvement, place.run_dir if place else None)
     starts = [trial.datetime_start for trial in trials if trial.datetime_start]
     ends = [trial.datetime_complete for trial in trials if trial.datetime_complete]
-    spent = [f"{number(now.tokens)} tokens", f"{now.gpu_hours:.3g} GPU-hours"]
+    spent = [f"{number(now.tokens)} tokens", f"{now.gpu_hours:.3g} rank-hours"]
     if starts and ends:
         spent.append(f"{duration((max(ends) - min(starts)).total_seconds())} from the first trial to the last")
     budget = Budget(search.model_copy(update={"timeout": None}), tokens)  # a timeout is one of each process
