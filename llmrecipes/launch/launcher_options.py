@@ -37,7 +37,8 @@ OPTIONS: dict[str, LauncherOption] = {
     "partition": LauncherOption(_SLURM, "submit to this partition; default: the profile's.", "NAME"),
     "account": LauncherOption(_SLURM, "charge this account; default: the profile's.", "NAME"),
     "qos": LauncherOption(_SLURM, "use this quality of service; default: the profile's.", "NAME"),
-    "time": LauncherOption(_SLURM, "time limit, such as 8:00:00; default: the profile's.", "LIMIT"),
+    "time": LauncherOption(
+        (SLURM, K8S), "time limit, such as 8:00:00; default on Slurm: the profile's.", "LIMIT"),
     "image": LauncherOption(
         (SLURM, K8S, SKYPILOT), "run in this container image; for k8s, NAME@sha256:DIGEST.", "REF"),
     "runtime": LauncherOption(

@@ -92,10 +92,27 @@ def test_every_object_is_valid(flavor: str, cluster: str) -> None:
         "pull_secret": "registry",
         "secrets": {"HF_TOKEN": Secret("huggingface", "token")},
         "tracking_uri": "http://mlflow:5000",
+        "time": "1-02:00",
     }
     for options in ({}, everything):
         for thing in rendered(flavor, recipe, cluster, **options):
             require_valid(thing)
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_a_run_ends_at_its_time_limit(flavor: str) -> None:
+    def spec(**options: Any) -> dict[str, Any]:
+        return dict(rendered(flavor, **options)[-1]["spec"])
+
+    limited = spec(time="8:00:00")
+    limited_job = limited["replicatedJobs"][0]["template"]["spec"] if flavor == "jobset" else limited
+    assert limited_job.pop("activeDeadlineSeconds") == 8 * 3600
+    if flavor == "jobset":  # or it would start again, with the time limit of its own
+        rule = limited["failurePolicy"]["rules"].pop(0)
+        assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["DeadlineExceeded"])
+    assert limited == spec() == spec(time="UNLIMITED")
+    with refused("--time"):
+        spec(time="soon")
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)

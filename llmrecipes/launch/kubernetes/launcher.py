@@ -92,7 +92,7 @@ class KubernetesLauncher:
                 **({} if options.queue is None else {"queue": options.queue}),
                 "security": f"{level} ({', '.join(reasons)})" if reasons else level,
             },
-            time_limit="none",
+            time_limit=options.time or "none",
             has_token="HF_TOKEN" in options.secrets,  # pods only have what --secret gives them
             warnings=_warnings(submission.planned_for_cluster.profile, options),
         )  # fmt: skip

@@ -167,6 +167,7 @@ def _job(run: PodRun, options: KubernetesOptions) -> Object:
         "metadata": _workload(run, options),
         "spec": {
             **_suspended(options),
+            **_deadline(options),
             **_indexed(run.nodes),
             # Counts pods: when one fails, its peers fail too.
             "backoffLimit": options.max_restarts * run.nodes,
@@ -197,7 +198,7 @@ def _jobset(run: PodRun, options: KubernetesOptions) -> Object:
         "spec": {
             **_suspended(options),
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            "failurePolicy": {"maxRestarts": options.max_restarts, "rules": jobset_rules()},
+            "failurePolicy": {"maxRestarts": options.max_restarts, "rules": _rules(options)},
             "ttlSecondsAfterFinished": KEEP_SECONDS,
             "replicatedJobs": [
                 {
@@ -205,6 +206,7 @@ def _jobset(run: PodRun, options: KubernetesOptions) -> Object:
                     "replicas": 1,
                     "template": {
                         "spec": {
+                            **_deadline(options),
                             **_indexed(run.nodes),
                             **(FIRST_SUCCEEDS if is_elastic else {}),
                             **all_or_nothing(),
@@ -234,6 +236,7 @@ def _trainjob(run: PodRun, options: KubernetesOptions) -> Object:
         "metadata": _workload(run, options),
         "spec": {
             **_suspended(options),
+            **_deadline(options),
             "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": RUNTIME},
             "trainer": {
                 "image": options.image,
@@ -309,6 +312,17 @@ def all_or_nothing() -> Object:
     """A pod that fails fails its Job, and the JobSet restarts all pods; the policy records the reason."""
     rules = [_on_exit("FailJob", FAILING), _on_exit("FailJob", SAVED), _on_disruption("FailJob")]
     return {"backoffLimit": 0, "podReplacementPolicy": "Failed", "podFailurePolicy": {"rules": rules}}
+
+
+def _deadline(options: KubernetesOptions) -> Object:
+    """At its time limit the pods get SIGTERM and save, and the run fails; a JobSet counts from its last restart."""
+    seconds = options.time_limit_seconds
+    return {} if seconds is None else {"activeDeadlineSeconds": seconds}
+
+
+def _rules(options: KubernetesOptions) -> list[Object]:
+    ended = {"name": "timeLimit", "action": "FailJobSet", "onJobFailureReasons": ["DeadlineExceeded"]}
+    return jobset_rules() if options.time_limit_seconds is None else [ended, *jobset_rules()]
 
 
 def _indexed(nodes: int) -> Object:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from urllib.parse import urlsplit
 
 from llmrecipes.errors import UserError
+from llmrecipes.hardware.slurm_words import TIME, TIME_RULE, limit_seconds
 
 FLAVORS = ("job", "jobset", "trainjob")
 RUNTIME = "llmrecipes"
@@ -40,7 +41,7 @@ class KubernetesOptions:
     their values. `queue` is Kueue's LocalQueue; `topology` is a node label, and pods are placed on nodes that share its
     value. `prepared`: the claim has the prepared data, so that no Job has to look; else
     what prepares it is a Job of a pod, or a Ray cluster of `prepare_nodes`. `max_restarts` limits restarts after
-    failures; those after a save or a disruption are not counted.
+    failures; those after a save or a disruption are not counted. `time` is a limit in Slurm's notation.
     """
 
     image: str
@@ -58,6 +59,12 @@ class KubernetesOptions:
     prepare_nodes: int = 1
     max_restarts: int = 3
     grace_seconds: int = 300
+    time: str | None = None
+
+    @property
+    def time_limit_seconds(self) -> int | None:
+        """None without a limit."""
+        return None if self.time is None else limit_seconds(self.time)
 
 
 def check(options: KubernetesOptions) -> None:
@@ -96,6 +103,8 @@ def check(options: KubernetesOptions) -> None:
                 where="--secret",
                 rule="must be VARIABLE=SECRET or VARIABLE=SECRET:KEY",
             )
+    if options.time is not None and not TIME.fullmatch(options.time):
+        raise UserError(f"{options.time!r}", where="--time", rule=TIME_RULE, fix="--time 8:00:00")
     if options.topology is not None and not NODE_LABEL.fullmatch(options.topology):
         raise UserError(f"{options.topology!r}", where="--topology", rule="must be the key of a node label")
     if options.topology is not None and options.queue is None:
