@@ -2,8 +2,8 @@
 one by one.
 
 Counted tensor by tensor after megatron-core's `TensorParallelMuon` (optimizer/emerging_optimizers.py) and the
-iterations of emerging-optimizers (orthogonalized_optimizers/muon_utils.py). Routers, and what joins embeddings in
-multi-token prediction, are smaller than the matrices of a layer and are left out.
+iterations of emerging-optimizers (orthogonalized_optimizers/muon_utils.py). Routers are smaller than the matrices of a
+layer and are left out.
 """
 
 from __future__ import annotations
@@ -34,11 +34,21 @@ def update_bytes(recipe: Recipe, s: Shape, layout: Layout, device: str) -> int:
     return most
 
 
+def _on_stage(recipe: Recipe, s: Shape, layout: Layout, stage: int) -> Iterator[Matrix]:
+    """Matrices of a stage's layers, with those of multi-token prediction, whose layers are like the last one."""
+    numbers = layers_of(layout, stage)
+    if stage == layout.pipeline_model_parallel_size - 1:
+        numbers += [s.num_layers - 1] * s.mtp_num_layers
+        yield from [Matrix("eh_proj", 2 * s.hidden_size, s.hidden_size, by_columns=True)] * s.mtp_num_layers
+    for number in numbers:
+        yield from matrices(recipe.model, s, experts=s.moe_layers(number, number + 1) > 0)
+
+
 def collectives(
-    recipe: Recipe, s: Shape, layout: Layout, device: str, number: int
+    recipe: Recipe, s: Shape, layout: Layout, device: str, stage: int
 ) -> Iterator[tuple[Matrix, int, str, int]]:
-    """Collectives of tensor-parallel ranks in the update of layer `number`: the matrix, ranks, kind, bytes."""
-    for matrix in matrices(recipe.model, s, experts=s.moe_layers(number, number + 1) > 0):
+    """Collectives of tensor-parallel ranks in the update of one stage: the matrix, ranks, kind, bytes."""
+    for matrix in _on_stage(recipe, s, layout, stage):
         ranks = _ranks(recipe, layout, matrix, device)
         for rows in _pieces(recipe, s, matrix):
             if recipe.optimizer.muon_tp_mode == "duplicated":
@@ -57,20 +67,19 @@ def products(recipe: Recipe, s: Shape, layout: Layout, device: str, stage: int) 
     if recipe.optimizer.optimizer != "muon":
         return
     local = (s.num_moe_experts or 0) // layout.expert_model_parallel_size
-    for number in layers_of(layout, stage):
-        for matrix in matrices(recipe.model, s, experts=s.moe_layers(number, number + 1) > 0):
-            ranks = _ranks(recipe, layout, matrix, device)
-            times = recipe.optimizer.muon_num_ns_steps * (local if matrix.of_experts else 1)
-            for rows in _pieces(recipe, s, matrix):
-                if recipe.optimizer.muon_tp_mode == "duplicated":
-                    side, length = sorted((rows, matrix.width))
-                elif matrix.by_columns:
-                    side, length = matrix.width, rows // ranks
-                else:
-                    side, length = rows, matrix.width // ranks
-                yield side, side, length, times
-                yield side, side, side, times
-                yield side, length, side, times
+    for matrix in _on_stage(recipe, s, layout, stage):
+        ranks = _ranks(recipe, layout, matrix, device)
+        times = recipe.optimizer.muon_num_ns_steps * (local if matrix.of_experts else 1)
+        for rows in _pieces(recipe, s, matrix):
+            if recipe.optimizer.muon_tp_mode == "duplicated":
+                side, length = sorted((rows, matrix.width))
+            elif matrix.by_columns:
+                side, length = matrix.width, rows // ranks
+            else:
+                side, length = rows, matrix.width // ranks
+            yield side, side, length, times
+            yield side, side, side, times
+            yield side, length, side, times
 
 
 def _of_matrix(recipe: Recipe, s: Shape, matrix: Matrix, ranks: int) -> int:

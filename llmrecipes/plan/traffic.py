@@ -386,10 +386,9 @@ def _orthogonalized(plan: Plan, stage: int) -> Iterator[tuple[GroupName, Call]]:
     if recipe.optimizer.optimizer != "muon":
         return
     local = (s.num_moe_experts or 0) // layout.expert_model_parallel_size
-    for number in layers_of(layout, stage):
-        for matrix, ranks, kind, payload in collectives(recipe, s, layout, plan.device, number):
-            group: GroupName = "expert_tensor" if matrix.of_experts else "tensor"
-            yield from _in(group, [Call(kind, ranks, payload)] * (local if matrix.of_experts else 1))
+    for matrix, ranks, kind, payload in collectives(recipe, s, layout, plan.device, stage):
+        group: GroupName = "expert_tensor" if matrix.of_experts else "tensor"
+        yield from _in(group, [Call(kind, ranks, payload)] * (local if matrix.of_experts else 1))
 
 
 def _sharded(plan: Plan, zero: Zero, ranks: int, number: int, reduced: int) -> Iterator[Call]:
