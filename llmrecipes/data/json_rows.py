@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 import re
+import shlex
 from collections.abc import Generator, Iterator
 from typing import Any, BinaryIO
 
 from llmrecipes.data.parts import MOST_BYTES, Part, is_array, too_large
+from llmrecipes.errors import UserError
 
 SHAPES = "a file has a JSON object on each line, or is one array of objects"
 _CHUNK = 1 << 20
@@ -20,9 +23,9 @@ _TOKEN = 16
 class RowError(ValueError):
     """A row that is not JSON, with its place."""
 
-    def __init__(self, reason: str, where: str) -> None:
+    def __init__(self, reason: str, where: str, fix: str = "fix or delete the row") -> None:
         super().__init__(reason)
-        self.where = where
+        self.where, self.fix = where, fix
 
 
 def json_rows(part: Part, stream: BinaryIO) -> Generator[tuple[str, Any], None, None]:
@@ -45,9 +48,26 @@ def json_rows(part: Part, stream: BinaryIO) -> Generator[tuple[str, Any], None, 
         try:
             row = json.loads(line.decode("utf-8-sig", "surrogatepass").rstrip())
         except (ValueError, RecursionError) as error:
+            if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                raise RowError("the file is UTF-16", where, _rewritten("iconv -f UTF-16 -t UTF-8", part)) from error
+            if line.strip() == b"{":
+                raise RowError("an object over several lines", where, _rewritten("jq -c .", part)) from error
             at = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
             raise RowError(f"{getattr(error, 'msg', str(error)).removesuffix(' at')}{at}", where) from error
         yield where, row
+
+
+def wrapped(row: dict[str, Any], part: Part, where: str) -> UserError | None:
+    """The error for an object that only holds the list of rows; None: it holds something else."""
+    ((name, value),) = row.items() if len(row) == 1 else (("", None),)
+    if not isinstance(value, list) or not value or not isinstance(value[0], dict):
+        return None
+    unwrap = shlex.join(["jq", "-c", f".[{json.dumps(name)}][]"])
+    return UserError(f"one object with a list, {name!r}", where=where, rule=SHAPES, fix=_rewritten(unwrap, part))
+
+
+def _rewritten(command: str, part: Part) -> str:
+    return f"{command} {shlex.quote(str(part.file))} > ROWS.jsonl, and ROWS.jsonl as the source"
 
 
 def _elements(file: str, stream: BinaryIO) -> Iterator[tuple[str, Any]]:

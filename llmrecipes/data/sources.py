@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from llmrecipes.data import hub
 from llmrecipes.data.discovery import LeftOut, described, in_folder, of_pattern, other_endings
 from llmrecipes.data.docstrings import brief_and_long, docstring_conversations
-from llmrecipes.data.json_rows import SHAPES, RowError, json_rows
+from llmrecipes.data.json_rows import SHAPES, RowError, json_rows, wrapped
 from llmrecipes.data.machine import machine_documents, machine_files
 from llmrecipes.data.parts import (
     MOST_BYTES,
@@ -373,12 +373,14 @@ def _jsonl(part: Part, of: Rows) -> Iterator[str | None]:
             for where, row in rows:
                 if not isinstance(row, dict):
                     raise UserError(f"a row is {type(row).__name__}, not an object", where=where, rule=SHAPES)
-                of.columns(list(row), where)
+                try:
+                    of.columns(list(row), where)
+                except UserError as error:
+                    raise wrapped(row, part, where) or error from error
                 if of.wanted(row):
                     yield of.document(row, where)
     except RowError as error:
-        fix = "fix or delete the row"
-        raise Damaged(f"unreadable row: {error}", where=error.where, rule=SHAPES, fix=fix) from error
+        raise Damaged(f"unreadable row: {error}", where=error.where, rule=SHAPES, fix=error.fix) from error
     except damages() as error:  # behind the last row that could be read
         after = "" if where == str(part) else " after this row"
         raise Damaged(f"unreadable{after}: {error}", where=where) from error

@@ -318,7 +318,7 @@ def _require_columns(recipe: Recipe) -> None:
         try:
             require_columns(source, recipe.data.chat)
         except UserError as error:
-            if recipe.data.chat is not None or not error.fix:
+            if recipe.data.chat is not None or not error.fix.startswith("set "):  # a key
                 raise
             fix = f"data.sources.{number}.text_key=COLUMN at the end of the command"
             raise UserError(error.what, where=error.where, rule=error.rule, fix=fix) from error

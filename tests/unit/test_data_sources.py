@@ -97,10 +97,22 @@ def test_jsonl_rows_may_differ_in_their_other_keys(tmp_path: Path) -> None:
 def test_bad_jsonl_of_another_encoding_is_refused_at_its_first_line(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_bytes('{"text": "a"}\n{"text": "b"}\n'.encode("utf-16"))
-    with refused(f"{file}:1", rule="utf-8"):
+    with refused(f"{file}:1", rule="UTF-16") as caught:
         list(sources.documents(Source(type="jsonl", path=str(file))))
+    assert caught.value.fix.startswith(f"iconv -f UTF-16 -t UTF-8 {file} ")
     file.write_text('\ufeff{"text": "a"}\n{"text": "b"}\n', "utf-8")
     assert list(sources.documents(Source(type="jsonl", path=str(file)))) == ["a", "b"]
+
+
+@pytest.mark.parametrize(("indent", "command"), [(None, """jq -c '.["my rows"][]'"""), (1, "jq -c .")])
+def test_an_object_around_the_rows_is_refused_with_the_command_that_unwraps_it(
+    tmp_path: Path, indent: int | None, command: str
+) -> None:
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps({"my rows": [{"text": "a"}]}, indent=indent))
+    with refused(f"{file}:1") as caught:
+        list(sources.documents(Source(type="jsonl", path=str(file))))
+    assert caught.value.fix.startswith(f"{command} {file} ")
 
 
 def test_jsonl_reads_compressed_files_of_a_folder(tmp_path: Path) -> None:
