@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.common import ROOT, close, machine, parser, show
 from tests.helpers import tiny, train_lines, write_recipe
-from tests.system.slurm.lab import PROGRAMS, Lab, cluster, missing
+from tests.system.slurm.daemons import PROGRAMS, Lab, cluster, missing
 
 RECIPE = tiny(train={"train_iters": 100_000, "eval_interval": 100_000}, checkpoint={"save_interval": 100_000})
 WARM_STEP = 20

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from filelock import FileLock
 
-import lab  # noqa: F401 - before pytest puts folders of tests on the path, which have modules of that name
 from tests import selection
 from tests.dist.table import Row
 from tests.dist.worlds import GlooWorld, pool

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fabric.lab import ROOT, Guest, boot, build, missing
+from tests.fabric.guests import ROOT, Guest, boot, build, missing
 
 PROFILE = """\
 name: soft-roce

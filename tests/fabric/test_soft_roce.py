@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from llmrecipes.doctor.fabric import FLAPS
-from tests.fabric.lab import Ended, Guest
+from tests.fabric.guests import Ended, Guest
 
 Pair = tuple[Guest, Guest]
 SITE = ("--cluster", "/commands/soft-roce.yaml")

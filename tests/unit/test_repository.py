@@ -311,6 +311,14 @@ def test_light_parts_load_no_heavy_library() -> None:
     assert not heavy_after(f"import {', '.join(modules)}")
 
 
+def test_no_module_of_the_tests_hides_a_package() -> None:
+    """pytest puts folders of tests on the path, and rank processes inherit it."""
+    packages = {"benchmarks", "tools", *(path.parent.name for path in ROOT.glob("*/__init__.py"))}
+    hiding = {path for path in (ROOT / "tests").rglob("*.py") if path.stem in packages}
+    # Its name is part of the record of the last image; make test-system alone collects it, and has no need of lab.
+    assert hiding == {ROOT / "tests/system/containers/lab.py"} and {"lab", "llmrecipes"} <= packages
+
+
 def test_modules_are_small() -> None:
     found = [*sources(), *(ROOT / "tools").glob("*.py")]
     lengths = {relative(path): len(path.read_text(encoding="utf-8").splitlines()) for path in found}

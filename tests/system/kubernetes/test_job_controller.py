@@ -19,7 +19,7 @@ from llmrecipes.launch.kubernetes.objects import to_yaml
 from llmrecipes.launch.kubernetes.pod import LEVELS, admits, security_level
 from llmrecipes.launch.kubernetes.settings import KubernetesOptions
 from llmrecipes.workflow.submit import plan_for
-from tests.system.kubernetes.lab import Cluster, Object, control_plane
+from tests.system.kubernetes.control import Cluster, Object, control_plane
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.timeout(600)]
 

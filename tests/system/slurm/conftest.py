@@ -19,7 +19,7 @@ import pytest
 from llmrecipes.launch.record import JobRecord, read
 from llmrecipes.recipe.schema import Recipe
 from tests.helpers import ROOT, tiny_on, train_lines, write_recipe
-from tests.system.slurm.lab import PROGRAMS, Lab, cluster, missing
+from tests.system.slurm.daemons import PROGRAMS, Lab, cluster, missing
 
 PROFILE = """\
 name: lab

@@ -13,7 +13,7 @@ from llmrecipes.launch.ranks import port_of
 from llmrecipes.recipe.schema import Recipe
 from tests.helpers import ROOT
 from tests.system.slurm.conftest import Site
-from tests.system.slurm.lab import PROGRAMS, Lab, cluster, missing
+from tests.system.slurm.daemons import PROGRAMS, Lab, cluster, missing
 from tests.unit.test_doctor import report
 
 LISTEN = (

@@ -14,7 +14,7 @@ from llmrecipes.launch.slurm.sbatch import after
 from llmrecipes.recipe.schema import Recipe
 from tests.helpers import ROOT, train_lines, write_recipe
 from tests.system.slurm.conftest import PROFILE, Site
-from tests.system.slurm.lab import DATABASE, PROGRAMS, Lab, cluster, missing
+from tests.system.slurm.daemons import DATABASE, PROGRAMS, Lab, cluster, missing
 
 TRAIN, PREPARE = str(ROOT / "slurm/train.sbatch"), str(ROOT / "slurm/prepare.sbatch")
 HOSTILE = "$(touch owned) `touch owned` 'a' \"b\"\n#SBATCH --account=root\n; touch owned # ../../ %j \\ * ~ ü"
