@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Generator, Iterator
 from typing import Any, BinaryIO
 
-from llmrecipes.data.parts import MOST_BYTES, Part, is_array, too_large
+from llmrecipes.data.parts import MOST_BYTES, Part, decompressor, is_array, too_large
 from llmrecipes.errors import UserError
 
 SHAPES = "a file has a JSON object on each line, or is one array of objects"
@@ -67,7 +67,10 @@ def wrapped(row: dict[str, Any], part: Part, where: str) -> UserError | None:
 
 
 def _rewritten(command: str, part: Part) -> str:
-    return f"{command} {shlex.quote(str(part.file))} > ROWS.jsonl, and ROWS.jsonl as the source"
+    file = str(part.file)
+    if decompressor(part.file.name) is not None or "://" in file:
+        return f"{command} FILE > ROWS.jsonl, where FILE is unpacked on this machine, and ROWS.jsonl as the source"
+    return f"{command} {shlex.quote(file)} > ROWS.jsonl, and ROWS.jsonl as the source"
 
 
 def _elements(file: str, stream: BinaryIO) -> Iterator[tuple[str, Any]]:

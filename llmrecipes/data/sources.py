@@ -376,7 +376,9 @@ def _jsonl(part: Part, of: Rows) -> Iterator[str | None]:
                 try:
                     of.columns(list(row), where)
                 except UserError as error:
-                    raise wrapped(row, part, where) or error from error
+                    if (around := wrapped(row, part, where)) is None:
+                        raise
+                    raise around from error
                 if of.wanted(row):
                     yield of.document(row, where)
     except RowError as error:

@@ -113,6 +113,11 @@ def test_an_object_around_the_rows_is_refused_with_the_command_that_unwraps_it(
     with refused(f"{file}:1") as caught:
         list(sources.documents(Source(type="jsonl", path=str(file))))
     assert caught.value.fix.startswith(f"{command} {file} ")
+    packed = tmp_path / "a.json.gz"
+    packed.write_bytes(gzip.compress(file.read_bytes()))
+    with refused(f"{packed}:1") as caught:
+        list(sources.documents(Source(type="jsonl", path=str(packed))))
+    assert caught.value.fix.startswith(f"{command} FILE ")
 
 
 def test_jsonl_reads_compressed_files_of_a_folder(tmp_path: Path) -> None:
