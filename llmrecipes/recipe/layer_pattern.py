@@ -1,7 +1,7 @@
 """The layers of a model in Megatron's notation, `model.hybrid_layer_pattern`, and the keys that it is short for.
 
-A pattern in a file is written as those keys when the file is read (`load`): a recipe has the keys alone, and the engine
-makes the pattern of them.
+When a file is read (`load`), its pattern is replaced by those keys: a recipe has only the keys, and the engine derives
+the pattern from them.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def take(data: dict[str, Any]) -> tuple[str, list[Problem]]:
     """Write the pattern of a recipe's plain data as the keys that it decides, where they are not set.
 
     Returns:
-        The pattern, which is no longer in the data; and what is wrong with it.
+        The pattern, removed from the data, and its problems.
     """
     model = data.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("hybrid_layer_pattern"), str):

@@ -296,7 +296,7 @@ def write(name: str, text: str, folder: Path, *, force: bool, source: Path | Non
     """
     path = folder / f"{name}.yaml"
     if source is not None and path.exists() and path.samefile(source):
-        raise UserError("is the file that is translated", where=str(path), rule="a recipe has a file of its own",
+        raise UserError("is the file being translated", where=str(path), rule="a recipe must not overwrite its source",
                         fix="another NAME, or --out DIR")  # fmt: skip
     if path.exists() and not force:
         raise UserError("already exists", where=str(path), rule="a recipe is overwritten only with --force",

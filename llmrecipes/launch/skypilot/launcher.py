@@ -139,7 +139,7 @@ def _hardware(profile: Profile, ranks: int) -> dict[str, Any]:
 
 
 def _script(submission: Submission, planned: PlannedForCluster, *, program: str, volume: str | None) -> str:
-    """What each node runs; a run that was saved or interrupted goes on, because its id is in it."""
+    """The script of each node. It has the run's id, so a restarted task resumes its run."""
     folders = ("--runs-dir", f"{MOUNT}/runs", "--data-dir", f"{MOUNT}/data") if volume else ()
     ranks = ("--nproc", str(planned.plan.layout.world_size))
     words = (program, "train", RECIPE, "--run-id", submission.run_id, *ranks, "--no-sample", *folders)

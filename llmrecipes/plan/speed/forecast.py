@@ -413,8 +413,8 @@ def _orthogonalizing(plan: Plan, accelerator: Device, stage: int) -> float:
     """Seconds of Muon's products in an update of one stage; in TF32 (`high`) they take twice as long as in bf16."""
     precision = plan.recipe.optimizer.muon_fp32_matmul_prec
     kind, longer = ("fp32", 1) if precision == "highest" else ("bf16", 2 if precision == "high" else 1)
-    found = products(plan.recipe, plan.shape, plan.layout, plan.device, stage)
-    return longer * sum(times * product(accelerator, m, n, k, kind) for m, n, k, times in found)
+    multiplied = products(plan.recipe, plan.shape, plan.layout, plan.device, stage)
+    return longer * sum(times * product(accelerator, m, n, k, kind) for m, n, k, times in multiplied)
 
 
 _ROUNDED_BYTES = 48
