@@ -206,7 +206,7 @@ OPEN_FILES = 4
 """Files of parts that a process keeps open; samples are read in order."""
 
 
-class Taught(Dataset[dict[str, Any]]):
+class WithTeacherLogits(Dataset[dict[str, Any]]):
     """Training samples with what a teacher says of them: `teacher_ids` and `teacher_logits`, [length, top_k].
 
     Args:
@@ -247,7 +247,7 @@ class Taught(Dataset[dict[str, Any]]):
         return self._files[part]
 
 
-def taught(samples: Dataset[dict[str, Any]], recipe: Recipe, folder: str) -> Taught:
+def with_teacher_logits(samples: Dataset[dict[str, Any]], recipe: Recipe, folder: str) -> WithTeacherLogits:
     """Training samples with what `distill.logits` has of them.
 
     Raises:
@@ -258,7 +258,7 @@ def taught(samples: Dataset[dict[str, Any]], recipe: Recipe, folder: str) -> Tau
     form = LogitsForm.of(recipe, 1 if record.logits is None else record.logits.part)
     if record.logits != form:
         raise UserError(f"has {record.logits}, expected {form}", where=where, fix=AGAIN)
-    return Taught(samples, Path(folder), form)
+    return WithTeacherLogits(samples, Path(folder), form)
 
 
 def log_probs(folder: Path, stems: Sequence[str], counts: Sequence[int]) -> list[np.ndarray]:

@@ -39,7 +39,7 @@ from llmrecipes.recipe.rules import obstacle_to_chunks
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape, shape
 from llmrecipes.recipe.stage_runs import in_stage, stage_recipes
-from llmrecipes.recipe.stages import decay_iters, whole
+from llmrecipes.recipe.stages import decay_iters, run_recipe
 from llmrecipes.units import GIB, MIB
 
 MOST_LOGITS, LOGITS_OF_CHUNK = 1 / 16, 1 / 64
@@ -98,7 +98,7 @@ class Plan:
     @property
     def run_recipe(self) -> Recipe:
         """The recipe of the run; of one with stages without what was derived for a stage."""
-        return whole(self.recipe)
+        return run_recipe(self.recipe)
 
     def __str__(self) -> str:
         """The table of `llmrecipes show --plan`."""
@@ -283,12 +283,12 @@ def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
         recipe = _least_recomputation(recipe, sizes, laid_out, micro_batches, cluster)
     parameters = count(recipe.model, sizes)
     added, _ = count_adapters(recipe.lora, recipe.model, sizes)
-    still, _ = count_frozen(recipe)
+    frozen, _ = count_frozen(recipe)
     require_trained(recipe, sizes, laid_out, cluster.device)
     memory = estimate(recipe, sizes, laid_out, micro_batches, cluster.device)
     tokens_per_step = recipe.train.global_batch_size * recipe.model.seq_length
     batches = batch_schedule(recipe)
-    saved = checkpoint_bytes(recipe, sizes, added or parameters.total, still)
+    saved = checkpoint_bytes(recipe, sizes, added or parameters.total, frozen)
     on_node = min(world_size, len(cluster.gpus) // cluster.nodes)
     return Plan(
         recipe=recipe,
@@ -474,8 +474,8 @@ def _on_rank(recipe: Recipe, s: Shape, laid_out: Layout, stage: int, device: str
 
 def _flops(recipe: Recipe, s: Shape, *, causal: bool) -> float:
     """Of a token in all passes of a step, with the forward pass of a teacher or a reference."""
-    _, still = count_frozen(recipe)
-    own = passes(recipe.train) * (flops_per_token(recipe.model, s, causal=causal, lora=recipe.lora) - 2.0 * still)
+    _, frozen = count_frozen(recipe)
+    own = passes(recipe.train) * (flops_per_token(recipe.model, s, causal=causal, lora=recipe.lora) - 2.0 * frozen)
     if has_reference(recipe):
         own += flops_per_token(recipe.model, s, causal=causal) / 3
     if not has_teacher(recipe):

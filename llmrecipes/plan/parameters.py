@@ -173,8 +173,8 @@ def count_trained_on_rank(
     counted = count_on_rank(recipe.model, s, layout, stage, device, local=local)
     if not recipe.train.freeze:
         return counted
-    still = count_frozen_on_rank(frozen(recipe), recipe.model, s, layout, stage, split_down=local or device == "cpu")
-    return RankParameters(counted.dense - still.dense, counted.experts - still.experts)
+    fixed = count_frozen_on_rank(frozen(recipe), recipe.model, s, layout, stage, split_down=local or device == "cpu")
+    return RankParameters(counted.dense - fixed.dense, counted.experts - fixed.experts)
 
 
 def count_frozen_on_rank(

@@ -43,9 +43,9 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
         share = f"{plan.num_adapter_parameters / parameters.total:.2%} in adapters of rank {lora.rank}"
         lines.append(("trained parameters", f"{plan.num_adapter_parameters:,}", share))
     if plan.recipe.train.freeze:
-        still, _ = count_frozen(plan.recipe)
-        share = f"{1 - still / parameters.total:.2%}; {still:,} are frozen (train.freeze)"
-        lines.append(("trained parameters", f"{parameters.total - still:,}", share))
+        frozen, _ = count_frozen(plan.recipe)
+        share = f"{1 - frozen / parameters.total:.2%}; {frozen:,} are frozen (train.freeze)"
+        lines.append(("trained parameters", f"{parameters.total - frozen:,}", share))
     if plan.num_parameters_on_rank != parameters.total:
         lines.append(("parameters of a rank", f"{plan.num_parameters_on_rank:,}", "on the rank with the most"))
     lines += [

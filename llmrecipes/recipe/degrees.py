@@ -7,7 +7,7 @@ import math
 from llmrecipes.recipe.batch_schedule import common
 from llmrecipes.recipe.schema import Parallelism, Recipe
 from llmrecipes.recipe.stage_runs import stage_recipes
-from llmrecipes.recipe.stages import whole
+from llmrecipes.recipe.stages import run_recipe
 
 
 def model_parallel_size(parallel: Parallelism) -> int:
@@ -35,7 +35,7 @@ def least_ranks(recipe: Recipe) -> int:
 
 def replica_ranks(recipe: Recipe) -> int:
     """Ranks of what `train.elastic` counts: a replica in the layout of the recipe itself, also in its stages."""
-    return model_parallel_size(whole(recipe).parallelism)
+    return model_parallel_size(run_recipe(recipe).parallelism)
 
 
 def elastic_worlds(recipe: Recipe) -> tuple[int, ...]:

@@ -120,12 +120,12 @@ def _patterns(model: Model, patterns: tuple[str, ...]) -> Iterator[Problem]:
                 "a pattern must match parameter names of the whole model",
                 f"names are such as {names}",
             )
-    still = _frozen(model, patterns)
-    if len(still) == len(known):
+    frozen_names = _frozen(model, patterns)
+    if len(frozen_names) == len(known):
         yield Problem(KEY, "matches all parameters", "a run must train something", "fewer patterns")
-    for name in still:
+    for name in frozen_names:
         bias = f"{name.removesuffix('weight')}bias"
-        if name.endswith(f"{_QKV}weight") and bias in known and bias not in still:
+        if name.endswith(f"{_QKV}weight") and bias in known and bias not in frozen_names:
             yield Problem(KEY, f"matches {name} but not its bias",
                           "megatron-core computes the gradient of this bias only together with that of its weight",
                           f"add {bias}, or do not match {name}")  # fmt: skip

@@ -45,7 +45,7 @@ class Span:
     """Where a stage is in its run; steps and samples are those before it.
 
     `order` and `schedule` are the first step and the end of the stages that share an order of samples, and those that
-    share a schedule of the learning rate. `batches` and `whole` are the batch schedule and the recipe of the run.
+    share a schedule of the learning rate. `batches` and `run_recipe` are the batch schedule and the recipe of the run.
     """
 
     number: int
@@ -56,7 +56,7 @@ class Span:
     schedule: tuple[int, int]
     weights: tuple[float, ...] | None
     batches: BatchSchedule
-    whole: Recipe
+    run_recipe: Recipe
 
 
 class StageRecipe(Recipe):
@@ -73,10 +73,10 @@ def span_of(recipe: Recipe) -> Span | None:
     return recipe.span if isinstance(recipe, StageRecipe) else None
 
 
-def whole(recipe: Recipe) -> Recipe:
+def run_recipe(recipe: Recipe) -> Recipe:
     """The recipe of the run that a stage's recipe belongs to."""
     span = span_of(recipe)
-    return recipe if span is None else span.whole
+    return recipe if span is None else span.run_recipe
 
 
 def merged(recipe: Recipe) -> tuple[Recipe, ...]:

@@ -21,7 +21,7 @@ from llmrecipes.data import valid_sets
 from llmrecipes.data.batches import Ranges, ReaderLost, batches, read_error
 from llmrecipes.data.by_source import counts_of_parts, held_out_parts, with_source
 from llmrecipes.data.dataset import build, build_set
-from llmrecipes.data.precomputed import taught
+from llmrecipes.data.precomputed import with_teacher_logits
 from llmrecipes.data.prepared import Prepared, bits_per_byte, drawn_sources
 from llmrecipes.engine.base import Batch, World
 from llmrecipes.errors import UserError
@@ -88,7 +88,7 @@ def open_loaders(recipe: Recipe, prepared: Prepared, world: World, *, pin_memory
     if recipe.tracking.loss_by_source:
         train = with_source(train, recipe, prepared)
     if recipe.distill is not None and recipe.distill.logits is not None and world.has_loss:
-        train = taught(train, recipe, recipe.distill.logits)
+        train = with_teacher_logits(train, recipe, recipe.distill.logits)
     valid = build(recipe, prepared, "valid")
     sets: dict[str, Dataset[Any]] = {
         held_out.label: build_set(recipe, prepared, held_out.label) for held_out in recipe.data.valid_sources

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Taught(Protocol):
+class LoadsWeights(Protocol):
     """The frozen model of an engine; see `engine.parts.frozen.FrozenModel`."""
 
     def load(self, weights: Entry | WeightSource | None = None) -> None:
@@ -203,7 +203,7 @@ def initial_weights(spec: RunSpec, *, resumed: bool = False) -> Iterator[FolderW
         weights.close()
 
 
-def teach(engine: Engine, spec: RunSpec) -> None:
+def load_frozen_model(engine: Engine, spec: RunSpec) -> None:
     """Load the teacher of a run with `distill`, or the reference of one with `dpo`; a collective of all ranks.
 
     Raises:
@@ -222,10 +222,10 @@ def teach(engine: Engine, spec: RunSpec) -> None:
             "this rank was started without it", where=key, rule="llmrecipes train locates the model for its ranks",
             fix="start it with llmrecipes train or llmrecipes submit",
         )  # fmt: skip
-    load_frozen(engine.parts, spec.teacher, frozen_model(recipe))
+    load_frozen_from(engine.parts, spec.teacher, frozen_model(recipe))
 
 
-def load_frozen(frozen: Taught, path: Path, model: Model) -> None:
+def load_frozen_from(frozen: LoadsWeights, path: Path, model: Model) -> None:
     """Load a frozen model; a collective of all ranks.
 
     Args:
@@ -233,7 +233,7 @@ def load_frozen(frozen: Taught, path: Path, model: Model) -> None:
         model: section of the frozen model.
 
     Raises:
-        UserError: as `teach`.
+        UserError: as `load_frozen_model`.
     """
     if not (path / "config.json").is_file():
         try:

@@ -32,7 +32,7 @@ from llmrecipes.train.joined import Joined
 from llmrecipes.train.loaders import has_held_out, one_batch_forever, open_loaders
 from llmrecipes.train.local import LocalCheckpoints, choose_from, open_local
 from llmrecipes.train.loop import Loop, LoopOutcome
-from llmrecipes.train.resume import initial_weights, resized, resume, teach
+from llmrecipes.train.resume import initial_weights, load_frozen_model, resized, resume
 from llmrecipes.train.rewind import Rewind, Rewinds, merged
 from llmrecipes.train.stopping import at_start, monitored, stop_reason
 from llmrecipes.train.summary import describe, open_tracker, print_summary
@@ -176,7 +176,7 @@ def build_loop(joined: Joined, begun: StageStart, stack: ExitStack) -> tuple[Loo
     with initial_weights(spec, resumed=begun.entry is not None) as weights:
         engine = (engines.build if begun.entry is None else engines.construct)(plan, platform, weights)
     stack.callback(engine.close)
-    teach(engine, spec)
+    load_frozen_model(engine, spec)
     if local is not None:
         local.attach(engine)
     saver = stack.enter_context(
@@ -255,7 +255,7 @@ def run_loop(joined: Joined, begun: StageStart, loop: Loop, trackers: ExitStack)
 def follows(begun: StageStart, loop: Loop) -> bool:
     """Whether another stage follows the one that `loop` has finished."""
     span = span_of(begun.recipe)
-    if span is None or loop.progress.step >= span.whole.train.train_iters:
+    if span is None or loop.progress.step >= span.run_recipe.train.train_iters:
         return False
     if stop_reason(loop.monitored, begun.recipe.train) is not None:  # which ends the run, not the stage
         return False

@@ -39,7 +39,7 @@ def at_start(entry: Entry | None, recipe: Recipe) -> Monitored:
     state, span = monitored(entry), span_of(recipe)
     if span is None or entry is None or entry.step != span.first_step or stop_reason(state, recipe.train) is not None:
         return state
-    before = stage_of(span.whole, span.first_step, ending=True)
+    before = stage_of(span.run_recipe, span.first_step, ending=True)
     if (before.model.seq_length, before.train.global_batch_size) == (
         recipe.model.seq_length, recipe.train.global_batch_size,
     ):  # fmt: skip

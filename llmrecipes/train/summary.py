@@ -44,7 +44,7 @@ from llmrecipes.plan.table import degrees
 from llmrecipes.recipe.batch_schedule import batch_schedule
 from llmrecipes.recipe.proxy import with_zero
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.stages import span_of, whole
+from llmrecipes.recipe.stages import run_recipe, span_of
 from llmrecipes.tracking.events import DECONTAMINATED, STARTED, Note, NoTracker, Tracker
 from llmrecipes.tracking.jsonl import parse
 from llmrecipes.tracking.run_environment import capture
@@ -89,7 +89,7 @@ def print_summary(spec: RunSpec, prepared: Prepared, loop: Loop) -> None:
 
 def held_out_lines(spec: RunSpec, now: Monitored) -> list[str]:
     """Why the run ended before its last step, and how its best checkpoint is exported."""
-    train, lines = whole(spec.recipe).train, []
+    train, lines = run_recipe(spec.recipe).train, []
     reason = stop_reason(now, train)
     if reason is not None and now.step < train.train_iters:
         lines.append(f"\nended at step {now.step:,} of {train.train_iters:,}: {explained(reason, now, train)}")
@@ -386,8 +386,8 @@ def decontaminated_metrics(dropped: dict[str, int]) -> dict[str, float]:
 def _adapters(plan: Plan) -> dict[str, str]:
     lora, added = plan.recipe.lora, plan.num_adapter_parameters
     if plan.recipe.train.freeze:
-        still, total = count_frozen(plan.recipe)[0], plan.num_parameters.total
-        return {"trained": f"{number(total - still)} parameters, {1 - still / total:.2%} of the model"}
+        frozen, total = count_frozen(plan.recipe)[0], plan.num_parameters.total
+        return {"trained": f"{number(total - frozen)} parameters, {1 - frozen / total:.2%} of the model"}
     if lora is None:
         return {}
     share = f"{added / plan.num_parameters.total:.2%}"

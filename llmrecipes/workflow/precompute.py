@@ -403,7 +403,7 @@ def compute(spec: PrecomputeSpec, platform: Platform, world: World) -> None:
     from llmrecipes.data.prepared import open_prepared
     from llmrecipes.engine.backends import backend
     from llmrecipes.tracking.progress import Counted
-    from llmrecipes.train.resume import load_frozen
+    from llmrecipes.train.resume import load_frozen_from
 
     recipe = spec.recipe
     plan = derive(passes_recipe(recipe, world.size), world.size, detect().times(nodes()))
@@ -413,7 +413,7 @@ def compute(spec: PrecomputeSpec, platform: Platform, world: World) -> None:
     if spec.frozen is None:
         frozen.load()
     else:
-        load_frozen(frozen, spec.frozen, plan.recipe.model)
+        load_frozen_from(frozen, spec.frozen, plan.recipe.model)
     work, micro, replicas = work_folder(spec.folder), recipe.train.micro_batch_size, world.data_parallel_size
     kind = (Pairs if recipe.distill is None else Logits)(recipe, open_prepared(recipe, spec.data_dir), work)
     # Rank 0 decides: ranks may see different listings of a shared file system.

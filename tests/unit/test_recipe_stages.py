@@ -82,7 +82,7 @@ def test_a_stage_has_what_it_and_the_earlier_ones_change() -> None:
     assert [samples_of(each) for each in (begin, long)] == [80, batches.samples(43) - 80]
     assert [stage_of(recipe, step).train.train_iters for step in (0, 19, 20, 42, 43, 80)] == [20, 20, 43, 43, 80, 80]
     assert stage_of(recipe, 20, ending=True).train.train_iters == 20
-    assert to_yaml(recipe) == to_yaml(span(long).whole)
+    assert to_yaml(recipe) == to_yaml(span(long).run_recipe)
 
 
 def test_a_warm_up_of_sequences_changes_their_length_only() -> None:
