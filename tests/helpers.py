@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.utils.data import Dataset
 
+from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.data.batches import batches
 from llmrecipes.engine.core.model.gpt import BuiltModel, build
 from llmrecipes.engine.core.platform import select
@@ -223,6 +224,20 @@ def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int, time
         assert time.monotonic() < deadline, f"no step {step} after {timeout} s"
         time.sleep(0.01)
     assert process.poll() is None, "the run is too short for this test: it has ended already"
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    """Steps of a run's published checkpoints."""
+    return [entry.step for entry in CheckpointStore(run_dir / "checkpoints").entries()]
+
+
+def wait_until(process: subprocess.Popen[str], condition: Callable[[], bool], timeout: float = 240) -> None:
+    """Wait for a condition; the command must not end before."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @contextmanager

@@ -4,36 +4,21 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from llmrecipes.checkpoint.store import CheckpointStore
-from tests.helpers import finish, lines, start_command, tiny_on, train_lines, write_recipe
+from tests.helpers import finish, lines, saved_steps, start_command, tiny_on, train_lines, wait_until, write_recipe
 
 STEPS = 160
 ROUNDING = 1e-3
 """Largest relative difference of a loss or gradient norm after 160 steps that other ranks have summed."""
 
 
-def wait_until(process: subprocess.Popen[str], condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 240
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def resized(run_dir: Path) -> list[dict[str, Any]]:
     return [line for line in lines(run_dir) if line.get("event") == "resized"]
-
-
-def saved_steps(run_dir: Path) -> list[int]:
-    return [entry.step for entry in CheckpointStore(run_dir / "checkpoints").entries()]
 
 
 def last_step(run_dir: Path) -> int:

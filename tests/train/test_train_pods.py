@@ -13,7 +13,17 @@ import psutil
 import pytest
 
 from llmrecipes.launch.local.processes import reserved_port
-from tests.helpers import environment, finish, lines, start_command, tiny_on, train_lines, wait_for_step, write_recipe
+from tests.helpers import (
+    environment,
+    finish,
+    lines,
+    saved_steps,
+    start_command,
+    tiny_on,
+    train_lines,
+    wait_until,
+    write_recipe,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
@@ -60,7 +70,7 @@ def test_pods_that_are_left_go_on_and_one_that_comes_later_waits(corpus: Path, d
     command = ["train", recipe, *paths, "--run-id", "pods", "--nproc", "2", "--nnodes", "2", "--min-nodes", "1"]
     with job(*command) as pod:
         first, second = pod(0), pod(1)
-        wait_for_step(first, runs / "pods", 15)
+        wait_until(first, lambda: saved_steps(runs / "pods") != [])
         for child in psutil.Process(second.pid).children(recursive=True):
             child.kill()
         second.kill()

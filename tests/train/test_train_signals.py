@@ -13,13 +13,13 @@ from typing import Any
 import psutil
 import pytest
 
-from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.cli import app as cli
 from tests.helpers import (
     curve,
     finish,
     lines,
     require_same_checkpoints,
+    saved_steps,
     start_command,
     steps_done,
     tiny_on,
@@ -58,7 +58,7 @@ class Runs:
         return start_command(*self.command(run_id, ranks, *options))
 
     def saved_steps(self, run_id: str) -> list[int]:
-        return [entry.step for entry in CheckpointStore(self.directory(run_id) / "checkpoints").entries()]
+        return saved_steps(self.directory(run_id))
 
     def whole(self, ranks: int) -> str:
         """The uninterrupted run on so many ranks, trained when it is first asked for."""
