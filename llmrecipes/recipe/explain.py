@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from llmrecipes.recipe.document import MAX_SHOWN, Problem, clip, dotted
-from llmrecipes.recipe.keys import Hint, RecipeKey, admits, hint, keys, normal, options_of
+from llmrecipes.recipe.keys import Hint, RecipeKey, admits, hint, is_section, keys, normal, options_of
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.synonyms import VALUES, synonym
 
@@ -32,8 +32,9 @@ def explain(error: ValidationError, lines: Mapping[str, int], document: type[Bas
     Args:
         lines: line of each dotted key in the file.
     """
-    errors = error.errors(include_url=False, include_context=False)
-    unknown = [dotted(details["loc"]) for details in errors if details["type"] == "extra_forbidden"]
+    errors = [_at_type(details) for details in error.errors(include_url=False, include_context=False)]
+    known = keys(document)
+    unknown = [_place(details, known) for details in errors if details["type"] == "extra_forbidden"]
     first = sorted(unknown, key=lambda key: lines.get(key, 0))[:MAX_SHOWN]
     hints = {key: _unknown(key, document) for key in first}
     problems = [_problem(details, document, hints) for details in errors]
@@ -64,12 +65,22 @@ def _follows(key: str, details: ErrorDetails, around: set[str], meant: set[str])
     return details["type"] == "missing" and key in meant
 
 
+def _at_type(details: ErrorDetails) -> ErrorDetails:
+    """A section without a type, or of an unknown one, as an error of its key `type`."""
+    if not details["type"].startswith("union_tag_"):
+        return details
+    section, loc = details["input"], (*details["loc"], "type")
+    kind = "literal_error" if "type" in section else "missing"
+    return {**details, "type": kind, "loc": loc, "input": section.get("type", section)}
+
+
 def _place(details: ErrorDetails, known: dict[str, RecipeKey]) -> str:
     """Dotted key of the value, without the names that pydantic inserts for the types of a union."""
     place: tuple[int | str, ...] = ()
-    for part in details["loc"]:
+    for depth, part in enumerate(details["loc"], start=1):
         longer = (*place, part)
-        if isinstance(part, int) or normal(dotted(longer)) in known or _is_free(place, known):
+        unknown = details["type"] == "extra_forbidden" and depth == len(details["loc"])
+        if unknown or isinstance(part, int) or normal(dotted(longer)) in known or _is_free(place, known):
             place = longer
     return dotted(place)
 
@@ -81,9 +92,11 @@ def _is_free(place: tuple[int | str, ...], known: dict[str, RecipeKey]) -> bool:
 
 def _problem(details: ErrorDetails, document: type[BaseModel], hints: Mapping[str, Hint]) -> Problem:
     kind, all_keys = details["type"], keys(document)
-    key = dotted(details["loc"]) if kind == "extra_forbidden" else _place(details, all_keys)
+    key = _place(details, all_keys)
     known = all_keys.get(normal(key))
     if kind == "extra_forbidden":
+        if known and known.by_type and (of_type := str(details["loc"][-2])) in all_keys[_type_of(key)].by_type:
+            return _of_another_type(key, of_type, all_keys)
         name, colon, value = str(details["loc"][-1]).partition(":")
         if colon and details["input"] is None:  # {type:text} is a key without a value
             return Problem(key, "unknown key", fix=f"put a space after the colon: {name}: {value}")
@@ -104,6 +117,22 @@ def _problem(details: ErrorDetails, document: type[BaseModel], hints: Mapping[st
         key_of_list = key.rpartition(".")[0]
         takes = all_keys[normal(key_of_list)].takes if normal(key_of_list) in all_keys else rule_of(details)
     return Problem(key, f"{show(details['input'])} is not valid", f"{clip(key)} must be {takes}", fix)
+
+
+def _type_of(key: str) -> str:
+    return normal(f"{key.rpartition('.')[0]}.type")
+
+
+def _of_another_type(key: str, of_type: str, known: dict[str, RecipeKey]) -> Problem:
+    name = key.rpartition(".")[2]
+    beside = {other: found for other, found in known.items() if _type_of(other) == _type_of(key)}
+    own = ", ".join(other.rpartition(".")[2] for other, found in beside.items() if of_type in found.by_type)
+    return Problem(
+        key,
+        f"set with type {of_type}",
+        f"{name} is a key of {', '.join(known[normal(key)].by_type)}; {of_type} has the keys {own}",
+        f"remove {name}",
+    )
 
 
 def rule_of(details: ErrorDetails) -> str:
@@ -138,7 +167,7 @@ def _spelling(key: str, value: object, options: tuple[Mapping[str, Any], ...]) -
         return f"{int(value)}"
     if isinstance(value, dict) and (foreign := synonym(key)):
         return foreign.note
-    if value is None and any("properties" in node for node in options):
+    if value is None and any(map(is_section, options)):
         return "indent its keys below it, or remove it"
     return ""
 

@@ -14,8 +14,9 @@ import json
 import math
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -48,6 +49,8 @@ class RecipeKey:
     """A mapping with user-defined keys."""
     options: tuple[Mapping[str, Any], ...] = ()
     """JSON Schema of each accepted type."""
+    by_type: Mapping[str, RecipeKey] = field(default_factory=dict)
+    """In a section of several types: what the key is in each type that has it."""
 
     @property
     def default_text(self) -> str:
@@ -75,8 +78,8 @@ def _keys_of_field(section: type[BaseModel], name: str) -> dict[str, RecipeKey]:
     """The keys of one field, which a model of its own has, without their descriptions; empty for an unknown one."""
     if name not in section.model_fields:
         return {}
-    field = section.model_fields[name]
-    fields: dict[str, Any] = {name: (field.annotation, field)}
+    found = section.model_fields[name]
+    fields: dict[str, Any] = {name: (found.annotation, found)}
     described = create_model(section.__name__, __config__=section.model_config, **fields).model_json_schema()
     return {key.name: key for key in _walk(described, "", described.get("$defs", {}))}
 
@@ -138,9 +141,9 @@ def _texts(section: type) -> dict[str, str]:
         return {}
     body = next(node.body for node in _classes(sys.modules[section.__module__]) if node.name == section.__name__)
     return {
-        field.target.id: inspect.cleandoc(text.value.value)
-        for field, text in pairwise(body)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        declared.target.id: inspect.cleandoc(text.value.value)
+        for declared, text in pairwise(body)
+        if isinstance(declared, ast.AnnAssign) and isinstance(declared.target, ast.Name)
         if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
     }
 
@@ -156,8 +159,8 @@ def _innermost(name: str, document: type[BaseModel]) -> tuple[type[BaseModel], s
     section, rest = document, name
     while "." in rest:
         part, _, below = rest.partition(".")
-        field = section.model_fields.get(part)
-        annotation = None if field is None else field.annotation
+        found = section.model_fields.get(part)
+        annotation = None if found is None else found.annotation
         if get_origin(annotation) is tuple:
             index, _, below = below.partition(".")
             if not (index == ITEM or INDEX.fullmatch(f".{index}", 1)):
@@ -171,12 +174,15 @@ def _innermost(name: str, document: type[BaseModel]) -> tuple[type[BaseModel], s
 
 
 def _walk(schema: dict[str, Any], prefix: str, defs: dict[str, Any]) -> Iterator[RecipeKey]:
+    if "discriminator" in schema:
+        yield from _walk_types(schema, prefix, defs)
+        return
     required = schema.get("required", [])
     for name, raw in schema["properties"].items():
         dotted = f"{prefix}{name}"
         node = _section_of(_resolve(raw, defs), defs)
         item = _resolve(node.get("items", {}), defs)
-        section = "properties" in node
+        section = is_section(node)
         yield RecipeKey(
             name=dotted,
             takes=_takes(node, defs),
@@ -190,9 +196,34 @@ def _walk(schema: dict[str, Any], prefix: str, defs: dict[str, Any]) -> Iterator
         )
         if section:
             yield from _walk(node, f"{dotted}.", defs)
-        elif "properties" in item:
+        elif is_section(item):
             yield RecipeKey(f"{dotted}.{ITEM}", "a mapping", False, None, item.get("description", ""), section=True)
             yield from _walk(item, f"{dotted}.{ITEM}.", defs)
+
+
+def _walk_types(schema: dict[str, Any], prefix: str, defs: dict[str, Any]) -> Iterator[RecipeKey]:
+    """The keys of a section of several types, each once."""
+    found = defaultdict[str, dict[str, RecipeKey]](dict)
+    for option in schema["oneOf"]:
+        node = _resolve(option, defs)
+        name = node["properties"]["type"]["const"]
+        for key in _walk(node, prefix, defs):
+            found[key.name][name] = key
+        found[f"{prefix}type"][name] = replace(found[f"{prefix}type"][name], description=node.get("description", ""))
+    for by_type in found.values():
+        each = list(by_type.values())
+        first = each[0]
+        options = tuple({json.dumps(option): option for key in each for option in key.options}.values())
+        if first.name == f"{prefix}type":
+            first, options = replace(first, description="Rows below a type are its keys."), ({"enum": list(by_type)},)
+        required = len(each) == len(schema["oneOf"]) and all(key.required for key in each)
+        takes = _takes({"anyOf": options}, defs)
+        yield replace(first, takes=takes, required=required, options=options, by_type=by_type)
+
+
+def is_section(node: Mapping[str, Any]) -> bool:
+    """Whether a JSON Schema node is of a section, of one type or several."""
+    return "properties" in node or "discriminator" in node
 
 
 def _resolve(node: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any]:
@@ -203,10 +234,10 @@ def _resolve(node: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any]:
 def _section_of(node: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any]:
     """The section of a key that is a section or null; any other node as it is."""
     options = [_resolve(option, defs) for option in node.get("anyOf", ())]
-    sections = [option for option in options if "properties" in option]
+    sections = [option for option in options if is_section(option)]
     return (
         sections[0]
-        if len(sections) == 1 and all(option.get("type") in ("object", "null") for option in options)
+        if len(sections) == 1 and all(option.get("type", "object") in ("object", "null") for option in options)
         else node
     )
 
@@ -359,15 +390,32 @@ def generated(root: Path) -> dict[Path, str]:
 
 def _table(members: list[RecipeKey]) -> list[str]:
     rows = ["| key | takes | default | meaning |", "| --- | --- | --- | --- |"]
-    for key in members:
-        default = key.default_text if key.required else f"`{key.default_text}`"
-        twin = keys().get(key.name.replace(".valid_sources.", ".sources."), key)
-        same = twin is not key and twin.description == key.description
-        meaning = f"As `{twin.name}`." if same else key.description
-        takes = key.takes.removesuffix(" or null") if key.default_text == "null" else key.takes
-        cells = [f"`{key.name}`", _short(takes), default, meaning]
-        rows.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+    if not any(key.by_type for key in members):
+        return rows + [_row(key) for key in members]
+    chosen, *others = members  # the type comes first
+    shown: list[RecipeKey] = []
+    rows.append(_row(chosen))
+    for name, of_type in chosen.by_type.items():
+        own = [key.by_type[name] for key in others if name in key.by_type]
+        new = [key for key in own if key not in shown]
+        also = ", ".join(f"`{key.name.rpartition('.')[2]}`" for key in own if key in shown)
+        rows.append(f"| `type: {name}` ||| {_cell(of_type.description)}{f' Also: {also}.' if also else ''} |")
+        rows += map(_row, new)
+        shown += new
     return rows
+
+
+def _row(key: RecipeKey) -> str:
+    default = key.default_text if key.required else f"`{key.default_text}`"
+    twin = keys().get(key.name.replace(".valid_sources.", ".sources."), key)
+    same = twin.name != key.name and twin.description == key.description
+    meaning = f"As `{twin.name}`." if same else key.description
+    takes = key.takes.removesuffix(" or null") if key.default_text == "null" else key.takes
+    return "| " + " | ".join(map(_cell, (f"`{key.name}`", _short(takes), default, meaning))) + " |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
 
 
 _TYPES = {"a finite number": "number", "an integer": "integer", "a string": "string", "true or false": "boolean"}

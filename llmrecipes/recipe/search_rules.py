@@ -14,7 +14,7 @@ from llmrecipes.recipe.explain import rule_of
 from llmrecipes.recipe.keys import admits, hint, is_key, key_of, options_of
 from llmrecipes.recipe.overrides import Override, apply
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.search_section import PRUNER_KEYS, SAMPLER_KEYS, Dimension, Pruner, Search
+from llmrecipes.recipe.search_section import PRUNER_KEYS, Dimension, Pruner, Search
 from llmrecipes.redact import has_secret, redact
 
 FIXED = ("name", "description", "train.train_iters", "train.eval_interval", "train.eval_iters", "data.split")
@@ -196,10 +196,7 @@ def _types(key: str) -> set[Any]:
 
 
 def _sampler(search: Search) -> Iterator[Problem]:
-    sampler, kind = search.sampler, search.sampler.type
-    for key in type(sampler).model_fields:
-        if key != "type" and getattr(sampler, key) is not None and key not in SAMPLER_KEYS[kind]:
-            yield Problem(f"search.sampler.{key}", f"has no effect on {kind}", fix="remove it")
+    kind = search.sampler.type
     cannot: list[tuple[str, str]] = []
     if kind == "GridSampler":
         cannot += [(dimension.key, "a range without step") for dimension in search.space if not is_finite(dimension)]

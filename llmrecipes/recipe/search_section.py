@@ -9,18 +9,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from llmrecipes.recipe.section import JsonObject, NonNegFloat, NonNegInt, PosFloat, PosInt, Probability, Section
-
-SamplerType = Literal["TPESampler", "GPSampler", "CmaEsSampler", "RandomSampler", "GridSampler", "QMCSampler"]
-SAMPLER_KEYS: dict[SamplerType, tuple[str, ...]] = {
-    "TPESampler": ("seed", "n_startup_trials", "multivariate", "n_ei_candidates"),
-    "GPSampler": ("seed", "n_startup_trials"),
-    "CmaEsSampler": ("seed", "n_startup_trials", "popsize", "with_margin"),
-    "RandomSampler": ("seed",),
-    "GridSampler": ("seed",),
-    "QMCSampler": ("seed", "qmc_type", "scramble"),
-}
-"""Keys of `search.sampler` that have an effect on each sampler."""
+from llmrecipes.recipe.section import (
+    JsonObject,
+    NonNegFloat,
+    NonNegInt,
+    PosFloat,
+    PosInt,
+    Probability,
+    Section,
+    Variant,
+    type_or,
+)
 
 PlainPruner = Literal[
     "NopPruner", "MedianPruner", "PercentilePruner", "SuccessiveHalvingPruner", "HyperbandPruner", "WilcoxonPruner"
@@ -61,28 +60,65 @@ class Dimension(Section):
     otherwise it keeps the recipe's value. The other keys may be searched themselves, by earlier items."""
 
 
-class Sampler(Section):
-    """How values are sampled (`optuna.samplers`)."""
+class Sampler(Variant):
+    """How values are sampled."""
 
-    type: SamplerType = "TPESampler"
-    """Sampler: tree-structured Parzen estimator, Gaussian process, CMA-ES, random, grid, or quasi-Monte Carlo."""
     seed: NonNegInt | None = None
     """Seed of the sampler; every process that works on the study draws a different sequence. Unset: a new seed each
     time."""
+
+
+class _Learning(Sampler):
     n_startup_trials: PosInt | None = None
-    """Random trials before the sampler learns from results (TPE, GP, CMA-ES); unset: Optuna's default."""
-    multivariate: bool | None = None
-    """TPE: model all keys jointly rather than independently; unset: true."""
+    """Random trials before the sampler learns from results; unset: Optuna's default."""
+
+
+class ParzenEstimator(_Learning):
+    """Tree-structured Parzen estimator."""
+
+    type: Literal["TPESampler"] = "TPESampler"
+    multivariate: bool = True
+    """Model all keys jointly rather than independently."""
     n_ei_candidates: PosInt | None = None
-    """TPE: candidates per choice; unset: Optuna's default."""
+    """Candidates per choice; unset: Optuna's default."""
+
+
+class GaussianProcess(_Learning):
+    """Gaussian process."""
+
+    type: Literal["GPSampler"]
+
+
+class CmaEs(_Learning):
+    """CMA-ES, an evolution strategy."""
+
+    type: Literal["CmaEsSampler"]
     popsize: PosInt | None = None
-    """CMA-ES: trials per generation; unset: Optuna's default."""
-    with_margin: bool | None = None
-    """CMA-ES: keep a minimum probability for every integer or stepped value; unset: false."""
-    qmc_type: Literal["sobol", "halton"] | None = None
-    """QMC: kind of sequence; unset: sobol."""
-    scramble: bool | None = None
-    """QMC: randomise the sequence; unset: false."""
+    """Trials per generation; unset: Optuna's default."""
+    with_margin: bool = False
+    """Keep a minimum probability for every integer or stepped value."""
+
+
+class RandomPoints(Sampler):
+    """Random values."""
+
+    type: Literal["RandomSampler"]
+
+
+class GridPoints(Sampler):
+    """All points of a grid, in random order."""
+
+    type: Literal["GridSampler"]
+
+
+class QuasiRandomPoints(Sampler):
+    """Quasi-Monte Carlo: a sequence that covers the space evenly."""
+
+    type: Literal["QMCSampler"]
+    qmc_type: Literal["sobol", "halton"] = "sobol"
+    """Kind of sequence."""
+    scramble: bool = False
+    """Randomise the sequence."""
 
 
 class Pruner(Section):
@@ -144,7 +180,12 @@ class Search(Section):
     seeds_per_point: PosInt = 1
     """Training runs per point, with `train.seed` and the seeds after it. The value of a trial is their mean; only the
     first can be pruned."""
-    sampler: Sampler = Sampler()
+    sampler: Annotated[
+        ParzenEstimator | GaussianProcess | CmaEs | RandomPoints | GridPoints | QuasiRandomPoints,
+        Field(discriminator="type"),
+        type_or("TPESampler"),
+    ] = ParzenEstimator()
+    """How values are sampled (`optuna.samplers`)."""
     pruner: Pruner | None = None
     study_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,40}$")] | None = None
     """Name of the study; unset: the recipe's name."""

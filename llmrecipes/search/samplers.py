@@ -21,7 +21,7 @@ from optuna import pruners, samplers
 from optuna._transform import _SearchSpaceTransform
 from optuna.trial import FrozenTrial, TrialState
 
-from llmrecipes.recipe.search_section import PRUNER_KEYS, SAMPLER_KEYS, Pruner, PrunerType, Search
+from llmrecipes.recipe.search_section import PRUNER_KEYS, Pruner, PrunerType, Search
 from llmrecipes.search.space import distribution, plain
 from llmrecipes.search.trial import TrialOutcome
 from llmrecipes.search.trials import FITS, OUTCOME, continues, own_trials
@@ -286,15 +286,12 @@ def sampler(search: Search, worker: int) -> BaseSampler:
         worker: number of this process among those that have worked on the study; each draws its own sequence.
     """
     wanted = search.sampler
-    keywords: dict[str, Any] = {
-        key: value for key in SAMPLER_KEYS[wanted.type] if (value := getattr(wanted, key)) is not None
-    }
+    keywords = {key: value for key, value in wanted if key != "type" and value is not None}
     # Processes share the sequence of QMC; CMA-ES draws from seed and number of a trial.
     if wanted.seed is not None and wanted.type not in ("QMCSampler", "CmaEsSampler"):
         keywords["seed"] = _seed(wanted.seed, worker)
     match wanted.type:
         case "TPESampler":
-            keywords.setdefault("multivariate", True)
             # Keys that depend on others are modelled in groups of keys that occur together.
             keywords["group"] = keywords["multivariate"] and any(dimension.when for dimension in search.space)
             keywords["constant_liar"] = True  # values of running trials are avoided: several at a time differ

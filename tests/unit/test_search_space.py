@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from llmrecipes.recipe import rules
-from llmrecipes.recipe.search_section import PRUNER_KEYS, SAMPLER_KEYS
+from llmrecipes.recipe.keys import keys
+from llmrecipes.recipe.search_section import PRUNER_KEYS
 from llmrecipes.search.samplers import pruner as make_pruner
 from llmrecipes.search.space import evaluation, evaluations, trial_recipe
 from llmrecipes.search.study import require_section
@@ -63,7 +64,6 @@ def norm(*choices: str) -> dict[str, Any]:
         ({"sampler": {"type": "CmaEsSampler"}, "space": [LR, ACT]}, "search.sampler.type", "model.activation_func"),
         ({"sampler": {"type": "QMCSampler"}, "space": [LR, ACT]}, "search.sampler.type", "model.activation_func"),
         ({"sampler": {"type": "GPSampler"}, "space": [GATE, CONDITION]}, "search.sampler.type", "GPSampler"),
-        ({"sampler": {"popsize": 3}}, "search.sampler.popsize", "TPESampler"),
         ({"pruner": {"type": "MedianPruner", "patience": 3}}, "search.pruner.patience", "MedianPruner"),
         ({"pruner": {"type": "PercentilePruner"}}, "search.pruner.percentile", "PercentilePruner"),
         ({"pruner": {"type": "PatientPruner"}}, "search.pruner.patience", "PatientPruner"),
@@ -197,7 +197,7 @@ def test_no_trial_is_pruned_in_the_first_quarter(
 def test_every_sampler_and_pruner_is_optunas() -> None:
     from optuna import pruners, samplers
 
-    assert all(hasattr(samplers, name) for name in SAMPLER_KEYS)
+    assert all(hasattr(samplers, name) for name in keys()["search.sampler.type"].by_type)
     assert all(hasattr(pruners, name) for name in PRUNER_KEYS)
 
 
