@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, close, machine, parser, show
-from llmrecipes.data.corpus import kept
-from llmrecipes.data.steps import Seen, step_spec
+from llmrecipes.data.sources import documents
+from llmrecipes.data.steps import Seen, pipeline, step_spec
 from llmrecipes.recipe.load import load
 
 RECIPE = "gpt-tiny-clean"
@@ -76,7 +76,10 @@ def plant(originals: list[str], rng: random.Random) -> tuple[list[str], Counter[
 def corpora(folder: Path) -> Counter[str]:
     """Write held.jsonl, planted.jsonl and originals.jsonl; bytes of the planted one by kind."""
     data = load(RECIPE).recipe.data
-    texts = [each.text.decode() for each in kept(data.sources[0], Seen(step_spec(data)))]
+    spec = step_spec(data)
+    seen = Seen(spec)
+    kept = map(seen.kept, map(pipeline(spec), documents(data.sources[0], None)))
+    texts = [each.text.decode() for each in kept if each is not None]
     held, originals = texts[::HELD_OUT], [text for n, text in enumerate(texts) if n % HELD_OUT]
     planted, sizes = plant(originals, random.Random(1))
     for name, every in (("held", held), ("planted", planted), ("originals", originals)):

@@ -21,7 +21,7 @@ CODE_BUDGET = {
     "bench": 1750,
     "checkpoint": 1100,
     "cli": 3630,
-    "data": 7800,
+    "data": 7825,
     "diagnosis": 1000,
     "doctor": 1150,
     "dryrun": 600,

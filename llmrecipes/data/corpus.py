@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -83,40 +84,60 @@ def batches_of(number: int, documents: Iterable[str | None]) -> Iterator[Batch]:
         yield batch
 
 
-def kept(source: Source, seen: Seen, chat: Chat | None = None) -> Iterator[Document]:
-    """A source's documents except the dropped ones, in this process.
+def training_sample(
+    every: tuple[Source, ...],
+    spec: StepSpec,
+    executor: Executor,
+    report: Callable[[int, Source], None],
+    chat: Chat | None,
+) -> list[str]:
+    """Texts of the train split to train a tokenizer on: the first of each source, sharing `SAMPLE_BYTES` evenly.
 
     Args:
-        source: to read.
-        seen: the documents kept so far, of all sources; grows.
+        every: sources to read.
+        spec: which of their documents are kept, and how they are changed.
+        executor: applies the steps that look at one document.
+        report: receives the bytes so far and the source that is read, after each document.
         chat: the documents are conversations.
+
+    Raises:
+        UserError: a source cannot be read, or no worker is left.
     """
-    run = pipeline(seen.spec)
-    for text in sources.documents(source, chat, skip=seen.spec.max_unreadable > 0):
-        document = run(text)
-        if isinstance(document, Document):
-            judged = seen.add(document)
-            if not isinstance(judged, Dropped):
-                yield document if judged is None else judged.document
-
-
-def training_sample(
-    every: tuple[Source, ...], spec: StepSpec, limit: int = SAMPLE_BYTES, chat: Chat | None = None
-) -> list[str]:
-    """Texts of the train split to train a tokenizer on: the first ones of each source, sharing `limit` bytes evenly."""
     seen = Seen(spec)
     sample: list[str] = []
-    for source in every:
-        room = limit // len(every)
-        for document in kept(source, seen, chat):
-            if document.split == "train":
-                sample += [document.text.decode()] if chat is None else contents(document.text)
-                room -= len(document.text)
-            if room <= 0:
-                break
+    size = 0
+    for number, source in enumerate(every):
+        room = SAMPLE_BYTES // len(every)
+        documents = sources.documents(source, chat, skip=spec.max_unreadable > 0)
+        with closing(_cleaned(batches_of(number, documents), spec, executor)) as batches:
+            for outcome in chain.from_iterable(batches):
+                document = seen.kept(outcome)
+                if document is not None and document.split == "train":
+                    sample += [document.text.decode()] if chat is None else contents(document.text)
+                    room -= len(document.text)
+                    size += len(document.text)
+                report(size, source)
+                if room <= 0:
+                    break
     return sample
 
 
+def _cleaned(
+    batches: Iterable[Batch], spec: StepSpec, executor: Executor
+) -> Generator[list[Document | Dropped], None, None]:
+    """What becomes of the texts of each batch; without steps, processes would take longer to receive them."""
+    pending, clean = iter(batches), partial(_outcomes, spec)
+    yield from map(clean, islice(pending, _CLEANED_ALONE if spec.steps or spec.comparisons else None))
+    with closing(executor.map(clean, pending)) as rest:
+        yield from rest
+
+
+def _outcomes(spec: StepSpec, batch: Batch) -> list[Document | Dropped]:
+    run = _pipeline(spec)
+    return [run(text) for text in batch.texts]
+
+
+_CLEANED_ALONE = 4  # batches
 _ALONE = 32  # batches, 1 MiB each: processes take longer to start than these to encode
 
 
@@ -182,8 +203,7 @@ def encode_all(batches: Iterable[Batch], spec: EncoderSpec, executor: Executor) 
 
 
 def _work(spec: EncoderSpec, batch: Batch) -> Worked:
-    run = _pipeline(spec.steps)
-    outcomes = [_scored(spec, run(text)) for text in batch.texts]
+    outcomes = [_scored(spec, outcome) for outcome in _outcomes(spec.steps, batch)]
     encoded = _encoded(spec, batch.source, outcomes)
     cuts, talks = spec.steps.cuts, spec.chat is not None
     for place, outcome in enumerate(outcomes):  # only what is written, or cut, goes back to the process that writes

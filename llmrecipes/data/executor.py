@@ -24,6 +24,8 @@ from llmrecipes.errors import UserError
 _AHEAD = 2
 """Items in flight for each worker, so that none waits for the next."""
 
+REPORT_SECONDS = 5.0
+"""Between lines about the progress of items."""
 EXECUTORS = {"ray": "llmrecipes.data.ray_cluster:Ray"}
 """Classes by their name for `--on`, made of the most items at a time or None."""
 

@@ -18,7 +18,7 @@ from llmrecipes.console import duration
 from llmrecipes.data import compare, join, parts, sources
 from llmrecipes.data.compare import Item, Stage, one, one_a_shard
 from llmrecipes.data.corpus import Tally
-from llmrecipes.data.executor import Executor, ThisProcess
+from llmrecipes.data.executor import REPORT_SECONDS, Executor, ThisProcess
 from llmrecipes.data.join import JOINED, Layout, kept_tokens, read_counts, read_layout, used_item
 from llmrecipes.data.manifest import ChatCounts, Counts, HeldOut, SourceRecord, stem
 from llmrecipes.data.prepared import HeldOutSplit, held_out_name
@@ -33,7 +33,6 @@ SHARDS_OF_A_WORKER = 4
 """With fewer, workers would wait for the last shards; they share the batches of one shard after the other instead."""
 _SMALL_BYTES = 32 * MIB
 """Of shards, that one process joins within seconds."""
-_REPORT_SECONDS = 5.0
 
 
 def stages(shards: Shards) -> tuple[Stage, ...]:
@@ -179,7 +178,7 @@ class Progress:
             self._log(f"{name}: {done:,} of {count:,}")
 
     def _due(self) -> bool:
-        if time.monotonic() - self._reported <= _REPORT_SECONDS:
+        if time.monotonic() - self._reported <= REPORT_SECONDS:
             return False
         self._reported = time.monotonic()
         return True

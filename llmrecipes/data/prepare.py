@@ -21,7 +21,7 @@ import llmrecipes
 from llmrecipes.data import card, checked, sources
 from llmrecipes.data import manifest as manifests
 from llmrecipes.data.curriculum import require_same_scores
-from llmrecipes.data.executor import EXECUTORS, Executor, Processes
+from llmrecipes.data.executor import EXECUTORS, REPORT_SECONDS, Executor, Processes
 from llmrecipes.data.manifest import ChatRecord, DataManifest, File, TokenizerRecord
 from llmrecipes.data.prepared import (
     TOKENIZER,
@@ -41,7 +41,7 @@ from llmrecipes.hardware.builds import import_megatron
 from llmrecipes.hardware.cluster import cpu_cores
 from llmrecipes.io import sync, write_synced
 from llmrecipes.recipe.plugins import resolve
-from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.schema import Recipe, Source
 from llmrecipes.recipe.stage_runs import stage_recipes
 from llmrecipes.units import MIB
 
@@ -122,12 +122,13 @@ def _shards_folder(target: Path) -> Path:
     return target.with_name(f".{target.name}.shards")
 
 
-def _shards(recipe: Recipe, target: Path, log: Callable[[str], None]) -> Shards:
+def _shards(recipe: Recipe, target: Path, executor: Executor, log: Callable[[str], None]) -> Shards:
     """The shards of a recipe, with the tokenizer; those of other sources or another version are deleted.
 
     Args:
         recipe: whose data is prepared.
         target: the folder that is to be made.
+        executor: cleans the texts that a tokenizer is trained on.
         log: receives what is notable.
     """
     from llmrecipes.data.shards import PLAN, Shards, plan, read_plan
@@ -146,7 +147,7 @@ def _shards(recipe: Recipe, target: Path, log: Callable[[str], None]) -> Shards:
         shutil.rmtree(folder, ignore_errors=True)
         try:
             part.mkdir()
-            tokenizer, dtype, _ = _encoding(recipe, part, log)
+            tokenizer, dtype, _ = _encoding(recipe, part, executor, log)
             stored = plan(recipe.data.sources, dtype, tokenizer)
             write_synced(part / PLAN, f"{stored.model_dump_json(indent=1)}\n".encode())
             sync(part)
@@ -170,7 +171,7 @@ def _build(recipe: Recipe, target: Path, executor: Callable[[], Executor], log: 
     workers = executor()  # first: a cluster that does not answer is said before minutes of work
     try:
         with closing(workers):
-            shards = _shards(recipe, target, log)
+            shards = _shards(recipe, target, workers, log)
             for left in shards.folder.rglob(".*.part"):  # by a killed call
                 shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
             run(shards, workers, log)
@@ -202,7 +203,9 @@ def _delete_shards(target: Path) -> None:
     shutil.rmtree(part, ignore_errors=True)
 
 
-def _encoding(recipe: Recipe, part: Path, log: Callable[[str], None]) -> tuple[TokenizerRecord, str, EncoderSpec]:
+def _encoding(
+    recipe: Recipe, part: Path, executor: Executor, log: Callable[[str], None]
+) -> tuple[TokenizerRecord, str, EncoderSpec]:
     """Tokenizer, type of ids, and how documents are encoded; tokenizer and template are written into the folder."""
     from megatron.core.datasets.indexed_dataset import DType
 
@@ -224,7 +227,7 @@ def _encoding(recipe: Recipe, part: Path, log: Callable[[str], None]) -> tuple[T
                 f"note: the chat template ({template.origin}) may write the date of today into conversations: "
                 "data prepared on another day differ; a copy with a fixed date is data.chat.chat_template=FILE"
             )
-    tokenizer = _tokenizer(recipe, steps, part, log)
+    tokenizer = _tokenizer(recipe, steps, part, executor, log)
     talks = recipe.data.chat is not None and recipe.data.chat.preference is None
     if talks and not templates.ends_answers(template, (part / TOKENIZER).read_text("utf-8")):
         log(
@@ -328,7 +331,22 @@ def _chat(recipe: Recipe) -> ChatSpec | None:
     )
 
 
-def _tokenizer(recipe: Recipe, steps: StepSpec, part: Path, log: Callable[[str], None]) -> TokenizerRecord:
+def _sampling(log: Callable[[str], None]) -> Callable[[int, Source], None]:
+    """Says every few seconds how much of the text is read."""
+    said = time.monotonic()
+
+    def report(size: int, source: Source) -> None:
+        nonlocal said
+        if time.monotonic() - said > REPORT_SECONDS:
+            said = time.monotonic()
+            log(f"{size / MIB:.1f} MiB of text to train on; at {sources.label(source)}")
+
+    return report
+
+
+def _tokenizer(
+    recipe: Recipe, steps: StepSpec, part: Path, executor: Executor, log: Callable[[str], None]
+) -> TokenizerRecord:
     from llmrecipes.data import corpus, infilling, tokenizer
     from llmrecipes.data.templates import special_tokens
 
@@ -337,7 +355,7 @@ def _tokenizer(recipe: Recipe, steps: StepSpec, part: Path, log: Callable[[str],
         started = time.monotonic()
         chat = recipe.data.chat
         log(f"reading up to {corpus.SAMPLE_BYTES / MIB:.0f} MiB of text to train a byte-level BPE")
-        sample = corpus.training_sample(recipe.data.sources, steps, chat=chat)
+        sample = corpus.training_sample(recipe.data.sources, steps, executor, _sampling(log), chat)
         sample_bytes = sum(len(text.encode()) for text in sample)
         log(f"training a byte-level BPE of {recipe.model.vocab_size:,} tokens on {sample_bytes / MIB:.1f} MiB")
         fim_tokens = tuple(infilling.token_texts(recipe.data).values())

@@ -324,6 +324,15 @@ class Seen:
                 cut = Cut(name, left, len(pieces), "".join(pieces)[:EXCERPT])
         return cut
 
+    def kept(self, outcome: Document | Dropped) -> Document | None:
+        """Add a document; returns what is kept of it."""
+        if isinstance(outcome, Dropped):
+            return None
+        judged = self.add(outcome)
+        if isinstance(judged, Dropped):
+            return None
+        return outcome if judged is None else judged.document
+
 
 def left_of(document: Document, text: str, step: str, rule: SplitRule) -> Document:
     """What is left of a document of which a step has cut something out."""

@@ -18,6 +18,7 @@ from pydantic import create_model
 
 from llmrecipes.data import parts, pipeline
 from llmrecipes.data import shards as shards_module
+from llmrecipes.data.executor import ThisProcess
 from llmrecipes.data.leaks import check_near_copies
 from llmrecipes.data.prepare import Prepared, _shards, fingerprint, prepare
 from llmrecipes.data.shards import Shards
@@ -99,7 +100,7 @@ def content(prepared: Prepared) -> dict[str, bytes]:
 
 def begun(used: Recipe, data: Path) -> Shards:
     data.mkdir()
-    return _shards(used, data / fingerprint(used), lambda line: None)
+    return _shards(used, data / fingerprint(used), ThisProcess(), lambda line: None)
 
 
 def run(stage: Any) -> None:

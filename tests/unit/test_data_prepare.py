@@ -168,10 +168,26 @@ def test_preparing_again_does_nothing_and_warns_if_sources_have_changed(tmp_path
 def test_the_files_do_not_depend_on_the_number_of_workers(
     tmp_path: Path, made: tuple[Recipe, Prepared], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The tokenizer is trained on the first cleaned texts of each source, and what is read for it is reported."""
     monkeypatch.setattr(corpus_module, "_ALONE", 1)
+    monkeypatch.setattr(corpus_module, "_CLEANED_ALONE", 1)
     monkeypatch.setattr(corpus_module, "_BATCH_CHARACTERS", 4096)
-    prepared = prepare(made[0], tmp_path, workers=2)
-    assert prepared.manifest == made[1].manifest
+    monkeypatch.setattr("llmrecipes.data.prepare.REPORT_SECONDS", -1.0)
+    assert prepare(made[0], tmp_path / "plain", workers=2).manifest == made[1].manifest
+    # Copies of documents before and behind the end of the first sample: the second source's is without the first.
+    first, second = corpus(tmp_path / "first"), corpus(tmp_path / "second", seed=1, word="Wörter")
+    for name in ("0000.txt", "0199.txt"):
+        shutil.copy(tmp_path / "first" / name, tmp_path / "second" / f"copy-{name}")
+    used = recipe(first, second)
+    steps = [{"type": "length", "min_characters": 20}, {"type": "duplicates"}]
+    used = used.model_copy(update={"data": Data.model_validate(used.data.model_dump() | {"steps": steps})})
+    monkeypatch.setattr(corpus_module, "SAMPLE_BYTES", 20_000)
+    lines: list[str] = []
+    one = prepare(used, tmp_path / "one", workers=1, progress=lines.append)
+    assert prepare(used, tmp_path / "two", workers=2).manifest == one.manifest
+    assert one.manifest.tokenizer.trained_on_bytes is not None
+    assert 20_000 <= one.manifest.tokenizer.trained_on_bytes < 20_800
+    assert any(line.startswith("0.0 MiB of text") and line.endswith("second") for line in lines)
 
 
 def test_a_source_is_read_up_to_its_max_tokens_whatever_the_number_of_workers(
