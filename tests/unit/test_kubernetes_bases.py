@@ -1,4 +1,4 @@
-"""The folders under k8s/, as kubectl builds them: valid, safe, and two nodes of one run by this program's own rules."""
+"""The folders under k8s/: valid, safe, two nodes of one run as kubectl builds them, and as `submit` fills them in."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ import pytest
 import typer.main
 import yaml
 
-from llmrecipes import __version__
+from llmrecipes import __version__, files
 from llmrecipes.cli.app import build, run
 from llmrecipes.errors import ExitCode
+from llmrecipes.launch.base import PlannedForCluster
+from llmrecipes.launch.kubernetes import preparation
 from llmrecipes.launch.kubernetes.launcher import objects_of
-from llmrecipes.launch.kubernetes.settings import RUNTIME, KubernetesOptions
+from llmrecipes.launch.kubernetes.objects import BASES as RUNS
+from llmrecipes.launch.kubernetes.objects import pod_spec
+from llmrecipes.launch.kubernetes.pod import PodRun
+from llmrecipes.launch.kubernetes.settings import KubernetesOptions
 from llmrecipes.launch.ranks import Rank
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
@@ -29,13 +34,12 @@ from llmrecipes.workflow import train as workflow
 from llmrecipes.workflow.run import Paths, TrainOptions
 from llmrecipes.workflow.submit import plan_for
 from tests.kubernetes_schemas import require_valid
+from tests.refusals import refused
 
 Thing = dict[str, Any]
 
 K8S = Path(__file__).parents[2] / "k8s"
 BASES = sorted(path.parent.relative_to(K8S).as_posix() for path in K8S.glob("**/kustomization.yaml"))
-RUNS = {"job": "job", "jobset": "jobset", "trainjob": "trainjob/run"}
-"""Base of a run of each flavor."""
 IMAGE = f"registry.example.com:5000/ml/llmrecipes@sha256:{'7' * 64}"
 
 
@@ -71,10 +75,26 @@ def workload(things: list[Thing]) -> Thing:
     return next(thing for thing in things if thing["kind"] in ("Job", "JobSet", "TrainJob"))
 
 
-def rendered(flavor: str) -> Thing:
-    """The same run as `llmrecipes submit` renders it."""
-    options = KubernetesOptions(image=IMAGE, flavor=flavor, namespace="llmrecipes")
-    return objects_of(plan_for("gpt-tiny", [], "laptop", 2), options, "run-1")[-1]
+@cache
+def planned() -> PlannedForCluster:
+    return plan_for("gpt-1b", [], "h100-ib", 4)
+
+
+def submitted(flavor: str) -> list[Thing]:
+    """A larger run as `llmrecipes submit` sends it, or what prepares its data; the workload is the last."""
+    if flavor in RUNS:
+        return objects_of(planned(), KubernetesOptions(image=IMAGE, flavor=flavor), "run-1")
+    run = PodRun("name", "run-1", 4, planned().plan, planned().profile, "name: x\n", "0" * 64)
+    return preparation.render(run, KubernetesOptions(image=IMAGE, prepare_nodes=4 if flavor == "prepare-ray" else 1))
+
+
+@pytest.fixture
+def edited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A copy of k8s/ that `submit` fills in."""
+    folder, copied = files.folder, tmp_path / "k8s"
+    shutil.copytree(K8S, copied)
+    monkeypatch.setattr(files, "folder", lambda name: copied if name == "k8s" else folder(name))
+    return copied
 
 
 def job_of(thing: Thing) -> Thing:
@@ -238,7 +258,7 @@ def test_its_pods_are_two_nodes_of_one_run(base: str, monkeypatch: pytest.Monkey
     plan_for("gpt-tiny", [], "laptop", 2, ranks_per_node)
 
 
-@pytest.mark.parametrize("base", RUNS.values())
+@pytest.mark.parametrize("base", [*RUNS.values(), "prepare"])
 def test_its_other_containers_run_commands_of_this_program(base: str) -> None:
     for container in containers(workload(built(base))):
         words: list[str] = [*container["command"], *container.get("args", [])]
@@ -270,31 +290,89 @@ def test_its_pods_reach_each_other_and_nobody_else_does(base: str) -> None:
         assert not selectors[0]["matchLabels"].items() <= pod_of(workload(built(other)))["metadata"]["labels"].items()
 
 
-@pytest.mark.parametrize("flavor", RUNS)
-def test_it_restarts_as_a_submitted_run_does(flavor: str) -> None:
-    thing, submitted = workload(built(RUNS[flavor])), rendered("jobset" if flavor == "trainjob" else flavor)
-    ours, theirs = job_of(thing)["spec"], job_of(submitted)["spec"]
-    for key in ("podFailurePolicy", "podReplacementPolicy", "backoffLimit"):
-        assert ours[key] == theirs[key], key
-    assert ours["template"]["spec"]["restartPolicy"] == "Never"
-    if flavor != "job":
-        owner = runtime()["spec"]["template"] if flavor == "trainjob" else thing
-        assert owner["spec"]["failurePolicy"] == submitted["spec"]["failurePolicy"]
-    codes = [rule["onExitCodes"]["values"] for rule in ours["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
+@pytest.mark.parametrize("base", RUNS.values())
+def test_a_saved_run_restarts_and_a_stopped_one_does_not(base: str) -> None:
+    rules = job_of(workload(built(base)))["spec"]["podFailurePolicy"]["rules"]
+    codes = [rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule]
     assert codes == [[ExitCode.BAD_INPUT, ExitCode.STOP], [ExitCode.REQUEUE]]
 
 
 def test_the_runtime_starts_nothing_and_a_run_installs_nothing() -> None:
-    assert (runtime()["kind"], runtime()["metadata"]["name"]) == ("ClusterTrainingRuntime", RUNTIME)
     assert "image" not in json.dumps(runtime())
     things = built("trainjob/run")
     assert sorted(thing["kind"] for thing in things) == ["NetworkPolicy", "TrainJob"]
-    references = [workload(things)["spec"]["runtimeRef"], rendered("trainjob")["spec"]["runtimeRef"]]
-    assert references == [{"apiGroup": "trainer.kubeflow.org", "kind": runtime()["kind"], "name": RUNTIME}] * 2
+    reference = workload(things)["spec"]["runtimeRef"]
+    assert (reference["kind"], reference["name"]) == (runtime()["kind"], runtime()["metadata"]["name"])
+    assert runtime()["spec"]["template"]["spec"]["failurePolicy"] == workload(built("jobset"))["spec"]["failurePolicy"]
+
+
+@pytest.mark.parametrize("flavor", [*RUNS, "prepare", "prepare-ray"])
+def test_a_submitted_run_has_all_of_its_base_but_its_names_and_sizes(edited: Path, flavor: str) -> None:
+    for path in edited.glob("**/*.yaml"):
+        path.write_text(path.read_text("utf-8").replace("enableServiceLinks: false", "hostname: changed"), "utf-8")
+    objects = submitted(flavor)
+    of_base = [part for thing in objects for part in mappings(thing) if part.get("hostname") == "changed"]
+    assert len(of_base) == {"trainjob": 0, "prepare-ray": 3}.get(flavor, 1)
+    assert of_base or pod_spec(objects[-1])["hostname"] == "changed", "a TrainJob has it from its runtime"
+    text = json.dumps(objects[-1])
+    assert [word for word in ("gpt-tiny", "[0-1]", '"4Gi"') if word in text] == []
+
+
+@pytest.mark.parametrize(
+    ("flavor", "text", "replacement", "field"),
+    [
+        ("job", "  completions: 2\n", "", "spec.completions"),
+        ("job", "          image: llmrecipes\n", "", "spec.template.spec.initContainers.doctor.image"),
+        ("job", '--nproc, "2", ', "", "--nproc"),
+        ("job", "kind: Job\n", "kind: CronJob\n", "Job"),
+        ("job", "metadata:", "metadata", "Job"),
+        ("jobset", "    maxRestarts: 3\n", "", "spec.failurePolicy.maxRestarts"),
+        ("jobset", "- name: shm", "- name: x", "JobSet"),
+        ("trainjob", "    numNodes: 2\n", "", "spec.trainer.numNodes"),
+        ("prepare", "- name: prepare\n", "- name: x\n", "spec.template.spec.containers.prepare"),
+        ("prepare-ray", "        replicas: 1\n", "", "spec.rayClusterSpec.workerGroupSpecs.0.replicas"),
+    ],
+)
+def test_a_base_that_lacks_what_submit_sets_is_named(
+    edited: Path, flavor: str, text: str, replacement: str, field: str
+) -> None:
+    base = RUNS.get(flavor, flavor)
+    path = edited / base / {"prepare-ray": "rayjob.yaml"}.get(flavor, f"{flavor}.yaml")
+    before = path.read_text("utf-8")
+    assert text in before
+    path.write_text(before.replace(text, replacement), "utf-8")
+    with refused(f"k8s/{base}", rule=() if field in ("Job", "JobSet") else field):
+        submitted(flavor)
+
+
+def test_what_a_base_has_more_is_sent(edited: Path) -> None:
+    path = edited / "job" / "job.yaml"
+    more = "      tolerations: [{key: ours, operator: Exists}]\n"
+    path.write_text(path.read_text("utf-8").replace("      restartPolicy: Never\n", more), "utf-8")
+    with (edited / "job" / "kustomization.yaml").open("a") as file:
+        file.write("resources: [job.yaml, more.yaml]\n")
+    (edited / "job" / "more.yaml").write_text("{apiVersion: v1, kind: ServiceAccount, metadata: {name: gpt-tiny-job}}")
+    _, account, job = submitted("job")
+    assert (account["kind"], account["metadata"]["name"]) == ("ServiceAccount", job["metadata"]["name"])
+    keys = [toleration["key"] for toleration in pod_spec(job)["tolerations"]]
+    assert keys == ["ours", "nvidia.com/gpu"]
+
+
+def test_a_base_with_keys_that_submit_does_not_apply_is_refused(edited: Path) -> None:
+    with (edited / "job" / "kustomization.yaml").open("a") as file:
+        file.write("namePrefix: my-\n")
+    with refused("k8s/job", rule="namePrefix"):
+        submitted("job")
+
+
+def test_pods_of_a_ray_cluster_have_the_ray_of_their_image() -> None:
+    version = next(thing for thing in built("prepare-ray") if thing["kind"] == "RayJob")["spec"]["rayClusterSpec"]
+    locked = (K8S.parent / "requirements" / "ray.txt").read_text("utf-8")
+    assert f"\nray=={version['rayVersion']} " in locked
 
 
 def test_a_submitted_trainjob_fits_the_runtime() -> None:
-    pod = pod_of(rendered("trainjob"))["spec"]
+    pod = pod_of(submitted("trainjob")[-1])["spec"]
     names = [volume["name"] for volume in pod["volumes"]]
     mounts = pod["containers"][0]["volumeMounts"]
     assert sorted(names) == sorted({mount["name"] for mount in mounts})

@@ -18,9 +18,10 @@ import yaml
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.profile import COSTS, Costs
 from llmrecipes.launch.base import PlannedForCluster
+from llmrecipes.launch.kubernetes.bases import Object
 from llmrecipes.launch.kubernetes.launcher import objects_of
-from llmrecipes.launch.kubernetes.objects import jobset_rules, render, to_yaml
-from llmrecipes.launch.kubernetes.pod import Object, PodRun, variables
+from llmrecipes.launch.kubernetes.objects import render, to_yaml
+from llmrecipes.launch.kubernetes.pod import PodRun
 from llmrecipes.launch.kubernetes.settings import FLAVORS, KubernetesOptions, Secret, object_name, parse_secrets
 from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.recipe.load import load
@@ -217,10 +218,11 @@ def test_operators_are_compiled_on_the_node_and_not_in_the_shared_home() -> None
 
 
 def test_the_costs_of_the_site_reach_the_pods() -> None:
-    run, options = _run(), KubernetesOptions(image=IMAGE, flavor="jobset", namespace="llmrecipes")
+    run, options = _run(), KubernetesOptions(image=IMAGE)
     priced = run.profile.model_copy(update={"costs": Costs(pue=1.2, kg_co2_per_kwh=0.35)})
-    assert COSTS not in {variable["name"] for variable in variables(run, options, "")}
-    given = {variable["name"]: variable["value"] for variable in variables(replace(run, profile=priced), options, "")}
+    assert COSTS not in to_yaml(render(run, options))
+    container = container_of(render(replace(run, profile=priced), options))
+    given = {variable["name"]: variable["value"] for variable in container["env"]}
     assert Costs.model_validate_json(given[COSTS]) == priced.costs
 
 
@@ -279,7 +281,7 @@ def test_a_jobset_reads_why_its_job_failed(message: str, action: str | None) -> 
     reason = "PodFailurePolicy" if action else "BackoffLimitExceeded"
     matching = [
         rule["action"]
-        for rule in jobset_rules()
+        for rule in rendered("jobset")[-1]["spec"]["failurePolicy"]["rules"]
         if reason in rule["onJobFailureReasons"]
         and any(re.search(pattern, message) for pattern in rule["onJobFailureMessagePatterns"])
     ]

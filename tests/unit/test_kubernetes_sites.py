@@ -18,8 +18,9 @@ from llmrecipes.hardware import profile
 from llmrecipes.hardware.load import load_profile, names
 from llmrecipes.launch.base import PlannedForCluster, Submission
 from llmrecipes.launch.kubernetes import pod
-from llmrecipes.launch.kubernetes.launcher import KubernetesLauncher, objects_of, pod_spec
-from llmrecipes.launch.kubernetes.pod import Object
+from llmrecipes.launch.kubernetes.bases import Object
+from llmrecipes.launch.kubernetes.launcher import KubernetesLauncher, objects_of
+from llmrecipes.launch.kubernetes.objects import pod_spec
 from llmrecipes.launch.kubernetes.settings import FLAVORS, KubernetesOptions, Secret
 from llmrecipes.launch.rendezvous import TOKEN, job_hosts
 from llmrecipes.workflow.submit import plan_for

@@ -277,7 +277,8 @@ def test_several_pods_tokenize_as_a_ray_cluster(
     cluster = job["spec"]["rayClusterSpec"]
     [workers] = cluster["workerGroupSpecs"]
     assert {workers[name] for name in ("replicas", "minReplicas", "maxReplicas")} == {3}
-    assert job["spec"]["entrypoint"].endswith("recipe.yaml --on ray") and cluster["authOptions"] == {"mode": "token"}
+    assert job["spec"]["entrypoint"] == "llmrecipes prepare --on ray /etc/llmrecipes/recipe.yaml"
+    assert cluster["authOptions"] == {"mode": "token"}
     templates = list(pod_templates(job["spec"]))
     assert len(templates) == 3
     for template in templates:

@@ -28,8 +28,9 @@ from llmrecipes.launch.base import (
     Submission,
 )
 from llmrecipes.launch.job import Job
-from llmrecipes.launch.kubernetes import objects, pod, ray_job, site
-from llmrecipes.launch.kubernetes.pod import Object, PodRun
+from llmrecipes.launch.kubernetes import objects, pod, preparation, site
+from llmrecipes.launch.kubernetes.bases import Object
+from llmrecipes.launch.kubernetes.pod import PodRun
 from llmrecipes.launch.kubernetes.settings import FLAVORS, KubernetesOptions, object_name, parse_secrets
 from llmrecipes.launch.launcher_options import K8S, fields, options_of
 from llmrecipes.launch.programs import ask, require_program, run, tell
@@ -47,6 +48,7 @@ JOBSET_NAME = "jobset.sigs.k8s.io/jobset-name"
 NAMES_AT_ONCE = 100
 """Maximum names in one selector, which is part of a URL."""
 FAILED_WITH = re.compile(r"failed with exit code (\d+)")
+RAY_JOB = "rayjob"
 SUCCEEDED, FAILED, SUSPENDED = {"Complete", "Completed"}, {"Failed"}, {"Suspended"}
 """Condition types of Jobs, JobSets and TrainJobs."""
 
@@ -68,20 +70,22 @@ class KubernetesLauncher:
         run = _run(submission.planned_for_cluster, submission.run_id, submission.options)
         rendered = objects.render(run, options)
         workload = rendered[-1]["metadata"]
-        level, reasons = pod.security_level(pod_spec(rendered[-1]))
+        level, reasons = pod.security_level(objects.pod_spec(rendered[-1]))
         apply, text = ("kubectl", "apply", "--filename", "-"), objects.to_yaml(rendered)
         first: list[Object] = []
         if run.profile.gpus_per_node and not submission.prepared and not options.prepared:
-            first = [rendered[0], *preparation(run, options)]  # both read the recipe from its ConfigMap
+            first = [rendered[0], *preparation.render(run, options)]  # both read the recipe from its ConfigMap
         kind = first[-1]["kind"] if first else ""
-        waits = f"# First the {kind} {preparation_name(run.name)} and its ConfigMap; the rest when it has completed.\n"
+        waits = (
+            f"# First the {kind} {preparation.name_of(run.name)} and its ConfigMap; the rest when it has completed.\n"
+        )
         return Rendering(
             apply,
             text=text,
             first=apply if first else (),
             first_text=objects.to_yaml(first) if first else "",
             shown=waits + objects.to_yaml([*first, *rendered[1:]]) if first else text,
-            notes={"tokenize": f"{_tokenizing(options.prepare_nodes)} {TOKENIZE}"} if first else {},
+            notes={"tokenize": f"{preparation.described(options)} {TOKENIZE}"} if first else {},
             details={
                 "prepare_objects": first or None,
                 "name": workload["name"], "namespace": options.namespace, "flavor": options.flavor, "objects": rendered,
@@ -113,7 +117,7 @@ class KubernetesLauncher:
         _require_accepted(rendering.command, rendering.text)
         if rendering.first:
             _require_accepted(rendering.first, rendering.first_text)
-            name = preparation_name(rendering.details["name"])
+            name = preparation.name_of(rendering.details["name"])
             kind = rendering.details["prepare_objects"][-1]["kind"].lower()
             ref = JobRef("k8s", f"{rendering.details['namespace']}/{kind}/{name}", submission.run_dir)
             finish_preparation(self, ref, rendering.first, rendering.first_text, submission.run_id)
@@ -137,7 +141,7 @@ class KubernetesLauncher:
                 if name in named:
                     by_ref[named[name]] = status_of(thing)
             failed = [name for name, ref in named.items() if ref in by_ref and by_ref[ref].state is JobState.FAILED]
-            if kind not in ("job", ray_job.KIND) and failed:
+            if kind not in ("job", RAY_JOB) and failed:
                 for thing in _get(namespace, "job", failed, JOBSET_NAME):
                     if (status := status_of(thing)).exit_code:
                         by_ref[named[thing["metadata"]["labels"][JOBSET_NAME]]] = status
@@ -186,20 +190,6 @@ def _run(planned: PlannedForCluster, run_id: str, options: RunOptions) -> PodRun
     )
 
 
-def pod_spec(workload: Object) -> Object:
-    """The pods of a Job or a JobSet; of a TrainJob what its runtime in k8s/trainjob/runtime makes of it."""
-    spec: Object = workload["spec"]
-    if workload["kind"] == "JobSet":
-        spec = spec["replicatedJobs"][0]["template"]["spec"]
-    if workload["kind"] != "TrainJob":
-        pod_template: Object = spec["template"]["spec"]
-        return pod_template
-    patch = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
-    podlike = patch["template"]["spec"]["template"]["spec"]
-    containers = [{**container, "securityContext": pod.container_security()} for container in podlike["containers"]]
-    return {**pod.frame(podlike["terminationGracePeriodSeconds"]), **podlike, "containers": containers}
-
-
 def _warnings(profile: Profile, options: KubernetesOptions) -> tuple[str, ...]:
     names = site.left_out(profile, options.host_network)
     what = f"{', '.join(names)} of {profile.name} is not passed to pods, because it names interfaces of its nodes"
@@ -235,7 +225,7 @@ def status_of(workload: Object) -> JobStatus:
     """The status of a Job, a JobSet, a TrainJob or a RayJob; their conditions differ only in a few types."""
     status: Object = workload.get("status") or {}
     if workload.get("kind") == "RayJob":
-        status = ray_job.as_job(status)
+        status = _as_job(status)
     held = {
         condition["type"]: condition
         for condition in status.get("conditions") or ()
@@ -253,6 +243,15 @@ def status_of(workload: Object) -> JobStatus:
         return JobStatus(JobState.PENDING, reason="suspended")
     restarts = int(status.get("restarts") or 0)  # of a JobSet
     return JobStatus(JobState.RUNNING if any(_ready(status)) else JobState.PENDING, restarts=restarts)
+
+
+def _as_job(status: Object) -> Object:
+    """The status of a RayJob in the words of a Job's."""
+    phase = status.get("jobDeploymentStatus", "")
+    if phase == "ValidationFailed" or (phase == "Complete" and status.get("jobStatus") != "SUCCEEDED"):
+        phase = "Failed"
+    condition = {"type": phase, "status": "True", **{key: status.get(key, "") for key in ("reason", "message")}}
+    return {"conditions": [condition], "ready": int(phase == "Running")}
 
 
 def _ready(status: Object) -> Iterator[int]:
@@ -277,99 +276,6 @@ def _options(chosen: LauncherOptions) -> KubernetesOptions:
         )
     values = fields(chosen, ("secret", "image"))
     return KubernetesOptions(image=image, secrets=parse_secrets(chosen.get("secret") or ()), **values)
-
-
-CONTAINER = "prepare"
-MOST_CORES, MOST_MEMORY_GIB = 16, 64
-"""Requests, not limits: what most nodes without GPUs have. Tokenizing uses all cores that its node has left."""
-RETRIES = 3
-PLACEMENT = ("tolerations", "serviceAccountName", "imagePullSecrets")
-"""Of the fields that say where a pod of the run goes."""
-KEEP_SECONDS = 7 * 24 * 3600
-
-
-def _tokenizing(pods: int) -> str:
-    return "a CPU Job" if pods == 1 else f"a Ray cluster of {pods:,} CPU pods"
-
-
-def preparation_name(run: str) -> str:
-    """Name of the Job that prepares the data of a run's objects."""
-    return f"{run}-prepare"
-
-
-def preparation(run: PodRun, options: KubernetesOptions) -> list[Object]:
-    """A Job of a pod on CPUs, or a RayJob of several, with the run's recipe and claim. They do nothing if the data is
-    prepared.
-
-    The profile's node selector, its patch and paths of its nodes are left out, because they belong to GPU nodes; its
-    tolerations are kept, for clusters that have no others.
-    """
-    name = preparation_name(run.name)
-    labels = {"app.kubernetes.io/name": "llmrecipes", pod.INSTANCE: name}
-    queue = {"kueue.x-k8s.io/queue-name": options.queue} if options.queue else {}
-    metadata = {"name": name, "namespace": options.namespace, "labels": {**labels, **queue}}
-    suspended = {"suspend": True} if options.queue else {}
-    if options.prepare_nodes > 1:
-        return ray_job.render(metadata, _preparation_pod(run, options), options.prepare_nodes, suspended)
-    job = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": metadata,
-        "spec": {
-            **suspended,
-            "backoffLimit": RETRIES,
-            "podReplacementPolicy": "Failed",
-            "ttlSecondsAfterFinished": KEEP_SECONDS,
-            "podFailurePolicy": {
-                "rules": [
-                    {
-                        "action": "FailJob",
-                        "onExitCodes": {
-                            "containerName": CONTAINER,
-                            "operator": "In",
-                            "values": [int(ExitCode.BAD_INPUT)],
-                        },
-                    },
-                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                ]
-            },
-            "template": {"metadata": {"labels": dict(labels)}, "spec": _preparation_pod(run, options)},
-        },
-    }
-    return [job]
-
-
-def _preparation_pod(run: PodRun, options: KubernetesOptions) -> Object:
-    claims = [volume for volume in run.profile.kubernetes.volumes if volume.claim is not None]
-    without_volumes = run.profile.kubernetes.model_copy(update={"volumes": tuple(claims)})
-    kept = {"recipe", "workspace", *(claim.name for claim in claims)}
-    placement = pod.placement(run.profile, options)
-    cores = min(MOST_CORES, max(1, int(run.profile.cpu_cores * pod.NODE_SHARE)))
-    memory = f"{min(MOST_MEMORY_GIB, max(1, int(run.profile.memory_gib * pod.NODE_SHARE)))}Gi"
-    return {
-        **pod.frame(options.grace_seconds),
-        **{key: placement[key] for key in PLACEMENT if key in placement},
-        "containers": [
-            {
-                "name": CONTAINER,
-                "image": options.image,
-                "command": ["llmrecipes", "prepare", str(pod.RECIPE)],
-                "env": pod.variables(run, options, master=""),
-                "resources": {"requests": {"cpu": str(cores), "memory": memory}},
-                "securityContext": pod.container_security(),
-                "terminationMessagePolicy": "FallbackToLogsOnError",
-                "volumeMounts": [
-                    *(mount for mount in pod.mounts(run) if mount["name"] in ("recipe", "workspace")),
-                    *site.mounts(without_volumes),
-                    {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - the pod's own
-                ],
-            }
-        ],
-        "volumes": [
-            *(volume for volume in pod.volumes(run, options) if volume["name"] in kept),
-            {"name": "tmp", "emptyDir": {}},
-        ],
-    }
 
 
 def finish_preparation(launcher: Launcher, ref: JobRef, apply: tuple[str, ...], text: str, run_id: str) -> None:

@@ -18,25 +18,28 @@ from typing import Any
 
 import yaml
 
-from llmrecipes.errors import ExitCode, UserError
-from llmrecipes.launch.kubernetes import pod
-from llmrecipes.launch.kubernetes.pod import Object, PodRun
-from llmrecipes.launch.kubernetes.settings import RUNTIME, KubernetesOptions, check
+from llmrecipes.errors import UserError
+from llmrecipes.launch.kubernetes import bases, pod
+from llmrecipes.launch.kubernetes.bases import Object, Part
+from llmrecipes.launch.kubernetes.pod import PodRun
+from llmrecipes.launch.kubernetes.settings import KubernetesOptions, check
 from llmrecipes.launch.programs import require_program, run
 from llmrecipes.recipe import document
 from llmrecipes.recipe.section import JsonObject
 
 MOST_CONFIG_BYTES = 1 << 20
-KEEP_SECONDS = 7 * 24 * 3600
-"""How long a finished run's objects are kept, for their logs."""
-FAILING = [int(ExitCode.BAD_INPUT), int(ExitCode.STOP)]
-SAVED = [int(ExitCode.REQUEUE)]
+BASES = {"job": "job", "jobset": "jobset", "trainjob": "trainjob/run"}
+"""Folder in k8s/ of each flavor."""
 AMBIGUOUS = re.compile(r"[-+]?\.?\d|[-+]?\.(inf|nan)|[yYnN]$", re.IGNORECASE)
 """Plain scalars that some YAML parsers do not read as strings."""
 FIRST_SUCCEEDS: Object = {"successPolicy": {"rules": [{"succeededIndexes": "0"}]}}
 """Pods that have no node never succeed: an elastic run has ended when its first pod has."""
 GROUP = "node"
 """Name of the only replicated Job of a JobSet or a TrainJob."""
+PATCH = f"spec.runtimePatches.0.trainingRuntimeSpec.template.spec.replicatedJobs.{GROUP}.template.spec.template"
+"""Pod template of a TrainJob: what it adds to that of its runtime."""
+TIME_LIMIT: Object = {"name": "timeLimit", "action": "FailJobSet", "onJobFailureReasons": ["DeadlineExceeded"]}
+"""Rule of a JobSet, which would otherwise start again, with a time limit of its own."""
 
 
 def render(run: PodRun, options: KubernetesOptions) -> list[Object]:
@@ -52,16 +55,11 @@ def render(run: PodRun, options: KubernetesOptions) -> list[Object]:
     objects = [_recipe(run, options)]
     if run.channel is not None:
         objects.append(_compute_domain(run, options, run.channel))
-    if not options.host_network:
-        objects.append(_network_policy(run, options))
-    match options.flavor:
-        case "job":
-            objects += [*([_service(run, options)] if run.nodes > 1 else []), _job(run, options)]
-        case "jobset":
-            objects.append(_jobset(run, options))
-        case "trainjob":
-            objects.append(_trainjob(run, options))
-    return objects
+    workload, others = bases.load(BASES[options.flavor], run.name)
+    unwanted = {"NetworkPolicy": options.host_network, "Service": run.nodes == 1}
+    objects += [placed(other, options) for other in others if not unwanted.get(other.get("kind"), False)]
+    _fill(workload, run, options)
+    return [*objects, workload.content]
 
 
 def to_yaml(objects: list[Object]) -> str:
@@ -90,21 +88,23 @@ def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
 _ObjectDumper.add_representer(str, _text)
 
 
+def placed(part: Part, options: KubernetesOptions) -> Object:
+    """An object of a base in the namespace of the run."""
+    metadata = dict(part.get("metadata"))
+    part.content["metadata"] = {"name": part.get("metadata.name"), "namespace": options.namespace, **metadata}
+    return part.content
+
+
+def queued(part: Part, options: KubernetesOptions) -> Object:
+    """The same for a workload, which Kueue unsuspends when there is quota for all of its pods."""
+    if options.queue:
+        part.part("metadata.labels").add({"kueue.x-k8s.io/queue-name": options.queue})
+        part.part("spec").add({"suspend": True})
+    return placed(part, options)
+
+
 def _metadata(run: PodRun, options: KubernetesOptions, name: str | None = None) -> Object:
     return {"name": name or run.name, "namespace": options.namespace, "labels": pod.labels(run)}
-
-
-def _workload(run: PodRun, options: KubernetesOptions) -> Object:
-    """Metadata of the object that Kueue queues."""
-    metadata = _metadata(run, options)
-    if options.queue:
-        metadata["labels"] = {**metadata["labels"], "kueue.x-k8s.io/queue-name": options.queue}
-    return {**metadata, "annotations": pod.notes(run, options)}
-
-
-def _suspended(options: KubernetesOptions) -> Object:
-    """Kueue unsuspends a workload when there is quota for all of its pods."""
-    return {"suspend": True} if options.queue else {}
 
 
 def _recipe(run: PodRun, options: KubernetesOptions) -> Object:
@@ -131,57 +131,31 @@ def _compute_domain(run: PodRun, options: KubernetesOptions, channel: str) -> Ob
     }
 
 
-def _network_policy(run: PodRun, options: KubernetesOptions) -> Object:
-    """Ranks do not authenticate each other: only pods of the same run may connect."""
-    ours = {"matchLabels": pod.labels(run)}
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": _metadata(run, options),
-        "spec": {"podSelector": ours, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": ours}]}]},
-    }
-
-
-def _service(run: PodRun, options: KubernetesOptions) -> Object:
-    """Gives every pod a host name, even before it is ready: ranks look up the first pod while it starts."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": _metadata(run, options),
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": pod.labels(run),
-            "ports": [{"name": "rendezvous", "port": pod.PORT}],
-        },
-    }
-
-
-def _job(run: PodRun, options: KubernetesOptions) -> Object:
-    template = pod.template(run, options, stem=run.name)
-    template["spec"]["subdomain"] = run.name
-    template = patched(template, run.profile.kubernetes.patch, run.profile.name)
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": _workload(run, options),
-        "spec": {
-            **_suspended(options),
-            **_deadline(options),
-            **_indexed(run.nodes),
+def _fill(workload: Part, run: PodRun, options: KubernetesOptions) -> None:
+    """Fill in the Job, JobSet or TrainJob of a base."""
+    workload.part("metadata").add({"labels": pod.labels(run), "annotations": pod.notes(run, options)})
+    queued(workload, options)
+    match options.flavor:
+        case "job":
             # Counts pods: when one fails, its peers fail too.
-            "backoffLimit": options.max_restarts * run.nodes,
-            "podReplacementPolicy": "Failed",
-            "ttlSecondsAfterFinished": KEEP_SECONDS,
-            "podFailurePolicy": {
-                "rules": [_on_exit("FailJob", FAILING), _on_exit("Ignore", SAVED), _on_disruption("Ignore")]
-            },
-            "template": template,
-        },
-    }
+            workload.set("spec.backoffLimit", options.max_restarts * run.nodes)
+            _fill_job(workload, run, options)
+        case "jobset":
+            _fill_jobset(workload, run, options)
+        case "trainjob":
+            _fill_trainjob(workload, run, options)
 
 
-def _jobset(run: PodRun, options: KubernetesOptions) -> Object:
+def _fill_job(job: Part, run: PodRun, options: KubernetesOptions) -> None:
+    job.set("spec.completions", run.nodes)
+    job.set("spec.parallelism", run.nodes)
+    _set_deadline(job, options)
+    template = job.part("spec.template")
+    pod.fill(template, run, options)
+    job.set("spec.template", patched(template.content, run.profile.kubernetes.patch, run.profile.name))
+
+
+def _fill_jobset(jobset: Part, run: PodRun, options: KubernetesOptions) -> None:
     is_elastic = pod.least_nodes(run, options) is not None
     if is_elastic and run.channel is not None:
         raise UserError(
@@ -190,75 +164,47 @@ def _jobset(run: PodRun, options: KubernetesOptions) -> Object:
             rule="the IMEX domain of a run needs all of its nodes",
             fix="--flavor job, which always starts all nodes, or train.elastic=null",
         )
-    template = pod.template(run, options, stem=f"{run.name}-{GROUP}-0")
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": _workload(run, options),
-        "spec": {
-            **_suspended(options),
-            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            "failurePolicy": {"maxRestarts": options.max_restarts, "rules": _rules(options)},
-            "ttlSecondsAfterFinished": KEEP_SECONDS,
-            "replicatedJobs": [
-                {
-                    "name": GROUP,
-                    "replicas": 1,
-                    "template": {
-                        "spec": {
-                            **_deadline(options),
-                            **_indexed(run.nodes),
-                            **(FIRST_SUCCEEDS if is_elastic else {}),
-                            **all_or_nothing(),
-                            "template": patched(template, run.profile.kubernetes.patch, run.profile.name),
-                        }
-                    },
-                }
-            ],
-        },
-    }
+    jobset.set("spec.failurePolicy.maxRestarts", options.max_restarts)
+    if options.time_limit_seconds is not None:
+        jobset.get("spec.failurePolicy.rules").insert(0, TIME_LIMIT)
+    job = jobset.part(f"spec.replicatedJobs.{GROUP}.template")
+    if is_elastic:
+        job.part("spec").add(FIRST_SUCCEEDS)
+    _fill_job(job, run, options)
 
 
-def _trainjob(run: PodRun, options: KubernetesOptions) -> Object:
+def _fill_trainjob(trainjob: Part, run: PodRun, options: KubernetesOptions) -> None:
     """What is specific to the run; restarts and permissions come from the runtime in k8s/trainjob/runtime."""
     _require_patchable(run, options)
-    container: Object = {"name": pod.CONTAINER, "volumeMounts": pod.mounts(run)}
-    spec = {
-        **{key: value for key, value in pod.placement(run.profile, options).items() if key in PATCHABLE},
-        "terminationGracePeriodSeconds": options.grace_seconds,
-        "containers": [container],
-        "volumes": pod.volumes(run, options),
-    }
-    template = {"metadata": pod.metadata(run, options), "spec": spec}
-    return {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": _workload(run, options),
-        "spec": {
-            **_suspended(options),
-            **_deadline(options),
-            "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": RUNTIME},
-            "trainer": {
-                "image": options.image,
-                "command": pod.command(),
-                "args": pod.arguments(run),
-                "env": pod.variables(run, options, master=""),
-                "numNodes": run.nodes,
-                "numProcPerNode": run.ranks_per_node,
-                "resourcesPerNode": pod.resources(run),
-            },
-            "runtimePatches": [
-                {
-                    "manager": "llmrecipes",
-                    "trainingRuntimeSpec": {
-                        "template": {
-                            "spec": {"replicatedJobs": [{"name": GROUP, "template": {"spec": {"template": template}}}]}
-                        }
-                    },
-                }
-            ],
-        },
-    }
+    _set_deadline(trainjob, options)
+    trainer = trainjob.part("spec.trainer")
+    trainer.set("image", options.image)
+    trainer.set("command", pod.command(trainer))
+    trainer.set("args", pod.arguments(trainer, run))
+    trainer.set("env", pod.variables(trainer, run, options))
+    trainer.set("numNodes", run.nodes)
+    trainer.set("numProcPerNode", run.ranks_per_node)
+    trainer.set("resourcesPerNode", pod.resources(run))
+    template = trainjob.part(PATCH)
+    pod.describe(template, run, options)
+    spec = template.part("spec")
+    placement = pod.placement(run.profile, options)
+    spec.add({key: value for key, value in placement.items() if key in PATCHABLE})
+    spec.add({"terminationGracePeriodSeconds": options.grace_seconds})
+    pod.add_mounts(spec.part(f"containers.{pod.CONTAINER}"), run.profile.kubernetes)
+    pod.add_volumes(spec, run, options)
+
+
+def pod_spec(workload: Object) -> Object:
+    """The pods of a Job or a JobSet; of a TrainJob what its runtime in k8s/trainjob/runtime makes of it."""
+    part = Part("", workload)
+    template = f"spec.replicatedJobs.{GROUP}.template.spec.template.spec"
+    if workload["kind"] != "TrainJob":
+        return part.part("spec.template.spec" if workload["kind"] == "Job" else template).content
+    runtime, _ = bases.load("trainjob/runtime")
+    shared, added = runtime.part(f"spec.template.{template}"), part.get(f"{PATCH}.spec")
+    container = shared.get(f"containers.{pod.CONTAINER}")
+    return {**shared.content, **added, "containers": [{**container, **more} for more in added["containers"]]}
 
 
 def _require_patchable(run: PodRun, options: KubernetesOptions) -> None:
@@ -284,57 +230,10 @@ PATCHABLE = {"nodeSelector", "tolerations", "serviceAccountName", "imagePullSecr
 """Pod fields that a TrainJob may add to its runtime."""
 
 
-def jobset_rules() -> list[Object]:
-    """What a JobSet does when its Job fails, by the reason and message that the Job controller sets."""
-    codes = "|".join(map(str, FAILING))
-    saved = "|".join(map(str, SAVED))
-    failed_by_policy = ["PodFailurePolicy"]
-    return [
-        {
-            "name": "wouldFailAgain",
-            "action": "FailJobSet",
-            "onJobFailureReasons": failed_by_policy,
-            "onJobFailureMessagePatterns": [f"failed with exit code ({codes}) matching"],
-        },
-        {
-            "name": "savedOrDisrupted",
-            "action": "RestartJobSetAndIgnoreMaxRestarts",
-            "onJobFailureReasons": failed_by_policy,
-            "onJobFailureMessagePatterns": [
-                f"failed with exit code ({saved}) matching",
-                "has condition DisruptionTarget matching",
-            ],
-        },
-    ]
-
-
-def all_or_nothing() -> Object:
-    """A pod that fails fails its Job, and the JobSet restarts all pods; the policy records the reason."""
-    rules = [_on_exit("FailJob", FAILING), _on_exit("FailJob", SAVED), _on_disruption("FailJob")]
-    return {"backoffLimit": 0, "podReplacementPolicy": "Failed", "podFailurePolicy": {"rules": rules}}
-
-
-def _deadline(options: KubernetesOptions) -> Object:
+def _set_deadline(part: Part, options: KubernetesOptions) -> None:
     """At its time limit the pods get SIGTERM and save, and the run fails; a JobSet counts from its last restart."""
-    seconds = options.time_limit_seconds
-    return {} if seconds is None else {"activeDeadlineSeconds": seconds}
-
-
-def _rules(options: KubernetesOptions) -> list[Object]:
-    ended = {"name": "timeLimit", "action": "FailJobSet", "onJobFailureReasons": ["DeadlineExceeded"]}
-    return jobset_rules() if options.time_limit_seconds is None else [ended, *jobset_rules()]
-
-
-def _indexed(nodes: int) -> Object:
-    return {"completionMode": "Indexed", "completions": nodes, "parallelism": nodes}
-
-
-def _on_exit(action: str, codes: list[int]) -> Object:
-    return {"action": action, "onExitCodes": {"containerName": pod.CONTAINER, "operator": "In", "values": codes}}
-
-
-def _on_disruption(action: str) -> Object:
-    return {"action": action, "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    if options.time_limit_seconds is not None:
+        part.part("spec").add({"activeDeadlineSeconds": options.time_limit_seconds})
 
 
 def patched(template: dict[str, Any], patch: JsonObject, cluster: str) -> dict[str, Any]:

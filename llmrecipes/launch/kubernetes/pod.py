@@ -1,16 +1,18 @@
-"""The pod of a node: container, environment, resources, volumes, and the Pod Security level that it meets."""
+"""The pod of a node: what a run sets in the pod of a base, and the Pod Security level that it meets."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from llmrecipes.hardware.nics import CHOICE
-from llmrecipes.hardware.profile import COSTS, Profile
+from llmrecipes.hardware.profile import COSTS, Kubernetes, Profile
 from llmrecipes.launch.environment import environment
 from llmrecipes.launch.kubernetes import site
+from llmrecipes.launch.kubernetes.bases import Object, Part
 from llmrecipes.launch.kubernetes.settings import KubernetesOptions
 from llmrecipes.launch.rendezvous import TOKEN
 from llmrecipes.launch.run_options import RunOptions
@@ -19,27 +21,23 @@ from llmrecipes.recipe.degrees import elastic_nodes
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.runfiles import LOGS
 
-Object = dict[str, Any]
-
 INSTANCE = "app.kubernetes.io/instance"
 CONTAINER = "node"
 """The container that Kubeflow Trainer sets its variables on."""
 DOCTOR = "doctor"
-PORT = 29500
-USER = 10001
-"""The user of the images in docker/."""
-WORKSPACE = PurePosixPath("/workspace")
 RECIPE = PurePosixPath("/etc/llmrecipes/recipe.yaml")
 CLUSTER_KEY = "cluster.yaml"
 CLUSTERS = PurePosixPath("/etc/llmrecipes/clusters")
-LOCAL_DISK = "/tmp/llmrecipes"  # noqa: S108 - the pod's own
+THREADS = "OMP_NUM_THREADS"
+"""In a base for a laptop; plans have their own."""
+RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
+INDICES = re.compile(r"\[0-\d+\]")
+"""Of the nodes of a base."""
 RENDEZVOUS_TOKEN: Object = {
     "name": TOKEN,
     "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}},
 }
 """The uid of the pod's Job: random (122 bits), new for every Job, the same in all of its pods, and in no manifest."""
-PATIENCE_SECONDS = 600
-"""How long the check of the nodes waits for pods that still pull their image."""
 NODE_SHARE = 0.9
 """Share of a node's CPU and memory; the rest is for the kubelet and the system."""
 SHM_SHARE, SHM_MOST_GIB = 1 / 8, 64
@@ -85,9 +83,10 @@ def notes(run: PodRun, options: KubernetesOptions) -> dict[str, str]:
     return annotations
 
 
-def metadata(run: PodRun, options: KubernetesOptions) -> Object:
-    """Labels and annotations of the pods."""
-    return {"labels": labels(run), "annotations": {**run.profile.kubernetes.annotations, **notes(run, options)}}
+def describe(template: Part, run: PodRun, options: KubernetesOptions) -> None:
+    """Labels and annotations of the pods; the site's, too."""
+    annotations = {**run.profile.kubernetes.annotations, **notes(run, options)}
+    template.part("metadata").add({"labels": labels(run), "annotations": annotations})
 
 
 def seen(run: PodRun, options: KubernetesOptions) -> Profile:
@@ -95,51 +94,33 @@ def seen(run: PodRun, options: KubernetesOptions) -> Profile:
     return site.as_seen(run.profile, run.ranks_per_node, options.host_network)
 
 
-def template(run: PodRun, options: KubernetesOptions, stem: str) -> Object:
-    """The pod template of a Job.
-
-    Args:
-        run: the run.
-        options: the options of `submit`.
-        stem: host name of a pod without `-INDEX`.
-    """
-    kubernetes, master = run.profile.kubernetes, f"{stem}-0.{run.name}"
-    checked = _container(run, options, master)
+def fill(template: Part, run: PodRun, options: KubernetesOptions) -> None:
+    """Fill in the pod template of a Job."""
+    kubernetes, spec = run.profile.kubernetes, template.part("spec")
+    describe(template, run, options)
+    spec.set("terminationGracePeriodSeconds", options.grace_seconds)
+    least = least_nodes(run, options)
+    doctor, node = spec.part(f"initContainers.{DOCTOR}"), spec.part(f"containers.{CONTAINER}")
+    doctor.set("args", _examination(doctor, run, meets=run.nodes > 1 and least is None))
+    node.set("args", arguments(node, run, least))
+    for container in (doctor, node):
+        container.set("image", options.image)
+        container.set("command", command(container))
+        container.set("env", variables(container, run, options))
+        container.set("resources", resources(run))
+        add_mounts(container, kubernetes)
     # In the profile already; as a variable it would be the user's own choice.
-    checked["env"] = [variable for variable in checked["env"] if variable["name"] != CHOICE]
-    training = _container(run, options, master)
-    needs_token = () if run.nodes == 1 or TOKEN in options.secrets else (checked, training)
-    for container in needs_token[: 2 if least_nodes(run, options) else 1]:
-        container["env"].append(RENDEZVOUS_TOKEN)
-    claims = site.claims(kubernetes, run.channel)
-    return {
-        "metadata": metadata(run, options),
-        "spec": {
-            **frame(options.grace_seconds),
-            **placement(run.profile, options),
-            **({"priorityClassName": kubernetes.priority_class} if kubernetes.priority_class else {}),
-            **({"resourceClaims": claims} if claims else {}),
-            "initContainers": [
-                {
-                    "name": DOCTOR,
-                    "command": ["llmrecipes", "doctor", str(RECIPE)],
-                    "args": _examination(run, options, stem),
-                    **checked,
-                },
-                *site.sidecars(kubernetes),  # after the check, which wants idle GPUs
-            ],
-            "containers": [
-                {
-                    "name": CONTAINER,
-                    "command": command(),
-                    "args": arguments(run, least_nodes(run, options)),
-                    "ports": [{"name": "rendezvous", "containerPort": PORT}],
-                    **training,
-                }
-            ],
-            "volumes": [*volumes(run, options), {"name": "tmp", "emptyDir": {}}],
-        },
-    }
+    doctor.set("env", [variable for variable in doctor.get("env") if variable["name"] != CHOICE])
+    needs_token = () if run.nodes == 1 or TOKEN in options.secrets else (doctor, node)
+    for container in needs_token[: 1 if least is None else 2]:
+        container.get("env").append(RENDEZVOUS_TOKEN)
+    spec.add({"initContainers": site.sidecars(kubernetes)})  # after the check, which wants idle GPUs
+    add_volumes(spec, run, options)
+    spec.add(placement(run.profile, options))
+    if kubernetes.priority_class:
+        spec.add({"priorityClassName": kubernetes.priority_class})
+    if claims := site.claims(kubernetes, run.channel):
+        spec.add({"resourceClaims": claims})
 
 
 def least_nodes(run: PodRun, options: KubernetesOptions) -> int | None:
@@ -148,55 +129,15 @@ def least_nodes(run: PodRun, options: KubernetesOptions) -> int | None:
     return counts[0] if options.flavor == "jobset" and len(counts) > 1 else None
 
 
-def _examination(run: PodRun, options: KubernetesOptions, stem: str) -> list[str]:
+def _examination(doctor: Part, run: PodRun, *, meets: bool) -> list[str]:
     """Arguments of the check of the nodes; the range keeps them short on thousands of nodes.
 
     Where pods may be missing, each node is checked by itself.
     """
-    words = ["--quiet", "--cluster", str(CLUSTERS / f"{run.profile.name}.yaml"), "--run-id", run.run_id]
-    if run.nodes > 1 and least_nodes(run, options) is None:
-        words += [
-            "--nodes",
-            f"{stem}-[0-{run.nodes - 1}].{run.name}",
-            "--patience",
-            str(PATIENCE_SECONDS),
-        ]
-    return [literal(word) for word in words]
-
-
-def _container(run: PodRun, options: KubernetesOptions, master: str) -> Object:
-    """What training and the check of the node before it share: the check needs the same GPUs and adapters."""
-    return {
-        "image": options.image,
-        "env": variables(run, options, master),
-        "resources": resources(run),
-        "securityContext": container_security(),
-        "terminationMessagePolicy": "FallbackToLogsOnError",
-        "volumeMounts": [*mounts(run), {"name": "tmp", "mountPath": "/tmp"}],  # noqa: S108 - the pod's own
-    }
-
-
-def frame(grace_seconds: int) -> Object:
-    """Fields of every pod: no API token, not root, and time to save after SIGTERM."""
-    return {
-        "restartPolicy": "Never",
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": grace_seconds,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": USER,
-            "runAsGroup": USER,
-            "fsGroup": USER,
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
-    }
-
-
-def container_security() -> Object:
-    """No rights. RDMA pins memory, but IPC_LOCK has no effect without root: the container runtime allows it."""
-    return {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+    alone: dict[str, str | None] = {} if meets else {"--nodes": None, "--patience": None}
+    words = doctor.words("args", {"--run-id": literal(run.run_id), **alone})
+    words = [INDICES.sub(f"[0-{run.nodes - 1}]", word) for word in words]
+    return [*words, "--cluster", literal(str(CLUSTERS / f"{run.profile.name}.yaml"))]
 
 
 def placement(profile: Profile, options: KubernetesOptions) -> Object:
@@ -215,53 +156,54 @@ def placement(profile: Profile, options: KubernetesOptions) -> Object:
     return fields
 
 
-def command() -> list[str]:
-    return ["llmrecipes", "train", str(RECIPE)]
+def command(container: Part) -> list[str]:
+    """The command of a base, whose last word is the recipe."""
+    return [*container.get("command")[:-1], str(RECIPE)]
 
 
-def arguments(run: PodRun, least: int | None = None) -> list[str]:
+def arguments(container: Part, run: PodRun, least: int | None = None) -> list[str]:
     """The same for all pods; each reads its node rank from the environment that its controller sets.
 
     Args:
         least: pods with which a start goes on; None: all.
     """
-    more = ["--nnodes", str(run.nodes)] if run.nodes > 1 else []
-    more += [] if least is None else ["--min-nodes", str(least)]
-    more += run.options.words()
-    return [
-        literal(word)
-        for word in ("--run-id", run.run_id, "--nproc", str(run.plan.layout.world_size), "--no-sample", *more)
-    ]
+    values: dict[str, str | None] = {
+        "--run-id": literal(run.run_id),
+        "--nproc": str(run.plan.layout.world_size),
+        "--nnodes": str(run.nodes) if run.nodes > 1 else None,
+    }
+    more = [] if least is None else ["--min-nodes", str(least)]
+    return [*container.words("args", values), *more, *map(literal, run.options.words())]
 
 
-def variables(run: PodRun, options: KubernetesOptions, master: str) -> list[Object]:
-    """Environment of the container: plain values, then those from Secrets."""
-    runs = WORKSPACE / "runs"
-    logs = runs / run.plan.recipe.name / run.run_id / LOGS
+def variables(container: Part, run: PodRun, options: KubernetesOptions) -> list[Object]:
+    """Environment of a container: what plan and site ask for, that of the base, and what the options add."""
+    logs = PurePosixPath(container.get("env.LLMRECIPES_RUNS.value")) / run.plan.recipe.name / run.run_id / LOGS
     values = {
         # The home is on the shared workspace, and DeepSpeed compiles operators for the processor of a node.
         **({"TORCH_EXTENSIONS_DIR": "/tmp/torch_extensions"} if _offloads(run.plan.recipe) else {}),  # noqa: S108
         **environment(seen(run, options), run.plan, run.ranks_per_node, Path(logs)),
-        "HOME": str(WORKSPACE),
-        "LLMRECIPES_RUNS": str(runs),
-        "LLMRECIPES_DATA": str(WORKSPACE / "data"),
-        "LLMRECIPES_IMAGE_DIGEST": options.image.partition("@")[2],
     }
+    base = {variable["name"]: variable for variable in container.get("env") if variable["name"] != THREADS}
+    if options.tracking_uri:
+        base.pop("LLMRECIPES_LOCAL_DISK", None)
+    if run.nodes == 1:
+        base = {name: variable for name, variable in base.items() if name not in RENDEZVOUS}
+    chosen = {"LLMRECIPES_IMAGE_DIGEST": options.image.partition("@")[2]}
     if run.profile.costs is not None:
         # Pods plan for the machine they find, without the profile.
-        values[COSTS] = run.profile.costs.model_dump_json(exclude_unset=True)
+        chosen[COSTS] = run.profile.costs.model_dump_json(exclude_unset=True)
     if options.tracking_uri:
-        values["MLFLOW_TRACKING_URI"] = options.tracking_uri
-    else:
-        values["LLMRECIPES_LOCAL_DISK"] = LOCAL_DISK
-    if master and run.nodes > 1:
-        values |= {"MASTER_ADDR": master, "MASTER_PORT": str(PORT)}
-    plain = [{"name": name, "value": literal(value)} for name, value in values.items()]
-    secret = [
-        {"name": name, "valueFrom": {"secretKeyRef": {"name": place.name, "key": place.key}}}
+        chosen["MLFLOW_TRACKING_URI"] = options.tracking_uri
+    secret = {
+        name: {"name": name, "valueFrom": {"secretKeyRef": {"name": place.name, "key": place.key}}}
         for name, place in options.secrets.items()
-    ]
-    return [*plain, *secret]
+    }
+    return [*{**_plain(values), **base, **_plain(chosen), **secret}.values()]
+
+
+def _plain(values: dict[str, str]) -> dict[str, Object]:
+    return {name: {"name": name, "value": literal(value)} for name, value in values.items()}
 
 
 def _offloads(recipe: Recipe) -> bool:
@@ -293,29 +235,29 @@ def resources(run: PodRun) -> Object:
     return {"requests": requests, "limits": {"memory": memory, **devices}, **({"claims": claims} if claims else {})}
 
 
-def volumes(run: PodRun, options: KubernetesOptions) -> list[Object]:
-    """The recipe, the shared workspace, /dev/shm, whose default of 64 MiB is too small for data loaders, and more."""
+def add_volumes(spec: Part, run: PodRun, options: KubernetesOptions) -> None:
+    """The recipe, the claim, the size of /dev/shm, and the profile's own volumes."""
     size = max(1, min(SHM_MOST_GIB, int(run.profile.memory_gib * SHM_SHARE)))
+    spec.set("volumes.shm.emptyDir.sizeLimit", f"{size}Gi")
+    add_data(spec, run, options, run.profile.kubernetes)
+
+
+def add_data(spec: Part, run: PodRun, options: KubernetesOptions, kubernetes: Kubernetes) -> None:
+    """The recipe, the claim, and volumes of a profile."""
+    spec.set("volumes.workspace.persistentVolumeClaim.claimName", options.claim)
     items = [
         {"key": RECIPE.name, "path": RECIPE.name},
         # A profile has the name of its file.
         {"key": CLUSTER_KEY, "path": f"{CLUSTERS.name}/{run.profile.name}.yaml"},
     ]
-    return [
-        {"name": "recipe", "configMap": {"name": recipe_map(run), "items": items}},
-        {"name": "workspace", "persistentVolumeClaim": {"claimName": options.claim}},
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{size}Gi"}},
-        *site.volumes(run.profile.kubernetes),
-    ]
+    recipe = {"name": "recipe", "configMap": {"name": recipe_map(run), "items": items}}
+    spec.set("volumes", [recipe, *spec.get("volumes"), *site.volumes(kubernetes)])
 
 
-def mounts(run: PodRun) -> list[Object]:
-    return [
-        {"name": "recipe", "mountPath": str(RECIPE.parent), "readOnly": True},
-        {"name": "workspace", "mountPath": str(WORKSPACE)},
-        {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108 - the pod's own
-        *site.mounts(run.profile.kubernetes),
-    ]
+def add_mounts(container: Part, kubernetes: Kubernetes) -> None:
+    """Where the recipe and volumes of a profile are."""
+    recipe = {"name": "recipe", "mountPath": str(RECIPE.parent), "readOnly": True}
+    container.set("volumeMounts", [recipe, *container.get("volumeMounts"), *site.mounts(kubernetes)])
 
 
 def recipe_map(run: PodRun) -> str:

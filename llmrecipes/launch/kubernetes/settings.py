@@ -13,8 +13,6 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware.slurm_words import TIME, TIME_RULE, limit_seconds
 
 FLAVORS = ("job", "jobset", "trainjob")
-RUNTIME = "llmrecipes"
-"""ClusterTrainingRuntime in k8s/trainjob/runtime."""
 LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 IMAGE = re.compile(r"[a-z0-9][a-z0-9._-]*(:\d+)?(/[a-z0-9][a-z0-9._-]*)*(:[\w][\w.-]{0,127})?@sha256:[0-9a-f]{64}")

@@ -14,8 +14,8 @@ import pytest
 from llmrecipes.cli.app import run as run_command
 from llmrecipes.hardware.load import names
 from llmrecipes.launch.base import JobState, JobStatus
-from llmrecipes.launch.kubernetes.launcher import objects_of, pod_spec, status_of
-from llmrecipes.launch.kubernetes.objects import to_yaml
+from llmrecipes.launch.kubernetes.launcher import objects_of, status_of
+from llmrecipes.launch.kubernetes.objects import pod_spec, to_yaml
 from llmrecipes.launch.kubernetes.pod import LEVELS, admits, security_level
 from llmrecipes.launch.kubernetes.settings import KubernetesOptions
 from llmrecipes.workflow.submit import plan_for
