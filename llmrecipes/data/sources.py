@@ -216,20 +216,25 @@ def unread(source: Source, chat: Chat | None) -> list[str]:
     return of.unread
 
 
-def require_columns(source: Source, chat: Chat | None) -> None:
+def require_columns(source: Source, chat: Chat | None) -> bool:
     """Look at the first row of a source whose files are on this machine; those of another machine are not known here.
+
+    Returns:
+        Whether it has files here; those of a store or of the Hub are not looked for, and count as here.
 
     Raises:
         UserError: it lacks a column, or holds something else than text there.
     """
-    if source.type not in _SUFFIXES or in_store(source):
-        return
-    with suppress(Damaged, StopIteration):
-        try:
-            files(source)
-        except UserError:
-            return
-        next(documents(source.model_copy(update={"label_key": None}), chat))
+    if in_store(source):
+        return True
+    try:
+        files(source)
+    except UserError:
+        return False
+    if source.type in _SUFFIXES:
+        with suppress(Damaged, StopIteration):
+            next(documents(source.model_copy(update={"label_key": None}), chat))
+    return True
 
 
 def documents(

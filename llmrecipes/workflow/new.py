@@ -84,6 +84,7 @@ class Made:
         like: the recipe that it follows.
         form: that recipe, and the depth and width if they are not those of it.
         plan: on the machine it was made for.
+        elsewhere: paths of sources that have no files on this machine.
     """
 
     recipe: Recipe
@@ -91,6 +92,7 @@ class Made:
     like: str
     form: str
     plan: Plan
+    elsewhere: tuple[str, ...]
 
 
 def amount(text: str, option: str) -> int:
@@ -255,8 +257,7 @@ def make(wanted: Wanted) -> Made:
             values["description"] += ", resized"
     machine = planned(wanted.cluster, wanted.nodes or (1 if wanted.cluster else None), 1)
     sized = load_values(values, path, wanted.overrides).recipe
-    if wanted.data:
-        _require_columns(sized)
+    elsewhere = _require_columns(sized) if wanted.data else ()
     default = TOKENS_PER_PARAMETER * count(sized.model, shape(sized.model)).total
     same = tokens_of(base)
     tokens = wanted.tokens or (default if wanted.like is None or wanted.model is not None else same)
@@ -279,7 +280,7 @@ def make(wanted: Wanted) -> Made:
     loaded = load_values(values, path, wanted.overrides).recipe
     plan = derive(loaded, ranks, machine)
     header = f"{tokens:,} tokens in the shape of {form}. {DEFAULTS_NOTE}"
-    return Made(loaded, short(loaded, COMMENTS, header), like, form, plan)
+    return Made(loaded, short(loaded, COMMENTS, header), like, form, plan, elsewhere)
 
 
 def write(name: str, text: str, folder: Path, *, force: bool, source: Path | None = None) -> Path:
@@ -311,17 +312,21 @@ def write(name: str, text: str, folder: Path, *, force: bool, source: Path | Non
     return path
 
 
-def _require_columns(recipe: Recipe) -> None:
+def _require_columns(recipe: Recipe) -> tuple[str, ...]:
+    """Look at the first rows; returns the paths of sources that have no files here."""
     from llmrecipes.data.sources import require_columns  # not at the top: it loads the readers of all formats
 
+    elsewhere = []
     for number, source in enumerate(recipe.data.sources):
         try:
-            require_columns(source, recipe.data.chat)
+            if not require_columns(source, recipe.data.chat):
+                elsewhere.append(source.path or source.type)
         except UserError as error:
             if recipe.data.chat is not None or not error.fix.startswith("set "):  # a key
                 raise
             fix = f"data.sources.{number}.text_key=COLUMN at the end of the command"
             raise UserError(error.what, where=error.where, rule=error.rule, fix=fix) from error
+    return tuple(elsewhere)
 
 
 def _tokenizer(text: str, base: Recipe) -> tuple[dict[str, Any], int]:

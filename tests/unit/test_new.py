@@ -93,6 +93,10 @@ def test_rows_on_this_machine_have_the_column_of_text(folder: Path, capsys: pyte
         require_message(capsys.readouterr().err, "web.parquet", rule=(key, named))
         assert not (folder / "mine.yaml").exists()
     assert run([*words, f"{key}=main_text"]) == 0
+    printed = capsys.readouterr().out
+    assert "elsewhere.jsonl" in printed and "web.parquet" not in printed
+    assert run([*words, f"{key}=main_text", "--force", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["no_files"] == ["elsewhere.jsonl"]
     recipe = load("mine.yaml").recipe
     assert [source.text_key for source in recipe.data.sources] == ["text", "main_text", "text"]
     assert (folder / "mine.yaml").read_text().count("weight: 1.0") == 3  # of the blend, to be changed
