@@ -31,7 +31,8 @@ import numpy as np
 from llmrecipes.data import compare, sources
 from llmrecipes.data.copies import NearDuplicates, band_keys, bands_of, margin, shingles, sketch
 from llmrecipes.data.steps import Dropped, Seen, pipeline, step_spec
-from llmrecipes.recipe.data_steps import STEPS, Step
+from llmrecipes.recipe.data_steps import NearDuplicatesStep
+from llmrecipes.recipe.keys import options_of
 from llmrecipes.recipe.schema import Data, Source
 from llmrecipes.units import MIB
 
@@ -46,7 +47,7 @@ KEYS: dict[str, dict[str, object]] = {
 
 def speed(texts: list[str], step: dict[str, object]) -> dict[str, float]:
     """MiB/s of a step and the share of documents that it drops."""
-    spec = step_spec(Data(steps=(Step.model_validate(step),)))
+    spec = step_spec(Data.model_validate({"steps": [step]}))
     run, seen = pipeline(spec), Seen(spec)
     run(texts[0])
     started, dropped = time.process_time(), 0
@@ -63,7 +64,7 @@ def speed(texts: list[str], step: dict[str, object]) -> dict[str, float]:
 def planted(texts: list[str], copies: int, threshold: float) -> dict[str, object]:
     """Recall at each share of edits, and precision."""
     rng = random.Random(1)
-    settings = Step(type="near_duplicates", threshold=threshold).settings
+    settings = NearDuplicatesStep(type="near_duplicates", threshold=threshold).settings
     step, n = NearDuplicates(**settings), settings["shingle_words"]
     originals = [text.split() for text in texts if len(text.split()) >= LEAST_WORDS]
     vocabulary = [word for words in originals for word in words]
@@ -208,7 +209,7 @@ def main() -> None:
     parser.add_argument("--only-index", action="store_true", help="only measure memory and time of comparing")
     parser.add_argument("--only-speed", action="store_true", help="leave out the near-duplicates' recall and memory")
     arguments = parser.parse_args()
-    keys = {kind: [KEYS.get(kind, {})] for kind in STEPS if kind != "classifier"}
+    keys = {kind: [KEYS.get(kind, {})] for kind in options_of("data.steps.N.type")[0]["enum"] if kind != "classifier"}
     keys["duplicates"].append({"span_sentences": 3})
     if arguments.classifier:
         keys["classifier"] = [{"model": arguments.classifier[0], "labels": arguments.classifier[1:]}]

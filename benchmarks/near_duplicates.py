@@ -56,9 +56,9 @@ def plant(file: Path, originals: int, copies: int, words: int) -> None:
 def ours(texts: list[str]) -> tuple[float, set[int]]:
     """Processor time, and the numbers of the removed."""
     from llmrecipes.data.copies import NearDuplicates
-    from llmrecipes.recipe.data_steps import Step
+    from llmrecipes.recipe.data_steps import NearDuplicatesStep
 
-    settings = Step.model_validate({"type": "near_duplicates", "threshold": THRESHOLD}).settings
+    settings = NearDuplicatesStep(type="near_duplicates", threshold=THRESHOLD).settings
     NearDuplicates(**settings).mark(texts[0])
     step, began = NearDuplicates(**settings), time.process_time()
     removed = {number for number, text in enumerate(texts) if not step.add(step.mark(text))}

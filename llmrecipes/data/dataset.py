@@ -45,7 +45,6 @@ from llmrecipes.data.prepared import (
     train_weights,
 )
 from llmrecipes.data.split import SPLITS, Split
-from llmrecipes.recipe.data_steps import STEPS
 from llmrecipes.recipe.preference_rules import rows_of_a_pair
 from llmrecipes.recipe.schema import Recipe
 
@@ -198,7 +197,7 @@ def build_order(recipe: Recipe, prepared: Prepared, log: Callable[[str], None]) 
         return
     for split in SPLITS:
         _say_what_is_short(recipe, prepared, split, log)
-    if any(STEPS[step.type].weighs for step in recipe.data.steps):
+    if any(step.does.weighs for step in recipe.data.steps):
         drawn = drawn_samples(recipe, "train") * recipe.model.seq_length / sum(prepared.weights)
         for source, weight in zip(prepared.manifest.sources, prepared.weights, strict=True):
             passes = weight * drawn / source.splits["train"].tokens

@@ -28,7 +28,7 @@ from llmrecipes.data.steps import selected
 from llmrecipes.data.tokenizer import TextTokenizer, read
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.batch_schedule import samples_of
-from llmrecipes.recipe.data_steps import STEPS
+from llmrecipes.recipe.data_steps import DuplicatesStep
 from llmrecipes.recipe.plugins import DataStep, declared, resolve
 from llmrecipes.recipe.schema import Recipe, Source
 from llmrecipes.recipe.stages import span_of
@@ -159,8 +159,8 @@ def content(recipe: Recipe) -> dict[str, object]:
     for name in declared(type(recipe.data), DataStep):
         if name not in chosen:
             del data[name]  # likewise before this step existed
-    if steps := [step for step in recipe.data.steps if not STEPS[step.type].weighs]:
-        data["steps"] = [{"type": step.type, **step.settings, **_revision(step.type)} for step in steps]
+    if steps := [step for step in recipe.data.steps if not step.does.weighs]:
+        data["steps"] = [{"type": step.type, **step.settings, **_revision(step.does)} for step in steps]
         for each in data["steps"]:
             if each.get("cut_spans") is False:
                 del each["cut_spans"], each["min_words"]  # likewise
@@ -171,7 +171,7 @@ def content(recipe: Recipe) -> dict[str, object]:
     if recipe.data.valid_sources:
         for source in data["valid_sources"]:
             del source["weight"]
-        data |= _revision("duplicates")
+        data |= _revision(DuplicatesStep.does)
     else:
         del data["valid_sources"]  # likewise before this key existed
     if recipe.data.chat is None:
@@ -187,9 +187,8 @@ def content(recipe: Recipe) -> dict[str, object]:
     return {**data, "vocab_size": recipe.model.vocab_size}
 
 
-def _revision(kind: str) -> dict[str, int]:
-    revision = STEPS[kind].revision
-    return {} if revision == 1 else {"revision": revision}
+def _revision(step: DataStep) -> dict[str, int]:
+    return {} if step.revision == 1 else {"revision": step.revision}
 
 
 def has_scores(recipe: Recipe) -> bool:
@@ -247,10 +246,10 @@ def open_prepared(recipe: Recipe, data_dir: Path) -> Prepared:
 def _weights(recipe: Recipe, manifest: DataManifest) -> tuple[float, ...]:
     weights = tuple(source.weight for source in recipe.data.sources)
     for step in recipe.data.steps:
-        if STEPS[step.type].weighs:
+        if step.does.weighs:
             tokens = [source.splits["train"].tokens for source in manifest.sources]
             drawn = drawn_samples(recipe, "train") * recipe.model.seq_length
-            weights = tuple(resolve(STEPS[step.type].target)(tokens, weights, drawn, **step.settings))
+            weights = tuple(resolve(step.does.target)(tokens, weights, drawn, **step.settings))
     return weights
 
 

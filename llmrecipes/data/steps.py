@@ -19,8 +19,7 @@ from llmrecipes.data.split import Split, SplitRule, digest
 from llmrecipes.data.words import pieces, with_pieces
 from llmrecipes.errors import UserError
 from llmrecipes.packages import find_spec
-from llmrecipes.recipe.data_steps import STEPS
-from llmrecipes.recipe.data_steps import Step as Step_
+from llmrecipes.recipe.data_steps import ClassifierStep, DecontaminateStep, StepSection
 from llmrecipes.recipe.plugins import DataStep, declared, resolve
 from llmrecipes.recipe.schema import Data
 
@@ -177,25 +176,25 @@ def step_spec(data: Data) -> StepSpec:
     values = data.model_dump(mode="json", include=set(selected(data)))
     keys = [(name, targets[name], json.dumps(values[name])) for name in selected(data)]
     typed = [
-        (step.type, STEPS[step.type].target, json.dumps(_settings(step)))
+        (step.does, (step.type, step.does.target, json.dumps(_settings(step))))
         for step in data.steps
-        if not STEPS[step.type].weighs
+        if not step.does.weighs
     ]
     if data.valid_sources:
         near = next((step.settings for step in data.steps if step.type == NEAR_DUPLICATES), None)
         sets = [held_out.model_dump(mode="json") for held_out in data.valid_sources]
         keys.insert(0, (VALID_SOURCES, _EXCLUDING, json.dumps({"sets": sets, "near": near})))
-    compares = tuple(step for step in typed if STEPS[step[0]].compares)
-    augments = tuple(step for step in typed if STEPS[step[0]].augments)
-    single = tuple(step for step in typed if step not in compares + augments)
+    compares = tuple(step for does, step in typed if does.compares)
+    augments = tuple(step for does, step in typed if does.augments)
+    single = tuple(step for _, step in typed if step not in compares + augments)
     return StepSpec(
         SplitRule(data.split), data.chat is not None, (*keys, *single), compares, augments, data.max_unreadable
     )
 
 
-def _settings(step: Step_) -> dict[str, Any]:
+def _settings(step: StepSection) -> dict[str, Any]:
     """The settings of a step for its processes: of tasks of lm-evaluation-harness their files."""
-    if not step.tasks:
+    if not isinstance(step, DecontaminateStep) or not step.tasks:
         return step.settings
     from llmrecipes.data.eval_files import files_of_tasks
 
@@ -209,7 +208,7 @@ def require_usable(data: Data) -> None:
         UserError: the first of them.
     """
     for number, step in enumerate(data.steps):
-        kind = STEPS[step.type]
+        kind = step.does
         if kind.package and find_spec(kind.package) is None:
             raise UserError(
                 f"the step {step.type} needs the package {kind.package}, which is not installed",
@@ -217,7 +216,7 @@ def require_usable(data: Data) -> None:
                 rule=f"the package is in the extra {kind.extra}",
                 fix=f"pip install 'llmrecipes[{kind.extra}]', or remove the step",
             )
-        if step.paths or step.model or step.tasks:
+        if isinstance(step, DecontaminateStep | ClassifierStep):
             resolve(kind.target)(**_settings(step))  # reads them
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
-from llmrecipes.recipe.data_steps import LANGUAGES, REQUIRED, STEPS, Step
+from llmrecipes.recipe.data_steps import LANGUAGES, DecontaminateStep, DuplicatesStep, LanguageStep, LengthStep
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.plugins import DataStep, declared
 from llmrecipes.recipe.schema import Recipe
@@ -140,7 +141,7 @@ def token_sets(recipe: Recipe) -> Iterator[Problem]:
                     "remove it",
                 )
     keys = [name for name in declared(type(data), DataStep) if getattr(data, name) is not None]
-    keys += [f"steps.{n}.type" for n, step in enumerate(data.steps) if not STEPS[step.type].weighs]
+    keys += [f"steps.{n}.type" for n, step in enumerate(data.steps) if not step.does.weighs]
     keys += [f"valid_sources.{n}.type" for n, each in enumerate(data.valid_sources) if not each.tokenized]
     keys += ["curriculum.score"] if data.curriculum and data.curriculum.score != "length" else []
     for name in keys:
@@ -258,34 +259,19 @@ _LIMITS = (
 
 
 def steps(recipe: Recipe) -> Iterator[Problem]:
-    """Keys of other types, limits that contradict, types that appear twice, comparisons that do not come last."""
+    """Limits that are missing or contradict, types that appear twice, comparisons that do not come last."""
     steps = recipe.data.steps
     for number, step in enumerate(steps):
-        key, takes = f"data.steps.{number}", STEPS[step.type].takes
-        for name in sorted(step.model_fields_set - {"type", *takes}):
-            if getattr(step, name) is None:
-                continue  # as a resolved recipe has it
-            choices = f"the keys are {', '.join(takes)}" if takes else "there are none"
-            of = [kind for kind, each in STEPS.items() if name in each.takes]
-            yield Problem(
-                f"{key}.{name}",
-                f"set with type {step.type}",
-                f"{name} is a key of {', '.join(of)}; for {step.type}, {choices}",
-                f"remove {name}",
-            )
-        for name in REQUIRED.get(step.type, ()):
-            if getattr(step, name) is None:
-                yield Problem(
-                    f"{key}.{name}", "missing", f"{step.type} needs {name}", f"set {name}, or remove the step"
-                )
-        if step.type == "decontaminate" and step.paths is None and step.tasks is None:
+        key = f"data.steps.{number}"
+        if isinstance(step, DecontaminateStep) and step.paths is None and step.tasks is None:
             yield Problem(
                 f"{key}.paths",
                 "missing, as is tasks",
                 "decontaminate needs files (paths) or evaluation tasks (tasks) to compare documents with",
                 "set paths or tasks, or remove the step",
             )
-        for code in sorted(set(step.languages or ()) - set(LANGUAGES)):
+        languages = step.languages if isinstance(step, LanguageStep) else ()
+        for code in sorted(set(languages) - set(LANGUAGES)):
             short = code[:2].lower()
             yield Problem(
                 f"{key}.languages",
@@ -303,9 +289,9 @@ def steps(recipe: Recipe) -> Iterator[Problem]:
                     f"{low} must be at most {high}",
                     f"lower {low} or raise {high}",
                 )
-        if step.type == "duplicates":
+        if isinstance(step, DuplicatesStep):
             yield from _spans(recipe, key, step)
-        if step.type == "length" and step.min_characters is None and step.max_characters is None:
+        if isinstance(step, LengthStep) and step.min_characters is None and step.max_characters is None:
             yield Problem(
                 key, "length without a limit", "length needs min_characters or max_characters", "set one, or remove it"
             )
@@ -321,30 +307,28 @@ def steps(recipe: Recipe) -> Iterator[Problem]:
     for number, (before, after) in enumerate(pairwise(steps), start=1):
         if before.type == after.type:  # said above
             continue
-        if STEPS[before.type].weighs:
+        if before.does.weighs:
             yield Problem(
                 f"data.steps.{number}",
                 f"{after.type} after {before.type}",
                 f"{before.type} weighs sources by what all other steps keep, so it must be last",
                 f"move {before.type} to the end",
             )
-        elif STEPS[before.type].augments and not STEPS[after.type].weighs:
+        elif before.does.augments and not after.does.weighs:
             yield Problem(
                 f"data.steps.{number}",
                 f"{after.type} after {before.type}",
                 f"{before.type} must come after all other steps: it changes what they keep",
                 f"move {after.type} before {before.type}",
             )
-        elif STEPS[before.type].compares and not any(
-            (STEPS[after.type].compares, STEPS[after.type].augments, STEPS[after.type].weighs)
-        ):
+        elif before.does.compares and not any((after.does.compares, after.does.augments, after.does.weighs)):
             yield Problem(
                 f"data.steps.{number}",
                 f"{after.type} after {before.type}",
                 f"{before.type} must come after all other steps: it compares the documents that they keep",
                 f"move {after.type} before {before.type}",
             )
-        elif STEPS[after.type].compares and before.type == "near_duplicates":
+        elif after.does.compares and before.type == "near_duplicates":
             yield Problem(
                 f"data.steps.{number}",
                 f"{after.type} after {before.type}",
@@ -353,23 +337,23 @@ def steps(recipe: Recipe) -> Iterator[Problem]:
             )
 
 
-def _spans(recipe: Recipe, key: str, step: Step) -> Iterator[Problem]:
+def _spans(recipe: Recipe, key: str, step: DuplicatesStep) -> Iterator[Problem]:
     """Keys of spans of sentences without spans, limits that have no effect, and conversations that are cut."""
-    cuts = bool(step.cut_spans)
+    cuts, given = step.cut_spans, step.model_fields_set
     needs = {
         "max_repeated_spans": ("span_sentences", step.span_sentences is not None),
         "cut_spans": ("span_sentences", step.span_sentences is not None),
         "min_words": ("cut_spans", cuts),
     }
     for name, (other, present) in needs.items():
-        if getattr(step, name) not in (None, False) and not present:
+        if name in given and getattr(step, name) is not False and not present:
             yield Problem(
                 f"{key}.{name}",
                 f"set without {other}",
                 f"{name} is only used with {other}",
                 f"set {other}, or remove it",
             )
-    if cuts and step.max_repeated_spans is not None:
+    if cuts and "max_repeated_spans" in given:
         yield Problem(
             f"{key}.max_repeated_spans",
             "set with cut_spans",
@@ -387,8 +371,8 @@ def _spans(recipe: Recipe, key: str, step: Step) -> Iterator[Problem]:
 
 def _contradictions(recipe: Recipe) -> Iterator[Problem]:
     """Steps of which one drops what another one keeps, or judges what another one has not made yet."""
-    places = {step.type: number for number, step in enumerate(recipe.data.steps)}
-    of = {step.type: step for step in recipe.data.steps}
+    places: dict[str, int] = {step.type: number for number, step in enumerate(recipe.data.steps)}
+    of: dict[str, Any] = {step.type: step for step in recipe.data.steps}
     if "c4" in of and "code" in of:
         yield Problem(
             f"data.steps.{places['code']}.type",
@@ -396,10 +380,10 @@ def _contradictions(recipe: Recipe) -> Iterator[Problem]:
             "c4 drops documents with curly brackets, and so nearly all code",
             "remove c4 or code, and prepare code with a separate recipe",
         )
-    if "language" in of and "gopher" in of and "en" not in (of["language"].languages or ("en",)):
+    if "language" in of and "gopher" in of and "en" not in of["language"].languages:
         yield Problem(
             f"data.steps.{places['gopher']}.type",
-            f"gopher with the languages {', '.join(of['language'].languages or ())}",
+            f"gopher with the languages {', '.join(of['language'].languages)}",
             "gopher drops documents without English stop words, and so other languages",
             "add en to the languages, or remove gopher",
         )
@@ -417,7 +401,7 @@ def _contradictions(recipe: Recipe) -> Iterator[Problem]:
             "cut_spans needs the text that is tokenized, but noise changes it",
             "remove noise or cut_spans",
         )
-    early = [kind for kind in of if places[kind] < places.get("html", -1) and not STEPS[kind].takes_markup]
+    early = [kind for kind in of if places[kind] < places.get("html", -1) and not of[kind].does.takes_markup]
     if early:
         yield Problem(
             f"data.steps.{places['html']}.type",

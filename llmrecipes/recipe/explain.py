@@ -125,12 +125,11 @@ def _type_of(key: str) -> str:
 
 def _of_another_type(key: str, of_type: str, known: dict[str, RecipeKey]) -> Problem:
     name = key.rpartition(".")[2]
-    beside = {other: found for other, found in known.items() if _type_of(other) == _type_of(key)}
-    own = ", ".join(other.rpartition(".")[2] for other, found in beside.items() if of_type in found.by_type)
+    own = ", ".join(other.name.rpartition(".")[2] for other in known[_type_of(key)].by_type[of_type].beside)
     return Problem(
         key,
         f"set with type {of_type}",
-        f"{name} is a key of {', '.join(known[normal(key)].by_type)}; {of_type} has the keys {own}",
+        f"{name} is a key of {', '.join(known[normal(key)].by_type)}; {of_type} has {own or 'none'}",
         f"remove {name}",
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from llmrecipes.recipe.data_steps import STEPS
+from llmrecipes.recipe.data_steps import DecontaminateStep
 from llmrecipes.recipe.engines import ENGINES, engine_name
 from llmrecipes.recipe.plugins import MetricSink, declared
 from llmrecipes.recipe.schema import Data, Recipe
@@ -54,10 +54,9 @@ def of_tracking(recipe: Recipe) -> Iterator[Need]:
 def of_data(data: Data) -> Iterator[Need]:
     """What preparing the data needs."""
     for number, step in enumerate(data.steps):
-        kind = STEPS[step.type]
-        if kind.package is not None and kind.extra is not None:
-            yield Need(f"data.steps.{number}.type", kind.package, kind.extra)
-        if step.tasks:
+        if step.does.package is not None and step.does.extra is not None:
+            yield Need(f"data.steps.{number}.type", step.does.package, step.does.extra)
+        if isinstance(step, DecontaminateStep) and step.tasks:
             yield Need(f"data.steps.{number}.tasks", HARNESS, "eval")
     for number, source in enumerate(data.sources):
         if (source.path or "").startswith("s3://"):

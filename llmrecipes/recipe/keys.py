@@ -51,6 +51,8 @@ class RecipeKey:
     """JSON Schema of each accepted type."""
     by_type: Mapping[str, RecipeKey] = field(default_factory=dict)
     """In a section of several types: what the key is in each type that has it."""
+    beside: tuple[RecipeKey, ...] = ()
+    """Of one type: the other keys of the section."""
 
     @property
     def default_text(self) -> str:
@@ -207,18 +209,20 @@ def _walk_types(schema: dict[str, Any], prefix: str, defs: dict[str, Any]) -> It
     for option in schema["oneOf"]:
         node = _resolve(option, defs)
         name = node["properties"]["type"]["const"]
-        for key in _walk(node, prefix, defs):
+        chosen, *others = _walk(node, prefix, defs)
+        chosen = replace(chosen, description=node.get("description", ""), beside=tuple(others))
+        for key in (chosen, *others):
             found[key.name][name] = key
-        found[f"{prefix}type"][name] = replace(found[f"{prefix}type"][name], description=node.get("description", ""))
     for by_type in found.values():
         each = list(by_type.values())
-        first = each[0]
         options = tuple({json.dumps(option): option for key in each for option in key.options}.values())
-        if first.name == f"{prefix}type":
-            first, options = replace(first, description="Rows below a type are its keys."), ({"enum": list(by_type)},)
+        takes = " or ".join(dict.fromkeys(key.takes for key in each))
         required = len(each) == len(schema["oneOf"]) and all(key.required for key in each)
-        takes = _takes({"anyOf": options}, defs)
-        yield replace(first, takes=takes, required=required, options=options, by_type=by_type)
+        key = replace(each[0], takes=takes, required=required, options=options, by_type=by_type)
+        if key.name == f"{prefix}type":
+            enum = {"enum": list(by_type)}
+            key = replace(key, takes=_takes(enum, defs), options=(enum,), description="Rows below a type are its keys.")
+        yield key
 
 
 def is_section(node: Mapping[str, Any]) -> bool:
@@ -392,13 +396,12 @@ def _table(members: list[RecipeKey]) -> list[str]:
     rows = ["| key | takes | default | meaning |", "| --- | --- | --- | --- |"]
     if not any(key.by_type for key in members):
         return rows + [_row(key) for key in members]
-    chosen, *others = members  # the type comes first
+    chosen = members[0]
+    rows.append(_row(replace(chosen, takes="a type below")))
     shown: list[RecipeKey] = []
-    rows.append(_row(chosen))
     for name, of_type in chosen.by_type.items():
-        own = [key.by_type[name] for key in others if name in key.by_type]
-        new = [key for key in own if key not in shown]
-        also = ", ".join(f"`{key.name.rpartition('.')[2]}`" for key in own if key in shown)
+        new = [key for key in of_type.beside if key not in shown]
+        also = ", ".join(f"`{key.name.rpartition('.')[2]}`" for key in of_type.beside if key in shown)
         rows.append(f"| `type: {name}` ||| {_cell(of_type.description)}{f' Also: {also}.' if also else ''} |")
         rows += map(_row, new)
         shown += new

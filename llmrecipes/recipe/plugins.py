@@ -1,13 +1,12 @@
 """What a key switches on: a sink of metrics or a step of data preparation, declared in the type of the key.
 
-The section is the table: `Tracking` has the sinks. Steps are types of `data.steps`, listed in `recipe.data_steps`; some
-are keys of `Data`, and come first.
+The section is the table: `Tracking` has the sinks. Steps are types of `data.steps`, classes in `recipe.data_steps`;
+some are keys of `Data`, and come first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -33,8 +32,8 @@ class MetricSink:
 
 @dataclass(frozen=True, kw_only=True)
 class DataStep:
-    """A step of data preparation: a type of `data.steps` (`data_steps.STEPS`), or declared by a key of `Data` and made
-    from its value. The default of such a key disables it.
+    """A step of data preparation: of a type of `data.steps` (`recipe.data_steps`), or declared by a key of `Data` and
+    made from its value. The default of such a key disables it.
 
     Dropped documents are counted by the type or key. A prepared folder depends on the key only where there is a step,
     so that folders from before there was this key are still used.
@@ -42,9 +41,7 @@ class DataStep:
 
     target: str
     """`module:name` of what makes a `data.steps.Step` or, with `compares`, a `data.steps.Comparison`: called with the
-    keys that a type takes, or with the value of a key of `Data`. Imported on demand."""
-    takes: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of `data_steps.Step` that the type reads, with their defaults."""
+    keys of a type, or with the value of a key of `Data`. Imported on demand."""
     compares: bool = False
     """Whether it compares documents with earlier ones."""
     augments: bool = False

@@ -6,9 +6,12 @@ import multiprocessing
 import os
 import random
 import signal
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, get_args
 
-from llmrecipes.data.steps import Step
+from llmrecipes.data.steps import Step as MadeStep
+from llmrecipes.recipe.data_steps import Step, StepSection
 from llmrecipes.recipe.plugins import DataStep
 from llmrecipes.recipe.schema import Data, Model, Optimizer, Recipe, Source, Tokenizer, Train
 
@@ -34,7 +37,16 @@ def recipe(
     )
 
 
-def without(word: str) -> Step:
+STEPS = {get_args(step.model_fields["type"].annotation)[0]: step for step in StepSection.__subclasses__()}
+"""The class of each type of `data.steps`."""
+
+
+def made_step(values: Mapping[str, Any]) -> Step:
+    """A step of `data.steps`."""
+    return Data.model_validate({"steps": [values]}).steps[0]
+
+
+def without(word: str) -> MadeStep:
     """A step of data preparation: drops documents that are only this word, and takes it out of the others."""
     return lambda texts: None if texts == [word] else [text.replace(word, "") for text in texts]
 
@@ -52,7 +64,7 @@ def corpus(folder: Path, documents: int = 200, seed: int = 0, word: str = "word"
     return Source(type="text", path=str(folder))
 
 
-def fused(folder: str) -> Step:
+def fused(folder: str) -> MadeStep:
     """A step that kills its worker, as `kill -9` does, at each document that begins with the name of a file in the
     folder: once, because the file is deleted."""
 

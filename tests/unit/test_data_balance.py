@@ -16,11 +16,10 @@ from llmrecipes.data.balance import balanced
 from llmrecipes.data.dataset import build
 from llmrecipes.data.prepare import prepare
 from llmrecipes.data.prepared import fingerprint
-from llmrecipes.recipe.data_steps import Step
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe, Source
 from tests.refusals import refused
-from tests.unit.data_recipes import corpus, recipe
+from tests.unit.data_recipes import corpus, made_step, recipe
 
 
 @pytest.mark.parametrize(
@@ -51,7 +50,7 @@ def test_too_few_tokens_are_refused() -> None:
 
 
 def balance(used: Recipe, **keys: float) -> Recipe:
-    step = Step.model_validate({"type": "balance", **keys})
+    step = made_step({"type": "balance", **keys})
     return used.model_copy(update={"data": used.data.model_copy(update={"steps": (step,)})})
 
 

@@ -27,7 +27,7 @@ from llmrecipes.data.prepared import fingerprint
 from llmrecipes.data.rows import REASONING, SAYS_MORE, TOOL_CALLS, conversation
 from llmrecipes.data.steps import Document, pipeline, step_spec
 from llmrecipes.data.templates import CHATML, SPECIAL, TEMPLATES, ends_answers, question
-from llmrecipes.recipe.data_steps import Step
+from llmrecipes.recipe.data_steps import DuplicatesStep
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Chat, Recipe, Source, Tokenizer
 from tests.helpers import tiny
@@ -507,7 +507,9 @@ def test_conversations_that_differ_in_their_calls_are_no_duplicates(tmp_path: Pa
     said = [{"messages": [*talk("a")[:1], {"role": "assistant", "content": "b", "reasoning": why}]} for why in "cd"]
     rows = [asked({"city": "Rome"}, "call_a"), asked({"city": "Rome"}, "call_b"), asked({"city": "Oslo"}), *said]
     used = recipe(jsonl(tmp_path / "a.jsonl", *rows))
-    used = used.model_copy(update={"data": used.data.model_copy(update={"steps": (Step(type="duplicates"),)})})
+    used = used.model_copy(
+        update={"data": used.data.model_copy(update={"steps": (DuplicatesStep(type="duplicates"),)})}
+    )
     run, seen = pipeline(step_spec(used.data)), Duplicates()
     found = map(run, sources.documents(used.data.sources[0], used.data.chat))
     kept = [seen.add(each.marks[0]) for each in found if isinstance(each, Document)]

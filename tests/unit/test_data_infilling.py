@@ -21,16 +21,15 @@ from llmrecipes.data.prepare import prepare
 from llmrecipes.data.prepared import Prepared, fingerprint
 from llmrecipes.data.split import digest
 from llmrecipes.data.tokenizer import EOD
-from llmrecipes.recipe.data_steps import Step
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.proxy import proxy
 from llmrecipes.recipe.schema import Recipe, Source, Tokenizer
 from llmrecipes.recipe.source import Fim, ValidSource
 from tests.refusals import refused
-from tests.unit.data_recipes import corpus, recipe
+from tests.unit.data_recipes import corpus, made_step, recipe
 
 RATE, SPM = 0.6, 0.25
-NEAR = Step.model_validate({"type": "near_duplicates"})
+NEAR = made_step({"type": "near_duplicates"})
 
 
 def with_fim(source: Source, tokenizer: Tokenizer | None = None, **data: Any) -> Recipe:

@@ -23,10 +23,10 @@ from llmrecipes.data.leaks import check_near_copies
 from llmrecipes.data.prepare import Prepared, _shards, fingerprint, prepare
 from llmrecipes.data.shards import Shards
 from llmrecipes.errors import UserError
-from llmrecipes.recipe.data_steps import Step
+from llmrecipes.recipe.data_steps import DuplicatesStep
 from llmrecipes.recipe.schema import Chat, Data, Recipe, Source
 from tests.refusals import refused
-from tests.unit.data_recipes import FUSED, corpus, recipe
+from tests.unit.data_recipes import FUSED, corpus, made_step, recipe
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Source, ...]:
 
 def of(sources: tuple[Source, ...]) -> Recipe:
     made = recipe(*sources)
-    steps = (Step.model_validate({"type": "length", "min_characters": 3}),)
+    steps = (made_step({"type": "length", "min_characters": 3}),)
     data = made.data.model_copy(update={"split": (80.0, 10.0, 10.0), "steps": steps})
     return made.model_copy(update={"data": data})
 
@@ -73,8 +73,8 @@ def copied(sources: tuple[Source, ...], tmp_path_factory: pytest.TempPathFactory
     used = of((*sources, Source(type="jsonl", path=str(folder))))
     steps = (
         *used.data.steps,
-        Step(type="duplicates"),
-        Step.model_validate({"type": "near_duplicates", "threshold": 0.7, "shingle_words": 2}),
+        DuplicatesStep(type="duplicates"),
+        made_step({"type": "near_duplicates", "threshold": 0.7, "shingle_words": 2}),
     )
     return used.model_copy(update={"data": used.data.model_copy(update={"steps": steps})})
 
@@ -130,7 +130,7 @@ def test_processes_join_to_the_bytes_of_one(
 def test_shards_join_what_is_equal_but_for_case(sources: tuple[Source, ...], tmp_path: Path) -> None:
     """Documents that repeat an earlier one in every byte, and those that the step drops, which have samples."""
     used = of(sources)
-    steps = (*used.data.steps, Step(type="duplicates"))
+    steps = (*used.data.steps, DuplicatesStep(type="duplicates"))
     text = Path(sources[0].path or "", "0003.txt").read_text()
     rows = [json.dumps({"text": each}) for each in (text.upper(), text, "a new one " * 99)]
     (tmp_path / "more.jsonl").write_text("\n".join(rows), encoding="utf-8")
@@ -402,7 +402,7 @@ def test_documents_that_are_cut_are_the_same_in_many_shards(copied: Recipe, tmp_
     own = (". ".join(" ".join(rng.choices(words, k=9)) for _ in range(6)) for _ in range(90))
     rows = [{"text": f"{common}{text}."} for text in own]
     (tmp_path / "spans.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    cut = Step.model_validate({"type": "duplicates", "span_sentences": 3, "cut_spans": True, "min_words": 5})
+    cut = made_step({"type": "duplicates", "span_sentences": 3, "cut_spans": True, "min_words": 5})
     first = Source(type="jsonl", path=str(tmp_path / "spans.jsonl"), max_tokens=1000)
     every = (first, copied.data.sources[0], copied.data.sources[2])
     data = copied.data.model_copy(update={"sources": every, "steps": (cut, copied.data.steps[-1])})

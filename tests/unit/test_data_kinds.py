@@ -10,9 +10,8 @@ import pytest
 
 from llmrecipes.data.kinds import Kinds, script
 from llmrecipes.data.prepare import prepare
-from llmrecipes.recipe.data_steps import Step
 from llmrecipes.recipe.schema import Source
-from tests.unit.test_data_prepare import recipe
+from tests.unit.data_recipes import made_step, recipe
 
 ENGLISH = "The committee of the town has to be at the hall, and that is what we have with us on day {}. " * 6
 GERMAN = "Der Ausschuss der Stadt trifft sich am Dienstag im Rathaus und berät über den Haushalt Nummer {}. " * 6
@@ -43,7 +42,7 @@ def warnings(folder: Path, texts: list[str], *steps: dict[str, Any], workers: in
         rows = (json.dumps({"text": text}) + "\n" for text in texts[n::2])
         (folder / f"{n}.jsonl").write_text("".join(rows), encoding="utf-8")
     used = recipe(Source(type="jsonl", path=str(folder)))
-    made = tuple(Step.model_validate(step) for step in steps)
+    made = tuple(made_step(step) for step in steps)
     used = used.model_copy(update={"data": used.data.model_copy(update={"steps": made})})
     lines: list[str] = []
     prepare(used, folder / "data", progress=lines.append, workers=workers)

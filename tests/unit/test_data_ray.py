@@ -11,11 +11,11 @@ import pytest
 
 from llmrecipes.data import parts, pipeline
 from llmrecipes.data.prepare import Prepared, prepare
-from llmrecipes.recipe.data_steps import Step
+from llmrecipes.recipe.data_steps import DuplicatesStep
 from llmrecipes.recipe.schema import Recipe, Source
 from tests.dashboard import free_port
 from tests.refusals import refused
-from tests.unit.data_recipes import corpus, recipe
+from tests.unit.data_recipes import corpus, made_step, recipe
 
 
 @pytest.mark.parametrize("on", ["rai", "ray"])
@@ -38,8 +38,10 @@ def compared(folder: Path) -> Recipe:
     ]
     (folder / "rows.jsonl").write_text("\n".join(json.dumps({"text": row}) for row in rows), encoding="utf-8")
     made = recipe(text.model_copy(update={"max_tokens": 6000}), Source(type="jsonl", path=str(folder / "rows.jsonl")))
-    near = Step.model_validate({"type": "near_duplicates", "threshold": 0.7})
-    data = made.data.model_copy(update={"split": (80.0, 10.0, 10.0), "steps": (Step(type="duplicates"), near)})
+    near = made_step({"type": "near_duplicates", "threshold": 0.7})
+    data = made.data.model_copy(
+        update={"split": (80.0, 10.0, 10.0), "steps": (DuplicatesStep(type="duplicates"), near)}
+    )
     return made.model_copy(update={"data": data})
 
 

@@ -6,6 +6,7 @@ import gzip
 import importlib.machinery
 import json
 import time
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,13 @@ from llmrecipes.data.steps import Dropped, pipeline, step_spec
 from llmrecipes.data.words import normalized
 from llmrecipes.data.write import SAMPLES
 from llmrecipes.diagnosis.prepared import of_data
-from llmrecipes.recipe.data_steps import LANGUAGES, STEPS, Step
+from llmrecipes.recipe.data_steps import LANGUAGES
+from llmrecipes.recipe.keys import keys
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.plugins import resolve
 from llmrecipes.recipe.schema import Data, Recipe, Source
 from tests.refusals import has_token, refused
-from tests.unit.data_recipes import recipe
+from tests.unit.data_recipes import STEPS, made_step, recipe
 
 PROSE = (
     "The committee met on Tuesday to discuss the budget of the coming year, and most of the members agreed with the "
@@ -47,7 +49,7 @@ PAGE = (
 
 def run(text: str, *steps: dict[str, Any]) -> str | tuple[str, str]:
     """The text that the steps make of a document, or the step and rule that drop it."""
-    outcome = pipeline(step_spec(Data(steps=tuple(Step.model_validate(step) for step in steps))))(text)
+    outcome = pipeline(step_spec(Data(steps=tuple(made_step(step) for step in steps))))(text)
     return (outcome.reason, outcome.rule) if isinstance(outcome, Dropped) else outcome.text.decode()
 
 
@@ -57,7 +59,7 @@ VERSIONS = "version 1.8.3.2, Chrome/8.8.4.4, 8.8.8.8 release notes"
 def with_steps(source: Source, *steps: dict[str, Any]) -> Recipe:
     used = recipe(source)
     return used.model_copy(
-        update={"data": used.data.model_copy(update={"steps": tuple(Step.model_validate(step) for step in steps)})}
+        update={"data": used.data.model_copy(update={"steps": tuple(made_step(step) for step in steps)})}
     )
 
 
@@ -213,16 +215,16 @@ def test_counts_samples_and_fingerprint(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_every_type_has_its_function_and_its_keys() -> None:
-    named = {key for step in STEPS.values() for key in step.takes}
-    assert named == set(Step.model_fields) - {"type"}
-    assert set(STEPS) == set(Step.model_fields["type"].annotation.__args__)  # type: ignore[union-attr]
-    assert all(callable(resolve(step.target)) for step in STEPS.values())
+    for name, step in STEPS.items():
+        takes = set(signature(resolve(step.does.target)).parameters)
+        assert takes - {"tokens", "factors", "drawn"} == step.model_fields.keys() - {"type"}, name
+    assert list(STEPS) == list(keys()["data.steps.N.type"].by_type)
     assert step_spec(Data()).steps == () and SplitRule((1.0, 0.0, 0.0)).of(b"\0" * 32) == "train"
 
 
 def test_a_step_that_judges_text_comes_after_html() -> None:
-    judges = [name for name, step in STEPS.items() if not step.takes_markup]
-    assert {name for name, step in STEPS.items() if ".quality:" in step.target} <= set(judges)
+    judges = [name for name, step in STEPS.items() if not step.does.takes_markup]
+    assert {name for name, step in STEPS.items() if ".quality:" in step.does.target} <= set(judges)
     keys = {"language": ", languages: [en]", "classifier": ", model: a.bin, labels: [good]"}
     for name in judges:
         with refused("data.steps.1.type"):
@@ -466,7 +468,7 @@ def test_noise_replaces_words_of_training_documents_only(replacement: str, tmp_p
         (folder / f"{number:02d}.txt").write_text(words)
     source = Source(type="text", path=str(folder))
     clean = recipe(source, split=(80.0, 10.0, 10.0))
-    steps = (Step(type="noise", noise_rate=0.2, replacement=replacement),)  # type: ignore[arg-type]
+    steps = (made_step({"type": "noise", "noise_rate": 0.2, "replacement": replacement}),)
     noisy = clean.model_copy(update={"data": clean.data.model_copy(update={"steps": steps})})
     before, after = prepare(clean, tmp_path / "data", workers=1), prepare(noisy, tmp_path / "data", workers=1)
     assert after.manifest.held_out == before.manifest.held_out

@@ -22,7 +22,6 @@ from llmrecipes.data.prepared import Prepared, fingerprint, held_out_text, index
 from llmrecipes.data.sources import documents
 from llmrecipes.data.valid_sets import bits_per_byte
 from llmrecipes.engine.base import World
-from llmrecipes.recipe.data_steps import Step
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe, Source
 from llmrecipes.recipe.source import LABEL, ValidSource, source_names
@@ -33,7 +32,7 @@ from llmrecipes.tracking.progress import eval_line
 from llmrecipes.train.evaluations import SPLIT, HeldOut, held_out_metrics
 from llmrecipes.train.loaders import DataLoaders, open_loaders
 from tests.refusals import refused
-from tests.unit.data_recipes import corpus, recipe
+from tests.unit.data_recipes import corpus, made_step, recipe
 
 WORDS = [f"word{n}" for n in range(500)]
 
@@ -47,7 +46,7 @@ def with_sets(source: Source, *sets: dict[str, Any], steps: tuple[dict[str, Any]
     used = recipe(source)
     update = {
         "valid_sources": tuple(ValidSource.model_validate(each) for each in sets),
-        "steps": tuple(Step.model_validate(step) for step in steps),
+        "steps": tuple(made_step(step) for step in steps),
     }
     return used.model_copy(update={"data": used.data.model_copy(update=update)})
 

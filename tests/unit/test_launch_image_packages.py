@@ -16,10 +16,10 @@ from benchmarks.former import ADAMW
 from llmrecipes.cli.app import run
 from llmrecipes.launch import image_packages
 from llmrecipes.launch.image_packages import DISTRIBUTIONS, IN_IMAGES, missing
-from llmrecipes.recipe.data_steps import STEPS
 from llmrecipes.recipe.extras import of_recipe
 from llmrecipes.recipe.load import load
 from tests.refusals import require_message
+from tests.unit.data_recipes import STEPS
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGEST = f"@sha256:{'7' * 64}"
@@ -54,7 +54,7 @@ def warned(*words: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_every_package_that_a_recipe_can_need_is_in_the_extra_that_is_named() -> None:
-    every = json.dumps([_step(name) for name, kind in STEPS.items() if kind.package])
+    every = json.dumps([_step(name) for name, step in STEPS.items() if step.does.package])
     needs = [
         *of_recipe(load("gpt-tiny", [*NEEDY, f"data.steps={every}"]).recipe, prepares=True),
     ]
