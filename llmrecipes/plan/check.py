@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu
@@ -13,10 +13,11 @@ from llmrecipes.plan.layout import layout
 from llmrecipes.plan.memory import estimate
 from llmrecipes.plan.speed import ladder
 from llmrecipes.plan.speed.device import device
-from llmrecipes.plan.speed.search import nearest
+from llmrecipes.plan.speed.search import MOST_MICRO_BATCH, nearest, powers
 from llmrecipes.recipe import rules
 from llmrecipes.recipe.batch_schedule import without_ramp
 from llmrecipes.recipe.degrees import elastic_worlds, model_parallel_size, replica_ranks, smallest_world
+from llmrecipes.recipe.recompute import ALL_LAYERS, recomputation
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape
 from llmrecipes.recipe.stages import span_of
@@ -178,13 +179,6 @@ def _machine(cluster: Cluster) -> str:
     return f"{len(cluster.gpus)} × {cluster.gpus[0].name}"
 
 
-MOST_MICRO_BATCH = 8
-_RECOMPUTE: dict[str, Any] = {
-    "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
-    "recompute_modules": None,
-}  # fmt: skip
-
-
 def fitted(recipe: Recipe, cluster: Cluster) -> tuple[Recipe, int]:
     """The first of these that fits with `LEAST_HEADROOM`, in the order of their cost to speed.
 
@@ -227,9 +221,9 @@ def fitted(recipe: Recipe, cluster: Cluster) -> tuple[Recipe, int]:
 
 def _candidates(recipe: Recipe, cluster: Cluster, ranks: int) -> Iterator[Recipe]:
     domain = cluster.gpus_per_domain if cluster.gpus else 1
-    for pipeline in _powers(min(ranks, recipe.model.num_layers)):
+    for pipeline in powers(min(ranks, recipe.model.num_layers)):
         # Pipelines are for what tensor parallelism cannot hold, so they come with all of it.
-        for tensor in _powers(min(domain, ranks)) if pipeline == 1 else [_powers(min(domain, ranks))[-1]]:
+        for tensor in powers(min(domain, ranks)) if pipeline == 1 else [powers(min(domain, ranks))[-1]]:
             # Where the layers do not divide over the stages, they may with embedding and output layer.
             whole = bool(recipe.model.num_layers % pipeline)
             degrees = {
@@ -246,14 +240,9 @@ def _candidates(recipe: Recipe, cluster: Cluster, ranks: int) -> Iterator[Recipe
                 continue
             replicas = ranks // model_parallel_size(parallelism)
             each = max(1, round(recipe.train.global_batch_size / replicas))
-            for recompute in (dict.fromkeys(_RECOMPUTE), _RECOMPUTE):
-                for micro in reversed(_powers(min(each, MOST_MICRO_BATCH))):
+            for recomputed in (recomputation(), ALL_LAYERS):
+                for micro in reversed(powers(min(each, MOST_MICRO_BATCH))):
                     if each % micro == 0:
                         batch = {"micro_batch_size": micro, "global_batch_size": each * replicas}
-                        train = without_ramp(recipe.train, **recompute, **batch)
+                        train = without_ramp(recipe.train, **recomputed, **batch)
                         yield recipe.model_copy(update={"parallelism": parallelism, "train": train})
-
-
-def _powers(most: int) -> list[int]:
-    """Powers of two up to a number."""
-    return [1 << exponent for exponent in range(most.bit_length())]

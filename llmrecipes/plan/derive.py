@@ -358,9 +358,7 @@ def _least_recomputation(recipe: Recipe, s: Shape, laid_out: Layout, micro_batch
 
     By all of a GPU's memory, which all ranks see alike, not by what is free now.
     """
-    most = capacity(cluster, laid_out.world_size)
-    if cluster.gpus:
-        most = gpu_memory(cluster, laid_out.world_size)
+    most = (gpu_memory if cluster.gpus else capacity)(cluster, laid_out.world_size)
 
     def fits(tried: Recipe) -> bool:
         stages = differing_stages(tried, s, laid_out)  # the first is usually the fullest
@@ -390,10 +388,8 @@ def most_recomputation(recipe: Recipe) -> Recipe:
 
 
 def _recomputing(recipe: Recipe, granularity: str | None = None, **keys: object) -> Recipe:
-    values = {f"recompute_{name}": keys.get(name) for name in ("method", "num_layers", "modules")}
-    return recipe.model_copy(
-        update={"train": recipe.train.model_copy(update={"recompute_granularity": granularity, **values})}
-    )
+    train = recipe.train.model_copy(update=recompute.recomputation(granularity, **keys))
+    return recipe.model_copy(update={"train": train})
 
 
 def _recomputations(

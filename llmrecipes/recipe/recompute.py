@@ -49,6 +49,15 @@ MODULES: dict[str, Module] = {
 }
 
 
+def recomputation(granularity: str | None = None, **keys: object) -> dict[str, object]:
+    """All keys of recomputation, of which `method`, `num_layers` and `modules` are null unless given."""
+    others = {f"recompute_{name}": keys.get(name) for name in ("method", "num_layers", "modules")}
+    return {"recompute_granularity": granularity, **others}
+
+
+ALL_LAYERS = recomputation("full", method="uniform", num_layers=1)
+
+
 def _dense_layers(recipe: Recipe) -> int:
     s = shape(recipe.model)
     return s.num_layers - s.moe_layers(0, s.num_layers)

@@ -75,8 +75,7 @@ def span_of(recipe: Recipe) -> Span | None:
 
 def run_recipe(recipe: Recipe) -> Recipe:
     """The recipe of the run that a stage's recipe belongs to."""
-    span = span_of(recipe)
-    return recipe if span is None else span.run_recipe
+    return recipe.span.run_recipe if isinstance(recipe, StageRecipe) else recipe
 
 
 def merged(recipe: Recipe) -> tuple[Recipe, ...]:

@@ -141,6 +141,7 @@ class Forecast:
         """Output of `plan --json`."""
         plan, speed, zero = self.plan, self.tokens_per_second_per_gpu, self.plan.recipe.zero
         layout, peak = plan.layout, self.device.peak_of(plan.recipe.train.precision)
+        offload = None if zero is None else zero.offload_optimizer
         full, causal = speed * plan.flops_per_token_full, speed * plan.flops_per_token_causal
         return {
             "recipe": plan.recipe.name,
@@ -157,9 +158,7 @@ class Forecast:
                 "data": layout.data_parallel_size,
                 "distributed_optimizer": plan.recipe.parallelism.use_distributed_optimizer,
                 "zero_stage": None if zero is None else zero.stage,
-                "offload_optimizer": None
-                if zero is None or zero.offload_optimizer == "none"
-                else zero.offload_optimizer,
+                "offload_optimizer": None if offload == "none" else offload,
                 "micro_batch_size": plan.recipe.train.micro_batch_size,
                 "recompute_granularity": plan.recompute_granularity,
                 "recompute_modules": ", ".join(plan.recompute_modules) or None,
@@ -205,16 +204,8 @@ def _of_stage(stage: Forecast) -> dict[str, Any]:
 
 
 def _parts(memory: Memory) -> dict[str, float]:
-    other = memory.logits + memory.workspace + memory.buffers + memory.checkpoint_copy
-    other += memory.teacher + memory.movements + memory.update
-    parts = {
-        "weights": memory.weights,
-        "gradients": memory.gradients,
-        "optimizer": memory.optimizer,
-        "activations": memory.activations,
-        "other": other,
-        "total": memory.total,
-    }
+    shown = {name: getattr(memory, name) for name in ("weights", "gradients", "optimizer", "activations")}
+    parts = {**shown, "other": memory.total - sum(shown.values()), "total": memory.total}
     return {name: size / GIB for name, size in parts.items()}
 
 
@@ -433,17 +424,13 @@ def forecast(plan: Plan, profile: Profile | None) -> Forecast:
         UserError: as `gpu`.
     """
     accelerator = gpu(plan, profile)
-    step = predict(accelerator, software(plan, accelerator), work(plan))
+    step = _step(plan, accelerator)
     others = [accelerator.with_shares(name) for name in accelerator.alike]
-    times = [predict(other, software(plan, other), work(plan)).seconds / step.seconds for other in others]
+    times = [1.0, *(_step(plan, other).seconds / step.seconds for other in others)]
     if has_teacher(plan.recipe):
-        teacher = teacher_plan(plan)
-        ahead = predict(accelerator, software(teacher, accelerator), work(teacher))
-        step = replace(step, teacher=forward_seconds(ahead, plan.num_microbatches))
+        step = replace(step, teacher=forward_seconds(_step(teacher_plan(plan), accelerator), plan.num_microbatches))
     if has_reference(plan.recipe):
-        reference = reference_plan(plan)
-        ahead = predict(accelerator, software(reference, accelerator), work(reference))
-        step = replace(step, teacher=forward_seconds(ahead, plan.num_microbatches))
+        step = replace(step, teacher=forward_seconds(_step(reference_plan(plan), accelerator), plan.num_microbatches))
     step = with_attack(step, passes(plan.recipe.train))
     stages = range(plan.layout.pipeline_model_parallel_size)
     if plan.recipe.qat is not None:
@@ -477,6 +464,10 @@ def forecast(plan: Plan, profile: Profile | None) -> Forecast:
         saves,
         known,
         of_stages,
-        max([1.0, *times]),
-        min([1.0, *times]),
+        max(times),
+        min(times),
     )
+
+
+def _step(plan: Plan, accelerator: Device) -> Step:
+    return predict(accelerator, software(plan, accelerator), work(plan))

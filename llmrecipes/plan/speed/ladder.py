@@ -11,6 +11,7 @@ from llmrecipes.plan.derive import LEAST_HEADROOM, Plan, derive
 from llmrecipes.plan.speed.forecast import forecast
 from llmrecipes.plan.speed.search import MOST_PIPELINE, changes, stage_cuts, with_zero
 from llmrecipes.recipe import rules
+from llmrecipes.recipe.recompute import ALL_LAYERS, recomputation
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.zero import Zero
 from llmrecipes.units import gib
@@ -110,7 +111,7 @@ def _asked(plan: Plan) -> Recipe:
     """The recipe without what the plan has chosen for it, so that each rung chooses by itself."""
     recipe = plan.recipe
     if plan.recompute_auto:
-        recipe = _train(recipe, **_recomputation("auto"))
+        recipe = _train(recipe, **recomputation("auto"))
     if plan.loss_chunk_tokens:
         free = _train(recipe, loss_chunk_tokens=None)
         chosen = derive(free, plan.layout.world_size, plan.cluster).loss_chunk_tokens
@@ -165,20 +166,15 @@ def _offloaded(recipe: Recipe, zero: Zero, stage: int) -> Iterator[Recipe]:
         yield last.model_copy(update={"zero": last.zero.model_copy(update={"offload_param": "cpu"})})
 
 
-def _recomputation(granularity: str, **keys: object) -> dict[str, object]:
-    names = ("recompute_method", "recompute_num_layers", "recompute_modules")
-    return {"recompute_granularity": granularity, **dict.fromkeys(names), **keys}
-
-
 def _recomputed(recipe: Recipe) -> Iterator[Recipe]:
     """The next choices: `auto` takes the least that fits, which is nothing for a plan that fits already."""
     granularity = recipe.train.recompute_granularity
     if granularity is None:
-        yield _train(recipe, **_recomputation("selective"))
+        yield _train(recipe, **recomputation("selective"))
     if granularity in (None, "selective"):
-        yield _train(recipe, **_recomputation("auto"))
+        yield _train(recipe, **recomputation("auto"))
     if not _all_recomputed(recipe):
-        yield _train(recipe, **_recomputation("full", recompute_method="uniform", recompute_num_layers=1))
+        yield _train(recipe, **ALL_LAYERS)
 
 
 def _all_recomputed(recipe: Recipe) -> str:

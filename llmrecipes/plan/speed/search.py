@@ -22,6 +22,7 @@ from llmrecipes.plan.speed.forecast import Forecast, forecast, gpu, software, wo
 from llmrecipes.plan.speed.step import predict
 from llmrecipes.recipe import rules, zero_rules
 from llmrecipes.recipe.engines import DEEPSPEED, engine_name
+from llmrecipes.recipe.recompute import ALL_LAYERS, recomputation
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import shape
 from llmrecipes.recipe.stage_layout import EMBEDDING, LAYER, LOSS, PREDICTION, text
@@ -35,10 +36,6 @@ WRITTEN_CHUNKS = (1, 2, 3, 4, 6, 8)
 """Chunks of a stage for which the stages are cut by what they compute: any number would do, and few are enough."""
 SHORTEST = 8192
 """Tokens of a sequence below which context parallelism is not tried: it would leave too few on a rank."""
-_NONE: dict[str, Any] = dict.fromkeys(
-    ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
-)
-_AUTO: dict[str, Any] = {**_NONE, "recompute_granularity": "auto"}
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,8 @@ class Candidate:
         return [f"recompute {'+'.join(plan.recompute_modules)}"] if plan.recompute_modules else []
 
 
-def _powers(most: int) -> list[int]:
+def powers(most: int) -> list[int]:
+    """Powers of two up to a number."""
     return [1 << exponent for exponent in range(max(1, most).bit_length())]
 
 
@@ -129,14 +127,14 @@ def with_zero(recipe: Recipe, zero: Zero, stage: int, offload: bool) -> Recipe:
 
 def _degrees(recipe: Recipe, ranks: int, near: int) -> Iterator[Recipe]:
     model, batch = recipe.model, recipe.train.global_batch_size
-    contexts = [c for c in _powers(MOST_CONTEXT) if c == 1 or model.seq_length // c >= SHORTEST // 2]
+    contexts = [c for c in powers(MOST_CONTEXT) if c == 1 or model.seq_length // c >= SHORTEST // 2]
     contexts = sorted({*contexts, recipe.parallelism.context_parallel_size})
-    experts = [e for e in _powers(model.num_moe_experts or 1) if (model.num_moe_experts or 1) % e == 0]
-    stages = sorted({*_powers(min(MOST_PIPELINE, model.num_layers)), recipe.parallelism.pipeline_model_parallel_size})
+    experts = [e for e in powers(model.num_moe_experts or 1) if (model.num_moe_experts or 1) % e == 0]
+    stages = sorted({*powers(min(MOST_PIPELINE, model.num_layers)), recipe.parallelism.pipeline_model_parallel_size})
     if engine_name(recipe) == DEEPSPEED:  # which has neither
         contexts = stages = [1]
     cuts = {stage: list(stage_cuts(recipe, stage)) for stage in stages}
-    for tensor in _powers(near):
+    for tensor in powers(near):
         # Without expert parallelism experts are split as the dense layers are.
         shares = [(e, inner) for e in experts for inner in (sorted({1, tensor}) if e > 1 else [None])]
         for stage in stages:
@@ -157,11 +155,11 @@ def _degrees(recipe: Recipe, ranks: int, near: int) -> Iterator[Recipe]:
                                 **cut,
                             }
                         )
-                        for micro in sorted({*_powers(MOST_MICRO_BATCH), recipe.train.micro_batch_size}):
+                        for micro in sorted({*powers(MOST_MICRO_BATCH), recipe.train.micro_batch_size}):
                             if (batch // (ranks // dense)) % micro:
                                 continue
-                            for again in (_NONE, _AUTO):
-                                train = recipe.train.model_copy(update={"micro_batch_size": micro, **again})
+                            for recomputed in (recomputation(), recomputation("auto")):
+                                train = recipe.train.model_copy(update={"micro_batch_size": micro, **recomputed})
                                 yield recipe.model_copy(update={"parallelism": parallelism, "train": train})
 
 
@@ -351,7 +349,7 @@ _TOGETHER = {
     "pipeline_model_parallel_layout": "pipeline_model_parallel_size",
     "expert_tensor_parallel_size": "expert_model_parallel_size",
     **dict.fromkeys(("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"), "stage"),
-    **dict.fromkeys(_NONE, "recompute_granularity"),
+    **dict.fromkeys(ALL_LAYERS, "recompute_granularity"),
 }
 """Keys that change as one with another."""
 
@@ -383,7 +381,7 @@ def _as_before(candidate: Recipe, recipe: Recipe) -> Recipe:
     """With the recipe's own selective recomputation and expert tensor parallelism where only those would differ."""
     train, parallel = candidate.train, candidate.parallelism
     if not train.recompute_granularity and recipe.train.recompute_granularity == "selective":
-        train = train.model_copy(update={name: getattr(recipe.train, name) for name in _NONE})
+        train = train.model_copy(update={name: getattr(recipe.train, name) for name in ALL_LAYERS})
     split = parallel.expert_tensor_parallel_size == parallel.tensor_model_parallel_size
     if split and recipe.parallelism.expert_tensor_parallel_size is None:
         parallel = parallel.model_copy(update={"expert_tensor_parallel_size": None})
