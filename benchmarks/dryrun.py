@@ -41,8 +41,8 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
         UserError: it has a part that no dry run can show.
     """
     cluster = "laptop" if ON_CPUS in name else "h100-ib"
-    plan = plan_on(load(name, []).recipe, nproc=None, cluster=cluster, nodes=None)[0]
-    layout, recipe = plan.layout, plan.recipe  # of the stage that needs the most memory, if there are stages
+    plan = plan_on(load(name, []).recipe, nproc=None, cluster=cluster, nodes=None)[0].largest
+    layout, recipe = plan.layout, plan.recipe
     batch = 2 * layout.pipeline_model_parallel_size * layout.data_parallel_size * recipe.train.micro_batch_size
     short = as_run(recipe)
     short = short.model_copy(update={"train": short.train.model_copy(update={"global_batch_size": batch})})

@@ -23,8 +23,8 @@ from benchmarks.turns import Contender, write_job
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.launch.environment import detected_environment
-from llmrecipes.plan.derive import derive
 from llmrecipes.plan.parameters import flops_per_token
+from llmrecipes.plan.run_plan import derive_run
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import shape
@@ -84,7 +84,7 @@ def run(recipe: Recipe, *, steps: int, warmup: int, peak_flops: float | None) ->
     """All contenders on one recipe; one that fails (memory, most likely) is reported and the others go on."""
     found = {}
     cluster = detect()
-    environment = {**detected_environment(cluster, derive(recipe, 1, cluster)), **first_gpu()}
+    environment = {**detected_environment(cluster, derive_run(recipe, 1, cluster)), **first_gpu()}
     for name in CONTENDERS:
         absent = [package for package in NEEDS.get(name, ()) if find_spec(package) is None]
         if absent:

@@ -35,7 +35,8 @@ def measure(name: str, threads: int) -> dict[str, float]:
     """Values and seconds of one recipe, in a process of its own."""
     torch.set_num_threads(threads)
     recipe = load(name, []).recipe
-    plan, _ = plan_on(recipe, nproc=None, cluster="h100-ib", nodes=NODES.get(name))
+    run, _ = plan_on(recipe, nproc=None, cluster="h100-ib", nodes=NODES.get(name))
+    plan = run.largest
     engines = cast(MetaBackend, backend(recipe))
     platform = engines.meta_platform(0, plan.layout.world_size, plan.device, 1.0)
     with engines.join(recipe, platform):

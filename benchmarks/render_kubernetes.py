@@ -30,7 +30,7 @@ def in_process(flavor: str) -> float:
     planned = plan_for(RECIPE[0], RECIPE[1:], CLUSTER, NODES)
     text = to_yaml(objects_of(planned, KubernetesOptions(image=IMAGE, flavor=flavor), "run-1"))
     seconds = time.perf_counter() - started
-    assert planned.plan.layout.world_size == 16000
+    assert planned.plan.world_size == 16000
     assert "2000" in text
     return seconds
 

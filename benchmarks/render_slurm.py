@@ -31,7 +31,7 @@ def in_process() -> float:
     request = SlurmRequest(planned.asked, CLUSTER, NODES, "run-1", runs, Path("/shared/data"), runs / "gpt-7b/run-1")
     text = as_text(command(request, planned.plan, planned.profile, SlurmOptions(), Path("slurm/train.sbatch")))
     seconds = time.perf_counter() - started
-    assert planned.plan.layout.world_size == 16000 and "--nodes=2000" in text
+    assert planned.plan.world_size == 16000 and "--nodes=2000" in text
     return seconds
 
 

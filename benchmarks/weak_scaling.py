@@ -17,7 +17,7 @@ from pathlib import Path
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.machine import machine
-from llmrecipes.plan.speed.forecast import forecast
+from llmrecipes.plan.speed.forecast import forecast_run
 from llmrecipes.plan.speed.search import fastest
 from llmrecipes.recipe.load import load
 from llmrecipes.workflow.plan import plan_on
@@ -72,7 +72,7 @@ def compare(run: Published) -> dict[str, object]:
     recipe = load(run.recipe, list(run.overrides)).recipe
     profile = load_profile(run.cluster)
     plan, _ = plan_on(recipe, nproc=run.gpus, cluster=run.cluster, nodes=None)
-    made = forecast(plan, profile).as_dict()
+    made = forecast_run(plan, profile).as_dict()
     try:
         found = fastest(recipe, machine(profile, run.gpus // profile.gpus_per_node), run.gpus, profile, 1)[0]
         best, layout = found.forecast.as_dict()["mfu_full"], found.key

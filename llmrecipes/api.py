@@ -22,7 +22,7 @@ from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.evaluation.request import EvaluationRequest
 from llmrecipes.models.export_options import ExportOptions
 from llmrecipes.options import made, takes
-from llmrecipes.plan.derive import Plan
+from llmrecipes.plan.run_plan import RunPlan
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.redact import redact
@@ -69,7 +69,7 @@ def override_words(overrides: Overrides) -> Sequence[str]:
 
 def plan_recipe(
     recipe: Recipe | str | Path, *, nproc: int | None = None, cluster: str | None = None, nodes: int | None = None
-) -> Plan:
+) -> RunPlan:
     """Plan a recipe for this machine, or for nodes of a cluster: layout, memory, FLOPs; `print` shows it as a table.
 
     Args:
@@ -79,7 +79,7 @@ def plan_recipe(
         nodes: nodes of the cluster; default: the fewest that fit the layout.
 
     Raises:
-        UserError: the layout does not divide the ranks. A plan that does not fit is not an error: see `Plan.fits`.
+        UserError: the layout does not divide the ranks. A plan that does not fit is not an error: see `fits`.
     """
     from llmrecipes.workflow.plan import plan_on
 

@@ -22,8 +22,8 @@ from llmrecipes.errors import UserError
 from llmrecipes.files import checkout
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.io import write_atomic
-from llmrecipes.plan.derive import Plan
-from llmrecipes.plan.speed.forecast import forecast
+from llmrecipes.plan.run_plan import RunPlan
+from llmrecipes.plan.speed.forecast import forecast_run
 from llmrecipes.plan.speed.search import Candidate, fastest
 from llmrecipes.recipe.load import Loaded, load, names, recipes_dir
 from llmrecipes.runfiles import PLAN
@@ -232,7 +232,7 @@ def make(name: str, asked: Asked, runs_dir: Path, log: Log) -> Card:
     before = read(name) if path_of(name).is_file() else None
     cluster, gpus = _target(loaded, before, asked)
     plan, _ = plan_on(loaded.recipe, nproc=gpus, cluster=cluster, nodes=None)
-    gpus = plan.layout.world_size
+    gpus = plan.world_size
     options = {"cluster": cluster, "gpus": str(gpus)}
     planned = _part(command_line("plan", name, options=options), loaded, _planned(plan, cluster))
     if before is not None and (before.planned.figures, before.planned.recipe_hash) == (planned.figures, loaded.hash):
@@ -280,24 +280,24 @@ def _target(loaded: Loaded, before: Card | None, asked: Asked) -> tuple[str, int
     return "h100-ib", published.gpus if asked.gpus is None and published is not None else asked.gpus
 
 
-def _planned(plan: Plan, cluster: str) -> dict[str, JsonValue]:
+def _planned(plan: RunPlan, cluster: str) -> dict[str, JsonValue]:
     """Figures of a plan, rounded, so that they are the same on every machine; speed only with coefficients."""
     figures: dict[str, Any] = {
         "num_parameters": plan.num_parameters.total,
         "num_active_parameters": plan.num_parameters.active,
-        "memory_gib": _rounded(plan.memory.total / GIB),
+        "memory_gib": _rounded(plan.largest.memory.total / GIB),
         "fits": plan.fits,
         "checkpoint_gib": _rounded(plan.checkpoint_bytes / GIB),
         "layout": None,
     }
     try:
-        prediction = forecast(plan, load_profile(cluster))
+        prediction = forecast_run(plan, load_profile(cluster))
     except UserError:
         return figures
     values = prediction.as_dict()
     keys = ("step_seconds", "tokens_per_second_per_gpu", "mfu_full", "mfu_causal", "days", "gpu_hours")
     return figures | {
-        "layout": Candidate(plan.recipe, prediction).key,
+        "layout": Candidate(prediction.plan.recipe, prediction).key,
         "gpu": prediction.device.name,
         **{key: _rounded(values[key]) for key in keys},
     }
@@ -307,11 +307,11 @@ def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _searched(loaded: Loaded, plan: Plan, cluster: str, command: str) -> CardPart | None:
+def _searched(loaded: Loaded, plan: RunPlan, cluster: str, command: str) -> CardPart | None:
     profile = load_profile(cluster)
     try:
-        forecast(plan, profile)
-        best = fastest(loaded.recipe, plan.cluster, plan.layout.world_size, profile, 1)[0]
+        forecast_run(plan, profile)
+        best = fastest(loaded.recipe, plan.cluster, plan.world_size, profile, 1)[0]
     except UserError as error:
         return _part(command, loaded, {"layout": None, "reason": error.what}) if plan.cluster.gpus else None
     values = best.forecast.as_dict()
@@ -333,14 +333,14 @@ def _part(command: str, loaded: Loaded, figures: dict[str, Any]) -> CardPart:
     )
 
 
-def _command(part: PartName, name: str, plan: Plan, cluster: str) -> list[str]:
+def _command(part: PartName, name: str, plan: RunPlan, cluster: str) -> list[str]:
     """Arguments of the program that do a part.
 
     A dry run is of the fullest rank, with two micro-batches for each stage, after which a pipeline repeats itself.
     """
     if part != "dryrun":
         return [part, name]
-    layout, recipe = plan.layout, plan.recipe
+    layout, recipe = plan.largest.layout, plan.largest.recipe
     stages = layout.pipeline_model_parallel_size
     batch = layout.data_parallel_size * recipe.train.micro_batch_size * 2 * stages
     words = [part, name, f"train.global_batch_size={min(batch, recipe.train.global_batch_size)}"]

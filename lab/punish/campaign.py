@@ -113,7 +113,7 @@ def begin(
             f"{steps}", where="--steps", rule="at least four times --save-interval",
             fix=f"--steps {4 * pace.save_interval}",
         )  # fmt: skip
-    planned = plan_run(punished_recipe(recipe, ranks, steps, pace.save_interval), detect(), ranks)
+    planned = plan_run(punished_recipe(recipe, ranks, steps, pace.save_interval), detect(), ranks).largest
     recipe, layout = planned.recipe, planned.layout
     drawn = tuple(known[name] for name in names or known)
     if layout.data_parallel_size * layout.context_parallel_size == 1 and any(fault.replicas for fault in drawn):

@@ -17,6 +17,8 @@ from llmrecipes.cli.tables import show
 from llmrecipes.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from llmrecipes.plan.derive import Plan
     from llmrecipes.plan.speed.forecast import Forecast
     from llmrecipes.plan.speed.saving import Saving
@@ -203,7 +205,7 @@ def plan(
         print(json.dumps(forecast.as_dict(), indent=2) if as_json else text(forecast))
         if picture is not None and not as_json:
             print(f"{'picture':19}{picture}")
-        return exit_code(forecast.plan, explained=not as_json)
+        return exit_code(forecast.plans, explained=not as_json)
     if out is not None:
         workflow.require_new(out)
     if sys.stderr.isatty():
@@ -231,10 +233,11 @@ def plan(
     return 0
 
 
-def exit_code(plan: Plan, *, explained: bool) -> int:
+def exit_code(plans: Sequence[Plan], *, explained: bool) -> int:
     """Exit code of a command that shows a plan.
 
     Args:
+        plans: of the stages.
         explained: raise what fits instead, for people.
 
     Raises:
@@ -243,9 +246,9 @@ def exit_code(plan: Plan, *, explained: bool) -> int:
     from llmrecipes.errors import ExitCode
     from llmrecipes.plan.check import check
 
-    if explained:
+    for plan in plans if explained else ():
         check(plan, plan.cluster)
-    return ExitCode.DONE if all(each.fits for each in (plan, *plan.stages)) else ExitCode.BAD_INPUT
+    return ExitCode.DONE if all(plan.fits for plan in plans) else ExitCode.BAD_INPUT
 
 
 def usd(text: str) -> float:

@@ -15,9 +15,9 @@ from llmrecipes.engine.backends import configuration
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.communication import Communication
-from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.placement import Placement, Range, groups
+from llmrecipes.plan.run_plan import RunPlan
 from llmrecipes.plan.table import machine, rows
 from llmrecipes.recipe.engines import engine_name
 from llmrecipes.recipe.load import Loaded, to_yaml
@@ -32,7 +32,7 @@ _PASSES = 3
 
 def as_dict(
     loaded: Loaded,
-    plan: Plan,
+    plan: RunPlan,
     cluster: Cluster,
     step_seconds: float | None = None,
     sent: Communication | None = None,
@@ -50,7 +50,7 @@ def as_dict(
         "plan": plan.as_dict(),
         "cluster": cluster.as_dict(),
         "engine": engine_name(plan.recipe),
-        "engine_configuration": configuration(plan),
+        "engine_configuration": configuration(plan.largest),
         "communication": None if sent is None else sent.as_dict(),
         "preparation": None if data is None else data.as_dict(),
         "step_seconds": step_seconds,
@@ -60,7 +60,7 @@ def as_dict(
 
 def print_plan(
     loaded: Loaded,
-    plan: Plan,
+    plan: RunPlan,
     cluster: Cluster,
     asked: tuple[str, ...],
     *,
@@ -84,7 +84,7 @@ def print_plan(
     held_out = _held_out(loaded.recipe)
     values = [*rows(plan), *_preparation(loaded.recipe, data), *held_out, *_communication(plan, sent), *time]
     show(f"Plan on {machine(cluster)}", TextTable([("what", "value", "from"), *values], right=(1,)))
-    configured = configuration(plan)
+    configured = configuration(plan.largest)
     if configured is not None:
         show(f"\nConfiguration of {engine_name(plan.recipe)}", json.dumps(configured, indent=2))
     show(*(f"\nwarning: {warning}" for warning in plan.warnings))
@@ -136,10 +136,10 @@ def _held_out(recipe: Recipe) -> list[tuple[str, str, str]]:
     return [("global batches of an evaluation", f"{batches:,}", note)]
 
 
-def _communication(plan: Plan, sent: Communication | None) -> list[tuple[str, str, str]]:
+def _communication(plan: RunPlan, sent: Communication | None) -> list[tuple[str, str, str]]:
     if sent is None or not sent.parts:
         return []
-    stages = plan.layout.pipeline_model_parallel_size
+    stages = plan.largest.layout.pipeline_model_parallel_size
     where = "if nothing overlaps" + (f", stage {sent.stage}" if stages > 1 else "")
     lines = [("communication of a step", f"{sent.seconds:.3g} s", where)]
     for part in sent.parts:
@@ -152,15 +152,15 @@ def _communication(plan: Plan, sent: Communication | None) -> list[tuple[str, st
 
 def _time(
     recipe: Recipe,
-    plan: Plan,
+    run: RunPlan,
     cluster: Cluster,
     seconds: float | None,
     measure: str,
     predicted: tuple[float, float] | None,
 ) -> list[tuple[str, str, str]]:
-    origin = "--step-seconds"
+    plan, origin = run.largest, "--step-seconds"
     if seconds is not None:
-        whole = seconds * plan.full_steps
+        whole = seconds * run.full_steps
     elif predicted is not None:
         (seconds, whole), origin = predicted, f"predicted; measured by {measure}"
     else:

@@ -143,18 +143,18 @@ def new(
     created = make(wanted)
     path, plan = write(created.recipe.name, created.text, out, force=force), created.plan
     if as_json:
-        shown = {"path": str(path), "like": created.like, "fits": plan.fits, "world_size": plan.layout.world_size}
+        shown = {"path": str(path), "like": created.like, "fits": plan.fits, "world_size": plan.world_size}
         shown |= {"parameters": plan.num_parameters.total, "tokens": plan.total_tokens}
         print(json.dumps({**shown, "no_files": created.elsewhere}, indent=2))
         return
     print(f"wrote  {path}: {number(plan.num_parameters.total)} parameters in the shape of {created.form}")
-    steps, ranks = created.recipe.train.train_iters, plan.layout.world_size
+    steps, ranks = created.recipe.train.train_iters, plan.world_size
     print(
         f"       {number(plan.total_tokens)} tokens in {steps:,} steps on {ranks} {'rank' if ranks == 1 else 'ranks'}"
     )
     for path_of_source in created.elsewhere:
         print(f"note   no files on this machine: {path_of_source}")
-    memory = f"{gib(plan.memory.total)} of {gib(plan.memory_capacity_bytes)} a rank"
+    memory = f"{gib(plan.largest.memory.total)} of {gib(plan.largest.memory_capacity_bytes)} a rank"
     print(f"plan   {'fits' if plan.fits else 'does NOT fit'}: {memory}")
     options = {"cluster": cluster_name, "nodes": nodes, "plan": True}
     print(f"show:  {command_line('show', path, options=options)}")
@@ -233,7 +233,7 @@ def show(
             data=data,
             predicted=seconds_of(plan, cluster_name),
         )
-    return exit_code(plan, explained=not as_json) if plan_only else 0
+    return exit_code(plan.stages, explained=not as_json) if plan_only else 0
 
 
 def layout(

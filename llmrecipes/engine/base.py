@@ -319,7 +319,7 @@ class Backend(meters.Sparsifier, Protocol):
         """`connect` and `lay_out`."""
 
     def require(self, plan: Plan, platform: Platform) -> None:
-        """Refuse a plan, of which also later stages, that this rank's software, GPU or environment cannot run."""
+        """Refuse a plan that this rank's software, GPU or environment cannot run."""
 
     def build(self, plan: Plan, platform: Platform, weights: WeightSource | None = None) -> Engine:
         """An engine with initial weights, which depend only on the seed; or with those of `weights`."""

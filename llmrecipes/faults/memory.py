@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.cluster import detect
-from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.plan.derive import Plan
+from llmrecipes.plan.run_plan import derive_run
 from llmrecipes.plan.speed import ladder
 from llmrecipes.recipe.schema import Recipe
 
@@ -91,7 +92,7 @@ def out_of_memory(error: BaseException, recipe: Recipe, *, ranks: int, nodes: in
         if described.startswith(_GPU_MEMORY) or not gpus:
             variables = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
             allocator = next((os.environ[name] for name in variables if name in os.environ), "")
-            hints = memory_hints(derive(recipe, ranks, machine), allocator=allocator)
+            hints = memory_hints(derive_run(recipe, ranks, machine).largest, allocator=allocator)
         else:
             hints = _of_the_host(recipe)
     except UserError:  # there is no plan for these ranks, as in a measurement of one layer

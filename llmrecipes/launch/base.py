@@ -12,7 +12,7 @@ from llmrecipes.errors import ExitCode
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.launch.run_options import RunOptions
-from llmrecipes.plan.derive import Plan
+from llmrecipes.plan.run_plan import RunPlan
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.runfiles import RunFiles
 
@@ -107,12 +107,12 @@ class Planned:
     cluster: str | None
     profile: Profile | None
     site: Cluster
-    plan: Plan
+    plan: RunPlan
     nodes: int
 
     @property
     def recipe(self) -> Recipe:
-        return self.plan.run_recipe
+        return self.plan.recipe
 
 
 @dataclass(frozen=True)

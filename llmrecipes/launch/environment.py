@@ -14,6 +14,7 @@ from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.hardware.nics import RDMA, nccl_ib_hca
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.plan.derive import Plan
+from llmrecipes.plan.run_plan import RunPlan
 from llmrecipes.recipe.features import value
 
 FLIGHT_RECORDER_ENTRIES = 2000
@@ -32,7 +33,7 @@ OLDER_NAMES = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
 """Names under which a user may have set a variable, by the one that is set here."""
 
 
-def environment(profile: Profile, plan: Plan, ranks_per_node: int, logs: Path | None = None) -> dict[str, str]:
+def environment(profile: Profile, plan: RunPlan, ranks_per_node: int, logs: Path | None = None) -> dict[str, str]:
     """Variables of every rank of a run, the same on all of them.
 
     Args:
@@ -55,7 +56,7 @@ def environment(profile: Profile, plan: Plan, ranks_per_node: int, logs: Path | 
     }
 
 
-def detected_environment(cluster: Cluster, plan: Plan, logs: Path | None = None) -> dict[str, str]:
+def detected_environment(cluster: Cluster, plan: RunPlan, logs: Path | None = None) -> dict[str, str]:
     """Variables of every rank on the detected GPUs, without those that only a site knows; none on CPUs.
 
     Args:
@@ -65,7 +66,7 @@ def detected_environment(cluster: Cluster, plan: Plan, logs: Path | None = None)
     return _for_gpus(plan, logs, cluster.gpus[0].name) if cluster.gpus else {}
 
 
-def explained(profile: Profile | None, cluster: Cluster, plan: Plan) -> dict[str, tuple[str, str]]:
+def explained(profile: Profile | None, cluster: Cluster, plan: RunPlan) -> dict[str, tuple[str, str]]:
     """Variables of ranks on GPUs that decide on their speed: value and reason; those of a profile with its name.
 
     Args:
@@ -95,16 +96,16 @@ def missing(wanted: Mapping[str, str], current: Mapping[str, str]) -> dict[str, 
     }
 
 
-def _for_fabric(profile: Profile, plan: Plan, ranks_per_node: int) -> dict[str, str]:
+def _for_fabric(profile: Profile, plan: RunPlan, ranks_per_node: int) -> dict[str, str]:
     """The network that NCCL must use; nothing where no network is needed."""
-    ranks = plan.layout.world_size
+    ranks = plan.world_size
     kind = profile.inter_node.kind
     if profile.gpu is None or kind not in RDMA or ranks <= max(ranks_per_node, profile.nvlink_domain or 0):
         return {}
     return {FABRIC: kind}
 
 
-def _for_gpus(plan: Plan, logs: Path | None, gpu: str) -> dict[str, str]:
+def _for_gpus(plan: RunPlan, logs: Path | None, gpu: str) -> dict[str, str]:
     values = {name: value for name, (value, _) in gpu_variables(plan, gpu).items()}
     if logs is not None:
         values["TORCH_FR_DUMP_TEMP_FILE"] = str(logs / "collectives-rank-")
@@ -115,14 +116,13 @@ def _shares_layers(plan: Plan) -> bool:
     return plan.layout.tensor_model_parallel_size > 1 or plan.layout.context_parallel_size > 1
 
 
-def gpu_variables(plan: Plan, gpu: str) -> dict[str, tuple[str, str]]:
+def gpu_variables(plan: RunPlan, gpu: str) -> dict[str, tuple[str, str]]:
     """Variables of ranks on GPUs by name: value and reason; what one stage of a run needs, all of them have.
 
     Args:
         plan: its layout, layers and features decide.
         gpu: name in nvidia-smi.
     """
-    stages = plan.stages or (plan,)
     values = {
         "CUDA_DEVICE_ORDER": ("PCI_BUS_ID", "nvidia-smi's order, used to bind ranks to the cores next to their GPU"),
         "NCCL_DEBUG": ("WARN", "logs NCCL's warnings"),
@@ -131,8 +131,8 @@ def gpu_variables(plan: Plan, gpu: str) -> dict[str, tuple[str, str]]:
         "TORCH_NCCL_DUMP_ON_TIMEOUT": ("1", "writes a dump after a timeout"),
         "PYTORCH_ALLOC_CONF": ("expandable_segments:True", "reduces memory fragmentation"),
     }
-    together = [_shares_layers(stage) for stage in stages]
-    if any(value(stage.features, "overlap_moe_expert_parallel_comm") for stage in stages):
+    together = [_shares_layers(stage) for stage in plan.stages]
+    if any(value(stage.features, "overlap_moe_expert_parallel_comm") for stage in plan.stages):
         values["CUDA_DEVICE_MAX_CONNECTIONS"] = (
             "32",
             "expert communication and another micro-batch's kernels need separate queues; Megatron-Bridge sets it",
@@ -144,25 +144,25 @@ def gpu_variables(plan: Plan, gpu: str) -> dict[str, tuple[str, str]]:
             "a single queue runs kernels in launch order, which megatron-core's overlap of tensor and context "
             "parallelism relies on (tensor_parallel/layers.py); not needed on Blackwell",
         )
-    if plan.layout.world_size > 1 and not any(stage.recipe.speed.high_priority_stream_groups for stage in stages):
+    if plan.world_size > 1 and not any(stage.recipe.speed.high_priority_stream_groups for stage in plan.stages):
         values["TORCH_NCCL_HIGH_PRIORITY"] = (
             "1", "starts NCCL's kernels before queued computation; Megatron-Bridge sets it"
         )  # fmt: skip
     hopper = HOPPER & set(gpu.replace("-", " ").split())
     overlapped = any(
         shared or stage.recipe.parallelism.overlap_grad_reduce or stage.recipe.parallelism.overlap_param_gather
-        for shared, stage in zip(together, stages, strict=True)
+        for shared, stage in zip(together, plan.stages, strict=True)
     )
-    if hopper and plan.target.transformer_engine and overlapped:
+    if hopper and plan.largest.target.transformer_engine and overlapped:
         margin = (NORM_MARGIN, "multiprocessors that TransformerEngine's norms leave free for overlapped NCCL kernels; "
                   "Megatron-Bridge sets it on H100")  # fmt: skip
         values |= {f"NVTE_{direction}_LAYERNORM_SM_MARGIN": margin for direction in ("FWD", "BWD")}
-    if any(value(stage.features, "cuda_graph_impl") for stage in stages):
+    if any(value(stage.features, "cuda_graph_impl") for stage in plan.stages):
         values["NCCL_GRAPH_REGISTER"] = (
             "0",
             "otherwise NCCL registers CUDA graph buffers, which expandable segments move; megatron-core requires it"
         )  # fmt: skip
-    if value(plan.features, "deterministic_mode"):
+    if value(plan.largest.features, "deterministic_mode"):
         reason = "speed.deterministic_mode"
         values |= {name: (setting, reason) for name, setting in DETERMINISTIC.items()}
     return values

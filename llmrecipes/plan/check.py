@@ -8,9 +8,10 @@ from typing import NoReturn
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu
-from llmrecipes.plan.derive import LEAST_HEADROOM, Plan, derive, most_recomputation, num_microbatches, with_chunks
+from llmrecipes.plan.derive import LEAST_HEADROOM, Plan, most_recomputation, num_microbatches, with_chunks
 from llmrecipes.plan.layout import layout
 from llmrecipes.plan.memory import estimate
+from llmrecipes.plan.run_plan import RunPlan, derive_run
 from llmrecipes.plan.speed import ladder
 from llmrecipes.plan.speed.device import device
 from llmrecipes.plan.speed.search import MOST_MICRO_BATCH, nearest, powers
@@ -20,7 +21,6 @@ from llmrecipes.recipe.degrees import elastic_worlds, model_parallel_size, repli
 from llmrecipes.recipe.recompute import ALL_LAYERS, recomputation
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape
-from llmrecipes.recipe.stages import span_of
 from llmrecipes.units import GIB
 from llmrecipes.units import gib as gib
 
@@ -30,20 +30,22 @@ _MAX_GPUS = 16384
 _MOST_ADVICE = 3
 
 
+def check_run(plan: RunPlan, cluster: Cluster, advise: bool = True) -> None:
+    """`check` of each stage, in order."""
+    for stage in plan.stages:
+        check(stage, cluster, advise)
+
+
 def check(plan: Plan, cluster: Cluster, advise: bool = True) -> None:
     """Pass silently if the plan fits.
 
     Args:
-        plan: of the run.
         cluster: that it runs on.
         advise: whether to search for layouts that fit, which takes seconds at thousands of GPUs.
 
     Raises:
-        UserError: it does not fit; with the needed memory part by part, the available memory, and a fix. Of a recipe
-            with stages, the first that does not.
+        UserError: it does not fit; with the needed memory part by part, the available memory, and a fix.
     """
-    for of_stage in plan.stages:
-        check(of_stage, cluster, advise)
     if plan.fits:
         return
     if plan.memory.total <= plan.memory_capacity_bytes:
@@ -53,8 +55,7 @@ def check(plan: Plan, cluster: Cluster, advise: bool = True) -> None:
     needed = ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in parts.items())
     place = f"on {cluster.name}" if cluster.name else "on this machine"
     where = place if ranks == 1 else f"for each of {ranks} ranks {place}"
-    span = span_of(plan.recipe)
-    stage = "" if span is None else f"in stage {span.name}: "
+    stage = "" if plan.span is None else f"in stage {plan.span.name}: "
     raise UserError(
         f"{stage}does not fit: a rank needs {gib(plan.memory.total)} ({needed}), "
         f"{gib(plan.memory_capacity_bytes)} available {where} ({_machine(cluster)})",
@@ -96,7 +97,7 @@ def check_fewer(recipe: Recipe, ranks: int, cluster: Cluster) -> None:
     (_, most), fitting = recipe.train.elastic or (0, 0), ranks
     for fewer in reversed([n for n in elastic_worlds(recipe) if n < ranks]):
         try:
-            check(derive(recipe, fewer, cluster), cluster, advise=False)
+            check_run(derive_run(recipe, fewer, cluster), cluster, advise=False)
         except UserError as error:
             least = -(-fitting // replica_ranks(recipe))
             raise UserError(
@@ -203,7 +204,7 @@ def fitted(recipe: Recipe, cluster: Cluster) -> tuple[Recipe, int]:
             refused = refused or UserError(problems[0].what, where=problems[0].key, rule=problems[0].rule)
             continue
         try:
-            plan = derive(candidate, ranks, cluster)
+            plan = derive_run(candidate, ranks, cluster).largest
         except UserError as error:
             refused = refused or error
             continue

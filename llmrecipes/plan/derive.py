@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import html
 from bisect import bisect_left
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from itertools import groupby
 from typing import Any
 
@@ -30,7 +29,7 @@ from llmrecipes.recipe import recompute
 from llmrecipes.recipe.adversarial import passes
 from llmrecipes.recipe.batch_rules import require_divisible
 from llmrecipes.recipe.batch_schedule import BatchSchedule, batch_schedule, common, tokens_of, varies
-from llmrecipes.recipe.degrees import elastic_worlds, least_ranks, model_parallel_size, multiples, smallest_world
+from llmrecipes.recipe.degrees import elastic_worlds, least_ranks, model_parallel_size, multiples
 from llmrecipes.recipe.distill_rules import has_teacher, teacher_model
 from llmrecipes.recipe.features import FeatureChoice, SpeedTarget, require, resolve, value
 from llmrecipes.recipe.optimizer_rules import require_fused_adam
@@ -38,8 +37,8 @@ from llmrecipes.recipe.preference_rules import has_reference
 from llmrecipes.recipe.rules import obstacle_to_chunks
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import Shape, shape
-from llmrecipes.recipe.stage_runs import in_stage, stage_recipes
-from llmrecipes.recipe.stages import decay_iters, run_recipe
+from llmrecipes.recipe.stage_runs import stage_recipes
+from llmrecipes.recipe.stages import Span, decay_iters, run_recipe, span_of
 from llmrecipes.units import GIB, MIB
 
 MOST_LOGITS, LOGITS_OF_CHUNK = 1 / 16, 1 / 64
@@ -58,7 +57,7 @@ _SHAPE = ("ffn_hidden_size", "num_query_groups", "kv_channels", "max_position_em
 
 @dataclass(frozen=True)
 class Plan:
-    """The layout of a recipe on a machine's ranks, and every number derived from it.
+    """The layout of a recipe on a machine's ranks, and every number derived from it; of a run or of one of its stages.
 
     `batches` has the global batch of each step; if it grows, `num_microbatches` and `tokens_per_step` are of the last
     one. `tokens_per_step` and `total_tokens` count training tokens; FLOPs are per token, forward and backward, without
@@ -92,26 +91,19 @@ class Plan:
     host: HostMemory
     host_capacity_bytes: int
     checkpoint_bytes: int
-    stages: tuple[Plan, ...] = ()
-    """Of a recipe with stages, the plan of each; this is then that of the one that needs the most memory."""
+
+    @property
+    def span(self) -> Span | None:
+        """Where the stage is in its run; None: the run has no stages."""
+        return span_of(self.recipe)
 
     @property
     def run_recipe(self) -> Recipe:
         """The recipe of the run; of one with stages without what was derived for a stage."""
         return run_recipe(self.recipe)
 
-    def __str__(self) -> str:
-        """The table of `llmrecipes show --plan`."""
-        from llmrecipes.plan.table import text
-
-        return text(self)
-
-    def _repr_html_(self) -> str:
-        """The same in a notebook."""
-        return f"<pre>{html.escape(str(self))}</pre>"
-
     def facts(self) -> dict[str, Any]:
-        """What all ranks of a run must derive alike, as JSON values; not what depends on free memory."""
+        """See `RunPlan.facts`."""
         return {
             "device": self.device,
             **self.layout.as_dict(),
@@ -123,7 +115,6 @@ class Plan:
             "recompute_granularity": self.recompute_granularity,
             "recompute_modules": list(self.recompute_modules),
             "loss_chunk_tokens": self.loss_chunk_tokens,
-            **({"stages": [stage.facts() for stage in self.stages]} if self.stages else {}),
         }
 
     def num_microbatches_of(self, steps: int) -> int:
@@ -132,7 +123,7 @@ class Plan:
 
     @property
     def full_steps(self) -> float:
-        """Steps of `global_batch_size` with as many tokens as the run."""
+        """Steps of `global_batch_size` with as many tokens."""
         return self.total_tokens / self.tokens_per_step
 
     @property
@@ -142,17 +133,12 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        fits = self.memory.total <= self.memory_capacity_bytes and self.fits_host
-        return fits and all(stage.fits for stage in self.stages)
+        """Whether a rank's memory, and a node's main memory, hold what the ranks keep there."""
+        return self.memory.total <= self.memory_capacity_bytes and self.host.total <= self.host_capacity_bytes
 
     @property
     def lr_decay_iters(self) -> int:
         return decay_iters(self.recipe)
-
-    @property
-    def fits_host(self) -> bool:
-        """Whether a node's main memory holds what its ranks keep there."""
-        return self.host.total <= self.host_capacity_bytes
 
     @property
     def recompute_granularity(self) -> str | None:
@@ -180,7 +166,7 @@ class Plan:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Likely problems although the run fits, one sentence each."""
+        """Likely problems although it fits, one sentence each."""
         return (
             *self._no_headroom(),
             *idle_modules(self.recipe, self.recompute_modules),
@@ -209,10 +195,9 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for plan.json and `show --json`, with names that stay compatible with older runs."""
-        from llmrecipes.plan.table import stage_facts
-
-        held = {"recipe", "shape", "layout", "cluster", "device", "batches", "num_microbatches", "host", "stages"}
+        held = {"recipe", "shape", "layout", "cluster", "device", "batches", "num_microbatches", "host"}
         held |= set() if self.num_adapter_parameters else {"num_adapter_parameters"}
+        stretches = [asdict(stretch) for stretch in self.batches.stretches]
         return {
             "recipe": self.recipe.name,
             "device": self.device,
@@ -220,9 +205,7 @@ class Plan:
             "degrees": asdict(self.layout),
             "data_parallel_size": self.layout.data_parallel_size,
             "num_microbatches": self.num_microbatches,
-            **(
-                {} if self.batches.is_constant else {"batches": [asdict(stretch) for stretch in self.batches.stretches]}
-            ),
+            **({} if self.batches.is_constant else {"batches": stretches}),
             "padded_vocab_size": self.shape.vocab_size,
             **{name: getattr(self.shape, name) for name in _SHAPE},
             "lr_decay_iters": self.lr_decay_iters,
@@ -237,7 +220,6 @@ class Plan:
             "host_memory": asdict(self.host),
             "memory_headroom": round(self.memory_headroom, 4),
             "fits": self.fits,
-            **({"stages": [stage_facts(stage) for stage in self.stages]} if self.stages else {}),
             "warnings": list(self.warnings),
         }
 
@@ -264,13 +246,13 @@ def default_world_size(recipe: Recipe, cluster: Cluster) -> int:
 
 
 def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
-    """Derive the plan.
+    """Derive the plan of a recipe without stages, which that of a stage is; see `derive_run` for others.
 
     Raises:
         UserError: the layout does not fit the ranks or the machine, or the global batch does not divide over them.
     """
     if recipe.stages:
-        return _of_stages(recipe, world_size, cluster)
+        raise ValueError(f"{recipe.name} has a plan for each of its stages")
     laid_out = layout(recipe, world_size, cluster)
     check_zeropp(recipe, world_size, cluster)
     require(resolve(recipe, expected(recipe, cluster.device, laid_out, cluster)))
@@ -315,19 +297,6 @@ def derive(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
         host_capacity_bytes=cluster.memory_available_bytes // cluster.nodes,
         checkpoint_bytes=saved,
     )
-
-
-def _of_stages(recipe: Recipe, world_size: int, cluster: Cluster) -> Plan:
-    """The plan of the stage that needs the most memory, with all others; the tokens are those of the run."""
-    plans, stages = [], stage_recipes(recipe)
-    widest = max(stages, key=lambda stage: smallest_world(stage.parallelism))
-    with in_stage(widest):  # of ranks that are too few, the stage that needs the most is named
-        layout(widest, world_size, cluster)
-    for stage in stages:
-        with in_stage(stage):
-            plans.append(derive(stage, world_size, cluster))
-    largest = max(plans, key=lambda plan: plan.memory.total)
-    return replace(largest, stages=tuple(plans), total_tokens=sum(plan.total_tokens for plan in plans))
 
 
 def with_chunks(recipe: Recipe, s: Shape, laid_out: Layout, memory: int | None) -> Recipe:

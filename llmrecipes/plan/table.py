@@ -13,14 +13,15 @@ from llmrecipes.recipe.preference_rules import has_reference, has_second_model
 from llmrecipes.recipe.proxy import with_zero
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.shape import mup, shape
-from llmrecipes.recipe.stages import Span, span_of
+from llmrecipes.recipe.stages import Span
 from llmrecipes.units import gib
 
 if TYPE_CHECKING:
     from llmrecipes.plan.derive import Plan
+    from llmrecipes.plan.run_plan import RunPlan
 
 
-def text(plan: Plan) -> str:
+def text(plan: RunPlan) -> str:
     """The plan as lines: a title, aligned columns of name, value and origin, and warnings."""
     table = rows(plan)
     names, values = (max(len(row[column]) for row in table) for column in (0, 1))
@@ -29,8 +30,9 @@ def text(plan: Plan) -> str:
     return "\n".join([f"Plan of {plan.recipe.name} on {machine(plan.cluster)}", *lines, *warnings])
 
 
-def rows(plan: Plan) -> list[tuple[str, str, str]]:
-    """Rows of the plan: name, value, origin."""
+def rows(run: RunPlan) -> list[tuple[str, str, str]]:
+    """Rows of the plan: name, value, origin; of a run with stages, most are of the largest."""
+    plan = run.largest
     parameters, memory, cluster = plan.num_parameters, plan.memory, plan.cluster
     ranks = f"parallel: {degrees(plan)}"
     if cluster.gpus:
@@ -63,21 +65,17 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
         *_recomputed(plan),
         *_chunks(plan),
         ("micro-batches a step", f"{plan.num_microbatches}", "global_batch_size / micro_batch_size / data parallel"),
-        *_of_run(plan),
+        *_of_run(run),
         *_batches(plan),
         ("tokens a step", f"{plan.tokens_per_step:,}", "global_batch_size × seq_length"),
-        (
-            "tokens in total",
-            f"{plan.total_tokens:,}",
-            "× train_iters" if plan.batches.is_constant else "over all steps",
-        ),
+        ("tokens in total", f"{run.total_tokens:,}", "× train_iters" if plan.batches.is_constant else "over all steps"),
         ("learning rate decays until", f"{plan.lr_decay_iters:,}", "lr_decay_iters"),
         (
             "FLOPs a token",
             f"{plan.flops_per_token_full:.4g}",
             f"{plan.flops_per_token_causal:.4g} with causal attention",
         ),
-        ("FLOPs in total", f"{_flops(plan):.4g}", "forward and backward"),
+        ("FLOPs in total", f"{_flops(run):.4g}", "forward and backward"),
     ]
     lines += [(f"memory: {name.replace('_', ' ')}", gib(size), "") for name, size in memory.as_dict().items() if size]
     share = "free on one GPU" if cluster.gpus else "available memory / ranks"
@@ -89,7 +87,7 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
         }
         kept = ", ".join(f"{gib(size)} {name}" for name, size in parts.items() if size)
         lines.append(("main memory per node", gib(plan.host.total), f"of {gib(plan.host_capacity_bytes)}: {kept}"))
-    lines.append(("fits" if plan.fits else "does NOT fit", gib(plan.memory_capacity_bytes), share))
+    lines.append(("fits" if run.fits else "does NOT fit", gib(plan.memory_capacity_bytes), share))
     return [*lines, *_start(plan.recipe), *_disk(plan.recipe, plan)]
 
 
@@ -137,13 +135,13 @@ def _disk(recipe: Recipe, plan: Plan) -> list[tuple[str, str, str]]:
     return rows
 
 
-def _flops(plan: Plan) -> float:
-    return sum(stage.flops_per_token_full * stage.total_tokens for stage in plan.stages or (plan,))
+def _flops(run: RunPlan) -> float:
+    return sum(stage.flops_per_token_full * stage.total_tokens for stage in run.stages)
 
 
 def stage_facts(plan: Plan) -> dict[str, Any]:
     """What a stage is, as JSON values."""
-    span = cast(Span, span_of(plan.recipe))
+    span = cast(Span, plan.span)
     return {
         "name": span.name,
         "first_step": span.first_step,
@@ -159,24 +157,21 @@ def stage_facts(plan: Plan) -> dict[str, Any]:
     }
 
 
-def has_layouts(plan: Plan) -> bool:
-    """Whether the stages of a run have different layouts."""
-    return len({stage.layout for stage in plan.stages}) > 1
-
-
-def _of_run(plan: Plan) -> list[tuple[str, str, str]]:
+def _of_run(run: RunPlan) -> list[tuple[str, str, str]]:
     """The stages of a run, their layouts where they differ, and which one the other lines are of."""
+    if not run.recipe.stages:
+        return []
     rows = []
-    for stage, facts in zip(plan.stages, map(stage_facts, plan.stages), strict=True):
+    has_layouts = len({stage.layout for stage in run.stages}) > 1
+    for stage in run.stages:
+        facts = stage_facts(stage)
         name = f"stage {facts['name']}"
         steps = f"steps {facts['first_step'] + 1:,} to {facts['last_step']:,}"
         sizes = f"{facts['global_batch_size']:,} × {facts['seq_length']:,}"
-        laid_out = f"; {degrees(stage)}" if has_layouts(plan) else ""
+        laid_out = f"; {degrees(stage)}" if has_layouts else ""
         text = f"{sizes}, {facts['tokens']:,} tokens, {gib(facts['memory_bytes'])} a rank{laid_out}"
         rows.append((name, steps, text))
-    if plan.stages:
-        rows.append(("largest stage", cast(Span, span_of(plan.recipe)).name, "all other lines are for this stage"))
-    return rows
+    return [*rows, ("largest stage", stage_facts(run.largest)["name"], "all other lines are for this stage")]
 
 
 def _batches(plan: Plan) -> list[tuple[str, str, str]]:

@@ -18,7 +18,7 @@ from llmrecipes.launch import record
 from llmrecipes.launch.base import JobHandle, JobState, JobStatus
 from llmrecipes.launch.job import handle, statuses
 from llmrecipes.launch.registry import launcher
-from llmrecipes.plan.derive import Plan
+from llmrecipes.plan.run_plan import RunPlan
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search_section import Search
 from llmrecipes.search.budget import EARLIER_SEEDS, RANK_SECONDS, RANKS, RUN_ID, TOKENS, recorded_seconds
@@ -114,7 +114,7 @@ class Starter:
             if not isinstance(started, Running):
                 self.heartbeat.remove(trial.number)
 
-    def submit(self, trial: optuna.Trial, recipe: Recipe, plan: Plan, run_id: str, slot: int) -> JobHandle:
+    def submit(self, trial: optuna.Trial, recipe: Recipe, plan: RunPlan, run_id: str, slot: int) -> JobHandle:
         """Submit the job of a trial, and record the machine that a local one belongs to.
 
         Raises:
@@ -178,7 +178,7 @@ class Starter:
         self.with_retries(lambda: trial.set_constraint(FITS, min(0.0, headroom(plan))))
         run_id = self._run_id(attributes.get(RUN_ID) or self.place.run_id(trial.number), len(seeds))
         self.with_retries(lambda: trial.set_user_attr(RUN_ID, run_id))
-        self.with_retries(lambda: trial.set_user_attr(RANKS, plan.layout.world_size))
+        self.with_retries(lambda: trial.set_user_attr(RANKS, plan.world_size))
         run_dir = self.place.run_dir(run_id)
         known = record.read(run_dir)
         try:
@@ -188,7 +188,7 @@ class Starter:
                 job = handle(known.ref)
         except UserError as error:
             return self._not_submitted(trial, values, error)
-        frozen, ranks = self._frozen(trial), plan.layout.world_size
+        frozen, ranks = self._frozen(trial), plan.world_size
         earlier = attributes.get(EARLIER_SEEDS, 0.0)
         self._submitted = True
         return Running(
@@ -268,7 +268,7 @@ class Starter:
         )
         return True
 
-    def _planned(self, values: Values, seed: int) -> tuple[Recipe, Plan]:
+    def _planned(self, values: Values, seed: int) -> tuple[Recipe, RunPlan]:
         try:
             recipe = with_seed(trial_recipe(self.recipe, self.search, values), seed)
             if self.goal is not self.recipe:

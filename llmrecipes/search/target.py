@@ -16,8 +16,9 @@ from llmrecipes.io import write_atomic
 from llmrecipes.launch.base import JobHandle, Launcher, Planned, PlannedForCluster
 from llmrecipes.launch.registry import launcher
 from llmrecipes.launch.run_options import JOB_OPTIONS, taken
-from llmrecipes.plan.check import check
-from llmrecipes.plan.derive import Plan, default_world_size, derive
+from llmrecipes.plan.check import check_run
+from llmrecipes.plan.derive import default_world_size
+from llmrecipes.plan.run_plan import RunPlan, derive_run
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.runfiles import RunFiles
@@ -70,23 +71,23 @@ class Target:
         """Whether trials run on this machine, and end with the search."""
         return self.profile is None
 
-    def plan(self, recipe: Recipe) -> Plan:
+    def plan(self, recipe: Recipe) -> RunPlan:
         """The plan of a trial.
 
         Raises:
             Infeasible: it cannot run there.
         """
         try:
-            plan = derive(recipe, self.ranks or default_world_size(recipe, self.site), self.site)
+            plan = derive_run(recipe, self.ranks or default_world_size(recipe, self.site), self.site)
         except UserError as error:
             raise Infeasible(str(error)) from error
         try:
-            check(plan, self.site, advise=False)
+            check_run(plan, self.site, advise=False)
         except UserError as error:
             raise Infeasible(str(error), max(1e-6, headroom(plan))) from error
         return plan
 
-    def submit(self, recipe: Recipe, plan: Plan, run_id: str, slot: int) -> JobHandle:
+    def submit(self, recipe: Recipe, plan: RunPlan, run_id: str, slot: int) -> JobHandle:
         """Start or resume the job of a trial.
 
         Args:
@@ -112,16 +113,16 @@ class Target:
             raise TypeError("a submission without --dry-run must have a job")
         return job
 
-    def _planned(self, words: tuple[str, ...], plan: Plan) -> Planned:
+    def _planned(self, words: tuple[str, ...], plan: RunPlan) -> Planned:
         if self.profile is None or self.cluster is None:
             return Planned(words, None, None, self.site, plan, self.nodes)
         return PlannedForCluster(words, self.cluster, self.profile, self.site, plan, self.nodes)
 
-    def _share(self, plan: Plan, slot: int) -> dict[str, str]:
+    def _share(self, plan: RunPlan, slot: int) -> dict[str, str]:
         """Variables that give a trial its share of this machine."""
         variables = {}
         if "OMP_NUM_THREADS" not in self.variables:
-            variables["OMP_NUM_THREADS"] = str(max(1, int(self.site.cpu_cores) // plan.layout.world_size))
+            variables["OMP_NUM_THREADS"] = str(max(1, int(self.site.cpu_cores) // plan.world_size))
         if self.site.gpus and self.workers > 1:
             number = len(self.site.gpus)
             visible = self.variables.get("CUDA_VISIBLE_DEVICES")
@@ -130,12 +131,10 @@ class Target:
         return variables
 
 
-def headroom(plan: Plan) -> float:
+def headroom(plan: RunPlan) -> float:
     """Memory that a plan needs beyond the capacity, as a share of it; negative if it fits."""
-    return max(
-        plan.memory.total / max(1, plan.memory_capacity_bytes) - 1,
-        plan.host.total / max(1, plan.host_capacity_bytes) - 1,
-    )
+    most = max(stage.memory.total / max(1, stage.memory_capacity_bytes) for stage in plan.stages)
+    return max(most, *(stage.host.total / max(1, stage.host_capacity_bytes) for stage in plan.stages)) - 1
 
 
 def local_target(

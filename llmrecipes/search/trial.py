@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from llmrecipes.errors import ExitCode
 from llmrecipes.launch.base import JobHandle, JobState, JobStatus
-from llmrecipes.plan.derive import Plan
+from llmrecipes.plan.run_plan import RunPlan
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.search_section import Objective
 from llmrecipes.search.metrics import Reader, TrialEvaluation, TrialProgress
@@ -98,7 +98,7 @@ class Running:
     trial: optuna.Trial
     values: Values
     recipe: Recipe
-    plan: Plan
+    plan: RunPlan
     run_id: str
     slot: int
     job: JobHandle
@@ -128,7 +128,7 @@ class Running:
         """Count the time since the last look if the job is running."""
         now = time.monotonic()
         if status.state == JobState.RUNNING:
-            self.rank_seconds += (now - self.looked) * self.plan.layout.world_size
+            self.rank_seconds += (now - self.looked) * self.plan.world_size
         self.looked = now
 
     def new_values(self, objective: Objective) -> list[tuple[int, float]]:

@@ -429,9 +429,7 @@ class Worker:
         seconds = running.reader.progress.seconds
         if self.target.launcher.shares_disk:
             seconds = max(seconds, recorded_seconds(self.place.run_dir(running.run_id)))
-        running.rank_seconds = max(
-            running.rank_seconds, running.earlier_seeds + seconds * running.plan.layout.world_size
-        )
+        running.rank_seconds = max(running.rank_seconds, running.earlier_seeds + seconds * running.plan.world_size)
 
     # -- stopping ------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from llmrecipes.data.prepared import Prepared
 from llmrecipes.engine.base import Platform, Rank, World
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.hardware.cluster import Cluster
-from llmrecipes.plan.derive import Plan
+from llmrecipes.plan.run_plan import RunPlan
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.observers.base import Observers
 from llmrecipes.train.spec import RunSpec
@@ -22,14 +22,13 @@ class Joined:
     """What the stages of a run share on a rank.
 
     Attributes:
-        plan: plan of the run, with those of its stages.
         lay_out: see `stage.layouts`.
         group: group of the savers.
         network: NCCL network; None: there is none.
     """
 
     spec: RunSpec
-    plan: Plan
+    plan: RunPlan
     cluster: Cluster
     platform: Platform
     rank: Rank

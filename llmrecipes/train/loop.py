@@ -19,7 +19,6 @@ from llmrecipes.faults.memory import trim_heap
 from llmrecipes.faults.numerics import StepSpike
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.plan.derive import Plan
-from llmrecipes.recipe.stages import span_of
 from llmrecipes.tracking.events import Note, StepMetrics, Tracker
 from llmrecipes.train import guard
 from llmrecipes.train.evaluations import evaluated, held_out_losses, is_evaluated
@@ -49,7 +48,7 @@ class Loop:
     """The training loop of one rank.
 
     Args:
-        plan: the plan of the run.
+        plan: the plan of the stage, or of a run without stages.
         engine: runs the steps.
         world: this rank.
         loaders: training and validation batches.
@@ -235,7 +234,7 @@ class Loop:
                 grad_norm=math.nan if result.grad_norm is None else result.grad_norm,
                 lr=result.lr,
                 global_batch_size=None if self.plan.batches.is_constant else batch,
-                stage=None if (span := span_of(self.plan.recipe)) is None else span.number + 1,
+                stage=None if (span := self.plan.span) is None else span.number + 1,
                 consumed_samples=progress.consumed_samples,
                 consumed_tokens=progress.consumed_tokens,
                 step_seconds=seconds,

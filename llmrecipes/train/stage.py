@@ -23,8 +23,6 @@ from llmrecipes.plan.table import stage_facts
 from llmrecipes.recipe.load import recipe_hash
 from llmrecipes.recipe.schema import Parallelism, Recipe
 from llmrecipes.recipe.speed import Speed
-from llmrecipes.recipe.stage_runs import stage_of
-from llmrecipes.recipe.stages import span_of
 from llmrecipes.tracking.events import Note
 from llmrecipes.train.agreement import any_rank
 from llmrecipes.train.evaluations import evaluation_due
@@ -112,7 +110,7 @@ def train_stage(
                 for observer in joined.observers:
                     observer.lines()
             if loop.world.is_first and is_finished:
-                spec = joined.spec.model_copy(update={"recipe": begun.recipe})
+                spec = joined.spec.model_copy(update={"recipe": begun.plan.recipe})
                 print_summary(spec, joined.prepared, loop)
     return None if more else outcome.value, last
 
@@ -122,12 +120,11 @@ class StageStart:
     """Where a stage starts.
 
     Attributes:
-        recipe, plan: of the stage.
+        plan: of the stage.
         is_due: whether the step to start from still has to be evaluated.
         notes: what the start has to say.
     """
 
-    recipe: Recipe
     plan: Plan
     entry: Entry | None
     local: LocalCheckpoints | None
@@ -142,21 +139,20 @@ def begin_stage(joined: Joined, *, from_scratch: bool, from_best: bool, ended_at
     rewinds = Rewinds(spec.recipe, spec.run, store, rank)
     went_back = () if from_scratch else rewinds.finish()
     start, local = choose_from(
-        store, rank, lambda: open_local(joined.plan, spec.run, joined.group), from_scratch, from_best
+        store, rank, lambda: open_local(joined.plan.largest, spec.run, joined.group), from_scratch, from_best
     )
     step = 0 if start.entry is None else start.entry.step
     # An evaluation that a stop has left out is one of the stage that ended.
-    ended = stage_of(spec.recipe, step, ending=True)
+    ended = joined.plan.of_step(step, ending=True)
     is_due = (
         step != ended_at
         and not spec.overfit_batch
-        and evaluation_due(step, ended, spec.run.metrics, rank, monitored(start.entry))
-        and has_held_out(ended, joined.prepared)
+        and evaluation_due(step, ended.recipe, spec.run.metrics, rank, monitored(start.entry))
+        and has_held_out(ended.recipe, joined.prepared)
     )
-    recipe = ended if is_due else stage_of(spec.recipe, step)
-    plan = plan_of(joined.plan, recipe)
-    notes = (*start.notes, *resized(start, plan, plan_of(joined.plan, ended)), *went_back)
-    return StageStart(recipe, plan, start.entry, local, rewinds, is_due, notes)
+    plan = ended if is_due else joined.plan.of_step(step)
+    notes = (*start.notes, *resized(start, plan, ended), *went_back)
+    return StageStart(plan, start.entry, local, rewinds, is_due, notes)
 
 
 def build_loop(joined: Joined, begun: StageStart, stack: ExitStack) -> tuple[Loop, ExitStack]:
@@ -165,7 +161,8 @@ def build_loop(joined: Joined, begun: StageStart, stack: ExitStack) -> tuple[Loo
     Returns:
         The loop, and the stack that closes only the tracker.
     """
-    spec, recipe, plan, local = joined.spec, begun.recipe, begun.plan, begun.local
+    spec, plan, local = joined.spec, begun.plan, begun.local
+    recipe = plan.recipe
     engines, platform = backend(spec.recipe), joined.platform
     world = joined.lay_out(recipe)
     loaders = open_loaders(recipe, joined.prepared, world, pin_memory=platform.name == "cuda")
@@ -225,7 +222,7 @@ def first_notes(joined: Joined, begun: StageStart, step: int) -> Iterator[Note]:
     """The notes that a stage begins with."""
     if joined.network is not None:
         yield Note(step=step, event="network", details={"network": joined.network})
-    span = span_of(begun.recipe)
+    span = begun.plan.span
     if span is not None and step == span.first_step:
         yield Note(step=step, event="stage", details=stage_facts(begun.plan))
     yield from begun.notes
@@ -248,23 +245,18 @@ def run_loop(joined: Joined, begun: StageStart, loop: Loop, trackers: ExitStack)
             tracker = trackers.enter_context(open_tracker(joined, loop.engine, loop.world, progress))
             tracker.note(rewind.note)
             held_out, metrics = monitored(rewind.entry), joined.spec.run.metrics
-            due = loop.loaders.evaluates and evaluation_due(progress.step, begun.recipe, metrics, loop.world, held_out)
+            due = loop.loaders.evaluates and evaluation_due(
+                progress.step, begun.plan.recipe, metrics, loop.world, held_out
+            )
             loop.back(tracker, progress, due, held_out)
 
 
 def follows(begun: StageStart, loop: Loop) -> bool:
     """Whether another stage follows the one that `loop` has finished."""
-    span = span_of(begun.recipe)
-    if span is None or loop.progress.step >= span.run_recipe.train.train_iters:
+    if loop.progress.step >= begun.plan.run_recipe.train.train_iters:
         return False
-    if stop_reason(loop.monitored, begun.recipe.train) is not None:  # which ends the run, not the stage
+    if stop_reason(loop.monitored, begun.plan.recipe.train) is not None:  # which ends the run, not the stage
         return False
     if not loop.losses and not begun.is_due:
         raise RuntimeError(f"the stage that ends at step {loop.progress.step} had no step and no evaluation to do")
     return True
-
-
-def plan_of(plan: Plan, recipe: Recipe) -> Plan:
-    """The plan of a stage's recipe; of the run, where it has no stages."""
-    span = span_of(recipe)
-    return plan if span is None else plan.stages[span.number]

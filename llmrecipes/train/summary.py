@@ -44,7 +44,7 @@ from llmrecipes.plan.table import degrees
 from llmrecipes.recipe.batch_schedule import batch_schedule
 from llmrecipes.recipe.proxy import with_zero
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.stages import run_recipe, span_of
+from llmrecipes.recipe.stages import run_recipe
 from llmrecipes.tracking.events import DECONTAMINATED, STARTED, Note, NoTracker, Tracker
 from llmrecipes.tracking.jsonl import parse
 from llmrecipes.tracking.run_environment import capture
@@ -132,7 +132,7 @@ def learnt(prepared: Prepared, loop: Loop, loss: float) -> list[str]:
         return []
     others = cheap(loop.plan.recipe, prepared, bits)
     notes: list[str] = []
-    if span_of(loop.plan.recipe) is not None:
+    if loop.plan.span is not None:
         notes = ["n-gram models are compared for runs without stages only"]
     elif loop.engine.platform.name == "cpu":
         try:
@@ -324,7 +324,7 @@ def describe(joined: Joined, plan: Plan, implementation: Implementation, progres
         "data": data,
         "steps": f"{progress.step} done, {train.train_iters - progress.step} to go",
     }
-    if (span := span_of(recipe)) is not None:
+    if (span := plan.span) is not None:
         rows["stage"] = f"{span.name}, steps {span.first_step + 1} to {span.last_step}, {degrees(plan)}"
     if joined.network is not None:
         rows["network"] = joined.network

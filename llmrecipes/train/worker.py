@@ -15,7 +15,7 @@ from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.builds import import_megatron
 from llmrecipes.hardware.cluster import Cluster, detect
-from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.plan.run_plan import RunPlan, derive_run
 from llmrecipes.train.rank import failure_reported, nodes, rank_main
 from llmrecipes.train.spec import RunSpec
 
@@ -62,8 +62,8 @@ def run(spec: RunSpec) -> ExitCode:
         _require_gpu(platform.name)
     cluster = detect().times(nodes())
     plan = _as_planned(spec, cluster)  # before the ranks wait for each other
-    if plan.stages:  # the others are refused before step 1 too
-        engines.require(plan, platform)
+    for stage in plan.stages if recipe.stages else ():  # the later ones are refused before step 1 too
+        engines.require(stage, platform)
     leave_out_other_adapters(ports())
     record_collectives()
     # Errors are reported before anything is closed; the process group is left last.
@@ -97,7 +97,7 @@ def _require_gpu(device: str) -> None:
         )
 
 
-def _as_planned(spec: RunSpec, cluster: Cluster) -> Plan:
+def _as_planned(spec: RunSpec, cluster: Cluster) -> RunPlan:
     """The plan as this rank derives it.
 
     Raises:
@@ -114,7 +114,7 @@ def _as_planned(spec: RunSpec, cluster: Cluster) -> Plan:
             rule="llmrecipes train starts all ranks itself, and sets RANK and WORLD_SIZE for them",
             fix="unset RANK WORLD_SIZE; do not start it with torchrun or mpirun",
         )
-    plan = derive(spec.recipe, ranks, cluster)
+    plan = derive_run(spec.recipe, ranks, cluster)
     facts = plan.facts()
     differing = [f"{name} {facts[name]}, not {then}" for name, then in planned.items() if facts.get(name, then) != then]
     if differing:

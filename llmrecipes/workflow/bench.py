@@ -23,7 +23,8 @@ from llmrecipes.io import write_atomic
 from llmrecipes.launch.environment import detected_environment, missing
 from llmrecipes.launch.local import run_ranks
 from llmrecipes.launch.ranks import from_slurm
-from llmrecipes.plan.derive import default_world_size, derive
+from llmrecipes.plan.derive import default_world_size
+from llmrecipes.plan.run_plan import derive_run
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import NAME
 from llmrecipes.units import GIB, KIB, MIB
@@ -68,12 +69,12 @@ def measure(spec: BenchSpec, nproc: int | None) -> str | None:
         UserError: the layout cannot run on this machine, or a rank failed, and has printed its error.
     """
     with tempfile.TemporaryDirectory() as name:
-        local_spec = spec.model_copy(update={"out": Path(name)})
         if is_task(os.environ):
             rank = from_slurm(os.environ)
             os.environ.update(rank.variables())
             cluster = detect().times(rank.world_size // rank.local_world_size)
-            plan = derive(spec.recipe, rank.world_size, cluster)
+            plan = derive_run(spec.recipe, rank.world_size, cluster)
+            local_spec = spec.model_copy(update={"out": Path(name), "recipe": plan.largest.recipe})
             os.environ.update(missing(detected_environment(cluster, plan), os.environ))
             from llmrecipes.bench.worker import run
 
@@ -82,8 +83,8 @@ def measure(spec: BenchSpec, nproc: int | None) -> str | None:
         cluster = detect()
         ranks = default_world_size(spec.recipe, cluster) if nproc is None else nproc
         require_packages(spec.recipe)
-        plan = derive(spec.recipe, ranks, cluster)  # rejects inconsistent settings before a process starts
-        local_spec = local_spec.model_copy(update={"recipe": plan.recipe})
+        plan = derive_run(spec.recipe, ranks, cluster)  # rejects inconsistent settings before a process starts
+        local_spec = spec.model_copy(update={"out": Path(name), "recipe": plan.largest.recipe})
         path = local_spec.out / "spec.json"
         path.write_text(local_spec.model_dump_json(), "utf-8")
         threads = max(1, int(cluster.cpu_cores) // ranks)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import cast
 
 from llmrecipes.dryrun.drawing import memory_svg, passes_svg
 from llmrecipes.dryrun.spec import DryRunSpec, RankReport, report_name
@@ -20,7 +19,7 @@ from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.engines import ENGINES, engine_name
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.stage_runs import stage_named
-from llmrecipes.recipe.stages import Span, span_of
+from llmrecipes.recipe.stages import span_of
 from llmrecipes.runfiles import RunFiles, new_run_id
 from llmrecipes.workflow.plan import plan_on
 
@@ -66,14 +65,13 @@ def dry_run(
         UserError: the layout does not divide the ranks, there is no such rank, the engine is missing or needs data, or
             the dry run failed, which leaves nothing behind.
     """
-    plan, machine = plan_on(recipe, nproc=None, cluster=cluster, nodes=nodes)
-    title = recipe.name
-    if recipe.stages:
-        recipe = stage_named(recipe, stage or cast(Span, span_of(plan.recipe)).name)
-        span = cast(Span, span_of(recipe))
-        plan, title = plan.stages[span.number], f"{title} in {span.name}"
-    elif stage is not None:
-        stage_named(recipe, stage)
+    run, machine = plan_on(recipe, nproc=None, cluster=cluster, nodes=nodes)
+    plan, title = run.largest, recipe.name
+    if stage is None and plan.span is not None:
+        stage = plan.span.name
+    if stage is not None:
+        recipe, title = stage_named(recipe, stage), f"{title} in {stage}"
+        plan = next(each for each in run.stages if each.span == span_of(recipe))
     ranks = _ranks(plan, rank, stages=stages)
     _check(recipe, skew)
     world = plan.layout.world_size

@@ -24,7 +24,7 @@ from llmrecipes.io import write_atomic
 from llmrecipes.launch.environment import detected_environment
 from llmrecipes.launch.local import run_ranks
 from llmrecipes.plan.check import gib
-from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.plan.run_plan import RunPlan, derive_run
 from llmrecipes.recipe.batch_schedule import without_ramp
 from llmrecipes.recipe.engines import without_zero
 from llmrecipes.recipe.load import load_values
@@ -171,18 +171,18 @@ def _evaluate_folder(
 
 def _results(spec: EvaluationSpec, layout: EvaluationLayout, logs: Path) -> list[EvaluationResult]:
     cluster = detect()
-    plan = derive(spec.recipe, layout.ranks or layout.tensor, cluster)
-    _require_memory(plan, layout)
+    plan = derive_run(spec.recipe, layout.ranks or layout.tensor, cluster)
+    _require_memory(plan.largest, layout)
     if spec.request.trust_code:
         return _isolated(spec, plan, logs)
-    return evaluate(spec) if plan.layout.world_size == 1 else _start(spec, plan, cluster, logs)
+    return evaluate(spec) if plan.world_size == 1 else _start(spec, plan, cluster, logs)
 
 
-def _isolated(spec: EvaluationSpec, plan: Plan, logs: Path) -> list[EvaluationResult]:
+def _isolated(spec: EvaluationSpec, plan: RunPlan, logs: Path) -> list[EvaluationResult]:
     """Evaluate in a process that tasks may run code in; what it writes is read as data of a stranger."""
-    if plan.layout.world_size > 1:
+    if plan.world_size > 1:
         raise UserError(
-            f"{plan.layout.world_size} ranks",
+            f"{plan.world_size} ranks",
             where=isolation.OPTION,
             rule="code of a task file runs in one process without network, which several ranks would need",
             fix="--tp 1 and no --nproc",
@@ -286,13 +286,13 @@ def _require_memory(plan: Plan, layout: EvaluationLayout) -> None:
         )
 
 
-def _start(spec: EvaluationSpec, plan: Plan, cluster: Cluster, logs: Path) -> list[EvaluationResult]:
+def _start(spec: EvaluationSpec, plan: RunPlan, cluster: Cluster, logs: Path) -> list[EvaluationResult]:
     folder = logs / f"eval-{new_run_id()}"
     folder.mkdir(parents=True)
     output = folder / "results.json"
     path = folder / "spec.json"
     path.write_text(spec.model_copy(update={"output": output}).model_dump_json() + "\n", "utf-8")
-    ranks = plan.layout.world_size
+    ranks = plan.world_size
     code = run_ranks(
         "llmrecipes.workflow.evaluate",
         [str(path)],

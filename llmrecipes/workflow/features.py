@@ -13,6 +13,7 @@ from llmrecipes.hardware.profile import Profile
 from llmrecipes.launch.environment import explained
 from llmrecipes.plan.derive import MOST_LOGITS, Plan, derive, gpu_memory, with_chunks
 from llmrecipes.plan.layout import expected_layers
+from llmrecipes.plan.run_plan import RunPlan
 from llmrecipes.plan.speed.forecast import forecast
 from llmrecipes.recipe.features import FEATURES, FeatureChoice
 from llmrecipes.recipe.rules import check, obstacle_to_chunks
@@ -64,15 +65,15 @@ class SpeedReport:
         return {"features": [asdict(row) for row in self.rows], "environment": variables}
 
 
-def speed(plan: Plan, cluster: str | None) -> SpeedReport:
-    """What a planned run has.
+def speed(run: RunPlan, cluster: str | None) -> SpeedReport:
+    """What a planned run has, in its largest stage.
 
     Args:
         cluster: name or path of the profile; None: this machine.
     """
-    profile = None if cluster is None else load_profile(cluster)
+    plan, profile = run.largest, None if cluster is None else load_profile(cluster)
     rows = (*_elsewhere(plan, profile), *(_of(choice, plan, profile) for choice in plan.features))
-    return SpeedReport(rows, explained(profile, plan.cluster, plan))
+    return SpeedReport(rows, explained(profile, run.cluster, run))
 
 
 def _of(choice: FeatureChoice, plan: Plan, profile: Profile | None) -> FeatureRow:

@@ -14,8 +14,8 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.io import write_atomic
-from llmrecipes.plan.derive import Plan
-from llmrecipes.plan.speed.forecast import Forecast, device_of, forecast
+from llmrecipes.plan.run_plan import RunPlan
+from llmrecipes.plan.speed.forecast import Forecast, device_of, forecast_run
 from llmrecipes.plan.speed.search import Candidate, fastest
 from llmrecipes.recipe.load import load, short
 from llmrecipes.recipe.schema import NAME
@@ -47,25 +47,25 @@ def of_recipe(
         UserError: the recipe, the profile or the layout is wrong, or nothing is known of the GPU.
     """
     plan, _ = plan_on(load(recipe, overrides).recipe, nproc=gpus, cluster=cluster, nodes=nodes)
-    predicted = forecast(plan, None if cluster is None else load_profile(cluster))
+    predicted = forecast_run(plan, None if cluster is None else load_profile(cluster))
     if usd_per_gpu_hour is None:
         return predicted
     return replace(predicted, cost_usd=usd_per_gpu_hour * predicted.gpu_hours)
 
 
-def seconds_of(plan: Plan, cluster: str | None) -> tuple[float, float] | None:
+def seconds_of(plan: RunPlan, cluster: str | None) -> tuple[float, float] | None:
     """Predicted seconds of a step and of all; None on a machine without GPUs, or with one without coefficients."""
     try:
-        predicted = forecast(plan, None if cluster is None else load_profile(cluster))
+        predicted = forecast_run(plan, None if cluster is None else load_profile(cluster))
     except UserError:
         return None
     return predicted.step.seconds, predicted.seconds
 
 
-def record_of(plan: Plan, profile: Profile | None) -> dict[str, Any] | None:
+def record_of(plan: RunPlan, profile: Profile | None) -> dict[str, Any] | None:
     """What a run records of its prediction; None where nothing is known of the machine's speed."""
     try:
-        return forecast(plan, profile).record()
+        return forecast_run(plan, profile).record()
     except UserError:
         return None
 
@@ -139,9 +139,9 @@ def _dry_run(candidate: Candidate, cluster: str | None, nodes: int | None, log: 
     world = plan.layout.world_size
     nodes = plan.cluster.nodes if cluster is not None and nodes is None else nodes
     taken, _ = plan_on(candidate.recipe, nproc=None, cluster=cluster, nodes=nodes)
-    if taken.layout.world_size != world:
+    if taken.world_size != world:
         raise UserError(
-            f"{world} of {taken.layout.world_size} GPUs", where="--gpus", rule="a dry run uses all GPUs of its nodes",
+            f"{world} of {taken.world_size} GPUs", where="--gpus", rule="a dry run uses all GPUs of its nodes",
             fix="--nodes N instead of --gpus",
         )  # fmt: skip
     fullest = max(range(len(stages)), key=lambda stage: stages[stage].total)
@@ -230,7 +230,7 @@ def scaling_curve(
     loaded, profile = load(recipe, overrides).recipe, load_profile(cluster)
     device = device_of(profile)
     plan, _ = plan_on(loaded, nproc=gpus, cluster=cluster, nodes=nodes)
-    points = curve(loaded, profile, plan.layout.world_size, COUNTS)
+    points = curve(loaded, profile, plan.world_size, COUNTS)
     _save(draw_curve(loaded.name, device.name, points), path, "--scaling-curve")
     return points
 

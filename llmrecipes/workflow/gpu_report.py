@@ -19,7 +19,7 @@ from llmrecipes.hardware.builds import compiler_obstacle
 from llmrecipes.hardware.cluster import Cluster, detect
 from llmrecipes.launch.environment import detected_environment, missing
 from llmrecipes.packages import find_spec
-from llmrecipes.plan.derive import derive
+from llmrecipes.plan.run_plan import derive_run
 from llmrecipes.recipe.load import load
 from llmrecipes.workflow.run import Log
 
@@ -113,7 +113,7 @@ def _environment(cluster: Cluster, device: str) -> dict[str, str]:
     """Variables of the items: those of a rank on the device, which is the first GPU, or none."""
     if device == "cpu":
         return {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    plan = derive(load("gpt-tiny", []).recipe, 1, cluster)
+    plan = derive_run(load("gpt-tiny", []).recipe, 1, cluster)
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     ours = missing(detected_environment(cluster, plan), os.environ)
     # With several, Hugging Face's Trainer would train on all of them.

@@ -13,8 +13,8 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware.machine import planned
 from llmrecipes.io import write_atomic
 from llmrecipes.plan.check import fitted
-from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.plan.parameters import count
+from llmrecipes.plan.run_plan import RunPlan, derive_run
 from llmrecipes.recipe.batch_schedule import GROWING, tokens_of
 from llmrecipes.recipe.load import DEFAULTS_NOTE, changed_values, load, load_values, names, short
 from llmrecipes.recipe.schema import EMBEDDED, Model, Recipe, Source, Tokenizer
@@ -91,7 +91,7 @@ class Made:
     text: str
     like: str
     form: str
-    plan: Plan
+    plan: RunPlan
     elsewhere: tuple[str, ...]
 
 
@@ -278,7 +278,7 @@ def make(wanted: Wanted) -> Made:
     if save.get("keep_interval", 0) % save["save_interval"]:
         del save["keep_interval"]  # only steps that are saved can be kept
     loaded = load_values(values, path, wanted.overrides).recipe
-    plan = derive(loaded, ranks, machine)
+    plan = derive_run(loaded, ranks, machine)
     header = f"{tokens:,} tokens in the shape of {form}. {DEFAULTS_NOTE}"
     return Made(loaded, short(loaded, COMMENTS, header), like, form, plan, elsewhere)
 

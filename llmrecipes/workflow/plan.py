@@ -10,7 +10,8 @@ from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.machine import planned
 from llmrecipes.packages import find_spec
 from llmrecipes.plan.communication import Communication, communication
-from llmrecipes.plan.derive import Plan, default_world_size, derive
+from llmrecipes.plan.derive import default_world_size
+from llmrecipes.plan.run_plan import RunPlan, derive_run
 from llmrecipes.recipe.degrees import least_ranks
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.units import MIB
@@ -76,7 +77,7 @@ def _tokenizing(recipe: Recipe) -> str:
     return "gigatoken" if recipe.data.chat is None and find_spec("gigatoken") else "tokenizers"
 
 
-def plan_on(recipe: Recipe, *, nproc: int | None, cluster: str | None, nodes: int | None) -> tuple[Plan, Cluster]:
+def plan_on(recipe: Recipe, *, nproc: int | None, cluster: str | None, nodes: int | None) -> tuple[RunPlan, Cluster]:
     """The plan of a recipe, and the machine it is made for.
 
     Args:
@@ -90,11 +91,12 @@ def plan_on(recipe: Recipe, *, nproc: int | None, cluster: str | None, nodes: in
     """
     machine = planned(cluster, nodes, nproc or least_ranks(recipe))
     ranks = default_world_size(recipe, machine) if nproc is None else nproc
-    return derive(recipe, ranks, machine), machine
+    return derive_run(recipe, ranks, machine), machine
 
 
-def communication_on(plan: Plan, machine: Cluster, cluster: str | None) -> Communication | None:
-    """Time of a step's collectives; None without a profile, which has the links and what was measured.
+def communication_on(plan: RunPlan, machine: Cluster, cluster: str | None) -> Communication | None:
+    """Time of a step's collectives, in the largest stage; None without a profile, which has the links and what was
+    measured.
 
     Args:
         plan, machine: those of `plan_on`.
@@ -102,5 +104,5 @@ def communication_on(plan: Plan, machine: Cluster, cluster: str | None) -> Commu
     """
     if cluster is None:
         return None
-    per_node = -(-(len(machine.gpus) or plan.layout.world_size) // machine.nodes)
-    return communication(plan, load_profile(cluster), per_node)
+    per_node = -(-(len(machine.gpus) or plan.world_size) // machine.nodes)
+    return communication(plan.largest, load_profile(cluster), per_node)

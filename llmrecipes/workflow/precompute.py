@@ -27,7 +27,8 @@ from llmrecipes.io import sync, write_atomic, write_synced
 from llmrecipes.launch.environment import detected_environment
 from llmrecipes.launch.local import run_ranks
 from llmrecipes.launch.ranks import Node
-from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.plan.derive import Plan
+from llmrecipes.plan.run_plan import RunPlan, derive_run
 from llmrecipes.recipe.batch_schedule import samples_of
 from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.distill_rules import of_teacher, sample_bytes
@@ -119,8 +120,8 @@ def precompute(recipe: Recipe, paths: Paths, nproc: int | None, node: Node | Non
     nodes_ = 1 if node is None else node.nodes
     cluster = detect().times(nodes_)
     ranks = _ranks(recipe, nproc, nodes_, cluster)
-    plan = derive(passes_recipe(recipe, ranks), ranks, cluster)
-    _require_memory(plan)
+    plan = derive_run(passes_recipe(recipe, ranks), ranks, cluster)
+    _require_memory(plan.largest)
     path = frozen_path(recipe, paths.runs_dir)
     prepare_data(live, paths.data_dir, log)
     from llmrecipes.data.prepared import open_prepared
@@ -147,7 +148,7 @@ def precompute(recipe: Recipe, paths: Paths, nproc: int | None, node: Node | Non
                 _begin(folder, wanted, where)
         began = time.monotonic()
         spec = PrecomputeSpec(
-            recipe=live, data_dir=paths.data_dir, folder=folder.absolute(), frozen=path, on_gpus=plan.device == "cuda"
+            recipe=live, data_dir=paths.data_dir, folder=folder.absolute(), frozen=path, on_gpus=bool(cluster.gpus)
         )
         code = _start(spec, plan, cluster, node)
         if code:
@@ -242,8 +243,8 @@ def _begin(folder: Path, wanted: dict[str, Any], where: str) -> None:
     write_atomic(work / REQUEST, json.dumps({"facts": wanted}, indent=1) + "\n")
 
 
-def _start(spec: PrecomputeSpec, plan: Plan, cluster: Cluster, node: Node | None) -> int:
-    ranks = plan.layout.world_size
+def _start(spec: PrecomputeSpec, plan: RunPlan, cluster: Cluster, node: Node | None) -> int:
+    ranks = plan.world_size
     threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, int(cluster.cpu_cores) // ranks))
     if ranks == 1 and node is None:
         import torch
@@ -406,7 +407,7 @@ def compute(spec: PrecomputeSpec, platform: Platform, world: World) -> None:
     from llmrecipes.train.resume import load_frozen_from
 
     recipe = spec.recipe
-    plan = derive(passes_recipe(recipe, world.size), world.size, detect().times(nodes()))
+    plan = derive_run(passes_recipe(recipe, world.size), world.size, detect().times(nodes())).largest
     top_k = None if recipe.distill is None else recipe.distill.top_k
     # Rules require the engine that has it.
     frozen: Precomputation = cast(Any, backend(recipe)).precomputation(plan, platform, top_k)

@@ -17,8 +17,9 @@ from llmrecipes.faults.signals import StoppedEarly
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.launch.ranks import Node
 from llmrecipes.launch.run_options import RunOptions
-from llmrecipes.plan.check import check, check_fewer, require_elastic_world
-from llmrecipes.plan.derive import Plan, default_world_size, derive
+from llmrecipes.plan.check import check_fewer, check_run, require_elastic_world
+from llmrecipes.plan.derive import default_world_size
+from llmrecipes.plan.run_plan import RunPlan, derive_run
 from llmrecipes.recipe.engines import engine_name, without_zero
 from llmrecipes.recipe.schema import Parallelism, Recipe
 from llmrecipes.recipe.speed import Speed
@@ -60,7 +61,7 @@ class TrainOptions:
     run: RunOptions = field(default_factory=RunOptions)
 
 
-def plan_run(recipe: Recipe, cluster: Cluster, ranks: int | None = None) -> Plan:
+def plan_run(recipe: Recipe, cluster: Cluster, ranks: int | None = None) -> RunPlan:
     """Plan a recipe, and reject what cannot work.
 
     Args:
@@ -76,8 +77,8 @@ def plan_run(recipe: Recipe, cluster: Cluster, ranks: int | None = None) -> Plan
     elastic = recipe.train.elastic is not None
     if elastic:
         require_elastic_world(recipe, ranks)
-    plan = derive(recipe, ranks, cluster)
-    check(plan, cluster)
+    plan = derive_run(recipe, ranks, cluster)
+    check_run(plan, cluster)
     if elastic:
         check_fewer(recipe, ranks, cluster)
     if recipe.checkpoint.also_export is not None:
@@ -101,9 +102,10 @@ def _require_exportable(recipe: Recipe) -> None:
 
 
 def on_one_rank(recipe: Recipe) -> Recipe:
-    """The recipe for one process that holds the whole model: checkpoints are the same in every layout.
+    """The recipe for one process that holds the whole model: checkpoints are the same in every layout and stage.
 
-    Without ZeRO, so that a checkpoint can be read where DeepSpeed, or the disk that it offloaded to, is missing.
+    Without stages, which may have layouts of several ranks, and without ZeRO, so that a checkpoint can be read where
+    DeepSpeed, or the disk that it offloaded to, is missing.
     """
     single = Parallelism(use_distributed_optimizer=recipe.parallelism.use_distributed_optimizer)
     # It trains nothing that would make up for the time to compile.
@@ -111,7 +113,7 @@ def on_one_rank(recipe: Recipe) -> Recipe:
     model = recipe.model
     if model.moe_token_dispatcher_type == "flex":  # noqa: S105 - no password
         model = model.model_copy(update={"moe_token_dispatcher_type": "alltoall"})  # flex needs several ranks
-    return without_zero(recipe).model_copy(update={"model": model, "parallelism": single, "speed": plain})
+    return without_zero(recipe).model_copy(update={"model": model, "parallelism": single, "speed": plain, "stages": ()})
 
 
 def is_prepared(recipe: Recipe, data_dir: Path) -> bool:

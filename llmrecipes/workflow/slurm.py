@@ -33,7 +33,7 @@ from llmrecipes.launch.base import JobRef
 from llmrecipes.launch.environment import missing, threads
 from llmrecipes.launch.ranks import Rank, from_slurm
 from llmrecipes.launch.run_options import RunOptions, add_arguments
-from llmrecipes.plan.derive import Plan
+from llmrecipes.plan.run_plan import RunPlan
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.redact import guard_streams
@@ -86,10 +86,10 @@ def begin(arguments: argparse.Namespace, variables: Mapping[str, str]) -> tuple[
 
     examined = paths.runs_dir / f".doctor-{job_id}.jsonl"  # by train.sbatch, which does not know the recipe's name
 
-    def check(spec: RunSpec, plan: Plan) -> None:
-        step = newest_step(spec.run, spec.recipe, plan.layout.world_size)
+    def check(spec: RunSpec, plan: RunPlan) -> None:
+        step = newest_step(spec.run, spec.recipe, plan.world_size)
         require_progress(spec.run, job_id, restart, step, arguments.max_restarts)
-        if plan.device == "cuda" and not arguments.prepare:
+        if plan.cluster.device == "cuda" and not arguments.prepare:
             require_prepared(recipe, paths.data_dir)
 
     place = Machine(cluster, ranks, arguments.nodes, profile)

@@ -108,8 +108,8 @@ def smoke(recipe: Recipe, paths: Paths, nproc: int | None, log: Log) -> SmokeRes
         last_loss=one[-1]["loss"],
         first_difference=next(different, None),
         run_dir=str(uninterrupted.spec.run_dir.parent),
-        layout=uninterrupted.plan.layout.as_dict(),
-        scaled=scaled(recipe, uninterrupted.plan.layout.as_dict()),
+        layout=uninterrupted.plan.largest.layout.as_dict(),
+        scaled=scaled(recipe, uninterrupted.plan.largest.layout.as_dict()),
     )
 
 

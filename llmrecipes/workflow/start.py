@@ -17,7 +17,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.hardware.profile import COSTS, Costs, Profile
 from llmrecipes.launch.environment import detected_environment, environment
-from llmrecipes.plan.derive import Plan
+from llmrecipes.plan.run_plan import RunPlan
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.rundir import Run
 from llmrecipes.tracking.run_tracker import require_packages_of_tracking
@@ -28,7 +28,7 @@ from llmrecipes.workflow.pretrained import with_pretrained
 from llmrecipes.workflow.run import Log, Paths, TrainOptions, new_spec, plan_run, prepare_data
 from llmrecipes.workflow.teacher import record_teacher, with_teacher
 
-Check = Callable[[RunSpec, Plan], None]
+Check = Callable[[RunSpec, RunPlan], None]
 
 
 @dataclass(frozen=True)
@@ -52,25 +52,25 @@ class PreparedStart:
     """A start that is ready: everything that the ranks need is in `spec` and `variables`."""
 
     spec: RunSpec
-    plan: Plan
+    plan: RunPlan
     machine: Machine
     variables: dict[str, str]
     """Of every rank, except those that the user has set."""
 
     @classmethod
-    def of(cls, spec: RunSpec, plan: Plan, machine: Machine) -> Self:
+    def of(cls, spec: RunSpec, plan: RunPlan, machine: Machine) -> Self:
         """A run whose directory, weights and data are there already. The ranks get the facts of the plan."""
         logs = spec.run.logs.absolute()
         if machine.profile is None:
             variables = detected_environment(machine.cluster, plan, logs)
         else:
-            variables = environment(machine.profile, plan, plan.layout.world_size // machine.nodes, logs)
+            variables = environment(machine.profile, plan, plan.world_size // machine.nodes, logs)
         known = {
-            "on_gpus": plan.device == "cuda",
+            "on_gpus": plan.cluster.device == "cuda",
             "planned": plan.facts(),
             "nvlink_domain": plan.cluster.nvlink_domain,
             "predicted": record_of(plan, machine.profile),
-            "costs": costs(plan.run_recipe, machine.profile),
+            "costs": costs(plan.recipe, machine.profile),
         }
         return cls(spec.model_copy(update=known), plan, machine, variables)
 
@@ -129,7 +129,7 @@ def prepare_start(
         UserError: nothing was started. A directory that was created for it is removed.
     """
     plan = plan_run(recipe, machine.cluster, machine.ranks)
-    recipe = plan.run_recipe  # what `recompute_granularity: auto` has become: the ranks do not choose again
+    recipe = plan.recipe  # what `recompute_granularity: auto` has become: the ranks do not choose again
     require_packages(recipe)
     require_packages_of_tracking(recipe)
     spec = new_spec(recipe, paths, options)

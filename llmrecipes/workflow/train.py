@@ -125,7 +125,7 @@ def start_with_restarts(ready: PreparedStart, max_restarts: int, log: Log, recip
         UserError: three restarts in a row found the same checkpoint, with `ExitCode.STOP`.
     """
     spec, job = ready.spec, f"process {os.getpid()}"
-    ranks = ready.plan.layout.world_size
+    ranks = ready.plan.world_size
     require_progress(spec.run, job, 0, newest_step(spec.run, spec.recipe, ranks), max_restarts)
     ends: list[tuple[int, int]] = []  # ranks, and the newest step then
     with ExitStack() as stack:
@@ -146,9 +146,9 @@ def start_with_restarts(ready: PreparedStart, max_restarts: int, log: Log, recip
             if recipe.train.elastic is not None:
                 cluster = replace(detect(), nvlink_domain=machine.cluster.nvlink_domain)
                 plan = plan_run(recipe, cluster, elastic_size(recipe, len(cluster.gpus) or None, ends))
-                spec = spec.model_copy(update={"recipe": plan.run_recipe})
+                spec = spec.model_copy(update={"recipe": plan.recipe})
                 ready = PreparedStart.of(spec, plan, replace(machine, cluster=cluster))
-                ranks = plan.layout.world_size
+                ranks = plan.world_size
                 resized, step = f" on {ranks} ranks", newest_step(spec.run, spec.recipe, ranks)
             log(
                 f"the ranks exited with code {code}; restart {restart + 1} of {max_restarts}{resized}, from step {step}"
@@ -181,7 +181,7 @@ def start(
         separate_process: start a process even for a single rank, which could crash this one.
         spares: spare nodes of a start that may be followed by others.
     """
-    spec, variables, ranks = ready.spec, ready.variables, ready.plan.layout.world_size
+    spec, variables, ranks = ready.spec, ready.variables, ready.plan.world_size
     # The user's value takes precedence, and may be more or less than an even share.
     threads = int(
         os.environ.get("OMP_NUM_THREADS")

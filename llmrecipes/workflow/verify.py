@@ -17,6 +17,7 @@ from llmrecipes.launch.environment import detected_environment
 from llmrecipes.launch.local import run_ranks
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.plan.layout import local_layers_reason
+from llmrecipes.plan.run_plan import derive_run
 from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.engines import without_zero
 from llmrecipes.recipe.features import needing_a_gpu
@@ -66,7 +67,7 @@ def start_ranks(spec: VerifySpec, ranks: int, cluster: Cluster) -> None:
     path = logs / "spec.json"
     path.write_text(spec.model_dump_json(indent=2) + "\n", "utf-8")
     threads = max(1, int(cluster.cpu_cores) // ranks)
-    plan = derive(spec.recipe, ranks, cluster)
+    plan = derive_run(spec.recipe, ranks, cluster)
     code = run_ranks(
         "llmrecipes.verify.worker",
         [str(path)],
@@ -107,7 +108,7 @@ def verify(
         )
     cluster = detect()
     small = verified_recipe(recipe, options.iters, cluster.device)
-    plan = plan_run(small, cluster, _ranks(small, options.nproc, cluster))
+    plan = plan_run(small, cluster, _ranks(small, options.nproc, cluster)).largest
     one = reference_recipe(small, plan.layout.data_parallel_size)
     plan_run(one, cluster, 1)
     for variant in (one, small):

@@ -25,7 +25,7 @@ from llmrecipes.cli import app as cli
 from llmrecipes.console import setup_logging
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.hardware.cluster import detect
-from llmrecipes.plan.derive import derive
+from llmrecipes.plan.run_plan import derive_run
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow.start import Machine, PreparedStart
@@ -386,7 +386,7 @@ def run_spec(recipe: Recipe, folder: Path, data_dir: Path, **changes: Any) -> in
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     spec = RunSpec(recipe=recipe, run_dir=run_dir, runs_dir=folder / "runs", data_dir=data_dir, sample=False, **changes)
     setup_logging()  # to the standard error of this test, not to that of an earlier one
-    return start(PreparedStart.of(spec, derive(recipe, 1, detect()), Machine(detect(), 1)))
+    return start(PreparedStart.of(spec, derive_run(recipe, 1, detect()), Machine(detect(), 1)))
 
 
 def test_a_run_that_breaks_leaves_no_process_that_reads(

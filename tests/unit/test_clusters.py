@@ -16,8 +16,8 @@ from llmrecipes.hardware.cluster import Cluster, DetectedGpu, peak_tflops
 from llmrecipes.hardware.load import clusters_dir, load_profile, names
 from llmrecipes.hardware.machine import machine, planned
 from llmrecipes.launch.environment import detected_environment, environment, missing, threads
-from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.plan.layout import layout
+from llmrecipes.plan.run_plan import RunPlan, derive_run
 from llmrecipes.recipe.load import load
 from llmrecipes.train.spec import RunSpec
 from llmrecipes.workflow.start import Machine, PreparedStart
@@ -59,9 +59,9 @@ def write(tmp_path: Path) -> Callable[[str], str]:
     return write
 
 
-def plan_on(cluster: str, nodes: int, recipe: str = "gpt-7b", *changes: str) -> Plan:
+def plan_on(cluster: str, nodes: int, recipe: str = "gpt-7b", *changes: str) -> RunPlan:
     found = machine(load_profile(cluster), nodes)
-    return derive(load(recipe, list(changes)).recipe, len(found.gpus) or nodes, found)
+    return derive_run(load(recipe, list(changes)).recipe, len(found.gpus) or nodes, found)
 
 
 def test_a_profile_with_thousands_of_problems_is_answered_in_few_lines(write: Callable[[str], str]) -> None:
@@ -254,7 +254,7 @@ def test_environment_comes_from_profile_and_plan() -> None:
     blackwell = environment(load_profile("gb200-nvl72"), plan_on("gb200-nvl72", 2), 4)
     assert blackwell["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"  # the profile knows better
     laptop = machine(load_profile("laptop"), 1)
-    assert environment(load_profile("laptop"), derive(tiny(), 2, laptop), 2) == {"OMP_NUM_THREADS": "2"}
+    assert environment(load_profile("laptop"), derive_run(tiny(), 2, laptop), 2) == {"OMP_NUM_THREADS": "2"}
     assert missing({"A": "1", "B": "2"}, {"A": "0"}) == {"B": "2"}
     assert missing({"PYTORCH_ALLOC_CONF": "ours"}, {"PYTORCH_CUDA_ALLOC_CONF": "the user's"}) == {}
 
@@ -264,7 +264,7 @@ def test_detected_gpus_get_the_environment_that_needs_no_site() -> None:
         return Cluster((DetectedGpu(name, 79 << 30, 79 << 30, None),) * 8, 112, 1 << 40, 1 << 40, 0)
 
     hopper = node("NVIDIA H100 80GB HBM3")
-    plan = derive(load("gpt-7b", []).recipe, 8, hopper)  # tensor-parallel
+    plan = derive_run(load("gpt-7b", []).recipe, 8, hopper)  # tensor-parallel
     found = detected_environment(hopper, plan, Path("/runs/logs"))
     of_a_site = environment(load_profile("h100-ib"), plan, 8, Path("/runs/logs"))
     assert {name: of_a_site[name] for name in found} == found
@@ -295,5 +295,5 @@ def test_training_here_as_a_node_of_a_cluster(
     here, recipe = machine(load_profile("laptop"), 1), tiny()
     site = Machine(here, 1, profile=_profile_of(str(profile), recipe, 1, here, 1))
     spec = RunSpec(recipe=recipe, data_dir=tmp_path, run_dir=tmp_path / "r", runs_dir=tmp_path)
-    variables = PreparedStart.of(spec, derive(recipe, 1, here), site).variables
+    variables = PreparedStart.of(spec, derive_run(recipe, 1, here), site).variables
     assert missing(variables, {"OMP_NUM_THREADS": "1"}) == {"A": "1"}

@@ -13,7 +13,7 @@ import pytest
 from llmrecipes.cli import app as cli
 from llmrecipes.cli.comparison import Series, plot
 from llmrecipes.hardware.profile import Costs
-from llmrecipes.plan.derive import derive
+from llmrecipes.plan.run_plan import derive_run
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.tracking.energy import Energy
 from llmrecipes.tracking.events import EvalMetrics, StepMetrics
@@ -111,7 +111,7 @@ def test_a_notebook_shows_figures_and_keys(runs_dir: Path) -> None:
     page = compared._repr_html_()
     assert page.count("<tr") == 1 + len(compared.runs[0].figures) + len(compared.differences)
     assert "optimizer.lr" in page and "0.0005" in page
-    plan = derive(tiny(), 1, ROOMY)
+    plan = derive_run(tiny(), 1, ROOMY)
     assert plan._repr_html_() == f"<pre>{html.escape(str(plan))}</pre>"
 
 

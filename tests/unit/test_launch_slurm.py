@@ -228,7 +228,7 @@ def test_percent_signs_in_paths_and_odd_numbers_of_nodes() -> None:
 
 
 def test_nodes_change_data_parallelism_only() -> None:
-    plans = [plan_for("gpt-7b", [], "h100-ib", nodes).plan for nodes in (1, 4, 16)]
+    plans = [plan_for("gpt-7b", [], "h100-ib", nodes).plan.largest for nodes in (1, 4, 16)]
     assert [plan.layout.data_parallel_size for plan in plans] == [4, 16, 64]
     assert len({plan.layout.tensor_model_parallel_size for plan in plans}) == 1
     assert len({plan.tokens_per_step for plan in plans}) == 1

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.former import ADAMW
 from llmrecipes.engine.base import Implementation, Progress
-from llmrecipes.plan.derive import derive
+from llmrecipes.plan.run_plan import derive_run
 from llmrecipes.plan.table import rows
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.proxy import scaled
@@ -28,8 +28,9 @@ def test_the_stage_is_part_of_the_name(
     overrides: tuple[str, ...], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = load("gpt-tiny", [*ADAMW, *overrides]).recipe
-    plan = derive(recipe, 2, ROOMY)
-    assert {name: origin for name, _, origin in rows(plan)}["ranks"] == f"parallel: data 2{words}"
+    run = derive_run(recipe, 2, ROOMY)
+    plan = run.largest
+    assert {name: origin for name, _, origin in rows(run)}["ranks"] == f"parallel: data 2{words}"
     record = TrainingRecord(layout=plan.layout.as_dict(), steps=(), kept_step=None, replicas=None)
     result = VerifyResult(
         "gpt-tiny", 1e-5, record, record, 0.0, None, scaled(recipe, plan.layout.as_dict()), recipe.zero

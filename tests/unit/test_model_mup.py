@@ -16,7 +16,7 @@ from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
 from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.engine.base import Progress
 from llmrecipes.engine.megatron.engine import MegatronEngine
-from llmrecipes.plan.derive import derive
+from llmrecipes.plan.run_plan import derive_run
 from llmrecipes.plan.table import rows
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Parallelism, Recipe
@@ -170,7 +170,7 @@ def test_without_it_nothing_changes() -> None:
 
 
 def test_the_plan_shows_the_rate_of_hidden_matrices() -> None:
-    shown = {name: value for name, value, _ in rows(derive(recipe(), 1, ROOMY))}
+    shown = {name: value for name, value, _ in rows(derive_run(recipe(), 1, ROOMY))}
     assert (shown["width multiplier"], shown["learning rate of hidden matrices"]) == ("4", "0.0025")
 
 

@@ -14,6 +14,7 @@ from llmrecipes.cli.app import run
 from llmrecipes.hardware.load import clusters_dir, load_profile
 from llmrecipes.hardware.profile import LINK_BYTES, MeasuredLinks, Profile
 from llmrecipes.plan.communication import Communication, Members, communication, members, time_of
+from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.traffic import Call, calls, counted
 from llmrecipes.workflow.bench import write_profile
 from tests.refusals import require_message
@@ -28,6 +29,10 @@ WIDE_EXPERTS = (
     "parallelism.pipeline_model_parallel_layout=null", "parallelism.num_layers_in_first_pipeline_stage=4",
     "parallelism.num_layers_in_last_pipeline_stage=1",
 )  # fmt: skip
+
+
+def planned(cluster: str, nodes: int, recipe: str = "gpt-7b", *changes: str) -> Plan:
+    return plan_on(cluster, nodes, recipe, *changes).largest
 
 
 def row(operation: str, group: str, ranks: int, size: int, speed: float, here: int | None) -> MeasuredLinks:
@@ -49,7 +54,7 @@ def with_rows(*rows: MeasuredLinks, cluster: str = "h100-ib") -> Profile:
     ],
 )
 def test_every_call_of_a_step_has_a_group(recipe: str, cluster: str, nodes: int) -> None:
-    plan = plan_on(cluster, nodes, recipe)
+    plan = planned(cluster, nodes, recipe)
     for stage in {0, plan.layout.pipeline_model_parallel_size - 1}:
         merged: Counter[Call] = Counter()
         for (_, call), number in counted(plan, stage).items():
@@ -65,7 +70,7 @@ def test_a_step_of_the_default_types_sends_what_the_documentation_says(engine: s
     """In sizes of the model's fp32 gradients; weights are bf16. docs/reference/zero.md has the table."""
     sharded = f"parallelism.use_distributed_optimizer={str(stage > 0).lower()}"
     changes = (f"engine={engine}", f"zero.stage={stage}", sharded, "train.precision=bf16", "train.global_batch_size=64")
-    plan = plan_on("h100-ib", 1, "gpt-tiny", *ADAMW, *changes)
+    plan = planned("h100-ib", 1, "gpt-tiny", *ADAMW, *changes)
     assert plan.num_microbatches == 1
     share = (plan.layout.data_parallel_size - 1) / plan.layout.data_parallel_size
     volume = sum(call.volume for call in calls(plan, 0))
@@ -87,7 +92,7 @@ def test_gradients_of_what_tensor_ranks_share_are_summed_as_often_as_by_the_engi
     """Once a step and in fp32 by megatron-core; before ZeRO reduces them, in each micro-batch, with DeepSpeed."""
     shape = ("parallelism.tensor_model_parallel_size=2", "train.global_batch_size=16", "train.micro_batch_size=1")
     kept = (f"parallelism.sequence_parallel={str(sequence_parallel).lower()}", "train.precision=bf16")
-    plan = plan_on("h100-ib", 1, "gpt-tiny", *ADAMW, *shape, *kept, *changes)
+    plan = planned("h100-ib", 1, "gpt-tiny", *ADAMW, *shape, *kept, *changes)
     assert plan.num_microbatches == 4 and plan.recipe.model.qk_layernorm
     model = plan.recipe.model
     heads = 2 * model.hidden_size // model.num_attention_heads  # norms of queries and keys, as wide as a head
@@ -98,14 +103,14 @@ def test_gradients_of_what_tensor_ranks_share_are_summed_as_often_as_by_the_engi
 
 
 def test_groups_are_where_megatron_puts_their_ranks() -> None:
-    layout = plan_on("h100-ib", 256, "deepseek-v3", *WIDE_EXPERTS).layout
+    layout = planned("h100-ib", 256, "deepseek-v3", *WIDE_EXPERTS).layout
     data, stages = members("data", 64, layout, 8), members("pipeline", 16, layout, 8)
     assert (data.ranks_per_node, data.reach) == (4, 126)
     assert (stages.ranks_per_node, stages.reach) == (1, 15 * 128)
     experts, replicas = members("expert", 64, layout, 8), members("expert_data", 2, layout, 8)
     assert (experts.ranks_per_node, experts.reach) == (8, 63)
     assert (replicas.ranks_per_node, replicas.reach) == (1, 64)
-    plan = plan_on("h100-ib", 4)  # tensor 2 × data 16
+    plan = planned("h100-ib", 4)  # tensor 2 × data 16
     assert members("tensor", 2, plan.layout, 8).on_one_node
     assert members("data", 16, plan.layout, 8).ranks_per_node == 4
 
@@ -178,7 +183,7 @@ def seconds_of(found: Communication, group: str, source: str) -> float:
 def test_the_plan_is_slower_by_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = plan_on("h100-ib", 4)
+    plan = planned("h100-ib", 4)
     before = communication(plan, load_profile("h100-ib"), 8)
     rows = [row(each, "data", 16, LINK_BYTES, 25, 4) for each in ("all_reduce", "all_gather", "reduce_scatter")]
     after = communication(plan, with_rows(*rows), 8)

@@ -14,12 +14,13 @@ from benchmarks.former import ADAMW
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.machine import machine
-from llmrecipes.plan.check import check
+from llmrecipes.plan.check import check, check_run
 from llmrecipes.plan.derive import LEAST_HEADROOM, Plan, default_world_size, derive
 from llmrecipes.plan.kernels import recomputed_layers
 from llmrecipes.plan.layout import layout
 from llmrecipes.plan.memory import GIB, Memory, differing_stages, estimate, of_stage
 from llmrecipes.plan.parameters import count, count_on_rank, flops_per_token
+from llmrecipes.plan.run_plan import derive_run
 from llmrecipes.recipe.degrees import least_ranks, smallest_world
 from llmrecipes.recipe.load import load, names
 from llmrecipes.recipe.schema import Model, Recipe
@@ -143,9 +144,10 @@ def test_shipped_recipes_fit_where_they_are_meant_to_run(name: str) -> None:
     cluster, nodes, size = SITES[name]
     shipped, profile = recipe(name), load_profile(cluster)
     site = machine(profile, nodes)
-    plan = derive(shipped, nodes * profile.ranks_per_node, site)
-    check(plan, site)
-    assert plan.fits
+    run = derive_run(shipped, nodes * profile.ranks_per_node, site)
+    plan = run.largest
+    check_run(run, site)
+    assert run.fits
     assert plan.shape.vocab_size >= shipped.model.vocab_size
     train = plan.recipe.train
     assert plan.layout.data_parallel_size * plan.num_microbatches * train.micro_batch_size == train.global_batch_size
@@ -154,14 +156,14 @@ def test_shipped_recipes_fit_where_they_are_meant_to_run(name: str) -> None:
         assert plan.num_parameters.total - plan.num_parameters.mtp == pytest.approx(size, rel=0.015)
     told = re.search(r"on (\d+)B tokens", shipped.description)
     if told:
-        assert plan.total_tokens == pytest.approx(int(told[1]) * 1e9, rel=0.02)
+        assert run.total_tokens == pytest.approx(int(told[1]) * 1e9, rel=0.02)
     if nodes > 1 and cluster != "laptop":
         fewer = machine(profile, nodes // 2)
         parallel, ranks = shipped.parallelism, nodes // 2 * profile.ranks_per_node
         experts = parallel.expert_model_parallel_size * parallel.pipeline_model_parallel_size > ranks
         key = "parallelism" if least_ranks(shipped) > ranks else f"recipe {name}"
         with refused("parallelism.expert_model_parallel_size" if experts else key):
-            check(derive(shipped, ranks, fewer), fewer)
+            check_run(derive_run(shipped, ranks, fewer), fewer)
 
 
 FOUR_STAGES = ("parallelism.pipeline_model_parallel_size=4", "parallelism.tensor_model_parallel_size=2")
@@ -336,8 +338,9 @@ def test_the_loss_is_in_chunks_where_its_logits_take_too_much() -> None:
     for name in names():
         if "tiny" in name:
             cpu = recipe(name)
-            plan = derive(cpu, smallest_world(cpu.parallelism), ROOMY)
-            assert plan.loss_chunk_tokens == (cpu.train.loss_chunk_tokens or 0), "recipes for CPUs stay as they are"
+            stages = derive_run(cpu, smallest_world(cpu.parallelism), ROOMY).stages
+            chosen = {plan.loss_chunk_tokens for plan in stages}
+            assert chosen == {cpu.train.loss_chunk_tokens or 0}, "recipes for CPUs stay as they are"
     small = replace(NODE, gpus=tuple(replace(gpu, memory_bytes=8 * GIB) for gpu in NODE.gpus))
     nodes = replace(small, gpus=small.gpus * 4, nodes=4)
     assert derive(recipe("llama3-70b"), 32, nodes).loss_chunk_tokens == 0, "its logits take less than the gradient"

@@ -53,7 +53,7 @@ def elastic(least: int, most: int, **sections: dict[str, Any]) -> Any:
 def test_the_batch_divides_over_every_allowed_number(recipe: Any, worlds: tuple[int, ...]) -> None:
     assert elastic_worlds(recipe) == worlds
     for ranks in worlds:
-        assert plan_run(recipe, ROOMY, ranks).layout.world_size == ranks
+        assert plan_run(recipe, ROOMY, ranks).world_size == ranks
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ TIGHT = ("train.micro_batch_size=2", "train.recompute_granularity=null", "parall
 
 
 def planned(name: str, *overrides: str, nodes: int = 1) -> Plan:
-    return plan_on(load(name, overrides).recipe, nproc=None, cluster="h100-ib", nodes=nodes)[0]
+    return plan_on(load(name, overrides).recipe, nproc=None, cluster="h100-ib", nodes=nodes)[0].largest
 
 
 def rungs(plan: Plan, allocator: str = "") -> dict[str, Rung]:

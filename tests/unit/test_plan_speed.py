@@ -21,7 +21,7 @@ from benchmarks import fit_planner, planner
 from llmrecipes.cli.app import run
 from llmrecipes.hardware.load import clusters_dir, load_profile
 from llmrecipes.hardware.machine import machine as machine_of
-from llmrecipes.plan.check import check
+from llmrecipes.plan.check import check, check_run
 from llmrecipes.plan.derive import LEAST_HEADROOM
 from llmrecipes.plan.speed.device import device, kernels_on, stack
 from llmrecipes.plan.speed.forecast import ERROR, forecast
@@ -418,13 +418,14 @@ def test_stage_2_reduces_gradients_after_each_micro_batch() -> None:
 def test_a_plan_that_does_not_fit_names_changes_with_which_it_does(
     recipe: str, nodes: int, overrides: list[str]
 ) -> None:
-    plan, machine = plan_on(load(recipe, overrides).recipe, nproc=None, cluster="h100-ib", nodes=nodes)
+    run, machine = plan_on(load(recipe, overrides).recipe, nproc=None, cluster="h100-ib", nodes=nodes)
+    plan = run.largest
     changes = nearest(plan, 3)
     speeds = [made.tokens_per_second_per_gpu for _, made in changes]
     assert changes and speeds == sorted(speeds, reverse=True)
     for change, made in changes:
         changed = load(recipe, [*overrides, *shlex.split(change)]).recipe
-        again, _ = plan_on(changed, nproc=plan.layout.world_size, cluster="h100-ib", nodes=None)
+        again = plan_on(changed, nproc=run.world_size, cluster="h100-ib", nodes=None)[0].largest
         assert again.fits and again.memory == made.plan.memory and again.layout == made.plan.layout
     with refused(f"recipe {recipe}", rule=shlex.split(changes[0][0])[0]):
         check(plan, machine)
@@ -447,7 +448,7 @@ def test_where_no_layout_fits_the_nodes_of_one_that_does_are_named() -> None:
     recipe = load("llama3-70b", [*alone, "parallelism.context_parallel_size=1"]).recipe
     plan, machine = plan_on(recipe, nproc=None, cluster="h100-ib", nodes=1)
     with refused("recipe llama3-70b", rule=("4 nodes", "32 GPUs")):
-        check(plan, machine)
+        check_run(plan, machine)
 
 
 @pytest.mark.parametrize(
@@ -480,7 +481,7 @@ def test_a_gpu_without_fitted_runs_has_a_wider_interval(
     asked = ["plan", "gpt-125m", "--cluster", str(tmp_path / "site.yaml")]
     assert run([*asked, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    known = forecast(plan_on(load("gpt-125m").recipe, nproc=None, cluster="h100-ib", nodes=1)[0], None)
+    known = forecast(plan_on(load("gpt-125m").recipe, nproc=None, cluster="h100-ib", nodes=1)[0].largest, None)
     least, most = shown["tokens_per_second_per_gpu_range"]
     assert not shown["fitted"] and 0.05 < shown["mfu_full"] < 0.6
     assert least / shown["tokens_per_second_per_gpu"] == pytest.approx(1 - ERROR)

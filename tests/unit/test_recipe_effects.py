@@ -44,6 +44,7 @@ from llmrecipes.faults.numerics import StepSpike
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.plan.derive import Plan, default_world_size, derive
+from llmrecipes.plan.run_plan import derive_run
 from llmrecipes.recipe import layer_pattern
 from llmrecipes.recipe.degrees import smallest_world
 from llmrecipes.recipe.engines import ENGINES, EngineEntry
@@ -108,7 +109,7 @@ def planned(recipe: Recipe) -> Plan:
 
 
 def plan(recipe: Recipe, *_: Any) -> dict[str, Any]:
-    return planned(recipe).as_dict()
+    return derive_run(recipe, smallest_world(recipe.parallelism), NODE).as_dict()
 
 
 def config(recipe: Recipe, *_: Any) -> dict[str, Any]:
@@ -262,11 +263,11 @@ def of_stages(recipe: Recipe, *_: Any) -> list[Any]:
 
 
 def on_two_ranks(recipe: Recipe, *_: Any) -> dict[str, Any]:
-    return derive(recipe, 2, ROOMY).as_dict()
+    return derive_run(recipe, 2, ROOMY).as_dict()
 
 
 def features_of_stages(recipe: Recipe, *_: Any) -> list[Any]:
-    return [stage.features for stage in planned(recipe).stages]
+    return [stage.features for stage in derive_run(recipe, smallest_world(recipe.parallelism), NODE).stages]
 
 
 def tokens(recipe: Recipe, *_: Any) -> str:
@@ -381,7 +382,7 @@ def metered(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> li
 def factors(recipe: Recipe, folder: Path, _: pytest.MonkeyPatch) -> Any:
     (folder / "r" / "logs").mkdir(parents=True, exist_ok=True)
     spec = RunSpec(recipe=recipe, data_dir=folder, run_dir=folder / "r", runs_dir=folder)
-    return PreparedStart.of(spec, derive(recipe, 1, ROOMY), Machine(ROOMY, 1)).spec.costs
+    return PreparedStart.of(spec, derive_run(recipe, 1, ROOMY), Machine(ROOMY, 1)).spec.costs
 
 
 def saver(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -441,7 +442,7 @@ def grace(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> floa
     (folder / "r" / "logs").mkdir(parents=True, exist_ok=True)
     with pytest.raises(Recorded) as found:
         spec = RunSpec(recipe=recipe, data_dir=folder, run_dir=folder / "r", runs_dir=folder)
-        workflow.start(PreparedStart.of(spec, derive(recipe, 1, ROOMY), Machine(ROOMY, 1)), separate_process=True)
+        workflow.start(PreparedStart.of(spec, derive_run(recipe, 1, ROOMY), Machine(ROOMY, 1)), separate_process=True)
     return float(found.value.args[1]["grace"].seconds)
 
 

@@ -13,6 +13,7 @@ from llmrecipes.hardware.cluster import DetectedGpu
 from llmrecipes.launch.environment import gpu_variables
 from llmrecipes.plan.derive import derive
 from llmrecipes.plan.memory import graph_buffers
+from llmrecipes.plan.run_plan import derive_run
 from llmrecipes.recipe.features import SpeedTarget, resolve
 from llmrecipes.recipe.graphs import GRAPHS
 from llmrecipes.recipe.proxy import proxy
@@ -119,7 +120,7 @@ def test_the_plan_has_what_layers_take_and_return() -> None:
 
 def test_nccl_registers_no_buffers_of_graphs() -> None:
     for speed, there in (({}, "0"), ({"cuda_graph_impl": None}, None)):
-        variables = gpu_variables(derive(of(speed), 1, NODE), "NVIDIA H100 80GB HBM3")
+        variables = gpu_variables(derive_run(of(speed), 1, NODE), "NVIDIA H100 80GB HBM3")
         assert variables.get("NCCL_GRAPH_REGISTER", (None, ""))[0] == there
 
 

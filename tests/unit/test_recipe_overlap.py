@@ -12,6 +12,7 @@ from llmrecipes.launch.environment import gpu_variables
 from llmrecipes.plan.derive import derive
 from llmrecipes.plan.memory import USER_BUFFERS
 from llmrecipes.plan.pending import fullest
+from llmrecipes.plan.run_plan import derive_run
 from llmrecipes.plan.speed.forecast import forecast
 from llmrecipes.recipe.features import SpeedTarget, needing_a_gpu, require, resolve, value
 from llmrecipes.recipe.overlap import OVERLAP
@@ -135,7 +136,7 @@ def test_what_is_recomputed_dispatches_no_token_again() -> None:
 
 def test_messages_of_experts_have_queues() -> None:
     def queues(recipe: Recipe) -> str | None:
-        variables = gpu_variables(derive(recipe, 4, NODE), "NVIDIA H100 80GB HBM3")
+        variables = gpu_variables(derive_run(recipe, 4, NODE), "NVIDIA H100 80GB HBM3")
         return variables.get("CUDA_DEVICE_MAX_CONNECTIONS", (None,))[0]
 
     both: Sections = {"parallelism": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}

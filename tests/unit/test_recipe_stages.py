@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from llmrecipes.api_commands import layout_recipe
+from llmrecipes.bench.results import BenchSpec
 from llmrecipes.engine.backends import backend
 from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.core.update import learning_rate
 from llmrecipes.hardware.cluster import DetectedGpu
 from llmrecipes.launch.environment import gpu_variables
-from llmrecipes.plan.check import check as check_plan
+from llmrecipes.plan.check import check_run as check_plan
 from llmrecipes.plan.derive import default_world_size, derive
-from llmrecipes.plan.speed.forecast import forecast
+from llmrecipes.plan.run_plan import derive_run
+from llmrecipes.plan.speed.forecast import forecast, forecast_run
 from llmrecipes.plan.speed.search import fastest
+from llmrecipes.plan.table import rows
 from llmrecipes.recipe.batch_schedule import batch_schedule, samples_of, tokens_of
 from llmrecipes.recipe.degrees import elastic_worlds, least_ranks
 from llmrecipes.recipe.distill_rules import teacher_model
@@ -26,7 +31,9 @@ from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.stage_runs import as_run, stage_named, stage_of, stage_recipes
 from llmrecipes.recipe.stages import Span, span_of
+from llmrecipes.workflow.bench import measure
 from llmrecipes.workflow.plan import plan_on
+from llmrecipes.workflow.run import on_one_rank
 from tests.helpers import ROOMY, tiny
 from tests.refusals import refused
 
@@ -117,14 +124,50 @@ def test_a_schedule_goes_on_until_a_stage_begins_another() -> None:
     assert learning_rate(anneal, 44 + 10) == pytest.approx(2e-4 * 27 / 37)
 
 
-def test_each_stage_is_planned_and_the_plan_is_that_of_the_largest() -> None:
+def test_a_run_has_a_plan_for_each_stage_and_numbers_of_its_own() -> None:
     recipe = staged()
-    plan = derive(recipe, 1, ROOMY)
-    assert [span(stage.recipe).name for stage in plan.stages] == ["s1", "s2", "s3"]
-    assert plan.memory.total == max(stage.memory.total for stage in plan.stages)
-    assert plan.total_tokens == tokens_of(recipe)
-    assert plan.run_recipe == recipe
-    assert "s3" in str(plan)
+    run = derive_run(recipe, 1, ROOMY)
+    assert [span(plan.recipe).name for plan in run.stages] == ["s1", "s2", "s3"]
+    assert all(plan.run_recipe == run.recipe == recipe for plan in run.stages)
+    largest = run.stages[1]
+    assert run.largest is largest and largest.memory.total > run.stages[0].memory.total
+    assert run.total_tokens == tokens_of(recipe) == sum(plan.total_tokens for plan in run.stages)
+    written = run.as_dict()
+    assert (written["total_tokens"], written["num_microbatches"]) == (run.total_tokens, largest.num_microbatches)
+    assert run.facts()["total_tokens"] == run.total_tokens > run.facts()["stages"][1]["total_tokens"]
+    shown = {name: (value, origin) for name, value, origin in rows(run)}
+    assert shown["tokens in total"][0] == f"{run.total_tokens:,}" and shown["largest stage"][0] == "s2"
+    ends = [span(plan.recipe).last_step for plan in run.stages]
+    assert [run.of_step(end, ending=True) for end in ends] == list(run.stages)
+    assert [run.of_step(step) for step in (0, *ends)] == [*run.stages, run.stages[-1]]
+    with pytest.raises(ValueError, match="stages"):
+        derive(recipe, 1, ROOMY)
+
+
+def test_a_run_fits_and_saves_as_all_its_stages() -> None:
+    """Also where the stage with the most memory fits, and has the smaller checkpoints."""
+    recipe = staged([{"name": "all", "train_iters": 40},
+                     {"name": "some", "model": {"seq_length": 512}, "train": {"freeze": ["*.mlp.*"]}}])  # fmt: skip
+    run = derive_run(recipe, 1, ROOMY)
+    all_trained, some_frozen = run.stages
+    assert run.largest is some_frozen and run.checkpoint_bytes == all_trained.checkpoint_bytes
+    assert some_frozen.checkpoint_bytes < run.checkpoint_bytes
+    tight = replace(run, stages=(replace(all_trained, host_capacity_bytes=-1), some_frozen))
+    assert tight.largest.fits and not tight.fits and not tight.as_dict()["fits"]
+
+
+def test_one_process_has_the_model_of_a_run_whose_stages_need_several() -> None:
+    assert derive(on_one_rank(staged(LAYOUTS)), 1, ROOMY).layout.world_size == 1
+
+
+def test_a_rank_of_a_slurm_step_measures_the_largest_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = {"NTASKS": "2", "PROCID": "1", "JOB_ID": "7", "LOCALID": "1", "STEP_TASKS_PER_NODE": "2"}
+    variables = {"MASTER_ADDR": "127.0.0.1", **{f"SLURM_{name}": value for name, value in names.items()}}
+    measured: list[BenchSpec] = []
+    monkeypatch.setattr("llmrecipes.workflow.bench.os", SimpleNamespace(environ=variables))
+    monkeypatch.setattr("llmrecipes.bench.worker.run", measured.append)
+    measure(BenchSpec(recipe=staged(), data_dir=tmp_path, out=tmp_path, what="step", repeats=1), None)
+    assert measured[0].recipe == derive_run(staged(), 2, ROOMY).largest.recipe
 
 
 def changed(number: int, **keys: Any) -> list[dict[str, Any]]:
@@ -190,7 +233,7 @@ def test_each_stage_has_the_layout_that_it_names() -> None:
     recipe = staged(LAYOUTS, train={"rampup_batch_size": None})
     assert not check(recipe)
     assert least_ranks(recipe) == default_world_size(recipe, ROOMY) == 4
-    plan = derive(recipe, 8, ROOMY)
+    plan = derive_run(recipe, 8, ROOMY)
     short, long = (stage.layout for stage in plan.stages)
     assert (short.pipeline_model_parallel_size, short.tensor_model_parallel_size, short.data_parallel_size) == (2, 1, 4)
     assert (long.pipeline_model_parallel_size, long.tensor_model_parallel_size, long.data_parallel_size) == (1, 4, 2)
@@ -204,7 +247,7 @@ def test_each_stage_has_the_layout_that_it_names() -> None:
 
 def test_ranks_that_the_layout_of_a_stage_does_not_divide_name_it() -> None:
     with refused("parallelism", rule=("of-128", "4 ranks")):
-        derive(staged(LAYOUTS), 2, ROOMY)
+        derive_run(staged(LAYOUTS), 2, ROOMY)
 
 
 def test_all_gpus_are_taken_that_every_stage_divides() -> None:
@@ -221,13 +264,13 @@ def changed_layout(number: int, parallelism: dict[str, Any]) -> list[dict[str, A
 
 
 def test_a_stage_that_does_not_fit_is_named_before_the_start() -> None:
-    plan = derive(staged(LAYOUTS), 4, ROOMY)
+    plan = derive_run(staged(LAYOUTS), 4, ROOMY)
     short, long = plan.stages
     least, most = sorted((short.memory.total, long.memory.total))
     for free, named in ((most - 1, "of-128" if most == long.memory.total else "of-64"), (least - 1, "of-64")):
         machine = replace(ROOMY, memory_available_bytes=4 * free)
         with refused("recipe tiny", rule=named):
-            check_plan(derive(staged(LAYOUTS), 4, machine), machine)
+            check_plan(derive_run(staged(LAYOUTS), 4, machine), machine)
     check_plan(plan, ROOMY)
 
 
@@ -253,15 +296,15 @@ def test_ranks_have_the_environment_that_some_stage_needs() -> None:
     gpu = DetectedGpu("H100 80GB", 79 << 30, 79 << 30, 989.4)
     node = replace(ROOMY, gpus=(gpu,) * 8, nodes=1)
     train = {"rampup_batch_size": None, "global_batch_size": 16}
-    plain = derive(staged([{"name": "one"}], train=train), 8, node)
+    plain = derive_run(staged([{"name": "one"}], train=train), 8, node)
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in gpu_variables(plain, "H100")
-    some = gpu_variables(derive(staged(LAYOUTS, train=train), 8, node), "H100")
+    some = gpu_variables(derive_run(staged(LAYOUTS, train=train), 8, node), "H100")
     assert some["CUDA_DEVICE_MAX_CONNECTIONS"][0] == "1"
 
 
 def test_a_rank_refuses_a_later_stage_that_its_software_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = staged(changed(1, speed={"bias_dropout_fusion": True}))
-    plan, engines, platform = derive(recipe, 1, ROOMY), backend(recipe), select()
+    plan, engines, platform = derive(stage_recipes(recipe)[1], 1, ROOMY), backend(recipe), select()
     obstacles: list[str | None] = [None]
     monkeypatch.setattr("llmrecipes.engine.core.model.gpt.compiler_obstacle", lambda _device: obstacles[0])
     engines.require(plan, platform)
@@ -295,7 +338,7 @@ def test_a_teacher_reads_what_the_stage_reads_and_rotates_as_before() -> None:
 
 def test_the_time_of_a_run_is_that_of_its_stages() -> None:
     plan, _ = plan_on(load("llama3-405b-stages").recipe, nproc=None, cluster="h100-ib", nodes=128)
-    found = forecast(plan, None)
+    found = forecast_run(plan, None)
     of_stages = [forecast(stage, None) for stage in plan.stages]
     assert found.seconds == pytest.approx(sum(stage.step.seconds * stage.plan.full_steps for stage in of_stages))
     assert found.seconds < 0.7 * found.step.seconds * plan.full_steps, "short sequences take less"
@@ -318,4 +361,4 @@ def test_layouts_are_not_searched_by_the_step_of_one_stage() -> None:
 
 def test_a_batch_that_the_ranks_cannot_share_names_its_stage() -> None:
     with refused("train.global_batch_size", rule=("s3", "4 or 8")):
-        derive(staged(changed(2, train={"global_batch_size": 6}), train={"micro_batch_size": 1}), 4, ROOMY)
+        derive_run(staged(changed(2, train={"global_batch_size": 6}), train={"micro_batch_size": 1}), 4, ROOMY)

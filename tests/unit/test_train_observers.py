@@ -16,13 +16,14 @@ from llmrecipes.checkpoint.saver import SaveReport
 from llmrecipes.engine.base import World
 from llmrecipes.errors import ExitCode
 from llmrecipes.faults.signals import StopRequest
+from llmrecipes.plan.derive import derive
 from llmrecipes.tracking.events import NoTracker, StepMetrics
 from llmrecipes.train import observing, stage
 from llmrecipes.train.loaders import DataLoaders
 from llmrecipes.train.loop import Loop
 from llmrecipes.train.observers.base import Observer
 from llmrecipes.train.spec import RunSpec
-from tests.helpers import engine_of, random_batches, tiny
+from tests.helpers import ROOMY, engine_of, random_batches, tiny
 
 TRAIN = Path(stage.__file__).parent
 SCRATCH = '''
@@ -116,7 +117,7 @@ def test_an_observer_is_a_single_file(
     (made,) = watching
     joined: Any = SimpleNamespace(spec=spec, observers=watching, stop=StopRequest(), platform=None, prepared=None)
     tracker, batches = Record(), lambda _: random_batches(recipe)
-    begun: Any = SimpleNamespace(recipe=recipe, is_due=False)
+    begun: Any = SimpleNamespace(plan=derive(recipe, 1, ROOMY), is_due=False)
 
     def build(*_: Any) -> tuple[Loop, ExitStack]:
         engine, saver = engine_of(recipe), Saver()

@@ -13,7 +13,7 @@ import pytest
 from llmrecipes.checkpoint.manifest import CheckpointInfo, Monitored, read_manifest
 from llmrecipes.checkpoint.store import CheckpointStore, require_best
 from llmrecipes.launch.base import JobState, JobStatus
-from llmrecipes.plan.derive import derive
+from llmrecipes.plan.run_plan import derive_run
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Train
 from llmrecipes.search.metrics import TrialEvaluation, TrialProgress
@@ -154,5 +154,5 @@ def test_the_value_of_a_trial_that_ended_early(train: dict[str, Any], keep_best:
     losses = {10: 3.0, 20: 2.0, 30: 2.5}
     progress = TrialProgress(evaluations={step: TrialEvaluation(step, loss, None) for step, loss in losses.items()})
     nothing: Any = SimpleNamespace(read=lambda: progress)
-    trial = Running(nothing, {}, recipe, derive(recipe, 1, ROOMY), "r", 0, nothing, nothing)
+    trial = Running(nothing, {}, recipe, derive_run(recipe, 1, ROOMY), "r", 0, nothing, nothing)
     assert trial.outcome(JobStatus(JobState.COMPLETED, 0), ("valid_loss",)) == outcome

@@ -19,7 +19,7 @@ from llmrecipes.cli import app as cli
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu, detect
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.profile import COSTS, Costs
-from llmrecipes.plan.derive import derive
+from llmrecipes.plan.run_plan import derive_run
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.rundir import Run
 from llmrecipes.runfiles import checked_run_id, new_run_id
@@ -331,7 +331,7 @@ def test_a_rank_refuses_another_plan_than_the_one_that_was_checked(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, here = tiny(), detect()
-    plan = derive(recipe, 1, here)
+    plan = derive_run(recipe, 1, here)
     ready = PreparedStart.of(spec_of(recipe, tmp_path), plan, Machine(here, 1))
     planned = json.loads(ready.spec.model_dump_json())["planned"]
     # It trains with its own plan: what travels has to survive JSON. Specs of earlier versions have no plan.
@@ -369,7 +369,7 @@ def test_ranks_know_the_nvlink_domain_of_the_profile(tmp_path: Path, monkeypatch
     monkeypatch.setenv("WORLD_SIZE", "4")
     detected = replace(NODE, gpus=NODE.gpus[:2]).times(2)
     site = replace(detected, nvlink_domain=72)
-    ready = PreparedStart.of(spec_of(recipe, tmp_path), derive(recipe, 4, site), Machine(site, 4, 2))
+    ready = PreparedStart.of(spec_of(recipe, tmp_path), derive_run(recipe, 4, site), Machine(site, 4, 2))
     assert worker._as_planned(RunSpec.model_validate_json(ready.spec.model_dump_json()), detected) == ready.plan
 
 
@@ -382,7 +382,7 @@ def test_ranks_on_detected_gpus_know_it_and_get_their_environment(
     recipe = tiny(parallelism={"tensor_model_parallel_size": 2})
     spec = spec_of(recipe, tmp_path)
     for cluster, on_gpus in ((NODE, True), (LAPTOP, False)):
-        assert workflow.start(PreparedStart.of(spec, derive(recipe, 2, cluster), Machine(cluster, 2))) == 0
+        assert workflow.start(PreparedStart.of(spec, derive_run(recipe, 2, cluster), Machine(cluster, 2))) == 0
         written = RunSpec.model_validate_json((spec.run_dir / "logs" / "spec.json").read_text("utf-8"))
         assert written.on_gpus is on_gpus
         assert bool(told["environment"]) is on_gpus

@@ -57,11 +57,10 @@ class CoreBackend:
             yield laid_out
 
     def require(self, plan: Plan, platform: Platform) -> None:
-        for stage in plan.stages or (plan,):
-            with in_stage(stage.recipe):
-                software(stage, platform)
-                if (settings := stage.recipe.speed.nccl_communicator_config_path) is not None:
-                    world.require_communicators(Path(settings))
+        with in_stage(plan.recipe):
+            software(plan, platform)
+            if (settings := plan.recipe.speed.nccl_communicator_config_path) is not None:
+                world.require_communicators(Path(settings))
 
     def meta_platform(self, rank: int, world_size: int, kernels: str, skew: float) -> Platform:
         from llmrecipes.engine.core.platform.meta import MetaPlatform  # imports torch's test helpers

@@ -16,7 +16,7 @@ from llmrecipes.launch.kubernetes.bases import Object, Part
 from llmrecipes.launch.kubernetes.settings import KubernetesOptions
 from llmrecipes.launch.rendezvous import TOKEN
 from llmrecipes.launch.run_options import RunOptions
-from llmrecipes.plan.derive import Plan
+from llmrecipes.plan.run_plan import RunPlan
 from llmrecipes.recipe.degrees import elastic_nodes
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.runfiles import LOGS
@@ -50,7 +50,7 @@ class PodRun:
     name: str
     run_id: str
     nodes: int
-    plan: Plan
+    plan: RunPlan
     profile: Profile
     recipe_yaml: str
     recipe_hash: str
@@ -58,7 +58,7 @@ class PodRun:
 
     @property
     def ranks_per_node(self) -> int:
-        return self.plan.layout.world_size // self.nodes
+        return self.plan.world_size // self.nodes
 
     @property
     def channel(self) -> str | None:
@@ -125,7 +125,7 @@ def fill(template: Part, run: PodRun, options: KubernetesOptions) -> None:
 
 def least_nodes(run: PodRun, options: KubernetesOptions) -> int | None:
     """Pods with which a start goes on; None: all of them. Only a JobSet starts all pods again when one fails."""
-    counts = elastic_nodes(run.plan.run_recipe, run.nodes, run.ranks_per_node)
+    counts = elastic_nodes(run.plan.recipe, run.nodes, run.ranks_per_node)
     return counts[0] if options.flavor == "jobset" and len(counts) > 1 else None
 
 
@@ -169,7 +169,7 @@ def arguments(container: Part, run: PodRun, least: int | None = None) -> list[st
     """
     values: dict[str, str | None] = {
         "--run-id": literal(run.run_id),
-        "--nproc": str(run.plan.layout.world_size),
+        "--nproc": str(run.plan.world_size),
         "--nnodes": str(run.nodes) if run.nodes > 1 else None,
     }
     more = [] if least is None else ["--min-nodes", str(least)]

@@ -53,7 +53,7 @@ class LocalLauncher:
         values = {
             "exit-file": RunFiles(submission.run_dir).exit_code,
             "cluster": planned.cluster,
-            "nproc": planned.plan.layout.world_size,
+            "nproc": planned.plan.world_size,
             "run-id": submission.run_id,
             "runs-dir": submission.runs_dir,
             "data-dir": submission.data_dir,

@@ -118,7 +118,7 @@ def _task(submission: Submission, planned: PlannedForCluster, chosen: LauncherOp
         **({} if image else {"workdir": "."}),
         "num_nodes": planned.nodes,
         "resources": {
-            **_hardware(planned.profile, planned.plan.layout.world_size // planned.nodes),
+            **_hardware(planned.profile, planned.plan.world_size // planned.nodes),
             **({"image_id": f"docker:{image}"} if image else {}),
             **({"network_tier": "best"} if planned.nodes > 1 else {}),
             "job_recovery": {
@@ -141,7 +141,7 @@ def _hardware(profile: Profile, ranks: int) -> dict[str, Any]:
 def _script(submission: Submission, planned: PlannedForCluster, *, program: str, volume: str | None) -> str:
     """The script of each node. It has the run's id, so a restarted task resumes its run."""
     folders = ("--runs-dir", f"{MOUNT}/runs", "--data-dir", f"{MOUNT}/data") if volume else ()
-    ranks = ("--nproc", str(planned.plan.layout.world_size))
+    ranks = ("--nproc", str(planned.plan.world_size))
     words = (program, "train", RECIPE, "--run-id", submission.run_id, *ranks, "--no-sample", *folders)
     command = shlex.join((*words, *submission.options.words()))
     recipe = short(planned.recipe, header=DEFAULTS_NOTE)

@@ -14,7 +14,7 @@ from pathlib import Path
 from llmrecipes.hardware.profile import Profile, Slurm
 from llmrecipes.launch.slurm.options import SlurmOptions, SlurmRequest, check
 from llmrecipes.plan.check import gib
-from llmrecipes.plan.derive import Plan
+from llmrecipes.plan.run_plan import RunPlan
 from llmrecipes.recipe.degrees import elastic_nodes
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking.run_list import MeasuredRun, measured
@@ -38,7 +38,7 @@ class Notice:
     reason: str
 
 
-def notice(plan: Plan, profile: Profile, runs_dir: Path, fixed: int | None) -> Notice:
+def notice(plan: RunPlan, profile: Profile, runs_dir: Path, fixed: int | None) -> Notice:
     """The time at which Slurm warns a job.
 
     Args:
@@ -67,7 +67,7 @@ def _warning(save: float, step: float, source: str) -> Notice:
 
 
 def command(
-    request: SlurmRequest, plan: Plan, profile: Profile, options: SlurmOptions, script: Path
+    request: SlurmRequest, plan: RunPlan, profile: Profile, options: SlurmOptions, script: Path
 ) -> tuple[str, ...]:
     """The words of the sbatch command.
 
@@ -81,11 +81,11 @@ def command(
     Raises:
         UserError: a value that Slurm would reject.
     """
-    ranks_per_node = plan.layout.world_size // request.nodes
+    ranks_per_node = plan.world_size // request.nodes
     check(request, profile, options, ranks_per_node)
     site = profile.slurm
     runtime = options.runtime or (site.container_runtime if options.image else "none")
-    counts = elastic_nodes(plan.run_recipe, request.nodes, ranks_per_node)
+    counts = elastic_nodes(plan.recipe, request.nodes, ranks_per_node)
     wanted = {
         "job-name": f"{plan.recipe.name}/{request.run_id}",
         "nodes": _node_counts(counts),

@@ -14,6 +14,7 @@ from llmrecipes.plan.kernels import recomputed_layers
 from llmrecipes.plan.memory import Memory, of_stage
 from llmrecipes.plan.muon import products
 from llmrecipes.plan.parameters import count_rounded_on_rank
+from llmrecipes.plan.run_plan import RunPlan
 from llmrecipes.plan.speed.device import Device, Stack, device, kernels_on, stack, stack_of
 from llmrecipes.plan.speed.saving import Saving, as_dict, saving
 from llmrecipes.plan.speed.step import Step, forward_seconds, predict, with_attack
@@ -53,11 +54,16 @@ class Forecast:
     saving: Saving | None
     calibration: Calibration | None = None
     stages: tuple[Forecast, ...] = ()
-    """Of a run with stages, of each; the step is then that of the one that needs the most memory."""
+    """Of a run with stages, of each; plan, step and memory are then those of the largest."""
     slower: float = 1.0
     """On a GPU without fitted runs: how many times as long a step takes with the slowest shares that it may have."""
     faster: float = 1.0
     """The same with the fastest, at most 1."""
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plan of each stage, or of a run without stages."""
+        return tuple(stage.plan for stage in self.stages) or (self.plan,)
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
@@ -107,7 +113,7 @@ class Forecast:
     def problems(self) -> list[str]:
         """Why it does not fit, and what may go wrong although it does."""
         plan = self.plan
-        if not plan.fits:
+        if not all(stage.fits for stage in self.plans):
             need, have = plan.memory.total / GIB, plan.memory_capacity_bytes / GIB
             return [f"does not fit: a rank needs {need:.1f} GiB of {have:.1f} GiB"]
         saving = self.saving
@@ -167,7 +173,7 @@ class Forecast:
             "num_parameters": plan.num_parameters.total,
             "num_active_parameters": plan.num_parameters.active,
             "memory_gib": {"max": plan.memory.total / GIB, "stages": [_parts(stage) for stage in self.memory]},
-            "fits": plan.fits,
+            "fits": all(stage.fits for stage in self.plans),
             "tokens_per_second_per_gpu": speed,
             "tflops_per_gpu_full": full / 1e12,
             "tflops_per_gpu_causal": causal / 1e12,
@@ -414,10 +420,9 @@ _ROUNDED_BYTES = 48
 
 
 def forecast(plan: Plan, profile: Profile | None) -> Forecast:
-    """Speed, memory by stage, and cost of a plan.
+    """Speed, memory by pipeline stage, and cost of a plan.
 
     Args:
-        plan: of a machine with GPUs.
         profile: for links and prices; None: those of the GPU's data file, and no cost.
 
     Raises:
@@ -441,33 +446,30 @@ def forecast(plan: Plan, profile: Profile | None) -> Forecast:
     memory = tuple(
         of_stage(plan.recipe, plan.shape, plan.layout, plan.num_microbatches, stage, plan.device) for stage in stages
     )
-    of_stages = tuple(forecast(stage, profile) for stage in plan.stages)
-    seconds = sum(stage.seconds for stage in of_stages) or step.seconds * plan.full_steps
-    hours = seconds * plan.layout.world_size / 3600
-    costs = None if profile is None else profile.costs
-    usd = energy = carbon = None
-    if costs is not None:
-        usd = None if costs.usd_per_gpu_hour is None else hours * costs.usd_per_gpu_hour
-        energy = None if costs.watts_per_gpu is None else hours * costs.watts_per_gpu * costs.pue / 1e6
-        if energy is not None and costs.kg_co2_per_kwh is not None:
-            carbon = energy * costs.kg_co2_per_kwh
+    spent = _spent(step.seconds * plan.full_steps * plan.layout.world_size / 3600, profile)
     saves = None if profile is None else saving(plan, profile, step.seconds)
     known = None if profile is None else profile.calibration
-    return Forecast(
-        plan,
-        step,
-        accelerator,
-        memory,
-        usd,
-        energy,
-        carbon,
-        saves,
-        known,
-        of_stages,
-        max(times),
-        min(times),
-    )
+    return Forecast(plan, step, accelerator, memory, *spent, saves, known, slower=max(times), faster=min(times))
 
 
 def _step(plan: Plan, accelerator: Device) -> Step:
     return predict(accelerator, software(plan, accelerator), work(plan))
+
+
+def forecast_run(run: RunPlan, profile: Profile | None) -> Forecast:
+    """Of a run: the time and cost of all stages, the rest of the largest; arguments and errors as of `forecast`."""
+    stages = tuple(forecast(plan, profile) for plan in run.stages)
+    largest = stages[run.stages.index(run.largest)]
+    of_run = replace(largest, stages=stages if run.recipe.stages else ())
+    usd, energy, carbon = _spent(of_run.gpu_hours, profile)
+    return replace(of_run, cost_usd=usd, energy_mwh=energy, co2_t=carbon)
+
+
+def _spent(hours: float, profile: Profile | None) -> tuple[float | None, float | None, float | None]:
+    """US dollars, MWh and tonnes of CO2 of GPU-hours, as far as the profile knows them."""
+    if profile is None or (costs := profile.costs) is None:
+        return None, None, None
+    usd = None if costs.usd_per_gpu_hour is None else hours * costs.usd_per_gpu_hour
+    energy = None if costs.watts_per_gpu is None else hours * costs.watts_per_gpu * costs.pue / 1e6
+    carbon = None if energy is None or costs.kg_co2_per_kwh is None else energy * costs.kg_co2_per_kwh
+    return usd, energy, carbon

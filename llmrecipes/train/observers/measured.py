@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from llmrecipes.console import console
-from llmrecipes.recipe.stages import span_of
 from llmrecipes.tracking.events import MEASURED, Note
 from llmrecipes.train.observers.base import Observer, StepDone
 from llmrecipes.units import GIB
@@ -48,7 +47,7 @@ class Measured(Observer):
             "measured/memory_bytes": float(most.item()),
         }
         if predicted is not None:
-            span = span_of(loop.plan.recipe)
+            span = loop.plan.span
             of_stage = predicted if span is None else predicted["stages"][span.number]
             self._values |= {f"predicted/{name}": float(of_stage[name]) for name in PREDICTED}
         loop.tracker.note(Note(step=loop.progress.step, event=MEASURED, details=self._values))
