@@ -18,8 +18,7 @@ from llmrecipes.faults.numerics import BadParameter, NonFinite, SpikeRule, StepS
 from llmrecipes.faults.watchdog import Beat
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.faults import Faults
-from llmrecipes.recipe.schema import Recipe, Train
-from llmrecipes.recipe.stages import span_of
+from llmrecipes.recipe.schema import Train
 from llmrecipes.tracking.events import Note, Tracker
 
 logger = logging.getLogger(__name__)
@@ -70,16 +69,16 @@ class SpikeGuard:
         return {"recent_losses": tuple(self._rule.losses), "recent_norms": tuple(self._rule.norms)}
 
 
-def spike_guard(recipe: Recipe, progress: Progress) -> SpikeGuard | None:
+def spike_guard(plan: Plan, progress: Progress) -> SpikeGuard | None:
     """That of a start from `progress`, if the recipe has an action.
 
     A stage begins without a statistic: the losses of other text, and norms of other sequences, would look like spikes.
     """
-    if recipe.faults.loss_spike_action == "none":
+    faults = plan.recipe.faults
+    if faults.loss_spike_action == "none":
         return None
-    span = span_of(recipe)
-    begins = span is not None and progress.step == span.first_step
-    return SpikeGuard(recipe.faults, Progress() if begins else progress)
+    begins = plan.span is not None and progress.step == plan.span.first_step
+    return SpikeGuard(faults, Progress() if begins else progress)
 
 
 def first_sample(progress: Progress, plan: Plan) -> int:

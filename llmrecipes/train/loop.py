@@ -101,7 +101,7 @@ class Loop:
         """
         train = self.plan.recipe.train
         self.progress = progress
-        self.spikes = guard.spike_guard(self.plan.recipe, progress)
+        self.spikes = guard.spike_guard(self.plan, progress)
         loaders = self.loaders.leaving_out(progress.skipped_samples)
         with closing(loaders.train(progress.consumed_samples)) as batches:
             numbers = map(self.plan.num_microbatches_of, range(progress.step, train.train_iters))

@@ -210,7 +210,7 @@ def build_loop(joined: Joined, begun: StageStart, stack: ExitStack) -> tuple[Loo
         observers=joined.observers,
         stop_after=spec.stop_after,
         evaluation_due=begun.is_due,
-        monitored=at_start(begun.entry, recipe),
+        monitored=at_start(begun.entry, plan),
         rewinds=begun.rewinds if recipe.faults.loss_spike_action == "rewind" else None,
         local=local,
         progress=progress,

@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping
 
 from llmrecipes.checkpoint.manifest import Entry, Monitored
+from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe, Train
 from llmrecipes.recipe.stage_runs import stage_of
-from llmrecipes.recipe.stages import span_of
 from llmrecipes.tracking.events import ENDED_EARLY, Note
 
 SPLIT = ""
@@ -30,16 +30,16 @@ def monitored(entry: Entry | None) -> Monitored:
     return (None if entry is None else entry.manifest.monitored) or Monitored()
 
 
-def at_start(entry: Entry | None, recipe: Recipe) -> Monitored:
-    """`monitored` for the recipe that is trained next.
+def at_start(entry: Entry | None, plan: Plan) -> Monitored:
+    """`monitored` for what is trained next.
 
     A stage whose held-out sequences are others than those of the stage before begins without a loss, unless the run has
     ended by it.
     """
-    state, span = monitored(entry), span_of(recipe)
+    state, recipe, span = monitored(entry), plan.recipe, plan.span
     if span is None or entry is None or entry.step != span.first_step or stop_reason(state, recipe.train) is not None:
         return state
-    before = stage_of(span.run_recipe, span.first_step, ending=True)
+    before = stage_of(plan.run_recipe, span.first_step, ending=True)
     if (before.model.seq_length, before.train.global_batch_size) == (
         recipe.model.seq_length, recipe.train.global_batch_size,
     ):  # fmt: skip

@@ -82,16 +82,16 @@ def plan_run(recipe: Recipe, cluster: Cluster, ranks: int | None = None) -> RunP
     if elastic:
         check_fewer(recipe, ranks, cluster)
     if recipe.checkpoint.also_export is not None:
-        _require_exportable(recipe)
+        _require_exportable(plan)
     return plan
 
 
-def _require_exportable(recipe: Recipe) -> None:
+def _require_exportable(plan: RunPlan) -> None:
     from llmrecipes.hf.family import family_of
 
-    for part in stage_recipes(recipe) or (recipe,):
+    for stage in plan.stages:
         try:
-            family_of(part.model)
+            family_of(stage.recipe.model)
         except UserError as error:
             raise UserError(
                 error.what,

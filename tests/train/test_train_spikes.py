@@ -15,14 +15,14 @@ from llmrecipes.checkpoint.store import CheckpointStore
 from llmrecipes.engine.base import Progress, StepResult
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.faults.numerics import StepSpike
+from llmrecipes.plan.derive import derive
+from llmrecipes.plan.run_plan import derive_run
 from llmrecipes.recipe.faults import Faults
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.stage_runs import stage_recipes
-from llmrecipes.recipe.stages import span_of
 from llmrecipes.rundir import Run as RunDir
 from llmrecipes.train import guard
 from llmrecipes.train.rewind import Rewinds
-from tests.helpers import curve, lines, require_same_checkpoints, tiny, tiny_on, train_lines
+from tests.helpers import ROOMY, curve, lines, require_same_checkpoints, tiny, tiny_on, train_lines
 from tests.refusals import require_message
 from tests.train.test_train_faults import run_spec
 from tests.unit.test_checkpoint_store import publish
@@ -186,10 +186,10 @@ def test_a_spike_is_answered_once() -> None:
 
 def test_a_stage_begins_its_own_statistic() -> None:
     """Else half a window of updates was left out where the next text has a higher loss."""
-    assert guard.spike_guard(load("gpt-tiny").recipe, Progress()) is None
+    assert guard.spike_guard(derive(load("gpt-tiny").recipe, 1, ROOMY), Progress()) is None
     recipe = load("gpt-tiny-stages", ["faults.loss_spike_action=skip", "faults.loss_spike_window=4"]).recipe
-    second = stage_recipes(recipe)[1]
-    span = span_of(second)
+    second = derive_run(recipe, 1, ROOMY).stages[1]
+    span = second.span
     assert span is not None
     for steps, accepted in ((0, True), (1, False)):
         progress = Progress(step=span.first_step + steps, recent_losses=(1.0,) * 4, recent_norms=(1.0,) * 4)
