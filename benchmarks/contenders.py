@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.turns import Session
-from llmrecipes.bench.rivals import count, gpu_memory, hf_trainer, micro_batches, plain
+from lab.gpu_report.rivals import count, gpu_memory, hf_trainer, micro_batches, plain
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.features import FEATURES

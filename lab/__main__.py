@@ -9,6 +9,7 @@ import typer
 import typer.main
 
 from lab.cards.command import card
+from lab.gpu_report.command import gpu_report
 from lab.punish.command import punish
 from llmrecipes.cli.app import Command, dispatch
 from llmrecipes.redact import guard_streams
@@ -19,6 +20,7 @@ program = typer.Typer(
     pretty_exceptions_enable=False, rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 program.command("card", cls=Command)(card)
+program.command("gpu-report", cls=Command)(gpu_report)
 program.command("punish", cls=Command)(punish)
 
 

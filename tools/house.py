@@ -17,10 +17,10 @@ from pathlib import Path
 PACKAGE = "llmrecipes"
 PAGES = ("README.md", "CHANGELOG.md", "benchmarks/RESULTS.md")
 CODE_BUDGET = {
-    ".": 1310,
-    "bench": 1750,
+    ".": 1280,
+    "bench": 850,
     "checkpoint": 1100,
-    "cli": 3630,
+    "cli": 3570,
     "data": 7825,
     "diagnosis": 1000,
     "doctor": 1150,
@@ -42,7 +42,7 @@ CODE_BUDGET = {
     "tracking": 2500,
     "train": 2947,
     "verify": 650,
-    "workflow": 3885,
+    "workflow": 3500,
 }
 """Most lines of code of each package; `.` are the modules beside the packages. Whoever needs more removes something, or
 raises the number and says in the commit why."""

@@ -94,7 +94,6 @@ SECTIONS: dict[str, dict[str, str]] = {
         "cancel": "submit.cancel",
         "doctor": "doctor.doctor",
         "bench": "bench.app",
-        "gpu-report": "bench.gpu_report",
     },
     "Tools": {
         "completion": "completion.completion",
@@ -238,7 +237,11 @@ def _parser(only: str | None) -> Callable[..., Any]:
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code; a `UserError` is printed as one message, without a traceback."""
     completion.enable()
-    return dispatch(_parser(_command(arguments)), arguments, PROGRAM)
+    name = _command(arguments)
+    if name in IN_LAB:
+        error = UserError("not a command of the package", where=name, fix=f"python -m lab {name}, in a checkout")
+        return _fail(error, "--json" in arguments)
+    return dispatch(_parser(name), arguments, PROGRAM)
 
 
 def dispatch(parser: Callable[..., Any], arguments: Sequence[str], name: str) -> int:
@@ -277,6 +280,8 @@ REMOVED = {
     ("submit", "--prepare-tasks"): "--prepare-nodes N, which prepares with --on ray",
 }
 """What replaces options that earlier versions had, by command."""
+IN_LAB = ("card", "gpu-report", "punish")
+"""Commands of `python -m lab`."""
 
 
 def _usage_error(error: typer.TyperException) -> UserError:

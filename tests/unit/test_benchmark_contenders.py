@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks.gpu_throughput import first_gpu
-from llmrecipes.bench.plain_gpt import PlainGPT
-from llmrecipes.bench.rivals import count, transformers_model
+from lab.gpu_report.plain_gpt import PlainGPT
+from lab.gpu_report.rivals import count, transformers_model
 from llmrecipes.plan.derive import derive
 from tests.helpers import LLAMA, ROOMY, tiny
 

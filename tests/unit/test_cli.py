@@ -17,6 +17,7 @@ import pytest
 import typer.main
 
 from benchmarks.former import ADAMW
+from lab import __main__ as lab
 from llmrecipes import __version__
 from llmrecipes.cli import app as cli
 from llmrecipes.errors import UserError
@@ -206,6 +207,15 @@ def test_help_has_every_command_once_with_a_whole_sentence(capsys: pytest.Captur
         assert [line.split()[0] for line in lines] == list(commands)
     shown = [line for line in out.splitlines() if line.startswith("  ") and "-" not in line.split()[0]]
     assert not [line for line in shown if line.endswith("...")], "a summary is too long for one line"
+
+
+def test_a_command_of_the_lab_says_where_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert {command.name for command in lab.program.registered_commands} == set(cli.IN_LAB)
+    for name in cli.IN_LAB:
+        code, _, err = run(capsys, name, "gpt-tiny")
+        assert code == 2
+        require_message(err, name)
+        assert f"-m lab {name}" in err
 
 
 GROUPS = {"bench": ("collectives", "fabric", "step", "data", "inference"), "data": ("show", "stats")}

@@ -1,4 +1,4 @@
-"""`llmrecipes gpu-report` with tiny models on a CPU, and its pages."""
+"""`python -m lab gpu-report` with tiny models on a CPU, and its pages."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from llmrecipes.bench import parity, right
-from llmrecipes.bench.parity import recipe_of
-from llmrecipes.bench.report import ROWS, Row, append, page, read
-from llmrecipes.bench.report_worker import BIG, DEPTHS, FOLDER, STEPS, WARMUP, Item, cut, offloaded, whole
+from lab.__main__ import run
+from lab.gpu_report import parity, right
+from lab.gpu_report.items import ITEMS, Planned, gpu_report
+from lab.gpu_report.parity import recipe_of
+from lab.gpu_report.report import ROWS, Row, append, page, read
+from lab.gpu_report.worker import BIG, DEPTHS, FOLDER, STEPS, WARMUP, Item, cut, offloaded, whole
 from llmrecipes.checkpoint.store import CheckpointStore
-from llmrecipes.cli.app import run
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.machine import machine
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.workflow.gpu_report import ITEMS, Planned, gpu_report
 from tests.helpers import ROOMY
 
 
@@ -31,7 +31,7 @@ from tests.helpers import ROOMY
 def test_what_does_not_fit_the_budget_is_skipped_and_measured_by_the_next_call(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmrecipes.workflow.gpu_report.ITEMS", ITEMS[:1])
+    monkeypatch.setattr("lab.gpu_report.items.ITEMS", ITEMS[:1])
     command = ["gpu-report", "right", "--device", "cpu", "--out", str(tmp_path)]
     assert run([*command, "--budget", "60"]) == 0
     (skipped,) = read(tmp_path)
@@ -94,10 +94,10 @@ def test_items_run_as_ranks_do_on_one_gpu_and_in_the_order_that_is_asked_for(
         started.append((item.name, environment))
         yield Row(stage=item.stage, item=item.name, quantity="time", value=1.0, unit="s")
 
-    monkeypatch.setattr("llmrecipes.workflow.gpu_report.detect", lambda: machine(load_profile("h100-ib"), 1))
-    monkeypatch.setattr("llmrecipes.workflow.gpu_report.find_spec", lambda _name: None)
-    monkeypatch.setattr("llmrecipes.workflow.gpu_report.compiler_obstacle", lambda _device: None)
-    monkeypatch.setattr("llmrecipes.workflow.gpu_report._measured", measured)
+    monkeypatch.setattr("lab.gpu_report.items.detect", lambda: machine(load_profile("h100-ib"), 1))
+    monkeypatch.setattr("lab.gpu_report.items.find_spec", lambda _name: None)
+    monkeypatch.setattr("lab.gpu_report.items.compiler_obstacle", lambda _device: None)
+    monkeypatch.setattr("lab.gpu_report.items._measured", measured)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
     rows = gpu_report(["compiled gpt-1b", "breaks", "saves", "fp8"], tmp_path, 900, "cuda", lambda _line: None)
     assert [name for name, _ in started] == ["compiled gpt-1b", "breaks", "saves gpt-125m", "saves gpt-1b"]
@@ -117,7 +117,7 @@ def test_what_a_rank_lacks_of_the_plan_is_not_measured_the_other_way(monkeypatch
         median.append(1.0)
         yield item.row("step", 1e3, "ms")
 
-    monkeypatch.setattr("llmrecipes.bench.report_worker.detect", lambda: machine(load_profile("h100-ib"), 1))
+    monkeypatch.setattr("lab.gpu_report.worker.detect", lambda: machine(load_profile("h100-ib"), 1))
     monkeypatch.setattr("llmrecipes.engine.core.model.gpt.compiler_obstacle", lambda _device: None)
     monkeypatch.setattr(Item, "_speed", speed)
     rows = {row.quantity: row for row in Item("big", "fusions mixtral-8x7b", "cuda").rows()}
@@ -180,7 +180,7 @@ def test_another_loop_is_measured_beside_the_products(tmp_path: Path, monkeypatc
 def test_a_loop_that_is_not_installed_is_skipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmrecipes.workflow.gpu_report.find_spec", lambda _name: None)
+    monkeypatch.setattr("lab.gpu_report.items.find_spec", lambda _name: None)
     assert run(["gpu-report", "fast", "--device", "cpu", "--out", str(tmp_path), "--budget", "20"]) == 0
     notes = {row.item: row.note for row in read(tmp_path)}
     assert "transformers" in notes["hf-trainer gpt-125m"] and "torchtitan" in notes["torchtitan gpt-1b"]

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmrecipes.bench.report import Row
-from llmrecipes.bench.report import page as gpu_page
+from lab.gpu_report.report import Row
+from lab.gpu_report.report import page as gpu_page
 from llmrecipes.cli import app as cli
 from llmrecipes.recipe.load import load, to_yaml
 from llmrecipes.report import build, charts, comparison

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from llmrecipes.bench import right
+from lab.gpu_report import right
+from lab.gpu_report.report import Row, read
+from lab.gpu_report.rivals import RIVALS
 from llmrecipes.bench.measure import SIZE, measure_ranks, random_tokens
-from llmrecipes.bench.report import Row, read
-from llmrecipes.bench.rivals import RIVALS
 from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
 from llmrecipes.dryrun.simulation import dry_run
 from llmrecipes.dryrun.spec import DryRunSpec
@@ -133,7 +133,7 @@ class Item:
         yield from measures[kind](argument)
 
     def _parity(self, _argument: str) -> Iterator[Row]:
-        from llmrecipes.bench import parity
+        from lab.gpu_report import parity
 
         expected = parity.goldens()
         for name in parity.MODELS:
@@ -441,7 +441,7 @@ def _peak() -> float | None:
 
 
 def main() -> None:
-    """`python -m llmrecipes.bench.report_worker STAGE ITEM DEVICE`: rows on stdout, everything else on stderr."""
+    """`python -m lab.gpu_report.worker STAGE ITEM DEVICE`: rows on stdout, everything else on stderr."""
     stage, name, device = sys.argv[1:]
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from llmrecipes.bench.plain_gpt import PlainGPT
+from lab.gpu_report.plain_gpt import PlainGPT
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from llmrecipes.bench.report import STAGES, Row, append, read
+from lab.gpu_report.report import STAGES, Row, append, read
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.builds import compiler_obstacle
 from llmrecipes.hardware.cluster import Cluster, detect
@@ -156,7 +156,7 @@ def _obstacle(kind: str, device: str) -> str | None:
 def _measured(item: Planned, folder: Path, device: str, environment: dict[str, str], limit: float) -> Iterator[Row]:
     """Rows of an item as its process prints them; the last says how long it took, or why it failed."""
     environment = {**environment, "LLMRECIPES_REPORT": str(folder)}
-    command = [sys.executable, "-m", "llmrecipes.bench.report_worker", item.stage, item.name, device]
+    command = [sys.executable, "-m", "lab.gpu_report.worker", item.stage, item.name, device]
     started = time.monotonic()
     log = folder / f"{item.stage}-{item.name.replace(' ', '-')}.log"
     with (

@@ -141,7 +141,7 @@ def goldens() -> dict[str, Figures]:
 
 
 def write_goldens() -> None:
-    """Compute the goldens anew; on a CPU. `python -m llmrecipes.bench.parity`."""
+    """Compute the goldens anew; on a CPU. `python -m lab.gpu_report.parity`."""
     lines = [f"{json.dumps(name)}: {json.dumps(_rounded(train(recipe_of(name))))}" for name in MODELS]
     GOLDENS.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
 

@@ -19,9 +19,9 @@ from unittest.mock import patch
 
 import torch
 
+from lab.gpu_report.parity import LIMITS, figures, recipe_of
+from lab.gpu_report.report import Row
 from llmrecipes.bench.measure import random_tokens
-from llmrecipes.bench.parity import LIMITS, figures, recipe_of
-from llmrecipes.bench.report import Row
 from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import AsyncSaver, saver_group
 from llmrecipes.dryrun.spec import DryRunSpec, RankReport, report_name
@@ -78,7 +78,7 @@ def resume(row: MakeRow, device: str) -> Iterator[Row]:
 def _said(folder: Path, steps: int, device: str, kill_after: int | None = None) -> dict[str, Any]:
     """What a process that trains to a step prints: losses, and weights as loaded and at the end."""
     environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})}
-    command = [sys.executable, "-m", "llmrecipes.bench.right", str(folder), str(steps)]
+    command = [sys.executable, "-m", "lab.gpu_report.right", str(folder), str(steps)]
     said: dict[str, Any] = {"losses": []}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         for line in process.stdout or ():
@@ -187,7 +187,7 @@ def _trained(recipe: Recipe) -> Iterator[Callable[[], object]]:
 
 
 def main() -> None:
-    """`python -m llmrecipes.bench.right FOLDER STEPS`: JSON lines on stdout, everything else on stderr."""
+    """`python -m lab.gpu_report.right FOLDER STEPS`: JSON lines on stdout, everything else on stderr."""
     folder, steps = sys.argv[1:]
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
