@@ -34,7 +34,7 @@ CODE_BUDGET = {
     "hf": 1950,
     "launch": 3100,
     "models": 3930,
-    "plan": 4999,
+    "plan": 5000,
     "recipe": 7910,
     "report": 1750,
     "scaling": 400,

@@ -78,8 +78,8 @@ class RunPlan:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Those of the largest stage."""
-        return self.largest.warnings
+        """Those of any stage."""
+        return tuple(dict.fromkeys(warning for plan in self.stages for warning in plan.warnings))
 
     def facts(self) -> dict[str, Any]:
         """What all ranks of a run must derive alike, as JSON values; not what depends on free memory."""
@@ -89,7 +89,8 @@ class RunPlan:
     def as_dict(self) -> dict[str, Any]:
         """Plain data for plan.json and `show --json`: the largest stage, with the totals of the run."""
         stages = {"stages": [stage_facts(plan) for plan in self.stages]} if self.recipe.stages else {}
-        return {**self.largest.as_dict(), "total_tokens": self.total_tokens, "fits": self.fits, **stages}
+        of_run = {"total_tokens": self.total_tokens, "fits": self.fits, "warnings": list(self.warnings)}
+        return {**self.largest.as_dict(), **of_run, **stages}
 
 
 def derive_run(recipe: Recipe, world_size: int, cluster: Cluster) -> RunPlan:

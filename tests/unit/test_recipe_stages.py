@@ -144,7 +144,7 @@ def test_a_run_has_a_plan_for_each_stage_and_numbers_of_its_own() -> None:
         derive(recipe, 1, ROOMY)
 
 
-def test_a_run_fits_and_saves_as_all_its_stages() -> None:
+def test_a_run_fits_saves_and_warns_as_all_its_stages() -> None:
     """Also where the stage with the most memory fits, and has the smaller checkpoints."""
     recipe = staged([{"name": "all", "train_iters": 40},
                      {"name": "some", "model": {"seq_length": 512}, "train": {"freeze": ["*.mlp.*"]}}])  # fmt: skip
@@ -154,6 +154,9 @@ def test_a_run_fits_and_saves_as_all_its_stages() -> None:
     assert some_frozen.checkpoint_bytes < run.checkpoint_bytes
     tight = replace(run, stages=(replace(all_trained, host_capacity_bytes=-1), some_frozen))
     assert tight.largest.fits and not tight.fits and not tight.as_dict()["fits"]
+    full = replace(all_trained, memory_capacity_bytes=all_trained.memory.total)
+    (warning,) = replace(run, stages=(full, some_frozen)).warnings
+    assert (warning,) == full.warnings and not some_frozen.warnings
 
 
 def test_one_process_has_the_model_of_a_run_whose_stages_need_several() -> None:
