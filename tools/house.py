@@ -32,7 +32,7 @@ CODE_BUDGET = {
     "foreign": 1580,
     "hardware": 1100,
     "hf": 1950,
-    "launch": 3100,
+    "launch": 3120,
     "models": 3930,
     "plan": 5000,
     "recipe": 7910,

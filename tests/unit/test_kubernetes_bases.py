@@ -326,6 +326,8 @@ def test_a_submitted_run_has_all_of_its_base_but_its_names_and_sizes(edited: Pat
         ("job", '--nproc, "2", ', "", "--nproc"),
         ("job", "kind: Job\n", "kind: CronJob\n", "Job"),
         ("job", "metadata:", "metadata", "Job"),
+        ("job", "command: [llmrecipes, train, gpt-tiny]", "command: llmrecipes", "Job"),
+        ("job", "- {name: HOME, value: /workspace}", "- HOME", "Job"),
         ("jobset", "    maxRestarts: 3\n", "", "spec.failurePolicy.maxRestarts"),
         ("jobset", "- name: shm", "- name: x", "JobSet"),
         ("trainjob", "    numNodes: 2\n", "", "spec.trainer.numNodes"),

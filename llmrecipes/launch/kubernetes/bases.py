@@ -20,6 +20,15 @@ FIX = "restore the file, with git or by installing again"
 WORKLOADS = ("Job", "JobSet", "TrainJob", "RayJob", "ClusterTrainingRuntime")
 KEYS = {"apiVersion", "kind", "resources", "namespace", "images", "configurations"}
 """Of a kustomization; the namespace and the image are options of `submit`."""
+NAMED = {"containers", "initContainers", "env", "volumes", "volumeMounts", "replicatedJobs"}
+WORDS = {"command", "args", "add", "drop"}
+TYPES: dict[str, Any] = {
+    **dict.fromkeys(("metadata", "labels", "annotations", "spec", "template", "securityContext"), dict),
+    **dict.fromkeys(("seccompProfile", "capabilities", "resources"), dict),
+    **dict.fromkeys((*NAMED, *WORDS, "rules"), list),
+    **dict.fromkeys(("kind", "name", "value", "entrypoint"), str),
+}
+"""Types of the fields that are read here; the API server checks all others."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +59,7 @@ class Part:
 
     def part(self, path: str) -> Part:
         """The mapping at a path; changes to it change this one, too."""
-        content = self.get(path)
-        if not isinstance(content, dict):
-            raise UserError(f"{self.path}{path} is not a mapping", where=self.where, rule=RULE, fix=FIX)
-        return Part(self.where, content, f"{self.path}{path}.")
+        return Part(self.where, self.get(path), f"{self.path}{path}.")
 
     def set(self, path: str, value: Any) -> None:
         """Replace a field that the manifest has."""
@@ -74,7 +80,7 @@ class Part:
 
     def words(self, path: str, options: dict[str, str | None]) -> list[str]:
         """A command line of the manifest with other values of options that it has; None leaves an option out."""
-        words = list(map(str, self.get(path)))
+        words = list(self.get(path))
         for option, value in options.items():
             if option not in words:
                 raise UserError(f"has no {option} in {self.path}{path}", where=self.where, rule=RULE, fix=FIX)
@@ -114,6 +120,8 @@ def _read(folder: Path, where: str) -> str:
         kustomization = dict(yaml.safe_load((folder / "kustomization.yaml").read_text("utf-8")))
         for name in kustomization["resources"]:
             objects += (dict(thing) for thing in yaml.safe_load_all((folder / name).read_text("utf-8")) if thing)
+        for thing in objects:
+            _check_types(thing)
         text = json.dumps(objects)
     except (OSError, yaml.YAMLError, ValueError, LookupError, TypeError) as error:
         raise UserError(f"cannot be read: {error}", where=where, rule=RULE, fix=FIX) from None
@@ -121,6 +129,20 @@ def _read(folder: Path, where: str) -> str:
         rule, fix = "submit applies no other key than resources", "kubernetes.patch of a profile changes pods"
         raise UserError(f"has {', '.join(sorted(ignored))}", where=where, rule=rule, fix=fix)
     return text
+
+
+def _check_types(value: Any) -> None:
+    """TypeError for a field of another type than in TYPES, and for a list with other items than it should have."""
+    fields: dict[str, Any] = value if isinstance(value, dict) else {}
+    for key, item in fields.items():
+        if not isinstance(item, TYPES.get(key, object)):
+            raise TypeError(f"{key} is not a {TYPES[key].__name__}: {item}")
+        if key in NAMED and not all(isinstance(each, dict) and "name" in each for each in item):
+            raise TypeError(f"{key} has an item without a name")
+        if key in WORDS and not all(isinstance(each, str) for each in item):
+            raise TypeError(f"{key} has an item that is not a string")
+    for item in value if isinstance(value, list) else fields.values():
+        _check_types(item)
 
 
 def _item(value: Any, key: str) -> Any:

@@ -137,7 +137,7 @@ def _examination(doctor: Part, run: PodRun, *, meets: bool) -> list[str]:
     alone: dict[str, str | None] = {} if meets else {"--nodes": None, "--patience": None}
     words = doctor.words("args", {"--run-id": literal(run.run_id), **alone})
     words = [INDICES.sub(f"[0-{run.nodes - 1}]", word) for word in words]
-    return [*words, "--cluster", literal(str(CLUSTERS / f"{run.profile.name}.yaml"))]
+    return ["--cluster", literal(str(CLUSTERS / f"{run.profile.name}.yaml")), *words]
 
 
 def placement(profile: Profile, options: KubernetesOptions) -> Object:
