@@ -35,7 +35,7 @@ CODE_BUDGET = {
     "launch": 3120,
     "models": 3930,
     "plan": 5000,
-    "recipe": 7910,
+    "recipe": 7930,
     "report": 1750,
     "scaling": 400,
     "search": 2450,

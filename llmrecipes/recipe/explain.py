@@ -103,6 +103,8 @@ def _problem(details: ErrorDetails, document: type[BaseModel], hints: Mapping[st
         return Problem(key, "unknown key", fix=str(hints.get(key, "")))
     if known is None and any(_is_free(details["loc"][:depth], all_keys) for depth in range(1, len(details["loc"]))):
         return Problem(key, f"{show(details['input'])} is not valid", rule_of(details))
+    of_types = known.by_type.items() if known else ()
+    known = next((key_of_type for name, key_of_type in of_types if name in details["loc"]), known)
     takes = known.takes if known else ""
     if kind == "missing":
         if known is None:  # an item of a list of fixed length, reported by its index

@@ -221,7 +221,7 @@ def _walk_types(schema: dict[str, Any], prefix: str, defs: dict[str, Any]) -> It
         key = replace(each[0], takes=takes, required=required, options=options, by_type=by_type)
         if key.name == f"{prefix}type":
             enum = {"enum": list(by_type)}
-            key = replace(key, takes=_takes(enum, defs), options=(enum,), description="Rows below a type are its keys.")
+            key = replace(key, takes=_takes(enum, defs), options=(enum,), description="Its keys are below it.")
         yield key
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
 from llmrecipes.recipe.document import Problem
-from llmrecipes.recipe.explain import rule_of
+from llmrecipes.recipe.explain import explain, rule_of
 from llmrecipes.recipe.keys import admits, hint, is_key, key_of, options_of
 from llmrecipes.recipe.overrides import Override, apply
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.search_section import PRUNER_KEYS, Dimension, Pruner, Search
+from llmrecipes.recipe.search_section import Dimension, Patient, Search, Wilcoxon
 from llmrecipes.redact import has_secret, redact
 
 FIXED = ("name", "description", "train.train_iters", "train.eval_interval", "train.eval_iters", "data.split")
@@ -23,8 +23,6 @@ FIXED_SECTIONS = ("search", "tracking", "checkpoint")
 STORAGES = ("sqlite", "postgresql")
 MOST_POINTS = 1000
 """Of a grid, all of which wait in the study."""
-WILCOXON_P = 0.1
-"""Optuna's default of `p_threshold`."""
 _LIMITS = ("n_trials", "timeout", "max_gpu_hours", "max_tokens")
 
 
@@ -223,20 +221,25 @@ def _pruner(recipe: Recipe, search: Search) -> Iterator[Problem]:
     pruner = search.pruner
     if pruner is None:
         return
-    taken = set(pruner_keys(pruner))
-    for key in type(pruner).model_fields:
-        if key != "type" and getattr(pruner, key) is not None and key not in taken:
-            yield Problem(f"search.pruner.{key}", f"has no effect on {pruner.type}", fix="remove it")
-    for key, kind in (("percentile", "PercentilePruner"), ("patience", "PatientPruner")):
-        if kind in (pruner.type, pruner.wrapped_pruner) and getattr(pruner, key) is None:
-            yield Problem(f"search.pruner.{key}", "missing", f"{kind} needs it")
     if len(search.objectives) > 1 and pruner.type != "NopPruner":
         yield Problem("search.pruner.type", f"{pruner.type} with {len(search.objectives)} objectives",
                       "Optuna can only prune trials with a single objective", "NopPruner")  # fmt: skip
-    evaluations = -(-recipe.train.train_iters // recipe.train.eval_interval)
-    if "WilcoxonPruner" in (pruner.type, pruner.wrapped_pruner):
-        threshold = WILCOXON_P if pruner.p_threshold is None else pruner.p_threshold
-        fewest = 2 if pruner.n_startup_steps is None else max(2, pruner.n_startup_steps)
+    if isinstance(pruner, Patient):
+        if pruner.wrapped_pruner is None:
+            for key in pruner.wrapped.keys() - {"type"}:
+                yield Problem(f"search.pruner.{key}", "set without wrapped_pruner", "it is a key of a wrapped pruner",
+                              f"set wrapped_pruner, or remove {key}")  # fmt: skip
+            return
+        data = recipe.model_dump(mode="json")
+        data["search"]["pruner"] = pruner.wrapped
+        try:
+            pruner = cast(Search, Recipe.model_validate(data).search).pruner
+        except ValidationError as error:
+            yield from explain(error, {})
+            return
+    if isinstance(pruner, Wilcoxon):
+        evaluations = -(-recipe.train.train_iters // recipe.train.eval_interval)
+        threshold, fewest = pruner.p_threshold, max(2, pruner.n_startup_steps)
         needed = next((count for count in range(fewest, fewest + 64) if 0.5**count < threshold), None)
         if needed is None or evaluations <= needed:
             yield Problem(
@@ -246,11 +249,6 @@ def _pruner(recipe: Recipe, search: Search) -> Iterator[Problem]:
                 f"train.eval_interval: {max(1, recipe.train.train_iters // (needed + 1))}, or MedianPruner"
                 if needed else "search.pruner.p_threshold: 0.1",
             )  # fmt: skip
-
-
-def pruner_keys(pruner: Pruner) -> tuple[str, ...]:
-    """Keys that have an effect on a pruner and the one that it wraps."""
-    return (*PRUNER_KEYS[pruner.type], *(PRUNER_KEYS[pruner.wrapped_pruner] if pruner.wrapped_pruner else ()))
 
 
 def _objectives(recipe: Recipe, search: Search) -> Iterator[Problem]:

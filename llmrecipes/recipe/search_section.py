@@ -5,7 +5,7 @@ Names are Optuna's: of samplers, pruners and their arguments, and of the limits 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue
 
@@ -21,22 +21,10 @@ from llmrecipes.recipe.section import (
     type_or,
 )
 
-PlainPruner = Literal[
-    "NopPruner", "MedianPruner", "PercentilePruner", "SuccessiveHalvingPruner", "HyperbandPruner", "WilcoxonPruner"
+PlainPrunerType = Literal[
+    "MedianPruner", "NopPruner", "PercentilePruner", "SuccessiveHalvingPruner", "HyperbandPruner", "WilcoxonPruner"
 ]
-PrunerType = Literal[PlainPruner, "PatientPruner"]
-_BY_STEP = ("n_startup_trials", "n_warmup_steps", "interval_steps", "n_min_trials")
-PRUNER_KEYS: dict[PrunerType, tuple[str, ...]] = {
-    "NopPruner": (),
-    "MedianPruner": _BY_STEP,
-    "PercentilePruner": ("percentile", *_BY_STEP),
-    "SuccessiveHalvingPruner": ("min_resource", "reduction_factor", "min_early_stopping_rate", "bootstrap_count"),
-    "HyperbandPruner": ("min_resource", "reduction_factor", "bootstrap_count"),
-    "WilcoxonPruner": ("p_threshold", "n_startup_steps"),
-    "PatientPruner": ("patience", "min_delta", "wrapped_pruner"),
-}
-"""Keys of `search.pruner` that have an effect on each pruner."""
-
+_Percentage = Annotated[float, Field(gt=0, lt=100)]
 Objective = Literal["valid_loss", "valid_bits_per_byte", "train_seconds", "num_parameters"]
 
 
@@ -64,8 +52,7 @@ class Sampler(Variant):
     """How values are sampled."""
 
     seed: NonNegInt | None = None
-    """Seed of the sampler; every process that works on the study draws a different sequence. Unset: a new seed each
-    time."""
+    """Seed; every process of the study draws a different sequence. Unset: a new one each time."""
 
 
 class _Learning(Sampler):
@@ -90,7 +77,7 @@ class GaussianProcess(_Learning):
 
 
 class CmaEs(_Learning):
-    """CMA-ES, an evolution strategy."""
+    """CMA-ES."""
 
     type: Literal["CmaEsSampler"]
     popsize: PosInt | None = None
@@ -106,13 +93,13 @@ class RandomPoints(Sampler):
 
 
 class GridPoints(Sampler):
-    """All points of a grid, in random order."""
+    """A grid, in random order."""
 
     type: Literal["GridSampler"]
 
 
 class QuasiRandomPoints(Sampler):
-    """Quasi-Monte Carlo: a sequence that covers the space evenly."""
+    """Quasi-Monte Carlo."""
 
     type: Literal["QMCSampler"]
     qmc_type: Literal["sobol", "halton"] = "sobol"
@@ -121,40 +108,102 @@ class QuasiRandomPoints(Sampler):
     """Randomise the sequence."""
 
 
-class Pruner(Section):
-    """When to end an unpromising trial (`optuna.pruners`); steps are the trial's evaluations, counted from 1."""
+class Pruner(Variant):
+    """When to end an unpromising trial."""
 
-    type: PrunerType = "MedianPruner"
-    """Pruner: compare with the median, a percentile, successive halving, Hyperband, or a signed-rank test against the
-    best trial (Wilcoxon), or wait for improvements (`PatientPruner`). `NopPruner` ends no trial."""
-    n_startup_trials: NonNegInt | None = None
-    """Median, percentile: completed trials before any is pruned; unset: 5."""
+
+class _ByStep(Pruner):
+    n_startup_trials: NonNegInt = 5
+    """Completed trials before any is pruned."""
     n_warmup_steps: NonNegInt | None = None
-    """Median, percentile: first evaluation after which a trial may be pruned; unset: a quarter of them."""
-    interval_steps: PosInt | None = None
-    """Median, percentile: evaluations between checks; unset: 1."""
-    n_min_trials: PosInt | None = None
-    """Median, percentile: minimum number of trials with a value at the same evaluation; unset: 1."""
-    percentile: Annotated[float, Field(gt=0, lt=100)] | None = None
-    """Percentile: percentage of trials to keep; required for `PercentilePruner`."""
+    """First evaluation after which a trial may be pruned; unset: a quarter of them."""
+    interval_steps: PosInt = 1
+    """Evaluations between checks."""
+    n_min_trials: PosInt = 1
+    """Minimum number of trials with a value at the same evaluation."""
+
+
+class _ByRung(Pruner):
     min_resource: PosInt | None = None
-    """Successive halving, Hyperband: first evaluation after which a trial may be pruned; unset: a quarter of them."""
-    reduction_factor: Annotated[int, Field(ge=2)] | None = None
-    """Successive halving, Hyperband: keep one of this many trials at each decision; unset: 4, or 3 for Hyperband."""
-    min_early_stopping_rate: NonNegInt | None = None
-    """Successive halving: how much later the first decision is made; unset: 0."""
-    bootstrap_count: NonNegInt | None = None
-    """Successive halving, Hyperband: trials that must reach a decision before any is pruned there; unset: 0."""
-    p_threshold: Probability | None = None
-    """Wilcoxon: p-value below which a trial is pruned; unset: 0.1."""
-    n_startup_steps: NonNegInt | None = None
-    """Wilcoxon: evaluations before the first test; unset: 2."""
-    patience: NonNegInt | None = None
-    """Patient: evaluations without improvement before a trial is pruned; required for `PatientPruner`."""
-    min_delta: NonNegFloat | None = None
-    """Patient: smallest improvement that counts; unset: 0."""
-    wrapped_pruner: PlainPruner | None = None
-    """Patient: a second pruner, which must agree; set its keys beside this one. Unset: none."""
+    """First evaluation after which a trial may be pruned; unset: a quarter of them."""
+    reduction_factor: Annotated[int, Field(ge=2)] = 4
+    """Keep one of this many trials at each decision."""
+    bootstrap_count: NonNegInt = 0
+    """Trials that must reach a decision before any is pruned there."""
+
+
+class _Halving(_ByRung):
+    min_early_stopping_rate: NonNegInt = 0
+    """How much later the first decision is made."""
+
+
+class _BySign(Pruner):
+    p_threshold: Probability = 0.1
+    """p-value below which a trial is pruned."""
+    n_startup_steps: NonNegInt = 2
+    """Evaluations before the first test."""
+
+
+class Median(_ByStep):
+    """Compare with the median."""
+
+    type: Literal["MedianPruner"] = "MedianPruner"
+
+
+class NoPruning(Pruner):
+    """End no trial."""
+
+    type: Literal["NopPruner"]
+
+
+class Percentile(_ByStep):
+    """Compare with a percentile."""
+
+    type: Literal["PercentilePruner"]
+    percentile: _Percentage
+    """Percentage of trials to keep."""
+
+
+class SuccessiveHalving(_Halving):
+    """Successive halving."""
+
+    type: Literal["SuccessiveHalvingPruner"]
+
+
+class Hyperband(_ByRung):
+    """Hyperband."""
+
+    type: Literal["HyperbandPruner"]
+    reduction_factor: Annotated[int, Field(ge=2)] = 3
+
+
+class Wilcoxon(_BySign):
+    """A signed-rank test against the best trial."""
+
+    type: Literal["WilcoxonPruner"]
+
+
+PlainPruner = Median | NoPruning | Percentile | SuccessiveHalving | Hyperband | Wilcoxon
+
+
+class Patient(_ByStep, _Halving, _BySign):
+    """Wait for improvements."""
+
+    type: Literal["PatientPruner"]
+    patience: NonNegInt
+    """Evaluations without improvement before a trial is pruned."""
+    min_delta: NonNegFloat = 0.0
+    """Smallest improvement that counts."""
+    wrapped_pruner: PlainPrunerType | None = None
+    """A second pruner, which must agree; set its keys beside this one. Unset: none."""
+    percentile: _Percentage | None = None
+    """For `PercentilePruner`: percentage of trials to keep."""
+
+    @property
+    def wrapped(self) -> dict[str, Any]:
+        """The type and the keys of the second pruner."""
+        keys = self.model_fields_set - {"type", "patience", "min_delta", "wrapped_pruner"}
+        return {"type": self.wrapped_pruner, **{key: getattr(self, key) for key in keys}}
 
 
 class SourceStudy(Section):
@@ -186,7 +235,8 @@ class Search(Section):
         type_or("TPESampler"),
     ] = ParzenEstimator()
     """How values are sampled (`optuna.samplers`)."""
-    pruner: Pruner | None = None
+    pruner: Annotated[PlainPruner | Patient, Field(discriminator="type"), type_or("MedianPruner")] | None = None
+    """When to end an unpromising trial (`optuna.pruners`); steps are the trial's evaluations, counted from 1."""
     study_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,40}$")] | None = None
     """Name of the study; unset: the recipe's name."""
     storage: str | None = None

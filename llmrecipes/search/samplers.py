@@ -20,8 +20,9 @@ import optuna
 from optuna import pruners, samplers
 from optuna._transform import _SearchSpaceTransform
 from optuna.trial import FrozenTrial, TrialState
+from pydantic import TypeAdapter
 
-from llmrecipes.recipe.search_section import PRUNER_KEYS, Pruner, PrunerType, Search
+from llmrecipes.recipe.search_section import Median, NoPruning, Patient, PlainPruner, Search
 from llmrecipes.search.space import distribution, plain
 from llmrecipes.search.trial import TrialOutcome
 from llmrecipes.search.trials import FITS, OUTCOME, continues, own_trials
@@ -344,19 +345,18 @@ def pruner(search: Search, evaluations: int) -> BasePruner:
         search: the section.
         evaluations: evaluations of a trial.
     """
-    wanted = search.pruner or Pruner(type="MedianPruner" if len(search.objectives) == 1 else "NopPruner")
-    if wanted.type != "PatientPruner":
-        return _plain_pruner(wanted, wanted.type, evaluations)
-    inner = _plain_pruner(wanted, wanted.wrapped_pruner, evaluations) if wanted.wrapped_pruner else None
-    return pruners.PatientPruner(inner, patience=wanted.patience or 0, min_delta=wanted.min_delta or 0.0)
+    wanted = search.pruner or (Median() if len(search.objectives) == 1 else NoPruning(type="NopPruner"))
+    if not isinstance(wanted, Patient):
+        return _plain_pruner(wanted, evaluations)
+    wrapped: TypeAdapter[PlainPruner] = TypeAdapter(PlainPruner)
+    inner = _plain_pruner(wrapped.validate_python(wanted.wrapped), evaluations) if wanted.wrapped_pruner else None
+    return pruners.PatientPruner(inner, patience=wanted.patience, min_delta=wanted.min_delta)
 
 
-def _plain_pruner(wanted: Pruner, kind: PrunerType, evaluations: int) -> BasePruner:
-    keywords: dict[str, Any] = {key: value for key in PRUNER_KEYS[kind] if (value := getattr(wanted, key)) is not None}
-    for key in ("n_warmup_steps", "min_resource"):
-        if key in PRUNER_KEYS[kind]:
-            keywords.setdefault(key, -(-evaluations // FIRST_DECISION))
-    if kind == "HyperbandPruner":
+def _plain_pruner(wanted: PlainPruner, evaluations: int) -> BasePruner:
+    first = -(-evaluations // FIRST_DECISION)  # for the key of a pruner that says so
+    keywords = {key: first if value is None else value for key, value in wanted if key != "type"}
+    if wanted.type == "HyperbandPruner":
         keywords["max_resource"] = evaluations
-    pruner_type: type[BasePruner] = OWN_PRUNERS.get(kind) or getattr(pruners, kind)
+    pruner_type: type[BasePruner] = OWN_PRUNERS.get(wanted.type) or getattr(pruners, wanted.type)
     return pruner_type(**keywords)

@@ -92,6 +92,7 @@ def test_a_key_that_is_not_set_is_null_where_a_section_is_recorded() -> None:
         ({"mask": {"type": "circle", "depth": 3}}, "mask.depth", "scale"),
         ({"shapes": [{"type": "circle"}, {"type": "circle", "depth": 3}]}, "shapes.1.depth", "box"),
         ({"shapes": [{"type": "box", "width": 3, "depth": "x"}]}, "shapes.0.depth", "0"),
+        ({"shapes": [{"type": "circle", "width": -1}]}, "shapes.0.width", "0"),
         ({"shapes": [{"type": ["box"]}]}, "shapes.0.type", "box"),
         ({"shapes": [{"width": 3}]}, "shapes.0.type", "box"),
         ({"shapes": ["box"]}, "shapes.0", ""),

@@ -9,7 +9,6 @@ import pytest
 
 from llmrecipes.recipe import rules
 from llmrecipes.recipe.keys import keys
-from llmrecipes.recipe.search_section import PRUNER_KEYS
 from llmrecipes.search.samplers import pruner as make_pruner
 from llmrecipes.search.space import evaluation, evaluations, trial_recipe
 from llmrecipes.search.study import require_section
@@ -25,6 +24,7 @@ ACT = {"key": "model.activation_func", "choices": ["gelu", "silu"]}
 GATE = {"key": "model.gated_linear_unit", "choices": [False, True]}
 CONDITION = {"key": "model.ffn_hidden_size", "choices": [64, 128], "when": {"model.gated_linear_unit": [True]}}
 SEEDS = {"key": "train.seed", "low": 1, "high": 9}
+PATIENT = {"type": "PatientPruner", "patience": 2}
 STEPS = {"key": "optimizer.weight_decay", "low": 0.0, "high": 0.2, "step": 0.1}
 
 
@@ -64,9 +64,11 @@ def norm(*choices: str) -> dict[str, Any]:
         ({"sampler": {"type": "CmaEsSampler"}, "space": [LR, ACT]}, "search.sampler.type", "model.activation_func"),
         ({"sampler": {"type": "QMCSampler"}, "space": [LR, ACT]}, "search.sampler.type", "model.activation_func"),
         ({"sampler": {"type": "GPSampler"}, "space": [GATE, CONDITION]}, "search.sampler.type", "GPSampler"),
-        ({"pruner": {"type": "MedianPruner", "patience": 3}}, "search.pruner.patience", "MedianPruner"),
-        ({"pruner": {"type": "PercentilePruner"}}, "search.pruner.percentile", "PercentilePruner"),
-        ({"pruner": {"type": "PatientPruner"}}, "search.pruner.patience", "PatientPruner"),
+        ({"pruner": {**PATIENT, "p_threshold": 0.2}}, "search.pruner.p_threshold", "wrapped_pruner"),
+        ({"pruner": {**PATIENT, "wrapped_pruner": "MedianPruner", "p_threshold": 0.2}}, "search.pruner.p_threshold",
+         "WilcoxonPruner"),
+        ({"pruner": {**PATIENT, "wrapped_pruner": "PercentilePruner"}}, "search.pruner.percentile", "100"),
+        ({"pruner": {**PATIENT, "wrapped_pruner": "WilcoxonPruner"}}, "search.pruner.type", "train.eval_interval"),
         ({"pruner": {"type": "WilcoxonPruner"}}, "search.pruner.type", "train.eval_interval"),
         ({"pruner": {"type": "WilcoxonPruner", "p_threshold": 0.0}}, "search.pruner.type", "search.pruner.p_threshold"),
         ({"pruner": {}, "objectives": ["valid_loss", "train_seconds"]}, "search.pruner.type", "NopPruner"),
@@ -198,7 +200,7 @@ def test_every_sampler_and_pruner_is_optunas() -> None:
     from optuna import pruners, samplers
 
     assert all(hasattr(samplers, name) for name in keys()["search.sampler.type"].by_type)
-    assert all(hasattr(pruners, name) for name in PRUNER_KEYS)
+    assert all(hasattr(pruners, name) for name in keys()["search.pruner.type"].by_type)
 
 
 def test_trials_train_on_as_many_tokens_whatever_their_batch() -> None:
