@@ -34,7 +34,7 @@ CODE_BUDGET = {
     "hf": 1950,
     "launch": 3120,
     "models": 3930,
-    "plan": 5000,
+    "plan": 5001,
     "recipe": 7930,
     "report": 1750,
     "scaling": 400,

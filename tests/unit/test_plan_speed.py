@@ -385,18 +385,26 @@ def test_experts_are_split_over_tensor_parallel_ranks_or_not() -> None:
 
 
 def test_muon_takes_the_time_of_its_products() -> None:
-    def seconds(kind: str, *keys: str) -> float:
+    def seconds(kind: str, *keys: str, cluster: str = "h100-ib") -> float:
         layout = [
             "parallelism={tensor_model_parallel_size: 2, sequence_parallel: true, use_distributed_optimizer: false}"
         ]
         section = f"optimizer={{optimizer: {kind}, lr: 1e-3}}"
-        return of_recipe("gpt-1b", [section, *layout, *keys], "h100-ib", 1, None).step.optimizer
+        return of_recipe("gpt-1b", [section, *layout, *keys], cluster, 1, None).step.optimizer
 
     plain, muon = seconds("adam"), seconds("muon")
     shared = seconds("muon", "optimizer.muon_tp_mode=distributed")
     more = seconds("muon", "optimizer.muon_coefficient_type=simple", "optimizer.muon_num_ns_steps=10")
     assert plain < shared < muon
     assert more - plain == pytest.approx(2 * (muon - plain))
+    for cluster, (bf16, tf32, fp32) in {"h100-ib": (1, 2, 989 / 67), "a100-roce": (1, 2, 312 / 19.5)}.items():
+        times = [
+            seconds("muon", f"optimizer.muon_fp32_matmul_prec={name}", cluster=cluster)
+            - seconds("adam", cluster=cluster)
+            for name in ("medium", "high", "highest")
+        ]
+        # Small products, and those whose operands are large, gain less.
+        assert times[0] * bf16 < times[1] <= times[0] * tf32 < times[2] < times[0] * fp32 * 1.01
 
 
 def test_stage_2_reduces_gradients_after_each_micro_batch() -> None:

@@ -407,9 +407,11 @@ def work(plan: Plan) -> Work:
 
 
 def _orthogonalizing(plan: Plan, accelerator: Device, stage: int) -> float:
-    """Seconds of Muon's products in an update of one stage; in TF32 (`high`) they take twice as long as in bf16."""
+    """Seconds of Muon's products in an update of one stage: in TF32 (`high`), which CPUs lack, they take twice as long
+    as in bf16."""
     precision = plan.recipe.optimizer.muon_fp32_matmul_prec
-    kind, longer = ("fp32", 1) if precision == "highest" else ("bf16", 2 if precision == "high" else 1)
+    tf32 = precision == "high" and plan.device == "cuda"
+    kind, longer = ("bf16", 2) if tf32 else ("bf16" if precision == "medium" else "fp32", 1)
     multiplied = products(plan.recipe, plan.shape, plan.layout, plan.device, stage)
     return longer * sum(times * product(accelerator, m, n, k, kind) for m, n, k, times in multiplied)
 
