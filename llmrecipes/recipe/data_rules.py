@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
-from llmrecipes.recipe.data_steps import LANGUAGES, DecontaminateStep, DuplicatesStep, LanguageStep, LengthStep
+from llmrecipes.recipe.data_steps import LANGUAGES, DuplicatesStep, LanguageStep, NearDuplicatesStep, StepSection
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.plugins import DataStep, declared
 from llmrecipes.recipe.schema import Recipe
@@ -241,13 +241,18 @@ def fill_in_the_middle(recipe: Recipe) -> Iterator[Problem]:
 
 def characters(recipe: Recipe) -> Iterator[Problem]:
     """The keys that are limits of characters."""
-    least, most = recipe.data.min_characters, recipe.data.max_characters
+    yield from _crossed("data", dict(recipe.data), "min_characters", "max_characters")
+
+
+def _crossed(section: str, values: Mapping[str, Any], low: str, high: str) -> Iterator[Problem]:
+    """A minimum above its maximum, where a section has both."""
+    least, most = values.get(low), values.get(high)
     if least is not None and most is not None and least > most:
         yield Problem(
-            "data.min_characters",
-            f"{least} is more than max_characters {most}",
-            "min_characters must be at most max_characters",
-            "lower min_characters or raise max_characters",
+            f"{section}.{low}",
+            f"{least} is more than {high} {most}",
+            f"{low} must be at most {high}",
+            f"lower {low} or raise {high}",
         )
 
 
@@ -263,13 +268,10 @@ def steps(recipe: Recipe) -> Iterator[Problem]:
     steps = recipe.data.steps
     for number, step in enumerate(steps):
         key = f"data.steps.{number}"
-        if isinstance(step, DecontaminateStep) and step.paths is None and step.tasks is None:
-            yield Problem(
-                f"{key}.paths",
-                "missing, as is tasks",
-                "decontaminate needs files (paths) or evaluation tasks (tasks) to compare documents with",
-                "set paths or tasks, or remove the step",
-            )
+        if step.needs_one and all(getattr(step, name) is None for name in step.needs_one):
+            names = " or ".join(step.needs_one)
+            yield Problem(f"{key}.{step.needs_one[0]}", "missing", f"{step.type} needs {names}",
+                          f"set {names}, or remove the step")  # fmt: skip
         languages = step.languages if isinstance(step, LanguageStep) else ()
         for code in sorted(set(languages) - set(LANGUAGES)):
             short = code[:2].lower()
@@ -280,21 +282,9 @@ def steps(recipe: Recipe) -> Iterator[Problem]:
                 short if short in LANGUAGES else "",
             )
         for low, high in _LIMITS:
-            values = step.settings
-            least, most = values.get(low), values.get(high)
-            if least is not None and most is not None and least > most:
-                yield Problem(
-                    f"{key}.{low}",
-                    f"{least} is more than {high} {most}",
-                    f"{low} must be at most {high}",
-                    f"lower {low} or raise {high}",
-                )
+            yield from _crossed(key, step.settings, low, high)
         if isinstance(step, DuplicatesStep):
             yield from _spans(recipe, key, step)
-        if isinstance(step, LengthStep) and step.min_characters is None and step.max_characters is None:
-            yield Problem(
-                key, "length without a limit", "length needs min_characters or max_characters", "set one, or remove it"
-            )
     for kind, count in Counter(step.type for step in steps).items():
         if count > 1:
             yield Problem(
@@ -305,36 +295,26 @@ def steps(recipe: Recipe) -> Iterator[Problem]:
             )
     yield from _contradictions(recipe)
     for number, (before, after) in enumerate(pairwise(steps), start=1):
-        if before.type == after.type:  # said above
-            continue
-        if before.does.weighs:
+        if _place(before) > _place(after):
+            reason = next(words for name, words in _LATE.items() if getattr(before.does, name))
             yield Problem(
                 f"data.steps.{number}",
                 f"{after.type} after {before.type}",
-                f"{before.type} weighs sources by what all other steps keep, so it must be last",
-                f"move {before.type} to the end",
-            )
-        elif before.does.augments and not after.does.weighs:
-            yield Problem(
-                f"data.steps.{number}",
-                f"{after.type} after {before.type}",
-                f"{before.type} must come after all other steps: it changes what they keep",
+                f"{before.type} must come after {after.type}: it {reason}",
                 f"move {after.type} before {before.type}",
             )
-        elif before.does.compares and not any((after.does.compares, after.does.augments, after.does.weighs)):
-            yield Problem(
-                f"data.steps.{number}",
-                f"{after.type} after {before.type}",
-                f"{before.type} must come after all other steps: it compares the documents that they keep",
-                f"move {after.type} before {before.type}",
-            )
-        elif after.does.compares and before.type == "near_duplicates":
-            yield Problem(
-                f"data.steps.{number}",
-                f"{after.type} after {before.type}",
-                f"{before.type} must come after {after.type}: it compares the documents that {after.type} keeps",
-                f"move {after.type} before {before.type}",
-            )
+
+
+_LATE = {
+    "weighs": "weighs sources by what all other steps keep",
+    "augments": "changes what all other steps keep",
+    "compares": "compares the documents that other steps keep",
+}
+"""What steps do that come after others; those of the first line come last."""
+
+
+def _place(step: StepSection) -> tuple[bool, ...]:
+    return (*(getattr(step.does, name) for name in _LATE), isinstance(step, NearDuplicatesStep))
 
 
 def _spans(recipe: Recipe, key: str, step: DuplicatesStep) -> Iterator[Problem]:

@@ -25,6 +25,7 @@ class StepSection(Variant):
     """A step of any type."""
 
     does: ClassVar[DataStep]
+    needs_one: ClassVar[tuple[str, ...]] = ()  # keys of which at least one must be set
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -56,6 +57,7 @@ class LengthStep(StepSection):
     """Limit the number of characters."""
 
     does = DataStep(target="llmrecipes.data.steps:length", takes_markup=True)
+    needs_one = ("min_characters", "max_characters")
     type: Literal["length"]
     min_characters: PosInt | None = None
     """Drop documents with less text; unset: no minimum."""
@@ -146,6 +148,7 @@ class DecontaminateStep(StepSection):
     """Drop documents that share a sequence of words with files, such as those of evaluation tasks."""
 
     does = DataStep(target="llmrecipes.data.contamination:decontaminate", takes_markup=True, revision=2)
+    needs_one = ("paths", "tasks")
     type: Literal["decontaminate"]
     paths: _Names | None = None
     """Files or globs of text, JSON lines or Parquet, samples logged by lm-evaluation-harness, or YAML files of its
