@@ -110,8 +110,7 @@ def train_stage(
                 for observer in joined.observers:
                     observer.lines()
             if loop.world.is_first and is_finished:
-                spec = joined.spec.model_copy(update={"recipe": begun.plan.recipe})
-                print_summary(spec, joined.prepared, loop)
+                print_summary(joined.spec, joined.prepared, loop)
     return None if more else outcome.value, last
 
 

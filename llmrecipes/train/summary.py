@@ -44,7 +44,6 @@ from llmrecipes.plan.table import degrees
 from llmrecipes.recipe.batch_schedule import batch_schedule
 from llmrecipes.recipe.proxy import with_zero
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.stages import run_recipe
 from llmrecipes.tracking.events import DECONTAMINATED, STARTED, Note, NoTracker, Tracker
 from llmrecipes.tracking.jsonl import parse
 from llmrecipes.tracking.run_environment import capture
@@ -89,7 +88,7 @@ def print_summary(spec: RunSpec, prepared: Prepared, loop: Loop) -> None:
 
 def held_out_lines(spec: RunSpec, now: Monitored) -> list[str]:
     """Why the run ended before its last step, and how its best checkpoint is exported."""
-    train, lines = run_recipe(spec.recipe).train, []
+    train, lines = spec.recipe.train, []
     reason = stop_reason(now, train)
     if reason is not None and now.step < train.train_iters:
         lines.append(f"\nended at step {now.step:,} of {train.train_iters:,}: {explained(reason, now, train)}")
