@@ -25,11 +25,13 @@ from llmrecipes.data.prepared import (
     held_out_text,
 )
 from llmrecipes.errors import UserError
+from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.recipe.stage_runs import stage_recipes
 from llmrecipes.recipe.stage_section import Stage
 from llmrecipes.train import summary
 from llmrecipes.train.summary import Baseline, cheap, counting, table
+from tests.helpers import ROOMY
 from tests.unit.data_recipes import corpus, recipe
 
 
@@ -140,7 +142,7 @@ def test_a_stage_has_seen_fewer_tokens_than_its_run(made: tuple[Recipe, Prepared
 
 def _loop(made: tuple[Recipe, Prepared], platform: str) -> Any:
     return SimpleNamespace(
-        plan=SimpleNamespace(recipe=made[0]),
+        plan=derive(made[0], 1, ROOMY),
         monitored=Monitored(),
         loaders=SimpleNamespace(bits_per_byte=bits_of(made)),
         engine=SimpleNamespace(platform=SimpleNamespace(name=platform)),
