@@ -31,10 +31,6 @@ def also_export(recipe: Recipe) -> Iterator[Problem]:
     wanted = recipe.checkpoint
     every, save = wanted.also_export_interval, wanted.save_interval
     key = "checkpoint.also_export_interval"
-    if every is not None and wanted.also_export is None:
-        yield Problem(
-            key, "set without also_export", "an interval needs what is exported", "checkpoint.also_export: hf"
-        )
     if every is not None and every % save:
         yield Problem(
             key,

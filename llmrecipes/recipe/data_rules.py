@@ -318,29 +318,15 @@ def _place(step: StepSection) -> tuple[bool, ...]:
 
 
 def _spans(recipe: Recipe, key: str, step: DuplicatesStep) -> Iterator[Problem]:
-    """Keys of spans of sentences without spans, limits that have no effect, and conversations that are cut."""
-    cuts, given = step.cut_spans, step.model_fields_set
-    needs = {
-        "max_repeated_spans": ("span_sentences", step.span_sentences is not None),
-        "cut_spans": ("span_sentences", step.span_sentences is not None),
-        "min_words": ("cut_spans", cuts),
-    }
-    for name, (other, present) in needs.items():
-        if name in given and getattr(step, name) is not False and not present:
-            yield Problem(
-                f"{key}.{name}",
-                f"set without {other}",
-                f"{name} is only used with {other}",
-                f"set {other}, or remove it",
-            )
-    if cuts and "max_repeated_spans" in given:
+    """A limit that has no effect, and conversations that are cut."""
+    if step.cut_spans and "max_repeated_spans" in step.model_fields_set:
         yield Problem(
             f"{key}.max_repeated_spans",
             "set with cut_spans",
             "max_repeated_spans drops whole documents; cut_spans cuts spans out of them instead",
             "remove one of them",
         )
-    if cuts and recipe.data.chat is not None:
+    if step.cut_spans and recipe.data.chat is not None:
         yield Problem(
             f"{key}.cut_spans",
             "set with data.chat",

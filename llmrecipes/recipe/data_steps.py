@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from llmrecipes.recipe.only_with import OnlyWith
 from llmrecipes.recipe.plugins import DataStep
 from llmrecipes.recipe.section import NonNegInt, PosFloat, PosInt, Probability, Variant
 
@@ -168,11 +169,11 @@ class DuplicatesStep(StepSection):
     span_sentences: PosInt | None = None
     """Also drop documents made of spans of this many sentences that occur in kept documents; C4 uses 3. Unset: compare
     whole documents only."""
-    max_repeated_spans: Probability = 0.5
+    max_repeated_spans: Annotated[Probability, OnlyWith("span_sentences")] = 0.5
     """With `span_sentences`: drop documents with a larger share of such spans."""
-    cut_spans: bool = False
+    cut_spans: Annotated[bool, OnlyWith("span_sentences")] = False
     """With `span_sentences`: cut such spans out of documents instead of dropping them, as C4 does."""
-    min_words: PosInt = 50
+    min_words: Annotated[PosInt, OnlyWith("cut_spans")] = 50
     """With `cut_spans`: drop documents with fewer words left."""
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from llmrecipes.recipe.only_with import OnlyWith
 from llmrecipes.recipe.section import JsonObject, PosFloat, PosInt, Section
 
 LayerPair = Annotated[tuple[PosInt, PosInt], Field(strict=False)]
@@ -38,8 +39,8 @@ class Distill(Section):
     layers: Annotated[tuple[LayerPair, ...], Field(strict=False)] = ()
     """Pairs of a student layer and a teacher layer, counted from 1, whose outputs are compared too (arXiv 1909.10351).
     Both models must have the same `hidden_size`, and both layers must be in the same pipeline stage."""
-    layers_loss: Literal["mse", "cosine"] = "mse"
+    layers_loss: Annotated[Literal["mse", "cosine"], OnlyWith("layers")] = "mse"
     """Distance of a token's hidden states: `mse`, the mean squared difference (TinyBERT, arXiv 1909.10351), or
     `cosine`, 1 - cosine of the two vectors (DistilBERT, arXiv 1910.01108)."""
-    layers_weight: PosFloat = 1.0
+    layers_weight: Annotated[PosFloat, OnlyWith("layers")] = 1.0
     """Weight of the distance of hidden states, averaged over pairs and tokens, in the loss."""

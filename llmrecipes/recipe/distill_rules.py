@@ -162,13 +162,6 @@ def rules(recipe: Recipe) -> Iterator[Problem]:
 def _layers(recipe: Recipe, distill: Distill, teacher: Model) -> Iterator[Problem]:
     """What the comparison of hidden states goes with."""
     if not distill.layers:
-        for key in ("layers_loss", "layers_weight"):
-            value = getattr(distill, key)
-            if value != type(distill).model_fields[key].default:
-                yield Problem(
-                    f"distill.{key}", f"{value} without layers", f"{key} is only used with layers",
-                    f"remove {key}, or layers: [[{recipe.model.num_layers}, {teacher.num_layers}]]",
-                )  # fmt: skip
         return
     if distill.logits is not None:
         yield Problem(

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from llmrecipes.recipe.only_with import OnlyWith
 from llmrecipes.recipe.section import Beta, NonNegFloat, NonNegInt, PosFloat, PosInt, Probability, Section
 
 MUON_STEPS = {"simple": 5, "quintic": 5, "polar_express": 8, "cans": 5, "aol": 4, "deepseekv4": 10}
@@ -81,9 +82,9 @@ class Optimizer(Section):
     qk_clip: bool = False
     """After an update, scale queries and keys down where a logit of the step exceeded `qk_clip_threshold`, so that it
     would have equalled the threshold (QK-clip, arXiv 2507.20534)."""
-    qk_clip_alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
+    qk_clip_alpha: Annotated[float, Field(ge=0, le=1), OnlyWith("qk_clip")] = 0.5
     """Exponent of the scaling that queries get; keys get 1 - `qk_clip_alpha`."""
-    qk_clip_threshold: PosFloat = 100.0
+    qk_clip_threshold: Annotated[PosFloat, OnlyWith("qk_clip")] = 100.0
     """Largest attention logit of a head: the scaled product of a query and a key, before the softmax."""
     ema_decay: Beta | None = None
     """Decay of a moving average of the weights in fp32, saved in checkpoints for `export --ema` and `generate --ema`:
@@ -107,9 +108,9 @@ class Scheduler(Section):
     x)^`lr_polynomial_power`."""
     lr_warmup_iters: NonNegInt = 0
     """Warm-up steps, from `lr_warmup_init`."""
-    lr_warmup_init: NonNegFloat = 0.0
+    lr_warmup_init: Annotated[NonNegFloat, OnlyWith("lr_warmup_iters")] = 0.0
     """Learning rate at the first step of a warm-up."""
-    lr_warmup_style: Literal["linear", "exponential"] = "linear"
+    lr_warmup_style: Annotated[Literal["linear", "exponential"], OnlyWith("lr_warmup_iters")] = "linear"
     """Shape of the warm-up; `exponential` multiplies the learning rate by the same factor in each step."""
     lr_decay_iters: PosInt | None = None
     """Step at which `optimizer.min_lr` is reached; unset: `train.train_iters`."""

@@ -72,10 +72,6 @@ def qk_clip(recipe: Recipe) -> Iterator[Problem]:
     """What goes with scaling queries and keys."""
     optimizer, model, chat = recipe.optimizer, recipe.model, recipe.data.chat
     if not optimizer.qk_clip:
-        for name in ("qk_clip_alpha", "qk_clip_threshold"):
-            if (value := getattr(optimizer, name)) != type(optimizer).model_fields[name].default:
-                yield Problem(f"optimizer.{name}", f"{value:g} without qk_clip", f"{name} is only used with qk_clip",
-                              "qk_clip true, or remove it")  # fmt: skip
         return
     obstacles = {
         "lora": (recipe.lora is not None, "the weights that QK-clip would scale are frozen", "remove qk_clip or lora"),
@@ -231,15 +227,6 @@ def groups(recipe: Recipe) -> Iterator[Problem]:
 
 def _warmup(recipe: Recipe) -> Iterator[Problem]:
     keys = recipe.scheduler
-    for name in ("lr_warmup_init", "lr_warmup_style"):
-        value = getattr(keys, name)
-        if not keys.lr_warmup_iters and value != type(keys).model_fields[name].default:
-            yield Problem(
-                f"scheduler.{name}",
-                f"{value} without a warm-up",
-                f"{name} is only used with a warm-up",
-                "set lr_warmup_iters",
-            )
     if keys.lr_warmup_init > recipe.optimizer.lr:
         yield Problem(
             "scheduler.lr_warmup_init",

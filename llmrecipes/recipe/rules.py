@@ -31,6 +31,7 @@ from llmrecipes.recipe import (
 from llmrecipes.recipe.degrees import divisors, multiples
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.engines import DEEPSPEED, engine_name, unknown_engine
+from llmrecipes.recipe.only_with import only_with
 from llmrecipes.recipe.plugins import MetricSink, declared, settings
 from llmrecipes.recipe.schema import EMBEDDED, Model, Recipe
 from llmrecipes.redact import has_secret
@@ -468,8 +469,8 @@ def _sink_settings(recipe: Recipe) -> Iterator[Problem]:
 
 
 _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
-    unknown_engine, _heads, _positions, optimizer_rules.learning_rate, optimizer_rules.schedule, optimizer_rules.groups,
-    batch_rules.rules, recompute.rules,
+    unknown_engine, only_with, _heads, _positions, optimizer_rules.learning_rate, optimizer_rules.schedule,
+    optimizer_rules.groups, batch_rules.rules, recompute.rules,
     _loss_chunks, _loss_scale, _overlap, _sources, data_rules.characters, data_rules.steps, data_rules.held_out_sets,
     data_rules.by_source,
     data_rules.fill_in_the_middle, data_rules.row_labels, data_rules.token_sets, data_rules.monitored,

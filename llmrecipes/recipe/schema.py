@@ -15,6 +15,7 @@ from llmrecipes.recipe.distill import Distill
 from llmrecipes.recipe.faults import Faults
 from llmrecipes.recipe.model_section import TRAINING_ONLY as TRAINING_ONLY
 from llmrecipes.recipe.model_section import Model as Model
+from llmrecipes.recipe.only_with import OnlyWith
 from llmrecipes.recipe.optimizer import Optimizer as Optimizer
 from llmrecipes.recipe.optimizer import Scheduler as Scheduler
 from llmrecipes.recipe.plugins import DataStep, MetricSink
@@ -336,7 +337,7 @@ class Checkpoint(Section):
     also_export: Literal["hf"] | None = None
     """Also write saved checkpoints as Hugging Face folders, `exported/step-N` in the run's directory, by a process in
     the background; kept as long as the checkpoints. Unset: only `llmrecipes export` does."""
-    also_export_interval: PosInt | None = None
+    also_export_interval: Annotated[PosInt | None, OnlyWith("also_export")] = None
     """Steps between these folders, a multiple of `save_interval`; the last checkpoint is always exported. Unset: every
     checkpoint."""
     max_failed_saves: PosInt = 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,13 @@ import pytest
 
 from llmrecipes.recipe.keys import generated, hint, json_schema, keys, reference
 from llmrecipes.recipe.load import load, names
+from llmrecipes.recipe.only_with import OnlyWith
+from llmrecipes.recipe.plugins import declared
 from llmrecipes.recipe.proxy import proxy
 from llmrecipes.recipe.rules import check
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.section import Section
+from tests.refusals import has_token, refused
 
 ROOT = Path(__file__).parents[2]
 
@@ -241,6 +246,33 @@ def test_the_reference_has_every_key_with_a_meaning() -> None:
     assert "| integer > 0 |" in page and "integer > 0 or null | `null`" not in page
     assert "| As `data.sources.N.path`. |" in page
     assert '"additionalProperties": false' in json_schema()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "other"),
+    [
+        ("optimizer.qk_clip_alpha", 0.3, "qk_clip"),
+        ("scheduler.lr_warmup_init", 1e-4, "lr_warmup_iters"),
+        ("checkpoint.also_export_interval", 160, "also_export"),
+        ("data.steps", "[{type: length, max_characters: 9}, {type: duplicates, min_words: 9}]", "cut_spans"),
+    ],
+)
+def test_a_key_that_is_only_used_with_another_one_is_refused_without_it(key: str, value: object, other: str) -> None:
+    place = "data.steps.1.min_words" if key == "data.steps" else key
+    with refused(place, rule=other) as caught:
+        load("gpt-tiny", ["scheduler.lr_warmup_iters=0", f"{key}={value}"])
+    assert has_token(caught.value.fix, other)
+
+
+def test_the_other_key_is_one_of_the_same_section() -> None:
+    found = {(section, other.key) for section in sections(Section) for other in declared(section, OnlyWith).values()}
+    assert len(found) >= 6 and all(other in section.model_fields for section, other in found)
+
+
+def sections(above: type[Section]) -> Iterator[type[Section]]:
+    for section in above.__subclasses__():
+        yield section
+        yield from sections(section)
 
 
 @pytest.mark.parametrize(
