@@ -35,7 +35,7 @@ CODE_BUDGET = {
     "launch": 3120,
     "models": 3930,
     "plan": 5001,
-    "recipe": 7890,
+    "recipe": 7860,
     "report": 1750,
     "scaling": 400,
     "search": 2450,

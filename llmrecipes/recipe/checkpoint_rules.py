@@ -10,7 +10,7 @@ from llmrecipes.recipe.schema import Recipe
 
 
 def retention(recipe: Recipe) -> Iterator[Problem]:
-    """Which checkpoints are kept, and where local ones are."""
+    """Which checkpoints are kept."""
     keep, save = recipe.checkpoint.keep_interval, recipe.checkpoint.save_interval
     if keep is not None and keep % save:
         yield Problem(
@@ -19,11 +19,6 @@ def retention(recipe: Recipe) -> Iterator[Problem]:
             "only saved steps can be kept: keep_interval must be a multiple of save_interval",
             f"keep_interval {multiples(keep, save)}",
         )
-    both = "non_persistent_save_interval", "non_persistent_local_ckpt_dir"
-    here, other = sorted(both, key=lambda name: getattr(recipe.checkpoint, name) is None)
-    if getattr(recipe.checkpoint, here) is not None and getattr(recipe.checkpoint, other) is None:
-        fix = f"checkpoint.{other}, or remove {here}"
-        yield Problem(f"checkpoint.{here}", f"set without {other}", "local checkpoints need both", fix)
 
 
 def also_export(recipe: Recipe) -> Iterator[Problem]:

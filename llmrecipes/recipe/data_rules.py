@@ -72,19 +72,11 @@ def by_source(recipe: Recipe) -> Iterator[Problem]:
 
 
 def row_labels(recipe: Recipe) -> Iterator[Problem]:
-    """A column of labels without a label, and of sources without columns."""
+    """A column of labels of sources without columns."""
     for section in ("sources", "valid_sources"):
         for number, source in enumerate(getattr(recipe.data, section)):
             key = f"data.{section}.{number}"
-            if (source.label_key is None) != (source.label_value is None):
-                missing, other = ("label_key", "label_value")[:: 1 if source.label_key is None else -1]
-                yield Problem(
-                    f"{key}.{missing}",
-                    f"missing, but {other} is set",
-                    "label_key names the column and label_value the value of the rows to read; both are needed",
-                    f"set {missing}, or remove {other}",
-                )
-            elif source.label_key is not None and source.type not in ("jsonl", "parquet", "hub"):
+            if source.label_key is not None and source.type not in ("jsonl", "parquet", "hub"):
                 yield Problem(
                     f"{key}.label_key",
                     f"set with type {source.type}",

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from llmrecipes.recipe.only_with import OnlyWith
 from llmrecipes.recipe.section import Beta, PosFloat, PosInt, Section
 
 
@@ -21,7 +22,7 @@ class Faults(Section):
     """Seconds in which a rank must make progress (a step, a read, an evaluation or a save), or ten times the longest so
     far if that is more; otherwise it is reported and killed, and the run may be restarted. `learned`: 30 seconds,
     once the first of its kind has ended. Null: no watchdog."""
-    initial_rank_heartbeat_timeout: PosFloat = 3600.0
+    initial_rank_heartbeat_timeout: Annotated[PosFloat, OnlyWith("rank_heartbeat_timeout")] = 3600.0
     """The same for the first step, read, evaluation and save, which may compile and connect."""
     check_weight_hash_across_dp_replicas_interval: PosInt | None = None
     """Steps between comparisons of the weights of data-parallel replicas by their hashes, before an update; they are

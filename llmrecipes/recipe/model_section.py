@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from llmrecipes.recipe.only_with import OnlyWith
 from llmrecipes.recipe.section import NonNegFloat, PosFloat, PosInt, Probability, Section
 
 
@@ -139,10 +140,10 @@ class Model(Section):
     """Apply the softmax over all experts before the top-k selection, instead of over the selected experts after it."""
     moe_router_topk_scaling_factor: PosFloat | None = None
     """Factor applied to the selected scores; unset: none."""
-    moe_router_num_groups: PosInt | None = None
+    moe_router_num_groups: Annotated[PosInt | None, OnlyWith("moe_router_group_topk")] = None
     """Number of expert groups for group-limited routing (DeepSeek-V2, arXiv 2405.04434, section 2.2.2); unset: routing
     is not limited."""
-    moe_router_group_topk: PosInt | None = None
+    moe_router_group_topk: Annotated[PosInt | None, OnlyWith("moe_router_num_groups")] = None
     """Number of groups from which a token's experts are selected; needs `moe_router_num_groups`."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = "fp32"
     """Precision of routing and of combining the experts' outputs; null: the model's precision."""

@@ -94,17 +94,9 @@ def _router(model: Model) -> Iterator[Problem]:
 
 def _groups(model: Model) -> Iterator[Problem]:
     groups, chosen, number = model.moe_router_num_groups, model.moe_router_group_topk, model.num_moe_experts or 0
-    if groups is None and chosen is None:
-        return
     if groups is None or chosen is None:
-        missing, present = ("num_groups", "group_topk") if groups is None else ("group_topk", "num_groups")
-        yield Problem(
-            f"model.moe_router_{present}",
-            f"set without moe_router_{missing}",
-            "group-limited routing needs moe_router_num_groups and moe_router_group_topk",
-            f"model.moe_router_{missing}, or remove moe_router_{present}",
-        )
-    elif number % groups:
+        return
+    if number % groups:
         yield Problem(
             "model.moe_router_num_groups",
             f"{number} experts do not divide evenly into {groups} groups",

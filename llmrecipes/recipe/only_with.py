@@ -13,7 +13,7 @@ from llmrecipes.recipe.plugins import declared
 
 @dataclass(frozen=True)
 class OnlyWith:
-    """In the type of a key: the other key, without which, or with which false, 0 or empty, it has no effect."""
+    """In the type of a key: the other key, without which, or with which false or 0, it has no effect."""
 
     key: str
 
@@ -27,12 +27,12 @@ def only_with(section: BaseModel, place: str = "") -> Iterator[Problem]:
     kind = type(section)
     for name, other in declared(kind, OnlyWith).items():
         value = getattr(section, name)
-        if value != kind.model_fields[name].default and not getattr(section, other.key):
+        if value != kind.model_fields[name].default and getattr(section, other.key) in (None, False, ()):
             yield Problem(
                 f"{place}{name}",
                 f"{value} without {other.key}",
                 f"{name} is only used with {other.key}",
-                f"set {other.key}, or remove {name}",
+                f"set {place}{other.key}, or remove {name}",
             )
     for name, value in section:
         if isinstance(value, BaseModel):

@@ -376,18 +376,6 @@ def _spikes(recipe: Recipe) -> Iterator[Problem]:
             )
 
 
-def _watchdog(recipe: Recipe) -> Iterator[Problem]:
-    faults, name = recipe.faults, "initial_rank_heartbeat_timeout"
-    value = faults.initial_rank_heartbeat_timeout
-    if faults.rank_heartbeat_timeout is None and value != type(faults).model_fields[name].default:
-        yield Problem(
-            f"faults.{name}",
-            f"{value} with rank_heartbeat_timeout null",
-            "without rank_heartbeat_timeout there is no watchdog",
-            f"remove {name}, or set rank_heartbeat_timeout",
-        )
-
-
 def _same_results(recipe: Recipe) -> Iterator[Problem]:
     key, interval = "check_results_across_dp_replicas_interval", recipe.faults.check_results_across_dp_replicas_interval
     parallel, tensor = recipe.parallelism, recipe.parallelism.tensor_model_parallel_size
@@ -476,7 +464,7 @@ _RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     data_rules.fill_in_the_middle, data_rules.row_labels, data_rules.token_sets, data_rules.monitored,
     data_rules.curriculum,
     checkpoint_rules.retention, checkpoint_rules.also_export,
-    _tokenizer, _spikes, _watchdog, _same_results, _secrets, _sink_settings,
+    _tokenizer, _spikes, _same_results, _secrets, _sink_settings,
     layer_pattern.unread,
     moe_rules.experts, moe_rules.dispatcher, moe_rules.latent_attention, moe_rules.multi_token_prediction,
     shape.mup_rules, adapters.rules, freezing.rules, distill_rules.rules, preference_rules.rules, chat_sources,

@@ -342,10 +342,10 @@ class Checkpoint(Section):
     checkpoint."""
     max_failed_saves: PosInt = 3
     """Consecutive failed saves after which a run ends (exit code 93); every failed save raises an alarm."""
-    non_persistent_save_interval: PosInt | None = None
+    non_persistent_save_interval: Annotated[PosInt | None, OnlyWith("non_persistent_local_ckpt_dir")] = None
     """Steps between local checkpoints: each rank writes its part to a disk of its node, with a copy on the next node,
     and a restart uses the newest complete one. The newest two are kept. Unset: none."""
-    non_persistent_local_ckpt_dir: str | None = None
+    non_persistent_local_ckpt_dir: Annotated[str | None, OnlyWith("non_persistent_save_interval")] = None
     """Folder for local checkpoints on a disk of each node; `{node}` is replaced by the node's number."""
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from llmrecipes.recipe.only_with import OnlyWith
 from llmrecipes.recipe.section import NonNegInt, PosFloat, PosInt, Section
 
 EMBEDDED = ("stdlib", "docstrings", "machine")
@@ -41,10 +42,10 @@ class Source(Section):
     """Commit of a `hub` dataset."""
     text_key: str = "text"
     """Column of the text (`jsonl`, `parquet`, `hub`)."""
-    label_key: str | None = None
+    label_key: Annotated[str | None, OnlyWith("label_value")] = None
     """Column of labels, such as the language of a document (`jsonl`, `parquet`, `hub`): only rows with `label_value`
     are read. Sources that read the same files with different labels are blended, or balanced, by label."""
-    label_value: str | None = None
+    label_value: Annotated[str | None, OnlyWith("label_key")] = None
     """Label of the rows to read; for a number or boolean, its text in Python, such as `3` or `True`."""
     label: Label | None = None
     """Name of the source in per-source metrics (`data.multiple_validation_sets`, `tracking.loss_by_source`); unset:

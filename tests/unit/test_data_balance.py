@@ -97,8 +97,8 @@ def test_a_corpus_is_balanced_by_label(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "where"),
     [
-        ("{type: jsonl, path: a, label_key: b}", "label_value"),
-        ("{type: jsonl, path: a, label_value: b}", "label_key"),
+        ("{type: jsonl, path: a, label_key: b}", "label_key"),
+        ("{type: jsonl, path: a, label_value: b}", "label_value"),
         ("{type: stdlib, label_key: a, label_value: b}", "label_key"),
     ],
 )

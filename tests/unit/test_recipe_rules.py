@@ -128,7 +128,7 @@ def make(**sections: dict[str, Any]) -> Recipe:
         ),
         (
             {"faults": {"rank_heartbeat_timeout": None, "initial_rank_heartbeat_timeout": 9.0}},
-            "faults.initial_rank_heartbeat_timeout", "null", "rank_heartbeat_timeout",
+            "faults.initial_rank_heartbeat_timeout", "rank_heartbeat_timeout", "faults.rank_heartbeat_timeout",
         ),
         ({"faults": {"loss_spike_window": 9}}, "faults.loss_spike_window", "none", "loss_spike_action rewind"),
         ({"faults": {"loss_spike_max_rewinds": 9}}, "faults.loss_spike_max_rewinds", "none", "loss_spike_action"),
@@ -254,6 +254,7 @@ def test_the_reference_has_every_key_with_a_meaning() -> None:
         ("optimizer.qk_clip_alpha", 0.3, "qk_clip"),
         ("scheduler.lr_warmup_init", 1e-4, "lr_warmup_iters"),
         ("checkpoint.also_export_interval", 160, "also_export"),
+        ("data.sources.0.label_value", "de", "label_key"),
         ("data.steps", "[{type: length, max_characters: 9}, {type: duplicates, min_words: 9}]", "cut_spans"),
     ],
 )
@@ -261,7 +262,7 @@ def test_a_key_that_is_only_used_with_another_one_is_refused_without_it(key: str
     place = "data.steps.1.min_words" if key == "data.steps" else key
     with refused(place, rule=other) as caught:
         load("gpt-tiny", ["scheduler.lr_warmup_iters=0", f"{key}={value}"])
-    assert has_token(caught.value.fix, other)
+    assert has_token(caught.value.fix, f"{place.rpartition('.')[0]}.{other}")
 
 
 def test_the_other_key_is_one_of_the_same_section() -> None:
