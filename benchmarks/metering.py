@@ -21,7 +21,7 @@ from llmrecipes.tracking.energy import Energy
 from llmrecipes.tracking.events import StepMetrics
 from llmrecipes.tracking.prometheus import PrometheusSink
 from llmrecipes.tracking.spread import spread
-from llmrecipes.train.observers.node_monitor import GAUGES, Modelled, NodeReadings, Sampler
+from llmrecipes.train.observers.node_monitor import GAUGES, Modelled, NodeReadings, NodeSampler
 from llmrecipes.train.observers.telemetry import METERS, RANK_COLUMNS
 
 RANKS = 16_384
@@ -45,7 +45,7 @@ def main() -> None:
     print(f"codecarbon, once a start, in the node's process: {took[0]:.2f} s, of which {took[1]:.2f} s of a processor")
     memory = mmap.mmap(-1, mmap.PAGESIZE)
     readings = NodeReadings(memory)
-    sampler, modelled = Sampler(Path("/"), None), Sampler(Path("/"), None, model=model)
+    sampler, modelled = NodeSampler(Path("/"), None), NodeSampler(Path("/"), None, model=model)
     data = sampler.sample()
     memory[: len(data)] = data
     print(f"a sample of a node, every 5 s, in its process: {microseconds(sampler.sample):.0f}")

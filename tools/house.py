@@ -34,7 +34,7 @@ CODE_BUDGET = {
     "hf": 1950,
     "launch": 3120,
     "models": 3930,
-    "plan": 5001,
+    "plan": 5005,
     "recipe": 7860,
     "report": 1750,
     "scaling": 400,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llmrecipes.bench.results import BenchSpec, MachineRates, RankSpeeds, Reading, StepTimes
+from llmrecipes.bench.results import BenchSpec, LoaderReading, MachineRates, RankSpeeds, StepTimes
 from llmrecipes.data.prepared import open_prepared
 from llmrecipes.engine.base import Backend, Batch, Platform, World
 from llmrecipes.hardware.cluster import Cluster, cpu_cores
@@ -301,7 +301,7 @@ def steps(spec: BenchSpec, engines: Backend, world: World, platform: Platform, c
     )
 
 
-def reading(spec: BenchSpec, world: World, platform: Platform, cluster: Cluster) -> Reading:
+def reading(spec: BenchSpec, world: World, platform: Platform, cluster: Cluster) -> LoaderReading:
     """Read global batches of prepared data to the device. A collective of all ranks.
 
     Raises:
@@ -323,7 +323,7 @@ def reading(spec: BenchSpec, world: World, platform: Platform, cluster: Cluster)
             for _ in range(plan.num_microbatches):
                 _to_device(next(batches), platform)
             times.append(time.perf_counter() - started)
-    return Reading(
+    return LoaderReading(
         world_size=world.size,
         seconds=_slowest(times, platform),
         tokens_per_batch=plan.tokens_per_step,

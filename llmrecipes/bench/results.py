@@ -79,7 +79,7 @@ class MachineRates(BaseModel):
     """Bytes that a process sends to another of the node."""
 
 
-class Reading(BaseModel):
+class LoaderReading(BaseModel):
     """Global batches of prepared data."""
 
     world_size: int
@@ -97,7 +97,7 @@ LEAST_OF_MEDIAN = 0.9
 
 
 @dataclass(frozen=True)
-class Comparison:
+class CollectiveComparison:
     """One collective compared with the profile."""
 
     measured: MeasuredLinks
@@ -135,7 +135,7 @@ def slow_ranks(speeds: RankSpeeds) -> dict[int, float]:
     return {rank: share for rank, share in shares.items() if share < LEAST_OF_MEDIAN}
 
 
-def compare(measured: Collectives, profile: Profile) -> list[Comparison]:
+def compare(measured: Collectives, profile: Profile) -> list[CollectiveComparison]:
     """Compare with an earlier measurement, or else, from `LINK_BYTES` on, with the slowest link that a group uses.
 
     Args:
@@ -146,11 +146,11 @@ def compare(measured: Collectives, profile: Profile) -> list[Comparison]:
     compared = []
     for row in measured.rows:
         if (known := before.get(row.key, before.get(row.unplaced.key))) is not None:
-            compared.append(Comparison(row, known, "measured"))
+            compared.append(CollectiveComparison(row, known, "measured"))
         elif row.bytes >= LINK_BYTES:
             near = profile.nvlink_domain or measured.ranks_per_node
             if measured.reach[row.group] < near:
-                compared.append(Comparison(row, profile.intra_node.gb_per_s, "intra_node"))
+                compared.append(CollectiveComparison(row, profile.intra_node.gb_per_s, "intra_node"))
             else:
-                compared.append(Comparison(row, profile.inter_node.gb_per_s, "inter_node"))
+                compared.append(CollectiveComparison(row, profile.inter_node.gb_per_s, "inter_node"))
     return compared

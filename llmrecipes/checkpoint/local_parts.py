@@ -40,7 +40,7 @@ KEPT = 2
 
 
 @dataclass(frozen=True, order=True)
-class Part:
+class LocalPart:
     """The name of a part: step, token of the start that wrote it, rank, and number of ranks."""
 
     step: int
@@ -52,10 +52,10 @@ class Part:
         return f"step-{self.step:08d}-{self.token}-rank-{self.rank}-of-{self.ranks}"
 
 
-def parts_in(directory: Path) -> list[Part]:
+def parts_in(directory: Path) -> list[LocalPart]:
     """Published parts in a folder, which may be missing, oldest first."""
     names = (NAME.fullmatch(name) for name in _names(directory))
-    return sorted(Part(int(name[1]), name[2], int(name[3]), int(name[4])) for name in names if name)
+    return sorted(LocalPart(int(name[1]), name[2], int(name[3]), int(name[4])) for name in names if name)
 
 
 class LocalParts:
@@ -80,22 +80,22 @@ class LocalParts:
                 fix="use another folder, for example on the node's NVMe disk",
             ) from problem
 
-    def path(self, part: Part) -> Path:
+    def path(self, part: LocalPart) -> Path:
         """Where a part is, or would be."""
         return self.directory / str(part)
 
-    def all(self) -> list[Part]:
+    def all(self) -> list[LocalPart]:
         """Published parts, oldest first."""
         return parts_in(self.directory)
 
-    def temporary(self, part: Part) -> Path:
+    def temporary(self, part: LocalPart) -> Path:
         """An unused path to write a part to."""
         return self.directory / f".tmp-{part}-{secrets.token_hex(4)}"
 
     def publish(
         self,
         temporary: Path,
-        part: Part,
+        part: LocalPart,
         info: CheckpointInfo,
         versions: Mapping[str, str],
         files: dict[str, FileRecord],
@@ -108,7 +108,7 @@ class LocalParts:
         write_synced(temporary / MANIFEST_NAME, dump(build(info, dict(versions), files)))
         self.rename(temporary, part)
 
-    def rename(self, temporary: Path, part: Part) -> None:
+    def rename(self, temporary: Path, part: LocalPart) -> None:
         """Publish a folder that has its manifest."""
         sync(temporary)
         if self.path(part).exists():
@@ -116,7 +116,7 @@ class LocalParts:
         temporary.rename(self.path(part))
         sync(self.directory)
 
-    def valid(self, part: Part, layout: Mapping[str, int]) -> Entry | None:
+    def valid(self, part: LocalPart, layout: Mapping[str, int]) -> Entry | None:
         """The part as a checkpoint, if every byte is as it was written, with the layout; it is read for that."""
         try:
             entry = inspect(self.path(part), full=True)
@@ -126,7 +126,7 @@ class LocalParts:
             return None
         return entry if entry.manifest.layout == dict(layout) else None
 
-    def files(self, part: Part) -> list[Path]:
+    def files(self, part: LocalPart) -> list[Path]:
         """Files of a part, the manifest last.
 
         Raises:
@@ -166,7 +166,7 @@ class LocalParts:
             if name and int(name[3]) in ranks:
                 yield self.directory / unfinished
 
-    def delete(self, parts: Iterable[Part]) -> None:
+    def delete(self, parts: Iterable[LocalPart]) -> None:
         """Delete parts."""
         for part in list(parts):
             # A manifest first: without it nothing is a part.
@@ -193,7 +193,7 @@ def _names(directory: Path) -> list[str]:
         return []
 
 
-def newest_complete(parts: Iterable[Part]) -> Iterator[tuple[int, str]]:
+def newest_complete(parts: Iterable[LocalPart]) -> Iterator[tuple[int, str]]:
     """Step and token of those of which the part of each rank is there, newest first."""
     ranks: dict[tuple[int, str, int], set[int]] = {}
     for part in parts:

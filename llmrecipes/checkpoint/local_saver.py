@@ -24,7 +24,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from llmrecipes.checkpoint.local_parts import LocalParts, Part, newest_complete
+from llmrecipes.checkpoint.local_parts import LocalPart, LocalParts, newest_complete
 from llmrecipes.checkpoint.manifest import CheckpointInfo, Entry
 from llmrecipes.checkpoint.rank_groups import Ranks
 from llmrecipes.checkpoint.state_format import CheckpointFormat, StateDict
@@ -185,7 +185,7 @@ class LocalSaver:
         """
         reports = self._group.gather([part for part in self._of_local_rank() if part.ranks == self._ranks])
         candidates: list[tuple[int, str]] = []
-        holders: dict[Part, list[int]] = {}
+        holders: dict[LocalPart, list[int]] = {}
         if reports is not None:
             for reporter, report in enumerate(reports):
                 for part in report:
@@ -199,7 +199,7 @@ class LocalSaver:
             if not token:
                 self._delete_behind(step)
                 return None
-            part = Part(step, token, self._rank, self._ranks)
+            part = LocalPart(step, token, self._rank, self._ranks)
             entry = self._parts.valid(part, self._layout)
             lost = self._fetched(part, entry is not None, holders)
             if lost is None:
@@ -211,7 +211,7 @@ class LocalSaver:
                 self._delete_behind(step)
                 return entry, lost
 
-    def _of_local_rank(self) -> list[Part]:
+    def _of_local_rank(self) -> list[LocalPart]:
         """Parts on this node of ranks with the number in their node that this one has, whatever start wrote them."""
         local = self._rank % self._per_node
         return [part for part in self._parts.all() if part.rank % self._per_node == local]
@@ -220,7 +220,7 @@ class LocalSaver:
         """Delete the parts of later steps, which are not complete: `prune` would keep them, and not those to come."""
         self._parts.delete(part for part in self._of_local_rank() if part.step > step)
 
-    def _fetched(self, part: Part, valid: bool, holders: Mapping[Part, list[int]]) -> list[int] | None:
+    def _fetched(self, part: LocalPart, valid: bool, holders: Mapping[LocalPart, list[int]]) -> list[int] | None:
         """Fetch parts that are lost from those who have a copy; None if a part has none."""
         known = self._group.gather(valid)
         plan: list[tuple[int, int]] = []
@@ -247,7 +247,7 @@ class LocalSaver:
                 logger.warning("%s could not be fetched: %s", wanted, error)
         return [rank for rank, _ in plan]
 
-    def _files(self, part: Part) -> list[Path]:
+    def _files(self, part: LocalPart) -> list[Path]:
         """Files of a part to send; none if its manifest is damaged, which the receiver then hears at once."""
         try:
             return self._parts.files(part)
@@ -287,7 +287,7 @@ class LocalSaver:
         self._parts.forget([self._rank, *self._sources])
 
     def _write(self, files: CheckpointFormat, taken: StateDict, info: CheckpointInfo) -> None:
-        part = Part(info.step, self._token, self._rank, self._ranks)
+        part = LocalPart(info.step, self._token, self._rank, self._ranks)
         failed: OSError | None = None
         temporary = self._parts.temporary(part)
         try:
@@ -304,10 +304,10 @@ class LocalSaver:
         if failed is not None:
             raise failed
 
-    def _exchange(self, peers: Peers, part: Part, written: bool) -> None:
+    def _exchange(self, peers: Peers, part: LocalPart, written: bool) -> None:
         """To the next of the neighbours, from the one before; the first sends first, so that not all wait."""
         mine = self._parts.files(part) if written else []
-        theirs = Part(part.step, part.token, self._before, part.ranks)
+        theirs = LocalPart(part.step, part.token, self._before, part.ranks)
         following, before = (peers.place + 1) % peers.size, (peers.place - 1) % peers.size
         if peers.place == 0:
             peers.send(mine, following)
@@ -318,7 +318,7 @@ class LocalSaver:
                 peers.send(mine, following)
         self._parts.prune(self._before)
 
-    def _receive(self, peers: Peers, part: Part, sender: int) -> None:
+    def _receive(self, peers: Peers, part: LocalPart, sender: int) -> None:
         temporary = self._parts.temporary(part)
         try:
             if peers.receive(temporary, sender):

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from llmrecipes.checkpoint.manifest import Entry, FileRecord, InvalidCheckpoint, Manifest, mismatch
-from llmrecipes.checkpoint.store import CheckpointStore, Damaged
+from llmrecipes.checkpoint.store import CheckpointStore, DamagedCheckpoint
 
 T = TypeVar("T")
 
@@ -129,7 +129,7 @@ SLOWEST = 10e6
 """Bytes a second with which a rank is waited for: a disk that is slower has failed."""
 
 
-def survey(store: CheckpointStore) -> tuple[Entry | None, list[Damaged]]:
+def survey(store: CheckpointStore) -> tuple[Entry | None, list[DamagedCheckpoint]]:
     """`CheckpointStore.survey` on the first rank, while all others run `serve`."""
     if dist.get_world_size() == 1:
         return store.survey()

@@ -53,7 +53,7 @@ _LOCK = ".writer.lock"
 
 
 @dataclass(frozen=True)
-class Damaged:
+class DamagedCheckpoint:
     """An unusable checkpoint directory, and why."""
 
     path: Path
@@ -111,7 +111,7 @@ class CheckpointStore:
             logger.warning("checkpoint %s is skipped: %s", skipped.path, skipped.reason)
         return entry
 
-    def survey(self, compare: Compare | None = None) -> tuple[Entry | None, list[Damaged]]:
+    def survey(self, compare: Compare | None = None) -> tuple[Entry | None, list[DamagedCheckpoint]]:
         """The newest checkpoint whose every file has the recorded SHA-256, and the damaged newer ones.
 
         A writer may publish and delete concurrently: one of the checkpoints it keeps is found.
@@ -120,7 +120,7 @@ class CheckpointStore:
             compare: instead of comparing here.
         """
         tried: list[Path] = []
-        damaged: list[Damaged] = []
+        damaged: list[DamagedCheckpoint] = []
         while (directories := self._directories()) and directories != tried:
             tried, damaged = directories, []
             for path in reversed(directories):
@@ -129,20 +129,20 @@ class CheckpointStore:
                     (compare or compare_all)(path, entry.manifest)
                 except InvalidCheckpoint as problem:
                     if path.exists():
-                        damaged.append(Damaged(path, str(problem)))
+                        damaged.append(DamagedCheckpoint(path, str(problem)))
                 else:
                     self._verified.add(entry.step)
                     return entry, damaged
         return None, damaged
 
-    def incomplete(self) -> list[Damaged]:
+    def incomplete(self) -> list[DamagedCheckpoint]:
         """Checkpoints with an invalid manifest, or files that are missing or of the wrong size, newest first."""
         damaged = []
         for path in reversed(self._directories()):
             try:
                 inspect(path, full=False)
             except InvalidCheckpoint as problem:
-                damaged.append(Damaged(path, str(problem)))
+                damaged.append(DamagedCheckpoint(path, str(problem)))
         return damaged
 
     def _directories(self) -> list[Path]:

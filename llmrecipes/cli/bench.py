@@ -30,7 +30,7 @@ from llmrecipes.units import GIB, KIB, MIB
 
 if TYPE_CHECKING:
     from llmrecipes.bench.fabric.transfers import Kind, Report, Transfer
-    from llmrecipes.bench.results import Collectives, Comparison, RankSpeeds
+    from llmrecipes.bench.results import CollectiveComparison, Collectives, RankSpeeds
     from llmrecipes.recipe.schema import Recipe
 
 app = typer.Typer(
@@ -272,13 +272,13 @@ def data(
     data_dir: DataOption = DATA,
 ) -> None:
     """Measure data loading, without training."""
-    from llmrecipes.bench.results import Reading
+    from llmrecipes.bench.results import LoaderReading
     from llmrecipes.recipe.load import load
 
     answer = _measure("data", load(recipe, overrides or []).recipe, data_dir, repeats, nproc)
     if answer is None:
         return
-    reading = Reading.model_validate_json(answer)
+    reading = LoaderReading.model_validate_json(answer)
     speed = reading.tokens_per_batch / statistics.median(reading.seconds)
     if as_json:
         print(json.dumps({**json.loads(answer), "tokens_per_second": speed}, indent=2))
@@ -337,7 +337,7 @@ def rank_speeds(measured: RankSpeeds) -> str:
     return "\n".join([*lines, f"{len(speeds)} ranks: {middle:.3g} TFLOP/s in the median, {spread}"])
 
 
-def comparison(name: str, compared: list[Comparison]) -> str:
+def comparison(name: str, compared: list[CollectiveComparison]) -> str:
     """Results below those of the profile, one line each."""
     from llmrecipes.bench.results import LEAST
     from llmrecipes.hardware.profile import LINK_BYTES

@@ -23,7 +23,7 @@ from llmrecipes.units import GIB
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from llmrecipes.workflow.compare import Compared, Curve, RunComparison
+    from llmrecipes.workflow.compare import ComparedRun, Curve, RunComparison
     from llmrecipes.workflow.scaling import Interval, ScalingLaw
 
 
@@ -243,7 +243,7 @@ def _curves(title: str, curves: Sequence[Curve], axis: str, *, width: int, brail
         yield from drawn
 
 
-def _figures(runs: Sequence[Compared]) -> Iterator[tuple[str, ...]]:
+def _figures(runs: Sequence[ComparedRun]) -> Iterator[tuple[str, ...]]:
     """Rows of final figures, without those that no run has."""
     from llmrecipes.tracking.energy import energy_rows
 

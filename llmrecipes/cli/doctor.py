@@ -86,7 +86,7 @@ def doctor(
 ) -> int:
     """Check a node, or all nodes of a job, and suggest fixes."""
     from llmrecipes.doctor.examine import DoctorContext, examine
-    from llmrecipes.doctor.nodes import Gathered, NodeRendezvous, compared, meet
+    from llmrecipes.doctor.nodes import GatheredFindings, NodeRendezvous, compared, meet
     from llmrecipes.doctor.record import keep
     from llmrecipes.hardware.load import load_profile
     from llmrecipes.launch.rendezvous import token_of
@@ -114,7 +114,7 @@ def doctor(
         gathered = (
             meet(NodeRendezvous(hosts, number, port, runs_dir, token, patience, _say), findings)
             if several
-            else Gathered(local := compared(findings), bad_nodes(local))
+            else GatheredFindings(local := compared(findings), bad_nodes(local))
         )
     except UserError:
         raise

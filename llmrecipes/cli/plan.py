@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from llmrecipes.plan.speed.forecast import Forecast
     from llmrecipes.plan.speed.saving import Saving
     from llmrecipes.plan.speed.search import Candidate
-    from llmrecipes.workflow.forecast import Check
-    from llmrecipes.workflow.whatif import Wanted
+    from llmrecipes.workflow.forecast import LayoutDryRun
+    from llmrecipes.workflow.whatif import TrainingGoal
 
 _SHOWN = 5
 
@@ -211,7 +211,7 @@ def plan(
     if sys.stderr.isatty():
         print("comparing layouts ...", file=sys.stderr)
     listed = workflow.search(recipe, overrides or [], cluster_name, nodes, number, _SHOWN)
-    candidates: list[tuple[Candidate, Check | None]] = [(layout, None) for layout in listed]
+    candidates: list[tuple[Candidate, LayoutDryRun | None]] = [(layout, None) for layout in listed]
     if dryrun:
         candidates = workflow.checked(listed, cluster_name, nodes, lambda line: print(line, file=sys.stderr))
     fitting = [(each, check) for each, check in candidates if check is None or check.fits]
@@ -284,8 +284,8 @@ def _counts(text: str | None, *, several: bool) -> list[int]:
 
 def _wanted(
     loss: float | None, tokens: str | None, by: datetime | None, law: list[str] | None, experiment: str | None
-) -> Wanted:
-    from llmrecipes.workflow.whatif import Wanted
+) -> TrainingGoal:
+    from llmrecipes.workflow.whatif import TrainingGoal
 
     if loss is not None and tokens is not None:
         raise UserError(
@@ -301,7 +301,7 @@ def _wanted(
             raise UserError(
                 f"{tokens!r}", where="--tokens", rule="must be a number from 1 to 1e18", fix="--tokens 15e12"
             )
-    return Wanted(loss, number, None if by is None else by.replace(tzinfo=UTC), tuple(law or ()), experiment)
+    return TrainingGoal(loss, number, None if by is None else by.replace(tzinfo=UTC), tuple(law or ()), experiment)
 
 
 def _words(text: str | None) -> list[str]:
@@ -315,7 +315,7 @@ def _what_if(
     cluster: str | None,
     gpus: list[int],
     prices: str | None,
-    wanted: Wanted,
+    wanted: TrainingGoal,
     runs_dir: Path,
     *,
     as_json: bool,

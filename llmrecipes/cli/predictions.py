@@ -9,11 +9,11 @@ from llmrecipes.plan.speed.calibration import CalibrationReport, FactorFit
 from llmrecipes.plan.speed.curve import CurvePoint
 from llmrecipes.plan.speed.search import Candidate
 from llmrecipes.units import GIB
-from llmrecipes.workflow.forecast import Check
+from llmrecipes.workflow.forecast import LayoutDryRun
 from llmrecipes.workflow.whatif import WhatIf
 
 
-def search_lines(candidates: Sequence[tuple[Candidate, Check | None]]) -> Iterator[TextTable]:
+def search_lines(candidates: Sequence[tuple[Candidate, LayoutDryRun | None]]) -> Iterator[TextTable]:
     """A row for each layout, fastest first; differences are from the first that fits."""
     speeds = [candidate.forecast.tokens_per_second_per_gpu for candidate, _ in candidates]
     best = next(speed for speed, (_, check) in zip(speeds, candidates, strict=True) if check is None or check.fits)
@@ -31,7 +31,7 @@ def search_lines(candidates: Sequence[tuple[Candidate, Check | None]]) -> Iterat
     yield TextTable([head, *rows], right=(1, 2, 3))
 
 
-def _checked(check: Check) -> str:
+def _checked(check: LayoutDryRun) -> str:
     word = "fits" if check.fits else "does NOT fit"
     return f"{word}: {check.bytes / GIB:.1f} GiB on rank {check.rank}, {check.seconds:.0f} s"
 

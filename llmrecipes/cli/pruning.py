@@ -48,7 +48,7 @@ def prune(
     """
     from llmrecipes.commandline import resume_command
     from llmrecipes.console import number, setup_logging
-    from llmrecipes.models.prune import Calibration
+    from llmrecipes.models.prune import PruningText
     from llmrecipes.models.prune import prune as make
     from llmrecipes.rundir import Run
     from llmrecipes.runfiles import checked_run_id
@@ -59,7 +59,7 @@ def prune(
     created = make(
         Run.find(run, runs_dir).path,
         options,
-        Calibration(data, sequences),
+        PruningText(data, sequences),
         overrides or [],
         runs_dir,
         data_dir,

@@ -18,7 +18,7 @@ from llmrecipes.faults.signals import early_signals
 from llmrecipes.units import MIB
 
 if TYPE_CHECKING:
-    from llmrecipes.models.inference import Row
+    from llmrecipes.models.inference import FormatRow
     from llmrecipes.models.quantize_options import QuantizeOptions
 
 SourceOption = Annotated[
@@ -79,7 +79,7 @@ def quantize(
 
     setup_logging()
     wanted = InferenceOptions(data, options.text_key, limit, new_tokens=new_tokens, threads=threads)
-    rows: list[Row] = []
+    rows: list[FormatRow] = []
 
     def compare(original: Path, quantized: Path) -> None:
         rows.extend(compare_folders(model, original, quantized, options.scheme, runs_dir, data_dir, wanted))
@@ -182,7 +182,7 @@ def inference(
         print(f"drawn in {plot}")
 
 
-def lines(rows: Sequence[Row]) -> list[str | TextTable]:
+def lines(rows: Sequence[FormatRow]) -> list[str | TextTable]:
     """A row for each format, and why some were skipped."""
     several = len({row.model for row in rows}) > 1
     head = ["format", "program", "MiB", "bits/byte", "perplexity", "first token", "tokens/s", "memory", "same text"]

@@ -42,7 +42,7 @@ class Content(Record):
     largest: int | None = None
 
 
-class Seen(Record):
+class CheckedFile(Record):
     """A file when it was checked, and its content then."""
 
     mtime_ns: int
@@ -60,7 +60,7 @@ class Seen(Record):
         return now == (self.content.bytes, self.mtime_ns, self.ctime_ns, self.inode)
 
 
-_SEEN = TypeAdapter(dict[str, Seen])
+_SEEN = TypeAdapter(dict[str, CheckedFile])
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def _known(folder: Path, files: Mapping[str, File]) -> dict[str, Content]:
 
 def _read(folder: Path, files: Mapping[str, File], ids: Ids, log: Callable[[str], None]) -> dict[str, Content]:
     """Read files and compare them with the expected ones; those that match are cached even if another fails."""
-    right: dict[str, Seen] = {}
+    right: dict[str, CheckedFile] = {}
     first = _first_names({name: folder / name for name in sorted(files, key=lambda name: files[name].bytes)})
     once = list(dict.fromkeys(first.values()))
     stop, progress = threading.Event(), _ReadBytes(sum(files[name].bytes for name in once), log)
@@ -238,7 +238,7 @@ def _read(folder: Path, files: Mapping[str, File], ids: Ids, log: Callable[[str]
     return {name: seen.content for name, seen in right.items()}
 
 
-def _examine(file: Path, ids: Ids | None, stop: threading.Event, progress: _ReadBytes | None = None) -> Seen:
+def _examine(file: Path, ids: Ids | None, stop: threading.Event, progress: _ReadBytes | None = None) -> CheckedFile:
     """Hash and ids of a file in one pass; `ids` is None for files that are not prepared."""
     digest, size = hashlib.sha256(), 0
     smallest: int | None = None
@@ -269,8 +269,8 @@ def _fill(readinto: Callable[[memoryview], int | None], buffer: memoryview) -> i
     return filled
 
 
-def _seen(stat: os.stat_result, content: Content) -> Seen:
-    return Seen(mtime_ns=stat.st_mtime_ns, ctime_ns=stat.st_ctime_ns, inode=stat.st_ino, content=content)
+def _seen(stat: os.stat_result, content: Content) -> CheckedFile:
+    return CheckedFile(mtime_ns=stat.st_mtime_ns, ctime_ns=stat.st_ctime_ns, inode=stat.st_ino, content=content)
 
 
 def _another(file: Path, content: Content, expected: File) -> UserError:
@@ -332,14 +332,14 @@ def _private() -> Path | None:
     return folder if ours and folder.is_dir() and not folder.is_symlink() else None
 
 
-def _load(place: Path) -> dict[str, Seen]:
+def _load(place: Path) -> dict[str, CheckedFile]:
     try:
         return _SEEN.validate_json(read(place))
     except (OSError, ValueError):
         return {}  # damaged or missing: the files are read
 
 
-def _write(places: Sequence[Path], seen: Mapping[str, Seen]) -> bool:
+def _write(places: Sequence[Path], seen: Mapping[str, CheckedFile]) -> bool:
     """Add to the cache in the first writable location; False if there is none."""
     if not seen:
         return True

@@ -58,7 +58,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Stage:
+class JoinStage:
     """A stage of joining: `make` makes an item."""
 
     shards: Shards
@@ -83,14 +83,14 @@ class Stage:
         self.make(self.shards, Item(self.shards.joining, self.name, number))
 
 
-def stages(shards: Shards) -> tuple[Stage, ...]:
+def stages(shards: Shards) -> tuple[JoinStage, ...]:
     """They, in order; without near-duplicates the first only."""
     if not shards.comparable:
-        return (Stage(shards, "decided", one, _decided),)
-    repeats = Stage(shards, "repeats", _all_ranges, _repeats)
+        return (JoinStage(shards, "decided", one, _decided),)
+    repeats = JoinStage(shards, "repeats", _all_ranges, _repeats)
     if shards.spec.steps.near is None:
         return (repeats,)
-    return repeats, Stage(shards, "bands", one_a_shard, _bands), Stage(shards, "near", _band_ranges, _near)
+    return repeats, JoinStage(shards, "bands", one_a_shard, _bands), JoinStage(shards, "near", _band_ranges, _near)
 
 
 def one_a_shard(shards: Shards) -> int:

@@ -19,7 +19,7 @@ from importlib.metadata import version
 import numpy as np
 import tokenizers
 
-from llmrecipes.data.gigatoken import CHECKED, PACKAGE, Gigatoken, Unsupported
+from llmrecipes.data.gigatoken import CHECKED, PACKAGE, Gigatoken, UnsupportedTokenizer
 
 # Letters: ASCII, and all from U+00C0 on but general and CJK punctuation; marks and symbols of other scripts count too.
 _LETTER = "A-Za-zÀ-\u1fff\u2070-\u2fff\u3040-\U0010ffff"
@@ -99,7 +99,7 @@ def gigatoken(tokenizer_json: str) -> Gigatoken | str:
     reference = load(tokenizer_json)
     try:
         return Gigatoken(reference.to_str(), reference)
-    except Unsupported as reason:
+    except UnsupportedTokenizer as reason:
         return str(reason)
 
 

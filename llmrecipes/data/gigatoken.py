@@ -44,7 +44,7 @@ _VOCABULARY = 2000
 """Tokens of the vocabulary whose texts are compared at the start."""
 
 
-class Unsupported(Exception):
+class UnsupportedTokenizer(Exception):
     """Why a tokenizer does not run through gigatoken."""
 
 
@@ -65,7 +65,7 @@ class Gigatoken:
     def __init__(self, tokenizer_json: str, reference: tokenizers.Tokenizer) -> None:
         config = json.loads(tokenizer_json)
         if refusal := _refusal(config):
-            raise Unsupported(refusal)
+            raise UnsupportedTokenizer(refusal)
         self._json, self._reference = tokenizer_json, reference
         self._normalizes = config["normalizer"] is not None
         names = _names(config["added_tokens"])
@@ -78,7 +78,7 @@ class Gigatoken:
         compared = [text for text in map(str.encode, _texts(config, reference)) if self.takes(text)]
         for text, expected in zip(compared, self._expected(compared), strict=True):
             if found := _difference(self._encoded(text), expected, text):
-                raise Unsupported(f"it gives other ids for {found}")
+                raise UnsupportedTokenizer(f"it gives other ids for {found}")
 
     def takes(self, document: bytes) -> bool:
         """Whether a document of UTF-8 text is one of which both are known to see the same."""
@@ -143,17 +143,17 @@ class Gigatoken:
         try:
             self._encode = import_module(PACKAGE).Tokenizer.from_json(self._json).backend.encode
         except ImportError as error:
-            raise Unsupported("it is not installed (pip install 'llmrecipes[corpora]')") from error
+            raise UnsupportedTokenizer("it is not installed (pip install 'llmrecipes[corpora]')") from error
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # it defines none, and a panic of Rust code is not an Exception
             lines = str(error).splitlines() or [type(error).__name__]
             if "pretokenizer" in lines[0]:  # with the whole pattern
-                raise Unsupported(
+                raise UnsupportedTokenizer(
                     "it does not know the pattern that splits text into words "
                     "(for a new tokenizer, data.tokenizer.pattern=llama3 is one that it knows)"
                 ) from error
-            raise Unsupported(lines[0][:200]) from error
+            raise UnsupportedTokenizer(lines[0][:200]) from error
         self._most = psutil.Process().memory_info().rss + MOST_BYTES
 
 

@@ -92,7 +92,7 @@ def require_tokens(backend: tokenizers.Tokenizer, data: Data) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Cut:
+class InfillingCut:
     """Where a text is cut, in characters, and whether the suffix comes first."""
 
     first: int
@@ -105,7 +105,7 @@ class Cut:
         return ORDERS[self.spm]
 
 
-def cut(length: int, digest: bytes, rate: float, spm_rate: float, seed: int) -> Cut | None:
+def cut(length: int, digest: bytes, rate: float, spm_rate: float, seed: int) -> InfillingCut | None:
     """Whether and how a text is rearranged: independent uniform choices, made from the hash of seed and digest.
 
     Args:
@@ -120,11 +120,11 @@ def cut(length: int, digest: bytes, rate: float, spm_rate: float, seed: int) -> 
     if chosen >= rate * _WHOLE:
         return None
     first, second = sorted(place * (length + 1) >> 64 for place in places)
-    return Cut(first, second, order < spm_rate * _WHOLE)
+    return InfillingCut(first, second, order < spm_rate * _WHOLE)
 
 
 def encode_cut(
-    texts: Sequence[bytes], cuts: Sequence[Cut | None], ids: Sequence[int], encode: Encode, prefix: int = 0
+    texts: Sequence[bytes], cuts: Sequence[InfillingCut | None], ids: Sequence[int], encode: Encode, prefix: int = 0
 ) -> Encoded:
     """Ids of texts, of which some are rearranged, each with its end token.
 

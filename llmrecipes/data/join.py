@@ -48,7 +48,7 @@ from llmrecipes.data.shard_files import part_of
 from llmrecipes.data.shards import End, Shards
 from llmrecipes.data.split import DIGEST_BYTES, SPLITS, Split
 from llmrecipes.data.steps import UNREADABLE, Document
-from llmrecipes.data.write import MEMBER_BYTES, Output, compressed
+from llmrecipes.data.write import MEMBER_BYTES, DocumentSink, compressed
 from llmrecipes.errors import UserError
 from llmrecipes.io import sync
 
@@ -68,7 +68,7 @@ class ShardCounts(Record):
     """Of conversations."""
 
 
-class Layout(Record):
+class ShardOffsets(Record):
     """Documents and tokens in front of each shard, in the files of its source; and of all, by file name. Of each
     held-out split the bytes of text of each shard."""
 
@@ -155,7 +155,7 @@ def count_shard(shards: Shards, item: Item, room: int | None = None, suffix: str
     parts: dict[Split, _Counted] = {}
     texts: dict[HeldOutSplit, bytearray] = {}
     tally = Tally()
-    output = Output(
+    output = DocumentSink(
         shards.spec,
         judge(shards, item.number),
         lambda _, split: parts.setdefault(split, _Counted()),
@@ -235,17 +235,17 @@ def lay_out(shards: Shards, item: Item) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
     if not folder.is_dir():
         raise OSError(0, "cannot make the folder", str(folder))
-    item.publish(Layout(before=before, every=bounds, texts=texts, room=room).model_dump_json().encode())
+    item.publish(ShardOffsets(before=before, every=bounds, texts=texts, room=room).model_dump_json().encode())
 
 
-def read_layout(folder: Path) -> Layout:
+def read_layout(folder: Path) -> ShardOffsets:
     file = Item(folder, "layout", 0).file
     return _parsed_layout(file, file.stat().st_mtime_ns)
 
 
 @cache
-def _parsed_layout(file: Path, modified: int) -> Layout:
-    return Layout.model_validate_json(file.read_bytes())
+def _parsed_layout(file: Path, modified: int) -> ShardOffsets:
+    return ShardOffsets.model_validate_json(file.read_bytes())
 
 
 def pack(shards: Shards, item: Item) -> None:
@@ -335,7 +335,7 @@ def place_shard(shards: Shards, item: Item) -> None:
 
         places: dict[Split, _Place] = {}
         room, added = layout.room if item.number + 1 == len(layout.before) else None, 0
-        output = Output(shards.spec, judge(shards, item.number), opened, lambda split, text: None)
+        output = DocumentSink(shards.spec, judge(shards, item.number), opened, lambda split, text: None)
         for worked in shards.batches(item.number):
             if room is not None and added >= room:
                 break

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Generator, Iterator
 from typing import Any, BinaryIO
 
-from llmrecipes.data.parts import MOST_BYTES, Part, decompressor, is_array, too_large
+from llmrecipes.data.parts import MOST_BYTES, FilePart, decompressor, is_array, too_large
 from llmrecipes.errors import UserError
 
 SHAPES = "a file has a JSON object on each line, or is one array of objects"
@@ -28,7 +28,7 @@ class RowError(ValueError):
         self.where, self.fix = where, fix
 
 
-def json_rows(part: Part, stream: BinaryIO) -> Generator[tuple[str, Any], None, None]:
+def json_rows(part: FilePart, stream: BinaryIO) -> Generator[tuple[str, Any], None, None]:
     """The rows that begin in a part of a file, each with its place.
 
     Args:
@@ -57,7 +57,7 @@ def json_rows(part: Part, stream: BinaryIO) -> Generator[tuple[str, Any], None, 
         yield where, row
 
 
-def wrapped(row: dict[str, Any], part: Part, where: str) -> UserError | None:
+def wrapped(row: dict[str, Any], part: FilePart, where: str) -> UserError | None:
     """The error for an object that only holds the list of rows; None: it holds something else."""
     ((name, value),) = row.items() if len(row) == 1 else (("", None),)
     if not isinstance(value, list) or not value or not isinstance(value[0], dict):
@@ -66,7 +66,7 @@ def wrapped(row: dict[str, Any], part: Part, where: str) -> UserError | None:
     return UserError(f"one object with a list, {name!r}", where=where, rule=SHAPES, fix=_rewritten(unwrap, part))
 
 
-def _rewritten(command: str, part: Part) -> str:
+def _rewritten(command: str, part: FilePart) -> str:
     file = str(part.file)
     if decompressor(part.file.name) is not None or "://" in file:
         return f"{command} FILE > ROWS.jsonl, where FILE is unpacked on this machine, and ROWS.jsonl as the source"

@@ -123,7 +123,7 @@ def _rearranged(changed: Mapping[str, int]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Lengths:
+class LengthBin:
     """Documents by their tokens: those from `least` to less than twice as many."""
 
     least: int
@@ -187,7 +187,7 @@ class DataStats:
     """
 
     sources: list[SourceStats]
-    lengths: list[Lengths]
+    lengths: list[LengthBin]
     languages: Languages | None = None
     domains: list[Domains] = field(default_factory=list)
 
@@ -230,7 +230,7 @@ def stats(prepared: Prepared) -> DataStats:
                 documents_of[int(power)] += len(members)
                 tokens_of[int(power)] += int(members.sum(dtype=np.int64))
     return DataStats(
-        statistics, [Lengths(1 << power, documents_of[power], tokens_of[power]) for power in sorted(documents_of)]
+        statistics, [LengthBin(1 << power, documents_of[power], tokens_of[power]) for power in sorted(documents_of)]
     )
 
 

@@ -31,7 +31,7 @@ MOST_BYTES = 128 * MIB
 SourceFile = Path | StoreFile
 
 
-class Damaged(UserError):
+class DamagedFile(UserError):
     """A file that cannot be read, at least not to its end."""
 
     def __init__(self, what: str, where: str, *, rule: str = "", fix: str = "", again: bool = False) -> None:
@@ -39,9 +39,9 @@ class Damaged(UserError):
         super().__init__(what, where=where, rule=rule, fix=fix or copied, again=again)
 
 
-def too_large(where: str) -> Damaged:
+def too_large(where: str) -> DamagedFile:
     """For a document of more than `MOST_BYTES`."""
-    return Damaged(
+    return DamagedFile(
         f"has more than {MOST_BYTES // MIB} MiB",
         where,
         rule=f"a line or document has at most {MOST_BYTES:,} bytes",
@@ -79,7 +79,7 @@ def size_of(file: SourceFile) -> int:
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePart:
     """A file, or the documents of one that begin in `begin <= byte < end`; `end` is None for a whole file."""
 
     file: SourceFile
@@ -148,7 +148,7 @@ def can_cut(kind: str, file: SourceFile) -> bool:
     if _is_zstd(file.name) or infer_compression(file.name) is not None:
         return False
     try:
-        with Part(file).open() as stream:
+        with FilePart(file).open() as stream:
             return not is_array(stream)
     except OSError:  # reported when the file is read
         return True
@@ -220,7 +220,7 @@ def part_bytes(files: Sequence[SourceFile]) -> int:
     return max(PART_BYTES, -(-sum(map(size_of, files)) // MOST_PARTS))
 
 
-def parts_of(kind: str, files: Sequence[SourceFile], most: int | None = None) -> Iterator[Part]:
+def parts_of(kind: str, files: Sequence[SourceFile], most: int | None = None) -> Iterator[FilePart]:
     """All parts of files, in order.
 
     Args:
@@ -232,8 +232,8 @@ def parts_of(kind: str, files: Sequence[SourceFile], most: int | None = None) ->
     for file in files:
         size = size_of(file)
         if size <= most or not can_cut(kind, file):
-            yield Part(file)
+            yield FilePart(file)
             continue
         count = -(-size // most)
         for number in range(count):
-            yield Part(file, size * number // count, size * (number + 1) // count)
+            yield FilePart(file, size * number // count, size * (number + 1) // count)

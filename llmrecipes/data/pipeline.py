@@ -16,16 +16,17 @@ from pathlib import Path
 
 from llmrecipes.console import duration
 from llmrecipes.data import compare, join, parts, sources
-from llmrecipes.data.compare import Item, Stage, one, one_a_shard
+from llmrecipes.data.compare import Item, JoinStage, one, one_a_shard
 from llmrecipes.data.corpus import Tally
 from llmrecipes.data.executor import REPORT_SECONDS, Executor, ThisProcess
-from llmrecipes.data.join import JOINED, Layout, kept_tokens, read_counts, read_layout, used_item
+from llmrecipes.data.join import JOINED, ShardOffsets, kept_tokens, read_counts, read_layout, used_item
 from llmrecipes.data.manifest import ChatCounts, Counts, HeldOut, SourceRecord, stem
 from llmrecipes.data.prepared import HeldOutSplit, held_out_name
-from llmrecipes.data.shards import Reading, Shards, uncut
+from llmrecipes.data.shard_files import ShardReading
+from llmrecipes.data.shards import Shards, uncut
 from llmrecipes.data.split import Split
 from llmrecipes.data.steps import Dropped, Seen
-from llmrecipes.data.write import SAMPLES, Samples, TextToWrite, answers_of, record, require_readable, summary
+from llmrecipes.data.write import SAMPLES, DroppedSamples, TextToWrite, answers_of, record, require_readable, summary
 from llmrecipes.recipe.schema import Source
 from llmrecipes.units import MIB
 
@@ -35,19 +36,19 @@ _SMALL_BYTES = 32 * MIB
 """Of shards, that one process joins within seconds."""
 
 
-def stages(shards: Shards) -> tuple[Stage, ...]:
+def stages(shards: Shards) -> tuple[JoinStage, ...]:
     """What follows the encoding, in order."""
-    texts = () if _has_tokens(shards) else (Stage(shards, "packed", join.members, join.pack),)
+    texts = () if _has_tokens(shards) else (JoinStage(shards, "packed", join.members, join.pack),)
     return (
         *compare.stages(shards),
-        Stage(shards, "counts", one_a_shard, join.count_shard),
-        Stage(shards, "layout", one, join.lay_out),
+        JoinStage(shards, "counts", one_a_shard, join.count_shard),
+        JoinStage(shards, "layout", one, join.lay_out),
         *texts,
-        Stage(shards, "placed", one_a_shard, join.place_shard),
+        JoinStage(shards, "placed", one_a_shard, join.place_shard),
     )
 
 
-def rounds(shards: Shards) -> Iterator[Stage | Shards]:
+def rounds(shards: Shards) -> Iterator[JoinStage | Shards]:
     """All that is to be done, in order: to be asked for the next only when nothing of the one before is missing.
 
     Raises:
@@ -66,7 +67,7 @@ def rounds(shards: Shards) -> Iterator[Stage | Shards]:
             yield from every[counted:]
             return
         else:
-            yield Stage(using, "end", one, join.find_end)
+            yield JoinStage(using, "end", one, join.find_end)
 
 
 def _more(shards: Shards) -> tuple[int, int] | None:
@@ -94,7 +95,7 @@ def run(shards: Shards, executor: Executor, log: Callable[[str], None]) -> None:
         UserError: a source or a shard cannot be read, or no worker is left.
         OSError: something cannot be written.
     """
-    progress = Progress(shards, log)
+    progress = EncodingProgress(shards, log)
     for stage in rounds(shards):
         if isinstance(stage, Shards):
             _encode(stage, executor, progress)
@@ -105,7 +106,7 @@ def run(shards: Shards, executor: Executor, log: Callable[[str], None]) -> None:
             progress.stage(stage.name, number + 1, len(missing))
 
 
-def _encode(shards: Shards, executor: Executor, progress: Progress) -> None:
+def _encode(shards: Shards, executor: Executor, progress: EncodingProgress) -> None:
     missing = shards.missing()
     if executor.remote or _many(shards, executor.workers):
         progress.start(by_shard=True)
@@ -138,7 +139,7 @@ def _many(shards: Shards, workers: int) -> bool:
     return used >= SHARDS_OF_A_WORKER * workers
 
 
-class Progress:
+class EncodingProgress:
     """Says every few seconds how far the encoding is, and stages that take longer."""
 
     def __init__(self, shards: Shards, log: Callable[[str], None]) -> None:
@@ -156,7 +157,7 @@ class Progress:
             for line in uncut(self._shards.every):
                 self._log(f"note: {line}")
 
-    def add(self, reading: Reading) -> None:
+    def add(self, reading: ShardReading) -> None:
         """Something was read.
 
         Raises:
@@ -228,7 +229,7 @@ def collect(
     tallies = [Tally() for _ in shards.every]
     talks = [ChatCounts() for _ in shards.every] if shards.chat is not None else []
     kept: dict[tuple[int, Split], Counter[str]] = {}
-    samples = Samples(shards.spec.steps)
+    samples = DroppedSamples(shards.spec.steps)
     for number, shard in enumerate(shards.joined[: len(layout.before)]):
         counts = read_counts(shards, number)
         tallies[shard.source].update(counts.tally)
@@ -265,7 +266,7 @@ def collect(
     return records, held_out, talks
 
 
-def _texts(part: Path, shards: Shards, layout: Layout) -> dict[Split, HeldOut]:
+def _texts(part: Path, shards: Shards, layout: ShardOffsets) -> dict[Split, HeldOut]:
     """Put the texts of the held-out splits together."""
     held_out: dict[Split, HeldOut] = {}
     for split, sizes in layout.texts.items():
@@ -281,7 +282,7 @@ def _texts(part: Path, shards: Shards, layout: Layout) -> dict[Split, HeldOut]:
 def _with_token_sets(
     part: Path,
     shards: Shards,
-    layout: Layout,
+    layout: ShardOffsets,
     tallies: list[Tally],
     kept: dict[tuple[int, Split], Counts],
     linked: list[int],

@@ -141,7 +141,7 @@ def read(file: Path, source: int, *, ids: bool = True) -> Iterator[Worked]:
 
 
 @dataclass
-class Reading:
+class ShardReading:
     """What was read for a shard, or a batch of it: bytes of text, tokens, and its damaged files."""
 
     source: int
@@ -149,7 +149,7 @@ class Reading:
     tokens: int = 0
     tally: Tally = field(default_factory=Tally)
 
-    def add(self, worked: Worked) -> Reading:
+    def add(self, worked: Worked) -> ShardReading:
         """Count a batch."""
         self.tokens += sum(worked.encoded.lengths)
         for outcome in worked.outcomes:

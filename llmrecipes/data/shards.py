@@ -24,8 +24,8 @@ from llmrecipes.data.corpus import EncoderSpec, Worked, batches_of, encode_all
 from llmrecipes.data.executor import Executor, ThisProcess
 from llmrecipes.data.gigatoken import Gigatoken
 from llmrecipes.data.manifest import Record, TokenizerRecord
-from llmrecipes.data.parts import Part
-from llmrecipes.data.shard_files import Reading, damaged, dumped, framed, part_of, publish, read, unframed
+from llmrecipes.data.parts import FilePart
+from llmrecipes.data.shard_files import ShardReading, damaged, dumped, framed, part_of, publish, read, unframed
 from llmrecipes.data.split import DIGEST_BYTES
 from llmrecipes.data.steps import DUPLICATES, Document
 from llmrecipes.errors import UserError
@@ -53,11 +53,11 @@ class Shard(Record):
     begin: int = 0
     end: int | None = None
 
-    def parts(self, source: Source) -> list[Part] | None:
+    def parts(self, source: Source) -> list[FilePart] | None:
         """What is read of the source; None: all of it."""
         if self.first is None:
             return None
-        return [Part(file, self.begin, self.end) for file in sources.files(source)[self.first : self.last]]
+        return [FilePart(file, self.begin, self.end) for file in sources.files(source)[self.first : self.last]]
 
 
 class End(Record):
@@ -70,7 +70,7 @@ class End(Record):
     compared: int = 0
 
 
-class Plan(Record):
+class ShardPlan(Record):
     """What all workers agree upon before they begin: version, tokenizer, files and shards."""
 
     version: str
@@ -80,9 +80,9 @@ class Plan(Record):
     shards: list[Shard]
 
 
-def plan(recipe_sources: tuple[Source, ...], dtype: str, tokenizer: TokenizerRecord) -> Plan:
+def plan(recipe_sources: tuple[Source, ...], dtype: str, tokenizer: TokenizerRecord) -> ShardPlan:
     """What all workers agree upon, for these sources."""
-    return Plan(
+    return ShardPlan(
         version=llmrecipes.__version__,
         dtype=dtype,
         tokenizer=tokenizer,
@@ -131,13 +131,13 @@ def uncut(recipe_sources: tuple[Source, ...]) -> Iterator[str]:
             )
 
 
-def read_plan(folder: Path, recipe_sources: tuple[Source, ...]) -> Plan:
+def read_plan(folder: Path, recipe_sources: tuple[Source, ...]) -> ShardPlan:
     """The plan of a folder of shards.
 
     Raises:
         UserError: it is of another version, or the sources have changed since.
     """
-    stored = Plan.model_validate_json((folder / PLAN).read_text(encoding="utf-8"))
+    stored = ShardPlan.model_validate_json((folder / PLAN).read_text(encoding="utf-8"))
     if stored.version != llmrecipes.__version__:
         raise UserError(
             f"started by llmrecipes {stored.version}, this is {llmrecipes.__version__}", where=str(folder), fix=_CHANGED
@@ -323,8 +323,8 @@ class Shards:
         self,
         number: int,
         executor: Executor | None = None,
-        report: Callable[[Reading], None] = lambda reading: None,
-    ) -> Reading:
+        report: Callable[[ShardReading], None] = lambda reading: None,
+    ) -> ShardReading:
         """Encode a shard and publish it.
 
         Args:
@@ -361,19 +361,19 @@ class Shards:
         number: int,
         part: Path,
         executor: Executor,
-        report: Callable[[Reading], None],
-    ) -> tuple[Reading, bool, list[list[bytes]]]:
+        report: Callable[[ShardReading], None],
+    ) -> tuple[ShardReading, bool, list[list[bytes]]]:
         """Encode a shard to a file. What was read, whether that was all, and what is compared of its documents by
         kind."""
         shard = self.shards[number]
         source, limit = self.every[shard.source], self._limit(number)
         skip = self.spec.steps.max_unreadable > 0
-        every, whole, keys = Reading(shard.source), True, [list[bytes]() for _ in self.kinds]
+        every, whole, keys = ShardReading(shard.source), True, [list[bytes]() for _ in self.kinds]
         batches = batches_of(shard.source, sources.documents(source, self.chat, shard.parts(source), skip=skip))
         with part.open("wb") as file, closing(encode_all(batches, self.spec, executor)) as encoded:
             for worked in encoded:
                 every.add(worked)
-                report(Reading(shard.source).add(worked))
+                report(ShardReading(shard.source).add(worked))
                 for document in (outcome for outcome in worked.outcomes if isinstance(outcome, Document)):
                     for of_kind, key in zip(keys, (document.digest, *document.marks), strict=False):
                         of_kind.append(key)

@@ -22,8 +22,8 @@ from llmrecipes.data.json_rows import SHAPES, RowError, json_rows, wrapped
 from llmrecipes.data.machine import machine_documents, machine_files
 from llmrecipes.data.parts import (
     MOST_BYTES,
-    Damaged,
-    Part,
+    DamagedFile,
+    FilePart,
     SourceFile,
     damages,
     decompressor,
@@ -170,7 +170,7 @@ def form(source: Source) -> str:
         return {"text": "text", "parquet": "Parquet"}.get(source.type, "")
     unreadable: tuple[type[Exception], ...] = (OSError, UserError, *damages())
     try:
-        part = Part(files(source)[0])
+        part = FilePart(files(source)[0])
         with _unpacked(part) as stream:
             return "a JSON array" if is_array(stream) else "JSON lines"
     except unreadable:
@@ -209,7 +209,7 @@ def unread(source: Source, chat: Chat | None) -> list[str]:
         if source.type == "hub" and not by_file(source):
             next(hub.rows(source, of), None)
         else:
-            part = Part(files(source)[0])
+            part = FilePart(files(source)[0])
             next(_of_part(part, _reader(source.type, part), of), None)
     except (_Enough, UserError):  # the error is raised again by who reads the row
         pass
@@ -232,13 +232,13 @@ def require_columns(source: Source, chat: Chat | None) -> bool:
     except UserError:
         return False
     if source.type in _SUFFIXES:
-        with suppress(Damaged, StopIteration):
+        with suppress(DamagedFile, StopIteration):
             next(documents(source.model_copy(update={"label_key": None}), chat))
     return True
 
 
 def documents(
-    source: Source, chat: Chat | None = None, parts: Sequence[Part] | None = None, *, skip: bool = False
+    source: Source, chat: Chat | None = None, parts: Sequence[FilePart] | None = None, *, skip: bool = False
 ) -> Iterator[str | None]:
     """The documents of a source in a fixed order; None for one that is not valid Unicode.
 
@@ -276,22 +276,22 @@ def documents(
     for part in parts_of(source.type, files(source)) if parts is None else parts:
         try:
             yield from _of_part(part, _reader(source.type, part), of)
-        except Damaged as error:
+        except DamagedFile as error:
             if not skip:
                 raise
             yield Unreadable(f"{error.where}: {error.what}")
 
 
-_Reader = Callable[[Part, Rows], Iterator[str | None]]
+_Reader = Callable[[FilePart, Rows], Iterator[str | None]]
 
 
-def _reader(kind: str, part: Part) -> _Reader | None:
+def _reader(kind: str, part: FilePart) -> _Reader | None:
     if kind == "hub":
         kind = "parquet" if part.file.suffix == ".parquet" else "jsonl"
     return {"jsonl": _jsonl, "parquet": _parquet}.get(kind)
 
 
-def _of_part(part: Part, read: _Reader | None, of: Rows) -> Iterator[str | None]:
+def _of_part(part: FilePart, read: _Reader | None, of: Rows) -> Iterator[str | None]:
     try:
         if read is None:
             with part.open() as stream:
@@ -302,7 +302,7 @@ def _of_part(part: Part, read: _Reader | None, of: Rows) -> Iterator[str | None]
         else:
             yield from read(part, of)
     except OSError as error:
-        raise Damaged(f"cannot read: {error.strerror or error}", where=str(part), again=True) from error
+        raise DamagedFile(f"cannot read: {error.strerror or error}", where=str(part), again=True) from error
 
 
 def _stdlib_root() -> Path:
@@ -365,13 +365,13 @@ def _decode(data: bytes) -> str | None:
 
 
 @contextmanager
-def _unpacked(part: Part) -> Iterator[BinaryIO]:
+def _unpacked(part: FilePart) -> Iterator[BinaryIO]:
     unpack = decompressor(part.file.name)
     with part.open() as raw, raw if unpack is None else unpack(raw, mode="rb") as stream:
         yield stream
 
 
-def _jsonl(part: Part, of: Rows) -> Iterator[str | None]:
+def _jsonl(part: FilePart, of: Rows) -> Iterator[str | None]:
     where = str(part)
     try:
         with _unpacked(part) as stream, closing(json_rows(part, stream)) as rows:
@@ -387,13 +387,13 @@ def _jsonl(part: Part, of: Rows) -> Iterator[str | None]:
                 if of.wanted(row):
                     yield of.document(row, where)
     except RowError as error:
-        raise Damaged(f"unreadable row: {error}", where=error.where, rule=SHAPES, fix=error.fix) from error
+        raise DamagedFile(f"unreadable row: {error}", where=error.where, rule=SHAPES, fix=error.fix) from error
     except damages() as error:  # behind the last row that could be read
         after = "" if where == str(part) else " after this row"
-        raise Damaged(f"unreadable{after}: {error}", where=where) from error
+        raise DamagedFile(f"unreadable{after}: {error}", where=where) from error
 
 
-def _parquet(part: Part, of: Rows) -> Iterator[str | None]:
+def _parquet(part: FilePart, of: Rows) -> Iterator[str | None]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -412,4 +412,4 @@ def _parquet(part: Part, of: Rows) -> Iterator[str | None]:
                         yield document
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0]
-        raise Damaged(f"unreadable Parquet after row {row}: {reason}", where=str(part)) from error
+        raise DamagedFile(f"unreadable Parquet after row {row}: {reason}", where=str(part)) from error

@@ -76,7 +76,7 @@ def compressed(text: bytes | bytearray) -> bytes:
     return buffer.getvalue()
 
 
-class Part(Protocol):
+class SplitFile(Protocol):
     """Where the kept documents of one split of one source go."""
 
     def add(self, document: Document, length: int, ids: np.ndarray, answers: bytes) -> None:
@@ -92,7 +92,7 @@ class Judge(Protocol):
         ...
 
 
-class Output:
+class DocumentSink:
     """Hands on documents in the order in which they were read, without those that are dropped; one that is cut is
     tokenized again, in this process.
 
@@ -106,11 +106,11 @@ class Output:
         self,
         spec: EncoderSpec,
         seen: Judge,
-        part: Callable[[int, Split], Part],
+        part: Callable[[int, Split], SplitFile],
         text: Callable[[HeldOutSplit, bytes], None],
     ) -> None:
-        self.samples = Samples(spec.steps)
-        self._parts: dict[tuple[int, Split], Part] = {}
+        self.samples = DroppedSamples(spec.steps)
+        self._parts: dict[tuple[int, Split], SplitFile] = {}
         self._spec, self._seen, self._part, self._text = spec, seen, part, text
 
     def add(self, worked: Worked, room: int | None, tally: Tally) -> _Added:
@@ -170,7 +170,7 @@ class Output:
             self._text(document.split, document.text)
 
 
-class Samples:
+class DroppedSamples:
     """Samples of what each step dropped, for people to look at: those whose text has the smallest hashes, so a random
     choice that depends neither on the order nor on the number of processes."""
 

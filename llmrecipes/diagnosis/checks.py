@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llmrecipes.diagnosis.finding import Check, Record, RunFacts, RunFinding, Sighting
-from llmrecipes.diagnosis.gradients import DeadExperts, GradientNorm, Layers, LossScale
+from llmrecipes.diagnosis.gradients import DeadExperts, GradientNorm, LossScale, UntrainedLayers
 from llmrecipes.diagnosis.loss import (
     Divergence,
     Guessing,
@@ -35,7 +35,8 @@ class Checks:
             Storage(),
         )  # fmt: skip
         self._of_key: tuple[tuple[str, Check], ...] = (
-            ("layers", Layers()), ("experts", DeadExperts(facts)), ("loss_scale", LossScale()), ("nodes", Clocks()),
+            ("layers", UntrainedLayers()), ("experts", DeadExperts(facts)), ("loss_scale", LossScale()),
+            ("nodes", Clocks()),
         )  # fmt: skip
         """Those that read one key, which most records of a long run do not have."""
         self._seen: dict[str, tuple[Sighting, Sighting, int]] = {}

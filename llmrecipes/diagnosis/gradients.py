@@ -80,7 +80,7 @@ TIMES = 3
 """Records with layers in a row."""
 
 
-class Layers:
+class UntrainedLayers:
     """A layer gets no gradient, almost none, or does not change, while the others do."""
 
     def __init__(self) -> None:

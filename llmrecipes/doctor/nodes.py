@@ -61,14 +61,14 @@ class NodeRendezvous:
 
 
 @dataclass(frozen=True)
-class Gathered:
+class GatheredFindings:
     """Result of the check: `findings` of all nodes on the first one, None on the others; `bad` on all."""
 
     findings: list[Finding] | None
     bad: list[str]
 
 
-def meet(meeting: NodeRendezvous, findings: Sequence[Finding]) -> Gathered:
+def meet(meeting: NodeRendezvous, findings: Sequence[Finding]) -> GatheredFindings:
     """Collect the findings of all nodes, run the checks between nodes, and tell every node which ones are bad.
 
     Raises:
@@ -84,7 +84,7 @@ def meet(meeting: NodeRendezvous, findings: Sequence[Finding]) -> Gathered:
     with listener:
         if meeting.number == 0:
             return _lead(meeting, findings)
-        return Gathered(None, _follow(meeting, findings))
+        return GatheredFindings(None, _follow(meeting, findings))
 
 
 class _Listener:
@@ -106,7 +106,7 @@ class _Listener:
         self._server.server_close()
 
 
-def _lead(meeting: NodeRendezvous, findings: Sequence[Finding]) -> Gathered:
+def _lead(meeting: NodeRendezvous, findings: Sequence[Finding]) -> GatheredFindings:
     attendance = _RendezvousState(len(meeting.hosts) - 1, meeting.patience)
     mark = _write_mark(meeting)
 
@@ -123,7 +123,7 @@ def _lead(meeting: NodeRendezvous, findings: Sequence[Finding]) -> Gathered:
         reported = [finding for _, report in sorted(attendance.reports.items()) for finding in report]
         strangers = ignored(first.ignored, meeting.hosts[0])
         all_findings = compared([*reported, *_absent(meeting, attendance), *strangers])
-        gathered = Gathered(all_findings, bad_nodes(all_findings))
+        gathered = GatheredFindings(all_findings, bad_nodes(all_findings))
         # Pods start their rank each by itself: a node that is fine may not start without the others.
         attendance.put(attendance.verdict, 0, gathered.bad)
         attendance.wait(attendance.dismissed)

@@ -56,7 +56,7 @@ def read_script(text: str, path: Path | None = None) -> Script:
         text: the script.
         path: its file, beside which sourced files are looked for; None: none are read.
     """
-    reader = _Reader(path)
+    reader = _StatementReader(path)
     reader.read(text)
     return reader.script()
 
@@ -92,7 +92,7 @@ def arguments(words: list[str], flags: re.Pattern[str], lists: re.Pattern[str]) 
     return found
 
 
-class _Reader:
+class _StatementReader:
     """Statements of a script, in order."""
 
     def __init__(self, path: Path | None) -> None:

@@ -29,7 +29,7 @@ LINE_SECONDS = 60.0
 
 
 @dataclass
-class Gathered:
+class GatheredNode:
     """This node in this start. `node` is None for one that was not needed, which ends with `code`."""
 
     node: Node | None
@@ -46,7 +46,7 @@ def gathered(
     join_seconds: float,
     grow: Callable[[], None],
     log: Callable[[str], None],
-) -> Iterator[Gathered]:
+) -> Iterator[GatheredNode]:
     """Agree on the nodes of this start; the block is the run.
 
     Args:
@@ -67,7 +67,7 @@ def gathered(
         return
     first = _First(node, counts, grow, log)
     with FirstNode(hosts, port, token, first.serve):
-        run = Gathered(Node(0, first.number_nodes(join_seconds), node.master_addr, node.master_port))
+        run = GatheredNode(Node(0, first.number_nodes(join_seconds), node.master_addr, node.master_port))
         threading.Thread(target=first.watch, daemon=True).start()
         try:
             yield run
@@ -156,7 +156,7 @@ class _First:
         return max(count for count in self._counts if count <= here)
 
 
-def _followed(node: Node, hosts: tuple[str, ...], port: int, token: bytes) -> Gathered:
+def _followed(node: Node, hosts: tuple[str, ...], port: int, token: bytes) -> GatheredNode:
     """What the first node has another one do."""
     try:
         with joined(hosts, node.number, port, token, FIRST_NODE_SECONDS) as channel:
@@ -170,10 +170,10 @@ def _followed(node: Node, hosts: tuple[str, ...], port: int, token: bytes) -> Ga
         ) from error
 
 
-def _understood(node: Node, answer: dict[str, int]) -> Gathered:
+def _understood(node: Node, answer: dict[str, int]) -> GatheredNode:
     number, nodes, end = (answer.get(name) for name in ("number", "nodes", "end"))
     if isinstance(end, int):
-        return Gathered(None, end if end in tuple(ExitCode) else int(ExitCode.REQUEUE))
+        return GatheredNode(None, end if end in tuple(ExitCode) else int(ExitCode.REQUEUE))
     if not (isinstance(number, int) and isinstance(nodes, int) and 0 < number < nodes <= node.nodes):
         raise Disconnected("sent an unexpected answer")
-    return Gathered(Node(number, nodes, node.master_addr, node.master_port))
+    return GatheredNode(Node(number, nodes, node.master_addr, node.master_port))

@@ -60,7 +60,7 @@ class ExpertMatrix:
 
 
 @dataclass(frozen=True)
-class Calibration:
+class CalibrationData:
     """What a calibration is made of.
 
     Attributes:
@@ -83,7 +83,7 @@ class Calibration:
 
 
 @torch.no_grad()
-def calibrate(method: str, work: Calibration) -> dict[str, Changed]:
+def calibrate(method: str, work: CalibrationData) -> dict[str, Changed]:
     """The tensors that a method changes, by their names in the model, and those of experts by their names in the file.
 
     Args:
@@ -258,7 +258,7 @@ def _routed(
     return made
 
 
-def _smoothquant(layer: _LayerPass, _work: Calibration) -> dict[str, Changed]:
+def _smoothquant(layer: _LayerPass, _work: CalibrationData) -> dict[str, Changed]:
     """Divide the inputs of matrices by s and multiply their columns: s = max|x|^α / max|w|^(1-α), for each channel."""
     largest: dict[str, torch.Tensor] = {}
 
@@ -275,7 +275,7 @@ def _smoothquant(layer: _LayerPass, _work: Calibration) -> dict[str, Changed]:
     return changed
 
 
-def _awq(layer: _LayerPass, work: Calibration) -> dict[str, Changed]:
+def _awq(layer: _LayerPass, work: CalibrationData) -> dict[str, Changed]:
     """Scale channels by s = mean|x|^α, with the α of least error of the layer's own products after rounding."""
     sums: dict[str, torch.Tensor] = {}
     inputs: dict[str, torch.Tensor] = {}
@@ -339,7 +339,7 @@ def _moved(layer: _LayerPass, norm: str, readers: Sequence[str], scale: torch.Te
     return changed
 
 
-def _gptq(layer: _LayerPass, work: Calibration) -> dict[str, Changed]:
+def _gptq(layer: _LayerPass, work: CalibrationData) -> dict[str, Changed]:
     """Round a column at a time, and change those behind it so that the products with the inputs stay.
 
     Linear layers with the same input share their Hessian in the mathematics, not in memory: one layer's are held. An

@@ -132,7 +132,7 @@ class FinetuneStep:
 
 
 @dataclass(frozen=True)
-class Lengths:
+class ConversationLengths:
     """Conversations of the data.
 
     Attributes:
@@ -269,7 +269,7 @@ def _write_recipe(request: Finetuning, paths: Paths, log: Log) -> None:
     log(f"wrote {request.recipe}; it can be edited before the next steps")
 
 
-def make_recipe(request: Finetuning, cluster: Cluster, log: Log) -> tuple[Recipe, Lengths]:
+def make_recipe(request: Finetuning, cluster: Cluster, log: Log) -> tuple[Recipe, ConversationLengths]:
     """The recipe of a fine-tuning, and what was measured for it.
 
     Args:
@@ -355,7 +355,7 @@ def _with_length(
     return load_values(values, path, overrides).recipe
 
 
-def measured(recipe: Recipe) -> Lengths:
+def measured(recipe: Recipe) -> ConversationLengths:
     """Tokens of the conversations of a recipe with a Hugging Face tokenizer, cut at what a sequence holds.
 
     Raises:
@@ -391,7 +391,7 @@ def measured(recipe: Recipe) -> Lengths:
             fix="see docs/guide/finetuning.md#conversations",
         )
     tokens = math.ceil(sum(used) * max(1, rows / MEASURED))
-    return Lengths(rows, len(used), tokens, max(used))
+    return ConversationLengths(rows, len(used), tokens, max(used))
 
 
 def _require_template(request: Finetuning, recipe: Recipe) -> None:

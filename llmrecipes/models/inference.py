@@ -22,7 +22,7 @@ from llmrecipes.models.export import export
 from llmrecipes.models.export_options import ExportOptions
 from llmrecipes.models.gguf_file import K_TYPES, LLAMA_CPP
 from llmrecipes.models.gguf_file import TYPES as GGUF_TYPES
-from llmrecipes.models.inference_worker import InferenceSpec, Measured
+from llmrecipes.models.inference_worker import InferenceSpec, MeasuredForm
 from llmrecipes.models.quantize import PACKAGE, quantize, text_of
 from llmrecipes.models.quantize_options import QuantizeOptions
 from llmrecipes.models.quantized_weights import SCHEMES
@@ -74,7 +74,7 @@ class InferenceOptions:
 
 
 @dataclass(frozen=True)
-class Row:
+class FormatRow:
     """A format of a model.
 
     Attributes:
@@ -91,7 +91,7 @@ class Row:
     format: str
     program: str
     bytes: int
-    measured: Measured | None
+    measured: MeasuredForm | None
     skipped: str = ""
     same_tokens: int | None = None
 
@@ -104,7 +104,7 @@ def bench_inference(
     options: InferenceOptions,
     say: Callable[[str], None] = lambda _line: None,
     progress: Counted | None = None,
-) -> list[Row]:
+) -> list[FormatRow]:
     """Measure models in formats.
 
     Args:
@@ -124,7 +124,7 @@ def bench_inference(
         raise UserError(
             f"unknown format {unknown[0]!r}", where="--formats", rule=f"one or more of {', '.join(FORMATS)}"
         )
-    rows: list[Row] = []
+    rows: list[FormatRow] = []
     own = [_own_form(Path(model)) for model in models]
     for model, form in zip(models, own, strict=True):
         _require_trusted(model, form, options)
@@ -133,18 +133,18 @@ def bench_inference(
     for model in models:
         with tempfile.TemporaryDirectory() as temporary:
             place = Path(temporary)
-            first: Measured | None = None
+            first: MeasuredForm | None = None
             for name, folder, program, size in _forms(model, formats, runs_dir, data_dir, place, progress):
                 say(f"{model}  {name}  {_how_far(len(rows), total, time.monotonic() - began)}")
                 needs = NEEDS.get(program)
                 if needs is not None and find_spec(needs) is None:
-                    rows.append(Row(model, name, program, size, None, f"the package {needs} is not installed"))
+                    rows.append(FormatRow(model, name, program, size, None, f"the package {needs} is not installed"))
                     continue
                 texts = _texts(model, folder, runs_dir, data_dir, options, place)
                 measured = measured_in_process(folder, program, name if name in PLAIN else "auto", texts, options)
                 first = first or measured
                 same = _same(first.tokens, measured.tokens)
-                rows.append(Row(model, name, program, size, measured, same_tokens=same))
+                rows.append(FormatRow(model, name, program, size, measured, same_tokens=same))
     return rows
 
 
@@ -279,7 +279,7 @@ def _stored_bytes(folder: Path, dtype: str) -> int:
 
 
 @dataclass(frozen=True)
-class Texts:
+class TokenFile:
     """Text as tokens, in a file.
 
     Attributes:
@@ -295,7 +295,7 @@ class Texts:
 
 def _texts(
     model: str, folder: Path, runs_dir: Path, data_dir: Path, options: InferenceOptions, place: Path
-) -> Texts | None:
+) -> TokenFile | None:
     """The text of a measurement, read once for all formats of a model; None if none is named."""
     is_folder = folder.is_dir() and Path(model) == folder
     if is_folder and options.data is None:
@@ -308,7 +308,7 @@ def _texts(
 
 def written_texts(
     model: str, folder: Path, runs_dir: Path, data_dir: Path, options: InferenceOptions, file: Path
-) -> Texts:
+) -> TokenFile:
     """Write the text of a measurement as tokens, unless it is written.
 
     Args:
@@ -336,7 +336,7 @@ def written_texts(
             for text in texts.documents(tokenizer, prepared)
         )
         file.write_text("".join(f"{line}\n" for line in lines), "utf-8")
-    return Texts(file, tuple(tokenizer.start), window)
+    return TokenFile(file, tuple(tokenizer.start), window)
 
 
 def prepared_window(model: str, runs_dir: Path) -> int:
@@ -348,8 +348,8 @@ def prepared_window(model: str, runs_dir: Path) -> int:
 
 
 def measured_in_process(
-    folder: Path, program: str, dtype: str, texts: Texts | None, options: InferenceOptions
-) -> Measured:
+    folder: Path, program: str, dtype: str, texts: TokenFile | None, options: InferenceOptions
+) -> MeasuredForm:
     """Measure a model in a new process.
 
     Args:
@@ -385,7 +385,7 @@ def measured_in_process(
                 f"{program} cannot run this model (exit code {done.returncode}): {last[:300]}", where=str(folder),
                 rule="each model is first run once in a separate process",
             )  # fmt: skip
-        return Measured(**json.loads(out.read_text("utf-8")))
+        return MeasuredForm(**json.loads(out.read_text("utf-8")))
 
 
 def compare_folders(
@@ -396,7 +396,7 @@ def compare_folders(
     runs_dir: Path,
     data_dir: Path,
     options: InferenceOptions,
-) -> list[Row]:
+) -> list[FormatRow]:
     """Measure a model before and after it is quantised, on the same text.
 
     Args:
@@ -416,12 +416,14 @@ def compare_folders(
         before = measured_in_process(original, "transformers", "auto", texts, options)
         after = measured_in_process(quantized, "transformers", "auto", texts, options)
     return [
-        Row(model, "original", "transformers", _bytes(original), before, same_tokens=len(before.tokens)),
-        Row(model, scheme, "transformers", _bytes(quantized), after, same_tokens=_same(before.tokens, after.tokens)),
+        FormatRow(model, "original", "transformers", _bytes(original), before, same_tokens=len(before.tokens)),
+        FormatRow(
+            model, scheme, "transformers", _bytes(quantized), after, same_tokens=_same(before.tokens, after.tokens)
+        ),
     ]
 
 
-def draw(rows: Sequence[Row], file: Path) -> None:
+def draw(rows: Sequence[FormatRow], file: Path) -> None:
     """Draw size against bits per byte; the area of a point is the speed.
 
     Args:

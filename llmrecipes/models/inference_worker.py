@@ -52,7 +52,7 @@ class InferenceSpec(BaseModel):
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredForm:
     """What a form of a model does on this machine.
 
     Attributes:
@@ -76,7 +76,7 @@ class Measured:
     perplexity: float | None = None
 
 
-class Program(Protocol):
+class LoadedModel(Protocol):
     """A loaded model."""
 
     positions: int
@@ -214,12 +214,12 @@ class _LlamaCpp:
         yield from self._program.generate(prompt, temp=0.0, reset=True)
 
 
-PROGRAMS: dict[str, Callable[[InferenceSpec], Program]] = {
+PROGRAMS: dict[str, Callable[[InferenceSpec], LoadedModel]] = {
     "transformers": _Transformers, "onnxruntime": _Onnx, "torch.export": _TorchExport, "llama.cpp": _LlamaCpp,
 }  # fmt: skip
 
 
-def measure(spec: InferenceSpec) -> Measured:
+def measure(spec: InferenceSpec) -> MeasuredForm:
     """Load a model and measure it."""
     import torch
 
@@ -245,14 +245,14 @@ def measure(spec: InferenceSpec) -> Measured:
             speeds.append((new - 1) / (ended - first))
         peak = peak_memory()
         scored = _perplexity(spec, program, texts) if texts else {}
-    return Measured(
+    return MeasuredForm(
         first_token_seconds=statistics.median(firsts[1:]), tokens_per_second=statistics.median(speeds[1:]),
         peak_memory_bytes=peak, memory_before_bytes=before, cache=program.cache, tokens=tokens,
         bits_per_byte=scored.get("bits_per_byte"), perplexity=scored.get("perplexity"),
     )  # fmt: skip
 
 
-def _perplexity(spec: InferenceSpec, program: Program, texts: list[dict[str, Any]]) -> dict[str, float]:
+def _perplexity(spec: InferenceSpec, program: LoadedModel, texts: list[dict[str, Any]]) -> dict[str, float]:
     """As `llmrecipes eval --data` measures it."""
     from llmrecipes.data.tokenizer import TextTokenizer
     from llmrecipes.evaluation.lead import RankZeroScorer

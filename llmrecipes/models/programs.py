@@ -146,7 +146,7 @@ def _write(source: Path, file: Path, form: str, dtype: str, weights: int, *, cac
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     config = model.config
 
-    class Logits(torch.nn.Module):
+    class LogitsOnly(torch.nn.Module):
         """Without what transformers' outputs have besides."""
 
         def __init__(self) -> None:
@@ -167,7 +167,7 @@ def _write(source: Path, file: Path, form: str, dtype: str, weights: int, *, cac
     length = min(16, positions)
     sample = torch.randint(0, config.vocab_size, (2, length), generator=draw)
     batch, sequence = torch.export.Dim("batch"), torch.export.Dim("sequence", max=positions)
-    whole = Logits().eval()
+    whole = LogitsOnly().eval()
     with torch.no_grad(), _quiet():
         past = _past(model, sample[:, : length - 3]) if cache else ()
         before = torch.export.Dim("past", max=positions)

@@ -31,7 +31,7 @@ RECORD = "pruned.json"
 
 
 @dataclass(frozen=True)
-class Calibration:
+class PruningText:
     """Text on which parts of a model are compared.
 
     Attributes:
@@ -46,7 +46,7 @@ class Calibration:
 def prune(
     run: Path,
     options: PruneOptions,
-    calibration: Calibration,
+    calibration: PruningText,
     overrides: Sequence[str],
     runs_dir: Path,
     data_dir: Path,
@@ -123,7 +123,7 @@ def _require_memory(plan: Plan) -> None:
         )
 
 
-def calibration_rows(recipe: Recipe, data_dir: Path, calibration: Calibration) -> torch.Tensor:
+def calibration_rows(recipe: Recipe, data_dir: Path, calibration: PruningText) -> torch.Tensor:
     """Sequences of text for a recipe's model: documents one after another, each with its end token.
 
     Returns:

@@ -368,7 +368,7 @@ def _calibrated(
         return {}, 0
     import transformers
 
-    from llmrecipes.models.calibrate import Calibration, calibrate
+    from llmrecipes.models.calibrate import CalibrationData, calibrate
 
     rows = text()
     transformers.utils.logging.disable_progress_bar()
@@ -383,7 +383,7 @@ def _calibrated(
             fix=f"--samples {-(-widest // rows.size(1))}",
         )  # fmt: skip
     linears = frozenset(layers.quantized).difference(layers.experts)
-    work = Calibration(model, rows, scheme, linears, element, progress, layers.experts)
+    work = CalibrationData(model, rows, scheme, linears, element, progress, layers.experts)
     changed = calibrate(options.method, work)
     return changed, rows.numel()
 

@@ -29,7 +29,7 @@ PIECE = 1 << 19
 
 
 @dataclass(frozen=True)
-class Kind:
+class QuantizationScheme:
     """A scheme by its name in `--scheme`.
 
     Attributes:
@@ -56,12 +56,12 @@ class Kind:
         return self.form in ("pack-quantized", "int-quantized")
 
 
-SCHEMES: Mapping[str, Kind] = {
-    "int8": Kind("W8A16", BITS["int8"], None, False, ("rtn", "gptq", "awq"), "pack-quantized", True),
-    "w8a8": Kind("W8A8", 8, None, True, ("rtn", "gptq", "smoothquant"), "int-quantized", False),
-    "int4": Kind("W4A16", BITS["int4"], GROUP, False, ("rtn", "gptq", "awq"), "pack-quantized", True),
-    "fp8": Kind("FP8_DYNAMIC", 8, None, True, ("rtn", "smoothquant"), "float-quantized", True),
-    "nvfp4": Kind("NVFP4A16", 4, 16, False, ("rtn", "awq"), "nvfp4-pack-quantized", False),
+SCHEMES: Mapping[str, QuantizationScheme] = {
+    "int8": QuantizationScheme("W8A16", BITS["int8"], None, False, ("rtn", "gptq", "awq"), "pack-quantized", True),
+    "w8a8": QuantizationScheme("W8A8", 8, None, True, ("rtn", "gptq", "smoothquant"), "int-quantized", False),
+    "int4": QuantizationScheme("W4A16", BITS["int4"], GROUP, False, ("rtn", "gptq", "awq"), "pack-quantized", True),
+    "fp8": QuantizationScheme("FP8_DYNAMIC", 8, None, True, ("rtn", "smoothquant"), "float-quantized", True),
+    "nvfp4": QuantizationScheme("NVFP4A16", 4, 16, False, ("rtn", "awq"), "nvfp4-pack-quantized", False),
 }
 METHODS = ("rtn", "gptq", "awq", "smoothquant")
 

@@ -16,7 +16,7 @@ GATED = {"gelu": "GEGLU", "gelu_tanh": "GEGLU (tanh)", "silu": "SwiGLU", "square
 
 
 @dataclass(frozen=True)
-class Part:
+class Weights:
     """Weights of a block under one name of megatron-core, biases included; `size` is their shape in words."""
 
     name: str
@@ -38,7 +38,7 @@ class Block:
     kind: str
     title: str
     notes: tuple[str, ...] = ()
-    parts: tuple[Part, ...] = ()
+    parts: tuple[Weights, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -59,7 +59,7 @@ class Layers:
     experts: bool
     numbers: tuple[int, ...]
     blocks: tuple[Block, ...]
-    adapters: tuple[Part, ...] = ()
+    adapters: tuple[Weights, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -68,7 +68,7 @@ class Layers:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageBlocks:
     """What a pipeline stage holds.
 
     Attributes:
@@ -100,7 +100,7 @@ class Graph:
     output: Block
     prediction: tuple[Block, ...]
     predictions: int
-    stages: tuple[Stage, ...]
+    stages: tuple[StageBlocks, ...]
 
     @property
     def parameters(self) -> int:
@@ -150,11 +150,11 @@ def graph(recipe: Recipe) -> Graph:
 
 
 def _embedding(model: Model, s: Shape) -> Block:
-    parts = [Part("word_embeddings", f"{s.vocab_size:,} × {s.hidden_size:,}", s.vocab_size * s.hidden_size)]
+    parts = [Weights("word_embeddings", f"{s.vocab_size:,} × {s.hidden_size:,}", s.vocab_size * s.hidden_size)]
     notes = [] if s.vocab_size == model.vocab_size else [f"{model.vocab_size:,} tokens, padded"]
     if model.position_embedding_type == "learned_absolute":
         places = s.max_position_embeddings
-        parts.append(Part("position_embeddings", f"{places:,} × {s.hidden_size:,}", places * s.hidden_size))
+        parts.append(Weights("position_embeddings", f"{places:,} × {s.hidden_size:,}", places * s.hidden_size))
     return Block("embedding", "Embedding", tuple(notes), tuple(parts))
 
 
@@ -162,17 +162,17 @@ def _output(model: Model, s: Shape) -> Block:
     if model.share_embeddings_and_output_weights:
         return Block("output", "Output layer", ("tied: the weights of word_embeddings",))
     size = f"{s.hidden_size:,} → {s.vocab_size:,}"
-    return Block("output", "Output layer", (), (Part("output_layer", size, s.hidden_size * s.vocab_size),))
+    return Block("output", "Output layer", (), (Weights("output_layer", size, s.hidden_size * s.vocab_size),))
 
 
 def _norm(model: Model, title: str, name: str, width: int) -> Block:
     return Block("norm", f"{title}: {model.normalization}", (), (_scales(model, name, width),))
 
 
-def _scales(model: Model, name: str, width: int, copies: int = 1) -> Part:
+def _scales(model: Model, name: str, width: int, copies: int = 1) -> Weights:
     shifted = model.normalization == "LayerNorm"
     size = f"{f'{copies} × ' if copies > 1 else ''}{width:,}{', shift' if shifted else ''}"
-    return Part(name, size, copies * width * (2 if shifted else 1))
+    return Weights(name, size, copies * width * (2 if shifted else 1))
 
 
 def _layer(model: Model, s: Shape, *, experts: bool) -> tuple[Block, ...]:
@@ -185,9 +185,9 @@ def _layer(model: Model, s: Shape, *, experts: bool) -> tuple[Block, ...]:
     )
 
 
-def _product(each: Matrix, *, bias: bool = False, name: str | None = None, copies: int = 1) -> Part:
+def _product(each: Matrix, *, bias: bool = False, name: str | None = None, copies: int = 1) -> Weights:
     size = f"{f'{copies} × ' if copies > 1 else ''}{each.width:,} → {each.height:,}{', bias' if bias else ''}"
-    return Part(name or each.name, size, copies * (each.width * each.height + (each.height if bias else 0)))
+    return Weights(name or each.name, size, copies * (each.width * each.height + (each.height if bias else 0)))
 
 
 def _attention(model: Model, s: Shape, weights: dict[str, Matrix]) -> Block:
@@ -229,7 +229,7 @@ def _mlp(model: Model, s: Shape, weights: dict[str, Matrix]) -> Block:
 def _experts(model: Model, s: Shape, weights: dict[str, Matrix]) -> Block:
     """Router, routed experts and shared experts, none with biases."""
     many, h = s.num_moe_experts, s.hidden_size
-    parts = [Part("router", f"{h:,} → {many:,}", h * many)]
+    parts = [Weights("router", f"{h:,} → {many:,}", h * many)]
     parts += [_product(weights[EXPERTS + name], copies=many) for name in ("linear_fc1", "linear_fc2")]
     notes = [f"{model.moe_router_topk} of {many:,} for each token, width {s.moe_ffn_hidden_size:,}"]
     if s.moe_shared_ffn_hidden_size:
@@ -241,23 +241,27 @@ def _experts(model: Model, s: Shape, weights: dict[str, Matrix]) -> Block:
 def _prediction(model: Model, s: Shape, *, experts: bool) -> Iterator[Block]:
     """Multi-token prediction: norms of both inputs, their projection, a layer like the last one, and its norm."""
     h, layer = s.hidden_size, _layer(model, s, experts=experts)
-    parts = (_scales(model, "enorm", h), _scales(model, "hnorm", h), Part("eh_proj", f"{2 * h:,} → {h:,}", 2 * h * h))
+    parts = (
+        _scales(model, "enorm", h),
+        _scales(model, "hnorm", h),
+        Weights("eh_proj", f"{2 * h:,} → {h:,}", 2 * h * h),
+    )
     yield Block("join", "Join", ("of the last layer's output and the next embedding",), parts)
-    whole = Part("transformer_layer", "", sum(block.parameters for block in layer))
+    whole = Weights("transformer_layer", "", sum(block.parameters for block in layer))
     yield Block("layer", f"Layer like the last, {'with experts' if experts else 'dense'}", (), (whole,))
     yield _norm(model, "Norm", "final_layernorm", h)
 
 
-def _adapters(lora: Lora | None, model: Model, s: Shape, *, experts: bool) -> Iterator[Part]:
+def _adapters(lora: Lora | None, model: Model, s: Shape, *, experts: bool) -> Iterator[Weights]:
     if lora is None:
         return
     for matrix in adapted(lora, model, s, experts=experts):
         copies = s.num_moe_experts if matrix.of_experts else 1
         size = f"{f'{copies} × ' if copies > 1 else ''}{matrix.width:,} → {lora.rank:,} → {matrix.height:,}"
-        yield Part(matrix.name, size, copies * lora.rank * (matrix.width + matrix.height))
+        yield Weights(matrix.name, size, copies * lora.rank * (matrix.width + matrix.height))
 
 
-def _stages(recipe: Recipe, s: Shape, drawing: Graph) -> Iterator[Stage]:
+def _stages(recipe: Recipe, s: Shape, drawing: Graph) -> Iterator[StageBlocks]:
     """As `plan.parameters.count_on_rank`, over all ranks of a stage."""
     per_stage = layers_per_stage(recipe)
     kinds, last = drawing.kinds(), len(per_stage) - 1
@@ -289,4 +293,4 @@ def _stages(recipe: Recipe, s: Shape, drawing: Graph) -> Iterator[Stage]:
             held += drawing.predicting + drawing.output.parameters
             if not drawing.output.parts and stage and not copies:
                 copies = words
-        yield Stage(chunks, tuple(has), copies, held + copies)
+        yield StageBlocks(chunks, tuple(has), copies, held + copies)

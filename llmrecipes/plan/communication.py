@@ -50,7 +50,7 @@ class Members:
 
 
 @dataclass(frozen=True)
-class Part:
+class Calls:
     """Calls of one kind in one group, in a step of one rank. `bytes` is their payload, as `plan.traffic` defines it."""
 
     group: GroupName
@@ -68,7 +68,7 @@ class Communication:
     """Of the stage that communicates longest."""
 
     stage: int
-    parts: tuple[Part, ...]
+    parts: tuple[Calls, ...]
 
     @property
     def seconds(self) -> float:
@@ -97,7 +97,7 @@ def _of_stage(plan: Plan, stage: int, profile: Profile, ranks_per_node: int) -> 
         for index, value in enumerate((number, number * call.payload, number * seconds)):
             total[index] += value
     parts = (
-        Part(name, kind, ranks, int(calls), int(size), seconds, source)
+        Calls(name, kind, ranks, int(calls), int(size), seconds, source)
         for (name, kind, ranks, source), (calls, size, seconds) in sums.items()
     )
     return Communication(stage, tuple(sorted(parts, key=lambda part: -part.seconds)))

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from llmrecipes.console import number
-from llmrecipes.plan.blocks import Block, Graph, Layers, Part
+from llmrecipes.plan.blocks import Block, Graph, Layers, Weights
 from llmrecipes.webpage import text
 
 STYLE = """\
@@ -146,7 +146,7 @@ class _Column:
         self._parts.insert(mark, box + colour)
         return top + high / 2
 
-    def part(self, part: Part) -> None:
+    def part(self, part: Weights) -> None:
         self.line(f"{part.name} {part.size}".rstrip(), "size", number(part.parameters))
 
 
@@ -156,7 +156,7 @@ def _frame(
     right: str,
     blocks: Iterable[Block],
     notes: Iterable[str],
-    adapters: Sequence[Part] = (),
+    adapters: Sequence[Weights] = (),
 ) -> None:
     """Blocks of a layer in a frame, with the stream that goes past attention and MLP and their norms."""
     top, left, edge = drawn.y, drawn.left, drawn.right

@@ -109,7 +109,7 @@ def curves(title: str, lines: Sequence[Line], *, unit: str = "", along: str = "s
         return ""
     across = np.concatenate([line.x for line in lines])
     left, right = float(across.min()), float(across.max())
-    scale = _Scale.of(finite)
+    scale = _VerticalAxis.of(finite)
     body = [f'<path class="grid" d="{"".join(f"M-4 {_n(scale.up(at))}H{COLUMNS + 4}" for at in scale.ticks)}"/>']
     bad = 0
     for place, line in enumerate(lines):
@@ -329,7 +329,7 @@ def heat(
 
 
 @dataclass(frozen=True)
-class _Scale:
+class _VerticalAxis:
     """The vertical axis: from `low` to `high`, which may lie below the largest value, `most`."""
 
     low: float
@@ -340,7 +340,7 @@ class _Scale:
     most: float
 
     @classmethod
-    def of(cls, lines: Sequence[Values]) -> _Scale:
+    def of(cls, lines: Sequence[Values]) -> _VerticalAxis:
         values = np.concatenate(lines)
         low, most = float(values.min()), float(values.max())
         high = most
@@ -384,7 +384,7 @@ def _columns(x: Values, left: float, right: float) -> Values:
     return np.full(len(x), COLUMNS / 2) if right == left else (x - left) / (right - left) * COLUMNS
 
 
-def _reduced(columns: Values, y: Values, scale: _Scale) -> tuple[str, str]:
+def _reduced(columns: Values, y: Values, scale: _VerticalAxis) -> tuple[str, str]:
     """The median of each column as a line, and an area from the least to the largest value."""
     place = np.minimum(columns.astype(int), COLUMNS - 1)
     starts = np.flatnonzero(np.diff(place, prepend=-1))

@@ -18,7 +18,7 @@ STEPS_OF_GAP = 10.0
 
 
 @dataclass
-class Start:
+class RecordedStart:
     """One start of a run, or one time that it went back to a checkpoint without a new process.
 
     Attributes:
@@ -51,7 +51,7 @@ class Start:
 class History:
     """All starts, oldest first, and seconds by cause; the causes add up to `wall`."""
 
-    starts: list[Start] = field(default_factory=list)
+    starts: list[RecordedStart] = field(default_factory=list)
     causes: dict[str, float] = field(default_factory=dict)
     wall: float = 0.0
 
@@ -107,13 +107,13 @@ def _events(records: Records) -> list[tuple[float, int]]:
     return sorted(known)
 
 
-def _noted(records: Records, events: list[tuple[float, int]], times: Any, seconds: Any) -> list[Start]:
+def _noted(records: Records, events: list[tuple[float, int]], times: Any, seconds: Any) -> list[RecordedStart]:
     notes = sorted((note for note in records.of(STARTED) if number(note.get("time")) is not None),
                    key=lambda note: float(note["time"]))  # fmt: skip
     if not notes or (events[0][0] < float(notes[0]["time"]) - LEAST_GAP_SECONDS and len(records)
                      and records.steps[0] <= int(notes[0]["step"])):  # fmt: skip
         return []  # its first starts were of a version without such notes
-    starts: list[Start] = []
+    starts: list[RecordedStart] = []
     moments, reached = np.array([at for at, _ in events]), np.array([step for _, step in events])
     for place, note in enumerate(notes):
         opened, details = float(note["time"]), note["details"]
@@ -127,7 +127,7 @@ def _noted(records: Records, events: list[tuple[float, int]], times: Any, second
         first = float((times[steps] - seconds[steps])[0]) if steps.any() else end
         to_step = int(reached[mine].max()) if mine.any() else int(note["step"])
         ranks, host = number(details.get("ranks")), details.get("host")
-        start = Start(
+        start = RecordedStart(
             begin, max(begin, first if np.isfinite(first) else opened), end, int(note["step"]), to_step, rewound=same,
             ranks=None if ranks is None else int(ranks), host=host if isinstance(host, str) else None,
         )  # fmt: skip
@@ -139,7 +139,7 @@ def _noted(records: Records, events: list[tuple[float, int]], times: Any, second
     return starts
 
 
-def _lost(before: Start, details: dict[str, Any], start: Start) -> None:
+def _lost(before: RecordedStart, details: dict[str, Any], start: RecordedStart) -> None:
     """Steps that the start before this one had done, and this one did again."""
     reached, at = number(details.get("reached_step")), number(details.get("reached_time"))
     if reached is None or at is None:
@@ -150,7 +150,7 @@ def _lost(before: Start, details: dict[str, Any], start: Start) -> None:
     before.end = max(before.end, float(at))
 
 
-def _inferred(records: Records, events: list[tuple[float, int]], times: Any, seconds: Any) -> list[Start]:
+def _inferred(records: Records, events: list[tuple[float, int]], times: Any, seconds: Any) -> list[RecordedStart]:
     """Starts by gaps between steps, less what evaluations and saves took."""
     if not len(records):
         return []
@@ -170,7 +170,7 @@ def _inferred(records: Records, events: list[tuple[float, int]], times: Any, sec
     begins = [float(times[at] - took[at]) for at in (0, *cuts)]
     moments = np.array([at for at, _ in events])
     return [
-        Start(
+        RecordedStart(
             begin, begin, float(moments[(moments >= begin) & (moments < until)].max()), int(steps[first]) - 1,
             int(steps[last - 1]), inferred=True,
         )
@@ -191,7 +191,7 @@ def _parts(records: Records, seconds: float) -> dict[str, float]:
     return {name: seconds * mean / sum(means) for name, mean in zip(names, means, strict=True)}
 
 
-def _causes(records: Records, starts: list[Start], seconds: Any) -> tuple[dict[str, float], float]:
+def _causes(records: Records, starts: list[RecordedStart], seconds: Any) -> tuple[dict[str, float], float]:
     if not starts:
         return {}, 0.0
     wall = max(start.end for start in starts) - starts[0].begin

@@ -15,7 +15,7 @@ from llmrecipes.console import duration
 from llmrecipes.diagnosis.finding import RunFinding
 from llmrecipes.report import charts
 from llmrecipes.report.charts import Line, Spans
-from llmrecipes.report.history import CAUSES, Start
+from llmrecipes.report.history import CAUSES, RecordedStart
 from llmrecipes.report.material import Material, at
 from llmrecipes.tracking.events import ENDED_EARLY, TASKS_EVALUATED
 from llmrecipes.units import GIB, gib
@@ -325,7 +325,7 @@ def time_line(material: Material) -> str:
     return drawn + table + (inferred if any(start.inferred for start in past.starts) else "")
 
 
-def _start(count: int, start: Start) -> tuple[object, ...]:
+def _start(count: int, start: RecordedStart) -> tuple[object, ...]:
     kind = " (rewound)" if start.rewound else ""
     lost = f"{start.repeated:,} in {duration(start.repeated_seconds)}" if start.repeated else "0"
     return (

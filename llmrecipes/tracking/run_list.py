@@ -66,7 +66,7 @@ def list_runs(runs_dir: Path) -> list[RunSummary]:
 
 
 @dataclass(frozen=True)
-class MeasuredRun:
+class LongestTimes:
     """The longest step and the longest save at the end of a run's metrics, in seconds."""
 
     run_id: str
@@ -74,7 +74,7 @@ class MeasuredRun:
     save_seconds: float
 
 
-def measured(folder: Path, most: int) -> list[MeasuredRun]:
+def measured(folder: Path, most: int) -> list[LongestTimes]:
     """Durations of steps and saves in the newest runs of a recipe; runs without a recorded save are left out.
 
     Args:
@@ -93,7 +93,7 @@ def _changed(run_dir: Path) -> float:
         return 0.0
 
 
-def _measured(run_dir: Path) -> MeasuredRun | None:
+def _measured(run_dir: Path) -> LongestTimes | None:
     steps, saves = [0.0], []
     for line in tail(RunFiles(run_dir).metrics, TAIL_BYTES_OF_SAVES):
         if b"step_seconds" not in line and b"checkpoint_saved" not in line:
@@ -104,7 +104,7 @@ def _measured(run_dir: Path) -> MeasuredRun | None:
         if record.get("event") == "checkpoint_saved" and (save := number(record.get("seconds"))) is not None:
             saves.append(save)
     # The first step after a start compiles and connects: one of them is left out.
-    return MeasuredRun(run_dir.name, sorted(steps)[-2] if len(steps) > 2 else steps[-1], max(saves)) if saves else None
+    return LongestTimes(run_dir.name, sorted(steps)[-2] if len(steps) > 2 else steps[-1], max(saves)) if saves else None
 
 
 def last_note(run_dir: Path, event: str) -> dict[str, Any] | None:

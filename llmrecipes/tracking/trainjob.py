@@ -39,7 +39,7 @@ MOST_SECONDS = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Server:
+class TrainerServer:
     """Where Trainer takes the status, as its variables say.
 
     Attributes:
@@ -87,7 +87,7 @@ class TrainJobSink(Sink):
     """
 
     def __init__(
-        self, server: Server, *, resumed_step: int, total_steps: int, interval: float = SECONDS_BETWEEN
+        self, server: TrainerServer, *, resumed_step: int, total_steps: int, interval: float = SECONDS_BETWEEN
     ) -> None:
         self._server, self._total, self._interval = server, total_steps, interval
         self._step, self._metrics = resumed_step, dict[str, float]()
@@ -99,7 +99,7 @@ class TrainJobSink(Sink):
 
     @classmethod
     def of(cls, start: RunStart) -> Self:
-        return cls(Server.of_environment(), resumed_step=start.resumed_step, total_steps=start.total_steps)
+        return cls(TrainerServer.of_environment(), resumed_step=start.resumed_step, total_steps=start.total_steps)
 
     def step(self, metrics: StepMetrics) -> None:
         self._step = metrics.step

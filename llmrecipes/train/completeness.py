@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmrecipes.checkpoint.store import DAMAGED, Damaged
+from llmrecipes.checkpoint.store import DAMAGED, DamagedCheckpoint
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.rundir import Run
 from llmrecipes.runfiles import CHECKPOINTS, LOGS, METRICS
@@ -39,7 +39,7 @@ def require_complete(run_dir: Path) -> None:
         require_none_saved(run_dir, store.incomplete())
 
 
-def require_none_saved(run_dir: Path, damaged: Sequence[Damaged]) -> None:
+def require_none_saved(run_dir: Path, damaged: Sequence[DamagedCheckpoint]) -> None:
     """Allow a run without a usable checkpoint to start at step 0, if it has never saved one.
 
     Args:

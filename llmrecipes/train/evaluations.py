@@ -65,7 +65,7 @@ def has_record(metrics: Path, step: int, *names: str) -> bool:
     return False
 
 
-class HeldOut(NamedTuple):
+class HeldOutSet(NamedTuple):
     """Of a held-out set."""
 
     loss: float
@@ -78,7 +78,7 @@ class HeldOut(NamedTuple):
 
 def held_out_losses(
     engine: Engine, loaders: DataLoaders, recipe: Recipe, stop: StopRequest, beat: Beat
-) -> tuple[dict[str, HeldOut] | None, UserError | None]:
+) -> tuple[dict[str, HeldOutSet] | None, UserError | None]:
     """Mean losses of the valid split (`SPLIT`), of each set of `data.valid_sources` and with
     `data.multiple_validation_sets` of each source's valid split, and their token accuracy.
 
@@ -88,7 +88,7 @@ def held_out_losses(
         Both, None if a rank was asked to stop meanwhile or could not read its data; and why it could not.
     """
     every = ({} if loaders.valid is None else {SPLIT: loaders.valid}) | dict(loaders.valid_sources)
-    losses: dict[str, HeldOut] = {}
+    losses: dict[str, HeldOutSet] = {}
     for name, read in every.items():
         batches = HeldOutBatches(read(), (recipe.train.micro_batch_size, recipe.model.seq_length))
 
@@ -102,11 +102,11 @@ def held_out_losses(
         unread = first_failure(batches.failure, engine.platform.device)
         if loss is None or unread is not None:
             return None, unread
-        losses[name] = HeldOut(loss, counted.get("token_accuracy"), counted.get("rewards"))
+        losses[name] = HeldOutSet(loss, counted.get("token_accuracy"), counted.get("rewards"))
     return losses, None
 
 
-def held_out_metrics(losses: dict[str, HeldOut], loaders: DataLoaders) -> dict[str, Any]:
+def held_out_metrics(losses: dict[str, HeldOutSet], loaders: DataLoaders) -> dict[str, Any]:
     """The fields of `EvalMetrics` that are measured. Without a valid split, the first set stands for it."""
     sets = {name: loss for name, loss in losses.items() if name != SPLIT}
     bits = {name: loaders.bits_per_byte_of(name, each.loss) for name, each in sets.items() if loaders.bits_per_byte}
@@ -128,7 +128,7 @@ def held_out_metrics(losses: dict[str, HeldOut], loaders: DataLoaders) -> dict[s
     }
 
 
-def evaluated(progress: Progress, losses: dict[str, HeldOut], loaders: DataLoaders, started: float) -> EvalMetrics:
+def evaluated(progress: Progress, losses: dict[str, HeldOutSet], loaders: DataLoaders, started: float) -> EvalMetrics:
     """What is reported of an evaluation that began at `started`, by `time.perf_counter`."""
     return EvalMetrics(
         step=progress.step,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from llmrecipes.checkpoint.compatibility import require_readable
 from llmrecipes.checkpoint.manifest import InvalidCheckpoint, inspect
 from llmrecipes.checkpoint.rank_groups import serve, survey
-from llmrecipes.checkpoint.store import CheckpointStore, Damaged, Entry, require_best
+from llmrecipes.checkpoint.store import CheckpointStore, DamagedCheckpoint, Entry, require_best
 from llmrecipes.engine.base import Engine, Progress, Rank, WeightSource, World
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.plan.derive import Plan
@@ -161,7 +161,7 @@ def _newest(store: CheckpointStore) -> tuple[Entry | None, tuple[Note, ...]]:
     return entry, tuple(_set_aside(store, checkpoint, entry.step) for checkpoint in damaged)
 
 
-def _set_aside(store: CheckpointStore, damaged: Damaged, step: int) -> Note:
+def _set_aside(store: CheckpointStore, damaged: DamagedCheckpoint, step: int) -> Note:
     try:
         path = store.set_aside(damaged.path)
     except OSError as error:

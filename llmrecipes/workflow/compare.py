@@ -50,7 +50,7 @@ class Curve:
 
 
 @dataclass
-class Compared:
+class ComparedRun:
     """One run. `recipe` is None if it cannot be read.
 
     `figures` by name; None if the run has no such number. Speed and step time are medians; `memory_bytes` is the
@@ -87,7 +87,7 @@ class Compared:
 class RunComparison:
     """Runs in the order they were named, and the recipe keys that differ, with a value of each run."""
 
-    runs: tuple[Compared, ...]
+    runs: tuple[ComparedRun, ...]
     differences: dict[str, tuple[Any, ...]]
 
     def as_dict(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def _differences(recipes: Sequence[dict[str, Any] | None]) -> dict[str, tuple[An
     return {key: tuple(by_key[key]) for key in sorted(by_key)}
 
 
-def _read(run_dir: Path, *, partial: bool) -> Compared:
+def _read(run_dir: Path, *, partial: bool) -> ComparedRun:
     train, valid = Curve(), Curve()
     speeds, seconds, used = array("d"), array("d"), array("d")
     memory: float | None = None
@@ -188,7 +188,7 @@ def _read(run_dir: Path, *, partial: bool) -> Compared:
     except (UserError, OSError):
         if not partial:
             raise
-    return Compared(run_dir, recipe, str(state.get("state", "unknown")), train, valid, figures, energy)
+    return ComparedRun(run_dir, recipe, str(state.get("state", "unknown")), train, valid, figures, energy)
 
 
 def _last(curve: Curve) -> float | None:

@@ -93,7 +93,7 @@ def search(
 
 
 @dataclass(frozen=True)
-class Check:
+class LayoutDryRun:
     """A dry run of the fullest rank of a layout.
 
     Attributes:
@@ -114,13 +114,13 @@ class Check:
 
 def checked(
     candidates: list[Candidate], cluster: str | None, nodes: int | None, log: Log
-) -> list[tuple[Candidate, Check | None]]:
+) -> list[tuple[Candidate, LayoutDryRun | None]]:
     """Dry run layouts, the fastest first, until one fits; those after it are not checked.
 
     Raises:
         UserError: a layout does not take all GPUs of its nodes, a dry run failed, or none of them fits.
     """
-    checks: list[tuple[Candidate, Check | None]] = []
+    checks: list[tuple[Candidate, LayoutDryRun | None]] = []
     for number, candidate in enumerate(candidates):
         check = _dry_run(candidate, cluster, nodes, log)
         checks.append((candidate, check))
@@ -132,7 +132,7 @@ def checked(
     )  # fmt: skip
 
 
-def _dry_run(candidate: Candidate, cluster: str | None, nodes: int | None, log: Log) -> Check:
+def _dry_run(candidate: Candidate, cluster: str | None, nodes: int | None, log: Log) -> LayoutDryRun:
     from llmrecipes.workflow.dryrun import dry_run
 
     plan, stages = candidate.forecast.plan, candidate.forecast.memory
@@ -151,7 +151,7 @@ def _dry_run(candidate: Candidate, cluster: str | None, nodes: int | None, log: 
         (report,) = dry_run(candidate.recipe, Path(folder), log, cluster=cluster, nodes=nodes, rank=rank).reports
     unseen = stages[fullest].total - sum(report.planned.values())
     peak = sum(report.memory.values()) + unseen
-    return Check(rank, peak, peak <= plan.memory_capacity_bytes, time.perf_counter() - started)
+    return LayoutDryRun(rank, peak, peak <= plan.memory_capacity_bytes, time.perf_counter() - started)
 
 
 def require_new(path: Path) -> None:

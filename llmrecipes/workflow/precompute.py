@@ -62,7 +62,7 @@ that none waits for long."""
 
 
 @dataclass(frozen=True)
-class Precomputed:
+class FinishedPrecompute:
     """A computation that is complete.
 
     Attributes:
@@ -96,7 +96,9 @@ class PrecomputeSpec(RankSpec):
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def precompute(recipe: Recipe, paths: Paths, nproc: int | None, node: Node | None, log: Log) -> Precomputed | int:
+def precompute(
+    recipe: Recipe, paths: Paths, nproc: int | None, node: Node | None, log: Log
+) -> FinishedPrecompute | int:
     """Compute what the recipe's key names, or what is missing of it.
 
     Args:
@@ -140,7 +142,7 @@ def precompute(recipe: Recipe, paths: Paths, nproc: int | None, node: Node | Non
             record, _ = precomputed.read_record(folder, where)
             precomputed.require_same(record.facts, wanted, where)
             log(f"{where}: complete already")
-            return Precomputed(str(folder), number, unit, _size(record), 0.0)
+            return FinishedPrecompute(str(folder), number, unit, _size(record), 0.0)
         log(f"{where}: {number:,} {unit} × {size:,} bytes = {gib(number * size)}, ranks: {ranks}")
         with _writing(folder):
             _require_space(folder, number * size)
@@ -154,7 +156,7 @@ def precompute(recipe: Recipe, paths: Paths, nproc: int | None, node: Node | Non
         if code:
             return code
         record, _ = precomputed.read_record(folder, where)
-        return Precomputed(str(folder), number, unit, _size(record), time.monotonic() - began)
+        return FinishedPrecompute(str(folder), number, unit, _size(record), time.monotonic() - began)
 
 
 def _size(record: precomputed.PrecomputedRecord) -> int:
@@ -270,7 +272,7 @@ def _start(spec: PrecomputeSpec, plan: RunPlan, cluster: Cluster, node: Node | N
 
 
 @dataclass(frozen=True)
-class Part:
+class SampleRange:
     """Samples of a split that one replica computes, and whose values are one file."""
 
     split: Split
@@ -297,18 +299,18 @@ class Pairs:
                         for split, each in opened.items() if each is not None}  # fmt: skip
         self.lengths = {split: len(samples) for split, samples in self.samples.items()}
 
-    def file(self, part: Part) -> Path:
+    def file(self, part: SampleRange) -> Path:
         """Of a part's values."""
         return self._work / "parts" / f"{part.split}-{part.first:012}-{part.end:012}.npy"
 
-    def packed(self, part: Part, values: Sequence[tuple[Any, ...]]) -> bytes:
+    def packed(self, part: SampleRange, values: Sequence[tuple[Any, ...]]) -> bytes:
         """The content of that file, from the values of its samples and of further ones."""
         numbers = np.concatenate([answers.numpy() for (answers,) in values])
         numbers = numbers[: 2 * len(self.samples[part.split].pairs(part.first, part.end))]
         _require_finite(bool(np.isfinite(numbers).all()))
         return _array(numbers.reshape(-1, 2))
 
-    def complete(self, folder: Path, parts: Sequence[Part]) -> dict[str, Any]:
+    def complete(self, folder: Path, parts: Sequence[SampleRange]) -> dict[str, Any]:
         """Write the files of the complete folder; returns what its record says of them."""
         from llmrecipes.data.manifest import File, sha256, stem
 
@@ -330,7 +332,7 @@ class Pairs:
         return {"files": files}
 
 
-class Logits:
+class TopLogits:
     """The largest logits of each token, in the order of the run's samples.
 
     Args: as `Pairs`.
@@ -346,17 +348,17 @@ class Logits:
         self.lengths: dict[Split, int] = {"train": self._form.samples} if self.samples else {}
         self.sample_bytes = self._form.sample_bytes
 
-    def file(self, part: Part) -> Path:
+    def file(self, part: SampleRange) -> Path:
         """As `Pairs.file`."""
         return self._work / "complete" / precomputed.LOGITS / self._form.file(part.number)
 
-    def packed(self, part: Part, values: Sequence[tuple[Any, ...]]) -> bytes:
+    def packed(self, part: SampleRange, values: Sequence[tuple[Any, ...]]) -> bytes:
         """As `Pairs.packed`."""
         rows = [row for ids, logits in values for row in zip(ids, logits, strict=True)][: part.end - part.first]
         _require_finite(all(bool(logits.isfinite().all()) for _, logits in rows))
         return b"".join(self._form.packed(ids, logits) for ids, logits in rows)
 
-    def complete(self, folder: Path, parts: Sequence[Part]) -> dict[str, Any]:
+    def complete(self, folder: Path, parts: Sequence[SampleRange]) -> dict[str, Any]:
         """As `Pairs.complete`."""
         size = max(part.end - part.first for part in parts)
         return {"logits": self._form.model_copy(update={"part": size})}
@@ -416,12 +418,12 @@ def compute(spec: PrecomputeSpec, platform: Platform, world: World) -> None:
     else:
         load_frozen_from(frozen, spec.frozen, plan.recipe.model)
     work, micro, replicas = work_folder(spec.folder), recipe.train.micro_batch_size, world.data_parallel_size
-    kind = (Pairs if recipe.distill is None else Logits)(recipe, open_prepared(recipe, spec.data_dir), work)
+    kind = (Pairs if recipe.distill is None else TopLogits)(recipe, open_prepared(recipe, spec.data_dir), work)
     # Rank 0 decides: ranks may see different listings of a shared file system.
     parts = _parts(work, kind, micro, replicas) if world.is_first else []
     shared: list[Any] = [[part for part in parts if not kind.file(part).exists()]]
     dist.broadcast_object_list(shared, src=0)
-    missing: list[Part] = shared[0]
+    missing: list[SampleRange] = shared[0]
     progress = Counted() if world.is_first else None
     if progress is not None:
         progress.begin("sequences", sum(part.end - part.first for part in missing))
@@ -446,7 +448,7 @@ def compute(spec: PrecomputeSpec, platform: Platform, world: World) -> None:
     dist.barrier()
 
 
-def _parts(work: Path, kind: Pairs | Logits, micro: int, replicas: int) -> list[Part]:
+def _parts(work: Path, kind: Pairs | TopLogits, micro: int, replicas: int) -> list[SampleRange]:
     """All parts. Their size is that of the first start, so that one on other ranks finds what is there."""
     request = read_json(work / REQUEST, root=work)
     most = min(LARGEST_PART, max(1, LARGEST_PART_BYTES // max(1, kind.sample_bytes)))
@@ -456,13 +458,13 @@ def _parts(work: Path, kind: Pairs | Logits, micro: int, replicas: int) -> list[
         write_atomic(work / REQUEST, json.dumps(request, indent=1) + "\n")
     size = int(request["part"])  # also if another micro-batch does not divide it
     return [
-        Part(split, number, first, min(first + size, length))
+        SampleRange(split, number, first, min(first + size, length))
         for split, length in kind.lengths.items()
         for number, first in enumerate(range(0, length, size))
     ]
 
 
-def _values(frozen: Precomputation, samples: Any, part: Part, length: int, micro: int) -> list[tuple[Any, ...]]:
+def _values(frozen: Precomputation, samples: Any, part: SampleRange, length: int, micro: int) -> list[tuple[Any, ...]]:
     """Values of at least `length` samples: those of the part, and further ones from its beginning again."""
     from llmrecipes.data.batches import collate
 
@@ -480,7 +482,7 @@ def _write_part(path: Path, content: bytes) -> None:
     write_atomic(path, content)
 
 
-def _publish(spec: PrecomputeSpec, kind: Pairs | Logits, parts: list[Part]) -> None:
+def _publish(spec: PrecomputeSpec, kind: Pairs | TopLogits, parts: list[SampleRange]) -> None:
     """Give the folder its name."""
     work = work_folder(spec.folder)
     complete = work / "complete"

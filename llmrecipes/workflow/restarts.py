@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from llmrecipes.checkpoint.local_parts import Part, folder_of, newest_complete, parts_in
+from llmrecipes.checkpoint.local_parts import LocalPart, folder_of, newest_complete, parts_in
 from llmrecipes.checkpoint.manifest import InvalidCheckpoint, Manifest, read_manifest
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.io import write_atomic
@@ -81,7 +81,7 @@ def newest_local(run: Run, recipe: Recipe) -> Manifest | None:
     return None
 
 
-def _local(run: Run, recipe: Recipe) -> tuple[dict[str, Any], Path, list[Part]]:
+def _local(run: Run, recipe: Recipe) -> tuple[dict[str, Any], Path, list[LocalPart]]:
     """What the run records of its local checkpoints, with an integer `resumed`; and this machine's folder and parts."""
     directory = recipe.checkpoint.non_persistent_local_ckpt_dir
     try:

@@ -13,7 +13,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware.load import load_profile
 from llmrecipes.plan.parameters import count
 from llmrecipes.plan.speed.forecast import device_of
-from llmrecipes.plan.speed.whatif import Option, cheapest, options
+from llmrecipes.plan.speed.whatif import Offer, cheapest, options
 from llmrecipes.recipe.batch_schedule import tokens_of
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.shape import shape
@@ -30,7 +30,7 @@ CHINCHILLA = Law(E=1.69, A=406.4, B=410.7, alpha=0.34, beta=0.28)
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TrainingGoal:
     """What the training is for; at most one of `loss` and `tokens`.
 
     Attributes:
@@ -58,10 +58,10 @@ class WhatIf:
     law: Law
     source: str
     by: datetime | None
-    options: tuple[Option, ...]
+    options: tuple[Offer, ...]
 
     @property
-    def best(self) -> Option | None:
+    def best(self) -> Offer | None:
         """The cheapest that ends in time."""
         return cheapest(self.options)
 
@@ -85,7 +85,7 @@ def what_if(
     clusters: Sequence[str],
     gpus: Sequence[int],
     prices: Sequence[str],
-    wanted: Wanted,
+    wanted: TrainingGoal,
     runs_dir: Path,
 ) -> WhatIf:
     """Compare machines for a recipe.
@@ -128,7 +128,7 @@ def what_if(
     return WhatIf(recipe.name, tokens, law.loss(size, tokens), law, source, wanted.by, tuple(answers))
 
 
-def _law(wanted: Wanted, runs_dir: Path) -> tuple[Law, str]:
+def _law(wanted: TrainingGoal, runs_dir: Path) -> tuple[Law, str]:
     if not wanted.runs and wanted.experiment is None:
         return CHINCHILLA, "Hoffmann et al. 2022, approach 3 (their text and tokenizer)"
     from llmrecipes.workflow.scaling import scaling

@@ -13,7 +13,7 @@ import pytest
 from llmrecipes.engine.base import Engine, Progress, World
 from llmrecipes.hardware.profile import Costs
 from llmrecipes.tracking.energy import Energy
-from llmrecipes.train.observers.node_monitor import Gpus, NodeReadings, Sampler
+from llmrecipes.train.observers.node_monitor import Gpus, NodeReadings, NodeSampler
 from llmrecipes.train.observers.telemetry import Telemetry
 from tests.dist.table import Row
 from tests.dist.training import training
@@ -44,7 +44,7 @@ def metered(row: Row, before: Energy, gpus: bool = True) -> tuple[list[dict[str,
     memory, nvml = mmap.mmap(-1, mmap.PAGESIZE), Nvml()
     with training(row.recipe) as (engine, world):
         counters = Gpus(nvml, None) if gpus or world.is_first else None
-        sampler = Sampler(Path("/"), counters, powercap=Path("/nowhere"))
+        sampler = NodeSampler(Path("/"), counters, powercap=Path("/nowhere"))
         data = sampler.sample()
         memory[: len(data)] = data
         with measuring(engine, world, COSTS) as telemetry:

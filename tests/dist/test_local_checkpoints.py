@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from llmrecipes.checkpoint.local_parts import LocalParts, Part, newest_complete
+from llmrecipes.checkpoint.local_parts import LocalPart, LocalParts, newest_complete
 from llmrecipes.checkpoint.local_saver import LocalSaver, neighbours
 from llmrecipes.checkpoint.manifest import MANIFEST_NAME
 from llmrecipes.checkpoint.saver import saver_group
@@ -53,7 +53,13 @@ def test_a_copy_is_on_another_node_and_few_ranks_talk(ranks: int, per_node: int,
 
 
 def test_parts_of_different_starts_or_worlds_are_not_one_checkpoint() -> None:
-    parts = [Part(5, "a", 0, 2), Part(5, "b", 1, 2), Part(4, "a", 0, 2), Part(4, "a", 1, 2), Part(4, "a", 0, 3)]
+    parts = [
+        LocalPart(5, "a", 0, 2),
+        LocalPart(5, "b", 1, 2),
+        LocalPart(4, "a", 0, 2),
+        LocalPart(4, "a", 1, 2),
+        LocalPart(4, "a", 0, 3),
+    ]
     assert list(newest_complete(parts)) == [(4, "a")]
 
 
@@ -66,7 +72,7 @@ def test_a_restart_from_a_local_step_is_progress(tmp_path: Path) -> None:
     run.local_checkpoints.write_text('{"token": "ab", "resumed": 4, "ranks": 2}')
     assert newest_step(run, recipe, 2) == 4
     for number, rank in ((7, 0), (7, 1), (8, 0)):
-        (tmp_path / "0/tiny-ab" / str(Part(number, "0123abcd", rank, 2))).mkdir(parents=True)
+        (tmp_path / "0/tiny-ab" / str(LocalPart(number, "0123abcd", rank, 2))).mkdir(parents=True)
     assert newest_step(run, recipe, 2) == 7
     assert newest_step(run, recipe, 1) == 0, "a start on one rank loads none of two"
 

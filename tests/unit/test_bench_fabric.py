@@ -143,7 +143,7 @@ def test_all_nodes_measure_at_once_in_a_few_rounds(count: int) -> None:
 
 def test_output_of_perftest_on_soft_roce() -> None:
     found = perftest.parse("latency", LATENCY)
-    assert found == perftest.Measured(latency_us=3567.61, latency_99_us=22685.0)
+    assert found == perftest.PerftestResult(latency_us=3567.61, latency_99_us=22685.0)
     bandwidth = perftest.parse("bandwidth", BANDWIDTH)
     assert bandwidth is not None and bandwidth.gb_per_s == pytest.approx(0.0148, rel=0.01)
     assert perftest.parse("bandwidth", HEAD) is None

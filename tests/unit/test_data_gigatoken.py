@@ -306,7 +306,7 @@ def test_tokenizers_with_other_settings_are_not_taken(package: Package, reason: 
     reference = encode.load(json.dumps(config))
     Gigatoken(json.dumps(config), reference)
     REFUSED[reason](config)
-    with pytest.raises(gigatoken.Unsupported, match=reason):
+    with pytest.raises(gigatoken.UnsupportedTokenizer, match=reason):
         Gigatoken(json.dumps(config), reference)
 
 

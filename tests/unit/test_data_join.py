@@ -279,7 +279,7 @@ def test_a_killed_call_is_continued_unless_a_source_has_changed(
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("place", ["pipeline.Progress.add", "pipeline.Progress.stage", "prepare._fill"])
+@pytest.mark.parametrize("place", ["pipeline.EncodingProgress.add", "pipeline.EncodingProgress.stage", "prepare._fill"])
 def test_a_call_that_fails_keeps_what_the_same_call_goes_on_with(
     sources: tuple[Source, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
@@ -308,8 +308,8 @@ def test_an_item_whose_worker_was_killed_is_done_again(
             chance.choice(children).kill()
 
     monkeypatch.setattr(pipeline, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(pipeline.Progress, "add", lambda progress, reading: kill(1))
-    monkeypatch.setattr(pipeline.Progress, "stage", lambda progress, name, done, count: kill(2))
+    monkeypatch.setattr(pipeline.EncodingProgress, "add", lambda progress, reading: kill(1))
+    monkeypatch.setattr(pipeline.EncodingProgress, "stage", lambda progress, name, done, count: kill(2))
     assert content(prepare(of(sources), tmp_path / "data", workers=3, progress=lines.append)) == content(expected)
     assert sum("killed" in line for line in lines) == 2
 

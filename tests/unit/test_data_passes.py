@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from megatron.core.datasets.gpt_dataset import GPTDataset
 
-from llmrecipes.checkpoint.local_parts import LocalParts, Part, folder_of
+from llmrecipes.checkpoint.local_parts import LocalPart, LocalParts, folder_of
 from llmrecipes.checkpoint.manifest import CheckpointInfo, FileRecord
 from llmrecipes.data.batches import batches
 from llmrecipes.data.dataset import build
@@ -147,7 +147,7 @@ def test_a_run_whose_passes_were_shuffled_as_one_is_resumed_only_if_that_is_acce
     )
     if local:
         run.local_checkpoints.write_text('{"token": "abc", "resumed": 0}')
-        parts, part = LocalParts(folder_of(str(tmp_path / "local"), "t", "abc", 0)), Part(5, "0" * 8, 0, 1)
+        parts, part = LocalParts(folder_of(str(tmp_path / "local"), "t", "abc", 0)), LocalPart(5, "0" * 8, 0, 1)
         temporary = parts.temporary(part)
         temporary.mkdir()
         parts.publish(temporary, part, info, {}, {"weights.bin": FileRecord(size=7, sha256="0" * 64)})

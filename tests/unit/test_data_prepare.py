@@ -467,7 +467,7 @@ def test_a_failing_prepare_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device", str(tmp_path / "data" / "00-train.bin"))
 
-    monkeypatch.setattr(write.Output, "add", full)
+    monkeypatch.setattr(write.DocumentSink, "add", full)
     with refused(tmp_path / "data" / "00-train.bin"):
         prepare(recipe(corpus(tmp_path / "text")), tmp_path / "data", workers=1)
     assert {f.suffix for f in (tmp_path / "data").iterdir()} == {".lock", ".shards"}

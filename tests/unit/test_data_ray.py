@@ -70,15 +70,15 @@ def test_two_nodes_of_which_one_is_lost(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     try:
         lost = cluster.add_node(num_cpus=1, **node())
-        add, lines, added = pipeline.Progress.add, list[str](), list[Any]()
+        add, lines, added = pipeline.EncodingProgress.add, list[str](), list[Any]()
 
-        def lose(progress: pipeline.Progress, reading: Any) -> None:
+        def lose(progress: pipeline.EncodingProgress, reading: Any) -> None:
             add(progress, reading)
             added.append(reading)
             if len(added) == 3:
                 cluster.remove_node(lost, allow_graceful=False)
 
-        monkeypatch.setattr(pipeline.Progress, "add", lose)
+        monkeypatch.setattr(pipeline.EncodingProgress, "add", lose)
         several = prepare(used, tmp_path / "several", on="ray", progress=lines.append)
         assert "on ray, with 2 items at a time" in lines and len(added) > 10
         assert content(several) == expected

@@ -20,7 +20,7 @@ import pytest
 
 from llmrecipes.data import contamination, json_rows, parts, sources
 from llmrecipes.data.machine import machine_documents
-from llmrecipes.data.parts import MOST_BYTES, Part, parts_of
+from llmrecipes.data.parts import MOST_BYTES, FilePart, parts_of
 from llmrecipes.data.sources import documents
 from llmrecipes.data.steps import Unreadable
 from llmrecipes.recipe.schema import Source
@@ -220,7 +220,7 @@ def test_an_array_is_read_in_bounded_memory_and_in_one_part(tmp_path: Path) -> N
     with file.open("w") as stream:
         stream.write("[" + ", ".join(json.dumps({"text": "word " * 100}) for _ in range(40_000)) + "]")
     assert not parts.can_cut("jsonl", file)
-    assert list(parts.parts_of("jsonl", [file], 1 << 20)) == [Part(file)]
+    assert list(parts.parts_of("jsonl", [file], 1 << 20)) == [FilePart(file)]
     tracemalloc.start()
     assert sum(1 for _ in sources.documents(Source(type="jsonl", path=str(file)))) == 40_000
     assert tracemalloc.get_traced_memory()[1] < file.stat().st_size / 2

@@ -29,7 +29,7 @@ from llmrecipes.tracking.events import EvalMetrics, source_metrics
 from llmrecipes.tracking.jsonl import parse, record
 from llmrecipes.tracking.mlflow.sender import entities
 from llmrecipes.tracking.progress import eval_line
-from llmrecipes.train.evaluations import SPLIT, HeldOut, held_out_metrics
+from llmrecipes.train.evaluations import SPLIT, HeldOutSet, held_out_metrics
 from llmrecipes.train.loaders import DataLoaders, open_loaders
 from tests.refusals import refused
 from tests.unit.data_recipes import corpus, made_step, recipe
@@ -293,7 +293,7 @@ def test_each_set_has_a_curve() -> None:
         bits_per_byte_of=lambda label, loss: loss * {"code": 2, "prose": 3}[label],
     )
     assert loaders.evaluates
-    losses = {SPLIT: HeldOut(4.0, 0.5), "code": HeldOut(1.0, 0.75), "prose": HeldOut(2.0, 0.25)}
+    losses = {SPLIT: HeldOutSet(4.0, 0.5), "code": HeldOutSet(1.0, 0.75), "prose": HeldOutSet(2.0, 0.25)}
     metrics = held_out_metrics(losses, loaders)
     assert metrics == {
         "valid_loss": 4.0,
@@ -307,7 +307,7 @@ def test_each_set_has_a_curve() -> None:
     # Without a valid split the first set is the validation loss, which searches and reports look at.
     first = {"valid_loss": 1.0, "valid_token_accuracy": 0.75}
     assert held_out_metrics({name: losses[name] for name in ("code", "prose")}, loaders) == metrics | first
-    without = held_out_metrics({SPLIT: HeldOut(4.0, None), "code": HeldOut(1.0, None)}, loaders)
+    without = held_out_metrics({SPLIT: HeldOutSet(4.0, None), "code": HeldOutSet(1.0, None)}, loaders)
     assert without["valid_token_accuracy"] is None and without["valid_source_token_accuracy"] is None
     event = EvalMetrics(step=3, consumed_samples=1, consumed_tokens=1, eval_seconds=1.0, **metrics)
     values = parse(json.dumps(record(event)).encode())

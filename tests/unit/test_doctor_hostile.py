@@ -249,7 +249,7 @@ def test_strangers_at_the_first_nodes_port_are_ignored_and_counted(
     """Also those that are silent: they take all places in which nodes are authenticated."""
     hosts = ("127.0.0.1", "127.0.0.2")
     failed: list[object] = []
-    met: dict[int, nodes.Gathered] = {}
+    met: dict[int, nodes.GatheredFindings] = {}
     monkeypatch.setattr(threading, "excepthook", failed.append)
     monkeypatch.setattr(rendezvous, "HELLO_SECONDS", 0.5)
     monkeypatch.setattr(rendezvous, "MOST_PENDING", 4)
@@ -280,7 +280,7 @@ def test_strangers_at_the_first_nodes_port_are_ignored_and_counted(
 
 def test_no_node_can_say_that_another_one_is_bad(tmp_path: Path, unused_port: int) -> None:
     hosts = ("127.0.0.1", "127.0.0.2")
-    met: dict[int, nodes.Gathered] = {}
+    met: dict[int, nodes.GatheredFindings] = {}
 
     def take_part(number: int) -> None:
         own = [Finding("gpu 0", "fail", "lost", "", hosts[0])] * number
@@ -329,7 +329,7 @@ def test_nodes_of_another_version_have_not_reported(
     tmp_path: Path, unused_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hosts = tuple(f"127.0.0.{number + 1}" for number in range(len(REPORTS) + 1))
-    met: list[nodes.Gathered] = []
+    met: list[nodes.GatheredFindings] = []
     failed: list[object] = []
     monkeypatch.setattr(threading, "excepthook", failed.append)
     meeting = nodes.NodeRendezvous(hosts, 0, unused_port, tmp_path, TOKEN, 1)

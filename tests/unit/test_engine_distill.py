@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from llmrecipes.engine.megatron.engine import MegatronEngine
-from llmrecipes.engine.parts.distillation import Comparison, Teacher, compared_losses, hidden_distances
+from llmrecipes.engine.parts.distillation import Teacher, TeacherComparison, compared_losses, hidden_distances
 from llmrecipes.plan.derive import derive
 from llmrecipes.plan.frozen import teacher_plan
 from llmrecipes.plan.memory import teacher_bytes
@@ -58,7 +58,7 @@ def test_losses_and_gradients_are_those_of_torch(keys: dict[str, Any]) -> None:
     student = torch.randn(9, 40, generator=draw).requires_grad_()
     teacher, labels = torch.randn(9, 40, generator=draw), torch.randint(0, 37, (9,), generator=draw)
     weights = torch.rand(9, generator=draw)
-    losses = compared_losses(student, teacher, labels, Comparison(distill, 37))
+    losses = compared_losses(student, teacher, labels, TeacherComparison(distill, 37))
     (gradient,) = torch.autograd.grad((losses * weights).sum(), student)
     exact = student.detach().double().requires_grad_()
     expected = plain(exact, teacher.double(), labels, distill, 37)
@@ -73,7 +73,9 @@ def test_a_loss_that_is_not_finite_stays_so() -> None:
     student[0, 3] = torch.nan
     for loss in ("kl", "mse"):
         distill = Distill(teacher="any", loss=loss)
-        losses = compared_losses(student, torch.zeros(1, 8), torch.zeros(1, dtype=torch.long), Comparison(distill, 8))
+        losses = compared_losses(
+            student, torch.zeros(1, 8), torch.zeros(1, dtype=torch.long), TeacherComparison(distill, 8)
+        )
         assert not losses.isfinite().any()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from llmrecipes.errors import ExitCode
 from llmrecipes.launch import gathering
-from llmrecipes.launch.gathering import Gathered, gathered
+from llmrecipes.launch.gathering import GatheredNode, gathered
 from llmrecipes.launch.local.processes import reserved_port
 from llmrecipes.launch.ranks import Node
 from tests.refusals import refused
@@ -25,9 +25,9 @@ class Nodes:
 
     def __init__(self, port: int) -> None:
         self.port, self.logs = port, list[str]()
-        self.answers: Queue[tuple[int, Gathered]] = Queue()
+        self.answers: Queue[tuple[int, GatheredNode]] = Queue()
         self.growing, self.ended = threading.Event(), threading.Event()
-        self.first: Queue[Gathered] = Queue()
+        self.first: Queue[GatheredNode] = Queue()
         self.code = 0
 
     def lead(self, counts: tuple[int, ...], join_seconds: float) -> threading.Thread:
@@ -46,7 +46,7 @@ class Nodes:
 
         self._thread(run)
 
-    def answer(self) -> tuple[int, Gathered]:
+    def answer(self) -> tuple[int, GatheredNode]:
         return self.answers.get(timeout=SECONDS)
 
     def _gathered(self, number: int, counts: tuple[int, ...], join_seconds: float):  # type: ignore[no-untyped-def]
@@ -102,7 +102,7 @@ def test_the_run_ends_for_nodes_with_which_it_can_grow(nodes: Nodes, monkeypatch
     assert nodes.growing.wait(SECONDS)
     nodes.code = int(ExitCode.REQUEUE)
     nodes.ended.set()
-    assert nodes.answer() == (2, Gathered(None, int(ExitCode.REQUEUE)))
+    assert nodes.answer() == (2, GatheredNode(None, int(ExitCode.REQUEUE)))
 
 
 def test_a_node_without_the_first_one_ends_so_that_pods_start_again(

@@ -17,7 +17,7 @@ from llmrecipes.engine.core.backend import loaded
 from llmrecipes.engine.core.sparsegpt import sparsegpt
 from llmrecipes.models import prune as prune_module
 from llmrecipes.models.merge import Boxes
-from llmrecipes.models.prune import Calibration, calibration_rows
+from llmrecipes.models.prune import PruningText, calibration_rows
 from llmrecipes.models.pruned_weights import LINEAR, removed
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import load
@@ -89,7 +89,7 @@ def read(run: Path) -> dict[str, torch.Tensor]:
 def logprobs(run: Path, data_dir: Path, columns: dict[str, list[int]] | None = None) -> torch.Tensor:
     """Of calibration text, by a run's weights, with some columns set to zero."""
     recipe = load(str(run / "recipe.yaml")).recipe
-    rows = calibration_rows(recipe, data_dir, Calibration("valid", 2))
+    rows = calibration_rows(recipe, data_dir, PruningText("valid", 2))
     engines, plan = backend(recipe), derive(recipe, 1, ROOMY)
     platform = engines.platform()
     with engines.join(recipe, platform):
@@ -294,7 +294,7 @@ def test_layers_are_pruned_with_the_states_of_pruned_layers(
     run = folder / "runs/whole-pruned/order"
     before, after = read(whole), read(run)
     recipe = load(str(run / "recipe.yaml")).recipe
-    rows = calibration_rows(recipe, data_dir, Calibration("train", 4))
+    rows = calibration_rows(recipe, data_dir, PruningText("train", 4))
     engines, plan = backend(recipe), derive(recipe, 1, ROOMY)
     platform, hessian = engines.platform(), torch.zeros(32, 32)
 
@@ -390,7 +390,7 @@ def test_what_cannot_be_pruned_is_refused(
 def test_calibration_rows_are_documents_with_an_end(whole: Path, folder: Path, data_dir: Path) -> None:
     recipe = load(str(whole / "recipe.yaml")).recipe
     (folder / "two.jsonl").write_text(f'{{"text": "{"word " * 10}"}}\n' * 2)
-    (row,) = calibration_rows(recipe, data_dir, Calibration(f"jsonl:{folder / 'two.jsonl'}", 1))
+    (row,) = calibration_rows(recipe, data_dir, PruningText(f"jsonl:{folder / 'two.jsonl'}", 1))
     assert open_prepared(recipe, data_dir).tokenizer().eod in row
 
 

@@ -24,7 +24,7 @@ from llmrecipes.hf import safetensors
 from llmrecipes.hf.safetensors import SafetensorsFolder, write
 from llmrecipes.models import inference, inference_worker, quantized_weights
 from llmrecipes.models import quantize as quantizing
-from llmrecipes.models.calibrate import Calibration, calibrate, gptq
+from llmrecipes.models.calibrate import CalibrationData, calibrate, gptq
 from llmrecipes.models.quantize_options import QuantizeOptions
 from llmrecipes.models.quantized_weights import SCHEMES, QuantizedSource, Scheme
 from llmrecipes.plan.derive import derive
@@ -184,7 +184,7 @@ def test_moved_scales_change_nothing_before_rounding(method: str, scheme: str, l
     linears = frozenset(
         f"{name}.weight" for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)
     ) - {"lm_head.weight"}
-    changed = calibrate(method, Calibration(model, IDS, Scheme(scheme), linears))
+    changed = calibrate(method, CalibrationData(model, IDS, Scheme(scheme), linears))
     assert {name.split(".")[-2] for name in changed} == {
         "input_layernorm", "q_proj", "k_proj", "v_proj", "post_attention_layernorm", "gate_proj", "up_proj",
     }  # fmt: skip
@@ -208,7 +208,7 @@ def test_scales_move_into_other_norms(kind: str) -> None:
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and module is not output
     )
-    changed = calibrate("smoothquant", Calibration(model, IDS, Scheme("w8a8"), linears))
+    changed = calibrate("smoothquant", CalibrationData(model, IDS, Scheme("w8a8"), linears))
     assert any("norm" in name for name in changed)
     torch.testing.assert_close(logits(model), exact, atol=1e-3, rtol=1e-3)
 
@@ -249,7 +249,7 @@ def test_awq_tames_outliers(outliers: Path) -> None:
     for calibrated in (False, True):
         model = loaded(outliers)
         if calibrated:
-            calibrate("awq", Calibration(model, IDS, scheme, frozenset(f"{name}.weight" for name in readers)))
+            calibrate("awq", CalibrationData(model, IDS, scheme, frozenset(f"{name}.weight" for name in readers)))
         with torch.no_grad():
             for name in readers:
                 weight = model.get_submodule(name).weight

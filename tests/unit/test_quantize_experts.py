@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from llmrecipes.cli.app import run
 from llmrecipes.hf.safetensors import SafetensorsFolder
 from llmrecipes.models import inference, inference_worker
-from llmrecipes.models.calibrate import Calibration, calibrate
+from llmrecipes.models.calibrate import CalibrationData, calibrate
 from llmrecipes.models.quantize import linear_layers
 from llmrecipes.models.quantized_weights import Scheme
 from tests.helpers import LLAMA, tiny_on, write_recipe
@@ -167,7 +167,7 @@ def test_gptq_rounds_experts_by_the_tokens_that_visit_them(tmp_path: Path) -> No
         for name, value in nearest.named_parameters()
         if ".mlp.experts." in name
     )
-    changed = calibrate("gptq", Calibration(calibrated, rows, scheme, frozenset(), experts=layers.experts))
+    changed = calibrate("gptq", CalibrationData(calibrated, rows, scheme, frozenset(), experts=layers.experts))
     assert changed.keys() == layers.experts.keys() and off(calibrated) < 0.6 * off(nearest)
 
 

@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from llmrecipes.tracking import run_tracker, trainjob
 from llmrecipes.tracking.events import EvalMetrics
-from llmrecipes.tracking.trainjob import CERTIFICATE, TOKEN, URL, Server, TrainJobSink
+from llmrecipes.tracking.trainjob import CERTIFICATE, TOKEN, URL, TrainerServer, TrainJobSink
 from tests.helpers import tiny
 from tests.kubernetes_schemas import definition
 from tests.unit.test_tracking_jsonl import step
@@ -117,7 +117,7 @@ def numbers(status: dict[str, Any]) -> dict[str, str]:
 
 
 def test_a_trainjob_shows_progress_time_left_and_metrics(trainer: Trainer) -> None:
-    sink = TrainJobSink(Server.of_environment(), resumed_step=4, total_steps=40, interval=0.01)
+    sink = TrainJobSink(TrainerServer.of_environment(), resumed_step=4, total_steps=40, interval=0.01)
     assert trainer.next()[1]["progressPercentage"] == 10
     for number in range(5, 31):
         sink.step(step(number, loss=2.5, step_seconds=3.0, mfu=None))
@@ -148,7 +148,7 @@ def test_a_message_has_the_fields_of_transformers_callback(trainer: Trainer) -> 
     theirs._update_status(50, 100, {"loss": 2.5}, force=True)
     trainer.next()
     token, status = trainer.next()
-    sink = TrainJobSink(Server.of_environment(), resumed_step=0, total_steps=40, interval=0.01)
+    sink = TrainJobSink(TrainerServer.of_environment(), resumed_step=0, total_steps=40, interval=0.01)
     sink.step(step(20, loss=2.5))
     ours = trainer.first(lambda sent_with, status: sent_with == token and "loss" in numbers(status))
     sink.close("FINISHED")
@@ -161,7 +161,7 @@ def test_a_server_that_refuses_is_named_once_and_training_goes_on(
     trainer = Trainer(tmp_path, answer=403)
     trainer.variables(monkeypatch)
     with caplog.at_level(logging.WARNING, trainjob.logger.name):
-        sink = TrainJobSink(Server.of_environment(), resumed_step=0, total_steps=9, interval=0.01)
+        sink = TrainJobSink(TrainerServer.of_environment(), resumed_step=0, total_steps=9, interval=0.01)
         for _ in range(3):
             trainer.next()
         sink.close("FINISHED")
@@ -175,7 +175,7 @@ def test_a_server_that_refuses_is_named_once_and_training_goes_on(
 def test_a_token_that_is_no_word_is_not_sent_and_not_quoted(trainer: Trainer) -> None:
     trainer.token.write_text("sec\nret")
     with pytest.raises(ValueError, match="token is not one word"):
-        Server.of_environment().send({})
+        TrainerServer.of_environment().send({})
     assert trainer.taken.empty()
 
 
@@ -185,7 +185,7 @@ def test_a_server_that_another_authority_has_signed_gets_no_token(
     (tmp_path / "other").mkdir()
     monkeypatch.setenv(CERTIFICATE, str(certified(tmp_path / "other")[0]))
     with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
-        Server.of_environment().send({"lastUpdatedTime": "2026-11-29T00:00:00Z"})
+        TrainerServer.of_environment().send({"lastUpdatedTime": "2026-11-29T00:00:00Z"})
     assert trainer.taken.empty()
 
 
@@ -195,7 +195,7 @@ def test_half_a_configuration_is_not_used(
 ) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=name):
-        Server.of_environment()
+        TrainerServer.of_environment()
 
 
 def test_only_pods_with_an_address_send(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from llmrecipes.train.observers.node_monitor import SECONDS, Gpus, NodeReadings, Sampler, monitored
+from llmrecipes.train.observers.node_monitor import SECONDS, Gpus, NodeReadings, NodeSampler, monitored
 
 
 class NvmlError(Exception):
@@ -79,7 +79,7 @@ class Nvml:
         return self.millijoules
 
 
-def taken(sampler: Sampler, memory: mmap.mmap, readings: NodeReadings) -> dict[str, float]:
+def taken(sampler: NodeSampler, memory: mmap.mmap, readings: NodeReadings) -> dict[str, float]:
     data = sampler.sample()
     memory[: len(data)] = data
     return readings.take()
@@ -90,7 +90,7 @@ def test_the_gpus_of_a_node_are_shown_by_the_worst_and_faults_and_joules_are_cou
     memory = mmap.mmap(-1, mmap.PAGESIZE)
     readings = NodeReadings(memory)
     assert readings.take() == {}, "nothing was sampled yet"
-    sampler = Sampler(tmp_path, Gpus(nvml, None), powercap=tmp_path)
+    sampler = NodeSampler(tmp_path, Gpus(nvml, None), powercap=tmp_path)
     first = taken(sampler, memory, readings)
     assert (
         first
@@ -131,7 +131,7 @@ def test_joules_of_packages_are_added_up_and_their_counter_wraps(tmp_path: Path)
         (tmp_path / name / "energy_uj").write_text(f"{microjoules}\n")
         (tmp_path / name / "max_energy_range_uj").write_text("10000000\n")
     memory = mmap.mmap(-1, mmap.PAGESIZE)
-    sampler, readings = Sampler(tmp_path, None, powercap=tmp_path), NodeReadings(memory)
+    sampler, readings = NodeSampler(tmp_path, None, powercap=tmp_path), NodeReadings(memory)
     assert taken(sampler, memory, readings)["cpu_joules"] == 0
     (tmp_path / "intel-rapl:0" / "energy_uj").write_text("2000000\n")
     (tmp_path / "intel-rapl:1" / "energy_uj").write_text("4000000\n")

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pydantic import ValidationError
 
 from llmrecipes.bench.fabric import perftest
-from llmrecipes.bench.fabric.node import Answer, Introduction, Limits, Node
+from llmrecipes.bench.fabric.node import Answer, FabricNode, Introduction, Limits
 from llmrecipes.bench.fabric.transfers import Kind, Pairs, Report, Transfer, judge, rounds
 from llmrecipes.commandline import command_line
 from llmrecipes.doctor.finding import Finding, fail, ignored
@@ -125,7 +125,7 @@ def _take_part(meeting: FabricRendezvous, profile: Profile | None) -> None:
 
 def _follow(meeting: FabricRendezvous, profile: Profile | None) -> list[str]:
     """Do what the first node says; the bad nodes, as it has found."""
-    node = Node(profile, meeting.hosts, meeting.limits)
+    node = FabricNode(profile, meeting.hosts, meeting.limits)
     try:
         with joined(meeting.hosts, meeting.number, meeting.port, meeting.token, meeting.patience) as channel:
             channel.send(node.introduce())

@@ -39,12 +39,12 @@ class Answer(BaseModel):
     """What a node answers to an order; by the index of the port, as text."""
 
     listening: dict[str, int] = {}
-    values: dict[str, perftest.Measured] = {}
+    values: dict[str, perftest.PerftestResult] = {}
     errors: dict[str, str] = {}
     findings: list[Finding] = []
 
 
-class Node:
+class FabricNode:
     """This node.
 
     Args:

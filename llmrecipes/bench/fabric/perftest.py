@@ -46,7 +46,7 @@ class Local:
 
 
 @dataclass(frozen=True)
-class Measured:
+class PerftestResult:
     """Of one transfer: `latency_us` and `latency_99_us` (half a round trip: median, 99 %) or `gb_per_s` (1e9 bytes)."""
 
     latency_us: float | None = None
@@ -78,7 +78,7 @@ def command(what: What, local: Local, seconds: float, tcp: int, peer: str | None
     return [*_near(local.port), PROGRAMS[what], "-F", *port, *amount, *([] if peer is None else [peer])]
 
 
-def parse(what: What, output: str) -> Measured | None:
+def parse(what: What, output: str) -> PerftestResult | None:
     """The result in a program's output; None if there is none, or none that can be true."""
     lines = iter(output.splitlines())
     if not any(line.lstrip().startswith("#bytes") for line in lines):
@@ -87,9 +87,9 @@ def parse(what: What, output: str) -> Measured | None:
         values = [float(word) for word in next(lines, "").split()]
         if what == "bandwidth":  # from messages a second, which has more digits than perftest's MB/s
             speed = values[0] * values[4] / 1e3
-            return Measured(gb_per_s=speed) if 0 < speed < math.inf else None
+            return PerftestResult(gb_per_s=speed) if 0 < speed < math.inf else None
         median, slow = values[4], values[7]
-        return Measured(latency_us=median, latency_99_us=slow) if 0 < median <= slow < math.inf else None
+        return PerftestResult(latency_us=median, latency_99_us=slow) if 0 < median <= slow < math.inf else None
     except (IndexError, ValueError):
         return None
 

@@ -293,7 +293,7 @@ class _AddGradient(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TeacherComparison:
     """How a student is compared with its teacher.
 
     Args:
@@ -319,14 +319,16 @@ class Comparison:
         return every
 
 
-def comparison(recipe: Recipe, distill: Distill) -> Comparison:
+def comparison(recipe: Recipe, distill: Distill) -> TeacherComparison:
     """How a recipe's model is compared on this rank."""
     size = parallel_state.get_tensor_model_parallel_world_size()
     group = parallel_state.get_tensor_model_parallel_group() if size > 1 else None
-    return Comparison(distill, recipe.model.vocab_size, group)
+    return TeacherComparison(distill, recipe.model.vocab_size, group)
 
 
-def compared_losses(logits: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, how: Comparison) -> torch.Tensor:
+def compared_losses(
+    logits: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, how: TeacherComparison
+) -> torch.Tensor:
     """(1 - alpha) × cross entropy + alpha × distance to the teacher, of each token.
 
     Args:
@@ -345,7 +347,7 @@ class _ComparedLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, how: Comparison
+        ctx: Any, logits: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, how: TeacherComparison
     ) -> torch.Tensor:
         """Arguments and result as `compared_losses`."""
         distill, rows = how.distill, logits.size(-1)
@@ -398,7 +400,7 @@ def _log_sum(values: torch.Tensor) -> torch.Tensor:
     return values.logsumexp(-1)
 
 
-def _threshold(values: torch.Tensor, count: int, how: Comparison) -> torch.Tensor:
+def _threshold(values: torch.Tensor, count: int, how: TeacherComparison) -> torch.Tensor:
     """[n, 1], the `count`-th largest value of [n, rows] on all ranks."""
     own = values.topk(min(count, values.size(-1)), dim=-1).values
     missing = count - own.size(-1)

@@ -58,7 +58,7 @@ class _Owned(NamedTuple):
     weight: torch.Tensor
 
 
-class _Table:
+class _NormTable:
     """Sums of one optimizer, in one tensor."""
 
     def __init__(self, places: int, device: torch.device) -> None:
@@ -73,7 +73,7 @@ class _Kept(NamedTuple):
 
     group: Any
     """Over whose ranks its sums are added."""
-    table: _Table
+    table: _NormTable
     places: list[int]
     gradients: list[torch.Tensor]
     weights: list[torch.Tensor]
@@ -129,8 +129,8 @@ class LayerNorms(Part):
         taken, self._taken = self._taken, {}
         return taken
 
-    def _table(self) -> _Table:
-        return _Table((self._layers + 1) * len(KINDS), self._device)
+    def _table(self) -> _NormTable:
+        return _NormTable((self._layers + 1) * len(KINDS), self._device)
 
     def _attend(self, row: int, attention: Any, core: torch.nn.Module, inputs: Any, options: Any) -> None:
         query, key, _, mask = inputs[:4]

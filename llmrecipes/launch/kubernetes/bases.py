@@ -32,7 +32,7 @@ TYPES: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Part:
+class ManifestPart:
     """A mapping in a manifest.
 
     Paths name its fields, as in `spec.containers.node.image`: an item of a list goes by its name, or its index.
@@ -57,9 +57,9 @@ class Part:
                 raise UserError(f"has no {self.path}{path}", where=self.where, rule=RULE, fix=FIX)
         return value
 
-    def part(self, path: str) -> Part:
+    def part(self, path: str) -> ManifestPart:
         """The mapping at a path; changes to it change this one, too."""
-        return Part(self.where, self.get(path), f"{self.path}{path}.")
+        return ManifestPart(self.where, self.get(path), f"{self.path}{path}.")
 
     def set(self, path: str, value: Any) -> None:
         """Replace a field that the manifest has."""
@@ -89,7 +89,7 @@ class Part:
         return words
 
 
-def load(base: str, name: str | None = None) -> tuple[Part, list[Part]]:
+def load(base: str, name: str | None = None) -> tuple[ManifestPart, list[ManifestPart]]:
     """The workload of a base, and its other objects.
 
     Args:
@@ -105,9 +105,9 @@ def load(base: str, name: str | None = None) -> tuple[Part, list[Part]]:
     if len(workloads) != 1:
         raise UserError(f"has {len(workloads)} workloads", where=where, rule=f"one of {', '.join(WORKLOADS)}", fix=FIX)
     if name is not None:
-        own = Part(where, workloads[0]).get("metadata.name")
+        own = ManifestPart(where, workloads[0]).get("metadata.name")
         objects = [_renamed(thing, own, name) for thing in objects]
-    parts = [Part(f"{where}, {thing.get('kind')}", thing) for thing in objects]
+    parts = [ManifestPart(f"{where}, {thing.get('kind')}", thing) for thing in objects]
     [workload] = [part for part in parts if part.content.get("kind") in WORKLOADS]
     return workload, [part for part in parts if part is not workload]
 

@@ -20,7 +20,7 @@ import yaml
 
 from llmrecipes.errors import UserError
 from llmrecipes.launch.kubernetes import bases, pod
-from llmrecipes.launch.kubernetes.bases import Object, Part
+from llmrecipes.launch.kubernetes.bases import ManifestPart, Object
 from llmrecipes.launch.kubernetes.pod import PodRun
 from llmrecipes.launch.kubernetes.settings import KubernetesOptions, check
 from llmrecipes.launch.programs import require_program, run
@@ -88,14 +88,14 @@ def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
 _ObjectDumper.add_representer(str, _text)
 
 
-def placed(part: Part, options: KubernetesOptions) -> Object:
+def placed(part: ManifestPart, options: KubernetesOptions) -> Object:
     """An object of a base in the namespace of the run."""
     metadata = dict(part.get("metadata"))
     part.content["metadata"] = {"name": part.get("metadata.name"), "namespace": options.namespace, **metadata}
     return part.content
 
 
-def queued(part: Part, options: KubernetesOptions) -> Object:
+def queued(part: ManifestPart, options: KubernetesOptions) -> Object:
     """The same for a workload, which Kueue unsuspends when there is quota for all of its pods."""
     if options.queue:
         part.part("metadata.labels").add({"kueue.x-k8s.io/queue-name": options.queue})
@@ -131,7 +131,7 @@ def _compute_domain(run: PodRun, options: KubernetesOptions, channel: str) -> Ob
     }
 
 
-def _fill(workload: Part, run: PodRun, options: KubernetesOptions) -> None:
+def _fill(workload: ManifestPart, run: PodRun, options: KubernetesOptions) -> None:
     """Fill in the Job, JobSet or TrainJob of a base."""
     workload.part("metadata").add({"labels": pod.labels(run), "annotations": pod.notes(run, options)})
     queued(workload, options)
@@ -146,7 +146,7 @@ def _fill(workload: Part, run: PodRun, options: KubernetesOptions) -> None:
             _fill_trainjob(workload, run, options)
 
 
-def _fill_job(job: Part, run: PodRun, options: KubernetesOptions) -> None:
+def _fill_job(job: ManifestPart, run: PodRun, options: KubernetesOptions) -> None:
     job.set("spec.completions", run.nodes)
     job.set("spec.parallelism", run.nodes)
     _set_deadline(job, options)
@@ -155,7 +155,7 @@ def _fill_job(job: Part, run: PodRun, options: KubernetesOptions) -> None:
     job.set("spec.template", patched(template.content, run.profile.kubernetes.patch, run.profile.name))
 
 
-def _fill_jobset(jobset: Part, run: PodRun, options: KubernetesOptions) -> None:
+def _fill_jobset(jobset: ManifestPart, run: PodRun, options: KubernetesOptions) -> None:
     is_elastic = pod.least_nodes(run, options) is not None
     if is_elastic and run.channel is not None:
         raise UserError(
@@ -173,7 +173,7 @@ def _fill_jobset(jobset: Part, run: PodRun, options: KubernetesOptions) -> None:
     _fill_job(job, run, options)
 
 
-def _fill_trainjob(trainjob: Part, run: PodRun, options: KubernetesOptions) -> None:
+def _fill_trainjob(trainjob: ManifestPart, run: PodRun, options: KubernetesOptions) -> None:
     """What is specific to the run; restarts and permissions come from the runtime in k8s/trainjob/runtime."""
     _require_patchable(run, options)
     _set_deadline(trainjob, options)
@@ -197,7 +197,7 @@ def _fill_trainjob(trainjob: Part, run: PodRun, options: KubernetesOptions) -> N
 
 def pod_spec(workload: Object) -> Object:
     """The pods of a Job or a JobSet; of a TrainJob what its runtime in k8s/trainjob/runtime makes of it."""
-    part = Part("", workload)
+    part = ManifestPart("", workload)
     template = f"spec.replicatedJobs.{GROUP}.template.spec.template.spec"
     if workload["kind"] != "TrainJob":
         return part.part("spec.template.spec" if workload["kind"] == "Job" else template).content
@@ -230,7 +230,7 @@ PATCHABLE = {"nodeSelector", "tolerations", "serviceAccountName", "imagePullSecr
 """Pod fields that a TrainJob may add to its runtime."""
 
 
-def _set_deadline(part: Part, options: KubernetesOptions) -> None:
+def _set_deadline(part: ManifestPart, options: KubernetesOptions) -> None:
     """At its time limit the pods get SIGTERM and save, and the run fails; a JobSet counts from its last restart."""
     if options.time_limit_seconds is not None:
         part.part("spec").add({"activeDeadlineSeconds": options.time_limit_seconds})

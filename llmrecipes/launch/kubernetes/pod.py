@@ -12,7 +12,7 @@ from llmrecipes.hardware.nics import CHOICE
 from llmrecipes.hardware.profile import COSTS, Kubernetes, Profile
 from llmrecipes.launch.environment import environment
 from llmrecipes.launch.kubernetes import site
-from llmrecipes.launch.kubernetes.bases import Object, Part
+from llmrecipes.launch.kubernetes.bases import ManifestPart, Object
 from llmrecipes.launch.kubernetes.settings import KubernetesOptions
 from llmrecipes.launch.rendezvous import TOKEN
 from llmrecipes.launch.run_options import RunOptions
@@ -83,7 +83,7 @@ def notes(run: PodRun, options: KubernetesOptions) -> dict[str, str]:
     return annotations
 
 
-def describe(template: Part, run: PodRun, options: KubernetesOptions) -> None:
+def describe(template: ManifestPart, run: PodRun, options: KubernetesOptions) -> None:
     """Labels and annotations of the pods; the site's, too."""
     annotations = {**run.profile.kubernetes.annotations, **notes(run, options)}
     template.part("metadata").add({"labels": labels(run), "annotations": annotations})
@@ -94,7 +94,7 @@ def seen(run: PodRun, options: KubernetesOptions) -> Profile:
     return site.as_seen(run.profile, run.ranks_per_node, options.host_network)
 
 
-def fill(template: Part, run: PodRun, options: KubernetesOptions) -> None:
+def fill(template: ManifestPart, run: PodRun, options: KubernetesOptions) -> None:
     """Fill in the pod template of a Job."""
     kubernetes, spec = run.profile.kubernetes, template.part("spec")
     describe(template, run, options)
@@ -129,7 +129,7 @@ def least_nodes(run: PodRun, options: KubernetesOptions) -> int | None:
     return counts[0] if options.flavor == "jobset" and len(counts) > 1 else None
 
 
-def _examination(doctor: Part, run: PodRun, *, meets: bool) -> list[str]:
+def _examination(doctor: ManifestPart, run: PodRun, *, meets: bool) -> list[str]:
     """Arguments of the check of the nodes; the range keeps them short on thousands of nodes.
 
     Where pods may be missing, each node is checked by itself.
@@ -156,12 +156,12 @@ def placement(profile: Profile, options: KubernetesOptions) -> Object:
     return fields
 
 
-def command(container: Part) -> list[str]:
+def command(container: ManifestPart) -> list[str]:
     """The command of a base, whose last word is the recipe."""
     return [*container.get("command")[:-1], str(RECIPE)]
 
 
-def arguments(container: Part, run: PodRun, least: int | None = None) -> list[str]:
+def arguments(container: ManifestPart, run: PodRun, least: int | None = None) -> list[str]:
     """The same for all pods; each reads its node rank from the environment that its controller sets.
 
     Args:
@@ -176,7 +176,7 @@ def arguments(container: Part, run: PodRun, least: int | None = None) -> list[st
     return [*container.words("args", values), *more, *map(literal, run.options.words())]
 
 
-def variables(container: Part, run: PodRun, options: KubernetesOptions) -> list[Object]:
+def variables(container: ManifestPart, run: PodRun, options: KubernetesOptions) -> list[Object]:
     """Environment of a container: what plan and site ask for, that of the base, and what the options add."""
     logs = PurePosixPath(container.get("env.LLMRECIPES_RUNS.value")) / run.plan.recipe.name / run.run_id / LOGS
     values = {
@@ -235,14 +235,14 @@ def resources(run: PodRun) -> Object:
     return {"requests": requests, "limits": {"memory": memory, **devices}, **({"claims": claims} if claims else {})}
 
 
-def add_volumes(spec: Part, run: PodRun, options: KubernetesOptions) -> None:
+def add_volumes(spec: ManifestPart, run: PodRun, options: KubernetesOptions) -> None:
     """The recipe, the claim, the size of /dev/shm, and the profile's own volumes."""
     size = max(1, min(SHM_MOST_GIB, int(run.profile.memory_gib * SHM_SHARE)))
     spec.set("volumes.shm.emptyDir.sizeLimit", f"{size}Gi")
     add_data(spec, run, options, run.profile.kubernetes)
 
 
-def add_data(spec: Part, run: PodRun, options: KubernetesOptions, kubernetes: Kubernetes) -> None:
+def add_data(spec: ManifestPart, run: PodRun, options: KubernetesOptions, kubernetes: Kubernetes) -> None:
     """The recipe, the claim, and volumes of a profile."""
     spec.set("volumes.workspace.persistentVolumeClaim.claimName", options.claim)
     items = [
@@ -254,7 +254,7 @@ def add_data(spec: Part, run: PodRun, options: KubernetesOptions, kubernetes: Ku
     spec.set("volumes", [recipe, *spec.get("volumes"), *site.volumes(kubernetes)])
 
 
-def add_mounts(container: Part, kubernetes: Kubernetes) -> None:
+def add_mounts(container: ManifestPart, kubernetes: Kubernetes) -> None:
     """Where the recipe and volumes of a profile are."""
     recipe = {"name": "recipe", "mountPath": str(RECIPE.parent), "readOnly": True}
     container.set("volumeMounts", [recipe, *container.get("volumeMounts"), *site.mounts(kubernetes)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llmrecipes.launch.kubernetes import bases, objects, pod
-from llmrecipes.launch.kubernetes.bases import Object, Part
+from llmrecipes.launch.kubernetes.bases import ManifestPart, Object
 from llmrecipes.launch.kubernetes.pod import PodRun
 from llmrecipes.launch.kubernetes.settings import KubernetesOptions
 
@@ -39,7 +39,7 @@ def render(run: PodRun, options: KubernetesOptions) -> list[Object]:
     return [*(objects.placed(other, options) for other in others), objects.queued(workload, options)]
 
 
-def _fill_ray_job(job: Part, run: PodRun, options: KubernetesOptions) -> None:
+def _fill_ray_job(job: ManifestPart, run: PodRun, options: KubernetesOptions) -> None:
     job.set("spec.entrypoint", " ".join([*job.get("spec.entrypoint").split()[:-1], str(pod.RECIPE)]))
     submitter = job.part("spec.submitterPodTemplate.spec")
     _place(submitter, run, options)
@@ -52,7 +52,7 @@ def _fill_ray_job(job: Part, run: PodRun, options: KubernetesOptions) -> None:
         container.set("resources.limits.memory", container.get("resources.requests.memory"))
 
 
-def _fill(spec: Part, run: PodRun, options: KubernetesOptions) -> Part:
+def _fill(spec: ManifestPart, run: PodRun, options: KubernetesOptions) -> ManifestPart:
     """Fill in a pod that prepares data; returns its container."""
     _place(spec, run, options)
     claims = [volume for volume in run.profile.kubernetes.volumes if volume.claim is not None]
@@ -68,7 +68,7 @@ def _fill(spec: Part, run: PodRun, options: KubernetesOptions) -> Part:
     return container
 
 
-def _place(spec: Part, run: PodRun, options: KubernetesOptions) -> None:
+def _place(spec: ManifestPart, run: PodRun, options: KubernetesOptions) -> None:
     spec.set("terminationGracePeriodSeconds", options.grace_seconds)
     placement = pod.placement(run.profile, options)
     spec.add({key: placement[key] for key in PLACEMENT if key in placement})

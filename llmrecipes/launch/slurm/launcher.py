@@ -104,7 +104,7 @@ class SlurmLauncher:
             raise
         return Job(self, JobRef("slurm", job, submission.run_dir))
 
-    def _sbatch(self, words: Sequence[str], known: Sequence[partitions.Partition], option: str) -> str:
+    def _sbatch(self, words: Sequence[str], known: Sequence[partitions.SlurmPartition], option: str) -> str:
         """The id of the new job; a refused partition is answered with those that there are."""
         names = [entry.name for entry in known]
         asked = _names(_options_of(words).get("partition"))
@@ -192,9 +192,9 @@ def _names(partition: str | None) -> tuple[str, ...]:
     return tuple(filter(None, (partition or os.environ.get("SBATCH_PARTITION", "")).split(",")))
 
 
-def _wanted(given: Mapping[str, str]) -> partitions.Wanted:
+def _wanted(given: Mapping[str, str]) -> partitions.WantedResources:
     fewest = re.match("[0-9]*", given["nodes"])
-    return partitions.Wanted(
+    return partitions.WantedResources(
         _names(given.get("partition")),
         int(fewest[0] or 1) if fewest else 1,
         given.get("time") or os.environ.get("SBATCH_TIMELIMIT"),

@@ -16,7 +16,7 @@ UNLIMITED = "UNLIMITED"
 
 
 @dataclass(frozen=True)
-class Partition:
+class SlurmPartition:
     """A partition: nodes, whatever their state; limits in Slurm's notation."""
 
     name: str
@@ -28,7 +28,7 @@ class Partition:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedResources:
     """What a job asks for.
 
     Attributes:
@@ -44,7 +44,7 @@ class Wanted:
     warning: int
 
 
-def known(where: Sequence[str] = ()) -> list[Partition]:
+def known(where: Sequence[str] = ()) -> list[SlurmPartition]:
     """All partitions that the user may see; none if Slurm does not answer.
 
     Args:
@@ -56,12 +56,12 @@ def known(where: Sequence[str] = ()) -> list[Partition]:
         return []
 
 
-def parse(text: str) -> Iterator[Partition]:
+def parse(text: str) -> Iterator[SlurmPartition]:
     """Partitions in the output of `scontrol --oneliner show partition`."""
     for line in text.splitlines():
         fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
         if "PartitionName" in fields and fields.get("TotalNodes", "").isdecimal():
-            yield Partition(
+            yield SlurmPartition(
                 name=fields["PartitionName"],
                 nodes=int(fields["TotalNodes"]),
                 default=fields.get("Default") == "YES",
@@ -71,7 +71,7 @@ def parse(text: str) -> Iterator[Partition]:
             )
 
 
-def require_room(partitions: Sequence[Partition], wanted: Wanted) -> None:
+def require_room(partitions: Sequence[SlurmPartition], wanted: WantedResources) -> None:
     """Refuse a job that could never start, and warn about one that a limit may keep waiting.
 
     Args:

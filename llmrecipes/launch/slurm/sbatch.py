@@ -17,7 +17,7 @@ from llmrecipes.plan.check import gib
 from llmrecipes.plan.run_plan import RunPlan
 from llmrecipes.recipe.degrees import elastic_nodes
 from llmrecipes.runfiles import RunFiles
-from llmrecipes.tracking.run_list import MeasuredRun, measured
+from llmrecipes.tracking.run_list import LongestTimes, measured
 
 SHORTEST = 120
 """Seconds: a step, the exit of all ranks, and the end of the job."""
@@ -57,7 +57,7 @@ def notice(plan: RunPlan, profile: Profile, runs_dir: Path, fixed: int | None) -
     return _warning(earlier.save_seconds, earlier.step_seconds, f"measured in {earlier.run_id}")
 
 
-def _longest(runs: Iterable[MeasuredRun]) -> MeasuredRun | None:
+def _longest(runs: Iterable[LongestTimes]) -> LongestTimes | None:
     return max(runs, key=lambda run: run.save_seconds + run.step_seconds, default=None)
 
 

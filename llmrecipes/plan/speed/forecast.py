@@ -17,7 +17,7 @@ from llmrecipes.plan.parameters import count_rounded_on_rank
 from llmrecipes.plan.run_plan import RunPlan
 from llmrecipes.plan.speed.device import Device, Stack, device, kernels_on, stack, stack_of
 from llmrecipes.plan.speed.saving import Saving, as_dict, saving
-from llmrecipes.plan.speed.step import Step, forward_seconds, predict, with_attack
+from llmrecipes.plan.speed.step import StepTime, forward_seconds, predict, with_attack
 from llmrecipes.plan.speed.work import Work, product
 from llmrecipes.plan.table import stage_facts
 from llmrecipes.recipe.adversarial import passes
@@ -45,7 +45,7 @@ class Forecast:
     """
 
     plan: Plan
-    step: Step
+    step: StepTime
     device: Device
     memory: tuple[Memory, ...]
     cost_usd: float | None
@@ -454,7 +454,7 @@ def forecast(plan: Plan, profile: Profile | None) -> Forecast:
     return Forecast(plan, step, accelerator, memory, *spent, saves, known, slower=max(times), faster=min(times))
 
 
-def _step(plan: Plan, accelerator: Device) -> Step:
+def _step(plan: Plan, accelerator: Device) -> StepTime:
     return predict(accelerator, software(plan, accelerator), work(plan))
 
 

@@ -17,7 +17,7 @@ _STEP_KERNELS = 40
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTime:
     """Seconds of one step of the slowest rank, and what they consist of.
 
     `compute` are the kernels of the slowest stage, `tensor`, `expert`, `context` communication within its layers that
@@ -142,19 +142,19 @@ def _with_links(device: Device, share: float, rails: float, crowd: float, nic: f
     return replace(device, links=device.links * share, rails=rails, crowd=crowd, nic=device.nic * nic)
 
 
-def forward_seconds(step: Step, microbatches: int) -> float:
+def forward_seconds(step: StepTime, microbatches: int) -> float:
     """Of the forward passes of a step by themselves: those of the slowest stage, after the others have their first."""
     stages = [sum(ahead) for ahead, _ in step.passes]
     return microbatches * max(stages) + sum(stages) - max(stages)
 
 
-def with_attack(step: Step, passes: int) -> Step:
+def with_attack(step: StepTime, passes: int) -> StepTime:
     """A step that passes all its micro-batches several times."""
     once = step.compute + step.tensor + step.expert + step.context + step.bubble
     return replace(step, attack=(passes - 1) * once)
 
 
-def predict(device: Device, stack: Stack, work: Work, *, at_least: bool = False) -> Step:
+def predict(device: Device, stack: Stack, work: Work, *, at_least: bool = False) -> StepTime:
     """Seconds of one step.
 
     Args:
@@ -209,7 +209,7 @@ def predict(device: Device, stack: Stack, work: Work, *, at_least: bool = False)
     of_experts = number * (sparse.expert * many if sparse else 0.0)
     of_context = number * ((plain.context * few if plain else 0.0) + (sparse.context * many if sparse else 0.0))
     busy = number * (sum(ahead[slowest]) + sum(back[slowest]))
-    return Step(
+    return StepTime(
         compute=busy - of_layers - of_experts - of_context,
         tensor=of_layers,
         expert=of_experts,

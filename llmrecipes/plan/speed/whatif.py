@@ -18,7 +18,7 @@ _SECONDS_OF_A_DAY = 86400
 
 
 @dataclass(frozen=True)
-class Option:
+class Offer:
     """A machine, and what the training takes on it with the layout that a search finds fastest.
 
     Attributes:
@@ -67,7 +67,7 @@ def options(
     tokens: float,
     prices: Mapping[str, float],
     most_days: float | None,
-) -> list[Option]:
+) -> list[Offer]:
     """Search each machine, and compare what it takes.
 
     Args:
@@ -81,13 +81,13 @@ def options(
 
 def _option(
     recipe: Recipe, profile: Profile, gpus: int, tokens: float, prices: Mapping[str, float], most_days: float | None
-) -> Option:
+) -> Offer:
     name = "" if profile.gpu is None else profile.gpu.name
     nodes = -(-gpus // max(1, profile.gpus_per_node))
     try:
         candidate = fastest(recipe, machine(profile, nodes), gpus, profile, 1)[0]
     except UserError as error:
-        return Option(profile.name, name, gpus, None, reason=f"{error.what}: {error.fix}" if error.fix else error.what)
+        return Offer(profile.name, name, gpus, None, reason=f"{error.what}: {error.fix}" if error.fix else error.what)
     forecast = candidate.forecast
     seconds = tokens / (forecast.tokens_per_second_per_gpu * gpus)
     share = 1.0
@@ -101,7 +101,7 @@ def _option(
     costs = profile.costs
     price = prices.get(profile.name, prices.get("", None if costs is None else costs.usd_per_gpu_hour))
     watts = None if costs is None or costs.watts_per_gpu is None else costs.watts_per_gpu * costs.pue
-    return Option(
+    return Offer(
         cluster=profile.name,
         gpu=name,
         gpus=gpus,
@@ -114,12 +114,12 @@ def _option(
     )
 
 
-def cheapest(all_options: Iterable[Option]) -> Option | None:
+def cheapest(all_options: Iterable[Offer]) -> Offer | None:
     """The one that costs least, or takes the fewest GPU-hours where a price is missing, of those that end in time."""
     able = [option for option in all_options if option.days is not None and option.in_time is not False]
     priced = all(option.cost_usd is not None for option in able)
 
-    def price(option: Option) -> tuple[float, float]:
+    def price(option: Offer) -> tuple[float, float]:
         value = option.cost_usd if priced else option.gpu_hours
         return (math.inf if value is None else value), option.days or math.inf
 

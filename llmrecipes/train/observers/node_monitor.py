@@ -135,7 +135,7 @@ def monitored(folder: Path, *, model: Literal["codecarbon"] | None = None) -> It
         os.close(wake)
 
 
-class Sampler:
+class NodeSampler:
     """Samples this node.
 
     Args:
@@ -365,7 +365,7 @@ def main(arguments: list[str]) -> None:
     rank = os.pidfd_open(pid)
     for event in (rank, wake):
         waiting.register(event, select.POLLIN)
-    sampler = Sampler(Path(arguments[3]), Gpus.find(), model=Modelled() if arguments[4] else None)
+    sampler = NodeSampler(Path(arguments[3]), Gpus.find(), model=Modelled() if arguments[4] else None)
     while True:
         memory[: _FORMAT.size] = sampler.sample()
         events = [event for event, _ in waiting.poll(SECONDS * 1000)]

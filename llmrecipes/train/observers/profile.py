@@ -161,7 +161,7 @@ def profiled(steps: int, folder: Path, rank: int, *, trace: bool = False) -> Ite
         yield profiler.step
 
 
-class Profile(Observer):
+class Profiler(Observer):
     """See `profiled`."""
 
     @classmethod

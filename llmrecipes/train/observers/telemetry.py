@@ -64,7 +64,7 @@ XID = "https://docs.nvidia.com/deploy/xid-errors"
 
 
 @dataclass
-class _Steps:
+class _MeasuredSteps:
     """What this rank measured since its last row."""
 
     data: list[float] = field(default_factory=list)
@@ -100,7 +100,7 @@ class Telemetry(Observer):
         self._phases: dict[str, float] = {}
         self._reported_phases: dict[str, float] = {}
         self._data_before = 0.0
-        self._steps, self._step_number = _Steps(), 0
+        self._steps, self._step_number = _MeasuredSteps(), 0
         self._pending: dist.Work | None = None
         size = loop.world.size, len(RANK_COLUMNS) + len(COLUMNS)
         self._row = torch.zeros(size[1], dtype=torch.float32, pin_memory=on_gpu)
@@ -175,7 +175,7 @@ class Telemetry(Observer):
             values |= self._readings.take()
         for name, phase in BLOCKED.items():
             values[name] = self._phases.get(phase, 0.0) - self._reported_phases.get(phase, 0.0)
-        self._reported_phases, self._steps = dict(self._phases), _Steps()
+        self._reported_phases, self._steps = dict(self._phases), _MeasuredSteps()
         self._row.copy_(torch.tensor(list(values.values())))
         self._table.zero_()
         self._table[self.loop.world.rank].copy_(self._row, non_blocking=True)
