@@ -18,7 +18,7 @@ from llmrecipes.engine.core.model.config import transformer_config
 from llmrecipes.engine.megatron.data_parallel import data_parallel_config
 from llmrecipes.engine.megatron.optimizer import optimizer_config
 from llmrecipes.hardware.cluster import DetectedGpu
-from llmrecipes.plan.derive import derive
+from llmrecipes.plan.run_plan import derive_run
 from llmrecipes.recipe.degrees import least_ranks
 from llmrecipes.recipe.load import load, names
 from llmrecipes.recipe.schema import Recipe
@@ -46,7 +46,7 @@ def configured(recipe: Recipe, gpu: str, transformer_engine: bool) -> dict[str, 
     memory, peak = GPUS[gpu]
     ranks = least_ranks(recipe)
     devices = (DetectedGpu(f"NVIDIA {gpu}", memory * GIB, memory * GIB, peak),) * ranks
-    plan = derive(recipe, ranks, replace(ROOMY, gpus=devices))
+    plan = derive_run(recipe, ranks, replace(ROOMY, gpus=devices)).largest
     parts = {
         "TransformerConfig": transformer_config(plan, on_gpu=True, transformer_engine=transformer_engine),
         "DistributedDataParallelConfig": data_parallel_config(plan),

@@ -128,9 +128,9 @@ def audit(event, arguments):
 
 sys.dont_write_bytecode = True
 sys.addaudithook(audit)
-from llmrecipes.train.observers.node_monitor import Modelled, Sampler
+from llmrecipes.train.observers.node_monitor import Modelled, NodeSampler
 
-sampler = Sampler(Path("/"), None, powercap=Path("/nowhere"), model=Modelled())
+sampler = NodeSampler(Path("/"), None, powercap=Path("/nowhere"), model=Modelled())
 sampler.sample()
 time.sleep(0.2)
 sampler.sample()
