@@ -80,8 +80,8 @@ def _keys_of_field(section: type[BaseModel], name: str) -> dict[str, RecipeKey]:
     """The keys of one field, which a model of its own has, without their descriptions; empty for an unknown one."""
     if name not in section.model_fields:
         return {}
-    found = section.model_fields[name]
-    fields: dict[str, Any] = {name: (found.annotation, found)}
+    info = section.model_fields[name]
+    fields: dict[str, Any] = {name: (info.annotation, info)}
     described = create_model(section.__name__, __config__=section.model_config, **fields).model_json_schema()
     return {key.name: key for key in _walk(described, "", described.get("$defs", {}))}
 
@@ -161,8 +161,8 @@ def _innermost(name: str, document: type[BaseModel]) -> tuple[type[BaseModel], s
     section, rest = document, name
     while "." in rest:
         part, _, below = rest.partition(".")
-        found = section.model_fields.get(part)
-        annotation = None if found is None else found.annotation
+        info = section.model_fields.get(part)
+        annotation = None if info is None else info.annotation
         if get_origin(annotation) is tuple:
             index, _, below = below.partition(".")
             if not (index == ITEM or INDEX.fullmatch(f".{index}", 1)):
@@ -205,15 +205,15 @@ def _walk(schema: dict[str, Any], prefix: str, defs: dict[str, Any]) -> Iterator
 
 def _walk_types(schema: dict[str, Any], prefix: str, defs: dict[str, Any]) -> Iterator[RecipeKey]:
     """The keys of a section of several types, each once."""
-    found = defaultdict[str, dict[str, RecipeKey]](dict)
+    by_name = defaultdict[str, dict[str, RecipeKey]](dict)
     for option in schema["oneOf"]:
         node = _resolve(option, defs)
         name = node["properties"]["type"]["const"]
         chosen, *others = _walk(node, prefix, defs)
         chosen = replace(chosen, description=node.get("description", ""), beside=tuple(others))
         for key in (chosen, *others):
-            found[key.name][name] = key
-    for by_type in found.values():
+            by_name[key.name][name] = key
+    for by_type in by_name.values():
         each = list(by_type.values())
         options = tuple({json.dumps(option): option for key in each for option in key.options}.values())
         takes = " or ".join(dict.fromkeys(key.takes for key in each))

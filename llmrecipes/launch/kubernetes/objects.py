@@ -39,7 +39,7 @@ GROUP = "node"
 PATCH = f"spec.runtimePatches.0.trainingRuntimeSpec.template.spec.replicatedJobs.{GROUP}.template.spec.template"
 """Pod template of a TrainJob: what it adds to that of its runtime."""
 TIME_LIMIT: Object = {"name": "timeLimit", "action": "FailJobSet", "onJobFailureReasons": ["DeadlineExceeded"]}
-"""Rule of a JobSet, which would otherwise start again, with a time limit of its own."""
+"""Rule that ends a JobSet at its time limit; without the rule, it would start its Jobs again."""
 
 
 def render(run: PodRun, options: KubernetesOptions) -> list[Object]:

@@ -134,8 +134,8 @@ def _examination(doctor: ManifestPart, run: PodRun, *, meets: bool) -> list[str]
 
     Where pods may be missing, each node is checked by itself.
     """
-    alone: dict[str, str | None] = {} if meets else {"--nodes": None, "--patience": None}
-    words = doctor.words("args", {"--run-id": literal(run.run_id), **alone})
+    left_out: dict[str, str | None] = {} if meets else {"--nodes": None, "--patience": None}
+    words = doctor.words("args", {"--run-id": literal(run.run_id), **left_out})
     words = [INDICES.sub(f"[0-{run.nodes - 1}]", word) for word in words]
     return ["--cluster", literal(str(CLUSTERS / f"{run.profile.name}.yaml")), *words]
 
