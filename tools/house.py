@@ -46,7 +46,7 @@ CODE_BUDGET = {
 }
 """Most lines of code of each package; `.` are the modules beside the packages. Whoever needs more removes something, or
 raises the number and says in the commit why."""
-WORD_BUDGET = {"README.md": 990, "docs/": 102_435}
+WORD_BUDGET = {"README.md": 900, "docs/": 92_230}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 LOOPS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case, ast.comprehension)
@@ -185,12 +185,17 @@ def code_by_package(root: Path) -> dict[str, int]:
     return dict(sorted(sizes.items()))
 
 
+def word_count(text: str) -> int:
+    """The words in `text`. The bars and rules of a table, and marks that stand alone, are not words."""
+    return sum(any(character.isalnum() for character in token) for token in text.split())
+
+
 def words(root: Path) -> dict[str, int]:
     """Words of docs/ and of the longest pages outside it."""
-    found = {"docs/": sum(len(path.read_text("utf-8").split()) for path in sorted((root / "docs").rglob("*.md")))}
-    found |= {name: len((root / name).read_text("utf-8").split()) for name in PAGES}
+    found = {"docs/": sum(word_count(path.read_text("utf-8")) for path in sorted((root / "docs").rglob("*.md")))}
+    found |= {name: word_count((root / name).read_text("utf-8")) for name in PAGES}
     sections = re.split(r"^## ", (root / "CHANGELOG.md").read_text("utf-8"), flags=re.MULTILINE)[1:]
-    found["longest version in CHANGELOG.md"] = max(len(section.split()) for section in sections)
+    found["longest version in CHANGELOG.md"] = max(word_count(section) for section in sections)
     return found
 
 
