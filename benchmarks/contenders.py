@@ -17,8 +17,8 @@ from benchmarks.turns import Session
 from lab.gpu_report.rivals import count, gpu_memory, hf_trainer, micro_batches, plain
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.derive import derive
-from llmrecipes.recipe.features import FEATURES
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.speedups.features import FEATURES
 
 
 def ours(recipe: Recipe, session: Session) -> None:

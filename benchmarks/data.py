@@ -31,9 +31,9 @@ import numpy as np
 from llmrecipes.data import compare, sources
 from llmrecipes.data.copies import NearDuplicates, band_keys, bands_of, margin, shingles, sketch
 from llmrecipes.data.steps import Dropped, Seen, pipeline, step_spec
-from llmrecipes.recipe.data_steps import NearDuplicatesStep
-from llmrecipes.recipe.keys import options_of
+from llmrecipes.recipe.reading.keys import options_of
 from llmrecipes.recipe.schema import Data, Source
+from llmrecipes.recipe.sections.data_steps import NearDuplicatesStep
 from llmrecipes.units import MIB
 
 EDITS = (0.01, 0.02, 0.05, 0.1, 0.2)

@@ -18,7 +18,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware.machine import planned
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.plan.traffic import SMALL, calls
-from llmrecipes.recipe.degrees import model_parallel_size, smallest_world
+from llmrecipes.recipe.derived.degrees import model_parallel_size, smallest_world
 from llmrecipes.recipe.load import load
 
 SEED = 12

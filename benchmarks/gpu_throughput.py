@@ -25,9 +25,9 @@ from llmrecipes.hardware.cluster import detect
 from llmrecipes.launch.environment import detected_environment
 from llmrecipes.plan.parameters import flops_per_token
 from llmrecipes.plan.run_plan import derive_run
+from llmrecipes.recipe.derived.shape import shape
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.shape import shape
 
 CONTENDERS = ("llmrecipes", "llmrecipes+compile", "hf-trainer", "hf-trainer+compile", "litgpt", "plain")
 COLUMNS = ("", "parameters", "tokens/s", "MFU full", "MFU causal", "peak GiB", "loss", "first step s")

@@ -32,7 +32,7 @@ class MadeWeights:
     """Weights of a recipe's model that are made when they are read; see `hf.safetensors.TensorSource`."""
 
     def __init__(self, recipe: str) -> None:
-        from llmrecipes.recipe.weight_names import weights
+        from llmrecipes.recipe.derived.weight_names import weights
 
         self._shapes = weights(load(recipe).recipe.model)
 

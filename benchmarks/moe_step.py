@@ -16,8 +16,8 @@ from typing import Any
 from benchmarks.common import close, machine, parser, show
 from benchmarks.ranks import run, small
 from llmrecipes.plan.parameters import count
+from llmrecipes.recipe.derived.shape import shape
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.shape import shape
 
 SAME = ("model.num_layers=4", "model.hidden_size=256", "model.seq_length=256", "train.micro_batch_size=4",
         "train.global_batch_size=4")  # fmt: skip

@@ -56,7 +56,7 @@ def plant(file: Path, originals: int, copies: int, words: int) -> None:
 def ours(texts: list[str]) -> tuple[float, set[int]]:
     """Processor time, and the numbers of the removed."""
     from llmrecipes.data.copies import NearDuplicates
-    from llmrecipes.recipe.data_steps import NearDuplicatesStep
+    from llmrecipes.recipe.sections.data_steps import NearDuplicatesStep
 
     settings = NearDuplicatesStep(type="near_duplicates", threshold=THRESHOLD).settings
     NearDuplicates(**settings).mark(texts[0])

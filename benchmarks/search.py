@@ -37,7 +37,7 @@ from llmrecipes.data.prepare import prepare
 from llmrecipes.launch import record
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.search_section import Search
+from llmrecipes.recipe.sections.search_section import Search
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.search.command import quiet
 from llmrecipes.search.samplers import pruner, sampler

@@ -13,9 +13,9 @@ from llmrecipes.errors import UserError
 from llmrecipes.models.merge_options import MergeOptions
 from llmrecipes.options import takes
 from llmrecipes.plan.placement import Placement, place
-from llmrecipes.recipe.degrees import least_ranks
+from llmrecipes.recipe.derived.degrees import least_ranks
+from llmrecipes.recipe.derived.stage_runs import stage_named, stage_recipes
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.stage_runs import stage_named, stage_recipes
 
 if TYPE_CHECKING:
     from llmrecipes.data.prepared import Prepared

@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from llmrecipes.checkpoint.store import CheckpointStore, Entry
 from llmrecipes.commandline import resume_command
 from llmrecipes.errors import ExitCode, UserError
+from llmrecipes.recipe.derived.stage_runs import stage_of
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe, Train
-from llmrecipes.recipe.stage_runs import stage_of
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking import run_list, status
 

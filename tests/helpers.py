@@ -34,7 +34,7 @@ from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.megatron.engine import Batch, MegatronEngine, StepResult
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.derive import derive
-from llmrecipes.recipe.batch_schedule import batch_schedule
+from llmrecipes.recipe.derived.batch_schedule import batch_schedule
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Model, Recipe
 

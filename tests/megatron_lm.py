@@ -23,8 +23,8 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.transformer.enums import AttnBackend
 
 from llmrecipes.engine.megatron.engine import MegatronEngine
+from llmrecipes.recipe.derived.shape import shape
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.shape import shape
 
 ITERATION = 1000
 

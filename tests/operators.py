@@ -9,7 +9,7 @@ import os
 
 from llmrecipes.engine.deepspeed.build import load_operators
 from llmrecipes.hardware.builds import ASYNC_IO, CPU_ADAM, operator_obstacle, search_path
-from llmrecipes.recipe.zero import Zero
+from llmrecipes.recipe.sections.zero import Zero
 from tests.selection import NVME, has_turn
 
 

@@ -29,11 +29,11 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.plan.speed.forecast import forecast
-from llmrecipes.recipe.batch_schedule import without_ramp
-from llmrecipes.recipe.features import FeatureChoice, resolve
+from llmrecipes.recipe.derived.batch_schedule import without_ramp
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.proxy import proxy
 from llmrecipes.recipe.schema import Parallelism, Recipe
+from llmrecipes.recipe.speedups.features import FeatureChoice, resolve
+from llmrecipes.recipe.variants.proxy import proxy
 from llmrecipes.rundir import Run
 from llmrecipes.train.observers.profile import profiled
 from llmrecipes.units import GIB

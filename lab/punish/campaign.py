@@ -27,7 +27,7 @@ from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.io import write_atomic
 from llmrecipes.launch.local.processes import PROCESSES
-from llmrecipes.recipe.batch_schedule import without_ramp
+from llmrecipes.recipe.derived.batch_schedule import without_ramp
 from llmrecipes.recipe.engines import engine_name
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Recipe

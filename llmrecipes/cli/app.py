@@ -296,7 +296,7 @@ def _usage_error(error: typer.TyperException) -> UserError:
         return UserError("no such option", where=option, rule=rule, fix=f"--submit {option.removeprefix('--')}=VALUE")
     takes_keys = "overrides" in parameters
     if option.startswith("--") and takes_keys:
-        from llmrecipes.recipe.keys import namesake
+        from llmrecipes.recipe.reading.keys import namesake
 
         namesakes = namesake(option)
         if namesakes.keys:

@@ -107,14 +107,14 @@ def _beginning(words: list[str], incomplete: str) -> list[str]:
 
 
 def _keys() -> Iterator[str]:
-    from llmrecipes.recipe.keys import ITEM, keys
+    from llmrecipes.recipe.reading.keys import ITEM, keys
 
     yield from (key.name.replace(f".{ITEM}", ".0") for key in keys().values() if not key.section)
 
 
 def _values(name: str) -> Iterator[str]:
     """The values of an enumeration, a boolean or null; none for numbers and text."""
-    from llmrecipes.recipe.keys import options_of
+    from llmrecipes.recipe.reading.keys import options_of
 
     for option in options_of(name):
         if option.get("type") == "boolean":

@@ -91,8 +91,8 @@ def doctor(
     from llmrecipes.hardware.load import load_profile
     from llmrecipes.launch.rendezvous import token_of
     from llmrecipes.plan.parameters import count
+    from llmrecipes.recipe.derived.shape import shape
     from llmrecipes.recipe.load import load
-    from llmrecipes.recipe.shape import shape
     from llmrecipes.runfiles import RunFiles
 
     profile = load_profile(cluster) if cluster else None

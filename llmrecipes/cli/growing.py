@@ -13,7 +13,7 @@ from llmrecipes.cli.options import RUNS, JsonOption, NewRunIdOption, OverridesAr
 from llmrecipes.faults.signals import early_signals
 
 if TYPE_CHECKING:
-    from llmrecipes.recipe.growing import Growth
+    from llmrecipes.recipe.variants.growing import Growth
 
 
 @early_signals()

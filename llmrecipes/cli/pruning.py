@@ -22,7 +22,7 @@ from llmrecipes.cli.options import (
 from llmrecipes.faults.signals import early_signals
 
 if TYPE_CHECKING:
-    from llmrecipes.recipe.pruning import PruneOptions
+    from llmrecipes.recipe.variants.pruning import PruneOptions
 
 
 @early_signals()

@@ -252,9 +252,9 @@ def layout(
     from llmrecipes.cli import plan_text as render
     from llmrecipes.hardware.machine import planned
     from llmrecipes.plan.placement import place
-    from llmrecipes.recipe.degrees import least_ranks
+    from llmrecipes.recipe.derived.degrees import least_ranks
+    from llmrecipes.recipe.derived.stage_runs import stage_named, stage_recipes
     from llmrecipes.recipe.load import load
-    from llmrecipes.recipe.stage_runs import stage_named, stage_recipes
 
     loaded = load(recipe, overrides or []).recipe
     ranks = least_ranks(loaded) if nproc is None else nproc
@@ -276,7 +276,7 @@ def clusters(as_json: JsonOption = False) -> None:
 
 def schema() -> None:
     """Print the JSON Schema of recipe files, for editors."""
-    from llmrecipes.recipe.keys import json_schema
+    from llmrecipes.recipe.reading.keys import json_schema
 
     print(json_schema(), end="")
 
@@ -286,7 +286,7 @@ def docs(
 ) -> None:
     """Generate docs/reference/keys.md and recipes/schema.json."""
     from llmrecipes.files import require_checkout
-    from llmrecipes.recipe.keys import generated
+    from llmrecipes.recipe.reading.keys import generated
 
     root = require_checkout("llmrecipes docs")
     stale = [path for path, text in generated(root).items() if not path.is_file() or path.read_text("utf-8") != text]
@@ -321,9 +321,9 @@ def recipe_table(rows: list[dict[str, Any]]) -> TextTable:
 
 def _summary(name: str) -> dict[str, Any]:
     from llmrecipes.plan.parameters import count
-    from llmrecipes.recipe.batch_schedule import tokens_of
+    from llmrecipes.recipe.derived.batch_schedule import tokens_of
+    from llmrecipes.recipe.derived.shape import shape
     from llmrecipes.recipe.load import load
-    from llmrecipes.recipe.shape import shape
 
     try:
         recipe = load(name).recipe

@@ -73,7 +73,7 @@ def search(
     """
     from llmrecipes.console import setup_logging
     from llmrecipes.recipe.load import load
-    from llmrecipes.recipe.width import base_width
+    from llmrecipes.recipe.variants.width import base_width
     from llmrecipes.search import command
     from llmrecipes.search.target import target_of
     from llmrecipes.workflow.run import Paths

@@ -263,8 +263,8 @@ def verify(
     Trains the same small model in both; losses, gradients and weights must agree.
     """
     from llmrecipes.console import setup_logging
+    from llmrecipes.recipe.derived.stage_runs import as_run, stage_named, stage_recipes
     from llmrecipes.recipe.load import load
-    from llmrecipes.recipe.stage_runs import as_run, stage_named, stage_recipes
     from llmrecipes.workflow.run import Paths
     from llmrecipes.workflow.verify import VerifyOptions
     from llmrecipes.workflow.verify import verify as compare

@@ -20,7 +20,7 @@ from llmrecipes.data.manifest import read_listing, require_listed
 from llmrecipes.data.prepared import Prepared, index_folder
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.parent import end_with_parent
-from llmrecipes.recipe.batch_schedule import BatchSchedule
+from llmrecipes.recipe.derived.batch_schedule import BatchSchedule
 from llmrecipes.recipe.schema import Recipe
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)

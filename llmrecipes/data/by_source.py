@@ -21,7 +21,7 @@ from llmrecipes.data.manifest import Counts
 from llmrecipes.data.pair_samples import PairDataset
 from llmrecipes.data.prepared import Prepared, drawn_samples, drawn_sources
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.source import source_names
+from llmrecipes.recipe.sections.source import source_names
 
 
 class WithSource(Dataset[dict[str, Any]]):

@@ -27,7 +27,7 @@ from llmrecipes.data.manifest import Record, stem
 from llmrecipes.data.split import Split
 from llmrecipes.errors import UserError
 from llmrecipes.io import sync, write_synced
-from llmrecipes.recipe.source import Curriculum
+from llmrecipes.recipe.sections.source import Curriculum
 
 if TYPE_CHECKING:
     from megatron.core.datasets.gpt_dataset import GPTDataset

@@ -45,7 +45,7 @@ from llmrecipes.data.prepared import (
     train_weights,
 )
 from llmrecipes.data.split import SPLITS, Split
-from llmrecipes.recipe.preference_rules import rows_of_a_pair
+from llmrecipes.recipe.rules.preference_rules import rows_of_a_pair
 from llmrecipes.recipe.schema import Recipe
 
 logger = logging.getLogger(__name__)

@@ -24,8 +24,8 @@ from llmrecipes.data.documents import TokenFile
 from llmrecipes.data.manifest import File, Inside, Record
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.nested import leaves
-from llmrecipes.recipe.batch_schedule import samples_of
-from llmrecipes.recipe.distill_rules import CHECKSUM, section
+from llmrecipes.recipe.derived.batch_schedule import samples_of
+from llmrecipes.recipe.rules.distill_rules import CHECKSUM, section
 from llmrecipes.recipe.schema import Recipe
 
 NAME = "precomputed.json"

@@ -40,9 +40,9 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware.builds import import_megatron
 from llmrecipes.hardware.cluster import cpu_cores
 from llmrecipes.io import sync, write_synced
-from llmrecipes.recipe.plugins import resolve
+from llmrecipes.recipe.derived.stage_runs import stage_recipes
 from llmrecipes.recipe.schema import Recipe, Source
-from llmrecipes.recipe.stage_runs import stage_recipes
+from llmrecipes.recipe.sections.plugins import resolve
 from llmrecipes.units import MIB
 
 if TYPE_CHECKING:

@@ -27,11 +27,11 @@ from llmrecipes.data.split import SPLITS, Split, check_disjoint
 from llmrecipes.data.steps import selected
 from llmrecipes.data.tokenizer import TextTokenizer, read
 from llmrecipes.errors import UserError
-from llmrecipes.recipe.batch_schedule import samples_of
-from llmrecipes.recipe.data_steps import DuplicatesStep
-from llmrecipes.recipe.plugins import DataStep, declared, resolve
+from llmrecipes.recipe.derived.batch_schedule import samples_of
+from llmrecipes.recipe.derived.stages import span_of
 from llmrecipes.recipe.schema import Recipe, Source
-from llmrecipes.recipe.stages import span_of
+from llmrecipes.recipe.sections.data_steps import DuplicatesStep
+from llmrecipes.recipe.sections.plugins import DataStep, declared, resolve
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 from llmrecipes.data.judged import Form, form_of
 from llmrecipes.errors import UserError
-from llmrecipes.recipe.preference import Preference
 from llmrecipes.recipe.schema import Chat, Source
-from llmrecipes.recipe.source import ValidSource
+from llmrecipes.recipe.sections.preference import Preference
+from llmrecipes.recipe.sections.source import ValidSource
 
 Turns = list[dict[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")

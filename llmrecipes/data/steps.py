@@ -19,9 +19,9 @@ from llmrecipes.data.split import Split, SplitRule, digest
 from llmrecipes.data.words import pieces, with_pieces
 from llmrecipes.errors import UserError
 from llmrecipes.packages import find_spec
-from llmrecipes.recipe.data_steps import ClassifierStep, DecontaminateStep, StepSection
-from llmrecipes.recipe.plugins import DataStep, declared, resolve
 from llmrecipes.recipe.schema import Data
+from llmrecipes.recipe.sections.data_steps import ClassifierStep, DecontaminateStep, StepSection
+from llmrecipes.recipe.sections.plugins import DataStep, declared, resolve
 
 Step = Callable[[list[str]], list[str] | str | None]
 """Takes the texts of a document, of a conversation those of its messages, and returns as many. None drops it; a string

@@ -34,7 +34,7 @@ from llmrecipes.data.steps import DUPLICATES, EMPTY, VALID_SOURCES, Document, Dr
 from llmrecipes.data.tokenizer import TextTokenizer, read
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Source
-from llmrecipes.recipe.source import ValidSource
+from llmrecipes.recipe.sections.source import ValidSource
 from llmrecipes.units import GIB
 from llmrecipes.untrusted import open_file
 

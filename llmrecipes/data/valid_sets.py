@@ -19,7 +19,7 @@ from llmrecipes.data.manifest import Counts, valid_stem
 from llmrecipes.data.split import digest
 from llmrecipes.data.steps import Step
 from llmrecipes.errors import UserError
-from llmrecipes.recipe.source import ValidSource
+from llmrecipes.recipe.sections.source import ValidSource
 
 _BATCH = 256  # documents that are tokenized at once
 

@@ -9,8 +9,8 @@ from math import inf, isfinite, log
 from operator import sub
 from typing import Any, Literal, Protocol
 
+from llmrecipes.recipe.derived.stage_runs import stage_recipes
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.stage_runs import stage_recipes
 from llmrecipes.untrusted import number
 
 Record = Mapping[str, Any]

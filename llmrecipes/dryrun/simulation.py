@@ -31,10 +31,10 @@ from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.plan.kernels import keeps_scores, own_layers
 from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.memory import of_stage
-from llmrecipes.recipe.adversarial import passes as passes_of
-from llmrecipes.recipe.preference_rules import rows_of_a_pair
+from llmrecipes.recipe.derived.shape import Shape
+from llmrecipes.recipe.rules.preference_rules import rows_of_a_pair
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.shape import Shape
+from llmrecipes.recipe.sections.adversarial import passes as passes_of
 from llmrecipes.redact import guard_streams
 
 MOST_MOMENTS = 300

@@ -200,7 +200,7 @@ class Engine(Protocol):
             num_microbatches: of this step; None: the plan's.
             stop: called when the batches are used up; the answer is reduced with the loss, which costs nothing.
             accept: called before the update, if loss and gradient norm are finite; None: every update is made.
-                An engine that updates before it knows both ignores it (`recipe/zero_rules.py`).
+                An engine that updates before it knows both ignores it (`recipe/rules/zero_rules.py`).
             redo: called before each micro-batch of a step that is computed again.
         """
 

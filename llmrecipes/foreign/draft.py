@@ -11,13 +11,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from llmrecipes.errors import UserError
-from llmrecipes.recipe import document, rules, zero_rules
+from llmrecipes.recipe import document
 from llmrecipes.recipe.document import Problem
-from llmrecipes.recipe.explain import explain
-from llmrecipes.recipe.keys import keys
-from llmrecipes.recipe.overrides import apply, parse_override
+from llmrecipes.recipe.reading.explain import explain
+from llmrecipes.recipe.reading.keys import keys
+from llmrecipes.recipe.reading.overrides import apply, parse_override
+from llmrecipes.recipe.reading.synonyms import synonym
+from llmrecipes.recipe.rules import rules, zero_rules
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.synonyms import synonym
 from llmrecipes.redact import HIDDEN, redact
 
 DROPPABLE = ("speed.", "tracking.", "checkpoint.", "parallelism.", "faults.")

@@ -13,8 +13,8 @@ from llmrecipes.hf.match import section_of, validated, without_effect
 from llmrecipes.hf.reading import CONFIG
 from llmrecipes.hf.table import NEUTRAL
 from llmrecipes.plan.parameters import count
-from llmrecipes.recipe.keys import keys
-from llmrecipes.recipe.shape import shape
+from llmrecipes.recipe.derived.shape import shape
+from llmrecipes.recipe.reading.keys import keys
 from llmrecipes.workflow.new import TOKENS_PER_PARAMETER, Made, Wanted, make, nearest
 from llmrecipes.workflow.pretrained import SEQ_LENGTH, TOKENIZER_FILE
 

@@ -13,10 +13,10 @@ from typing import Any
 from llmrecipes.errors import UserError
 from llmrecipes.foreign.draft import Draft, key_named, plain
 from llmrecipes.foreign.shell import UNKNOWN, arguments, read_script
-from llmrecipes.recipe.keys import keys
-from llmrecipes.recipe.layer_pattern import ATTENTION, LATENT, keys_of
-from llmrecipes.recipe.megatron_lm import FIXED
-from llmrecipes.recipe.moe_rules import LATENT_YARN
+from llmrecipes.recipe.derived.layer_pattern import ATTENTION, LATENT, keys_of
+from llmrecipes.recipe.reading.keys import keys
+from llmrecipes.recipe.rules.megatron_lm import FIXED
+from llmrecipes.recipe.rules.moe_rules import LATENT_YARN
 
 DEFAULTS: Mapping[str, Any] = {
     "model.hidden_dropout": 0.1,

@@ -14,8 +14,8 @@ from llmrecipes.foreign import finetuning, megatron, nested
 from llmrecipes.foreign.draft import Draft, Row
 from llmrecipes.hardware.machine import planned
 from llmrecipes.recipe.document import Kind, clip, read
-from llmrecipes.recipe.foreign import KINDS, Foreign, recognized
 from llmrecipes.recipe.load import DEFAULTS_NOTE, load_values, short
+from llmrecipes.recipe.reading.foreign import KINDS, Foreign, recognized
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.workflow.new import Wanted
 

@@ -16,7 +16,7 @@ from llmrecipes.hardware.profile import PAGES, Kubernetes, Profile, mebibytes
 from llmrecipes.hardware.slurm_words import gpus_of
 from llmrecipes.recipe import document
 from llmrecipes.recipe.document import Kind, Problem, clip
-from llmrecipes.recipe.explain import explain
+from llmrecipes.recipe.reading.explain import explain
 from llmrecipes.redact import is_secret
 
 CLUSTERS = Kind(

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from llmrecipes.hardware.slurm_words import TIME
-from llmrecipes.recipe.section import JsonObject, NonNegInt, PosFloat, PosInt, Section
+from llmrecipes.recipe.sections.section import JsonObject, NonNegInt, PosFloat, PosInt, Section
 
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@=,-]*$")]
 """A name of a partition, resource or constraint: no blanks, no leading dash, nothing a shell or Slurm would split."""

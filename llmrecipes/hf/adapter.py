@@ -18,8 +18,8 @@ from llmrecipes.errors import UserError
 from llmrecipes.hf.safetensors import TensorSource
 from llmrecipes.hf.table import FUSED_QKV, TRANSPOSED, Family
 from llmrecipes.hf.weights import FolderWeights
+from llmrecipes.recipe.derived.weight_names import weights
 from llmrecipes.recipe.schema import Lora, Model
-from llmrecipes.recipe.weight_names import weights
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 KEYS = frozenset({"rank", "alpha", "dropout", "target_modules"})

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from llmrecipes.recipe.derived.shape import shape
+from llmrecipes.recipe.derived.weight_names import weights
 from llmrecipes.recipe.schema import Model
-from llmrecipes.recipe.section import Section
-from llmrecipes.recipe.shape import shape
-from llmrecipes.recipe.weight_names import weights
+from llmrecipes.recipe.sections.section import Section
 
 
 class Transform(Protocol):
@@ -314,7 +314,7 @@ class Family:
         """What one of megatron-core's tensors becomes.
 
         Args:
-            name: as in `recipe.weight_names.weights`.
+            name: as in `recipe.derived.weight_names.weights`.
             layers: of the model; those of multi-token prediction are numbered after them.
 
         Raises:

@@ -20,8 +20,8 @@ from llmrecipes.hf.match import require_same, section_of
 from llmrecipes.hf.reading import CONFIG, FLOATS, SHOWN, Folder, further_layers, open_folder, read_config, wrong_types
 from llmrecipes.hf.safetensors import TensorSource
 from llmrecipes.hf.table import EMBEDDING, VOCABULARY, Family, Pair, Transform
+from llmrecipes.recipe.derived.weight_names import weights
 from llmrecipes.recipe.schema import Model
-from llmrecipes.recipe.weight_names import weights
 
 MEAN_ROWS = 1 << 12
 """Rows of the vocabulary whose sum is taken at a time."""
@@ -277,7 +277,7 @@ class AsHuggingFace:
     A tensor that becomes several is read once if these are read one after the other, and is in memory until then.
 
     Args:
-        source: weights named as in `recipe.weight_names.weights`.
+        source: weights named as in `recipe.derived.weight_names.weights`.
         family: family of the model.
         model: model of its recipe.
 
@@ -327,7 +327,7 @@ class AsHuggingFace:
 
 
 def require_weights(source: TensorSource, model: Model) -> None:
-    """Check that a source has every weight of a model, named as in `recipe.weight_names.weights`.
+    """Check that a source has every weight of a model, named as in `recipe.derived.weight_names.weights`.
 
     Raises:
         UserError: one is missing, or has another shape.

@@ -15,7 +15,7 @@ from llmrecipes.hardware.nics import RDMA, nccl_ib_hca
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.run_plan import RunPlan
-from llmrecipes.recipe.features import value
+from llmrecipes.recipe.speedups.features import value
 
 FLIGHT_RECORDER_ENTRIES = 2000
 """Collectives that each rank records for the dump after a timeout (the size that PyTorch's tools assume)."""

@@ -13,8 +13,8 @@ from llmrecipes.errors import UserError
 from llmrecipes.launch import programs
 from llmrecipes.launch.base import LauncherOptions, Submission
 from llmrecipes.packages import find_spec
-from llmrecipes.recipe import extras
-from llmrecipes.recipe.extras import Need
+from llmrecipes.recipe.derived import extras
+from llmrecipes.recipe.derived.extras import Need
 
 Packages = frozenset[str]
 

@@ -14,9 +14,9 @@ from llmrecipes.commandline import command_line
 from llmrecipes.errors import UserError
 from llmrecipes.models.create import published, require_absent
 from llmrecipes.models.export_options import ExportOptions
-from llmrecipes.recipe.optimizer_kinds import named
+from llmrecipes.recipe.derived.weight_names import weights
+from llmrecipes.recipe.rules.optimizer_kinds import named
 from llmrecipes.recipe.schema import Model, Recipe, Source
-from llmrecipes.recipe.weight_names import weights
 from llmrecipes.rundir import Run
 from llmrecipes.workflow.model_source import base_of, find_checkpoint, lora_of, open_run, require_merge
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from llmrecipes.models.create import CreatedRun, create_run, require_unused, write_checkpoint
 from llmrecipes.plan.parameters import count
-from llmrecipes.recipe.growing import Growth, layers, load_grown, preserves
+from llmrecipes.recipe.derived.shape import Shape, shape
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Model
-from llmrecipes.recipe.shape import Shape, shape
+from llmrecipes.recipe.variants.growing import Growth, layers, load_grown, preserves
 from llmrecipes.rundir import Run
 from llmrecipes.workflow.model_source import find_checkpoint
 

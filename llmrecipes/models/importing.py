@@ -16,7 +16,7 @@ from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.document import error_of
 from llmrecipes.recipe.load import DEFAULTS_NOTE, load, load_values, short
-from llmrecipes.recipe.megatron_lm import check, notes
+from llmrecipes.recipe.rules.megatron_lm import check, notes
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.rundir import Run
 from llmrecipes.workflow.pretrained import recipe_name, recipe_values, require_tokenizer

@@ -12,10 +12,10 @@ from llmrecipes.hardware.cluster import detect
 from llmrecipes.models.create import CreatedRun, create_run, require_unused, write_checkpoint
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan, derive
+from llmrecipes.recipe.derived.shape import shape
 from llmrecipes.recipe.load import DEFAULTS_NOTE, short
-from llmrecipes.recipe.pruning import METHODS, PruneOptions, load_pruned
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.shape import shape
+from llmrecipes.recipe.variants.pruning import METHODS, PruneOptions, load_pruned
 from llmrecipes.rundir import Run
 from llmrecipes.workflow.run import on_one_rank
 

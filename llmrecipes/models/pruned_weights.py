@@ -12,10 +12,10 @@ from llmrecipes.engine.core.importance import LINEAR
 from llmrecipes.engine.core.sparsegpt import smallest
 from llmrecipes.engine.meters import Importance
 from llmrecipes.hf.safetensors import TensorSource
-from llmrecipes.recipe.pruning import PATTERNS, PruneOptions
+from llmrecipes.recipe.derived.shape import shape
+from llmrecipes.recipe.derived.weight_names import weights
 from llmrecipes.recipe.schema import Model
-from llmrecipes.recipe.shape import shape
-from llmrecipes.recipe.weight_names import weights
+from llmrecipes.recipe.variants.pruning import PATTERNS, PruneOptions
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")

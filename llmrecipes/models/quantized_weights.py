@@ -16,8 +16,8 @@ import torch
 from llmrecipes.engine.core import integers
 from llmrecipes.errors import UserError
 from llmrecipes.hf.safetensors import KEPT
-from llmrecipes.recipe.qat import BITS, GROUP
-from llmrecipes.recipe.qat_rules import GROUPS
+from llmrecipes.recipe.rules.qat_rules import GROUPS
+from llmrecipes.recipe.sections.qat import BITS, GROUP
 
 if TYPE_CHECKING:
     from llmrecipes.hf.safetensors import PiecewiseSource

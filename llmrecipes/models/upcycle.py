@@ -13,7 +13,7 @@ from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.upcycling import load_upcycled
+from llmrecipes.recipe.variants.upcycling import load_upcycled
 from llmrecipes.rundir import Run
 from llmrecipes.workflow.run import on_one_rank
 

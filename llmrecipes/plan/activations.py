@@ -17,11 +17,11 @@ from llmrecipes.plan.features import expected
 from llmrecipes.plan.kernels import copies_keys, keeps_scores, kept_of_a_row, mask_per_token, modules, own_layers
 from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.pending import fullest
-from llmrecipes.recipe.adapters import adapted, is_target
-from llmrecipes.recipe.features import value_of
-from llmrecipes.recipe.fp8 import in_bf16
+from llmrecipes.recipe.derived.adapters import adapted, is_target
+from llmrecipes.recipe.derived.shape import Shape
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.shape import Shape
+from llmrecipes.recipe.speedups.features import value_of
+from llmrecipes.recipe.speedups.fp8 import in_bf16
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from llmrecipes.recipe.adapters import EXPERTS, Matrix, adapted, matrices
+from llmrecipes.recipe.derived.adapters import EXPERTS, Matrix, adapted, matrices
+from llmrecipes.recipe.derived.shape import Shape, shape
+from llmrecipes.recipe.derived.stage_layout import layers_per_stage
 from llmrecipes.recipe.schema import Lora, Model, Recipe
-from llmrecipes.recipe.shape import Shape, shape
-from llmrecipes.recipe.stage_layout import layers_per_stage
 
 ACTIVATIONS = {"gelu": "GELU", "gelu_tanh": "GELU (tanh)", "silu": "SiLU", "squared_relu": "squared ReLU"}
 GATED = {"gelu": "GEGLU", "gelu_tanh": "GEGLU (tanh)", "silu": "SwiGLU", "squared_relu": "gated squared ReLU"}

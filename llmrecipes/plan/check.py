@@ -15,12 +15,12 @@ from llmrecipes.plan.run_plan import RunPlan, derive_run
 from llmrecipes.plan.speed import ladder
 from llmrecipes.plan.speed.device import device
 from llmrecipes.plan.speed.search import MOST_MICRO_BATCH, nearest, powers
-from llmrecipes.recipe import rules
-from llmrecipes.recipe.batch_schedule import without_ramp
-from llmrecipes.recipe.degrees import elastic_worlds, model_parallel_size, replica_ranks, smallest_world
-from llmrecipes.recipe.recompute import ALL_LAYERS, recomputation
+from llmrecipes.recipe.derived.batch_schedule import without_ramp
+from llmrecipes.recipe.derived.degrees import elastic_worlds, model_parallel_size, replica_ranks, smallest_world
+from llmrecipes.recipe.derived.shape import Shape
+from llmrecipes.recipe.rules import rules
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.shape import Shape
+from llmrecipes.recipe.speedups.recompute import ALL_LAYERS, recomputation
 from llmrecipes.units import GIB
 from llmrecipes.units import gib as gib
 

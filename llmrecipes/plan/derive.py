@@ -25,20 +25,20 @@ from llmrecipes.plan.parameters import (
 )
 from llmrecipes.plan.sharding import check_zeropp
 from llmrecipes.plan.trained import require_trained
-from llmrecipes.recipe import recompute
-from llmrecipes.recipe.adversarial import passes
-from llmrecipes.recipe.batch_rules import require_divisible
-from llmrecipes.recipe.batch_schedule import BatchSchedule, batch_schedule, common, tokens_of, varies
-from llmrecipes.recipe.degrees import elastic_worlds, least_ranks, model_parallel_size, multiples
-from llmrecipes.recipe.distill_rules import has_teacher, teacher_model
-from llmrecipes.recipe.features import FeatureChoice, SpeedTarget, require, resolve, value
-from llmrecipes.recipe.optimizer_rules import require_fused_adam
-from llmrecipes.recipe.preference_rules import has_reference
-from llmrecipes.recipe.rules import obstacle_to_chunks
+from llmrecipes.recipe.derived.batch_schedule import BatchSchedule, batch_schedule, common, tokens_of, varies
+from llmrecipes.recipe.derived.degrees import elastic_worlds, least_ranks, model_parallel_size, multiples
+from llmrecipes.recipe.derived.shape import Shape, shape
+from llmrecipes.recipe.derived.stage_runs import stage_recipes
+from llmrecipes.recipe.derived.stages import Span, decay_iters, run_recipe, span_of
+from llmrecipes.recipe.rules.batch_rules import require_divisible
+from llmrecipes.recipe.rules.distill_rules import has_teacher, teacher_model
+from llmrecipes.recipe.rules.optimizer_rules import require_fused_adam
+from llmrecipes.recipe.rules.preference_rules import has_reference
+from llmrecipes.recipe.rules.rules import obstacle_to_chunks
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.shape import Shape, shape
-from llmrecipes.recipe.stage_runs import stage_recipes
-from llmrecipes.recipe.stages import Span, decay_iters, run_recipe, span_of
+from llmrecipes.recipe.sections.adversarial import passes
+from llmrecipes.recipe.speedups import recompute
+from llmrecipes.recipe.speedups.features import FeatureChoice, SpeedTarget, require, resolve, value
 from llmrecipes.units import GIB, MIB
 
 MOST_LOGITS, LOGITS_OF_CHUNK = 1 / 16, 1 / 64

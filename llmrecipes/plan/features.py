@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from llmrecipes.hardware.cluster import Cluster, compute_capability
 from llmrecipes.plan.layout import Layout, expected_layers
-from llmrecipes.recipe.features import SpeedTarget
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.speedups.features import SpeedTarget
 
 
 def expected(

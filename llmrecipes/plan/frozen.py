@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from llmrecipes.plan.derive import Plan, derive
-from llmrecipes.recipe.distill_rules import teacher_recipe
-from llmrecipes.recipe.preference_rules import reference_recipe
+from llmrecipes.recipe.rules.distill_rules import teacher_recipe
+from llmrecipes.recipe.rules.preference_rules import reference_recipe
 
 
 def teacher_plan(plan: Plan) -> Plan:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.layout import Layout, expected_layers
+from llmrecipes.recipe.derived.shape import Shape
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.shape import Shape
 
 
 def own_layers(recipe: Recipe, device: str) -> bool:

@@ -9,14 +9,14 @@ from itertools import accumulate
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
-from llmrecipes.recipe import qat_rules
-from llmrecipes.recipe.adapters import needs_local_layers
-from llmrecipes.recipe.degrees import divisors, model_parallel_size, multiples, smallest_world
+from llmrecipes.recipe.derived.adapters import needs_local_layers
+from llmrecipes.recipe.derived.degrees import divisors, model_parallel_size, multiples, smallest_world
+from llmrecipes.recipe.derived.stage_layout import layers_per_stage
 from llmrecipes.recipe.engines import DEEPSPEED, engine_name
-from llmrecipes.recipe.layout_rules import shared_sizes
-from llmrecipes.recipe.rules import packs_in_local_layers
+from llmrecipes.recipe.rules import qat_rules
+from llmrecipes.recipe.rules.layout_rules import shared_sizes
+from llmrecipes.recipe.rules.rules import packs_in_local_layers
 from llmrecipes.recipe.schema import Parallelism, Recipe
-from llmrecipes.recipe.stage_layout import layers_per_stage
 
 
 @dataclass(frozen=True)

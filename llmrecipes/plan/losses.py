@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from llmrecipes.plan.features import expected
 from llmrecipes.plan.layout import Layout
-from llmrecipes.recipe.features import value_of
+from llmrecipes.recipe.derived.shape import Shape
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.shape import Shape
+from llmrecipes.recipe.speedups.features import value_of
 
 
 def logits(recipe: Recipe, s: Shape, layout: Layout, device: str) -> int:

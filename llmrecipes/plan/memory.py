@@ -15,16 +15,16 @@ from llmrecipes.plan.losses import tokens_of_a_micro_batch
 from llmrecipes.plan.muon import update_bytes
 from llmrecipes.plan.parameters import count_on_rank, count_vectors, largest_gathered, vectors_on_rank
 from llmrecipes.plan.sharding import States, sharded
-from llmrecipes.recipe.distill_rules import has_teacher, section, teacher_recipe
+from llmrecipes.recipe.derived.shape import Shape, shape
+from llmrecipes.recipe.derived.stage_layout import layer_places, layers_per_stage
+from llmrecipes.recipe.derived.weight_names import weights
 from llmrecipes.recipe.engines import ENGINES, engine_name
-from llmrecipes.recipe.fp8 import in_bf16
-from llmrecipes.recipe.graphs import covered
-from llmrecipes.recipe.optimizer_kinds import matrix_bytes, other_bytes
-from llmrecipes.recipe.preference_rules import has_reference, has_second_model
+from llmrecipes.recipe.rules.distill_rules import has_teacher, section, teacher_recipe
+from llmrecipes.recipe.rules.optimizer_kinds import matrix_bytes, other_bytes
+from llmrecipes.recipe.rules.preference_rules import has_reference, has_second_model
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.shape import Shape, shape
-from llmrecipes.recipe.stage_layout import layer_places, layers_per_stage
-from llmrecipes.recipe.weight_names import weights
+from llmrecipes.recipe.speedups.fp8 import in_bf16
+from llmrecipes.recipe.speedups.graphs import covered
 from llmrecipes.units import GIB, MIB
 
 # Resident after importing everything that a CPU run imports: 0.84 GiB. A loader process is forked and shares most of

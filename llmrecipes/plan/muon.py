@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from llmrecipes.plan.kernels import own_layers
 from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.parameters import layers_of
-from llmrecipes.recipe.adapters import Matrix, matrices
+from llmrecipes.recipe.derived.adapters import Matrix, matrices
+from llmrecipes.recipe.derived.shape import Shape
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.shape import Shape
 
 _FP32 = 4
 

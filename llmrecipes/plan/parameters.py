@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from math import prod
 
 from llmrecipes.plan.layout import Layout
-from llmrecipes.recipe.adapters import Matrix, adapted, matrices
-from llmrecipes.recipe.fp8 import in_bf16
-from llmrecipes.recipe.freezing import frozen
+from llmrecipes.recipe.derived.adapters import Matrix, adapted, matrices
+from llmrecipes.recipe.derived.freezing import frozen
+from llmrecipes.recipe.derived.shape import Shape
 from llmrecipes.recipe.schema import Lora, Model, Recipe
-from llmrecipes.recipe.shape import Shape
+from llmrecipes.recipe.speedups.fp8 import in_bf16
 
 
 @dataclass(frozen=True)

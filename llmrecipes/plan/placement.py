@@ -9,8 +9,8 @@ from typing import Any
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.plan.derive import num_microbatches
 from llmrecipes.plan.layout import Layout, layout
+from llmrecipes.recipe.derived.shape import Shape, shape
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.shape import Shape, shape
 
 Range = tuple[int, int]
 """Start and end, the end excluded."""

@@ -11,10 +11,10 @@ from math import prod
 
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster
-from llmrecipes.recipe.degrees import divisors
+from llmrecipes.recipe.derived.degrees import divisors
+from llmrecipes.recipe.derived.weight_names import weights
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.weight_names import weights
-from llmrecipes.recipe.zero import Zero
+from llmrecipes.recipe.sections.zero import Zero
 
 # Two moments and the fp32 weights that are updated; in fp32 these are a copy, at every stage.
 _STATE = 12

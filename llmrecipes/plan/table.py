@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.parameters import count, count_frozen
-from llmrecipes.recipe.batch_schedule import samples_of
-from llmrecipes.recipe.distill_rules import sample_bytes, teacher_model
-from llmrecipes.recipe.preference_rules import has_reference, has_second_model
-from llmrecipes.recipe.proxy import with_zero
+from llmrecipes.recipe.derived.batch_schedule import samples_of
+from llmrecipes.recipe.derived.shape import mup, shape
+from llmrecipes.recipe.derived.stages import Span
+from llmrecipes.recipe.rules.distill_rules import sample_bytes, teacher_model
+from llmrecipes.recipe.rules.preference_rules import has_reference, has_second_model
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.shape import mup, shape
-from llmrecipes.recipe.stages import Span
+from llmrecipes.recipe.variants.proxy import with_zero
 from llmrecipes.units import gib
 
 if TYPE_CHECKING:

@@ -26,11 +26,11 @@ from llmrecipes.plan.parameters import (
     unsharded_adapters,
 )
 from llmrecipes.plan.sharding import OWNERS
-from llmrecipes.recipe.adapters import adapted, matrices
-from llmrecipes.recipe.adversarial import passes
+from llmrecipes.recipe.derived.adapters import adapted, matrices
+from llmrecipes.recipe.derived.freezing import frozen
 from llmrecipes.recipe.engines import ENGINES, engine_name
-from llmrecipes.recipe.freezing import frozen
-from llmrecipes.recipe.zero import Zero
+from llmrecipes.recipe.sections.adversarial import passes
+from llmrecipes.recipe.sections.zero import Zero
 
 SMALL = 4096
 """Payload in bytes up to which a call is bookkeeping: token counts, norms, losses, tokens of each expert."""

@@ -6,9 +6,9 @@ from llmrecipes.errors import UserError
 from llmrecipes.plan.kernels import own_layers
 from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.parameters import count_adapters_on_rank, count_trained_on_rank
-from llmrecipes.recipe.freezing import KEY
+from llmrecipes.recipe.derived.freezing import KEY
+from llmrecipes.recipe.derived.shape import Shape
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.shape import Shape
 
 
 def require_trained(recipe: Recipe, s: Shape, laid_out: Layout, device: str) -> None:

@@ -15,13 +15,16 @@ from pydantic import BaseModel, ValidationError
 
 from llmrecipes.errors import UserError
 from llmrecipes.files import folder
-from llmrecipes.recipe import document, foreign, layer_pattern, rules, zero_rules
+from llmrecipes.recipe import document
+from llmrecipes.recipe.derived import layer_pattern
 from llmrecipes.recipe.document import Kind, Problem
 from llmrecipes.recipe.engines import engine_name
-from llmrecipes.recipe.explain import explain
-from llmrecipes.recipe.overrides import Override, apply, parse_override
+from llmrecipes.recipe.reading import foreign
+from llmrecipes.recipe.reading.explain import explain
+from llmrecipes.recipe.reading.overrides import Override, apply, parse_override
+from llmrecipes.recipe.rules import rules, zero_rules
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.zero import Zero
+from llmrecipes.recipe.sections.zero import Zero
 from llmrecipes.runfiles import RECIPE
 
 logger = logging.getLogger(__name__)

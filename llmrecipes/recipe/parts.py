@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
-from llmrecipes.recipe.distill_rules import has_teacher
 from llmrecipes.recipe.document import Problem
 from llmrecipes.recipe.engines import DEEPSPEED, MEGATRON, engine_name
+from llmrecipes.recipe.rules.distill_rules import has_teacher
 from llmrecipes.recipe.schema import Recipe
 
 _BOTH = (MEGATRON, DEEPSPEED)

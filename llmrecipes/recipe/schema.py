@@ -9,20 +9,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from llmrecipes.recipe.adversarial import Adversarial
-from llmrecipes.recipe.data_steps import Steps
-from llmrecipes.recipe.distill import Distill
-from llmrecipes.recipe.faults import Faults
-from llmrecipes.recipe.model_section import TRAINING_ONLY as TRAINING_ONLY
-from llmrecipes.recipe.model_section import Model as Model
-from llmrecipes.recipe.only_with import OnlyWith
-from llmrecipes.recipe.optimizer import Optimizer as Optimizer
-from llmrecipes.recipe.optimizer import Scheduler as Scheduler
-from llmrecipes.recipe.plugins import DataStep, MetricSink
-from llmrecipes.recipe.preference import Dpo, Preference
-from llmrecipes.recipe.qat import Qat
-from llmrecipes.recipe.search_section import Search
-from llmrecipes.recipe.section import (
+from llmrecipes.recipe.sections.adversarial import Adversarial
+from llmrecipes.recipe.sections.data_steps import Steps
+from llmrecipes.recipe.sections.distill import Distill
+from llmrecipes.recipe.sections.faults import Faults
+from llmrecipes.recipe.sections.model_section import TRAINING_ONLY as TRAINING_ONLY
+from llmrecipes.recipe.sections.model_section import Model as Model
+from llmrecipes.recipe.sections.only_with import OnlyWith
+from llmrecipes.recipe.sections.optimizer import Optimizer as Optimizer
+from llmrecipes.recipe.sections.optimizer import Scheduler as Scheduler
+from llmrecipes.recipe.sections.plugins import DataStep, MetricSink
+from llmrecipes.recipe.sections.preference import Dpo, Preference
+from llmrecipes.recipe.sections.qat import Qat
+from llmrecipes.recipe.sections.search_section import Search
+from llmrecipes.recipe.sections.section import (
     AlarmVariable,
     NonNegFloat,
     NonNegInt,
@@ -31,11 +31,11 @@ from llmrecipes.recipe.section import (
     Probability,
     Section,
 )
-from llmrecipes.recipe.source import EMBEDDED as EMBEDDED
-from llmrecipes.recipe.source import Curriculum, Fim, Source, ValidSources
-from llmrecipes.recipe.speed import Speed
-from llmrecipes.recipe.stage_section import Stage
-from llmrecipes.recipe.zero import Zero
+from llmrecipes.recipe.sections.source import EMBEDDED as EMBEDDED
+from llmrecipes.recipe.sections.source import Curriculum, Fim, Source, ValidSources
+from llmrecipes.recipe.sections.speed import Speed
+from llmrecipes.recipe.sections.stage_section import Stage
+from llmrecipes.recipe.sections.zero import Zero
 
 
 class EvalTasks(Section):
@@ -161,7 +161,7 @@ class Parallelism(Section):
 
 
 RecomputeModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe_act", "shared_experts", "moe"]
-"""What `recipe/recompute.py` has rules for."""
+"""What `recipe/speedups/recompute.py` has rules for."""
 
 
 class Train(Section):

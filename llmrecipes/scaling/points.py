@@ -15,9 +15,9 @@ from pydantic import ValidationError
 from llmrecipes import rundir
 from llmrecipes.errors import UserError
 from llmrecipes.plan.parameters import count
-from llmrecipes.recipe.batch_schedule import batch_schedule
+from llmrecipes.recipe.derived.batch_schedule import batch_schedule
+from llmrecipes.recipe.derived.shape import shape
 from llmrecipes.recipe.schema import Model
-from llmrecipes.recipe.shape import shape
 from llmrecipes.scaling.law import Point
 from llmrecipes.tracking.mirror import tracker_name
 from llmrecipes.tracking.mlflow.database import is_local, process_environment, redact, tracking_uri

@@ -12,8 +12,8 @@ from optuna.trial import FrozenTrial, TrialState
 
 from llmrecipes.io import write_atomic
 from llmrecipes.recipe.load import to_yaml
-from llmrecipes.recipe.proxy import suffixed
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.variants.proxy import suffixed
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.search.space import trial_recipe, values_of
 from llmrecipes.search.study import Place, require_section

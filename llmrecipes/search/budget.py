@@ -11,7 +11,7 @@ from pathlib import Path
 from optuna.trial import FrozenTrial, TrialState
 
 from llmrecipes.console import duration, number
-from llmrecipes.recipe.search_section import Search
+from llmrecipes.recipe.sections.search_section import Search
 from llmrecipes.search.trials import is_infeasible
 from llmrecipes.tracking import status
 

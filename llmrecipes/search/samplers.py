@@ -22,7 +22,7 @@ from optuna._transform import _SearchSpaceTransform
 from optuna.trial import FrozenTrial, TrialState
 from pydantic import TypeAdapter
 
-from llmrecipes.recipe.search_section import Median, NoPruning, Patient, PlainPruner, Search
+from llmrecipes.recipe.sections.search_section import Median, NoPruning, Patient, PlainPruner, Search
 from llmrecipes.search.space import distribution, plain
 from llmrecipes.search.trial import TrialOutcome
 from llmrecipes.search.trials import FITS, OUTCOME, continues, own_trials

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 from pydantic import JsonValue, ValidationError
 
 from llmrecipes.errors import UserError
-from llmrecipes.recipe import rules
-from llmrecipes.recipe.explain import explain
-from llmrecipes.recipe.overrides import Override, apply
-from llmrecipes.recipe.proxy import suffixed
+from llmrecipes.recipe.reading.explain import explain
+from llmrecipes.recipe.reading.overrides import Override, apply
+from llmrecipes.recipe.rules import rules
+from llmrecipes.recipe.rules.search_rules import contains, is_integer
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.search_rules import contains, is_integer
-from llmrecipes.recipe.search_section import Dimension, Search
+from llmrecipes.recipe.sections.search_section import Dimension, Search
+from llmrecipes.recipe.variants.proxy import suffixed
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
     from optuna.trial import Trial
 
-    from llmrecipes.recipe.search_section import Search
+    from llmrecipes.recipe.sections.search_section import Search
 
 
 Values = dict[str, JsonValue]

@@ -20,7 +20,7 @@ from llmrecipes.launch.job import handle, statuses
 from llmrecipes.launch.registry import launcher
 from llmrecipes.plan.run_plan import RunPlan
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.search_section import Search
+from llmrecipes.recipe.sections.search_section import Search
 from llmrecipes.search.budget import EARLIER_SEEDS, RANK_SECONDS, RANKS, RUN_ID, TOKENS, recorded_seconds
 from llmrecipes.search.metrics import MetricsReader, MlflowReader, Reader
 from llmrecipes.search.space import Values, suggest, trial_recipe

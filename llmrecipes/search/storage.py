@@ -37,7 +37,7 @@ from llmrecipes import untrusted
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.process import Watch
 from llmrecipes.io import sync
-from llmrecipes.recipe.search_section import Search
+from llmrecipes.recipe.sections.search_section import Search
 from llmrecipes.redact import redacted
 from llmrecipes.tracking.mlflow.database import redact
 

@@ -21,9 +21,9 @@ from pydantic import ValidationError
 
 from llmrecipes.checkpoint.compatibility import Difference, differences
 from llmrecipes.errors import UserError
-from llmrecipes.recipe.proxy import suffixed
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.search_section import Search
+from llmrecipes.recipe.sections.search_section import Search
+from llmrecipes.recipe.variants.proxy import suffixed
 from llmrecipes.redact import redacted
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.search.samplers import grid, pruner, sampler

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import optuna
 
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.search_section import Search
+from llmrecipes.recipe.sections.search_section import Search
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.search.metrics import find_run
 from llmrecipes.search.space import Values

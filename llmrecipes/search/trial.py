@@ -16,7 +16,7 @@ from llmrecipes.errors import ExitCode
 from llmrecipes.launch.base import JobHandle, JobState, JobStatus
 from llmrecipes.plan.run_plan import RunPlan
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.search_section import Objective
+from llmrecipes.recipe.sections.search_section import Objective
 from llmrecipes.search.metrics import Reader, TrialEvaluation, TrialProgress
 from llmrecipes.search.space import Values, evaluation, evaluations
 

@@ -24,7 +24,7 @@ from llmrecipes.launch.base import JobState, JobStatus
 from llmrecipes.launch.job import PATIENCE_SECONDS, statuses
 from llmrecipes.launch.programs import SchedulerUnavailable
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.search_section import Search
+from llmrecipes.recipe.sections.search_section import Search
 from llmrecipes.search.best import Keeper
 from llmrecipes.search.budget import ENDED, RANK_SECONDS, TOKENS, Budget, Used, recorded_seconds, used
 from llmrecipes.search.space import tokens_of_point

@@ -20,10 +20,10 @@ from llmrecipes.diagnosis.rules import CHECKED
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.io import write_atomic
 from llmrecipes.packages import find_spec
-from llmrecipes.recipe.extras import of_tracking
+from llmrecipes.recipe.derived.extras import of_tracking
 from llmrecipes.recipe.load import recipe_hash, to_yaml
-from llmrecipes.recipe.plugins import MetricSink, declared, resolve
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.sections.plugins import MetricSink, declared, resolve
 from llmrecipes.redact import redact, redacted
 from llmrecipes.runfiles import DOCUMENTS, RunFiles
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStart, RunStatus, Sink, StepMetrics

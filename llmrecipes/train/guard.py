@@ -17,8 +17,8 @@ from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.numerics import BadParameter, NonFinite, SpikeRule, StepSpike, first_bad_parameter
 from llmrecipes.faults.watchdog import Beat
 from llmrecipes.plan.derive import Plan
-from llmrecipes.recipe.faults import Faults
 from llmrecipes.recipe.schema import Train
+from llmrecipes.recipe.sections.faults import Faults
 from llmrecipes.tracking.events import Note, Tracker
 
 logger = logging.getLogger(__name__)

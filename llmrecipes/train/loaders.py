@@ -26,9 +26,9 @@ from llmrecipes.data.prepared import Prepared, bits_per_byte, drawn_sources
 from llmrecipes.engine.base import Batch, World
 from llmrecipes.errors import UserError
 from llmrecipes.faults.watchdog import Beat, unwatched
-from llmrecipes.recipe.batch_schedule import batch_schedule
+from llmrecipes.recipe.derived.batch_schedule import batch_schedule
+from llmrecipes.recipe.derived.stages import span_of
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.stages import span_of
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from llmrecipes.checkpoint.store import CheckpointStore, DamagedCheckpoint, Entr
 from llmrecipes.engine.base import Engine, Progress, Rank, WeightSource, World
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.plan.derive import Plan
-from llmrecipes.recipe.distill_rules import has_teacher
-from llmrecipes.recipe.preference_rules import frozen_model, has_second_model, named, needs_start_weights
+from llmrecipes.recipe.rules.distill_rules import has_teacher
+from llmrecipes.recipe.rules.preference_rules import frozen_model, has_second_model, named, needs_start_weights
 from llmrecipes.recipe.schema import Model
 from llmrecipes.runfiles import run_of
 from llmrecipes.tracking.events import Note

@@ -22,7 +22,7 @@ from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.table import stage_facts
 from llmrecipes.recipe.load import recipe_hash
 from llmrecipes.recipe.schema import Parallelism, Recipe
-from llmrecipes.recipe.speed import Speed
+from llmrecipes.recipe.sections.speed import Speed
 from llmrecipes.tracking.events import Note
 from llmrecipes.train.agreement import any_rank
 from llmrecipes.train.evaluations import evaluation_due

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 from llmrecipes.checkpoint.manifest import Entry, Monitored
 from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.derived.stage_runs import stage_of
 from llmrecipes.recipe.schema import Recipe, Train
-from llmrecipes.recipe.stage_runs import stage_of
 from llmrecipes.tracking.events import ENDED_EARLY, Note
 
 SPLIT = ""

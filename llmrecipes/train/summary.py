@@ -41,9 +41,9 @@ from llmrecipes.plan.check import gib
 from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.parameters import count_frozen
 from llmrecipes.plan.table import degrees
-from llmrecipes.recipe.batch_schedule import batch_schedule
-from llmrecipes.recipe.proxy import with_zero
+from llmrecipes.recipe.derived.batch_schedule import batch_schedule
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.variants.proxy import with_zero
 from llmrecipes.tracking.events import DECONTAMINATED, STARTED, Note, NoTracker, Tracker
 from llmrecipes.tracking.jsonl import parse
 from llmrecipes.tracking.run_environment import capture

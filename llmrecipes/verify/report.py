@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from llmrecipes import figures
-from llmrecipes.recipe.proxy import SHORT, with_zero
+from llmrecipes.recipe.variants.proxy import SHORT, with_zero
 from llmrecipes.verify.result import PARAMETERS, QUANTITIES, REPLICAS, VerifyResult, relative
 
 WORDS = {"loss": "loss", "grad_norm": "gradient norm"}

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from llmrecipes.recipe.proxy import Scaled
 from llmrecipes.recipe.schema import Zero
+from llmrecipes.recipe.variants.proxy import Scaled
 from llmrecipes.verify.spec import ReplicaDifference, StepRecord, TrainingRecord
 
 PARAMETERS, REPLICAS = "parameters", "replicas"

@@ -16,10 +16,10 @@ from llmrecipes.dryrun.spec import DryRunSpec, RankReport, report_name
 from llmrecipes.engine.requirements import require_installed
 from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.derived.stage_runs import stage_named
+from llmrecipes.recipe.derived.stages import span_of
 from llmrecipes.recipe.engines import ENGINES, engine_name
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.stage_runs import stage_named
-from llmrecipes.recipe.stages import span_of
 from llmrecipes.runfiles import RunFiles, new_run_id
 from llmrecipes.workflow.plan import plan_on
 

@@ -25,7 +25,7 @@ from llmrecipes.launch.environment import detected_environment
 from llmrecipes.launch.local import run_ranks
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.run_plan import RunPlan, derive_run
-from llmrecipes.recipe.batch_schedule import without_ramp
+from llmrecipes.recipe.derived.batch_schedule import without_ramp
 from llmrecipes.recipe.engines import without_zero
 from llmrecipes.recipe.load import load_values
 from llmrecipes.recipe.schema import Parallelism, Recipe

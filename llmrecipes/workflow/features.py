@@ -15,9 +15,9 @@ from llmrecipes.plan.derive import MOST_LOGITS, Plan, derive, gpu_memory, with_c
 from llmrecipes.plan.layout import expected_layers
 from llmrecipes.plan.run_plan import RunPlan
 from llmrecipes.plan.speed.forecast import forecast
-from llmrecipes.recipe.features import FEATURES, FeatureChoice
-from llmrecipes.recipe.rules import check, obstacle_to_chunks
+from llmrecipes.recipe.rules.rules import check, obstacle_to_chunks
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.speedups.features import FEATURES, FeatureChoice
 from llmrecipes.units import GIB
 
 PLANNED = ("bias_activation_fusion", "tp_comm_overlap", "overlap_moe_expert_parallel_comm", "fp8", "cuda_graph_impl")

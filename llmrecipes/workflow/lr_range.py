@@ -14,11 +14,11 @@ from typing import Any
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.launch.run_options import RunOptions
-from llmrecipes.recipe import rules
-from llmrecipes.recipe.batch_schedule import without_ramp
-from llmrecipes.recipe.optimizer import Scheduler
-from llmrecipes.recipe.proxy import suffixed
+from llmrecipes.recipe.derived.batch_schedule import without_ramp
+from llmrecipes.recipe.rules import rules
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.sections.optimizer import Scheduler
+from llmrecipes.recipe.variants.proxy import suffixed
 from llmrecipes.rundir import Run
 from llmrecipes.workflow.run import Log, Paths, TrainOptions
 from llmrecipes.workflow.start import Machine, prepare_start

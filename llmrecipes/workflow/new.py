@@ -15,10 +15,10 @@ from llmrecipes.io import write_atomic
 from llmrecipes.plan.check import fitted
 from llmrecipes.plan.parameters import count
 from llmrecipes.plan.run_plan import RunPlan, derive_run
-from llmrecipes.recipe.batch_schedule import GROWING, tokens_of
+from llmrecipes.recipe.derived.batch_schedule import GROWING, tokens_of
+from llmrecipes.recipe.derived.shape import shape
 from llmrecipes.recipe.load import DEFAULTS_NOTE, changed_values, load, load_values, names, short
 from llmrecipes.recipe.schema import EMBEDDED, Model, Recipe, Source, Tokenizer
-from llmrecipes.recipe.shape import shape
 
 TOKENS_PER_PARAMETER = 20
 """Hoffmann et al. 2022, arXiv 2203.15556."""

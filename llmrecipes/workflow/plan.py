@@ -12,7 +12,7 @@ from llmrecipes.packages import find_spec
 from llmrecipes.plan.communication import Communication, communication
 from llmrecipes.plan.derive import default_world_size
 from llmrecipes.plan.run_plan import RunPlan, derive_run
-from llmrecipes.recipe.degrees import least_ranks
+from llmrecipes.recipe.derived.degrees import least_ranks
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.units import MIB
 

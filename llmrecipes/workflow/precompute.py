@@ -29,13 +29,13 @@ from llmrecipes.launch.local import run_ranks
 from llmrecipes.launch.ranks import Node
 from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.run_plan import RunPlan, derive_run
-from llmrecipes.recipe.batch_schedule import samples_of
-from llmrecipes.recipe.degrees import smallest_world
-from llmrecipes.recipe.distill_rules import of_teacher, sample_bytes
-from llmrecipes.recipe.preference_rules import (
+from llmrecipes.recipe.derived.batch_schedule import samples_of
+from llmrecipes.recipe.derived.degrees import smallest_world
+from llmrecipes.recipe.rules.distill_rules import of_teacher, sample_bytes
+from llmrecipes.recipe.rules.preference_rules import (
     with_frozen_model,
 )
-from llmrecipes.recipe.rules import check
+from llmrecipes.recipe.rules.rules import check
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.rank import failure_reported, guarded, nodes, rank_main
 from llmrecipes.train.spec import RankSpec

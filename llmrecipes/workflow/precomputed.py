@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, cast
 from llmrecipes.checkpoint.manifest import MANIFEST_NAME
 from llmrecipes.errors import UserError
 from llmrecipes.io import write_atomic
-from llmrecipes.recipe.batch_schedule import samples_of, without_ramp
-from llmrecipes.recipe.degrees import model_parallel_size
-from llmrecipes.recipe.distill_rules import teacher_recipe
-from llmrecipes.recipe.preference_rules import (
+from llmrecipes.recipe.derived.batch_schedule import samples_of, without_ramp
+from llmrecipes.recipe.derived.degrees import model_parallel_size
+from llmrecipes.recipe.rules.distill_rules import teacher_recipe
+from llmrecipes.recipe.rules.preference_rules import (
     frozen_model,
     named,
     precomputed_place,

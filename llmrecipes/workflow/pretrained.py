@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.io import write_atomic
-from llmrecipes.recipe.preference_rules import needs_start_weights
+from llmrecipes.recipe.rules.preference_rules import needs_start_weights
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.rundir import Run
 from llmrecipes.train.spec import RunSpec

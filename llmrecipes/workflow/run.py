@@ -20,11 +20,11 @@ from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.plan.check import check_fewer, check_run, require_elastic_world
 from llmrecipes.plan.derive import default_world_size
 from llmrecipes.plan.run_plan import RunPlan, derive_run
+from llmrecipes.recipe.derived.stage_runs import stage_recipes
+from llmrecipes.recipe.derived.stages import decay_iters
 from llmrecipes.recipe.engines import engine_name, without_zero
 from llmrecipes.recipe.schema import Parallelism, Recipe
-from llmrecipes.recipe.speed import Speed
-from llmrecipes.recipe.stage_runs import stage_recipes
-from llmrecipes.recipe.stages import decay_iters
+from llmrecipes.recipe.sections.speed import Speed
 from llmrecipes.rundir import Run
 from llmrecipes.runfiles import checked_run_id
 from llmrecipes.train.completeness import require_complete

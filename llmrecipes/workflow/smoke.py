@@ -12,8 +12,8 @@ from typing import Any
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.cluster import detect
 from llmrecipes.launch.run_options import RunOptions
-from llmrecipes.recipe.proxy import Scaled, proxy, scaled
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.variants.proxy import Scaled, proxy, scaled
 from llmrecipes.rundir import Run
 from llmrecipes.workflow.run import Log, Paths, TrainOptions
 from llmrecipes.workflow.start import Machine, PreparedStart, prepare_start

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from llmrecipes.errors import UserError
 from llmrecipes.io import write_atomic
-from llmrecipes.recipe.distill_rules import NOT_COMPARED, OF_TEACHERS, SHARED, differing
-from llmrecipes.recipe.preference_rules import frozen_model, named
+from llmrecipes.recipe.rules.distill_rules import NOT_COMPARED, OF_TEACHERS, SHARED, differing
+from llmrecipes.recipe.rules.preference_rules import frozen_model, named
 from llmrecipes.recipe.schema import Model, Recipe, Tokenizer
 from llmrecipes.rundir import Run
 from llmrecipes.runfiles import run_of

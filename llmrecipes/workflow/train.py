@@ -21,8 +21,8 @@ from llmrecipes.launch.local import Grace, Spares, run_ranks
 from llmrecipes.launch.ranks import Node
 from llmrecipes.launch.rendezvous import TOKEN, token_of
 from llmrecipes.plan.derive import default_world_size
-from llmrecipes.recipe.batch_schedule import without_ramp
-from llmrecipes.recipe.degrees import elastic_nodes, elastic_worlds, multiples
+from llmrecipes.recipe.derived.batch_schedule import without_ramp
+from llmrecipes.recipe.derived.degrees import elastic_nodes, elastic_worlds, multiples
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.workflow.restarts import newest_step, require_progress
 from llmrecipes.workflow.run import Log, Paths, TrainOptions, plan_run

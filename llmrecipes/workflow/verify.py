@@ -18,12 +18,12 @@ from llmrecipes.launch.local import run_ranks
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.plan.layout import local_layers_reason
 from llmrecipes.plan.run_plan import derive_run
-from llmrecipes.recipe.degrees import smallest_world
+from llmrecipes.recipe.derived.degrees import smallest_world
 from llmrecipes.recipe.engines import without_zero
-from llmrecipes.recipe.features import needing_a_gpu
-from llmrecipes.recipe.proxy import Degree, Device, Scaled, proxy, scaled
 from llmrecipes.recipe.schema import Parallelism, Recipe, Scheduler
-from llmrecipes.recipe.width import at_width
+from llmrecipes.recipe.speedups.features import needing_a_gpu
+from llmrecipes.recipe.variants.proxy import Degree, Device, Scaled, proxy, scaled
+from llmrecipes.recipe.variants.width import at_width
 from llmrecipes.runfiles import RunFiles, new_run_id
 from llmrecipes.verify.coordinates import Coordinates, measure
 from llmrecipes.verify.result import (

@@ -14,9 +14,9 @@ from llmrecipes.hardware.load import load_profile
 from llmrecipes.plan.parameters import count
 from llmrecipes.plan.speed.forecast import device_of
 from llmrecipes.plan.speed.whatif import Offer, cheapest, options
-from llmrecipes.recipe.batch_schedule import tokens_of
+from llmrecipes.recipe.derived.batch_schedule import tokens_of
+from llmrecipes.recipe.derived.shape import shape
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.shape import shape
 from llmrecipes.scaling.law import Law
 
 CLUSTERS = ("a100-roce", "h100-ib", "h200-ib")

@@ -16,8 +16,8 @@ from llmrecipes.engine.base import Progress
 from llmrecipes.hf.family import config_of, family_of
 from llmrecipes.hf.safetensors import SafetensorsFolder, write
 from llmrecipes.hf.weights import AsHuggingFace
+from llmrecipes.recipe.derived.weight_names import weights
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.weight_names import weights
 from tests.dist.training import training
 from tests.dist.worlds import GlooWorld
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from llmrecipes.launch.local import run_ranks
-from llmrecipes.recipe import rules
+from llmrecipes.recipe.rules import rules
 from llmrecipes.recipe.schema import Recipe
 from tests.dist.suite import Suite
 from tests.dist.table import (

@@ -14,7 +14,7 @@ from llmrecipes.data.prepare import prepare
 from llmrecipes.data.prepared import open_prepared
 from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.core.world import model_parallel
-from llmrecipes.recipe.preference_rules import with_frozen_model
+from llmrecipes.recipe.rules.preference_rules import with_frozen_model
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.loaders import open_loaders
 from llmrecipes.workflow.precompute import REQUEST, PrecomputeSpec, compute, work_folder

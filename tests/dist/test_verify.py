@@ -15,8 +15,8 @@ import pytest
 
 from llmrecipes.cli.app import run
 from llmrecipes.recipe.load import to_yaml
-from llmrecipes.recipe.proxy import asked, scaled
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.variants.proxy import asked, scaled
 from llmrecipes.verify.invariants import invariants
 from llmrecipes.verify.report import verdict
 from llmrecipes.verify.result import VerifyResult, relative

@@ -26,7 +26,7 @@ from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.core.world import model_parallel
 from llmrecipes.engine.parts.gradient_check import GradientCheck
 from llmrecipes.plan.derive import derive
-from llmrecipes.recipe.preference_rules import needs_start_weights
+from llmrecipes.recipe.rules.preference_rules import needs_start_weights
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.train.resume import choose, resume
 from llmrecipes.train.stage import layouts

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from llmrecipes.errors import UserError
-from llmrecipes.recipe.keys import keys
 from llmrecipes.recipe.load import load
+from llmrecipes.recipe.reading.keys import keys
 
 VALUES: tuple[Any, ...] = (
     0, 1, 2, 3, 7, 8, 64, -1, 2**31, 2**63, 10**30, 0.0, 0.5, 1e-3, 1e30, -0.1, float("nan"), float("inf"), True,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llmrecipes.data.prepare import prepare
-from llmrecipes.recipe.batch_schedule import batch_schedule
+from llmrecipes.recipe.derived.batch_schedule import batch_schedule
 from tests.helpers import curve, require_same_checkpoints, tiny_on, train_lines
 from tests.train.test_train_faults import run_spec
 

@@ -17,8 +17,8 @@ from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.faults.numerics import StepSpike
 from llmrecipes.plan.derive import derive
 from llmrecipes.plan.run_plan import derive_run
-from llmrecipes.recipe.faults import Faults
 from llmrecipes.recipe.load import load
+from llmrecipes.recipe.sections.faults import Faults
 from llmrecipes.rundir import Run as RunDir
 from llmrecipes.train import guard
 from llmrecipes.train.rewind import Rewinds

@@ -15,8 +15,8 @@ import torch
 from llmrecipes.checkpoint.store import CheckpointStore, best
 from llmrecipes.data.prepare import open_prepared, prepare
 from llmrecipes.engine.megatron.engine import MegatronEngine
+from llmrecipes.recipe.derived.stage_runs import stage_recipes
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.stage_runs import stage_recipes
 from llmrecipes.rundir import Run
 from llmrecipes.train.loaders import open_loaders
 from tests.helpers import curve, lines, require_same_checkpoints, tiny_on, train_lines

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.mup import BASE, RATES, WIDTHS, best, curves, draw, key, recipe
-from llmrecipes.recipe.rules import check
-from llmrecipes.recipe.shape import mup
+from llmrecipes.recipe.derived.shape import mup
+from llmrecipes.recipe.rules.rules import check
 
 SEEDS = 2
 

@@ -26,7 +26,7 @@ from llmrecipes.engine.megatron.backend import MegatronBackend
 from llmrecipes.models.importing import import_megatron
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.megatron_lm import BY_ARGUMENT, BY_SHAPE, FIXED, check, notes
+from llmrecipes.recipe.rules.megatron_lm import BY_ARGUMENT, BY_SHAPE, FIXED, check, notes
 from llmrecipes.recipe.schema import TRAINING_ONLY, Model, Recipe
 from tests import megatron_lm
 from tests.helpers import ROOMY, another, close_engines, engine_of, steps, tiny, write_recipe

@@ -77,7 +77,7 @@ def test_list_and_help_import_only_what_they_need(command: str, needless: tuple[
 import sys
 from llmrecipes.cli.app import run
 run([{command!r}])
-keys = sys.modules.get("llmrecipes.recipe.keys")
+keys = sys.modules.get("llmrecipes.recipe.reading.keys")
 print([name for name in {(*HEAVY, *needless)!r} if name in sys.modules])
 made = [each.name for each in gc.get_objects() if keys is not None and type(each) is keys.RecipeKey]
 print("train.train_iters" in made or "optimizer.weight_decay" in made)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmrecipes.cli.app import run
-from llmrecipes.recipe.width import at_width
+from llmrecipes.recipe.variants.width import at_width
 from llmrecipes.verify.coordinates import MOST_GROWTH, Coordinates
 from tests.helpers import LLAMA, tiny, tiny_on, write_recipe
 from tests.refusals import refused, require_message

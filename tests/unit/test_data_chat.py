@@ -27,9 +27,9 @@ from llmrecipes.data.prepared import fingerprint
 from llmrecipes.data.rows import REASONING, SAYS_MORE, TOOL_CALLS, conversation
 from llmrecipes.data.steps import Document, pipeline, step_spec
 from llmrecipes.data.templates import CHATML, SPECIAL, TEMPLATES, ends_answers, question
-from llmrecipes.recipe.data_steps import DuplicatesStep
-from llmrecipes.recipe.rules import check
+from llmrecipes.recipe.rules.rules import check
 from llmrecipes.recipe.schema import Chat, Recipe, Source, Tokenizer
+from llmrecipes.recipe.sections.data_steps import DuplicatesStep
 from tests.helpers import tiny
 from tests.refusals import refused
 

@@ -21,7 +21,7 @@ from llmrecipes.data.prepared import drawn_samples, index_folder
 from llmrecipes.data.split import Split
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe, Scheduler
-from llmrecipes.recipe.source import Curriculum
+from llmrecipes.recipe.sections.source import Curriculum
 from llmrecipes.workflow.run import require_accepted
 from tests.refusals import refused
 from tests.unit.data_recipes import corpus, recipe

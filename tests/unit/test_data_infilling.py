@@ -22,9 +22,9 @@ from llmrecipes.data.prepared import Prepared, fingerprint
 from llmrecipes.data.split import digest
 from llmrecipes.data.tokenizer import EOD
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.proxy import proxy
 from llmrecipes.recipe.schema import Recipe, Source, Tokenizer
-from llmrecipes.recipe.source import Fim, ValidSource
+from llmrecipes.recipe.sections.source import Fim, ValidSource
+from llmrecipes.recipe.variants.proxy import proxy
 from tests.refusals import refused
 from tests.unit.data_recipes import corpus, made_step, recipe
 

@@ -23,8 +23,8 @@ from llmrecipes.data.leaks import check_near_copies
 from llmrecipes.data.prepare import Prepared, _shards, fingerprint, prepare
 from llmrecipes.data.shards import Shards
 from llmrecipes.errors import UserError
-from llmrecipes.recipe.data_steps import DuplicatesStep
 from llmrecipes.recipe.schema import Chat, Data, Recipe, Source
+from llmrecipes.recipe.sections.data_steps import DuplicatesStep
 from tests.refusals import refused
 from tests.unit.data_recipes import FUSED, corpus, made_step, recipe
 

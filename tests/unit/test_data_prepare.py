@@ -33,8 +33,8 @@ from llmrecipes.data.split import SPLITS, SplitRule, check_disjoint, digest
 from llmrecipes.data.steps import Dropped, StepSpec, pipeline, selected
 from llmrecipes.data.tokenizer import EOD
 from llmrecipes.recipe.load import load, names
-from llmrecipes.recipe.plugins import DataStep, declared, resolve
 from llmrecipes.recipe.schema import Data, Recipe, Source, Tokenizer
+from llmrecipes.recipe.sections.plugins import DataStep, declared, resolve
 from tests.helpers import ROOT
 from tests.refusals import refused
 from tests.unit.data_recipes import WITHOUT, corpus, recipe

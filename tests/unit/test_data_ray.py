@@ -11,8 +11,8 @@ import pytest
 
 from llmrecipes.data import parts, pipeline
 from llmrecipes.data.prepare import Prepared, prepare
-from llmrecipes.recipe.data_steps import DuplicatesStep
 from llmrecipes.recipe.schema import Recipe, Source
+from llmrecipes.recipe.sections.data_steps import DuplicatesStep
 from tests.dashboard import free_port
 from tests.refusals import refused
 from tests.unit.data_recipes import corpus, made_step, recipe

@@ -27,11 +27,11 @@ from llmrecipes.data.steps import Dropped, pipeline, step_spec
 from llmrecipes.data.words import normalized
 from llmrecipes.data.write import SAMPLES
 from llmrecipes.diagnosis.prepared import of_data
-from llmrecipes.recipe.data_steps import LANGUAGES
-from llmrecipes.recipe.keys import keys
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.plugins import resolve
+from llmrecipes.recipe.reading.keys import keys
 from llmrecipes.recipe.schema import Data, Recipe, Source
+from llmrecipes.recipe.sections.data_steps import LANGUAGES
+from llmrecipes.recipe.sections.plugins import resolve
 from tests.refusals import has_token, refused
 from tests.unit.data_recipes import STEPS, made_step, recipe
 

@@ -19,7 +19,7 @@ from llmrecipes.data.prepared import Prepared
 from llmrecipes.data.split import SPLITS
 from llmrecipes.data.tokenizer import EOD
 from llmrecipes.recipe.schema import Recipe, Source, Tokenizer
-from llmrecipes.recipe.source import ValidSource
+from llmrecipes.recipe.sections.source import ValidSource
 from tests.refusals import refused
 from tests.unit.data_recipes import corpus, recipe
 
@@ -266,7 +266,7 @@ def test_a_set_that_changes_later_is_refused(made: _Sets, tmp_path: Path) -> Non
 )
 def test_what_needs_text_is_refused(section: dict[str, object], where: str) -> None:
     from llmrecipes.recipe.load import load
-    from llmrecipes.recipe.rules import check
+    from llmrecipes.recipe.rules.rules import check
 
     loaded = load("gpt-tiny", ["data.tokenizer={type: huggingface, path: t}"]).recipe
     of_set = {"sources": [{"type": "megatron", "path": "a"}]}

@@ -24,7 +24,7 @@ from llmrecipes.data.valid_sets import bits_per_byte
 from llmrecipes.engine.base import World
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe, Source
-from llmrecipes.recipe.source import LABEL, ValidSource, source_names
+from llmrecipes.recipe.sections.source import LABEL, ValidSource, source_names
 from llmrecipes.tracking.events import EvalMetrics, source_metrics
 from llmrecipes.tracking.jsonl import parse, record
 from llmrecipes.tracking.mlflow.sender import entities

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llmrecipes.engine.deepspeed.build import load_operators
-from llmrecipes.recipe.zero import Zero
+from llmrecipes.recipe.sections.zero import Zero
 
 
 @pytest.mark.slow

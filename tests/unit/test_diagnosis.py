@@ -22,8 +22,8 @@ from llmrecipes.diagnosis.checks import Checks
 from llmrecipes.diagnosis.finding import PAGE, RunFacts, RunFinding
 from llmrecipes.diagnosis.prepared import of_data
 from llmrecipes.diagnosis.rules import RULES
-from llmrecipes.recipe.keys import is_key
 from llmrecipes.recipe.load import load, to_yaml
+from llmrecipes.recipe.reading.keys import is_key
 from llmrecipes.rundir import Run
 from llmrecipes.tracking.events import StepMetrics
 from llmrecipes.tracking.run_tracker import RunTracker

@@ -26,12 +26,12 @@ from llmrecipes.hardware.machine import planned
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.plan.memory import communicators
 from llmrecipes.plan.traffic import SMALL
-from llmrecipes.recipe.degrees import model_parallel_size, smallest_world
+from llmrecipes.recipe.derived.degrees import model_parallel_size, smallest_world
+from llmrecipes.recipe.derived.stage_runs import as_run, stage_named, stage_recipes
+from llmrecipes.recipe.derived.stages import span_of
 from llmrecipes.recipe.engines import MEGATRON, engine_name
 from llmrecipes.recipe.load import load, names, recipes_dir
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.stage_runs import as_run, stage_named, stage_recipes
-from llmrecipes.recipe.stages import span_of
 from llmrecipes.units import GIB
 from tests.dist.test_checkpoint_scale import held_and_sent, read_on_resume
 from tests.dist.worlds import GlooWorld

@@ -12,9 +12,9 @@ import torch
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.engine.parts.adversary import _key, uniform
 from llmrecipes.plan.speed.forecast import forecast
-from llmrecipes.recipe.adversarial import Adversarial
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.sections.adversarial import Adversarial
 from llmrecipes.workflow.plan import plan_on
 from tests.helpers import engine_of, random_batches, steps, tiny
 from tests.refusals import refused

@@ -15,13 +15,13 @@ from llmrecipes.plan.frozen import teacher_plan
 from llmrecipes.plan.memory import teacher_bytes
 from llmrecipes.plan.parameters import count
 from llmrecipes.plan.speed.forecast import forecast
-from llmrecipes.recipe.distill import Distill
-from llmrecipes.recipe.distill_rules import teacher_recipe
+from llmrecipes.recipe.derived.shape import shape
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.proxy import proxy
-from llmrecipes.recipe.rules import check
+from llmrecipes.recipe.rules.distill_rules import teacher_recipe
+from llmrecipes.recipe.rules.rules import check
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.shape import shape
+from llmrecipes.recipe.sections.distill import Distill
+from llmrecipes.recipe.variants.proxy import proxy
 from llmrecipes.workflow.plan import plan_on
 from tests.helpers import ROOMY, engine_of, random_batches, steps, tiny
 from tests.refusals import refused

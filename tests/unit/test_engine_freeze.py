@@ -16,9 +16,9 @@ from llmrecipes.engine.core.model.groups import names_of
 from llmrecipes.plan.derive import derive
 from llmrecipes.plan.layout import layout
 from llmrecipes.plan.parameters import count_frozen_on_rank, count_on_rank
-from llmrecipes.recipe.freezing import frozen, kept, parameters
+from llmrecipes.recipe.derived.freezing import frozen, kept, parameters
+from llmrecipes.recipe.derived.shape import shape
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.shape import shape
 from tests.dist.table import VARIANTS, Row, make
 from tests.dist.training import compare, go_on, save_midway
 from tests.dist.worlds import GlooWorld

@@ -15,12 +15,12 @@ from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.engine.parts.preference import Gains, PreferenceLoss, find_answers, pair_losses
 from llmrecipes.plan.derive import derive
 from llmrecipes.plan.parameters import count
+from llmrecipes.recipe.derived.shape import shape
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.preference import SMOOTHED, Dpo, LossType
-from llmrecipes.recipe.proxy import proxy
-from llmrecipes.recipe.rules import check
+from llmrecipes.recipe.rules.rules import check
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.shape import shape
+from llmrecipes.recipe.sections.preference import SMOOTHED, Dpo, LossType
+from llmrecipes.recipe.variants.proxy import proxy
 from tests.helpers import ROOMY, engine_of, random_batches, tiny
 from tests.refusals import refused
 

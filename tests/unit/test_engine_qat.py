@@ -12,11 +12,11 @@ import torch
 from llmrecipes.engine.core import integers
 from llmrecipes.models.quantized_weights import Scheme
 from llmrecipes.plan.speed.forecast import forecast
-from llmrecipes.recipe.distill_rules import teacher_recipe
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.preference_rules import reference_recipe
-from llmrecipes.recipe.proxy import proxy
+from llmrecipes.recipe.rules.distill_rules import teacher_recipe
+from llmrecipes.recipe.rules.preference_rules import reference_recipe
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.variants.proxy import proxy
 from llmrecipes.workflow.plan import plan_on
 from tests.helpers import engine_of, random_batches, steps, tiny
 from tests.refusals import refused

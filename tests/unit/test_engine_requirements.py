@@ -18,9 +18,9 @@ from llmrecipes.engine.requirements import require_packages
 from llmrecipes.hardware import builds
 from llmrecipes.hardware.cluster import DetectedGpu
 from llmrecipes.plan.derive import derive
-from llmrecipes.recipe.rules import check
+from llmrecipes.recipe.rules.rules import check
 from llmrecipes.recipe.schema import Parallelism, Recipe, Zero
-from llmrecipes.recipe.speed import Speed
+from llmrecipes.recipe.sections.speed import Speed
 from llmrecipes.workflow import slurm
 from llmrecipes.workflow.run import on_one_rank
 from tests.helpers import ROOMY, tiny_on, write_recipe

@@ -14,8 +14,8 @@ import pytest
 from llmrecipes.cli.app import run
 from llmrecipes.foreign import megatron, shell
 from llmrecipes.foreign.draft import key_named
-from llmrecipes.recipe.keys import hint, keys
 from llmrecipes.recipe.load import load
+from llmrecipes.recipe.reading.keys import hint, keys
 from llmrecipes.recipe.schema import Recipe
 from tests.refusals import require_message
 

@@ -16,7 +16,7 @@ from benchmarks.former import ADAMW
 from llmrecipes.cli.app import run
 from llmrecipes.launch import image_packages
 from llmrecipes.launch.image_packages import DISTRIBUTIONS, IN_IMAGES, missing
-from llmrecipes.recipe.extras import of_recipe
+from llmrecipes.recipe.derived.extras import of_recipe
 from llmrecipes.recipe.load import load
 from tests.refusals import require_message
 from tests.unit.data_recipes import STEPS

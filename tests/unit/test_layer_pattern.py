@@ -9,10 +9,10 @@ import jsonschema
 import pytest
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 
-from llmrecipes.recipe import layer_pattern
+from llmrecipes.recipe.derived import layer_pattern
 from llmrecipes.recipe.document import parse
-from llmrecipes.recipe.keys import json_schema
 from llmrecipes.recipe.load import Loaded, load_values, short, to_yaml
+from llmrecipes.recipe.reading.keys import json_schema
 from tests.helpers import MODEL, TRAIN
 from tests.refusals import refused
 

@@ -13,7 +13,7 @@ from llmrecipes.engine.base import Implementation, Progress
 from llmrecipes.plan.run_plan import derive_run
 from llmrecipes.plan.table import rows
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.proxy import scaled
+from llmrecipes.recipe.variants.proxy import scaled
 from llmrecipes.train.summary import describe
 from llmrecipes.verify.report import layout_words
 from llmrecipes.verify.result import VerifyResult

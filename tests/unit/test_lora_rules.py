@@ -9,7 +9,7 @@ import pytest
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.upcycling import load_upcycled
+from llmrecipes.recipe.variants.upcycling import load_upcycled
 from tests.refusals import refused
 
 NODE = Cluster((DetectedGpu("H100", 80 << 30, 80 << 30, 989.4),) * 8, 8, 1 << 40, 1 << 40, 1 << 40)

@@ -13,9 +13,9 @@ import pytest
 from llmrecipes.plan import drawing
 from llmrecipes.plan.blocks import Graph, graph
 from llmrecipes.plan.parameters import count, count_adapters
+from llmrecipes.recipe.derived.shape import shape
 from llmrecipes.recipe.load import load, names
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.shape import shape
 from tests.dist.worlds import GlooWorld
 from tests.unit import test_plan_model, test_plan_ranks
 

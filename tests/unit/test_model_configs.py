@@ -19,7 +19,7 @@ from llmrecipes.engine.megatron.data_parallel import data_parallel_config
 from llmrecipes.engine.megatron.optimizer import optimizer_config
 from llmrecipes.hardware.cluster import DetectedGpu
 from llmrecipes.plan.run_plan import derive_run
-from llmrecipes.recipe.degrees import least_ranks
+from llmrecipes.recipe.derived.degrees import least_ranks
 from llmrecipes.recipe.load import load, names
 from llmrecipes.recipe.schema import Recipe
 from tests.helpers import ROOMY, TRANSFORMER_ENGINES

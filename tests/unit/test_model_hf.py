@@ -23,9 +23,9 @@ from llmrecipes.hf.safetensors import write
 from llmrecipes.hf.table import Family, resolved
 from llmrecipes.hf.weights import AsHuggingFace
 from llmrecipes.plan.derive import derive
-from llmrecipes.recipe.moe_rules import LATENT_YARN
+from llmrecipes.recipe.derived.weight_names import weights
+from llmrecipes.recipe.rules.moe_rules import LATENT_YARN
 from llmrecipes.recipe.schema import Model, Recipe
-from llmrecipes.recipe.weight_names import weights
 from tests.helpers import ROOMY, another
 from tests.refusals import refused
 

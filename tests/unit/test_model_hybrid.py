@@ -13,7 +13,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 from llmrecipes.engine.core.model.gpt import BuiltModel
 from llmrecipes.engine.core.model.spec import TorchNorm, _replace
-from llmrecipes.recipe.layer_pattern import layer_pattern
+from llmrecipes.recipe.derived.layer_pattern import layer_pattern
 from llmrecipes.recipe.schema import Recipe
 from tests.dist.table import VARIANTS, make
 from tests.helpers import LLAMA, built

@@ -18,9 +18,9 @@ from llmrecipes.engine.base import Progress
 from llmrecipes.engine.megatron.engine import MegatronEngine
 from llmrecipes.plan.run_plan import derive_run
 from llmrecipes.plan.table import rows
-from llmrecipes.recipe.rules import check
+from llmrecipes.recipe.derived.shape import mup
+from llmrecipes.recipe.rules.rules import check
 from llmrecipes.recipe.schema import Parallelism, Recipe
-from llmrecipes.recipe.shape import mup
 from tests.helpers import LLAMA, ROOMY, engine_of, steps, tiny
 
 pytestmark = pytest.mark.usefixtures("world")

@@ -16,9 +16,9 @@ import pytest
 
 from llmrecipes.cli.app import run
 from llmrecipes.plan.parameters import count
+from llmrecipes.recipe.derived.shape import shape
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Model
-from llmrecipes.recipe.shape import shape
 from llmrecipes.workflow.new import SAME_SIZE, amount, nearest, resized
 from tests.helpers import environment
 from tests.refusals import require_message

@@ -11,8 +11,8 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.parallel_state import initialize_model_parallel
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from llmrecipes.recipe.features import FEATURES
-from llmrecipes.recipe.keys import keys
+from llmrecipes.recipe.reading.keys import keys
+from llmrecipes.recipe.speedups.features import FEATURES
 from tests.helpers import ROOT
 
 ROW = re.compile(r"^\| `([A-Za-z]+|initialize_model_parallel)\.(\w+)` \| (?:`([\w.]+)`|none) \|", re.MULTILINE)

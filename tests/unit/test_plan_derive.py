@@ -21,10 +21,10 @@ from llmrecipes.plan.layout import layout
 from llmrecipes.plan.memory import GIB, Memory, differing_stages, estimate, of_stage
 from llmrecipes.plan.parameters import count, count_on_rank, flops_per_token
 from llmrecipes.plan.run_plan import derive_run
-from llmrecipes.recipe.degrees import least_ranks, smallest_world
+from llmrecipes.recipe.derived.degrees import least_ranks, smallest_world
+from llmrecipes.recipe.derived.shape import Shape, shape
 from llmrecipes.recipe.load import load, names
 from llmrecipes.recipe.schema import Model, Recipe
-from llmrecipes.recipe.shape import Shape, shape
 from tests.helpers import ROOMY
 from tests.refusals import refused
 

@@ -12,9 +12,9 @@ from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.launch.ranks import Node
 from llmrecipes.launch.rendezvous import TOKEN
 from llmrecipes.plan.derive import default_world_size
-from llmrecipes.recipe.degrees import elastic_worlds
-from llmrecipes.recipe.keys import keys
+from llmrecipes.recipe.derived.degrees import elastic_worlds
 from llmrecipes.recipe.load import load
+from llmrecipes.recipe.reading.keys import keys
 from llmrecipes.workflow.run import Paths, TrainOptions, plan_run
 from llmrecipes.workflow.train import elastic_size, train
 from tests.helpers import ROOMY, tiny

@@ -18,11 +18,11 @@ from llmrecipes.plan.layout import Layout, layout
 from llmrecipes.plan.memory import GIB
 from llmrecipes.plan.parameters import count, count_on_rank, flops_per_token
 from llmrecipes.plan.pending import in_flight
-from llmrecipes.recipe.degrees import smallest_world
+from llmrecipes.recipe.derived.degrees import smallest_world
+from llmrecipes.recipe.derived.shape import shape
+from llmrecipes.recipe.derived.stage_layout import layers_per_stage
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Model, Recipe
-from llmrecipes.recipe.shape import shape
-from llmrecipes.recipe.stage_layout import layers_per_stage
 from tests.refusals import refused
 
 LAPTOP = Cluster(gpus=(), cpu_cores=4, memory_bytes=16 * GIB, memory_available_bytes=12 * GIB, disk_free_bytes=GIB)

@@ -31,8 +31,8 @@ from llmrecipes.plan.speed.schedule import order, shortest, simulate
 from llmrecipes.plan.speed.schedule import run as run_passes
 from llmrecipes.plan.speed.search import _may_fit, candidates, nearest, plan_of
 from llmrecipes.plan.speed.work import product
+from llmrecipes.recipe.derived.stage_layout import parse
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.stage_layout import parse
 from llmrecipes.workflow.forecast import of_recipe
 from llmrecipes.workflow.plan import plan_on
 from tests.refusals import refused, require_message

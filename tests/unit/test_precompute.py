@@ -13,7 +13,7 @@ import torch
 
 from llmrecipes.data import manifest, precomputed
 from llmrecipes.plan.derive import derive
-from llmrecipes.recipe.rules import check
+from llmrecipes.recipe.rules.rules import check
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.workflow import precompute
 from llmrecipes.workflow.precompute import REQUEST, _parts, work_folder

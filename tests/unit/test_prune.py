@@ -20,9 +20,9 @@ from llmrecipes.models.merge import Boxes
 from llmrecipes.models.prune import PruningText, calibration_rows
 from llmrecipes.models.pruned_weights import LINEAR, removed
 from llmrecipes.plan.derive import derive
+from llmrecipes.recipe.derived.weight_names import weights
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.pruning import PruneOptions
-from llmrecipes.recipe.weight_names import weights
+from llmrecipes.recipe.variants.pruning import PruneOptions
 from llmrecipes.rundir import Run
 from tests.conftest import Command
 from tests.helpers import tiny_on, train_lines, write_recipe

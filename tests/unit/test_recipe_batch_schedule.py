@@ -11,7 +11,7 @@ from megatron.core import num_microbatches_calculator as calculator
 from llmrecipes.data.batches import scheduled_ids
 from llmrecipes.engine.core.update import learning_rate
 from llmrecipes.plan.derive import derive
-from llmrecipes.recipe.batch_schedule import batch_schedule, tokens_of
+from llmrecipes.recipe.derived.batch_schedule import batch_schedule, tokens_of
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
 from tests.helpers import ROOMY, tiny

@@ -45,15 +45,15 @@ from llmrecipes.faults.signals import StopRequest
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.plan.derive import Plan, default_world_size, derive
 from llmrecipes.plan.run_plan import derive_run
-from llmrecipes.recipe import layer_pattern
-from llmrecipes.recipe.degrees import smallest_world
+from llmrecipes.recipe.derived import layer_pattern
+from llmrecipes.recipe.derived.degrees import smallest_world
+from llmrecipes.recipe.derived.stage_runs import stage_recipes
+from llmrecipes.recipe.derived.stages import span_of
 from llmrecipes.recipe.engines import ENGINES, EngineEntry
-from llmrecipes.recipe.keys import ITEM, keys
-from llmrecipes.recipe.plugins import resolve
-from llmrecipes.recipe.rules import check
+from llmrecipes.recipe.reading.keys import ITEM, keys
+from llmrecipes.recipe.rules.rules import check
 from llmrecipes.recipe.schema import Model, Recipe
-from llmrecipes.recipe.stage_runs import stage_recipes
-from llmrecipes.recipe.stages import span_of
+from llmrecipes.recipe.sections.plugins import resolve
 from llmrecipes.rundir import Run
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking import run_tracker

@@ -11,11 +11,11 @@ import pytest
 from llmrecipes.cli.app import run
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.plan.derive import derive
-from llmrecipes.recipe.features import FEATURES, FeatureChoice, SpeedTarget, require, resolve
-from llmrecipes.recipe.recompute import possible
-from llmrecipes.recipe.rules import check
+from llmrecipes.recipe.rules.rules import check
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.speed import Speed
+from llmrecipes.recipe.sections.speed import Speed
+from llmrecipes.recipe.speedups.features import FEATURES, FeatureChoice, SpeedTarget, require, resolve
+from llmrecipes.recipe.speedups.recompute import possible
 from tests.helpers import LLAMA, ROOMY, tiny
 from tests.refusals import refused
 

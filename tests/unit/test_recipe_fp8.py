@@ -12,12 +12,12 @@ from llmrecipes.hardware.load import load_profile
 from llmrecipes.hardware.machine import machine
 from llmrecipes.plan.derive import derive
 from llmrecipes.plan.speed.forecast import forecast
-from llmrecipes.recipe.features import FeatureChoice, SpeedTarget, resolve
-from llmrecipes.recipe.fp8 import FP8
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.proxy import proxy
-from llmrecipes.recipe.rules import check
+from llmrecipes.recipe.rules.rules import check
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.speedups.features import FeatureChoice, SpeedTarget, resolve
+from llmrecipes.recipe.speedups.fp8 import FP8
+from llmrecipes.recipe.variants.proxy import proxy
 from tests.helpers import LLAMA, ROOMY, tiny
 from tests.refusals import refused
 

@@ -14,11 +14,11 @@ from llmrecipes.launch.environment import gpu_variables
 from llmrecipes.plan.derive import derive
 from llmrecipes.plan.memory import graph_buffers
 from llmrecipes.plan.run_plan import derive_run
-from llmrecipes.recipe.features import SpeedTarget, resolve
-from llmrecipes.recipe.graphs import GRAPHS
-from llmrecipes.recipe.proxy import proxy
-from llmrecipes.recipe.rules import check
+from llmrecipes.recipe.rules.rules import check
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.speedups.features import SpeedTarget, resolve
+from llmrecipes.recipe.speedups.graphs import GRAPHS
+from llmrecipes.recipe.variants.proxy import proxy
 from tests.helpers import LLAMA, ROOMY, tiny
 from tests.refusals import refused
 from tests.unit.test_plan_model import EXPERTS

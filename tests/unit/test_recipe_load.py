@@ -10,7 +10,7 @@ import pytest
 
 from llmrecipes.recipe.document import MAX_DEPTH, MAX_SHOWN
 from llmrecipes.recipe.load import Loaded, load, names, recipe_hash, recipes_dir, short, to_yaml
-from llmrecipes.recipe.proxy import proxy
+from llmrecipes.recipe.variants.proxy import proxy
 from tests.refusals import has_token, refused
 
 Write = Callable[..., Loaded]

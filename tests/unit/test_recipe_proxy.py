@@ -14,15 +14,15 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.nested import leaves
 from llmrecipes.plan.derive import default_world_size, derive
-from llmrecipes.recipe.degrees import smallest_world
-from llmrecipes.recipe.features import needing_a_gpu
+from llmrecipes.recipe.derived.degrees import smallest_world
+from llmrecipes.recipe.derived.stage_layout import parse
 from llmrecipes.recipe.load import load, names
-from llmrecipes.recipe.plugins import MetricSink, declared, settings
-from llmrecipes.recipe.proxy import proxy, scaled
-from llmrecipes.recipe.rules import check
+from llmrecipes.recipe.rules.rules import check
 from llmrecipes.recipe.schema import Recipe, Tracking
-from llmrecipes.recipe.source import Curriculum
-from llmrecipes.recipe.stage_layout import parse
+from llmrecipes.recipe.sections.plugins import MetricSink, declared, settings
+from llmrecipes.recipe.sections.source import Curriculum
+from llmrecipes.recipe.speedups.features import needing_a_gpu
+from llmrecipes.recipe.variants.proxy import proxy, scaled
 
 GIB = 1 << 30
 LAPTOP = Cluster(gpus=(), cpu_cores=4, memory_bytes=16 * GIB, memory_available_bytes=12 * GIB, disk_free_bytes=GIB)

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from llmrecipes.recipe.keys import generated, hint, json_schema, keys, reference
 from llmrecipes.recipe.load import load, names
-from llmrecipes.recipe.only_with import OnlyWith
-from llmrecipes.recipe.plugins import declared
-from llmrecipes.recipe.proxy import proxy
-from llmrecipes.recipe.rules import check
+from llmrecipes.recipe.reading.keys import generated, hint, json_schema, keys, reference
+from llmrecipes.recipe.rules.rules import check
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.section import Section
+from llmrecipes.recipe.sections.only_with import OnlyWith
+from llmrecipes.recipe.sections.plugins import declared
+from llmrecipes.recipe.sections.section import Section
+from llmrecipes.recipe.variants.proxy import proxy
 from tests.refusals import has_token, refused
 
 ROOT = Path(__file__).parents[2]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from llmrecipes.recipe.rules import check
+from llmrecipes.recipe.derived.stage_layout import parse, text
+from llmrecipes.recipe.rules.rules import check
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.stage_layout import parse, text
 from tests.dist.worlds import GlooWorld
 
 KNOWN = (

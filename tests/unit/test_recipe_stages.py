@@ -22,15 +22,15 @@ from llmrecipes.plan.run_plan import derive_run
 from llmrecipes.plan.speed.forecast import forecast, forecast_run
 from llmrecipes.plan.speed.search import fastest
 from llmrecipes.plan.table import rows
-from llmrecipes.recipe.batch_schedule import batch_schedule, samples_of, tokens_of
-from llmrecipes.recipe.degrees import elastic_worlds, least_ranks
-from llmrecipes.recipe.distill_rules import teacher_model
+from llmrecipes.recipe.derived.batch_schedule import batch_schedule, samples_of, tokens_of
+from llmrecipes.recipe.derived.degrees import elastic_worlds, least_ranks
+from llmrecipes.recipe.derived.stage_runs import as_run, stage_named, stage_of, stage_recipes
+from llmrecipes.recipe.derived.stages import Span, span_of
 from llmrecipes.recipe.load import load, load_values, to_yaml
-from llmrecipes.recipe.proxy import proxy
-from llmrecipes.recipe.rules import check
+from llmrecipes.recipe.rules.distill_rules import teacher_model
+from llmrecipes.recipe.rules.rules import check
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.stage_runs import as_run, stage_named, stage_of, stage_recipes
-from llmrecipes.recipe.stages import Span, span_of
+from llmrecipes.recipe.variants.proxy import proxy
 from llmrecipes.workflow.bench import measure
 from llmrecipes.workflow.plan import plan_on
 from llmrecipes.workflow.run import on_one_rank

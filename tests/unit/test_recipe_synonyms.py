@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from llmrecipes.cli import app as cli
-from llmrecipes.recipe.keys import hint, keys
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.overrides import parse_override
-from llmrecipes.recipe.synonyms import NOTES, SAME, SYNONYMS
+from llmrecipes.recipe.reading.keys import hint, keys
+from llmrecipes.recipe.reading.overrides import parse_override
+from llmrecipes.recipe.reading.synonyms import NOTES, SAME, SYNONYMS
 from tests.refusals import refused, require_message, require_refusal
 
 LEAVES = {key.rpartition(".")[2] for key in keys()}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llmrecipes.recipe.load import load, to_yaml
-from llmrecipes.recipe.upcycling import load_upcycled
+from llmrecipes.recipe.variants.upcycling import load_upcycled
 from tests.refusals import refused, require_refusal
 
 EIGHT = "model.num_moe_experts=8"

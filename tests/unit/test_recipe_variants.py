@@ -8,9 +8,9 @@ import pytest
 from pydantic import Field, ValidationError
 
 from llmrecipes.recipe.document import Problem
-from llmrecipes.recipe.explain import explain
-from llmrecipes.recipe.keys import is_key, keys, options_of
-from llmrecipes.recipe.section import PosInt, Section, Variant, type_or
+from llmrecipes.recipe.reading.explain import explain
+from llmrecipes.recipe.reading.keys import is_key, keys, options_of
+from llmrecipes.recipe.sections.section import PosInt, Section, Variant, type_or
 from tests.refusals import has_token
 
 

@@ -16,9 +16,9 @@ from scipy.optimize import minimize_scalar
 from llmrecipes.cli.app import run
 from llmrecipes.cli.comparison import scaling_lines
 from llmrecipes.plan.parameters import count
+from llmrecipes.recipe.derived.shape import shape
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.shape import shape
 from llmrecipes.scaling import fit as fitting
 from llmrecipes.scaling.fit import fit
 from llmrecipes.scaling.law import Law, Point

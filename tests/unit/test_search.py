@@ -17,7 +17,7 @@ from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.launch.base import JobState, JobStatus
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.width import base_width
+from llmrecipes.recipe.variants.width import base_width
 from llmrecipes.search import starting, worker
 from llmrecipes.search.command import search
 from llmrecipes.search.target import local_target

@@ -13,7 +13,7 @@ import pytest
 from optuna.trial import TrialState, create_trial
 
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.search_section import Search
+from llmrecipes.recipe.sections.search_section import Search
 from llmrecipes.search import trials
 from llmrecipes.search.samplers import FINITE, Learnt, pruner, sampler, violations
 from llmrecipes.search.space import distribution

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from llmrecipes.recipe import rules
-from llmrecipes.recipe.keys import keys
+from llmrecipes.recipe.reading.keys import keys
+from llmrecipes.recipe.rules import rules
 from llmrecipes.search.samplers import pruner as make_pruner
 from llmrecipes.search.space import evaluation, evaluations, trial_recipe
 from llmrecipes.search.study import require_section

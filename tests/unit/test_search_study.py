@@ -22,7 +22,7 @@ from llmrecipes.errors import ExitCode
 from llmrecipes.hardware import process as processes
 from llmrecipes.launch.base import JobState, JobStatus
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.search_section import Search
+from llmrecipes.recipe.sections.search_section import Search
 from llmrecipes.search import starting, storage, study, trials
 from llmrecipes.search.budget import used
 from llmrecipes.search.trials import WORKER, own_trials

@@ -19,10 +19,10 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from llmrecipes.errors import ExitCode, UserError
-from llmrecipes.recipe.plugins import MetricSink, declared, resolve
-from llmrecipes.recipe.proxy import proxy
-from llmrecipes.recipe.rules import check
+from llmrecipes.recipe.rules.rules import check
 from llmrecipes.recipe.schema import Model, Optimizer, Recipe, Tracking, Train
+from llmrecipes.recipe.sections.plugins import MetricSink, declared, resolve
+from llmrecipes.recipe.variants.proxy import proxy
 from llmrecipes.tracking import tensorboard
 from llmrecipes.tracking.events import EvalMetrics, Note, RunStart, RunStatus, Sink, StepMetrics
 from llmrecipes.tracking.run_list import list_runs

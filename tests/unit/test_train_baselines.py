@@ -26,9 +26,9 @@ from llmrecipes.data.prepared import (
 )
 from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import derive
+from llmrecipes.recipe.derived.stage_runs import stage_recipes
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.stage_runs import stage_recipes
-from llmrecipes.recipe.stage_section import Stage
+from llmrecipes.recipe.sections.stage_section import Stage
 from llmrecipes.train import summary
 from llmrecipes.train.summary import Baseline, cheap, counting, table
 from tests.helpers import ROOMY

@@ -12,9 +12,9 @@ import pytest
 from llmrecipes.cli import app as cli
 from llmrecipes.engine.core import random_states
 from llmrecipes.plan.derive import derive
-from llmrecipes.recipe.degrees import smallest_world
+from llmrecipes.recipe.derived.degrees import smallest_world
 from llmrecipes.recipe.load import load
-from llmrecipes.recipe.proxy import proxy, scaled
+from llmrecipes.recipe.variants.proxy import proxy, scaled
 from llmrecipes.workflow.smoke import SmokeResult
 from tests.helpers import ROOMY, ROOT, tiny, tiny_on, write_recipe
 

@@ -28,11 +28,11 @@ from llmrecipes.engine.meters import Importance, Sparsified
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.hardware.profile import Group
 from llmrecipes.plan.derive import Plan
-from llmrecipes.recipe.graphs import GRAPHS
-from llmrecipes.recipe.overlap import OVERLAP
-from llmrecipes.recipe.pruning import PruneOptions
+from llmrecipes.recipe.derived.stage_runs import in_stage
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.stage_runs import in_stage
+from llmrecipes.recipe.speedups.graphs import GRAPHS
+from llmrecipes.recipe.speedups.overlap import OVERLAP
+from llmrecipes.recipe.variants.pruning import PruneOptions
 from llmrecipes.tracking.progress import Counted
 
 

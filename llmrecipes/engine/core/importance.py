@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from llmrecipes.engine.core.model.gpt import RecipeModel
 from llmrecipes.engine.meters import Importance
-from llmrecipes.recipe.shape import Shape
+from llmrecipes.recipe.derived.shape import Shape
 
 LINEAR = re.compile(r"decoder\.layers\.\d+\..*\blinear_\w+")
 """Names of the matrices whose weights can be removed one by one, in a model that one process holds."""

@@ -24,9 +24,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from llmrecipes.plan.derive import Plan
-from llmrecipes.recipe.batch_schedule import batch_schedule
+from llmrecipes.recipe.derived.batch_schedule import batch_schedule
+from llmrecipes.recipe.derived.stages import decay_iters, span_of
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.stages import decay_iters, span_of
 
 
 def finalize(chunks: Sequence[Any], tokens: torch.Tensor | None, **options: Any) -> None:

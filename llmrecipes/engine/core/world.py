@@ -16,7 +16,7 @@ from llmrecipes.engine.core.platform.rendezvous import TIMEOUT
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.profile import Group
 from llmrecipes.recipe.schema import Parallelism
-from llmrecipes.recipe.speed import Speed
+from llmrecipes.recipe.sections.speed import Speed
 
 PLAIN = Speed()
 EXPERT_BUFFERS = "megatron.core.transformer.moe.fused_a2a"

@@ -23,7 +23,7 @@ from llmrecipes.engine.deepspeed.runtime import communication
 from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import Plan
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.zero import Zero
+from llmrecipes.recipe.sections.zero import Zero
 
 
 class DeepSpeedBackend(CoreBackend):

@@ -31,9 +31,9 @@ from llmrecipes.engine.deepspeed.partition import (
 from llmrecipes.engine.deepspeed.runtime import mpu
 from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import Plan
+from llmrecipes.recipe.derived.shape import mup
 from llmrecipes.recipe.document import clip
 from llmrecipes.recipe.schema import Recipe, Zero
-from llmrecipes.recipe.shape import mup
 
 
 def build(

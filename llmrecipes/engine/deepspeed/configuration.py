@@ -9,7 +9,7 @@ from typing import Any, cast
 from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.sharding import OWNERS
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.zero import STAGE_3, Zero
+from llmrecipes.recipe.sections.zero import STAGE_3, Zero
 
 
 def deepspeed_config(plan: Plan) -> dict[str, Any]:

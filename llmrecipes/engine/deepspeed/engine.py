@@ -121,7 +121,7 @@ class DeepSpeedEngine:
         accept: Accept | None = None,
         redo: Callable[[], None] | None = None,
     ) -> StepResult:
-        """`accept` is ignored: with ZeRO, DeepSpeed updates before the norm can be read (`recipe/zero_rules.py`).
+        """`accept` is ignored: with ZeRO, DeepSpeed updates before the norm can be read (`recipe/rules/zero_rules.py`).
 
         So is `redo`: a step is computed once.
         """
@@ -195,7 +195,7 @@ class DeepSpeedEngine:
         return nullcontext()
 
     def replica_fault(self) -> ReplicaFault | None:
-        """None: `recipe/zero_rules.py` refuses the check."""
+        """None: `recipe/rules/zero_rules.py` refuses the check."""
         return None
 
     def result_fault(self) -> ReplicaFault | None:

@@ -6,7 +6,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 
 from llmrecipes.engine.core.model.gpt import BuiltModel
 from llmrecipes.plan.derive import Plan
-from llmrecipes.recipe.features import value, values
+from llmrecipes.recipe.speedups.features import value, values
 
 
 def data_parallel(plan: Plan, built: BuiltModel, number: int) -> DistributedDataParallel:

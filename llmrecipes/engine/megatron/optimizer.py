@@ -12,7 +12,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from llmrecipes.engine.core.model.config import DTYPES, optimizer_overrides
 from llmrecipes.errors import UserError
-from llmrecipes.recipe.optimizer_kinds import OF_MATRICES
+from llmrecipes.recipe.rules.optimizer_kinds import OF_MATRICES
 from llmrecipes.recipe.schema import Optimizer, Recipe
 
 

@@ -21,9 +21,9 @@ from llmrecipes.engine.parts.base import Agreed, Part, Step
 from llmrecipes.engine.parts.frozen import FrozenModel
 from llmrecipes.plan.derive import Plan
 from llmrecipes.plan.frozen import teacher_plan
-from llmrecipes.recipe.distill import Distill
-from llmrecipes.recipe.distill_rules import section
+from llmrecipes.recipe.rules.distill_rules import section
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.sections.distill import Distill
 from llmrecipes.tracking.events import is_measured
 
 

@@ -26,8 +26,8 @@ from llmrecipes.engine.core.model.lora import adapters
 from llmrecipes.engine.parts.base import Agreed, Part, Step, Summed
 from llmrecipes.engine.parts.frozen import FrozenModel
 from llmrecipes.plan.frozen import reference_plan
-from llmrecipes.recipe.preference import Dpo
-from llmrecipes.recipe.preference_rules import has_reference, has_second_model
+from llmrecipes.recipe.rules.preference_rules import has_reference, has_second_model
+from llmrecipes.recipe.sections.preference import Dpo
 
 COUNTS = 3
 """Numbers that a micro-batch reports: rewards of both answers, and pairs whose better answer has the larger reward."""

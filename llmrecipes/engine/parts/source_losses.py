@@ -10,7 +10,7 @@ import torch
 
 from llmrecipes.engine.base import Batch, Progress
 from llmrecipes.engine.parts.base import Agreed, Part, Step
-from llmrecipes.recipe.source import source_names
+from llmrecipes.recipe.sections.source import source_names
 from llmrecipes.tracking.events import is_measured
 
 

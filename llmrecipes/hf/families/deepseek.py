@@ -38,8 +38,8 @@ from llmrecipes.hf.table import (
     Unsupported,
     resolved,
 )
+from llmrecipes.recipe.derived.weight_names import moe_layers
 from llmrecipes.recipe.schema import Model
-from llmrecipes.recipe.weight_names import moe_layers
 
 _EPSILON = 1e-6
 

@@ -27,8 +27,8 @@ from llmrecipes.hf.families.parts import (
     in_layer,
 )
 from llmrecipes.hf.table import SAME, Config, Family, Fixed, Key, Unsupported, resolved
+from llmrecipes.recipe.derived.weight_names import moe_layers
 from llmrecipes.recipe.schema import Model
-from llmrecipes.recipe.weight_names import moe_layers
 
 _SOFTMAX: dict[str, Any] = {
     **{key: value for key, value in LLAMA.items() if key != "num_moe_experts"},

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmrecipes.hf.table import ACTIVATIONS, GATE_UP, QKV, SAME, VOCABULARY, Config, Key, To, Transform, Unsupported
-from llmrecipes.recipe.moe_rules import LATENT_YARN
+from llmrecipes.recipe.rules.moe_rules import LATENT_YARN
 from llmrecipes.recipe.schema import TRAINING_ONLY, Model
 
 LAYER, LAYERS = "decoder.layers.*.", "model.layers.*."

@@ -25,7 +25,7 @@ from llmrecipes.launch.kubernetes.pod import PodRun
 from llmrecipes.launch.kubernetes.settings import KubernetesOptions, check
 from llmrecipes.launch.programs import require_program, run
 from llmrecipes.recipe import document
-from llmrecipes.recipe.section import JsonObject
+from llmrecipes.recipe.sections.section import JsonObject
 
 MOST_CONFIG_BYTES = 1 << 20
 BASES = {"job": "job", "jobset": "jobset", "trainjob": "trainjob/run"}

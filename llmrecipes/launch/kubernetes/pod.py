@@ -17,7 +17,7 @@ from llmrecipes.launch.kubernetes.settings import KubernetesOptions
 from llmrecipes.launch.rendezvous import TOKEN
 from llmrecipes.launch.run_options import RunOptions
 from llmrecipes.plan.run_plan import RunPlan
-from llmrecipes.recipe.degrees import elastic_nodes
+from llmrecipes.recipe.derived.degrees import elastic_nodes
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.runfiles import LOGS
 

@@ -15,7 +15,7 @@ from llmrecipes.hardware.profile import Profile, Slurm
 from llmrecipes.launch.slurm.options import SlurmOptions, SlurmRequest, check
 from llmrecipes.plan.check import gib
 from llmrecipes.plan.run_plan import RunPlan
-from llmrecipes.recipe.degrees import elastic_nodes
+from llmrecipes.recipe.derived.degrees import elastic_nodes
 from llmrecipes.runfiles import RunFiles
 from llmrecipes.tracking.run_list import LongestTimes, measured
 

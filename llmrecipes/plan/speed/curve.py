@@ -10,7 +10,7 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware.machine import machine
 from llmrecipes.hardware.profile import Profile
 from llmrecipes.plan.speed.search import Candidate, fastest
-from llmrecipes.recipe.batch_schedule import without_ramp
+from llmrecipes.recipe.derived.batch_schedule import without_ramp
 from llmrecipes.recipe.schema import Recipe
 
 COUNTS = tuple(8 << exponent for exponent in range(12))

@@ -20,12 +20,12 @@ from llmrecipes.plan.speed.saving import Saving, as_dict, saving
 from llmrecipes.plan.speed.step import StepTime, forward_seconds, predict, with_attack
 from llmrecipes.plan.speed.work import Work, product
 from llmrecipes.plan.table import stage_facts
-from llmrecipes.recipe.adversarial import passes
-from llmrecipes.recipe.distill_rules import has_teacher
 from llmrecipes.recipe.engines import DEEPSPEED, engine_name
-from llmrecipes.recipe.fp8 import bf16_layers
-from llmrecipes.recipe.preference_rules import has_reference
+from llmrecipes.recipe.rules.distill_rules import has_teacher
+from llmrecipes.recipe.rules.preference_rules import has_reference
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.sections.adversarial import passes
+from llmrecipes.recipe.speedups.fp8 import bf16_layers
 from llmrecipes.units import GIB
 
 ERROR = 0.26

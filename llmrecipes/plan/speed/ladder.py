@@ -10,10 +10,10 @@ from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import LEAST_HEADROOM, Plan, derive
 from llmrecipes.plan.speed.forecast import forecast
 from llmrecipes.plan.speed.search import MOST_PIPELINE, changes, stage_cuts, with_zero
-from llmrecipes.recipe import rules
-from llmrecipes.recipe.recompute import ALL_LAYERS, recomputation
+from llmrecipes.recipe.rules import rules
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.zero import Zero
+from llmrecipes.recipe.sections.zero import Zero
+from llmrecipes.recipe.speedups.recompute import ALL_LAYERS, recomputation
 from llmrecipes.units import gib
 
 ALLOCATOR = "expandable_segments:True"

@@ -20,13 +20,13 @@ from llmrecipes.plan.memory import model_states, of_stage
 from llmrecipes.plan.parameters import count as parameters
 from llmrecipes.plan.speed.forecast import Forecast, forecast, gpu, software, work
 from llmrecipes.plan.speed.step import predict
-from llmrecipes.recipe import rules, zero_rules
+from llmrecipes.recipe.derived.shape import shape
+from llmrecipes.recipe.derived.stage_layout import EMBEDDING, LAYER, LOSS, PREDICTION, text
 from llmrecipes.recipe.engines import DEEPSPEED, engine_name
-from llmrecipes.recipe.recompute import ALL_LAYERS, recomputation
+from llmrecipes.recipe.rules import rules, zero_rules
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.shape import shape
-from llmrecipes.recipe.stage_layout import EMBEDDING, LAYER, LOSS, PREDICTION, text
-from llmrecipes.recipe.zero import Zero
+from llmrecipes.recipe.sections.zero import Zero
+from llmrecipes.recipe.speedups.recompute import ALL_LAYERS, recomputation
 
 MOST_MICRO_BATCH = 8
 MOST_PIPELINE = 64

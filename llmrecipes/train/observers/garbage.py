@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from llmrecipes.recipe.features import value
+from llmrecipes.recipe.speedups.features import value
 from llmrecipes.train.observers.base import Observer, StepDone
 
 

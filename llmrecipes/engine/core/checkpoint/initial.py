@@ -28,7 +28,7 @@ from llmrecipes.engine.core.model.init import READ_AT_ONCE, global_name, slice_o
 from llmrecipes.engine.core.update import scheduler
 from llmrecipes.io import sync
 from llmrecipes.plan.derive import Plan
-from llmrecipes.recipe.optimizer_kinds import state_names
+from llmrecipes.recipe.rules.optimizer_kinds import state_names
 from llmrecipes.recipe.schema import Recipe
 
 FILE = "__0_0.distcp"

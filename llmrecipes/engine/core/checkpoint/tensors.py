@@ -33,7 +33,7 @@ _OTHERS = ("optimizer.", "random.")
 
 
 class StoredWeights:
-    """Weights of a checkpoint by the names in one process (`recipe.weight_names.weights`); see `TensorSource`.
+    """Weights of a checkpoint by the names in one process (`recipe.derived.weight_names.weights`); see `TensorSource`.
 
     A file's SHA-256 can only be compared by reading all of it, optimizer included, which is most of a checkpoint. What
     is read is compared with the CRC-32 that torch.save wrote beside it instead.

@@ -32,8 +32,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from llmrecipes.engine.core.model.dropout import Masks, dropped
 from llmrecipes.plan.kernels import attends_by_boundaries
+from llmrecipes.recipe.derived.shape import shape
 from llmrecipes.recipe.schema import Recipe
-from llmrecipes.recipe.shape import shape
 
 
 # Both modules import torch's compiler, without which a rank that needs neither starts half a second earlier.

@@ -20,10 +20,10 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from llmrecipes.engine.core.model import groups
 from llmrecipes.plan.derive import Plan
-from llmrecipes.recipe import stage_layout
-from llmrecipes.recipe.features import SpeedTarget, resolve, values
+from llmrecipes.recipe.derived import stage_layout
+from llmrecipes.recipe.derived.shape import Mup, mup
 from llmrecipes.recipe.schema import Optimizer, Recipe
-from llmrecipes.recipe.shape import Mup, mup
+from llmrecipes.recipe.speedups.features import SpeedTarget, resolve, values
 
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:

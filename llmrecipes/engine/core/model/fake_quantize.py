@@ -17,7 +17,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from llmrecipes.engine.core import integers
-from llmrecipes.recipe.qat import Qat
+from llmrecipes.recipe.sections.qat import Qat
 
 
 class FakeQuantizer:

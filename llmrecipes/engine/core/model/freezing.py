@@ -5,7 +5,7 @@ from __future__ import annotations
 from llmrecipes.engine.core.checkpoint.slices import sharded_parameters
 from llmrecipes.engine.core.model.groups import names_of
 from llmrecipes.engine.core.model.lora import with_gradient
-from llmrecipes.recipe.freezing import is_frozen
+from llmrecipes.recipe.derived.freezing import is_frozen
 from llmrecipes.recipe.schema import Recipe
 
 

@@ -40,9 +40,9 @@ from llmrecipes.errors import UserError
 from llmrecipes.hardware.builds import compiler_obstacle, transformer_engine_version
 from llmrecipes.plan.derive import Plan, gpu_memory, with_chunks
 from llmrecipes.plan.losses import in_kernels
-from llmrecipes.recipe.features import FeatureChoice, SpeedTarget, require, resolve, value
-from llmrecipes.recipe.layer_pattern import layer_pattern
+from llmrecipes.recipe.derived.layer_pattern import layer_pattern
 from llmrecipes.recipe.schema import Recipe
+from llmrecipes.recipe.speedups.features import FeatureChoice, SpeedTarget, require, resolve, value
 
 
 class RecipeModel(ScheduledModel):

@@ -26,8 +26,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 
 from llmrecipes.engine.base import Slice, WeightSource
 from llmrecipes.engine.core.model import lora, philox
+from llmrecipes.recipe.derived.shape import mup
 from llmrecipes.recipe.schema import Model
-from llmrecipes.recipe.shape import mup
 
 OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
 EMBEDDINGS = ("word_embeddings.weight", "position_embeddings.weight")

@@ -30,7 +30,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from llmrecipes.recipe.adapters import EXPERTS, is_target
+from llmrecipes.recipe.derived.adapters import EXPERTS, is_target
 from llmrecipes.recipe.schema import Lora
 
 SUFFIX = "_lora"

@@ -32,7 +32,7 @@ from llmrecipes.engine.core.model.init import FUSED_NORMS
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.builds import transformer_engine_obstacle
 from llmrecipes.plan.layout import local_layers_reason, only_in_local_layers
-from llmrecipes.recipe.layer_pattern import CUT, PREDICTION, layer_pattern
+from llmrecipes.recipe.derived.layer_pattern import CUT, PREDICTION, layer_pattern
 from llmrecipes.recipe.schema import Recipe
 
 Implementation = Literal["transformer_engine", "local"]

@@ -1,0 +1,63 @@
+"""Optional packages that a recipe needs, and the extras of pyproject.toml that have them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from llmrecipes.recipe.engines import ENGINES, engine_name
+from llmrecipes.recipe.schema import Data, Recipe
+from llmrecipes.recipe.sections.data_steps import DecontaminateStep
+from llmrecipes.recipe.sections.plugins import MetricSink, declared
+
+HARNESS = "lm_eval"
+
+
+@dataclass(frozen=True)
+class Need:
+    """`key` of a recipe needs `package`, as it is imported, which is only in `extra`."""
+
+    key: str
+    package: str
+    extra: str
+
+    def __str__(self) -> str:
+        return f"{self.package} (extra {self.extra}, for {self.key})"
+
+
+def of_recipe(recipe: Recipe, *, prepares: bool) -> Iterator[Need]:
+    """What a run imports from extras.
+
+    Args:
+        recipe: the resolved recipe.
+        prepares: the data is prepared too.
+    """
+    engine = ENGINES[engine_name(recipe)]
+    yield from (Need("engine", package, engine.extra) for package in engine.packages if engine.extra is not None)
+    yield from of_tracking(recipe)
+    if recipe.train.eval_tasks is not None:
+        yield Need("train.eval_tasks", HARNESS, "eval")
+    if prepares:
+        yield from of_data(recipe.data)
+
+
+def of_tracking(recipe: Recipe) -> Iterator[Need]:
+    """What the sinks and the measurements of `tracking` need."""
+    tracking = recipe.tracking
+    for name, sink in declared(type(tracking), MetricSink).items():
+        if sink.package is not None and sink.extra is not None and getattr(tracking, name):
+            yield Need(f"tracking.{name}", sink.package, sink.extra)
+    if tracking.energy_model is not None:
+        yield Need("tracking.energy_model", tracking.energy_model, "energy")
+
+
+def of_data(data: Data) -> Iterator[Need]:
+    """What preparing the data needs."""
+    for number, step in enumerate(data.steps):
+        if step.does.package is not None and step.does.extra is not None:
+            yield Need(f"data.steps.{number}.type", step.does.package, step.does.extra)
+        if isinstance(step, DecontaminateStep) and step.tasks:
+            yield Need(f"data.steps.{number}.tasks", HARNESS, "eval")
+    for number, source in enumerate(data.sources):
+        if (source.path or "").startswith("s3://"):
+            yield Need(f"data.sources.{number}.path", "s3fs", "corpora")

@@ -1,0 +1,1 @@
+"""What goes with what in a recipe: rules across its sections."""

@@ -1,0 +1,1 @@
+"""The sections of a recipe: their keys, with types, bounds and defaults."""

@@ -1,0 +1,1 @@
+"""Recipes made of another one: scaled down, wider, grown, pruned, or with experts."""
