@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, close, machine, parser, show
-from llmrecipes.data.sources import documents
-from llmrecipes.data.steps import Seen, pipeline, step_spec
+from llmrecipes.data.sources.sources import documents
+from llmrecipes.data.steps.steps import Seen, pipeline, step_spec
 from llmrecipes.recipe.load import load
 
 RECIPE = "gpt-tiny-clean"

@@ -28,9 +28,10 @@ from pathlib import Path
 
 import numpy as np
 
-from llmrecipes.data import compare, sources
-from llmrecipes.data.copies import NearDuplicates, band_keys, bands_of, margin, shingles, sketch
-from llmrecipes.data.steps import Dropped, Seen, pipeline, step_spec
+from llmrecipes.data.preparation import compare
+from llmrecipes.data.sources import sources
+from llmrecipes.data.steps.copies import NearDuplicates, band_keys, bands_of, margin, shingles, sketch
+from llmrecipes.data.steps.steps import Dropped, Seen, pipeline, step_spec
 from llmrecipes.recipe.reading.keys import options_of
 from llmrecipes.recipe.schema import Data, Source
 from llmrecipes.recipe.sections.data_steps import NearDuplicatesStep

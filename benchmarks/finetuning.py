@@ -23,9 +23,9 @@ import torch
 from torch.utils.data import Dataset
 
 from benchmarks.common import close, machine, parser, show
-from llmrecipes.data.batches import batches
-from llmrecipes.data.dataset import best_fit, build
 from llmrecipes.data.prepare import prepare
+from llmrecipes.data.read.batches import batches
+from llmrecipes.data.read.dataset import best_fit, build
 from llmrecipes.engine.backends import backend
 from llmrecipes.engine.base import Batch, Engine
 from llmrecipes.engine.core.model.attention import attention_mask

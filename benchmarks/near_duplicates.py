@@ -33,8 +33,8 @@ BANDS, ROWS = 21, 6
 
 def plant(file: Path, originals: int, copies: int, words: int) -> None:
     """Write originals, then copies, with the number of the original, the share and the similarity of each."""
-    from llmrecipes.data import sources
-    from llmrecipes.data.copies import shingles
+    from llmrecipes.data.sources import sources
+    from llmrecipes.data.steps.copies import shingles
     from llmrecipes.recipe.schema import Source
 
     rng = random.Random(1)
@@ -55,7 +55,7 @@ def plant(file: Path, originals: int, copies: int, words: int) -> None:
 
 def ours(texts: list[str]) -> tuple[float, set[int]]:
     """Processor time, and the numbers of the removed."""
-    from llmrecipes.data.copies import NearDuplicates
+    from llmrecipes.data.steps.copies import NearDuplicates
     from llmrecipes.recipe.sections.data_steps import NearDuplicatesStep
 
     settings = NearDuplicatesStep(type="near_duplicates", threshold=THRESHOLD).settings

@@ -37,14 +37,17 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from llmrecipes.data import checked, corpus, encode, sources, tokenizer
-from llmrecipes.data.corpus import EncoderSpec
-from llmrecipes.data.executor import Processes
-from llmrecipes.data.gigatoken import Gigatoken
-from llmrecipes.data.pipeline import collect, run
-from llmrecipes.data.shards import Shards, cut
-from llmrecipes.data.split import SplitRule
-from llmrecipes.data.steps import StepSpec
+from llmrecipes.data.folder import checked
+from llmrecipes.data.preparation import corpus
+from llmrecipes.data.preparation.corpus import EncoderSpec
+from llmrecipes.data.preparation.executor import Processes
+from llmrecipes.data.preparation.pipeline import collect, run
+from llmrecipes.data.preparation.shards import Shards, cut
+from llmrecipes.data.sources import sources
+from llmrecipes.data.steps.split import SplitRule
+from llmrecipes.data.steps.steps import StepSpec
+from llmrecipes.data.tokens import encode, tokenizer
+from llmrecipes.data.tokens.gigatoken import Gigatoken
 from llmrecipes.recipe.schema import Source
 from llmrecipes.units import MIB
 

@@ -18,7 +18,7 @@ from llmrecipes.recipe.derived.stage_runs import stage_named, stage_recipes
 from llmrecipes.recipe.schema import Recipe
 
 if TYPE_CHECKING:
-    from llmrecipes.data.prepared import Prepared
+    from llmrecipes.data.folder.prepared import Prepared
     from llmrecipes.search.command import SearchResult
     from llmrecipes.workflow.compare import RunComparison
     from llmrecipes.workflow.submit import Submitted

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.utils.data import Dataset
 
 from llmrecipes.checkpoint.store import CheckpointStore
-from llmrecipes.data.batches import batches
+from llmrecipes.data.read.batches import batches
 from llmrecipes.engine.core.model.gpt import BuiltModel, build
 from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.megatron.engine import Batch, MegatronEngine, StepResult

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from llmrecipes.bench.results import BenchSpec, LoaderReading, MachineRates, RankSpeeds, StepTimes
-from llmrecipes.data.prepared import open_prepared
+from llmrecipes.data.folder.prepared import open_prepared
 from llmrecipes.engine.base import Backend, Batch, Platform, World
 from llmrecipes.hardware.cluster import Cluster, cpu_cores
 from llmrecipes.hardware.profile import Group, MeasuredLinks, Operation

@@ -78,7 +78,7 @@ class CheckpointInfo(BaseModel):
     monitored: Monitored | None = None
     """None: the run had not been evaluated, or it was written by an older version."""
     sample_order: int = 1
-    """`data.prepared.ORDER` that it was trained with; older versions did not record theirs."""
+    """`data.folder.prepared.ORDER` that it was trained with; older versions did not record theirs."""
 
 
 class Manifest(CheckpointInfo):

@@ -13,7 +13,7 @@ import typer
 from llmrecipes.cli.options import DATA, DataOption, JsonOption, OverridesArgument, RecipeArgument
 from llmrecipes.cli.tables import TextTable
 from llmrecipes.cli.tables import show as print_parts
-from llmrecipes.data.split import SPLITS, Split
+from llmrecipes.data.steps.split import SPLITS, Split
 from llmrecipes.errors import UserError
 from llmrecipes.redact import redact
 
@@ -57,8 +57,8 @@ def show(
     from rich.text import Text
 
     from llmrecipes.console import console
-    from llmrecipes.data.overview import random_documents, runs
-    from llmrecipes.data.prepared import open_prepared
+    from llmrecipes.data.folder.overview import random_documents, runs
+    from llmrecipes.data.folder.prepared import open_prepared
     from llmrecipes.recipe.load import load
 
     prepared = open_prepared(load(recipe, overrides or []).recipe, data_dir)
@@ -102,8 +102,8 @@ def stats(
     """Print documents, tokens, bytes per token, lengths, and what every step dropped, with an example."""
 
     _quietly()
-    from llmrecipes.data import overview
-    from llmrecipes.data.prepared import open_prepared
+    from llmrecipes.data.folder import overview
+    from llmrecipes.data.folder.prepared import open_prepared
     from llmrecipes.recipe.load import load
 
     loaded = load(recipe, overrides or []).recipe

@@ -10,7 +10,7 @@ from typing import Any
 from llmrecipes.cli.tables import TextTable, show
 from llmrecipes.commandline import command_line
 from llmrecipes.console import duration
-from llmrecipes.data.sources import text_bytes
+from llmrecipes.data.sources.sources import text_bytes
 from llmrecipes.engine.backends import configuration
 from llmrecipes.hardware.cluster import Cluster
 from llmrecipes.plan.check import gib

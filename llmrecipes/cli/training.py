@@ -132,7 +132,7 @@ def prepare(
     """Tokenize a recipe's data, unless it is already prepared."""
     from llmrecipes.console import setup_logging
     from llmrecipes.data.prepare import prepare as make
-    from llmrecipes.data.split import SPLITS
+    from llmrecipes.data.steps.split import SPLITS
     from llmrecipes.recipe.load import load
 
     setup_logging()
@@ -140,7 +140,7 @@ def prepare(
     prepared = make(load(recipe, overrides or []).recipe, data_dir, workers=workers, on=on, progress=log)
     documents, copies = None, None
     if verify:
-        from llmrecipes.data.leaks import check_near_copies  # imports megatron-core
+        from llmrecipes.data.folder.leaks import check_near_copies  # imports megatron-core
 
         documents, copies = prepared.verify(), check_near_copies(prepared)
     if as_json:

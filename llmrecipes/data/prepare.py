@@ -18,12 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import llmrecipes
-from llmrecipes.data import card, checked, sources
-from llmrecipes.data import manifest as manifests
-from llmrecipes.data.curriculum import require_same_scores
-from llmrecipes.data.executor import EXECUTORS, REPORT_SECONDS, Executor, Processes
-from llmrecipes.data.manifest import ChatRecord, DataManifest, File, TokenizerRecord
-from llmrecipes.data.prepared import (
+from llmrecipes.data.folder import card, checked
+from llmrecipes.data.folder import manifest as manifests
+from llmrecipes.data.folder.manifest import ChatRecord, DataManifest, File, TokenizerRecord
+from llmrecipes.data.folder.prepared import (
     TOKENIZER,
     Prepared,
     check_index,
@@ -35,7 +33,10 @@ from llmrecipes.data.prepared import (
     max_length,
     open_prepared,
 )
-from llmrecipes.data.steps import StepSpec, require_usable, step_spec
+from llmrecipes.data.preparation.executor import EXECUTORS, REPORT_SECONDS, Executor, Processes
+from llmrecipes.data.read.curriculum import require_same_scores
+from llmrecipes.data.sources import sources
+from llmrecipes.data.steps.steps import StepSpec, require_usable, step_spec
 from llmrecipes.errors import UserError
 from llmrecipes.hardware.builds import import_megatron
 from llmrecipes.hardware.cluster import cpu_cores
@@ -48,9 +49,9 @@ from llmrecipes.units import MIB
 if TYPE_CHECKING:
     import tokenizers
 
-    from llmrecipes.data.chat import ChatSpec
-    from llmrecipes.data.corpus import EncoderSpec
-    from llmrecipes.data.shards import Shards
+    from llmrecipes.data.preparation.corpus import EncoderSpec
+    from llmrecipes.data.preparation.shards import Shards
+    from llmrecipes.data.tokens.chat import ChatSpec
 
 __all__ = ["Prepared", "fingerprint", "open_prepared", "prepare"]
 
@@ -102,7 +103,7 @@ def prepare(
             _build(recipe, target, partial(_executor, on, workers, log), log)
         prepared = open_prepared(recipe, data_dir)
         # Loads megatron-core, which costs seconds where all is prepared.
-        from llmrecipes.data.dataset import build_order
+        from llmrecipes.data.read.dataset import build_order
 
         for stage_recipe in stage_recipes(recipe):
             build_order(stage_recipe, prepared, log)
@@ -131,7 +132,7 @@ def _shards(recipe: Recipe, target: Path, executor: Executor, log: Callable[[str
         executor: cleans the texts that a tokenizer is trained on.
         log: receives what is notable.
     """
-    from llmrecipes.data.shards import PLAN, Shards, plan, read_plan
+    from llmrecipes.data.preparation.shards import PLAN, Shards, plan, read_plan
 
     folder, stored = _shards_folder(target), None
     if (folder / PLAN).exists():
@@ -157,14 +158,14 @@ def _shards(recipe: Recipe, target: Path, executor: Executor, log: Callable[[str
             shutil.rmtree(part, ignore_errors=True)
     spec = _encoder_spec(recipe, folder, stored.tokenizer, stored.dtype)
     if tokenizer_json := _tokenizer_json(recipe, spec):
-        from llmrecipes.data.encode import encoded_by
+        from llmrecipes.data.tokens.encode import encoded_by
 
         log(encoded_by(tokenizer_json))
     return Shards(folder, recipe.data.sources, spec, tuple(stored.shards), recipe.data.chat)
 
 
 def _build(recipe: Recipe, target: Path, executor: Callable[[], Executor], log: Callable[[str], None]) -> None:
-    from llmrecipes.data.pipeline import run
+    from llmrecipes.data.preparation.pipeline import run
 
     started = time.monotonic()
     part = target.with_name(f".{target.name}.part")
@@ -209,8 +210,9 @@ def _encoding(
     """Tokenizer, type of ids, and how documents are encoded; tokenizer and template are written into the folder."""
     from megatron.core.datasets.indexed_dataset import DType
 
-    from llmrecipes.data import templates, token_sets
-    from llmrecipes.data.tokenizer import read
+    from llmrecipes.data.preparation import token_sets
+    from llmrecipes.data.tokens import templates
+    from llmrecipes.data.tokens.tokenizer import read
 
     steps = step_spec(recipe.data)
     for source in (*recipe.data.valid_sources, *recipe.data.sources):
@@ -245,7 +247,8 @@ def _encoding(
 
 def _encoder_spec(recipe: Recipe, folder: Path, tokenizer: TokenizerRecord, dtype: str) -> EncoderSpec:
     """How documents are encoded with the tokenizer of a folder."""
-    from llmrecipes.data import corpus, infilling
+    from llmrecipes.data.preparation import corpus
+    from llmrecipes.data.tokens import infilling
 
     section = recipe.data.tokenizer
     by_word = section.type == "bpe" and section.pattern == "words"
@@ -265,8 +268,8 @@ def _tokenizer_json(recipe: Recipe, spec: EncoderSpec) -> str:
 
 def _packages(recipe: Recipe, spec: EncoderSpec) -> list[str]:
     """What the data is made with."""
-    from llmrecipes.data.encode import gigatoken
-    from llmrecipes.data.gigatoken import PACKAGE
+    from llmrecipes.data.tokens.encode import gigatoken
+    from llmrecipes.data.tokens.gigatoken import PACKAGE
 
     tokenizer_json = _tokenizer_json(recipe, spec)
     fast = [PACKAGE] if tokenizer_json and not isinstance(gigatoken(tokenizer_json), str) else []
@@ -276,10 +279,10 @@ def _packages(recipe: Recipe, spec: EncoderSpec) -> list[str]:
 def _fill(
     recipe: Recipe, part: Path, name: str, shards: Shards, log: Callable[[str], None]
 ) -> tuple[DataManifest, dict[str, checked.Content]]:
-    from llmrecipes.data import templates
-    from llmrecipes.data.pipeline import collect
-    from llmrecipes.data.shards import read_plan
-    from llmrecipes.data.valid_sets import write_sets
+    from llmrecipes.data.preparation.pipeline import collect
+    from llmrecipes.data.preparation.shards import read_plan
+    from llmrecipes.data.preparation.valid_sets import write_sets
+    from llmrecipes.data.tokens import templates
 
     stored, spec = read_plan(shards.folder, recipe.data.sources), shards.spec
     tokenizer, dtype, spec_of_chat = stored.tokenizer, stored.dtype, spec.chat
@@ -323,8 +326,8 @@ def _chat(recipe: Recipe) -> ChatSpec | None:
     chat = recipe.data.chat
     if chat is None:
         return None
-    from llmrecipes.data import templates
-    from llmrecipes.data.chat import ChatSpec
+    from llmrecipes.data.tokens import templates
+    from llmrecipes.data.tokens.chat import ChatSpec
 
     return ChatSpec(
         templates.of_recipe(recipe), max_length(recipe), chat.overlong == "truncate", chat.preference is not None
@@ -347,8 +350,9 @@ def _sampling(log: Callable[[str], None]) -> Callable[[int, Source], None]:
 def _tokenizer(
     recipe: Recipe, steps: StepSpec, part: Path, executor: Executor, log: Callable[[str], None]
 ) -> TokenizerRecord:
-    from llmrecipes.data import corpus, infilling, tokenizer
-    from llmrecipes.data.templates import special_tokens
+    from llmrecipes.data.preparation import corpus
+    from llmrecipes.data.tokens import infilling, tokenizer
+    from llmrecipes.data.tokens.templates import special_tokens
 
     section, sample_bytes = recipe.data.tokenizer, None
     if section.type == "bpe":
@@ -384,7 +388,7 @@ def _tokenizer(
 
 def _prefix(recipe: Recipe, backend: tokenizers.Tokenizer, eod: int, log: Callable[[str], None]) -> tuple[int, ...]:
     """Ids that documents of text begin with. Sets of tokens stay as they are, and decide where they are all data."""
-    from llmrecipes.data.tokenizer import prefix_of
+    from llmrecipes.data.tokens.tokenizer import prefix_of
 
     section = recipe.data.tokenizer
     if section.add_bos_token is None and all(source.tokenized for source in recipe.data.sources):
@@ -399,7 +403,7 @@ def _prefix(recipe: Recipe, backend: tokenizers.Tokenizer, eod: int, log: Callab
 
 def _say_if_without_bos(prepared: Prepared, log: Callable[[str], None]) -> None:
     """Data of earlier versions has no BOS, whatever its tokenizer does."""
-    from llmrecipes.data.tokenizer import added_ids
+    from llmrecipes.data.tokens.tokenizer import added_ids
 
     record = prepared.manifest.tokenizer
     if record.prefix is None and not set(added_ids(prepared.tokenizer().backend)[0]) <= {record.eod}:
@@ -426,7 +430,7 @@ def _warn_if_changed(recipe: Recipe, prepared: Prepared, log: Callable[[str], No
             )
     named = recipe.data.chat and recipe.data.chat.chat_template
     if named and Path(named).is_file():
-        from llmrecipes.data import templates
+        from llmrecipes.data.tokens import templates
 
         if manifests.sha256(Path(named)) != prepared.manifest.files[templates.NAME].sha256:
             log(

@@ -390,7 +390,7 @@ UNEQUAL = 10
 
 def check_data(recipe: Recipe, data_dir: Path) -> Iterator[Finding]:
     """Check the prepared data, or its sources if it is not prepared."""
-    from llmrecipes.data.prepared import TOKENIZER, fingerprint, open_prepared
+    from llmrecipes.data.folder.prepared import TOKENIZER, fingerprint, open_prepared
 
     if (data_dir / fingerprint(recipe)).is_dir():
         try:
@@ -415,7 +415,7 @@ def check_data(recipe: Recipe, data_dir: Path) -> Iterator[Finding]:
 
 
 def _sources(recipe: Recipe) -> Iterator[Finding]:
-    from llmrecipes.data.sources import files, label, size_of
+    from llmrecipes.data.sources.sources import files, label, size_of
 
     for source in recipe.data.sources:
         check_name = f"source {label(source)}"

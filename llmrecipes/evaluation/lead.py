@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from llmrecipes.data.tokenizer import TextTokenizer
+from llmrecipes.data.tokens.tokenizer import TextTokenizer
 from llmrecipes.engine.base import Scorer, World
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.tracking.progress import Counted

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from llmrecipes.data import curriculum
-from llmrecipes.data.documents import text_ids, token_files, token_stream
-from llmrecipes.data.prepared import Prepared
-from llmrecipes.data.split import Split
-from llmrecipes.data.tokenizer import TextTokenizer
+from llmrecipes.data.folder.documents import text_ids, token_files, token_stream
+from llmrecipes.data.folder.prepared import Prepared
+from llmrecipes.data.read import curriculum
+from llmrecipes.data.steps.split import Split
+from llmrecipes.data.tokens.tokenizer import TextTokenizer
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.errors import UserError
 from llmrecipes.evaluation.lead import RankZeroScorer

@@ -8,10 +8,10 @@ from itertools import islice
 from pathlib import Path
 from typing import get_args
 
-from llmrecipes.data import sources
-from llmrecipes.data.prepared import TOKENIZER, Prepared
-from llmrecipes.data.split import SPLITS, Split
-from llmrecipes.data.tokenizer import TextTokenizer
+from llmrecipes.data.folder.prepared import TOKENIZER, Prepared
+from llmrecipes.data.sources import sources
+from llmrecipes.data.steps.split import SPLITS, Split
+from llmrecipes.data.tokens.tokenizer import TextTokenizer
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Source
 
@@ -98,7 +98,7 @@ class Texts:
         if self.source is not None:
             texts = (Text(tokenizer.encode(text), len(text.encode())) for text in _read(self.source))
         elif self.split is not None and prepared is not None:
-            from llmrecipes.data.documents import documents  # imports megatron-core
+            from llmrecipes.data.folder.documents import documents  # imports megatron-core
 
             ids = documents(prepared, self.split)
             texts = (Text(tokens, len(tokenizer.decode(tokens).encode())) for tokens in ids)

@@ -369,7 +369,7 @@ def _steps(left: dict[str, Any], draft: Draft, epochs: float, name: str) -> int:
 
 def _sequences(draft: Draft) -> float:
     """Sequences of one pass over the data: packed conversations by their tokens, others by their number."""
-    from llmrecipes.data import sources
+    from llmrecipes.data.sources import sources
     from llmrecipes.models.finetune import measured
 
     values = {**draft.values, "train": {**draft.values["train"], "train_iters": 1}, "name": "draft"}

@@ -166,7 +166,7 @@ def _vocabulary(draft: Draft) -> None:
     tokenizer = draft.get("data.tokenizer")
     if draft.get("model.vocab_size") is not None or not isinstance(tokenizer, dict) or "path" not in tokenizer:
         return
-    from llmrecipes.data.tokenizer import load_huggingface, vocabulary
+    from llmrecipes.data.tokens.tokenizer import load_huggingface, vocabulary
     from llmrecipes.recipe.schema import Tokenizer
 
     try:

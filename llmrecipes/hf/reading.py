@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from llmrecipes import untrusted
-from llmrecipes.data.checked import hashes
+from llmrecipes.data.folder.checked import hashes
 from llmrecipes.errors import UserError
 
 PATTERNS = ("*.safetensors", "*.json", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt", "*.jinja")

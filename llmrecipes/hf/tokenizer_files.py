@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmrecipes.data.prepared import TOKENIZER
-from llmrecipes.data.templates import NAME, answer_end, of_prepared
-from llmrecipes.data.tokenizer import added_ids, prefix_of, require_bounded
+from llmrecipes.data.folder.prepared import TOKENIZER
+from llmrecipes.data.tokens.templates import NAME, answer_end, of_prepared
+from llmrecipes.data.tokens.tokenizer import added_ids, prefix_of, require_bounded
 from llmrecipes.errors import UserError
 from llmrecipes.hf.generation import FILE, IDS, of_run
 from llmrecipes.hf.safetensors import write_json
 
 if TYPE_CHECKING:
-    from llmrecipes.data.prepared import Prepared
+    from llmrecipes.data.folder.prepared import Prepared
     from llmrecipes.recipe.schema import Recipe
 
 CONFIG = "tokenizer_config.json"

@@ -22,8 +22,8 @@ from llmrecipes.workflow.model_source import base_of, find_checkpoint, lora_of, 
 
 if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import Entry
-    from llmrecipes.data.manifest import DataManifest
-    from llmrecipes.data.prepared import Prepared
+    from llmrecipes.data.folder.manifest import DataManifest
+    from llmrecipes.data.folder.prepared import Prepared
     from llmrecipes.tracking.energy import Energy
     from llmrecipes.tracking.progress import Counted
     from llmrecipes.workflow.model_source import OpenedRun
@@ -157,7 +157,7 @@ def prepared_of(opened: OpenedRun, data_dir: Path) -> Prepared | None:
     Raises:
         UserError: it is not prepared.
     """
-    from llmrecipes.data.prepared import fingerprint, open_prepared
+    from llmrecipes.data.folder.prepared import fingerprint, open_prepared
 
     recipe = opened.recipe
     absent = not (data_dir / fingerprint(recipe)).is_dir()

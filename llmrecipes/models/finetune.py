@@ -280,7 +280,7 @@ def make_recipe(request: Finetuning, cluster: Cluster, log: Log) -> tuple[Recipe
     Raises:
         UserError: as `finetune`.
     """
-    from llmrecipes.data import templates
+    from llmrecipes.data.tokens import templates
     from llmrecipes.hf.match import section_of, validated
     from llmrecipes.hf.reading import CONFIG, read_config
 
@@ -361,10 +361,11 @@ def measured(recipe: Recipe) -> ConversationLengths:
     Raises:
         UserError: the sources cannot be read, or have no conversation that can be used.
     """
-    from llmrecipes.data import sources, templates
-    from llmrecipes.data.chat import ChatSpec, chat_encoder
-    from llmrecipes.data.prepared import max_length
-    from llmrecipes.data.tokenizer import load_huggingface
+    from llmrecipes.data.folder.prepared import max_length
+    from llmrecipes.data.sources import sources
+    from llmrecipes.data.tokens import templates
+    from llmrecipes.data.tokens.chat import ChatSpec, chat_encoder
+    from llmrecipes.data.tokens.tokenizer import load_huggingface
 
     backend, _ = load_huggingface(recipe.data.tokenizer, recipe.model.vocab_size)
     spec = ChatSpec(templates.of_recipe(recipe), max_length(recipe), truncate=True)
@@ -395,8 +396,8 @@ def measured(recipe: Recipe) -> ConversationLengths:
 
 
 def _require_template(request: Finetuning, recipe: Recipe) -> None:
-    from llmrecipes.data import templates
-    from llmrecipes.data.tokenizer import huggingface_template
+    from llmrecipes.data.tokens import templates
+    from llmrecipes.data.tokens.tokenizer import huggingface_template
 
     chat = recipe.data.chat
     if chat is None or chat.template is not None or chat.chat_template is not None:

@@ -395,8 +395,8 @@ def _vocabulary(opened: OpenedRun, data_dir: Path) -> tuple[Vocabulary, tuple[st
     """
     import gguf
 
-    from llmrecipes.data.encode import WORDS
-    from llmrecipes.data.prepared import TOKENIZER
+    from llmrecipes.data.folder.prepared import TOKENIZER
+    from llmrecipes.data.tokens.encode import WORDS
     from llmrecipes.hf.generation import FILE as FILE_OF_GENERATION
     from llmrecipes.hf.reading import CONFIG
     from llmrecipes.hf.safetensors import write_json
@@ -437,7 +437,7 @@ def _vocabulary(opened: OpenedRun, data_dir: Path) -> tuple[Vocabulary, tuple[st
 
 def _pattern(splitter: Any) -> str | None:
     """llama.cpp's name of a `pre_tokenizer`; None: it has none."""
-    from llmrecipes.data.encode import LLAMA3, WORDS
+    from llmrecipes.data.tokens.encode import LLAMA3, WORDS
 
     text = json.dumps(splitter)
     known = PATTERNS | {LLAMA3: OURS, WORDS: OURS}

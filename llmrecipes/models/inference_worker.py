@@ -22,7 +22,7 @@ from llmrecipes.io import write_atomic
 if TYPE_CHECKING:
     import torch
 
-    from llmrecipes.data.tokenizer import TextTokenizer
+    from llmrecipes.data.tokens.tokenizer import TextTokenizer
 
 ROWS = 4
 """Rows of a forward pass of perplexity."""
@@ -254,7 +254,7 @@ def measure(spec: InferenceSpec) -> MeasuredForm:
 
 def _perplexity(spec: InferenceSpec, program: LoadedModel, texts: list[dict[str, Any]]) -> dict[str, float]:
     """As `llmrecipes eval --data` measures it."""
-    from llmrecipes.data.tokenizer import TextTokenizer
+    from llmrecipes.data.tokens.tokenizer import TextTokenizer
     from llmrecipes.evaluation.lead import RankZeroScorer
     from llmrecipes.evaluation.logits_scorer import ALONE, LogitsScorer
     from llmrecipes.evaluation.perplexity import perplexity
@@ -274,7 +274,7 @@ def folder_tokenizer(folder: Path) -> TextTokenizer:
     Raises:
         UserError: there is none, or it has no end-of-text token.
     """
-    from llmrecipes.data.tokenizer import open_huggingface
+    from llmrecipes.data.tokens.tokenizer import open_huggingface
     from llmrecipes.recipe.schema import Tokenizer
 
     if not (folder / "tokenizer.json").is_file():

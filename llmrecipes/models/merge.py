@@ -172,7 +172,7 @@ def require_different(names: Sequence[str], identities: Sequence[str]) -> None:
 def _tokenizer_folder(opened: Opened, data_dir: Path) -> Path:
     if not isinstance(opened, OpenedRun):
         return opened.folder
-    from llmrecipes.data.prepared import open_prepared
+    from llmrecipes.data.folder.prepared import open_prepared
 
     return open_prepared(opened.recipe, data_dir).path
 
@@ -298,7 +298,7 @@ class Boxes:
 
 
 def _require_same_models(recipes: Mapping[str, Recipe]) -> None:
-    from llmrecipes.data.prepared import fingerprint
+    from llmrecipes.data.folder.prepared import fingerprint
 
     (first, expected), *others = recipes.items()
     for name, recipe in recipes.items():

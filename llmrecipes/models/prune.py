@@ -134,7 +134,7 @@ def calibration_rows(recipe: Recipe, data_dir: Path, calibration: PruningText) -
     """
     import torch
 
-    from llmrecipes.data.prepared import open_prepared
+    from llmrecipes.data.folder.prepared import open_prepared
     from llmrecipes.evaluation.texts import Texts
 
     length = shape(recipe.model).seq_length

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from llmrecipes.data.prepared import Prepared
-    from llmrecipes.data.tokenizer import TextTokenizer
+    from llmrecipes.data.folder.prepared import Prepared
+    from llmrecipes.data.tokens.tokenizer import TextTokenizer
     from llmrecipes.hf.safetensors import SafetensorsFolder
     from llmrecipes.models.calibrate import ExpertMatrix
     from llmrecipes.models.quantized_weights import Changed, Scheme
@@ -437,7 +437,7 @@ def text_of(folder: Path, reference: str, runs_dir: Path, data_dir: Path) -> tup
     Raises:
         UserError: there is no tokenizer, or config.json does not say how many positions there are.
     """
-    from llmrecipes.data.prepared import open_prepared
+    from llmrecipes.data.folder.prepared import open_prepared
     from llmrecipes.models.inference_worker import folder_tokenizer, sizes
     from llmrecipes.workflow.model_source import find_checkpoint
 

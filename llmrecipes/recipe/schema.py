@@ -300,10 +300,10 @@ class Data(Section):
     curriculum: Curriculum | None = None
     split: Annotated[tuple[PosFloat, NonNegFloat, NonNegFloat], Field(strict=False)] = (98.0, 1.0, 1.0)
     """Relative sizes of the train, valid and test splits. A document's split depends only on the hash of its text."""
-    min_characters: Annotated[PosInt | None, DataStep(target="llmrecipes.data.steps:min_characters")] = None
+    min_characters: Annotated[PosInt | None, DataStep(target="llmrecipes.data.steps.steps:min_characters")] = None
     """Drop documents with less text than this; for a conversation, the text of all its messages counts. Unset: no
     minimum."""
-    max_characters: Annotated[PosInt | None, DataStep(target="llmrecipes.data.steps:max_characters")] = None
+    max_characters: Annotated[PosInt | None, DataStep(target="llmrecipes.data.steps.steps:max_characters")] = None
     """Drop documents with more text than this; for a conversation, the text of all its messages counts. Unset: no
     maximum."""
     steps: Steps = ()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from llmrecipes import webpage
 from llmrecipes.console import number
-from llmrecipes.data.overview import DataStats, DroppedBy, SourceStats
-from llmrecipes.data.prepared import Prepared
-from llmrecipes.data.split import SPLITS
+from llmrecipes.data.folder.overview import DataStats, DroppedBy, SourceStats
+from llmrecipes.data.folder.prepared import Prepared
+from llmrecipes.data.steps.split import SPLITS
 from llmrecipes.report import charts
 from llmrecipes.report.build import STYLE
 from llmrecipes.report.training import nothing

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmrecipes import untrusted
-from llmrecipes.data.manifest import DataManifest
-from llmrecipes.data.prepared import open_prepared
+from llmrecipes.data.folder.manifest import DataManifest
+from llmrecipes.data.folder.prepared import open_prepared
 from llmrecipes.diagnosis.finding import RunFinding
 from llmrecipes.doctor import record
 from llmrecipes.errors import UserError

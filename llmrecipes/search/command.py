@@ -176,7 +176,7 @@ def _require_validation(recipe: Recipe, data_dir: Path) -> None:
     Raises:
         UserError: no source has a sequence of it, because there is too little text.
     """
-    from llmrecipes.data.prepared import open_prepared
+    from llmrecipes.data.folder.prepared import open_prepared
 
     prepared = open_prepared(recipe, data_dir)
     if prepared.usable("valid", recipe.model.seq_length):

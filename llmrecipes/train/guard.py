@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
-from llmrecipes.data.batches import after_skipped, sample_ids
+from llmrecipes.data.read.batches import after_skipped, sample_ids
 from llmrecipes.engine.base import Accept, Engine, Progress, StepResult, World
 from llmrecipes.engine.meters import GradientFault, ReplicaFault
 from llmrecipes.errors import ExitCode, UserError

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from llmrecipes.checkpoint.rank_groups import Ranks
 from llmrecipes.checkpoint.store import CheckpointStore
-from llmrecipes.data.prepared import Prepared
+from llmrecipes.data.folder.prepared import Prepared
 from llmrecipes.engine.base import Platform, Rank, World
 from llmrecipes.faults.signals import StopRequest
 from llmrecipes.hardware.cluster import Cluster

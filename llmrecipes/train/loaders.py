@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from llmrecipes.data import valid_sets
-from llmrecipes.data.batches import Ranges, ReaderLost, batches, read_error
-from llmrecipes.data.by_source import counts_of_parts, held_out_parts, with_source
-from llmrecipes.data.dataset import build, build_set
-from llmrecipes.data.precomputed import with_teacher_logits
-from llmrecipes.data.prepared import Prepared, bits_per_byte, drawn_sources
+from llmrecipes.data.folder.prepared import Prepared, bits_per_byte, drawn_sources
+from llmrecipes.data.preparation import valid_sets
+from llmrecipes.data.read.batches import Ranges, ReaderLost, batches, read_error
+from llmrecipes.data.read.by_source import counts_of_parts, held_out_parts, with_source
+from llmrecipes.data.read.dataset import build, build_set
+from llmrecipes.data.read.precomputed import with_teacher_logits
 from llmrecipes.engine.base import Batch, World
 from llmrecipes.errors import UserError
 from llmrecipes.faults.watchdog import Beat, unwatched

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from llmrecipes.checkpoint.store import CheckpointStore, Entry
-from llmrecipes.data.batches import Ranges
+from llmrecipes.data.read.batches import Ranges
 from llmrecipes.engine.base import Progress, Rank
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.faults.numerics import StepSpike

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from llmrecipes.checkpoint.manifest import CheckpointInfo
 from llmrecipes.checkpoint.saver import SaveReport
-from llmrecipes.data.prepared import ORDER
+from llmrecipes.data.folder.prepared import ORDER
 from llmrecipes.engine.base import Progress
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.tracking.events import Note

@@ -20,9 +20,7 @@ from llmrecipes.checkpoint.manifest import Monitored
 from llmrecipes.checkpoint.store import LEAST_KEPT, best
 from llmrecipes.commandline import command_line
 from llmrecipes.console import console, number
-from llmrecipes.data.dataset import build
-from llmrecipes.data.ngram import MAX_VOCAB, Ids, KneserNey
-from llmrecipes.data.prepared import (
+from llmrecipes.data.folder.prepared import (
     Prepared,
     bytes_per_token,
     deflate_bits_per_byte,
@@ -30,8 +28,10 @@ from llmrecipes.data.prepared import (
     gzip_bits_per_byte,
     held_out_text,
 )
-from llmrecipes.data.split import Split
-from llmrecipes.data.templates import question
+from llmrecipes.data.read.dataset import build
+from llmrecipes.data.read.ngram import MAX_VOCAB, Ids, KneserNey
+from llmrecipes.data.steps.split import Split
+from llmrecipes.data.tokens.templates import question
 from llmrecipes.engine.base import Engine, Implementation, Progress, World
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.errors import ExitCode, UserError

@@ -45,7 +45,7 @@ def run(spec: RunSpec) -> ExitCode:
     gc.freeze()  # modules live to the end, and the first collection would take a tenth of the start to look at them
     # Imported here so that a rank with an invalid spec fails before torch is loaded.
     from llmrecipes.checkpoint.saver import claim, saver_group
-    from llmrecipes.data.prepared import open_prepared
+    from llmrecipes.data.folder.prepared import open_prepared
     from llmrecipes.faults.collectives import record_collectives
     from llmrecipes.faults.signals import catch_signals
     from llmrecipes.hardware.nics import ports

@@ -93,7 +93,7 @@ def measure(recipes: Sequence[Recipe], iters: int, data_dir: Path) -> Coordinate
     Raises:
         UserError: the engine's model has none of the watched modules.
     """
-    from llmrecipes.data.prepared import open_prepared
+    from llmrecipes.data.folder.prepared import open_prepared
     from llmrecipes.engine.backends import backend
     from llmrecipes.hardware.cluster import detect
     from llmrecipes.plan.derive import derive

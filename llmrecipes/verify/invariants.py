@@ -64,7 +64,7 @@ class _Computer:
         Raises:
             UserError: the recipe breaks a rule.
         """
-        from llmrecipes.data.prepared import open_prepared
+        from llmrecipes.data.folder.prepared import open_prepared
         from llmrecipes.hardware.cluster import detect
         from llmrecipes.plan.derive import derive
         from llmrecipes.recipe.rules.rules import check

@@ -36,7 +36,7 @@ def run(spec: VerifySpec) -> ExitCode:
 
 def train(spec: VerifySpec, engines: Backend, world: World, platform: Platform) -> None:
     """Train according to the spec, and write this rank's part of the record."""
-    from llmrecipes.data.prepared import open_prepared
+    from llmrecipes.data.folder.prepared import open_prepared
     from llmrecipes.hardware.cluster import detect
     from llmrecipes.plan.derive import derive
     from llmrecipes.tracking.progress import Counted

@@ -76,7 +76,7 @@ def diagnose(run: Run, data_dir: Path | None = None, see: Callable[[Record], Non
     if not steps:
         absent.append("no step is recorded")
     if recipe is not None and data_dir is not None:
-        from llmrecipes.data.prepared import fingerprint
+        from llmrecipes.data.folder.prepared import fingerprint
 
         folder = data_dir / fingerprint(recipe)
         try:

@@ -39,7 +39,7 @@ from llmrecipes.workflow.pretrained import base_weights
 
 if TYPE_CHECKING:
     from llmrecipes.checkpoint.store import Entry
-    from llmrecipes.data.tokenizer import TextTokenizer
+    from llmrecipes.data.tokens.tokenizer import TextTokenizer
     from llmrecipes.engine.base import Backend, Platform, Scorer, TextModel, World
     from llmrecipes.plan.derive import Plan
     from llmrecipes.recipe.schema import Recipe
@@ -358,7 +358,7 @@ def evaluate(spec: EvaluationSpec) -> list[EvaluationResult]:
     require_packages(spec.recipe)
     # Imported here so that a rank with an invalid spec fails before torch is loaded.
 
-    from llmrecipes.data.prepared import fingerprint, open_prepared
+    from llmrecipes.data.folder.prepared import fingerprint, open_prepared
     from llmrecipes.evaluation.lead import RankZeroScorer
     from llmrecipes.evaluation.measurements import Prepare
     from llmrecipes.hardware.cluster import detect
@@ -422,7 +422,7 @@ def _model(spec: EvaluationSpec, engines: Backend, plan: Plan, platform: Platfor
 
 def _tokenizer_of(spec: EvaluationSpec) -> TextTokenizer:
     """The tokenizer in the folder of a model, or that of a run whose data is elsewhere."""
-    from llmrecipes.data.tokenizer import TextTokenizer, load_huggingface, open_huggingface, prefix_of
+    from llmrecipes.data.tokens.tokenizer import TextTokenizer, load_huggingface, open_huggingface, prefix_of
 
     section, vocab_size = spec.recipe.data.tokenizer, spec.recipe.model.vocab_size
     if spec.folder is not None:

@@ -49,8 +49,8 @@ def samples(run_dir: Path, data_dir: Path, request: GenerationRequest) -> Iterat
         UserError: no valid checkpoint, no tokenizer, a prompt that cannot be continued, or a message for a run
             without a chat template.
     """
-    from llmrecipes.data.prepared import open_prepared
-    from llmrecipes.data.templates import question
+    from llmrecipes.data.folder.prepared import open_prepared
+    from llmrecipes.data.tokens.templates import question
     from llmrecipes.engine.backends import backend
 
     entry = Run(run_dir).require_checkpoint(data_dir)

@@ -314,7 +314,7 @@ def write(name: str, text: str, folder: Path, *, force: bool, source: Path | Non
 
 def _require_columns(recipe: Recipe) -> tuple[str, ...]:
     """Look at the first rows; returns the paths of sources that have no files here."""
-    from llmrecipes.data.sources import require_columns  # not at the top: it loads the readers of all formats
+    from llmrecipes.data.sources.sources import require_columns  # not at the top: it loads the readers of all formats
 
     elsewhere = []
     for number, source in enumerate(recipe.data.sources):
@@ -333,7 +333,7 @@ def _tokenizer(text: str, base: Recipe) -> tuple[dict[str, Any], int]:
     """The section of a tokenizer, and the size of its vocabulary."""
     if text == "bpe":
         return {}, base.model.vocab_size
-    from llmrecipes.data.tokenizer import load_huggingface, vocabulary
+    from llmrecipes.data.tokens.tokenizer import load_huggingface, vocabulary
 
     section = Tokenizer(type="huggingface", path=text)
     backend, _ = load_huggingface(section, 1 << 31)

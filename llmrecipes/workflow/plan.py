@@ -50,7 +50,7 @@ class Preparation:
 
 def preparation(recipe: Recipe, machine: Cluster) -> Preparation | None:
     """Size and time of `prepare` on one node of a machine; None where a source's size is unknown."""
-    from llmrecipes.data.sources import BYTES_PER_TOKEN, text_bytes
+    from llmrecipes.data.sources.sources import BYTES_PER_TOKEN, text_bytes
 
     sizes = [text_bytes(source) for source in recipe.data.sources]
     known = [size for size in sizes if size is not None]

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from llmrecipes.data import precomputed
-from llmrecipes.data.split import Split
+from llmrecipes.data.read import precomputed
+from llmrecipes.data.steps.split import Split
 from llmrecipes.engine.requirements import require_packages
 from llmrecipes.errors import ExitCode, UserError
 from llmrecipes.hardware.cluster import Cluster, detect
@@ -46,8 +46,8 @@ from llmrecipes.workflow.run import Log, Paths, prepare_data
 from llmrecipes.workflow.teacher import require_same_tokens
 
 if TYPE_CHECKING:
-    from llmrecipes.data.pair_samples import PairDataset
-    from llmrecipes.data.prepared import Prepared
+    from llmrecipes.data.folder.prepared import Prepared
+    from llmrecipes.data.read.pair_samples import PairDataset
     from llmrecipes.engine.base import Platform, World
     from llmrecipes.engine.meters import Precomputation
 
@@ -126,7 +126,7 @@ def precompute(
     _require_memory(plan.largest)
     path = frozen_path(recipe, paths.runs_dir)
     prepare_data(live, paths.data_dir, log)
-    from llmrecipes.data.prepared import open_prepared
+    from llmrecipes.data.folder.prepared import open_prepared
 
     prepared = open_prepared(live, paths.data_dir)
     if path is not None and live.distill is not None:
@@ -291,7 +291,7 @@ class Pairs:
     sample_bytes = 0  # so few that parts are bounded by the work that a kill loses
 
     def __init__(self, recipe: Recipe, prepared: Prepared, work: Path) -> None:
-        from llmrecipes.data.dataset import build
+        from llmrecipes.data.read.dataset import build
 
         self._prepared, self._length, self._work = prepared, recipe.model.seq_length, work
         opened = {split: build(recipe, prepared, split) for split in SPLITS}
@@ -312,7 +312,7 @@ class Pairs:
 
     def complete(self, folder: Path, parts: Sequence[SampleRange]) -> dict[str, Any]:
         """Write the files of the complete folder; returns what its record says of them."""
-        from llmrecipes.data.manifest import File, sha256, stem
+        from llmrecipes.data.folder.manifest import File, sha256, stem
 
         files = {}
         for split, samples in self.samples.items():
@@ -339,7 +339,7 @@ class TopLogits:
     """
 
     def __init__(self, recipe: Recipe, prepared: Prepared, work: Path) -> None:
-        from llmrecipes.data.dataset import build
+        from llmrecipes.data.read.dataset import build
 
         self._recipe, self._work = recipe, work
         self._form = precomputed.LogitsForm.of(recipe, 1)
@@ -403,7 +403,7 @@ def compute(spec: PrecomputeSpec, platform: Platform, world: World) -> None:
     """Compute the parts that are missing and publish all, on ranks that have joined."""
     import torch.distributed as dist
 
-    from llmrecipes.data.prepared import open_prepared
+    from llmrecipes.data.folder.prepared import open_prepared
     from llmrecipes.engine.backends import backend
     from llmrecipes.tracking.progress import Counted
     from llmrecipes.train.resume import load_frozen_from
@@ -466,7 +466,7 @@ def _parts(work: Path, kind: Pairs | TopLogits, micro: int, replicas: int) -> li
 
 def _values(frozen: Precomputation, samples: Any, part: SampleRange, length: int, micro: int) -> list[tuple[Any, ...]]:
     """Values of at least `length` samples: those of the part, and further ones from its beginning again."""
-    from llmrecipes.data.batches import collate
+    from llmrecipes.data.read.batches import collate
 
     values, own = list[tuple[Any, ...]](), part.end - part.first
     size = micro * frozen.together

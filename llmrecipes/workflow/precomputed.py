@@ -29,7 +29,7 @@ from llmrecipes.workflow.run import Log
 from llmrecipes.workflow.teacher import located, named_model, plain, require_fit
 
 if TYPE_CHECKING:
-    from llmrecipes.data.prepared import Prepared
+    from llmrecipes.data.folder.prepared import Prepared
 
 RECORD = "precomputed.json"
 
@@ -95,8 +95,8 @@ def identity(path: Path | None, recipe: Recipe, log: Log) -> str:
 
 def facts(recipe: Recipe, prepared: Prepared, weights: str) -> dict[str, Any]:
     """What the values belong to, as JSON values."""
-    from llmrecipes.data.curriculum import ordering
-    from llmrecipes.data.prepared import ORDER, index_folder, most_passes
+    from llmrecipes.data.folder.prepared import ORDER, index_folder, most_passes
+    from llmrecipes.data.read.curriculum import ordering
 
     tokens = {name: file.sha256 for name, file in prepared.manifest.files.items()
               if name.endswith((".bin", ".idx", ".answers"))}  # fmt: skip
@@ -136,8 +136,8 @@ def require_precomputed(spec: RunSpec, log: Log) -> None:
     named_folder = precomputed_place(spec.recipe)
     if named_folder is None:
         return
-    from llmrecipes.data import precomputed
-    from llmrecipes.data.prepared import open_prepared
+    from llmrecipes.data.folder.prepared import open_prepared
+    from llmrecipes.data.read import precomputed
 
     key, folder = named_folder[0], Path(named_folder[1])
     where = f"{key}: {folder}"
@@ -156,7 +156,7 @@ def require_precomputed(spec: RunSpec, log: Log) -> None:
 
 
 def _require_same_weights(spec: RunSpec, then: dict[str, Any], where: str, log: Log) -> None:
-    from llmrecipes.data.precomputed import require_same
+    from llmrecipes.data.read.precomputed import require_same
 
     live = with_frozen_model(spec.recipe)
     try:

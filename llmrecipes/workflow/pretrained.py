@@ -212,6 +212,6 @@ def require_tokenizer(model: Located, recipe: Recipe, overrides: Sequence[str]) 
             fix="data.tokenizer.type=huggingface data.tokenizer.path=FOLDER; or data.tokenizer.type=bpe for a new one",
         )
     if tokenizer.type == "huggingface":
-        from llmrecipes.data.tokenizer import load_huggingface
+        from llmrecipes.data.tokens.tokenizer import load_huggingface
 
         load_huggingface(tokenizer, recipe.model.vocab_size)

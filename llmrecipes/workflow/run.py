@@ -118,7 +118,7 @@ def on_one_rank(recipe: Recipe) -> Recipe:
 
 def is_prepared(recipe: Recipe, data_dir: Path) -> bool:
     """Whether the data of a recipe is prepared; it is checked when it is opened."""
-    from llmrecipes.data.prepared import fingerprint
+    from llmrecipes.data.folder.prepared import fingerprint
 
     return (data_dir / fingerprint(recipe)).is_dir()
 
@@ -258,7 +258,7 @@ def _order_change(now: Recipe, then: Recipe) -> tuple[str, str]:
 
 def _require_order(newest: Manifest, then: Recipe, run: Run, data_dir: Path, *, accept: bool) -> None:
     """Refuse to resume a run of several passes that an older version shuffled as one, unless the user accepts it."""
-    from llmrecipes.data.prepared import ORDER, most_passes, open_prepared
+    from llmrecipes.data.folder.prepared import ORDER, most_passes, open_prepared
 
     if not newest.step or newest.sample_order == ORDER or then.data.chat is not None:
         return

@@ -20,7 +20,7 @@ from llmrecipes.workflow.model_source import find_checkpoint
 from llmrecipes.workflow.run import Log
 
 if TYPE_CHECKING:
-    from llmrecipes.data.tokenizer import TextTokenizer
+    from llmrecipes.data.tokens.tokenizer import TextTokenizer
 
 RECORD = "teacher.json"
 SHOWN = 3
@@ -83,7 +83,7 @@ def require_same_tokens(spec: RankSpec, path: Path) -> None:
     Raises:
         UserError: ids differ; the message has some.
     """
-    from llmrecipes.data.prepared import open_prepared
+    from llmrecipes.data.folder.prepared import open_prepared
 
     student = open_prepared(spec.recipe, spec.data_dir).tokenizer().backend.get_vocab(with_added_tokens=True)
     teacher = _vocabulary(spec, path)
@@ -197,8 +197,8 @@ def run_of_teacher(path: Path) -> Run | None:
 
 def _vocabulary(spec: RankSpec, path: Path) -> dict[str, int] | None:
     """Ids of the teacher's tokens; None: they are the student's, from the same data or the same name."""
-    from llmrecipes.data.prepared import fingerprint, open_prepared
-    from llmrecipes.data.tokenizer import load_huggingface
+    from llmrecipes.data.folder.prepared import fingerprint, open_prepared
+    from llmrecipes.data.tokens.tokenizer import load_huggingface
 
     run = run_of_teacher(path)
     if run is None:

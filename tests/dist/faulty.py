@@ -73,7 +73,7 @@ def _loss_over_micro_batches(patch: Patch) -> None:
 
 
 def _micro_batch_dropped(patch: Patch) -> None:
-    from llmrecipes.data import batches
+    from llmrecipes.data.read import batches
 
     whole = batches.sample_ids
 

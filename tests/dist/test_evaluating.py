@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from llmrecipes.data.folder.prepared import open_prepared
 from llmrecipes.data.prepare import prepare
-from llmrecipes.data.prepared import open_prepared
-from llmrecipes.data.tokenizer import TextTokenizer, train
+from llmrecipes.data.tokens.tokenizer import TextTokenizer, train
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.evaluation.lead import Interrupted, RankZeroScorer
 from llmrecipes.faults.signals import StopRequest

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llmrecipes.data.folder.prepared import open_prepared
 from llmrecipes.data.prepare import prepare
-from llmrecipes.data.prepared import open_prepared
 from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.core.world import model_parallel
 from llmrecipes.recipe.rules.preference_rules import with_frozen_model

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from llmrecipes.checkpoint.compatibility import require_compatible
-from llmrecipes.data.batches import sample_ids
-from llmrecipes.data.prepared import fingerprint, open_prepared
+from llmrecipes.data.folder.prepared import fingerprint, open_prepared
+from llmrecipes.data.read.batches import sample_ids
 from llmrecipes.hardware.process import Watch
 from llmrecipes.launch import lease
 from llmrecipes.launch.base import JobRef, JobState

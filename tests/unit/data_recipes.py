@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-from llmrecipes.data.steps import Step as MadeStep
+from llmrecipes.data.steps.steps import Step as MadeStep
 from llmrecipes.recipe.schema import Data, Model, Optimizer, Recipe, Source, Tokenizer, Train
 from llmrecipes.recipe.sections.data_steps import Step, StepSection
 from llmrecipes.recipe.sections.plugins import DataStep

@@ -12,11 +12,11 @@ import tokenizers
 import transformers
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from llmrecipes.data.manifest import NAME
+from llmrecipes.data.folder.manifest import NAME
+from llmrecipes.data.folder.prepared import Prepared, fingerprint, open_prepared
 from llmrecipes.data.prepare import prepare
-from llmrecipes.data.prepared import Prepared, fingerprint, open_prepared
-from llmrecipes.data.tokenizer import EOD, added_ids, open_huggingface
-from llmrecipes.data.tokenizer import train as train_tokenizer
+from llmrecipes.data.tokens.tokenizer import EOD, added_ids, open_huggingface
+from llmrecipes.data.tokens.tokenizer import train as train_tokenizer
 from llmrecipes.hf.tokenizer_files import write_tokenizer
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe

@@ -11,11 +11,11 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 
-from llmrecipes.data import sources
-from llmrecipes.data.balance import balanced
-from llmrecipes.data.dataset import build
+from llmrecipes.data.folder.prepared import fingerprint
 from llmrecipes.data.prepare import prepare
-from llmrecipes.data.prepared import fingerprint
+from llmrecipes.data.read.dataset import build
+from llmrecipes.data.sources import sources
+from llmrecipes.data.steps.balance import balanced
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe, Source
 from tests.refusals import refused

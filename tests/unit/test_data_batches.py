@@ -18,10 +18,10 @@ import pytest
 import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 
-from llmrecipes.data import dataset
-from llmrecipes.data.batches import KEYS, ReaderLost, batches, read_error, sample_ids
+from llmrecipes.data.folder.prepared import drawn_samples, index_folder
 from llmrecipes.data.prepare import Prepared, open_prepared, prepare
-from llmrecipes.data.prepared import drawn_samples, index_folder
+from llmrecipes.data.read import dataset
+from llmrecipes.data.read.batches import KEYS, ReaderLost, batches, read_error, sample_ids
 from llmrecipes.errors import ExitCode
 from llmrecipes.recipe.schema import Recipe
 from tests.refusals import refused

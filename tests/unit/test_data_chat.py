@@ -18,15 +18,16 @@ import tokenizers
 import torch
 import transformers
 
-from llmrecipes.data import chat, sources, tokenizer
-from llmrecipes.data.chat import ChatSpec, Conversations, Template, chat_encoder
-from llmrecipes.data.copies import Duplicates
-from llmrecipes.data.dataset import best_fit, build
+from llmrecipes.data.folder.prepared import fingerprint
 from llmrecipes.data.prepare import Prepared, prepare
-from llmrecipes.data.prepared import fingerprint
-from llmrecipes.data.rows import REASONING, SAYS_MORE, TOOL_CALLS, conversation
-from llmrecipes.data.steps import Document, pipeline, step_spec
-from llmrecipes.data.templates import CHATML, SPECIAL, TEMPLATES, ends_answers, question
+from llmrecipes.data.read.dataset import best_fit, build
+from llmrecipes.data.sources import sources
+from llmrecipes.data.sources.rows import REASONING, SAYS_MORE, TOOL_CALLS, conversation
+from llmrecipes.data.steps.copies import Duplicates
+from llmrecipes.data.steps.steps import Document, pipeline, step_spec
+from llmrecipes.data.tokens import chat, tokenizer
+from llmrecipes.data.tokens.chat import ChatSpec, Conversations, Template, chat_encoder
+from llmrecipes.data.tokens.templates import CHATML, SPECIAL, TEMPLATES, ends_answers, question
 from llmrecipes.recipe.rules.rules import check
 from llmrecipes.recipe.schema import Chat, Recipe, Source, Tokenizer
 from llmrecipes.recipe.sections.data_steps import DuplicatesStep

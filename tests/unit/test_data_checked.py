@@ -17,12 +17,14 @@ import numpy as np
 import pytest
 
 from llmrecipes.cli import app as cli
-from llmrecipes.data import checked, dataset, shards
-from llmrecipes.data import corpus as corpus_module
-from llmrecipes.data.manifest import LISTING, read_listing, sha256
+from llmrecipes.data.folder import checked
+from llmrecipes.data.folder.manifest import LISTING, read_listing, sha256
+from llmrecipes.data.folder.prepared import check_index, index_folder
+from llmrecipes.data.preparation import corpus as corpus_module
+from llmrecipes.data.preparation import shards
+from llmrecipes.data.preparation.shard_files import framed
 from llmrecipes.data.prepare import Prepared, open_prepared, prepare
-from llmrecipes.data.prepared import check_index, index_folder
-from llmrecipes.data.shard_files import framed
+from llmrecipes.data.read import dataset
 from llmrecipes.errors import ExitCode
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Recipe

@@ -11,9 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmrecipes.data import compare
-from llmrecipes.data import corpus as corpus_module
-from llmrecipes.data.copies import (
+from llmrecipes.data.folder.leaks import check_near_copies
+from llmrecipes.data.folder.prepared import Prepared
+from llmrecipes.data.preparation import compare
+from llmrecipes.data.preparation import corpus as corpus_module
+from llmrecipes.data.prepare import prepare
+from llmrecipes.data.steps.copies import (
     BandIndex,
     NearDuplicates,
     band_keys,
@@ -23,10 +26,7 @@ from llmrecipes.data.copies import (
     most_different,
     sketch,
 )
-from llmrecipes.data.leaks import check_near_copies
-from llmrecipes.data.prepare import prepare
-from llmrecipes.data.prepared import Prepared
-from llmrecipes.data.words import shingles
+from llmrecipes.data.steps.words import shingles
 from llmrecipes.recipe.schema import Source
 from tests.refusals import refused
 from tests.unit.test_data_steps import with_steps

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from llmrecipes.data import parts
-from llmrecipes.data.curriculum import ScoreWriter, ordering
-from llmrecipes.data.curriculum import ordered as ordered_documents
-from llmrecipes.data.dataset import build
-from llmrecipes.data.manifest import stem
+from llmrecipes.data.folder.manifest import stem
+from llmrecipes.data.folder.prepared import drawn_samples, index_folder
 from llmrecipes.data.prepare import Prepared, prepare
-from llmrecipes.data.prepared import drawn_samples, index_folder
-from llmrecipes.data.split import Split
+from llmrecipes.data.read.curriculum import ScoreWriter, ordering
+from llmrecipes.data.read.curriculum import ordered as ordered_documents
+from llmrecipes.data.read.dataset import build
+from llmrecipes.data.sources import parts
+from llmrecipes.data.steps.split import Split
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe, Scheduler
 from llmrecipes.recipe.sections.source import Curriculum

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmrecipes.data.prepare import prepare
-from llmrecipes.data.sources import files, left_out
+from llmrecipes.data.sources.sources import files, left_out
 from llmrecipes.recipe.schema import Source
 from tests.refusals import refused
 from tests.unit.test_data_prepare import recipe

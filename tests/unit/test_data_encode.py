@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import tokenizers
 
-from llmrecipes.data import encode, tokenizer
-from llmrecipes.data.encode import WORDS, encoder, pieces
+from llmrecipes.data.tokens import encode, tokenizer
+from llmrecipes.data.tokens.encode import WORDS, encoder, pieces
 from tests.refusals import refused
 
 SAMPLE = [

@@ -19,13 +19,14 @@ import tokenizers
 from tokenizers import Regex, normalizers
 from tokenizers.pre_tokenizers import ByteLevel, PreTokenizer, Sequence, Split
 
-from llmrecipes.data import corpus, encode, gigatoken
-from llmrecipes.data import shards as shards_module
-from llmrecipes.data.corpus import EncoderSpec
-from llmrecipes.data.gigatoken import Gigatoken
-from llmrecipes.data.shards import Shards
-from llmrecipes.data.split import SplitRule
-from llmrecipes.data.steps import StepSpec
+from llmrecipes.data.preparation import corpus
+from llmrecipes.data.preparation import shards as shards_module
+from llmrecipes.data.preparation.corpus import EncoderSpec
+from llmrecipes.data.preparation.shards import Shards
+from llmrecipes.data.steps.split import SplitRule
+from llmrecipes.data.steps.steps import StepSpec
+from llmrecipes.data.tokens import encode, gigatoken
+from llmrecipes.data.tokens.gigatoken import Gigatoken
 from llmrecipes.recipe.schema import Source
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

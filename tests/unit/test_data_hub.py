@@ -16,9 +16,9 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 
-from llmrecipes.data import hub, parts, sources, stores
+from llmrecipes.data.preparation.shards import cut
 from llmrecipes.data.prepare import prepare
-from llmrecipes.data.shards import cut
+from llmrecipes.data.sources import hub, parts, sources, stores
 from llmrecipes.recipe.schema import Source
 from tests.refusals import refused
 from tests.unit.data_recipes import recipe

@@ -14,8 +14,8 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 import llmrecipes
-from llmrecipes.data.encode import encoder, load
-from llmrecipes.data.tokenizer import load_huggingface
+from llmrecipes.data.tokens.encode import encoder, load
+from llmrecipes.data.tokens.tokenizer import load_huggingface
 from llmrecipes.recipe.schema import Tokenizer as Section
 
 TEXTS = [
@@ -197,7 +197,7 @@ def test_one_place_loads_tokenizers() -> None:
         for path in root.rglob("*.py")
         if re.search(r"(?<!Auto)Tokenizer\.(from_str|from_file|from_buffer|from_pretrained)\(", path.read_text("utf-8"))
     ]
-    assert places == ["data/encode.py"]
+    assert places == ["data/tokens/encode.py"]
     for kept in (truncated, padded, dropping):
         made = bpe()
         expected = made.encode(TEXTS[0]).ids

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from llmrecipes.cli import app as cli
-from llmrecipes.data import parts
-from llmrecipes.data.documents import documents
-from llmrecipes.data.infilling import PARTS, cut, restored
-from llmrecipes.data.leaks import check_near_copies
-from llmrecipes.data.overview import random_documents, stats
+from llmrecipes.data.folder.documents import documents
+from llmrecipes.data.folder.leaks import check_near_copies
+from llmrecipes.data.folder.overview import random_documents, stats
+from llmrecipes.data.folder.prepared import Prepared, fingerprint
 from llmrecipes.data.prepare import prepare
-from llmrecipes.data.prepared import Prepared, fingerprint
-from llmrecipes.data.split import digest
-from llmrecipes.data.tokenizer import EOD
+from llmrecipes.data.sources import parts
+from llmrecipes.data.steps.split import digest
+from llmrecipes.data.tokens.infilling import PARTS, cut, restored
+from llmrecipes.data.tokens.tokenizer import EOD
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe, Source, Tokenizer
 from llmrecipes.recipe.sections.source import Fim, ValidSource

@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 from pydantic import create_model
 
-from llmrecipes.data import parts, pipeline
-from llmrecipes.data import shards as shards_module
-from llmrecipes.data.executor import ThisProcess
-from llmrecipes.data.leaks import check_near_copies
+from llmrecipes.data.folder.leaks import check_near_copies
+from llmrecipes.data.preparation import pipeline
+from llmrecipes.data.preparation import shards as shards_module
+from llmrecipes.data.preparation.executor import ThisProcess
+from llmrecipes.data.preparation.shards import Shards
 from llmrecipes.data.prepare import Prepared, _shards, fingerprint, prepare
-from llmrecipes.data.shards import Shards
+from llmrecipes.data.sources import parts
 from llmrecipes.errors import UserError
 from llmrecipes.recipe.schema import Chat, Data, Recipe, Source
 from llmrecipes.recipe.sections.data_steps import DuplicatesStep
@@ -216,7 +217,7 @@ def test_held_out_texts_are_compressed_in_members(
 ) -> None:
     """Which do not begin where shards do, and are the same by one process."""
     for module in ("write", "join"):
-        monkeypatch.setattr(f"llmrecipes.data.{module}.MEMBER_BYTES", 700)
+        monkeypatch.setattr(f"llmrecipes.data.preparation.{module}.MEMBER_BYTES", 700)
     used = of(sources)
     shards = begun(used, tmp_path / "data")
     run(shards)
@@ -279,7 +280,10 @@ def test_a_killed_call_is_continued_unless_a_source_has_changed(
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("place", ["pipeline.EncodingProgress.add", "pipeline.EncodingProgress.stage", "prepare._fill"])
+@pytest.mark.parametrize(
+    "place",
+    ["preparation.pipeline.EncodingProgress.add", "preparation.pipeline.EncodingProgress.stage", "prepare._fill"],
+)
 def test_a_call_that_fails_keeps_what_the_same_call_goes_on_with(
     sources: tuple[Source, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
@@ -357,7 +361,7 @@ def test_what_is_made_twice_and_half_made_changes_nothing(
     shards.work(1)
     pipeline.stages(shards)[-1].work(0)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("llmrecipes.data.checked.describe", interrupted)
+        patch.setattr("llmrecipes.data.folder.checked.describe", interrupted)
         prepare(used, tmp_path / "data", workers=1)
     assert content(prepare(used, tmp_path / "data", workers=1)) == content(expected_of_copied)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from llmrecipes.data.kinds import Kinds, script
 from llmrecipes.data.prepare import prepare
+from llmrecipes.data.steps.kinds import Kinds, script
 from llmrecipes.recipe.schema import Source
 from tests.unit.data_recipes import made_step, recipe
 

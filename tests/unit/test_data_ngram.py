@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from llmrecipes.data.ngram import MAX_VOCAB, KneserNey
+from llmrecipes.data.read.ngram import MAX_VOCAB, KneserNey
 
 
 @pytest.mark.parametrize("order", [1, 2, 3])

@@ -11,11 +11,11 @@ import yaml
 from rich.console import Console
 
 from llmrecipes.cli import app as cli
-from llmrecipes.data import card, overview
-from llmrecipes.data.overview import ShownDocument, random_documents, stats
+from llmrecipes.data.folder import card, overview
+from llmrecipes.data.folder.overview import ShownDocument, random_documents, stats
+from llmrecipes.data.folder.prepared import Prepared
 from llmrecipes.data.prepare import prepare
-from llmrecipes.data.prepared import Prepared
-from llmrecipes.data.split import SPLITS, Split
+from llmrecipes.data.steps.split import SPLITS, Split
 from llmrecipes.recipe.schema import Chat, Recipe, Source
 from tests.refusals import refused, require_message
 from tests.unit.data_recipes import corpus, recipe

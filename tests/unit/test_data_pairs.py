@@ -14,13 +14,13 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 import tokenizers
 
-from llmrecipes.data import tokenizer
-from llmrecipes.data.chat import ChatSpec, Conversations, Template
-from llmrecipes.data.dataset import build
-from llmrecipes.data.pairs import ANSWER, SECOND, pair_encoder
 from llmrecipes.data.prepare import prepare
-from llmrecipes.data.sources import documents
-from llmrecipes.data.templates import CHATML, SPECIAL
+from llmrecipes.data.read.dataset import build
+from llmrecipes.data.sources.sources import documents
+from llmrecipes.data.tokens import tokenizer
+from llmrecipes.data.tokens.chat import ChatSpec, Conversations, Template
+from llmrecipes.data.tokens.pairs import ANSWER, SECOND, pair_encoder
+from llmrecipes.data.tokens.templates import CHATML, SPECIAL
 from llmrecipes.recipe.schema import Chat, Recipe, Source
 from tests.helpers import tiny
 from tests.refusals import refused

@@ -13,10 +13,10 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 
 from llmrecipes.checkpoint.local_parts import LocalPart, LocalParts, folder_of
 from llmrecipes.checkpoint.manifest import CheckpointInfo, FileRecord
-from llmrecipes.data.batches import batches
-from llmrecipes.data.dataset import build
+from llmrecipes.data.folder.prepared import most_passes
 from llmrecipes.data.prepare import Prepared, prepare
-from llmrecipes.data.prepared import most_passes
+from llmrecipes.data.read.batches import batches
+from llmrecipes.data.read.dataset import build
 from llmrecipes.recipe.load import to_yaml
 from llmrecipes.recipe.schema import Recipe
 from llmrecipes.rundir import Run

@@ -22,16 +22,22 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from pydantic import create_model
 
-from llmrecipes.data import corpus as corpus_module
-from llmrecipes.data import write
-from llmrecipes.data.manifest import FORMAT, stem
-from llmrecipes.data.pipeline import encoding
+from llmrecipes.data.folder.manifest import FORMAT, stem
+from llmrecipes.data.folder.prepared import (
+    bits_per_byte,
+    bytes_per_token,
+    gzip_bits_per_byte,
+    held_out_text,
+    index_usable,
+)
+from llmrecipes.data.preparation import corpus as corpus_module
+from llmrecipes.data.preparation import write
+from llmrecipes.data.preparation.pipeline import encoding
 from llmrecipes.data.prepare import Prepared, fingerprint, open_prepared, prepare
-from llmrecipes.data.prepared import bits_per_byte, bytes_per_token, gzip_bits_per_byte, held_out_text, index_usable
-from llmrecipes.data.sources import form
-from llmrecipes.data.split import SPLITS, SplitRule, check_disjoint, digest
-from llmrecipes.data.steps import Dropped, StepSpec, pipeline, selected
-from llmrecipes.data.tokenizer import EOD
+from llmrecipes.data.sources.sources import form
+from llmrecipes.data.steps.split import SPLITS, SplitRule, check_disjoint, digest
+from llmrecipes.data.steps.steps import Dropped, StepSpec, pipeline, selected
+from llmrecipes.data.tokens.tokenizer import EOD
 from llmrecipes.recipe.load import load, names
 from llmrecipes.recipe.schema import Data, Recipe, Source, Tokenizer
 from llmrecipes.recipe.sections.plugins import DataStep, declared, resolve
@@ -262,7 +268,7 @@ def test_a_step_sees_the_text_of_a_conversation() -> None:
         return found.reason if isinstance(found, Dropped) else found.text
 
     least, most = (
-        (key, f"llmrecipes.data.steps:{key}", n) for key, n in (("min_characters", "6"), ("max_characters", "5"))
+        (key, f"llmrecipes.data.steps.steps:{key}", n) for key, n in (("min_characters", "6"), ("max_characters", "5"))
     )
     assert run(least) == talk.encode()
     assert run(least, most) == "max_characters"
@@ -426,7 +432,7 @@ def test_a_killed_prepare_leaves_nothing_and_no_workers(tmp_path: Path) -> None:
         """
 import os, pathlib, signal, sys
 from tests.unit.data_recipes import recipe
-from llmrecipes.data import corpus as corpus_module, shards
+from llmrecipes.data.preparation import corpus as corpus_module, shards
 from llmrecipes.data.prepare import prepare
 from llmrecipes.recipe.schema import Source
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from llmrecipes.data.documents import documents
+from llmrecipes.data.folder.documents import documents
 from llmrecipes.data.prepare import prepare
-from llmrecipes.data.split import SPLITS
+from llmrecipes.data.steps.split import SPLITS
 from llmrecipes.recipe.load import load
 from tests.helpers import ROOT
 

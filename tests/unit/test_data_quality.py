@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from llmrecipes.data.copies import Duplicates
 from llmrecipes.data.prepare import prepare
-from llmrecipes.data.quality import c4, fineweb
+from llmrecipes.data.steps.copies import Duplicates
+from llmrecipes.data.steps.quality import c4, fineweb
 from llmrecipes.recipe.schema import Source
 from tests.refusals import has_token, refused
 from tests.unit.test_data_steps import PROSE, run, with_steps

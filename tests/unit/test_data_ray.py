@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from llmrecipes.data import parts, pipeline
+from llmrecipes.data.preparation import pipeline
 from llmrecipes.data.prepare import Prepared, prepare
+from llmrecipes.data.sources import parts
 from llmrecipes.recipe.schema import Recipe, Source
 from llmrecipes.recipe.sections.data_steps import DuplicatesStep
 from tests.dashboard import free_port
@@ -22,7 +23,7 @@ from tests.unit.data_recipes import corpus, made_step, recipe
 def test_an_executor_that_is_not_there_is_refused_before_the_tokenizer_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on: str
 ) -> None:
-    monkeypatch.setattr("llmrecipes.data.ray_cluster.find_spec", lambda name: None)
+    monkeypatch.setattr("llmrecipes.data.preparation.ray_cluster.find_spec", lambda name: None)
     said = list[str]()
     with refused("--on"):
         prepare(recipe(corpus(tmp_path / "text")), tmp_path / "data", on=on, progress=said.append)

@@ -18,11 +18,12 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 
-from llmrecipes.data import contamination, json_rows, parts, sources
-from llmrecipes.data.machine import machine_documents
-from llmrecipes.data.parts import MOST_BYTES, FilePart, parts_of
-from llmrecipes.data.sources import documents
-from llmrecipes.data.steps import Unreadable
+from llmrecipes.data.sources import json_rows, parts, sources
+from llmrecipes.data.sources.machine import machine_documents
+from llmrecipes.data.sources.parts import MOST_BYTES, FilePart, parts_of
+from llmrecipes.data.sources.sources import documents
+from llmrecipes.data.steps import contamination
+from llmrecipes.data.steps.steps import Unreadable
 from llmrecipes.recipe.schema import Source
 from llmrecipes.units import GIB, MIB
 from tests.refusals import refused

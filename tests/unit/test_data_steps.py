@@ -16,16 +16,16 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 from tokenizers import Tokenizer
 
-from llmrecipes.data import contamination
-from llmrecipes.data import corpus as corpus_module
-from llmrecipes.data.documents import documents
-from llmrecipes.data.eval_files import files_of_tasks
+from llmrecipes.data.folder.documents import documents
+from llmrecipes.data.folder.prepared import fingerprint, held_out_text
+from llmrecipes.data.preparation import corpus as corpus_module
+from llmrecipes.data.preparation.write import SAMPLES
 from llmrecipes.data.prepare import prepare
-from llmrecipes.data.prepared import fingerprint, held_out_text
-from llmrecipes.data.split import SPLITS, SplitRule, digest
-from llmrecipes.data.steps import Dropped, pipeline, step_spec
-from llmrecipes.data.words import normalized
-from llmrecipes.data.write import SAMPLES
+from llmrecipes.data.steps import contamination
+from llmrecipes.data.steps.eval_files import files_of_tasks
+from llmrecipes.data.steps.split import SPLITS, SplitRule, digest
+from llmrecipes.data.steps.steps import Dropped, pipeline, step_spec
+from llmrecipes.data.steps.words import normalized
 from llmrecipes.diagnosis.prepared import of_data
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.reading.keys import keys
@@ -286,7 +286,7 @@ def test_a_limit_that_the_first_steps_have_made_impossible_is_refused() -> None:
 
 
 def test_a_missing_package_is_named_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmrecipes.data.steps.find_spec", lambda name: None)
+    monkeypatch.setattr("llmrecipes.data.steps.steps.find_spec", lambda name: None)
     source = Source(type="text", path=str(tmp_path / "nowhere"))
     with refused("data.steps.0.type") as caught:
         prepare(with_steps(source, {"type": "unicode"}), tmp_path / "data", workers=1)
@@ -352,7 +352,7 @@ def test_evaluations_by_the_names_of_tasks_groups_and_tags(tmp_path: Path, monke
     (tasks / "group.yaml").write_text("group: both\ntask:\n  - mine\n  - task: history\n")
     (tasks / "away.yaml").write_text("task: away\ndataset_path: org/away\n")
     spec = importlib.machinery.PathFinder.find_spec("lm_eval", [str(tmp_path)])
-    monkeypatch.setattr("llmrecipes.data.eval_files.find_spec", lambda name: spec)
+    monkeypatch.setattr("llmrecipes.data.steps.eval_files.find_spec", lambda name: spec)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     cached = tmp_path / "hub" / "datasets--org--exams"
     for part, text in (
@@ -380,7 +380,7 @@ def test_evaluations_by_the_names_of_tasks_groups_and_tags(tmp_path: Path, monke
             prepare(with_steps(nowhere, {"type": "decontaminate", "tasks": [name]}), tmp_path / "data")
         assert has_token(str(caught.value), said)
     files_of_tasks.cache_clear()
-    monkeypatch.setattr("llmrecipes.data.eval_files.find_spec", lambda name: None)
+    monkeypatch.setattr("llmrecipes.data.steps.eval_files.find_spec", lambda name: None)
     with refused("data.steps[].tasks", rule="lm_eval"):
         prepare(with_steps(nowhere, {"type": "decontaminate", "tasks": ["mine"]}), tmp_path / "data")
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import fsspec  # type: ignore[import-untyped]
 import pytest
 
-from llmrecipes.data import sources, stores
 from llmrecipes.data.prepare import Prepared, prepare
+from llmrecipes.data.sources import sources, stores
 from llmrecipes.recipe.schema import Source
 from tests.refusals import refused
 from tests.unit.data_recipes import recipe

@@ -10,14 +10,14 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from llmrecipes.data import token_sets
-from llmrecipes.data.dataset import build_set
-from llmrecipes.data.documents import documents, token_stream
-from llmrecipes.data.manifest import IDX_HEADER
+from llmrecipes.data.folder.documents import documents, token_stream
+from llmrecipes.data.folder.manifest import IDX_HEADER
+from llmrecipes.data.folder.prepared import Prepared
+from llmrecipes.data.preparation import token_sets
 from llmrecipes.data.prepare import open_prepared, prepare
-from llmrecipes.data.prepared import Prepared
-from llmrecipes.data.split import SPLITS
-from llmrecipes.data.tokenizer import EOD
+from llmrecipes.data.read.dataset import build_set
+from llmrecipes.data.steps.split import SPLITS
+from llmrecipes.data.tokens.tokenizer import EOD
 from llmrecipes.recipe.schema import Recipe, Source, Tokenizer
 from llmrecipes.recipe.sections.source import ValidSource
 from tests.refusals import refused
@@ -95,7 +95,7 @@ def test_tokens_are_used_where_they_are_and_blended_with_text(made: _Sets, tmp_p
     joined = [int(token) for number, piece in enumerate(pieces) for token in (piece if not number else piece[5:])]
     assert joined == train and {len(piece) for piece in pieces[1:-1]} == {55}
 
-    from llmrecipes.data.dataset import build
+    from llmrecipes.data.read.dataset import build
 
     samples = build(used, prepared, "train")
     assert samples is not None

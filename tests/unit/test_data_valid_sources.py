@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from llmrecipes.data import corpus as corpus_module
-from llmrecipes.data.by_source import HeldOutPart, WithSource, held_out_parts, of_source, with_source
-from llmrecipes.data.dataset import ConversationDataset, build, build_set, unpacked
-from llmrecipes.data.documents import text_ids
+from llmrecipes.data.folder.documents import text_ids
+from llmrecipes.data.folder.prepared import Prepared, fingerprint, held_out_text, index_folder
+from llmrecipes.data.preparation import corpus as corpus_module
+from llmrecipes.data.preparation.valid_sets import bits_per_byte
 from llmrecipes.data.prepare import prepare
-from llmrecipes.data.prepared import Prepared, fingerprint, held_out_text, index_folder
-from llmrecipes.data.sources import documents
-from llmrecipes.data.valid_sets import bits_per_byte
+from llmrecipes.data.read.by_source import HeldOutPart, WithSource, held_out_parts, of_source, with_source
+from llmrecipes.data.read.dataset import ConversationDataset, build, build_set, unpacked
+from llmrecipes.data.sources.sources import documents
 from llmrecipes.engine.base import World
 from llmrecipes.recipe.load import load
 from llmrecipes.recipe.schema import Recipe, Source
@@ -118,7 +118,7 @@ def test_the_fingerprint_has_the_sets(made: tuple[Recipe, Prepared]) -> None:
 
 
 def prepared_content(of: Recipe) -> dict[str, object]:
-    from llmrecipes.data.prepared import content
+    from llmrecipes.data.folder.prepared import content
 
     return content(of)
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import regex  # type: ignore[import-untyped]
 
-from llmrecipes.data.copies import Duplicates
-from llmrecipes.data.words import (
+from llmrecipes.data.steps.copies import Duplicates
+from llmrecipes.data.steps.words import (
     ends_sentence,
     normalized,
     pieces,

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from llmrecipes.cli.app import run
-from llmrecipes.data.stores import StoreFile
+from llmrecipes.data.sources.stores import StoreFile
 from llmrecipes.doctor import examine, fabric, gpus, nodes
 from llmrecipes.doctor.finding import Finding
 from llmrecipes.hardware.load import load_profile
@@ -366,7 +366,7 @@ def test_data_that_is_missing_or_unequal(tmp_path: Path) -> None:
 
 
 def test_files_in_a_store_have_the_size_that_it_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmrecipes.data.sources.files", lambda _source: [StoreFile("s3://b/x.jsonl", 5 << 20)])
+    monkeypatch.setattr("llmrecipes.data.sources.sources.files", lambda _source: [StoreFile("s3://b/x.jsonl", 5 << 20)])
     found = examine.check_data(tiny_on(tmp_path), tmp_path)
     assert any(each.status == "ok" and "5.0 MiB" in each.what for each in found)
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llmrecipes.data.batches import KEYS
-from llmrecipes.data.dataset import ConversationDataset, best_fit, unpacked
+from llmrecipes.data.read.batches import KEYS
+from llmrecipes.data.read.dataset import ConversationDataset, best_fit, unpacked
 from llmrecipes.engine.base import Batch
 from llmrecipes.engine.core.model import attention
 from llmrecipes.engine.core.model.attention import attention_mask

@@ -29,11 +29,11 @@ import transformers
 from jinja2.exceptions import SecurityError, UndefinedError
 from rich.console import Console
 
-from llmrecipes.data.curriculum import ScoresRecord
-from llmrecipes.data.documents import documents
+from llmrecipes.data.folder.documents import documents
+from llmrecipes.data.folder.prepared import Prepared, open_prepared
 from llmrecipes.data.prepare import prepare
-from llmrecipes.data.prepared import Prepared, open_prepared
-from llmrecipes.data.tokenizer import EOD, TextTokenizer, train
+from llmrecipes.data.read.curriculum import ScoresRecord
+from llmrecipes.data.tokens.tokenizer import EOD, TextTokenizer, train
 from llmrecipes.engine.base import World
 from llmrecipes.engine.core.platform import select
 from llmrecipes.engine.core.score import GPTScorer
@@ -316,7 +316,7 @@ def test_texts_begin_as_those_of_the_harness_own_model(
     """With BOS before a text, EOS behind it, both and neither; the folder's tokenizer has the key of transformers."""
     import lm_eval.api.instance
 
-    from llmrecipes.data.tokenizer import open_huggingface
+    from llmrecipes.data.tokens.tokenizer import open_huggingface
     from llmrecipes.evaluation.harness import HarnessModel
     from llmrecipes.recipe.schema import Tokenizer
 
@@ -835,7 +835,7 @@ def test_prompts_begin_as_documents(
 
 def test_ngrams_are_found_in_training_data_exactly(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the borders of what is read at once too; and two n-grams with one hash are kept apart."""
-    monkeypatch.setattr("llmrecipes.data.documents.token_stream.__defaults__", (100,))
+    monkeypatch.setattr("llmrecipes.data.folder.documents.token_stream.__defaults__", (100,))
     every = {tuple(ids[at : at + 5]) for ids in documents(prepared, "train") for at in range(len(ids) - 4)}
     missing = {(1, *gram[:4]) for gram in list(every)[:200]} - every
     assert missing

@@ -20,7 +20,7 @@ import transformers
 from tokenizers import AddedToken, decoders, pre_tokenizers, processors
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from llmrecipes.data.encode import LLAMA3
+from llmrecipes.data.tokens.encode import LLAMA3
 from llmrecipes.models import gguf_file
 from llmrecipes.models.export_options import ExportOptions
 from llmrecipes.models.gguf_file import export_gguf

@@ -22,9 +22,9 @@ import torch
 import transformers
 
 from llmrecipes.cli.app import run
-from llmrecipes.data.templates import SPECIAL
-from llmrecipes.data.tokenizer import EOD
-from llmrecipes.data.tokenizer import train as train_tokenizer
+from llmrecipes.data.tokens.templates import SPECIAL
+from llmrecipes.data.tokens.tokenizer import EOD
+from llmrecipes.data.tokens.tokenizer import train as train_tokenizer
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu
 from llmrecipes.models.finetune import STEPS, Finetuning, finetune, make_recipe
 from llmrecipes.plan.check import fitted

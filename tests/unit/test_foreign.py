@@ -337,8 +337,8 @@ BASE = {
 @pytest.fixture
 def base(folder: Path) -> Path:
     """A Qwen2 with a tokenizer, without weights: only its shape is read."""
-    from llmrecipes.data.templates import SPECIAL
-    from llmrecipes.data.tokenizer import train
+    from llmrecipes.data.tokens.templates import SPECIAL
+    from llmrecipes.data.tokens.tokenizer import train
 
     path = folder / "base"
     path.mkdir()

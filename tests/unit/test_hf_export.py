@@ -27,11 +27,11 @@ from transformers.utils.chat_template_utils import render_jinja_template
 import llmrecipes
 from llmrecipes.checkpoint.manifest import MANIFEST_NAME
 from llmrecipes.cli.app import run
+from llmrecipes.data.folder.prepared import open_prepared
 from llmrecipes.data.prepare import prepare
-from llmrecipes.data.prepared import open_prepared
-from llmrecipes.data.templates import CHATML, SPECIAL, TEMPLATES, of_prepared
-from llmrecipes.data.tokenizer import EOD
-from llmrecipes.data.tokenizer import train as train_tokenizer
+from llmrecipes.data.tokens.templates import CHATML, SPECIAL, TEMPLATES, of_prepared
+from llmrecipes.data.tokens.tokenizer import EOD
+from llmrecipes.data.tokens.tokenizer import train as train_tokenizer
 from llmrecipes.engine.sampling import Sampling
 from llmrecipes.hardware.profile import Costs
 from llmrecipes.hf.family import family_named, family_of

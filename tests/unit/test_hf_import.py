@@ -221,7 +221,7 @@ def model(models: Path) -> Path:
     """A model with a tokenizer."""
     import tokenizers
 
-    from llmrecipes.data.tokenizer import train as train_tokenizer
+    from llmrecipes.data.tokens.tokenizer import train as train_tokenizer
 
     folder = models / "with-tokenizer"
     saved("llama", folder)

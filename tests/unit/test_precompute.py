@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from llmrecipes.data import manifest, precomputed
+from llmrecipes.data.folder import manifest
+from llmrecipes.data.read import precomputed
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.rules.rules import check
 from llmrecipes.recipe.schema import Recipe

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmrecipes.data.prepared import open_prepared
+from llmrecipes.data.folder.prepared import open_prepared
 from llmrecipes.engine.backends import backend
 from llmrecipes.engine.core.backend import loaded
 from llmrecipes.engine.core.sparsegpt import sparsegpt

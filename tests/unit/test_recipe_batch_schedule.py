@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from megatron.core import num_microbatches_calculator as calculator
 
-from llmrecipes.data.batches import scheduled_ids
+from llmrecipes.data.read.batches import scheduled_ids
 from llmrecipes.engine.core.update import learning_rate
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.derived.batch_schedule import batch_schedule, tokens_of

@@ -24,9 +24,9 @@ from rich.console import Console
 from llmrecipes.checkpoint.manifest import Monitored
 from llmrecipes.checkpoint.saver import SaveReport, saver_group
 from llmrecipes.checkpoint.store import CheckpointStore
-from llmrecipes.data import curriculum
+from llmrecipes.data.folder.prepared import fingerprint, index_folder, open_prepared
 from llmrecipes.data.prepare import prepare
-from llmrecipes.data.prepared import fingerprint, index_folder, open_prepared
+from llmrecipes.data.read import curriculum
 from llmrecipes.engine import backends
 from llmrecipes.engine.base import Progress, World
 from llmrecipes.engine.core.model import config as engine_config
@@ -330,7 +330,7 @@ def recorder(*arguments: Any, **options: Any) -> Any:
 
 def loader(recipe: Recipe, _: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(loaders, "build", lambda *_: RandomTokens(recipe))
-    monkeypatch.setattr("llmrecipes.data.batches.DataLoader", recorder)
+    monkeypatch.setattr("llmrecipes.data.read.batches.DataLoader", recorder)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     here: Any = SimpleNamespace(data_parallel_rank=0, data_parallel_size=1)
     prepared: Any = None
@@ -399,7 +399,7 @@ def saver(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     for name in ("worker", "stage"):
         monkeypatch.setattr(f"llmrecipes.train.{name}.backend", lambda _: backend)
-    for name in ("data.prepared.open_prepared", "train.stage.open_loaders"):
+    for name in ("data.folder.prepared.open_prepared", "train.stage.open_loaders"):
         monkeypatch.setattr(f"llmrecipes.{name}", lambda *_, **__: None)
     with pytest.raises(Recorded) as found:
         worker.run(RunSpec(recipe=recipe, data_dir=folder, run_dir=folder / "r", runs_dir=folder))

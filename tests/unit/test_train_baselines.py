@@ -13,10 +13,7 @@ import numpy as np
 import pytest
 
 from llmrecipes.checkpoint.manifest import Monitored
-from llmrecipes.data.dataset import build
-from llmrecipes.data.ngram import KneserNey
-from llmrecipes.data.prepare import Prepared, prepare
-from llmrecipes.data.prepared import (
+from llmrecipes.data.folder.prepared import (
     bits_per_byte,
     bytes_per_token,
     deflate_bits_per_byte,
@@ -24,6 +21,9 @@ from llmrecipes.data.prepared import (
     gzip_bits_per_byte,
     held_out_text,
 )
+from llmrecipes.data.prepare import Prepared, prepare
+from llmrecipes.data.read.dataset import build
+from llmrecipes.data.read.ngram import KneserNey
 from llmrecipes.errors import UserError
 from llmrecipes.plan.derive import derive
 from llmrecipes.recipe.derived.stage_runs import stage_recipes

@@ -38,7 +38,11 @@ class HtmlStep(StepSection):
     """Extract the text of documents that are web pages."""
 
     does = DataStep(
-        target="llmrecipes.data.cleaning:html", takes_markup=True, revision=2, extra="corpora", package="resiliparse"
+        target="llmrecipes.data.steps.cleaning:html",
+        takes_markup=True,
+        revision=2,
+        extra="corpora",
+        package="resiliparse",
     )
     type: Literal["html"]
     main_content: bool = True
@@ -48,7 +52,7 @@ class HtmlStep(StepSection):
 class UnicodeStep(StepSection):
     """Repair text that was decoded wrongly (ftfy)."""
 
-    does = DataStep(target="llmrecipes.data.cleaning:unicode", takes_markup=True, extra="corpora", package="ftfy")
+    does = DataStep(target="llmrecipes.data.steps.cleaning:unicode", takes_markup=True, extra="corpora", package="ftfy")
     type: Literal["unicode"]
     unescape_html: bool = False
     """Replace HTML entities in texts without `<`, as FineWeb does."""
@@ -57,7 +61,7 @@ class UnicodeStep(StepSection):
 class LengthStep(StepSection):
     """Limit the number of characters."""
 
-    does = DataStep(target="llmrecipes.data.steps:length", takes_markup=True)
+    does = DataStep(target="llmrecipes.data.steps.steps:length", takes_markup=True)
     needs_one = ("min_characters", "max_characters")
     type: Literal["length"]
     min_characters: PosInt | None = None
@@ -69,7 +73,7 @@ class LengthStep(StepSection):
 class LanguageStep(StepSection):
     """Drop documents in other languages."""
 
-    does = DataStep(target="llmrecipes.data.quality:language", revision=2, extra="corpora", package="py3langid")
+    does = DataStep(target="llmrecipes.data.steps.quality:language", revision=2, extra="corpora", package="py3langid")
     type: Literal["language"]
     languages: _Names
     """Languages to keep, as ISO 639 codes such as `[en, de]`; `zh`, `ar`, `ku`, `lv`, `no` and `uz` stand for their
@@ -81,7 +85,7 @@ class LanguageStep(StepSection):
 class GopherStep(StepSection):
     """The quality rules of Gopher."""
 
-    does = DataStep(target="llmrecipes.data.quality:gopher")
+    does = DataStep(target="llmrecipes.data.steps.quality:gopher")
     type: Literal["gopher"]
     min_words: PosInt = 50
     """Drop documents with fewer words."""
@@ -92,14 +96,14 @@ class GopherStep(StepSection):
 class RepetitionStep(StepSection):
     """The repetition rules of Gopher."""
 
-    does = DataStep(target="llmrecipes.data.quality:repetition")
+    does = DataStep(target="llmrecipes.data.steps.quality:repetition")
     type: Literal["repetition"]
 
 
 class C4Step(StepSection):
     """The rules of C4, which also remove lines."""
 
-    does = DataStep(target="llmrecipes.data.quality:c4", revision=2)
+    does = DataStep(target="llmrecipes.data.steps.quality:c4", revision=2)
     type: Literal["c4"]
     terminal_punctuation: bool = True
     """Remove lines that do not end with a punctuation mark. FineWeb sets it to false."""
@@ -110,14 +114,14 @@ class C4Step(StepSection):
 class FineWebStep(StepSection):
     """The rules of FineWeb."""
 
-    does = DataStep(target="llmrecipes.data.quality:fineweb", revision=2)
+    does = DataStep(target="llmrecipes.data.steps.quality:fineweb", revision=2)
     type: Literal["fineweb"]
 
 
 class CodeStep(StepSection):
     """StarCoder2's rules for source code."""
 
-    does = DataStep(target="llmrecipes.data.quality:code")
+    does = DataStep(target="llmrecipes.data.steps.quality:code")
     type: Literal["code"]
     max_line_length: PosInt = 1000
     """Drop files with a longer line, in characters."""
@@ -128,7 +132,7 @@ class CodeStep(StepSection):
 class ClassifierStep(StepSection):
     """Keep documents to which a fastText model gives certain labels."""
 
-    does = DataStep(target="llmrecipes.data.quality:classifier", extra="corpora", package="fasttext")
+    does = DataStep(target="llmrecipes.data.steps.quality:classifier", extra="corpora", package="fasttext")
     type: Literal["classifier"]
     model: str
     """File of a supervised fastText model, `.bin` or `.ftz`, relative to the working directory."""
@@ -141,14 +145,14 @@ class ClassifierStep(StepSection):
 class PersonalDataStep(StepSection):
     """Mask e-mail addresses and public IP addresses."""
 
-    does = DataStep(target="llmrecipes.data.cleaning:personal_data", takes_markup=True, revision=2)
+    does = DataStep(target="llmrecipes.data.steps.cleaning:personal_data", takes_markup=True, revision=2)
     type: Literal["personal_data"]
 
 
 class DecontaminateStep(StepSection):
     """Drop documents that share a sequence of words with files, such as those of evaluation tasks."""
 
-    does = DataStep(target="llmrecipes.data.contamination:decontaminate", takes_markup=True, revision=2)
+    does = DataStep(target="llmrecipes.data.steps.contamination:decontaminate", takes_markup=True, revision=2)
     needs_one = ("paths", "tasks")
     type: Literal["decontaminate"]
     paths: _Names | None = None
@@ -164,7 +168,7 @@ class DecontaminateStep(StepSection):
 class DuplicatesStep(StepSection):
     """Drop documents that differ from an earlier one only in case, digits, punctuation, accents or white space."""
 
-    does = DataStep(target="llmrecipes.data.copies:Duplicates", takes_markup=True, compares=True, revision=2)
+    does = DataStep(target="llmrecipes.data.steps.copies:Duplicates", takes_markup=True, compares=True, revision=2)
     type: Literal["duplicates"]
     span_sentences: PosInt | None = None
     """Also drop documents made of spans of this many sentences that occur in kept documents; C4 uses 3. Unset: compare
@@ -181,7 +185,7 @@ class NearDuplicatesStep(StepSection):
     """Drop documents that are nearly equal to an earlier one (MinHash); no copy of a training text is then held out."""
 
     does = DataStep(
-        target="llmrecipes.data.copies:NearDuplicates",
+        target="llmrecipes.data.steps.copies:NearDuplicates",
         takes_markup=True,
         compares=True,
         revision=2,
@@ -200,7 +204,7 @@ class NearDuplicatesStep(StepSection):
 class NoiseStep(StepSection):
     """Replace words of training documents."""
 
-    does = DataStep(target="llmrecipes.data.steps:noise", takes_markup=True, augments=True, revision=2)
+    does = DataStep(target="llmrecipes.data.steps.steps:noise", takes_markup=True, augments=True, revision=2)
     type: Literal["noise"]
     noise_rate: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Fraction of words to replace."""
@@ -213,7 +217,7 @@ class NoiseStep(StepSection):
 class BalanceStep(StepSection):
     """Draw from sources by the number of tokens kept from them."""
 
-    does = DataStep(target="llmrecipes.data.balance:balanced", takes_markup=True, weighs=True)
+    does = DataStep(target="llmrecipes.data.steps.balance:balanced", takes_markup=True, weighs=True)
     type: Literal["balance"]
     temperature: Annotated[float, Field(ge=1)] = 1.0
     """Draw from sources in proportion to weight × tokens^(1/temperature); 1: by tokens."""

@@ -40,7 +40,7 @@ class DataStep:
     """
 
     target: str
-    """`module:name` of what makes a `data.steps.Step` or, with `compares`, a `data.steps.Comparison`: called with the
+    """`module:name` of what makes a `data.steps.steps.Step` or, with `compares`, a `Comparison` there: called with the
     keys of a type, or with the value of a key of `Data`. Imported on demand."""
     compares: bool = False
     """Whether it compares documents with earlier ones."""

@@ -1,0 +1,1 @@
+"""From a prepared folder to the batches of a rank."""

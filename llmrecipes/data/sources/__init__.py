@@ -1,0 +1,1 @@
+"""What is read: files, stores and the Hub, as rows and documents."""

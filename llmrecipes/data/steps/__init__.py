@@ -1,0 +1,1 @@
+"""What changes or drops documents before they become tokens."""

@@ -1,0 +1,1 @@
+"""From text, conversations and pairs to token ids."""
