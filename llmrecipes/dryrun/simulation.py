@@ -26,11 +26,11 @@ from llmrecipes.dryrun.spec import PARTS, DryRunSpec, Moment, RankReport, Resume
 from llmrecipes.engine.backends import backend
 from llmrecipes.engine.base import Batch, Engine, MetaBackend, Progress
 from llmrecipes.parent import end_with_parent
-from llmrecipes.plan.activations import most_activations, peak
 from llmrecipes.plan.derive import Plan, derive
 from llmrecipes.plan.kernels import keeps_scores, own_layers
 from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.memory import of_stage
+from llmrecipes.plan.peak import most_activations, peak
 from llmrecipes.recipe.derived.shape import Shape
 from llmrecipes.recipe.rules.preference_rules import rows_of_a_pair
 from llmrecipes.recipe.schema import Recipe

@@ -8,12 +8,12 @@ from math import ceil, prod
 from typing import Self
 
 from llmrecipes.plan import parameters
-from llmrecipes.plan.activations import peak
 from llmrecipes.plan.kernels import own_layers
 from llmrecipes.plan.layout import Layout
 from llmrecipes.plan.losses import tokens_of_a_micro_batch
 from llmrecipes.plan.muon import update_bytes
 from llmrecipes.plan.parameters import count_on_rank, count_vectors, largest_gathered, vectors_on_rank
+from llmrecipes.plan.peak import peak
 from llmrecipes.plan.sharding import States, sharded
 from llmrecipes.recipe.derived.shape import Shape, shape
 from llmrecipes.recipe.derived.stage_layout import layer_places, layers_per_stage

@@ -11,12 +11,12 @@ import pytest
 
 from benchmarks.former import UNGATED
 from llmrecipes.hardware.cluster import Cluster, DetectedGpu
-from llmrecipes.plan.activations import peak
 from llmrecipes.plan.check import recommend
 from llmrecipes.plan.derive import default_world_size, derive
 from llmrecipes.plan.layout import Layout, layout
 from llmrecipes.plan.memory import GIB
 from llmrecipes.plan.parameters import count, count_on_rank, flops_per_token
+from llmrecipes.plan.peak import peak
 from llmrecipes.plan.pending import in_flight
 from llmrecipes.recipe.derived.degrees import smallest_world
 from llmrecipes.recipe.derived.shape import shape
